@@ -1,0 +1,90 @@
+"""`algorithm`: what DAPO computes. The defaults are the published recipe."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from megatron_dapo.config.base import Section
+
+Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+
+
+class KLConfig(Section):
+    """A KL penalty against the frozen reference policy. DAPO uses none."""
+
+    coefficient: float = Field(0.0, ge=0, description="0 switches the term, and the reference model, off.")
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+
+
+class ImportanceSamplingConfig(Section):
+    """Truncated importance sampling: corrects the gap between the engine's and the trainer's log-probs."""
+
+    level: Literal["off", "token", "sequence"] = "off"
+    cap: float = Field(2.0, gt=0, description="Weights exp(old - engine) are cut off at this value.")
+
+
+class OverlongConfig(Section):
+    """Overlong responses: masking them out and punishing their length are independent switches."""
+
+    filter: bool = Field(False, description="Mask the loss of truncated samples (overlong filtering).")
+    penalty: Literal["none", "soft", "linear", "relative"] = Field(
+        "none",
+        description="soft: the paper's three stages. linear: λ·clamp((L−L_thresh)/(L_max−L_thresh), 0, 1) with "
+        "L_thresh = max_length − cache_length. relative: weight·(L−L_max)/L_max beyond L_max, without a floor.",
+    )
+    max_length: int | None = Field(
+        None, gt=0, description="L_max in tokens; null means rollout.max_response_tokens."
+    )
+    cache_length: int = Field(
+        4096, gt=0, description="L_cache: the penalty grows over the last L_cache tokens."
+    )
+    factor: float = Field(1.0, ge=0, description="Largest penalty (soft, linear), or the weight (relative).")
+
+    @model_validator(mode="after")
+    def _cache_below_max(self) -> OverlongConfig:
+        if self.penalty in ("soft", "linear") and self.max_length is not None:
+            if self.cache_length >= self.max_length:
+                raise ValueError(
+                    f"cache_length ({self.cache_length}) must be smaller than max_length ({self.max_length}): "
+                    "lower overlong.cache_length, or every response is punished"
+                )
+        return self
+
+
+class AlgorithmConfig(Section):
+    objective: Literal["dapo", "gspo", "cispo"] = Field(
+        "dapo",
+        description="dapo: token ratio, decoupled clip. gspo: sequence-level ratio. cispo: clipped weight.",
+    )
+    clip_low: float = Field(0.2, ge=0, description="ε_low: the ratio is clipped below at 1 − clip_low.")
+    clip_high: float = Field(0.28, ge=0, description="ε_high: the ratio is clipped above at 1 + clip_high.")
+    dual_clip: float | None = Field(
+        10.0, description="c: for negative advantages a token's loss is at most −c·Â. null switches it off."
+    )
+    aggregation: Aggregation = "token-mean"
+    aggregation_length: int | None = Field(
+        None, gt=0, description="The constant of seq-mean-token-sum-norm; null: rollout.max_response_tokens."
+    )
+    advantage: Literal["group-std", "group-mean"] = Field(
+        "group-std",
+        description="group-std divides by the group's unbiased std; group-mean only subtracts the mean.",
+    )
+    advantage_eps: float = Field(1e-6, ge=0)
+    entropy_coefficient: float = Field(0.0, ge=0, description="Bonus on the policy's entropy.")
+    kl: KLConfig = KLConfig()
+    importance_sampling: ImportanceSamplingConfig = ImportanceSamplingConfig()
+    overlong: OverlongConfig = OverlongConfig()
+
+    @model_validator(mode="after")
+    def _bounds(self) -> AlgorithmConfig:
+        if self.clip_low > 1:
+            raise ValueError(
+                f"clip_low is {self.clip_low}, but 1 − clip_low must not be negative: set it between 0 and 1"
+            )
+        if self.dual_clip is not None and self.dual_clip <= 1:
+            raise ValueError(
+                f"dual_clip is {self.dual_clip}, but must be greater than 1: use the paper script's 10, or null for off"
+            )
+        return self

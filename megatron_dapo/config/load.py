@@ -1,0 +1,139 @@
+"""Reading a configuration: YAML file, then `--set a.b=c` overrides, then one readable error if anything is off."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from megatron_dapo.config.base import ConfigError
+from megatron_dapo.config.schema import Config
+
+# What other tools call our keys: an unknown key with one of these names is answered with ours.
+KNOWN_ELSEWHERE = {
+    "eps_clip": "algorithm.clip_low", "epsilon": "algorithm.clip_low", "clip_ratio_low": "algorithm.clip_low",
+    "eps_clip_higher": "algorithm.clip_high", "epsilon_high": "algorithm.clip_high",
+    "clip_ratio_high": "algorithm.clip_high", "eps_clip_high": "algorithm.clip_high",
+    "clip_ratio_c": "algorithm.dual_clip", "loss_agg_mode": "algorithm.aggregation",
+    "loss_type": "algorithm.aggregation", "overlong_filter": "algorithm.overlong.filter",
+    "overlong_tokens": "algorithm.overlong.cache_length", "soft_cache_length": "algorithm.overlong.cache_length",
+    "overlong_penalty_factor": "algorithm.overlong.factor", "soft_max_length": "algorithm.overlong.max_length",
+    "dynamic_sample": "rollout.dynamic_sampling", "filter_groups": "rollout.dynamic_sampling",
+    "tensor_model_parallel_size": "policy.tensor_parallel", "pipeline_model_parallel_size": "policy.pipeline_parallel",
+    "context_parallel_size": "policy.context_parallel", "expert_model_parallel_size": "policy.expert_parallel",
+    "n_samples": "rollout.samples_per_prompt", "num_generations": "rollout.samples_per_prompt",
+    "max_tokens_per_gpu": "policy.micro_batch_tokens", "kl_loss_coef": "algorithm.kl.coefficient",
+    "entropy_coeff": "algorithm.entropy_coefficient", "ppo_mini_batch_size": "trainer.mini_batch_prompts",
+    "train_batch_size": "trainer.prompts_per_step",
+}  # fmt: skip
+
+
+def load_config(path: str | Path | None, overrides: Iterable[str] = ()) -> Config:
+    """The configuration in `path` (None: all defaults) with `key.path=value` overrides applied."""
+    raw: Any = {}
+    where = str(path) if path else "config"
+    if path is not None:
+        try:
+            raw = yaml.safe_load(Path(path).read_text()) or {}
+        except FileNotFoundError:
+            raise ConfigError(f"{path}: no such file") from None
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{where}: expected sections at the top level, found {type(raw).__name__}")
+    for item in overrides:
+        apply_override(raw, item)
+    return parse_config(raw, where)
+
+
+def parse_config(raw: dict[str, Any], where: str = "config") -> Config:
+    try:
+        return Config.model_validate(raw)
+    except ValidationError as error:
+        lines = [_explain(e) for e in error.errors()]
+        raise ConfigError(
+            f"{where}: " + ("\n  ".join(["", *lines]) if len(lines) > 1 else lines[0])
+        ) from None
+
+
+def apply_override(raw: dict[str, Any], item: str) -> None:
+    """`a.b=c` sets raw["a"]["b"]; the value is read as YAML, so numbers, true, null and lists work."""
+    key, equals, text = item.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise ConfigError(
+            f"--set {item!r}: expected section.key=value, for example --set policy.tensor_parallel=2"
+        )
+    node = raw
+    for part in parts[:-1]:
+        child = node.setdefault(part, {})
+        if child is None:
+            child = node[part] = {}
+        if not isinstance(child, dict):
+            raise ConfigError(f"--set {item!r}: {part!r} is a value, not a section")
+        node = child
+    try:
+        node[parts[-1]] = _number(yaml.safe_load(text))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {item!r}: the value is not valid YAML: {error}") from None
+
+
+def dump_config(config: Config) -> str:
+    """The resolved configuration as YAML, every key written out."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def known_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
+    """Every dotted key of the schema."""
+    for name, field in model.model_fields.items():
+        inner = _section_of(field.annotation)
+        if inner is not None:
+            yield from known_keys(inner, f"{prefix}{name}.")
+        yield f"{prefix}{name}"
+
+
+def _number(value: Any) -> Any:
+    """YAML 1.1 reads 1e-6 as text; people mean the number."""
+    if isinstance(value, str):
+        try:
+            return float(value) if "e" in value.lower() and value[:1] in "+-.0123456789" else value
+        except ValueError:
+            return value
+    return value
+
+
+def _section_of(annotation: Any) -> type[BaseModel] | None:
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return None
+
+
+def _explain(error: Any) -> str:
+    path = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        return f"unknown key {path!r}{_suggestion(path)}"
+    message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "value_error":
+        return f"{path}: {message}" if path else message
+    return f"{path}: {message} (found {error['input']!r})"
+
+
+def _suggestion(path: str) -> str:
+    parent, _, leaf = path.rpartition(".")
+    if leaf in KNOWN_ELSEWHERE:
+        return f"; here it is called {KNOWN_ELSEWHERE[leaf]!r}"
+    keys = list(known_keys())
+    siblings = [k for k in keys if k.rpartition(".")[0] == parent]
+    near = difflib.get_close_matches(path, siblings, n=1, cutoff=0.6) or difflib.get_close_matches(
+        path, keys, n=1
+    )
+    same_leaf = [k for k in keys if k.rpartition(".")[2] == leaf]
+    best = near or same_leaf[:1]
+    if best:
+        return f"; did you mean {best[0]!r}?"
+    return "; known here: " + ", ".join(k.rpartition(".")[2] for k in siblings) if siblings else ""

@@ -1,0 +1,93 @@
+"""`policy`: the Megatron side: the model, how it is laid out over ranks, and its optimizer."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from megatron_dapo.config.base import Section
+
+
+class OptimizerConfig(Section):
+    """AdamW as in the published 32B run."""
+
+    lr: float = Field(1e-6, gt=0)
+    min_lr: float = Field(0.0, ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = Field(10, ge=0, description="Rollout steps over which lr rises linearly from 0.")
+    decay_steps: int | None = Field(
+        None, gt=0, description="Rollout steps until min_lr; null: trainer.steps."
+    )
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.999, ge=0, lt=1)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.1, ge=0)
+    grad_clip: float = Field(1.0, ge=0, description="Global gradient norm; 0 switches clipping off.")
+
+    @model_validator(mode="after")
+    def _order(self) -> OptimizerConfig:
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr ({self.min_lr}) is above lr ({self.lr}): lower min_lr")
+        return self
+
+
+class PolicyConfig(Section):
+    model: str = Field("", description="HF directory (config.json, safetensors, tokenizer) of a Qwen model.")
+    megatron_checkpoint: str | None = Field(
+        None,
+        description="A converted torch_dist directory to start from; null: load the HF weights directly.",
+    )
+    tensor_parallel: int = Field(1, ge=1)
+    pipeline_parallel: int = Field(1, ge=1)
+    virtual_pipeline: int = Field(1, ge=1, description="Model chunks per pipeline stage (interleaved 1F1B).")
+    context_parallel: int = Field(1, ge=1)
+    expert_parallel: int = Field(1, ge=1)
+    sequence_parallel: bool | None = Field(None, description="null: on whenever tensor_parallel > 1.")
+    distributed_optimizer: bool = Field(True, description="Shard optimizer state over data-parallel ranks.")
+    precision: Literal["bf16", "fp32"] = "bf16"
+    micro_batch_tokens: int = Field(
+        32768,
+        gt=0,
+        description="Token budget of one packed micro-batch (of all context-parallel ranks together).",
+    )
+    recompute: Literal["none", "selective", "full"] = "none"
+    head_chunk_tokens: int = Field(2048, gt=0, description="Tokens whose logits exist at one time.")
+    moe_aux_loss_coefficient: float = Field(0.0, ge=0)
+    optimizer: OptimizerConfig = OptimizerConfig()
+    timeout_seconds: float = Field(1800.0, gt=0, description="Longest wait in any collective.")
+
+    @property
+    def uses_sequence_parallel(self) -> bool:
+        return self.tensor_parallel > 1 if self.sequence_parallel is None else self.sequence_parallel
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that hold one replica of the model (and its sequence shards)."""
+        return self.tensor_parallel * self.pipeline_parallel * self.context_parallel
+
+    @model_validator(mode="after")
+    def _layout(self) -> PolicyConfig:
+        if self.virtual_pipeline > 1 and self.pipeline_parallel == 1:
+            raise ValueError(
+                f"virtual_pipeline is {self.virtual_pipeline} but pipeline_parallel is 1: "
+                "set pipeline_parallel to 2 or more, or virtual_pipeline to 1"
+            )
+        if self.sequence_parallel and self.tensor_parallel == 1:
+            raise ValueError(
+                "sequence_parallel needs tensor_parallel of 2 or more: remove it or raise tensor_parallel"
+            )
+        align = self.sequence_alignment
+        if self.micro_batch_tokens % align:
+            raise ValueError(
+                f"micro_batch_tokens ({self.micro_batch_tokens}) must be a multiple of {align} "
+                "(2 × context_parallel, × tensor_parallel under sequence parallelism): "
+                f"use {-(-self.micro_batch_tokens // align) * align}"
+            )
+        return self
+
+    @property
+    def sequence_alignment(self) -> int:
+        """Every packed sequence is padded to a multiple of this."""
+        cp = 2 * self.context_parallel if self.context_parallel > 1 else 1
+        return cp * (self.tensor_parallel if self.uses_sequence_parallel else 1)

@@ -1,0 +1,141 @@
+"""The whole configuration, and the checks that need more than one section."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import model_validator
+
+from megatron_dapo.config.algorithm import AlgorithmConfig
+from megatron_dapo.config.base import ConfigError, Section
+from megatron_dapo.config.data import DataConfig
+from megatron_dapo.config.model import ModelShape
+from megatron_dapo.config.observe import ObserveConfig
+from megatron_dapo.config.policy import PolicyConfig
+from megatron_dapo.config.reward import RewardConfig
+from megatron_dapo.config.rollout import RolloutConfig
+from megatron_dapo.config.slurm import SlurmConfig
+from megatron_dapo.config.trainer import TrainerConfig
+
+
+class Config(Section):
+    policy: PolicyConfig = PolicyConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    data: DataConfig = DataConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    observe: ObserveConfig = ObserveConfig()
+    slurm: SlurmConfig = SlurmConfig()
+
+    @property
+    def overlong_max_length(self) -> int:
+        return self.algorithm.overlong.max_length or self.rollout.max_response_tokens
+
+    @property
+    def aggregation_length(self) -> int:
+        return self.algorithm.aggregation_length or self.rollout.max_response_tokens
+
+    @model_validator(mode="after")
+    def _across_sections(self) -> Config:
+        for check in (self._check_groups, self._check_lengths, self._check_overlong):
+            check()
+        return self
+
+    def _check_groups(self) -> None:
+        if self.rollout.samples_per_prompt < 2:
+            raise ValueError(
+                "rollout.samples_per_prompt is 1, but advantages compare the samples of one prompt: use 2 or more"
+            )
+
+    def _check_lengths(self) -> None:
+        longest = self.rollout.max_prompt_tokens + self.rollout.max_response_tokens
+        if self.policy.micro_batch_tokens < longest:
+            raise ValueError(
+                f"policy.micro_batch_tokens ({self.policy.micro_batch_tokens}) is smaller than the longest sequence, "
+                f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest}: raise it to at least "
+                f"{-(-longest // self.policy.sequence_alignment) * self.policy.sequence_alignment}"
+            )
+
+    def _check_overlong(self) -> None:
+        overlong, response = self.algorithm.overlong, self.rollout.max_response_tokens
+        if overlong.penalty in ("soft", "linear"):
+            if overlong.cache_length >= self.overlong_max_length:
+                raise ValueError(
+                    f"algorithm.overlong.cache_length ({overlong.cache_length}) must be smaller than L_max "
+                    f"({self.overlong_max_length}): lower it, or every response is punished"
+                )
+            if self.overlong_max_length - overlong.cache_length >= response:
+                raise ValueError(
+                    f"the length penalty starts at {self.overlong_max_length - overlong.cache_length} tokens, but "
+                    f"rollout.max_response_tokens is {response}: it would never fire; lower "
+                    "algorithm.overlong.max_length or raise rollout.max_response_tokens"
+                )
+        if overlong.penalty == "relative" and self.overlong_max_length >= response:
+            raise ValueError(
+                f"algorithm.overlong.penalty 'relative' starts beyond max_length ({self.overlong_max_length}), but "
+                f"responses end at {response}: set algorithm.overlong.max_length below it"
+            )
+
+
+def check_model(policy: PolicyConfig, shape: ModelShape, max_tokens: int | None = None) -> None:
+    """Checks the layout against the model. Every message names the key to change."""
+    tp, pp, vpp, ep = (
+        policy.tensor_parallel, policy.pipeline_parallel, policy.virtual_pipeline, policy.expert_parallel,
+    )  # fmt: skip
+    for what, count in (("attention heads", shape.heads), ("key/value heads", shape.kv_heads)):
+        if count % tp:
+            raise ConfigError(
+                f"policy.tensor_parallel is {tp}, but the model has {count} {what}: choose one of {_divisors(count)}"
+            )
+    if shape.layers % (pp * vpp):
+        raise ConfigError(
+            f"policy.pipeline_parallel × virtual_pipeline is {pp} × {vpp} = {pp * vpp}, but the model has "
+            f"{shape.layers} layers: choose a product among {_divisors(shape.layers)}"
+        )
+    if ep > 1 and not shape.is_moe:
+        raise ConfigError(f"policy.expert_parallel is {ep}, but the model has no experts: set it to 1")
+    if shape.is_moe and shape.experts % ep:
+        raise ConfigError(
+            f"policy.expert_parallel is {ep}, but the model has {shape.experts} experts: "
+            f"choose one of {_divisors(shape.experts)}"
+        )
+    if max_tokens is not None and max_tokens > shape.max_positions:
+        raise ConfigError(
+            f"rollout.max_prompt_tokens + rollout.max_response_tokens is {max_tokens}, but the model was made for "
+            f"{shape.max_positions} positions (max_position_embeddings): lower one of them"
+        )
+
+
+def check_world(policy: PolicyConfig, world_size: int) -> None:
+    """Checks the layout against the number of ranks."""
+    if world_size % policy.model_ranks:
+        raise ConfigError(
+            f"{world_size} ranks cannot hold tensor × pipeline × context parallel = {policy.tensor_parallel} × "
+            f"{policy.pipeline_parallel} × {policy.context_parallel} = {policy.model_ranks}: "
+            f"use a multiple of {policy.model_ranks} ranks"
+        )
+    # Experts are spread over tensor × context × data ranks of one pipeline stage (expert-TP is 1).
+    stage = world_size // policy.pipeline_parallel
+    if stage % policy.expert_parallel:
+        raise ConfigError(
+            f"policy.expert_parallel is {policy.expert_parallel}, but a pipeline stage has {stage} ranks: "
+            f"choose one of {_divisors(stage)}"
+        )
+
+
+def check_config(config: Config, world_size: int | None = None) -> ModelShape | None:
+    """All checks that read the model directory. Returns the model's shape, or None when no model is named."""
+    if world_size is not None:
+        check_world(config.policy, world_size)
+    if not config.policy.model:
+        return None
+    if not Path(config.policy.model).is_dir():
+        raise ConfigError(f"policy.model: {config.policy.model} is not a directory")
+    shape = ModelShape.from_dir(config.policy.model)
+    check_model(config.policy, shape, config.rollout.max_prompt_tokens + config.rollout.max_response_tokens)
+    return shape
+
+
+def _divisors(n: int) -> str:
+    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
