@@ -50,12 +50,8 @@ def _add_selfcheck(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "Run the same DAPO updates in one process and in each parallel layout, and compare.",
         "example:\n  megatron-dapo selfcheck layouts --layouts tp2,pp2,cp2,tp2pp2",
     )  # fmt: skip
-    parser.add_argument(
-        "--layouts", help="comma-separated, e.g. tp2,pp2vpp2,tp2cp2sp,ep2 (default: all that fit)"
-    )
-    parser.add_argument(
-        "--tolerance", type=float, default=1e-5, help="largest relative difference (default 1e-5)"
-    )
+    parser.add_argument("--layouts", help="comma-separated, e.g. tp2,pp2vpp2,tp2cp2sp,ep2 (default: all that fit)")
+    parser.add_argument("--tolerance", type=float, default=1e-5, help="largest relative difference (default 1e-5)")
     parser.add_argument("--updates", type=int, default=3, help="optimizer updates to compare (default 3)")
 
 

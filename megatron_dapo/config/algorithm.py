@@ -34,12 +34,8 @@ class OverlongConfig(Section):
         description="soft: the paper's three stages. linear: λ·clamp((L−L_thresh)/(L_max−L_thresh), 0, 1) with "
         "L_thresh = max_length − cache_length. relative: weight·(L−L_max)/L_max beyond L_max, without a floor.",
     )
-    max_length: int | None = Field(
-        None, gt=0, description="L_max in tokens; null means rollout.max_response_tokens."
-    )
-    cache_length: int = Field(
-        4096, gt=0, description="L_cache: the penalty grows over the last L_cache tokens."
-    )
+    max_length: int | None = Field(None, gt=0, description="L_max in tokens; null means rollout.max_response_tokens.")
+    cache_length: int = Field(4096, gt=0, description="L_cache: the penalty grows over the last L_cache tokens.")
     factor: float = Field(1.0, ge=0, description="Largest penalty (soft, linear), or the weight (relative).")
 
     @model_validator(mode="after")

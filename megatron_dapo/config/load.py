@@ -55,9 +55,7 @@ def parse_config(raw: dict[str, Any], where: str = "config") -> Config:
         return Config.model_validate(raw)
     except ValidationError as error:
         lines = [_explain(e) for e in error.errors()]
-        raise ConfigError(
-            f"{where}: " + ("\n  ".join(["", *lines]) if len(lines) > 1 else lines[0])
-        ) from None
+        raise ConfigError(f"{where}: " + ("\n  ".join(["", *lines]) if len(lines) > 1 else lines[0])) from None
 
 
 def apply_override(raw: dict[str, Any], item: str) -> None:
@@ -65,9 +63,7 @@ def apply_override(raw: dict[str, Any], item: str) -> None:
     key, equals, text = item.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):
-        raise ConfigError(
-            f"--set {item!r}: expected section.key=value, for example --set policy.tensor_parallel=2"
-        )
+        raise ConfigError(f"--set {item!r}: expected section.key=value, for example --set policy.tensor_parallel=2")
     node = raw
     for part in parts[:-1]:
         child = node.setdefault(part, {})
@@ -129,9 +125,7 @@ def _suggestion(path: str) -> str:
         return f"; here it is called {KNOWN_ELSEWHERE[leaf]!r}"
     keys = list(known_keys())
     siblings = [k for k in keys if k.rpartition(".")[0] == parent]
-    near = difflib.get_close_matches(path, siblings, n=1, cutoff=0.6) or difflib.get_close_matches(
-        path, keys, n=1
-    )
+    near = difflib.get_close_matches(path, siblings, n=1, cutoff=0.6) or difflib.get_close_matches(path, keys, n=1)
     same_leaf = [k for k in keys if k.rpartition(".")[2] == leaf]
     best = near or same_leaf[:1]
     if best:

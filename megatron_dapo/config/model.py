@@ -107,9 +107,7 @@ def _refuse_unsupported(config: dict[str, Any], where: str, kind: str) -> None:
     if rope_type != "default":
         raise ConfigError(f"{where}: rope type {rope_type!r} is not supported; only the default RoPE is")
     if config.get("use_sliding_window"):
-        raise ConfigError(
-            f"{where}: sliding-window attention is not supported; set use_sliding_window to false"
-        )
+        raise ConfigError(f"{where}: sliding-window attention is not supported; set use_sliding_window to false")
     if config.get("hidden_act", "silu") != "silu":
         raise ConfigError(f"{where}: hidden_act is {config['hidden_act']!r}; Qwen models use 'silu'")
     if config.get("quantization_config"):

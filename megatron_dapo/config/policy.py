@@ -16,9 +16,7 @@ class OptimizerConfig(Section):
     min_lr: float = Field(0.0, ge=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = Field(10, ge=0, description="Rollout steps over which lr rises linearly from 0.")
-    decay_steps: int | None = Field(
-        None, gt=0, description="Rollout steps until min_lr; null: trainer.steps."
-    )
+    decay_steps: int | None = Field(None, gt=0, description="Rollout steps until min_lr; null: trainer.steps.")
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.999, ge=0, lt=1)
     eps: float = Field(1e-8, gt=0)
@@ -74,9 +72,7 @@ class PolicyConfig(Section):
                 "set pipeline_parallel to 2 or more, or virtual_pipeline to 1"
             )
         if self.sequence_parallel and self.tensor_parallel == 1:
-            raise ValueError(
-                "sequence_parallel needs tensor_parallel of 2 or more: remove it or raise tensor_parallel"
-            )
+            raise ValueError("sequence_parallel needs tensor_parallel of 2 or more: remove it or raise tensor_parallel")
         align = self.sequence_alignment
         if self.micro_batch_tokens % align:
             raise ValueError(

@@ -20,9 +20,7 @@ class RolloutConfig(Section):
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(-1, ge=-1)
     stop: list[str] = Field(default_factory=list)
-    dynamic_sampling: bool = Field(
-        True, description="Drop groups that group_filter rejects and sample others."
-    )
+    dynamic_sampling: bool = Field(True, description="Drop groups that group_filter rejects and sample others.")
     group_filter: str = Field(
         "accuracy",
         description="accuracy: keep 0 < correct < G. reward-range: keep max ≠ min of the scores. "

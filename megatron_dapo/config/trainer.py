@@ -9,9 +9,7 @@ from megatron_dapo.config.base import Section
 
 class TrainerConfig(Section):
     run_dir: str = "runs/default"
-    steps: int = Field(
-        330, gt=0, description="Rollout steps; each makes prompts_per_step/mini_batch_prompts updates."
-    )
+    steps: int = Field(330, gt=0, description="Rollout steps; each makes prompts_per_step/mini_batch_prompts updates.")
     prompts_per_step: int = Field(512, gt=0)
     mini_batch_prompts: int = Field(32, gt=0, description="Prompts (groups) per optimizer update.")
     seed: int = 0
