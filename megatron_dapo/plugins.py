@@ -31,4 +31,4 @@ def load_function(name: str, where: str) -> Callable[..., Any]:
     function = getattr(module, function_name, None)
     if not callable(function):
         raise UserError(f"{where}: module {module_name!r} has no function {function_name!r}")
-    return function  # type: ignore[no-any-return]
+    return function
