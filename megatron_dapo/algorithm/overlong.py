@@ -1,0 +1,77 @@
+"""Overlong responses: the length penalty that is added to the reward, and the samples whose loss is masked.
+
+A penalty is a number ≤ 0 per sample. Add it after any scaling of the reward, or it is scaled too; and filter groups
+before adding it, or a length looks like information about correctness.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_dapo.config.algorithm import OverlongConfig
+from megatron_dapo.types import Sample
+
+
+def soft_overlong_penalty(
+    lengths: Tensor | Sequence[int], max_length: int, cache_length: int, factor: float = 1.0
+) -> Tensor:
+    """DAPO's soft overlong punishment, fp32 [samples], in three stages.
+
+    0 up to max_length − cache_length; then linear down to −factor at max_length; −factor beyond it.
+    """
+    if not 0 < cache_length < max_length:
+        raise ValueError(
+            f"cache_length: expected between 1 and max_length − 1 = {max_length - 1}, found {cache_length}"
+        )
+    return linear_overlong_penalty(lengths, max_length - cache_length, max_length, factor)
+
+
+def linear_overlong_penalty(
+    lengths: Tensor | Sequence[int], threshold: int, max_length: int, weight: float = 1.0
+) -> Tensor:
+    """−weight · clamp((L − threshold) / (max_length − threshold), 0, 1), fp32 [samples].
+
+    The soft punishment, written with the length at which it starts.
+    """
+    if not 0 <= threshold < max_length:
+        raise ValueError(f"threshold: expected between 0 and max_length − 1 = {max_length - 1}, found {threshold}")
+    share = (_as_lengths(lengths) - threshold) / (max_length - threshold)
+    return _penalty(weight * share.clamp(0, 1))
+
+
+def relative_overlong_penalty(lengths: Tensor | Sequence[int], max_length: int, weight: float = 1.0) -> Tensor:
+    """−weight · (L − max_length) / max_length beyond max_length, fp32 [samples]. It has no floor."""
+    if max_length <= 0:
+        raise ValueError(f"max_length: expected above 0, found {max_length}")
+    return _penalty(weight * ((_as_lengths(lengths) - max_length) / max_length).clamp_min(0))
+
+
+def length_penalty(lengths: Tensor | Sequence[int], config: OverlongConfig, max_length: int) -> Tensor:
+    """The penalty the configuration asks for, fp32 [samples]; `max_length` is L_max as the whole configuration has it."""
+    if config.penalty == "soft":
+        return soft_overlong_penalty(lengths, max_length, config.cache_length, config.factor)
+    if config.penalty == "linear":
+        return linear_overlong_penalty(lengths, max_length - config.cache_length, max_length, config.factor)
+    if config.penalty == "relative":
+        return relative_overlong_penalty(lengths, max_length, config.factor)
+    return _penalty(torch.zeros_like(_as_lengths(lengths)))
+
+
+def carries_loss(sample: Sample, config: OverlongConfig) -> bool:
+    """Whether a sample's tokens enter the loss and its denominator: it is graded, and not filtered as truncated.
+
+    Truncated is what the engine said when it stopped, never a length compared with some limit.
+    """
+    graded = sample.grade is not None and not sample.grade.ungraded
+    return graded and not (config.filter and sample.truncated)
+
+
+def _as_lengths(lengths: Tensor | Sequence[int]) -> Tensor:
+    return torch.as_tensor(lengths).double()
+
+
+def _penalty(size: Tensor) -> Tensor:
+    return (0.0 - size).float()  # 0 − 0 is 0, where −(0) would be −0
