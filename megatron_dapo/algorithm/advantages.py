@@ -16,7 +16,7 @@ def group_advantages(
     eps: float = 1e-6,
     valid: Tensor | Sequence[bool] | None = None,
 ) -> Tensor:
-    """Advantage of every sample, fp32 [samples]; groups may be uneven and their samples in any order.
+    """Advantage of every sample, fp32 [samples] on the CPU; groups may be uneven and their samples in any order.
 
     The std is unbiased, and eps is added to it, not to the variance. Rewards that are all equal, and a group of one,
     give exactly 0. With normalize_std=False only the mean is subtracted.
@@ -49,7 +49,7 @@ def _largest(values: Tensor, inverse: Tensor, usable: Tensor, groups: int) -> Te
 def _checked(
     rewards: Tensor | Sequence[float | None], group_ids: Tensor | Sequence[int], valid: Tensor | Sequence[bool] | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rewards in fp64, group numbers 0..groups−1 and the usable samples, all on the CPU; or an error naming a sample."""
+    """Rewards in fp64, group numbers 0..groups−1, usable samples, all on the CPU; or an error naming a sample."""
     if not isinstance(rewards, Tensor):
         rewards = torch.tensor([torch.nan if reward is None else reward for reward in rewards], dtype=torch.float64)
     values = rewards.detach().to("cpu", torch.float64)

@@ -50,7 +50,7 @@ def relative_overlong_penalty(lengths: Tensor | Sequence[int], max_length: int, 
 
 
 def length_penalty(lengths: Tensor | Sequence[int], config: OverlongConfig, max_length: int) -> Tensor:
-    """The penalty the configuration asks for, fp32 [samples]; `max_length` is L_max as the whole configuration has it."""
+    """The penalty the configuration asks for, fp32 [samples]; `max_length` is the resolved L_max."""
     if config.penalty == "soft":
         return soft_overlong_penalty(lengths, max_length, config.cache_length, config.factor)
     if config.penalty == "linear":

@@ -1,0 +1,79 @@
+"""Packed loss inputs from readable sequences; every loss test has unequal lengths and a fully masked sequence."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from megatron_dapo.algorithm import LossInputs, token_weights
+from megatron_dapo.config.algorithm import AlgorithmConfig
+
+NAN, INF = math.nan, math.inf
+NORM_LENGTH = 100
+
+
+@dataclass
+class Sequence:
+    """Tokens given by their ratio π/π_old; `active` is all True unless said otherwise."""
+
+    ratios: list[float]
+    advantage: float
+    active: list[bool] | None = None
+    old: float = -1.0
+    ref_ratios: list[float] | None = None  # ref/π
+    engine_ratios: list[float] | None = None  # old/engine
+    entropy: list[float] | None = None
+
+    @property
+    def mask(self) -> list[bool]:
+        return [True] * len(self.ratios) if self.active is None else self.active
+
+    def logs(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        values = getattr(self, name) or [1.0] * len(self.ratios)
+        return torch.tensor(values, dtype=dtype).log()
+
+
+def pack(
+    sequences: list[Sequence],
+    config: AlgorithmConfig,
+    dtype: torch.dtype = torch.float64,
+    extras: tuple[str, ...] = ("entropy", "ref_logprobs", "engine_logprobs"),
+) -> LossInputs:
+    """The sequences one after the other; `logprobs` and `entropy` are leaves that want a gradient."""
+    old = torch.cat([torch.full((len(s.ratios),), s.old, dtype=dtype) for s in sequences])
+    logprobs = old + torch.cat([s.logs("ratios", dtype) for s in sequences])
+    mask = torch.tensor([m for s in sequences for m in s.mask])
+    ids = torch.tensor([i for i, s in enumerate(sequences) for _ in s.ratios])
+    weights, counts = token_weights(config.aggregation, mask, ids, len(sequences), NORM_LENGTH)
+    available = {
+        "entropy": torch.tensor([e for s in sequences for e in s.entropy or [0.5] * len(s.ratios)], dtype=dtype),
+        "ref_logprobs": logprobs + torch.cat([s.logs("ref_ratios", dtype) for s in sequences]),
+        "engine_logprobs": old - torch.cat([s.logs("engine_ratios", dtype) for s in sequences]),
+    }
+    optional = {name: available[name] for name in extras}
+    if "entropy" in optional:
+        optional["entropy"].requires_grad_()
+    return LossInputs(
+        logprobs=logprobs.requires_grad_(),
+        old_logprobs=old,
+        advantages=torch.tensor([s.advantage for s in sequences for _ in s.ratios], dtype=dtype),
+        mask=mask,
+        weights=weights,
+        counts=counts,
+        sequence_ids=ids,
+        sequences=len(sequences),
+        **optional,
+    )
+
+
+def poison(inputs: LossInputs) -> LossInputs:
+    """NaN and infinities at every masked position of every float tensor, as padding and prompts may hold."""
+    junk = torch.tensor([NAN, INF, -INF]).repeat(len(inputs.mask))[: len(inputs.mask)]
+    for name in ("logprobs", "old_logprobs", "advantages", "weights", "entropy", "ref_logprobs", "engine_logprobs"):
+        tensor = getattr(inputs, name)
+        if tensor is not None:
+            poisoned = torch.where(inputs.mask, tensor.detach(), junk.to(tensor.dtype))
+            setattr(inputs, name, poisoned.requires_grad_(tensor.requires_grad))
+    return inputs
