@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -73,17 +74,22 @@ class PolicyConfig(Section):
             )
         if self.sequence_parallel and self.tensor_parallel == 1:
             raise ValueError("sequence_parallel needs tensor_parallel of 2 or more: remove it or raise tensor_parallel")
-        align = self.sequence_alignment
+        align = self.pack_alignment
         if self.micro_batch_tokens % align:
             raise ValueError(
-                f"micro_batch_tokens ({self.micro_batch_tokens}) must be a multiple of {align} "
-                "(2 × context_parallel, × tensor_parallel under sequence parallelism): "
-                f"use {-(-self.micro_batch_tokens // align) * align}"
+                f"micro_batch_tokens ({self.micro_batch_tokens}) must be a multiple of {align}, because the packed "
+                "tokens are split over 2 × context_parallel chunks and, under sequence parallelism, over "
+                f"tensor_parallel ranks: use {-(-self.micro_batch_tokens // align) * align}"
             )
         return self
 
     @property
     def sequence_alignment(self) -> int:
-        """Every packed sequence is padded to a multiple of this."""
-        cp = 2 * self.context_parallel if self.context_parallel > 1 else 1
-        return cp * (self.tensor_parallel if self.uses_sequence_parallel else 1)
+        """Every packed sequence is padded to a multiple of this: context parallelism cuts it into 2·cp chunks."""
+        return 2 * self.context_parallel if self.context_parallel > 1 else 1
+
+    @property
+    def pack_alignment(self) -> int:
+        """A whole packed micro-batch is padded to a multiple of this."""
+        tensor = self.tensor_parallel if self.uses_sequence_parallel else 1
+        return math.lcm(self.sequence_alignment, self.context_parallel * tensor)

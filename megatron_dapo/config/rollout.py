@@ -4,9 +4,112 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from megatron_dapo.config.base import Section
+
+
+class EmbeddedConfig(Section):
+    """The engine inside the trainer's process: transformers on the CPU, for small models and tests."""
+
+    rows: int = Field(64, ge=1, le=1024, description="Tokens computed in one forward pass; also running requests.")
+    prompt_cache: int = Field(64, ge=0, description="Prompts whose keys and values are kept until the weights change.")
+
+
+class ServerConfig(Section):
+    """SGLang servers: those given by URL, or those that this run starts and watches."""
+
+    urls: list[str] = Field(default_factory=list, description="Servers that already run; empty: start `count`.")
+    router_url: str | None = Field(None, description="sglang-router in front of them; takes the generate requests.")
+    count: int = Field(1, ge=1, description="Servers to start on this node.")
+    tensor_parallel: int = Field(1, ge=1, description="GPUs per server.")
+    device: Literal["cuda", "cpu"] = "cuda"
+    python: str = Field("", description="The Python that has sglang installed; empty: the one that runs this.")
+    host: str = Field("127.0.0.1", description="Interface to bind to; anything but loopback needs api_key_env.")
+    port: int = Field(30000, ge=1024, le=65535, description="First port; a port in use is skipped.")
+    dtype: str = "auto"
+    arguments: list[str] = Field(default_factory=list, description="More arguments for sglang.launch_server.")
+    environment: dict[str, str] = Field(default_factory=dict)
+    api_key_env: str | None = Field(None, description="Environment variable that holds the API key.")
+    admin_key_env: str | None = Field(None, description="Environment variable that holds the admin API key.")
+    max_running: int = Field(256, ge=1, description="Requests that one server is given at a time.")
+    start_timeout: float = Field(900.0, gt=0, description="Seconds until a started server must be ready.")
+    request_timeout: float = Field(3600.0, gt=0, description="Seconds for one sample.")
+    control_timeout: float = Field(60.0, gt=0, description="Seconds for anything that is not a sample or weights.")
+    heartbeat: float = Field(5.0, gt=0, description="Seconds between two looks at a server.")
+    attempts: int = Field(4, ge=1, description="Tries of one request before it fails; each on the least busy server.")
+    restarts: int = Field(3, ge=0, description="Times that one server is started again after it died.")
+
+    @model_validator(mode="after")
+    def _reachable(self) -> ServerConfig:
+        if self.host not in ("127.0.0.1", "localhost", "::1") and not self.api_key_env:
+            raise ValueError(
+                f"host is {self.host}: a server that others can reach needs a key: set api_key_env, or 127.0.0.1"
+            )
+        if self.router_url and not self.urls:
+            raise ValueError("router_url needs urls: weights and aborts go to the servers themselves, not the router")
+        return self
+
+
+class WeightTransportConfig(Section):
+    """How new weights reach the engines. Each transport proves that they arrived."""
+
+    transport: Literal["disk", "tensor", "distributed"] = Field(
+        "disk", description="disk: safetensors both sides can read. tensor: same host. distributed: NCCL or gloo."
+    )
+    directory: str = Field("/dev/shm", description="Where disk updates (and snapshots) are written.")
+    keep_snapshot: bool = Field(
+        True, description="Also write tensor and distributed updates to `directory`, so a restarted server can load."
+    )
+    backend: Literal["nccl", "gloo"] = "nccl"
+    master_address: str = Field("127.0.0.1", description="This process as the servers reach it (distributed).")
+    bucket_bytes: int = Field(512 << 20, gt=0, description="Upper bound of one bucket of tensors.")
+    timeout: float = Field(600.0, gt=0, description="Seconds for one update to arrive everywhere.")
+    proof: Literal["checksum", "probe", "version"] = Field(
+        "probe",
+        description="probe: the log-prob of a fixed text must change as the weights do and agree between servers. "
+        "checksum: the server's own, where it has one. version: the acknowledged version only.",
+    )
+
+
+class SamplerConfig(Section):
+    """Dynamic sampling: which groups make a batch, and what happens to the rest."""
+
+    oversampling: float = Field(
+        1.0, ge=1, description="Groups in flight for each one that is missing; 3 with waves of 512 is the paper's."
+    )
+    order: Literal["completion", "prompt"] = Field(
+        "prompt",
+        description="completion: the first groups to finish fill the batch (faster, favours short answers). prompt: "
+        "groups are taken in the order of their prompts, so timing cannot change the batch.",
+    )
+    fill: Literal["full", "dynamic"] = Field(
+        "full", description="dynamic: stop once kept + dropped reach the batch size and train on the kept ones."
+    )
+    max_generation_batches: int | None = Field(
+        10, ge=1, description="Bound on prompts per step, in batches of oversampling × prompts_per_step; null: none."
+    )
+    max_resample_times: int | None = Field(
+        None, ge=0, description="The same bound counted in extra batches after the first (max_generation_batches - 1)."
+    )
+    on_limit: Literal["train", "fill", "continue", "stop"] = Field(
+        "train",
+        description="At the bound: train on the kept groups, fill the batch with dropped ones, go on, or stop the run "
+        "(the kept groups are in the checkpoint).",
+    )
+    unfinished: Literal["continue", "finish", "restart", "drop"] = Field(
+        "finish",
+        description="Samples that run when the batch is full. continue: cut now, go on next step with the new weights "
+        "(partial rollouts). finish: wait for them. restart: sample them anew next step. drop: throw them away.",
+    )
+    surplus: Literal["keep", "drop"] = Field("keep", description="Complete kept groups beyond the batch.")
+    max_staleness: int = Field(1, ge=0, description="Weight versions that a carried-over token may lag behind.")
+    max_failed_groups: int = Field(8, ge=0, description="Groups per step that may fail before the run stops.")
+    group_timeout: float | None = Field(None, gt=0, description="Seconds without any finished sample: an error.")
+
+    @property
+    def generation_batches(self) -> int | None:
+        return self.max_generation_batches if self.max_resample_times is None else self.max_resample_times + 1
 
 
 class RolloutConfig(Section):
@@ -18,11 +121,23 @@ class RolloutConfig(Section):
     max_response_tokens: int = Field(20480, gt=0)
     temperature: float = Field(1.0, gt=0)
     top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(-1, ge=-1)
+    top_k: int = Field(-1, ge=-1, description="-1: the whole vocabulary.")
+    min_p: float = Field(0.0, ge=0, lt=1)
     stop: list[str] = Field(default_factory=list)
+    stop_token_ids: list[int] = Field(default_factory=list)
     dynamic_sampling: bool = Field(True, description="Drop groups that group_filter rejects and sample others.")
     group_filter: str = Field(
         "accuracy",
         description="accuracy: keep 0 < correct < G. reward-range: keep max ≠ min of the scores. "
         "python:module.function: your own, Group -> (keep, reason) or bool.",
     )
+    sampler: SamplerConfig = SamplerConfig()
+    embedded: EmbeddedConfig = EmbeddedConfig()
+    servers: ServerConfig = ServerConfig()
+    weights: WeightTransportConfig = WeightTransportConfig()
+
+    @model_validator(mode="after")
+    def _options(self) -> RolloutConfig:
+        if self.top_k == 0:
+            raise ValueError("top_k is 0: use -1 for the whole vocabulary, or a positive number")
+        return self

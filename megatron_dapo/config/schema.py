@@ -9,6 +9,7 @@ from pydantic import model_validator
 from megatron_dapo.config.algorithm import AlgorithmConfig
 from megatron_dapo.config.base import ConfigError, Section
 from megatron_dapo.config.data import DataConfig
+from megatron_dapo.config.evaluate import EvalConfig
 from megatron_dapo.config.model import ModelShape
 from megatron_dapo.config.observe import ObserveConfig
 from megatron_dapo.config.policy import PolicyConfig
@@ -24,6 +25,7 @@ class Config(Section):
     reward: RewardConfig = RewardConfig()
     data: DataConfig = DataConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    evaluate: EvalConfig = EvalConfig()
     trainer: TrainerConfig = TrainerConfig()
     observe: ObserveConfig = ObserveConfig()
     slurm: SlurmConfig = SlurmConfig()
@@ -35,6 +37,16 @@ class Config(Section):
     @property
     def aggregation_length(self) -> int:
         return self.algorithm.aggregation_length or self.rollout.max_response_tokens
+
+    @property
+    def resolved_evaluate(self) -> EvalConfig:
+        """`evaluate` with what it leaves to `rollout` filled in."""
+        return self.evaluate.model_copy(
+            update={
+                "stop": self.rollout.stop if self.evaluate.stop is None else self.evaluate.stop,
+                "max_response_tokens": self.evaluate.max_response_tokens or self.rollout.max_response_tokens,
+            }
+        )
 
     @model_validator(mode="after")
     def _across_sections(self) -> Config:
@@ -54,7 +66,7 @@ class Config(Section):
             raise ValueError(
                 f"policy.micro_batch_tokens ({self.policy.micro_batch_tokens}) is smaller than the longest sequence, "
                 f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest}: raise it to at least "
-                f"{-(-longest // self.policy.sequence_alignment) * self.policy.sequence_alignment}"
+                f"{-(-longest // self.policy.pack_alignment) * self.policy.pack_alignment}"
             )
 
     def _check_overlong(self) -> None:

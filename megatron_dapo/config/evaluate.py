@@ -1,0 +1,38 @@
+"""`evaluate`: which benchmark is answered, how often each problem, and with which sampling."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from megatron_dapo.config.base import Section
+from megatron_dapo.config.data import DataConfig
+
+
+class EvalConfig(Section):
+    data: DataConfig = DataConfig()
+    every: int = Field(5, ge=0, description="Evaluate every this many rollout steps of training; 0: never.")
+    samples: int = Field(32, ge=1, description="k: answers per problem, for avg@k, pass@k and maj@k.")
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(0.7, gt=0, le=1)
+    top_k: int = Field(-1, ge=-1)
+    stop: list[str] | None = Field(None, description="null: rollout.stop.")
+    max_response_tokens: int | None = Field(None, gt=0, description="null: rollout.max_response_tokens.")
+    concurrency: int = Field(512, ge=1, description="Answers in flight at one time.")
+    confidence: float = Field(0.95, gt=0, lt=1, description="Level of the confidence interval of avg@k.")
+    pass_at: list[int] = Field(
+        default_factory=list, description="The k of pass@k; empty: the powers of two up to samples."
+    )
+
+    @property
+    def pass_at_values(self) -> list[int]:
+        if self.pass_at:
+            return sorted(set(self.pass_at))
+        powers = [2**i for i in range(self.samples.bit_length()) if 2**i < self.samples]
+        return [*powers, self.samples]
+
+    @model_validator(mode="after")
+    def _enough_samples(self) -> EvalConfig:
+        for k in self.pass_at:
+            if not 1 <= k <= self.samples:
+                raise ValueError(f"pass_at has {k}, but needs 1 ≤ k ≤ samples ({self.samples}): raise samples")
+        return self

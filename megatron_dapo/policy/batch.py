@@ -1,0 +1,144 @@
+"""What an update trains on: a mini-batch of token sequences as flat numpy arrays.
+
+Per-sample arrays are [samples], response arrays are [responses]: the response tokens of all samples, one after the
+other. Masks are decided before anything is counted: a truncated or ungraded sample comes with its `loss_mask` False.
+`validate` refuses what would otherwise become a NaN, a wrong count or a hang later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_dapo.errors import UserError
+from megatron_dapo.types import Sample
+
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int64]
+
+
+class BatchError(UserError):
+    """A mini-batch that cannot be trained on; the message names the array and the sample."""
+
+
+@dataclass(slots=True)
+class TrainBatch:
+    tokens: NDArray[np.int32]  # [all tokens]: prompt and response of sample 0, of sample 1, …
+    prompt_lengths: Ints  # [samples]
+    response_lengths: Ints  # [samples]
+    advantages: Floats  # [samples]
+    loss_mask: NDArray[np.bool_]  # [responses]
+    old_logprobs: Floats | None = None  # [responses]; None where the engine's log-probs are the old ones
+    engine_logprobs: Floats | None = None  # [responses]
+    ref_logprobs: Floats | None = None  # [responses]
+
+    @classmethod
+    def from_samples(
+        cls, samples: Sequence[Sample], advantages: Sequence[float] | Floats, active: Sequence[bool] | NDArray[np.bool_]
+    ) -> TrainBatch:
+        """`active[i]` False masks sample i out: truncated under overlong filtering, or ungraded."""
+        lengths = np.array([s.length for s in samples], dtype=np.int64)
+        return cls(
+            tokens=_concat([part for s in samples for part in (s.prompt_tokens, s.response_tokens)], np.int32),
+            prompt_lengths=np.array([len(s.prompt_tokens) for s in samples], dtype=np.int64),
+            response_lengths=lengths,
+            advantages=np.asarray(advantages, dtype=np.float32),
+            loss_mask=np.repeat(np.asarray(active, dtype=np.bool_), lengths),
+            engine_logprobs=_concat([s.engine_logprobs for s in samples], np.float32),
+        )
+
+    @property
+    def samples(self) -> int:
+        return len(self.prompt_lengths)
+
+    @property
+    def lengths(self) -> Ints:
+        return self.prompt_lengths + self.response_lengths
+
+    @property
+    def token_offsets(self) -> Ints:
+        """[samples + 1]: where each sample's tokens start."""
+        return np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int64)
+
+    @property
+    def response_offsets(self) -> Ints:
+        """[samples + 1]: where each sample's response starts in the response arrays."""
+        return np.concatenate([[0], np.cumsum(self.response_lengths)]).astype(np.int64)
+
+    @property
+    def behaviour_logprobs(self) -> Floats | None:
+        """Log-probs of the policy that the ratio compares with: recomputed ones, or else the engine's."""
+        return self.engine_logprobs if self.old_logprobs is None else self.old_logprobs
+
+    def validate(self, vocab: int, longest: int) -> None:
+        """Raises BatchError unless every array fits the others and holds numbers that can be trained on."""
+        if self.samples == 0:
+            raise BatchError("the mini-batch is empty: it needs at least one sample")
+        self._check_lengths(longest)
+        if self.behaviour_logprobs is None:
+            raise BatchError("the mini-batch has neither old_logprobs nor engine_logprobs: the ratio needs one of them")
+        bad = np.flatnonzero((self.tokens < 0) | (self.tokens >= vocab))
+        if bad.size:
+            where = int(np.searchsorted(self.token_offsets, bad[0], side="right")) - 1
+            raise BatchError(f"sample {where}: token id {self.tokens[bad[0]]} is outside the vocabulary of {vocab}")
+        self._check_finite()
+
+    def _check_lengths(self, longest: int) -> None:
+        responses, samples = int(self.response_lengths.sum()), self.samples
+        expected = {
+            "tokens": int(self.lengths.sum()), "response_lengths": samples, "advantages": samples,
+            "loss_mask": responses, "old_logprobs": responses, "engine_logprobs": responses,
+            "ref_logprobs": responses,
+        }  # fmt: skip
+        for name, length in expected.items():
+            value = getattr(self, name)
+            if value is not None and len(value) != length:
+                raise BatchError(f"{name} has {len(value)} entries, expected {length} for {samples} samples")
+        if (self.prompt_lengths < 1).any():
+            raise BatchError(f"sample {int(np.argmin(self.prompt_lengths))} has an empty prompt; at least one token")
+        if int(self.lengths.max()) > longest:
+            worst = int(np.argmax(self.lengths))
+            raise BatchError(
+                f"sample {worst} has {self.lengths[worst]} tokens, more than policy.micro_batch_tokens ({longest}): "
+                "raise it, or lower rollout.max_response_tokens"
+            )
+
+    def _check_finite(self) -> None:
+        missing = np.flatnonzero(~np.isfinite(self.advantages))
+        if missing.size:
+            raise BatchError(f"sample {missing[0]}: its advantage is {self.advantages[missing[0]]}; was it graded?")
+        for name in ("old_logprobs", "engine_logprobs", "ref_logprobs"):
+            values = getattr(self, name)
+            if values is None:
+                continue
+            bad = np.flatnonzero(~np.isfinite(values) & self.loss_mask)
+            if bad.size:
+                where = int(np.searchsorted(self.response_offsets, bad[0], side="right")) - 1
+                token = int(bad[0] - self.response_offsets[where])
+                raise BatchError(f"sample {where}: {name} is {values[bad[0]]} at response token {token}")
+
+    def select(self, chosen: Sequence[int] | Ints) -> TrainBatch:
+        """The samples with these indices, in this order."""
+        index = np.asarray(chosen, dtype=np.int64)
+        values: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "tokens":
+                values[field.name] = _take(value, self.token_offsets, index)
+            elif field.name in ("prompt_lengths", "response_lengths", "advantages"):
+                values[field.name] = value[index]
+            else:
+                values[field.name] = None if value is None else _take(value, self.response_offsets, index)
+        return TrainBatch(**values)
+
+
+def _concat(parts: Sequence[NDArray[Any]], dtype: type) -> NDArray[Any]:
+    return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype, copy=False)
+
+
+def _take(flat: NDArray[Any], offsets: Ints, index: Ints) -> NDArray[Any]:
+    return _concat([flat[offsets[i] : offsets[i + 1]] for i in index], flat.dtype.type)

@@ -1,0 +1,224 @@
+"""Megatron-Core, unmodified, on a machine without CUDA.
+
+Megatron-Core names the device "cuda" throughout. `install()` makes that name mean the CPU in this process:
+
+1. a TorchFunctionMode rewrites every `device="cuda"`, `.cuda()` and `.to("cuda")` that torch is asked for;
+2. the entry points of `torch.cuda` that Megatron calls (streams, RNG, synchronisation) act on the host;
+3. a few places in Megatron-Core that neither can reach are replaced, each by the function below that names it.
+
+The mode belongs to the thread that installs it: install it in every thread that touches Megatron-Core. On a
+machine with CUDA nothing is installed. This is the only module that knows about the difference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+CPU = torch.device("cpu")
+_installed_mode: TorchFunctionMode | None = None
+
+
+def needed() -> bool:
+    return not torch.cuda.is_available()
+
+
+def install() -> None:
+    """Idempotent; a no-op where CUDA exists."""
+    global _installed_mode
+    if not needed() or _installed_mode is not None:
+        return
+    _installed_mode = CudaMeansCpu()
+    _installed_mode.__enter__()
+    _patch_torch_cuda()
+    for patch in (
+        _run_fused_helpers_eagerly,
+        _keep_rng_on_the_host,
+        _bind_missing_moe_names,
+        _split_sizes_as_numbers,
+        _one_step_counter_per_parameter,
+        _fork_the_checkpoint_queue,
+    ):
+        patch()
+
+
+def _is_cuda(device: Any) -> bool:
+    return device.type == "cuda" if isinstance(device, torch.device) else str(device).startswith("cuda")
+
+
+class CudaMeansCpu(TorchFunctionMode):
+    """Rewrites CUDA device arguments to the CPU for every torch call of this thread."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.record_stream:
+            return None
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            # Megatron's optimizer accepts only parameters whose type is spelt 'torch.cuda.…Tensor'.
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        if func is torch.Tensor.to and len(args) > 1 and isinstance(args[1], str | torch.device) and _is_cuda(args[1]):
+            args = (args[0], CPU, *args[2:])
+        if kwargs.get("device") is not None and _is_cuda(kwargs["device"]):
+            kwargs = {**kwargs, "device": CPU}
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
+        return func(*args, **kwargs)
+
+
+class HostStream:
+    """Stands in for a CUDA stream or event: the host runs everything in order."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *args, **kwargs: None
+
+    def record_event(self, *args: Any) -> HostStream:
+        return self
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: HostStream) -> float:
+        return 0.0
+
+
+def _get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    torch.set_rng_state(state)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _zero(*args: Any, **kwargs: Any) -> int:
+    return 0
+
+
+def _patch_torch_cuda() -> None:
+    stream = HostStream()
+    replacements: dict[str, Any] = {
+        "current_device": lambda: CPU,
+        "current_stream": lambda *a, **k: stream,
+        "default_stream": lambda *a, **k: stream,
+        "stream": lambda *a, **k: contextlib.nullcontext(),
+        "get_rng_state": _get_rng_state,
+        "set_rng_state": _set_rng_state,
+        "manual_seed": lambda seed: torch.manual_seed(seed) and None,
+        "is_current_stream_capturing": lambda: False,
+        "memory_allocated": _zero,
+        "max_memory_allocated": _zero,
+        "Stream": HostStream,
+        "Event": HostStream,
+    }
+    for name in ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats"):
+        replacements[name] = _nothing
+    for name, replacement in replacements.items():
+        setattr(torch.cuda, name, replacement)
+    torch.cuda.random.get_rng_state = _get_rng_state
+    for name in ("range_push", "range_pop", "mark"):
+        setattr(torch.cuda.nvtx, name, _nothing)
+
+
+def _run_fused_helpers_eagerly() -> None:
+    """Tiny pointwise helpers are wrapped in torch.compile: minutes of C++ compilation here, for nothing."""
+    from megatron.core import jit
+
+    jit.disable_jit_fuser()
+    torch.compiler.set_stance("force_eager")  # for those that were decorated before
+
+
+class _NoForkWarning(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
+
+
+def _keep_rng_on_the_host() -> None:
+    """The RNG tracker reaches CUDA generators through torch._C; here both RNGs are the host's, by design."""
+    from megatron.core.tensor_parallel import random
+
+    random._get_cuda_rng_state = _get_rng_state
+    random._set_cuda_rng_state = _set_rng_state
+    logging.getLogger(random.__name__).addFilter(_NoForkWarning())
+
+
+def _bind_missing_moe_names() -> None:
+    """0.16's router reads a name that is bound only when Transformer Engine imports."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
+def _split_sizes_as_numbers() -> None:
+    """The token dispatcher turns split sizes into numbers only for CUDA tensors; gloo needs numbers too."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    move = token_dispatcher.maybe_move_tensor_to_cpu
+
+    def move_as_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        if as_numpy and torch.is_tensor(tensor):
+            return tensor.numpy()
+        return move(tensor, as_numpy, record_stream)
+
+    token_dispatcher.maybe_move_tensor_to_cpu = move_as_numbers
+
+
+def _one_step_counter_per_parameter() -> None:
+    """Loading the distributed optimizer forgets torch AdamW's step, then shares one counter between parameters."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    original = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def set_states(self: Any, model_param: torch.Tensor, tensors: dict[str, Any]) -> Any:
+        group, order = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        if "step" in state and "step" not in tensors:
+            state["step"] = state["step"].clone()
+            tensors = {**tensors, "step": state["step"]}
+        return original(self, model_param, tensors)
+
+    DistributedOptimizer._set_main_param_and_optimizer_states = set_states
+
+
+def _fork_the_checkpoint_queue() -> None:
+    """The checkpoint writer's result queue is served by a spawned process, which would run __main__ again."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    def forked_queue() -> Any:
+        if filesystem_async._results_queue is None:
+            filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
+        return filesystem_async._results_queue
+
+    filesystem_async._get_write_results_queue = forked_queue
+
+
+def prime_adam_state(optimizer: Any) -> None:
+    """Gives torch AdamW its (zero) state before the first step, as loading a distributed optimizer expects."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        adam = getattr(part, "optimizer", None)
+        if not isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
+            continue
+        for group in adam.param_groups:
+            for parameter in group["params"]:
+                if not adam.state[parameter]:
+                    adam.state[parameter] = {
+                        "step": torch.tensor(0.0),
+                        "exp_avg": torch.zeros_like(parameter),
+                        "exp_avg_sq": torch.zeros_like(parameter),
+                    }

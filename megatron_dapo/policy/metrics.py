@@ -1,0 +1,71 @@
+"""Metrics of an update: sums and maxima from every micro-batch and rank become one dictionary on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_dapo.algorithm import LossInputs, policy_loss
+from megatron_dapo.config.algorithm import AlgorithmConfig
+from megatron_dapo.policy.runtime import Runtime
+
+
+class MetricReducer:
+    """Reduces loss metrics over micro-batches, data and context ranks, and tells the other pipeline stages.
+
+    Only the last pipeline stage has metrics, but all stages must take part in the broadcast: the names are found
+    once, by running the (pure) loss on one token, so that every rank knows how many numbers to expect.
+    """
+
+    def __init__(self, config: AlgorithmConfig, runtime: Runtime, *, reference: bool, engine: bool) -> None:
+        one = torch.zeros(1)
+        probe = LossInputs(
+            logprobs=one,
+            old_logprobs=one,
+            advantages=one,
+            mask=one.bool(),
+            weights=one,
+            counts=one.long(),
+            sequence_ids=one.long(),
+            sequences=1,
+            entropy=one,
+            ref_logprobs=one if reference else None,
+            engine_logprobs=one if engine else None,
+        )
+        result = policy_loss(probe, config)
+        self.sums = ["loss_sum", "denominator", *result.sums]
+        self.maxima = list(result.maxima)
+        self.runtime = runtime
+
+    def reduce(self, micro_batches: Sequence[dict[str, Any]]) -> dict[str, float]:
+        """Collective. Means over active tokens, maxima, `loss` over the global denominator, and the counts."""
+        sums, maxima = self._total(micro_batches, "sums"), self._total(micro_batches, "maxima")
+        group = self.runtime.groups.dp_cp
+        if self.runtime.is_last_stage:
+            dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=group)
+            dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
+        both = torch.cat([sums, maxima])
+        dist.broadcast(both, src=self.runtime.last_stage_rank, group=self.runtime.groups.pp)
+        values = dict(zip([*self.sums, *self.maxima], both.tolist(), strict=True))
+        return self._means(values)
+
+    def _total(self, micro_batches: Sequence[dict[str, Any]], kind: str) -> Tensor:
+        names: list[str] = getattr(self, kind)
+        rows = [torch.stack([m[kind][name].double() for name in names]) for m in micro_batches if names]
+        if not rows:
+            return torch.zeros(len(names), dtype=torch.float64, device=self.runtime.device)
+        stacked = torch.stack(rows)
+        return stacked.sum(0) if kind == "sums" else stacked.amax(0)
+
+    def _means(self, values: dict[str, float]) -> dict[str, float]:
+        tokens, denominator = values["tokens"], values["denominator"]
+        out = {name: values[name] for name in ("tokens", "nonfinite_tokens", "denominator")}
+        out["loss"] = values["loss_sum"] / denominator if denominator else 0.0
+        for name in self.sums:
+            if name not in ("loss_sum", *out):
+                out[name] = values[name] / tokens if tokens else 0.0
+        return out | {name: values[name] for name in self.maxima}

@@ -1,0 +1,139 @@
+"""Packing: the samples of one micro-batch as one stream of tokens, and this context-parallel rank's share of it.
+
+Each sequence is padded to `sequence_alignment` (context parallelism cuts it into 2·cp chunks), the stream to
+`pack_alignment` (sequence parallelism splits it evenly); nothing else is padded. The hidden state at position t
+predicts token t+1, so response token r of a prompt of length P is scored at position P−1+r. `slots` says where each
+scored token stands in the batch's response arrays: everything a loss needs is looked up through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron_dapo.config.policy import PolicyConfig
+from megatron_dapo.policy.batch import Ints, TrainBatch
+from megatron_dapo.policy.local_spec import zigzag_positions
+
+
+@dataclass
+class PackedSequences(PackedSeqParams):
+    """Megatron's description of a packed stream, with the padded lengths also on the host."""
+
+    lengths: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a stream is aligned and cut over context-parallel ranks."""
+
+    sequence_alignment: int = 1
+    pack_alignment: int = 1
+    cp_size: int = 1
+    cp_rank: int = 0
+
+    @classmethod
+    def of(cls, policy: PolicyConfig, cp_rank: int) -> Layout:
+        return cls(policy.sequence_alignment, policy.pack_alignment, policy.context_parallel, cp_rank)
+
+    def padded(self, length: int) -> int:
+        return -(-length // self.sequence_alignment) * self.sequence_alignment
+
+
+@dataclass(slots=True)
+class PackedMicroBatch:
+    input_ids: Tensor  # [1, local tokens]
+    position_ids: Tensor  # [1, local tokens]
+    packed: PackedSequences
+    positions: Tensor  # [scored] int64: local positions whose hidden states are scored
+    targets: Tensor  # [scored] int64
+    slots: Ints  # [scored]: index into the batch's response arrays
+    sequence_ids: Ints  # [scored]: 0..sequences-1 within this micro-batch
+    sequences: int
+    tokens: int  # of all context-parallel ranks, padding included
+    padding: int
+
+
+def pack(batch: TrainBatch, indices: Sequence[int], layout: Layout, device: torch.device) -> PackedMicroBatch:
+    """Packs the samples `indices`; none of them gives a placeholder of padding alone, which scores nothing."""
+    stream = _Stream.of(batch, indices, layout)
+    local = np.concatenate(
+        [
+            start + zigzag_positions(length, layout.cp_size, layout.cp_rank).numpy()
+            for start, length in zip(stream.starts, stream.lengths, strict=True)
+        ]
+        if layout.cp_size > 1
+        else [np.arange(len(stream.tokens))]
+    )
+    slots = stream.slots[local]
+    positions = np.flatnonzero(slots >= 0)
+    chosen = local[positions]
+    return PackedMicroBatch(
+        input_ids=_to(stream.tokens[local], device)[None],
+        position_ids=_to(stream.positions[local], device)[None],
+        packed=_packed_params(stream.lengths, device),
+        positions=_to(positions, device),
+        targets=_to(stream.tokens[chosen + 1], device),
+        slots=slots[positions],
+        sequence_ids=stream.sequence_ids[chosen],
+        sequences=max(1, len(indices)),
+        tokens=len(stream.tokens),
+        padding=len(stream.tokens) - int(batch.lengths[list(indices)].sum()),
+    )
+
+
+@dataclass(slots=True)
+class _Stream:
+    """The whole padded stream on the host. `slots` is −1 at positions that predict nothing of interest."""
+
+    tokens: Ints
+    positions: Ints
+    slots: Ints
+    sequence_ids: Ints
+    starts: list[int]
+    lengths: list[int]
+
+    @classmethod
+    def of(cls, batch: TrainBatch, indices: Sequence[int], layout: Layout) -> _Stream:
+        lengths = [layout.padded(int(batch.lengths[i])) for i in indices] or [layout.pack_alignment]
+        lengths[-1] += -sum(lengths) % layout.pack_alignment
+        starts = np.concatenate([[0], np.cumsum(lengths)]).astype(int).tolist()
+        total = starts.pop()
+        tokens, positions, ids = (np.zeros(total, np.int64) for _ in range(3))
+        slots = np.full(total, -1, np.int64)
+        token_offsets, response_offsets = batch.token_offsets, batch.response_offsets
+        for order, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+            positions[start : start + length] = np.arange(length)
+            ids[start : start + length] = order
+            if not indices:
+                continue
+            i = indices[order]
+            tokens[start : start + int(batch.lengths[i])] = batch.tokens[token_offsets[i] : token_offsets[i + 1]]
+            first = start + int(batch.prompt_lengths[i]) - 1
+            count = int(batch.response_lengths[i])
+            slots[first : first + count] = np.arange(response_offsets[i], response_offsets[i] + count)
+        return cls(tokens, positions, slots, ids, starts, lengths)
+
+
+def _packed_params(lengths: list[int], device: torch.device) -> PackedSequences:
+    cumulative = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32).to(device, non_blocking=True)
+    return PackedSequences(
+        qkv_format="thd",
+        cu_seqlens_q=cumulative,
+        cu_seqlens_kv=cumulative,
+        cu_seqlens_q_padded=cumulative,
+        cu_seqlens_kv_padded=cumulative,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
+        lengths=tuple(lengths),
+    )
+
+
+def _to(array: NDArray[np.int64], device: torch.device) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)

@@ -1,0 +1,91 @@
+"""Ranks on this machine without a launcher: import once, fork one process per rank.
+
+A forked layout starts in a second where torchrun needs forty, because the imports are shared. The parent must not
+have touched CUDA. If a rank fails or the time is up, the others are ended (only the processes started here), and
+the error carries the first failing rank's reason.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.context import ForkProcess
+from pathlib import Path
+from typing import Any
+
+from megatron_dapo.policy.runtime import RankError, Rendezvous
+
+
+def run_ranks(
+    world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 300.0, grace: float = 5.0
+) -> list[Any]:
+    """Calls `function(rendezvous, *args)` in `world_size` forked ranks; returns their results in rank order."""
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        pipes, processes = [], []
+        for rank in range(world_size):
+            place = Rendezvous(rank, world_size, rank, f"file://{Path(folder) / 'store'}")
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(target=_rank_main, args=(sender, place, function, args), daemon=False)
+            process.start()
+            sender.close()
+            pipes.append(receiver)
+            processes.append(process)
+        try:
+            return _collect(pipes, processes, timeout, grace)
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+
+
+def _collect(pipes: list[Any], processes: list[ForkProcess], timeout: float, grace: float) -> list[Any]:
+    """Waits for every rank; after the first failure the others get `grace` seconds to say why they fail, too."""
+    results: dict[int, Any] = {}
+    failures: dict[int, str] = {}
+    deadline = time.monotonic() + timeout
+    waiting = dict(enumerate(pipes))
+    while waiting:
+        ready = multiprocessing.connection.wait(list(waiting.values()), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            if not failures:
+                raise RankError(f"ranks {sorted(waiting)} did not finish within {timeout:.0f} s")
+            break
+        for rank, pipe in [(r, p) for r, p in waiting.items() if p in ready]:
+            del waiting[rank]
+            try:
+                ok, value = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                processes[rank].join()
+                ok, value = False, f"the process ended with exit code {processes[rank].exitcode}"
+            if ok:
+                results[rank] = value
+            else:
+                if not failures:
+                    deadline = min(deadline, time.monotonic() + grace)
+                failures[rank] = value
+    if failures:
+        rank, reason = next(iter(failures.items()))
+        raise RankError(f"rank {rank} of {len(pipes)}: {reason}")
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _rank_main(sender: Any, place: Rendezvous, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    try:
+        ok, value = True, function(place, *args)
+    except RankError as error:
+        ok, value = False, str(error)
+    except BaseException:
+        ok, value = False, traceback.format_exc()
+    # Plain bytes: multiprocessing would hand tensors over through a server that ends with this process.
+    sender.send_bytes(pickle.dumps((ok, value)))
+    sender.close()
+    raise SystemExit(0 if ok else 1)

@@ -1,0 +1,131 @@
+"""The process's place in the job: device, process groups, and the few collectives the policy needs of its own.
+
+`initialize` joins the job (torchrun's or srun's environment, or an explicit `Rendezvous`), on CUDA with NCCL or on
+the CPU with gloo. Every wait in a collective has the configured timeout. `raise_together` turns an error on one
+rank into the same error on all of them, before anyone waits for that rank.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_dapo.config import check_world
+from megatron_dapo.config.policy import PolicyConfig
+from megatron_dapo.errors import UserError
+from megatron_dapo.policy import cpu
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """Where ranks meet. `url` is a torch.distributed init_method, e.g. file:///tmp/x or env://."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    url: str = "env://"
+
+    @classmethod
+    def from_environment(cls) -> Rendezvous:
+        """torchrun's variables, or srun's, or a single process."""
+        env = os.environ
+        if "RANK" in env:
+            return cls(int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", 0)))
+        if "SLURM_PROCID" in env and "MASTER_ADDR" in env:
+            return cls(int(env["SLURM_PROCID"]), int(env["SLURM_NTASKS"]), int(env["SLURM_LOCALID"]))
+        return cls(url="")
+
+
+class RankError(UserError):
+    """Some rank could not go on; every rank raises it, and its message starts with that rank's reason."""
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """This rank's device and process groups (Megatron's ProcessGroupCollection)."""
+
+    device: torch.device
+    groups: Any
+    rank: int
+    world_size: int
+    virtual_pipeline: int = 1
+
+    @property
+    def is_last_stage(self) -> bool:
+        return bool(self.groups.pp.rank() == self.groups.pp.size() - 1)
+
+    @property
+    def last_stage_rank(self) -> int:
+        """Global rank of the last pipeline stage of this rank's pipeline."""
+        return dist.get_global_rank(self.groups.pp, self.groups.pp.size() - 1)
+
+    def raise_together(self, error: Exception | None, doing: str) -> None:
+        """Collective. If any rank passes an error, all ranks raise; the first failing rank's reason comes first."""
+        failed = torch.tensor([int(error is not None)], device=self.device)
+        dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+        if not failed.item():
+            return
+        reasons: list[str | None] = [None] * self.world_size
+        mine = None if error is None else f"{type(error).__name__}: {error}"
+        dist.all_gather_object(reasons, mine)
+        lines = [f"rank {rank} failed while {doing}: {reason}" for rank, reason in enumerate(reasons) if reason]
+        more = f" (and {len(lines) - 1} more ranks)" if len(lines) > 1 else ""
+        raise RankError(lines[0] + more) from error
+
+
+def initialize(policy: PolicyConfig, *, seed: int = 0, rendezvous: Rendezvous | None = None) -> Runtime:
+    """Joins the job and builds Megatron's process groups for this layout."""
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    cpu.install()
+    place = rendezvous or Rendezvous.from_environment()
+    check_world(policy, place.world_size)
+    device = _join(place, timedelta(seconds=policy.timeout_seconds))
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=policy.tensor_parallel,
+        pipeline_model_parallel_size=policy.pipeline_parallel,
+        virtual_pipeline_model_parallel_size=policy.virtual_pipeline if policy.virtual_pipeline > 1 else None,
+        context_parallel_size=policy.context_parallel,
+        expert_model_parallel_size=policy.expert_parallel,
+        expert_tensor_parallel_size=1,
+        distributed_timeout_minutes=max(1, round(policy.timeout_seconds / 60)),
+    )
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    return Runtime(
+        device=device,
+        groups=ProcessGroupCollection.use_mpu_process_groups(),
+        rank=place.rank,
+        world_size=place.world_size,
+        virtual_pipeline=policy.virtual_pipeline,
+    )
+
+
+def _join(place: Rendezvous, timeout: timedelta) -> torch.device:
+    if cpu.needed():
+        backend, device = "gloo", cpu.CPU
+    else:
+        backend, device = "nccl", torch.device("cuda", place.local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        # A single process needs no address to meet at.
+        where: dict[str, Any] = {"init_method": place.url} if place.url else {"store": dist.HashStore()}
+        dist.init_process_group(backend, rank=place.rank, world_size=place.world_size, timeout=timeout, **where)
+    return device
+
+
+def shutdown() -> None:
+    from megatron.core import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,72 @@
+"""Which rank trains on which sample, and in which micro-batch. Plain Python, the same on every rank.
+
+Invariants: every sample is in exactly one micro-batch of exactly one data-parallel rank; no micro-batch exceeds the
+token budget; all ranks have the same number of micro-batches (an empty one is run as a masked placeholder, so that
+collectives inside the layers meet); the same lengths give the same plan, whatever the order of dictionaries or ranks.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+from megatron_dapo.errors import UserError
+
+MicroBatches = list[list[int]]  # sample indices of each micro-batch
+
+
+def partition(lengths: Sequence[int], ranks: int) -> list[list[int]]:
+    """Spreads samples over ranks so that token sums are balanced: longest first, to the least loaded rank."""
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [(0, rank) for rank in range(ranks)]
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        load, rank = heapq.heappop(loads)
+        shares[rank].append(index)
+        heapq.heappush(loads, (load + lengths[index], rank))
+    return shares
+
+
+def first_fit_decreasing(indices: Sequence[int], lengths: Sequence[int], budget: int) -> MicroBatches:
+    """Packs samples into as few micro-batches of at most `budget` tokens as first-fit-decreasing finds."""
+    bins: MicroBatches = []
+    room: list[int] = []
+    for index in sorted(indices, key=lambda i: (-lengths[i], i)):
+        length = lengths[index]
+        if length > budget:
+            raise UserError(f"sample {index} has {length} tokens, more than the micro-batch budget of {budget}")
+        slot = next((b for b, free in enumerate(room) if free >= length), None)
+        if slot is None:
+            bins.append([])
+            room.append(budget)
+            slot = len(bins) - 1
+        bins[slot].append(index)
+        room[slot] -= length
+    return bins
+
+
+def plan(lengths: Sequence[int], ranks: int, budget: int, multiple: int = 1) -> list[MicroBatches]:
+    """The micro-batches of every data-parallel rank. Their number is a multiple of `multiple` (interleaved PP)."""
+    per_rank = [first_fit_decreasing(share, lengths, budget) for share in partition(lengths, ranks)]
+    count = max(1, max(len(bins) for bins in per_rank))
+    count = -(-count // multiple) * multiple
+    return [_spread(bins, lengths, count) for bins in per_rank]
+
+
+def _spread(bins: MicroBatches, lengths: Sequence[int], count: int) -> MicroBatches:
+    """Exactly `count` micro-batches: the fullest ones are halved while that helps, then empty ones are added."""
+    bins = [list(b) for b in bins]
+    while len(bins) < count:
+        fullest = max(
+            (b for b in bins if len(b) > 1), key=lambda b: (sum(lengths[i] for i in b), -min(b)), default=None
+        )
+        if fullest is None:
+            bins.append([])
+            continue
+        bins.remove(fullest)
+        bins.extend(partition_half(fullest, lengths))
+    return bins
+
+
+def partition_half(indices: Sequence[int], lengths: Sequence[int]) -> MicroBatches:
+    halves = partition([lengths[i] for i in indices], 2)
+    return [[indices[i] for i in half] for half in halves]
