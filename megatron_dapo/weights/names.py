@@ -7,6 +7,7 @@ of a rank in one grouped layer (`mlp.experts.linear_fc1.weight5`); Megatron's lo
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 # TE spelling of the part after `decoder.layers.N.`, and the local one.
 _FUSED_NORMS = {
@@ -55,3 +56,41 @@ def to_canonical(name: str, *, layer_offset: int = 0, expert_offset: int = 0) ->
     if expert := _LOCAL_EXPERT.match(rest):
         rest = f"mlp.experts.local_experts.{int(expert[1]) + expert_offset}.{expert[2]}.weight"
     return f"decoder.layers.{layer}.{rest}"
+
+
+@dataclass(frozen=True, slots=True)
+class DiskPlace:
+    """Where a checkpoint keeps one parameter: entry `index` of the leading axes of tensor `key`; `keys` has two tensors
+    where gate and up are stored apart."""
+
+    keys: tuple[str, ...]
+    index: tuple[int, ...]
+
+
+def disk_places(name: str, *, moe: bool = False) -> list[DiskPlace]:
+    """Every way Megatron writes a parameter with this canonical name; the first is the one we write.
+
+    By default layers are stacked in one tensor with a layer axis, then an expert axis. Saves with
+    `non_homogeneous_layers` keep a tensor per layer, saves with `singleton_local_shards` one per expert, too, and gate
+    and up rows apart. Norms go by their Transformer Engine name; a MoE model of local modules names its second norm
+    like a dense one.
+    """
+    found = _LAYER.match(name)
+    if found is None:
+        return [DiskPlace((name,), ())]
+    layer, rest = int(found[1]), found[2]
+    expert = _LOCAL_EXPERT.match(rest)
+    stacked: list[tuple[str, tuple[int, ...]]]
+    if expert:
+        number, stem = int(expert[1]), f"{expert[2]}.weight"
+        stacked = [(f"mlp.experts.experts.{stem}", (number,))]
+        single = f"mlp.experts.experts.{number}.{stem}"
+    else:
+        spellings = dict.fromkeys([to_te(name, moe=moe), to_te(name), name])
+        stacked = [(spelling.split(".", 3)[3], ()) for spelling in spellings]
+        single = stacked[0][0]
+    places = [DiskPlace((f"decoder.layers.{stem}",), (layer, *index)) for stem, index in stacked]
+    places += [DiskPlace((f"decoder.layers.{layer}.{stem}",), index) for stem, index in stacked]
+    halves = ("_w", "_v") if "linear_fc1.weight" in single else ("",)
+    places.append(DiskPlace(tuple(f"decoder.layers.{layer}.{single}{half}" for half in halves), ()))
+    return places

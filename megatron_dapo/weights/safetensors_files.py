@@ -57,6 +57,13 @@ def tensor_over(buffer: mmap.mmap, stored: Stored) -> Tensor:
     return torch.frombuffer(buffer, dtype=stored.dtype, count=count, offset=stored.offset).view(stored.shape)
 
 
+def release_pages(buffer: mmap.mmap, offset: int, length: int) -> None:
+    """Drop a range of a mapping from this process's memory; the system keeps it cached."""
+    start = offset - offset % mmap.PAGESIZE
+    if length:
+        buffer.madvise(mmap.MADV_DONTNEED, start, offset + length - start)
+
+
 def read_header(path: Path) -> dict[str, Stored]:
     """The tensors of one file. A file that is cut short or damaged is an error that says so."""
     try:
@@ -121,9 +128,29 @@ class HFDirectory(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         stored = self.stored[name]
-        if stored.file not in self._maps:
-            self._maps[stored.file] = map_file(stored.file)
-        return tensor_over(self._maps[stored.file], stored)
+        return tensor_over(self._map(stored.file), stored)
+
+    def _map(self, file: Path) -> mmap.mmap:
+        if file not in self._maps:
+            self._maps[file] = map_file(file)
+        return self._maps[file]
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.stored[name].dtype
+
+    def rows(self, name: str, start: int, count: int) -> Tensor:
+        """Rows [start, start + count) of a tensor: a view of the file."""
+        return self[name].narrow(0, start, count)
+
+    def release(self, name: str, start: int, count: int) -> None:
+        """Give the pages of rows that were read back to the system; they stay in its cache."""
+        stored = self.stored[name]
+        width = stored.nbytes // max(stored.shape[0], 1)
+        release_pages(self._map(stored.file), stored.offset + start * width, count * width)
+
+    def where(self, name: str) -> str:
+        """For messages: the file and tensor."""
+        return f"{self.stored[name].file}: tensor {name}"
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.stored)

@@ -1,0 +1,169 @@
+"""HF safetensors to Megatron torch_dist and back: no model is built, nothing is held in memory, every tensor is
+accounted for before the first byte is written, and the destination appears only when it is complete.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from megatron_dapo.config.model import ModelShape
+from megatron_dapo.weights.destination import check_free, new_directory
+from megatron_dapo.weights.hf_layout import MAX_SHARD, HFLayout, copy_side_files
+from megatron_dapo.weights.live import check_hf_names
+from megatron_dapo.weights.mapping import EMBEDDING, hf_shapes, stored_rows
+from megatron_dapo.weights.safetensors_files import HFDirectory
+from megatron_dapo.weights.shards import WeightsError
+from megatron_dapo.weights.stream import BLOCK, default_workers, stream
+from megatron_dapo.weights.torch_dist_files import TorchDistDirectory
+from megatron_dapo.weights.torch_dist_layout import TorchDistLayout
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+HF_FILES = "hf"  # inside a torch_dist checkpoint: config and tokenizer of the model it was made from
+
+Progress = Callable[[int, int], None]  # (bytes moved, bytes in all)
+
+
+@dataclass(slots=True)
+class Report:
+    """What a conversion did."""
+
+    source: Path
+    destination: Path
+    tensors: int
+    nbytes: int
+    seconds: float
+    not_finite: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        rate = self.nbytes / max(self.seconds, 1e-9) / 1e9
+        return (
+            f"{self.destination}: {self.tensors} tensors, {self.nbytes / 1e9:.2f} GB in {self.seconds:.1f} s "
+            f"({rate:.2f} GB/s)"
+        )
+
+
+def hf_to_megatron(
+    source: str | Path,
+    destination: str | Path,
+    *,
+    dtype: str | None = None,
+    overwrite: bool = False,
+    workers: int | None = None,
+    progress: Progress = lambda done, total: None,
+) -> Report:
+    """Write the weights of a HF directory as a torch_dist checkpoint that loads at any TP, PP and EP."""
+    began, src, dst = time.monotonic(), Path(source), Path(destination)
+    _check_paths(src, dst, overwrite)
+    shape, weights = open_hf(src)
+    dtypes = {row.name: _one_dtype(weights, row.hf, dtype) for row in stored_rows(shape)}
+    layout = TorchDistLayout(shape, dtypes, files=workers or default_workers())
+    with new_directory(dst, layout.total, overwrite=overwrite) as directory:
+        files = layout.files(directory)
+        bad = stream(weights, layout.items, files, workers=workers, advance=_counter(progress, layout.weight_bytes))
+        (directory / HF_FILES).mkdir()
+        missing = copy_side_files(src, directory / HF_FILES)
+        layout.write_metadata(directory)
+    return Report(src, dst, len(weights), layout.weight_bytes, time.monotonic() - began, bad, missing)
+
+
+def megatron_to_hf(
+    source: str | Path,
+    destination: str | Path,
+    *,
+    reference: str | Path | None = None,
+    dtype: str | None = None,
+    overwrite: bool = False,
+    workers: int | None = None,
+    max_shard: int = MAX_SHARD,
+    progress: Progress = lambda done, total: None,
+) -> Report:
+    """Write the weights of a torch_dist checkpoint (optimizer state is not read) as a complete HF directory.
+
+    `reference`: a HF directory whose config and tokenizer the result gets; by default the one the checkpoint carries.
+    """
+    began, src, dst = time.monotonic(), Path(source), Path(destination)
+    _check_paths(src, dst, overwrite)
+    reference = find_reference(src, reference)
+    shape = ModelShape.from_dir(reference)
+    weights = TorchDistDirectory(src, shape)
+    dtypes = {row.name: DTYPES[dtype] if dtype else weights.dtype(row.name) for row in stored_rows(shape)}
+    layout = HFLayout(shape, dtypes, max_shard=max_shard)
+    with new_directory(dst, layout.total, overwrite=overwrite) as directory:
+        files = layout.files(directory)
+        bad = stream(weights, layout.items, files, workers=workers, advance=_counter(progress, layout.weight_bytes))
+        layout.write_index(directory)
+        missing = copy_side_files(reference, directory, dtypes[EMBEDDING])
+    return Report(src, dst, len(layout.items), layout.weight_bytes, time.monotonic() - began, bad, missing)
+
+
+def open_hf(path: Path) -> tuple[ModelShape, HFDirectory]:
+    """A HF directory whose tensors are exactly those that its config.json describes."""
+    shape = ModelShape.from_dir(path)
+    weights = HFDirectory(path)
+    check_hf_names(weights, shape)
+    for name, expected in hf_shapes(shape).items():
+        found = weights.stored[name]
+        if found.shape != expected:
+            raise WeightsError(
+                f"{found.file}: tensor {name}: shape {found.shape}, but {path / 'config.json'} says {expected}"
+            )
+    if shape.tied_embeddings and "lm_head.weight" in weights:
+        _check_tied(weights)
+    return shape, weights
+
+
+def find_reference(source: Path, reference: str | Path | None) -> Path:
+    if reference is not None:
+        return Path(reference)
+    if (source / HF_FILES / "config.json").exists():
+        return source / HF_FILES
+    raise WeightsError(f"{source} does not say which model it holds; pass --reference with the HF model's directory")
+
+
+def _check_paths(source: Path, destination: Path, overwrite: bool) -> None:
+    """Cheap checks before anything is read: a refused destination should be refused at once."""
+    here, there = source.resolve(), destination.resolve()
+    if here == there or here in there.parents or there in here.parents:
+        raise WeightsError(f"{destination}: the destination must lie outside the source {source}")
+    check_free(destination.absolute(), overwrite)
+
+
+def _one_dtype(weights: HFDirectory, names: tuple[str, ...], dtype: str | None) -> torch.dtype:
+    if dtype:
+        return DTYPES[dtype]
+    first = weights.stored[names[0]]
+    for name in names[1:]:
+        if weights.dtype(name) != first.dtype:
+            raise WeightsError(
+                f"{weights.stored[name].file}: tensor {name} is {weights.dtype(name)}, but {first.name} of the same "
+                f"Megatron tensor is {first.dtype}; pass --dtype to make them one"
+            )
+    return first.dtype
+
+
+def _check_tied(weights: HFDirectory) -> None:
+    head, embedding = weights["lm_head.weight"], weights["model.embed_tokens.weight"]
+    same = head.shape == embedding.shape and head.dtype == embedding.dtype
+    step = max(1, BLOCK // max(1, head[0].numel() * head.dtype.itemsize)) if same else 1
+    if not same or not all(torch.equal(a, b) for a, b in zip(head.split(step), embedding.split(step), strict=True)):
+        raise WeightsError(
+            f"{weights.stored['lm_head.weight'].file}: tensor lm_head.weight differs from the embedding, but "
+            "config.json has tie_word_embeddings; set it to false if the head is its own"
+        )
+
+
+def _counter(progress: Progress, total: int) -> Callable[[int], None]:
+    done = 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        progress(done, total)
+
+    return advance

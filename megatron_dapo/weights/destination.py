@@ -1,0 +1,139 @@
+"""A directory that appears complete or not at all.
+
+Everything is written under a hidden temporary name beside the destination, flushed, and renamed. What an interrupted
+run left behind is recognised by that name and removed by the next one; a lock keeps two runs from sharing it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_dapo.weights.shards import WeightsError
+
+_MARKS = ("metadata.json", ".metadata", "config.json", "model.safetensors", "model.safetensors.index.json")
+
+
+@contextlib.contextmanager
+def new_directory(path: Path, need: int, *, overwrite: bool = False) -> Iterator[Path]:
+    """Yields a temporary directory that becomes `path` if the block ends without an error. `need`: bytes to come."""
+    path = path.absolute()
+    temporary, old = (path.with_name(f".{path.name}.{suffix}") for suffix in ("incomplete", "replaced"))
+    lock = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        check_free(path, overwrite)
+        lock = _lock(path)
+        _clean(path, temporary, old)
+        check_space(path.parent, need)
+        temporary.mkdir()
+        try:
+            yield temporary
+            _flush(temporary)
+            _publish(temporary, path, old)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+    except OSError as error:
+        raise WeightsError(f"{path}: cannot write there ({error.strerror or error})") from error
+    finally:
+        if lock is not None:
+            _unlock(path, lock)
+
+
+def check_free(path: Path, overwrite: bool) -> None:
+    """An existing destination needs --overwrite, and must look like a checkpoint before we replace it."""
+    if not os.path.lexists(path) or (path.is_dir() and not path.is_symlink() and not any(path.iterdir())):
+        return
+    if not overwrite:
+        raise WeightsError(f"{path} exists; choose another destination or pass --overwrite to replace it")
+    if path.is_symlink() or not path.is_dir() or not any((path / mark).exists() for mark in _MARKS):
+        raise WeightsError(
+            f"{path} does not look like a checkpoint; it is not replaced. Remove it yourself if you mean it"
+        )
+
+
+def check_space(parent: Path, need: int) -> None:
+    free = shutil.disk_usage(parent).free
+    if need > free:
+        raise WeightsError(
+            f"{parent}: no space: {need / 1e9:.2f} GB are needed and {free / 1e9:.2f} GB are free; "
+            "free some or choose another destination"
+        )
+
+
+def flush_file(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot flush directories
+            raise
+    finally:
+        os.close(fd)
+
+
+def _lock_name(path: Path) -> Path:
+    return path.with_name(f".{path.name}.lock")
+
+
+def _lock(path: Path) -> int:
+    name = _lock_name(path)
+    fd = os.open(name, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        taken = not name.exists() or name.stat().st_ino != os.fstat(fd).st_ino  # removed by its last holder meanwhile
+    except BlockingIOError:
+        taken = True
+    except OSError:  # a file system without locks
+        taken = False
+    if taken:
+        os.close(fd)
+        raise WeightsError(f"{path}: another conversion is writing it ({name} is locked); wait for it")
+    return fd
+
+
+def _unlock(path: Path, fd: int) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(_lock_name(path))
+    os.close(fd)
+
+
+def _clean(path: Path, temporary: Path, old: Path) -> None:
+    """Finish or undo what an interrupted run left."""
+    if temporary.exists():
+        shutil.rmtree(temporary)
+    if old.exists():
+        if os.path.lexists(path):
+            shutil.rmtree(old)
+        else:
+            os.rename(old, path)
+
+
+def _flush(directory: Path) -> None:
+    for root, _, files in os.walk(directory):
+        for name in files:
+            flush_file(Path(root) / name)
+        flush_file(Path(root))
+
+
+def _publish(temporary: Path, path: Path, old: Path) -> None:
+    if path.is_dir() and not any(path.iterdir()):
+        path.rmdir()
+    replaced = os.path.lexists(path)
+    if replaced:
+        os.rename(path, old)
+    try:
+        os.rename(temporary, path)
+    except OSError:
+        if replaced:
+            os.rename(old, path)
+        raise
+    flush_file(path.parent)
+    if replaced:
+        shutil.rmtree(old)

@@ -1,0 +1,147 @@
+"""Reads the two pickles a torch_dist checkpoint holds, without loading pickles: only names on a short list resolve,
+and they resolve to inert stand-ins defined here, never to code of torch, of Megatron or of anyone else.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class UnsafePickle(ValueError):
+    """The pickle names something that a checkpoint has no reason to name."""
+
+
+class Record:
+    """Stands in for a metadata class: keeps constructor arguments and state, does nothing with them."""
+
+    kind = ""
+    args: tuple[Any, ...] = ()
+    state: Any = None
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __getitem__(self, field: str) -> Any:
+        if not isinstance(self.state, dict) or field not in self.state:
+            raise UnsafePickle(f"{self.kind} without {field}")
+        return self.state[field]
+
+    def get(self, field: str) -> Any:
+        return self.state.get(field) if isinstance(self.state, dict) else None
+
+
+def _stand_in(name: str) -> type[Record]:
+    return type(name, (Record,), {"kind": name})
+
+
+_META = "torch.distributed.checkpoint.metadata"
+_PLANNER = "torch.distributed.checkpoint.planner"
+_RECORDS: dict[tuple[str, str], Any] = {
+    (module, name): _stand_in(name)
+    for module, names in {
+        _META: "Metadata MetadataIndex StorageMeta TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata "
+        "TensorProperties _MEM_FORMAT_ENCODING",
+        "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+        _PLANNER: "SavePlan WriteItem WriteItemType TensorWriteData BytesIOWriteData",
+        "megatron.core.dist_checkpointing.strategies.torch": "MCoreMetadata MCoreSavePlan",
+        "pathlib": "PosixPath PurePosixPath WindowsPath",
+        "pathlib._local": "PosixPath PurePosixPath WindowsPath",
+    }.items()
+    for name in names.split()
+}
+_DTYPES = {
+    ("torch", str(dtype).removeprefix("torch.")): dtype
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
+                  torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2)
+}  # fmt: skip
+_STORAGES = {
+    ("torch", name): dtype
+    for name, dtype in {
+        "DoubleStorage": torch.float64, "FloatStorage": torch.float32, "HalfStorage": torch.float16,
+        "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32,
+        "ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool,
+    }.items()
+}  # fmt: skip
+
+
+def _size(values: Any) -> tuple[int, ...]:
+    return tuple(int(value) for value in values)
+
+
+def _layout(name: Any) -> str:
+    return str(name)
+
+
+def _rebuild_tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> Record:
+    return Record(storage, int(offset), _size(size), _size(stride))
+
+
+_PLAIN: dict[tuple[str, str], Any] = {
+    ("torch", "Size"): _size,
+    ("torch.serialization", "_get_layout"): _layout,
+    ("collections", "OrderedDict"): OrderedDict,
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, data: bytes, allowed: dict[tuple[str, str], Any],
+                 storage: Callable[[Any], Any] | None = None) -> None:  # fmt: skip
+        super().__init__(io.BytesIO(data))
+        self._allowed, self._storage = allowed, storage
+
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return self._allowed[module, name]
+        except KeyError:
+            raise UnsafePickle(f"it asks for {module}.{name}") from None
+
+    def persistent_load(self, reference: Any) -> Any:
+        if self._storage is None:
+            raise UnsafePickle("it refers to data outside itself")
+        return self._storage(reference)
+
+
+def _load(unpickler: _Unpickler) -> Any:
+    try:
+        return unpickler.load()
+    except UnsafePickle:
+        raise
+    except Exception as error:  # a damaged pickle can raise anything
+        raise UnsafePickle(f"damaged ({type(error).__name__}: {error})") from None
+
+
+def load_metadata(data: bytes) -> Record:
+    """The contents of a `.metadata` file as inert records."""
+    found = _load(_Unpickler(data, {**_RECORDS, **_PLAIN, **_DTYPES}))
+    if not isinstance(found, Record) or found.kind not in ("Metadata", "MCoreMetadata"):
+        raise UnsafePickle("it holds something else than checkpoint metadata")
+    return found
+
+
+def load_tensor_record(data: bytes) -> tuple[torch.dtype, tuple[int, ...], str, int]:
+    """(dtype, shape, storage key, offset in elements) of the one contiguous tensor that a `data.pkl` describes."""
+    allowed = {
+        **_PLAIN, **_STORAGES,
+        ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
+        ("torch._utils", "_rebuild_parameter"): lambda tensor, *rest: tensor,
+    }  # fmt: skip
+    found = _load(_Unpickler(data, allowed, storage=tuple))
+    if not isinstance(found, Record) or len(found.args) != 4:
+        raise UnsafePickle("it holds something else than one tensor")
+    storage, offset, shape, stride = found.args
+    contiguous = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    if any(have != want for have, want, n in zip(stride, contiguous, shape, strict=True) if n > 1) or offset < 0:
+        raise UnsafePickle(f"a tensor of shape {shape} with strides {stride} is not contiguous")
+    if len(storage) < 5 or storage[0] != "storage" or not isinstance(storage[1], torch.dtype):
+        raise UnsafePickle("an unknown kind of storage")
+    return storage[1], shape, str(storage[2]), offset

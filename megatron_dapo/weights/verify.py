@@ -1,0 +1,153 @@
+"""Proves that two checkpoints, HF or Megatron, hold the same weights: names, shapes, dtypes and every value.
+
+Both are read as HF tensors, so the comparison goes through the same table as the conversion, and through none of the
+code that wrote the files.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_dapo.config.model import ModelShape
+from megatron_dapo.weights.convert import HF_FILES
+from megatron_dapo.weights.mapping import stored_rows
+from megatron_dapo.weights.safetensors_files import HFDirectory
+from megatron_dapo.weights.shards import WeightsError
+from megatron_dapo.weights.stream import BLOCK, Source, Take, default_workers
+from megatron_dapo.weights.torch_dist_files import TorchDistDirectory, is_torch_dist
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One HF tensor of a checkpoint in either format: its rows are the rows of `takes`, one after the other."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    takes: tuple[Take, ...]
+
+
+@dataclass(slots=True)
+class Comparison:
+    """What was compared, and one line for every difference."""
+
+    tensors: int = 0
+    nbytes: int = 0
+    differences: list[str] = field(default_factory=list)
+    largest: float = 0.0
+
+    @property
+    def same(self) -> bool:
+        return not self.differences
+
+
+def verify(
+    a: str | Path,
+    b: str | Path,
+    *,
+    reference: str | Path | None = None,
+    tolerance: float = 0.0,
+    workers: int | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Comparison:
+    """Compare two checkpoints. With a `tolerance` of 0 dtypes and bits must agree; otherwise values within it."""
+    left_path, right_path = Path(a), Path(b)
+    shape_from = _config_of(left_path, right_path, reference)
+    left, entries_a = _open(left_path, shape_from)
+    right, entries_b = _open(right_path, shape_from)
+    result, lock = Comparison(), threading.Lock()
+    for name in sorted(entries_a.keys() ^ entries_b.keys()):
+        result.differences.append(f"{name}: only in {left_path if name in entries_a else right_path}")
+    common = [name for name in entries_a if name in entries_b]
+    total = sum(math.prod(entries_a[name].shape) * entries_a[name].dtype.itemsize for name in common)
+
+    def one(name: str) -> None:
+        x, y = entries_a[name], entries_b[name]
+        line, largest = _compare(left, right, x, y, tolerance)
+        with lock:
+            result.tensors += 1
+            result.nbytes += math.prod(x.shape) * x.dtype.itemsize
+            result.largest = max(result.largest, largest)
+            if line:
+                result.differences.append(f"{name}: {line}")
+            progress(result.nbytes, total)
+
+    with ThreadPoolExecutor(workers or default_workers(), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        for done in pool.map(one, common):
+            assert done is None
+    result.differences.sort()
+    return result
+
+
+def _config_of(a: Path, b: Path, reference: str | Path | None) -> Path | None:
+    """The HF directory that says which model a torch_dist checkpoint holds: given, carried along, or the other one."""
+    candidates = [Path(reference)] if reference else [a, a / HF_FILES, b, b / HF_FILES]
+    return next((path for path in candidates if (path / "config.json").exists()), None)
+
+
+def _open(path: Path, config: Path | None) -> tuple[Source, dict[str, Entry]]:
+    if not is_torch_dist(path):
+        weights = HFDirectory(path)
+        entries = {
+            name: Entry(stored.shape, stored.dtype, (Take(name, 0, stored.shape[0] if stored.shape else 1),))
+            for name, stored in weights.stored.items()
+        }
+        if config is not None and "lm_head.weight" in entries and ModelShape.from_dir(config).tied_embeddings:
+            del entries["lm_head.weight"]  # a copy of the embedding
+        return weights, entries
+    if config is None:
+        raise WeightsError(f"{path} does not say which model it holds; pass --reference with the HF model's directory")
+    shape = ModelShape.from_dir(config)
+    saved = TorchDistDirectory(path, shape)
+    found = {}
+    for row in stored_rows(shape):
+        for source, name in enumerate(row.hf):
+            takes = tuple(Take(row.name, s.start, s.rows) for s in row.segments if s.source == source)
+            found[name] = Entry(row.hf_shapes[source], saved.dtype(row.name), takes)
+    return saved, found
+
+
+def _compare(left: Source, right: Source, a: Entry, b: Entry, tolerance: float) -> tuple[str, float]:
+    """One line that says how two tensors differ (empty if they do not), and the largest difference."""
+    if a.shape != b.shape:
+        return f"shape {a.shape} and {b.shape}", 0.0
+    if a.dtype != b.dtype and not tolerance:
+        return f"dtype {a.dtype} and {b.dtype}", 0.0
+    width = max(1, math.prod(a.shape[1:]) * max(a.dtype.itemsize, b.dtype.itemsize))
+    step = max(1, BLOCK // width)
+    largest, differing = 0.0, 0
+    for start in range(0, a.shape[0], step):
+        count = min(step, a.shape[0] - start)
+        x, y = _rows(left, a, start, count), _rows(right, b, start, count)
+        if x.dtype == y.dtype and torch.equal(_bits(x), _bits(y)):
+            continue
+        gap = (x.double() - y.double()).abs()
+        gap = torch.where(torch.isnan(gap) & ~(torch.isnan(x) & torch.isnan(y)), math.inf, gap).nan_to_num(0, math.inf)
+        differing += int((gap > tolerance).sum()) or int(tolerance == 0)
+        largest = max(largest, gap.max().item())
+    if largest > tolerance or (differing and not tolerance):
+        return f"{differing} of {math.prod(a.shape)} values differ, by at most {largest:.3g}", largest
+    return "", largest
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(-1).view(torch.uint8)
+
+
+def _rows(source: Source, entry: Entry, start: int, count: int) -> Tensor:
+    """Rows [start, start + count) of an entry, which may be made of several takes."""
+    parts, at = [], 0
+    for take in entry.takes:
+        low, high = max(start, at), min(start + count, at + take.count)
+        if low < high:
+            parts.append(source.rows(take.name, take.start + low - at, high - low).clone())
+            source.release(take.name, take.start + low - at, high - low)
+        at += take.count
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
