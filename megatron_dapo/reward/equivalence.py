@@ -1,0 +1,179 @@
+r"""Whether two answers mean the same: decided at once where both are plain, by math-verify where they are not.
+
+`decide` needs a few microseconds, imports nothing heavy, and answers most cases of integer data: `007`, `42.0`,
+`1,234` and `\$42` are numbers, `42, 43` is a list and no number at all. What it leaves open (None) goes to
+`equivalent`, which may take seconds or never end, so it runs in a process with limits (`reward.pool`).
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from typing import Any
+
+MAX_ANSWER_CHARS = 1000
+MAX_DIGITS = 400
+MAX_DEPTH = 40  # of brackets; parsers need exponential time for what is nested deeper
+
+_GROUP = r"(?:,|\{,\}|\\,|,\\!|\\ |\\;|\s)"
+_PLAIN = rf"[+-]?\s?(?:\d{{1,3}}(?:{_GROUP}\d{{3}})+|\d+)(?:\.\d*)?|[+-]?\.\d+"
+_NUMBER = re.compile(rf"(?:\\?[$€£]\s?)?({_PLAIN})")
+_RATIO = re.compile(
+    r"([+-]?)\s?(?:(\d+)\s?/\s?(\d+)|\\[dtc]?frac\s?(?:\{\s?([+-]?\d+)\s?\}|(\d))\s?(?:\{\s?(\d+)\s?\}|(\d)))"
+)
+_MIXED = re.compile(r"([+-]?)\s?(\d+)\s+(\d+)\s?/\s?(\d+)")
+_UNIT = re.compile(
+    rf"({_PLAIN})\s*(?:\\?%)?\s*(?:\\(?:text|mathrm|mbox|textbf|operatorname)\s?\{{\s?[A-Za-z][A-Za-z\s./-]*\}}|"
+    r"[A-Za-z][A-Za-z\s./-]+)(?:\^\{?[23]\}?|²|³)?"
+)
+# Words that change the value, or join two answers: a number followed by one of them is no number with a unit.
+_NOT_UNITS = re.compile(
+    r"(?i)hundred|thousand|million|billion|trillion|dozen|half|halves|third|quarter|percent|score|pair|pi\b|sqrt|"
+    r"\bor\b|\band\b|\bmod\b|\bto\b|\btimes\b|\bplus\b|\bminus\b|\bover\b|\bi\b|\be\b|\bnot\b|\bless\b|\bmore\b|"
+    r"log|ln\b|sin|cos|tan|frac|factorial|choose|infinity|\binf\b"
+)
+_SEPARATOR = re.compile(r"\s*(?:[,;]|\\text\s?\{\s?,?\s?(?:and|or)\s?\}|\band\b|\bor\b)\s*")
+_WORDS = re.compile(r"[A-Za-z][A-Za-z' -]*[A-Za-z]")
+_SHORT_WORDS = {"yes", "no", "odd", "even", "true", "false", "none", "red", "all"}
+_LETTER = re.compile(r"(?:\\text\s?\{)?\(?([A-Za-z])\)?\}?")
+_NUMBERS_IN_A_ROW = re.compile(r"\d(?:\s|\\[,;: ]|\\quad)+\d")
+_ASSIGNMENT = re.compile(r"\\?[A-Za-z][A-Za-z_0-9{}()]{0,20}\s*=\s*")
+_SPACE = re.compile(r"(?:\s|\\[,;:! ])+")
+
+
+def decide(reference: str, answer: str) -> tuple[bool, str] | None:
+    """(correct, reason) where plain reading settles it; None where it takes mathematics."""
+    if not answer:
+        return False, "empty answer"
+    if same_text(reference, answer):
+        return True, "same text"
+    if len(answer) > max(MAX_ANSWER_CHARS, 2 * len(reference)):
+        return False, f"too long for an answer ({len(answer)} characters)"
+    if _depth(answer) > MAX_DEPTH:
+        return False, f"nested deeper than {MAX_DEPTH} levels"
+    if is_words(reference):
+        return False, "different words"
+    expected = number(reference)
+    found = number(answer)
+    if expected is not None and found is not None:
+        if expected == found:
+            return True, "same number"
+        return (False, "different number") if _exact(reference) and _exact(answer) else None
+    letter, chosen = _LETTER.fullmatch(reference), _LETTER.fullmatch(answer)
+    if letter and chosen:
+        return letter[1].lower() == chosen[1].lower(), "choice letter"
+    if expected is not None and is_words(answer):
+        return False, "words where a number is expected"
+    if expected is not None and _is_number_list(answer):
+        return False, "several numbers where one is expected"
+    if found is None and _NUMBERS_IN_A_ROW.search(answer) and not _MIXED.search(answer):
+        return False, "numbers side by side"
+    return None
+
+
+def equivalent(reference: str, answer: str) -> tuple[bool, str]:
+    """math-verify's verdict on the two as LaTeX. Unbounded: call it only in a process with limits."""
+    expected, found = _parse(_latex(reference)), _parse(_latex(answer))
+    if not expected:
+        return False, "the reference cannot be read as mathematics, and the text differs"
+    if not found:
+        return False, "the answer cannot be read as mathematics"
+    from math_verify import verify
+
+    same = verify(expected, found, timeout_seconds=None)
+    return same, "equivalent" if same else "not equivalent"
+
+
+def number(text: str) -> Fraction | None:
+    """The exact value of a plain number, fraction or amount with a unit; None for everything else."""
+    text = _ASSIGNMENT.sub("", text.strip(), count=1) if "=" in text[:24] else text.strip()
+    if len(text) > MAX_DIGITS:
+        return None
+    plain = _NUMBER.fullmatch(text)
+    if plain is None:
+        unit = _UNIT.fullmatch(text)
+        plain = unit if unit and "%" not in text and not _NOT_UNITS.search(text) else None
+    if plain is not None:
+        return Fraction(re.sub(r"[^\d.+-]", "", plain[1].replace("\\!", "")).removesuffix("."))
+    mixed = _MIXED.fullmatch(text)
+    if mixed and int(mixed[4]):
+        value = int(mixed[2]) + Fraction(int(mixed[3]), int(mixed[4]))
+        return -value if mixed[1] == "-" else value
+    ratio = _RATIO.fullmatch(text)
+    if ratio is None:
+        return None
+    top, bottom = ratio[2] or ratio[4] or ratio[5], ratio[3] or ratio[6] or ratio[7]
+    if not int(bottom):
+        return None
+    return Fraction(int(top), int(bottom)) * (-1 if ratio[1] == "-" else 1)
+
+
+def same_text(reference: str, answer: str) -> bool:
+    if is_words(reference):
+        return " ".join(_unwrapped(reference).lower().split()) == " ".join(_unwrapped(answer).lower().split())
+    return _compact(reference) == _compact(answer)
+
+
+def is_words(reference: str) -> bool:
+    """A reference such as `Monday` or `\\text{even}`: compared as text, never as a product of letters."""
+    plain = _unwrapped(reference)
+    if not _WORDS.fullmatch(plain):
+        return False
+    return plain != reference.strip() or len(plain) >= 4 or plain.lower() in _SHORT_WORDS
+
+
+def _unwrapped(text: str) -> str:
+    match = re.fullmatch(r"\\(?:text|textbf|mathrm|mbox)\s?\{([^{}]*)\}", text.strip())
+    return (match[1] if match else text).strip().rstrip(".")
+
+
+def _compact(text: str) -> str:
+    """Without the space that carries no meaning (`3 4` is not 34), sizes of brackets, styles of fractions."""
+
+    def space(match: re.Match[str]) -> str:
+        before, after = text[max(match.start() - 1, 0) : match.start()], text[match.end() : match.end() + 1]
+        return " " if before.isdigit() and after.isdigit() else ""
+
+    text = re.sub(r"\\(?:left|right)(?![a-z])", "", text)
+    return _SPACE.sub(space, text).replace("dfrac", "frac").replace("tfrac", "frac")
+
+
+def _exact(text: str) -> bool:
+    """Plain decimals say exactly what they mean; 0.333333 for 1/3 is left to math-verify's rounding."""
+    return "/" not in text and "frac" not in text
+
+
+def _depth(text: str) -> int:
+    depth = deepest = 0
+    for character in text:
+        if character in "([{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif character in ")]}":
+            depth -= 1
+    return deepest
+
+
+def _is_number_list(answer: str) -> bool:
+    parts = [part for part in _SEPARATOR.split(answer.strip("()[]{}\\ ")) if part]
+    return len(parts) > 1 and all(number(part.strip("$ ")) is not None for part in parts)
+
+
+def _latex(text: str) -> str:
+    """LaTeX that math-verify reads: no stray dollar signs, units and plain-text operators in LaTeX's words."""
+    text = re.sub(r"\\?\$", "", text)
+    text = re.sub(r"(?<!\\)%", r"\\%", text).replace("π", r"\pi ").replace("×", r"\times ")
+    text = re.sub(r"√\s?(?:\(([^()]*)\)|(\d+(?:\.\d+)?|[A-Za-z]))", r"\\sqrt{\1\2}", text)
+    text = re.sub(r"(?<![\\A-Za-z])sqrt\s?\(([^()]*)\)", r"\\sqrt{\1}", text)
+    text = re.sub(r"(?<![\\A-Za-z])(pi|sqrt)\b", r"\\\1 ", text).replace("**", "^")
+    text = re.sub(r"(\d)\s*\\?%", r"\1\\%", text)
+    return re.sub(r"(?<=\d)\s+(?:cm|mm|km|m|ft|in|units?)\s?(?:\^\{?[23]\}?)?$", "", text)
+
+
+def _parse(latex: str) -> list[Any]:
+    import logging
+
+    from math_verify import LatexExtractionConfig, parse
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    return parse(f"${latex}$", [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None)

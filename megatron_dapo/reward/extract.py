@@ -1,0 +1,117 @@
+r"""The final answer of a response: the last `Answer:` line or the last `\boxed{}`, whichever comes later.
+
+Every function here is linear in the length of its input, whatever the input is: responses come from a policy that
+may emit anything. What is returned is free of special tokens, control characters, Markdown and math delimiters.
+"""
+
+from __future__ import annotations
+
+import re
+
+_SPECIAL_TOKEN = re.compile(r"<\|[^|<>\s]{1,40}\|>|</?s>")
+_INVISIBLE = re.compile(
+    "\x1b\\[[0-9;]{0,20}[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u2064\ufeff]"
+)
+_FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | {0x2212: "-", 0x3000: " ", 0x00A0: " "}
+_MARKER = re.compile(r"(?i)answer[\s*_]{0,20}[::][\s*_]{0,200}")
+_BRACE = re.compile(r"\\boxed\s{0,20}\{|\\framebox\s{0,20}\{|\\fbox\s{0,20}\{|\\.|[{}]", re.DOTALL)
+_BETWEEN_BOXES = re.compile(r"[\s$,;]*(?:(?:and|or|\\text\s?\{\s?(?:and|or)\s?\})[\s$,;]*)?")
+_PREAMBLE = re.compile(r"(?i)(?:so,?\s+|thus,?\s+|therefore,?\s+)?(?:the\s+)?(?:final\s+)?answer\s+is\s*:?\s*")
+_WRAPPERS = [
+    re.compile(pattern, re.DOTALL)
+    for pattern in (
+        r"\$\$([^$]*)\$\$", r"\$([^$]*)\$", r"\\\((.*)\\\)", r"\\\[(.*)\\\]", r"`+([^`]*)`+", r'"([^"]*)"',
+        r"\\(?:boxed|fbox|framebox)\s?\{(.*)\}",
+        r"\\(?:text|textbf|mathbf|mathrm|mathit|textit|mbox|bm|boldsymbol|displaystyle|textstyle)\s?\{([^{}]*)\}",
+    )
+]  # fmt: skip
+_ONE_FORMULA = re.compile(r"[^$\d]*(?<!\\)\$([^$]+)(?<!\\)\$[^$\d]*")
+SHORT_LINE = 60
+
+
+def final_answer(response: str) -> str | None:
+    """The answer as written, cleaned; None when the response gives none. A lone short line is its own answer."""
+    text = _INVISIBLE.sub("", _SPECIAL_TOKEN.sub("", response)).translate(_FULL_WIDTH)
+    marker = None
+    for marker in _MARKER.finditer(text):  # noqa: B007  (the last one counts)
+        pass
+    box = _last_boxes(text) if "box" in text else None
+    if box is not None and (marker is None or box[0] >= marker.start()):
+        return clean(box[1])
+    if marker is not None:
+        return clean(_line_after(text, marker.end()))
+    lone = text.strip()
+    return clean(lone) if lone and len(lone) <= SHORT_LINE and "\n" not in lone else None
+
+
+def clean(answer: str) -> str:
+    """An answer without what surrounds it: delimiters, emphasis, a closing full stop, "the answer is"."""
+    answer = _PREAMBLE.sub("", answer.strip(), count=1) if answer[:40].lower().count("answer") else answer.strip()
+    for _ in range(8):
+        before = answer
+        answer = answer.strip().rstrip(".,;:").rstrip() if not answer.endswith(("\\,", "\\;", "\\!")) else answer[:-2]
+        answer = answer.removesuffix("\\\\").strip().strip("*_")  # emphasis, of which the marker may have eaten half
+        for wrapper in _WRAPPERS:
+            whole = wrapper.fullmatch(answer)
+            if whole and _balanced(whole[1]):
+                answer = whole[1].strip()
+        formula = _ONE_FORMULA.fullmatch(answer)
+        if formula:
+            answer = formula[1].strip()
+        if answer == before:
+            break
+    return answer
+
+
+def _line_after(text: str, start: int) -> str:
+    """The rest of the line; a display formula that starts there is taken whole."""
+    for opening, closing in (("\\[", "\\]"), ("$$", "$$")):
+        if text.startswith(opening, start):
+            end = text.find(closing, start + 2)
+            if end != -1:
+                return text[start : end + 2]
+    end = text.find("\n", start)
+    return text[start:] if end == -1 else text[start:end]
+
+
+def _last_boxes(text: str) -> tuple[int, str] | None:
+    """Start and content of the last balanced box; boxes that follow one another (`and`, commas) count as a list."""
+    open_braces: list[int | None] = []
+    boxes: list[tuple[int, int, int]] = []  # start, start of the content, end of the content
+    starts: list[int] = []
+    for match in _BRACE.finditer(text):
+        token = match[0]
+        if token == "}":
+            if open_braces:
+                content = open_braces.pop()
+                if content is not None:
+                    boxes.append((starts.pop(), content, match.start()))
+        elif token.endswith("{") and token != "\\{":
+            is_box = len(token) > 1
+            open_braces.append(match.end() if is_box else None)
+            if is_box:
+                starts.append(match.start())
+    if not boxes:
+        return None
+    start, content, end = boxes[-1]
+    parts = [text[content:end]]
+    for earlier in reversed(boxes[:-1]):
+        if earlier[0] > start:  # inside the box we already have
+            continue
+        if start - earlier[2] > 40 or not _BETWEEN_BOXES.fullmatch(text, earlier[2] + 1, start):
+            break
+        start = earlier[0]
+        parts.append(text[earlier[1] : earlier[2]])
+    return start, ", ".join(reversed(parts))
+
+
+def _balanced(text: str) -> bool:
+    """Whether braces and delimiters close what they open, in order: `1$ or $2` and `a}{b` do not."""
+    depth = 0
+    for match in re.finditer(r"\\[()\[\]]|\\.|[{}]", text):
+        if match[0] in ("\\(", "\\)", "\\[", "\\]"):
+            return False
+        depth += {"{": 1, "}": -1}.get(match[0], 0)
+        if depth < 0:
+            return False
+    return depth == 0

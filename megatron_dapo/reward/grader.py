@@ -1,0 +1,148 @@
+"""Graders: what turns a response into a `Grade`.
+
+Built in are `math` (equivalence), `dapo` (the published run's rules) and `exact` (the same text); anything else is the
+user's own function, `python:module.function`, called with the prompt and the response text. It may be async and may
+return a Grade, a bool or a float. A built-in grader also has `quick`: bounded, cheap string work that settles most
+answers where it is called; what it returns None for goes to a grading process, because it may take long or never end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, Protocol, runtime_checkable
+
+from megatron_dapo.config.reward import RewardConfig
+from megatron_dapo.errors import UserError
+from megatron_dapo.plugins import is_plugin, load_function
+from megatron_dapo.reward.dapo import published_answer, published_verdict
+from megatron_dapo.reward.equivalence import decide, equivalent
+from megatron_dapo.reward.extract import clean, final_answer
+from megatron_dapo.types import Grade, Prompt
+
+
+class Grader(Protocol):
+    def grade(self, prompt: Prompt, response: str) -> Grade: ...
+
+
+@runtime_checkable
+class QuickGrader(Grader, Protocol):
+    def quick(self, prompt: Prompt, response: str) -> Grade | None:
+        """The verdict where cheap string work gives one; None where `grade` has to be asked."""
+        ...
+
+
+class GraderError(UserError):
+    """The grader raised, or returned something that is no grade; the message carries its traceback."""
+
+
+class Scores:
+    """What right and wrong are worth."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        self.right = 1.0
+        self.wrong = -1.0 if config.scores == "plus-minus-one" else 0.0
+
+    def grade(self, correct: bool, extracted: str | None, reason: str) -> Grade:
+        return Grade(correct, self.right if correct else self.wrong, extracted, reason)
+
+    def adopt(self, result: Any) -> Grade:
+        """A user function's result as a Grade. A float is the score; above the middle of the scale it is correct."""
+        if isinstance(result, Grade) and math.isfinite(result.score):
+            return result
+        if isinstance(result, bool):
+            return self.grade(result, None, "")
+        if isinstance(result, int | float) and math.isfinite(result):
+            return Grade(result > (self.right + self.wrong) / 2, float(result))
+        raise TypeError(f"the grader returned {result!r:.200}; expected a Grade, a bool or a finite float")
+
+
+@lru_cache(maxsize=65536)
+def _reference(answer: str) -> str:
+    """Every sample of a prompt is compared with the same reference; it is cleaned once."""
+    return clean(answer)
+
+
+class MathGrader:
+    """Same value or same text, however it is written."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        self._scores = Scores(config)
+
+    def quick(self, prompt: Prompt, response: str) -> Grade | None:
+        answer = final_answer(response)
+        if answer is None:
+            return self._scores.grade(False, None, "no answer found")
+        verdict = decide(_reference(prompt.answer), answer)
+        return None if verdict is None else self._scores.grade(verdict[0], answer, verdict[1])
+
+    def grade(self, prompt: Prompt, response: str) -> Grade:
+        quick = self.quick(prompt, response)
+        if quick is not None:
+            return quick
+        answer = final_answer(response) or ""
+        correct, reason = equivalent(_reference(prompt.answer), answer)
+        return self._scores.grade(correct, answer, reason)
+
+
+class DapoGrader:
+    """The published rules; all of them are quick."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        self._scores, self._rule = Scores(config), config.dapo_rule
+
+    def quick(self, prompt: Prompt, response: str) -> Grade:
+        answer = published_answer(response, self._rule)
+        if answer is None:
+            return self._scores.grade(False, None, "no answer found")
+        correct = published_verdict(prompt.answer, answer, self._rule)
+        return self._scores.grade(correct, answer, "same text" if correct else "different text")
+
+    grade = quick
+
+
+class ExactGrader:
+    """The final answer is the reference, letter by letter; only white space around and between words is free."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        self._scores = Scores(config)
+
+    def quick(self, prompt: Prompt, response: str) -> Grade:
+        answer = final_answer(response)
+        if answer is None:
+            return self._scores.grade(False, None, "no answer found")
+        correct = answer.split() == _reference(prompt.answer).split()
+        return self._scores.grade(correct, answer, "same text" if correct else "different text")
+
+    grade = quick
+
+
+class FunctionGrader:
+    """The user's own function, sync or async."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        self._scores = Scores(config)
+        self._function: Callable[..., Any] = load_function(config.grader, "reward.grader")
+        self.is_async = inspect.iscoroutinefunction(self._function)
+
+    def grade(self, prompt: Prompt, response: str) -> Grade:
+        if self.is_async:
+            return asyncio.run(self.grade_async(prompt, response))
+        return self._scores.adopt(self._function(prompt, response))
+
+    async def grade_async(self, prompt: Prompt, response: str) -> Grade:
+        return self._scores.adopt(await self._function(prompt, response))
+
+
+def load_grader(config: RewardConfig) -> Grader:
+    if is_plugin(config.grader):
+        return FunctionGrader(config)
+    built_in: dict[str, Callable[[RewardConfig], Grader]] = {
+        "math": MathGrader,
+        "dapo": DapoGrader,
+        "exact": ExactGrader,
+    }
+    return built_in[config.grader](config)

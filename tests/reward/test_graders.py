@@ -1,0 +1,163 @@
+"""Graders against hand-judged responses, the score scales, and user functions."""
+
+import sys
+import textwrap
+import time
+
+import pytest
+from judged_answers import JUDGED
+
+from megatron_dapo.config import ConfigError, parse_config
+from megatron_dapo.config.reward import RewardConfig
+from megatron_dapo.errors import UserError
+from megatron_dapo.reward.extract import final_answer
+from megatron_dapo.reward.grader import QuickGrader, load_grader
+from megatron_dapo.types import Grade, Prompt, as_tokens
+
+
+def prompt(answer: str) -> Prompt:
+    return Prompt("p", "question", as_tokens([]), answer)
+
+
+def grade(name: str, reference: str, response: str, **settings) -> Grade:
+    return load_grader(RewardConfig(grader=name, **settings)).grade(prompt(reference), response)
+
+
+def test_the_table_is_large_and_has_no_repeats():
+    assert len(JUDGED) >= 150
+    assert len({(reference, response) for reference, response, *_ in JUDGED}) == len(JUDGED)
+
+
+@pytest.mark.parametrize(("reference", "response", "right", "published"), JUDGED)
+def test_judged_answers(reference, response, right, published):
+    assert grade("math", reference, response).correct is right
+    assert grade("dapo", reference, response).correct is published
+
+
+def test_integer_data_never_needs_a_process():
+    quick = load_grader(RewardConfig(grader="math"))
+    assert isinstance(quick, QuickGrader)
+    for response in (
+        "Answer: 42",
+        "Answer: 41",
+        r"\boxed{042}",
+        "Answer: 42.0",
+        "Answer: 42, 43",
+        "no idea",
+        "Answer: x=42",
+    ):
+        assert quick.quick(prompt("42"), response) is not None, response
+    assert quick.quick(prompt("42"), r"Answer: \sqrt{1764}") is None
+
+
+def test_scores():
+    for scores, wrong in (("plus-minus-one", -1.0), ("zero-one", 0.0)):
+        for name in ("math", "dapo", "exact"):
+            assert grade(name, "42", "Answer: 42", scores=scores).score == 1.0
+            assert grade(name, "42", "Answer: 41", scores=scores).score == wrong
+            assert grade(name, "42", "", scores=scores).score == wrong
+
+
+def test_a_grade_says_what_was_extracted_and_why():
+    right = grade("math", "42", r"thus $\boxed{42.0}$.")
+    assert (right.extracted, right.reason) == ("42.0", "same number")
+    missing = grade("math", "42", "")
+    assert (missing.correct, missing.extracted, missing.reason) == (False, None, "no answer found")
+
+
+@pytest.mark.parametrize(
+    ("rule", "response", "right"),
+    [
+        ("answer", r"\boxed{42}", False),
+        ("answer-or-box", r"\boxed{42}", True),
+        ("answer-or-box", r"\boxed{42} Answer: 41", False),
+        ("answer-or-box", "Answer: 42" + r" and \boxed{41}", False),  # the line counts, and reads 42and41
+        ("strict-box", r"\boxed{42}", True),
+        ("strict-box", "Answer: 42", False),
+        ("strict-box", r"\boxed{42.}", False),
+        ("strict-box", r"\boxed{42}" + " " * 100, False),  # more than 100 characters before the end
+        ("strict-box", r"\boxed{41} \boxed{42}", True),
+    ],
+)
+def test_variants_of_the_published_rules(rule, response, right):
+    assert grade("dapo", "42", response, dapo_rule=rule).correct is right
+
+
+def test_the_published_window_is_300_characters():
+    for padding, right in ((290, True), (291, False)):  # `Answer: 42` has 10
+        assert grade("dapo", "42", "Answer: 42" + "\n" * padding).correct is right
+
+
+@pytest.mark.parametrize(
+    ("reference", "response", "right"),
+    [
+        ("95", "95", True), ("95", "Answer: 95", True), ("95", r"\boxed{95}", True), ("95", "95.0", False),
+        ("95", "095", False), ("new  york", "Answer: new york", True), ("New York", "Answer: new york", False),
+    ],
+)  # fmt: skip
+def test_exact(reference, response, right):
+    assert grade("exact", reference, response).correct is right
+
+
+def test_extraction_is_linear_in_the_response():
+    """Each of these is 200 000 characters; a quadratic pattern would need minutes."""
+    for hostile in ("answer ", "answer" + " " * 500, r"\boxed{", r"\boxed{}", "}{", "Answer:*", "$", r"\(", "\\", "{"):
+        text = hostile * (200_000 // len(hostile))
+        for response in (text, "Answer: " + text, r"\boxed{" + text):
+            started = time.process_time()
+            for name in ("math", "dapo", "exact"):
+                load_grader(RewardConfig(grader=name)).quick(prompt("42"), response)
+            assert time.process_time() - started < 5.0, hostile
+    assert final_answer(r"\boxed{" * 20_000 + "42" + "}" * 20_000) is not None
+
+
+USER_MODULE = """
+    from megatron_dapo.types import Grade
+
+    def a_bool(prompt, response):
+        return response == prompt.answer
+
+    def a_float(prompt, response):
+        return len(response) / 10
+
+    def a_grade(prompt, response):
+        return Grade(True, 7.5, response, "mine")
+
+    async def an_async(prompt, response):
+        return response == prompt.answer
+
+    def nothing(prompt, response):
+        return None
+
+    def not_finite(prompt, response):
+        return float("nan")
+"""
+
+
+@pytest.fixture
+def user_module(tmp_path, monkeypatch):
+    (tmp_path / "my_grading.py").write_text(textwrap.dedent(USER_MODULE))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield "python:my_grading."
+    sys.modules.pop("my_grading", None)
+
+
+def test_user_functions(user_module):
+    assert grade(user_module + "a_bool", "x", "x") == Grade(True, 1.0)
+    assert grade(user_module + "a_bool", "x", "y") == Grade(False, -1.0)
+    assert grade(user_module + "a_bool", "x", "y", scores="zero-one") == Grade(False, 0.0)
+    assert grade(user_module + "an_async", "x", "x") == Grade(True, 1.0)
+    assert grade(user_module + "a_grade", "x", "y") == Grade(True, 7.5, "y", "mine")
+    # A float is the score; correct means above the middle of the scale, 0 or 0.5.
+    assert grade(user_module + "a_float", "x", "abc") == Grade(True, 0.3)
+    assert grade(user_module + "a_float", "x", "abc", scores="zero-one") == Grade(False, 0.3)
+    for broken in ("nothing", "not_finite"):
+        with pytest.raises(TypeError, match="expected a Grade, a bool or a finite float"):
+            grade(user_module + broken, "x", "y")
+
+
+def test_unknown_graders_are_refused_early(user_module):
+    with pytest.raises(ConfigError, match="must be one of math, dapo, exact"):
+        parse_config({"reward": {"grader": "maths"}})
+    with pytest.raises(UserError, match="has no function 'missing'"):
+        load_grader(RewardConfig(grader=user_module + "missing"))
