@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 
 from megatron_dapo import __version__
@@ -33,8 +34,55 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--version", action="version", version=f"megatron-dapo {__version__}")
     sub = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_convert(sub)
     _add_selfcheck(sub)
     return parser
+
+
+def _add_convert(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    def run(args: argparse.Namespace) -> int:
+        from megatron_dapo.weights import command
+
+        options = {key: value for key, value in vars(args).items() if key not in ("run", "convert")}
+        return int(getattr(command, args.convert)(**options))
+
+    group = sub.add_parser("convert", help="HF checkpoints to Megatron torch_dist and back, and compare them")
+    inner = group.add_subparsers(title="conversions", metavar="CONVERSION", required=True)
+    to_megatron = add_command(
+        inner, "hf-to-megatron", run,
+        "Write the weights of a HF Qwen model as a Megatron torch_dist checkpoint that loads at any TP, PP and EP.",
+        "example:\n  megatron-dapo convert hf-to-megatron Qwen3-32B /checkpoints/qwen3-32b\n\n"
+        "exit codes: 0 done, 2 refused or failed (nothing is written), 3 done, but some weights are NaN or infinite",
+    )  # fmt: skip
+    to_hf = add_command(
+        inner, "megatron-to-hf", run,
+        "Write the weights of a torch_dist checkpoint (a trainer's, too: its optimizer state is not read) as a\n"
+        "complete HF model: weights, index, config, tokenizer, generation config.",
+        "example:\n  megatron-dapo convert megatron-to-hf RUN/checkpoints/step_100 out --reference Qwen3-32B\n\n"
+        "exit codes: 0 done, 2 refused or failed (nothing is written), 3 done, but some weights are NaN or infinite",
+    )  # fmt: skip
+    for parser, name in ((to_megatron, "hf_to_megatron"), (to_hf, "megatron_to_hf")):
+        parser.set_defaults(convert=name)
+        parser.add_argument("source", metavar="SRC", help="checkpoint to read")
+        parser.add_argument("destination", metavar="DST", help="directory to create; appears when it is complete")
+        parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], help="default: as it is stored")
+        parser.add_argument("--overwrite", action="store_true", help="replace DST if it is a checkpoint")
+        parser.add_argument("--allow-nan", action="store_true", help="exit with 0 although weights are not finite")
+        parser.add_argument("--workers", type=int, help="threads (default: one per core, 2 to 8)")
+    to_hf.add_argument("--reference", metavar="HF_DIR", help="HF model with the config and tokenizer (default: the "
+                       "copy that hf-to-megatron leaves in SRC)")  # fmt: skip
+    to_hf.add_argument("--shard-size", type=float, default=5.0, metavar="GB", help="largest weight file (default 5)")
+    check = add_command(
+        inner, "verify", run,
+        "Prove that two checkpoints, HF or torch_dist, hold the same weights: names, shapes, dtypes, every value.",
+        "example:\n  megatron-dapo convert verify Qwen3-32B /checkpoints/qwen3-32b\n\nexit codes: 0 same, 1 different",
+    )  # fmt: skip
+    check.set_defaults(convert="verify")
+    check.add_argument("a", metavar="A")
+    check.add_argument("b", metavar="B")
+    check.add_argument("--reference", metavar="HF_DIR", help="HF model whose config.json describes the weights")
+    check.add_argument("--tolerance", type=float, default=0.0, help="largest difference allowed (default: bitwise)")
+    check.add_argument("--workers", type=int, help="threads (default: one per core, 2 to 8)")
 
 
 def _add_selfcheck(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -55,7 +103,14 @@ def _add_selfcheck(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.add_argument("--updates", type=int, default=3, help="optimizer updates to compare (default 3)")
 
 
+def quiet_libraries() -> None:
+    """What Megatron and torch warn about here (no apex, renamed collectives) is nothing a user can act on."""
+    for module in ("megatron", "torch"):
+        warnings.filterwarnings("ignore", module=module)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
+    quiet_libraries()
     args = build_parser().parse_args(argv)
     try:
         return int(args.run(args))

@@ -22,6 +22,7 @@ from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.policy import cpu
 from megatron_dapo.policy.head import HeadRequest, run_head
 from megatron_dapo.policy.runtime import Runtime
+from megatron_dapo.weights.mapping import padded_vocab
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -33,11 +34,6 @@ def has_transformer_engine() -> bool:
     import transformer_engine.pytorch  # noqa: F401
 
     return True
-
-
-def padded_vocab(vocab: int, tensor_parallel: int) -> int:
-    """Embedding rows are split evenly over tensor-parallel ranks; the head masks the padding."""
-    return -(-vocab // tensor_parallel) * tensor_parallel
 
 
 def transformer_config(shape: ModelShape, policy: PolicyConfig) -> TransformerConfig:

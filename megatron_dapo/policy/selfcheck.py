@@ -21,21 +21,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from megatron_dapo.config import Config, ModelShape, parse_config
+from megatron_dapo.config import Config, parse_config
 from megatron_dapo.errors import UserError
-from megatron_dapo.policy.batch import TrainBatch
 from megatron_dapo.policy.ranks import run_ranks
 from megatron_dapo.policy.runtime import Rendezvous, Runtime, initialize, shutdown
+from megatron_dapo.policy.synthetic import awkward_batch, random_hf_weights, synthetic_shape
 from megatron_dapo.policy.update import Policy
 from megatron_dapo.weights.live import Place, live_rows
-from megatron_dapo.weights.mapping import table
+from megatron_dapo.weights.mapping import OUTPUT, table
 from megatron_dapo.weights.shards import hf_tensors, unshard
 
 DEFAULT_LAYOUTS = (
@@ -66,8 +65,11 @@ class LayoutSpec:
         return self.sizes.get(kind, 1)
 
     @property
-    def is_moe(self) -> bool:
-        return self.size("ep") > 1
+    def model(self) -> str:
+        """Expert parallelism needs experts; tied embeddings are at their hardest across pipeline stages."""
+        if self.size("ep") > 1:
+            return "moe"
+        return "tied" if self.size("pp") > 1 else "dense"
 
     @property
     def world_size(self) -> int:
@@ -103,53 +105,6 @@ class Difference:
         return all(x <= tolerance for x in bounds)  # NaN is not within
 
 
-def check_shape(moe: bool) -> ModelShape:
-    """A small model that exercises everything: QKV bias or q/k norms, grouped heads, an odd vocabulary, experts."""
-    base: dict[str, Any] = {
-        "layers": 4, "hidden": 32, "ffn_hidden": 48, "heads": 4, "kv_heads": 2, "vocab": 101, "max_positions": 512,
-        "rope_theta": 1e4, "norm_eps": 1e-6, "tied_embeddings": False, "dtype": "float32",
-    }  # fmt: skip
-    if not moe:
-        return ModelShape(architecture="qwen2", head_dim=8, qkv_bias=True, qk_norm=False, **base)
-    return ModelShape(
-        architecture="qwen3_moe", head_dim=16, qkv_bias=False, qk_norm=True, experts=4, experts_per_token=2,
-        expert_ffn_hidden=24, **base,
-    )  # fmt: skip
-
-
-def random_hf_weights(shape: ModelShape, seed: int = 0, scale: float = 0.1) -> dict[str, Tensor]:
-    """Random weights under HF names; norms near one, biases not zero, so that every mapping error shows."""
-    generator = torch.Generator().manual_seed(seed)
-    weights: dict[str, Tensor] = {}
-    for row in table(shape).values():
-        for name, size in zip(row.hf, row.hf_shapes, strict=True):
-            noise = torch.randn(size, generator=generator) * scale
-            weights[name] = 1 + noise if "norm" in name else noise
-    return weights
-
-
-def awkward_batch(shape: ModelShape, seed: int, samples: int = 14) -> TrainBatch:
-    """Unequal lengths, sample 3 fully masked, sample 5 partly; old log-probs far enough off to clip both ways."""
-    rng = np.random.default_rng(seed)
-    prompts, responses = rng.integers(2, 9, samples), rng.integers(3, 30, samples)
-    total = int(responses.sum())
-    mask = np.ones(total, dtype=np.bool_)
-    starts = np.concatenate([[0], np.cumsum(responses)])
-    mask[starts[3] : starts[4]] = False
-    mask[starts[5] : starts[5] + 2] = False
-    typical = -np.log(shape.vocab)
-    return TrainBatch(
-        tokens=rng.integers(0, shape.vocab, int((prompts + responses).sum())).astype(np.int32),
-        prompt_lengths=prompts.astype(np.int64),
-        response_lengths=responses.astype(np.int64),
-        advantages=rng.normal(size=samples).astype(np.float32),
-        loss_mask=mask,
-        old_logprobs=(typical + 0.5 * rng.normal(size=total)).astype(np.float32),
-        engine_logprobs=(typical + 0.5 * rng.normal(size=total)).astype(np.float32),
-        ref_logprobs=(typical + 0.5 * rng.normal(size=total)).astype(np.float32),
-    )
-
-
 def check_config(layout: LayoutSpec, **algorithm: Any) -> Config:
     """fp32, and a micro-batch budget that depends on the layout, so that the splits differ."""
     budget = 512 if layout.name == "single" else 64 + 16 * (sum(map(ord, layout.name)) % 4)
@@ -180,9 +135,9 @@ def check_config(layout: LayoutSpec, **algorithm: Any) -> Config:
     )
 
 
-def trace_updates(place: Rendezvous | None, layout: LayoutSpec, updates: int, moe: bool, **algorithm: Any) -> Trace:
+def trace_updates(place: Rendezvous | None, layout: LayoutSpec, updates: int, model: str, **algorithm: Any) -> Trace:
     """Runs the updates in this rank; rank 0 gets the whole trace, the others an empty one."""
-    config, shape = check_config(layout, **algorithm), check_shape(moe)
+    config, shape = check_config(layout, **algorithm), synthetic_shape(model)
     torch.set_num_threads(1)
     runtime = initialize(config.policy, seed=1, rendezvous=place)
     try:
@@ -216,13 +171,26 @@ def gather_full(policy: Policy, runtime: Runtime, *, gradient: bool) -> dict[str
     dist.gather_object(mine, everyone)
     if everyone is None:
         return {}
-    rows, full = table(policy.shape), {}
-    for name, row in rows.items():
-        shards = dict(held[name] for held in reversed(everyone) if name in held)
+    full: dict[str, Tensor] = {}
+    for name, row in table(policy.shape).items():
+        shards = _one_of_each(name, everyone)
+        if not shards and name == OUTPUT and policy.shape.tied_embeddings:
+            continue  # one stage holds embedding and head: there is no second copy
         # Experts are whole on each of their ranks; other rows are split over tensor-parallel ranks.
         parts = [shards[min(shards)]] if row.expert is not None else [shards[rank] for rank in sorted(shards)]
         full |= hf_tensors(row, unshard(row, parts))
     return full
+
+
+def _one_of_each(name: str, everyone: list[dict[str, tuple[int, Tensor]]]) -> dict[int, Tensor]:
+    """Tensor-parallel rank to its shard; replicas (data, context, expert-tensor ranks) must hold the same bits."""
+    shards: dict[int, Tensor] = {}
+    for rank, held in enumerate(everyone):
+        if name in held:
+            tp_rank, tensor = held[name]
+            if not torch.equal(shards.setdefault(tp_rank, tensor), tensor):
+                raise UserError(f"rank {rank} holds other values of {name} than its replicas: they have diverged")
+    return shards
 
 
 def _complete_gradient_buffers(policy: Policy) -> None:
@@ -275,20 +243,20 @@ def run_layouts(names: Sequence[str] | None, tolerance: float, updates: int) -> 
     place = Rendezvous.from_environment()
     in_job = place.world_size > 1
     console = Console(quiet=place.rank != 0)
-    references: dict[bool, Trace] = {}
+    references: dict[str, Trace] = {}
     rows: list[tuple[LayoutSpec, Difference | None, float]] = []
     with console.status("single process") as status:
         for spec in specs:
-            if spec.is_moe not in references:
-                status.update(f"single process, {'MoE' if spec.is_moe else 'dense'} model")
-                references[spec.is_moe] = _reference(place, in_job, updates, spec.is_moe)
+            if spec.model not in references:
+                status.update(f"single process, {spec.model} model")
+                references[spec.model] = _reference(place, in_job, updates, spec.model)
             status.update(f"layout {spec.name}")
             started = time.monotonic()
             if in_job:
-                trace = trace_updates(place, spec, updates, spec.is_moe)
+                trace = trace_updates(place, spec, updates, spec.model)
             else:
-                trace = run_ranks(spec.world_size, trace_updates, spec, updates, spec.is_moe)[0]
-            difference = compare(trace, references[spec.is_moe]) if place.rank == 0 else None
+                trace = run_ranks(spec.world_size, trace_updates, spec, updates, spec.model)[0]
+            difference = compare(trace, references[spec.model]) if place.rank == 0 else None
             rows.append((spec, difference, time.monotonic() - started))
     if place.rank != 0:
         return 0
@@ -296,16 +264,16 @@ def run_layouts(names: Sequence[str] | None, tolerance: float, updates: int) -> 
     return 0 if all(d is not None and d.within(tolerance) for _, d, _ in rows) else 1
 
 
-def _reference(place: Rendezvous, in_job: bool, updates: int, moe: bool) -> Trace:
+def _reference(place: Rendezvous, in_job: bool, updates: int, model: str) -> Trace:
     single = LayoutSpec.parse("single")
     if not in_job:
-        return run_ranks(1, trace_updates, single, updates, moe)[0]  # type: ignore[no-any-return]
+        return run_ranks(1, trace_updates, single, updates, model)[0]
     if place.rank != 0:
         return Trace()
     # The ranks of this job are already a world of their own: the reference needs a process outside it.
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.pt"
-        command = [sys.executable, "-m", __name__, str(file), str(updates), str(int(moe))]
+        command = [sys.executable, "-m", __name__, str(file), str(updates), model]
         subprocess.run(command, check=True, env=_environment_of_one_process(), timeout=600)
         return Trace(**torch.load(file, weights_only=True))
 
@@ -320,21 +288,21 @@ def _print(
     console: Console, rows: Sequence[tuple[LayoutSpec, Difference | None, float]], tolerance: float, updates: int
 ) -> None:
     grid = Table(title=f"Largest relative difference to a single process, {updates} DAPO updates, fp32")
-    for column in ("layout", "ranks", "loss", "gradients", "grad norm", "weights", "seconds", ""):
-        grid.add_column(column, justify="left" if column in ("layout", "") else "right")
+    for column in ("layout", "ranks", "model", "loss", "gradients", "grad norm", "weights", "seconds", ""):
+        grid.add_column(column, justify="left" if column in ("layout", "model", "") else "right")
     for spec, difference, seconds in rows:
         assert difference is not None
         ok = difference.within(tolerance)
         verdict = "[green]ok[/]" if ok else f"[red]FAIL[/] gradient of {difference.gradients_at}"
         cells = [difference.loss, difference.gradients, difference.grad_norm, difference.weights]
         numbers = [f"{x:.1e}" for x in cells]
-        grid.add_row(spec.name, str(spec.world_size), *numbers, f"{seconds:.1f}", verdict)
+        grid.add_row(spec.name, str(spec.world_size), spec.model, *numbers, f"{seconds:.1f}", verdict)
     console.print(grid)
     limit = tolerance * WEIGHTS_TOLERANCE_FACTOR
     console.print(f"tolerance {tolerance:g} (weights {limit:g}, after Adam)")
 
 
 if __name__ == "__main__":
-    target, count, moe_flag = sys.argv[1:]
-    result = trace_updates(None, LayoutSpec.parse("single"), int(count), bool(int(moe_flag)))
+    target, count, kind = sys.argv[1:]
+    result = trace_updates(None, LayoutSpec.parse("single"), int(count), kind)
     torch.save({name: getattr(result, name) for name in Trace.__slots__}, target)

@@ -1,0 +1,67 @@
+"""Small models and awkward mini-batches, made up: what the self-check, the examples and the tests train on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_dapo.config import ModelShape
+from megatron_dapo.policy.batch import TrainBatch
+from megatron_dapo.weights.mapping import table
+
+
+def synthetic_shape(kind: str) -> ModelShape:
+    """`dense`: Qwen2 with QKV bias. `tied`: Qwen3 with q/k norms and tied embeddings. `moe`: Qwen3 with experts.
+
+    All have grouped heads and a vocabulary that no layout divides.
+    """
+    base: dict[str, Any] = {
+        "layers": 4, "hidden": 32, "ffn_hidden": 48, "heads": 4, "kv_heads": 2, "vocab": 101, "max_positions": 512,
+        "rope_theta": 1e4, "norm_eps": 1e-6, "dtype": "float32",
+    }  # fmt: skip
+    qwen3: dict[str, Any] = {"head_dim": 16, "qkv_bias": False, "qk_norm": True, **base}
+    experts: dict[str, Any] = {"experts": 4, "experts_per_token": 2, "expert_ffn_hidden": 24}
+    match kind:
+        case "dense":
+            return ModelShape("qwen2", head_dim=8, qkv_bias=True, qk_norm=False, tied_embeddings=False, **base)
+        case "tied":
+            return ModelShape("qwen3", tied_embeddings=True, **qwen3)
+        case "moe":
+            return ModelShape("qwen3_moe", tied_embeddings=False, **qwen3, **experts)
+    raise ValueError(f"unknown kind of model {kind!r}")
+
+
+def random_hf_weights(shape: ModelShape, seed: int = 0, scale: float = 0.1) -> dict[str, Tensor]:
+    """Random weights under HF names; norms near one, biases not zero, so that every mapping error shows."""
+    generator = torch.Generator().manual_seed(seed)
+    weights: dict[str, Tensor] = {}
+    for row in table(shape).values():
+        for name, size in zip(row.hf, row.hf_shapes, strict=True):
+            noise = torch.randn(size, generator=generator) * scale
+            weights[name] = 1 + noise if "norm" in name else noise
+    return weights
+
+
+def awkward_batch(shape: ModelShape, seed: int, samples: int = 14) -> TrainBatch:
+    """Unequal lengths, sample 3 fully masked, sample 5 partly; old log-probs far enough off to clip both ways."""
+    rng = np.random.default_rng(seed)
+    prompts, responses = rng.integers(2, 9, samples), rng.integers(3, 30, samples)
+    total = int(responses.sum())
+    mask = np.ones(total, dtype=np.bool_)
+    starts = np.concatenate([[0], np.cumsum(responses)])
+    mask[starts[3] : starts[4]] = False
+    mask[starts[5] : starts[5] + 2] = False
+    typical = -np.log(shape.vocab)
+    return TrainBatch(
+        tokens=rng.integers(0, shape.vocab, int((prompts + responses).sum())).astype(np.int32),
+        prompt_lengths=prompts.astype(np.int64),
+        response_lengths=responses.astype(np.int64),
+        advantages=rng.normal(size=samples).astype(np.float32),
+        loss_mask=mask,
+        old_logprobs=(typical + 0.5 * rng.normal(size=total)).astype(np.float32),
+        engine_logprobs=(typical + 0.5 * rng.normal(size=total)).astype(np.float32),
+        ref_logprobs=(typical + 0.5 * rng.normal(size=total)).astype(np.float32),
+    )

@@ -1,0 +1,71 @@
+"""transformers' own Qwen models for a ModelShape, with random weights: what our models are compared with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+
+from megatron_dapo.config import ModelShape
+
+COMMON: dict[str, Any] = {
+    "layers": 2, "hidden": 64, "ffn_hidden": 96, "heads": 4, "kv_heads": 2, "vocab": 131, "max_positions": 256,
+    "rope_theta": 1e6, "norm_eps": 1e-6, "dtype": "float32",
+}  # fmt: skip
+
+SHAPES = {
+    "qwen2": ModelShape(
+        architecture="qwen2", head_dim=16, qkv_bias=True, qk_norm=False, tied_embeddings=False, **COMMON
+    ),
+    "qwen2-tied": ModelShape(
+        architecture="qwen2", head_dim=16, qkv_bias=True, qk_norm=False, tied_embeddings=True, **COMMON
+    ),
+    "qwen3-wide-heads": ModelShape(
+        architecture="qwen3", head_dim=32, qkv_bias=False, qk_norm=True, tied_embeddings=True, **COMMON
+    ),
+    "qwen3-moe": ModelShape(
+        architecture="qwen3_moe", head_dim=32, qkv_bias=False, qk_norm=True, tied_embeddings=False,
+        experts=4, experts_per_token=2, expert_ffn_hidden=48, norm_topk_prob=True, **COMMON,
+    ),
+    "qwen3-moe-unnormalised": ModelShape(
+        architecture="qwen3_moe", head_dim=16, qkv_bias=False, qk_norm=True, tied_embeddings=False,
+        experts=4, experts_per_token=2, expert_ffn_hidden=48, norm_topk_prob=False, **COMMON,
+    ),
+}  # fmt: skip
+
+
+def hf_model(shape: ModelShape, seed: int = 0) -> Any:
+    """Norms and biases are made non-trivial, so that a swapped or forgotten tensor changes the logits."""
+    options: dict[str, Any] = {
+        "vocab_size": shape.vocab, "hidden_size": shape.hidden, "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads,
+        "intermediate_size": shape.ffn_hidden, "tie_word_embeddings": shape.tied_embeddings,
+        "max_position_embeddings": shape.max_positions, "rms_norm_eps": shape.norm_eps, "initializer_range": 0.08,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
+    }  # fmt: skip
+    torch.manual_seed(seed)
+    if shape.architecture == "qwen2":
+        model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**options))
+    elif shape.architecture == "qwen3":
+        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(head_dim=shape.head_dim, **options))
+    else:
+        options |= {
+            "head_dim": shape.head_dim, "num_experts": shape.experts,
+            "num_experts_per_tok": shape.experts_per_token, "moe_intermediate_size": shape.expert_ffn_hidden,
+            "norm_topk_prob": shape.norm_topk_prob,
+        }  # fmt: skip
+        model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**options))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+            elif name.endswith("bias"):
+                parameter.normal_(0, 0.1)
+    return model.float().eval()
+
+
+def hf_weights(model: Any, folder: Any) -> str:
+    """Saved and read back: the on-disk names and layout are what users have (experts are stored one by one)."""
+    model.save_pretrained(folder)
+    return str(folder)

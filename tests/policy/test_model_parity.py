@@ -1,0 +1,112 @@
+"""Our Qwen models on Megatron-Core against transformers' own: same weights, same logits."""
+
+import numpy as np
+import pytest
+import torch
+from reference_models import SHAPES, hf_model, hf_weights
+
+from megatron_dapo.config import ModelShape, parse_config
+from megatron_dapo.policy.batch import TrainBatch
+from megatron_dapo.policy.packing import Layout, pack
+from megatron_dapo.policy.ranks import run_ranks
+from megatron_dapo.policy.runtime import initialize
+from megatron_dapo.policy.update import Policy
+
+LENGTHS = (13, 29, 7)
+
+
+def fp32_config(**policy):
+    return parse_config(
+        {
+            "policy": {"precision": "fp32", "micro_batch_tokens": 64, "timeout_seconds": 60, **policy},
+            "rollout": {"max_prompt_tokens": 20, "max_response_tokens": 40},
+        }
+    )
+
+
+def some_batch(shape: ModelShape) -> TrainBatch:
+    rng = np.random.default_rng(3)
+    lengths = np.array(LENGTHS)
+    prompts = np.array([4, 9, 2])
+    total = int((lengths - prompts).sum())
+    return TrainBatch(
+        tokens=rng.integers(0, shape.vocab, int(lengths.sum())).astype(np.int32),
+        prompt_lengths=prompts,
+        response_lengths=lengths - prompts,
+        advantages=np.ones(3, np.float32),
+        loss_mask=np.ones(total, np.bool_),
+        engine_logprobs=np.zeros(total, np.float32),
+    )
+
+
+def sequences(batch: TrainBatch) -> list[torch.Tensor]:
+    return [torch.from_numpy(part).long() for part in np.split(batch.tokens, np.cumsum(LENGTHS)[:-1])]
+
+
+def our_logits(place, shape, folder, packed):
+    policy = Policy(fp32_config(), shape, initialize(fp32_config().policy, rendezvous=place))
+    policy.load_hf(folder)
+    batch, model = some_batch(shape), policy.model[0]
+    with torch.no_grad():
+        if packed:
+            micro = pack(batch, [0, 1, 2], Layout(), torch.device("cpu"))
+            logits = model(micro.input_ids, micro.position_ids, None, packed_seq_params=micro.packed)[0]
+            return [part[:, : shape.vocab] for part in logits.split(list(LENGTHS))]
+        padded = torch.nn.utils.rnn.pad_sequence(sequences(batch), batch_first=True)
+        positions = torch.arange(padded.shape[1]).expand_as(padded)
+        logits = model(padded, positions, None)
+        return [logits[i, :length, : shape.vocab] for i, length in enumerate(LENGTHS)]
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def pair(request, tmp_path_factory):
+    """A shape, its weights on disk, and transformers' logits of each sequence alone."""
+    shape = SHAPES[request.param]
+    model = hf_model(shape)
+    with torch.no_grad():
+        logits = [model(tokens[None]).logits[0] for tokens in sequences(some_batch(shape))]
+    return shape, hf_weights(model, tmp_path_factory.mktemp("hf")), logits
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_logits_match_transformers(pair, packed):
+    shape, folder, expected = pair
+    found = run_ranks(1, our_logits, shape, folder, packed)[0]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert theirs.abs().max() > 0.5  # the comparison is about numbers of some size
+        assert (ours - theirs).abs().max() <= 1e-5
+
+
+def scores(place, shape, folder, policy_options, temperature):
+    config = fp32_config(**policy_options)
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"temperature": temperature})})
+    policy = Policy(config, shape, initialize(config.policy, rendezvous=place))
+    policy.load_hf(folder)
+    return policy.log_probs(some_batch(shape))
+
+
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [
+        (1, {}),
+        (2, {"tensor_parallel": 2, "head_chunk_tokens": 5}),
+        (2, {"tensor_parallel": 2, "sequence_parallel": False}),
+        (2, {"pipeline_parallel": 2}),
+        (2, {"context_parallel": 2}),
+    ],
+    ids=["single", "tp2-sp", "tp2", "pp2", "cp2"],
+)
+def test_log_probs_and_entropies_match_transformers(pair, world, options):
+    """The forward-only pass: every rank gets the log-prob and entropy of every response token, at temperature."""
+    shape, folder, logits = pair
+    if shape.is_moe and world > 1:
+        options = {**options, "expert_parallel": 2 if "pipeline_parallel" not in options else 1}
+    batch, temperature = some_batch(shape), 0.7
+    expected, entropies = [], []
+    for tokens, rows, prompt in zip(sequences(batch), logits, batch.prompt_lengths, strict=True):
+        logp = torch.log_softmax(rows / temperature, dim=-1)[prompt - 1 : -1]
+        expected.append(logp.gather(1, tokens[prompt:, None]).squeeze(1))
+        entropies.append(-(logp.exp() * logp).sum(-1))
+    for found, entropy in run_ranks(world, scores, shape, folder, options, temperature):
+        np.testing.assert_allclose(found, torch.cat(expected).numpy(), atol=2e-5)
+        np.testing.assert_allclose(entropy, torch.cat(entropies).numpy(), atol=2e-5)
