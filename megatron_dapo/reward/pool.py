@@ -142,11 +142,14 @@ class RewardPool:
     def _serve(self) -> None:
         process: GradingProcess | None = None
         try:
-            while batch := self._next_batch():
-                batch = [job for job in batch if job.future is not None and not job.future.cancelled()]
-                if batch:
-                    process = process or GradingProcess(self._config, self._stopping)
-                    process = self._run(process, batch)
+            while not self._stopping.is_set():
+                process = process or GradingProcess(self._config, self._stopping)  # work piles up while it starts
+                batch = self._next_batch()
+                wanted = [job for job in batch if job.future is not None and not job.future.cancelled()]
+                if wanted:
+                    process = self._run(process, wanted)
+        except WorkerDied:  # while it was starting, because the pool stops
+            pass
         except UserError as error:
             self._tell(self._fail, error)
         finally:

@@ -113,6 +113,8 @@ class GradingProcess:
         deadline = time.monotonic() + START_SECONDS
         try:
             while not self._connection.poll(POLL_SECONDS):
+                if self._stopping.is_set():
+                    self._kill("stopping")
                 if time.monotonic() > deadline:
                     raise WorkerStartError(f"a grading process did not start within {START_SECONDS:.0f} s")
             problem = json.loads(self._connection.recv_bytes())["problem"]

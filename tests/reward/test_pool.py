@@ -1,0 +1,255 @@
+"""The reward pool: limits, retries, restarts, errors that stop the run, and grades that no load changes."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_dapo.config.reward import RewardConfig
+from megatron_dapo.reward import GraderError, RewardPool
+from megatron_dapo.reward.process import WorkerStartError
+from megatron_dapo.types import FinishReason, Grade, Prompt, Sample, as_logprobs, as_tokens
+
+HOSTILE = "python:hostile_graders."
+
+
+def prompt(answer: str, **fields) -> Prompt:
+    return Prompt("p", "question", as_tokens([1, 2]), answer, **fields)
+
+
+def sample(text: str) -> Sample:
+    return Sample("p", 0, as_tokens([1, 2]), as_tokens([]), as_logprobs([]), FinishReason.STOP, text=text)
+
+
+async def grade_all(pool: RewardPool, pairs: list[tuple[str, str]]) -> list[Grade]:
+    return await asyncio.gather(*(pool.grade(prompt(answer), sample(text)) for answer, text in pairs))
+
+
+def run(config: RewardConfig, pairs: list[tuple[str, str]]) -> tuple[list[Grade], dict[str, float]]:
+    async def main() -> tuple[list[Grade], dict[str, float]]:
+        async with RewardPool(config) as pool:
+            grades = await grade_all(pool, pairs)
+            return grades, pool.metrics()
+
+    return asyncio.run(main())
+
+
+def grading_processes() -> list[psutil.Process]:
+    return [p for p in psutil.Process().children() if "megatron_dapo.reward.worker" in p.cmdline()]
+
+
+def symbolic(count: int) -> list[tuple[str, str]]:
+    """Right answers that take mathematics: (i/7)·√3 written as √(3 i²)/7."""
+    return [
+        (rf"\frac{{{i}}}{{7}}\sqrt{{3}}", rf"Answer: \frac{{\sqrt{{{3 * i * i}}}}}{{7}}") for i in range(2, count + 2)
+    ]
+
+
+def test_thousands_of_integers_need_no_process():
+    pairs = [(str(i), f"Answer: {i + i % 2}") for i in range(5000)]
+    grades, metrics = run(RewardConfig(workers=1), pairs)
+    assert [g.correct for g in grades] == [i % 2 == 0 for i in range(5000)]
+    assert (metrics["reward/graded"], metrics["reward/correct"], metrics["reward/quick"]) == (5000, 2500, 5000)
+    assert metrics["reward/seconds"] > 0
+
+
+def test_symbolic_answers_of_an_overloaded_machine_keep_their_grades():
+    """Five busy processes beside two grading ones; each gets a fraction of a core, and the clock plays no part."""
+    load = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(5)]
+    try:
+        pairs = symbolic(20) + [(reference, text.replace("{7}", "{6}")) for reference, text in symbolic(8)]
+        grades, metrics = run(RewardConfig(workers=2, cpu_seconds=2.0), pairs)
+    finally:
+        for process in load:
+            process.kill()
+            process.wait()
+    assert [g.correct for g in grades] == [True] * 20 + [False] * 8
+    assert metrics["reward/ungraded"] == 0 and metrics["reward/retries"] == 0
+
+
+@pytest.mark.parametrize(
+    ("response", "reason"),
+    [
+        ("spin", "cpu-time"),
+        ("allocate slowly", "memory"),
+        ("allocate at once", "memory"),
+        ("sleep", "stuck"),
+        ("die", "crashed"),
+    ],
+)
+def test_an_answer_that_hits_a_limit_is_ungraded_and_the_others_are_graded(response, reason):
+    config = RewardConfig(
+        grader=HOSTILE + "by_response", workers=1, cpu_seconds=0.4, memory_mb=256, stuck_seconds=1.0, retries=1
+    )
+    pairs = [("yes", "yes"), ("yes", "no"), ("yes", response), *[("yes", "yes")] * 20]
+    grades, metrics = run(config, pairs)
+    assert [g.correct for g in grades] == [True, False, None, *[True] * 20]
+    assert (grades[2].score, grades[2].reason) == (0.0, f"{reason} (2 tries)")
+    assert metrics[f"reward/ungraded/{reason}"] == metrics["reward/ungraded"] == 1
+    assert metrics["reward/retries"] == 1
+    assert metrics["reward/graded"] == 22
+
+
+def test_a_failure_that_goes_away_is_graded_at_the_second_try(tmp_path):
+    grades, metrics = run(RewardConfig(grader=HOSTILE + "die_once", workers=1), [("", str(tmp_path / "tried"))])
+    assert grades == [Grade(True, 1.0)]
+    assert (metrics["reward/restarts"], metrics["reward/retries"], metrics["reward/ungraded"]) == (1, 1, 0)
+
+
+HOSTILE_MATH = {
+    "a power tower": r"\boxed{9999999999^{9999999999}}",
+    "nested braces": "Answer: " + "{" * 30_000 + "1" + "}" * 30_000,
+    "nested braces in a box": r"\boxed{" + "{" * 400 + "1" + "}" * 400 + "}",
+    "100 k characters": "Answer: " + "9" * 100_000,
+    "100 k characters of text": "word " * 20_000,
+    "control characters": "\x00\x01Answer:\x02 \x1b[31m4\x072\x7f\ud800",
+    "a billion laughs of \\frac": "Answer: " + r"\frac{" * 200 + "1" + "}{2}" * 200,
+    "a few laughs of \\frac": "Answer: " + r"\frac{1}{" * 35 + "1" + "}" * 35,
+    "a factorial": "Answer: 99999999!",
+}
+
+
+def test_hostile_answers_take_bounded_time_and_memory_and_the_run_goes_on():
+    config = RewardConfig(workers=2, cpu_seconds=1.0, memory_mb=512)
+    most = 0
+
+    async def watch() -> None:
+        nonlocal most
+        while True:
+            for process in grading_processes():
+                try:
+                    most = max(most, process.memory_info().rss)
+                except psutil.NoSuchProcess:
+                    continue
+            await asyncio.sleep(0.05)
+
+    async def main() -> tuple[list[Grade], list[Grade]]:
+        async with RewardPool(config) as pool:
+            watcher = asyncio.create_task(watch())
+            used = time.process_time()
+            hostile = await grade_all(pool, [("42", text) for text in HOSTILE_MATH.values()])
+            assert time.process_time() - used < 10  # of this process; the others are limited by the kernel
+            after = await grade_all(pool, symbolic(5))
+            watcher.cancel()
+            return hostile, after
+
+    hostile, after = asyncio.run(main())
+    verdicts = dict(zip(HOSTILE_MATH, hostile, strict=True))
+    assert verdicts["a power tower"].reason == "cpu-time (2 tries)"
+    assert verdicts["control characters"].correct is not None
+    assert not any(grade.correct for name, grade in verdicts.items() if name != "control characters")
+    assert all(grade.correct for grade in after)
+    assert most < 700 * 2**20
+
+
+def test_a_grader_that_raises_stops_the_run_with_its_traceback():
+    config = RewardConfig(grader=HOSTILE + "by_response", workers=1, max_errors=3)
+
+    async def main() -> None:
+        async with RewardPool(config) as pool:
+            for _ in range(2):
+                grade = await pool.grade(prompt("yes"), sample("raise"))
+                assert grade.correct is None and "ValueError: what a strange answer" in grade.reason
+            await pool.grade(prompt("yes"), sample("exit"))
+            assert pool.metrics()["reward/errors"] == 3
+            with pytest.raises(GraderError, match="raised 3 times") as caught:
+                await pool.grade(prompt("yes"), sample("yes"))
+            assert "hostile_graders.py" in str(caught.value) and "SystemExit" in str(caught.value)
+
+    asyncio.run(main())
+
+
+def test_calls_that_wait_when_the_grader_fails_for_good_raise_too():
+    config = RewardConfig(grader=HOSTILE + "by_response", workers=1, max_errors=1)
+
+    async def main() -> list[Grade | BaseException]:
+        async with RewardPool(config) as pool:
+            calls = (pool.grade(prompt("yes"), sample(text)) for text in ["raise", *["yes"] * 50])
+            return await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 60)
+
+    first, *rest = asyncio.run(main())
+    assert isinstance(first, Grade) and first.ungraded
+    assert all(isinstance(r, GraderError) or (isinstance(r, Grade) and r.correct) for r in rest)
+    assert any(isinstance(r, GraderError) for r in rest)
+
+
+def test_processes_that_always_crash_stop_the_run():
+    config = RewardConfig(grader=HOSTILE + "by_response", workers=1, max_errors=4)
+    with pytest.raises(GraderError, match="crashed 4 times in a row"):
+        run(config, [("yes", "die")] * 5)
+
+
+def test_a_process_that_cannot_start_says_why(monkeypatch):
+    async def main() -> None:
+        async with RewardPool(RewardConfig(grader=HOSTILE + "by_response", workers=1)) as pool:
+            monkeypatch.setattr(sys, "path", [p for p in sys.path if not p.endswith("tests/reward")])
+            await pool.grade(prompt("yes"), sample("yes"))
+
+    with pytest.raises(WorkerStartError, match="cannot import 'hostile_graders'"):
+        asyncio.run(main())
+
+
+def test_an_ungraded_verdict_of_the_grader_itself_is_counted():
+    grades, metrics = run(RewardConfig(grader=HOSTILE + "by_response", workers=1), [("yes", "shrug")])
+    assert grades == [Grade(None, 0.0, None, "cannot say")]
+    assert metrics["reward/ungraded/by-grader"] == 1
+
+
+def test_grading_processes_are_light_and_get_the_whole_prompt():
+    async def main() -> Grade:
+        async with RewardPool(RewardConfig(grader=HOSTILE + "report", workers=1)) as pool:
+            return await pool.grade(prompt("42", meta={"level": 3}), sample("lone surrogate \ud800"))
+
+    grade = asyncio.run(main())
+    assert grade.extracted == ""  # no torch, no transformers, no megatron
+    assert grade.reason == r"[1, 2] {'level': 3} 'lone surrogate \ud800'"
+
+
+def test_async_graders_wait_together_and_one_that_never_returns_costs_only_itself():
+    config = RewardConfig(grader=HOSTILE + "wait_a_little", workers=1, concurrency=16, stuck_seconds=1.0, retries=0)
+    grades, metrics = run(config, [("", f"{i}") for i in range(8)] + [("", "sleep")])
+    assert [g.correct for g in grades] == [True] * 8 + [None]
+    assert max(int(g.extracted or 0) for g in grades) == 8
+    assert metrics["reward/ungraded/stuck"] == 1
+
+
+def test_leaving_the_pool_ends_its_processes_even_busy_ones():
+    async def main() -> None:
+        async with RewardPool(RewardConfig(grader=HOSTILE + "by_response", workers=2, cpu_seconds=60)) as pool:
+            calls = [asyncio.create_task(pool.grade(prompt("yes"), sample(text))) for text in ("spin", "sleep", "yes")]
+            while len(grading_processes()) < 2 or not any(p.cpu_times().user > 0.5 for p in grading_processes()):
+                await asyncio.sleep(0.1)
+        assert all(call.cancelled() for call in calls[:2])
+        with pytest.raises(RuntimeError, match="outside of"):
+            await pool.grade(prompt("yes"), sample("yes"))
+
+    started = time.monotonic()
+    asyncio.run(main())
+    assert time.monotonic() - started < 30
+    assert grading_processes() == []
+
+
+def test_processes_end_when_their_parent_is_killed(tmp_path):
+    here = Path(__file__).resolve()
+    script = (
+        f"import sys, asyncio; sys.path[:0] = [{str(here.parent)!r}]\n"
+        "from test_pool import *\n"
+        "async def main():\n"
+        "    async with RewardPool(RewardConfig(grader=HOSTILE + 'by_response', workers=1)) as pool:\n"
+        "        task = asyncio.create_task(pool.grade(prompt('yes'), sample('sleep')))\n"
+        "        while not grading_processes(): await asyncio.sleep(0.05)\n"
+        "        await asyncio.sleep(1.0); print(grading_processes()[0].pid, flush=True); await task\n"
+        "asyncio.run(main())\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        worker = psutil.Process(int(parent.stdout.readline()))
+        assert worker.ppid() == parent.pid != os.getpid()
+        parent.kill()
+    gone, alive = psutil.wait_procs([worker], timeout=20)
+    assert gone and not alive
