@@ -107,15 +107,16 @@ class _VocabParallelLogProbs(torch.autograd.Function):
             peak = shard.reduce(logits.amax(dim=-1), dist.ReduceOp.MAX)
             column, here = shard.local_targets(targets[chunk])
             target_logit = torch.where(here, logits.gather(1, column[:, None]).squeeze(1), 0.0)
-            weights = (logits - peak[:, None]).exp_()
-            # 0 · −inf of a padding column is NaN: those columns are left out of the product.
-            real = slice(0, shard.real)
-            weighted = torch.linalg.vecdot(weights[:, real], logits[:, real])
+            # Relative to the peak, so that the entropy is no difference of large numbers; padding columns are left
+            # out of the product, where 0 · −inf would be NaN.
+            shifted = (logits - peak[:, None])[:, : shard.real]
+            weights = shifted.exp()
             total, mean, target_logit = shard.reduce(
-                torch.stack([weights.sum(dim=-1), weighted, target_logit]), dist.ReduceOp.SUM
+                torch.stack([weights.sum(dim=-1), torch.linalg.vecdot(weights, shifted), target_logit]),
+                dist.ReduceOp.SUM,
             )
             log_sum[chunk] = peak + total.log()
-            entropy[chunk] = log_sum[chunk] - mean / total
+            entropy[chunk] = total.log() - mean / total
             picked[chunk] = target_logit
         ctx.save_for_backward(hidden, weight, targets, log_sum, entropy)
         ctx.shard = shard

@@ -38,7 +38,10 @@ def run_ranks(
             pipes.append(receiver)
             processes.append(process)
         try:
-            return _collect(pipes, processes, timeout, grace)
+            results = _collect(pipes, processes, timeout, grace)
+            for process in processes:  # they have answered; let them end by themselves
+                process.join(timeout=grace)
+            return results
         finally:
             for process in processes:
                 if process.is_alive():

@@ -188,9 +188,13 @@ def _one_of_each(name: str, everyone: list[dict[str, tuple[int, Tensor]]]) -> di
     for rank, held in enumerate(everyone):
         if name in held:
             tp_rank, tensor = held[name]
-            if not torch.equal(shards.setdefault(tp_rank, tensor), tensor):
+            if not torch.equal(_bits(shards.setdefault(tp_rank, tensor)), _bits(tensor)):
                 raise UserError(f"rank {rank} holds other values of {name} than its replicas: they have diverged")
     return shards
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
 
 
 def _complete_gradient_buffers(policy: Policy) -> None:

@@ -1,0 +1,117 @@
+"""The head against a float64 softmax: values and gradients, on inputs that have broken other kernels."""
+
+import pytest
+import torch
+
+from megatron_dapo.config.policy import PolicyConfig
+from megatron_dapo.policy.head import HeadRequest, vocab_parallel_logprobs
+from megatron_dapo.policy.ranks import run_ranks
+from megatron_dapo.policy.runtime import initialize
+
+TOKENS, HIDDEN, VOCAB = 23, 16, 101
+
+CASES = (
+    "ordinary",
+    "tiny logits",  # a padding column counted as logit 0 would show here
+    "all negative",  # a running maximum that starts at 0 would show here
+    "large",
+)
+
+
+def inputs(case):
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(TOKENS, HIDDEN, generator=generator)
+    weight = torch.randn(VOCAB, HIDDEN, generator=generator) / 4
+    if case == "tiny logits":
+        weight = weight * 1e-4
+    elif case == "all negative":
+        hidden[:, 0], weight[:, 0] = 10.0, -3.0
+    elif case == "large":
+        weight = weight * 40
+    targets = torch.randint(0, VOCAB, (TOKENS,), generator=generator)
+    return hidden, weight, targets
+
+
+def oracle(hidden, weight, targets, temperature):
+    h, w = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    logp = torch.log_softmax(h @ w.t() / temperature, -1)
+    picked = logp.gather(1, targets[:, None]).squeeze(1)
+    entropy = -(logp.exp() * logp).sum(-1)
+    loss = (picked * torch.linspace(-1, 2, TOKENS)).sum() + (entropy * torch.linspace(3, 1, TOKENS)).sum()
+    loss.backward()
+    return picked, entropy, h.grad, w.grad
+
+
+def ours(place, case, temperature, chunk, dtype):
+    world = place.world_size
+    runtime = initialize(PolicyConfig(tensor_parallel=world, micro_batch_tokens=6, timeout_seconds=30), rendezvous=place)
+    hidden, weight, targets = inputs(case)
+    columns = -(-VOCAB // world)
+    padded = torch.cat([weight, torch.full((columns * world - VOCAB, HIDDEN), 7.0)])  # padding that is not zero
+    h = hidden.to(dtype).requires_grad_()
+    w = padded[runtime.groups.tp.rank() * columns :][:columns].to(dtype).requires_grad_()
+    request = HeadRequest(torch.arange(TOKENS), targets, VOCAB, temperature, chunk)
+    logp, entropy = vocab_parallel_logprobs(h, w, targets, request, runtime.groups.tp)
+    loss = (logp * torch.linspace(-1, 2, TOKENS)).sum() + (entropy * torch.linspace(3, 1, TOKENS)).sum()
+    loss.backward()
+    return logp.detach(), entropy.detach(), h.grad, w.grad
+
+
+def check(found, expected, tolerance):
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours.double() - theirs).norm() <= tolerance * theirs.norm()
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_values_and_gradients_against_float64(case, world):
+    temperature = 0.8
+    hidden, weight, targets = inputs(case)
+    logp, entropy, grad_hidden, grad_weight = oracle(hidden, weight, targets, temperature)
+    results = run_ranks(world, ours, case, temperature, 7, torch.float32)
+    for result in results:
+        check(result[:2], (logp, entropy), 1e-5)
+    shares = torch.stack([r[2] for r in results]).sum(0)  # each rank's columns give a share of d_hidden
+    check((shares,), (grad_hidden,), 2e-5)
+    whole = torch.cat([r[3] for r in results])
+    check((whole[:VOCAB],), (grad_weight,), 2e-5)
+    assert (whole[VOCAB:] == 0).all()  # padding columns take no part
+
+
+def test_log_probs_are_never_positive_and_sum_to_one():
+    logp, *_ = run_ranks(2, ours, "tiny logits", 1.0, 5, torch.float32)[0]
+    assert (logp < 0).all()
+    assert torch.allclose(logp, torch.full_like(logp, -torch.log(torch.tensor(float(VOCAB)))), atol=1e-3)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, TOKENS, 1000])
+def test_the_chunk_size_changes_nothing(chunk):
+    expected = run_ranks(1, ours, "ordinary", 1.0, 8, torch.float32)[0]
+    found = run_ranks(1, ours, "ordinary", 1.0, chunk, torch.float32)[0]
+    check(found, [x.double() for x in expected], 1e-6)
+
+
+def test_bf16_inputs():
+    hidden, weight, targets = (x.bfloat16().float() if x.is_floating_point() else x for x in inputs("ordinary"))
+    expected = oracle(hidden, weight, targets, 1.0)
+    found = run_ranks(2, ours, "ordinary", 1.0, 8, torch.bfloat16)
+    assert (found[0][0].double() - expected[0]).abs().max() <= 2e-2
+    shares = found[0][2].double() + found[1][2].double()
+    assert (shares - expected[2]).norm() <= 1e-2 * expected[2].norm()
+
+
+def test_no_tokens_at_all():
+    result = run_ranks(2, nothing_scored)
+    for logp, grad in result:
+        assert logp.shape == (0,)
+        assert (grad == 0).all()
+
+
+def nothing_scored(place):
+    runtime = initialize(PolicyConfig(tensor_parallel=2, timeout_seconds=30), rendezvous=place)
+    hidden = torch.empty(0, HIDDEN, requires_grad=True)
+    weight = torch.ones(51, HIDDEN, requires_grad=True)
+    none = torch.empty(0, dtype=torch.long)
+    logp, entropy = vocab_parallel_logprobs(hidden, weight, none, HeadRequest(none, none, VOCAB), runtime.groups.tp)
+    (logp.sum() + entropy.sum()).backward()
+    return logp.detach(), weight.grad
