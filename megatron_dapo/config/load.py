@@ -125,9 +125,8 @@ def _suggestion(path: str) -> str:
         return f"; here it is called {KNOWN_ELSEWHERE[leaf]!r}"
     keys = list(known_keys())
     siblings = [k for k in keys if k.rpartition(".")[0] == parent]
-    near = difflib.get_close_matches(path, siblings, n=1, cutoff=0.6) or difflib.get_close_matches(path, keys, n=1)
-    same_leaf = [k for k in keys if k.rpartition(".")[2] == leaf]
-    best = near or same_leaf[:1]
-    if best:
-        return f"; did you mean {best[0]!r}?"
+    leaves = {k.rpartition(".")[2]: k for k in reversed(keys)} | {k.rpartition(".")[2]: k for k in siblings}
+    near = difflib.get_close_matches(leaf, leaves, n=1) or difflib.get_close_matches(path, keys, n=1)
+    if near:
+        return f"; did you mean {leaves.get(near[0], near[0])!r}?"
     return "; known here: " + ", ".join(k.rpartition(".")[2] for k in siblings) if siblings else ""

@@ -12,7 +12,9 @@ from megatron_dapo.config.base import Section
 class EmbeddedConfig(Section):
     """The engine inside the trainer's process: transformers on the CPU, for small models and tests."""
 
-    rows: int = Field(64, ge=1, le=1024, description="Tokens computed in one forward pass; also running requests.")
+    rows: int = Field(
+        64, ge=32, le=1024, multiple_of=32, description="Tokens computed in one forward pass; also running requests."
+    )
     prompt_cache: int = Field(64, ge=0, description="Prompts whose keys and values are kept until the weights change.")
 
 
@@ -105,7 +107,7 @@ class SamplerConfig(Section):
     surplus: Literal["keep", "drop"] = Field("keep", description="Complete kept groups beyond the batch.")
     max_staleness: int = Field(1, ge=0, description="Weight versions that a carried-over token may lag behind.")
     max_failed_groups: int = Field(8, ge=0, description="Groups per step that may fail before the run stops.")
-    group_timeout: float | None = Field(None, gt=0, description="Seconds without any finished sample: an error.")
+    stall_timeout: float = Field(7200.0, gt=0, description="Seconds in which at least one sample must finish.")
 
     @property
     def generation_batches(self) -> int | None:

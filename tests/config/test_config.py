@@ -1,0 +1,204 @@
+"""The configuration: defaults are the recipe, mistakes are errors that say what to change, no torch is imported."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from megatron_dapo.config import Config, ConfigError, ModelShape, check_config, dump_config, load_config, parse_config
+from megatron_dapo.config.load import KNOWN_ELSEWHERE, known_keys
+from megatron_dapo.config.schema import check_model, check_world
+
+
+def test_defaults_are_the_published_recipe():
+    config = Config()
+    algorithm, optimizer = config.algorithm, config.policy.optimizer
+    assert (algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip) == (0.2, 0.28, 10)
+    assert (algorithm.aggregation, algorithm.advantage) == ("token-mean", "group-std")
+    assert algorithm.kl.coefficient == algorithm.entropy_coefficient == 0
+    assert (optimizer.lr, optimizer.beta1, optimizer.beta2) == (1e-6, 0.9, 0.999)
+    assert (optimizer.weight_decay, optimizer.grad_clip, optimizer.warmup_steps) == (0.1, 1.0, 10)
+    assert (config.trainer.prompts_per_step, config.rollout.samples_per_prompt) == (512, 16)
+    assert config.trainer.updates_per_step == 16
+    assert (config.rollout.max_prompt_tokens, config.rollout.max_response_tokens) == (2048, 20480)
+
+
+def test_yaml_and_overrides(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("policy:\n  tensor_parallel: 4\nalgorithm:\n")
+    config = load_config(
+        file,
+        [
+            "policy.optimizer.lr=1e-5",
+            "algorithm.overlong.filter=true",
+            "rollout.stop=[a, b]",
+            "algorithm.dual_clip=null",
+        ],
+    )
+    assert config.policy.tensor_parallel == 4
+    assert config.policy.optimizer.lr == 1e-5
+    assert config.algorithm.overlong.filter is True
+    assert config.rollout.stop == ["a", "b"]
+    assert config.algorithm.dual_clip is None
+
+
+def test_the_resolved_configuration_reads_back_as_itself(tmp_path):
+    config = parse_config({"policy": {"tensor_parallel": 2}, "algorithm": {"clip_high": 0.3}})
+    file = tmp_path / "resolved.yaml"
+    file.write_text(dump_config(config))
+    assert load_config(file) == config
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        ({"policy": {"tensor_paralel": 2}}, "'policy.tensor_paralel'; did you mean 'policy.tensor_parallel'?"),
+        ({"algoritm": {}}, "did you mean 'algorithm'?"),
+        ({"algorithm": {"epsilon_high": 0.3}}, "here it is called 'algorithm.clip_high'"),
+        ({"policy": {"lr": 1e-6}}, "did you mean 'policy.optimizer.lr'?"),
+        ({"policy": {"tensor_parallel": "many"}}, "policy.tensor_parallel"),
+        ({"policy": {"tensor_parallel": 0}}, "greater than or equal to 1"),
+        ({"algorithm": {"dual_clip": 1.0}}, "must be greater than 1"),
+        ({"algorithm": {"clip_low": 1.2}}, "set it between 0 and 1"),
+        ({"algorithm": {"clip_high": -0.1}}, "algorithm.clip_high"),
+        ({"algorithm": {"aggregation": "mean"}}, "token-mean"),
+        ({"trainer": {"prompts_per_step": 100, "mini_batch_prompts": 32}}, "must be a multiple of mini_batch_prompts"),
+        ({"rollout": {"samples_per_prompt": 1}}, "use 2 or more"),
+        ({"policy": {"virtual_pipeline": 2}}, "set pipeline_parallel to 2 or more"),
+        ({"policy": {"sequence_parallel": True}}, "raise tensor_parallel"),
+        ({"policy": {"micro_batch_tokens": 4096}}, "raise it to at least 22528"),
+        ({"policy": {"context_parallel": 2, "micro_batch_tokens": 32770}}, "multiple of 4"),
+        ({"policy": {"optimizer": {"min_lr": 1.0}}}, "lower min_lr"),
+        (
+            {"algorithm": {"overlong": {"penalty": "soft", "max_length": 100, "cache_length": 100}}},
+            "cache_length (100) must be smaller than max_length (100)",
+        ),
+        (
+            {"rollout": {"max_response_tokens": 4096}, "algorithm": {"overlong": {"penalty": "soft"}}},
+            "or every response is punished",
+        ),
+        (
+            {
+                "rollout": {"max_response_tokens": 8000},
+                "algorithm": {"overlong": {"penalty": "soft", "max_length": 20480}},
+            },
+            "it would never fire",
+        ),
+        ({"algorithm": {"overlong": {"penalty": "relative"}}}, "set algorithm.overlong.max_length below it"),
+    ],
+)  # fmt: skip
+def test_mistakes_say_what_to_change(raw, said):
+    with pytest.raises(ConfigError) as error:
+        parse_config(raw)
+    assert said in str(error.value)
+
+
+def test_several_mistakes_are_all_named():
+    with pytest.raises(ConfigError) as error:
+        parse_config({"policy": {"a": 1}, "rollout": {"b": 2}})
+    assert "policy.a" in str(error.value) and "rollout.b" in str(error.value)
+
+
+def test_names_from_other_tools_point_to_keys_that_exist():
+    assert set(KNOWN_ELSEWHERE.values()) <= set(known_keys())
+
+
+@pytest.mark.parametrize("item", ["a", "=1", "policy.tensor_parallel", "policy..x=1"])
+def test_malformed_overrides(item):
+    with pytest.raises(ConfigError, match=r"expected section\.key=value"):
+        load_config(None, [item])
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(ConfigError, match="no such file"):
+        load_config(tmp_path / "none.yaml")
+    (tmp_path / "bad.yaml").write_text("a: [")
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        load_config(tmp_path / "bad.yaml")
+    (tmp_path / "list.yaml").write_text("- a")
+    with pytest.raises(ConfigError, match="expected sections"):
+        load_config(tmp_path / "list.yaml")
+
+
+# ---- the model's shape ----
+
+QWEN2 = {
+    "architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 64, "hidden_size": 5120, "intermediate_size": 27648,
+    "num_attention_heads": 40, "num_key_value_heads": 8, "vocab_size": 152064, "max_position_embeddings": 131072,
+    "rope_theta": 1000000.0, "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16", "use_sliding_window": False,
+}  # fmt: skip
+
+
+def test_shape_of_qwen2_5_32b():
+    shape = ModelShape.from_hf(QWEN2)
+    assert (shape.architecture, shape.layers, shape.head_dim, shape.kv_heads) == ("qwen2", 64, 128, 8)
+    assert shape.qkv_bias and not shape.qk_norm and not shape.tied_embeddings
+    assert (shape.rope_theta, shape.norm_eps) == (1e6, 1e-5)
+
+
+def test_newer_configs_keep_the_rope_base_elsewhere():
+    newer = {k: v for k, v in QWEN2.items() if k != "rope_theta"}
+    newer["rope_parameters"] = {"rope_type": "default", "rope_theta": 5e6}
+    assert ModelShape.from_hf(newer).rope_theta == 5e6
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "architecture 'LlamaForCausalLM' is not supported"),
+        ({"architectures": None}, "is not supported"),
+        ({"hidden_size": None}, "'hidden_size' is missing"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope type 'yarn' is not supported"),
+        ({"use_sliding_window": True}, "sliding-window"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"quantization_config": {"bits": 4}}, "quantised"),
+    ],
+)
+def test_models_we_would_get_wrong_are_refused(change, said):
+    with pytest.raises(ConfigError) as error:
+        ModelShape.from_hf(QWEN2 | change)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        ({"tensor_parallel": 3, "micro_batch_tokens": 30000}, "40 attention heads: choose one of 1, 2, 4, 5, 8"),
+        ({"tensor_parallel": 10, "micro_batch_tokens": 30000}, "8 key/value heads: choose one of 1, 2, 4, 8"),
+        ({"pipeline_parallel": 3}, "64 layers: choose a product among 1, 2, 4"),
+        ({"pipeline_parallel": 8, "virtual_pipeline": 3}, "8 × 3 = 24"),
+        ({"expert_parallel": 2}, "the model has no experts"),
+    ],
+)
+def test_layouts_that_do_not_divide_the_model(policy, said):
+    config = parse_config({"policy": policy})
+    with pytest.raises(ConfigError) as error:
+        check_model(config.policy, ModelShape.from_hf(QWEN2))
+    assert said in str(error.value)
+
+
+def test_worlds_that_do_not_hold_the_layout():
+    policy = parse_config({"policy": {"tensor_parallel": 4, "pipeline_parallel": 2}}).policy
+    check_world(policy, 16)
+    with pytest.raises(ConfigError, match="use a multiple of 8 ranks"):
+        check_world(policy, 12)
+    moe = parse_config({"policy": {"expert_parallel": 8}}).policy
+    with pytest.raises(ConfigError, match="a pipeline stage has 4 ranks"):
+        check_world(moe, 4)
+
+
+def test_the_model_directory_is_checked(tmp_path):
+    with pytest.raises(ConfigError, match="is not a directory"):
+        check_config(parse_config({"policy": {"model": str(tmp_path / "none")}}))
+    with pytest.raises(ConfigError, match=r"config\.json not found"):
+        check_config(parse_config({"policy": {"model": str(tmp_path)}}))
+    (tmp_path / "config.json").write_text(json.dumps(QWEN2 | {"max_position_embeddings": 4096}))
+    with pytest.raises(ConfigError, match="made for 4096 positions"):
+        check_config(parse_config({"policy": {"model": str(tmp_path)}}))
+
+
+@pytest.mark.parametrize("module", ["megatron_dapo.config", "megatron_dapo.types", "megatron_dapo.cli"])
+def test_light_modules_import_without_torch(module):
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
