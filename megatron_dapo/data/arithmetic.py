@@ -1,0 +1,112 @@
+"""A tiny task family for the quickstart and the tests: sums and products whose answers are known.
+
+`37+58=` is a question and `95` its whole response, which every built-in grader reads. Questions are drawn from a
+seed, never twice. Whether a question belongs to training or is held out depends on the question alone, so the two
+splits never overlap, whatever the seeds and counts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_dapo.data.prompts import prompt_id
+from megatron_dapo.data.sources import DataError
+from megatron_dapo.types import Prompt, as_tokens
+
+Split = Literal["train", "held-out"]
+HELD_OUT_PERCENT = 20
+
+
+@dataclass(slots=True, frozen=True)
+class ArithmeticProblem:
+    question: str
+    answer: str
+    level: int
+
+
+def _one_digit_sum(rng: random.Random) -> tuple[str, int]:
+    a, b = rng.randrange(10), rng.randrange(10)
+    return f"{a}+{b}=", a + b
+
+
+def _two_digit_sum(rng: random.Random) -> tuple[str, int]:
+    a, b = rng.randrange(10, 100), rng.randrange(10, 100)
+    return f"{a}+{b}=", a + b
+
+
+def _two_digit_sum_or_difference(rng: random.Random) -> tuple[str, int]:
+    a, b = rng.randrange(10, 100), rng.randrange(10, 100)
+    return (f"{a}+{b}=", a + b) if rng.random() < 0.5 else (f"{max(a, b)}-{min(a, b)}=", abs(a - b))
+
+
+def _product(rng: random.Random) -> tuple[str, int]:
+    a, b = rng.randrange(10, 100), rng.randrange(2, 10)
+    return f"{a}*{b}=", a * b
+
+
+def _three_terms(rng: random.Random) -> tuple[str, int]:
+    a, b, c = (rng.randrange(10, 100) for _ in range(3))
+    plus, minus = rng.random() < 0.5, rng.random() < 0.5
+    return f"{a}{'+' if plus else '-'}{b}{'-' if minus else '+'}{c}=", a + (b if plus else -b) + (-c if minus else c)
+
+
+LEVELS: dict[int, Callable[[random.Random], tuple[str, int]]] = {
+    1: _one_digit_sum,
+    2: _two_digit_sum,
+    3: _two_digit_sum_or_difference,
+    4: _product,
+    5: _three_terms,
+}
+LONGEST_QUESTION = len("10+10+10=")
+LONGEST_ANSWER = len("-188")
+
+
+def arithmetic_problems(
+    levels: int | Sequence[int], count: int, seed: int, split: Split = "train"
+) -> list[ArithmeticProblem]:
+    """`count` different problems, spread evenly over the levels; the same for the same arguments, everywhere."""
+    levels = [levels] if isinstance(levels, int) else list(levels)
+    unknown = [level for level in levels if level not in LEVELS]
+    if unknown or not levels:
+        raise DataError(f"arithmetic levels are {', '.join(map(str, LEVELS))}; found {levels}")
+    rng = random.Random(f"{seed}:{split}:{levels}")
+    problems: dict[str, ArithmeticProblem] = {}
+    tries = 0
+    while len(problems) < count:
+        level = levels[tries % len(levels)]
+        question, value = LEVELS[level](rng)
+        if split_of(question) == split:
+            problems.setdefault(question, ArithmeticProblem(question, str(value), level))
+        tries += 1
+        if tries > 200 * count + 20_000:
+            raise DataError(
+                f"arithmetic levels {levels} have only about {len(problems)} different {split} problems, not {count}: "
+                "ask for fewer, or add a level"
+            )
+    return list(problems.values())
+
+
+def split_of(question: str) -> Split:
+    digest = hashlib.blake2b(question.encode(), digest_size=8).digest()
+    return "held-out" if int.from_bytes(digest, "big") % 100 < HELD_OUT_PERCENT else "train"
+
+
+def arithmetic_prompts(problems: Sequence[ArithmeticProblem], tokenizer: Any) -> list[Prompt]:
+    """Prompts as `load_prompts` would make them of `write_arithmetic`'s file with the plain template."""
+    token_lists = tokenizer([p.question for p in problems], add_special_tokens=False)["input_ids"]
+    return [
+        Prompt(prompt_id(p.question), p.question, as_tokens(tokens), p.answer, "arithmetic", {"level": p.level})
+        for p, tokens in zip(problems, token_lists, strict=True)
+    ]
+
+
+def write_arithmetic(path: str | Path, problems: Sequence[ArithmeticProblem]) -> None:
+    """A jsonl file that `data.path` can name."""
+    lines = [json.dumps({"question": p.question, "answer": p.answer, "level": p.level}) for p in problems]
+    Path(path).write_text("\n".join(lines) + "\n")

@@ -1,0 +1,171 @@
+"""Prompt sets: every usable question of a file once, as the model will see it, and a report of what was left out.
+
+A prompt's id is made of its question alone, so it is the same in every file, order and run. Questions count as the
+same when they differ in white space only, answers when they differ in white space, leading zeros or a decimal `.0`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_dapo.config.data import DataConfig
+from megatron_dapo.data.columns import BadRow, MissingColumn, Problem, read_problem
+from megatron_dapo.data.sources import DataError, read_rows
+from megatron_dapo.data.templates import render
+from megatron_dapo.types import Prompt, as_tokens
+
+SHOWN = 5  # examples of each kind in the summary
+
+
+@dataclass(slots=True)
+class LoadReport:
+    """What became of every row: kept + duplicates + in_conflict + bad + too_long = rows."""
+
+    path: str
+    rows: int = 0
+    kept: int = 0
+    duplicates: int = 0  # rows that repeat an earlier question
+    in_conflict: int = 0  # questions left out because their rows disagree about the answer
+    conflicts: dict[str, dict[str, list[int]]] = field(default_factory=dict)  # question -> answer -> lines
+    bad: list[tuple[int, str]] = field(default_factory=list)  # line, what is wrong with it
+    too_long: list[tuple[int, int]] = field(default_factory=list)  # line, tokens; left out
+    cut: int = 0  # prompts shortened from the left
+
+    def summary(self) -> str:
+        kinds = {
+            "duplicates": self.duplicates, "with conflicting answers": len(self.conflicts),
+            "bad rows": len(self.bad), "too long": len(self.too_long), "cut": self.cut,
+        }  # fmt: skip
+        counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+        lines = [f"{self.path}: {self.kept} prompts of {self.rows} rows ({counts})"]
+        for question, answers in list(self.conflicts.items())[:SHOWN]:
+            said = "; ".join(f"{answer} (line {', '.join(map(str, at))})" for answer, at in answers.items())
+            lines.append(f"  conflicting answers to {question[:60]!r}: {said}")
+        lines += [f"  line {line}: {problem}" for line, problem in self.bad[:SHOWN]]
+        lines += [f"  line {line}: {tokens} tokens, too long" for line, tokens in self.too_long[:SHOWN]]
+        hidden = sum(max(0, len(kind) - SHOWN) for kind in (self.conflicts, self.bad, self.too_long))
+        return "\n".join([*lines, *([f"  … and {hidden} more"] if hidden else [])])
+
+    def to_record(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+@dataclass(slots=True, frozen=True)
+class PromptSet(Sequence[Prompt]):
+    """The prompts of a file, in file order, and the report of their loading."""
+
+    prompts: tuple[Prompt, ...]
+    report: LoadReport
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.prompts[index]
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return iter(self.prompts)
+
+
+@dataclass(slots=True)
+class _Entry:
+    """All rows of one question."""
+
+    problem: Problem
+    id: str
+    line: int
+    answers: dict[str, list[int]] = field(default_factory=dict)  # as first written -> lines
+    keys: dict[str, str] = field(default_factory=dict)  # normalised -> as first written
+
+    def add(self, answer: str, line: int) -> None:
+        written = self.keys.setdefault(_answer_key(answer), answer)
+        self.answers.setdefault(written, []).append(line)
+
+
+def load_prompts(config: DataConfig, tokenizer: Any, max_prompt_tokens: int | None = None) -> PromptSet:
+    """The prompts of `config.path`. Raises DataError when nothing usable is left."""
+    report = LoadReport(config.path)
+    entries = _collect(config, report)
+    chosen = [(entry, answer) for entry in entries if (answer := _choose(entry, config, report)) is not None]
+    prompts = _tokenise(chosen, config, tokenizer, max_prompt_tokens, report)
+    report.kept = len(prompts)
+    if not prompts:
+        raise DataError(f"nothing usable is left of {report.summary()}")
+    return PromptSet(tuple(prompts), report)
+
+
+def prompt_id(question: str) -> str:
+    return hashlib.blake2b(" ".join(question.split()).encode(), digest_size=8).hexdigest()
+
+
+def _collect(config: DataConfig, report: LoadReport) -> list[_Entry]:
+    entries: dict[str, _Entry] = {}
+    missing = ""
+    for line, row in read_rows(config.path, config.split):
+        report.rows += 1
+        try:
+            if isinstance(row, str):
+                raise BadRow(row)
+            problem = read_problem(row, config)
+        except BadRow as error:
+            missing = missing or (str(error) if isinstance(error, MissingColumn) else "")
+            report.bad.append((line, str(error)))
+            continue
+        key = identity = prompt_id(problem.question)
+        if identity in entries and config.duplicates == "keep":
+            report.duplicates += 1
+            identity, key = f"{key}-{line}", f"{key}-{line}"
+        elif identity in entries:
+            report.duplicates += 1
+        entry = entries.setdefault(key, _Entry(problem, identity, line))
+        entry.add(problem.answer, line)
+    if missing and not entries:
+        raise DataError(f"{config.path}: {missing}. Set data.question_column and data.answer_column to dotted paths")
+    return list(entries.values())
+
+
+def _choose(entry: _Entry, config: DataConfig, report: LoadReport) -> str | None:
+    """The entry's answer; None where its rows disagree and the configuration says to leave it out."""
+    if len(entry.answers) == 1:
+        return next(iter(entry.answers))
+    report.conflicts[entry.problem.question] = entry.answers
+    if config.conflicts == "drop":
+        report.in_conflict += 1
+        return None
+    if config.conflicts == "first":
+        return next(iter(entry.answers))
+    return Counter({answer: len(lines) for answer, lines in entry.answers.items()}).most_common(1)[0][0]
+
+
+def _tokenise(
+    chosen: list[tuple[_Entry, str]], config: DataConfig, tokenizer: Any, limit: int | None, report: LoadReport
+) -> list[Prompt]:
+    texts = [
+        render(config.template, e.problem.question, tokenizer, config.system or e.problem.system) for e, _ in chosen
+    ]
+    token_lists = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+    prompts = []
+    for (entry, answer), text, tokens in zip(chosen, texts, token_lists, strict=True):
+        if limit is not None and len(tokens) > limit:
+            if config.too_long == "drop":
+                report.too_long.append((entry.line, len(tokens)))
+                continue
+            report.cut += 1
+            tokens = tokens[-limit:]
+            text = tokenizer.decode(tokens)
+        meta = {"question": entry.problem.question, "line": entry.line}
+        source = entry.problem.source or Path(config.path).stem
+        prompts.append(Prompt(entry.id, text, as_tokens(tokens), answer, source, meta))
+    return prompts
+
+
+def _answer_key(answer: str) -> str:
+    compact = "".join(answer.split())
+    number = re.fullmatch(r"([+-]?)0*(\d+)(?:\.0*)?", compact.replace(",", ""))
+    return number[1].replace("+", "") + number[2] if number else compact

@@ -1,0 +1,257 @@
+"""Prompt sets: bad rows are named, duplicates and conflicts reported, templates and lengths right."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megatron_dapo.config import ConfigError, parse_config
+from megatron_dapo.config.data import DataConfig
+from megatron_dapo.data import DataError, arithmetic_tokenizer, load_prompts
+from megatron_dapo.data.templates import DAPO_TEMPLATE
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return arithmetic_tokenizer()
+
+
+def write(path, rows):
+    lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    return str(path)
+
+
+def load(path, tokenizer, limit=None, **settings):
+    return load_prompts(DataConfig(path=path, **{"template": "plain", **settings}), tokenizer, limit)
+
+
+def accounted(report):
+    return report.kept + report.duplicates + report.in_conflict + len(report.bad) + len(report.too_long) == report.rows
+
+
+BAD_LINES = [
+    {"question": "1+1=", "answer": "2"},
+    {"answer": "2"},
+    {"question": "  ", "answer": "2"},
+    {"question": "2+2=", "answer": None},
+    b'{"question": "caf\xff", "answer": "1"}',
+    {"question": 7, "answer": "2"},
+    {"question": "3+3=", "answer": ["6"]},
+    b'{"question": "4+4=", "answer": ',
+    [1, 2],
+    b"",
+    {"question": "5+5=", "answer": "x" + chr(0xD800)},
+    {"question": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}], "answer": "1"},
+    {"question": None, "answer": "1"},
+    {"question": "6+6=", "answer": True},
+    {"question": "7+7=", "answer": " "},
+    {"question": "8+8=", "answer": 16},
+]
+
+
+def test_bad_rows_are_counted_and_named_with_their_lines(tmp_path, tokenizer):
+    prompts = load(write(tmp_path / "bad.jsonl", BAD_LINES), tokenizer)
+    assert [(p.text, p.answer) for p in prompts] == [("1+1=", "2"), ("8+8=", "16")]
+    report = prompts.report
+    assert (report.rows, report.kept) == (15, 2)  # the blank line is no row
+    assert dict(report.bad) == {
+        2: "no question column (prompt, question, problem); the row has answer",
+        3: "question: the prompt is empty",
+        4: "answer: the answer is null",
+        5: "invalid UTF-8 at byte 17 of the line",
+        6: "question: expected text, found int",
+        7: "answer: expected text or a number, found list",
+        8: "invalid JSON: Expecting value at character 32",
+        9: "expected an object, found list",
+        11: "answer: invalid Unicode (a lone surrogate) at character 1",
+        12: "question: expected one user message, found 2",
+        13: "question: the prompt is null",
+        14: "answer: expected text or a number, found bool",
+        15: "answer: the answer is empty",
+    }
+    assert accounted(report)
+    assert "line 2: no question column" in report.summary() and "… and 8 more" in report.summary()
+    assert json.loads(json.dumps(report.to_record()))["rows"] == 15
+
+
+def test_parquet_rows_with_invalid_utf8_and_nulls(tmp_path, tokenizer):
+    questions = pa.array([b"1+1=", b"\xff\xfe", b"2+2=", None], pa.binary()).view(pa.string())
+    table = pa.table({"question": questions, "answer": ["2", "0", "4", "5"]})
+    pq.write_table(table, tmp_path / "bad.parquet")
+    prompts = load(str(tmp_path / "bad.parquet"), tokenizer)
+    assert [p.text for p in prompts] == ["1+1=", "2+2="]
+    assert prompts.report.bad == [(2, "invalid UTF-8 at byte 0 of a value"), (4, "question: the prompt is null")]
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "message"),
+    [
+        ([{"q": "1", "a": "2"}], {}, "no question column .*the row has a, q.*data.question_column"),
+        ([{"question": "1", "a": "2"}], {}, "no answer column"),
+        ([{"question": "", "answer": "2"}], {}, "nothing usable is left"),
+        ([{"question": "1", "answer": "2"}], {"question_column": "text.raw"}, "no column 'text.raw'"),
+        ([], {}, "nothing usable is left"),
+    ],
+)
+def test_nothing_usable_is_an_error(tmp_path, tokenizer, rows, settings, message):
+    with pytest.raises(DataError, match=message):
+        load(write(tmp_path / "none.jsonl", rows), tokenizer, **settings)
+
+
+def test_all_too_long_is_an_error(tmp_path, tokenizer):
+    with pytest.raises(DataError, match=r"nothing usable is left.*1 too long"):
+        load(write(tmp_path / "long.jsonl", [{"question": "123456", "answer": "1"}]), tokenizer, limit=5)
+
+
+@pytest.mark.parametrize("path", ["", "missing.jsonl", "a/b/c", "./x"])
+def test_a_path_that_is_no_file(tokenizer, path):
+    with pytest.raises(DataError, match=r"data\.path"):
+        load(path, tokenizer)
+
+
+def test_a_file_that_is_neither(tmp_path, tokenizer):
+    (tmp_path / "rows.csv").write_text("question,answer\n1,2\n")
+    with pytest.raises(DataError, match=r"ends in '\.csv'; expected one of"):
+        load(str(tmp_path / "rows.csv"), tokenizer)
+    (tmp_path / "rows.parquet").write_text("no parquet")
+    with pytest.raises(DataError, match="cannot be read as parquet"):
+        load(str(tmp_path / "rows.parquet"), tokenizer)
+
+
+DUPLICATES = [
+    {"question": "1+1=", "answer": "2"},
+    {"question": " 1+1=\n", "answer": "02"},  # the same, written otherwise
+    {"question": "2+2=", "answer": "4"},
+    {"question": "2+2=", "answer": "5"},
+    {"question": "2+2=", "answer": "5"},
+    {"question": "3+3=", "answer": "6"},
+]
+
+
+@pytest.mark.parametrize(
+    ("settings", "answers"),
+    [
+        ({}, ["2", "6"]),
+        ({"conflicts": "first"}, ["2", "4", "6"]),
+        ({"conflicts": "majority"}, ["2", "5", "6"]),
+        ({"duplicates": "keep"}, ["2", "02", "4", "5", "5", "6"]),
+    ],
+)
+def test_duplicates_and_conflicting_answers(tmp_path, tokenizer, settings, answers):
+    prompts = load(write(tmp_path / "twice.jsonl", DUPLICATES), tokenizer, **settings)
+    assert [p.answer for p in prompts] == answers
+    assert len({p.id for p in prompts}) == len(prompts)
+    if settings != {"duplicates": "keep"}:
+        assert prompts.report.duplicates == 3
+        assert prompts.report.conflicts == {"2+2=": {"4": [3], "5": [4, 5]}}
+        assert accounted(prompts.report)
+
+
+def test_ids_do_not_depend_on_file_order_or_template(tmp_path, tokenizer):
+    one = load(write(tmp_path / "a.jsonl", DUPLICATES), tokenizer)
+    other = load(write(tmp_path / "b.jsonl", DUPLICATES[::-1]), tokenizer, template="dapo")
+    assert {p.id: p.answer for p in one} == {p.id: p.answer.lstrip("0") for p in other}
+
+
+def test_too_long_prompts_are_dropped_or_cut_from_the_left(tmp_path, tokenizer):
+    path = write(tmp_path / "long.jsonl", [{"question": "12+34=", "answer": "46"}, {"question": "1+1=", "answer": "2"}])
+    dropped = load(path, tokenizer, limit=5)
+    assert [p.text for p in dropped] == ["1+1="] and dropped.report.too_long == [(1, 6)] and accounted(dropped.report)
+    cut = load(path, tokenizer, limit=5, too_long="cut-left")
+    assert [p.text for p in cut] == ["2+34=", "1+1="] and cut.report.cut == 1
+    assert [len(p.tokens) for p in cut] == [5, 4]
+    assert [p.text for p in load(path, tokenizer, limit=6)] == ["12+34=", "1+1="]
+
+
+LATEX = r"What is {x} of \frac{1}{2}?"
+TURN = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("plain", LATEX),
+        ("dapo", DAPO_TEMPLATE.replace("{question}", LATEX)),
+        ("chat", TURN.format(LATEX)),
+        ("dapo+chat", TURN.format(DAPO_TEMPLATE.replace("{question}", LATEX))),
+        ("Q: {question}\nA:", f"Q: {LATEX}\nA:"),
+        ("Q: {question}+chat", TURN.format(f"Q: {LATEX}")),
+    ],
+)
+def test_templates(tmp_path, tokenizer, template, text):
+    path = write(tmp_path / "q.jsonl", [{"question": LATEX, "answer": "1"}])
+    (prompt,) = load(path, tokenizer, template=template)
+    assert prompt.text == text
+    assert tokenizer.decode(prompt.tokens) == text
+    assert prompt.meta["question"] == LATEX
+
+
+def test_the_dapo_template_is_not_applied_twice(tmp_path, tokenizer):
+    wrapped = DAPO_TEMPLATE.replace("{question}", "1+1=")
+    path = write(tmp_path / "q.jsonl", [{"prompt": [{"role": "user", "content": wrapped}], "answer": "2"}])
+    (prompt,) = load(path, tokenizer, template="dapo")
+    assert prompt.text == wrapped and prompt.meta["question"] == "1+1="
+
+
+def test_system_messages(tmp_path, tokenizer):
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1="}]
+    path = write(tmp_path / "q.jsonl", [{"prompt": messages, "answer": "2"}])
+    (own,) = load(path, tokenizer, template="chat")
+    assert own.text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+1=")
+    (configured,) = load(path, tokenizer, template="chat", system="Think.")
+    assert configured.text.startswith("<|im_start|>system\nThink.<|im_end|>")
+
+
+def test_chat_without_a_chat_template_is_an_error(tmp_path):
+    tokenizer = arithmetic_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(DataError, match=r"no chat template: use 'dapo'"):
+        load(write(tmp_path / "q.jsonl", DUPLICATES), tokenizer, template="dapo+chat")
+
+
+def test_columns_by_dotted_path_and_the_answer_marker(tmp_path, tokenizer):
+    row = {"x": {"text": "1+1="}, "y": [1], "z": "so 1+1 #### 2 #### 3"}
+    path = write(tmp_path / "q.jsonl", [row])
+    (prompt,) = load(path, tokenizer, question_column="x.text", answer_column="z")
+    assert (prompt.text, prompt.answer) == ("1+1=", "3")
+    (prompt,) = load(path, tokenizer, question_column="x.text", answer_column="z", answer_marker="")
+    assert prompt.answer == "so 1+1 #### 2 #### 3"
+
+
+def test_a_template_without_the_question_is_refused():
+    with pytest.raises(ConfigError, match=r"data: template 'Solve this' is neither one of dapo, plain, chat"):
+        parse_config({"data": {"template": "Solve this"}})
+
+
+def test_a_hub_name_without_a_network_says_what_to_do(tokenizer, monkeypatch):
+    import huggingface_hub
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    def refuse(*args, **kwargs):
+        raise OfflineModeIsEnabled("Cannot reach the hub: offline mode is enabled.")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(
+        DataError, match=r"'someone/DAPO-Math' is no file here.*offline mode.*download the parquet file"
+    ):
+        load("someone/DAPO-Math", tokenizer)
+
+
+def test_a_hub_dataset_is_read_from_its_parquet_files(tmp_path, tokenizer, monkeypatch):
+    import huggingface_hub
+
+    (tmp_path / "data").mkdir()
+    for name, question in (("train-0", "1+1="), ("train-1", "2+2="), ("test-0", "3+3=")):
+        pq.write_table(pa.table({"question": [question], "answer": ["0"]}), tmp_path / "data" / f"{name}.parquet")
+    asked = []
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda name, **kwargs: asked.append((name, kwargs)) or str(tmp_path)
+    )
+    prompts = load("someone/sums", tokenizer)
+    assert [(p.text, p.meta["line"]) for p in prompts] == [("1+1=", 1), ("2+2=", 2)]
+    assert asked[0][0] == "someone/sums" and asked[0][1]["repo_type"] == "dataset"
+    assert [p.text for p in load("someone/sums", tokenizer, split="test")] == ["3+3="]
+    with pytest.raises(DataError, match=r"no parquet file of split 'validation'; it has data/test-0\.parquet"):
+        load("someone/sums", tokenizer, split="validation")
