@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml setup.py
 	@touch $@
 
 quickstart: $(STAMP)
-	@$(BIN)/python examples/quickstart/quickstart.py
+	@$(BIN)/megatron-dapo selfcheck layouts --layouts tp2pp2
 
 test: lint types unit
 
