@@ -1,25 +1,45 @@
-"""The engine protocol: what the sampler and the evaluation need of anything that generates text.
+"""The engine protocol: what the sampler, the evaluation and weight sync need of anything that generates text.
 
 An engine answers one request at a time and many at once (asyncio); it never invents a token or a log-prob.
 `generate` either returns a whole `Completion` (possibly with finish reason ABORT and what was made so far) or
 raises `EngineError`, which names the server and the cause.
+
+A log-prob is that of the sampled token under softmax(logits / temperature), over the whole vocabulary: top-p, top-k
+and min-p cut what may be sampled but do not renormalise what is reported. At temperature 0 (greedy) it is that of
+softmax(logits). This is what SGLang reports, and the embedded engine does the same.
+
+An engine serves a weight version only after it has acknowledged all of it; every token carries its version.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from megatron_dapo.errors import UserError
 from megatron_dapo.types import FinishReason, LogProbs, Tokens, WeightSpan
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# One piece of a weight update: tensors under the names of the HF checkpoint.
+Bucket = Sequence[tuple[str, "Tensor"]]
 
 
 class EngineError(UserError):
     """An engine failed; the message says which one, doing what, and why."""
 
 
+class WeightUpdateError(EngineError):
+    """No server holds the new version. Nothing is served until an update succeeds."""
+
+
 @dataclass(slots=True, frozen=True)
 class SamplingParams:
+    """`temperature` 0 is greedy. `top_k` -1 means the whole vocabulary. `seed` fixes the sample, see Capabilities."""
+
     max_new_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
@@ -27,12 +47,17 @@ class SamplingParams:
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
     seed: int | None = None
 
 
 @dataclass(slots=True)
 class Completion:
-    """`tokens` and `logprobs` have the same length; `weight_spans` cover every token, relative to `tokens`."""
+    """`tokens` and `logprobs` have the same length; `weight_spans` cover every token, relative to `tokens`.
+
+    The token that ended the sample (EOS, a stop token, the end of a stop string) is among `tokens`; `text` is for
+    reading and leaves it out.
+    """
 
     tokens: Tokens
     logprobs: LogProbs
@@ -41,15 +66,64 @@ class Completion:
     weight_spans: list[WeightSpan] = field(default_factory=list)
 
 
+@dataclass(slots=True, frozen=True)
+class Capabilities:
+    """What an engine can do, asked of it at start-up rather than guessed from a version."""
+
+    engine: str
+    version: str = ""
+    seeded: bool = False  # the same seed gives the same sample, whatever else is running
+    bracketed_updates: bool = False  # tensor and distributed updates go between begin_ and end_weight_update
+    checksums: bool = False
+    max_tokens: int | None = None  # prompt and response together
+
+
+@dataclass(slots=True, frozen=True)
+class WeightReport:
+    """What a weight update did: `failed` maps a server's name to the reason why it does not serve `version`."""
+
+    version: int
+    served_by: tuple[str, ...]
+    failed: dict[str, str] = field(default_factory=dict)
+    tensors: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    proof: str = ""
+
+
 class Engine(Protocol):
+    @property
+    def weight_version(self) -> int:
+        """The version that `generate` samples from."""
+        ...
+
+    async def capabilities(self) -> Capabilities: ...
+
     async def generate(self, request_id: str, prompt: Tokens, params: SamplingParams) -> Completion: ...
 
     async def abort(self, request_id: str | None = None) -> None:
         """Ends one request, or all; each then returns its partial completion with finish reason ABORT."""
         ...
 
-    async def pause(self) -> None: ...
+    async def pause(self) -> None:
+        """Aborts what runs, as `abort` does; requests that come later wait until `resume`."""
+        ...
 
     async def resume(self) -> None: ...
 
+    async def update_weights(self, version: int, buckets: Iterable[Bucket]) -> WeightReport:
+        """Replaces all weights. Running requests are aborted first; `buckets` is read to its end exactly once, even
+        when a server fails, because producing a bucket is a collective of the training ranks."""
+        ...
+
+    async def health(self) -> None:
+        """Raises EngineError when no request could be served now. Generates nothing."""
+        ...
+
     async def close(self) -> None: ...
+
+
+def derive_seed(run_seed: int, step: int, prompt_id: str, index: int, repeat: int = 0) -> int:
+    """The seed of one sample, in [0, 2^63). `repeat` counts how often this step has drawn the same prompt before."""
+    key = f"{run_seed}/{step}/{repeat}/{index}/{prompt_id}".encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1

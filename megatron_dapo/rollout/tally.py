@@ -1,0 +1,125 @@
+"""What the sampler counts in one step. Every sample that enters the step leaves it exactly once:
+
+    submitted + carried in  =  trained + dropped (by reason) + failed + carried over
+
+`check` raises when this does not hold, so a lost or doubled sample cannot pass unnoticed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from megatron_dapo.types import Group, Sample
+
+UNFINISHED = "unfinished"
+STALE = "stale"
+SURPLUS = "surplus"
+
+
+@dataclass(slots=True, frozen=True)
+class Progress:
+    """A moment of `Sampler.collect`, for whoever draws it. Groups, except where the name says otherwise."""
+
+    step: int
+    needed: int
+    kept: int
+    dropped: dict[str, int]
+    in_flight: int
+    running_requests: int
+    finished_samples: int
+    response_tokens: int
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.response_tokens / self.seconds if self.seconds > 0 else 0.0
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts of one step: samples in the ledger, groups in `dropped_groups`, tokens where named."""
+
+    submitted: int = 0
+    carried_in: int = 0
+    trained: int = 0
+    failed: int = 0
+    carried_over: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    dropped_groups: Counter[str] = field(default_factory=Counter)
+    failed_groups: int = 0
+    submitted_groups: int = 0
+    finished_samples: int = 0
+    cut_samples: int = 0
+    response_tokens: int = 0
+    wasted_tokens: int = 0
+    _lengths: dict[str, list[int]] = field(default_factory=lambda: {"trained": [], "dropped": [], "cut": []})
+
+    def submit(self, samples: int) -> None:
+        self.submitted_groups += 1
+        self.submitted += samples
+
+    def train(self, groups: Iterable[Group]) -> None:
+        for group in groups:
+            self.trained += len(group.samples)
+            self._lengths["trained"] += [sample.length for sample in group.samples]
+
+    def drop(self, group: Group, reason: str, samples: int | None = None) -> None:
+        self.dropped[reason] += len(group.samples) if samples is None else samples
+        self.dropped_groups[reason] += 1
+        self.wasted_tokens += sum(sample.length for sample in group.samples)
+        if reason not in (UNFINISHED, STALE):
+            self._lengths["dropped"] += [sample.length for sample in group.samples]
+
+    def undrop(self, group: Group, reason: str) -> None:
+        """A dropped group that fills up the batch after all."""
+        self.dropped[reason] -= len(group.samples)
+        self.dropped_groups[reason] -= 1
+        self.wasted_tokens -= sum(sample.length for sample in group.samples)
+
+    def fail(self, samples: int) -> None:
+        self.failed_groups += 1
+        self.failed += samples
+
+    def carry(self, samples: int) -> None:
+        self.carried_over += samples
+
+    def cut(self, samples: Iterable[Sample]) -> None:
+        for sample in samples:
+            self.cut_samples += 1
+            self._lengths["cut"].append(sample.length)
+
+    def check(self) -> None:
+        entered = self.submitted + self.carried_in
+        left = self.trained + self.dropped.total() + self.failed + self.carried_over
+        if entered != left:
+            raise AssertionError(f"sampler: {entered} samples entered the step and {left} left it: {self}")
+
+    def metrics(self, groups: list[Group], seconds: float) -> dict[str, float]:
+        samples = [sample for group in groups for sample in group.samples]
+        found: dict[str, float] = {
+            "rollout/seconds": seconds,
+            "rollout/tokens_per_second": self.response_tokens / seconds if seconds > 0 else 0.0,
+            "rollout/response_tokens": self.response_tokens,
+            "rollout/wasted_tokens": self.wasted_tokens,
+            "rollout/groups_submitted": self.submitted_groups,
+            "rollout/groups_kept": len(groups),
+            "rollout/groups_failed": self.failed_groups,
+            "rollout/samples_submitted": self.submitted,
+            "rollout/samples_carried_in": self.carried_in,
+            "rollout/samples_trained": self.trained,
+            "rollout/samples_dropped": self.dropped.total(),
+            "rollout/samples_failed": self.failed,
+            "rollout/samples_carried_over": self.carried_over,
+            "rollout/cut_share": self.cut_samples / max(1, self.cut_samples + self.finished_samples),
+            "rollout/truncated_share": _mean(sample.truncated for sample in samples),
+        }
+        found |= {f"rollout/dropped/{reason}": n for reason, n in sorted(self.dropped_groups.items()) if n}
+        found |= {f"rollout/length_{name}": _mean(lengths) for name, lengths in self._lengths.items() if lengths}
+        return found
+
+
+def _mean(values: Iterable[float]) -> float:
+    items = list(values)
+    return sum(items) / len(items) if items else 0.0

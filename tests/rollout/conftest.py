@@ -1,0 +1,5 @@
+import torch
+
+
+def pytest_configure() -> None:
+    torch.set_num_threads(1)
