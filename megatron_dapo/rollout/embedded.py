@@ -148,8 +148,11 @@ class EmbeddedEngine:
             await asyncio.sleep(0.001)
 
     async def resume(self) -> None:
+        self._paused = False
+        await self._wake()
+
+    async def _wake(self) -> None:
         with self._changed:
-            self._paused = False
             self._changed.notify()
 
     async def update_weights(self, version: int, buckets: Iterable[Bucket]) -> WeightReport:
@@ -165,13 +168,14 @@ class EmbeddedEngine:
                 except Exception as error:
                     failure = f"{type(error).__name__}: {error}"
         failure = failure or loader.missing()
+        if not was_paused:
+            self._paused = False
         if failure:
             self._broken = f"the update to weight version {version} failed: {failure}"
             raise WeightUpdateError(f"embedded engine: {self._broken}; it serves nothing until an update succeeds")
         self._prompts.clear()
         self._version, self._broken = version, ""
-        if not was_paused:
-            await self.resume()
+        await self._wake()
         seconds = time.monotonic() - began
         proof = f"all {loader.count} tensors of the model were set"
         return WeightReport(version, ("embedded",), {}, loader.count, loader.bytes, seconds, proof)
