@@ -18,8 +18,8 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml setup.py
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (a few minutes the first time)"
-	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
-	@$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install -qq --disable-pip-version-check "$(TORCH)"
+	@$(BIN)/pip install -qq --disable-pip-version-check -e '.[dev]'
 	@touch $@
 
 quickstart: $(STAMP)

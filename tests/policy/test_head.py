@@ -44,7 +44,8 @@ def oracle(hidden, weight, targets, temperature):
 
 def ours(place, case, temperature, chunk, dtype):
     world = place.world_size
-    runtime = initialize(PolicyConfig(tensor_parallel=world, micro_batch_tokens=6, timeout_seconds=30), rendezvous=place)
+    policy = PolicyConfig(tensor_parallel=world, micro_batch_tokens=6, timeout_seconds=30)
+    runtime = initialize(policy, rendezvous=place)
     hidden, weight, targets = inputs(case)
     columns = -(-VOCAB // world)
     padded = torch.cat([weight, torch.full((columns * world - VOCAB, HIDDEN), 7.0)])  # padding that is not zero
