@@ -94,3 +94,10 @@ def disk_places(name: str, *, moe: bool = False) -> list[DiskPlace]:
     halves = ("_w", "_v") if "linear_fc1.weight" in single else ("",)
     places.append(DiskPlace(tuple(f"decoder.layers.{layer}.{single}{half}" for half in halves), ()))
     return places
+
+
+def disk_aliases(name: str, *, moe: bool = False) -> list[str]:
+    """Further keys under which a model asks for this parameter. They cost nothing: metadata may name bytes twice."""
+    if moe and name.endswith(".pre_mlp_layernorm.weight"):
+        return ["decoder.layers.mlp.linear_fc1.layer_norm_weight"]  # local modules' name, whatever the layer holds
+    return []

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_dapo.config.model import ModelShape
 from megatron_dapo.weights.mapping import Row, stored_rows
-from megatron_dapo.weights.names import disk_places
+from megatron_dapo.weights.names import disk_aliases, disk_places
 from megatron_dapo.weights.safe_pickle import Record, UnsafePickle, load_metadata
 from megatron_dapo.weights.safetensors_files import Stored, map_file, release_pages, tensor_over
 from megatron_dapo.weights.shards import WeightsError
@@ -153,7 +153,10 @@ class TorchDistDirectory:
         columns = math.prod(row.shape[1:])
         _check_tiling(f"{self.path}: tensor {place.keys[0]} (layer and expert {place.index})", pieces, at, columns)
         self.pieces[row.name], self.dtypes[row.name] = pieces, self._tensors[place.keys[0]].dtype
-        return place.keys
+        aliases = [key for key in disk_aliases(row.name, moe=self.shape.is_moe) if key in self._tensors]
+        if any(self._tensors[key].chunks != self._tensors[place.keys[0]].chunks for key in aliases):
+            raise WeightsError(f"{self.path}: tensors {aliases[0]} and {place.keys[0]} are two versions of {row.name}")
+        return (*place.keys, *aliases)
 
     def _chunks(self, tensor: DiskTensor, depth: int) -> dict[tuple[int, ...], list[Chunk]]:
         """The chunks of a tensor by layer and expert: stacked tensors have thousands."""

@@ -18,7 +18,7 @@ import torch
 
 from megatron_dapo.config.model import ModelShape
 from megatron_dapo.weights.mapping import Row, Transform, stored_rows
-from megatron_dapo.weights.names import disk_places
+from megatron_dapo.weights.names import disk_aliases, disk_places
 from megatron_dapo.weights.shards import WeightsError
 from megatron_dapo.weights.stream import Item, OutputFile, Take
 from megatron_dapo.weights.torch_dist_files import CONFIG, METADATA
@@ -125,15 +125,16 @@ class TorchDistLayout:
         tensors: dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata] = {}
         storage: dict[dcp.MetadataIndex, _StorageInfo] = {}
         for chunk in self.chunks:
-            if chunk.key not in tensors:
-                properties = dcp.TensorProperties(dtype=chunk.item.dtype)
-                tensors[chunk.key] = dcp.TensorStorageMetadata(properties, torch.Size(self._global(chunk)), [])
-            found = tensors[chunk.key]
-            assert isinstance(found, dcp.TensorStorageMetadata) and chunk.item.layout
-            box = dcp.ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
-            found.chunks.append(box)
+            assert chunk.item.layout
             info = _StorageInfo(_file_name(chunk.item.file), chunk.item.offset, chunk.item.layout.length)
-            storage[dcp.MetadataIndex(chunk.key, chunk.offsets)] = info
+            for key in (chunk.key, *disk_aliases(chunk.row.name, moe=self.shape.is_moe)):
+                if key not in tensors:
+                    properties = dcp.TensorProperties(dtype=chunk.item.dtype)
+                    tensors[key] = dcp.TensorStorageMetadata(properties, torch.Size(self._global(chunk)), [])
+                found = tensors[key]
+                assert isinstance(found, dcp.TensorStorageMetadata)
+                found.chunks.append(dcp.ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)))
+                storage[dcp.MetadataIndex(key, chunk.offsets)] = info
         for key in extra_states(self.shape):
             tensors[key] = dcp.BytesStorageMetadata()
             storage[dcp.MetadataIndex(key)] = _StorageInfo(_file_name(0), self._empty_at, len(self._empty))

@@ -1,7 +1,8 @@
 """One tensor inside a `.distcp` file: the zip archive that `torch.save` writes for it, built and read as bytes.
 
-Its size is known before its data is, so many can be laid out in one file and filled in any order. Reading parses the
-archive's directory and a pickle of fixed form (see `safe_pickle`); no code from the file runs and no data is copied.
+All bytes around the data are known before the data is, so many items can be laid out in one file and filled in any
+order. Like `torch.save` with its checksum option off, we store no checksum of the data: `torch.load` looks at none.
+Reading parses the archive's directory and a pickle of fixed form (see `safe_pickle`); no code from the file runs.
 """
 
 from __future__ import annotations
@@ -43,7 +44,6 @@ class Found:
     dtype: torch.dtype
     shape: tuple[int, ...]
     data_offset: int
-    crc: int
 
 
 class _Storage:
@@ -75,36 +75,34 @@ def _pickled(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
 
 
 class ItemLayout:
-    """The bytes around one tensor's data: `head(crc)`, then the data, then `tail(crc)`."""
+    """The bytes around one tensor's data: `head`, then the data, then `tail`."""
 
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         self.nbytes = math.prod(shape) * dtype.itemsize
         if self.nbytes >= 2**32:
             raise BadItem(f"{self.nbytes} bytes in one item; the caller must cut tensors into smaller chunks")
-        small = {b"archive/data.pkl": _pickled(dtype, shape), b"archive/byteorder": sys.byteorder.encode()}
-        self._before = list(small.items())
-        self._after = [(b"archive/version", b"3\n")]
-        self.data_offset = len(self.head(0))
-        self.length = self.data_offset + self.nbytes + len(self.tail(0))
+        before = [(b"archive/data.pkl", _pickled(dtype, shape)), (b"archive/byteorder", sys.byteorder.encode())]
+        after = (b"archive/version", b"3\n")
+        records = b"".join(_local(name, data) for name, data in before)
+        self.head = records + _local_header(b"archive/data/0", 0, self.nbytes, align_from=len(records))
+        self.data_offset = len(self.head)
+        end = self.data_offset + self.nbytes
+        self.tail = _local(*after) + _directory_of(before, (b"archive/data/0", len(records), self.nbytes), after, end)
+        self.length = end + len(self.tail)
 
-    def head(self, crc: int) -> bytes:
-        out = b"".join(_local(name, data) for name, data in self._before)
-        return out + _local_header(b"archive/data/0", crc, self.nbytes, align_from=len(out))
 
-    def tail(self, crc: int) -> bytes:
-        entries, at = [], 0
-        for name, data in self._before:
-            entries.append(_central(name, zlib.crc32(data), len(data), at))
-            at += len(_local(name, data))
-        entries.append(_central(b"archive/data/0", crc, self.nbytes, at))
-        at = self.data_offset + self.nbytes
-        records = b""
-        for name, data in self._after:
-            entries.append(_central(name, zlib.crc32(data), len(data), at + len(records)))
-            records += _local(name, data)
-        directory = b"".join(entries)
-        count, start = len(entries), at + len(records)
-        return records + directory + _END.pack(b"PK\5\6", 0, 0, count, count, len(directory), start, 0)
+def _directory_of(
+    before: list[tuple[bytes, bytes]], data: tuple[bytes, int, int], after: tuple[bytes, bytes], end: int
+) -> bytes:
+    """The central directory; `data` is (name, header offset, size), `after` starts at byte `end`."""
+    entries, at = b"", 0
+    for name, content in before:
+        entries += _central(name, zlib.crc32(content), len(content), at)
+        at += len(_local(name, content))
+    entries += _central(data[0], 0, data[2], data[1])
+    entries += _central(after[0], zlib.crc32(after[1]), len(after[1]), end)
+    count = len(before) + 2
+    return entries + _END.pack(b"PK\5\6", 0, 0, count, count, len(entries), end + len(_local(*after)), 0)
 
 
 def _local_header(name: bytes, crc: int, size: int, align_from: int | None = None) -> bytes:
@@ -130,24 +128,23 @@ def read_item(view: memoryview) -> Found:
     try:
         records = _directory(view)
         names = {name.split(b"/", 1)[-1]: entry for name, entry in records.items()}
-        offset, size, _ = _data(view, *names[b"data.pkl"])
+        offset, size = _data(view, *names[b"data.pkl"])
         dtype, shape, key, at = load_tensor_record(bytes(view[offset : offset + size]))
         if b"byteorder" in names:
-            start, length, _ = _data(view, *names[b"byteorder"])
+            start, length = _data(view, *names[b"byteorder"])
             if bytes(view[start : start + length]) != sys.byteorder.encode():
                 raise BadItem("written on a machine with the other byte order")
-        offset, size, crc = _data(view, *names[f"data/{key}".encode()])
+        offset, size = _data(view, *names[f"data/{key}".encode()])
     except (struct.error, KeyError, IndexError, UnsafePickle) as error:
         raise BadItem(f"not a tensor as torch.save writes it ({type(error).__name__}: {error})") from None
     begin, need = at * dtype.itemsize, math.prod(shape) * dtype.itemsize
     if begin + need > size:
         raise BadItem(f"holds {size} bytes of data, needs {begin + need}")
-    whole = begin == 0 and need == size
-    return Found(dtype, shape, offset + begin, crc if whole else 0)
+    return Found(dtype, shape, offset + begin)
 
 
-def _directory(view: memoryview) -> dict[bytes, tuple[int, int, int]]:
-    """Record name → (header offset, size, crc)."""
+def _directory(view: memoryview) -> dict[bytes, tuple[int, int]]:
+    """Record name → (header offset, size)."""
     _, _, _, _, count, size, start, _ = _end = _END.unpack(view[-_END.size :])
     if _end[0] != b"PK\5\6":
         raise BadItem("does not end like a zip archive (truncated?)")
@@ -161,11 +158,11 @@ def _directory(view: memoryview) -> dict[bytes, tuple[int, int, int]]:
         fields = _CENTRAL.unpack_from(view, at)
         if fields[0] != b"PK\1\2" or fields[4] != 0:
             raise BadItem("damaged or compressed archive")
-        crc, size, name_length, extra_length, comment_length, header = (*fields[7:8], *fields[9:13], fields[16])
+        size, name_length, extra_length, comment_length, header = (*fields[9:13], fields[16])
         name = bytes(view[at + _CENTRAL.size :][:name_length])
         extra = bytes(view[at + _CENTRAL.size + name_length :][:extra_length])
         size, header = _wide(extra, size, fields[8], header)
-        records[name] = (header, size, crc)
+        records[name] = (header, size)
         at += _CENTRAL.size + name_length + extra_length + comment_length
     return records
 
@@ -184,11 +181,11 @@ def _wide(extra: bytes, size: int, packed: int, header: int) -> tuple[int, int]:
     return size, header
 
 
-def _data(view: memoryview, header: int, size: int, crc: int) -> tuple[int, int, int]:
+def _data(view: memoryview, header: int, size: int) -> tuple[int, int]:
     fields = _LOCAL.unpack_from(view, header)
     if fields[0] != b"PK\3\4":
         raise BadItem("damaged archive")
     start = header + _LOCAL.size + fields[9] + fields[10]
     if start + size > len(view):
         raise BadItem("truncated")
-    return start, size, crc
+    return start, size

@@ -1,0 +1,157 @@
+"""How fast the converters are, beside `cp` of the same bytes in the same run, and how much memory they take.
+
+    python benchmarks/convert.py                      # two random-weight bf16 models, about 3.7 and 6.2 GB
+    python benchmarks/convert.py --layers 4 8 --rounds 1
+
+Needs about four times the largest model on the disk of --folder, and removes what it wrote. Every measurement is a
+fresh process; source files are in the page cache for `cp` and converter alike; rounds alternate between them and the
+table shows the fastest of each. The converters flush to disk before they return and `cp` does not, so `cp` is shown
+with and without a flush.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_dapo.config.model import ModelShape
+from megatron_dapo.weights.hf_layout import HFLayout
+from megatron_dapo.weights.mapping import stored_rows
+from megatron_dapo.weights.stream import stream
+
+CONFIG = {
+    "architectures": ["Qwen2ForCausalLM"], "hidden_size": 2048, "intermediate_size": 11008, "num_attention_heads": 16,
+    "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "rope_theta": 1e6, "rms_norm_eps": 1e-6, "model_type": "qwen2",
+}  # fmt: skip
+
+
+class RandomSource:
+    """Rows of noise, cut from one buffer: writing the model must not take longer than measuring it."""
+
+    path = Path("noise")
+
+    def __init__(self, shape: ModelShape) -> None:
+        self._widths = {row.name: row.shape[1:] for row in stored_rows(shape)}
+        self._noise = (torch.randn(32 * 2**20, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
+
+    def dtype(self, name: str) -> torch.dtype:
+        return torch.bfloat16
+
+    def rows(self, name: str, start: int, count: int) -> Tensor:
+        width = self._widths[name]
+        size = count * (width[0] if width else 1)
+        at = (hash(name) + start * 7919) % (self._noise.numel() - size)
+        return self._noise[at : at + size].view(count, *width)
+
+    def release(self, name: str, start: int, count: int) -> None:
+        pass
+
+    def where(self, name: str) -> str:
+        return name
+
+
+def make_model(path: Path, layers: int) -> None:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": layers}))
+    shape = ModelShape.from_dir(path)
+    layout = HFLayout(shape, {row.name: torch.bfloat16 for row in stored_rows(shape)})
+    stream(RandomSource(shape), layout.items, layout.files(path))
+    layout.write_index(path)
+
+
+CHILD = """
+import json, resource, sys
+from megatron_dapo.weights import convert
+report = getattr(convert, sys.argv[1])(sys.argv[2], sys.argv[3])
+print(json.dumps([report.seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024]))
+"""
+
+
+def run_convert(kind: str, source: Path, destination: Path) -> tuple[float, float, int]:
+    """(seconds of the conversion with its flush, seconds with the start of the process, peak RSS in bytes)."""
+    began = time.monotonic()
+    command = [sys.executable, "-c", CHILD, kind, str(source), str(destination)]
+    seconds, rss = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return seconds, time.monotonic() - began, rss
+
+
+def run_cp(source: Path, destination: Path) -> tuple[float, float]:
+    """(seconds of `cp -r`, the same with a flush of what it wrote)."""
+    began = time.monotonic()
+    subprocess.run(["cp", "-r", str(source), str(destination)], check=True)
+    copied = time.monotonic() - began
+    for file in destination.rglob("*"):
+        if file.is_file():
+            fd = os.open(file, os.O_RDONLY)
+            os.fsync(fd)
+            os.close(fd)
+    return copied, time.monotonic() - began
+
+
+def measure(kind: str, source: Path, folder: Path, rounds: int) -> dict[str, float]:
+    cp, cp_flush, ours, process, rss = [], [], [], [], []
+    subprocess.run(f"cat {source}/* > /dev/null 2>&1", shell=True, check=False)
+    for _ in range(rounds):
+        for runner in ("cp", "convert"):
+            target = folder / "out"
+            os.sync()
+            if runner == "cp":
+                a, b = run_cp(source, target)
+                cp.append(a)
+                cp_flush.append(b)
+            else:
+                a, b, c = run_convert(kind, source, target)
+                ours.append(a)
+                process.append(b)
+                rss.append(c)
+            shutil.rmtree(target)
+    return {
+        "cp": min(cp), "cp_flush": min(cp_flush), "ours": min(ours), "process": min(process), "rss": max(rss),
+    }  # fmt: skip
+
+
+def show(label: str, nbytes: int, m: dict[str, float]) -> None:
+    print(
+        f"{label:<24}{nbytes / 1e9:6.2f} GB   cp {m['cp']:5.2f} s   cp+flush {m['cp_flush']:5.2f} s   "
+        f"convert {m['ours']:5.2f} s ({nbytes / m['ours'] / 1e9:.2f} GB/s, process {m['process']:.2f} s)   "
+        f"{m['ours'] / m['cp']:.2f} x cp, {m['ours'] / m['cp_flush']:.2f} x cp+flush   "
+        f"peak RSS {m['rss'] / 1e9:.2f} GB",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, nargs="+", default=[16, 32], help="sizes to measure")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--folder", help="where to write (default: the system's temporary folder)")
+    args = parser.parse_args()
+    for layers in args.layers:
+        with tempfile.TemporaryDirectory(prefix="convert-", dir=args.folder) as name:
+            folder = Path(name)
+            make_model(folder / "hf", layers)
+            nbytes = sum(f.stat().st_size for f in (folder / "hf").iterdir())
+            show(
+                f"hf-to-megatron, {layers} layers",
+                nbytes,
+                measure("hf_to_megatron", folder / "hf", folder, args.rounds),
+            )
+            run_convert("hf_to_megatron", folder / "hf", folder / "megatron")
+            shutil.rmtree(folder / "hf")
+            m = measure("megatron_to_hf", folder / "megatron", folder, args.rounds)
+            show(f"megatron-to-hf, {layers} layers", nbytes, m)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""`megatron-dapo convert …`: runs a conversion with a progress bar and says what came of it."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from megatron_dapo.weights import convert
+from megatron_dapo.weights.verify import verify as compare
+
+NOT_FINITE = 3
+_SHOWN = 20
+
+
+@contextlib.contextmanager
+def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Bytes done, bytes/s and time left, on stderr; nothing when it is not a terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
+               TimeRemainingColumn())  # fmt: skip
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def hf_to_megatron(
+    source: str, destination: str, dtype: str | None, overwrite: bool, allow_nan: bool, workers: int | None
+) -> int:
+    with _bar("hf → megatron") as progress:
+        report = convert.hf_to_megatron(
+            source, destination, dtype=dtype, overwrite=overwrite, workers=workers, progress=progress
+        )
+    return _finish(report, allow_nan)
+
+
+def megatron_to_hf(
+    source: str,
+    destination: str,
+    dtype: str | None,
+    overwrite: bool,
+    allow_nan: bool,
+    workers: int | None,
+    reference: str | None,
+    shard_size: float,
+) -> int:
+    with _bar("megatron → hf") as progress:
+        report = convert.megatron_to_hf(
+            source, destination, reference=reference, dtype=dtype, overwrite=overwrite, workers=workers,
+            max_shard=int(shard_size * 1e9), progress=progress,
+        )  # fmt: skip
+    return _finish(report, allow_nan)
+
+
+def verify(a: str, b: str, reference: str | None, tolerance: float, workers: int | None) -> int:
+    with _bar("verify") as progress:
+        result = compare(a, b, reference=reference, tolerance=tolerance, workers=workers, progress=progress)
+    for line in result.differences[:_SHOWN]:
+        print(line)
+    if len(result.differences) > _SHOWN:
+        print(f"… and {len(result.differences) - _SHOWN} more")
+    verdict = "bitwise equal" if not result.largest else f"equal within {result.largest:.3g}"
+    if not result.same:
+        verdict = f"{len(result.differences)} differences"
+    print(f"{result.tensors} tensors, {result.nbytes / 1e9:.2f} GB compared: {verdict}")
+    return 0 if result.same else 1
+
+
+def _finish(report: convert.Report, allow_nan: bool) -> int:
+    print(report)
+    for name in report.missing:
+        print(f"note: the HF model has no {name}", file=sys.stderr)
+    for where in report.not_finite[:_SHOWN]:
+        print(f"warning: {where} has values that are NaN or infinite", file=sys.stderr)
+    if len(report.not_finite) > _SHOWN:
+        print(f"warning: … and {len(report.not_finite) - _SHOWN} more", file=sys.stderr)
+    return NOT_FINITE if report.not_finite and not allow_nan else 0
