@@ -26,6 +26,7 @@ _UNIT = re.compile(
     rf"({_PLAIN})\s*(?:\\?%)?\s*(?:\\(?:text|mathrm|mbox|textbf|operatorname)\s?\{{\s?[A-Za-z][A-Za-z\s./-]*\}}|"
     r"[A-Za-z][A-Za-z\s./-]+)(?:\^\{?[23]\}?|²|³)?"
 )
+_DEGREES = re.compile(r"\s?(?:\^\s?\{?\s?\\circ\s?\}?|°)$")
 # Words that change the value, or join two answers: a number followed by one of them is no number with a unit.
 _NOT_UNITS = re.compile(
     r"(?i)hundred|thousand|million|billion|trillion|dozen|half|halves|third|quarter|percent|score|pair|pi\b|sqrt|"
@@ -89,6 +90,7 @@ def number(text: str) -> Fraction | None:
     text = _ASSIGNMENT.sub("", text.strip(), count=1) if "=" in text[:24] else text.strip()
     if len(text) > MAX_DIGITS:
         return None
+    text = _DEGREES.sub("", text)
     plain = _NUMBER.fullmatch(text)
     if plain is None:
         unit = _UNIT.fullmatch(text)

@@ -1,0 +1,260 @@
+"""Evaluation against closed forms, with an engine whose answers are known in advance."""
+
+import asyncio
+import io
+import json
+import math
+
+import pytest
+from rich.console import Console
+
+from megatron_dapo.config import ConfigError, parse_config
+from megatron_dapo.config.evaluate import EvalConfig
+from megatron_dapo.config.reward import RewardConfig
+from megatron_dapo.evaluate import (
+    Answer,
+    EvaluationError,
+    ProblemResult,
+    clustered_interval,
+    evaluate,
+    majority,
+    pass_at_k,
+    student_t,
+    summarise,
+)
+from megatron_dapo.reward import RewardPool
+from megatron_dapo.rollout.engine import Completion, EngineError, SamplingParams
+from megatron_dapo.types import FinishReason, Grade, Prompt, as_logprobs, as_tokens
+
+
+def problem(index: int) -> Prompt:
+    return Prompt(f"p{index}", f"template of question {index}", as_tokens([index]), str(100 + index),
+                  meta={"question": f"question {index}"})  # fmt: skip
+
+
+class KnownEngine:
+    """Problem i: answer j is right when j < right[i]; wrong ones say 1, 2, 1, 2, …; `cut` of them are truncated."""
+
+    def __init__(self, right: list[int], cut: int = 0) -> None:
+        self.right, self.cut = right, cut
+        self.requests: dict[str, SamplingParams] = {}
+        self.in_flight = self.most_in_flight = 0
+
+    async def generate(self, request_id, prompt, params):
+        self.requests[request_id] = params
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        await asyncio.sleep(0.001 * (len(self.requests) % 3))  # finish out of order
+        self.in_flight -= 1
+        i, j = int(prompt[0]), int(request_id.rsplit("-", 1)[1])
+        text = f"Answer: {100 + i}" if j < self.right[i] else f"Answer: {1 + j % 2}"
+        tokens = as_tokens(range(10 + j))
+        reason = FinishReason.LENGTH if j < self.cut else FinishReason.STOP
+        return Completion(tokens, as_logprobs([0.0] * len(tokens)), reason, text)
+
+
+def run(engine, count, config, seed=0, **more):
+    async def main():
+        async with RewardPool(RewardConfig(grader="math")) as pool:
+            return await evaluate(engine, [problem(i) for i in range(count)], pool, config, seed, **more)
+
+    return asyncio.run(main())
+
+
+CONFIG = EvalConfig(samples=32, max_response_tokens=64)
+
+
+def test_avg_at_32_of_a_deterministic_engine_is_exact():
+    right = [0, 1, 8, 16, 20, 32]
+    engine = KnownEngine(right, cut=4)
+    result = run(engine, 6, CONFIG)
+    assert result.avg == sum(right) / (6 * 32) == 77 / 192
+    assert result.mean_tokens == 10 + 31 / 2
+    assert result.truncation_rate == 4 / 32
+    assert result.pass_at[1] == pytest.approx(result.avg, abs=1e-12)
+    assert result.pass_at[32] == 5 / 6
+    assert list(result.pass_at) == [1, 2, 4, 8, 16, 32]
+    # 1 of 32 right loses to 15 or 16 votes for "1"; 8 to 12 and 12; 16 right beat 8 and 8.
+    assert result.majority == 3 / 6
+    assert (result.ungraded, result.unusable) == (0, 0)
+
+
+def test_every_answer_has_its_own_seed_which_depends_on_nothing_else():
+    one, same, other, fewer = (KnownEngine([1] * 3) for _ in range(4))
+    first = run(one, 3, CONFIG, seed=7)
+    assert run(same, 3, CONFIG, seed=7).to_record()["problems"] == first.to_record()["problems"]
+    run(other, 3, CONFIG, seed=8)
+    run(fewer, 2, EvalConfig(samples=4, max_response_tokens=64), seed=7)
+    seeds = {key: params.seed for key, params in one.requests.items()}
+    assert len(set(seeds.values())) == 96
+    assert seeds == {key: params.seed for key, params in same.requests.items()}
+    assert not set(seeds.values()) & {params.seed for params in other.requests.values()}
+    assert all(seeds[key] == params.seed for key, params in fewer.requests.items())
+
+
+def test_the_configured_sampling_reaches_the_engine():
+    sections = {
+        "rollout": {"max_response_tokens": 99, "stop": ["\n\n"]},
+        "evaluate": {"samples": 3, "top_p": 0.7, "concurrency": 2},
+    }
+    config = parse_config(sections).resolved_evaluate
+    engine, seen = KnownEngine([1, 1]), []
+    run(engine, 2, config, progress=lambda done, total: seen.append((done, total)))
+    params = engine.requests["eval-p0-0"]
+    assert (params.max_new_tokens, params.temperature, params.top_p, params.top_k, params.stop) == (
+        99,
+        1.0,
+        0.7,
+        -1,
+        ("\n\n",),
+    )
+    assert engine.most_in_flight == 2
+    assert seen == [(i, 6) for i in range(1, 7)]
+    own = parse_config(
+        {"evaluate": {"max_response_tokens": 5, "stop": []}, "rollout": {"stop": ["x"]}}
+    ).resolved_evaluate
+    assert (own.max_response_tokens, own.stop) == (5, [])
+
+
+@pytest.mark.parametrize("answers", [1, 5, 8])
+def test_pass_at_k_is_the_share_of_draws_with_a_right_answer(answers):
+    from itertools import combinations
+
+    for right in range(answers + 1):
+        for k in range(1, answers + 1):
+            draws = list(combinations([True] * right + [False] * (answers - right), k))
+            assert pass_at_k(answers, right, k) == pytest.approx(sum(map(any, draws)) / len(draws), abs=1e-12)
+
+
+def answer(correct: bool | None, extracted: str | None = None) -> Answer:
+    return Answer("", 1, "stop", correct, extracted, "")
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        ([answer(True, "42"), answer(True, "42.0"), answer(False, "7")], 1.0),  # right ones are one answer
+        ([answer(True, "42"), answer(False, "7"), answer(False, " 7 ")], 0.0),
+        ([answer(True, "42"), answer(False, "7")], 0.5),
+        ([answer(True, "42"), answer(False, "7"), answer(False, "8")], 1 / 3),
+        ([answer(True, "42"), answer(False), answer(False)], 1.0),  # no answer is no vote
+        ([answer(False), answer(False)], 0.0),
+        ([answer(False, "7"), answer(False, "8"), answer(False, "8")], 0.0),
+    ],
+)
+def test_majority(answers, expected):
+    assert majority(answers) == pytest.approx(expected)
+
+
+def test_majority_of_a_binomial_closed_form():
+    """Two candidates, n odd: maj@n is 1 exactly when more than half are right."""
+    for n in (1, 3, 7, 31):
+        for right in range(n + 1):
+            votes = [answer(True, "1")] * right + [answer(False, "0")] * (n - right)
+            assert majority(votes) == float(right > n / 2)
+
+
+def test_student_t_against_the_tables():
+    for freedom, expected in ((1, 12.7062), (2, 4.3027), (3, 3.1824), (9, 2.2622), (29, 2.0452), (1318, 1.9618)):
+        assert student_t(0.95, freedom) == pytest.approx(expected, abs=5e-5)
+    assert student_t(0.99, 10) == pytest.approx(3.1693, abs=5e-5)
+
+
+def test_the_interval_is_clustered_by_problem():
+    """Two problems, one always and one never right: 64 answers, but only two independent facts."""
+    result = run(KnownEngine([32, 0]), 2, CONFIG)
+    assert result.interval == (0.0, 1.0)
+    assert result.sampling_error == 0.0
+    means = [0.25, 0.5, 0.5, 0.75]
+    half = 3.1824 * math.sqrt((0.0625 + 0 + 0 + 0.0625) / 3 / 4)
+    assert clustered_interval(means, 0.95) == pytest.approx((0.5 - half, 0.5 + half), abs=1e-4)
+    assert clustered_interval([0.5], 0.95) is None
+
+
+def test_the_sampling_error_is_that_of_the_answers():
+    """One problem, 8 of 32 right: s²/n with s² = n/(n−1)·p(1−p)."""
+    result = run(KnownEngine([8]), 1, CONFIG)
+    assert result.sampling_error == pytest.approx(math.sqrt(0.25 * 0.75 / 31))
+    assert result.interval is None
+
+
+def test_ungraded_answers_are_left_out_and_counted():
+    config = EvalConfig(samples=4, max_response_tokens=1)
+    half = ProblemResult("a", "", "", [answer(True, "1"), answer(False, "0"), answer(None), answer(None)])
+    none = ProblemResult("b", "", "", [answer(None)] * 4)
+    full = ProblemResult("c", "", "", [answer(True, "1")] * 4)
+    result = summarise([half, none, full], config, 0, 0.0)
+    assert result.avg == (0.5 + 1.0) / 2  # not 5/12, not 5/8
+    assert (result.ungraded, result.unusable) == (6, 1)
+    assert result.pass_at[4] == 1.0
+    with pytest.raises(EvaluationError, match="not one of 4 answers could be graded"):
+        summarise([none], config, 0, 0.0)
+
+
+def test_a_grader_that_extracts_nothing_has_no_majority():
+    result = summarise([ProblemResult("a", "", "", [answer(True), answer(False)])], EvalConfig(samples=2), 0, 0.0)
+    assert result.majority is None and "eval/maj@2" not in result.metrics()
+
+
+def test_errors_end_the_evaluation():
+    class Broken(KnownEngine):
+        async def generate(self, request_id, prompt, params):
+            if request_id == "eval-p1-3":
+                raise EngineError("server 2: connection refused")
+            return await super().generate(request_id, prompt, params)
+
+    class Aborting(KnownEngine):
+        async def generate(self, request_id, prompt, params):
+            return Completion(as_tokens([1]), as_logprobs([0.0]), FinishReason.ABORT)
+
+    with pytest.raises(EngineError, match="server 2"):
+        run(Broken([1] * 3), 3, CONFIG)
+    with pytest.raises(EvaluationError, match="aborted answer 0 of problem p0"):
+        run(Aborting([1]), 1, CONFIG)
+    with pytest.raises(EvaluationError, match="no problem to evaluate"):
+        run(KnownEngine([]), 0, CONFIG)
+
+
+def test_what_is_written_and_shown(tmp_path):
+    result = run(KnownEngine([1, 2]), 2, EvalConfig(samples=2, max_response_tokens=64))
+    result.write(tmp_path / "out")
+    record = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert record["avg"] == 0.75 and record["pass_at"] == {"1": 0.75, "2": 1.0} and record["samples"] == 2
+    assert "clustered by problem" in record["interval_kind"]
+    assert [a["extracted"] for a in record["problems"][0]["answers"]] == ["100", "2"]
+    files = sorted((tmp_path / "out" / "answers").iterdir())
+    assert [f.name for f in files] == ["0001-p0.txt", "0002-p1.txt"]
+    text = files[0].read_text()
+    assert "1 of 2 right, reference 100" in text and "question 0" in text and "template" not in text
+    assert "answer 2: wrong (different number), 11 tokens, stop, extracted: 2" in text and "Answer: 2" in text
+    console = Console(width=140, record=True, file=io.StringIO())
+    console.print(result.table("AIME"))
+    shown = console.export_text()
+    for part in ("AIME: 2 problems × 2 answers", "avg@2", "75.00%", "pass@1", "maj@2", "mean length", "95% interval"):
+        assert part in shown
+    assert result.metrics()["eval/avg@2"] == 0.75
+
+
+def test_lone_surrogates_do_not_break_the_files(tmp_path):
+    broken = ProblemResult("a", "q", "1", [Answer("bad \ud800", 1, "stop", False, "bad \ud800", "")])
+    summarise([broken], EvalConfig(samples=1), 0, 0.0).write(tmp_path)
+    assert json.loads((tmp_path / "results.json").read_text())["problems"][0]["right"] == 0
+
+
+def test_the_configuration():
+    with pytest.raises(ConfigError, match=r"evaluate: pass_at has 64, but needs 1 ≤ k ≤ samples \(32\)"):
+        parse_config({"evaluate": {"pass_at": [64]}})
+    assert EvalConfig(samples=10).pass_at_values == [1, 2, 4, 8, 10]
+    assert EvalConfig(samples=1).pass_at_values == [1]
+    assert EvalConfig(samples=10, pass_at=[5, 1, 5]).pass_at_values == [1, 5]
+    with pytest.raises(ValueError, match="resolved_evaluate"):
+        run(KnownEngine([1]), 1, EvalConfig())
+
+
+def test_a_grade_can_come_from_any_pool():
+    class Pool:
+        async def grade(self, prompt, sample):
+            return Grade(sample.text.endswith("100"), 1.0, sample.text)
+
+    result = asyncio.run(evaluate(KnownEngine([5]), [problem(0)], Pool(), CONFIG, 0))
+    assert result.problems[0].right == 5
