@@ -34,9 +34,36 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--version", action="version", version=f"megatron-dapo {__version__}")
     sub = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_eval(sub)
     _add_convert(sub)
     _add_selfcheck(sub)
     return parser
+
+
+def _add_eval(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    def run(args: argparse.Namespace) -> int:
+        from megatron_dapo.config import load_config
+        from megatron_dapo.evaluate import run
+
+        short = {"policy.model": args.model, "evaluate.data.path": args.data, "evaluate.samples": args.samples}
+        settings = [f"{key}={value}" for key, value in short.items() if value is not None]
+        config = load_config(args.config, [*args.set, *settings])
+        run(config, args.out or f"{config.trainer.run_dir}/eval", args.seed)
+        return 0
+
+    parser = add_command(
+        sub, "eval", run,
+        "Answer every problem of a benchmark k times and report avg@k, pass@k and maj@k.",
+        "examples:\n  megatron-dapo eval run.yaml --data aime_2024.jsonl --samples 32 --out results/aime\n"
+        "  megatron-dapo eval run.yaml --model RUN/hf --set evaluate.top_p=1.0",
+    )  # fmt: skip
+    parser.add_argument("config", metavar="CONFIG", help="YAML file; its evaluate, reward, rollout and policy count")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting")
+    parser.add_argument("--model", metavar="DIR", help="HF model directory (policy.model)")
+    parser.add_argument("--data", metavar="FILE", help="benchmark, jsonl or parquet (evaluate.data.path)")
+    parser.add_argument("--samples", type=int, metavar="K", help="answers per problem (evaluate.samples)")
+    parser.add_argument("--out", metavar="DIR", help="where results.json and answers/ go (default: RUN_DIR/eval)")
+    parser.add_argument("--seed", type=int, default=0, help="of the sampled answers (default 0)")
 
 
 def _add_convert(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

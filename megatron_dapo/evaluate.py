@@ -19,9 +19,10 @@ from pathlib import Path
 from statistics import fmean, variance
 from typing import TYPE_CHECKING, Any, Protocol
 
+from megatron_dapo.config import Config, ConfigError, check_config
 from megatron_dapo.config.evaluate import EvalConfig
 from megatron_dapo.errors import UserError
-from megatron_dapo.rollout.engine import Completion, SamplingParams, derive_seed
+from megatron_dapo.rollout.engine import Completion, Engine, SamplingParams, derive_seed
 from megatron_dapo.types import FinishReason, Grade, Prompt, Sample, Tokens
 
 if TYPE_CHECKING:
@@ -299,3 +300,47 @@ def _readable(number: int, problem: ProblemResult) -> str:
         head = f"answer {index}: {verdict} ({answer.reason}), {answer.tokens} tokens, {answer.finish_reason}"
         lines += ["", "-" * 100, f"{head}, extracted: {answer.extracted}", "-" * 100, answer.text]
     return "\n".join(lines) + "\n"
+
+
+def run(config: Config, out: str | Path, seed: int) -> EvalResult:
+    """`megatron-dapo eval`: loads the benchmark and the policy, evaluates, writes `out` and prints the table."""
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+    from transformers import AutoTokenizer
+
+    from megatron_dapo.data import load_prompts
+    from megatron_dapo.reward import RewardPool
+
+    if check_config(config) is None:
+        raise ConfigError("policy.model is empty: name the HF directory of the model to evaluate")
+    console, settings = Console(), config.resolved_evaluate
+    tokenizer = AutoTokenizer.from_pretrained(config.policy.model)
+    prompts = load_prompts(settings.data, tokenizer, config.rollout.max_prompt_tokens)
+    console.print(prompts.report.summary(), highlight=False, soft_wrap=True)
+
+    async def main() -> EvalResult:
+        engine = await _open_engine(config)
+        try:
+            with Bar(console=console, transient=True) as bar:
+                task = bar.add_task("answers", total=len(prompts) * settings.samples)
+                async with RewardPool(config.reward) as pool:
+                    return await evaluate(
+                        engine, prompts, pool, settings, seed, lambda done, _: bar.update(task, completed=done)
+                    )
+        finally:
+            await engine.close()
+
+    result = asyncio.run(main())
+    result.write(out)
+    console.print(result.table(Path(settings.data.path).stem))
+    console.print(f"written: {Path(out) / 'results.json'}, and the answers to read in {Path(out) / 'answers'}")
+    return result
+
+
+async def _open_engine(config: Config) -> Engine:
+    """The engine that `rollout.engine` names, serving `policy.model`."""
+    if config.rollout.engine != "embedded":
+        raise ConfigError(f"rollout.engine {config.rollout.engine!r} cannot be evaluated yet: use 'embedded'")
+    from megatron_dapo.rollout.embedded import EmbeddedEngine
+
+    return EmbeddedEngine.from_directory(config.policy.model, config.rollout.embedded)

@@ -258,3 +258,46 @@ def test_a_grade_can_come_from_any_pool():
 
     result = asyncio.run(evaluate(KnownEngine([5]), [problem(0)], Pool(), CONFIG, 0))
     assert result.problems[0].right == 5
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory):
+    """A random Qwen2 of a few thousand parameters with the character tokenizer."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from megatron_dapo.data import save_arithmetic_tokenizer
+
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("model")
+    shape = Qwen2Config(
+        vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=64, eos_token_id=1, bos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    Qwen2ForCausalLM(shape).save_pretrained(folder)
+    save_arithmetic_tokenizer(folder)
+    return folder
+
+
+def test_the_command(tmp_path, tiny_model, capsys):
+    from megatron_dapo.cli import main
+    from megatron_dapo.data import arithmetic_problems, write_arithmetic
+
+    write_arithmetic(tmp_path / "sums.jsonl", arithmetic_problems(1, 3, seed=0, split="held-out"))
+    (tmp_path / "run.yaml").write_text(
+        f"policy: {{model: {tiny_model}, micro_batch_tokens: 64}}\n"
+        "rollout: {engine: embedded, max_prompt_tokens: 16, max_response_tokens: 6}\n"
+        f"trainer: {{run_dir: {tmp_path / 'run'}}}\n"
+        "evaluate: {data: {template: plain}}\n"
+    )
+    arguments = ["eval", str(tmp_path / "run.yaml"), "--data", str(tmp_path / "sums.jsonl"), "--samples", "4"]
+    assert main(arguments) == 0
+    shown = capsys.readouterr().out
+    assert "sums: 3 problems × 4 answers" in shown and "avg@4" in shown
+    first = json.loads((tmp_path / "run" / "eval" / "results.json").read_text())
+    assert len(first["problems"]) == 3 and all(len(p["answers"]) == 4 for p in first["problems"])
+    assert len(list((tmp_path / "run" / "eval" / "answers").iterdir())) == 3
+    assert main([*arguments, "--out", str(tmp_path / "again")]) == 0
+    assert json.loads((tmp_path / "again" / "results.json").read_text())["problems"] == first["problems"]
+    assert main([*arguments, "--model", "/nowhere"]) == 2
+    assert "policy.model: /nowhere is not a directory" in capsys.readouterr().err

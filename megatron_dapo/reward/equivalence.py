@@ -46,6 +46,9 @@ def decide(reference: str, answer: str) -> tuple[bool, str] | None:
     """(correct, reason) where plain reading settles it; None where it takes mathematics."""
     if not answer:
         return False, "empty answer"
+    if reference.isdecimal() and answer.isdecimal() and len(answer) <= MAX_DIGITS:  # most answers, by far
+        same = int(reference) == int(answer)
+        return same, "same number" if same else "different number"
     if same_text(reference, answer):
         return True, "same text"
     if len(answer) > max(MAX_ANSWER_CHARS, 2 * len(reference)):

@@ -27,25 +27,54 @@ _WRAPPERS = [
 ]  # fmt: skip
 _ONE_FORMULA = re.compile(r"[^$\d]*(?<!\\)\$([^$]+)(?<!\\)\$[^$\d]*")
 SHORT_LINE = 60
+WINDOW = 1000  # characters at the end that are searched first: most answers stand there
 
 
 def final_answer(response: str) -> str | None:
     """The answer as written, cleaned; None when the response gives none. A lone short line is its own answer."""
-    text = _INVISIBLE.sub("", _SPECIAL_TOKEN.sub("", response)).translate(_FULL_WIDTH)
-    marker = None
-    for marker in _MARKER.finditer(text):  # noqa: B007  (the last one counts)
-        pass
+    found = _find(_visible(response[-WINDOW:]))
+    if found is None and len(response) > WINDOW:
+        found = _find(_visible(response))
+    if found is not None:
+        return clean(found)
+    lone = _visible(response[: 2 * WINDOW]).strip() if len(response) <= 2 * WINDOW else ""
+    return clean(lone) if lone and len(lone) <= SHORT_LINE and "\n" not in lone else None
+
+
+def _find(text: str) -> str | None:
+    marker = _last_marker(text)
     box = _last_boxes(text) if "box" in text else None
     if box is not None and (marker is None or box[0] >= marker.start()):
-        return clean(box[1])
-    if marker is not None:
-        return clean(_line_after(text, marker.end()))
-    lone = text.strip()
-    return clean(lone) if lone and len(lone) <= SHORT_LINE and "\n" not in lone else None
+        return box[1]
+    return None if marker is None else _line_after(text, marker.end())
+
+
+def _last_marker(text: str) -> re.Match[str] | None:
+    """The last `Answer:`. Looks from the end, which is several times faster than going through all of them."""
+    if not text.isascii():  # lower() may change the length
+        return max(_MARKER.finditer(text), key=re.Match.start, default=None)
+    lower = text.lower()
+    position = lower.rfind("answer")
+    while position >= 0:
+        marker = _MARKER.match(text, position)
+        if marker:
+            return marker
+        position = lower.rfind("answer", 0, position)
+    return None
+
+
+def _visible(text: str) -> str:
+    if "<" in text:
+        text = _SPECIAL_TOKEN.sub("", text)
+    if not text.replace("\n", "").isprintable():
+        text = _INVISIBLE.sub("", text)
+    return text if text.isascii() else text.translate(_FULL_WIDTH)
 
 
 def clean(answer: str) -> str:
     """An answer without what surrounds it: delimiters, emphasis, a closing full stop, "the answer is"."""
+    if answer.isdigit():
+        return answer
     answer = _PREAMBLE.sub("", answer.strip(), count=1) if answer[:40].lower().count("answer") else answer.strip()
     for _ in range(8):
         before = answer
