@@ -44,9 +44,9 @@ async def integers(count: int) -> None:
         grades = await grade(pool, pairs)
         seconds, used = time.perf_counter() - started, time.process_time() - used
     assert [g.correct for g in grades] == [i % 3 != 2 for i in range(count)]
-    rate = count / seconds
     print(
-        f"integer answers: {rate:.0f} a second, goal {GOAL_PER_SECOND} ({count}, of {len(REASONING)} characters each)"
+        f"integer answers: {count / seconds:.0f} a second, goal {GOAL_PER_SECOND}; {count / used:.0f} per second of CPU "
+        f"time, on one core ({count} of {len(REASONING)} characters each, load average {os.getloadavg()[0]:.1f})"
     )
 
 
