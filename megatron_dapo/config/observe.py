@@ -4,8 +4,30 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import Field
+
 from megatron_dapo.config.base import Section
 
 
+class WandbConfig(Section):
+    """Weights & Biases; needs the extra `wandb`. Offline runs are uploaded later with `wandb sync`."""
+
+    mode: Literal["off", "online", "offline"] = "off"
+    project: str = "megatron-dapo"
+    entity: str | None = None
+    name: str | None = Field(None, description="null: the run directory's name.")
+    group: str | None = None
+    tags: list[str] = Field(default_factory=list)
+
+
 class ObserveConfig(Section):
-    console: Literal["auto", "rich", "plain", "off"] = "auto"
+    console: Literal["auto", "rich", "plain", "off"] = Field(
+        "auto", description="auto: a live display on a terminal, one plain line per step elsewhere."
+    )
+    samples_every: int = Field(10, ge=0, description="Steps between two transcripts in samples/; 0: none.")
+    samples_groups: int = Field(2, ge=1, description="Prompts in one transcript.")
+    samples_answers: int = Field(4, ge=1, description="Answers to each of them; right and wrong ones take turns.")
+    warnings: bool = Field(True, description="Say when a metric looks unhealthy, and why (docs/diagnosis.md).")
+    report: bool = Field(True, description="Write report.html when the run ends.")
+    wandb: WandbConfig = WandbConfig()
+    tensorboard: bool = Field(False, description="Event files in logs/tensorboard; needs the extra `tensorboard`.")

@@ -1,0 +1,178 @@
+"""The observer: rank 0 tells it what happens, and it records and shows it. All other ranks have a `NullObserver`.
+
+Promises:
+- The line of a step is on disk in metrics.jsonl before `step` returns.
+- After `rewind(n)` the files hold what a run that ended with step n would have left: a resumed run's metrics.jsonl and
+  samples/ equal an uninterrupted run's, except for wall-clock metrics (`names.is_wall_clock`).
+- Nothing that is drawn, warned about or sent to a tracker can change or end the training. Only a metrics.jsonl that
+  cannot be written does.
+
+Steps count from 1: `step(3, …)` is the third, and the step of the checkpoint `step_3`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from megatron_dapo.config.observe import ObserveConfig
+from megatron_dapo.observe import transcripts
+from megatron_dapo.observe.console import Display, SamplingProgress, make_display
+from megatron_dapo.observe.records import EVAL, STEP, MetricsFile, Record, plain_numbers
+from megatron_dapo.types import Group
+
+
+class Phase:
+    """A part of a step that is being timed; `update` draws how far it is."""
+
+    def __init__(self, name: str, display: Display) -> None:
+        self.name, self._display = name, display
+        self.started = time.monotonic()
+        self.inner = 0.0  # seconds of phases within this one, which count as theirs
+
+    def update(self, done: float, total: float, text: str = "") -> None:
+        self._display.progress(self.name, done, total, text)
+
+
+class Stopwatch:
+    """Seconds by phase since the last lap. Phases may nest, each second counts once, so they add up to the lap."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._stack: list[Phase] = []
+        self._lap_started: float | None = None
+
+    def enter(self, phase: Phase) -> None:
+        if self._lap_started is None:
+            self._lap_started = phase.started
+        self._stack.append(phase)
+
+    def leave(self, phase: Phase) -> None:
+        elapsed = time.monotonic() - phase.started
+        self._stack.remove(phase)
+        if self._stack:
+            self._stack[-1].inner += elapsed
+        self._seconds[phase.name] = self._seconds.get(phase.name, 0.0) + elapsed - phase.inner
+
+    def lap(self) -> dict[str, float]:
+        """`time/<phase>`, `time/other` and `time/step` since the last lap or, the first time, the first phase."""
+        now = time.monotonic()
+        total = 0.0 if self._lap_started is None else now - self._lap_started
+        other = max(0.0, total - sum(self._seconds.values()))
+        found = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
+        self._seconds, self._lap_started = {}, now
+        return found | {"time/other": other, "time/step": total}
+
+
+class Observer:
+    """Draws, records, warns. `first_step` steps were done before this process; `settings` is the resolved config."""
+
+    def __init__(
+        self, config: ObserveConfig, run_dir: Path, *, total_steps: int, settings: dict[str, Any], first_step: int = 0
+    ) -> None:
+        self._config, self._dir = config, Path(run_dir)
+        self._total, self._step = total_steps, first_step
+        self._file = MetricsFile(self._dir / "metrics.jsonl")
+        self._display = make_display(config.console, self._dir.name)
+        self._watch_time = Stopwatch()
+        self._recent: deque[float] = deque(maxlen=20)
+
+    def phase(self, name: str) -> AbstractContextManager[Phase]:
+        """Times a part of the current step: `time/<name>` of the next `step`. Phases of one thread; they may nest."""
+        return self._phase(name)
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[Phase]:
+        phase = Phase(name, self._display)
+        self._watch_time.enter(phase)
+        self._display.phase_started(name)
+        try:
+            yield phase
+        finally:
+            self._watch_time.leave(phase)
+            self._display.phase_ended(name)
+
+    def sampling(self, progress: SamplingProgress) -> None:
+        """Draws the sampler's progress; cheap, and safe from any thread."""
+        self._display.sampling(progress)
+
+    def step(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group] = ()) -> None:
+        """Records a finished step, with the times of the phases since the last one."""
+        times = self._watch_time.lap()
+        record = Record(step, STEP, plain_numbers(metrics) | times)
+        if transcripts.is_due(step, self._config.samples_every) and groups:
+            chosen = transcripts.choose(step, groups, self._config.samples_groups, self._config.samples_answers)
+            transcripts.write(self._dir / "samples", step, chosen)
+        self._file.append(record)  # after the transcripts: a step that is recorded has them
+        self._step = step
+        self._recent.append(times["time/step"])
+        self._display.step(step, self._total, record.metrics, self._remaining())
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Records scores after `step`. Scores that are on record for this step (a resumed run's) are not repeated."""
+        record = Record(step, EVAL, plain_numbers(metrics))
+        known = {name for r in self._file.records if (r.step, r.kind) == (step, EVAL) for name in r.metrics}
+        if not set(record.metrics) <= known:
+            self._file.append(record)
+        self._display.evaluation(step, record.metrics)
+
+    def warn(self, message: str) -> None:
+        """Shown, and kept in logs/warnings.log."""
+        self._display.warn(message)
+
+    def rewind(self, step: int) -> None:
+        """Forgets everything recorded after `step`: the run goes on from its checkpoint of that step."""
+        self._file.rewind(step)
+        transcripts.rewind(self._dir / "samples", step)
+        self._step = step
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must hold so that a resumed run goes on in the same places. JSON values."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Before the first `step`."""
+
+    def close(self, status: str) -> None:
+        """The last call; `status` is a word for the reader: finished, stopped, failed."""
+        self._file.close()
+        self._display.close(status)
+
+    def _remaining(self) -> float | None:
+        return fmean(self._recent) * max(0, self._total - self._step) if self._recent else None
+
+
+class NullObserver(Observer):
+    """For ranks other than 0: the same methods, no file, no output."""
+
+    def __init__(self) -> None:
+        pass
+
+    def phase(self, name: str) -> AbstractContextManager[Phase]:
+        return self._silent_phase(name)
+
+    @contextmanager
+    def _silent_phase(self, name: str) -> Iterator[Phase]:
+        yield Phase(name, Display())
+
+    def sampling(self, progress: SamplingProgress) -> None: ...
+
+    def step(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group] = ()) -> None: ...
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def warn(self, message: str) -> None: ...
+
+    def rewind(self, step: int) -> None: ...
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+    def close(self, status: str) -> None: ...
