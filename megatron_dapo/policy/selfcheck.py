@@ -33,7 +33,7 @@ from megatron_dapo.policy.ranks import run_ranks
 from megatron_dapo.policy.runtime import Rendezvous, Runtime, initialize, shutdown
 from megatron_dapo.policy.synthetic import awkward_batch, random_hf_weights, synthetic_shape
 from megatron_dapo.policy.update import Policy
-from megatron_dapo.weights.live import Place, live_rows
+from megatron_dapo.weights.live import live_rows
 from megatron_dapo.weights.mapping import OUTPUT, table
 from megatron_dapo.weights.shards import hf_tensors, unshard
 
@@ -161,8 +161,7 @@ def gather_full(policy: Policy, runtime: Runtime, *, gradient: bool) -> dict[str
     """Collective. Full HF-named tensors on rank 0; {} elsewhere. For small models: nothing is streamed."""
     if gradient and policy.config.policy.distributed_optimizer:
         _complete_gradient_buffers(policy)
-    groups = runtime.groups
-    place = Place(groups.tp.rank(), groups.tp.size(), groups.ep.rank(), groups.ep.size(), 0, 1)
+    place = policy.place
     mine = {
         row.name: (place.tp_rank, (parameter.main_grad if gradient else parameter.data).detach().cpu().clone())  # type: ignore[attr-defined]
         for row, parameter in live_rows(policy.model, policy.shape, place)

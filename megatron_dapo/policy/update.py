@@ -38,7 +38,8 @@ from megatron_dapo.policy.model import DTYPES, PolicyModel, build_model
 from megatron_dapo.policy.packing import Layout, PackedMicroBatch, pack
 from megatron_dapo.policy.runtime import Runtime
 from megatron_dapo.policy.schedule import plan
-from megatron_dapo.weights.live import load_hf_weights
+from megatron_dapo.weights.live import Place, load_hf_weights
+from megatron_dapo.weights.sync import WeightStream
 
 MakeLossFunc = Callable[[PackedMicroBatch], Any]
 
@@ -90,20 +91,19 @@ class Policy:
             use_distributed_optimizer=self.config.policy.distributed_optimizer,
         )
 
+    @property
+    def place(self) -> Place:
+        """Where this rank stands among those that share weights."""
+        groups = self.runtime.groups
+        return Place(groups.tp.rank(), groups.tp.size(), groups.ep.rank(), groups.ep.size(), etp_rank=0, etp_size=1)
+
+    def weight_stream(self, bucket_bytes: int = 512 << 20) -> WeightStream:
+        """Collective. The weights as buckets of HF-named tensors on rank 0, for the engines."""
+        return WeightStream(self.model, self.shape, self.place, bucket_bytes=bucket_bytes)
+
     def load_hf(self, source: str | os.PathLike[str] | Mapping[str, Tensor]) -> None:
         """Fills the model from a HF directory or HF-named tensors: every tensor accounted for, or an error."""
-        groups = self.runtime.groups
-        load_hf_weights(
-            self.model,
-            self.shape,
-            source,
-            tp_rank=groups.tp.rank(),
-            tp_size=groups.tp.size(),
-            ep_rank=groups.ep.rank(),
-            ep_size=groups.ep.size(),
-            etp_rank=0,
-            etp_size=1,
-        )
+        load_hf_weights(self.model, self.shape, source, self.place)
         self.optimizer.reload_model_params()
 
     def log_probs(self, batch: TrainBatch) -> tuple[Floats, Floats]:

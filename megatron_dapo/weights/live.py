@@ -45,17 +45,14 @@ class Place:
         return range(self.ep_rank * count, (self.ep_rank + 1) * count)
 
 
+WHOLE = Place()
+
+
 def load_hf_weights(
     model_chunks: Sequence[nn.Module],
     shape: ModelShape,
     source: str | os.PathLike[str] | Mapping[str, Tensor],
-    *,
-    tp_rank: int = 0,
-    tp_size: int = 1,
-    ep_rank: int = 0,
-    ep_size: int = 1,
-    etp_rank: int | None = None,
-    etp_size: int | None = None,
+    place: Place = WHOLE,
 ) -> int:
     """Fill every parameter of the chunks from a HF directory or a dict of HF-named tensors; returns how many.
 
@@ -63,23 +60,16 @@ def load_hf_weights(
     in the table, and when a row that this rank owns has no live parameter.
     """
     weights = source if isinstance(source, Mapping) else HFDirectory(source)
-    place = Place(tp_rank, tp_size, ep_rank, ep_size, etp_rank, etp_size)
     check_hf_names(weights, shape)
-    filled = 0
-    for row, parameter in live_rows(model_chunks, shape, place):
+    found = list(live_rows(model_chunks, shape, place))
+    for row, parameter in found:
+        _check_shape(row, parameter, place)
+    for row, parameter in found:
         rank, size = place.cut(row)
         rows = parameter.shape[0] * size if row.vocabulary else None
-        _check_vocabulary(row, rows)
-        part = shard(row, megatron_tensor(row, weights), rank, size, rows=rows)
-        if part.shape != parameter.shape:
-            raise WeightsError(
-                f"{row.name}: tensor-parallel rank {rank} of {size} should hold {tuple(part.shape)}, "
-                f"but the live parameter has {tuple(parameter.shape)}"
-            )
         with torch.no_grad():
-            parameter.copy_(part)
-        filled += 1
-    return filled
+            parameter.copy_(shard(row, megatron_tensor(row, weights), rank, size, rows=rows))
+    return len(found)
 
 
 def live_rows(model_chunks: Sequence[nn.Module], shape: ModelShape, place: Place) -> Iterator[tuple[Row, nn.Parameter]]:
@@ -87,6 +77,8 @@ def live_rows(model_chunks: Sequence[nn.Module], shape: ModelShape, place: Place
     rows, experts = table(shape), place.experts(shape)
     for chunk in model_chunks:
         core = _core(chunk)
+        if core.config.num_layers != shape.layers:
+            raise WeightsError(f"the model has {core.config.num_layers} layers, the weights have {shape.layers}")
         offset = _layer_offset(core)
         expected = {name for name, row in rows.items() if _belongs(row, core, offset, experts)}
         for live, parameter in core.named_parameters():
@@ -141,9 +133,18 @@ def _belongs(row: Row, core: Any, offset: int, experts: range) -> bool:
     return bool(core.post_process)
 
 
-def _check_vocabulary(row: Row, rows: int | None) -> None:
+def _check_shape(row: Row, parameter: Tensor, place: Place) -> None:
+    """The live parameter is this rank's part of the row; no data is looked at."""
+    rank, size = place.cut(row)
+    rows = parameter.shape[0] * size if row.vocabulary else None
     if rows is not None and rows < row.shape[0]:
         raise WeightsError(f"{row.name}: the live model has {rows} rows for a vocabulary of {row.shape[0]}")
+    part = shard(row, torch.empty(row.shape, device="meta"), rank, size, rows=rows)
+    if part.shape != parameter.shape:
+        raise WeightsError(
+            f"{row.name}: tensor-parallel rank {rank} of {size} should hold {tuple(part.shape)}, "
+            f"but the live parameter has {tuple(parameter.shape)}"
+        )
 
 
 def _list(names: set[str], limit: int = 5) -> str:

@@ -1,0 +1,63 @@
+"""The trainer's side of weight sync: from any layout, the buckets on rank 0 are exactly the HF tensors."""
+
+import pytest
+import torch
+
+from megatron_dapo.policy.ranks import run_ranks
+from megatron_dapo.policy.runtime import initialize
+from megatron_dapo.policy.selfcheck import LayoutSpec, check_config
+from megatron_dapo.policy.synthetic import random_hf_weights, synthetic_shape
+from megatron_dapo.policy.update import Policy
+from megatron_dapo.weights import sync
+
+
+def synced(place, layout, model, bucket_bytes, rounds):
+    config = check_config(LayoutSpec.parse(layout))
+    runtime = initialize(config.policy, rendezvous=place)
+    policy = Policy(config, synthetic_shape(model), runtime)
+    stream = policy.weight_stream(bucket_bytes)
+    found = []
+    for seed in range(rounds):
+        policy.load_hf(random_hf_weights(policy.shape, seed))
+        found.append([[(name, tensor.clone()) for name, tensor in bucket] for bucket in stream.buckets()])
+    return found, stream.total_bytes
+
+
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [("single", "dense"), ("tp2sp", "dense"), ("pp2", "tied"), ("pp2vpp2", "tied"), ("dp2do", "tied"),
+     ("tp2pp2", "dense"), ("ep2", "moe"), ("ep2tp2sp", "moe"), ("cp2", "dense")],
+)  # fmt: skip
+def test_buckets_are_the_hf_tensors_bit_for_bit(layout, model):
+    limit = 20_000
+    results = run_ranks(LayoutSpec.parse(layout).world_size, synced, layout, model, limit, 2)
+    rounds, total = results[0]
+    for seed, buckets in enumerate(rounds):
+        expected = random_hf_weights(synthetic_shape(model), seed)
+        names = [name for bucket in buckets for name, _ in bucket]
+        assert sorted(names) == sorted(expected)  # each once
+        for bucket in buckets:
+            for name, tensor in bucket:
+                assert torch.equal(tensor, expected[name]), name
+        sizes = [sum(t.nbytes for _, t in bucket) for bucket in buckets]
+        assert len(buckets) > 3
+        assert all(
+            size <= limit or len({n.rsplit(".", 2)[0] for n, _ in b}) == 1
+            for size, b in zip(sizes, buckets, strict=True)
+        )
+        assert sum(sizes) == total
+    for rounds, _ in results[1:]:
+        assert all(bucket == [] for buckets in rounds for bucket in buckets)
+
+
+def test_a_shard_nobody_holds_is_an_error(monkeypatch):
+    with pytest.raises(Exception, match="cannot be put together"):
+        run_ranks(1, without_one_parameter)
+
+
+def without_one_parameter(place):
+    config = check_config(LayoutSpec.parse("single"))
+    policy = Policy(config, synthetic_shape("dense"), initialize(config.policy, rendezvous=place))
+    real = sync.live_rows
+    sync.live_rows = lambda *args: list(real(*args))[:-1]
+    policy.weight_stream()
