@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from megatron_dapo.weights import convert
+from megatron_dapo.weights.shards import WeightsError
 from megatron_dapo.weights.verify import verify as compare
 
 NOT_FINITE = 3
@@ -22,9 +23,12 @@ def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
                TimeRemainingColumn())  # fmt: skip
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task(what, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+    try:
+        with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+            task = progress.add_task(what, total=None)
+            yield lambda done, total: progress.update(task, completed=done, total=total)
+    except OSError as error:
+        raise WeightsError(f"{error.filename or what}: {error.strerror or error}") from error
 
 
 def hf_to_megatron(

@@ -1,0 +1,98 @@
+"""HF → Megatron → HF is bit-exact, complete and loadable, and a dtype is changed only on request."""
+
+import json
+
+import pytest
+import tiny_qwen
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from megatron_dapo.weights.convert import hf_to_megatron, megatron_to_hf
+from megatron_dapo.weights.safetensors_files import HFDirectory
+from megatron_dapo.weights.verify import verify
+
+
+def tensors(folder):
+    """Read by the safetensors library, not by our reader."""
+    return {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind", tiny_qwen.KINDS)
+def test_bit_exact(kind, dtype, tmp_path):
+    source = tiny_qwen.save(tiny_qwen.build(kind, dtype), tmp_path / "hf", shard="200KB")
+    hf_to_megatron(source, tmp_path / "megatron")
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "again", reference=source, max_shard=150_000)
+    before, after = tensors(source), tensors(tmp_path / "again")
+    assert before.keys() == after.keys()
+    for name in before:
+        assert before[name].dtype == after[name].dtype == dtype
+        assert torch.equal(before[name].view(torch.uint8), after[name].view(torch.uint8)), name
+    assert verify(source, tmp_path / "megatron").same
+
+
+@pytest.mark.parametrize("kind", ["qwen2-tied", "qwen3-moe"])
+def test_the_result_is_a_complete_hf_model(models, kind, tmp_path):
+    hf_to_megatron(models[kind], tmp_path / "megatron")
+    report = megatron_to_hf(tmp_path / "megatron", tmp_path / "again", max_shard=150_000)
+    assert report.missing == []
+    index = json.loads((tmp_path / "again/model.safetensors.index.json").read_text())
+    found = tensors(tmp_path / "again")
+    assert set(index["weight_map"]) == set(found)
+    assert index["metadata"]["total_size"] == sum(t.numel() * t.element_size() for t in found.values())
+    assert len(set(index["weight_map"].values())) > 1
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (models[kind] / name).read_bytes()
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, tiny_qwen.build(kind)(ids).logits)
+
+
+def test_dtype_changes_on_request_and_config_says_so(models, tmp_path):
+    hf_to_megatron(models["qwen3"], tmp_path / "megatron", dtype="bfloat16")
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "kept")
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "wide", dtype="float32")
+    original = tensors(models["qwen3"])
+    for name, t in tensors(tmp_path / "kept").items():
+        assert torch.equal(t, original[name].bfloat16())
+        assert torch.equal(tensors(tmp_path / "wide")[name], t.float())
+    said = {name: json.loads((tmp_path / name / "config.json").read_text()) for name in ("kept", "wide")}
+    assert said["kept"]["dtype"] == "bfloat16" and said["wide"]["dtype"] == "float32"
+
+
+def test_a_copy_of_the_embedding_as_head_is_accepted_only_if_it_is_one(models, tmp_path):
+    from safetensors.torch import save_file
+
+    from megatron_dapo.weights.shards import WeightsError
+
+    found = tensors(models["qwen2-tied"])
+    for label, head in (
+        ("same", found["model.embed_tokens.weight"]),
+        ("other", found["model.embed_tokens.weight"] + 1),
+    ):
+        folder = tmp_path / label
+        folder.mkdir()
+        (folder / "config.json").write_bytes((models["qwen2-tied"] / "config.json").read_bytes())
+        save_file({**found, "lm_head.weight": head.clone()}, folder / "model.safetensors")
+    hf_to_megatron(tmp_path / "same", tmp_path / "ok")
+    assert verify(models["qwen2-tied"], tmp_path / "ok").same
+    with pytest.raises(WeightsError, match=r"lm_head\.weight differs from the embedding"):
+        hf_to_megatron(tmp_path / "other", tmp_path / "no")
+    assert not (tmp_path / "no").exists()
+
+
+def test_large_tensors_are_cut_into_chunks(models, tmp_path, monkeypatch):
+    """Chunks of a few rows and blocks of a few bytes give the same weights as whole ones."""
+    from megatron_dapo.weights import stream, torch_dist_layout
+
+    monkeypatch.setattr(torch_dist_layout, "MAX_CHUNK", 5_000)
+    monkeypatch.setattr(torch_dist_layout, "MAX_FILE", 60_000)
+    monkeypatch.setattr(stream, "BLOCK", 700)
+    hf_to_megatron(models["qwen3-moe"], tmp_path / "megatron", workers=3)
+    assert len(list((tmp_path / "megatron").glob("*.distcp"))) > 5
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "again")
+    before, after = HFDirectory(models["qwen3-moe"]), tensors(tmp_path / "again")
+    assert all(torch.equal(before[name], after[name]) for name in before)

@@ -1,0 +1,142 @@
+"""A checkpoint is data: whatever its pickles say, no code runs."""
+
+import io
+import os
+import pickle
+import zipfile
+
+import pytest
+import torch
+
+from megatron_dapo.cli import main
+from megatron_dapo.weights.convert import hf_to_megatron
+from megatron_dapo.weights.safe_pickle import UnsafePickle, load_metadata, load_tensor_record
+from megatron_dapo.weights.torch_item import BadItem, ItemLayout, read_item
+
+
+class Evil:
+    """Pickles as a call, e.g. os.system("touch FILE")."""
+
+    def __init__(self, function, *args):
+        self.call = function, args
+
+    def __reduce__(self):
+        return self.call
+
+
+@pytest.fixture
+def checkpoint(models, tmp_path):
+    hf_to_megatron(models["qwen2"], tmp_path / "megatron")
+    return tmp_path / "megatron"
+
+
+def test_the_attack_works_on_a_plain_unpickler(tmp_path):
+    """So the tests below would notice."""
+    pickle.loads(pickle.dumps(Evil(os.system, f"touch {tmp_path / 'proof'}")))
+    assert (tmp_path / "proof").exists()
+
+
+@pytest.mark.parametrize("command", ["megatron-to-hf", "verify"])
+@pytest.mark.parametrize("where", [".metadata", "inside", "item"])
+def test_malicious_pickle_is_refused_and_does_not_run(checkpoint, models, tmp_path, capsys, where, command):
+    proof = tmp_path / "proof"
+    evil = Evil(os.system, f"touch {proof}")
+    if where == ".metadata":
+        (checkpoint / ".metadata").write_bytes(pickle.dumps(evil))
+    elif where == "inside":
+        metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
+        metadata.planner_data = {"x": evil}
+        (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+    else:
+        metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
+        key = next(k for k in metadata.storage_data if k.fqn == "decoder.final_layernorm.weight")
+        stream = io.BytesIO()
+        torch.save(evil, stream)
+        metadata.storage_data[key].relative_path = "__9_9.distcp"
+        metadata.storage_data[key].offset, metadata.storage_data[key].length = 0, len(stream.getvalue())
+        (checkpoint / "__9_9.distcp").write_bytes(stream.getvalue())
+        (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+    other = [str(tmp_path / "out")] if command == "megatron-to-hf" else [str(models["qwen2"])]
+    assert main(["convert", command, str(checkpoint), *other]) == 2
+    message = capsys.readouterr().err
+    assert "posix.system" in message and str(checkpoint) in message
+    assert not proof.exists() and not (tmp_path / "out").exists()
+
+
+def test_common_pt_and_objects_are_never_opened(checkpoint, tmp_path):
+    proof = tmp_path / "proof"
+    torch.save(Evil(os.system, f"touch {proof}"), checkpoint / "common.pt")
+    assert main(["convert", "megatron-to-hf", str(checkpoint), str(tmp_path / "out")]) == 0
+    assert not proof.exists()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        Evil(eval, "1"),
+        Evil(exec, "1"),
+        Evil(getattr, 1, "real"),
+        Evil(__import__, "os"),
+        Evil(torch.load, "x"),
+        Evil(open, "x"),
+    ],
+    ids=["eval", "exec", "getattr", "import", "torch.load", "open"],
+)
+def test_names_off_the_list(call):
+    with pytest.raises(UnsafePickle, match="it asks for"):
+        load_metadata(pickle.dumps(call))
+    with pytest.raises(UnsafePickle, match="it asks for"):
+        load_tensor_record(pickle.dumps(call))
+
+
+def test_stand_ins_are_inert(checkpoint):
+    """What the reader returns is made of our own records, numbers, strings and dtypes."""
+    found = load_metadata((checkpoint / ".metadata").read_bytes())
+    assert type(found).__module__ == "megatron_dapo.weights.safe_pickle"
+    properties = next(iter(found["state_dict_metadata"].values()))["properties"]
+    assert type(properties).__module__ == "megatron_dapo.weights.safe_pickle" and properties.state[0] is torch.float32
+
+
+def test_damaged_pickles_are_refused():
+    for data in (b"", b"junk", pickle.dumps([1, 2]), pickle.dumps({"a": 1})[:-3]):
+        with pytest.raises(UnsafePickle):
+            load_metadata(data)
+
+
+def test_paths_may_not_leave_the_checkpoint(checkpoint, tmp_path, capsys):
+    metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        info.relative_path = "../megatron/" + info.relative_path
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert main(["convert", "megatron-to-hf", str(checkpoint), str(tmp_path / "out")]) == 2
+    assert "not a file name in this directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tensor", [torch.randn(3, 5).bfloat16(), torch.randn(7), torch.randn(1, 2, 33).double()])
+def test_items_are_what_torch_reads_and_writes(tensor):
+    data = tensor.contiguous().view(torch.uint8).numpy().tobytes()
+    layout = ItemLayout(tensor.dtype, tuple(tensor.shape))
+    ours = layout.head + data + layout.tail
+    assert len(ours) == layout.length and layout.data_offset % 64 == 0
+    assert torch.equal(torch.load(io.BytesIO(ours), weights_only=True), tensor)
+    stream = io.BytesIO()
+    torch.save(tensor, stream)
+    for item in (ours, stream.getvalue()):
+        found = read_item(memoryview(item))
+        assert (found.dtype, found.shape) == (tensor.dtype, tuple(tensor.shape))
+        assert item[found.data_offset : found.data_offset + len(data)] == data
+
+
+def test_items_that_are_not_one_plain_tensor():
+    def saved(value):
+        stream = io.BytesIO()
+        torch.save(value, stream)
+        return stream.getvalue()
+
+    good = saved(torch.randn(4, 4))
+    compressed = io.BytesIO()
+    with zipfile.ZipFile(compressed, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", b"x" * 1000)
+    for bad in (saved(torch.randn(4, 4).t()), saved([torch.ones(2)]), good[:-30], b"\0" * 200, compressed.getvalue()):
+        with pytest.raises(BadItem):
+            read_item(memoryview(bad))

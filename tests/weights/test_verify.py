@@ -1,0 +1,73 @@
+"""`convert verify` says same only for the same, and names what differs."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_dapo.cli import main
+from megatron_dapo.weights.convert import hf_to_megatron
+from megatron_dapo.weights.verify import verify
+
+NAME = "model.layers.3.self_attn.v_proj.weight"
+
+
+def changed(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def flip_last_bit(tensors):
+    tensors[NAME].view(torch.int32)[-1, -1] ^= 1
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3-moe"])
+def test_one_bit(models, copy_of, tmp_path, capsys, kind):
+    other = changed(copy_of(kind), flip_last_bit)
+    hf_to_megatron(models[kind], tmp_path / "a")
+    hf_to_megatron(other, tmp_path / "b")
+    for left, right in ((models[kind], other), (models[kind], tmp_path / "b"), (tmp_path / "a", tmp_path / "b")):
+        result = verify(left, right)
+        assert len(result.differences) == 1 and result.differences[0].startswith(f"{NAME}: 1 of ")
+        assert main(["convert", "verify", str(left), str(right)]) == 1
+        assert NAME in capsys.readouterr().out
+    assert main(["convert", "verify", str(models[kind]), str(tmp_path / "a")]) == 0
+    assert "bitwise equal" in capsys.readouterr().out
+    assert main(["convert", "verify", str(models[kind]), str(other), "--tolerance", "1e-3"]) == 0
+
+
+def test_a_sign_of_zero_and_a_nan_are_differences(copy_of, models):
+    zero = changed(copy_of("qwen2"), lambda t: t[NAME].fill_(0.0))
+    assert not verify(models["qwen2"], zero).same
+
+    import shutil
+
+    for value, tolerance in ((-0.0, 0.0), (torch.nan, 0.0), (torch.nan, 1e9)):
+        other = shutil.copytree(zero, zero.with_name(f"other{value}{tolerance}"))
+        changed(other, lambda t, value=value: t[NAME][5].fill_(value))
+        assert not verify(zero, other, tolerance=tolerance).same
+        assert verify(other, other).same
+
+
+def test_names_shapes_and_dtypes(models, copy_of):
+    def change(tensors):
+        tensors["model.norm.weight"] = tensors["model.norm.weight"].bfloat16()
+        tensors["model.layers.0.input_layernorm.weight"] = torch.ones(3)
+        tensors["new"] = tensors.pop(NAME)
+
+    found = "\n".join(verify(models["qwen2"], changed(copy_of("qwen2"), change)).differences)
+    assert "model.norm.weight: dtype torch.float32 and torch.bfloat16" in found
+    assert "model.layers.0.input_layernorm.weight: shape (64,) and (3,)" in found
+    assert f"{NAME}: only in {models['qwen2']}" in found and "new: only in" in found
+    assert found.count("\n") == 3
+
+
+def test_two_megatron_checkpoints_need_to_know_the_model(models, tmp_path):
+    from megatron_dapo.weights.shards import WeightsError
+
+    hf_to_megatron(models["qwen3"], tmp_path / "a")
+    (tmp_path / "a/hf/config.json").unlink()
+    with pytest.raises(WeightsError, match="--reference"):
+        verify(tmp_path / "a", tmp_path / "a")
+    assert verify(tmp_path / "a", tmp_path / "a", reference=models["qwen3"]).same
