@@ -32,8 +32,9 @@ CONFIG = "metadata.json"
 _NOT_WEIGHTS = re.compile(r"(^|\.)(optimizer|chained_\d+|rng_state|opt_param_scheduler)(\.|/|$)")
 
 
-def is_torch_dist(path: Path) -> bool:
-    return (path / METADATA).exists()
+def torch_dist_in(path: Path) -> Path | None:
+    """The torch_dist checkpoint at `path`: the directory itself, or the `policy` folder of a run's `step_N`."""
+    return next((folder for folder in (path, path / "policy") if (folder / METADATA).exists()), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class TorchDistDirectory:
     """The weights of a torch_dist checkpoint by canonical name."""
 
     def __init__(self, path: str | os.PathLike[str], shape: ModelShape) -> None:
-        self.path, self.shape = Path(path), shape
+        self.path, self.shape = torch_dist_in(Path(path)) or Path(path), shape
         self._tensors = read_metadata(self.path)
         self._maps: dict[Path, mmap.mmap] = {}
         self._by_lead: dict[str, dict[tuple[int, ...], list[Chunk]]] = {}

@@ -22,7 +22,7 @@ from megatron_dapo.weights.mapping import stored_rows
 from megatron_dapo.weights.safetensors_files import HFDirectory
 from megatron_dapo.weights.shards import WeightsError
 from megatron_dapo.weights.stream import BLOCK, Source, Take, default_workers
-from megatron_dapo.weights.torch_dist_files import TorchDistDirectory, is_torch_dist
+from megatron_dapo.weights.torch_dist_files import TorchDistDirectory, torch_dist_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def _config_of(a: Path, b: Path, reference: str | Path | None) -> Path | None:
 
 
 def _open(path: Path, config: Path | None) -> tuple[Source, dict[str, Entry]]:
-    if not is_torch_dist(path):
+    if torch_dist_in(path) is None:
         weights = HFDirectory(path)
         entries = {
             name: Entry(stored.shape, stored.dtype, (Take(name, 0, stored.shape[0] if stored.shape else 1),))

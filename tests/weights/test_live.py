@@ -10,6 +10,7 @@ import torch
 
 from megatron_dapo.config import ModelShape, parse_config
 from megatron_dapo.policy.batch import TrainBatch
+from megatron_dapo.policy.checkpoint import load_weights, save_policy
 from megatron_dapo.policy.ranks import run_ranks
 from megatron_dapo.policy.runtime import RankError, initialize
 from megatron_dapo.policy.synthetic import awkward_batch, random_hf_weights
@@ -56,18 +57,10 @@ def transformers_logprobs(kind):
     return torch.cat(out).numpy()
 
 
-def sharded_state(policy):
-    return {f"model{i}": chunk.sharded_state_dict() for i, chunk in enumerate(policy.model)}
-
-
 def load_and_score(place, folder, checkpoint, options):
     """Random weights, replaced by Megatron's own loader, then log-probs."""
-    from megatron.core import dist_checkpointing
-
     policy = build_policy(place, folder, options)
-    loaded = dist_checkpointing.load(sharded_state(policy), str(checkpoint))
-    for i, chunk in enumerate(policy.model):
-        chunk.load_state_dict(loaded[f"model{i}"])
+    load_weights(policy, checkpoint)
     groups = policy.runtime.groups
     position = Place(groups.tp.rank(), groups.tp.size(), groups.ep.rank(), groups.ep.size(), 0, 1)
     hf = HFDirectory(folder)
@@ -95,22 +88,18 @@ def test_megatron_loads_a_converted_checkpoint(models, tmp_path, kind, world, op
 
 
 def save_after_update(place, folder, checkpoint, options, metadata):
-    """One optimizer update, then what a trainer saves: weights and optimizer state."""
+    """One optimizer update, then a save: the trainer's with optimizer state, or Megatron's with other options."""
     from megatron.core import dist_checkpointing
 
     policy = build_policy(place, folder, options)
     policy.load_hf(folder)
     policy.update(awkward_batch(policy.shape, seed=1))
-    if metadata is not None:
-        metadata = {**metadata, "dp_cp_group": policy.runtime.groups.dp_cp}
-    state = {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(policy.model)}
     if metadata is None:
-        how = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
-        state["optimizer"] = policy.optimizer.sharded_state_dict(
-            state["model0"], metadata={**how, "dp_cp_group": policy.runtime.groups.dp_cp}
-        )
-    state["step"] = 1
-    dist_checkpointing.save(state, str(checkpoint))
+        save_policy(policy, checkpoint)
+    else:
+        metadata = {**metadata, "dp_cp_group": policy.runtime.groups.dp_cp}
+        state = {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(policy.model)}
+        dist_checkpointing.save(state, str(checkpoint))
     groups = policy.runtime.groups
     position = Place(groups.tp.rank(), groups.tp.size(), groups.ep.rank(), groups.ep.size(), 0, 1)
     rows = live_rows(policy.model, policy.shape, position)
@@ -122,17 +111,18 @@ def save_after_update(place, folder, checkpoint, options, metadata):
     [
         ("qwen2", 4, TP2_PP2, None),
         ("qwen2-tied", 4, TP2_PP2, None),
+        ("qwen3", 2, PP2_VPP2, None),
         ("qwen3-moe", 2, TP2_EP2, None),
         ("qwen3-moe", 2, EP2, {"singleton_local_shards": True}),
         ("qwen3", 2, PP2_VPP2, {"non_homogeneous_layers": True}),
     ],
 )
 def test_a_checkpoint_of_the_policy_exports(models, tmp_path, kind, world, options, metadata):
-    checkpoint = tmp_path / "step_1"
-    checkpoint.mkdir()
+    checkpoint = tmp_path / "step_1" / "policy"
+    checkpoint.mkdir(parents=True)
     ranks = run_ranks(world, save_after_update, models[kind], checkpoint, options, metadata, timeout=120)
     (checkpoint / "common.pt").write_bytes(b"must not be opened")
-    megatron_to_hf(checkpoint, tmp_path / "hf", reference=models[kind])
+    megatron_to_hf(checkpoint.parent, tmp_path / "hf", reference=models[kind])
     shape, exported = ModelShape.from_dir(models[kind]), HFDirectory(tmp_path / "hf")
     compared, changed = set(), 0
     for row in table(shape).values():
