@@ -133,6 +133,9 @@ class RolloutConfig(Section):
         description="accuracy: keep 0 < correct < G. reward-range: keep max ≠ min of the scores. "
         "python:module.function: your own, Group -> (keep, reason) or bool.",
     )
+    max_staleness: int = Field(
+        0, ge=0, le=1, description="1: the next batch is generated while this one trains, with weights one step older."
+    )
     sampler: SamplerConfig = SamplerConfig()
     embedded: EmbeddedConfig = EmbeddedConfig()
     servers: ServerConfig = ServerConfig()

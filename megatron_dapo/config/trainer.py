@@ -1,18 +1,50 @@
-"""`trainer`: how many steps, of what size, and what is saved."""
+"""`trainer`: how many steps, of what size, what is saved, and when a run must stop."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 from pydantic import Field, model_validator
 
 from megatron_dapo.config.base import Section
 
 
+class CheckpointConfig(Section):
+    every: int = Field(5, ge=0, description="Save every this many steps, and at the end; 0: only at the end.")
+    keep: int = Field(2, ge=1, description="Newest checkpoints to keep.")
+    keep_best: bool = Field(True, description="Also keep the checkpoint with the best `best_metric`.")
+    best_metric: str = Field(
+        "", description="Metric of the last evaluation or step; empty: the evaluation's avg@k, or else the accuracy."
+    )
+
+
+class GateConfig(Section):
+    """Before the first update the trainer's log-probs of the engine's samples must agree with the engine's own."""
+
+    enabled: bool = True
+    max_mean_gap: float = Field(0.05, gt=0, description="Largest mean |trainer − engine| in nats; 0.05 suits bf16.")
+    max_gap: float = Field(5.0, gt=0, description="Largest |trainer − engine| of a single token.")
+
+
 class TrainerConfig(Section):
     run_dir: str = "runs/default"
+    ranks: int | None = Field(
+        None, ge=1, description="Ranks to start on this machine; null: all GPUs, or as many as the layout needs."
+    )
     steps: int = Field(330, gt=0, description="Rollout steps; each makes prompts_per_step/mini_batch_prompts updates.")
     prompts_per_step: int = Field(512, gt=0)
     mini_batch_prompts: int = Field(32, gt=0, description="Prompts (groups) per optimizer update.")
     seed: int = 0
+    old_logprobs: Literal["auto", "recompute", "engine"] = Field(
+        "auto",
+        description="What the ratio compares with. recompute: the trainer's own log-probs before the first update of "
+        "a step. engine: the engine's. auto: recompute where a step makes more than one update.",
+    )
+    max_skipped_updates: int = Field(
+        3, ge=0, description="Updates in a row that may be skipped for a NaN or infinity before the run stops."
+    )
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    gate: GateConfig = GateConfig()
 
     @model_validator(mode="after")
     def _whole_mini_batches(self) -> TrainerConfig:
@@ -26,3 +58,7 @@ class TrainerConfig(Section):
     @property
     def updates_per_step(self) -> int:
         return self.prompts_per_step // self.mini_batch_prompts
+
+    @property
+    def recomputes_old_logprobs(self) -> bool:
+        return self.old_logprobs == "recompute" or (self.old_logprobs == "auto" and self.updates_per_step > 1)

@@ -7,11 +7,14 @@ the error carries the first failing rank's reason.
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import signal
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -23,7 +26,7 @@ from megatron_dapo.policy.runtime import RankError, Rendezvous
 
 
 def run_ranks(
-    world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 300.0, grace: float = 5.0
+    world_size: int, function: Callable[..., Any], *args: Any, timeout: float | None = 300.0, grace: float = 5.0
 ) -> list[Any]:
     """Calls `function(rendezvous, *args)` in `world_size` forked ranks; returns their results in rank order."""
     context = multiprocessing.get_context("fork")
@@ -37,27 +40,47 @@ def run_ranks(
             sender.close()
             pipes.append(receiver)
             processes.append(process)
+        previous = _pass_on_signals(processes)
         try:
             results = _collect(pipes, processes, timeout, grace)
             for process in processes:  # they have answered; let them end by themselves
                 process.join(timeout=grace)
             return results
         finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
             for process in processes:
                 if process.is_alive():
                     process.kill()
                 process.join()
 
 
-def _collect(pipes: list[Any], processes: list[ForkProcess], timeout: float, grace: float) -> list[Any]:
+def _pass_on_signals(processes: list[ForkProcess]) -> dict[int, Any]:
+    """What asks us to stop, asks our ranks. Returns the handlers to put back; {} outside the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+
+    def pass_on(number: int, _: Any) -> None:
+        for process in processes:
+            if process.is_alive() and process.pid is not None:
+                os.kill(process.pid, number)
+
+    return {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGUSR1)}
+
+
+def _collect(pipes: list[Any], processes: list[ForkProcess], timeout: float | None, grace: float) -> list[Any]:
     """Waits for every rank; after the first failure the others get `grace` seconds to say why they fail, too."""
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}
-    deadline = time.monotonic() + timeout
+    deadline = math.inf if timeout is None else time.monotonic() + timeout
     waiting = dict(enumerate(pipes))
     while waiting:
-        ready = multiprocessing.connection.wait(list(waiting.values()), timeout=max(0.0, deadline - time.monotonic()))
+        ready = multiprocessing.connection.wait(
+            list(waiting.values()), timeout=min(60.0, max(0.0, deadline - time.monotonic()))
+        )
         if not ready:
+            if time.monotonic() < deadline:
+                continue
             if not failures:
                 raise RankError(f"ranks {sorted(waiting)} did not finish within {timeout:.0f} s")
             break
@@ -82,6 +105,8 @@ def _collect(pipes: list[Any], processes: list[ForkProcess], timeout: float, gra
 
 def _rank_main(sender: Any, place: Rendezvous, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
     try:
         ok, value = True, function(place, *args)
     except RankError as error:

@@ -52,6 +52,7 @@ class Policy:
     def __init__(self, config: Config, shape: ModelShape, runtime: Runtime) -> None:
         self.config, self.shape, self.runtime = config, shape, runtime
         self.updates = 0
+        self._reference: list[Tensor] | None = None
         self.model: list[PolicyModel] = build_model(shape, config.policy, runtime)
         self.layout = Layout.of(config.policy, runtime.groups.cp.rank())
         ddp_config = DistributedDataParallelConfig(
@@ -124,6 +125,29 @@ class Policy:
         dist.broadcast(table, src=self.runtime.last_stage_rank, group=self.runtime.groups.pp)
         logprobs, entropy = table.cpu().numpy()
         return logprobs, entropy
+
+    def keep_reference(self) -> None:
+        """The weights as they are now become the reference policy of the KL term; they are kept in host memory."""
+        self._reference = [parameter.detach().to("cpu", copy=True) for parameter in self._parameters()]
+
+    def reference_log_probs(self, batch: TrainBatch) -> Floats:
+        """Log-probs under the reference policy. The policy's own weights are back in place afterwards."""
+        if self._reference is None:
+            raise UserError("there is no reference policy: call keep_reference() once the model is loaded")
+        current = [parameter.detach().to("cpu", copy=True) for parameter in self._parameters()]
+        try:
+            self._set_parameters(self._reference)
+            return self.log_probs(batch)[0]
+        finally:
+            self._set_parameters(current)
+
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        return [parameter for chunk in self.model for parameter in chunk.parameters()]
+
+    @torch.no_grad()
+    def _set_parameters(self, values: list[Tensor]) -> None:
+        for parameter, value in zip(self._parameters(), values, strict=True):
+            parameter.copy_(value, non_blocking=True)
 
     def update(self, batch: TrainBatch) -> dict[str, float]:
         """One optimizer update. Returns the metrics of the whole mini-batch, the same on every rank."""

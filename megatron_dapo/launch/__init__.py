@@ -1,0 +1,1 @@
+"""Starting runs: on this machine, and on Slurm."""

@@ -1,0 +1,1 @@
+"""The loop, and what it needs to be stopped, resumed and trusted."""

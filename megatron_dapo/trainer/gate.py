@@ -1,0 +1,35 @@
+"""The start-up gate: before the first update, trainer and engine must agree on what the engine sampled.
+
+A wrong weight mapping, RoPE base, temperature or tokenizer shows as a gap between the two log-probs of the same token.
+Training on would look healthy for hours; the gate stops it in its first minute, with the measured gap.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_dapo.config.trainer import GateConfig
+from megatron_dapo.errors import UserError
+from megatron_dapo.policy.batch import Floats, TrainBatch
+
+
+class GateError(UserError):
+    """Trainer and engine disagree too much to train."""
+
+
+def check_gate(batch: TrainBatch, logprobs: Floats, config: GateConfig) -> dict[str, float]:
+    """Compares `logprobs` [responses] of the trainer with the engine's; returns the gap or raises GateError."""
+    assert batch.engine_logprobs is not None
+    gap = np.abs(logprobs.astype(np.float64) - batch.engine_logprobs)
+    mean, largest = (float(gap.mean()), float(gap.max())) if gap.size else (0.0, 0.0)
+    if not (mean <= config.max_mean_gap and largest <= config.max_gap):
+        worst = int(np.argmax(np.where(np.isnan(gap), np.inf, gap)))
+        sample = int(np.searchsorted(batch.response_offsets, worst, side="right")) - 1
+        raise GateError(
+            f"trainer and engine disagree about the engine's own samples: mean |gap| {mean:.4g} nats (limit "
+            f"{config.max_mean_gap:g}), largest {largest:.4g} (limit {config.max_gap:g}) in sample {sample}, response "
+            f"token {worst - int(batch.response_offsets[sample])}. The usual causes: the engine serves other weights "
+            "than policy.model, a different RoPE base or norm epsilon, another sampling temperature, or less precision "
+            "than trainer.gate allows for."
+        )
+    return {"train/gate_mean_gap": mean, "train/gate_max_gap": largest}

@@ -1,0 +1,145 @@
+"""Rank 0's way to the engines: a thread with an event loop, in which sampling, grading and weight updates run.
+
+The main thread trains; it starts a coroutine here and gets a future. So the next batch can be generated while this
+one trains (`rollout.max_staleness: 1`), and every wait of the main thread can be watched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from transformers import AutoTokenizer
+
+from megatron_dapo.config import Config
+from megatron_dapo.data import PromptCursor, load_prompts
+from megatron_dapo.evaluate import EvalResult, evaluate
+from megatron_dapo.reward.pool import RewardPool
+from megatron_dapo.rollout.engine import Bucket, Engine, WeightReport, derive_seed
+from megatron_dapo.rollout.open_engine import open_engine
+from megatron_dapo.rollout.sampler import Sampler
+from megatron_dapo.rollout.tally import Progress
+from megatron_dapo.types import StepBatch
+
+T = TypeVar("T")
+CLOSE_SECONDS = 120.0
+SETTLE_SECONDS = 300.0
+
+
+class Rollouts:
+    def __init__(self, config: Config, on_progress: Callable[[Progress], None] | None = None) -> None:
+        self.config = config
+        tokenizer = AutoTokenizer.from_pretrained(config.policy.model)
+        self.prompts = load_prompts(config.data, tokenizer, config.rollout.max_prompt_tokens)
+        self.cursor = PromptCursor(self.prompts, config.trainer.seed)
+        self.problems = (
+            load_prompts(config.evaluate.data, tokenizer, config.rollout.max_prompt_tokens)
+            if config.evaluate.data.path
+            else None
+        )
+        self._decode = lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True)
+        self._on_progress = on_progress
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True)
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._counted: dict[str, float] = {}
+        self._engine: Engine | None = None
+        self._pool: RewardPool | None = None
+        self._sampler: Sampler | None = None
+
+    # ---- life ----
+
+    def start(self) -> Future[None]:
+        """Starts the engine and the graders."""
+        self._thread.start()
+        return self._submit(self._open())
+
+    async def _open(self) -> None:
+        self._engine = await open_engine(self.config.rollout, self.config.policy.model)
+        self._pool = await RewardPool(self.config.reward).__aenter__()
+        self._sampler = Sampler(
+            self._engine,
+            self._pool.grade,
+            lambda: self.cursor.take(1)[0],
+            self.config.rollout,
+            groups_per_step=self.config.trainer.prompts_per_step,
+            seed=self.config.trainer.seed,
+            decode=self._decode,
+            on_progress=self._on_progress,
+        )
+
+    def close(self) -> None:
+        """Ends what was started here, and nothing else."""
+        if not self._thread.is_alive():
+            return
+        try:
+            self._submit(self._close()).result(CLOSE_SECONDS)
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(CLOSE_SECONDS)
+
+    async def _close(self) -> None:
+        if self._pool is not None:
+            await self._pool.__aexit__(None, None, None)
+        if self._engine is not None:
+            await self._engine.close()
+
+    def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    # ---- work ----
+
+    @property
+    def engine(self) -> Engine:
+        assert self._engine is not None, "start() comes first"
+        return self._engine
+
+    @property
+    def sampler(self) -> Sampler:
+        assert self._sampler is not None, "start() comes first"
+        return self._sampler
+
+    def collect(self, step: int) -> Future[StepBatch]:
+        """Cancelling the future cuts the batch short: what was sampled so far is then in `state`, see `settle`."""
+        return self._submit(self._collect(step))
+
+    async def _collect(self, step: int) -> StepBatch:
+        self._idle.clear()
+        try:
+            return await self.sampler.collect(step)
+        finally:
+            self._idle.set()
+
+    def settle(self) -> None:
+        """Waits until a cancelled batch has put everything into the sampler's state."""
+        self._submit(self._idle.wait()).result(SETTLE_SECONDS)
+
+    def update_weights(self, version: int, buckets: Iterable[Bucket]) -> Future[WeightReport]:
+        return self._submit(self.engine.update_weights(version, buckets))
+
+    def evaluate(self, step: int, progress: Callable[[int, int], None] | None = None) -> Future[EvalResult]:
+        assert self.problems is not None and self._pool is not None
+        seed = derive_seed(self.config.trainer.seed, step, "evaluation", 0)
+        settings = self.config.resolved_evaluate
+        return self._submit(evaluate(self.engine, self.problems, self._pool, settings, seed, progress))
+
+    def reward_metrics(self) -> dict[str, float]:
+        """What the graders needed since the last call: retries, restarts, errors, seconds."""
+        assert self._pool is not None
+        before, self._counted = self._counted, self._pool.metrics()
+        names = ("reward/errors", "reward/retries", "reward/restarts", "reward/seconds")
+        return {name: self._counted[name] - before.get(name, 0.0) for name in names}
+
+    # ---- state ----
+
+    def state(self) -> dict[str, Any]:
+        """Call while nothing is being collected."""
+        return {"cursor": self.cursor.state_dict(), "sampler": self.sampler.state()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.cursor.load_state_dict(state["cursor"])
+        self.sampler.restore(state["sampler"])

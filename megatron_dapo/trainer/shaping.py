@@ -1,0 +1,64 @@
+"""From graded groups to what the update trains on: rewards, length penalty, advantages, masks. Pure.
+
+The order is the recipe's: groups were filtered on accuracy before; the length penalty is added to the score as it is;
+advantages are normalised over each group's graded samples; truncated (under overlong filtering) and ungraded samples
+carry no loss, and that is decided here, before anything is counted.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from megatron_dapo.algorithm import carries_loss, group_advantages, length_penalty
+from megatron_dapo.config import Config
+from megatron_dapo.policy.batch import Floats, TrainBatch
+from megatron_dapo.types import StepBatch
+
+
+def shape_batch(batch: StepBatch, config: Config) -> tuple[TrainBatch, dict[str, float]]:
+    """The whole step's samples, in order, and the metrics that describe them."""
+    samples = batch.samples
+    lengths = np.array([s.length for s in samples])
+    graded = np.array([s.grade is not None and not s.grade.ungraded for s in samples])
+    scores = np.array([s.grade.score if s.grade is not None else 0.0 for s in samples], dtype=np.float64)
+    penalties = _penalties(lengths, config)
+    groups = np.repeat(np.arange(len(batch.groups)), [len(g.samples) for g in batch.groups])
+    advantages = group_advantages(
+        torch.from_numpy(scores + penalties),
+        torch.from_numpy(groups),
+        normalize_std=config.algorithm.advantage == "group-std",
+        eps=config.algorithm.advantage_eps,
+        valid=torch.from_numpy(graded),
+    ).numpy()
+    active = np.array([carries_loss(s, config.algorithm.overlong) for s in samples])
+    metrics = {
+        "reward/mean": _mean(scores[graded]),
+        "reward/accuracy": _mean([c for g in batch.groups for c in g.accuracies]),
+        "reward/penalty": _mean(penalties),
+        "reward/ungraded_share": _mean(~graded),
+        "reward/advantage_abs": _mean(np.abs(advantages)),
+        "rollout/masked_share": _mean(~active),
+        "rollout/length_mean": _mean(lengths),
+        "rollout/length_max": float(lengths.max(initial=0)),
+    }
+    return TrainBatch.from_samples(samples, advantages, active), metrics
+
+
+def mini_batches(batch: StepBatch, config: Config) -> list[list[int]]:
+    """Sample indices of each update: whole groups, `mini_batch_prompts` at a time."""
+    size = config.trainer.mini_batch_prompts
+    starts = np.concatenate([[0], np.cumsum([len(g.samples) for g in batch.groups])]).astype(int)
+    edges = [*range(0, len(batch.groups), size), len(batch.groups)]
+    return [list(range(starts[a], starts[b])) for a, b in pairwise(edges)]
+
+
+def _penalties(lengths: np.ndarray, config: Config) -> np.ndarray:
+    penalty = length_penalty(torch.from_numpy(lengths), config.algorithm.overlong, config.overlong_max_length)
+    return penalty.double().numpy()
+
+
+def _mean(values: Floats | np.ndarray | list[bool]) -> float:
+    return float(np.mean(values)) if len(values) else 0.0
