@@ -1,0 +1,91 @@
+"""Every number of a plan that was not derived from the model or the configuration, in words."""
+
+from __future__ import annotations
+
+from megatron_dapo.config import Config
+from megatron_dapo.planner import activations, engine, memory, timing
+from megatron_dapo.planner.hardware import GIB
+from megatron_dapo.planner.search import Task
+
+
+def assumptions(task: Task, config: Config) -> list[str]:
+    return [*_machine(task), *_workload(task, config), *_trainer(task), *_engine(task, config)]
+
+
+def _machine(task: Task) -> list[str]:
+    gpu, cluster = task.cluster.gpu, task.cluster
+    return [
+        (
+            f"{gpu.name}: {gpu.memory_gib:g} GiB, {gpu.tflops:g} TFLOP/s bf16, {gpu.bandwidth:g} TB/s, {gpu.nvlink:g} GB/s "
+            f"inside a node of {cluster.gpus_per_node}, {gpu.network:g} GB/s between nodes, each way"
+        ),
+        f"collectives reach {timing.WIRE_SHARE:.0%} of the wire",
+    ]
+
+
+def _workload(task: Task, config: Config) -> list[str]:
+    work = task.work
+    lines = [
+        (
+            f"lengths: prompts {work.mean_prompt} tokens on average (at most {work.max_prompt}), responses "
+            f"{work.mean_response} (at most {work.max_response}); memory is counted with the greatest"
+        ),
+        (
+            f"{work.kept:.0%} of the sampled groups are kept: {work.generated} samples are generated for "
+            f"{work.samples} that train"
+        ),
+    ]
+    if config.algorithm.kl.coefficient:
+        lines.append("the reference model costs one more log-prob pass; its weights are in host memory")
+    return lines
+
+
+def _trainer(task: Task) -> list[str]:
+    lines = [
+        f"MFU {task.mfu:g} of the kernels; recomputation, bubbles and exposed collectives come on top",
+        (
+            f"{timing.EXPOSED_CONTEXT:.0%} of the context-parallel exchange is not hidden; packing fills "
+            f"{timing.FILL:.0%} of a micro-batch; the busiest rank has {timing.IMBALANCE:g} times the mean tokens"
+        ),
+        (
+            f"layers: {'Transformer Engine, fused attention' if task.layers == 'te' else 'torch (no Transformer Engine)'}; "
+            f"the head holds {activations.LOGIT_BYTES} bytes per logit of a chunk"
+        ),
+        (
+            f"reserve: {memory.CONTEXT_BYTES / GIB:g} GiB CUDA, {memory.NCCL_BYTES / GIB:g} GiB NCCL, "
+            f"{memory.FRAGMENTATION:.0%} of activations and working space lost to fragmentation"
+        ),
+    ]
+    if task.shape.is_moe:
+        lines.append(f"experts: the fullest rank gets {activations.EXPERT_IMBALANCE:g} times the mean tokens")
+    return lines
+
+
+def _engine(task: Task, config: Config) -> list[str]:
+    servers = config.rollout.servers
+    if config.rollout.engine == "embedded":
+        return ["the embedded engine runs on the CPU: no memory on the GPU, and its time is not predicted"]
+    if servers.urls:
+        place = f"engines run elsewhere ({len(servers.urls)} URLs), on GPUs of the same kind"
+    elif task.cluster.colocated:
+        place = (
+            f"colocated: engines release weights and KV cache while the trainer works ({engine.OVERHEAD_BYTES / GIB:g} "
+            "GiB stay); the trainer's weights, gradients and optimizer stay while they generate"
+        )
+    else:
+        order = "at the same time (max_staleness 1)" if config.rollout.max_staleness else "one after the other"
+        place = f"disaggregated: {task.cluster.engine_gpus} GPUs only serve, {task.world} only train, {order}"
+    return [
+        place,
+        f"an engine takes at most {engine.memory_fraction(servers.arguments):.0%} of a GPU for weights and KV cache",
+        (
+            f"decoding reaches {engine.BANDWIDTH_SHARE:.0%} of memory bandwidth and costs "
+            f"{engine.SECONDS_PER_LAYER * 1e6:g} µs per layer and {engine.SECONDS_PER_SEQUENCE * 1e6:g} µs per sequence on "
+            "top (fitted to SGLang, 1.5B, one H200)"
+        ),
+        "one answer of the greatest length runs on alone at the end of every step",
+        (
+            f"weights move at {timing.DISK_BYTES_PER_SECOND / 1e9:g} GB/s (disk: written, then read), "
+            f"{timing.IPC_BYTES_PER_SECOND / 1e9:g} GB/s (tensor) or the network's speed (distributed)"
+        ),
+    ]

@@ -1,0 +1,67 @@
+"""`megatron-dapo plan`: reads the configuration and the model's config.json, prints the plan. Exit 1: does not fit."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from megatron_dapo.config import Config, ModelShape, load_config
+from megatron_dapo.planner.activations import Layers
+from megatron_dapo.planner.hardware import Cluster, PlanError, find_gpu
+from megatron_dapo.planner.plan import make_plan
+from megatron_dapo.planner.report import plan_record, print_plan
+from megatron_dapo.planner.workload import Workload
+
+
+def run(
+    config: str | None,
+    set: list[str],
+    model: str | None,
+    gpu: str,
+    gpus: int | None,
+    gpus_per_node: int | None,
+    engine_gpus: int,
+    gpu_memory: float | None,
+    mfu: float,
+    mean_prompt: int | None,
+    mean_response: int | None,
+    kept: float | None,
+    layers: Layers,
+    top: int,
+    as_json: bool,
+) -> int:
+    """0: the given layout fits (or, without one, some layout does). 1: it does not."""
+    loaded = load_config(config, [*set, *([f"policy.model={model}"] if model else [])])
+    shape = _shape(loaded)
+    per_node = gpus_per_node or loaded.slurm.gpus_per_node or 8
+    total = gpus or loaded.slurm.nodes * per_node
+    cluster = Cluster(find_gpu(gpu, gpu_memory), total, per_node, engine_gpus)
+    work = Workload.of(loaded, mean_prompt, mean_response, kept)
+    choose = config is None and not any(item.startswith("policy.") for item in set)
+    plan = make_plan(loaded, shape, cluster, work, mfu, layers, choose)
+    if as_json:
+        print(json.dumps(plan_record(plan, top), indent=2))
+    else:
+        print_plan(plan, console_for(sys.stdout), top)
+    return 0 if plan.fits else 1
+
+
+def console_for(stream: Any) -> Console:
+    """100 columns when the output is no terminal; a terminal's own width otherwise."""
+    return Console(file=stream, width=None if stream.isatty() else 100)
+
+
+def _shape(config: Config) -> ModelShape:
+    name = config.policy.model
+    if not name:
+        raise PlanError("no model is named: set policy.model in the configuration, or give --model DIR")
+    if not Path(name).is_dir():
+        raise PlanError(
+            f"policy.model: {name} is not a directory; plan needs a directory with the model's config.json "
+            "(the weights are not read): download it, or give another with --model DIR"
+        )
+    return ModelShape.from_dir(name)

@@ -1,0 +1,89 @@
+"""What a GPU and the wires between GPUs can do, from the vendors' data sheets. Everything is per GPU, one direction."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, replace
+
+from megatron_dapo.errors import UserError
+
+GIB = 1 << 30
+
+
+class PlanError(UserError):
+    """Nothing can be planned from what was given; the message says what to give."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    name: str
+    memory_gib: float  # what CUDA reports as total, not the marketing figure
+    tflops: float  # dense bf16
+    bandwidth: float  # device memory, TB/s
+    nvlink: float  # GB/s to GPUs of the same node (PCIe where there is no NVLink)
+    network: float = 50.0  # GB/s to other nodes: one 400 Gbit/s port for each GPU
+
+    @property
+    def memory(self) -> float:
+        """Bytes."""
+        return self.memory_gib * GIB
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("h100", 79.1, 989, 3.35, 450),
+        Gpu("h800", 79.1, 989, 3.35, 200),
+        Gpu("h200", 139.8, 989, 4.8, 450),
+        Gpu("h20", 95.6, 148, 4.0, 450),
+        Gpu("b200", 178.3, 2250, 8.0, 900),
+        Gpu("a100", 79.1, 312, 2.04, 300, 25),
+        Gpu("a100-40g", 39.4, 312, 1.56, 300, 25),
+        Gpu("a800", 79.1, 312, 2.04, 200, 25),
+        Gpu("l40s", 44.4, 362, 0.86, 32, 12.5),
+        Gpu("l4", 22.0, 121, 0.3, 32, 12.5),
+        Gpu("rtx-4090", 23.5, 165, 1.01, 32, 12.5),
+    )
+}
+
+
+def find_gpu(name: str, memory_gib: float | None = None) -> Gpu:
+    """The GPU of this name; `memory_gib` replaces its memory (a MIG slice, another board of the family)."""
+    key = name.lower().replace("_", "-").replace("nvidia-", "")
+    if key not in GPUS:
+        near = difflib.get_close_matches(key, GPUS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise PlanError(f"unknown GPU {name!r}{hint} Known: {', '.join(GPUS)}; --gpu-memory sets another size")
+    gpu = GPUS[key]
+    return gpu if memory_gib is None else replace(gpu, memory_gib=memory_gib)
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """`gpus` in all, of which `engine_gpus` only serve; 0: the engines share the trainer's GPUs (colocated)."""
+
+    gpu: Gpu
+    gpus: int
+    gpus_per_node: int = 8
+    engine_gpus: int = 0
+
+    def __post_init__(self) -> None:
+        if self.gpus < 1:
+            raise PlanError(f"--gpus is {self.gpus}: at least one GPU is needed")
+        if not 0 <= self.engine_gpus < self.gpus:
+            raise PlanError(
+                f"--engine-gpus is {self.engine_gpus} of {self.gpus} GPUs: some must be left for the trainer "
+                "(0 means that engines and trainer share all of them)"
+            )
+
+    @property
+    def colocated(self) -> bool:
+        return self.engine_gpus == 0
+
+    @property
+    def trainer_gpus(self) -> int:
+        return self.gpus - self.engine_gpus
+
+    def wire(self, span: int) -> float:
+        """Bytes per second between the GPUs of a group that spans `span` consecutive ranks."""
+        return (self.gpu.nvlink if span <= self.gpus_per_node else self.gpu.network) * 1e9

@@ -1,0 +1,140 @@
+"""The trainer's memory on one rank, part by part, for every pipeline stage; the fullest stage decides.
+
+Static parts (weights, fp32 gradients, optimizer) exist all the time. The peak of a forward and backward pass comes
+either at the head (all activations, plus the logits of a chunk) or at the layer after it (all activations, plus the
+gradients inside a layer); the optimizer's step is a third moment. The largest of the three counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_dapo.config import ModelShape
+from megatron_dapo.config.policy import PolicyConfig
+from megatron_dapo.planner.activations import (
+    Layers,
+    checkpoint_saved,
+    head_memory,
+    in_flight,
+    layer_saved,
+    layer_work,
+)
+from megatron_dapo.planner.hardware import GIB
+from megatron_dapo.planner.parameters import RankParameters, rank_parameters
+
+# CUDA context, cuBLAS and cuDNN workspaces; NCCL's buffers when there is more than one rank.
+CONTEXT_BYTES, NCCL_BYTES = 1.0 * GIB, 2.0 * GIB
+# Share of what torch allocates that is lost between its blocks: packed micro-batches change their size all the time.
+FRAGMENTATION = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerMemory:
+    """Bytes on one rank of pipeline stage `stage`."""
+
+    stage: int
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float  # what layers save, of all micro-batches in flight
+    layer: float  # recomputed layer and gradients inside a layer
+    head: float
+    step: float  # temporaries of the optimizer's step
+    reserve: float
+
+    @property
+    def static(self) -> float:
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def passes(self) -> float:
+        """Beyond the static parts, at the peak of forward and backward. The head and a layer never work together."""
+        return self.activations + max(self.layer, self.head)
+
+    @property
+    def allocated(self) -> float:
+        """What torch.cuda.max_memory_allocated should show."""
+        return self.static + max(self.passes, self.step)
+
+    @property
+    def total(self) -> float:
+        return self.allocated + self.reserve
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Adds up to `total`: of head and layer, the smaller is no part of the peak."""
+        working = ("head", self.head) if self.head >= self.layer else ("layer", self.layer)
+        if self.step > self.passes:
+            moment = {"optimizer step": self.step}
+        else:
+            moment = {"activations": self.activations, working[0]: working[1]}
+        static = {"weights": self.weights, "gradients": self.gradients, "optimizer": self.optimizer}
+        return {**static, **moment, "reserve": self.reserve}
+
+
+def stage_memory(
+    shape: ModelShape, policy: PolicyConfig, world: int, micro_batches: int, stage: int, layers: Layers = "te"
+) -> TrainerMemory:
+    """Memory of one rank of `stage` when `world` ranks train with at most `micro_batches` per update."""
+    held = rank_parameters(shape, policy, stage)
+    size = 2 if policy.precision == "bf16" else 4
+    optimizer, step = _optimizer(held, policy, world, fused=layers == "te")
+    last = stage == policy.pipeline_parallel - 1
+    activations, layer = _passes(shape, policy, stage, micro_batches, layers)
+    head = head_memory(shape, policy)
+    weights, gradients = size * held.total, 4 * held.total
+    memory = TrainerMemory(
+        stage=stage,
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=activations + (head.saved if last else 0.0),
+        layer=layer + (head.kept_gradient if last else 0.0),
+        head=head.work if last else 0.0,
+        step=step,
+        reserve=0.0,
+    )
+    reserve = CONTEXT_BYTES + (NCCL_BYTES if world > 1 else 0.0) + FRAGMENTATION * max(memory.passes, step)
+    return TrainerMemory(
+        stage, weights, gradients, optimizer, memory.activations, memory.layer, memory.head, step, reserve
+    )
+
+
+def trainer_memory(
+    shape: ModelShape, policy: PolicyConfig, world: int, micro_batches: int, layers: Layers = "te"
+) -> TrainerMemory:
+    """The fullest stage's memory. Between the first and the last stage nothing is larger than the second."""
+    stages = sorted({0, min(1, policy.pipeline_parallel - 1), policy.pipeline_parallel - 1})
+    memories = [stage_memory(shape, policy, world, micro_batches, stage, layers) for stage in stages]
+    return max(memories, key=lambda memory: memory.total)
+
+
+def occupied_while_generating(shape: ModelShape, policy: PolicyConfig, world: int) -> float:
+    """What the trainer keeps on a GPU that it shares with an engine: the largest static part of any stage."""
+    stages = {0, policy.pipeline_parallel - 1}
+    static = max(stage_memory(shape, policy, world, 1, stage).static for stage in stages)
+    return static + CONTEXT_BYTES + (NCCL_BYTES if world > 1 else 0.0)
+
+
+def _optimizer(held: RankParameters, policy: PolicyConfig, world: int, fused: bool) -> tuple[float, float]:
+    """Bytes of optimizer state (fp32 copy in bf16 training, two Adam moments), and of temporaries in a step."""
+    stage_ranks = world // policy.pipeline_parallel
+    dense, experts = float(held.dense), float(held.experts)
+    if policy.distributed_optimizer:
+        dense /= stage_ranks // policy.tensor_parallel
+        experts /= stage_ranks // policy.expert_parallel
+    state = 12 if policy.precision == "bf16" else 8
+    # torch's AdamW, used where Transformer Engine is missing, holds the root of the second moment of all parameters.
+    return state * (dense + experts), 0.0 if fused else 4 * (dense + experts)
+
+
+def _passes(
+    shape: ModelShape, policy: PolicyConfig, stage: int, micro_batches: int, layers: Layers
+) -> tuple[float, float]:
+    """Saved activations of all micro-batches in flight, and the working space of one layer."""
+    count = shape.layers // policy.pipeline_parallel
+    flying = in_flight(policy, stage, micro_batches)
+    one, work = sum(layer_saved(shape, policy, layers).values()), layer_work(shape, policy)
+    if policy.recompute == "full":
+        return flying * count * checkpoint_saved(shape, policy), one + work
+    return flying * count * one, work

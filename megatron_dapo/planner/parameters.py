@@ -1,0 +1,98 @@
+"""How many parameters a Qwen model has, exactly, and how many of them one rank holds.
+
+The total is the number of distinct weights (a tied output layer counts once). A rank's count is what Megatron really
+allocates there: norms, the router and q/k norms are whole on every tensor-parallel rank, the vocabulary is padded to
+equal shares, experts are spread over expert-parallel ranks, and with tied embeddings the last pipeline stage has its
+own copy of the embedding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_dapo.config import ModelShape
+from megatron_dapo.config.policy import PolicyConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """Distinct parameters of the whole model by kind."""
+
+    embedding: int
+    output: int  # 0 when tied
+    attention: int
+    mlp: int  # dense MLPs, or all experts
+    router: int
+    norms: int
+    active: int  # used by one token: the embedding, the output layer and `experts_per_token` experts included
+
+    @property
+    def total(self) -> int:
+        return self.embedding + self.output + self.attention + self.mlp + self.router + self.norms
+
+    @property
+    def layer_matrices_active(self) -> int:
+        """What multiplies a token in the layers: 2 FLOPs each in the forward pass."""
+        return self.active - self.embedding - self.output - self.norms
+
+
+def count_parameters(shape: ModelShape) -> Parameters:
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    attention = shape.hidden * (q + 2 * kv) + q * shape.hidden + (q + 2 * kv if shape.qkv_bias else 0)
+    norms = 2 * shape.hidden + (2 * shape.head_dim if shape.qk_norm else 0)
+    experts = max(1, shape.experts)
+    expert = 3 * shape.hidden * (shape.expert_ffn_hidden if shape.is_moe else shape.ffn_hidden)
+    router = shape.experts * shape.hidden
+    embedding = shape.vocab * shape.hidden
+    idle = (experts - max(1, shape.experts_per_token)) * expert if shape.is_moe else 0
+    whole = Parameters(
+        embedding=embedding,
+        output=0 if shape.tied_embeddings else embedding,
+        attention=shape.layers * attention,
+        mlp=shape.layers * experts * expert,
+        router=shape.layers * router,
+        norms=shape.layers * norms + shape.hidden,
+        active=0,
+    )
+    return Parameters(
+        whole.embedding, whole.output, whole.attention, whole.mlp, whole.router, whole.norms,
+        active=whole.total - shape.layers * idle,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class RankParameters:
+    """Parameters that one rank of a pipeline stage allocates."""
+
+    dense: int  # everything but experts: gradients and optimizer are sharded over data × context ranks
+    experts: int  # sharded over the ranks of the stage that hold the same experts
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.experts
+
+
+def padded_vocab(vocab: int, tensor_parallel: int) -> int:
+    return -(-vocab // tensor_parallel) * tensor_parallel
+
+
+def rank_parameters(shape: ModelShape, policy: PolicyConfig, stage: int) -> RankParameters:
+    """What a rank of pipeline stage `stage` (0 is the first) holds. All tensor-parallel ranks hold equally much."""
+    tp, pp, ep = policy.tensor_parallel, policy.pipeline_parallel, policy.expert_parallel
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    split = shape.hidden * (q + 2 * kv) + q * shape.hidden + (q + 2 * kv if shape.qkv_bias else 0)
+    whole = 2 * shape.hidden + (2 * shape.head_dim if shape.qk_norm else 0) + shape.experts * shape.hidden
+    experts = 0
+    if shape.is_moe:  # expert tensor parallelism is 1: a rank holds whole experts
+        experts = shape.experts // ep * 3 * shape.hidden * shape.expert_ffn_hidden
+    else:
+        split += 3 * shape.hidden * shape.ffn_hidden
+    layers = shape.layers // pp
+    dense = layers * (split // tp + whole)
+    table = padded_vocab(shape.vocab, tp) // tp * shape.hidden
+    first, last = stage == 0, stage == pp - 1
+    if first:
+        dense += table
+    if last:
+        dense += shape.hidden + (0 if shape.tied_embeddings and first else table)
+    return RankParameters(dense, layers * experts)

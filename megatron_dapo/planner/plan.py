@@ -1,0 +1,223 @@
+"""The whole answer: does the given layout fit, where not, what would, which layouts are best, how long a step takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_dapo.config import Config, ModelShape
+from megatron_dapo.config.policy import PolicyConfig
+from megatron_dapo.planner import timing
+from megatron_dapo.planner.activations import Layers
+from megatron_dapo.planner.assumptions import assumptions
+from megatron_dapo.planner.engine import OVERHEAD_BYTES, EnginePlan, generation_seconds, plan_engine
+from megatron_dapo.planner.hardware import GIB, Cluster, PlanError
+from megatron_dapo.planner.parameters import Parameters, count_parameters
+from megatron_dapo.planner.search import Candidate, Task, candidates, judge, rank, why_illegal
+from megatron_dapo.planner.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    name: str
+    seconds: float
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A trainer layout with an engine size; `engine` is None where no GPU serves."""
+
+    trainer: Candidate
+    engine: EnginePlan | None
+    fits: bool
+    generation: dict[str, float]  # seconds by part
+
+    @property
+    def seconds(self) -> float:
+        return self.trainer.seconds + sum(self.generation.values())
+
+    def changes(self, config: Config) -> dict[str, Any]:
+        changes = self.trainer.changes(config.policy)
+        if self.engine and self.engine.tensor_parallel != config.rollout.servers.tensor_parallel:
+            changes["rollout.servers.tensor_parallel"] = self.engine.tensor_parallel
+        return changes
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    shape: ModelShape
+    parameters: Parameters
+    cluster: Cluster
+    work: Workload
+    layout: PolicyConfig
+    chosen: Choice | None  # the given layout, or the best one when none was given; None: illegal
+    ranking: list[Candidate]  # layouts that fit beside the chosen engine, fastest first
+    engines: list[Choice]  # the chosen layout with every engine size
+    changes: dict[str, Any] | None  # the fewest keys that make it fit; None: it fits, or nothing does
+    problems: list[str]
+    limit: float  # bytes that the trainer may take of one GPU
+    phases: list[Phase] = field(default_factory=list)
+    step_seconds: float = 0.0
+    assumptions: list[str] = field(default_factory=list)
+
+    @property
+    def fits(self) -> bool:
+        return not self.problems
+
+
+def make_plan(
+    config: Config,
+    shape: ModelShape,
+    cluster: Cluster,
+    work: Workload,
+    mfu: float = 0.4,
+    layers: Layers = "te",
+    choose: bool = False,
+) -> Plan:
+    """Judges the configuration's layout and engine size, or with `choose` takes the fastest that fit."""
+    if not 0 < mfu <= 1:
+        raise PlanError(f"--mfu is {mfu}: it is a share of the GPU's peak, between 0 and 1; 0.4 is usual")
+    desk = _Desk(config, Task(shape, work, cluster, mfu, layers, _residue(config, cluster)))
+    found = list(candidates(desk.task, config.policy))
+    reason = None if choose else desk.why_not()
+    chosen: Choice | None = None
+    if choose:
+        chosen = desk.best(found)
+    elif reason is None:
+        chosen = desk.choice(judge(desk.task, config.policy), config.rollout.servers.tensor_parallel)
+    problems = [reason] if reason else desk.problems(chosen)
+    tp = chosen.engine.tensor_parallel if chosen and chosen.engine else config.rollout.servers.tensor_parallel
+    phases = _phases(desk, chosen) if chosen and not problems else []
+    return Plan(
+        shape, count_parameters(shape), cluster, work,
+        layout=chosen.trainer.policy if chosen else config.policy,
+        chosen=chosen,
+        ranking=rank([c for c in found if c.fits and desk.choice(c, tp).fits]),
+        engines=[desk.choice(chosen.trainer, size) for size in desk.engine_sizes()] if chosen else [],
+        changes=desk.smallest_change(found) if problems else None,
+        problems=problems,
+        limit=desk.task.limit,
+        phases=phases,
+        step_seconds=_step_seconds(config, cluster, phases),
+        assumptions=assumptions(desk.task, config),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Desk:
+    """Joins trainer layouts and engine sizes."""
+
+    config: Config
+    task: Task
+
+    def engine_sizes(self) -> list[int]:
+        """Tensor-parallel sizes that divide the heads and the GPUs that serve, within a node."""
+        if self.config.rollout.engine == "embedded":
+            return []
+        cluster, heads = self.task.cluster, self.task.shape.heads
+        gpus = cluster.engine_gpus or cluster.gpus
+        return [n for n in (1, 2, 4, 8, 16) if n <= cluster.gpus_per_node and heads % n == 0 and gpus % n == 0]
+
+    def why_not(self) -> str | None:
+        """Why the configuration is no legal layout, or None."""
+        servers, cluster = self.config.rollout.servers, self.task.cluster
+        gpus, tp = cluster.engine_gpus or cluster.gpus, servers.tensor_parallel
+        if self.config.rollout.engine == "sglang" and not servers.urls and (gpus % tp or self.task.shape.heads % tp):
+            return (
+                f"rollout.servers.tensor_parallel is {tp}: it must divide the {self.task.shape.heads} attention heads "
+                f"and the {gpus} GPUs that serve"
+            )
+        return why_illegal(self.task, self.config.policy)
+
+    def choice(self, trainer: Candidate, tp: int) -> Choice:
+        """This layout with engines of `tp` GPUs."""
+        if self.config.rollout.engine == "embedded":
+            return Choice(trainer, None, trainer.fits, {})
+        task = self.task
+        occupied = trainer.occupied if task.residue else 0.0
+        serving = plan_engine(task.shape, self.config.rollout, task.cluster, task.work, occupied, tp)
+        generation: dict[str, float] = {}
+        if serving.fits:
+            generation = generation_seconds(task.shape, count_parameters(task.shape), task.cluster, serving, task.work)
+        return Choice(trainer, serving, trainer.fits and serving.fits, generation)
+
+    def pairs(self, trainers: Iterable[Candidate]) -> list[Choice]:
+        """Every combination that fits."""
+        sizes = self.engine_sizes() or [1]
+        return [pair for c in trainers if c.fits for tp in sizes if (pair := self.choice(c, tp)).fits]
+
+    def best(self, found: list[Candidate]) -> Choice | None:
+        return min(self.pairs(rank(found)), key=lambda pair: pair.seconds, default=None)
+
+    def smallest_change(self, found: list[Candidate]) -> dict[str, Any] | None:
+        """The fewest keys that make it fit; among those, the fastest. None: nothing fits."""
+        pairs = self.pairs(found)
+        best = min(pairs, key=lambda pair: (len(pair.changes(self.config)), pair.seconds), default=None)
+        return None if best is None else best.changes(self.config)
+
+    def problems(self, chosen: Choice | None) -> list[str]:
+        """Each thing that does not fit, with the part that is too large."""
+        if chosen is None:
+            return [f"no layout on {self.task.cluster.gpus} GPUs fits trainer and engine"]
+        problems, mem, serving = [], chosen.trainer.memory, chosen.engine
+        if not chosen.trainer.fits:
+            part, size = max(mem.parts.items(), key=lambda item: item[1])
+            problems.append(
+                f"the trainer needs {mem.total / GIB:.1f} GiB on a rank of pipeline stage {mem.stage}, and "
+                f"{self.task.limit / GIB:.1f} GiB are there; the largest part is {part} with {size / GIB:.1f} GiB"
+            )
+        if serving and not serving.fits:
+            beside = f"the trainer's {chosen.trainer.occupied / GIB:.1f} GiB and " if self.task.residue else ""
+            problems.append(
+                f"the engine at tensor parallel {serving.tensor_parallel} has {serving.kv_room / GIB:.1f} GiB for its "
+                f"KV cache beside {beside}{serving.weights / GIB:.1f} GiB of weights; one sequence of "
+                f"{serving.longest} tokens takes {serving.kv_least / GIB:.1f} GiB"
+            )
+        return problems
+
+
+def _residue(config: Config, cluster: Cluster) -> float:
+    """What a colocated engine leaves on the GPU when it has released weights and KV cache."""
+    elsewhere = config.rollout.engine == "embedded" or config.rollout.servers.urls
+    return OVERHEAD_BYTES if cluster.colocated and not elsewhere else 0.0
+
+
+def _step_seconds(config: Config, cluster: Cluster, phases: list[Phase]) -> float:
+    seconds = {phase.name: phase.seconds for phase in phases}
+    if config.rollout.max_staleness and not cluster.colocated:  # the next batch is generated while this one trains
+        training = seconds.get("log-probs", 0.0) + seconds.get("training", 0.0)
+        return max(seconds.get("generation", 0.0), training) + seconds.get("weight sync", 0.0)
+    return sum(seconds.values())
+
+
+def _phases(desk: _Desk, chosen: Choice) -> list[Phase]:
+    task, work = desk.task, desk.task.work
+    phases, serving = [], chosen.engine
+    arguments = (task.shape, chosen.trainer.policy, task.cluster, work, task.world, task.mfu)
+    if serving is not None:
+        seconds = sum(chosen.generation.values())
+        detail = f"{work.generated} samples, {serving.servers} servers × {serving.running} running, "
+        detail += f"{work.generated * work.mean_response / seconds:,.0f} tok/s; {_seconds(chosen.generation)}"
+        phases.append(Phase("generation", seconds, detail))
+    if work.log_prob_passes:
+        seconds = work.log_prob_passes * work.updates * timing.pass_time(*arguments, train=False).total
+        passes = "pass" if work.log_prob_passes == 1 else "passes"
+        phases.append(Phase("log-probs", seconds, f"{work.log_prob_passes} forward {passes} over the batch"))
+    update = timing.pass_time(*arguments, train=True)
+    split = timing.split_update(chosen.trainer.policy, work, task.world)
+    detail = f"{work.updates} updates of {update.total:.1f} s, {split.micro_batches} micro-batches each; per update: "
+    names = ("arithmetic", "bubble", "tensor", "context", "expert", "data")
+    detail += _seconds({name: getattr(update, name) for name in names})
+    phases.append(Phase("training", work.updates * update.total, detail))
+    if serving is not None:
+        transport = desk.config.rollout.weights
+        seconds = timing.sync_seconds(task.shape, transport, task.cluster, task.cluster.gpus)
+        size = count_parameters(task.shape).total * 2 / GIB
+        phases.append(Phase("weight sync", seconds, f"{size:.1f} GiB by {transport.transport}"))
+    return phases
+
+
+def _seconds(parts: dict[str, float]) -> str:
+    return ", ".join(f"{name} {seconds:.1f} s" for name, seconds in parts.items() if seconds >= 0.05)

@@ -1,0 +1,203 @@
+"""A plan for people (tables that fit 100 columns, also when piped) and for programs (JSON)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_dapo.config.policy import PolicyConfig
+from megatron_dapo.planner.engine import EnginePlan
+from megatron_dapo.planner.hardware import GIB
+from megatron_dapo.planner.plan import Plan
+from megatron_dapo.planner.search import Candidate
+
+NOTES = {
+    "weights": "as the model computes with them",
+    "gradients": "fp32, Megatron's DDP buffers",
+    "optimizer": "fp32 copy and two Adam moments, this rank's shard",
+    "activations": "what layers save, of all micro-batches in flight",
+    "layer": "one layer recomputed or differentiated",
+    "head": "logits of one chunk, gradient of the output layer",
+    "optimizer step": "temporaries of torch's AdamW",
+    "reserve": "CUDA, NCCL, fragmentation",
+}
+
+
+def layout_words(policy: PolicyConfig, world: int) -> str:
+    """TP8 PP2 DP8, and what else is not 1."""
+    data = world // policy.model_ranks if world % policy.model_ranks == 0 else 0
+    sizes = {
+        "TP": policy.tensor_parallel, "PP": policy.pipeline_parallel, "VPP": policy.virtual_pipeline,
+        "CP": policy.context_parallel, "EP": policy.expert_parallel, "DP": data,
+    }  # fmt: skip
+    return " ".join(f"{name}{n}" for name, n in sizes.items() if n > 1 or name in ("TP", "PP")) or "one GPU"
+
+
+def print_plan(plan: Plan, console: Console, top: int = 8) -> None:
+    _print_model(plan, console)
+    _print_verdict(plan, console)
+    if plan.chosen:
+        _print_memory(plan, plan.chosen.trainer, console)
+        _print_engines(plan, console)
+    if plan.phases:
+        _print_time(plan, console)
+    _print_ranking(plan, console, top)
+    console.print("\nAssumptions", style="bold")
+    for line in plan.assumptions:
+        console.print(f"· {line}", highlight=False)
+
+
+def _print_model(plan: Plan, console: Console) -> None:
+    p, shape = plan.parameters, plan.shape
+    active = f", {p.active / 1e9:.2f} B active per token" if shape.is_moe else ""
+    console.print(
+        f"{shape.architecture}, {shape.layers} layers × {shape.hidden}, vocabulary {shape.vocab}: "
+        f"{p.total:,} parameters ({p.total / 1e9:.2f} B{active})",
+        highlight=False,
+    )
+
+
+def _print_verdict(plan: Plan, console: Console) -> None:
+    gpus = f"{plan.cluster.gpus} × {plan.cluster.gpu.name}"
+    layout = layout_words(plan.layout, plan.cluster.trainer_gpus)
+    if plan.fits and plan.chosen:
+        used, there = plan.chosen.trainer.memory.total / GIB, plan.limit / GIB
+        engine = plan.chosen.engine
+        with_engines = f" with engines of TP{engine.tensor_parallel}" if engine else ""
+        line = f"FITS on {gpus} as {layout}{with_engines}: the fullest rank trains with {used:.1f} of {there:.1f} GiB"
+        console.print(line, style="bold green", highlight=False)
+        return
+    console.print(f"DOES NOT FIT on {gpus} as {layout}", style="bold red", highlight=False)
+    for problem in plan.problems:
+        console.print(f"· {problem}", highlight=False)
+    if plan.changes is None:
+        console.print("No layout fits: use more or larger GPUs, shorter sequences, or a smaller model", highlight=False)
+    else:
+        sets = " ".join(f"--set {key}={value}" for key, value in plan.changes.items())
+        console.print(f"Smallest change that fits: {sets}", highlight=False)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for column in columns:
+        right = column.startswith(">")
+        table.add_column(
+            column.lstrip(">"), justify="right" if right else "left", no_wrap=right, overflow="fold"
+        )  # fmt: skip
+    return table
+
+
+def _print(table: Table, console: Console) -> None:
+    """An empty line before the table; no trailing spaces, which rich pads titles with."""
+    with console.capture() as capture:
+        console.print(table)
+    console.print()
+    console.file.write("\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n")
+
+
+def _print_memory(plan: Plan, trainer: Candidate, console: Console) -> None:
+    memory = trainer.memory
+    stage = f" (pipeline stage {memory.stage})" if trainer.policy.pipeline_parallel > 1 else ""
+    table = _table(f"Trainer memory of the fullest rank{stage}", "part", ">GiB", "what")
+    for part, size in memory.parts.items():
+        table.add_row(part, f"{size / GIB:.2f}", NOTES[part])
+    table.add_section()
+    table.add_row("total", f"{memory.total / GIB:.2f}", f"of {plan.limit / GIB:.1f} GiB")
+    _print(table, console)
+
+
+def _print_engines(plan: Plan, console: Console) -> None:
+    chosen = plan.chosen.engine if plan.chosen else None
+    if chosen is None:
+        return
+    where = "on GPUs of their own"
+    if plan.cluster.colocated and not chosen.external:
+        where = f"beside the trainer's {plan.chosen.trainer.occupied / GIB:.1f} GiB" if plan.chosen else ""
+    title = f"Engines {where}: GiB per GPU (KV cache: {chosen.longest:,} tokens at least)"
+    table = _table(title, "size", ">servers", ">weights", ">KV cache", ">KV tokens a server", ">running", ">generation")
+    for choice in plan.engines:
+        engine = choice.engine
+        if engine is None:
+            continue
+        mark = " ←" if engine.tensor_parallel == chosen.tensor_parallel else ""
+        seconds = f"{sum(choice.generation.values()):,.0f} s" if engine.fits else "does not fit"
+        table.add_row(
+            f"TP{engine.tensor_parallel}{mark}", str(engine.servers), f"{engine.weights / GIB:.2f}",
+            f"{engine.kv_room / GIB:.2f}", f"{engine.kv_tokens:,}", str(engine.running) if engine.fits else "", seconds,
+        )  # fmt: skip
+    _print(table, console)
+
+
+def _print_time(plan: Plan, console: Console) -> None:
+    table = _table("Time of one step", "phase", ">seconds", ">share", "from")
+    total = plan.step_seconds
+    for phase in plan.phases:
+        table.add_row(phase.name, f"{phase.seconds:,.1f}", f"{phase.seconds / total:.0%}", phase.detail)
+    table.add_section()
+    table.add_row("step", f"{total:,.1f}", "", f"{total / 60:.1f} minutes; {plan.work.samples} samples train")
+    _print(table, console)
+
+
+def _print_ranking(plan: Plan, console: Console, top: int) -> None:
+    if not plan.ranking:
+        return
+    world = plan.cluster.trainer_gpus
+    table = _table(
+        f"The fastest of {len(plan.ranking)} trainer layouts that fit {world} GPUs beside the engine",
+        "layout", ">micro-batch", "recompute", ">head chunk", ">GiB", ">train + log-probs",
+    )  # fmt: skip
+    for candidate in plan.ranking[:top]:
+        policy = candidate.policy
+        table.add_row(
+            layout_words(policy, world), f"{policy.micro_batch_tokens:,}", policy.recompute,
+            f"{policy.head_chunk_tokens:,}", f"{candidate.memory.total / GIB:.1f}", f"{candidate.seconds:,.1f} s",
+        )  # fmt: skip
+    _print(table, console)
+
+
+def plan_record(plan: Plan, top: int = 8) -> dict[str, Any]:
+    """Plain values; bytes and seconds."""
+    p = plan.parameters
+    return {
+        "fits": plan.fits,
+        "problems": plan.problems,
+        "smallest_change": plan.changes,
+        "parameters": {"total": p.total, "active": p.active, "embedding": p.embedding, "output": p.output},
+        "gpu": plan.cluster.gpu.name,
+        "gpus": plan.cluster.gpus,
+        "layout": layout_words(plan.layout, plan.cluster.trainer_gpus),
+        "limit_bytes": plan.limit,
+        "trainer_bytes": None if plan.chosen is None else _memory_record(plan.chosen.trainer),
+        "engine": None if plan.chosen is None else _engine_record(plan.chosen.engine),
+        "phases": {phase.name: phase.seconds for phase in plan.phases},
+        "step_seconds": plan.step_seconds,
+        "layouts": [_candidate_record(c, plan.cluster.trainer_gpus) for c in plan.ranking[:top]],
+        "assumptions": plan.assumptions,
+    }
+
+
+def _memory_record(candidate: Candidate) -> dict[str, Any]:
+    memory = candidate.memory
+    return {"stage": memory.stage, **memory.parts, "total": memory.total}
+
+
+def _engine_record(engine: EnginePlan | None) -> dict[str, Any] | None:
+    if engine is None:
+        return None
+    return {
+        "servers": engine.servers, "tensor_parallel": engine.tensor_parallel, "weights_bytes": engine.weights,
+        "kv_bytes": engine.kv_room, "kv_tokens": engine.kv_tokens, "running": engine.running, "fits": engine.fits,
+    }  # fmt: skip
+
+
+def _candidate_record(candidate: Candidate, world: int) -> dict[str, Any]:
+    policy = candidate.policy
+    return {
+        "tensor_parallel": policy.tensor_parallel, "pipeline_parallel": policy.pipeline_parallel,
+        "virtual_pipeline": policy.virtual_pipeline, "context_parallel": policy.context_parallel,
+        "expert_parallel": policy.expert_parallel, "data_parallel": candidate.data_parallel(world),
+        "micro_batch_tokens": policy.micro_batch_tokens, "recompute": policy.recompute,
+        "head_chunk_tokens": policy.head_chunk_tokens, "bytes": candidate.memory.total, "seconds": candidate.seconds,
+    }  # fmt: skip

@@ -1,0 +1,146 @@
+"""The trainer's layouts: which are legal, which fit, ranked by predicted time, and how far each is from a given one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from pydantic import ValidationError
+
+from megatron_dapo.config import ConfigError, ModelShape, check_model, check_world
+from megatron_dapo.config.policy import PolicyConfig
+from megatron_dapo.planner.activations import Layers
+from megatron_dapo.planner.hardware import Cluster
+from megatron_dapo.planner.memory import TrainerMemory, occupied_while_generating, trainer_memory
+from megatron_dapo.planner.timing import most_micro_batches, pass_time
+from megatron_dapo.planner.workload import Workload
+
+KEYS = (
+    "tensor_parallel", "pipeline_parallel", "virtual_pipeline", "context_parallel", "expert_parallel", "recompute",
+    "micro_batch_tokens", "head_chunk_tokens",
+)  # fmt: skip
+MODEL_PARALLEL_LIMIT = 16  # of one kind
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a layout is judged by."""
+
+    shape: ModelShape
+    work: Workload
+    cluster: Cluster
+    mfu: float
+    layers: Layers = "te"
+    residue: float = 0.0  # bytes that a colocated engine keeps while the trainer works
+
+    @property
+    def world(self) -> int:
+        return self.cluster.trainer_gpus
+
+    @property
+    def limit(self) -> float:
+        return self.cluster.gpu.memory - self.residue
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    policy: PolicyConfig
+    memory: TrainerMemory
+    fits: bool
+    seconds: float  # training and log-probs of one step
+    occupied: float  # bytes of a GPU that the trainer keeps while engines generate
+
+    def data_parallel(self, world: int) -> int:
+        return world // self.policy.model_ranks
+
+    def changes(self, given: PolicyConfig) -> dict[str, Any]:
+        """Dotted keys, and the values that make `given` this layout."""
+        return {
+            f"policy.{key}": getattr(self.policy, key)
+            for key in KEYS
+            if getattr(self.policy, key) != getattr(given, key)
+        }
+
+
+def judge(task: Task, policy: PolicyConfig) -> Candidate:
+    """Memory and time of one legal layout."""
+    micro_batches = most_micro_batches(policy, task.work, task.world)
+    memory = trainer_memory(task.shape, policy, task.world, micro_batches, task.layers)
+    updates, passes = task.work.updates, task.work.log_prob_passes
+    arguments = (task.shape, policy, task.cluster, task.work, task.world, task.mfu)
+    seconds = updates * pass_time(*arguments, train=True).total
+    seconds += updates * passes * pass_time(*arguments, train=False).total
+    occupied = occupied_while_generating(task.shape, policy, task.world)
+    return Candidate(policy, memory, memory.total <= task.limit, seconds, occupied)
+
+
+def why_illegal(task: Task, policy: PolicyConfig) -> str | None:
+    """What check forbids this layout, or None."""
+    try:
+        check_model(policy, task.shape, task.work.longest)
+        check_world(policy, task.world)
+    except ConfigError as error:
+        return str(error)
+    dp = task.world // policy.model_ranks
+    if dp > task.work.samples_per_update:
+        return (
+            f"{dp} data-parallel ranks share {task.work.samples_per_update} samples of a mini-batch: some would be "
+            "idle; raise trainer.mini_batch_prompts, or tensor, pipeline or context parallelism"
+        )
+    return None
+
+
+def candidates(task: Task, given: PolicyConfig) -> Iterator[Candidate]:
+    """Every legal layout on this many GPUs. What is not searched (optimizer, precision, …) is as given."""
+    shape, limit = task.shape, MODEL_PARALLEL_LIMIT
+    tensor = [n for n in _divisors(shape.kv_heads) if shape.heads % n == 0 and n <= task.cluster.gpus_per_node]
+    pipeline = [n for n in _divisors(shape.layers) if n <= limit]
+    expert = [n for n in _divisors(shape.experts) if n <= 64] if shape.is_moe else [1]
+    context = [1, 2, 4, 8]
+    for tp, pp, cp, ep in product(tensor, pipeline, context, expert):
+        if task.world % (tp * pp * cp):
+            continue
+        virtual = [v for v in (1, 2, 4) if v == 1 or (pp > 1 and shape.layers % (pp * v) == 0)]
+        for vpp, recompute, chunk in product(virtual, ("none", "full"), {given.head_chunk_tokens, 1024}):
+            layout = {
+                "tensor_parallel": tp, "pipeline_parallel": pp, "virtual_pipeline": vpp, "context_parallel": cp,
+                "expert_parallel": ep, "recompute": recompute, "head_chunk_tokens": chunk,
+                "sequence_parallel": given.sequence_parallel if tp > 1 else None,
+            }  # fmt: skip
+            yield from _with_budgets(task, given, layout)
+
+
+def _with_budgets(task: Task, given: PolicyConfig, layout: dict[str, Any]) -> Iterator[Candidate]:
+    """The layout with micro-batches of the given size, of the longest sequence, and of one and a half and twice it."""
+    bare = given.model_copy(update=layout)
+    align, longest = bare.pack_alignment, task.work.longest
+    sizes = {given.micro_batch_tokens, longest, longest * 3 // 2, longest * 2}
+    for tokens in sorted({-(-size // align) * align for size in sizes if size >= longest}):
+        try:
+            policy = PolicyConfig.model_validate({**bare.model_dump(), "micro_batch_tokens": tokens})
+        except ValidationError:
+            continue
+        if why_illegal(task, policy) is None:
+            yield judge(task, policy)
+
+
+def rank(found: list[Candidate]) -> list[Candidate]:
+    """Those that fit, fastest first; of one layout only the best micro-batch, recomputation and head chunk."""
+    best: dict[tuple[int, ...], Candidate] = {}
+    for candidate in found:
+        if candidate.fits:
+            key = tuple(getattr(candidate.policy, name) for name in KEYS[:5])
+            if key not in best or order(candidate) < order(best[key]):
+                best[key] = candidate
+    return sorted(best.values(), key=order)
+
+
+def order(candidate: Candidate) -> tuple[float, float]:
+    """Fastest first; of equally fast ones, the one that needs least."""
+    return candidate.seconds, candidate.memory.total
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]

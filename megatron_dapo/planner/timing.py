@@ -1,0 +1,159 @@
+"""How long the trainer's phases take: arithmetic at the given MFU, plus what the layout costs on top.
+
+MFU is that of one GPU's kernels on packed sequences (0.41 measured with Transformer Engine). What parallelism costs
+is added: pipeline bubbles, tensor-parallel collectives, exposed context- and data-parallel traffic. All seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megatron_dapo.config import ModelShape
+from megatron_dapo.config.policy import PolicyConfig
+from megatron_dapo.config.rollout import WeightTransportConfig
+from megatron_dapo.planner.hardware import Cluster
+from megatron_dapo.planner.parameters import Parameters, count_parameters, rank_parameters
+from megatron_dapo.planner.workload import Workload
+
+WIRE_SHARE = 0.7  # of the data sheet's bandwidth that collectives reach
+FILL = 0.9  # how full first-fit packing leaves a micro-batch
+IMBALANCE = 1.05  # the busiest data-parallel rank's tokens, against the mean
+EXPOSED_CONTEXT = 0.25  # share of the context-parallel exchange that attention does not hide
+DISK_BYTES_PER_SECOND, IPC_BYTES_PER_SECOND = 2e9, 20e9
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How one mini-batch falls on data-parallel ranks."""
+
+    data_parallel: int
+    tokens: float  # of the busiest rank (all its context-parallel ranks together)
+    responses: float  # response tokens among them
+    micro_batches: int
+
+
+def split_update(policy: PolicyConfig, work: Workload, world: int) -> Split:
+    dp = world // policy.model_ranks
+    samples = math.ceil(work.samples_per_update / dp)
+    # The rank with the longest answer has at least that; otherwise balance is nearly perfect.
+    tokens = max(samples * work.mean_length * (IMBALANCE if dp > 1 else 1.0), work.longest if dp > 1 else 0)
+    micro_batches = max(1, math.ceil(tokens / (policy.micro_batch_tokens * FILL)))
+    if policy.virtual_pipeline > 1:
+        micro_batches = math.ceil(micro_batches / policy.pipeline_parallel) * policy.pipeline_parallel
+    return Split(dp, tokens, tokens * work.mean_response / work.mean_length, micro_batches)
+
+
+def most_micro_batches(policy: PolicyConfig, work: Workload, world: int) -> int:
+    """Micro-batches per update when every sample has the greatest length: the worst case for memory."""
+    samples = math.ceil(work.samples_per_update / (world // policy.model_ranks))
+    return math.ceil(samples / max(1, policy.micro_batch_tokens // work.longest))
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseTime:
+    """Seconds of one pass over a mini-batch."""
+
+    arithmetic: float
+    bubble: float
+    tensor: float
+    context: float
+    expert: float
+    data: float
+
+    @property
+    def total(self) -> float:
+        return self.arithmetic + self.bubble + self.tensor + self.context + self.expert + self.data
+
+
+def layer_flops(shape: ModelShape, parameters: Parameters, length: float) -> float:
+    """Forward FLOPs per token in all layers: matrices, and causal attention over half of `length`."""
+    return 2 * parameters.layer_matrices_active + shape.layers * 2 * shape.heads * shape.head_dim * length
+
+
+def pass_time(
+    shape: ModelShape, policy: PolicyConfig, cluster: Cluster, work: Workload, world: int, mfu: float, train: bool
+) -> PhaseTime:
+    """One mini-batch: forward and backward when `train`, else forward only (log-probs)."""
+    parameters, split = count_parameters(shape), split_update(policy, work, world)
+    tp, pp, cp, vpp = (
+        policy.tensor_parallel, policy.pipeline_parallel, policy.context_parallel, policy.virtual_pipeline,
+    )  # fmt: skip
+    again = train and policy.recompute == "full"
+    # The head computes its logits again in the backward pass.
+    layer_passes, head_passes = (3 + again, 4) if train else (1, 1)
+    rate = cluster.gpu.tflops * 1e12 * mfu * tp * cp
+    layers = split.tokens * layer_flops(shape, parameters, work.mean_length) * layer_passes / rate
+    head = split.responses * 2 * shape.hidden * shape.vocab * head_passes / rate
+    slowest = layers / pp + head  # the last stage has the head, too
+    traffic = _Traffic(shape, policy, cluster, split)
+    tensor, context, expert = traffic.tensor(train, again), traffic.context(train, again), traffic.expert(train, again)
+    per_stage = slowest + tensor + context + expert
+    bubble = per_stage * (pp - 1) / (vpp * split.micro_batches)
+    last_backward = per_stage * 2 / 3 / split.micro_batches
+    data = _data_parallel(shape, policy, cluster, world, last_backward) if train else 0.0
+    return PhaseTime(slowest, bubble, tensor, context, expert, data)
+
+
+@dataclass(frozen=True, slots=True)
+class _Traffic:
+    """Seconds that one stage spends on collectives inside its layers, for all tokens of one mini-batch."""
+
+    shape: ModelShape
+    policy: PolicyConfig
+    cluster: Cluster
+    split: Split
+
+    def _seconds(self, bytes_: float, span: int) -> float:
+        layers = self.shape.layers / self.policy.pipeline_parallel
+        return layers * bytes_ / (self.cluster.wire(span) * WIRE_SHARE)
+
+    def tensor(self, train: bool, again: bool) -> float:
+        """Two gathers and two scatters of the activations forward; with weight gradients six backward."""
+        tp, cp = self.policy.tensor_parallel, self.policy.context_parallel
+        times = 4 + (6 if train else 0) + (4 if again else 0)
+        return self._seconds(times * self.split.tokens / cp * self.shape.hidden * 2 * (tp - 1) / tp, tp)
+
+    def context(self, train: bool, again: bool) -> float:
+        """Keys and values go round the ring, forward; they and their gradients, backward."""
+        tp, cp = self.policy.tensor_parallel, self.policy.context_parallel
+        times = 1 + (2 if train else 0) + (1 if again else 0)
+        width = 2 * self.shape.kv_heads * self.shape.head_dim / tp
+        return EXPOSED_CONTEXT * self._seconds(times * self.split.tokens / cp * width * 2 * (cp - 1), tp * cp)
+
+    def expert(self, train: bool, again: bool) -> float:
+        """Tokens go to their experts and back."""
+        ep = self.policy.expert_parallel
+        if not self.shape.is_moe or ep == 1:
+            return 0.0
+        times = 2 + (2 if train else 0) + (2 if again else 0)
+        routed = self.split.tokens / self.policy.context_parallel / self.policy.tensor_parallel
+        routed *= self.shape.experts_per_token
+        return self._seconds(times * routed * self.shape.hidden * 2 * (ep - 1) / ep, ep)
+
+
+def _data_parallel(
+    shape: ModelShape, policy: PolicyConfig, cluster: Cluster, world: int, last_backward: float
+) -> float:
+    """fp32 gradients are reduced during the last micro-batch's backward pass; new weights are gathered afterwards."""
+    stage_ranks = world // policy.pipeline_parallel
+    ranks = stage_ranks // policy.tensor_parallel
+    held = rank_parameters(shape, policy, 0)
+    wire = cluster.wire(stage_ranks) * WIRE_SHARE
+    share = (ranks - 1) / ranks
+    reduce = 4 * held.total * share / wire
+    gather = 2 * held.total * share / wire
+    if not policy.distributed_optimizer:  # one all-reduce instead of scatter and gather
+        reduce, gather = 2 * reduce, 0.0
+    adam = 28 * held.total / (ranks if policy.distributed_optimizer else 1) / (cluster.gpu.bandwidth * 1e12)
+    return max(0.0, reduce - last_backward) + gather + adam
+
+
+def sync_seconds(shape: ModelShape, transport: WeightTransportConfig, cluster: Cluster, external_span: int) -> float:
+    """Seconds until all engines have the new weights: they move once, to all engines at the same time."""
+    size = count_parameters(shape).total * 2
+    if transport.transport == "disk":
+        return 2 * size / DISK_BYTES_PER_SECOND
+    if transport.transport == "tensor":
+        return size / IPC_BYTES_PER_SECOND
+    return size / (cluster.wire(external_span) * WIRE_SHARE)
