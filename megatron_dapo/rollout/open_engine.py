@@ -1,21 +1,22 @@
-"""The engine that a configuration asks for, started or connected, and ready."""
+"""The engine that the configuration names, ready to serve; `engine.close()` ends whatever was started for it."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.rollout.engine import Engine
 
 
-async def open_engine(config: RolloutConfig, model: str) -> Engine:
-    """Serves the HF directory `model` at weight version 0. Close it with `await engine.close()`."""
+async def open_engine(config: RolloutConfig, model: str, log_dir: str | Path) -> Engine:
+    """`model`: the HF directory. `log_dir`: where the servers that are started write their logs."""
     if config.engine == "embedded":
         from megatron_dapo.rollout.embedded import EmbeddedEngine
 
         return EmbeddedEngine.from_directory(model, config.embedded)
-    if config.servers.urls:
-        from megatron_dapo.rollout.sglang import SGLangEngine
-
-        return await SGLangEngine.connect(config.servers.urls, config, model=model)
     from megatron_dapo.rollout.fleet import Fleet
+    from megatron_dapo.rollout.sglang import SGLangEngine
 
-    return await Fleet.start(config, model)
+    if config.servers.urls:
+        return await SGLangEngine.connect(config.servers.urls, config, model=model)
+    return await Fleet(config, model, log_dir).start()

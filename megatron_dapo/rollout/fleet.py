@@ -1,0 +1,109 @@
+"""The servers that this run starts: brought up together, watched, and brought back when one dies.
+
+A watched server is looked at without generating anything. One that died or hangs is ended, started again, given the
+current weights, and serves only then. `stop` ends what was started here and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from pathlib import Path
+
+from megatron_dapo.config.rollout import RolloutConfig
+from megatron_dapo.rollout.engine import EngineError
+from megatron_dapo.rollout.http import wait_all
+from megatron_dapo.rollout.server import SGLangServer
+from megatron_dapo.rollout.server_process import CommandMaker, ServerProcess, sglang_command
+from megatron_dapo.rollout.sglang import SGLangEngine
+
+log = logging.getLogger(__name__)
+
+MISSED_HEARTBEATS = 3  # in a row; then the server counts as hanging
+
+
+class Fleet:
+    def __init__(
+        self, config: RolloutConfig, model: str, log_dir: str | Path, *, make_command: CommandMaker = sglang_command
+    ) -> None:
+        self._config, self._model = config, model
+        self.processes = [
+            ServerProcess(model, config.servers, index, Path(log_dir), make_command)
+            for index in range(config.servers.count)
+        ]
+        self.engine: SGLangEngine | None = None
+        self._watchers: list[asyncio.Task[None]] = []
+
+    async def start(self, version: int = 0) -> SGLangEngine:
+        """All servers up and answering, or none left behind and the first one's error."""
+        if not Path(self._model).is_dir():
+            raise EngineError(f"cannot start servers: the model directory {self._model} does not exist (policy.model)")
+        try:
+            taken: set[int] = set()
+            for process in self.processes:
+                process.spawn(taken)
+                taken.add(process.port)
+            servers = [SGLangServer(process.url, self._config.servers) for process in self.processes]
+            pairs = list(zip(self.processes, servers, strict=True))
+            results = await wait_all({s.name: process.wait_ready(s) for process, s in pairs})
+            self.engine = SGLangEngine(servers, self._config, model=self._model, version=version)
+            for result in results.values():
+                if isinstance(result, BaseException):
+                    raise result
+            for server in servers:
+                await self.engine.admit(server)
+        except BaseException:
+            await self.stop()
+            raise
+        self.engine.patience = self._config.servers.start_timeout
+        self.engine.on_close = self.stop
+        self._watchers = [asyncio.ensure_future(self._watch(process, server)) for process, server in pairs]
+        return self.engine
+
+    async def stop(self) -> None:
+        for watcher in self._watchers:
+            watcher.cancel()
+        self._watchers = []
+        await wait_all({str(process.port): process.end() for process in self.processes})
+
+    async def _watch(self, process: ServerProcess, server: SGLangServer) -> None:
+        missed = 0
+        while True:
+            await asyncio.sleep(self._config.servers.heartbeat)
+            try:
+                if process.alive():
+                    await server.connection.get("/model_info", timeout=self._config.servers.control_timeout)
+                    missed = 0
+                    continue
+                cause = "it ended"
+            except EngineError as error:
+                missed += 1
+                cause = str(error)
+            if process.alive() and missed < MISSED_HEARTBEATS:
+                continue
+            missed = 0
+            if not await self._bring_back(process, server, cause):
+                return
+
+    async def _bring_back(self, process: ServerProcess, server: SGLangServer, cause: str) -> bool:
+        """False when it is given up; `trouble` then says why, and requests go to the other servers."""
+        assert self.engine is not None
+        server.serves, server.trouble = None, f"{cause}; {process.log_tail()}"
+        log.warning("server %s is down (%s)", server.name, cause)
+        while process.restarts < self._config.servers.restarts:
+            process.restarts += 1
+            try:
+                await process.end(patience=2.0)
+                process.spawn()
+                await process.wait_ready(server)
+                await self.engine.admit(server)
+                log.warning("server %s is back (restart %d)", server.name, process.restarts)
+                return True
+            except EngineError as error:
+                server.trouble = str(error)
+                with contextlib.suppress(EngineError):
+                    await process.end(patience=2.0)
+        server.trouble += f"; given up after {process.restarts} restarts (rollout.servers.restarts)"
+        log.error("server %s: %s", server.name, server.trouble)
+        return False

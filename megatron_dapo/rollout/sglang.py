@@ -1,0 +1,248 @@
+"""The SGLang engine: one server, several, or several behind sglang-router, as one engine.
+
+- A request goes to the least busy server that serves the current weight version; samples of one prompt prefer the
+  same server, whose cache then holds the prompt.
+- Generating is safe to repeat: a request that a server failed is sent again, elsewhere if possible. What a server
+  refuses (4xx) is final.
+- A server whose answer carries another weight version than ours (it restarted, someone else updated it) serves
+  nothing until it has ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import zlib
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron_dapo.config.rollout import RolloutConfig
+from megatron_dapo.rollout.engine import Bucket, Capabilities, Completion, EngineError, SamplingParams, WeightReport
+from megatron_dapo.rollout.http import ServerFailure, wait_all
+from megatron_dapo.rollout.server import SGLangServer
+from megatron_dapo.rollout.snapshot import Snapshot
+from megatron_dapo.rollout.weight_update import WeightUpdate
+from megatron_dapo.types import FinishReason, LogProbs, Tokens, as_logprobs, as_tokens
+
+SAME_SERVER_SLACK = 8  # requests by which a prompt's own server may be busier than the least busy one
+REST = (0.25, 8.0)  # seconds that a failing server is left alone: first, longest
+NO_SERVER_PATIENCE = 30.0
+
+
+class SGLangEngine:
+    def __init__(
+        self, servers: Sequence[SGLangServer], config: RolloutConfig, *, model: str = "", version: int = 0
+    ) -> None:
+        """`model` is the HF directory that servers were started with; disk updates copy its configuration files."""
+        self.servers, self.config, self._version = list(servers), config, version
+        self.snapshot = Snapshot(config.weights.directory, model)
+        self._update = WeightUpdate(config.weights, self.snapshot)
+        self.patience = NO_SERVER_PATIENCE  # how long a request waits for any server to serve; the fleet raises it
+        self._gate = asyncio.Event()
+        self._gate.set()
+        self._freed = asyncio.Condition()
+        self._epoch = 0
+        self._where: dict[str, tuple[SGLangServer, str]] = {}
+        self._aborted: set[str] = set()
+        self._background: set[asyncio.Task[Any]] = set()
+        self.on_close: Callable[[], Awaitable[None]] | None = None
+
+    @classmethod
+    async def connect(
+        cls, urls: Sequence[str], config: RolloutConfig, *, model: str = "", version: int = 0
+    ) -> SGLangEngine:
+        """An engine over servers that already run."""
+        router = config.servers.router_url
+        engine = cls([SGLangServer(url, config.servers, generate_url=router) for url in urls], config,
+                     model=model, version=version)  # fmt: skip
+        results = await wait_all({server.name: engine.admit(server) for server in engine.servers})
+        errors = [error for error in results.values() if isinstance(error, BaseException)]
+        if errors:
+            await engine.close()
+            raise errors[0]
+        return engine
+
+    async def admit(self, server: SGLangServer) -> None:
+        """Lets a server serve, if it holds the current version or can be given it."""
+        await server.capabilities()
+        try:
+            held: int | None = await server.version()
+        except ServerFailure:
+            held = None
+        if held != self._version:
+            if self.snapshot.current is None:
+                server.trouble = f"it holds weight version {held}, current is {self._version}"
+                return
+            await self._update.from_snapshot(self._version, server)
+        server.serves, server.trouble = self._version, ""
+        await self._notify()
+
+    @property
+    def weight_version(self) -> int:
+        return self._version
+
+    async def capabilities(self) -> Capabilities:
+        return await self.servers[0].capabilities()
+
+    # ---- generation ----
+
+    async def generate(self, request_id: str, prompt: Tokens, params: SamplingParams) -> Completion:
+        epoch, failure = self._epoch, ""
+        for attempt in range(self.config.servers.attempts):
+            server = await self._acquire(request_id, prompt, epoch)
+            if server is None:
+                return Completion(as_tokens([]), as_logprobs([]), FinishReason.ABORT)
+            name = f"{request_id}-try{attempt}" if attempt else request_id
+            self._where[request_id] = (server, name)
+            try:
+                completion = await server.generate(name, prompt, params)
+                self._check_version(server, completion)
+                server.resting_until = 0.0
+                return completion
+            except ServerFailure as error:
+                failure = str(error)
+                self._let_rest(server)
+                self._in_background(server.abort(name))
+            except asyncio.CancelledError:
+                self._in_background(server.abort(name))
+                raise
+            finally:
+                self._where.pop(request_id, None)
+                self._aborted.discard(request_id)
+                server.in_flight -= 1
+                await self._notify()
+        tries = self.config.servers.attempts
+        raise EngineError(f"request {request_id}: {tries} tries failed (rollout.servers.attempts); the last: {failure}")
+
+    async def _acquire(self, request_id: str, prompt: Tokens, epoch: int) -> SGLangServer | None:
+        """A server with room, or None when the request was aborted while it waited."""
+        clock = asyncio.get_running_loop().time
+        nobody_since: float | None = None
+        key = zlib.crc32(np.ascontiguousarray(prompt[:256]).tobytes())
+        while True:
+            if self._epoch != epoch or request_id in self._aborted:
+                self._aborted.discard(request_id)
+                return None
+            if self._gate.is_set():
+                server = self._choose(key, clock())
+                if server is not None:
+                    server.in_flight += 1
+                    return server
+                serving = any(server.serves == self._version for server in self.servers)
+                nobody_since = None if serving else nobody_since or clock()
+                if nobody_since is not None and clock() - nobody_since > self.patience:
+                    causes = "; ".join(f"{server.name}: {server.trouble or 'down'}" for server in self.servers)
+                    raise EngineError(
+                        f"request {request_id}: waited {self.patience:g} s and no server serves weight version "
+                        f"{self._version} ({causes})"
+                    )
+            async with self._freed:
+                # The timeout is for rests that end and for patience; a freed slot wakes this up at once.
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._freed.wait(), 0.25)
+
+    def _choose(self, key: int, now: float) -> SGLangServer | None:
+        limit = self.config.servers.max_running
+        able = [s for s in self.servers if s.serves == self._version and s.resting_until <= now and s.in_flight < limit]
+        if not able:
+            return None
+        least = min(able, key=lambda server: server.in_flight)
+        own = self.servers[key % len(self.servers)]
+        return own if own in able and own.in_flight <= least.in_flight + SAME_SERVER_SLACK else least
+
+    def _check_version(self, server: SGLangServer, completion: Completion) -> None:
+        strange = {span.version for span in completion.weight_spans} - {self._version}
+        if strange:
+            server.serves = None
+            server.trouble = f"it answered with weight version {min(strange)}, current is {self._version}"
+            self._in_background(self.admit(server))
+            raise ServerFailure(f"server {server.name}: {server.trouble}; was it restarted?")
+
+    def _let_rest(self, server: SGLangServer) -> None:
+        now, (first, longest) = asyncio.get_running_loop().time(), REST
+        last = max(first, 2 * (server.resting_until - now)) if server.resting_until else first
+        server.resting_until = now + min(longest, last) * random.uniform(0.5, 1.0)
+
+    async def _notify(self) -> None:
+        async with self._freed:
+            self._freed.notify_all()
+
+    # ---- control ----
+
+    async def abort(self, request_id: str | None = None) -> None:
+        if request_id is not None:
+            self._aborted.add(request_id)
+            if request_id in self._where:
+                server, name = self._where[request_id]
+                await server.abort(name)
+            await self._notify()
+            return
+        self._epoch += 1
+        await self._notify()
+        busy = [server for server in self.servers if server.in_flight]
+        await wait_all({server.name: server.abort() for server in busy})
+
+    async def pause(self) -> None:
+        self._gate.clear()
+        self._epoch += 1
+        await self._notify()
+        await self._to_serving("pause")
+
+    async def resume(self) -> None:
+        await self._to_serving("resume")
+        self._gate.set()
+        await self._notify()
+
+    async def _to_serving(self, order: str) -> None:
+        """A server that cannot be paused or resumed serves nothing until it has been admitted again."""
+        serving = [server for server in self.servers if server.serves is not None]
+        results = await wait_all({server.name: getattr(server, order)() for server in serving})
+        for server in serving:
+            error = results[server.name]
+            if isinstance(error, BaseException):
+                server.serves, server.trouble = None, str(error)
+
+    async def update_weights(self, version: int, buckets: Iterable[Bucket]) -> WeightReport:
+        was_open = self._gate.is_set()
+        self._gate.clear()
+        self._epoch += 1
+        await self._notify()
+        self._version = version
+        report = await self._update.run(version, self.servers, buckets)
+        if was_open:
+            self._gate.set()
+            await self._notify()
+        return report
+
+    async def logprobs_of(self, tokens: Sequence[int]) -> dict[str, LogProbs]:
+        """What each serving server gives for a fixed text, so that a trainer can compare it with its own."""
+        serving = [server for server in self.servers if server.serves == self._version]
+        return {server.name: await server.logprobs_of(tokens) for server in serving}
+
+    async def health(self) -> None:
+        results = await wait_all({server.name: server.health() for server in self.servers})
+        well = [s for s in self.servers if s.serves == self._version and not isinstance(results[s.name], BaseException)]
+        if not well:
+            causes = "; ".join(f"{s.name}: {s.trouble or results[s.name]}" for s in self.servers)
+            raise EngineError(f"no server serves weight version {self._version}: {causes}")
+
+    async def close(self) -> None:
+        for task in self._background:
+            task.cancel()
+        await self._update.close()
+        await wait_all({server.name: server.close() for server in self.servers})
+        self.snapshot.close()
+        if self.on_close is not None:
+            await self.on_close()
+
+    def _in_background(self, work: Any) -> None:
+        async def quietly() -> None:
+            with contextlib.suppress(EngineError):
+                await work
+
+        task = asyncio.ensure_future(quietly())
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)

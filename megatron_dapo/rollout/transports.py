@@ -1,0 +1,208 @@
+"""Three ways for buckets of weights to reach SGLang servers: disk, tensor, distributed.
+
+`send` gives every server every bucket, reads the buckets to their end whatever happens, and returns the servers that
+did not get all of them with the reason. It promises nothing about which version a server serves: sglang.py does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing.reduction import ForkingPickler
+from typing import Protocol
+
+import torch
+import torch.multiprocessing  # registers how tensors are pickled by reference to shared memory
+
+from megatron_dapo.config.rollout import WeightTransportConfig
+from megatron_dapo.rollout.buckets import BucketReader
+from megatron_dapo.rollout.engine import Bucket, EngineError
+from megatron_dapo.rollout.http import wait_all
+from megatron_dapo.rollout.server import SGLangServer
+from megatron_dapo.rollout.snapshot import Snapshot, bucket_bytes, dtype_name
+from megatron_dapo.rollout.update_group import UpdateGroup
+
+
+@dataclass(slots=True)
+class Sent:
+    failed: dict[str, str] = field(default_factory=dict)
+    tensors: int = 0
+    bytes: int = 0
+
+    def count(self, bucket: Bucket) -> None:
+        self.tensors += len(bucket)
+        self.bytes += bucket_bytes(bucket)
+
+    def note(self, results: dict[str, object]) -> None:
+        self.failed |= {name: str(r) or repr(r) for name, r in results.items() if isinstance(r, BaseException)}
+
+    def reached(self, servers: Sequence[SGLangServer]) -> list[SGLangServer]:
+        return [server for server in servers if server.name not in self.failed]
+
+
+class Transport(Protocol):
+    async def send(self, version: int, servers: Sequence[SGLangServer], reader: BucketReader) -> Sent: ...
+
+    async def close(self) -> None: ...
+
+
+def make_transport(config: WeightTransportConfig, snapshot: Snapshot) -> Transport:
+    if config.transport == "disk":
+        return DiskTransport(config, snapshot)
+    kept = snapshot if config.keep_snapshot else None
+    if config.transport == "tensor":
+        return StreamTransport(kept, TensorChannel(config))
+    return StreamTransport(kept, DistributedChannel(config))
+
+
+class DiskTransport:
+    """Buckets become a checkpoint that servers load; works with every server that can read the directory."""
+
+    def __init__(self, config: WeightTransportConfig, snapshot: Snapshot) -> None:
+        self._config, self._snapshot = config, snapshot
+
+    async def send(self, version: int, servers: Sequence[SGLangServer], reader: BucketReader) -> Sent:
+        sent = Sent()
+        self._snapshot.begin(version)
+        async for bucket in reader:
+            await asyncio.to_thread(self._snapshot.add, bucket)
+            sent.count(bucket)
+        self._snapshot.commit()
+        calls = {server.name: load_from_disk(server, self._snapshot, self._config.timeout) for server in servers}
+        sent.note(await wait_all(calls))
+        return sent
+
+    async def close(self) -> None:
+        pass
+
+
+async def load_from_disk(server: SGLangServer, snapshot: Snapshot, timeout: float) -> None:
+    if snapshot.current is None:
+        raise EngineError(f"server {server.name}: there is no snapshot of the weights to load")
+    await server.update_call("/update_weights_from_disk", {"model_path": str(snapshot.current)}, timeout)
+
+
+class Channel(Protocol):
+    """How one bucket travels."""
+
+    async def open(self, servers: Sequence[SGLangServer]) -> dict[str, object]: ...
+
+    async def send(self, bucket: Bucket, servers: Sequence[SGLangServer]) -> dict[str, object]: ...
+
+    async def close(self) -> None: ...
+
+
+class StreamTransport:
+    """Sends each bucket while the next is being made; keeps a snapshot on the way where there is one to keep."""
+
+    def __init__(self, snapshot: Snapshot | None, channel: Channel) -> None:
+        self._snapshot, self._channel = snapshot, channel
+
+    async def send(self, version: int, servers: Sequence[SGLangServer], reader: BucketReader) -> Sent:
+        sent = Sent()
+        if self._snapshot:
+            self._snapshot.begin(version)
+        sent.note(await self._channel.open(servers))
+        async for bucket in reader:
+            sent.count(bucket)
+            if self._snapshot:
+                await asyncio.to_thread(self._snapshot.add, bucket)
+            reached = sent.reached(servers)
+            if reached:
+                sent.note(await self._channel.send(bucket, reached))
+        if self._snapshot:
+            self._snapshot.commit()
+        return sent
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+
+class TensorChannel:
+    """Same host: the request carries a reference to shared memory (or CUDA IPC memory), not the tensors."""
+
+    def __init__(self, config: WeightTransportConfig) -> None:
+        self._timeout = config.timeout
+
+    async def open(self, servers: Sequence[SGLangServer]) -> dict[str, object]:
+        return {}
+
+    async def send(self, bucket: Bucket, servers: Sequence[SGLangServer]) -> dict[str, object]:
+        payload, alive = await asyncio.to_thread(_by_reference, bucket)
+        try:
+            return await wait_all({server.name: self._send_one(server, payload) for server in servers})
+        finally:
+            del alive  # the memory must outlive the requests
+
+    async def _send_one(self, server: SGLangServer, payload: str) -> None:
+        body = {"serialized_named_tensors": [payload] * server.tensor_parallel, "flush_cache": False}
+        await server.update_call("/update_weights_from_tensor", body, self._timeout)
+
+    async def close(self) -> None:
+        pass
+
+
+def _by_reference(bucket: Bucket) -> tuple[str, object]:
+    """The bucket copied into one piece of memory per dtype, and the pickle that refers to it."""
+    flats: list[torch.Tensor] = []
+    views: dict[str, torch.Tensor] = {}
+    for dtype in dict.fromkeys(tensor.dtype for _, tensor in bucket):
+        same = [(name, tensor) for name, tensor in bucket if tensor.dtype == dtype]
+        flat = torch.cat([tensor.detach().reshape(-1) for _, tensor in same])
+        parts = flat.split([tensor.numel() for _, tensor in same])
+        views |= {name: part.view(tensor.shape) for (name, tensor), part in zip(same, parts, strict=True)}
+        flats.append(flat)
+    # By file name: a file descriptor would have to be sent over a socket that the server does not have.
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        buffer = io.BytesIO()
+        ForkingPickler(buffer).dump([(name, views[name]) for name, _ in bucket])
+    finally:
+        torch.multiprocessing.set_sharing_strategy(before)
+    return base64.b64encode(buffer.getvalue()).decode(), flats
+
+
+class DistributedChannel:
+    """This process broadcasts to all ranks of all servers: NCCL between GPUs, gloo between CPUs."""
+
+    def __init__(self, config: WeightTransportConfig) -> None:
+        self._config = config
+        self._group: UpdateGroup | None = None
+
+    async def open(self, servers: Sequence[SGLangServer]) -> dict[str, object]:
+        """Joins the servers into a group; a group of the same servers is used again."""
+        if self._group is not None and self._group.members == [server.name for server in servers]:
+            return {}
+        await self.close()
+        group = UpdateGroup(self._config, servers)
+        try:
+            await group.join()
+        except EngineError as error:
+            await group.leave()
+            return {server.name: error for server in servers}
+        self._group = group
+        return {}
+
+    async def send(self, bucket: Bucket, servers: Sequence[SGLangServer]) -> dict[str, object]:
+        assert self._group is not None
+        body = {
+            "names": [name for name, _ in bucket], "dtypes": [dtype_name(tensor.dtype) for _, tensor in bucket],
+            "shapes": [list(tensor.shape) for _, tensor in bucket], "group_name": self._group.name,
+            "flush_cache": False,
+        }  # fmt: skip
+        try:
+            await self._group.broadcast(bucket, body)
+        except EngineError as error:
+            # A collective fails for all: whoever got the bucket cannot be told from who did not.
+            await self.close()
+            return {server.name: error for server in servers}
+        return {}
+
+    async def close(self) -> None:
+        if self._group is not None:
+            group, self._group = self._group, None
+            await group.leave()

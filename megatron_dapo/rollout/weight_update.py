@@ -1,0 +1,141 @@
+"""One weight update over a fleet of SGLang servers, in two phases: all bytes everywhere, then the version.
+
+1. Every server stops (running requests return what they have), is labelled as updating, and receives all buckets.
+2. A server that has everything gets the version as its label, and must read it back and pass the proof; only then
+   does it serve. One that failed is given the snapshot once; failing that too, it serves nothing until the next
+   update reaches it.
+
+So no server ever answers with mixed weights under a version number, not even if this process dies half-way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from megatron_dapo.config.rollout import WeightTransportConfig
+from megatron_dapo.rollout.buckets import BucketReader
+from megatron_dapo.rollout.engine import Bucket, EngineError, WeightReport, WeightUpdateError
+from megatron_dapo.rollout.http import wait_all
+from megatron_dapo.rollout.server import SGLangServer
+from megatron_dapo.rollout.snapshot import Snapshot
+from megatron_dapo.rollout.transports import Sent, load_from_disk, make_transport
+from megatron_dapo.types import LogProbs
+
+# Text for the probe: any tokens will do, since all servers get the same and every vocabulary has them.
+PROBE = (11, 7, 3, 19, 2, 5, 23, 17)
+# Servers of one fleet hold the same weights; what is left is the rounding of bf16 kernels under different batches.
+PROBE_TOLERANCE = 0.5
+
+
+class WeightUpdate:
+    def __init__(self, config: WeightTransportConfig, snapshot: Snapshot) -> None:
+        self._config, self._snapshot = config, snapshot
+        self._transport = make_transport(config, snapshot)
+
+    async def run(self, version: int, servers: Sequence[SGLangServer], buckets: Iterable[Bucket]) -> WeightReport:
+        began = time.monotonic()
+        for server in servers:
+            server.serves, server.trouble = None, f"the update to version {version} has not ended"
+        async with BucketReader(buckets) as reader:
+            failed = _failures(await wait_all({s.name: self._prepare(s, version) for s in servers}))
+            ready = [server for server in servers if server.name not in failed]
+            try:
+                sent = await self._transport.send(version, ready, reader)
+            except BaseException as error:
+                self._snapshot.discard()
+                for server in servers:
+                    server.trouble = f"the update to version {version} broke off: {error}"
+                raise WeightUpdateError(
+                    f"weight version {version}: making or sending the buckets failed: {error}"
+                ) from error
+        failed |= sent.failed
+        failed |= await self._commit(version, [s for s in servers if s.name not in failed])
+        again = [server for server in servers if server.name in failed]
+        recovered = await wait_all({server.name: self.from_snapshot(version, server) for server in again})
+        failed = {name: f"{failed[name]}; then: {error}" for name, error in _failures(recovered).items()}
+        return await self._open(version, servers, failed, sent, began)
+
+    async def from_snapshot(self, version: int, server: SGLangServer) -> None:
+        """Gives one server the version that the others have, from disk."""
+        if self._snapshot.current is None or self._snapshot.current.name != f"version-{version}":
+            raise EngineError(f"no snapshot of weight version {version} (rollout.weights.keep_snapshot)")
+        await self._prepare(server, version, brackets=False)
+        await load_from_disk(server, self._snapshot, self._config.timeout)
+        failed = await self._commit(version, [server], brackets=False)
+        if failed:
+            raise EngineError(failed[server.name])
+        await server.resume()
+
+    async def close(self) -> None:
+        await self._transport.close()
+
+    def _bracketed(self) -> bool:
+        return self._config.transport != "disk"
+
+    async def _prepare(self, server: SGLangServer, version: int, brackets: bool = True) -> None:
+        capabilities = await server.capabilities()
+        await server.pause()
+        await server.set_version_label(f"updating-to-{version}")
+        if brackets and capabilities.bracketed_updates and self._bracketed():
+            await server.update_call("/begin_weight_update", {}, self._config.timeout)
+
+    async def _commit(self, version: int, servers: Sequence[SGLangServer], brackets: bool = True) -> dict[str, str]:
+        """The version's label and its proof on each server; returns who failed and why."""
+        failed = _failures(await wait_all({s.name: self._finish(s, version, brackets) for s in servers}))
+        probed = [server for server in servers if server.name not in failed]
+        if self._config.proof == "version" or not probed:
+            return failed
+        results = await wait_all({server.name: self._probe(server) for server in probed})
+        failed |= _failures(results)
+        self.proof = _agreement({name: r for name, r in results.items() if isinstance(r, np.ndarray)}, failed)
+        return failed
+
+    async def _finish(self, server: SGLangServer, version: int, brackets: bool) -> None:
+        capabilities = await server.capabilities()
+        if brackets and capabilities.bracketed_updates and self._bracketed():
+            await server.update_call("/end_weight_update", {}, self._config.timeout)
+        await server.flush_cache()
+        await server.set_version_label(str(version))
+        found = await server.version_label()
+        if found != str(version):
+            raise EngineError(f"server {server.name}: it acknowledges weight version {found!r}, expected {version}")
+        await server.resume()
+
+    async def _probe(self, server: SGLangServer) -> LogProbs:
+        return await server.logprobs_of(PROBE)
+
+    async def _open(
+        self, version: int, servers: Sequence[SGLangServer], failed: dict[str, str], sent: Sent, began: float
+    ) -> WeightReport:
+        for server in servers:
+            server.trouble = failed.get(server.name, "")
+            server.serves = None if server.trouble else version
+        if len(failed) == len(servers):
+            causes = "; ".join(f"{name}: {reason}" for name, reason in failed.items())
+            raise WeightUpdateError(f"no server took weight version {version}: {causes}")
+        served_by = tuple(server.name for server in servers if not server.trouble)
+        seconds = time.monotonic() - began
+        proof = f"version {version} acknowledged by {len(served_by)} of {len(servers)}; {self.proof}"
+        return WeightReport(version, served_by, failed, sent.tensors, sent.bytes, seconds, proof)
+
+    proof: str = "no probe"
+
+
+def _failures(results: dict[str, object]) -> dict[str, str]:
+    return {name: str(r) or repr(r) for name, r in results.items() if isinstance(r, BaseException)}
+
+
+def _agreement(probes: dict[str, LogProbs], failed: dict[str, str]) -> str:
+    """Servers must agree with the median server on a fixed text."""
+    if not probes:
+        return "no probe"
+    middle = np.median(np.stack(list(probes.values())), axis=0)
+    gaps = {name: float(np.abs(values - middle).max()) for name, values in probes.items()}
+    for name, gap in gaps.items():
+        if gap > PROBE_TOLERANCE:
+            failed[name] = f"server {name}: its log-probs of a fixed text differ from the other servers' by {gap:.3f}"
+    total = float(middle.sum())
+    return f"log-prob of the probe text {total:.4f}, largest difference between servers {max(gaps.values()):.2g}"
