@@ -36,6 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
     sub = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_eval(sub)
     _add_convert(sub)
+    _add_report(sub)
     _add_selfcheck(sub)
     return parser
 
@@ -110,6 +111,27 @@ def _add_convert(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     check.add_argument("--reference", metavar="HF_DIR", help="HF model whose config.json describes the weights")
     check.add_argument("--tolerance", type=float, default=0.0, help="largest difference allowed (default: bitwise)")
     check.add_argument("--workers", type=int, help="threads (default: one per core, 2 to 8)")
+
+
+def _add_report(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    def run(args: argparse.Namespace) -> int:
+        from megatron_dapo.observe.report import write_report
+
+        output = args.output or f"{args.runs[0]}/{'report' if len(args.runs) == 1 else 'comparison'}.html"
+        for path in write_report(args.runs, output, png=args.png):
+            print(path)
+        return 0
+
+    parser = add_command(
+        sub, "report", run,
+        "Make one self-contained HTML file of a run, or of several to compare: curves, warnings, transcripts, config.",
+        "examples:\n  megatron-dapo report runs/quickstart\n"
+        "  megatron-dapo report runs/dapo runs/grpo --output comparison.html --png",
+    )  # fmt: skip
+    parser.add_argument("runs", nargs="+", metavar="RUN_DIR", help="run directories; a run may still be going on")
+    parser.add_argument("--output", metavar="FILE", help="default: report.html (several runs: comparison.html) in the "
+                        "first RUN_DIR")  # fmt: skip
+    parser.add_argument("--png", action="store_true", help="also write curves.png beside it")
 
 
 def _add_selfcheck(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

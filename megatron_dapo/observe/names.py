@@ -38,3 +38,9 @@ def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
 def response_length(metrics: Mapping[str, float]) -> float | None:
     """Mean tokens per trained answer."""
     return metrics.get("rollout/length_trained")
+
+
+def update_speed(metrics: Mapping[str, float]) -> float | None:
+    """Tokens that carried loss, per second of the update phase."""
+    tokens, seconds = metrics.get("train/tokens"), metrics.get("time/update")
+    return tokens / seconds if tokens is not None and seconds else None

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -23,7 +23,9 @@ from typing import Any
 from megatron_dapo.config.observe import ObserveConfig
 from megatron_dapo.observe import transcripts
 from megatron_dapo.observe.console import Display, SamplingProgress, make_display
+from megatron_dapo.observe.diagnosis import Watch
 from megatron_dapo.observe.records import EVAL, STEP, MetricsFile, Record, plain_numbers
+from megatron_dapo.observe.trackers import Tracker, make_trackers
 from megatron_dapo.types import Group
 
 
@@ -77,10 +79,13 @@ class Observer:
     ) -> None:
         self._config, self._dir = config, Path(run_dir)
         self._total, self._step = total_steps, first_step
+        self._trackers = make_trackers(config, self._dir, settings)  # first: it may find that a package is missing
+        self._broken: set[str] = set()
         self._file = MetricsFile(self._dir / "metrics.jsonl")
-        self._display = make_display(config.console, self._dir.name)
-        self._watch_time = Stopwatch()
+        self._watch = self._replayed_watch()
+        self._stopwatch = Stopwatch()
         self._recent: deque[float] = deque(maxlen=20)
+        self._display = make_display(config.console, self._dir.name)
 
     def phase(self, name: str) -> AbstractContextManager[Phase]:
         """Times a part of the current step: `time/<name>` of the next `step`. Phases of one thread; they may nest."""
@@ -89,12 +94,12 @@ class Observer:
     @contextmanager
     def _phase(self, name: str) -> Iterator[Phase]:
         phase = Phase(name, self._display)
-        self._watch_time.enter(phase)
+        self._stopwatch.enter(phase)
         self._display.phase_started(name)
         try:
             yield phase
         finally:
-            self._watch_time.leave(phase)
+            self._stopwatch.leave(phase)
             self._display.phase_ended(name)
 
     def sampling(self, progress: SamplingProgress) -> None:
@@ -103,7 +108,7 @@ class Observer:
 
     def step(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group] = ()) -> None:
         """Records a finished step, with the times of the phases since the last one."""
-        times = self._watch_time.lap()
+        times = self._stopwatch.lap()
         record = Record(step, STEP, plain_numbers(metrics) | times)
         if transcripts.is_due(step, self._config.samples_every) and groups:
             chosen = transcripts.choose(step, groups, self._config.samples_groups, self._config.samples_answers)
@@ -112,6 +117,10 @@ class Observer:
         self._step = step
         self._recent.append(times["time/step"])
         self._display.step(step, self._total, record.metrics, self._remaining())
+        self._track(lambda tracker: tracker.log(step, record.metrics))
+        for finding in self._watch.observe(step, record.metrics):
+            if self._config.warnings:
+                self.warn(finding.message)
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Records scores after `step`. Scores that are on record for this step (a resumed run's) are not repeated."""
@@ -119,29 +128,66 @@ class Observer:
         known = {name for r in self._file.records if (r.step, r.kind) == (step, EVAL) for name in r.metrics}
         if not set(record.metrics) <= known:
             self._file.append(record)
+            self._track(lambda tracker: tracker.log(step, record.metrics))
         self._display.evaluation(step, record.metrics)
 
     def warn(self, message: str) -> None:
         """Shown, and kept in logs/warnings.log."""
         self._display.warn(message)
+        with suppress(OSError):
+            (self._dir / "logs").mkdir(exist_ok=True)
+            with (self._dir / "logs" / "warnings.log").open("a", encoding="utf-8", errors="backslashreplace") as log:
+                log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} step {self._step}: {message}\n")
 
     def rewind(self, step: int) -> None:
         """Forgets everything recorded after `step`: the run goes on from its checkpoint of that step."""
         self._file.rewind(step)
         transcripts.rewind(self._dir / "samples", step)
-        self._step = step
+        self._step, self._watch = step, self._replayed_watch()
+        self._track(lambda tracker: tracker.rewind(step))
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint must hold so that a resumed run goes on in the same places. JSON values."""
-        return {}
+        return {tracker.name: tracker.state() for tracker in self._trackers}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Before the first `step`."""
+        for tracker in self._trackers:
+            tracker.restore(state.get(tracker.name, {}))
 
     def close(self, status: str) -> None:
         """The last call; `status` is a word for the reader: finished, stopped, failed."""
+        self._track(lambda tracker: tracker.close(status))
         self._file.close()
+        if self._config.report and self._file.records:
+            self._write_report()
         self._display.close(status)
+
+    def _write_report(self) -> None:
+        from megatron_dapo.observe.report import write_report
+
+        try:
+            write_report([self._dir], self._dir / "report.html", png=False)
+        except Exception as error:  # a picture must not turn a finished run into a failed one
+            self.warn(f"no report: {type(error).__name__}: {error}")
+
+    def _track(self, action: Callable[[Tracker], None]) -> None:
+        """Does it with every tracker; one that fails is left alone from then on, with a warning."""
+        for tracker in self._trackers:
+            if tracker.name in self._broken:
+                continue
+            try:
+                action(tracker)
+            except Exception as error:
+                self._broken.add(tracker.name)
+                self.warn(f"{tracker.name} failed and is switched off: {type(error).__name__}: {error}")
+
+    def _replayed_watch(self) -> Watch:
+        watch = Watch()
+        for record in self._file.records:
+            if record.kind == STEP:
+                watch.observe(record.step, record.metrics)
+        return watch
 
     def _remaining(self) -> float | None:
         return fmean(self._recent) * max(0, self._total - self._step) if self._recent else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from megatron_dapo.observe.names import filter_yield, response_length
+from megatron_dapo.observe.names import filter_yield, response_length, update_speed
 
 
 def step_row(metrics: Mapping[str, float]) -> dict[str, str]:
@@ -18,15 +18,10 @@ def step_row(metrics: Mapping[str, float]) -> dict[str, str]:
         "yield": percent(filter_yield(metrics)),
         "grad": number(metrics.get("train/grad_norm")),
         "rollout tok/s": number(metrics.get("rollout/tokens_per_second")),
-        "update tok/s": number(_update_speed(metrics)),
+        "update tok/s": number(update_speed(metrics)),
         "time": duration(metrics.get("time/step")),
     }
     return {title: text for title, text in columns.items() if text}
-
-
-def _update_speed(metrics: Mapping[str, float]) -> float | None:
-    tokens, seconds = metrics.get("train/tokens"), metrics.get("time/update")
-    return tokens / seconds if tokens is not None and seconds else None
 
 
 def number(value: float | None, digits: int = 3) -> str:

@@ -1,0 +1,124 @@
+"""curves.png: the report's figures as one picture, for a README, a slide or a terminal without a browser."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+from megatron_dapo.observe.figures import Figure, figures_of
+from megatron_dapo.observe.records import write_atomically
+from megatron_dapo.observe.runs import Run
+
+COLOURS = ("#0b6bb8", "#cf4f00", "#008f68", "#b0559a", "#b98600", "#4b4fb8", "#6d6d6d", "#9c3b3b")
+DASHES = ("-", "--", ":", "-.")
+SHOWN = (
+    "reward",
+    "accuracy",
+    "evaluation",
+    "entropy",
+    "length",
+    "clip",
+    "mismatch_kl",
+    "grad_norm",
+    "groups",
+    "phases",
+)
+UNITS = {"percent": 100.0}
+COLUMNS = 3
+
+
+def write_png(runs: list[Run], path: Path) -> Path:
+    """Draws what SHOWN names and the runs have, three figures to a row."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure as Canvas
+
+    every = {figure.id: figure for figures in figures_of(runs).values() for figure in figures}
+    panels: list[tuple[Figure, int | None]] = [
+        panel for name in SHOWN if name in every for panel in _panels(every[name], runs)
+    ]
+    if not panels:  # a run with none of the usual metrics
+        panels = [panel for figure in list(every.values())[:12] for panel in _panels(figure, runs)]
+    rows = -(-len(panels) // COLUMNS)
+    canvas = Canvas(figsize=(4.6 * COLUMNS, 3.0 * rows), dpi=130, layout="constrained")
+    FigureCanvasAgg(canvas)
+    axes = canvas.subplots(rows, COLUMNS, squeeze=False).ravel()
+    for axis, (figure, run) in zip(axes, panels, strict=False):
+        (_draw_stack if figure.stacked else _draw_lines)(axis, figure, runs, run)
+        _dress(axis, figure, f" · {runs[run].name}" if run is not None and len(runs) > 1 else "")
+    for axis in axes[len(panels) :]:
+        axis.set_axis_off()
+    if len(runs) > 1:
+        from matplotlib.lines import Line2D
+
+        marks = [Line2D([], [], color=COLOURS[i % len(COLOURS)], label=run.name) for i, run in enumerate(runs)]
+        canvas.legend(handles=marks, loc="outside upper center", ncols=min(4, len(runs)), frameon=False)
+    buffer = io.BytesIO()
+    canvas.savefig(buffer, format="png")
+    write_atomically(path, buffer.getvalue())
+    return path
+
+
+def _panels(figure: Figure, runs: list[Run]) -> list[tuple[Figure, int | None]]:
+    """A stack needs a panel for each run that has it; lines share one."""
+    if not figure.stacked:
+        return [(figure, None)]
+    return [(figure, i) for i in range(len(runs)) if figure.runs[i]]
+
+
+def _labels(figure: Figure) -> list[str]:
+    return list(dict.fromkeys(series.label for run in figure.runs for series in run))
+
+
+def _draw_lines(axis: Any, figure: Figure, runs: list[Run], _: int | None) -> None:
+    labels, scale = _labels(figure), UNITS.get(figure.format, 1.0)
+    for i, run in enumerate(figure.runs):
+        for series in run:
+            index = labels.index(series.label)
+            colour = COLOURS[(i if len(runs) > 1 else index) % len(COLOURS)]
+            y = [float("nan") if value is None else value * scale for value in series.y]
+            few = len(y) <= 24
+            axis.plot(
+                series.x, y, color=colour, lw=1.5, ls=DASHES[index % 4] if len(runs) > 1 else "-",
+                marker="o" if few else None, ms=3, label=series.label if i == 0 else None,
+            )  # fmt: skip
+            if series.low and series.high:
+                low, high = (
+                    [float("nan") if v is None else v * scale for v in side] for side in (series.low, series.high)
+                )
+                axis.fill_between(series.x, low, high, color=colour, alpha=0.13, lw=0)
+    if figure.log and any(v is not None and v > 0 for run in figure.runs for series in run for v in series.y):
+        axis.set_yscale("log")
+    elif figure.zero:
+        axis.set_ylim(bottom=min(0.0, axis.get_ylim()[0]) if axis.dataLim.ymin < 0 else 0.0)
+    if len(labels) > 1:
+        axis.legend(frameon=False, fontsize=8)
+
+
+def _draw_stack(axis: Any, figure: Figure, runs: list[Run], run: int | None) -> None:
+    labels = _labels(figure)
+    series = figure.runs[run or 0]
+    colours = [COLOURS[labels.index(s.label) % len(COLOURS)] for s in series]
+    values = [[value or 0.0 for value in s.y] for s in series]
+    if len(series[0].x) <= 60:
+        bottom = [0.0] * len(series[0].x)
+        for s, heights, colour in zip(series, values, colours, strict=True):
+            axis.bar(series[0].x, heights, bottom=bottom, color=colour, width=0.8, label=s.label)
+            bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
+    else:
+        axis.stackplot(series[0].x, values, colors=colours, labels=[s.label for s in series])
+    axis.legend(frameon=False, fontsize=8)
+
+
+def _dress(axis: Any, figure: Figure, suffix: str) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    unit = {"percent": " (%)", "seconds": " (s)", "rate": " (1/s)"}.get(figure.format, "")
+    axis.set_title(f"{figure.title}{unit}{suffix}", loc="left", fontsize=10, fontweight="bold")
+    axis.set_xlabel("step", fontsize=8)
+    axis.tick_params(labelsize=8)
+    axis.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axis.grid(axis="y", color="#e3e7ec", lw=0.7)
+    axis.set_axisbelow(True)
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)

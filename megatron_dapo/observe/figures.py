@@ -1,0 +1,212 @@
+"""The figures of a report: which metrics each shows, how its numbers are written, and what a reader should know.
+
+`figures_of` turns runs into figures that hold plain numbers, for whoever draws them (the page, the PNG). A figure
+without data is left out. NaN and infinity become None: a gap in the line.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Literal
+
+from megatron_dapo.observe.runs import Run
+
+Format = Literal["number", "percent", "count", "seconds", "rate"]
+MOST_POINTS = 2000
+
+
+@dataclass(slots=True, frozen=True)
+class Plan:
+    """A figure before there is data: `metrics` are names, or patterns where they end with `*`."""
+
+    id: str
+    title: str
+    note: str
+    metrics: dict[str, str]  # metric to its label in this figure; a pattern's label is what the star matched
+    format: Format = "number"
+    stacked: bool = False
+    log: bool = False
+    zero: bool = False  # the axis starts at 0
+
+
+@dataclass(slots=True)
+class Series:
+    label: str
+    x: list[int]
+    y: list[float | None]
+    low: list[float | None] | None = None
+    high: list[float | None] | None = None
+
+
+@dataclass(slots=True)
+class Figure:
+    id: str
+    title: str
+    note: str
+    format: Format
+    stacked: bool
+    log: bool
+    zero: bool
+    runs: list[list[Series]] = field(default_factory=list)  # one list per run, empty where a run has nothing
+
+
+SECTIONS: dict[str, tuple[Plan, ...]] = {
+    "Learning": (
+        Plan("reward", "Reward", "mean over trained answers, penalties included", {"reward/mean": "reward"}),
+        Plan("accuracy", "Accuracy", "right answers among trained ones", {"reward/accuracy": "accuracy"}, "percent"),
+        Plan("evaluation", "Evaluation", "held-out scores; the band is the confidence interval", {"eval/*": ""},
+             "percent"),
+        Plan("length", "Response length", "mean tokens per answer", {
+            "rollout/length_trained": "trained", "rollout/length_dropped": "dropped", "rollout/length_cut": "cut off",
+        }, "count", zero=True),
+    ),
+    "Policy": (
+        Plan("entropy", "Entropy", "mean per token, in nats", {"train/entropy": "entropy"}, zero=True),
+        Plan("clip", "Clip fractions", "tokens whose ratio a bound replaced", {
+            "train/clip_fraction_high": "high", "train/clip_fraction_low": "low", "train/clip_fraction_dual": "dual",
+        }, "percent", zero=True),
+        Plan("approx_kl", "Policy shift", "KL(old‖new) within a step, k3 estimate", {"train/approx_kl": "approx_kl"},
+             zero=True),
+        Plan("grad_norm", "Gradient norm", "before clipping", {"train/grad_norm": "grad_norm"}, log=True),
+        Plan("loss", "Loss", "policy objective; its level says little", {"train/loss": "loss"}),
+        Plan("lr", "Learning rate", "", {"train/lr": "lr"}, zero=True),
+    ),
+    "Engine and trainer": (
+        Plan("mismatch_kl", "Mismatch KL", "KL(engine‖trainer), k3 estimate", {"train/mismatch_kl": "mismatch_kl"},
+             log=True),
+        Plan("mismatch", "Log-prob difference", "|trainer − engine| per token, and weights above the cap", {
+            "train/mismatch_mean": "mean difference", "train/mismatch_over_cap": "share over cap",
+        }, zero=True),
+    ),
+    "Sampling": (
+        Plan("groups", "Groups by outcome", "kept for training, or dropped for a reason", {
+            "rollout/groups_kept": "kept", "rollout/groups_failed": "failed", "rollout/dropped/*": "",
+        }, "count", stacked=True, zero=True),
+        Plan("yield", "Filter yield", "kept groups per group judged by the filter",
+             {"rollout/filter_yield": "yield"}, "percent", zero=True),
+        Plan("truncated", "Truncated answers", "ended by the length limit; cut by the end of the step", {
+            "rollout/truncated_share": "truncated", "rollout/cut_share": "cut",
+        }, "percent", zero=True),
+    ),
+    "Time": (
+        Plan("phases", "Time per phase", "seconds of each step", {"time/*": ""}, "seconds", stacked=True, zero=True),
+        Plan("speed", "Throughput", "tokens per second", {
+            "rollout/tokens_per_second": "rollout", "train/tokens_per_second": "update",
+        }, "rate", zero=True),
+    ),
+}  # fmt: skip
+
+SCORE = re.compile(r"eval/.*(?:avg|pass|maj)@\d+$")
+PHASE_ORDER = ("rollout", "advantages", "log_probs", "update", "sync", "checkpoint", "evaluate")
+
+
+def figures_of(runs: Sequence[Run]) -> dict[str, list[Figure]]:
+    """Section title to its figures; the last section, "All other metrics", has one figure for each."""
+    sections: dict[str, list[Figure]] = {}
+    shown: set[str] = set()
+    for title, plans in SECTIONS.items():
+        figures = []
+        for plan in plans:
+            names = _expand(plan, runs)
+            shown.update(names)
+            figures.append(_figure(plan, names, runs))
+        sections[title] = [figure for figure in figures if any(figure.runs)]
+    rest = dict.fromkeys(name for run in runs for name in run.metrics if not _is_shown(name, shown))
+    others = [_figure(_single(name), {name: name}, runs) for name in rest]
+    sections["All other metrics"] = [figure for figure in others if any(figure.runs)]
+    return {title: figures for title, figures in sections.items() if figures}
+
+
+def _is_shown(name: str, shown: set[str]) -> bool:
+    return name in shown or name.removesuffix("_low").removesuffix("_high") in shown or name == "time/step"
+
+
+def _single(name: str) -> Plan:
+    return Plan(re.sub(r"\W+", "-", name), name, "", {name: name}, "percent" if "share" in name else "number")
+
+
+def _expand(plan: Plan, runs: Sequence[Run]) -> dict[str, str]:
+    """Metric to label, in the order of the plan; what a pattern matches is in a fixed order."""
+    known = dict.fromkeys(name for run in runs for name in run.metrics)
+    names: dict[str, str] = {}
+    for metric, label in plan.metrics.items():
+        if not metric.endswith("*"):
+            if metric in known:
+                names[metric] = label
+            continue
+        prefix = metric[:-1]
+        found = {name: name.removeprefix(prefix) for name in known if name.startswith(prefix) and name != "time/step"}
+        if prefix == "eval/":
+            found = {name: label for name, label in found.items() if SCORE.fullmatch(name)}
+        names |= dict(sorted(found.items(), key=lambda item: _rank(item[1])))
+    return names
+
+
+def _rank(label: str) -> tuple[int, str]:
+    """Phases in the order in which they run, `other` last, anything else by name."""
+    if label in PHASE_ORDER:
+        return PHASE_ORDER.index(label), ""
+    return (len(PHASE_ORDER) + 1, "") if label == "other" else (len(PHASE_ORDER), label)
+
+
+def _figure(plan: Plan, names: dict[str, str], runs: Sequence[Run]) -> Figure:
+    build = _stack if plan.stacked else _lines
+    return Figure(
+        plan.id, plan.title, plan.note, plan.format, plan.stacked, plan.log, plan.zero,
+        [build(run, names) for run in runs],
+    )  # fmt: skip
+
+
+def _lines(run: Run, names: dict[str, str]) -> list[Series]:
+    found = []
+    for name, label in names.items():
+        x, y = run.series(name)
+        if not any(math.isfinite(value) for value in y):
+            continue
+        if name.startswith("eval/"):
+            found.append(Series(label, x, _clean(y), _aligned(run, f"{name}_low", x), _aligned(run, f"{name}_high", x)))
+        else:
+            kept = thin(y)
+            found.append(Series(label, [x[i] for i in kept], _clean(y[i] for i in kept)))
+    return found
+
+
+def _aligned(run: Run, name: str, x: Sequence[int]) -> list[float | None] | None:
+    values = dict(zip(*run.series(name), strict=True))
+    return _clean(values.get(step, math.nan) for step in x) if values else None
+
+
+def _stack(run: Run, names: dict[str, str]) -> list[Series]:
+    """One value for every step in every series: 0 where a metric was not recorded."""
+    x = [record.step for record in run.steps]
+    rows = {label: [record.metrics.get(name, 0.0) for record in run.steps] for name, label in names.items()}
+    width = max(1, math.ceil(len(x) / MOST_POINTS))
+    found = []
+    for label, values in rows.items():
+        finite = [value if math.isfinite(value) else 0.0 for value in values]
+        means = [fmean(finite[i : i + width]) for i in range(0, len(x), width)]
+        if any(means):
+            found.append(Series(label, x[::width], _clean(means)))
+    return found
+
+
+def thin(values: Sequence[float], most: int = MOST_POINTS) -> list[int]:
+    """Indices to draw: all, or the lowest and highest of each stretch, so that no spike is lost."""
+    if len(values) <= most:
+        return list(range(len(values)))
+    width = math.ceil(2 * len(values) / most)
+    kept: set[int] = {0, len(values) - 1}
+    for start in range(0, len(values), width):
+        stretch = [i for i in range(start, min(start + width, len(values))) if math.isfinite(values[i])]
+        if stretch:
+            kept |= {min(stretch, key=values.__getitem__), max(stretch, key=values.__getitem__)}
+    return sorted(kept)
+
+
+def _clean(values: Iterable[float]) -> list[float | None]:
+    """Six digits are more than a screen shows, and keep the file small."""
+    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]

@@ -1,0 +1,248 @@
+// The page: header with runs and controls, summary, findings, figures, transcripts, configuration. Whatever comes from
+// a run reaches the page as text, never as markup.
+
+const DATA = JSON.parse(document.getElementById("data").textContent);
+const MANY = DATA.runs.length > 1;
+
+const page = {
+  panels: [], hidden: new Set(), step: null, steps: [0, 1],
+  smoothing: Math.max(...DATA.runs.map((run) => run.steps)) >= 60 ? 0.6 : 0,
+
+  hover(step, active) {
+    this.step = step;
+    for (const panel of this.panels) if (panel.svg) panel.showCursor(step, panel === active);
+  },
+
+  redraw() {
+    for (const panel of this.panels) if (panel.node.isConnected && panel.node.clientWidth) panel.draw();
+  },
+
+  // All panels of a stacked figure have the same axis, so that runs can be compared.
+  stackTop(figure) {
+    let top = 0;
+    figure.runs.forEach((series, run) => {
+      if (series.length && !this.hidden.has(run)) series[0].x.forEach((_, i) => {
+        top = Math.max(top, series.reduce((sum, s) => sum + Math.max(0, s.y[i] || 0), 0));
+      });
+    });
+    return top;
+  },
+};
+
+function allSteps() {
+  let [first, last] = [Infinity, -Infinity];
+  for (const section of DATA.sections) for (const figure of section.figures) for (const run of figure.runs) for (const series of run) {
+    if (series.x.length) [first, last] = [Math.min(first, series.x[0]), Math.max(last, series.x[series.x.length - 1])];
+  }
+  return Number.isFinite(first) ? [first, last] : [0, 1];
+}
+
+// Text that a model wrote: characters that would be invisible, or turn the line around, are made visible.
+function visible(text) {
+  return text.replace(/[\u0000-\u0008\u000b-\u001f]/g, (c) => String.fromCharCode(0x2400 + c.charCodeAt(0)))
+    .replace(/[\u007f-\u009f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]/gu,
+      (c) => `⟨U+${c.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`);
+}
+
+// Header ------------------------------------------------------------------------------------------------------------
+
+function header() {
+  const slider = html("input", {
+    type: "range", min: 0, max: 0.95, step: 0.05, value: page.smoothing, "aria-label": "smoothing", id: "smoothing",
+    oninput: (event) => { page.smoothing = Number(event.target.value); shown.textContent = page.smoothing.toFixed(2); page.redraw(); },
+  });
+  const shown = html("output", { text: page.smoothing.toFixed(2) });
+  const theme = html("button", { class: "quiet", id: "theme", title: "light or dark", "aria-label": "switch between light and dark", text: "◐", onclick: switchTheme });
+  document.getElementById("top").append(
+    html("div", { class: "bar" },
+      html("div", { class: "name" }, html("span", { class: "product", text: "megatron-dapo" }), html("h1", { text: MANY ? `${DATA.runs.length} runs compared` : DATA.title })),
+      MANY ? html("div", { class: "chips", role: "group", "aria-label": "runs" }, ...DATA.runs.map(chip)) : null,
+      html("div", { class: "controls" }, html("label", {}, "smoothing", slider, shown), theme)));
+}
+
+function chip(run, index) {
+  const mark = html("i", { class: "square" });
+  mark.style.setProperty("--mark", colour(index));
+  return html("button", {
+    class: "chip", "aria-pressed": "true", title: "show or hide this run",
+    onclick: (event) => {
+      const button = event.currentTarget;
+      if (page.hidden.has(index)) page.hidden.delete(index); else page.hidden.add(index);
+      button.setAttribute("aria-pressed", String(!page.hidden.has(index)));
+      document.querySelectorAll(`[data-run="${index}"]`).forEach((node) => { node.hidden = page.hidden.has(index); });
+      page.redraw();
+    },
+  }, mark, run.name);
+}
+
+function switchTheme() {
+  const root = document.documentElement;
+  const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  root.dataset.theme = dark ? "light" : "dark";
+}
+
+// Summary and findings ----------------------------------------------------------------------------------------------
+
+function summary() {
+  if (MANY) return comparison();
+  const run = DATA.runs[0];
+  const tiles = run.summary.map((item) => html("div", { class: "tile" },
+    html("div", { class: "tile-label", text: item.label }),
+    html("div", { class: "tile-value", text: format(item.end, item.format) }),
+    html("div", { class: "tile-from", text: `${format(item.start, item.format)} at the start` })));
+  tiles.unshift(html("div", { class: "tile" }, html("div", { class: "tile-label", text: "Steps" }), html("div", { class: "tile-value", text: String(run.last_step) }),
+    html("div", { class: "tile-from", text: run.seconds ? `in ${formatDuration(run.seconds)}` : "" })));
+  return html("section", { class: "tiles", id: "summary", "aria-label": "summary" }, ...tiles);
+}
+
+function comparison() {
+  const labels = [...new Set(DATA.runs.flatMap((run) => run.summary.map((item) => item.label)))];
+  const head = html("tr", {}, html("th", { text: "run" }), html("th", { text: "steps" }), html("th", { text: "time" }), ...labels.map((text) => html("th", { text })));
+  const rows = DATA.runs.map((run, index) => {
+    const mark = html("i", { class: "square" });
+    mark.style.setProperty("--mark", colour(index));
+    const cells = labels.map((label) => {
+      const item = run.summary.find((entry) => entry.label === label);
+      return html("td", {}, item ? html("b", { text: format(item.end, item.format) }) : "–", item ? html("small", { text: ` from ${format(item.start, item.format)}` }) : null);
+    });
+    return html("tr", { "data-run": index }, html("th", { scope: "row" }, mark, run.name), html("td", { text: String(run.last_step) }), html("td", { text: run.seconds ? formatDuration(run.seconds) : "–" }), ...cells);
+  });
+  return block("summary", "Comparison", html("div", { class: "scroll card" }, html("table", { class: "data" }, html("thead", {}, head), html("tbody", {}, ...rows))));
+}
+
+function findings() {
+  const found = DATA.runs.flatMap((run, index) => run.findings.map((finding) => ({ ...finding, run, index })));
+  const said = DATA.runs.flatMap((run) => run.warnings.map((text) => (MANY ? `${run.name}: ${text}` : text)));
+  if (!found.length && !said.length) return null;
+  const items = found.map((finding) => html("li", { "data-run": finding.index },
+    html("span", { class: "when", text: `step ${finding.step}` }),
+    html("div", {}, html("b", { text: (MANY ? `${finding.run.name}: ` : "") + finding.seen + "." }), ` Likely: ${finding.causes}. `, html("code", { text: `docs/diagnosis.md#${finding.rule}` }))));
+  const log = said.length ? html("details", {}, html("summary", { text: `What the run itself said (${said.length})` }), html("pre", { class: "text", text: visible(said.join("\n")) })) : null;
+  return block("findings", `Findings (${found.length})`, html("div", { class: "card findings" }, html("ul", {}, ...items), log));
+}
+
+// Figures -----------------------------------------------------------------------------------------------------------
+
+function block(id, title, ...children) {
+  return html("section", { id, class: "block" }, html("h2", { text: title }), ...children);
+}
+
+// Colour tells runs apart, and the dash pattern the series; a single run uses colours for its series.
+function linesOf(figure, run) {
+  const labels = [...new Set(figure.runs.flat().map((series) => series.label))];
+  return figure.runs[run].map((series) => {
+    const index = labels.indexOf(series.label);
+    const single = !MANY || figure.stacked;
+    const both = labels.length > 1 ? `${DATA.runs[run].name} · ${series.label}` : DATA.runs[run].name;
+    return {
+      run, name: single ? series.label : both, colour: colour(single ? index : run), dash: MANY && !figure.stacked ? DASHES[index % DASHES.length] : "",
+      x: series.x, y: series.y, low: series.low || undefined, high: series.high || undefined,
+    };
+  });
+}
+
+function legend(figure) {
+  const labels = [...new Set(figure.runs.flat().map((series) => series.label))];
+  if (labels.length < 2) return null;
+  return html("div", { class: "legend" }, ...labels.map((label, index) => {
+    const mark = html("i", { class: figure.stacked ? "square" : "stroke" });
+    mark.style.setProperty("--mark", MANY && !figure.stacked ? "currentColor" : colour(index));
+    if (MANY && !figure.stacked && index % DASHES.length) mark.classList.add(`dash${index % DASHES.length}`);
+    return html("span", {}, mark, label);
+  }));
+}
+
+function figureCard(figure) {
+  const panels = figure.stacked
+    ? figure.runs.map((series, run) => series.length ? new Panel(figure, linesOf(figure, run), page, MANY ? DATA.runs[run].name : "") : null).filter(Boolean)
+    : [new Panel(figure, figure.runs.flatMap((_, run) => linesOf(figure, run)), page, "")];
+  if (figure.stacked && MANY) panels.forEach((panel) => { panel.node.dataset.run = panel.lines[0].run; });
+  const log = html("button", {
+    class: "quiet", "aria-pressed": String(figure.log), title: "logarithmic axis", text: "log",
+    onclick: (event) => {
+      for (const panel of panels) { panel.log = !panel.log; panel.draw(); }
+      event.currentTarget.setAttribute("aria-pressed", String(panels[0].log));
+    },
+  });
+  return html("figure", { class: "card" + (figure.stacked && panels.length > 1 ? " wide" : ""), id: `figure-${figure.id}` },
+    html("figcaption", {}, html("div", {}, html("h3", { text: figure.title }), html("p", { text: figure.note })), figure.stacked ? null : log),
+    html("div", { class: "panels" }, ...panels.map((panel) => panel.node)), legend(figure));
+}
+
+function figures() {
+  return DATA.sections.map((section, index) => {
+    const grid = html("div", { class: "figures" }, ...section.figures.map(figureCard));
+    if (index < DATA.sections.length - 1 || section.title !== "All other metrics") return block(`section-${index}`, section.title, grid);
+    return html("details", { class: "block", id: "others", ontoggle: () => page.redraw() }, html("summary", {}, html("h2", { text: `${section.title} (${section.figures.length})` })), grid);
+  });
+}
+
+// Transcripts -------------------------------------------------------------------------------------------------------
+
+function transcripts() {
+  const withText = DATA.runs.filter((run) => run.transcripts.length);
+  if (!withText.length) return null;
+  const body = html("div", { class: "transcripts" });
+  const picked = { run: withText[0], step: null, verdict: "all" };
+  const runs = html("select", { "aria-label": "run", onchange: (event) => { picked.run = withText[Number(event.target.value)]; picked.step = null; show(); } },
+    ...withText.map((run, i) => html("option", { value: i, text: run.name })));
+  const steps = html("select", { "aria-label": "step", onchange: (event) => { picked.step = Number(event.target.value); show(); } });
+  const verdicts = html("select", { "aria-label": "verdict", onchange: (event) => { picked.verdict = event.target.value; show(); } },
+    ...["all", "right", "wrong", "ungraded"].map((text) => html("option", { value: text, text: text === "all" ? "all answers" : text })));
+  const note = html("small", {});
+  function show() {
+    const known = [...new Set(picked.run.transcripts.map((item) => item.step))];
+    if (picked.step === null) picked.step = known[known.length - 1];
+    steps.replaceChildren(...known.map((step) => html("option", { value: step, text: `step ${step}`, selected: step === picked.step })));
+    note.textContent = picked.run.transcript_steps_left_out ? `${picked.run.transcript_steps_left_out} more steps are in samples/` : "";
+    const items = picked.run.transcripts.filter((item) => item.step === picked.step && (picked.verdict === "all" || item.verdict === picked.verdict));
+    const prompts = [...new Set(items.map((item) => item.prompt_id))];
+    body.replaceChildren(...prompts.map((id) => promptCard(items.filter((item) => item.prompt_id === id))));
+    if (!prompts.length) body.append(html("p", { class: "empty", text: "No such answer in this step." }));
+  }
+  show();
+  return block("transcripts", "Transcripts", html("div", { class: "picker" }, withText.length > 1 ? runs : null, steps, verdicts, note), body);
+}
+
+function promptCard(items) {
+  const first = items[0];
+  return html("article", { class: "card prompt" },
+    html("header", {}, html("b", { text: `prompt ${first.prompt_id}` }), html("span", { text: first.group }), html("span", {}, "reference ", html("code", { text: visible(first.reference) }))),
+    html("pre", { class: "text question", text: visible(first.prompt) }),
+    ...items.map((item, i) => html("details", { class: "answer", open: i < 2 },
+      html("summary", {}, html("span", { class: `badge ${item.verdict}`, text: item.verdict }), ` answer ${item.index} · ${item.tokens} tokens · ${item.finish_reason}`,
+        item.extracted === null ? null : html("span", {}, " · extracted ", html("code", { text: visible(item.extracted) }))),
+      html("pre", { class: "text", text: visible(item.text) || "(empty)" }))));
+}
+
+// Configuration -----------------------------------------------------------------------------------------------------
+
+function configuration() {
+  const parts = [];
+  if (MANY && DATA.differences.length) {
+    const head = html("tr", {}, html("th", { text: "setting" }), ...DATA.runs.map((run) => html("th", { text: run.name })));
+    const rows = DATA.differences.map((row) => html("tr", {}, html("th", { scope: "row" }, html("code", { text: row.key })), ...row.values.map((text) => html("td", {}, html("code", { text: visible(text) })))));
+    parts.push(html("div", { class: "scroll card", id: "differences" }, html("h3", { text: "What differs" }), html("table", { class: "data" }, html("thead", {}, head), html("tbody", {}, ...rows))));
+  } else if (MANY && DATA.runs.some((run) => run.config.length)) {
+    parts.push(html("p", { class: "empty", text: "The runs have the same configuration." }));
+  }
+  for (const run of DATA.runs) {
+    if (!run.config.length) continue;
+    const rows = run.config.map(([key, value]) => html("tr", {}, html("th", { scope: "row" }, html("code", { text: key })), html("td", {}, html("code", { text: visible(value) }))));
+    parts.push(html("details", { class: "card config" }, html("summary", { text: MANY ? `config.yaml of ${run.name}` : `config.yaml (${rows.length} settings)` }), html("table", { class: "data" }, html("tbody", {}, ...rows))));
+  }
+  return parts.length ? block("configuration", "Configuration", ...parts) : null;
+}
+
+function start() {
+  page.steps = allSteps();
+  header();
+  const parts = [summary(), findings(), ...figures(), transcripts(), configuration()].filter(Boolean);
+  document.getElementById("main").replaceChildren(...parts, html("footer", { text: `megatron-dapo ${DATA.version}` }));
+  page.redraw();
+  let width = innerWidth;
+  addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; page.redraw(); } });
+  addEventListener("beforeprint", () => page.redraw());
+}
+
+start();

@@ -1,0 +1,158 @@
+"""The report: one HTML file, readable without a network, that shows one run or compares several.
+
+Everything is inside the file: style, script and data. Its content security policy allows this one script and no
+request at all, so nothing that a model wrote into an answer can run or call home; texts reach the page as JSON and are
+shown as text.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.resources import files
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from megatron_dapo import __version__
+from megatron_dapo.observe.figures import figures_of
+from megatron_dapo.observe.records import write_atomically
+from megatron_dapo.observe.runs import ReportError, Run, config_differences, load_runs
+from megatron_dapo.observe.transcripts import Transcript
+
+STEPS_WITH_TRANSCRIPTS = 24
+LONGEST_TEXT = 20_000
+SUMMARY = (
+    ("Reward", "reward/mean", "number"),
+    ("Accuracy", "reward/accuracy", "percent"),
+    ("Entropy", "train/entropy", "number"),
+    ("Response length", "rollout/length_trained", "count"),
+    ("Filter yield", "rollout/filter_yield", "percent"),
+    ("Mismatch KL", "train/mismatch_kl", "number"),
+)
+
+
+def write_report(run_dirs: Sequence[str | Path], output: str | Path, png: bool = True) -> list[Path]:
+    """Writes the page to `output` and, with `png`, curves.png beside it. Returns what was written."""
+    runs = load_runs(run_dirs)
+    target = Path(output)
+    if target.is_dir():
+        raise ReportError(f"{target} is a directory: name the HTML file to write, for example {target / 'report.html'}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(target, render(runs).encode())
+        written = [target]
+        if png:
+            from megatron_dapo.observe.curves import write_png
+
+            written.append(write_png(runs, target.parent / "curves.png"))
+    except OSError as error:
+        raise ReportError(f"{target}: the report cannot be written: {error}") from None
+    return written
+
+
+def render(runs: Sequence[Run]) -> str:
+    """The page as text."""
+    script, style = _asset("chart.js") + _asset("report.js"), _asset("report.css")
+    data = payload(runs)
+    parts = {
+        "TITLE": html.escape(data["title"]),
+        "SCRIPT_HASH": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        "STYLE": style,
+        "DATA": embed_json(data),
+        "SCRIPT": script,
+    }
+    page = _asset("report.html")
+    pieces = page.split("@@")  # literal text and placeholders take turns: a value is never searched for placeholders
+    return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
+
+
+def _asset(name: str) -> str:
+    return (files("megatron_dapo.observe") / "page" / name).read_text(encoding="utf-8")
+
+
+def embed_json(value: Any) -> str:
+    """JSON that cannot end the script element it stands in: ASCII, without <, > and &."""
+    text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def payload(runs: Sequence[Run]) -> dict[str, Any]:
+    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs: " + ", ".join(run.name for run in runs)
+    return {
+        "title": title,
+        "version": __version__,
+        "runs": [_run(run) for run in runs],
+        "sections": [
+            {"title": section, "figures": [asdict(figure) for figure in figures]}
+            for section, figures in figures_of(runs).items()
+        ],
+        "differences": [{"key": key, "values": values} for key, values in config_differences(runs)],
+    }
+
+
+def _run(run: Run) -> dict[str, Any]:
+    steps = [record.step for record in run.steps]
+    shown, left_out = choose_transcripts(run.transcripts)
+    return {
+        "name": run.name,
+        "steps": len(steps),
+        "last_step": max([*steps, *(r.step for r in run.evaluations)]),
+        "seconds": sum(_finite(run.series("time/step")[1])),
+        "summary": _summary(run),
+        "findings": [{"step": f.step, "rule": f.rule, "seen": f.seen, "causes": f.causes} for f in run.findings],
+        "warnings": run.warnings,
+        "config": [[key, value] for key, value in run.config.items()],
+        "transcripts": [_transcript(item) for item in shown],
+        "transcript_steps_left_out": left_out,
+    }
+
+
+def _summary(run: Run) -> list[dict[str, Any]]:
+    """First and last value, each a mean over up to five steps; evaluations as they are."""
+    rows = [(label, metric, form) for label, metric, form in SUMMARY]
+    scores = [name for name in run.metrics if name.startswith("eval/") and "avg@" in name]
+    rows += [(name.removeprefix("eval/"), name, "percent") for name in scores if name.split("@")[1].isdigit()]
+    found = []
+    for label, metric, form in rows:
+        values = _finite(run.series(metric)[1])
+        if values:
+            width = 1 if metric.startswith("eval/") else max(1, min(5, len(values) // 4))
+            found.append(
+                {"label": label, "format": form, "start": fmean(values[:width]), "end": fmean(values[-width:])}
+            )
+    return found
+
+
+def _finite(values: Sequence[float]) -> list[float]:
+    return [value for value in values if value - value == 0]
+
+
+def choose_transcripts(items: Sequence[Transcript]) -> tuple[list[Transcript], int]:
+    """Those of at most STEPS_WITH_TRANSCRIPTS steps, spread evenly from first to last; and how many steps are not."""
+    steps = sorted({item.step for item in items})
+    if len(steps) <= STEPS_WITH_TRANSCRIPTS:
+        return list(items), 0
+    spread = (len(steps) - 1) / (STEPS_WITH_TRANSCRIPTS - 1)
+    chosen = {steps[round(i * spread)] for i in range(STEPS_WITH_TRANSCRIPTS)}
+    return [item for item in items if item.step in chosen], len(steps) - len(chosen)
+
+
+def _transcript(item: Transcript) -> dict[str, Any]:
+    record = asdict(item) | {"prompt": _shortened(item.prompt), "text": _shortened(item.text)}
+    if item.score is not None and item.score - item.score != 0:  # a user's grader may give NaN
+        record["score"] = None
+    return record
+
+
+def _shortened(text: str) -> str:
+    """Beginning and end of a very long text; samples/ has all of it."""
+    if len(text) <= LONGEST_TEXT:
+        return text
+    half = LONGEST_TEXT // 2
+    note = f"[… {len(text) - 2 * half} characters are left out here; samples/ has them …]"
+    return f"{text[:half]}\n\n{note}\n\n{text[-half:]}"

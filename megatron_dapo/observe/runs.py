@@ -1,0 +1,137 @@
+"""Reading run directories: what the report and the curves are drawn from, of a run that goes on or has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_dapo.errors import UserError
+from megatron_dapo.observe import transcripts
+from megatron_dapo.observe.diagnosis import Finding, Watch
+from megatron_dapo.observe.names import filter_yield, update_speed
+from megatron_dapo.observe.records import EVAL, STEP, Record, read_records
+from megatron_dapo.observe.transcripts import Transcript
+
+WARNINGS_SHOWN = 200
+
+
+class ReportError(UserError):
+    """A run directory that has nothing to show; the message says what is missing."""
+
+
+@dataclass(slots=True, frozen=True)
+class Run:
+    name: str
+    steps: list[Record]
+    evaluations: list[Record]
+    config: dict[str, str]  # dotted key to text
+    transcripts: list[Transcript]
+    findings: list[Finding]
+    warnings: list[str]  # logs/warnings.log: what the run itself said
+
+    def series(self, metric: str) -> tuple[list[int], list[float]]:
+        """Steps and values of one metric, where it was recorded."""
+        records = self.evaluations if metric.startswith("eval/") else self.steps
+        found = [(r.step, r.metrics[metric]) for r in records if metric in r.metrics]
+        return [step for step, _ in found], [value for _, value in found]
+
+    @property
+    def metrics(self) -> list[str]:
+        """Every metric's name, in the order in which they first appear."""
+        return list(dict.fromkeys(name for record in [*self.steps, *self.evaluations] for name in record.metrics))
+
+
+def load_runs(directories: Sequence[str | Path]) -> list[Run]:
+    if not directories:
+        raise ReportError("no run directory was named")
+    paths = [Path(directory) for directory in directories]
+    return [load_run(path, name) for path, name in zip(paths, distinct_names(paths), strict=True)]
+
+
+def load_run(directory: Path, name: str) -> Run:
+    file = directory / "metrics.jsonl"
+    if not directory.is_dir():
+        raise ReportError(f"{directory}: no such directory")
+    if not file.exists():
+        raise ReportError(f"{directory}: not a run directory, it has no metrics.jsonl")
+    records = read_records(file)
+    steps = [_with_derived(record) for record in records if record.kind == STEP]
+    evaluations = [record for record in records if record.kind == EVAL]
+    if not steps and not evaluations:
+        raise ReportError(f"{file} holds no finished step yet: wait for the first one")
+    watch = Watch()
+    return Run(
+        name=name,
+        steps=steps,
+        evaluations=evaluations,
+        config=_config(directory / "config.yaml"),
+        transcripts=transcripts.read(directory / "samples"),
+        findings=[finding for record in steps for finding in watch.observe(record.step, record.metrics)],
+        warnings=_warnings(directory / "logs" / "warnings.log"),
+    )
+
+
+def _with_derived(record: Record) -> Record:
+    derived = {
+        "rollout/filter_yield": filter_yield(record.metrics),
+        "train/tokens_per_second": update_speed(record.metrics),
+    }
+    found = {name: value for name, value in derived.items() if value is not None}
+    return Record(record.step, record.kind, {**found, **record.metrics})
+
+
+def distinct_names(paths: Sequence[Path]) -> list[str]:
+    """The directories' names, with as many parents as it takes to tell them apart."""
+    parts = [path.resolve().parts for path in paths]
+    for depth in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(p[-depth:]) for p in parts]
+        if len(set(names)) == len(set(parts)):
+            break
+    seen: dict[str, int] = {}
+    for i, name in enumerate(names):
+        seen[name] = seen.get(name, 0) + 1
+        if seen[name] > 1:  # the same directory twice
+            names[i] = f"{name} ({seen[name]})"
+    return names
+
+
+def config_differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """Keys whose values differ between the runs, with each run's value; "—" where a run does not have the key."""
+    keys = dict.fromkeys(key for run in runs for key in run.config)
+    rows = [(key, [run.config.get(key, "—") for run in runs]) for key in keys]
+    return [(key, values) for key, values in rows if len(set(values)) > 1]
+
+
+def _config(path: Path) -> dict[str, str]:
+    """Flat; empty where there is no readable config.yaml, because the curves can be shown without it."""
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return dict(_flatten(raw)) if isinstance(raw, Mapping) else {}
+
+
+def _flatten(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in node.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", _text(value)
+
+
+def _text(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return repr(value) if isinstance(value, str) and value != value.strip() else str(value)
+
+
+def _warnings(path: Path) -> list[str]:
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    return lines[-WARNINGS_SHOWN:]
