@@ -45,8 +45,8 @@ async def integers(count: int) -> None:
         seconds, used = time.perf_counter() - started, time.process_time() - used
     assert [g.correct for g in grades] == [i % 3 != 2 for i in range(count)]
     print(
-        f"integer answers: {count / seconds:.0f} a second, goal {GOAL_PER_SECOND}; {count / used:.0f} per second of CPU "
-        f"time, on one core ({count} of {len(REASONING)} characters each, load average {os.getloadavg()[0]:.1f})"
+        f"integer answers: {count / seconds:.0f} a second, goal {GOAL_PER_SECOND}; {count / used:.0f} per CPU second, "
+        f"on one core ({count} of {len(REASONING)} characters each, load average {os.getloadavg()[0]:.1f})"
     )
 
 
@@ -101,14 +101,14 @@ async def overloaded(count: int, load: int) -> None:
 HOSTILE = {
     "9999999999^{9999999999}": r"\boxed{9999999999^{9999999999}}",
     "nested braces, 60 000": "Answer: " + "{" * 30_000 + "1" + "}" * 30_000,
-    "nested brackets, 39 deep": "Answer: " + "(" * 39 + "1" + ")" * 39,
+    "nested brackets, 19 deep": "Answer: " + "(" * 19 + "1" + ")" * 19,
     "100 k digits": "Answer: " + "9" * 100_000,
     "100 k characters of text": "word " * 20_000,
     "100 k spaces": "answer" + " " * 100_000,
     "20 k open boxes": r"\boxed{" * 20_000,
     "control characters": "\x00\x01Answer:\x02 \x1b[31m42\x07\ud800",
     "\\frac, 200 deep": "Answer: " + r"\frac{" * 200 + "1" + "}{2}" * 200,
-    "\\frac, 39 deep": "Answer: " + r"\frac{1}{" * 39 + "1" + "}" * 39,
+    "\\frac, 19 deep": "Answer: " + r"\frac{1}{" * 19 + "1" + "}" * 19,
     "a factorial": "Answer: 99999999!",
     "a power tower": "Answer: 2^{2^{2^{2^{2^{2}}}}}",
     "a binomial": r"Answer: \binom{10^{10}}{10^9}",

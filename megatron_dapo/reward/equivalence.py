@@ -13,7 +13,7 @@ from typing import Any
 
 MAX_ANSWER_CHARS = 1000
 MAX_DIGITS = 400
-MAX_DEPTH = 40  # of brackets; parsers need exponential time for what is nested deeper
+MAX_DEPTH = 20  # of brackets; parsers need exponential time for what is nested deeper
 
 _GROUP = r"(?:,|\{,\}|\\,|,\\!|\\ |\\;|\s)"
 _PLAIN = rf"[+-]?\s?(?:\d{{1,3}}(?:{_GROUP}\d{{3}})+|\d+)(?:\.\d*)?|[+-]?\.\d+"

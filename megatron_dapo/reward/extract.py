@@ -10,7 +10,7 @@ import re
 
 _SPECIAL_TOKEN = re.compile(r"<\|[^|<>\s]{1,40}\|>|</?s>")
 _INVISIBLE = re.compile(
-    "\x1b\\[[0-9;]{0,20}[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u2064\ufeff]"
+    "\x1b\\[[0-9;]{0,20}[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u2064\ud800-\udfff\ufeff]"
 )
 _FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | {0x2212: "-", 0x3000: " ", 0x00A0: " "}
 _MARKER = re.compile(r"(?i)answer[\s*_]{0,20}[::][\s*_]{0,200}")

@@ -9,6 +9,7 @@ transformers. Run as `python -m megatron_dapo.reward.worker FD`.
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import resource
@@ -87,7 +88,7 @@ def _reply(item: dict[str, Any], grade: Grade, seconds: float) -> bytes:
 
 
 def _failure(item: dict[str, Any], error: BaseException) -> bytes:
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return json.dumps({"index": item["index"], "limit": "memory"}).encode()
     text = "".join(traceback.format_exception(error))
     return json.dumps({"index": item["index"], "error": text}).encode()

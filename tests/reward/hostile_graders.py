@@ -1,8 +1,11 @@
 """User graders that misbehave, loaded by grading processes in test_pool.py."""
 
 import asyncio
+import mmap
 import os
 import time
+
+import numpy as np
 
 from megatron_dapo.types import Grade
 
@@ -18,7 +21,9 @@ def by_response(prompt, response):
             hoard.append(bytearray(8 * 2**20))
             time.sleep(0.005)
     if response == "allocate at once":
-        return bool(bytearray(64 * 2**30))
+        return np.zeros(2**29).size == 0  # 4 GiB, not touched: resident memory stays small, only the kernel can refuse
+    if response == "map at once":
+        return len(mmap.mmap(-1, 4 * 2**30)) == 0
     if response == "sleep":
         time.sleep(3600)
     if response == "die":

@@ -6,6 +6,7 @@ give, false negatives and false positives included, which the `dapo` grader must
 
 Y, N = True, False
 FAR = " and so the argument goes on" * 12  # more than 300 characters after the answer
+FARTHER = FAR * 10
 
 JUDGED = [
     # -- every case named in the fact sheet on grading ---------------------------------------------------
@@ -21,6 +22,9 @@ JUDGED = [
     ("42", "Answer: 42<|im_end|>", Y, N),
     ("42", "Answer：42", Y, N),
     ("42", "Answer: 42\n" + FAR, Y, N),
+    ("42", "Answer: 42\n" + FARTHER, Y, N),
+    ("42", r"\boxed{42}" + FARTHER, Y, N),
+    ("42", "Answer: 42\n" + FARTHER + "\nAnswer: 43", N, N),
     ("4243", "Answer: 42, 43", N, Y),
     ("42", "Answer: 42, 43", N, N),
     ("33", "Answer: 033", Y, N),
@@ -74,6 +78,7 @@ JUDGED = [
     ("42", "Answer: 42<|endoftext|>", Y, N),
     ("42", "Answer: \x1b[1m42\x1b[0m", Y, N),
     ("42", "Ans\u200bwer: 4\u200b2", Y, N),
+    ("42", "Answer: 42\ud800", Y, N),
     ("42", "Answer: ４２", Y, N),
     ("42", "My answers: 42", N, N),
     # -- integers and decimals ---------------------------------------------------------------------------

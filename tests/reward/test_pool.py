@@ -78,6 +78,7 @@ def test_symbolic_answers_of_an_overloaded_machine_keep_their_grades():
         ("spin", "cpu-time"),
         ("allocate slowly", "memory"),
         ("allocate at once", "memory"),
+        ("map at once", "memory"),
         ("sleep", "stuck"),
         ("die", "crashed"),
     ],
@@ -109,7 +110,7 @@ HOSTILE_MATH = {
     "100 k characters of text": "word " * 20_000,
     "control characters": "\x00\x01Answer:\x02 \x1b[31m4\x072\x7f\ud800",
     "a billion laughs of \\frac": "Answer: " + r"\frac{" * 200 + "1" + "}{2}" * 200,
-    "a few laughs of \\frac": "Answer: " + r"\frac{1}{" * 35 + "1" + "}" * 35,
+    "a few laughs of \\frac": "Answer: " + r"\frac{1}{" * 19 + "1" + "}" * 19,
     "a factorial": "Answer: 99999999!",
 }
 
@@ -141,7 +142,7 @@ def test_hostile_answers_take_bounded_time_and_memory_and_the_run_goes_on():
     hostile, after = asyncio.run(main())
     verdicts = dict(zip(HOSTILE_MATH, hostile, strict=True))
     assert verdicts["a power tower"].reason == "cpu-time (2 tries)"
-    assert verdicts["control characters"].correct is not None
+    assert verdicts["control characters"].correct
     assert not any(grade.correct for name, grade in verdicts.items() if name != "control characters")
     assert all(grade.correct for grade in after)
     assert most < 700 * 2**20
