@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -97,7 +99,16 @@ class SGLangServer:
         await self._order("/abort_request", {"rid": request_id} if request_id else {"abort_all": True})
 
     async def pause(self) -> None:
+        """Aborts what runs and waits until it has come back, under the label of the weights that made it."""
         await self._order("/pause_generation", {"mode": "abort"})
+        deadline = time.monotonic() + self.config.control_timeout
+        while self.in_flight:
+            if time.monotonic() > deadline:
+                raise ServerFailure(
+                    f"server {self.name}: {self.in_flight} aborted requests did not return within "
+                    f"{self.config.control_timeout:g} s (rollout.servers.control_timeout)"
+                )
+            await asyncio.sleep(0.005)
 
     async def resume(self) -> None:
         await self._order("/continue_generation", {})

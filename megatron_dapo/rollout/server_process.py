@@ -91,12 +91,17 @@ class ServerProcess:
     async def wait_ready(self, server: SGLangServer) -> None:
         """Until the server has answered a first request; an error that quotes its log if it ends or takes too long."""
         began = time.monotonic()
+        asking: asyncio.Task[bytes] | None = None
         while True:
             if not self.alive():
                 raise EngineError(f"server {self.url} ended with {self._status()} while starting; {self.log_tail()}")
-            with contextlib.suppress(EngineError):
-                await server.connection.call("GET", "/health", None, timeout=30)
-                return
+            # A first generation may take long, and another program's port may accept and never answer.
+            asking = asking or asyncio.ensure_future(server.connection.call("GET", "/health", None, timeout=60))
+            done, _ = await asyncio.wait([asking], timeout=0.25)
+            if done:
+                if asking.exception() is None:
+                    return
+                asking = None
             if time.monotonic() - began > self._config.start_timeout:
                 raise EngineError(
                     f"server {self.url} was not ready after {self._config.start_timeout:g} s "

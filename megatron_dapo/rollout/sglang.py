@@ -44,6 +44,7 @@ class SGLangEngine:
         self._gate = asyncio.Event()
         self._gate.set()
         self._freed = asyncio.Condition()
+        self._changing = asyncio.Lock()  # two updates of one server at a time can end it
         self._epoch = 0
         self._where: dict[str, tuple[SGLangServer, str]] = {}
         self._aborted: set[str] = set()
@@ -67,6 +68,12 @@ class SGLangEngine:
 
     async def admit(self, server: SGLangServer) -> None:
         """Lets a server serve, if it holds the current version or can be given it."""
+        async with self._changing:
+            if server.serves != self._version:
+                await self._admit(server)
+        await self._notify()
+
+    async def _admit(self, server: SGLangServer) -> None:
         await server.capabilities()
         try:
             held: int | None = await server.version()
@@ -78,7 +85,6 @@ class SGLangEngine:
                 return
             await self._update.from_snapshot(self._version, server)
         server.serves, server.trouble = self._version, ""
-        await self._notify()
 
     @property
     def weight_version(self) -> int:
@@ -95,11 +101,11 @@ class SGLangEngine:
             server = await self._acquire(request_id, prompt, epoch)
             if server is None:
                 return Completion(as_tokens([]), as_logprobs([]), FinishReason.ABORT)
-            name = f"{request_id}-try{attempt}" if attempt else request_id
+            name, version = f"{request_id}-try{attempt}" if attempt else request_id, self._version
             self._where[request_id] = (server, name)
             try:
                 completion = await server.generate(name, prompt, params)
-                self._check_version(server, completion)
+                self._check_version(server, completion, version)
                 server.resting_until = 0.0
                 return completion
             except ServerFailure as error:
@@ -153,13 +159,15 @@ class SGLangEngine:
         own = self.servers[key % len(self.servers)]
         return own if own in able and own.in_flight <= least.in_flight + SAME_SERVER_SLACK else least
 
-    def _check_version(self, server: SGLangServer, completion: Completion) -> None:
-        strange = {span.version for span in completion.weight_spans} - {self._version}
+    def _check_version(self, server: SGLangServer, completion: Completion, version: int) -> None:
+        """`version` is the one that was current when the request was sent."""
+        strange = {span.version for span in completion.weight_spans} - {version}
         if strange:
-            server.serves = None
-            server.trouble = f"it answered with weight version {min(strange)}, current is {self._version}"
-            self._in_background(self.admit(server))
-            raise ServerFailure(f"server {server.name}: {server.trouble}; was it restarted?")
+            trouble = f"it answered with weight version {min(strange)}, expected {version}"
+            if server.serves == version:
+                server.serves, server.trouble = None, trouble
+                self._in_background(self.admit(server))
+            raise ServerFailure(f"server {server.name}: {trouble}; was it restarted?")
 
     def _let_rest(self, server: SGLangServer) -> None:
         now, (first, longest) = asyncio.get_running_loop().time(), REST
@@ -206,16 +214,18 @@ class SGLangEngine:
                 server.serves, server.trouble = None, str(error)
 
     async def update_weights(self, version: int, buckets: Iterable[Bucket]) -> WeightReport:
-        was_open = self._gate.is_set()
-        self._gate.clear()
-        self._epoch += 1
-        await self._notify()
-        self._version = version
-        report = await self._update.run(version, self.servers, buckets)
-        if was_open:
-            self._gate.set()
+        async with self._changing:
+            was_open = self._gate.is_set()
+            self._gate.clear()
+            self._epoch += 1
             await self._notify()
-        return report
+            self._version = version
+            try:
+                return await self._update.run(version, self.servers, buckets)
+            finally:
+                if was_open:
+                    self._gate.set()
+                    await self._notify()
 
     async def logprobs_of(self, tokens: Sequence[int]) -> dict[str, LogProbs]:
         """What each serving server gives for a fixed text, so that a trainer can compare it with its own."""

@@ -34,6 +34,7 @@ class WeightUpdate:
     def __init__(self, config: WeightTransportConfig, snapshot: Snapshot) -> None:
         self._config, self._snapshot = config, snapshot
         self._transport = make_transport(config, snapshot)
+        self._agreed: tuple[int, LogProbs] | None = None  # version, its log-probs of the probe text
 
     async def run(self, version: int, servers: Sequence[SGLangServer], buckets: Iterable[Bucket]) -> WeightReport:
         began = time.monotonic()
@@ -48,9 +49,7 @@ class WeightUpdate:
                 self._snapshot.discard()
                 for server in servers:
                     server.trouble = f"the update to version {version} broke off: {error}"
-                raise WeightUpdateError(
-                    f"weight version {version}: making or sending the buckets failed: {error}"
-                ) from error
+                raise WeightUpdateError(f"weight version {version}: the buckets could not be sent: {error}") from error
         failed |= sent.failed
         failed |= await self._commit(version, [s for s in servers if s.name not in failed])
         again = [server for server in servers if server.name in failed]
@@ -88,10 +87,21 @@ class WeightUpdate:
         probed = [server for server in servers if server.name not in failed]
         if self._config.proof == "version" or not probed:
             return failed
-        results = await wait_all({server.name: self._probe(server) for server in probed})
+        results = await wait_all({server.name: server.logprobs_of(PROBE) for server in probed})
         failed |= _failures(results)
-        self.proof = _agreement({name: r for name, r in results.items() if isinstance(r, np.ndarray)}, failed)
+        self._compare(version, {name: r for name, r in results.items() if isinstance(r, np.ndarray)}, failed)
         return failed
+
+    def _compare(self, version: int, probes: dict[str, LogProbs], failed: dict[str, str]) -> None:
+        """Servers must agree on a fixed text: with the median server of this version, also those that come later."""
+        if self._agreed is None or self._agreed[0] != version:
+            self._agreed = (version, np.median(np.stack(list(probes.values())), axis=0)) if probes else None
+        if self._agreed is None:
+            return
+        gaps = {name: float(np.abs(values - self._agreed[1]).max()) for name, values in probes.items()}
+        for name, gap in gaps.items():
+            if gap > PROBE_TOLERANCE:
+                failed[name] = f"server {name}: its log-probs of a fixed text differ from the others' by {gap:.3f}"
 
     async def _finish(self, server: SGLangServer, version: int, brackets: bool) -> None:
         capabilities = await server.capabilities()
@@ -104,9 +114,6 @@ class WeightUpdate:
             raise EngineError(f"server {server.name}: it acknowledges weight version {found!r}, expected {version}")
         await server.resume()
 
-    async def _probe(self, server: SGLangServer) -> LogProbs:
-        return await server.logprobs_of(PROBE)
-
     async def _open(
         self, version: int, servers: Sequence[SGLangServer], failed: dict[str, str], sent: Sent, began: float
     ) -> WeightReport:
@@ -118,24 +125,11 @@ class WeightUpdate:
             raise WeightUpdateError(f"no server took weight version {version}: {causes}")
         served_by = tuple(server.name for server in servers if not server.trouble)
         seconds = time.monotonic() - began
-        proof = f"version {version} acknowledged by {len(served_by)} of {len(servers)}; {self.proof}"
+        proof = f"version {version} acknowledged by {len(served_by)} of {len(servers)}"
+        if self._agreed is not None:
+            proof += f", which agree on the log-prob of a fixed text: {float(self._agreed[1].sum()):.4f}"
         return WeightReport(version, served_by, failed, sent.tensors, sent.bytes, seconds, proof)
-
-    proof: str = "no probe"
 
 
 def _failures(results: dict[str, object]) -> dict[str, str]:
     return {name: str(r) or repr(r) for name, r in results.items() if isinstance(r, BaseException)}
-
-
-def _agreement(probes: dict[str, LogProbs], failed: dict[str, str]) -> str:
-    """Servers must agree with the median server on a fixed text."""
-    if not probes:
-        return "no probe"
-    middle = np.median(np.stack(list(probes.values())), axis=0)
-    gaps = {name: float(np.abs(values - middle).max()) for name, values in probes.items()}
-    for name, gap in gaps.items():
-        if gap > PROBE_TOLERANCE:
-            failed[name] = f"server {name}: its log-probs of a fixed text differ from the other servers' by {gap:.3f}"
-    total = float(middle.sum())
-    return f"log-prob of the probe text {total:.4f}, largest difference between servers {max(gaps.values()):.2g}"
