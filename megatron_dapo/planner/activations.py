@@ -77,12 +77,13 @@ def _norm(elements: float, size: int, layers: Layers) -> float:
 def _attention(s: Sizes, qk_norm: bool, layers: Layers) -> float:
     """q, k, v after RoPE, the output (also the input of the projection), and one fp32 statistic per head."""
     saved = s.t * (2 * s.q + 2 * s.kv) * s.bytes + s.t * s.heads * 4
-    if (
-        qk_norm
-    ):  # te: its input. local: in fp32, and normalised. The output goes on into RoPE, which saves nothing of it.
+    if layers == "local":
+        # v is a view that keeps the whole q, k, v product alive; the sequences' outputs are concatenated once more;
+        # cos and sin of q and of k are saved.
+        saved += s.t * (2 * s.q + s.kv + 4 * s.head_dim) * s.bytes
+    if qk_norm:
+        # te: its input. local: that in fp32, and normalised. The output goes on into RoPE, which keeps nothing of it.
         saved += s.t * (s.q + s.kv) * (s.bytes if layers == "te" else 4 + s.bytes)
-    if layers == "local":  # the sequences' outputs are concatenated; cos and sin of q and of k are saved
-        saved += s.t * s.q * s.bytes + 4 * s.t * s.head_dim * s.bytes
     return saved
 
 

@@ -16,8 +16,8 @@ def _machine(task: Task) -> list[str]:
     gpu, cluster = task.cluster.gpu, task.cluster
     return [
         (
-            f"{gpu.name}: {gpu.memory_gib:g} GiB, {gpu.tflops:g} TFLOP/s bf16, {gpu.bandwidth:g} TB/s, {gpu.nvlink:g} GB/s "
-            f"inside a node of {cluster.gpus_per_node}, {gpu.network:g} GB/s between nodes, each way"
+            f"{gpu.name}: {gpu.memory_gib:g} GiB, {gpu.tflops:g} TFLOP/s bf16, {gpu.bandwidth:g} TB/s, "
+            f"{gpu.nvlink:g} GB/s inside a node of {cluster.gpus_per_node}, {gpu.network:g} GB/s between nodes"
         ),
         f"collectives reach {timing.WIRE_SHARE:.0%} of the wire",
     ]
@@ -41,16 +41,14 @@ def _workload(task: Task, config: Config) -> list[str]:
 
 
 def _trainer(task: Task) -> list[str]:
+    layers = "Transformer Engine, fused attention" if task.layers == "te" else "torch (no Transformer Engine)"
     lines = [
         f"MFU {task.mfu:g} of the kernels; recomputation, bubbles and exposed collectives come on top",
         (
             f"{timing.EXPOSED_CONTEXT:.0%} of the context-parallel exchange is not hidden; packing fills "
             f"{timing.FILL:.0%} of a micro-batch; the busiest rank has {timing.IMBALANCE:g} times the mean tokens"
         ),
-        (
-            f"layers: {'Transformer Engine, fused attention' if task.layers == 'te' else 'torch (no Transformer Engine)'}; "
-            f"the head holds {activations.LOGIT_BYTES} bytes per logit of a chunk"
-        ),
+        (f"layers: {layers}; the head holds {activations.LOGIT_BYTES} bytes per logit of a chunk"),
         (
             f"reserve: {memory.CONTEXT_BYTES / GIB:g} GiB CUDA, {memory.NCCL_BYTES / GIB:g} GiB NCCL, "
             f"{memory.FRAGMENTATION:.0%} of activations and working space lost to fragmentation"
@@ -79,9 +77,9 @@ def _engine(task: Task, config: Config) -> list[str]:
         place,
         f"an engine takes at most {engine.memory_fraction(servers.arguments):.0%} of a GPU for weights and KV cache",
         (
-            f"decoding reaches {engine.BANDWIDTH_SHARE:.0%} of memory bandwidth and costs "
-            f"{engine.SECONDS_PER_LAYER * 1e6:g} µs per layer and {engine.SECONDS_PER_SEQUENCE * 1e6:g} µs per sequence on "
-            "top (fitted to SGLang, 1.5B, one H200)"
+            f"decoding reaches {engine.BANDWIDTH_SHARE:.0%} of memory bandwidth; "
+            f"{engine.SECONDS_PER_LAYER * 1e6:g} µs per layer and {engine.SECONDS_PER_SEQUENCE * 1e6:g} µs per "
+            "sequence come on top (fitted to SGLang, 1.5B, one H200)"
         ),
         "one answer of the greatest length runs on alone at the end of every step",
         (

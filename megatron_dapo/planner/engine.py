@@ -21,7 +21,7 @@ DEFAULT_FRACTION = (
 OVERHEAD_BYTES = 3.0 * GIB  # CUDA context, graphs, activations: outside that fraction; also what stays after a release
 BANDWIDTH_SHARE = 0.8  # of the data sheet's, reached when weights and KV cache are read
 DECODE_MFU = 0.5
-SECONDS_PER_LAYER, SECONDS_PER_SEQUENCE = 60e-6, 10e-6
+SECONDS_PER_LAYER, SECONDS_PER_SEQUENCE = 60e-6, 6e-6
 ALL_REDUCE_SECONDS = 12e-6  # latency of one of the two all-reduces in a layer, at tensor parallel > 1
 DTYPE_BYTES = {"auto": 2, "bfloat16": 2, "float16": 2, "half": 2, "float32": 4, "float": 4}
 

@@ -9,6 +9,7 @@ own copy of the embedding.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from megatron_dapo.config import ModelShape
 from megatron_dapo.config.policy import PolicyConfig
@@ -36,6 +37,7 @@ class Parameters:
         return self.active - self.embedding - self.output - self.norms
 
 
+@lru_cache(maxsize=32)
 def count_parameters(shape: ModelShape) -> Parameters:
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     attention = shape.hidden * (q + 2 * kv) + q * shape.hidden + (q + 2 * kv if shape.qkv_bias else 0)

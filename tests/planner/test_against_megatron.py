@@ -1,0 +1,117 @@
+"""The memory model against real Megatron ranks on the CPU: weights, gradients, optimizer state, activations."""
+
+import dataclasses
+import warnings
+
+import pytest
+import torch
+
+from megatron_dapo.config import parse_config
+from megatron_dapo.planner.activations import Sizes, layer_saved
+from megatron_dapo.planner.memory import stage_memory
+from megatron_dapo.planner.parameters import rank_parameters
+from megatron_dapo.policy.ranks import run_ranks
+from megatron_dapo.policy.runtime import Rendezvous, initialize, shutdown
+from megatron_dapo.policy.synthetic import awkward_batch, synthetic_shape
+from megatron_dapo.policy.update import Policy
+
+LAYOUTS = {
+    "tp2": ("dense", {"tensor_parallel": 2}),
+    "pp2-tied": ("tied", {"pipeline_parallel": 2}),
+    "dp2": ("dense", {}),
+    "dp2-replicated": ("tied", {"distributed_optimizer": False}),
+    "cp2": ("dense", {"context_parallel": 2}),
+    "ep2": ("moe", {"expert_parallel": 2}),
+}
+
+
+def make_config(precision, **policy):
+    return parse_config(
+        {
+            "policy": {"precision": precision, "micro_batch_tokens": 4096, **policy},
+            "rollout": {"max_prompt_tokens": 100, "max_response_tokens": 100},
+        }
+    )
+
+
+def wide(kind):
+    """Large enough that Megatron's padding of buffers to 128 elements is small."""
+    return dataclasses.replace(synthetic_shape(kind), hidden=64, ffn_hidden=160)
+
+
+def held_by_rank(place: Rendezvous, kind: str, options: dict) -> tuple[int, int, float, float]:
+    """(stage, parameters, gradient bytes, optimizer bytes) of this rank after one update."""
+    warnings.filterwarnings("ignore")
+    config, shape = make_config("bf16", **options), wide(kind)
+    runtime = initialize(config.policy, rendezvous=place)
+    policy = Policy(config, shape, runtime)
+    policy.update(awkward_batch(shape, 0))
+    parameters = sum(p.numel() for chunk in policy.model for p in chunk.parameters())
+    buffers = [b for chunk in policy.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    gradients = sum(b.grad_data.nbytes for b in buffers)
+    state = 0
+    for optimizer in getattr(policy.optimizer, "chained_optimizers", [policy.optimizer]):
+        inner = optimizer.optimizer
+        state += sum(p.nbytes for group in inner.param_groups for p in group["params"])  # the fp32 copies
+        for values in inner.state.values():
+            state += sum(v.nbytes for key, v in values.items() if key in ("exp_avg", "exp_avg_sq"))
+    stage = runtime.groups.pp.rank()
+    shutdown()
+    return stage, parameters, gradients, state
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_weights_gradients_and_optimizer_state(name):
+    kind, options = LAYOUTS[name]
+    config, shape = make_config("bf16", **options), wide(kind)
+    for stage, parameters, gradients, state in run_ranks(2, held_by_rank, kind, options, timeout=60):
+        expected = stage_memory(shape, config.policy, 2, 1, stage, layers="local")
+        assert rank_parameters(shape, config.policy, stage).total == parameters
+        assert expected.weights == 2 * parameters
+        assert expected.gradients == pytest.approx(gradients, rel=0.02)
+        assert expected.optimizer == pytest.approx(state, rel=0.02)
+
+
+@pytest.mark.parametrize("kind", ["dense", "tied", "moe"])
+def test_saved_activations_of_one_layer(kind):
+    """Every tensor that autograd keeps of the second layer, each storage once, against `layer_saved`."""
+    config, shape = make_config("bf16"), wide(kind)
+    runtime = initialize(config.policy, rendezvous=Rendezvous(url=""))
+    policy = Policy(config, shape, runtime)
+    batch = awkward_batch(shape, 0, samples=60)
+    micro_batches = policy._pack(batch)
+    measured = _saved_by(policy.model[0].decoder.layers[1], lambda: policy.gradients(batch, micro_batches))
+    shutdown()
+    tokens = micro_batches[0].tokens
+    layout = config.policy.model_copy(update={"micro_batch_tokens": tokens})
+    expected = sum(layer_saved(shape, layout, "local").values())
+    sizes = Sizes.of(shape, layout)
+    # What only the CPU saves: SwiGLU is not fused there. A MoE's router is perfectly spread on average.
+    if shape.is_moe:
+        routed = tokens * shape.experts_per_token
+        expected += routed * 3 * shape.expert_ffn_hidden * 2
+        expected -= 0.25 * routed * (shape.hidden + 3 * shape.expert_ffn_hidden) * 2
+    else:
+        expected += 2 * tokens * sizes.ffn * 2
+    assert expected == pytest.approx(measured, rel=0.03)
+
+
+def _saved_by(layer, run) -> int:
+    own = {p.untyped_storage().data_ptr() for p in layer.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(tensor):
+        where = tensor.untyped_storage().data_ptr()
+        if tensor.numel() and where not in own:
+            kept.setdefault(where, tensor)
+        return tensor
+
+    forward = layer.forward
+
+    def watched(*args, **kwargs):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            return forward(*args, **kwargs)
+
+    layer.forward = watched
+    run()
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())

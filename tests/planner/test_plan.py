@@ -1,0 +1,174 @@
+"""`megatron-dapo plan`: the published 32B set-up fits, TP 1 does not, and what it says to change does fit."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from published_shapes import CONFIGS, published
+
+from megatron_dapo.cli import main
+from megatron_dapo.config import Config, parse_config
+from megatron_dapo.planner import Cluster, Workload, count_parameters, find_gpu, make_plan
+from megatron_dapo.planner.engine import decode_step, memory_fraction
+from megatron_dapo.planner.hardware import GIB, PlanError
+
+# The published run: 16 × 8 GPUs, 512 prompts × 16 responses, mini-batches of 32 prompts, responses of 20480 tokens.
+PUBLISHED = {
+    "rollout": {
+        "samples_per_prompt": 16, "max_prompt_tokens": 2048, "max_response_tokens": 20480,
+        "servers": {"tensor_parallel": 4},
+    },
+    "trainer": {"prompts_per_step": 512, "mini_batch_prompts": 32},
+}  # fmt: skip
+TP8 = {"tensor_parallel": 8, "context_parallel": 2, "micro_batch_tokens": 22528, "recompute": "full"}
+
+
+def published_config(**policy):
+    return parse_config({**PUBLISHED, "policy": {"micro_batch_tokens": 22528, **policy}})
+
+
+def plan_32b(gpu="h100", gpus=128, engine_gpus=0, **policy):
+    config = published_config(**policy)
+    return make_plan(
+        config, published("Qwen2.5-32B"), Cluster(find_gpu(gpu), gpus, 8, engine_gpus), Workload.of(config)
+    )
+
+
+@pytest.fixture
+def model_dir(tmp_path):
+    folder = tmp_path / "Qwen2.5-32B"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIGS["Qwen2.5-32B"]))
+    return folder
+
+
+@pytest.mark.parametrize("gpu", ["h100", "h800"])
+def test_the_published_set_up_fits(gpu):
+    plan = plan_32b(gpu, **TP8)
+    assert plan.fits, plan.problems
+    assert 0 < plan.step_seconds < 3600
+    assert plan.chosen.engine.servers == 32
+
+
+def test_tp1_does_not_fit_and_says_why():
+    """32.76 B parameters at 2 + 4 bytes are 183 GiB before anything else."""
+    plan = plan_32b(recompute="full")
+    assert not plan.fits
+    memory = plan.chosen.trainer.memory
+    assert memory.weights + memory.gradients == pytest.approx(6 * 32_763_876_352)
+    assert "gradients with 122.1 GiB" in plan.problems[0]
+
+
+def test_the_smallest_change_fits_and_is_one_key():
+    plan = plan_32b(recompute="full")
+    assert len(plan.changes) == 1
+    again = plan_32b(**{"recompute": "full", **{k.removeprefix("policy."): v for k, v in plan.changes.items()}})
+    assert again.fits, (plan.changes, again.problems)
+
+
+def test_nothing_fits_one_gpu():
+    plan = plan_32b(gpus=1)
+    assert not plan.fits
+    assert plan.changes is None and plan.ranking == []
+
+
+def test_engine_that_does_not_fit_is_a_problem_of_its_own():
+    """61 GiB of weights and 14 GiB of trainer leave no room for a KV cache at TP 1."""
+    config = published_config(**TP8)
+    servers = config.rollout.servers.model_copy(update={"tensor_parallel": 1})
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"servers": servers})})
+    plan = make_plan(config, published("Qwen2.5-32B"), Cluster(find_gpu("h100"), 128), Workload.of(config))
+    assert len(plan.problems) == 1 and "engine" in plan.problems[0]
+    assert plan.changes == {"rollout.servers.tensor_parallel": 4}
+
+
+def test_disaggregated_engines_leave_the_card_to_the_trainer():
+    shared, apart = plan_32b(**TP8), plan_32b(engine_gpus=64, **TP8)
+    assert apart.limit - shared.limit == 3 * GIB
+    assert apart.chosen.engine.servers == 16 and apart.cluster.trainer_gpus == 64
+    # More optimizer state on half the ranks.
+    assert apart.chosen.trainer.memory.optimizer == 2 * shared.chosen.trainer.memory.optimizer
+
+
+def test_illegal_layouts_are_refused_with_the_reason():
+    plan = plan_32b(gpus=12, tensor_parallel=8)
+    assert plan.chosen is None and "12 ranks cannot hold" in plan.problems[0]
+    plan = plan_32b(pipeline_parallel=3)
+    assert "64 layers" in plan.problems[0]
+
+
+def test_ranking_is_sorted_and_fits():
+    plan = plan_32b(**TP8)
+    seconds = [candidate.seconds for candidate in plan.ranking]
+    assert seconds == sorted(seconds) and len(seconds) > 20
+    assert all(candidate.memory.total <= plan.limit for candidate in plan.ranking)
+
+
+@pytest.mark.parametrize(("running", "measured"), [(1, 395), (64, 22_800), (256, 48_400)])
+def test_decoding_speed_measured_on_an_h200(running, measured):
+    shape = published("Qwen2.5-1.5B")
+    step = decode_step(shape, count_parameters(shape), Cluster(find_gpu("h200"), 1), 1, running, 512)
+    assert running / step == pytest.approx(measured, rel=0.15)
+
+
+def test_training_speed_measured_on_an_h200():
+    """32.1 k tok/s at MFU 0.41 (of 790 TFLOP/s reached there): the head counts once there, four times with ours."""
+    shape = published("Qwen2.5-1.5B")
+    parameters = count_parameters(shape)
+    per_token = 6 * (parameters.layer_matrices_active + shape.vocab * shape.hidden) + 3 * 28 * 2 * 1536 * 8192
+    assert 0.41 * 790e12 / per_token == pytest.approx(32_100, rel=0.2)
+
+
+def test_memory_fraction_is_read_from_the_arguments():
+    assert memory_fraction(["--mem-fraction-static", "0.6"]) == 0.6
+    assert memory_fraction(["--foo", "--mem-fraction-static=0.7"]) == 0.7
+    assert memory_fraction([]) == 0.88
+
+
+def test_bad_numbers_are_errors():
+    with pytest.raises(PlanError, match="did you mean 'h100'"):
+        find_gpu("h1000")
+    with pytest.raises(PlanError, match="--engine-gpus"):
+        Cluster(find_gpu("h100"), 8, 8, 8)
+    with pytest.raises(PlanError, match="--mean-response"):
+        Workload.of(Config(), mean_response=99999)
+    with pytest.raises(PlanError, match="--mfu"):
+        make_plan(Config(), published("Qwen2.5-7B"), Cluster(find_gpu("h100"), 8), Workload.of(Config()), mfu=40)
+
+
+def test_command_exit_codes_and_text(model_dir, tmp_path, capsys):
+    config = tmp_path / "run.yaml"
+    config.write_text(json.dumps({**PUBLISHED, "policy": {"model": str(model_dir), **TP8}}))
+    assert main(["plan", str(config), "--gpu", "h100", "--gpus", "128"]) == 0
+    text = capsys.readouterr().out
+    assert "32,763,876,352 parameters" in text and "FITS on 128 × h100 as TP8 PP1 CP2 DP8" in text
+    assert max(len(line) for line in text.splitlines()) <= 100
+    assert main(["plan", str(config), "--gpus", "128", "--set", "policy.tensor_parallel=1",
+                 "--set", "policy.context_parallel=1"]) == 1  # fmt: skip
+    text = capsys.readouterr().out
+    assert "DOES NOT FIT" in text and "Smallest change that fits: --set policy." in text
+
+
+def test_command_json_and_bare_model(model_dir, capsys):
+    assert main(["plan", "--model", str(model_dir), "--gpus", "128", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["fits"] and record["parameters"]["total"] == 32_763_876_352
+    parts = record["trainer_bytes"]
+    assert sum(v for k, v in parts.items() if k not in ("stage", "total")) == pytest.approx(parts["total"])
+    assert set(record["phases"]) == {"generation", "log-probs", "training", "weight sync"}
+    assert main(["plan", "--model", str(model_dir), "--gpus", "1", "--json"]) == 1
+
+
+def test_command_without_a_model_says_what_to_do(tmp_path, capsys):
+    assert main(["plan", "--gpus", "8"]) == 2
+    assert "--model DIR" in capsys.readouterr().err
+    assert main(["plan", "--model", str(tmp_path / "none"), "--gpus", "8"]) == 2
+    assert "is not a directory" in capsys.readouterr().err
+
+
+def test_the_planner_imports_no_torch():
+    code = (
+        "import sys, megatron_dapo.planner.command; sys.exit('torch' in sys.modules or 'megatron.core' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

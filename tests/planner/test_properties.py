@@ -1,0 +1,102 @@
+"""What must hold for every layout and length: more ranks never need more, longer never needs less."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from published_shapes import published
+
+from megatron_dapo.config import Config
+from megatron_dapo.config.policy import PolicyConfig
+from megatron_dapo.planner import Cluster, Workload, count_parameters, find_gpu
+from megatron_dapo.planner.engine import decode_step, generation_seconds, plan_engine
+from megatron_dapo.planner.memory import trainer_memory
+from megatron_dapo.planner.timing import most_micro_batches, pass_time
+
+SHAPES = st.sampled_from(["Qwen2.5-7B", "Qwen2.5-32B", "Qwen3-8B", "Qwen3-30B-A3B"]).map(published)
+POWER = st.sampled_from([1, 2, 4])
+TOKENS = st.integers(1, 64).map(lambda n: n * 1024)
+RECOMPUTE = st.sampled_from(["none", "selective", "full"])
+
+
+def layout(tp=1, pp=1, cp=1, tokens=32768, **more):
+    return PolicyConfig(
+        tensor_parallel=tp, pipeline_parallel=pp, context_parallel=cp, micro_batch_tokens=tokens, **more
+    )
+
+
+@given(SHAPES, POWER, st.sampled_from([1, 2]), RECOMPUTE)
+def test_more_tensor_parallelism_never_needs_more(shape, pp, cp, recompute):
+    memories = [trainer_memory(shape, layout(tp, pp, cp, recompute=recompute), 64, 8) for tp in (1, 2, 4)]
+    for less, more in pairwise(memories):
+        assert more.weights <= less.weights
+        assert more.gradients <= less.gradients
+        assert more.total <= less.total
+
+
+@given(SHAPES, POWER, POWER)
+def test_more_pipeline_stages_never_need_more_static_memory(shape, tp, cp):
+    memories = [trainer_memory(shape, layout(tp, pp, cp), 64, 8) for pp in (1, 2, 4)]
+    for less, more in pairwise(memories):
+        assert more.weights <= less.weights
+
+
+@given(SHAPES, POWER, POWER, st.tuples(TOKENS, TOKENS), RECOMPUTE)
+def test_longer_micro_batches_never_need_less(shape, tp, pp, tokens, recompute):
+    short, long = (trainer_memory(shape, layout(tp, pp, tokens=n, recompute=recompute), 64, 8) for n in sorted(tokens))
+    assert short.total <= long.total
+
+
+@given(SHAPES, POWER, POWER, TOKENS)
+def test_recomputation_never_needs_more_activations(shape, tp, pp, tokens):
+    none, selective, full = (
+        trainer_memory(shape, layout(tp, pp, tokens=tokens, recompute=mode), 64, 8).activations
+        for mode in ("none", "selective", "full")
+    )
+    assert full <= selective <= none
+
+
+@given(SHAPES, POWER, st.sampled_from([(16, 32), (16, 64), (32, 128)]))
+def test_more_data_parallel_ranks_never_need_more_optimizer_memory(shape, tp, worlds):
+    few, many = (trainer_memory(shape, layout(tp), world, 8) for world in worlds)
+    assert many.optimizer < few.optimizer
+    assert many.weights == few.weights
+
+
+@given(SHAPES, st.integers(1, 512), st.integers(1, 512))
+def test_a_decoding_step_grows_with_what_runs(shape, a, b):
+    parameters, cluster = count_parameters(shape), Cluster(find_gpu("h100"), 8)
+    few, many = sorted((a, b))
+    assert decode_step(shape, parameters, cluster, 1, few, 2048) <= decode_step(
+        shape, parameters, cluster, 1, many, 2048
+    )
+
+
+@settings(max_examples=40)
+@given(SHAPES, st.integers(1, 5), st.floats(0.1, 1.0), st.booleans())
+def test_time_falls_with_mfu_and_rises_with_length(shape, factor, mfu, train):
+    cluster, policy = Cluster(find_gpu("h100"), 64), layout(4, 2)
+    work = Workload.of(Config(), mean_response=1024)
+    longer = replace(work, mean_response=1024 * factor)
+    base = pass_time(shape, policy, cluster, work, 64, mfu, train).total
+    assert pass_time(shape, policy, cluster, longer, 64, mfu, train).total >= base
+    assert pass_time(shape, policy, cluster, work, 64, mfu / 2, train).total > base
+
+
+@given(st.integers(1, 512), st.sampled_from([22528, 33792, 45056, 90112]))
+def test_worst_case_micro_batches_hold_every_sample(samples, budget):
+    work = replace(Workload.of(Config()), prompts=samples, samples_per_prompt=1, updates=1)
+    count = most_micro_batches(layout(tokens=budget), work, world=1)
+    assert count * (budget // work.longest) >= samples > (count - 1) * (budget // work.longest)
+
+
+@given(st.floats(0.1, 0.9))
+def test_keeping_fewer_groups_takes_longer(kept):
+    shape, config, cluster = published("Qwen2.5-7B"), Config(), Cluster(find_gpu("h100"), 64)
+    seconds = []
+    for share in (kept, 1.0):
+        work = Workload.of(config, kept=share)
+        engine = plan_engine(shape, config.rollout, cluster, work)
+        seconds.append(sum(generation_seconds(shape, count_parameters(shape), cluster, engine, work).values()))
+    assert seconds[0] > seconds[1]
