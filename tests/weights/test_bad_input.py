@@ -4,6 +4,7 @@ nothing left at the destination or beside it."""
 import contextlib
 import json
 import os
+import pickle
 import struct
 
 import pytest
@@ -270,3 +271,17 @@ def test_damaged_torch_dist_files(checkpoint, tmp_path, capsys, damage):
         file.write_bytes(b"\0" * file.stat().st_size)
     line = refused(capsys, "megatron-to-hf", checkpoint, tmp_path / "out")
     assert "__0_1.distcp" in line and "tensor" in line and nothing_at(tmp_path / "out")
+
+
+@pytest.mark.parametrize("damage", ["gap", "twice"])
+def test_chunks_that_do_not_cover_their_tensor(checkpoint, tmp_path, capsys, damage):
+    key = "decoder.layers.mlp.linear_fc1.weight"
+    metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
+    chunks = metadata.state_dict_metadata[key].chunks
+    if damage == "gap":
+        chunks.pop(3)
+    else:
+        chunks[3] = chunks[2]
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+    line = refused(capsys, "megatron-to-hf", checkpoint, tmp_path / "out")
+    assert key in line and "do not cover it exactly once" in line and nothing_at(tmp_path / "out")
