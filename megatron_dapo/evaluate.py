@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from megatron_dapo.config import Config, ConfigError, check_config
 from megatron_dapo.config.evaluate import EvalConfig
 from megatron_dapo.errors import UserError
-from megatron_dapo.rollout.engine import Completion, Engine, SamplingParams, derive_seed
+from megatron_dapo.rollout.engine import Completion, SamplingParams, derive_seed
 from megatron_dapo.types import FinishReason, Grade, Prompt, Sample, Tokens
 
 if TYPE_CHECKING:
@@ -310,6 +310,7 @@ def run(config: Config, out: str | Path, seed: int) -> EvalResult:
 
     from megatron_dapo.data import load_prompts
     from megatron_dapo.reward import RewardPool
+    from megatron_dapo.rollout.open_engine import open_engine
 
     if check_config(config) is None:
         raise ConfigError("policy.model is empty: name the HF directory of the model to evaluate")
@@ -319,7 +320,7 @@ def run(config: Config, out: str | Path, seed: int) -> EvalResult:
     console.print(prompts.report.summary(), highlight=False, soft_wrap=True)
 
     async def main() -> EvalResult:
-        engine = await _open_engine(config)
+        engine = await open_engine(config.rollout, config.policy.model, Path(out) / "logs")
         try:
             with Bar(console=console, transient=True) as bar:
                 task = bar.add_task("answers", total=len(prompts) * settings.samples)
@@ -335,12 +336,3 @@ def run(config: Config, out: str | Path, seed: int) -> EvalResult:
     console.print(result.table(Path(settings.data.path).stem))
     console.print(f"written: {Path(out) / 'results.json'}, and the answers to read in {Path(out) / 'answers'}")
     return result
-
-
-async def _open_engine(config: Config) -> Engine:
-    """The engine that `rollout.engine` names, serving `policy.model`."""
-    if config.rollout.engine != "embedded":
-        raise ConfigError(f"rollout.engine {config.rollout.engine!r} cannot be evaluated yet: use 'embedded'")
-    from megatron_dapo.rollout.embedded import EmbeddedEngine
-
-    return EmbeddedEngine.from_directory(config.policy.model, config.rollout.embedded)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+import traceback
 from collections import Counter, deque
 from dataclasses import dataclass
 from types import TracebackType
@@ -152,6 +153,8 @@ class RewardPool:
             pass
         except UserError as error:
             self._tell(self._fail, error)
+        except Exception:  # no process, no descriptor left, …: whoever waits must hear of it
+            self._tell(self._fail, GraderError(f"grading cannot go on:\n{traceback.format_exc()}"))
         finally:
             if process is not None:
                 process.close()

@@ -23,6 +23,8 @@ from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
+import psutil
+
 from megatron_dapo.config.reward import RewardConfig
 from megatron_dapo.reward.grader import FunctionGrader, Grader, load_grader
 from megatron_dapo.types import Grade, Prompt
@@ -105,9 +107,7 @@ def _cpu_limit(seconds: float) -> Iterator[None]:
 
 def _limit_memory(megabytes: int) -> None:
     """Bounds the address space to what the imports took plus `megabytes`."""
-    with open("/proc/self/statm") as statm:
-        in_use = int(statm.read().split()[0]) * resource.getpagesize()
-    bound = in_use + megabytes * 2**20
+    bound = psutil.Process().memory_info().vms + megabytes * 2**20
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     resource.setrlimit(resource.RLIMIT_AS, (bound if hard == resource.RLIM_INFINITY else min(bound, hard), hard))
 
