@@ -107,7 +107,7 @@ def _draw_stack(axis: Any, figure: Figure, runs: list[Run], run: int | None) -> 
             bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
     else:
         axis.stackplot(series[0].x, values, colors=colours, labels=[s.label for s in series])
-    axis.legend(frameon=False, fontsize=8)
+    axis.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=4)
 
 
 def _dress(axis: Any, figure: Figure, suffix: str) -> None:

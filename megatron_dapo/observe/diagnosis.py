@@ -218,8 +218,10 @@ def _skipped(history: History) -> str | None:
 
 
 def _failed_groups(history: History) -> str | None:
-    count = history.get("rollout/groups_failed")
-    return f"{count:g} groups failed in the engine or the grader" if count else None
+    failed, all_of_them = history.get("rollout/groups_failed"), history.get("rollout/groups_submitted")
+    if not failed or failed <= 0.02 * (all_of_them or 0.0):
+        return None
+    return f"{failed:g} of {all_of_them or 0:g} groups failed in the engine or the grader"
 
 
 RULES: tuple[Rule, ...] = (

@@ -101,6 +101,7 @@ SECTIONS: dict[str, tuple[Plan, ...]] = {
 }  # fmt: skip
 
 SCORE = re.compile(r"eval/.*(?:avg|pass|maj)@\d+$")
+NOT_PHASES = ("time/step", "time/start")  # the sum, and what comes before the first step and would dwarf all others
 PHASE_ORDER = ("rollout", "advantages", "log_probs", "update", "sync", "checkpoint", "evaluate")
 
 
@@ -139,7 +140,9 @@ def _expand(plan: Plan, runs: Sequence[Run]) -> dict[str, str]:
                 names[metric] = label
             continue
         prefix = metric[:-1]
-        found = {name: name.removeprefix(prefix) for name in known if name.startswith(prefix) and name != "time/step"}
+        found = {
+            name: name.removeprefix(prefix) for name in known if name.startswith(prefix) and name not in NOT_PHASES
+        }
         if prefix == "eval/":
             found = {name: label for name, label in found.items() if SCORE.fullmatch(name)}
         names |= dict(sorted(found.items(), key=lambda item: _rank(item[1])))

@@ -39,7 +39,8 @@ class LiveDisplay(Display):
         self._live.start()
 
     def phase_started(self, name: str) -> None:
-        self._tasks[name] = self._phases.add_task(escape(name), total=None, text="")
+        if name not in self._tasks:  # it may have begun behind another phase
+            self._tasks[name] = self._phases.add_task(escape(name), total=None, text="")
 
     def phase_ended(self, name: str) -> None:
         task = self._tasks.pop(name, None)
@@ -52,8 +53,7 @@ class LiveDisplay(Display):
             self._phases.update(self._tasks[name], completed=done, total=total, text=shown)
 
     def sampling(self, progress: SamplingProgress) -> None:
-        if "rollout" not in self._tasks:  # it runs behind another phase
-            self.phase_started("rollout")
+        self.phase_started("rollout")
         dropped = " ".join(f"[dim]{escape(reason)}[/] {count}" for reason, count in progress.dropped.items() if count)
         text = (
             f"{progress.kept}/{progress.needed} groups  {dropped}  [dim]running[/] {progress.running_requests}  "

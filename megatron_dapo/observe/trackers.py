@@ -94,7 +94,7 @@ class Wandb:
 
     def close(self, status: str) -> None:
         if self._run is not None:
-            self._run.finish(exit_code=0 if status != "failed" else 1)
+            self._run.finish(exit_code=1 if status.startswith("failed") else 0)
 
 
 class TensorBoard:

@@ -68,7 +68,7 @@ function format(value, kind) {
 function linearTicks(low, high, count) {
   const rough = (high - low) / Math.max(1, count);
   const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((m) => m * power).find((s) => s >= rough * 0.999);
+  const step = [1, 2, 5, 10].map((m) => m * power).find((s) => s >= rough * 0.8);
   const ticks = [];
   for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) ticks.push(Number((i * step).toPrecision(12)));
   return ticks;
@@ -80,7 +80,7 @@ function logTicks(low, high) {
   const inside = (v) => v >= low * 0.999 && v <= high * 1.001;
   const ticks = [];
   for (let e = from; e <= to; e += every) ticks.push(10 ** e);
-  if (ticks.filter(inside).length >= 2) return ticks.filter(inside);
+  if (ticks.filter(inside).length >= 3) return ticks.filter(inside);
   const finer = [];
   for (let e = from - 1; e <= to; e++) for (const m of [1, 2, 5]) finer.push(m * 10 ** e);
   return finer.filter(inside);
@@ -230,7 +230,7 @@ class Panel {
   axes() {
     const grid = svg("g", { class: "grid" }, this.svg);
     const [left, right, bottom] = [MARGIN.left, this.width - MARGIN.right, HEIGHT - MARGIN.bottom];
-    const ticks = this.isLog ? logTicks(this.low, this.high) : linearTicks(this.low, this.high, 5);
+    const ticks = this.isLog ? logTicks(this.low, this.high) : linearTicks(this.low, this.high, 6);
     for (const tick of ticks) {
       const y = this.sy(tick);
       svg("line", { x1: left, x2: right, y1: y, y2: y, class: tick === 0 ? "zero" : "" }, grid);
@@ -242,6 +242,7 @@ class Panel {
       svg("line", { x1: this.sx(tick), x2: this.sx(tick), y1: bottom, y2: bottom + 4, class: "tick" }, grid);
       svg("text", { x: this.sx(tick), y: bottom + 17, "text-anchor": "middle" }, grid).textContent = formatNumber(tick);
     }
+    svg("text", { x: left - 8, y: bottom + 17, "text-anchor": "end", class: "unit" }, grid).textContent = "step";
     svg("line", { x1: left, x2: right, y1: bottom, y2: bottom, class: "axis" }, grid);
   }
 
@@ -254,7 +255,7 @@ class Panel {
   drawLines() {
     const body = svg("g", { class: "lines" }, this.svg);
     for (const line of this.visible()) {
-      const sparse = line.low !== undefined || line.x.length <= 3;
+      const sparse = this.figure.id === "evaluation" || line.x.length <= 12;
       const weight = sparse ? 0 : this.page.smoothing;
       line.shown = smooth(line.y, weight);
       if (line.low && line.high) {

@@ -39,9 +39,8 @@ function allSteps() {
 
 // Text that a model wrote: characters that would be invisible, or turn the line around, are made visible.
 function visible(text) {
-  return text.replace(/[\u0000-\u0008\u000b-\u001f]/g, (c) => String.fromCharCode(0x2400 + c.charCodeAt(0)))
-    .replace(/[\u007f-\u009f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]/gu,
-      (c) => `⟨U+${c.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`);
+  return text.replace(/[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]/gu,
+    (c) => `⟨U+${c.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`);
 }
 
 // Header ------------------------------------------------------------------------------------------------------------
@@ -83,13 +82,15 @@ function switchTheme() {
 
 // Summary and findings ----------------------------------------------------------------------------------------------
 
+const short = (value, kind) => (kind === "number" ? formatNumber(value, 3) : format(value, kind));
+
 function summary() {
   if (MANY) return comparison();
   const run = DATA.runs[0];
   const tiles = run.summary.map((item) => html("div", { class: "tile" },
     html("div", { class: "tile-label", text: item.label }),
-    html("div", { class: "tile-value", text: format(item.end, item.format) }),
-    html("div", { class: "tile-from", text: `${format(item.start, item.format)} at the start` })));
+    html("div", { class: "tile-value", text: short(item.end, item.format) }),
+    html("div", { class: "tile-from", text: `from ${short(item.start, item.format)}` })));
   tiles.unshift(html("div", { class: "tile" }, html("div", { class: "tile-label", text: "Steps" }), html("div", { class: "tile-value", text: String(run.last_step) }),
     html("div", { class: "tile-from", text: run.seconds ? `in ${formatDuration(run.seconds)}` : "" })));
   return html("section", { class: "tiles", id: "summary", "aria-label": "summary" }, ...tiles);
@@ -103,19 +104,28 @@ function comparison() {
     mark.style.setProperty("--mark", colour(index));
     const cells = labels.map((label) => {
       const item = run.summary.find((entry) => entry.label === label);
-      return html("td", {}, item ? html("b", { text: format(item.end, item.format) }) : "–", item ? html("small", { text: ` from ${format(item.start, item.format)}` }) : null);
+      return html("td", {}, item ? html("b", { text: short(item.end, item.format) }) : "–", item ? html("small", { text: ` from ${short(item.start, item.format)}` }) : null);
     });
     return html("tr", { "data-run": index }, html("th", { scope: "row" }, mark, run.name), html("td", { text: String(run.last_step) }), html("td", { text: run.seconds ? formatDuration(run.seconds) : "–" }), ...cells);
   });
   return block("summary", "Comparison", html("div", { class: "scroll card" }, html("table", { class: "data" }, html("thead", {}, head), html("tbody", {}, ...rows))));
 }
 
+// What one rule found several times is one entry: the latest, with the steps.
+function repeated(findings) {
+  const rules = [...new Set(findings.map((finding) => finding.rule))];
+  return rules.map((rule) => {
+    const all = findings.filter((finding) => finding.rule === rule), steps = all.map((finding) => finding.step);
+    return { ...all[all.length - 1], when: steps.length > 4 ? `${steps.length} times from step ${steps[0]}` : `step ${steps.join(", ")}` };
+  });
+}
+
 function findings() {
-  const found = DATA.runs.flatMap((run, index) => run.findings.map((finding) => ({ ...finding, run, index })));
+  const found = DATA.runs.flatMap((run, index) => repeated(run.findings).map((finding) => ({ ...finding, run, index })));
   const said = DATA.runs.flatMap((run) => run.warnings.map((text) => (MANY ? `${run.name}: ${text}` : text)));
   if (!found.length && !said.length) return null;
   const items = found.map((finding) => html("li", { "data-run": finding.index },
-    html("span", { class: "when", text: `step ${finding.step}` }),
+    html("span", { class: "when", text: finding.when }),
     html("div", {}, html("b", { text: (MANY ? `${finding.run.name}: ` : "") + finding.seen + "." }), ` Likely: ${finding.causes}. `, html("code", { text: `docs/diagnosis.md#${finding.rule}` }))));
   const log = said.length ? html("details", {}, html("summary", { text: `What the run itself said (${said.length})` }), html("pre", { class: "text", text: visible(said.join("\n")) })) : null;
   return block("findings", `Findings (${found.length})`, html("div", { class: "card findings" }, html("ul", {}, ...items), log));
@@ -157,7 +167,8 @@ function figureCard(figure) {
     ? figure.runs.map((series, run) => series.length ? new Panel(figure, linesOf(figure, run), page, MANY ? DATA.runs[run].name : "") : null).filter(Boolean)
     : [new Panel(figure, figure.runs.flatMap((_, run) => linesOf(figure, run)), page, "")];
   if (figure.stacked && MANY) panels.forEach((panel) => { panel.node.dataset.run = panel.lines[0].run; });
-  const log = html("button", {
+  const values = figure.runs.flat().flatMap((series) => series.y).filter((v) => v !== null);
+  const log = !figure.log && values.some((v) => v <= 0) ? null : html("button", {
     class: "quiet", "aria-pressed": String(figure.log), title: "logarithmic axis", text: "log",
     onclick: (event) => {
       for (const panel of panels) { panel.log = !panel.log; panel.draw(); }
@@ -171,7 +182,10 @@ function figureCard(figure) {
 
 function figures() {
   return DATA.sections.map((section, index) => {
-    const grid = html("div", { class: "figures" }, ...section.figures.map(figureCard));
+    const cards = section.figures.map(figureCard);
+    const narrow = cards.filter((card) => !card.classList.contains("wide"));
+    if (narrow.length % 2) narrow[narrow.length - 1].classList.add("wide"); // no hole in the grid
+    const grid = html("div", { class: "figures" }, ...cards);
     if (index < DATA.sections.length - 1 || section.title !== "All other metrics") return block(`section-${index}`, section.title, grid);
     return html("details", { class: "block", id: "others", ontoggle: () => page.redraw() }, html("summary", {}, html("h2", { text: `${section.title} (${section.figures.length})` })), grid);
   });

@@ -1,0 +1,129 @@
+"""metrics.jsonl: what is acknowledged is on disk, what is half-written is not there, and rewinding is one move."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_dapo.observe.records import EVAL, STEP, MetricsFile, Record, RecordError, plain_numbers, read_records
+
+
+def write(path: Path, *steps: int) -> MetricsFile:
+    file = MetricsFile(path)
+    for step in steps:
+        file.append(Record(step, STEP, {"reward/mean": step / 10}))
+    return file
+
+
+def test_a_line_is_synced_before_append_returns(tmp_path, monkeypatch):
+    file = write(tmp_path / "metrics.jsonl")
+    seen = []
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (seen.append((tmp_path / "metrics.jsonl").read_text()), fsync(fd))[1])
+    file.append(Record(1, STEP, {"a": 0.5, "n": 3}))
+    expected = '{"step": 1, "kind": "step", "metrics": {"a": 0.5, "n": 3}}\n'
+    assert seen == [expected], "the whole line was handed to the system, then synced"
+
+
+def test_kill_9_loses_no_acknowledged_step(tmp_path):
+    script = (
+        "import sys; from pathlib import Path; from megatron_dapo.observe.records import *\n"
+        f"file = MetricsFile(Path({str(tmp_path)!r}) / 'metrics.jsonl')\n"
+        "for step in range(1, 10**6):\n"
+        "    file.append(Record(step, STEP, {'x': float(step)})); print(step, flush=True)\n"
+    )
+    child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    for line in child.stdout:
+        if int(line) == 25:
+            break
+    child.send_signal(signal.SIGKILL)
+    rest = [int(line) for line in child.stdout]
+    child.wait()
+    acknowledged = max([25, *rest])
+    steps = [record.step for record in read_records(tmp_path / "metrics.jsonl")]
+    assert steps[:acknowledged] == list(range(1, acknowledged + 1))
+
+
+def test_a_half_written_line_is_ignored_and_cut_off(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, 1, 2).close()
+    whole = path.read_text()
+    for half in ('{"step": 3, "ki', '{"step": 3, "kind": "step", "metrics": {}}'):  # the second lacks only its newline
+        path.write_text(whole + half)
+        assert [r.step for r in read_records(path)] == [1, 2]
+        write(path, 3).close()
+        assert path.read_text().startswith(whole) and [r.step for r in read_records(path)] == [1, 2, 3]
+
+
+def test_nan_and_infinity_are_valid_json_and_come_back(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    MetricsFile(path).append(Record(1, STEP, {"a": math.nan, "b": -math.inf, "c": 1.5}))
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    json.loads(path.read_text(), parse_constant=refuse)
+    (record,) = read_records(path)
+    assert math.isnan(record.metrics["a"]) and record.metrics["b"] == -math.inf and record.metrics["c"] == 1.5
+
+
+def test_a_damaged_line_in_the_middle_is_an_error_that_names_it(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, 1, 2, 3).close()
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text(lines[0] + "{broken\n" + lines[2])
+    with pytest.raises(RecordError, match=r"metrics\.jsonl, line 2: expected"):
+        read_records(path)
+
+
+def test_a_step_is_recorded_once(tmp_path):
+    file = write(tmp_path / "metrics.jsonl", 1, 2)
+    with pytest.raises(ValueError, match=r"step 2 after step 2.*rewind\(1\)"):
+        file.append(Record(2, STEP, {}))
+    file.append(Record(2, EVAL, {"eval/avg@8": 0.5}))  # an evaluation belongs to a step
+
+
+def test_rewind_forgets_later_steps_and_evaluations(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    file = write(path, 1, 2)
+    two = path.read_bytes()
+    file.append(Record(3, EVAL, {"eval/avg@8": 0.5}))
+    file.append(Record(3, STEP, {"a": 1.0}))
+    file.rewind(2)
+    assert path.read_bytes() == two
+    file.append(Record(3, STEP, {"a": 2.0}))
+    assert [r.metrics for r in read_records(path)][-1] == {"a": 2.0}
+
+
+def test_a_rewind_that_is_interrupted_changes_nothing(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    file = write(path, 1, 2, 3)
+    before = path.read_bytes()
+
+    def killed(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            file.rewind(1)
+    assert path.read_bytes() == before
+    again = MetricsFile(path)
+    again.rewind(1)
+    assert [r.step for r in read_records(path)] == [1]
+
+
+def test_numbers_of_any_kind_become_plain_ones_and_others_are_refused():
+    import numpy as np
+
+    found = plain_numbers({"a": np.float32(0.5), "b": 3, "c": True, "d": np.int64(4)})
+    assert found == {"a": 0.5, "b": 3, "c": 1.0, "d": 4.0}
+    assert type(found["b"]) is int and type(found["a"]) is float
+    with pytest.raises(TypeError, match="metric 'x': expected a number, found 'high'"):
+        plain_numbers({"x": "high"})
