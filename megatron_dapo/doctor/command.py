@@ -1,0 +1,119 @@
+"""`megatron-dapo doctor`: every check, one line each. Exit 0 when nothing failed (there may be warnings), else 1."""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+from megatron_dapo.config import Config, ConfigError, ModelShape, load_config
+from megatron_dapo.doctor import gpu, software, storage, surroundings
+from megatron_dapo.doctor.check import Check, Probe, examine
+from megatron_dapo.errors import UserError
+from megatron_dapo.planner import count_parameters
+
+INDENT = 21
+STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+
+
+class DoctorError(UserError):
+    """The doctor was asked for something that it does not know."""
+
+
+def probes(config: Config, named: bool) -> list[Probe]:
+    """All checks for this configuration; `named` says whether the user gave one (defaults name no model)."""
+    run_dir = Path(config.trainer.run_dir)
+    parameters = _parameters(config)
+    size = 2 * parameters if config.rollout.weights.transport == "disk" or config.rollout.weights.keep_snapshot else 0
+    servers = config.rollout.servers
+    found = [
+        Probe("python", software.python_version),
+        Probe("packages", software.packages),
+        Probe("apex", software.apex),
+        Probe("gpu", gpu.gpu, 30),
+        Probe("torch", gpu.torch_cuda, 120),
+        Probe("attention", gpu.attention, 310),
+        Probe("run directory", partial(storage.run_directory, run_dir, config.slurm.nodes), 60),
+        Probe("disk", partial(storage.free_disk, run_dir, parameters, config.trainer.checkpoint.keep)),
+        Probe("shared memory", partial(storage.shared_memory, size, Path(config.rollout.weights.directory))),
+        Probe("clock", partial(storage.clock_skew, run_dir)),
+        Probe("limits", surroundings.limits),
+        Probe("hf cache", surroundings.hf_cache),
+        Probe("slurm", surroundings.slurm, 40),
+    ]
+    if config.rollout.engine == "sglang":
+        found.append(Probe("ports", partial(surroundings.ports, servers.host, servers.port, servers.count)))
+        if named:
+            found.append(Probe("sglang", partial(surroundings.serving_python, servers), 160))
+    if config.policy.model:
+        found.append(Probe("model", partial(surroundings.model_directory, Path(config.policy.model)), 120))
+    return found
+
+
+def _parameters(config: Config) -> int:
+    """0 when no model is named, or when it cannot be read: the model's own check says so."""
+    try:
+        return count_parameters(ModelShape.from_dir(config.policy.model)).total if config.policy.model else 0
+    except (ConfigError, OSError):
+        return 0
+
+
+def run(
+    config: str | None,
+    overrides: Sequence[str] = (),
+    as_json: bool = False,
+    timeout: float | None = None,
+    only: str | None = None,
+    make: Callable[[Config, bool], list[Probe]] = probes,
+) -> int:
+    chosen = _choose(make(load_config(config, overrides), config is not None), only)
+    checks: list[Check] = []
+    console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)
+    for check in _examine_all(chosen, timeout):
+        checks.append(check)
+        if not as_json:
+            print_check(check, console)
+    if as_json:
+        print(json.dumps([asdict(check) for check in checks], indent=2))
+    else:
+        _print_summary(checks, console)
+    return 1 if any(check.status == "fail" for check in checks) else 0
+
+
+def _choose(found: list[Probe], only: str | None) -> list[Probe]:
+    if not only:
+        return found
+    names = [name.strip() for name in only.split(",")]
+    known = [probe.name for probe in found]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise DoctorError(f"--only: no check is called {', '.join(unknown)}; there are {', '.join(known)}")
+    return [probe for probe in found if probe.name in names]
+
+
+def _examine_all(found: list[Probe], timeout: float | None) -> Iterator[Check]:
+    """One after the other: the write speed is measured on a machine that does nothing else."""
+    for probe in found:
+        yield examine(probe, timeout)
+
+
+def print_check(check: Check, console: Console) -> None:
+    style = STYLES[check.status]
+    width = max(40, console.width - INDENT)
+    found = textwrap.wrap(check.found, width) or [""]
+    lines = [*found, *textwrap.wrap(check.remedy, width, initial_indent="→ ", subsequent_indent="  ")]
+    console.print(f"[{style}]{check.status:<5}[/]{escape(check.name):<15} {escape(lines[0])}", soft_wrap=True)
+    for line in lines[1:]:
+        console.print(f"{'':<{INDENT}}{escape(line)}", soft_wrap=True)
+
+
+def _print_summary(checks: list[Check], console: Console) -> None:
+    count = {status: sum(check.status == status for check in checks) for status in STYLES}
+    console.print(f"\n{count['ok']} ok, {count['warn']} to look at, {count['fail']} failed")

@@ -1,0 +1,133 @@
+"""GPU, driver, CUDA, NCCL; Transformer Engine and the attention that it really runs.
+
+Each question is put to a Python of its own: a broken library may end the process that imports it, and the doctor must
+live. Transformer Engine falls back silently when its preferred attention does not load, four to five times slower and
+with the memory of all attention scores, so a tiny packed attention is run and its own debug output is read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
+
+from megatron_dapo.doctor.check import Answer, Check, ask, last_line, version_tuple
+
+Ask = Callable[..., Answer]
+OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}  # major CUDA version: major driver version
+FAST = {"FusedAttention", "FlashAttention"}
+
+TORCH_PROBE = """
+import json, torch
+cuda = torch.cuda.is_available()
+print(json.dumps({
+    "torch": torch.__version__, "cuda": torch.version.cuda, "available": cuda,
+    "devices": torch.cuda.device_count() if cuda else 0,
+    "name": torch.cuda.get_device_name(0) if cuda else "",
+    "free": list(torch.cuda.mem_get_info(0)) if cuda else [],
+    "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else "",
+}))
+"""
+ATTENTION_PROBE = """
+import logging, torch
+logging.basicConfig(level=logging.DEBUG)
+from transformer_engine.pytorch import DotProductAttention
+attention = DotProductAttention(8, 64, num_gqa_groups=2, attention_dropout=0.0, qkv_format="thd",
+                                attn_mask_type="padding_causal")
+q = torch.randn(256, 8, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+k, v = (torch.randn(256, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+ends = torch.tensor([0, 100, 256], device="cuda", dtype=torch.int32)
+attention(q, k, v, cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=156, max_seqlen_kv=156).sum().backward()
+torch.cuda.synchronize()
+print("attention ran")
+"""
+
+
+def gpu(run: Ask = ask) -> Check:
+    """What nvidia-smi sees."""
+    fields = "name,driver_version,memory.total,memory.used"
+    answer = run(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"], 15)
+    if answer.missing:
+        return Check("gpu", "warn", "no NVIDIA driver (nvidia-smi is not there)", "fine for the CPU; for GPUs, install "
+                     "the driver, or start the container with GPUs")  # fmt: skip
+    if answer.code != 0:
+        why = last_line(answer.err) or last_line(answer.out)
+        return Check("gpu", "fail", f"nvidia-smi failed: {why}", "the driver does not answer: reload it or reboot")
+    rows = [[cell.strip() for cell in line.split(",")] for line in answer.out.splitlines() if line.strip()]
+    kinds = sorted({row[0] for row in rows})
+    found = f"{len(rows)} × {', '.join(kinds)}, driver {rows[0][1]}, {float(rows[0][2]) / 1024:.0f} GiB"
+    if len(kinds) > 1:
+        return Check("gpu", "warn", found, "GPUs of several kinds: the slowest sets the pace; choose with CUDA_VISIBLE_"
+                     "DEVICES")  # fmt: skip
+    busy = [i for i, row in enumerate(rows) if float(row[3]) > 0.1 * float(row[2])]
+    if busy:
+        return Check("gpu", "warn", f"{found}; memory in use on {', '.join(map(str, busy))}", "other processes hold "
+                     "memory there (nvidia-smi lists them): end those that are yours")  # fmt: skip
+    return Check("gpu", "ok", found)
+
+
+def torch_cuda(run: Ask = ask, environment: Mapping[str, str] | None = None) -> Check:
+    """Does torch see the GPUs, and does its CUDA go with the driver."""
+    answer = run([sys.executable, "-c", TORCH_PROBE], 90, environment)
+    if answer.code != 0:
+        return Check("torch", "fail", f"torch does not import: {last_line(answer.err)}", "reinstall torch")
+    seen = json.loads(last_line(answer.out))
+    smi = run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], 15)
+    if seen["available"]:
+        found = f"torch {seen['torch']}, CUDA {seen['cuda']}, NCCL {seen['nccl']}, {seen['devices']} × {seen['name']}"
+        return Check("torch", "ok", found)
+    if smi.code != 0:
+        return Check("torch", "ok", f"torch {seen['torch']}, CPU only")
+    driver = smi.out.split()[0] if smi.out.split() else "?"
+    if seen["cuda"] is None:
+        return Check("torch", "fail", f"torch {seen['torch']} is built for the CPU, but there is a GPU", "pip install "
+                     "torch built for CUDA (pytorch.org says which index)")  # fmt: skip
+    oldest = OLDEST_DRIVER.get(version_tuple(seen["cuda"])[0], 0)
+    if version_tuple(driver) and version_tuple(driver)[0] < oldest:
+        return Check("torch", "fail", f"driver {driver} is too old for CUDA {seen['cuda']}", f"update the driver to "
+                     f"{oldest} or newer, or install torch for an older CUDA")  # fmt: skip
+    return Check("torch", "fail", f"torch {seen['torch']} sees no GPU, though driver {driver} does", "look at CUDA_"
+                 "VISIBLE_DEVICES, and at the container's GPU access")  # fmt: skip
+
+
+def attention(run: Ask = ask, environment: Mapping[str, str] | None = None) -> Check:
+    """Transformer Engine's import, and the attention backend that it chooses for packed sequences."""
+    environment = dict(os.environ if environment is None else environment)
+    code = "import torch; print('cuda' if torch.cuda.is_available() else 'cpu')"
+    where = run([sys.executable, "-c", code], 60, environment)
+    if where.code == 0 and last_line(where.out) == "cpu":
+        return Check("attention", "ok", "no GPU: torch's attention on the CPU")
+    imported = run([sys.executable, "-c", "import transformer_engine.pytorch as te; print('ok')"], 120, environment)
+    if imported.code != 0 and "No module named 'transformer_engine'" in imported.err:
+        return Check("attention", "warn", "Transformer Engine is not installed: torch's attention, one call per "
+                     "sequence", "pip install --no-build-isolation 'transformer-engine[pytorch]'")  # fmt: skip
+    if imported.code != 0:
+        return Check("attention", "fail", f"Transformer Engine does not import: {last_line(imported.err)}",
+                     "install the build that matches torch and its CUDA" + _library_path(environment))  # fmt: skip
+    debug = environment | {"NVTE_DEBUG": "1", "NVTE_DEBUG_LEVEL": "2"}
+    answer = run([sys.executable, "-c", ATTENTION_PROBE], 120, debug)
+    return judge_attention(answer, environment)
+
+
+def judge_attention(answer: Answer, environment: Mapping[str, str]) -> Check:
+    """Reads the backend from what Transformer Engine printed."""
+    text = answer.out + "\n" + answer.err
+    chosen = re.findall(r"Selected backend = (\w+)", text) or re.findall(r"Running with (\w+Attention)", text)
+    if answer.code != 0:
+        return Check("attention", "fail", f"a tiny packed attention failed: {last_line(answer.err)}",
+                     "reinstall Transformer Engine and cuDNN for this torch" + _library_path(environment))  # fmt: skip
+    if not chosen:
+        return Check("attention", "warn", "it ran, but did not say with which backend", "run with NVTE_DEBUG=1 "
+                     "NVTE_DEBUG_LEVEL=2 and look for 'Selected backend'")  # fmt: skip
+    if chosen[-1] in FAST:
+        return Check("attention", "ok", f"Transformer Engine with {chosen[-1]}")
+    return Check("attention", "fail", f"Transformer Engine falls back to {chosen[-1]}: 4 to 5 times slower, and "
+                 "several times the memory", "its cuDNN does not load" + _library_path(environment))  # fmt: skip
+
+
+def _library_path(environment: Mapping[str, str]) -> str:
+    if environment.get("LD_LIBRARY_PATH"):
+        return "; LD_LIBRARY_PATH is set, which mixes cuDNN libraries of two places: unset it and try again"
+    return "; cuDNN's libraries must all come from one place (pip install --force-reinstall nvidia-cudnn-cu12 or -cu13)"

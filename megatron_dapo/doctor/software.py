@@ -1,0 +1,104 @@
+"""Python and the packages: versions, combinations that are known not to work, and impostors."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_dapo.doctor.check import Check, version_tuple
+
+Version = Callable[[str], str | None]  # of an installed distribution; None when it is not installed
+
+# (lowest, first that is too new); the reasons are in the remedies.
+NEEDED: dict[str, tuple[tuple[int, ...], tuple[int, ...] | None]] = {
+    "torch": ((2, 8), None),
+    "megatron-core": ((0, 16), (0, 20)),
+    "transformers": ((5,), (6,)),
+    "psutil": ((5, 9), None),
+}
+# SGLang pins torch exactly: which releases go with which torch.
+SGLANG_FOR_TORCH = {(2, 11): ((0, 5, 11), (0, 5, 17)), (2, 13): ((0, 5, 18), (0, 5, 22)), (2, 14): ((0, 5, 23), None)}
+
+
+def installed(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def python_version(version: tuple[int, ...] | None = None, read: Version = installed) -> Check:
+    found = tuple(sys.version_info[:3]) if version is None else version
+    text = ".".join(map(str, found))
+    if found < (3, 11):
+        return Check("python", "fail", text, "use Python 3.11 or newer")
+    core = read("megatron-core")
+    if core and version_tuple(core) >= (0, 17) and found < (3, 12):
+        remedy = "megatron-core above 0.16 needs Python 3.12: use that, or pip install 'megatron-core<0.17'"
+        return Check("python", "fail", f"{text} with megatron-core {core}", remedy)
+    return Check("python", "ok", text)
+
+
+def packages(read: Version = installed) -> Check:
+    """Those that every run needs, within the supported versions."""
+    found, wrong = [], []
+    for name, (lowest, too_new) in NEEDED.items():
+        version = read(name)
+        if version is None:
+            wrong.append(f"{name} is not installed")
+            continue
+        found.append(f"{name} {version}")
+        number = version_tuple(version)
+        wanted = ".".join(map(str, lowest))
+        if number < lowest:
+            wrong.append(f"{name} {version} is older than {wanted}")
+        elif too_new and number >= too_new:
+            wrong.append(f"{name} {version} is newer than what is supported (below {'.'.join(map(str, too_new))})")
+    if wrong:
+        remedy = "pip install -e . (in the environment that runs megatron-dapo)"
+        if read("psutil") is None:
+            remedy += "; without psutil Megatron hangs when it saves a checkpoint"
+        return Check("packages", "fail", "; ".join(wrong), remedy)
+    return Check("packages", "ok", ", ".join(found))
+
+
+def sglang_pairing(sglang: str, torch: str) -> str | None:
+    """What is wrong with this pair of versions, or None."""
+    number, pair = version_tuple(sglang), version_tuple(torch)[:2]
+    if number < (0, 5, 17):
+        return f"sglang {sglang} is older than 0.5.17, the first that is supported"
+    if pair in SGLANG_FOR_TORCH:
+        lowest, newest = SGLANG_FOR_TORCH[pair]
+        if number < lowest or (newest and number > newest):
+            known = ".".join(map(str, lowest)) + (f" to {'.'.join(map(str, newest))}" if newest else " or newer")
+            return f"sglang {sglang} was not built for torch {torch}, which goes with {known}"
+    return None
+
+
+def apex(locate: Callable[[], Path | None] | None = None) -> Check:
+    """NVIDIA's apex has fused optimizers; the PyPI package of that name is something else and breaks Megatron."""
+    folder = (locate or _apex_folder)()
+    if folder is None:
+        return Check("apex", "ok", "not installed (not needed)")
+    if (folder / "optimizers").is_dir() or (folder / "multi_tensor_apply").is_dir():
+        return Check("apex", "ok", "NVIDIA's")
+    remedy = "pip uninstall apex: the PyPI package is not NVIDIA's; Megatron needs none with Transformer Engine"
+    return Check("apex", "fail", f"{folder} is not NVIDIA's apex", remedy)
+
+
+def _apex_folder() -> Path | None:
+    try:
+        spec = importlib.util.find_spec("apex")
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None:
+        try:
+            importlib.metadata.distribution("apex")
+        except importlib.metadata.PackageNotFoundError:
+            return None
+        return Path("(distribution without a package)")
+    places = list(spec.submodule_search_locations or [])
+    return Path(places[0] if places else spec.origin or "apex")

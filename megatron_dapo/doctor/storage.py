@@ -1,0 +1,132 @@
+"""Disks and memory files: the run directory, its speed and space, /dev/shm against the weights, the clock."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron_dapo.doctor.check import Check
+
+GIB = 1 << 30
+SLOW_MB_PER_SECOND = 200
+LOCAL = {"ext4", "ext3", "xfs", "btrfs", "overlay", "tmpfs"}  # file systems that no other node sees
+WRITE_BYTES = 64 << 20
+MOST_SKEW_SECONDS = 2.0
+# Bytes of a checkpoint per parameter: bf16 weights, and the optimizer's fp32 copy and two moments.
+CHECKPOINT_BYTES_PER_PARAMETER = 14
+
+
+def existing_parent(path: Path) -> Path:
+    """The nearest folder that is there: the run directory itself is made by the run."""
+    path = path.absolute()
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def run_directory(
+    run_dir: Path, nodes: int = 1, clock: Callable[[], float] = time.perf_counter, mounts: Path = Path("/proc/mounts")
+) -> Check:
+    """Can it be written, how fast, and can other nodes see it."""
+    parent = existing_parent(run_dir)
+    if not parent.is_dir():
+        return Check("run directory", "fail", f"{parent} is a file", "choose another trainer.run_dir")
+    try:
+        speed = write_speed(parent, clock)
+    except OSError as error:
+        return Check("run directory", "fail", f"{parent} cannot be written: {error.strerror or error}", "choose "
+                     "another trainer.run_dir, or have its permissions or quota changed")  # fmt: skip
+    kind = file_system(parent, mounts)
+    found = f"{run_dir} (on {kind}), {speed:,.0f} MB/s written"
+    if nodes > 1 and kind in LOCAL:
+        return Check("run directory", "warn", found, f"{kind} is local to this node, and slurm.nodes is {nodes}: "
+                     "choose a trainer.run_dir that all nodes see")  # fmt: skip
+    if speed < SLOW_MB_PER_SECOND:
+        return Check("run directory", "warn", found, "slow: checkpoints will take long; use a parallel file system, or "
+                     "save more rarely (trainer.checkpoint.every)")  # fmt: skip
+    return Check("run directory", "ok", found)
+
+
+def write_speed(folder: Path, clock: Callable[[], float] = time.perf_counter, size: int = WRITE_BYTES) -> float:
+    """MB/s of a file written and flushed to disk. The file is removed."""
+    block = os.urandom(1 << 20)
+    started = clock()
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".doctor-") as file:
+        for _ in range(size >> 20):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        seconds = clock() - started
+    return size / 1e6 / max(seconds, 1e-9)
+
+
+def file_system(path: Path, mounts: Path = Path("/proc/mounts")) -> str:
+    """The type of the file system that holds `path`: ext4, nfs4, lustre, …"""
+    best = ("", "an unknown file system")
+    try:
+        lines = mounts.read_text().splitlines()
+    except OSError:
+        return best[1]
+    for line in lines:
+        _, point, kind, *_ = line.split()
+        point = point.replace("\\040", " ")
+        inside = str(path) == point or str(path).startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= len(best[0]):
+            best = (point, kind)
+    return best[1]
+
+
+def free_disk(run_dir: Path, parameters: int, keep: int = 1, usage: Callable[[Path], Any] = shutil.disk_usage) -> Check:
+    """Room for the checkpoints that are kept and the one being written."""
+    free = usage(existing_parent(run_dir)).free
+    needed = (keep + 1) * CHECKPOINT_BYTES_PER_PARAMETER * parameters
+    found = f"{free / GIB:,.0f} GiB free"
+    if parameters and free < needed:
+        return Check("disk", "fail", f"{found}, but {keep + 1} checkpoints take {needed / GIB:,.0f} GiB", "make room, "
+                     "or choose another trainer.run_dir, or keep fewer (trainer.checkpoint.keep)")  # fmt: skip
+    if free < 20 * GIB:
+        return Check("disk", "warn", found, "little room for checkpoints, samples and logs")
+    return Check("disk", "ok", found + (f"; {keep + 1} checkpoints take {needed / GIB:,.0f} GiB" if parameters else ""))
+
+
+def shared_memory(
+    weight_bytes: int, folder: Path = Path("/dev/shm"), usage: Callable[[Path], Any] = shutil.disk_usage
+) -> Check:
+    """Weight updates are written there (two versions for a moment), and NCCL and data loaders use it."""
+    if not folder.is_dir():
+        return Check("shared memory", "fail", f"{folder} is not there", "set rollout.weights.directory to a folder "
+                     "that trainer and engines both see")  # fmt: skip
+    free, total = usage(folder).free, usage(folder).total
+    found = f"{folder}: {free / GIB:.1f} of {total / GIB:.1f} GiB free"
+    if weight_bytes and free < 2 * weight_bytes:
+        return Check("shared memory", "fail", f"{found}; two versions of the weights take {2 * weight_bytes / GIB:.1f} "
+                     "GiB", "enlarge it (docker --shm-size, mount -o remount,size=…), set rollout.weights.directory to "
+                     "a fast disk, or use another rollout.weights.transport")  # fmt: skip
+    if free < GIB:
+        return Check("shared memory", "warn", found, "NCCL needs some: enlarge it (docker --shm-size=16g)")
+    return Check("shared memory", "ok", found)
+
+
+def clock_skew(
+    folder: Path, now: Callable[[], float] = time.time, stamp: Callable[[Path], float] | None = None
+) -> Check:
+    """This machine's clock against the file system's (the server's, where it is shared)."""
+    parent = existing_parent(folder)
+    skew = (stamp or _touch)(parent) - now()
+    found = f"{skew:+.1f} s between this clock and that of {parent}"
+    if abs(skew) > MOST_SKEW_SECONDS:
+        return Check("clock", "warn", found, "clocks differ: logs and heartbeats of nodes cannot be compared; start "
+                     "chronyd or ntpd")  # fmt: skip
+    return Check("clock", "ok", found)
+
+
+def _touch(folder: Path) -> float:
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".doctor-") as file:
+        file.write(b"x")
+        file.flush()
+        return os.fstat(file.fileno()).st_mtime

@@ -1,0 +1,373 @@
+"""Each check against a healthy machine and against the fault that it is there to find."""
+
+import json
+import resource
+import socket
+import sys
+import time
+from datetime import datetime
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_dapo.config.rollout import ServerConfig
+from megatron_dapo.doctor import gpu, software, storage, surroundings
+from megatron_dapo.doctor.check import Answer, Check, Probe, ask, examine, version_tuple
+
+HEALTHY = {"torch": "2.13.0+cpu", "megatron-core": "0.16.1", "transformers": "5.12.1", "psutil": "7.2.2"}
+GIB = 1 << 30
+
+
+def answers(**by_word):
+    """A fake `ask`: the first key that occurs in the command decides the answer."""
+
+    def run(command, seconds=0, environment=None):
+        text = " ".join(command)
+        return next((answer for word, answer in by_word.items() if word in text), Answer(None, "", "not found"))
+
+    return run
+
+
+def program(folder: Path, name: str, text: str) -> None:
+    file = folder / name
+    file.write_text(f"#!/bin/sh\n{text}\n")
+    file.chmod(0o755)
+
+
+# --- the frame
+
+
+def test_a_hanging_check_fails_in_time():
+    started = time.monotonic()
+    check = examine(Probe("slow", lambda: time.sleep(30) or Check("slow", "ok", ""), seconds=0.2))
+    assert time.monotonic() - started < 5
+    assert (check.status, check.name) == ("fail", "slow") and "0.2 s" in check.found and check.remedy
+
+
+def test_a_raising_check_fails_with_its_error():
+    def look() -> Check:
+        raise RuntimeError("bus error")
+
+    check = examine(Probe("x", look))
+    assert check.status == "fail" and "RuntimeError: bus error" in check.found
+
+
+def test_ask_ends_a_command_that_does_not_answer():
+    started = time.monotonic()
+    assert ask([sys.executable, "-c", "import time; time.sleep(60)"], 0.3).code is None
+    assert time.monotonic() - started < 5
+    assert ask(["no-such-program-here"]).missing
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("2.13.0+cpu", (2, 13, 0)),
+        ("0.5.18", (0, 5, 18)),
+        ("2.9.0rc1", (2, 9, 0)),
+        ("580.65.06", (580, 65, 6)),
+        ("x", ()),
+    ],
+)
+def test_versions(text, expected):
+    assert version_tuple(text) == expected
+
+
+# --- software
+
+
+def test_python():
+    assert software.python_version((3, 11, 7), HEALTHY.get).status == "ok"
+    assert software.python_version((3, 10, 2), HEALTHY.get).status == "fail"
+    newer = {**HEALTHY, "megatron-core": "0.19.2"}
+    check = software.python_version((3, 11, 7), newer.get)
+    assert check.status == "fail" and "3.12" in check.remedy
+    assert software.python_version((3, 12, 1), newer.get).status == "ok"
+
+
+def test_packages():
+    assert software.packages(HEALTHY.get).status == "ok"
+    check = software.packages({**HEALTHY, "psutil": None}.get)
+    assert check.status == "fail" and "psutil is not installed" in check.found and "hangs" in check.remedy
+    assert "older than 0.16" in software.packages({**HEALTHY, "megatron-core": "0.15.2"}.get).found
+    assert "newer" in software.packages({**HEALTHY, "megatron-core": "0.20.0"}.get).found
+    assert "older than 5" in software.packages({**HEALTHY, "transformers": "4.57.1"}.get).found
+
+
+@pytest.mark.parametrize(
+    ("sglang", "torch", "fine"),
+    [
+        ("0.5.17", "2.11.0+cu130", True), ("0.5.18", "2.13.0", True), ("0.5.23", "2.14.0", True),
+        ("0.5.23", "2.11.0", False), ("0.5.16", "2.11.0", False), ("0.5.17", "2.13.0", False),
+    ],
+)  # fmt: skip
+def test_sglang_and_torch(sglang, torch, fine):
+    assert (software.sglang_pairing(sglang, torch) is None) is fine
+
+
+def test_apex_from_pypi_is_found_by_its_distribution(tmp_path, monkeypatch):
+    """A fake distribution as pip would leave it: a package called apex without fused optimizers."""
+    (tmp_path / "apex" / "lib").mkdir(parents=True)
+    (tmp_path / "apex" / "__init__.py").write_text("")
+    (tmp_path / "apex-0.9.10.dist-info").mkdir()
+    (tmp_path / "apex-0.9.10.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: apex\nVersion: 0.9.10\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    check = software.apex()
+    assert check.status == "fail" and "pip uninstall apex" in check.remedy
+    (tmp_path / "apex" / "optimizers").mkdir()
+    assert software.apex().status == "ok"
+
+
+def test_no_apex_is_fine():
+    assert software.apex(lambda: None).status == "ok"
+
+
+# --- GPU
+
+
+def test_gpu_with_fake_nvidia_smi(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert gpu.gpu().status == "warn"  # none there
+    line = "NVIDIA H100 80GB HBM3, 580.65.06, 81559, 0"
+    program(tmp_path, "nvidia-smi", f"echo '{line}'; echo '{line}'")
+    check = gpu.gpu()
+    assert check.status == "ok" and "2 × NVIDIA H100 80GB HBM3, driver 580.65.06, 80 GiB" in check.found
+    program(tmp_path, "nvidia-smi", f"echo '{line}'; echo 'NVIDIA H100 80GB HBM3, 580.65.06, 81559, 40000'")
+    check = gpu.gpu()
+    assert check.status == "warn" and "in use on 1" in check.found
+    program(tmp_path, "nvidia-smi", "echo 'Driver/library version mismatch' >&2; exit 18")
+    check = gpu.gpu()
+    assert check.status == "fail" and "mismatch" in check.found
+
+
+def torch_says(**values):
+    seen = {"torch": "2.13.0", "cuda": "13.0", "available": False, "devices": 0, "name": "", "free": [], "nccl": ""}
+    return Answer(0, json.dumps({**seen, **values}))
+
+
+def test_torch_and_driver():
+    smi = {"nvidia-smi": Answer(0, "580.65.06\n")}
+    good = torch_says(available=True, devices=8, name="H100", nccl="2.28.3")
+    assert gpu.torch_cuda(answers(import_=good, json=good, **smi)).status == "ok"
+    built_for_cpu = gpu.torch_cuda(answers(json=torch_says(cuda=None), **smi))
+    assert built_for_cpu.status == "fail" and "built for the CPU" in built_for_cpu.found
+    old = gpu.torch_cuda(answers(json=torch_says(), **{"nvidia-smi": Answer(0, "535.104.05\n")}))
+    assert old.status == "fail" and "580 or newer" in old.remedy
+    hidden = gpu.torch_cuda(answers(json=torch_says(), **smi))
+    assert hidden.status == "fail" and "CUDA_VISIBLE_DEVICES" in hidden.remedy
+    assert gpu.torch_cuda(answers(json=torch_says(cuda=None))).status == "ok"  # no GPU, CPU build
+    broken = gpu.torch_cuda(answers(json=Answer(1, "", "OSError: libcudart.so.13 not found")))
+    assert broken.status == "fail" and "libcudart" in broken.found
+
+
+SELECTED = "DEBUG:DotProductAttention:Selected backend = {}\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "environment", "status", "words"),
+    [
+        (Answer(0, "attention ran", SELECTED.format("FusedAttention (sub-backend 1)")), {}, "ok", "FusedAttention"),
+        (Answer(0, "attention ran", SELECTED.format("FlashAttention (2.8.3)")), {}, "ok", "FlashAttention"),
+        (Answer(0, "", SELECTED.format("UnfusedDotProductAttention")), {}, "fail", "UnfusedDotProductAttention"),
+        (Answer(0, "attention ran", ""), {}, "warn", "did not say"),
+        (Answer(1, "", "CUDNN_STATUS_NOT_INITIALIZED"), {}, "fail", "CUDNN_STATUS"),
+    ],
+)
+def test_attention_backend(answer, environment, status, words):
+    check = gpu.judge_attention(answer, environment)
+    assert check.status == status and words in check.found
+
+
+def test_unfused_attention_blames_the_library_path():
+    answer = Answer(0, "", SELECTED.format("UnfusedDotProductAttention"))
+    assert "unset it" in gpu.judge_attention(answer, {"LD_LIBRARY_PATH": "/usr/lib/cudnn"}).remedy
+    assert "unset it" not in gpu.judge_attention(answer, {}).remedy
+
+
+def test_attention_without_gpu_and_without_transformer_engine():
+    assert gpu.attention(answers(is_available=Answer(0, "cpu"))).status == "ok"
+    missing = Answer(1, "", "ModuleNotFoundError: No module named 'transformer_engine'")
+    check = gpu.attention(answers(is_available=Answer(0, "cuda"), transformer_engine=missing))
+    assert check.status == "warn" and "pip install" in check.remedy
+    broken = Answer(1, "", "ImportError: libcudnn_graph.so.9: undefined symbol")
+    check = gpu.attention(answers(is_available=Answer(0, "cuda"), transformer_engine=broken))
+    assert check.status == "fail" and "undefined symbol" in check.found
+
+
+def test_attention_is_run_with_debug_output():
+    seen = []
+
+    def run(command, seconds=0, environment=None):
+        seen.append(environment)
+        if "DotProductAttention" in command[-1]:
+            return Answer(0, "attention ran", SELECTED.format("FusedAttention"))
+        return Answer(0, "cuda" if "is_available" in command[-1] else "ok")
+
+    assert gpu.attention(run, {"HOME": "/x"}).status == "ok"
+    assert seen[-1]["NVTE_DEBUG"] == "1" and seen[-1]["NVTE_DEBUG_LEVEL"] == "2"
+
+
+# --- storage
+
+
+def test_run_directory_can_be_written_and_leaves_nothing(tmp_path):
+    check = storage.run_directory(tmp_path / "runs" / "new")
+    assert check.status in ("ok", "warn") and "MB/s" in check.found
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_slow_run_directory_warns(tmp_path):
+    ticks = iter([0.0, 10.0])  # 64 MiB in ten seconds
+    check = storage.run_directory(tmp_path, clock=lambda: next(ticks))
+    assert check.status == "warn" and "7 MB/s" in check.found
+
+
+def test_unwritable_run_directory_fails(tmp_path, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(storage, "write_speed", refuse)
+    check = storage.run_directory(tmp_path)
+    assert check.status == "fail" and "Read-only" in check.found
+    (tmp_path / "file").write_text("")
+    assert storage.run_directory(tmp_path / "file" / "run").status == "fail"
+
+
+def test_local_file_system_with_several_nodes_warns(tmp_path):
+    mounts = tmp_path / "mounts"
+    ticks = iter(range(100))
+    fast = lambda: next(ticks) * 0.01  # noqa: E731
+    mounts.write_text(f"root / ext4 rw 0 0\nserver:/x {tmp_path} nfs4 rw 0 0\n")
+    assert storage.run_directory(tmp_path, 4, fast, mounts).status == "ok"
+    mounts.write_text("root / ext4 rw 0 0\n")
+    check = storage.run_directory(tmp_path, 4, fast, mounts)
+    assert check.status == "warn" and "ext4 is local" in check.remedy
+    assert storage.run_directory(tmp_path, 1, fast, mounts).status == "ok"
+
+
+def usage(free, total=None):
+    return lambda path: SimpleNamespace(free=free, total=total or free)
+
+
+def test_disk_room_for_checkpoints(tmp_path):
+    """7 B parameters at 14 bytes are 91 GiB; two kept and one being written are 274 GiB."""
+    assert storage.free_disk(tmp_path, 7 * 10**9, 2, usage(275 * GIB)).status == "ok"
+    check = storage.free_disk(tmp_path, 7 * 10**9, 2, usage(273 * GIB))
+    assert check.status == "fail" and "274 GiB" in check.found
+    assert storage.free_disk(tmp_path, 0, 2, usage(5 * GIB)).status == "warn"
+
+
+def test_shared_memory_against_the_weights(tmp_path):
+    weights = 3 * GIB
+    assert storage.shared_memory(weights, tmp_path, usage(7 * GIB)).status == "ok"
+    check = storage.shared_memory(weights, tmp_path, usage(5 * GIB, 64 * GIB))
+    assert check.status == "fail" and "6.0 GiB" in check.found and "--shm-size" in check.remedy
+    assert storage.shared_memory(0, tmp_path, usage(GIB // 16)).status == "warn"
+    assert storage.shared_memory(0, tmp_path / "none").status == "fail"
+
+
+def test_clock(tmp_path):
+    assert storage.clock_skew(tmp_path).status == "ok"
+    check = storage.clock_skew(tmp_path, now=lambda: 1000.0, stamp=lambda folder: 1007.5)
+    assert check.status == "warn" and "+7.5 s" in check.found
+
+
+# --- surroundings
+
+
+def test_ports():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        check = surroundings.ports("127.0.0.1", port, 1)
+        assert check.status == "warn" and str(port) in check.found
+    assert surroundings.ports("127.0.0.1", port, 1).status == "ok"
+
+
+def test_slurm_with_fake_binaries(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    program(tmp_path, "sinfo", "echo 'gpu* 3 idle'; echo 'gpu* 1 down*'")
+    program(tmp_path, "scontrol", 'echo "Configuration data as of $(date +%Y-%m-%dT%H:%M:%S)"')
+    check = surroundings.slurm()
+    assert check.status == "ok" and "partitions gpu; 3 nodes up" in check.found
+    program(tmp_path, "scontrol", "echo 'Configuration data as of 2020-01-01T00:00:00'")
+    assert surroundings.slurm().status == "warn"
+    program(tmp_path, "sinfo", "echo 'slurm_load_partitions: Unable to contact slurm controller' >&2; exit 1")
+    check = surroundings.slurm()
+    assert check.status == "fail" and "Unable to contact" in check.found
+
+
+def test_slurm_absent_or_all_down():
+    assert surroundings.slurm(answers()).found == "not a Slurm machine"
+    down = answers(sinfo=Answer(0, "gpu 4 drained\n"), scontrol=Answer(1, ""))
+    assert surroundings.slurm(down, datetime.now).status == "warn"
+
+
+def test_limits(tmp_path):
+    def limit(files, locked):
+        return lambda which: (files if which == resource.RLIMIT_NOFILE else locked, 0)
+
+    unlimited = resource.RLIM_INFINITY
+    assert surroundings.limits(limit(65536, unlimited), tmp_path).status == "ok"
+    assert surroundings.limits(limit(1024, unlimited), tmp_path).status == "fail"
+    assert surroundings.limits(limit(65536, 8 << 20), tmp_path).status == "warn"  # InfiniBand is there
+    assert surroundings.limits(limit(65536, 8 << 20), tmp_path / "none").status == "ok"
+
+
+def test_hf_cache(tmp_path, monkeypatch):
+    check = surroundings.hf_cache({"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"})
+    assert check.status == "ok" and "offline" in check.found and str(tmp_path / "hub") in check.found
+    monkeypatch.setattr(surroundings.os, "access", lambda path, mode: False)
+    assert surroundings.hf_cache({"HF_HOME": str(tmp_path)}).status == "fail"
+
+
+def test_sglang_in_the_configured_python(tmp_path):
+    python = tmp_path / "python"
+    program(tmp_path, "python", "echo 'found 0.5.18 2.13.0+cpu'")
+    servers = ServerConfig(python=str(python))
+    assert surroundings.serving_python(servers).status == "ok"
+    program(tmp_path, "python", "echo 'found 0.5.23 2.11.0'")
+    check = surroundings.serving_python(servers)
+    assert check.status == "warn" and "not built for torch 2.11.0" in check.remedy
+    program(tmp_path, "python", "echo \"ModuleNotFoundError: No module named 'sglang'\" >&2; exit 1")
+    check = surroundings.serving_python(servers)
+    assert check.status == "fail" and "No module named 'sglang'" in check.found
+    assert surroundings.serving_python(ServerConfig(python=str(tmp_path / "none"))).status == "fail"
+    assert surroundings.serving_python(ServerConfig(urls=["http://a:1"])).status == "ok"
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch):
+    config = {
+        "architectures": ["Qwen2ForCausalLM"], "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "vocab_size": 100,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    names = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    index = {"weight_map": dict(zip(["a", "b"], names, strict=True))}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    for name in names:
+        (tmp_path / name).write_bytes(b"x" * 16)
+    monkeypatch.setattr(surroundings, "_tokenizer_length", lambda path: 90)
+    return tmp_path
+
+
+def test_model_directory(model, monkeypatch):
+    assert surroundings.model_directory(model).status == "ok"
+    monkeypatch.setattr(surroundings, "_tokenizer_length", lambda path: 101)
+    assert "101 tokens" in surroundings.model_directory(model).found
+    (model / "model-00002-of-00002.safetensors").write_bytes(b"")
+    assert "is empty" in surroundings.model_directory(model).found
+    (model / "model-00002-of-00002.safetensors").unlink()
+    check = surroundings.model_directory(model)
+    assert check.status == "fail" and "1 of 2 weight files are missing" in check.found
+    (model / "config.json").write_text("{}")
+    assert surroundings.model_directory(model).status == "fail"
+
+
+def test_a_real_tokenizer_that_does_not_load(model, monkeypatch):
+    monkeypatch.undo()
+    check = surroundings.model_directory(model)
+    assert check.status == "fail" and "tokenizer does not load" in check.found

@@ -1,0 +1,85 @@
+"""`megatron-dapo doctor`: exit codes, JSON, and that a hanging check does not stop the others."""
+
+import json
+import time
+
+import pytest
+
+from megatron_dapo.cli import main
+from megatron_dapo.config import Config, parse_config
+from megatron_dapo.doctor import Check, Probe
+from megatron_dapo.doctor.command import probes, run
+from megatron_dapo.errors import UserError
+
+
+def of(*statuses):
+    def make(config, named):
+        return [Probe(f"c{i}", lambda s=s, i=i: Check(f"c{i}", s, "what [is] there")) for i, s in enumerate(statuses)]
+
+    return make
+
+
+@pytest.mark.parametrize(("statuses", "code"), [(["ok"], 0), (["ok", "warn"], 0), (["warn", "fail", "ok"], 1), ([], 0)])
+def test_exit_codes(statuses, code, capsys):
+    assert run(None, make=of(*statuses)) == code
+    text = capsys.readouterr().out
+    assert f"{statuses.count('fail')} failed" in text
+    assert text.count("what [is] there") == len(statuses)
+
+
+def test_json(capsys):
+    assert run(None, as_json=True, make=of("ok", "fail")) == 1
+    records = json.loads(capsys.readouterr().out)
+    assert [r["status"] for r in records] == ["ok", "fail"]
+    assert set(records[0]) == {"name", "status", "found", "remedy"}
+
+
+def test_a_hanging_check_does_not_stop_the_others(capsys):
+    def make(config, named):
+        stuck = Probe("stuck", lambda: time.sleep(60) or Check("stuck", "ok", ""), seconds=0.2)
+        return [stuck, Probe("after", lambda: Check("after", "ok", "fine"))]
+
+    started = time.monotonic()
+    assert run(None, make=make) == 1
+    assert time.monotonic() - started < 5
+    assert "fine" in capsys.readouterr().out
+
+
+def test_lines_fit_100_columns(capsys):
+    def make(config, named):
+        return [Probe("long", lambda: Check("long", "warn", "word " * 60, "do " * 80))]
+
+    run(None, make=make)
+    assert max(len(line) for line in capsys.readouterr().out.splitlines()) <= 100
+
+
+def test_only(capsys):
+    assert run(None, only="c1", make=of("fail", "ok")) == 0
+    with pytest.raises(UserError, match="there are c0, c1"):
+        run(None, only="c7", make=of("ok", "ok"))
+
+
+def test_what_is_checked_depends_on_the_configuration():
+    names = {probe.name for probe in probes(Config(), named=False)}
+    assert {"python", "packages", "apex", "gpu", "torch", "attention", "run directory", "disk", "shared memory",
+            "clock", "limits", "hf cache", "slurm", "ports"} == names  # fmt: skip
+    named = parse_config({"policy": {"model": "somewhere"}, "rollout": {"engine": "sglang"}})
+    assert {probe.name for probe in probes(named, named=True)} - names == {"sglang", "model"}
+    embedded = parse_config({"rollout": {"engine": "embedded"}})
+    assert not {"sglang", "ports"} & {probe.name for probe in probes(embedded, named=True)}
+
+
+def test_every_probe_answers_under_its_own_name():
+    quick = [p for p in probes(Config(), named=False) if p.name not in ("torch", "attention", "gpu", "run directory")]
+    for probe in quick:
+        assert probe.look().name == probe.name
+
+
+def test_the_command(tmp_path, capsys):
+    config = tmp_path / "run.yaml"
+    config.write_text(json.dumps({"trainer": {"run_dir": str(tmp_path / "run")}, "policy": {"model": "nowhere"}}))
+    assert main(["doctor", str(config), "--json", "--only", "python,packages,disk,model"]) == 1
+    status = {record["name"]: record["status"] for record in json.loads(capsys.readouterr().out)}
+    assert status["python"] == status["packages"] == "ok" and status["model"] == "fail"
+    assert main(["doctor", "--only", "python"]) == 0
+    assert main(["doctor", "--only", "nonsense"]) == 2
