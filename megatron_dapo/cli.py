@@ -38,6 +38,8 @@ def build_parser() -> argparse.ArgumentParser:
     _add_convert(sub)
     _add_report(sub)
     _add_selfcheck(sub)
+    _add_plan(sub)
+    _add_doctor(sub)
     return parser
 
 
@@ -150,6 +152,60 @@ def _add_selfcheck(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.add_argument("--layouts", help="comma-separated, e.g. tp2,pp2vpp2,tp2cp2sp,ep2 (default: all that fit)")
     parser.add_argument("--tolerance", type=float, default=1e-5, help="largest relative difference (default 1e-5)")
     parser.add_argument("--updates", type=int, default=3, help="optimizer updates to compare (default 3)")
+
+
+def _add_plan(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    def run(args: argparse.Namespace) -> int:
+        from megatron_dapo.planner.command import run
+
+        return run(**{key: value for key, value in vars(args).items() if key != "run"})
+
+    parser = add_command(
+        sub, "plan", run,
+        "Predict, from the model's config.json alone, whether a configuration fits the GPUs, how long a step takes,\n"
+        "which layouts are fastest, and what to change when it does not fit. Needs no GPU.",
+        "examples:\n  megatron-dapo plan run.yaml --gpu h100 --gpus 128\n"
+        "  megatron-dapo plan run.yaml --gpu h200 --gpus 64 --engine-gpus 16 --set policy.tensor_parallel=4\n"
+        "  megatron-dapo plan --model Qwen2.5-32B --gpus 128        # no layout given: the fastest that fits\n\n"
+        "exit codes: 0 fits, 1 does not fit, 2 cannot be planned",
+    )  # fmt: skip
+    parser.add_argument("config", metavar="CONFIG", nargs="?", help="YAML file (left out: defaults, best layout)")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting")
+    parser.add_argument("--model", metavar="DIR", help="directory with config.json (policy.model)")
+    parser.add_argument("--gpu", default="h100", help="h100 (default), h200, h800, b200, a100, a100-40g, l40s, …")
+    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs in all (default: slurm.nodes × gpus_per_node)")
+    parser.add_argument("--gpus-per-node", type=int, metavar="N", help="default: slurm.gpus_per_node")
+    parser.add_argument("--engine-gpus", type=int, default=0, metavar="N", help="GPUs that only serve engines "
+                        "(default 0: engines and trainer share all GPUs)")  # fmt: skip
+    parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="another memory size than the GPU's own")
+    parser.add_argument("--mfu", type=float, default=0.4, help="share of the peak that kernels reach (default 0.4)")
+    parser.add_argument("--mean-prompt", type=int, metavar="TOKENS", help="default: 256")
+    parser.add_argument("--mean-response", type=int, metavar="TOKENS", help="default: a quarter of the longest")
+    parser.add_argument("--kept", type=float, metavar="SHARE", help="of groups that dynamic sampling keeps "
+                        "(default 0.5)")  # fmt: skip
+    parser.add_argument("--layers", choices=["te", "local"], default="te", help="Transformer Engine (default) or torch")
+    parser.add_argument("--top", type=int, default=8, metavar="N", help="layouts to show (default 8)")
+    parser.add_argument("--json", action="store_true", dest="as_json", help="print the plan as JSON")
+
+
+def _add_doctor(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    def run(args: argparse.Namespace) -> int:
+        from megatron_dapo.doctor import run
+
+        return run(args.config, args.set, args.as_json, args.timeout, args.only)
+
+    parser = add_command(
+        sub, "doctor", run,
+        "Look at this machine and say what is wrong with it for a run, and how to put it right.",
+        "examples:\n  megatron-dapo doctor\n  megatron-dapo doctor run.yaml --json\n"
+        "  megatron-dapo doctor run.yaml --only attention,ports\n\n"
+        "exit codes: 0 nothing failed (there may be warnings), 1 something failed, 2 the configuration is wrong",
+    )  # fmt: skip
+    parser.add_argument("config", metavar="CONFIG", nargs="?", help="YAML file whose model, servers and paths to check")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting")
+    parser.add_argument("--json", action="store_true", dest="as_json", help="print the checks as JSON")
+    parser.add_argument("--only", metavar="NAMES", help="comma-separated names of checks (default: all)")
+    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="for each check (default: the check's own)")
 
 
 def quiet_libraries() -> None:
