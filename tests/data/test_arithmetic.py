@@ -44,7 +44,7 @@ def test_answers_are_right_and_short(level):
 def test_deterministic_and_seeded():
     assert arithmetic_problems([2, 4], 50, seed=5) == arithmetic_problems([2, 4], 50, seed=5)
     assert arithmetic_problems(2, 50, seed=5) != arithmetic_problems(2, 50, seed=6)
-    assert arithmetic_problems(2, 3, seed=0)[0].question == "62+35="  # in every process, on every machine
+    assert arithmetic_problems(2, 3, seed=0)[0].question == "62+3="  # in every process, on every machine
     levels = [p.level for p in arithmetic_problems([2, 4], 200, seed=0)]
     assert 80 < levels.count(2) < 120
 
@@ -62,13 +62,13 @@ def test_splits_never_overlap():
 def test_asking_for_more_than_there_are():
     with pytest.raises(DataError, match=r"levels \[1\] have only about \d+ different train problems, not 500"):
         arithmetic_problems(1, 500, seed=0)
-    with pytest.raises(DataError, match="levels are 1, 2, 3, 4, 5; found"):
+    with pytest.raises(DataError, match="levels are 1, 2, 3, 4, 5, 6; found"):
         arithmetic_problems(9, 5, seed=0)
 
 
 def test_the_graders_read_the_answers():
     tokenizer = arithmetic_tokenizer()
-    prompts = arithmetic_prompts(arithmetic_problems([1, 2, 3, 4, 5], 100, seed=0), tokenizer)
+    prompts = arithmetic_prompts(arithmetic_problems([1, 2, 3, 4, 5, 6], 120, seed=0), tokenizer)
     for grader in (load_grader(RewardConfig(grader=name)) for name in ("math", "exact")):
         for prompt in prompts:
             for response in (prompt.answer, f"Answer: {prompt.answer}", prompt.answer + tokenizer.eos_token):
