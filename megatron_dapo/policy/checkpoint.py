@@ -8,10 +8,12 @@ another. Loading is exact or an error: a tensor that the checkpoint lacks, or ha
 from __future__ import annotations
 
 import os
+import queue
 from pathlib import Path
 from typing import Any
 
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from megatron_dapo.errors import UserError
@@ -30,6 +32,7 @@ def save_policy(policy: Policy, directory: str | os.PathLike[str]) -> None:
     """Collective. Writes into an existing or new directory; the caller makes it visible when all is written."""
     cpu.install()
     Path(directory).mkdir(parents=True, exist_ok=True)
+    _collect_results_in_this_process()
     state = _sharded_state(policy, is_loading=False)
     dist_checkpointing.save(state, str(directory), content_metadata=_metadata(policy))
 
@@ -65,6 +68,15 @@ def _load(state: dict[str, Any], directory: str | os.PathLike[str], weights_only
         return dist_checkpointing.load(state, str(directory), strict=strict)
     except dist_checkpointing.core.CheckpointingException as error:
         raise CheckpointError(f"{directory} does not fit this model: {error}") from error
+
+
+def _collect_results_in_this_process() -> None:
+    """We save synchronously, so the writers' results need no server process of their own.
+
+    Megatron would start one, which outlives a rank that is killed (and where it is spawned, runs __main__ again).
+    """
+    if filesystem_async._results_queue is None:
+        filesystem_async._results_queue = queue.Queue()
 
 
 def _metadata(policy: Policy) -> dict[str, Any]:

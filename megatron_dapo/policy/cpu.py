@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import multiprocessing
 from collections.abc import Callable
 from typing import Any
 
@@ -43,7 +42,6 @@ def install() -> None:
         _bind_missing_moe_names,
         _split_sizes_as_numbers,
         _one_step_counter_per_parameter,
-        _fork_the_checkpoint_queue,
     ):
         patch()
 
@@ -194,18 +192,6 @@ def _one_step_counter_per_parameter() -> None:
         return original(self, model_param, tensors)
 
     DistributedOptimizer._set_main_param_and_optimizer_states = set_states
-
-
-def _fork_the_checkpoint_queue() -> None:
-    """The checkpoint writer's result queue is served by a spawned process, which would run __main__ again."""
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    def forked_queue() -> Any:
-        if filesystem_async._results_queue is None:
-            filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
-        return filesystem_async._results_queue
-
-    filesystem_async._get_write_results_queue = forked_queue
 
 
 def prime_adam_state(optimizer: Any) -> None:

@@ -17,8 +17,8 @@ class GateError(UserError):
     """Trainer and engine disagree too much to train."""
 
 
-def check_gate(batch: TrainBatch, logprobs: Floats, config: GateConfig) -> dict[str, float]:
-    """Compares `logprobs` [responses] of the trainer with the engine's; returns the gap or raises GateError."""
+def check_gate(batch: TrainBatch, logprobs: Floats, config: GateConfig) -> str:
+    """Compares `logprobs` [responses] of the trainer with the engine's; says what it found, or raises GateError."""
     assert batch.engine_logprobs is not None
     gap = np.abs(logprobs.astype(np.float64) - batch.engine_logprobs)
     mean, largest = (float(gap.mean()), float(gap.max())) if gap.size else (0.0, 0.0)
@@ -32,4 +32,4 @@ def check_gate(batch: TrainBatch, logprobs: Floats, config: GateConfig) -> dict[
             "than policy.model, a different RoPE base or norm epsilon, another sampling temperature, or less precision "
             "than trainer.gate allows for."
         )
-    return {"train/gate_mean_gap": mean, "train/gate_max_gap": largest}
+    return f"trainer and engine agree: mean |gap| {mean:.3g} nats, largest {largest:.3g}, over {gap.size} tokens"

@@ -9,6 +9,7 @@ at any moment and started again continues from the newest checkpoint with the sa
 from __future__ import annotations
 
 import contextlib
+import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ from megatron_dapo.trainer.shaping import mini_batches, shape_batch
 from megatron_dapo.trainer.together import Stopped, StopSignal, Together
 from megatron_dapo.types import StepBatch
 from megatron_dapo.weights.sync import discard
+from megatron_dapo.weights.torch_dist_source import TorchDistSource
 
 REQUEUE = 75  # EX_TEMPFAIL: saved, start me again
 
@@ -95,7 +97,7 @@ class Trainer:
             self._open_run()
         with self.observer.phase("start"):
             opening = self.rollouts.start() if self.rollouts else None
-            self.policy.load_hf(self.config.policy.model)
+            self.policy.load_hf(self._first_weights())
             if self.config.algorithm.kl.coefficient:
                 self.policy.keep_reference()
             state = self.checkpoints.load(self.policy, resume) if resume else None
@@ -103,14 +105,19 @@ class Trainer:
             self.together.wait(opening, "starting the engine")
             if state is not None:
                 self._restore(state)
+            if state is not None or self.config.policy.megatron_checkpoint:
                 self._sync_weights()
         if state is None:
             self._evaluate_when_due()
 
+    def _first_weights(self) -> str | TorchDistSource:
+        converted = self.config.policy.megatron_checkpoint
+        return TorchDistSource(converted, self.policy.shape) if converted else self.config.policy.model
+
     def _open_run(self) -> None:
         trainer = self.config.trainer
         run_dir = Path(trainer.run_dir)
-        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
         (run_dir / "config.yaml").write_text(dump_config(self.config))
         settings = self.config.model_dump(mode="json")
         self.observer = Observer(self.config.observe, run_dir, total_steps=trainer.steps, settings=settings)
@@ -163,7 +170,7 @@ class Trainer:
             if recompute or not self.gate_passed:
                 logprobs, _ = self.policy.log_probs(work.batch)
                 if not self.gate_passed:
-                    work.metrics |= check_gate(work.batch, logprobs, self.config.trainer.gate)
+                    self._log(check_gate(work.batch, logprobs, self.config.trainer.gate))
                     self.gate_passed = True
                 if recompute:
                     work.batch.old_logprobs = logprobs
@@ -313,6 +320,12 @@ class Trainer:
         work.batch.ref_logprobs = _array(record["ref_logprobs"])
         self.gate_passed = True
         return work
+
+    def _log(self, line: str) -> None:
+        """What is worth keeping but is no metric: it may differ between a resumed and an uninterrupted run."""
+        if self.is_driver:
+            with (Path(self.config.trainer.run_dir) / "logs" / "trainer.log").open("a") as file:
+                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} after step {self.steps_done}: {line}\n")
 
     def _dump(self, work: Work, index: int) -> None:
         """The mini-batch that gave a NaN, for whoever wants to look."""

@@ -10,6 +10,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, TypeVar
 
 from transformers import AutoTokenizer
@@ -59,7 +60,8 @@ class Rollouts:
         return self._submit(self._open())
 
     async def _open(self) -> None:
-        self._engine = await open_engine(self.config.rollout, self.config.policy.model)
+        logs = Path(self.config.trainer.run_dir) / "logs"
+        self._engine = await open_engine(self.config.rollout, self.config.policy.model, logs)
         self._pool = await RewardPool(self.config.reward).__aenter__()
         self._sampler = Sampler(
             self._engine,

@@ -1,0 +1,125 @@
+"""Exact resume: killed at any moment and started again, a run gives the numbers of one that was never interrupted."""
+
+import os
+import signal
+
+import pytest
+from forked import at_call, records, run
+from tiny_run import raw_config
+
+from megatron_dapo.policy.update import Policy
+from megatron_dapo.reward.pool import RewardPool
+from megatron_dapo.rollout.embedded import EmbeddedEngine
+from megatron_dapo.trainer import checkpoint
+from megatron_dapo.trainer.checkpoint import Checkpoints
+from megatron_dapo.trainer.loop import REQUEUE
+from megatron_dapo.weights.sync import WeightStream
+from megatron_dapo.weights.verify import verify
+
+STEPS = 8
+OPTIONS = {"trainer__steps": STEPS, "evaluate__every": 4}
+
+
+def config(folder, run_dir, **changes):
+    raw = raw_config(folder, run_dir, **OPTIONS, **changes)
+    raw["evaluate"] |= {"data": {"path": str(folder / "problems.jsonl"), "template": "plain"}, "samples": 2}
+    return raw
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """Eight steps without interruption."""
+    folder, run_dir = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("straight")
+    assert run(config(folder, run_dir)) == 0
+    return folder, run_dir
+
+
+def assert_same(run_dir, straight):
+    folder, straight_dir = straight
+    assert records(run_dir) == records(straight_dir)
+    compared = verify(*(d / "checkpoints" / f"step_{STEPS}" for d in (run_dir, straight_dir)), reference=folder)
+    assert compared.same, compared.differences
+
+
+def test_the_run_itself(straight):
+    _, run_dir = straight
+    found = records(run_dir)
+    assert [step for step, kind, _ in found if kind == "step"] == list(range(1, STEPS + 1))
+    assert [step for step, kind, _ in found if kind == "eval"] == [0, 4, 8]
+    losses = [metrics["train/loss"] for _, kind, metrics in found if kind == "step"]
+    assert len(set(losses)) == STEPS  # something happens in every step
+
+
+# One update per mini-batch, two per step; generate and grade are called at least 16 times a step.
+MOMENTS = {
+    "sampling": (EmbeddedEngine, "generate", 60),
+    "grading": (RewardPool, "grade", 70),
+    "first update of a step": (Policy, "update", 7),
+    "second update of a step": (Policy, "update", 8),
+    "old log-probs": (Policy, "log_probs", 4),
+    "sync": (WeightStream, "_exchange", 3),
+    "saving the policy": (checkpoint, "save_policy", 3),
+    "before the checkpoint appears": (Checkpoints, "_publish", 4),
+    "after the checkpoint appeared": (Checkpoints, "_prune", 4),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_killed_and_resumed_is_the_same_run(moment, straight, tmp_path):
+    folder, straight_dir = straight
+    raw = config(folder, tmp_path)
+    assert run(raw, at_call(*MOMENTS[moment])) == -signal.SIGKILL
+    assert len(records(tmp_path)) < len(records(straight_dir))
+    assert run(raw) == 0
+    assert_same(tmp_path, straight)
+
+
+def test_killed_twice_with_rare_checkpoints(straight, tmp_path):
+    """Steps since the last checkpoint are done again, not counted twice."""
+    folder, straight_dir = straight
+    raw = config(folder, tmp_path, trainer__checkpoint={"every": 3})
+    assert run(raw, at_call(Policy, "update", 12)) == -signal.SIGKILL
+    assert run(raw, at_call(EmbeddedEngine, "generate", 40)) == -signal.SIGKILL
+    assert run(raw) == 0
+    assert records(tmp_path) == records(straight_dir)
+
+
+def terminate_self():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("moment", "name"),
+    [
+        ((Policy, "update", 7), "step_3+1"),
+        ((EmbeddedEngine, "generate", 60), "step_"),
+        ((Policy, "update", 8), "step_4"),
+    ],
+    ids=["in the middle of a step", "while sampling", "at the end of a step"],
+)
+def test_asked_to_stop_saves_and_says_so(moment, name, straight, tmp_path):
+    """SIGTERM finishes the mini-batch, saves, and ends with the code that means "start me again"."""
+    folder, _ = straight
+    raw = config(folder, tmp_path)
+    assert run(raw, at_call(*moment, terminate_self)) == REQUEUE
+    saved = sorted(p.name for p in (tmp_path / "checkpoints").glob("step_*"))
+    assert any(found.startswith(name) for found in saved), saved
+    if name == "step_":
+        assert any("+0" in found for found in saved), saved
+    assert run(raw) == 0
+    assert_same(tmp_path, straight)
+
+
+def test_a_finished_run_does_nothing_more(straight):
+    folder, run_dir = straight
+    before = records(run_dir)
+    assert run(config(folder, run_dir)) == 0
+    assert records(run_dir) == before
+
+
+def test_old_checkpoints_go_and_the_best_stays(straight):
+    _, run_dir = straight
+    names = {p.name for p in (run_dir / "checkpoints").iterdir() if p.is_dir()}
+    assert {f"step_{STEPS}", f"step_{STEPS - 1}"} <= names
+    assert len(names) <= 3
+    assert not any(name.startswith(".") for name in names)
