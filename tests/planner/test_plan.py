@@ -80,7 +80,8 @@ def test_engine_that_does_not_fit_is_a_problem_of_its_own():
     config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"servers": servers})})
     plan = make_plan(config, published("Qwen2.5-32B"), Cluster(find_gpu("h100"), 128), Workload.of(config))
     assert len(plan.problems) == 1 and "engine" in plan.problems[0]
-    assert plan.changes == {"rollout.servers.tensor_parallel": 4}
+    assert list(plan.changes) == ["rollout.servers.tensor_parallel"]
+    assert [choice.engine.tensor_parallel for choice in plan.engines if choice.fits] == [2, 4, 8]
 
 
 def test_disaggregated_engines_leave_the_card_to_the_trainer():
