@@ -34,6 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--version", action="version", version=f"megatron-dapo {__version__}")
     sub = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_train(sub)
     _add_eval(sub)
     _add_convert(sub)
     _add_report(sub)
@@ -41,6 +42,26 @@ def build_parser() -> argparse.ArgumentParser:
     _add_plan(sub)
     _add_doctor(sub)
     return parser
+
+
+def _add_train(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    def run(args: argparse.Namespace) -> int:
+        from megatron_dapo.config import load_config
+        from megatron_dapo.launch.local import run_training
+
+        return run_training(load_config(args.config, args.set), dry_run=args.dry_run)
+
+    parser = add_command(
+        sub, "train", run,
+        "Train a policy with DAPO, or resume the run that is in its run directory.",
+        "On one machine it starts the engines and the ranks itself; under torchrun or srun it joins.\n\nexamples:\n"
+        "  megatron-dapo train run.yaml --dry-run\n"
+        "  megatron-dapo train run.yaml --set policy.tensor_parallel=2 --set trainer.run_dir=runs/tp2\n\n"
+        "exit codes: 0 finished, 1 failed, 2 wrong configuration, 75 asked to stop and saved: start it again",
+    )  # fmt: skip
+    parser.add_argument("config", metavar="CONFIG", help="YAML file")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting")
+    parser.add_argument("--dry-run", action="store_true", help="resolve and check everything, print the plan and stop")
 
 
 def _add_eval(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -22,6 +22,8 @@ ALLOWED_SIDEWAYS = {
     ("rollout", "reward"),
     ("rollout", "data"),
     ("weights", "rollout"),
+    ("trainer", "evaluate"),
+    ("cli", "launch"),
 }
 NO_MEGATRON = {"algorithm", "data", "reward", "rollout"}
 NO_TORCH = {"config", "types", "errors", "planner", "launch"}
