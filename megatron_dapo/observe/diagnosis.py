@@ -161,7 +161,7 @@ def _policy_shift(history: History) -> str | None:
 
 def _filter_yield(history: History) -> str | None:
     share, dropped = filter_yield(history.now), dropped_groups(history.now)
-    if share is None or share >= 0.1:
+    if not share or share >= 0.1:  # 0 is nothing-kept's
         return None
     reason = max(dropped, key=lambda name: dropped[name])
     return f"only {share:.1%} of the judged groups were kept; most were {reason}"

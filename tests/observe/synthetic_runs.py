@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 from megatron_dapo.observe import transcripts
-from megatron_dapo.observe.records import EVAL, STEP, MetricsFile, Record
+from megatron_dapo.observe.records import EVAL, STEP, Record
 from megatron_dapo.types import FinishReason, Grade, Group, Prompt, Sample, as_logprobs, as_tokens
 
 HOSTILE = (
@@ -77,17 +77,18 @@ def make_groups(step: int, text: str = "") -> list[Group]:
 
 
 def make_run(folder: Path, steps: int = 120, seed: int = 0, *, clip_higher: bool = True, hostile: bool = False) -> Path:
-    file = MetricsFile(folder / "metrics.jsonl")
+    folder.mkdir(parents=True, exist_ok=True)
+    records = []
     for step in range(1, steps + 1):
-        file.append(Record(step, STEP, step_metrics(step, steps, seed, clip_higher=clip_higher)))
+        records.append(Record(step, STEP, step_metrics(step, steps, seed, clip_higher=clip_higher)))
         if step % max(1, steps // 6) == 0:
             score = 0.2 + (0.45 if clip_higher else 0.3) * (1 - math.exp(-3 * step / steps)) + 0.01 * seed
             scores = {"avg@8": score, "avg@8_low": score - 0.06, "avg@8_high": score + 0.06, "pass@8": score + 0.2}
-            file.append(Record(step, EVAL, {f"eval/held_out/{name}": value for name, value in scores.items()}))
+            records.append(Record(step, EVAL, {f"eval/held_out/{name}": value for name, value in scores.items()}))
         if transcripts.is_due(step, 20):
             chosen = transcripts.choose(step, make_groups(step, HOSTILE if hostile else ""), 2, 4)
             transcripts.write(folder / "samples", step, chosen)
-    file.close()
+    (folder / "metrics.jsonl").write_text("".join(record.to_line() for record in records))
     config = {
         "policy": {"model": "models/qwen", "optimizer": {"lr": 1e-6}},
         "algorithm": {

@@ -51,11 +51,13 @@ def test_a_resumed_run_leaves_what_an_uninterrupted_one_leaves(tmp_path, dies_af
     straight = observer(tmp_path / "straight")
     train(straight, range(1, 9))
     first = observer(tmp_path / "resumed")
-    train(first, range(1, dies_after + 1))
-    state = first.state()  # of the checkpoint of step 4; then the process dies without a close
+    train(first, range(1, 5))
+    state, at_checkpoint = first.state(), contents(tmp_path / "resumed")
+    train(first, range(5, dies_after + 1))  # then the process dies, without a close
     second = observer(tmp_path / "resumed")
     second.restore(state)
     second.rewind(4)
+    assert contents(tmp_path / "resumed") == at_checkpoint
     train(second, range(5, 9))
     assert contents(tmp_path / "resumed") == contents(tmp_path / "straight")
     assert [step for step, kind, _ in contents(tmp_path / "straight")[0] if kind == STEP] == list(range(1, 9))
@@ -221,8 +223,14 @@ def test_a_warning_is_said_once_kept_and_not_said_again_after_a_resume(tmp_path,
     assert log.count("step 6: entropy is 0.1, 10% of what it was at the start") == 1
     resumed = observer(tmp_path, config)
     resumed.rewind(7)
-    resumed.step(8, {"train/entropy": 0.1})
+    for step in range(8, 12):
+        resumed.step(step, {"train/entropy": 0.1})
     assert "WARNING" not in capsys.readouterr().out
+    resumed = observer(tmp_path, config)
+    resumed.rewind(4)
+    for step in (5, 6):
+        resumed.step(step, {"train/entropy": 0.1})
+    assert capsys.readouterr().out.count("#entropy-collapse") == 1, "the beginning is remembered across a resume"
     silent = observer(tmp_path / "off", config.model_copy(update={"warnings": False}))
     for step, entropy in enumerate([1, 1, 1, 0.1, 0.1, 0.1, 0.1], start=1):
         silent.step(step, {"train/entropy": entropy})

@@ -1,0 +1,197 @@
+"""The report's file: self-contained, safe with whatever an answer holds, and made of any run that has a step."""
+
+import json
+import math
+import re
+
+import pytest
+from synthetic_runs import HOSTILE, make_groups, make_run
+
+from megatron_dapo.cli import main
+from megatron_dapo.observe import transcripts
+from megatron_dapo.observe.figures import MOST_POINTS, figures_of, thin
+from megatron_dapo.observe.records import STEP, MetricsFile, Record
+from megatron_dapo.observe.report import STEPS_WITH_TRANSCRIPTS, choose_transcripts, embed_json, payload, write_report
+from megatron_dapo.observe.runs import ReportError, distinct_names, load_runs
+
+
+def run_of(folder, *steps: dict[str, float]):
+    file = MetricsFile(folder / "metrics.jsonl")
+    for number, metrics in enumerate(steps, start=1):
+        file.append(Record(number, STEP, metrics))
+    file.close()
+    return folder
+
+
+def data_of(page: str):
+    (text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)
+    return json.loads(text)
+
+
+def figure(runs, wanted: str):
+    return next(f for figures in figures_of(runs).values() for f in figures if f.id == wanted)
+
+
+def test_the_page_needs_nothing_but_itself(tmp_path):
+    run = make_run(tmp_path / "run", steps=6)
+    (page,) = write_report([run], tmp_path / "report.html", png=False)
+    text = page.read_text()
+    code = re.sub(r'<script type="application/json".*?</script>', "", text, flags=re.S)
+    assert set(re.findall(r"https?://[^\s\"'`)]+", code)) == {"http://www.w3.org/2000/svg"}, "a name, not an address"
+    assert re.findall(r'\b(?:src|href)="([^"]*)"', code) == ["data:,"]
+    assert "default-src 'none'" in code and "@@" not in code
+    assert not re.search(r"\b(?:fetch|XMLHttpRequest|WebSocket|import|innerHTML|eval)\b", code)
+
+
+def test_every_asked_for_curve_is_there(tmp_path):
+    runs = load_runs([make_run(tmp_path / "run", steps=30)])
+    found = {f.id: [s.label for s in f.runs[0]] for figures in figures_of(runs).values() for f in figures}
+    expected = {
+        "reward": ["reward"], "accuracy": ["accuracy"], "entropy": ["entropy"], "length": ["trained", "dropped"],
+        "clip": ["high", "low", "dual"], "mismatch_kl": ["mismatch_kl"], "grad_norm": ["grad_norm"],
+        "groups": ["kept", "failed", "all-correct", "all-wrong", "unfinished"],
+        "phases": ["rollout", "advantages", "log_probs", "update", "sync", "checkpoint", "other"],
+        "evaluation": ["held_out/avg@8", "held_out/pass@8"], "speed": ["rollout", "update"],
+    }  # fmt: skip
+    for name, labels in expected.items():
+        assert found[name] == labels
+    evaluation = figure(runs, "evaluation").runs[0][0]
+    assert evaluation.x == [5, 10, 15, 20, 25, 30]
+    assert evaluation.low and evaluation.high and all(
+        low < y < high for low, y, high in zip(evaluation.low, evaluation.y, evaluation.high, strict=True)
+    )  # fmt: skip
+
+
+def test_every_metric_is_shown_somewhere_once(tmp_path):
+    run = run_of(tmp_path / "r", {"reward/mean": 1.0, "my/own": 2.0, "time/step": 3.0, "time/update": 3.0})
+    sections = figures_of(load_runs([run]))
+    assert [f.title for f in sections["All other metrics"]] == ["my/own"]
+    assert [s.label for s in figure(load_runs([run]), "phases").runs[0]] == ["update"]
+
+
+def test_hostile_answers_come_out_as_they_went_in(tmp_path):
+    run = make_run(tmp_path / "<script>alert(1)</script>", steps=1, hostile=True)
+    (page,) = write_report([run], tmp_path / "report.html", png=False)
+    text = page.read_text()
+    assert text.count("</script>") == 2 and "<img" not in text and "<!--" not in text and "\x00" not in text
+    assert "<title>script&gt;" in text or "<title>&lt;script&gt;" in text
+    texts = {item["text"] for item in data_of(text)["runs"][0]["transcripts"]}
+    assert texts == {HOSTILE}
+
+
+def test_embedded_json_cannot_end_its_element():
+    text = embed_json({"a": "</script><!--&\u2028\ud800"})
+    assert not set("<>&\u2028") & set(text) and text.isascii()
+    assert json.loads(text) == {"a": "</script><!--&\u2028\ud800"}
+
+
+def test_a_run_that_goes_on_with_a_half_written_line(tmp_path):
+    run = make_run(tmp_path / "run", steps=3)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "kind": "st')
+    (page,) = write_report([run], tmp_path / "report.html", png=False)
+    assert data_of(page.read_text())["runs"][0]["last_step"] == 3
+
+
+def test_nan_is_a_gap_and_a_metric_of_nothing_else_is_left_out(tmp_path):
+    run = run_of(
+        tmp_path / "r",
+        {"train/entropy": 0.5, "train/loss": math.nan, "time/update": math.nan, "time/rollout": 2.0},
+        {"train/entropy": math.inf, "train/loss": math.nan, "time/update": 1.0, "time/rollout": 2.0},
+        {"train/entropy": 0.3},
+    )
+    runs = load_runs([run])
+    assert figure(runs, "entropy").runs[0][0].y == [0.5, None, 0.3]
+    assert "loss" not in {f.id for figures in figures_of(runs).values() for f in figures}
+    assert {s.label: s.y for s in figure(runs, "phases").runs[0]} == {"rollout": [2, 2, 0], "update": [0, 1, 0]}
+    summary = {item["label"]: item for item in payload(runs)["runs"][0]["summary"]}
+    assert (summary["Entropy"]["start"], summary["Entropy"]["end"]) == (0.5, 0.3)
+    assert [f["rule"] for f in payload(runs)["runs"][0]["findings"]] == ["not-finite"]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda folder: None, "no such directory"),
+        (lambda folder: folder.mkdir(), "not a run directory, it has no metrics.jsonl"),
+        (lambda folder: run_of(folder), "holds no finished step yet"),
+    ],
+)
+def test_a_directory_without_a_run_is_a_clear_error(tmp_path, make, message, capsys):
+    make(tmp_path / "run")
+    with pytest.raises(ReportError, match=message):
+        write_report([tmp_path / "run"], tmp_path / "report.html")
+    assert main(["report", str(tmp_path / "run")]) == 2
+    assert message in capsys.readouterr().err and not (tmp_path / "report.html").exists()
+
+
+def test_the_output_may_not_be_a_directory(tmp_path):
+    with pytest.raises(ReportError, match=r"is a directory: name the HTML file"):
+        write_report([make_run(tmp_path / "run", steps=1)], tmp_path)
+
+
+def test_the_command_writes_beside_the_run_or_where_it_is_told(tmp_path, capsys):
+    one, two = make_run(tmp_path / "one", steps=1), make_run(tmp_path / "two", steps=70, seed=1)
+    assert main(["report", str(one)]) == 0
+    assert main(["report", str(one), str(two), "--output", str(tmp_path / "out" / "both.html"), "--png"]) == 0
+    written = [one / "report.html", tmp_path / "out" / "both.html", tmp_path / "out" / "curves.png"]
+    assert capsys.readouterr().out.split() == [str(path) for path in written]
+    assert written[2].read_bytes().startswith(b"\x89PNG") and written[2].stat().st_size > 50_000
+    assert [run["name"] for run in data_of(written[1].read_text())["runs"]] == ["one", "two"]
+
+
+def test_a_png_of_unusual_metrics(tmp_path):
+    write_report([run_of(tmp_path / "r", {"my/own": -1.0, "train/grad_norm": 0.0})], tmp_path / "report.html")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_comparison_shows_what_differs_and_only_that(tmp_path):
+    runs = [make_run(tmp_path / "a", 2), make_run(tmp_path / "b", 3, seed=1, clip_higher=False)]
+    found = {row["key"]: row["values"] for row in payload(load_runs(runs))["differences"]}
+    assert found == {"algorithm.clip_high": ["0.28", "0.2"], "trainer.steps": ["2", "3"], "trainer.seed": ["0", "1"]}
+    (runs[1] / "config.yaml").unlink()
+    found = {row["key"]: row["values"] for row in payload(load_runs(runs))["differences"]}
+    assert found["algorithm.objective"] == ["dapo", "—"]
+
+
+def test_runs_are_told_apart_by_as_much_of_their_path_as_it_takes(tmp_path):
+    paths = [tmp_path / "seed1" / "run", tmp_path / "seed2" / "run"]
+    assert distinct_names(paths) == ["seed1/run", "seed2/run"]
+    assert distinct_names([paths[0], paths[0]]) == ["run", "run (2)"]
+    assert distinct_names([tmp_path / "a", tmp_path / "b"]) == ["a", "b"]
+
+
+def test_long_runs_keep_their_spikes():
+    values = [0.0] * 50_000
+    values[12_345], values[33_333] = 9.0, -9.0
+    kept = thin(values)
+    assert {0, 12_345, 33_333, 49_999} <= set(kept) and len(kept) <= MOST_POINTS + 2
+    assert kept == sorted(kept) and thin([1.0, 2.0]) == [0, 1]
+
+
+def test_transcripts_of_a_long_run_are_spread_and_counted(tmp_path):
+    for step in range(10, 1010, 10):
+        transcripts.write(tmp_path, step, transcripts.choose(step, make_groups(step), 1, 2))
+    items = transcripts.read(tmp_path)
+    shown, left_out = choose_transcripts(items)
+    steps = sorted({item.step for item in shown})
+    assert (steps[0], steps[-1], len(steps), left_out) == (10, 1000, STEPS_WITH_TRANSCRIPTS, 100 - len(steps))
+
+
+def test_a_very_long_answer_is_shortened_in_the_page_and_whole_in_samples(tmp_path):
+    run = run_of(tmp_path / "r", {"reward/mean": 1.0})
+    transcripts.write(run / "samples", 1, transcripts.choose(1, make_groups(1, "a" * 50_000 + "END"), 1, 1))
+    (item,) = payload(load_runs([run]))["runs"][0]["transcripts"]
+    assert (
+        len(item["text"]) < 21_000 and item["text"].endswith("END") and "30003 characters are left out" in item["text"]
+    )
+    assert "a" * 50_000 + "END" in (run / "samples" / "step_000001.txt").read_text()
+
+
+def test_transcripts_show_right_and_wrong_answers_in_turn():
+    chosen = transcripts.choose(1, make_groups(1), prompts=2, answers=3)
+    assert [(item.prompt_id, item.verdict, item.index) for item in chosen] == [
+        (f"sum-1-{n}", verdict, index) for n in (1, 2) for verdict, index in (("right", 1), ("wrong", 0), ("right", 3))
+    ]
+    assert [step for step in range(1, 31) if transcripts.is_due(step, 10)] == [1, 10, 20, 30]
+    assert not transcripts.is_due(10, 0)

@@ -1,0 +1,132 @@
+"""wandb and TensorBoard: optional, named when missing, one run across resumes, and never the end of a training."""
+
+import importlib.util
+import sys
+import types
+from typing import Any
+
+import pytest
+
+from megatron_dapo.config.observe import ObserveConfig, WandbConfig
+from megatron_dapo.errors import UserError
+from megatron_dapo.observe import Observer
+from megatron_dapo.observe.records import read_records
+from megatron_dapo.observe.trackers import TensorBoard
+
+
+class FakeWandb(types.ModuleType):
+    """Remembers what it was told, in the order in which it was told."""
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.__spec__ = importlib.util.spec_from_loader("wandb", None)
+        self.options: list[dict[str, Any]] = []
+        self.calls: list[tuple[Any, ...]] = []
+
+    def init(self, **options: Any) -> "FakeWandb":
+        self.options.append(options)
+        return self
+
+    def define_metric(self, *names: str, **options: str) -> None:
+        self.calls.append(("define", *names, *options.values()))
+
+    def log(self, values: dict[str, float]) -> None:
+        self.calls.append(("log", values["step"], sorted(values)))
+
+    def finish(self, exit_code: int) -> None:
+        self.calls.append(("finish", exit_code))
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    return fake
+
+
+def offline(**options: Any) -> ObserveConfig:
+    wandb = WandbConfig(mode="offline", project="p", tags=["t"])
+    return ObserveConfig(console="off", report=False, wandb=wandb, **options)
+
+
+def observer(folder, config: ObserveConfig) -> Observer:
+    return Observer(config, folder, total_steps=4, settings={"trainer": {"seed": 3}})
+
+
+@pytest.mark.parametrize(
+    ("config", "package"),
+    [(ObserveConfig(console="off", wandb=WandbConfig(mode="online")), "wandb"),
+     (ObserveConfig(console="off", tensorboard=True), "tensorboard")],
+)  # fmt: skip
+def test_a_missing_package_is_named_with_its_extra_before_anything_is_written(tmp_path, monkeypatch, config, package):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=rf"{package} is not installed: pip install 'megatron-dapo\[{package}\]'"):
+        observer(tmp_path / "run", config)
+    assert not (tmp_path / "run").exists()
+
+
+def test_wandb_goes_on_with_the_run_of_the_checkpoint(tmp_path, wandb):
+    first = observer(tmp_path, offline())
+    first.step(1, {"reward/mean": 0.5})
+    first.evaluation(1, {"eval/avg@8": 0.5})
+    state = first.state()
+    second = observer(tmp_path, offline())
+    second.restore(state)
+    second.rewind(1)
+    second.step(2, {"reward/mean": 0.6})
+    second.close("finished")
+    assert [options["id"] for options in wandb.options] == [state["wandb"]["id"]] * 2
+    options = wandb.options[0]
+    assert (options["mode"], options["project"], options["tags"], options["resume"]) == ("offline", "p", ["t"], "allow")
+    assert options["config"] == {"trainer": {"seed": 3}} and options["name"] == tmp_path.name
+    assert ("define", "*", "step") in wandb.calls, "our step is the axis"
+    logged = [call for call in wandb.calls if call[0] == "log"]
+    assert [step for _, step, _ in logged] == [1, 1, 2]
+    assert logged[1][2] == ["eval/avg@8", "step"]
+    assert wandb.calls[-1] == ("finish", 0)
+
+
+def test_two_runs_have_two_ids(tmp_path, wandb):
+    assert observer(tmp_path / "a", offline()).state() != observer(tmp_path / "b", offline()).state()
+
+
+def test_a_tracker_that_fails_is_left_alone_and_the_training_goes_on(tmp_path, wandb, monkeypatch):
+    tries = []
+
+    def fail(values: dict[str, float]) -> None:
+        tries.append(values)
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(wandb, "log", fail)
+    watched = observer(tmp_path, offline())
+    for step in (1, 2, 3):
+        watched.step(step, {"reward/mean": 0.5})
+    assert len(tries) == 1 and len(read_records(tmp_path / "metrics.jsonl")) == 3
+    assert "wandb failed and is switched off: ConnectionError: no route" in (tmp_path / "logs/warnings.log").read_text()
+    assert "id" in watched.state()["wandb"], "a resumed run tries again, with the same id"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
+def test_real_wandb_offline(tmp_path):
+    watched = observer(tmp_path, offline())
+    watched.step(1, {"reward/mean": 0.5})
+    watched.close("finished")
+    assert list(tmp_path.glob("logs/wandb/offline-run-*/*.wandb"))
+    assert not (tmp_path / "logs" / "warnings.log").exists()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="tensorboard is not installed")
+def test_tensorboard_holds_each_step_once_after_a_resume(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    first = TensorBoard(tmp_path)
+    for step in (1, 2, 3):
+        first.log(step, {"reward/mean": step / 10})
+    first.close("failed")
+    second = TensorBoard(tmp_path)
+    second.rewind(2)
+    for step in (3, 4):
+        second.log(step, {"reward/mean": step / 10})
+    second.close("finished")
+    events = EventAccumulator(str(tmp_path)).Reload().Scalars("reward/mean")
+    assert [(e.step, round(e.value, 6)) for e in events] == [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4)]
