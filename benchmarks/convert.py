@@ -6,7 +6,7 @@
 Needs about four times the largest model on the disk of --folder, and removes what it wrote. Every measurement is a
 fresh process; source files are in the page cache for `cp` and converter alike; rounds alternate between them and the
 table shows the fastest of each. The converters flush to disk before they return and `cp` does not, so `cp` is shown
-with and without a flush.
+with and without a flush. CPU seconds (user and system, all threads) depend less on what else the machine is doing.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -73,52 +74,48 @@ def make_model(path: Path, layers: int) -> None:
 CHILD = """
 import json, resource, sys
 from megatron_dapo.weights import convert
+before = resource.getrusage(resource.RUSAGE_SELF)
 report = getattr(convert, sys.argv[1])(sys.argv[2], sys.argv[3])
-print(json.dumps([report.seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024]))
+after = resource.getrusage(resource.RUSAGE_SELF)
+cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+print(json.dumps([report.seconds, after.ru_maxrss * 1024, cpu]))
 """
 
 
-def run_convert(kind: str, source: Path, destination: Path) -> tuple[float, float, int]:
-    """(seconds of the conversion with its flush, seconds with the start of the process, peak RSS in bytes)."""
+def run_convert(kind: str, source: Path, destination: Path) -> dict[str, float]:
+    """Seconds of the conversion with its flush, seconds with the start of the process, peak RSS in bytes, CPU."""
     began = time.monotonic()
     command = [sys.executable, "-c", CHILD, kind, str(source), str(destination)]
-    seconds, rss = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    return seconds, time.monotonic() - began, rss
+    seconds, rss, cpu = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return {"ours": seconds, "process": time.monotonic() - began, "rss": rss, "ours_cpu": cpu}
 
 
-def run_cp(source: Path, destination: Path) -> tuple[float, float]:
-    """(seconds of `cp -r`, the same with a flush of what it wrote)."""
-    began = time.monotonic()
+def run_cp(source: Path, destination: Path) -> dict[str, float]:
+    """Seconds of `cp -r`, the same with a flush of what it wrote, and its CPU."""
+    began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(["cp", "-r", str(source), str(destination)], check=True)
-    copied = time.monotonic() - began
+    copied, after = time.monotonic() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
     for file in destination.rglob("*"):
         if file.is_file():
             fd = os.open(file, os.O_RDONLY)
             os.fsync(fd)
             os.close(fd)
-    return copied, time.monotonic() - began
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {"cp": copied, "cp_flush": time.monotonic() - began, "cp_cpu": cpu}
 
 
 def measure(kind: str, source: Path, folder: Path, rounds: int) -> dict[str, float]:
-    cp, cp_flush, ours, process, rss = [], [], [], [], []
     subprocess.run(f"cat {source}/* > /dev/null 2>&1", shell=True, check=False)
+    target, found = folder / "out", []
     for _ in range(rounds):
-        for runner in ("cp", "convert"):
-            target = folder / "out"
+        figures = {}
+        for runner in (run_cp, lambda a, b: run_convert(kind, a, b)):
             os.sync()
-            if runner == "cp":
-                a, b = run_cp(source, target)
-                cp.append(a)
-                cp_flush.append(b)
-            else:
-                a, b, c = run_convert(kind, source, target)
-                ours.append(a)
-                process.append(b)
-                rss.append(c)
+            figures |= runner(source, target)
             shutil.rmtree(target)
-    return {
-        "cp": min(cp), "cp_flush": min(cp_flush), "ours": min(ours), "process": min(process), "rss": max(rss),
-    }  # fmt: skip
+        found.append(figures)
+    best = {key: min(figures[key] for figures in found) for key in found[0]}
+    return best | {"rss": max(figures["rss"] for figures in found)}
 
 
 def show(label: str, nbytes: int, m: dict[str, float]) -> None:
@@ -126,6 +123,7 @@ def show(label: str, nbytes: int, m: dict[str, float]) -> None:
         f"{label:<24}{nbytes / 1e9:6.2f} GB   cp {m['cp']:5.2f} s   cp+flush {m['cp_flush']:5.2f} s   "
         f"convert {m['ours']:5.2f} s ({nbytes / m['ours'] / 1e9:.2f} GB/s, process {m['process']:.2f} s)   "
         f"{m['ours'] / m['cp']:.2f} x cp, {m['ours'] / m['cp_flush']:.2f} x cp+flush   "
+        f"CPU {m['cp_cpu']:.1f} s and {m['ours_cpu']:.1f} s   "
         f"peak RSS {m['rss'] / 1e9:.2f} GB",
         flush=True,
     )

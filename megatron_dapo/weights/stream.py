@@ -144,17 +144,23 @@ class _Job:
     def _read(self, block: Take, dtype: torch.dtype) -> memoryview:
         rows = self.source.rows(block.name, block.start, block.count)
         data = rows.to(dtype).contiguous()
-        if data.is_floating_point() and data.numel():
-            low, high = torch.aminmax(data)
-            if not (math.isfinite(low.item()) and math.isfinite(high.item())):
-                with self._lock:
-                    self.not_finite.add(self.source.where(block.name))
+        if not _all_finite(data):
+            with self._lock:
+                self.not_finite.add(self.source.where(block.name))
         raw: Any = data.view(-1).view(torch.uint8).numpy()
         return memoryview(raw)
 
     def _moved(self, count: int) -> None:
         with self._lock:
             self._advance(count)
+
+
+def _all_finite(data: Tensor) -> bool:
+    """A sum is finite only if all its terms are, and takes half the time of a closer look. It may overflow, too."""
+    if not data.is_floating_point() or math.isfinite(data.sum().item()):
+        return True
+    low, high = torch.aminmax(data)
+    return math.isfinite(low.item()) and math.isfinite(high.item())
 
 
 def _blocks(source: Source, take: Take) -> Iterable[Take]:

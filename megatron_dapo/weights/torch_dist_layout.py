@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 
 from megatron_dapo.config.model import ModelShape
 from megatron_dapo.weights.mapping import Row, Transform, stored_rows
+from megatron_dapo.weights.metadata_pickle import bytes_metadata, index, metadata, stored, tensor_metadata
 from megatron_dapo.weights.names import disk_aliases, disk_places
 from megatron_dapo.weights.shards import WeightsError
 from megatron_dapo.weights.stream import Item, OutputFile, Take
@@ -111,34 +111,30 @@ class TorchDistLayout:
 
     def write_metadata(self, directory: Path) -> None:
         """The small files that make the directory a checkpoint; `metadata.json`, which Megatron looks for, last."""
-        with (directory / METADATA).open("wb") as file:
-            pickle.dump(self._metadata(), file)
+        (directory / METADATA).write_bytes(self._metadata())
         torch.save({}, directory / "common.pt")
         config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
         config |= {"common_backend": "torch", "common_backend_version": 1}
         (directory / CONFIG).write_text(json.dumps(config))
 
-    def _metadata(self) -> object:
-        from torch.distributed.checkpoint import metadata as dcp
-        from torch.distributed.checkpoint.filesystem import _StorageInfo
-
-        tensors: dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata] = {}
-        storage: dict[dcp.MetadataIndex, _StorageInfo] = {}
+    def _metadata(self) -> bytes:
+        boxes: dict[str, list[Planned]] = {}
+        storage = {}
         for chunk in self.chunks:
             assert chunk.item.layout
-            info = _StorageInfo(_file_name(chunk.item.file), chunk.item.offset, chunk.item.layout.length)
+            info = stored(_file_name(chunk.item.file), chunk.item.offset, chunk.item.layout.length)
             for key in (chunk.key, *disk_aliases(chunk.row.name, moe=self.shape.is_moe)):
-                if key not in tensors:
-                    properties = dcp.TensorProperties(dtype=chunk.item.dtype)
-                    tensors[key] = dcp.TensorStorageMetadata(properties, torch.Size(self._global(chunk)), [])
-                found = tensors[key]
-                assert isinstance(found, dcp.TensorStorageMetadata)
-                found.chunks.append(dcp.ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)))
-                storage[dcp.MetadataIndex(key, chunk.offsets)] = info
+                boxes.setdefault(key, []).append(chunk)
+                storage[index(key, chunk.offsets)] = info
+        tensors = {
+            key: tensor_metadata(chunks[0].item.dtype, self._global(chunks[0]), [(c.offsets, c.sizes) for c in chunks])
+            for key, chunks in boxes.items()
+        }
+        empty = stored(_file_name(0), self._empty_at, len(self._empty))
         for key in extra_states(self.shape):
-            tensors[key] = dcp.BytesStorageMetadata()
-            storage[dcp.MetadataIndex(key)] = _StorageInfo(_file_name(0), self._empty_at, len(self._empty))
-        return dcp.Metadata(state_dict_metadata=tensors, storage_data=storage)
+            tensors[key] = bytes_metadata()
+            storage[index(key)] = empty
+        return metadata(tensors, storage)
 
     def _global(self, chunk: Planned) -> tuple[int, ...]:
         axes = (self.shape.layers, self.shape.experts)[: len(chunk.index)]

@@ -1,6 +1,8 @@
 """HF → Megatron → HF is bit-exact, complete and loadable, and a dtype is changed only on request."""
 
+import io
 import json
+import pickle
 
 import pytest
 import tiny_qwen
@@ -96,3 +98,36 @@ def test_large_tensors_are_cut_into_chunks(models, tmp_path, monkeypatch):
     megatron_to_hf(tmp_path / "megatron", tmp_path / "again")
     before, after = HFDirectory(models["qwen3-moe"]), tensors(tmp_path / "again")
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_metadata_is_what_torch_itself_would_write(models, tmp_path):
+    """Our hand-made pickle, loaded by pickle itself, against torch's own classes."""
+    from torch.distributed.checkpoint import metadata as dcp
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    hf_to_megatron(models["qwen3"], tmp_path / "m", workers=1)
+    found = pickle.loads((tmp_path / "m/.metadata").read_bytes())
+    key = "decoder.layers.self_attention.q_layernorm.weight"
+    assert isinstance(found, dcp.Metadata) and found.planner_data is None
+    assert found.state_dict_metadata[key] == dcp.TensorStorageMetadata(
+        dcp.TensorProperties(dtype=torch.float32),
+        torch.Size([4, 32]),
+        [dcp.ChunkStorageMetadata(torch.Size([layer, 0]), torch.Size([1, 32])) for layer in range(4)],
+    )
+    info = found.storage_data[dcp.MetadataIndex(key, [2, 0])]
+    assert isinstance(info, _StorageInfo) and info.transform_descriptors is None
+    with (tmp_path / "m" / info.relative_path).open("rb") as file:
+        file.seek(info.offset)
+        stored = torch.load(io.BytesIO(file.read(info.length)), weights_only=True)
+    assert torch.equal(stored[0], HFDirectory(models["qwen3"])["model.layers.2.self_attn.q_norm.weight"])
+    state = found.state_dict_metadata["decoder.final_layernorm._extra_state/shard_0_1"]
+    assert isinstance(state, dcp.BytesStorageMetadata)
+
+
+@pytest.mark.parametrize("value", [0, 1, 127, 128, 255, 256, 2**31, 2**40 + 7])
+def test_numbers_in_metadata(value):
+    from megatron_dapo.weights.metadata_pickle import stored
+
+    built = stored("__0_0.distcp", value, value + 1)
+    info = pickle.loads(pickle.PROTO + b"\x02" + built.operations + pickle.STOP)
+    assert (info.relative_path, info.offset, info.length) == ("__0_0.distcp", value, value + 1)
