@@ -265,9 +265,15 @@ def majority(answers: Sequence[Answer]) -> float:
 
 
 def clustered_interval(means: Sequence[float], confidence: float) -> tuple[float, float] | None:
-    """Student's t interval of the mean over problems, cut to [0, 1]."""
+    """Student's t interval of the mean over problems, cut to [0, 1].
+
+    Where every problem has the mean 0 (or 1), t would claim certainty; it is then the exact binomial interval.
+    """
     if len(means) < 2:
         return None
+    if set(means) in ({0.0}, {1.0}):
+        far = 1 - ((1 - confidence) / 2) ** (1 / len(means))
+        return (0.0, far) if means[0] == 0 else (1 - far, 1.0)
     half = student_t(confidence, len(means) - 1) * math.sqrt(variance(means) / len(means))
     return max(0.0, fmean(means) - half), min(1.0, fmean(means) + half)
 

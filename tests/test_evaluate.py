@@ -169,6 +169,9 @@ def test_the_interval_is_clustered_by_problem():
     half = 3.1824 * math.sqrt((0.0625 + 0 + 0 + 0.0625) / 3 / 4)
     assert clustered_interval(means, 0.95) == pytest.approx((0.5 - half, 0.5 + half), abs=1e-4)
     assert clustered_interval([0.5], 0.95) is None
+    # Never (or always) right in 10 problems proves little: 1 − 0.025^(1/10) = 0.3085.
+    assert clustered_interval([0.0] * 10, 0.95) == pytest.approx((0.0, 0.3085), abs=1e-4)
+    assert clustered_interval([1.0] * 10, 0.95) == pytest.approx((0.6915, 1.0), abs=1e-4)
 
 
 def test_the_sampling_error_is_that_of_the_answers():

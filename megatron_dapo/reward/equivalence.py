@@ -33,6 +33,7 @@ _NOT_UNITS = re.compile(
     r"\bor\b|\band\b|\bmod\b|\bto\b|\btimes\b|\bplus\b|\bminus\b|\bover\b|\bi\b|\be\b|\bnot\b|\bless\b|\bmore\b|"
     r"log|ln\b|sin|cos|tan|frac|factorial|choose|infinity|\binf\b"
 )
+_MAYBE_A_NUMBER = re.compile(r"[\d\\^π√]")
 _SEPARATOR = re.compile(r"\s*(?:[,;]|\\text\s?\{\s?,?\s?(?:and|or)\s?\}|\band\b|\bor\b)\s*")
 _WORDS = re.compile(r"[A-Za-z][A-Za-z' -]*[A-Za-z]")
 _SHORT_WORDS = {"yes", "no", "odd", "even", "true", "false", "none", "red", "all"}
@@ -66,8 +67,8 @@ def decide(reference: str, answer: str) -> tuple[bool, str] | None:
     letter, chosen = _LETTER.fullmatch(reference), _LETTER.fullmatch(answer)
     if letter and chosen:
         return letter[1].lower() == chosen[1].lower(), "choice letter"
-    if expected is not None and is_words(answer):
-        return False, "words where a number is expected"
+    if expected is not None and not _MAYBE_A_NUMBER.search(answer):
+        return False, "no number where one is expected"
     if expected is not None and _is_number_list(answer):
         return False, "several numbers where one is expected"
     if found is None and _NUMBERS_IN_A_ROW.search(answer) and not _MIXED.search(answer):
