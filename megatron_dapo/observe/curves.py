@@ -92,7 +92,7 @@ def _draw_lines(axis: Any, figure: Figure, runs: list[Run], _: int | None) -> No
     elif figure.zero:
         axis.set_ylim(bottom=min(0.0, axis.get_ylim()[0]) if axis.dataLim.ymin < 0 else 0.0)
     if len(labels) > 1:
-        axis.legend(frameon=False, fontsize=8)
+        axis.legend(frameon=False, fontsize=8, handlelength=2.8)
 
 
 def _draw_stack(axis: Any, figure: Figure, runs: list[Run], run: int | None) -> None:
@@ -116,7 +116,7 @@ def _dress(axis: Any, figure: Figure, suffix: str) -> None:
     unit = {"percent": " (%)", "seconds": " (s)", "rate": " (1/s)"}.get(figure.format, "")
     axis.set_title(f"{figure.title}{unit}{suffix}", loc="left", fontsize=10, fontweight="bold")
     axis.set_xlabel("step", fontsize=8)
-    axis.tick_params(labelsize=8)
+    axis.tick_params(which="both", labelsize=8)
     axis.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axis.grid(axis="y", color="#e3e7ec", lw=0.7)
     axis.set_axisbelow(True)

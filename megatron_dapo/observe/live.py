@@ -9,11 +9,16 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from rich.text import Text
 
 from megatron_dapo.observe.console import Display, SamplingProgress, evaluation_text
 from megatron_dapo.observe.row import duration, number, step_row
+
+HEADER_EVERY = 20
+
+
+def _width(title: str) -> int:
+    return max(6, len(title)) + 3
 
 
 class LiveDisplay(Display):
@@ -32,6 +37,7 @@ class LiveDisplay(Display):
         )  # fmt: skip
         self._steps = self._run.add_task(escape(title), total=None, text="starting")
         self._tasks: dict[str, TaskID] = {}
+        self._rows, self._columns = 0, list[str]()
         self._live = Live(
             Group(self._run, self._phases), console=self._console, refresh_per_second=5, transient=True,
             redirect_stdout=True, redirect_stderr=True,
@@ -62,17 +68,24 @@ class LiveDisplay(Display):
         self._phases.update(self._tasks["rollout"], completed=progress.kept, total=progress.needed, text=text)
 
     def step(self, step: int, total: int, metrics: Mapping[str, float], remaining: float | None) -> None:
-        self._live.console.print(self._row(step, step_row(metrics)))
+        cells = self._fitting({"step": str(step), **step_row(metrics)})
+        if self._rows % HEADER_EVERY == 0 or list(cells) != self._columns:
+            self._rows, self._columns = 0, list(cells)
+            self._live.console.print(Text("".join(title.rjust(_width(title)) for title in cells), style="dim"))
+        self._rows += 1
+        self._live.console.print(Text("".join(text.rjust(_width(title)) for title, text in cells.items())))
         text = f"step {step}/{total}" + (f"  ETA {duration(remaining)}" if remaining else "")
         self._run.update(self._steps, completed=step, total=total, text=text)
 
-    def _row(self, step: int, cells: Mapping[str, str]) -> Table:
-        row = Table.grid(padding=(0, 1))
-        row.add_column(width=10, style="bold")
-        for title in cells:
-            row.add_column(width=len(title) + 8)
-        row.add_row(f"step {step}", *(Text.assemble((f"{t} ", "dim"), text) for t, text in cells.items()))
-        return row
+    def _fitting(self, cells: Mapping[str, str]) -> dict[str, str]:
+        """The columns for which the terminal is wide enough; reward and accuracy come first."""
+        room, found = self._console.width, {}
+        for title, text in cells.items():
+            room -= _width(title)
+            if room < 0:
+                break
+            found[title] = text
+        return found
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         self._live.console.print(f"[bold green]step {step} evaluation[/]  {escape(evaluation_text(metrics))}")

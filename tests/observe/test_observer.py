@@ -173,8 +173,9 @@ def test_the_live_display_shows_phases_progress_and_rows():
     display.close("finished")
     shown = stream.getvalue()
     for text in (
-        "a [run]", "12/64 groups", "all-wrong 5", "running 80", "3000 tok/s", "3/16 updates [of 16]", "step 3",
-        "reward 0.500", "entropy 0.250", "ETA 2h00", "entropy [fell]", "finished",
+        "a [run]", "12/64 groups", "all-wrong 5", "running 80", "3000 tok/s", "3/16 updates [of 16]",
+        "reward   entropy\n",
+        "     3    0.500     0.250\n", "ETA 2h00", "entropy [fell]", "finished",
     ):  # fmt: skip
         assert text in shown, text
 

@@ -67,7 +67,7 @@ BACKGROUND = "getComputedStyle(document.body).backgroundColor"
 THREE = {
     "hacked": "String(window.hacked)",
     "background": BACKGROUND,
-    "overflow": "document.documentElement.scrollWidth - innerWidth",
+    "overflow": "document.documentElement.scrollWidth - document.documentElement.clientWidth",
     "columns": "getComputedStyle(document.querySelector('.figures')).gridTemplateColumns.split(' ').length",
     "tip": f"({MOVE})('#figure-entropy', 0.5)",
     "stack_tip": f"({MOVE})('#figure-phases', 0.3)",
