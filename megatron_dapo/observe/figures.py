@@ -144,9 +144,17 @@ def _expand(plan: Plan, runs: Sequence[Run]) -> dict[str, str]:
             name: name.removeprefix(prefix) for name in known if name.startswith(prefix) and name not in NOT_PHASES
         }
         if prefix == "eval/":
-            found = {name: label for name, label in found.items() if SCORE.fullmatch(name)}
+            found = {
+                name: label for name, label in found.items() if SCORE.fullmatch(name) and not _repeats_avg(name, known)
+            }
         names |= dict(sorted(found.items(), key=lambda item: _rank(item[1])))
     return names
+
+
+def _repeats_avg(name: str, known: Iterable[str]) -> bool:
+    """pass@1 is avg@k: the same line twice would hide one of them."""
+    prefix = name.removesuffix("pass@1")
+    return prefix != name and any(other.startswith(f"{prefix}avg@") for other in known)
 
 
 def _rank(label: str) -> tuple[int, str]:

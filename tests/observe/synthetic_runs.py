@@ -84,6 +84,7 @@ def make_run(folder: Path, steps: int = 120, seed: int = 0, *, clip_higher: bool
         if step % max(1, steps // 6) == 0:
             score = 0.2 + (0.45 if clip_higher else 0.3) * (1 - math.exp(-3 * step / steps)) + 0.01 * seed
             scores = {"avg@8": score, "avg@8_low": score - 0.06, "avg@8_high": score + 0.06, "pass@8": score + 0.2}
+            scores["pass@1"] = score
             records.append(Record(step, EVAL, {f"eval/held_out/{name}": value for name, value in scores.items()}))
         if transcripts.is_due(step, 20):
             chosen = transcripts.choose(step, make_groups(step, HOSTILE if hostile else ""), 2, 4)

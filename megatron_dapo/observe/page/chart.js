@@ -193,7 +193,7 @@ class Panel {
       else [low, high] = [low / 1.15, high * 1.15];
     } else {
       if (this.figure.zero || this.figure.stacked) [low, high] = [Math.min(0, low), Math.max(0, high)];
-      if (high === low) [low, high] = low === 0 ? [0, 1] : [low - Math.abs(low) * 0.5, high + Math.abs(high) * 0.5];
+      if (high === low) [low, high] = low === 0 ? [0, this.figure.format === "percent" ? 0.01 : 1] : [low - Math.abs(low) * 0.5, high + Math.abs(high) * 0.5];
       const pad = (high - low) * 0.06;
       const share = this.figure.format === "percent";
       low = (this.figure.zero && low >= 0) || (share && low >= 0 && low - pad < 0) ? Math.max(0, low >= 0 ? 0 : low) : low - pad;

@@ -6,7 +6,7 @@ const MANY = DATA.runs.length > 1;
 
 const page = {
   panels: [], hidden: new Set(), step: null, steps: [0, 1],
-  smoothing: Math.max(...DATA.runs.map((run) => run.steps)) >= 60 ? 0.6 : 0,
+  smoothing: Math.max(...DATA.runs.map((run) => run.steps)) >= 30 ? 0.6 : 0,
 
   hover(step, active) {
     this.step = step;
