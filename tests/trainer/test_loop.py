@@ -1,0 +1,238 @@
+"""The loop in small: every switch runs, layouts agree, guards guard, and errors say what went wrong."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from forked import at_call, records, run
+from tiny_run import command, environment, make_model, raw_config, write_config
+
+from megatron_dapo.config import parse_config
+from megatron_dapo.policy.batch import TrainBatch
+from megatron_dapo.policy.update import NonFiniteError, Policy
+from megatron_dapo.trainer.gate import GateError, check_gate
+from megatron_dapo.trainer.shaping import mini_batches, shape_batch
+from megatron_dapo.types import FinishReason, Grade, Group, Prompt, Sample, StepBatch, as_logprobs, as_tokens
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+def steps(run_dir):
+    return [metrics for _, kind, metrics in records(run_dir) if kind == "step"]
+
+
+# ---- the same run in other layouts ----
+
+
+def test_tp1_tp2_and_dp2_give_the_same_curve(folder, tmp_path):
+    """The command starts the ranks itself. Same samples, same rewards; losses agree to rounding."""
+    curves = {}
+    for name, settings in {"one": {}, "tp2": {"tensor_parallel": 2}, "dp2": {}}.items():
+        raw = raw_config(folder, tmp_path / name, trainer__steps=3, trainer__ranks=2 if name != "one" else 1)
+        raw["policy"] |= settings
+        done = subprocess.run(
+            command(write_config(raw, tmp_path / f"{name}.yaml")), env=environment(), capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        curves[name] = steps(tmp_path / name)
+    for name in ("tp2", "dp2"):
+        for ours, theirs in zip(curves[name], curves["one"], strict=True):
+            assert ours["reward/mean"] == theirs["reward/mean"]
+            assert ours["rollout/length_mean"] == theirs["rollout/length_mean"]
+            for metric in ("train/loss", "train/grad_norm", "train/entropy", "train/mismatch_mean"):
+                assert ours[metric] == pytest.approx(theirs[metric], rel=1e-4, abs=1e-6), (name, metric)
+
+
+# ---- every switch ----
+
+SWITCHES = {
+    "naive GRPO": {
+        "algorithm__clip_high": 0.2, "algorithm__aggregation": "seq-mean-token-mean", "rollout__dynamic_sampling": False,
+    },
+    "overlong filtering": {"algorithm__overlong": {"filter": True}},
+    "soft punishment": {"algorithm__overlong": {"penalty": "soft", "cache_length": 4}},
+    "kl": {"algorithm__kl": {"coefficient": 0.1}},
+    "gspo": {"algorithm__objective": "gspo", "algorithm__aggregation": "seq-mean-token-mean"},
+    "importance sampling": {"algorithm__importance_sampling": {"level": "token"}},
+    "one update a step": {"trainer__mini_batch_prompts": 4},
+    "generated ahead": {"rollout__max_staleness": 1},
+    "partial rollouts": {"rollout__sampler": {"oversampling": 2.0, "unfinished": "continue", "order": "completion"}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_every_switch_runs(switch, folder, tmp_path):
+    raw = raw_config(folder, tmp_path, trainer__steps=3, **SWITCHES[switch])
+    assert run(raw) == 0
+    found = steps(tmp_path)
+    assert len(found) == 3
+    assert all(np.isfinite(m["train/loss"]) for m in found)
+    if switch == "kl":
+        assert found[0]["train/reference_kl"] == pytest.approx(0, abs=1e-3)  # the first batch is the reference's own
+        assert found[-1]["train/reference_kl"] > 0
+    if switch == "soft punishment":
+        assert min(m["reward/penalty"] for m in found) < 0
+    if switch == "overlong filtering":
+        assert any(m["rollout/masked_share"] > 0 for m in found)
+    if switch == "generated ahead":
+        assert found[0]["rollout/staleness"] == 0
+        assert records(tmp_path)[-1][2]["train/mismatch_mean"] > found[0]["train/mismatch_mean"]
+
+
+def test_generated_ahead_resumes_exactly(folder, tmp_path):
+    raw = raw_config(folder, tmp_path / "a", trainer__steps=5, rollout__max_staleness=1)
+    assert run(raw) == 0
+    other = raw_config(folder, tmp_path / "b", trainer__steps=5, rollout__max_staleness=1)
+    assert run(other, at_call(Policy, "update", 6)) == -9
+    assert run(other) == 0
+    assert records(tmp_path / "a") == records(tmp_path / "b")
+
+
+# ---- shaping, by hand ----
+
+
+def sample(correct, length, finish=FinishReason.STOP):
+    grade = Grade(correct, 0.0 if correct is None else (1.0 if correct else -1.0))
+    tokens, logprobs = as_tokens(range(length)), as_logprobs([-1.0] * length)
+    return Sample("p", 0, as_tokens([1]), tokens, logprobs, finish, grade=grade)
+
+
+def test_shaping_by_hand():
+    """Penalty after scoring; ungraded samples out of the statistics and the loss; truncated ones out of the loss."""
+    groups = [
+        Group(Prompt("a", "", as_tokens([1])), [sample(True, 2), sample(False, 8, FinishReason.LENGTH)]),
+        Group(Prompt("b", "", as_tokens([1])), [sample(True, 3), sample(None, 3), sample(False, 3)]),
+    ]
+    config = parse_config(
+        {
+            "rollout": {"max_response_tokens": 8},
+            "algorithm": {"overlong": {"filter": True, "penalty": "soft", "cache_length": 4}},
+            "trainer": {"prompts_per_step": 2, "mini_batch_prompts": 1},
+        }
+    )
+    batch, metrics = shape_batch(StepBatch(0, groups), config)
+    # group a: 1 and −1 − 1 (8 tokens is L_max): mean −0.5, unbiased std of (1, −2) = 2.1213; ±1.5/2.1213 = ±0.7071
+    # group b: 1 and −1 over the graded two: mean 0, std 1.4142; ±0.7071; the ungraded one 0
+    np.testing.assert_allclose(batch.advantages, [0.7071, -0.7071, 0.7071, 0, -0.7071], atol=1e-4)
+    active = [bool(part.all()) for part in np.split(batch.loss_mask, np.cumsum([2, 8, 3, 3])[:4])]
+    assert active == [True, False, True, False, True]
+    assert metrics["reward/mean"] == pytest.approx(0.0)
+    assert metrics["reward/accuracy"] == pytest.approx(0.5)
+    assert metrics["reward/penalty"] == pytest.approx(-1 / 5)
+    assert metrics["reward/ungraded_share"] == pytest.approx(1 / 5)
+    assert mini_batches(StepBatch(0, groups), config) == [[0, 1], [2, 3, 4]]
+
+
+# ---- the gate ----
+
+
+def test_the_gate_measures_the_gap():
+    batch = TrainBatch(
+        np.zeros(6, np.int32), np.array([1, 1]), np.array([2, 2]), np.zeros(2, np.float32), np.ones(4, bool),
+        engine_logprobs=np.array([-1, -2, -3, -4], np.float32),
+    )  # fmt: skip
+    gate = parse_config({"trainer": {"gate": {"max_mean_gap": 0.1, "max_gap": 0.5}}}).trainer.gate
+    said = check_gate(batch, np.array([-1.1, -2, -3, -4.1], np.float32), gate)
+    assert "mean |gap| 0.05 nats, largest 0.1" in said
+    with pytest.raises(GateError, match=r"largest 0\.6 .* in sample 1, response token 0"):
+        check_gate(batch, np.array([-1, -2, -3.6, -4], np.float32), gate)
+    with pytest.raises(GateError):
+        check_gate(batch, np.array([-1, -2, np.nan, -4], np.float32), gate)
+
+
+def wrong_rope_base(raw):
+    """The engine and the trainer read different configurations, as after a wrong conversion."""
+    config = Path(raw["policy"]["model"]) / "config.json"
+    settings = json.loads(config.read_text())
+
+    def plant():
+        from megatron_dapo.config.model import ModelShape
+
+        original = ModelShape.from_dir.__func__
+
+        def planted(cls, path):
+            shape = original(cls, path)
+            object.__setattr__(shape, "rope_theta", 100.0)
+            return shape
+
+        ModelShape.from_dir = classmethod(planted)
+
+    assert settings["rope_parameters"]["rope_theta"] == 10000.0
+    return plant
+
+
+def test_a_wrong_rope_base_stops_the_run_before_the_first_update(folder, tmp_path, capfd):
+    raw = raw_config(folder, tmp_path, trainer__gate={"max_mean_gap": 1e-4})
+    assert run(raw, wrong_rope_base(raw)) == 1
+    assert "trainer and engine disagree about the engine's own samples" in capfd.readouterr().err
+    assert not steps(tmp_path)
+
+
+# ---- guards ----
+
+
+def raise_non_finite():
+    raise NonFiniteError("planted")
+
+
+def test_a_skipped_update_is_dumped_and_the_run_goes_on(folder, tmp_path):
+    raw = raw_config(folder, tmp_path, trainer__steps=3)
+    assert run(raw, at_call(Policy, "update", 3, raise_non_finite)) == 0
+    assert [m["train/update_skipped"] for m in steps(tmp_path)] == [0, 1, 0]
+    dumped = json.loads((tmp_path / "dumps" / "step_1_update_0.json").read_bytes())
+    assert len(dumped) == 8 and "response_tokens" in dumped[0]
+    assert "skipped: planted" in (tmp_path / "logs" / "warnings.log").read_text()
+
+
+def always_non_finite():
+    def planted(self, batch):
+        raise NonFiniteError("planted")
+
+    Policy.update = planted
+
+
+def test_too_many_skipped_updates_stop_the_run(folder, tmp_path, capfd):
+    assert run(raw_config(folder, tmp_path, trainer__max_skipped_updates=2), always_non_finite) == 1
+    assert "3 updates in a row were skipped" in capfd.readouterr().err
+
+
+# ---- the command ----
+
+
+def cli(raw, tmp_path, *arguments):
+    file = write_config(raw, tmp_path / "c.yaml")
+    return subprocess.run(command(file, *arguments), env=environment(), capture_output=True, text=True, timeout=120)
+
+
+def test_dry_run_checks_everything_and_trains_nothing(folder, tmp_path):
+    done = cli(raw_config(folder, tmp_path / "run"), tmp_path, "--dry-run", "--set", "algorithm.clip_high=0.3")
+    assert done.returncode == 0, done.stderr
+    assert "clip_high: 0.3" in (tmp_path / "run" / "config.yaml").read_text()
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("policy.model=nowhere", "policy.model: nowhere is not a directory"),
+        ("data.path=nowhere.jsonl", "data.path: nowhere.jsonl does not exist"),
+        ("policy.tensor_parallel=3", "choose one of 1, 2, 4"),
+        ("trainer.ranks=3", "use a multiple of 2 ranks"),
+        ("rollout.engin=embedded", "did you mean 'rollout.engine'?"),
+    ],
+)
+def test_wrong_configurations_end_with_one_line(setting, said, folder, tmp_path):
+    raw = raw_config(folder, tmp_path / "run")
+    if "ranks" in setting:
+        raw["policy"]["pipeline_parallel"] = 2
+    if "tensor" in setting:
+        raw["policy"]["micro_batch_tokens"] = 258
+    done = cli(raw, tmp_path, "--dry-run", "--set", setting)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
