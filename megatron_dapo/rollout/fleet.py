@@ -36,13 +36,15 @@ class Fleet:
         self._watchers: list[asyncio.Task[None]] = []
 
     async def start(self, version: int = 0) -> SGLangEngine:
-        """All servers up and answering, or none left behind and the first one's error."""
+        """All servers up and answering, or none left behind and the first one's error. A process that already runs
+        is taken over as it is."""
         if not Path(self._model).is_dir():
             raise EngineError(f"cannot start servers: the model directory {self._model} does not exist (policy.model)")
         try:
             taken: set[int] = set()
             for process in self.processes:
-                process.spawn(taken)
+                if not process.alive():
+                    process.spawn(taken)
                 taken.add(process.port)
             servers = [SGLangServer(process.url, self._config.servers) for process in self.processes]
             pairs = list(zip(self.processes, servers, strict=True))

@@ -30,7 +30,7 @@ class SGLangServer:
         self.serves: int | None = None
         self.trouble = ""  # why it serves nothing
         self.in_flight = 0
-        self.resting_until = 0.0
+        self.resting_until, self.failures = 0.0, 0
         self._capabilities: Capabilities | None = None
         self.tensor_parallel = 1
 

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 import zlib
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from megatron_dapo.config.rollout import RolloutConfig
+from megatron_dapo.rollout.admission import Admission
 from megatron_dapo.rollout.engine import Bucket, Capabilities, Completion, EngineError, SamplingParams, WeightReport
 from megatron_dapo.rollout.http import ServerFailure, wait_all
 from megatron_dapo.rollout.server import SGLangServer
@@ -27,8 +28,6 @@ from megatron_dapo.rollout.snapshot import Snapshot
 from megatron_dapo.rollout.weight_update import WeightUpdate
 from megatron_dapo.types import FinishReason, LogProbs, Tokens, as_logprobs, as_tokens
 
-SAME_SERVER_SLACK = 8  # requests by which a prompt's own server may be busier than the least busy one
-REST = (0.25, 8.0)  # seconds that a failing server is left alone: first, longest
 NO_SERVER_PATIENCE = 30.0
 
 
@@ -41,9 +40,7 @@ class SGLangEngine:
         self.snapshot = Snapshot(config.weights.directory, model)
         self._update = WeightUpdate(config.weights, self.snapshot)
         self.patience = NO_SERVER_PATIENCE  # how long a request waits for any server to serve; the fleet raises it
-        self._gate = asyncio.Event()
-        self._gate.set()
-        self._freed = asyncio.Condition()
+        self._admission = Admission(self.servers, config.servers.max_running)
         self._changing = asyncio.Lock()  # two updates of one server at a time can end it
         self._epoch = 0
         self._where: dict[str, tuple[SGLangServer, str]] = {}
@@ -71,7 +68,7 @@ class SGLangEngine:
         async with self._changing:
             if server.serves != self._version:
                 await self._admit(server)
-        await self._notify()
+        self._admission.wake_all()
 
     async def _admit(self, server: SGLangServer) -> None:
         await server.capabilities()
@@ -84,7 +81,7 @@ class SGLangEngine:
                 server.trouble = f"it holds weight version {held}, current is {self._version}"
                 return
             await self._update.from_snapshot(self._version, server)
-        server.serves, server.trouble = self._version, ""
+        server.serves, server.trouble, server.resting_until, server.failures = self._version, "", 0.0, 0
 
     @property
     def weight_version(self) -> int:
@@ -97,67 +94,37 @@ class SGLangEngine:
 
     async def generate(self, request_id: str, prompt: Tokens, params: SamplingParams) -> Completion:
         epoch, failure = self._epoch, ""
+        key = zlib.crc32(np.ascontiguousarray(prompt[:256]).tobytes())
+
+        def aborted() -> bool:
+            return self._epoch != epoch or request_id in self._aborted
+
         for attempt in range(self.config.servers.attempts):
-            server = await self._acquire(request_id, prompt, epoch)
+            version = self._version
+            server = await self._admission.acquire(key, version, aborted, self.patience)
             if server is None:
+                self._aborted.discard(request_id)
                 return Completion(as_tokens([]), as_logprobs([]), FinishReason.ABORT)
-            name, version = f"{request_id}-try{attempt}" if attempt else request_id, self._version
+            name = f"{request_id}-try{attempt}" if attempt else request_id
             self._where[request_id] = (server, name)
             try:
                 completion = await server.generate(name, prompt, params)
                 self._check_version(server, completion, version)
-                server.resting_until = 0.0
+                server.failures = 0
                 return completion
             except ServerFailure as error:
                 failure = str(error)
-                self._let_rest(server)
-                self._in_background(server.abort(name))
+                self._admission.let_rest(server)
+                self._in_background(partial(server.abort, name))
             except asyncio.CancelledError:
-                self._in_background(server.abort(name))
+                self._in_background(partial(server.abort, name))
                 raise
             finally:
                 self._where.pop(request_id, None)
                 self._aborted.discard(request_id)
-                server.in_flight -= 1
-                await self._notify()
+                self._admission.release(server)
         tries = self.config.servers.attempts
         raise EngineError(f"request {request_id}: {tries} tries failed (rollout.servers.attempts); the last: {failure}")
-
-    async def _acquire(self, request_id: str, prompt: Tokens, epoch: int) -> SGLangServer | None:
-        """A server with room, or None when the request was aborted while it waited."""
-        clock = asyncio.get_running_loop().time
-        nobody_since: float | None = None
-        key = zlib.crc32(np.ascontiguousarray(prompt[:256]).tobytes())
-        while True:
-            if self._epoch != epoch or request_id in self._aborted:
-                self._aborted.discard(request_id)
-                return None
-            if self._gate.is_set():
-                server = self._choose(key, clock())
-                if server is not None:
-                    server.in_flight += 1
-                    return server
-                serving = any(server.serves == self._version for server in self.servers)
-                nobody_since = None if serving else nobody_since or clock()
-                if nobody_since is not None and clock() - nobody_since > self.patience:
-                    causes = "; ".join(f"{server.name}: {server.trouble or 'down'}" for server in self.servers)
-                    raise EngineError(
-                        f"request {request_id}: waited {self.patience:g} s and no server serves weight version "
-                        f"{self._version} ({causes})"
-                    )
-            async with self._freed:
-                # The timeout is for rests that end and for patience; a freed slot wakes this up at once.
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._freed.wait(), 0.25)
-
-    def _choose(self, key: int, now: float) -> SGLangServer | None:
-        limit = self.config.servers.max_running
-        able = [s for s in self.servers if s.serves == self._version and s.resting_until <= now and s.in_flight < limit]
-        if not able:
-            return None
-        least = min(able, key=lambda server: server.in_flight)
-        own = self.servers[key % len(self.servers)]
-        return own if own in able and own.in_flight <= least.in_flight + SAME_SERVER_SLACK else least
 
     def _check_version(self, server: SGLangServer, completion: Completion, version: int) -> None:
         """`version` is the one that was current when the request was sent."""
@@ -166,17 +133,8 @@ class SGLangEngine:
             trouble = f"it answered with weight version {min(strange)}, expected {version}"
             if server.serves == version:
                 server.serves, server.trouble = None, trouble
-                self._in_background(self.admit(server))
+                self._in_background(partial(self.admit, server))
             raise ServerFailure(f"server {server.name}: {trouble}; was it restarted?")
-
-    def _let_rest(self, server: SGLangServer) -> None:
-        now, (first, longest) = asyncio.get_running_loop().time(), REST
-        last = max(first, 2 * (server.resting_until - now)) if server.resting_until else first
-        server.resting_until = now + min(longest, last) * random.uniform(0.5, 1.0)
-
-    async def _notify(self) -> None:
-        async with self._freed:
-            self._freed.notify_all()
 
     # ---- control ----
 
@@ -186,23 +144,23 @@ class SGLangEngine:
             if request_id in self._where:
                 server, name = self._where[request_id]
                 await server.abort(name)
-            await self._notify()
+            self._admission.wake_all()
             return
         self._epoch += 1
-        await self._notify()
+        self._admission.wake_all()
         busy = [server for server in self.servers if server.in_flight]
         await wait_all({server.name: server.abort() for server in busy})
 
     async def pause(self) -> None:
-        self._gate.clear()
+        self._admission.open = False
         self._epoch += 1
-        await self._notify()
+        self._admission.wake_all()
         await self._to_serving("pause")
 
     async def resume(self) -> None:
         await self._to_serving("resume")
-        self._gate.set()
-        await self._notify()
+        self._admission.open = True
+        self._admission.wake_all()
 
     async def _to_serving(self, order: str) -> None:
         """A server that cannot be paused or resumed serves nothing until it has been admitted again."""
@@ -215,17 +173,17 @@ class SGLangEngine:
 
     async def update_weights(self, version: int, buckets: Iterable[Bucket]) -> WeightReport:
         async with self._changing:
-            was_open = self._gate.is_set()
-            self._gate.clear()
+            was_open = self._admission.open
+            self._admission.open = False
             self._epoch += 1
-            await self._notify()
+            self._admission.wake_all()
             self._version = version
             try:
                 return await self._update.run(version, self.servers, buckets)
             finally:
                 if was_open:
-                    self._gate.set()
-                    await self._notify()
+                    self._admission.open = True
+                    self._admission.wake_all()
 
     async def logprobs_of(self, tokens: Sequence[int]) -> dict[str, LogProbs]:
         """What each serving server gives for a fixed text, so that a trainer can compare it with its own."""
@@ -248,10 +206,10 @@ class SGLangEngine:
         if self.on_close is not None:
             await self.on_close()
 
-    def _in_background(self, work: Any) -> None:
+    def _in_background(self, work: Callable[[], Awaitable[None]]) -> None:
         async def quietly() -> None:
             with contextlib.suppress(EngineError):
-                await work
+                await work()
 
         task = asyncio.ensure_future(quietly())
         self._background.add(task)

@@ -24,7 +24,7 @@ class Snapshot:
     def __init__(self, directory: str | Path, model: str | Path) -> None:
         """`model`: the HF directory whose configuration and tokenizer files go with the weights."""
         self._root = Path(directory) / f"megatron-dapo-weights-{os.getpid()}"
-        self._model = Path(model)
+        self.model = model
         self._partial: Path | None = None
         self._index: dict[str, str] = {}
         self._size = 0
@@ -40,8 +40,8 @@ class Snapshot:
                 f"cannot write weights below {self._root} (rollout.weights.directory): {error}"
             ) from error
         self._index, self._size = {}, 0
-        for pattern in FILES_TO_COPY:
-            for path in self._model.glob(pattern):
+        for pattern in FILES_TO_COPY if self.model else ():
+            for path in Path(self.model).glob(pattern):
                 if not path.name.endswith(".index.json"):
                     shutil.copy(path, self._partial)
 

@@ -20,6 +20,7 @@ import torch.multiprocessing  # registers how tensors are pickled by reference t
 from megatron_dapo.config.rollout import WeightTransportConfig
 from megatron_dapo.rollout.buckets import BucketReader
 from megatron_dapo.rollout.engine import Bucket, EngineError
+from megatron_dapo.rollout.expected import ExpectedTensors
 from megatron_dapo.rollout.http import wait_all
 from megatron_dapo.rollout.server import SGLangServer
 from megatron_dapo.rollout.snapshot import Snapshot, bucket_bytes, dtype_name
@@ -31,10 +32,19 @@ class Sent:
     failed: dict[str, str] = field(default_factory=dict)
     tensors: int = 0
     bytes: int = 0
+    wrong: str = ""  # what is the matter with the buckets themselves
 
-    def count(self, bucket: Bucket) -> None:
+    def count(self, bucket: Bucket, expected: ExpectedTensors) -> None:
+        self.wrong = self.wrong or expected.check(bucket)
         self.tensors += len(bucket)
         self.bytes += bucket_bytes(bucket)
+
+    def complete(self, expected: ExpectedTensors, servers: Sequence[SGLangServer]) -> bool:
+        """Whether the buckets were the whole model; if not, no server has it."""
+        self.wrong = self.wrong or expected.missing()
+        if self.wrong:
+            self.failed |= {server.name: self.wrong for server in servers}
+        return not self.wrong
 
     def note(self, results: dict[str, object]) -> None:
         self.failed |= {name: str(r) or repr(r) for name, r in results.items() if isinstance(r, BaseException)}
@@ -50,27 +60,33 @@ class Transport(Protocol):
 
 
 def make_transport(config: WeightTransportConfig, snapshot: Snapshot) -> Transport:
+    expected = ExpectedTensors(snapshot.model)
     if config.transport == "disk":
-        return DiskTransport(config, snapshot)
+        return DiskTransport(config, snapshot, expected)
     kept = snapshot if config.keep_snapshot else None
-    if config.transport == "tensor":
-        return StreamTransport(kept, TensorChannel(config))
-    return StreamTransport(kept, DistributedChannel(config))
+    channel = TensorChannel(config) if config.transport == "tensor" else DistributedChannel(config)
+    return StreamTransport(kept, channel, expected)
 
 
 class DiskTransport:
     """Buckets become a checkpoint that servers load; works with every server that can read the directory."""
 
-    def __init__(self, config: WeightTransportConfig, snapshot: Snapshot) -> None:
-        self._config, self._snapshot = config, snapshot
+    def __init__(self, config: WeightTransportConfig, snapshot: Snapshot, expected: ExpectedTensors) -> None:
+        self._config, self._snapshot, self._expected = config, snapshot, expected
 
     async def send(self, version: int, servers: Sequence[SGLangServer], reader: BucketReader) -> Sent:
         sent = Sent()
+        self._expected.begin()
         self._snapshot.begin(version)
         async for bucket in reader:
-            await asyncio.to_thread(self._snapshot.add, bucket)
-            sent.count(bucket)
-        self._snapshot.commit()
+            sent.count(bucket, self._expected)
+            if not sent.wrong:
+                await asyncio.to_thread(self._snapshot.add, bucket)
+        if sent.complete(self._expected, servers):
+            self._snapshot.commit()
+        else:
+            self._snapshot.discard()
+            return sent
         calls = {server.name: load_from_disk(server, self._snapshot, self._config.timeout) for server in servers}
         sent.note(await wait_all(calls))
         return sent
@@ -98,23 +114,27 @@ class Channel(Protocol):
 class StreamTransport:
     """Sends each bucket while the next is being made; keeps a snapshot on the way where there is one to keep."""
 
-    def __init__(self, snapshot: Snapshot | None, channel: Channel) -> None:
-        self._snapshot, self._channel = snapshot, channel
+    def __init__(self, snapshot: Snapshot | None, channel: Channel, expected: ExpectedTensors) -> None:
+        self._snapshot, self._channel, self._expected = snapshot, channel, expected
 
     async def send(self, version: int, servers: Sequence[SGLangServer], reader: BucketReader) -> Sent:
         sent = Sent()
+        self._expected.begin()
         if self._snapshot:
             self._snapshot.begin(version)
         sent.note(await self._channel.open(servers))
         async for bucket in reader:
-            sent.count(bucket)
+            sent.count(bucket, self._expected)
+            reached = sent.reached(servers)
+            if sent.wrong or not (reached or self._snapshot):
+                continue
             if self._snapshot:
                 await asyncio.to_thread(self._snapshot.add, bucket)
-            reached = sent.reached(servers)
             if reached:
                 sent.note(await self._channel.send(bucket, reached))
+        complete = sent.complete(self._expected, servers)
         if self._snapshot:
-            self._snapshot.commit()
+            self._snapshot.commit() if complete else self._snapshot.discard()
         return sent
 
     async def close(self) -> None:

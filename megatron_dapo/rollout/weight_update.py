@@ -10,6 +10,7 @@ So no server ever answers with mixed weights under a version number, not even if
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable, Sequence
 
@@ -78,8 +79,12 @@ class WeightUpdate:
         capabilities = await server.capabilities()
         await server.pause()
         await server.set_version_label(f"updating-to-{version}")
-        if brackets and capabilities.bracketed_updates and self._bracketed():
-            await server.update_call("/begin_weight_update", {}, self._config.timeout)
+        if capabilities.bracketed_updates:
+            # A session that an earlier update left open would refuse this one.
+            with contextlib.suppress(EngineError):
+                await server.update_call("/end_weight_update", {}, self._config.timeout)
+            if brackets and self._bracketed():
+                await server.update_call("/begin_weight_update", {}, self._config.timeout)
 
     async def _commit(self, version: int, servers: Sequence[SGLangServer], brackets: bool = True) -> dict[str, str]:
         """The version's label and its proof on each server; returns who failed and why."""
