@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml setup.py
 	@touch $@
 
 quickstart: $(STAMP)
-	@$(BIN)/megatron-dapo selfcheck layouts --layouts tp2pp2
+	@$(BIN)/python examples/quickstart/quickstart.py
 
 test: lint types unit
 

@@ -35,6 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"megatron-dapo {__version__}")
     sub = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_train(sub)
+    _add_ablate(sub)
     _add_eval(sub)
     _add_convert(sub)
     _add_report(sub)
@@ -62,6 +63,27 @@ def _add_train(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     parser.add_argument("config", metavar="CONFIG", help="YAML file")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting")
     parser.add_argument("--dry-run", action="store_true", help="resolve and check everything, print the plan and stop")
+
+
+def _add_ablate(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    def run(args: argparse.Namespace) -> int:
+        from pathlib import Path
+
+        from megatron_dapo.launch.ablate import run_ablation
+
+        return run_ablation(args.config, args.set, args.seeds, Path(args.out))
+
+    parser = add_command(
+        sub, "ablate", run,
+        "Run the paper's ablation: naive GRPO, then each of DAPO's fixes added in turn; a table and a figure.",
+        "example:\n  make quickstart && megatron-dapo ablate examples/ablations/arithmetic.yaml --seeds 3",
+    )  # fmt: skip
+    parser.add_argument("config", metavar="CONFIG", help="YAML file of the full recipe")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting")
+    parser.add_argument("--seeds", type=int, default=3, help="runs per row (default 3)")
+    parser.add_argument(
+        "--out", metavar="DIR", default="runs/ablation", help="where the runs go (default runs/ablation)"
+    )
 
 
 def _add_eval(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

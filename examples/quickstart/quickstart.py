@@ -42,7 +42,7 @@ WRONG_SHARE = 0.4  # of the warm-up's answers: what makes the model unsure
 console = Console(stderr=True)
 
 
-def make_model(folder: Path, seed: int) -> None:
+def make_model(folder: Path, seed: int, updates: int = WARM_UP_UPDATES) -> None:
     """A Qwen2 of 0.3 M parameters, warmed up by supervised learning; written as a regular HF directory."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -58,8 +58,8 @@ def make_model(folder: Path, seed: int) -> None:
     )  # fmt: skip
     problems, rng = arithmetic_problems(LEVEL, 700, seed=0), random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=WARM_UP_UPDATES, pct_start=0.1)
-    for update in range(WARM_UP_UPDATES):
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=updates + 1, pct_start=0.1)
+    for update in range(updates):
         inputs, labels = warm_up_batch(rng.choices(problems, k=WARM_UP_BATCH), tokenizer, rng)
         loss = model(input_ids=inputs, labels=labels).loss
         optimizer.zero_grad()
@@ -68,7 +68,7 @@ def make_model(folder: Path, seed: int) -> None:
         optimizer.step()
         schedule.step()
         if (update + 1) % 50 == 0:
-            console.print(f"  warm-up {update + 1}/{WARM_UP_UPDATES}, loss {loss.item():.3f}", highlight=False)
+            console.print(f"  warm-up {update + 1}/{updates}, loss {loss.item():.3f}", highlight=False)
     model.save_pretrained(folder)
     save_arithmetic_tokenizer(folder)
 

@@ -52,7 +52,8 @@ def test_tp1_tp2_and_dp2_give_the_same_curve(folder, tmp_path):
 
 SWITCHES = {
     "naive GRPO": {
-        "algorithm__clip_high": 0.2, "algorithm__aggregation": "seq-mean-token-mean", "rollout__dynamic_sampling": False,
+        "algorithm__clip_high": 0.2, "algorithm__aggregation": "seq-mean-token-mean",
+        "rollout__dynamic_sampling": False,
     },
     "overlong filtering": {"algorithm__overlong": {"filter": True}},
     "soft punishment": {"algorithm__overlong": {"penalty": "soft", "cache_length": 4}},
