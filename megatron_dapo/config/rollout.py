@@ -69,8 +69,8 @@ class WeightTransportConfig(Section):
     timeout: float = Field(600.0, gt=0, description="Seconds for one update to arrive everywhere.")
     proof: Literal["checksum", "probe", "version"] = Field(
         "probe",
-        description="probe: the log-prob of a fixed text must change as the weights do and agree between servers. "
-        "checksum: the server's own, where it has one. version: the acknowledged version only.",
+        description="Besides the acknowledged version. probe: log-probs of a fixed text agree between the servers. "
+        "checksum: every tensor's checksum does (where servers have them, else probe). version: nothing more.",
     )
 
 

@@ -52,6 +52,8 @@ class Admission:
     def let_rest(self, server: SGLangServer) -> None:
         """Leaves a failing server alone for a while, longer each time until it has served again."""
         now, (first, longest) = asyncio.get_running_loop().time(), REST
+        if server.resting_until > now:
+            return  # many requests fail at the same moment: that is one failure
         server.failures += 1
         server.resting_until = now + min(longest, first * 2 ** (server.failures - 1)) * random.uniform(0.5, 1.0)
 

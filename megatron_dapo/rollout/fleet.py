@@ -34,6 +34,7 @@ class Fleet:
         ]
         self.engine: SGLangEngine | None = None
         self._watchers: list[asyncio.Task[None]] = []
+        self._servers: list[SGLangServer] = []
 
     async def start(self, version: int = 0) -> SGLangEngine:
         """All servers up and answering, or none left behind and the first one's error. A process that already runs
@@ -46,7 +47,7 @@ class Fleet:
                 if not process.alive():
                     process.spawn(taken)
                 taken.add(process.port)
-            servers = [SGLangServer(process.url, self._config.servers) for process in self.processes]
+            servers = self._servers = [SGLangServer(process.url, self._config.servers) for process in self.processes]
             pairs = list(zip(self.processes, servers, strict=True))
             results = await wait_all({s.name: process.wait_ready(s) for process, s in pairs})
             self.engine = SGLangEngine(servers, self._config, model=self._model, version=version)
@@ -67,7 +68,8 @@ class Fleet:
         for watcher in self._watchers:
             watcher.cancel()
         self._watchers = []
-        await wait_all({str(process.port): process.end() for process in self.processes})
+        await wait_all({server.name: server.close() for server in self._servers})
+        await wait_all({str(index): process.end() for index, process in enumerate(self.processes)})
 
     async def _watch(self, process: ServerProcess, server: SGLangServer) -> None:
         missed = 0

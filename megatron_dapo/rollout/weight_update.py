@@ -35,6 +35,7 @@ class WeightUpdate:
     def __init__(self, config: WeightTransportConfig, snapshot: Snapshot) -> None:
         self._config, self._snapshot = config, snapshot
         self._transport = make_transport(config, snapshot)
+        self._checksums: tuple[int, str, dict[str, str]] | None = None  # version, server, its checksums
         self._agreed: tuple[int, LogProbs] | None = None  # version, its log-probs of the probe text
 
     async def run(self, version: int, servers: Sequence[SGLangServer], buckets: Iterable[Bucket]) -> WeightReport:
@@ -92,10 +93,25 @@ class WeightUpdate:
         probed = [server for server in servers if server.name not in failed]
         if self._config.proof == "version" or not probed:
             return failed
-        results = await wait_all({server.name: server.logprobs_of(PROBE) for server in probed})
+        able = [(await server.capabilities()).checksums for server in probed]
+        if self._config.proof == "checksum" and all(able):
+            results = await wait_all({server.name: server.checksums() for server in probed})
+            self._compare_checksums(version, {n: r for n, r in results.items() if isinstance(r, dict)}, failed)
+        else:
+            results = await wait_all({server.name: server.logprobs_of(PROBE) for server in probed})
+            self._compare(version, {n: r for n, r in results.items() if isinstance(r, np.ndarray)}, failed)
         failed |= _failures(results)
-        self._compare(version, {name: r for name, r in results.items() if isinstance(r, np.ndarray)}, failed)
         return failed
+
+    def _compare_checksums(self, version: int, found: dict[str, dict[str, str]], failed: dict[str, str]) -> None:
+        """All servers of a fleet are laid out alike, so each tensor must have the same checksum everywhere."""
+        for name, checksums in found.items():
+            if self._checksums is None or self._checksums[0] != version:
+                self._checksums = (version, name, checksums)
+            _, other, expected = self._checksums
+            differing = [key for key in expected if checksums.get(key) != expected[key]]
+            if differing or len(checksums) != len(expected):
+                failed[name] = f"server {name}: {len(differing)} tensors differ from {other}'s: {differing[:3]}"
 
     def _compare(self, version: int, probes: dict[str, LogProbs], failed: dict[str, str]) -> None:
         """Servers must agree on a fixed text: with the median server of this version, also those that come later."""
@@ -131,7 +147,9 @@ class WeightUpdate:
         served_by = tuple(server.name for server in servers if not server.trouble)
         seconds = time.monotonic() - began
         proof = f"version {version} acknowledged by {len(served_by)} of {len(servers)}"
-        if self._agreed is not None:
+        if self._config.proof == "checksum" and self._checksums is not None:
+            proof += f", with the same checksums of {len(self._checksums[2])} tensors"
+        elif self._agreed is not None:
             proof += f", which agree on the log-prob of a fixed text: {float(self._agreed[1].sum()):.4f}"
         return WeightReport(version, served_by, failed, sent.tensors, sent.bytes, seconds, proof)
 

@@ -26,7 +26,7 @@ class FakeServer:
         self.calls: list[str] = []
         self.served: list[str] = []
         self.broken_calls: dict[str, Any] = {}  # path -> (status, body)
-        self.bias = 0.0
+        self.bias, self.checksum = 0.0, "00"
         self._running: dict[str, asyncio.Event] = {}
         self.url = ""
 
@@ -58,7 +58,8 @@ class FakeServer:
             return await handler(request, body)
         fixed: dict[str, Any] = {
             "/server_info": {"version": "0.5.23", "tp_size": 1, "context_length": 4096},
-            "/openapi.json": {"paths": {"/generate": {}}},
+            "/openapi.json": {"paths": {"/generate": {}, "/weights_checker": {}}},
+            "/weights_checker": {"success": True, "ranks": [{"checksums": {"a.weight": self.checksum}}]},
             "/model_info": {"weight_version": self.label},
             "/health": {}, "/flush_cache": {}, "/update_weights_from_disk": {"success": True},
         }  # fmt: skip
