@@ -33,6 +33,7 @@ def save_policy(policy: Policy, directory: str | os.PathLike[str]) -> None:
     cpu.install()
     Path(directory).mkdir(parents=True, exist_ok=True)
     _collect_results_in_this_process()
+    cpu.prime_adam_state(policy.optimizer)  # before the first step there is none, and Megatron expects some
     state = _sharded_state(policy, is_loading=False)
     dist_checkpointing.save(state, str(directory), content_metadata=_metadata(policy))
 

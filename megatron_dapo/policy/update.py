@@ -109,7 +109,7 @@ class Policy:
 
     def log_probs(self, batch: TrainBatch) -> tuple[Floats, Floats]:
         """Log-probs and entropies [responses] of every response token, on every rank. No gradient, no state change."""
-        self._validate(batch, "scoring a mini-batch")
+        self._validate(batch, "scoring a mini-batch", to_train=False)
         micro_batches = self._pack(batch)
         for chunk in self.chunks:
             chunk.eval()
@@ -179,11 +179,11 @@ class Policy:
         )
         return reducer.reduce(stored)
 
-    def _validate(self, batch: TrainBatch, doing: str) -> None:
+    def _validate(self, batch: TrainBatch, doing: str, *, to_train: bool = True) -> None:
         error: Exception | None = None
         try:
             batch.validate(self.shape.vocab, self.config.policy.micro_batch_tokens)
-            if self.config.algorithm.kl.coefficient and batch.ref_logprobs is None:
+            if to_train and self.config.algorithm.kl.coefficient and batch.ref_logprobs is None:
                 raise UserError("algorithm.kl.coefficient is set, but the mini-batch has no ref_logprobs")
         except UserError as found:
             error = found

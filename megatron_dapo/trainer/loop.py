@@ -170,12 +170,22 @@ class Trainer:
             if recompute or not self.gate_passed:
                 logprobs, _ = self.policy.log_probs(work.batch)
                 if not self.gate_passed:
-                    self._log(check_gate(work.batch, logprobs, self.config.trainer.gate))
-                    self.gate_passed = True
+                    self._pass_gate(work, logprobs)
                 if recompute:
                     work.batch.old_logprobs = logprobs
             if self.config.algorithm.kl.coefficient:
                 work.batch.ref_logprobs = self.policy.reference_log_probs(work.batch)
+
+    def _pass_gate(self, work: Work, logprobs: Floats) -> None:
+        """Only tokens of the current weights can be compared; a batch from before a resume may hold older ones."""
+        current = work.source is not None and all(
+            span.version == self.steps_done for sample in work.source.samples for span in sample.weight_spans
+        )
+        if self._agree_on(current):
+            self._log(check_gate(work.batch, logprobs, self.config.trainer.gate))
+        else:
+            self._log("the gate was not checked: this batch was sampled from older weights")
+        self.gate_passed = True
 
     def _update(self, work: Work) -> None:
         with self.observer.phase("update") as phase:
