@@ -35,7 +35,8 @@ def shape_batch(batch: StepBatch, config: Config) -> tuple[TrainBatch, dict[str,
     ).numpy()
     active = np.array([carries_loss(s, config.algorithm.overlong) for s in samples])
     metrics = {
-        "reward/mean": _mean(scores[graded]),
+        "reward/mean": _mean((scores + penalties)[graded]),
+        "reward/score": _mean(scores[graded]),
         "reward/accuracy": _mean([c for g in batch.groups for c in g.accuracies]),
         "reward/penalty": _mean(penalties),
         "reward/ungraded_share": _mean(~graded),

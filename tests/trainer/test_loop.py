@@ -122,7 +122,8 @@ def test_shaping_by_hand():
     np.testing.assert_allclose(batch.advantages, [0.7071, -0.7071, 0.7071, 0, -0.7071], atol=1e-4)
     active = [bool(part.all()) for part in np.split(batch.loss_mask, np.cumsum([2, 8, 3, 3])[:4])]
     assert active == [True, False, True, False, True]
-    assert metrics["reward/mean"] == pytest.approx(0.0)
+    assert metrics["reward/mean"] == pytest.approx(-1 / 4)  # 1, −2, 1, −1 over the graded four
+    assert metrics["reward/score"] == pytest.approx(0.0)
     assert metrics["reward/accuracy"] == pytest.approx(0.5)
     assert metrics["reward/penalty"] == pytest.approx(-1 / 5)
     assert metrics["reward/ungraded_share"] == pytest.approx(1 / 5)
