@@ -28,6 +28,7 @@ class FakeServer:
         self.broken_calls: dict[str, Any] = {}  # path -> (status, body)
         self.bias, self.checksum = 0.0, "00"
         self._running: dict[str, asyncio.Event] = {}
+        self.updates = self.most_updates = 0
         self.url = ""
 
     async def start(self, port: int = 0) -> FakeServer:
@@ -53,6 +54,7 @@ class FakeServer:
         handler = {
             "/generate": self._generate, "/abort_request": self._abort, "/pause_generation": self._pause,
             "/continue_generation": self._continue, "/update_weight_version": self._label,
+            "/update_weights_from_disk": self._update,
         }.get(path)  # fmt: skip
         if handler:
             return await handler(request, body)
@@ -61,7 +63,7 @@ class FakeServer:
             "/openapi.json": {"paths": {"/generate": {}, "/weights_checker": {}}},
             "/weights_checker": {"success": True, "ranks": [{"checksums": {"a.weight": self.checksum}}]},
             "/model_info": {"weight_version": self.label},
-            "/health": {}, "/flush_cache": {}, "/update_weights_from_disk": {"success": True},
+            "/health": {}, "/flush_cache": {},
         }  # fmt: skip
         return web.json_response(fixed[path]) if path in fixed else web.json_response({}, status=404)
 
@@ -82,6 +84,7 @@ class FakeServer:
         try:
             await asyncio.wait_for(cut.wait(), self.seconds)
             made, reason = wanted // 2, "abort"
+            await asyncio.sleep(0.03)  # an aborted request takes a moment to come back
         except TimeoutError:
             made, reason = wanted, "stop"
         finally:
@@ -112,6 +115,13 @@ class FakeServer:
     async def _continue(self, request: web.Request, body: dict[str, Any]) -> web.Response:
         self.paused = False
         return web.Response()
+
+    async def _update(self, request: web.Request, body: dict[str, Any]) -> web.Response:
+        self.updates += 1
+        self.most_updates = max(self.most_updates, self.updates)
+        await asyncio.sleep(0.02)
+        self.updates -= 1
+        return web.json_response({"success": True})
 
     async def _label(self, request: web.Request, body: dict[str, Any]) -> web.Response:
         self.label = body["new_version"]

@@ -227,18 +227,19 @@ def test_an_update_that_fails_on_one_of_three_servers(tmp_path):
 
     async def main():
         servers, engine = await fake_fleet(tmp_path)
+        await engine.update_weights(1, [WEIGHTS])
         servers[1].broken_calls["/update_weights_from_disk"] = (400, {"success": False, "message": "out of memory"})
-        report = await engine.update_weights(1, [WEIGHTS])
+        report = await engine.update_weights(2, [WEIGHTS])
         assert set(report.failed) == {servers[1].url} and "out of memory" in report.failed[servers[1].url]
         assert set(report.served_by) == {servers[0].url, servers[2].url} and report.tensors == 2
         before = len(servers[1].served)
         await fill_batch(engine, engine.config)
         assert len(servers[1].served) == before and not servers[1].label.isdigit()
         servers[1].broken_calls.clear()
-        assert not (await engine.update_weights(2, [WEIGHTS])).failed
+        assert not (await engine.update_weights(3, [WEIGHTS])).failed
         await asyncio.gather(*(engine.generate(f"x{i}", as_tokens([i]), SamplingParams(8)) for i in range(30)))
         assert servers[1].served
-        assert [server.label for server in servers] == ["2", "2", "2"]
+        assert [server.label for server in servers] == ["3", "3", "3"]
         await engine.close()
 
     run(main())
@@ -270,13 +271,14 @@ def test_an_update_that_no_server_takes_is_an_error_with_every_cause(tmp_path):
 def test_a_producer_that_breaks_off_leaves_no_server_serving(tmp_path):
     async def main():
         servers, engine = await fake_fleet(tmp_path, count=2)
+        await engine.update_weights(1, [WEIGHTS])
 
         def buckets():
             yield [WEIGHTS[0]]
             raise ValueError("rank 3 died")
 
         with pytest.raises(WeightUpdateError, match="rank 3 died"):
-            await engine.update_weights(1, buckets())
+            await engine.update_weights(2, buckets())
         assert all(server.serves is None for server in engine.servers)
         assert not any(server.label.isdigit() for server in servers)
         await engine.close()
@@ -322,6 +324,23 @@ def test_a_server_that_lost_its_weights_is_given_them_again(tmp_path):
             if engine.servers[0].serves == 5:
                 break
         assert servers[0].label == "5" and servers[0].calls.count("/update_weights_from_disk") == 2
+        await engine.close()
+
+    run(main())
+
+
+def test_a_server_is_never_updated_twice_at_the_same_time(tmp_path):
+    """SGLang 0.5.23 ends when that happens."""
+
+    async def main():
+        servers, engine = await fake_fleet(tmp_path, count=2)
+        await engine.update_weights(1, [WEIGHTS])
+        for server, client in zip(servers, engine.servers, strict=True):
+            server.label, client.serves = "default", None
+        again = [engine.admit(client) for client in engine.servers for _ in range(3)]
+        await asyncio.gather(*again, engine.update_weights(2, [WEIGHTS]), *(engine.admit(c) for c in engine.servers))
+        assert [server.most_updates for server in servers] == [1, 1]
+        assert [server.label for server in servers] == ["2", "2"]
         await engine.close()
 
     run(main())
@@ -380,6 +399,7 @@ def test_killed_in_mid_batch_the_server_comes_back_with_the_weights(tmp_path):
         while engine.servers[0].serves != 3:
             assert time.monotonic() < deadline, engine.servers[0].trouble
             await asyncio.sleep(0.1)
+        assert await engine.servers[0].version_label() == "3", "it serves before it has the weights"
         assert fleet.processes[0].pid != victim and fleet.processes[0].restarts == 1
         pids = [process.pid for process in fleet.processes]
         await engine.close()
