@@ -15,13 +15,17 @@ class KLConfig(Section):
     """A KL penalty against the frozen reference policy. DAPO uses none."""
 
     coefficient: float = Field(0.0, ge=0, description="0 switches the term, and the reference model, off.")
-    estimator: Literal["k1", "k2", "k3"] = "k3"
+    estimator: Literal["k1", "k2", "k3"] = Field(
+        "k3", description="With d = log π_ref − log π. k1: −d. k2: d²/2. k3: exp(d) − 1 − d, never negative."
+    )
 
 
 class ImportanceSamplingConfig(Section):
     """Truncated importance sampling: corrects the gap between the engine's and the trainer's log-probs."""
 
-    level: Literal["off", "token", "sequence"] = "off"
+    level: Literal["off", "token", "sequence"] = Field(
+        "off", description="token: a weight for each token. sequence: one weight, the product over its tokens."
+    )
     cap: float = Field(2.0, gt=0, description="Weights exp(old - engine) are cut off at this value.")
 
 
@@ -59,7 +63,12 @@ class AlgorithmConfig(Section):
     dual_clip: float | None = Field(
         10.0, description="c: for negative advantages a token's loss is at most −c·Â. null switches it off."
     )
-    aggregation: Aggregation = "token-mean"
+    aggregation: Aggregation = Field(
+        "token-mean",
+        description="token-mean: every token of the mini-batch counts the same (the paper's token-level loss). "
+        "seq-mean-token-mean: every response counts the same (GRPO). seq-mean-token-sum: the sums of the responses, "
+        "averaged. seq-mean-token-sum-norm: the same over a constant length (Dr. GRPO).",
+    )
     aggregation_length: int | None = Field(
         None, gt=0, description="The constant of seq-mean-token-sum-norm; null: rollout.max_response_tokens."
     )
@@ -67,7 +76,7 @@ class AlgorithmConfig(Section):
         "group-std",
         description="group-std divides by the group's unbiased std; group-mean only subtracts the mean.",
     )
-    advantage_eps: float = Field(1e-6, ge=0)
+    advantage_eps: float = Field(1e-6, ge=0, description="Added to the group's std, not to its variance.")
     entropy_coefficient: float = Field(0.0, ge=0, description="Bonus on the policy's entropy.")
     kl: KLConfig = KLConfig()
     importance_sampling: ImportanceSamplingConfig = ImportanceSamplingConfig()

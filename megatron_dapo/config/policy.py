@@ -13,15 +13,17 @@ from megatron_dapo.config.base import Section
 class OptimizerConfig(Section):
     """AdamW as in the published 32B run."""
 
-    lr: float = Field(1e-6, gt=0)
-    min_lr: float = Field(0.0, ge=0)
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    lr: float = Field(1e-6, gt=0, description="Learning rate after the warm-up.")
+    min_lr: float = Field(0.0, ge=0, description="Where the linear and cosine schedules end.")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="Of the learning rate after the warm-up."
+    )
     warmup_steps: int = Field(10, ge=0, description="Rollout steps over which lr rises linearly from 0.")
     decay_steps: int | None = Field(None, gt=0, description="Rollout steps until min_lr; null: trainer.steps.")
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.999, ge=0, lt=1)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.1, ge=0)
+    beta1: float = Field(0.9, ge=0, lt=1, description="Decay of Adam's mean of the gradients.")
+    beta2: float = Field(0.999, ge=0, lt=1, description="Decay of Adam's mean of their squares.")
+    eps: float = Field(1e-8, gt=0, description="Added to Adam's denominator.")
+    weight_decay: float = Field(0.1, ge=0, description="Decoupled from the gradient (AdamW).")
     grad_clip: float = Field(1.0, ge=0, description="Global gradient norm; 0 switches clipping off.")
 
     @model_validator(mode="after")
@@ -37,22 +39,26 @@ class PolicyConfig(Section):
         None,
         description="A converted torch_dist directory to start from; null: load the HF weights directly.",
     )
-    tensor_parallel: int = Field(1, ge=1)
-    pipeline_parallel: int = Field(1, ge=1)
+    tensor_parallel: int = Field(1, ge=1, description="TP: ranks that share every layer; divides both kinds of heads.")
+    pipeline_parallel: int = Field(1, ge=1, description="PP: stages of layers, one after another.")
     virtual_pipeline: int = Field(1, ge=1, description="Model chunks per pipeline stage (interleaved 1F1B).")
-    context_parallel: int = Field(1, ge=1)
-    expert_parallel: int = Field(1, ge=1)
+    context_parallel: int = Field(1, ge=1, description="CP: ranks that share every sequence.")
+    expert_parallel: int = Field(1, ge=1, description="EP: ranks that share the experts of a MoE layer.")
     sequence_parallel: bool | None = Field(None, description="null: on whenever tensor_parallel > 1.")
     distributed_optimizer: bool = Field(True, description="Shard optimizer state over data-parallel ranks.")
-    precision: Literal["bf16", "fp32"] = "bf16"
+    precision: Literal["bf16", "fp32"] = Field(
+        "bf16", description="What the model computes in; gradients and optimizer state are fp32 in both."
+    )
     micro_batch_tokens: int = Field(
         32768,
         gt=0,
         description="Token budget of one packed micro-batch (of all context-parallel ranks together).",
     )
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none", description="Activations computed again in the backward pass; full saves most, at a third more work."
+    )
     head_chunk_tokens: int = Field(2048, gt=0, description="Tokens whose logits exist at one time.")
-    moe_aux_loss_coefficient: float = Field(0.0, ge=0)
+    moe_aux_loss_coefficient: float = Field(0.0, ge=0, description="Load-balancing loss of the router; 0: none.")
     optimizer: OptimizerConfig = OptimizerConfig()
     timeout_seconds: float = Field(1800.0, gt=0, description="Longest wait in any collective.")
 

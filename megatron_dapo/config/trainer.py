@@ -10,6 +10,8 @@ from megatron_dapo.config.base import Section
 
 
 class CheckpointConfig(Section):
+    """What is saved and kept in the run directory's checkpoints/."""
+
     every: int = Field(5, ge=0, description="Save every this many steps, and at the end; 0: only at the end.")
     keep: int = Field(2, ge=1, description="Newest checkpoints to keep.")
     keep_best: bool = Field(True, description="Also keep the checkpoint with the best `best_metric`.")
@@ -21,20 +23,20 @@ class CheckpointConfig(Section):
 class GateConfig(Section):
     """Before the first update the trainer's log-probs of the engine's samples must agree with the engine's own."""
 
-    enabled: bool = True
+    enabled: bool = Field(True, description="Compare them on the first batch of every start.")
     max_mean_gap: float = Field(0.05, gt=0, description="Largest mean |trainer − engine| in nats; 0.05 suits bf16.")
     max_gap: float = Field(5.0, gt=0, description="Largest |trainer − engine| of a single token.")
 
 
 class TrainerConfig(Section):
-    run_dir: str = "runs/default"
+    run_dir: str = Field("runs/default", description="Everything of the run; an existing run is resumed.")
     ranks: int | None = Field(
         None, ge=1, description="Ranks to start on this machine; null: all GPUs, or as many as the layout needs."
     )
     steps: int = Field(330, gt=0, description="Rollout steps; each makes prompts_per_step/mini_batch_prompts updates.")
-    prompts_per_step: int = Field(512, gt=0)
+    prompts_per_step: int = Field(512, gt=0, description="Groups that one rollout step trains on.")
     mini_batch_prompts: int = Field(32, gt=0, description="Prompts (groups) per optimizer update.")
-    seed: int = 0
+    seed: int = Field(0, description="Of the order of the prompts, and of sampling where the engine takes seeds.")
     old_logprobs: Literal["auto", "recompute", "engine"] = Field(
         "auto",
         description="What the ratio compares with. recompute: the trainer's own log-probs before the first update of "
