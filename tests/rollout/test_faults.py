@@ -286,6 +286,30 @@ def test_a_producer_that_breaks_off_leaves_no_server_serving(tmp_path):
     run(main())
 
 
+def test_the_buckets_are_read_to_their_end_when_the_disk_is_full(tmp_path):
+    """Making a bucket is a collective: the other ranks would wait for ever for a rank that stops."""
+
+    async def main():
+        _, engine = await fake_fleet(tmp_path, count=1)
+        made = []
+
+        def buckets():
+            for number in range(5):
+                made.append(number)
+                yield [WEIGHTS[0]]
+
+        def full(bucket):
+            raise OSError("no space left on device")
+
+        engine.snapshot.add = full
+        with pytest.raises(WeightUpdateError, match="no space left on device"):
+            await engine.update_weights(1, buckets())
+        assert made == [0, 1, 2, 3, 4]
+        await engine.close()
+
+    run(main())
+
+
 def test_a_server_with_other_weights_fails_the_probe(tmp_path):
     async def main():
         servers, engine = await fake_fleet(tmp_path)
