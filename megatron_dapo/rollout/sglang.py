@@ -143,12 +143,14 @@ class SGLangEngine:
             self._aborted.add(request_id)
             if request_id in self._where:
                 server, name = self._where[request_id]
-                await server.abort(name)
+                # Behind a router nobody knows who has the request: ask all.
+                asked = self.servers if self.config.servers.router_url else [server]
+                await wait_all({other.name: other.abort(name) for other in asked})
             self._admission.wake_all()
             return
         self._epoch += 1
         self._admission.wake_all()
-        busy = [server for server in self.servers if server.in_flight]
+        busy = [server for server in self.servers if server.in_flight or self.config.servers.router_url]
         await wait_all({server.name: server.abort() for server in busy})
 
     async def pause(self) -> None:

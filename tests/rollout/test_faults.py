@@ -193,6 +193,25 @@ def test_abort_reaches_running_and_queued_requests():
     run(main())
 
 
+def test_behind_a_router_generation_goes_to_it_and_the_rest_to_the_servers():
+    async def main():
+        router = await FakeServer(seconds=30).start()
+        servers = [await FakeServer().start() for _ in range(2)]
+        urls = [server.url for server in servers]
+        engine = await SGLangEngine.connect(urls, settings(router_url=router.url, urls=urls, request_timeout=60))
+        task = asyncio.ensure_future(engine.generate("r1", PROMPT, SamplingParams(8)))
+        await asyncio.sleep(0.1)
+        await engine.abort("r1")
+        await engine.abort()
+        assert router.calls == ["/generate"]
+        for server in servers:
+            assert "/generate" not in server.calls and server.calls.count("/abort_request") == 2
+        task.cancel()
+        await engine.close()
+
+    run(main())
+
+
 def test_a_cancelled_request_is_aborted_on_the_server():
     async def main():
         server = await FakeServer(seconds=30).start()
