@@ -1,0 +1,179 @@
+"""Every YAML file in examples/ is a run that could start: `train --dry-run` and `plan` accept it with the paths that it
+names, on as many GPUs as its README says; what the READMEs say about keys and values is what the files hold."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_dapo.cli import main
+from megatron_dapo.config import load_config
+from megatron_dapo.config.load import known_keys
+from megatron_dapo.launch.ablate import rows
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+FILES = sorted(str(path.relative_to(ROOT)) for path in EXAMPLES.rglob("*.yaml"))
+
+
+def shape(architecture, hidden, ffn, layers, heads, kv, vocab, tied, **more):
+    return {
+        "architectures": [architecture], "hidden_size": hidden, "intermediate_size": ffn, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv, "vocab_size": vocab, "tie_word_embeddings": tied,
+        "max_position_embeddings": 32768, "rope_theta": 1e6, **more,
+    }  # fmt: skip
+
+
+EXPERTS = {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+MODELS = {  # by the directory that a configuration names; the sizes of the published config.json files
+    "models/Qwen2.5-32B": shape("Qwen2ForCausalLM", 5120, 27648, 64, 40, 8, 152064, False),
+    "models/Qwen2.5-1.5B": shape("Qwen2ForCausalLM", 1536, 8960, 28, 12, 2, 151936, True),
+    "models/Qwen3-30B-A3B-Base": shape("Qwen3MoeForCausalLM", 2048, 6144, 48, 32, 4, 151936, False, **EXPERTS),
+    "runs/quickstart/start": shape("Qwen2ForCausalLM", 96, 256, 3, 4, 2, 100, True),
+}
+RANKS = {  # of the whole job; a new file without an entry fails
+    "examples/quickstart/config.yaml": 1,
+    "examples/ablations/arithmetic.yaml": 1,
+    "examples/gsm8k_1gpu/gsm8k.yaml": 1,
+    "examples/qwen3_30b_a3b/dapo.yaml": 32,
+    "examples/qwen2.5_32b_dapo/dapo.yaml": 128,
+}
+# quickstart.py makes these and fills them in; every other file names its own.
+FILLED_IN = {
+    "examples/quickstart/config.yaml": [
+        "policy.model=runs/quickstart/start", "data.path=runs/quickstart/prompts.jsonl",
+        "evaluate.data.path=runs/quickstart/held_out.jsonl",
+    ],
+}  # fmt: skip
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch):
+    """A directory with examples/ and every model and data file that they name, seen by a machine without GPUs."""
+    (tmp_path / "examples").symlink_to(EXAMPLES)
+    for name, config in MODELS.items():
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    for file in FILES:
+        config = load_config(ROOT / file, FILLED_IN.get(file, []))
+        for path in (config.data.path, config.evaluate.data.path):
+            assert path and not Path(path).is_absolute(), f"{file} names {path!r}: expected a relative path"
+            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / path).write_text('{"question": "1+1=", "answer": "2"}\n')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    return tmp_path
+
+
+def settings(file):
+    return [word for item in FILLED_IN.get(file, []) for word in ("--set", item)]
+
+
+def test_every_file_is_known_here():
+    assert set(FILES) == set(RANKS)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_dry_run_on_all_ranks(file, workplace, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", str(RANKS[file]))
+    assert main(["train", file, "--dry-run", *settings(file)]) == 0
+    said = capsys.readouterr()
+    assert "valid" in said.out
+    assert f"{RANKS[file]} ranks" in said.err
+    # Nothing beside the run directory is written.
+    run_dir = load_config(file, FILLED_IN.get(file, [])).trainer.run_dir
+    assert (workplace / run_dir / "config.yaml").exists()
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_dry_run_on_a_machine_without_gpus(file, workplace):
+    assert main(["train", file, "--dry-run", *settings(file)]) == 0
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_it_fits_the_gpus(file, workplace, capsys):
+    assert main(["plan", file, "--gpu", "h100", "--gpus", str(RANKS[file]), *settings(file)]) == 0
+    assert f"\nFITS on {RANKS[file]} × h100" in capsys.readouterr().out
+
+
+def readme_plans():
+    """(README, its `megatron-dapo plan` command) of every README in examples/."""
+    found = []
+    for readme in sorted(EXAMPLES.rglob("README.md")):
+        lines = [line for line in readme.read_text().splitlines() if line.startswith("megatron-dapo plan examples/")]
+        found += [(str(readme.relative_to(ROOT)), line) for line in lines]
+    return found
+
+
+@pytest.mark.parametrize(("readme", "command"), readme_plans())
+def test_plan_as_the_readme_says(readme, command, workplace, capsys):
+    """The command fits, and the figures that the README quotes are those that it prints."""
+    assert main(shlex.split(command)[1:]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    verdict = re.search(r"FITS on .*? GiB", printed)
+    assert verdict is not None
+    text = " ".join((ROOT / readme).read_text().split())
+    memory = re.search(r"([\d.]+) of ([\d.]+) GiB", verdict[0])
+    assert memory is not None
+    assert memory[0] in text or f"{memory[1]} GiB" in text, f"{readme} does not say {memory[0]}"
+    for name, seconds in re.findall(r"(generation|log-probs|training|weight sync) ([\d.,]+) s", text):
+        if "--engine-gpus" not in command and "--set" not in command:
+            assert re.search(rf"│ {name} │ {re.escape(seconds)} │", printed), f"{readme}: {name} {seconds} s"
+
+
+def test_a_cluster_needs_its_layout(workplace):
+    """The plan is a real check: the 32B model without parallelism is refused, and the dry run on 100 ranks, too."""
+    file = "examples/qwen2.5_32b_dapo/dapo.yaml"
+    alone = [f"policy.{name}_parallel=1" for name in ("tensor", "pipeline", "context")]
+    words = [word for item in alone for word in ("--set", item)]
+    assert main(["plan", file, "--gpu", "h100", "--gpus", "128", *words]) == 1
+    assert main(["train", file, "--dry-run", "--set", "trainer.ranks=100"]) == 2
+
+
+def table_rows(readme):
+    """(key, value) of the rows of a README's tables that have a dotted key and a value, both in backticks."""
+    keys = set(known_keys())
+    cells = [re.findall(r"\| `([\w.]+)` \| `([^`]+)` \|", line) for line in readme.read_text().splitlines()]
+    return [(key, value) for row in cells for key, value in row if key in keys]
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if (ROOT / file).with_name("README.md").exists()])
+def test_readme_tables_say_what_the_file_holds(file):
+    config = load_config(ROOT / file).model_dump()
+    found = table_rows((ROOT / file).with_name("README.md"))
+    assert found or "ablations" in file
+    for key, value in found:
+        node = config
+        for part in key.split("."):
+            node = node[part]
+        assert node == yaml.safe_load(value), f"{file}: {key} is {node!r}, its README says {value}"
+
+
+def test_every_published_value_is_written_in_the_file():
+    """The table's keys are in the YAML itself: a changed default must not change the published recipe."""
+    file = EXAMPLES / "qwen2.5_32b_dapo" / "dapo.yaml"
+    raw = yaml.safe_load(file.read_text())
+    rows_ = table_rows(file.with_name("README.md"))
+    assert len(rows_) >= 40
+    for key, _ in rows_:
+        node = raw
+        for part in key.split("."):
+            assert part in node, f"{key} is not in {file.name}"
+            node = node[part]
+
+
+def test_ablation_table_is_what_ablate_runs():
+    lines = [line for line in (EXAMPLES / "ablations/README.md").read_text().splitlines() if line.startswith("| ")]
+    written = []
+    for line in lines[1:]:
+        name, added, paper = (cell.strip() for cell in line.strip("|").split("|"))
+        written.append((name, tuple(re.findall(r"`([^`]+)`", added)), float(paper)))
+    found = rows(load_config(EXAMPLES / "qwen2.5_32b_dapo/dapo.yaml"))
+    sofar = ()
+    for (name, added, paper), row in zip(written, found, strict=True):
+        sofar += added
+        assert (name, sofar, paper) == (row.name, row.settings, row.paper)
