@@ -75,7 +75,7 @@ class ModelShape:
         moe: dict[str, Any] = {}
         if kind == "qwen3_moe":
             moe = {
-                "experts": need("num_experts"),
+                "experts": config.get("num_experts") or need("num_local_experts"),  # newer files use the second name
                 "experts_per_token": need("num_experts_per_tok"),
                 "expert_ffn_hidden": need("moe_intermediate_size"),
                 "norm_topk_prob": bool(config.get("norm_topk_prob", False)),

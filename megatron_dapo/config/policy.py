@@ -9,6 +9,8 @@ from pydantic import Field, model_validator
 
 from megatron_dapo.config.base import Section
 
+HEAD_LOGITS_BYTES = 1200 << 20  # 4096 tokens of a 152 k vocabulary in bf16
+
 
 class OptimizerConfig(Section):
     """AdamW as in the published 32B run."""
@@ -57,10 +59,19 @@ class PolicyConfig(Section):
     recompute: Literal["none", "selective", "full"] = Field(
         "none", description="Activations computed again in the backward pass; full saves most, at a third more work."
     )
-    head_chunk_tokens: int = Field(2048, gt=0, description="Tokens whose logits exist at one time.")
+    head_chunk_tokens: int | None = Field(
+        None, gt=0, description="Tokens whose logits exist at one time; null: as many as fit into 1.2 GiB."
+    )
     moe_aux_loss_coefficient: float = Field(0.0, ge=0, description="Load-balancing loss of the router; 0: none.")
     optimizer: OptimizerConfig = OptimizerConfig()
     timeout_seconds: float = Field(1800.0, gt=0, description="Longest wait in any collective.")
+
+    def head_chunk(self, vocab: int) -> int:
+        """Tokens whose logits exist at one time: larger chunks run closer to the matrix products' own speed."""
+        if self.head_chunk_tokens is not None:
+            return self.head_chunk_tokens
+        row = -(-vocab // self.tensor_parallel) * (2 if self.precision == "bf16" else 4)
+        return max(128, HEAD_LOGITS_BYTES // row)
 
     @property
     def uses_sequence_parallel(self) -> bool:

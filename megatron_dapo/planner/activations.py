@@ -18,9 +18,6 @@ from megatron_dapo.config.policy import PolicyConfig
 Layers = Literal["te", "local"]
 # A router spreads tokens unevenly: the fullest rank gets this many times the mean.
 EXPERT_IMBALANCE = 1.25
-# Bytes per logit that exist at one time, counted line by line in policy/head.py: the buffers of one chunk, plus those
-# of the chunk before it that Python has not let go of yet.
-LOGIT_BYTES_ONE_CHUNK, LOGIT_BYTES = 16, 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +127,14 @@ class Head:
 
 def head_memory(shape: ModelShape, policy: PolicyConfig) -> Head:
     s = Sizes.of(shape, policy)
-    chunk = min(policy.head_chunk_tokens, s.t)
-    per_logit = LOGIT_BYTES if s.t > chunk else LOGIT_BYTES_ONE_CHUNK
+    chunk = min(policy.head_chunk(shape.vocab), s.t)
     table = s.columns * s.hidden
     tied_here = shape.tied_embeddings and policy.pipeline_parallel == 1
+    # The one-pass head (policy/head.py): one buffer of logits, over which their gradient is written; the gradient of
+    # the hidden states; and, unless the embedding brings one, a placeholder for the weight's gradient.
+    placeholder = 0 if tied_here else table * s.bytes
     return Head(
         saved=s.t * s.hidden * s.bytes,
-        work=chunk * s.columns * per_logit + table * (4 + s.bytes) + s.t * s.hidden * s.bytes,
+        work=chunk * s.columns * s.bytes + placeholder + s.t * s.hidden * s.bytes,
         kept_gradient=table * s.bytes if tied_here else 0.0,
     )

@@ -48,7 +48,7 @@ def _trainer(task: Task) -> list[str]:
             f"{timing.EXPOSED_CONTEXT:.0%} of the context-parallel exchange is not hidden; packing fills "
             f"{timing.FILL:.0%} of a micro-batch; the busiest rank has {timing.IMBALANCE:g} times the mean tokens"
         ),
-        (f"layers: {layers}; the head holds {activations.LOGIT_BYTES} bytes per logit of a chunk"),
+        f"layers: {layers}; the head holds one chunk of logits and writes their gradient over them",
         (
             f"reserve: {memory.CONTEXT_BYTES / GIB:g} GiB CUDA, {memory.NCCL_BYTES / GIB:g} GiB NCCL, "
             f"{memory.FRAGMENTATION:.0%} of activations and working space lost to fragmentation"

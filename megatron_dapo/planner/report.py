@@ -152,7 +152,8 @@ def _print_ranking(plan: Plan, console: Console, top: int) -> None:
         policy = candidate.policy
         table.add_row(
             layout_words(policy, world), f"{policy.micro_batch_tokens:,}", policy.recompute,
-            f"{policy.head_chunk_tokens:,}", f"{candidate.memory.total / GIB:.1f}", f"{candidate.seconds:,.1f} s",
+            f"{policy.head_chunk_tokens or 'auto'}", f"{candidate.memory.total / GIB:.1f}",
+            f"{candidate.seconds:,.1f} s",
         )  # fmt: skip
     _print(table, console)
 

@@ -147,6 +147,11 @@ def local_block_spec(config: Any, vp_stage: int | None) -> TransformerBlockSubmo
     )
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    if config.num_moe_experts:
+        # On disk this norm belongs to linear_fc1 in dense layers only; Transformer Engine's MoE layers keep it apart.
+        layer.sharded_state_dict_keys_map = {
+            name: key for name, key in layer.sharded_state_dict_keys_map.items() if "pre_mlp" not in name
+        }
     attention = layer.self_attention.submodules
     attention.core_attention = CoreAttention
     if config.qk_layernorm:

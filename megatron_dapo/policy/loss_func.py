@@ -40,6 +40,14 @@ class LossTokens:
     ref_logprobs: Tensor | None = None
     engine_logprobs: Tensor | None = None
 
+    def part(self, chunk: slice) -> LossTokens:
+        """These tokens alone. Right for losses of single tokens; sequence-level ones need them all."""
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name, value in values.items():
+            if isinstance(value, Tensor):
+                values[name] = value[chunk]
+        return LossTokens(**values)
+
     def with_scores(self, logprobs: Tensor, entropy: Tensor | None) -> LossInputs:
         known = {field.name: getattr(self, field.name) for field in fields(self)}
         return LossInputs(logprobs=logprobs, entropy=entropy, **known)
@@ -81,6 +89,35 @@ def make_loss_func(
         )
 
     return loss_func
+
+
+def is_per_token(config: AlgorithmConfig) -> bool:
+    """Whether a token's loss needs nothing of its sequence but itself, so that the one-pass head can compute it."""
+    return config.objective != "gspo" and config.importance_sampling.level != "sequence"
+
+
+class OnePassLoss:
+    """The same loss for the one-pass head: called chunk by chunk inside the model, its metrics collected here."""
+
+    def __init__(self, tokens: LossTokens, config: AlgorithmConfig) -> None:
+        self._tokens, self._config = tokens, config
+        self._parts: list[LossOutputs] = []
+
+    def __call__(self, chunk: slice, logprobs: Tensor, entropy: Tensor) -> Tensor:
+        self._parts.append(policy_loss(self._tokens.part(chunk).with_scores(logprobs, entropy), self._config))
+        return self._parts[-1].loss_sum
+
+    def loss_func(self, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """Megatron's loss_func; `output` is the loss that the model returned."""
+        if not self._parts:  # a placeholder micro-batch: nothing was scored
+            nothing = torch.zeros(0, device=output.device)
+            self(slice(0, 0), nothing, nothing)
+        parts, self._parts = self._parts, []
+        count = torch.stack([p.denominator for p in parts]).sum()
+        sums = {name: torch.stack([p.sums[name] for p in parts]).sum() for name in parts[0].sums}
+        sums |= {"loss_sum": output.detach().double(), "denominator": count.double()}
+        maxima = {name: torch.stack([p.maxima[name] for p in parts]).amax() for name in parts[0].maxima}
+        return output, count.to(torch.int32), {"sums": sums, "maxima": maxima}
 
 
 def check_transformer_config(config: Any, ddp_config: Any = None) -> None:

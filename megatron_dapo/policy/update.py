@@ -32,7 +32,13 @@ from megatron_dapo.errors import UserError
 from megatron_dapo.policy.batch import Floats, TrainBatch
 from megatron_dapo.policy.head import HeadRequest
 from megatron_dapo.policy.learning_rate import learning_rate, set_learning_rate
-from megatron_dapo.policy.loss_func import LossTokens, check_transformer_config, make_loss_func
+from megatron_dapo.policy.loss_func import (
+    LossTokens,
+    OnePassLoss,
+    check_transformer_config,
+    is_per_token,
+    make_loss_func,
+)
 from megatron_dapo.policy.metrics import MetricReducer
 from megatron_dapo.policy.model import DTYPES, PolicyModel, build_model
 from megatron_dapo.policy.packing import Layout, PackedMicroBatch, pack
@@ -71,10 +77,17 @@ class Policy:
             no_syncs = [chunk.no_sync for chunk in self.chunks]
             self.megatron_config.no_sync_func = no_syncs if len(no_syncs) > 1 else no_syncs[0]
         self._forward_backward = get_forward_backward_func()
+        self._weight_gradient = self._where_the_head_adds()
 
     def _wrap(self, chunk: PolicyModel, ddp_config: DistributedDataParallelConfig, first: bool) -> Any:
         module = Float16Module(self.megatron_config, chunk) if self.config.policy.precision == "bf16" else chunk
         return DistributedDataParallel(self.megatron_config, ddp_config, module, disable_bucketing=not first)
+
+    def _where_the_head_adds(self) -> Any:
+        """The head adds its weight's gradient to main_grad itself: no second copy of the largest gradient there is."""
+        last = self.model[-1]
+        shared = last.post_process and last.share_embeddings_and_output_weights and last.pre_process
+        return "added-shared" if shared else "added"
 
     def _optimizer_config(self) -> MegatronOptimizerConfig:
         optimizer, precision = self.config.policy.optimizer, self.config.policy.precision
@@ -223,6 +236,8 @@ class Policy:
                 ref_logprobs=pick(batch.ref_logprobs, micro),
                 engine_logprobs=pick(batch.engine_logprobs, micro),
             )
+            if is_per_token(algorithm):
+                return OnePassLoss(tokens, algorithm)
             return make_loss_func(tokens, algorithm, cp_group=self.runtime.groups.cp)
 
         return make
@@ -232,15 +247,19 @@ class Policy:
 
         def forward_step(iterator: Iterator[PackedMicroBatch], model: Any) -> tuple[Tensor, Any]:
             micro = next(iterator)
+            loss = make_loss(micro)
+            one_pass = loss if isinstance(loss, OnePassLoss) else None
             request = HeadRequest(
                 micro.positions,
                 micro.targets,
                 vocab=self.shape.vocab,
                 temperature=self.config.rollout.temperature,
-                chunk_tokens=self.config.policy.head_chunk_tokens,
+                chunk_tokens=self.config.policy.head_chunk(self.shape.vocab),
+                loss=one_pass,
+                weight_gradient=self._weight_gradient,
             )
             output = model(micro.input_ids, micro.position_ids, None, packed_seq_params=micro.packed, head=request)
-            return output, make_loss(micro)
+            return output, one_pass.loss_func if one_pass else loss
 
         iterators = [iter(micro_batches) for _ in self.chunks]
         return self._forward_backward(

@@ -202,3 +202,12 @@ def test_the_model_directory_is_checked(tmp_path):
 def test_light_modules_import_without_torch(module):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_newer_moe_configs_name_the_experts_differently():
+    moe = QWEN2 | {
+        "architectures": ["Qwen3MoeForCausalLM"], "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+        "num_local_experts": 128, "head_dim": 128,
+    }  # fmt: skip
+    assert ModelShape.from_hf(moe).experts == 128
+    assert ModelShape.from_hf(moe | {"num_experts": 64, "num_local_experts": None}).experts == 64

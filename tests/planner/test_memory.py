@@ -81,14 +81,16 @@ def test_full_recompute_keeps_inputs_and_one_layer():
 
 
 def test_head_by_hand():
-    """100 tokens in chunks of 40, vocabulary 10: 22 bytes a logit, 6 a weight, 2 a hidden value."""
+    """100 tokens in chunks of 40, vocabulary 10, all in bf16: logits, a placeholder for the weight, hidden states."""
     policy = PolicyConfig(micro_batch_tokens=100, head_chunk_tokens=40)
     head = head_memory(SHAPE, policy)
-    assert head.work == 40 * 10 * 22 + 10 * 8 * 6 + 100 * 8 * 2
-    one = head_memory(SHAPE, policy.model_copy(update={"head_chunk_tokens": 100}))
-    assert one.work == 100 * 10 * 16 + 10 * 8 * 6 + 100 * 8 * 2
+    assert head.work == 2 * (40 * 10 + 10 * 8 + 100 * 8)
     assert head.kept_gradient == 0
-    assert head_memory(dataclasses.replace(SHAPE, tied_embeddings=True), policy).kept_gradient == 10 * 8 * 2
+    tied = head_memory(dataclasses.replace(SHAPE, tied_embeddings=True), policy)
+    assert tied.work == 2 * (40 * 10 + 100 * 8)  # the embedding's own gradient stands in for the placeholder
+    assert tied.kept_gradient == 10 * 8 * 2
+    unset = head_memory(SHAPE, PolicyConfig(micro_batch_tokens=100))
+    assert unset.work == 2 * (100 * 10 + 10 * 8 + 100 * 8)  # all tokens fit into one chunk
 
 
 @pytest.mark.parametrize(

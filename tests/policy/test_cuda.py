@@ -23,3 +23,63 @@ def test_cuda_and_cpu_give_the_same_update(model):
     on_cpu = run_ranks(1, without_gpu, model)[0]
     difference = compare(on_gpu, on_cpu)
     assert difference.within(1e-4), difference
+
+
+def head_on_cuda(place, case, dtype, vocab):
+    """Ours in one pass through the Triton kernels, and float64 on the same inputs; relative differences."""
+    import torch
+
+    from megatron_dapo.config.policy import PolicyConfig
+    from megatron_dapo.policy.head import HeadRequest, one_pass
+    from megatron_dapo.policy.runtime import initialize
+
+    runtime = initialize(PolicyConfig(timeout_seconds=60), rendezvous=place)
+    tokens, hidden = 301, 128
+    g = torch.Generator().manual_seed(5)
+    h, w = torch.randn(tokens, hidden, generator=g), torch.randn(vocab, hidden, generator=g) / 6
+    if case == "tiny":
+        w *= 1e-3
+    elif case == "negative":
+        h[:, 0], w[:, 0] = 6.0, -5.0
+    targets = torch.randint(vocab - 3, (tokens,), generator=g)
+    a, b = torch.linspace(-1, 2, tokens), torch.linspace(0.5, -0.5, tokens)
+    exact_h, exact_w = (x.to(dtype).double().cuda().requires_grad_() for x in (h, w))
+    logp = torch.log_softmax((exact_h @ exact_w.t())[:, : vocab - 3] / 0.8, -1)  # the last three columns are padding
+    picked = logp.gather(1, targets.cuda()[:, None]).squeeze(1)
+    entropy = -(logp.exp() * logp).sum(-1)
+    ((picked * a.cuda()).sum() + (entropy * b.cuda()).sum()).backward()
+    ours_h, ours_w = (x.to(dtype).cuda().requires_grad_() for x in (h, w))
+    found = torch.zeros(2, tokens, device="cuda")
+
+    def loss(chunk, lp, ent):
+        found[:, chunk] = torch.stack([lp, ent]).detach()
+        return (lp * a.cuda()[chunk]).sum() + (ent * b.cuda()[chunk]).sum()
+
+    request = HeadRequest(targets.cuda(), targets.cuda(), vocab - 3, 0.8, 100, loss)
+    one_pass(ours_h, ours_w, request, runtime.groups.tp).backward()
+
+    def relative(x, y):
+        return float((x.double() - y).norm() / y.norm())
+
+    largest = float((exact_h @ exact_w.t()).abs().max())
+    return (
+        largest,
+        float((found[0].double() - picked).abs().max()),
+        float((found[1].double() - entropy).abs().max()),
+        relative(ours_h.grad, exact_h.grad),
+        relative(ours_w.grad, exact_w.grad),
+    )
+
+
+@pytest.mark.parametrize("vocab", [4096, 5003, 12345])
+@pytest.mark.parametrize("case", ["ordinary", "tiny", "negative"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_triton_head_against_float64(case, dtype, vocab):
+    import torch
+
+    largest, logp, entropy, *gradients = run_ranks(1, head_on_cuda, case, getattr(torch, dtype), vocab)[0]
+    # Logits are kept in the model's precision: bf16 rounds one of size x by up to x / 256.
+    rounding = 1e-4 if dtype == "float32" else 1.5 * largest / 256 / 0.8
+    assert logp <= rounding and entropy <= rounding
+    assert case == "negative" or dtype == "float32" or logp <= 2e-2
+    assert max(gradients) <= (1e-5 if dtype == "float32" else 1e-2)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_dapo.config.policy import PolicyConfig
-from megatron_dapo.policy.head import HeadRequest, vocab_parallel_logprobs
+from megatron_dapo.policy.head import HeadRequest, one_pass, two_pass
 from megatron_dapo.policy.ranks import run_ranks
 from megatron_dapo.policy.runtime import initialize
 
@@ -52,10 +52,38 @@ def ours(place, case, temperature, chunk, dtype):
     h = hidden.to(dtype).requires_grad_()
     w = padded[runtime.groups.tp.rank() * columns :][:columns].to(dtype).requires_grad_()
     request = HeadRequest(torch.arange(TOKENS), targets, VOCAB, temperature, chunk)
-    logp, entropy = vocab_parallel_logprobs(h, w, targets, request, runtime.groups.tp)
+    logp, entropy = two_pass(h, w, request, runtime.groups.tp)
     loss = (logp * torch.linspace(-1, 2, TOKENS)).sum() + (entropy * torch.linspace(3, 1, TOKENS)).sum()
     loss.backward()
     return logp.detach(), entropy.detach(), h.grad, w.grad
+
+
+def ours_in_one_pass(place, case, temperature, chunk, dtype, destination):
+    """The same loss through the one-pass head; the weight's gradient returned, or added to a main_grad."""
+    world = place.world_size
+    policy = PolicyConfig(tensor_parallel=world, micro_batch_tokens=6, timeout_seconds=30)
+    runtime = initialize(policy, rendezvous=place)
+    hidden, weight, targets = inputs(case)
+    columns = -(-VOCAB // world)
+    padded = torch.cat([weight, torch.full((columns * world - VOCAB, HIDDEN), 7.0)])
+    h = hidden.to(dtype).requires_grad_()
+    w = padded[runtime.groups.tp.rank() * columns :][:columns].to(dtype).requires_grad_()
+    w.main_grad = torch.full((columns, HIDDEN), 0.5)  # what an earlier micro-batch left there
+    scores = torch.zeros(2, TOKENS)
+
+    def loss(chunk, logp, entropy):
+        scores[:, chunk] = torch.stack([logp, entropy]).detach()
+        return (logp * torch.linspace(-1, 2, TOKENS)[chunk]).sum() + (
+            entropy * torch.linspace(3, 1, TOKENS)[chunk]
+        ).sum()
+
+    request = HeadRequest(torch.arange(TOKENS), targets, VOCAB, temperature, chunk, loss, destination)
+    one_pass(h, w, request, runtime.groups.tp).backward()
+    if destination == "returned":
+        return *scores, h.grad, w.grad
+    assert getattr(w, "grad_added_to_main_grad", False) == (destination == "added")
+    assert (w.grad is None) == (destination == "added-shared")
+    return *scores, h.grad, w.main_grad - 0.5
 
 
 def check(found, expected, tolerance):
@@ -63,13 +91,17 @@ def check(found, expected, tolerance):
         assert (ours.double() - theirs).norm() <= tolerance * theirs.norm()
 
 
+@pytest.mark.parametrize("way", ["two passes", "returned", "added", "added-shared"])
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("case", CASES)
-def test_values_and_gradients_against_float64(case, world):
+def test_values_and_gradients_against_float64(case, world, way):
     temperature = 0.8
     hidden, weight, targets = inputs(case)
     logp, entropy, grad_hidden, grad_weight = oracle(hidden, weight, targets, temperature)
-    results = run_ranks(world, ours, case, temperature, 7, torch.float32)
+    if way == "two passes":
+        results = run_ranks(world, ours, case, temperature, 7, torch.float32)
+    else:
+        results = run_ranks(world, ours_in_one_pass, case, temperature, 7, torch.float32, way)
     for result in results:
         check(result[:2], (logp, entropy), 1e-5)
     shares = torch.stack([r[2] for r in results]).sum(0)  # each rank's columns give a share of d_hidden
@@ -113,6 +145,6 @@ def nothing_scored(place):
     hidden = torch.empty(0, HIDDEN, requires_grad=True)
     weight = torch.ones(51, HIDDEN, requires_grad=True)
     none = torch.empty(0, dtype=torch.long)
-    logp, entropy = vocab_parallel_logprobs(hidden, weight, none, HeadRequest(none, none, VOCAB), runtime.groups.tp)
+    logp, entropy = two_pass(hidden, weight, HeadRequest(none, none, VOCAB), runtime.groups.tp)
     (logp.sum() + entropy.sum()).backward()
     return logp.detach(), weight.grad

@@ -12,9 +12,9 @@ import torch
 from reference_models import hf_model, hf_weights
 
 from megatron_dapo.policy import selfcheck, update
-from megatron_dapo.policy.loss_func import make_loss_func
+from megatron_dapo.policy.loss_func import OnePassLoss
 from megatron_dapo.policy.ranks import run_ranks
-from megatron_dapo.policy.runtime import initialize
+from megatron_dapo.policy.runtime import RankError, initialize
 from megatron_dapo.policy.selfcheck import (
     DEFAULT_LAYOUTS,
     LayoutSpec,
@@ -173,16 +173,15 @@ def masked_sample_counts_one_token(monkeypatch):
 
 
 def mean_per_micro_batch(monkeypatch):
-    def planted(*args, **kwargs):
-        loss_func = make_loss_func(*args, **kwargs)
+    class Averaged(OnePassLoss):
+        def __call__(self, *args):
+            return super().__call__(*args) / self._tokens.counts.sum().clamp(min=1)
 
-        def averaged(output):
-            loss, count, metrics = loss_func(output)
-            return loss / count.clamp(min=1), torch.ones_like(count), metrics
+        def loss_func(self, output):
+            loss, count, metrics = super().loss_func(output)
+            return loss, torch.ones_like(count), metrics
 
-        return averaged
-
-    monkeypatch.setattr(update, "make_loss_func", planted)
+    monkeypatch.setattr(update, "OnePassLoss", Averaged)
 
 
 def missing_context_factor(monkeypatch):
@@ -202,12 +201,25 @@ def missing_context_factor(monkeypatch):
         (count_before_mask, "single"),
         (masked_sample_counts_one_token, "single"),
         (mean_per_micro_batch, "dp2"),
-        (missing_context_factor, "cp2"),
     ],
 )
 def test_planted_errors_are_seen(plant, layout, oracle, monkeypatch):
     plant(monkeypatch)
     assert difference_to_oracle(layout, oracle) > 1e-3
+
+
+def test_a_missing_context_factor_is_seen(oracle, monkeypatch):
+    """The one-pass head refuses a loss that Megatron scales; a loss in two passes shows the wrong gradient."""
+    missing_context_factor(monkeypatch)
+    with pytest.raises(RankError, match="per-token path must be on"):
+        difference_to_oracle("cp2", oracle)
+    monkeypatch.setattr(update, "is_per_token", lambda config: False)
+    assert difference_to_oracle("cp2", oracle) > 1e-3
+
+
+def test_the_two_pass_head_gives_the_same_gradients(oracle, monkeypatch):
+    monkeypatch.setattr(update, "is_per_token", lambda config: False)
+    assert difference_to_oracle("tp2pp2", oracle) <= 1e-5
 
 
 def test_the_command_fails_on_a_planted_error(monkeypatch, capsys):
