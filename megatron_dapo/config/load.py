@@ -13,23 +13,51 @@ from pydantic import BaseModel, ValidationError
 from megatron_dapo.config.base import ConfigError
 from megatron_dapo.config.schema import Config
 
-# What other tools call our keys: an unknown key with one of these names is answered with ours.
+# What other tools call our keys (docs/migration.md): an unknown key with one of these names is answered with ours.
 KNOWN_ELSEWHERE = {
-    "eps_clip": "algorithm.clip_low", "epsilon": "algorithm.clip_low", "clip_ratio_low": "algorithm.clip_low",
-    "eps_clip_higher": "algorithm.clip_high", "epsilon_high": "algorithm.clip_high",
-    "clip_ratio_high": "algorithm.clip_high", "eps_clip_high": "algorithm.clip_high",
-    "clip_ratio_c": "algorithm.dual_clip", "loss_agg_mode": "algorithm.aggregation",
-    "loss_type": "algorithm.aggregation", "overlong_filter": "algorithm.overlong.filter",
-    "overlong_tokens": "algorithm.overlong.cache_length", "soft_cache_length": "algorithm.overlong.cache_length",
-    "overlong_penalty_factor": "algorithm.overlong.factor", "soft_max_length": "algorithm.overlong.max_length",
-    "dynamic_sample": "rollout.dynamic_sampling", "filter_groups": "rollout.dynamic_sampling",
-    "tensor_model_parallel_size": "policy.tensor_parallel", "pipeline_model_parallel_size": "policy.pipeline_parallel",
-    "context_parallel_size": "policy.context_parallel", "expert_model_parallel_size": "policy.expert_parallel",
-    "n_samples": "rollout.samples_per_prompt", "num_generations": "rollout.samples_per_prompt",
-    "max_tokens_per_gpu": "policy.micro_batch_tokens", "kl_loss_coef": "algorithm.kl.coefficient",
-    "entropy_coeff": "algorithm.entropy_coefficient", "ppo_mini_batch_size": "trainer.mini_batch_prompts",
-    "train_batch_size": "trainer.prompts_per_step",
-}  # fmt: skip
+    name: ours
+    for ours, names in {
+        "algorithm.clip_low": "eps_clip epsilon clip_ratio_low ratio_clip_min",
+        "algorithm.clip_high": "eps_clip_higher epsilon_high clip_ratio_high eps_clip_high ratio_clip_max",
+        "algorithm.dual_clip": "clip_ratio_c eps_clip_c c_clip ratio_clip_c",
+        "algorithm.aggregation": "loss_agg_mode loss_type token_level_loss calculate_per_token_loss",
+        "algorithm.overlong.filter": "overlong_filter overlong_filtering mask_truncated_completions",
+        "algorithm.overlong.cache_length": "overlong_tokens soft_cache_length overlong_buffer_length",
+        "algorithm.overlong.factor": "overlong_penalty_factor penalty_factor",
+        "algorithm.overlong.max_length": "soft_max_length",
+        "algorithm.overlong.penalty": "overlong_reward_penalty overlong_buffer",
+        "algorithm.kl.coefficient": "kl_loss_coef kl_ctl reference_policy_kl_penalty",
+        "algorithm.kl.estimator": "kl_loss_type kl_estimator",
+        "algorithm.entropy_coefficient": "entropy_coeff entropy_coef",
+        "algorithm.importance_sampling.cap": "tis_clip",
+        "rollout.dynamic_sampling": "dynamic_sample filter_groups use_dynamic_sampling",
+        "rollout.group_filter": "dynamic_sampling_filter_path dynamic_filter_fn should_accept_fn",
+        "rollout.sampler.fill": "dynamic_bs",
+        "rollout.sampler.oversampling": "gen_batch_size over_sampling_batch_size batch_multiplier",
+        "rollout.sampler.max_generation_batches": "max_num_gen_batches dynamic_sampling_max_gen_batches",
+        "rollout.sampler.unfinished": "partial_rollout",
+        "rollout.samples_per_prompt": "n_samples num_generations n_samples_per_prompt num_generations_per_prompt",
+        "rollout.max_response_tokens": "max_response_length max_completion_length max_new_tokens",
+        "rollout.max_prompt_tokens": "max_prompt_length rollout_max_prompt_len",
+        "policy.tensor_parallel": "tensor_model_parallel_size",
+        "policy.pipeline_parallel": "pipeline_model_parallel_size",
+        "policy.context_parallel": "context_parallel_size",
+        "policy.expert_parallel": "expert_model_parallel_size",
+        "policy.micro_batch_tokens": "max_tokens_per_gpu max_tokens_per_mb ppo_max_token_len_per_gpu",
+        "policy.model": "hf_checkpoint model_name model_path",
+        "policy.optimizer.lr": "learning_rate",
+        "policy.optimizer.grad_clip": "clip_grad max_grad_norm gradient_clipping",
+        "policy.optimizer.warmup_steps": "lr_warmup_steps",
+        "data.path": "train_files prompt_data",
+        "evaluate.data.path": "val_files eval_prompt_data",
+        "evaluate.every": "test_freq eval_interval val_period",
+        "trainer.mini_batch_prompts": "ppo_mini_batch_size global_batch_size",
+        "trainer.prompts_per_step": "train_batch_size rollout_batch_size num_prompts_per_step",
+        "trainer.steps": "num_rollout total_training_steps max_num_steps",
+        "trainer.checkpoint.every": "save_freq save_interval save_period",
+    }.items()
+    for name in names.split()
+}
 
 
 def load_config(path: str | Path | None, overrides: Iterable[str] = ()) -> Config:
