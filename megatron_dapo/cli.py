@@ -41,6 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_report(sub)
     _add_selfcheck(sub)
     _add_plan(sub)
+    _add_slurm(sub)
     _add_doctor(sub)
     return parser
 
@@ -229,6 +230,38 @@ def _add_plan(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--layers", choices=["te", "local"], default="te", help="Transformer Engine (default) or torch")
     parser.add_argument("--top", type=int, default=8, metavar="N", help="layouts to show (default 8)")
     parser.add_argument("--json", action="store_true", dest="as_json", help="print the plan as JSON")
+
+
+def _add_slurm(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    def run(args: argparse.Namespace) -> int:
+        from pathlib import Path
+
+        from megatron_dapo.config import load_config
+        from megatron_dapo.launch.slurm import run_slurm
+        from megatron_dapo.launch.slurm_status import print_status
+
+        if args.status:
+            return print_status(Path(args.status).resolve())
+        if args.config is None:
+            raise UserError("name a CONFIG to submit, or a run directory with --status")
+        nodes = [f"slurm.nodes={args.nodes}"] if args.nodes else []
+        return run_slurm(load_config(args.config, [*args.set, *nodes]), dry_run=args.dry_run, chain=args.chain)
+
+    parser = add_command(
+        sub, "slurm", run,
+        "Check a run, write its sbatch script into the run directory and submit it. The job resumes by itself.",
+        "examples:\n  megatron-dapo slurm run.yaml --nodes 16 --dry-run\n"
+        "  megatron-dapo slurm run.yaml --nodes 16 --set slurm.partition=h100\n"
+        "  megatron-dapo slurm run.yaml --chain 5      # jobs one after the other, where requeueing is not allowed\n"
+        "  megatron-dapo slurm --status runs/32b\n\n"
+        "exit codes: 0 submitted (--status: alive or finished), 1 --status: ended otherwise, 2 refused",
+    )  # fmt: skip
+    parser.add_argument("config", metavar="CONFIG", nargs="?", help="YAML file; its slurm section describes the job")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting")
+    parser.add_argument("--nodes", type=int, metavar="N", help="all nodes of the job (slurm.nodes)")
+    parser.add_argument("--dry-run", action="store_true", help="check, write and print the script, and stop")
+    parser.add_argument("--chain", type=int, default=1, metavar="K", help="submit K jobs, each after the one before")
+    parser.add_argument("--status", metavar="RUN_DIR", help="say in words what became of the jobs of a run")
 
 
 def _add_doctor(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -28,6 +28,26 @@ class GateConfig(Section):
     max_gap: float = Field(5.0, gt=0, description="Largest |trainer − engine| of a single token.")
 
 
+class HeartbeatConfig(Section):
+    """A rank that hangs is found by another one, and the run ends with the stacks of all ranks."""
+
+    every: float = Field(5.0, ge=0, description="Seconds between two beats of a rank; 0: no heartbeat.")
+    silent: float = Field(300.0, gt=0, description="Seconds without a beat until a rank counts as hanging.")
+    stuck: float = Field(
+        3600.0,
+        gt=0,
+        description="Seconds in which the loop must go on (an update, or a beat while it waits for engines).",
+    )
+
+    @model_validator(mode="after")
+    def _order(self) -> HeartbeatConfig:
+        if self.silent <= 2 * self.every:
+            raise ValueError(
+                f"silent ({self.silent:g}) must be more than two beats (every is {self.every:g}): raise it"
+            )
+        return self
+
+
 class TrainerConfig(Section):
     run_dir: str = Field("runs/default", description="Everything of the run; an existing run is resumed.")
     ranks: int | None = Field(
@@ -47,6 +67,7 @@ class TrainerConfig(Section):
     )
     checkpoint: CheckpointConfig = CheckpointConfig()
     gate: GateConfig = GateConfig()
+    heartbeat: HeartbeatConfig = HeartbeatConfig()
 
     @model_validator(mode="after")
     def _whole_mini_batches(self) -> TrainerConfig:

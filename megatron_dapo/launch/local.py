@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_dapo.config import Config, ConfigError, ModelShape, check_config, check_world, dump_config
+from megatron_dapo.errors import UserError
 from megatron_dapo.policy.visible import gpu_count
 
 
@@ -29,9 +30,14 @@ def run_training(config: Config, *, dry_run: bool = False) -> int:
         if place.rank == 0:
             write_resolved(config)
         return 0
-    if in_job or ranks == 1:
-        return _train(place if in_job else None, config, shape)
-    return max(run_ranks(ranks, _train, config, shape, timeout=None))
+    try:
+        if in_job or ranks == 1:
+            return _train(place if in_job else None, config, shape)
+        return max(run_ranks(ranks, _train, config, shape, timeout=None))
+    except UserError as error:
+        # The configuration was fine: what fails now may not fail again, and a launcher reads that from the code.
+        print(f"megatron-dapo: {error}", file=sys.stderr)
+        return 1
 
 
 def _train(place: Any, config: Config, shape: ModelShape) -> int:

@@ -1,7 +1,8 @@
-"""The servers that this run starts: brought up together, watched, and brought back when one dies.
+"""The servers of a run: brought up together, watched, and brought back when one dies.
 
-A watched server is looked at without generating anything. One that died or hangs is ended, started again, given the
-current weights, and serves only then. `stop` ends what was started here and nothing else.
+A watched server is looked at without generating anything, at regular times and whenever a request failed. One that died
+or hangs is ended, started again, given the current weights, and serves only then; one that somebody else runs
+(`servers.urls`) is waited for instead. `stop` ends what was started here and nothing else.
 """
 
 from __future__ import annotations
@@ -9,10 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Sequence
 from pathlib import Path
+
+import aiohttp
 
 from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.rollout.engine import EngineError
+from megatron_dapo.rollout.given_server import GivenServer
 from megatron_dapo.rollout.http import wait_all
 from megatron_dapo.rollout.server import SGLangServer
 from megatron_dapo.rollout.server_process import CommandMaker, ServerProcess, sglang_command
@@ -28,13 +33,16 @@ class Fleet:
         self, config: RolloutConfig, model: str, log_dir: str | Path, *, make_command: CommandMaker = sglang_command
     ) -> None:
         self._config, self._model = config, model
-        self.processes = [
+        self.processes: Sequence[ServerProcess | GivenServer] = [
+            GivenServer(url, config.servers) for url in config.servers.urls
+        ] or [
             ServerProcess(model, config.servers, index, Path(log_dir), make_command)
             for index in range(config.servers.count)
         ]
         self.engine: SGLangEngine | None = None
         self._watchers: list[asyncio.Task[None]] = []
         self._servers: list[SGLangServer] = []
+        self._look_now: dict[str, asyncio.Event] = {}
 
     async def start(self, version: int = 0) -> SGLangEngine:
         """All servers up and answering, or none left behind and the first one's error. A process that already runs
@@ -47,7 +55,10 @@ class Fleet:
                 if not process.alive():
                     process.spawn(taken)
                 taken.add(process.port)
-            servers = self._servers = [SGLangServer(process.url, self._config.servers) for process in self.processes]
+            router = self._config.servers.router_url
+            servers = self._servers = [
+                SGLangServer(process.url, self._config.servers, generate_url=router) for process in self.processes
+            ]
             pairs = list(zip(self.processes, servers, strict=True))
             results = await wait_all({s.name: process.wait_ready(s) for process, s in pairs})
             self.engine = SGLangEngine(servers, self._config, model=self._model, version=version)
@@ -61,6 +72,8 @@ class Fleet:
             raise
         self.engine.patience = self._config.servers.start_timeout
         self.engine.on_close = self.stop
+        self._look_now = {server.name: asyncio.Event() for server in servers}
+        self.engine.on_failure = lambda server: self._look_now[server.name].set()
         self._watchers = [asyncio.ensure_future(self._watch(process, server)) for process, server in pairs]
         return self.engine
 
@@ -71,10 +84,13 @@ class Fleet:
         await wait_all({server.name: server.close() for server in self._servers})
         await wait_all({str(index): process.end() for index, process in enumerate(self.processes)})
 
-    async def _watch(self, process: ServerProcess, server: SGLangServer) -> None:
-        missed = 0
+    async def _watch(self, process: ServerProcess | GivenServer, server: SGLangServer) -> None:
+        missed, look_now = 0, self._look_now[server.name]
         while True:
-            await asyncio.sleep(self._config.servers.heartbeat)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(look_now.wait(), self._config.servers.heartbeat)
+            asked = look_now.is_set()
+            look_now.clear()
             try:
                 if process.alive():
                     await server.connection.get("/model_info", timeout=self._config.servers.control_timeout)
@@ -82,7 +98,7 @@ class Fleet:
                     continue
                 cause = "it ended"
             except EngineError as error:
-                missed += 1
+                missed += MISSED_HEARTBEATS if _nobody_listens(error) else 0 if asked else 1
                 cause = str(error)
             if process.alive() and missed < MISSED_HEARTBEATS:
                 continue
@@ -90,7 +106,7 @@ class Fleet:
             if not await self._bring_back(process, server, cause):
                 return
 
-    async def _bring_back(self, process: ServerProcess, server: SGLangServer, cause: str) -> bool:
+    async def _bring_back(self, process: ServerProcess | GivenServer, server: SGLangServer, cause: str) -> bool:
         """False when it is given up; `trouble` then says why, and requests go to the other servers."""
         assert self.engine is not None
         server.serves, server.trouble = None, f"{cause}; {process.log_tail()}"
@@ -111,3 +127,8 @@ class Fleet:
         server.trouble += f"; given up after {process.restarts} restarts (rollout.servers.restarts)"
         log.error("server %s: %s", server.name, server.trouble)
         return False
+
+
+def _nobody_listens(error: EngineError) -> bool:
+    cause = error.__cause__
+    return isinstance(cause, aiohttp.ClientConnectorError) and isinstance(cause.os_error, ConnectionRefusedError)

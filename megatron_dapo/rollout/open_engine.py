@@ -15,8 +15,5 @@ async def open_engine(config: RolloutConfig, model: str, log_dir: str | Path) ->
 
         return EmbeddedEngine.from_directory(model, config.embedded)
     from megatron_dapo.rollout.fleet import Fleet
-    from megatron_dapo.rollout.sglang import SGLangEngine
 
-    if config.servers.urls:
-        return await SGLangEngine.connect(config.servers.urls, config, model=model)
     return await Fleet(config, model, log_dir).start()

@@ -47,6 +47,7 @@ class SGLangEngine:
         self._aborted: set[str] = set()
         self._background: set[asyncio.Task[Any]] = set()
         self.on_close: Callable[[], Awaitable[None]] | None = None
+        self.on_failure: Callable[[SGLangServer], None] = lambda server: None  # whoever watches may look at once
 
     @classmethod
     async def connect(
@@ -115,6 +116,7 @@ class SGLangEngine:
             except ServerFailure as error:
                 failure = str(error)
                 self._admission.let_rest(server)
+                self.on_failure(server)
                 self._in_background(partial(server.abort, name))
             except asyncio.CancelledError:
                 self._in_background(partial(server.abort, name))

@@ -30,6 +30,7 @@ from megatron_dapo.trainer.gate import check_gate
 from megatron_dapo.trainer.rollouts import Rollouts
 from megatron_dapo.trainer.shaping import mini_batches, shape_batch
 from megatron_dapo.trainer.together import Stopped, StopSignal, Together
+from megatron_dapo.trainer.watchdog import Watchdog, log_folder
 from megatron_dapo.types import StepBatch
 from megatron_dapo.weights.sync import discard
 from megatron_dapo.weights.torch_dist_source import TorchDistSource
@@ -50,11 +51,13 @@ class Work:
 
 
 class Trainer:
-    def __init__(self, config: Config, shape: Any, place: Rendezvous | None, stop: StopSignal) -> None:
+    def __init__(
+        self, config: Config, shape: Any, place: Rendezvous | None, stop: StopSignal, watchdog: Watchdog
+    ) -> None:
         self.config = config
         self.runtime = initialize(config.policy, seed=config.trainer.seed, rendezvous=place)
         self.is_driver = self.runtime.rank == 0
-        self.together = Together(self.runtime, stop)
+        self.together = Together(self.runtime, stop, watchdog.mark)
         self.policy = Policy(config, shape, self.runtime)
         self.checkpoints = Checkpoints(config.trainer.run_dir, config.trainer.checkpoint, self.runtime)
         self.observer: Observer = NullObserver()
@@ -396,8 +399,10 @@ def _array(values: list[float] | None) -> Floats | None:
 
 def train(config: Config, shape: Any, place: Rendezvous | None = None) -> int:
     """Runs or resumes the run in `config.trainer.run_dir` on this rank; returns the exit code."""
-    with StopSignal() as stop:
-        trainer = Trainer(config, shape, place, stop)
+    place = place or Rendezvous.from_environment()
+    logs = log_folder(config.trainer.run_dir)
+    with StopSignal() as stop, Watchdog(config.trainer.heartbeat, logs, place.rank, place.world_size) as watchdog:
+        trainer = Trainer(config, shape, place, stop, watchdog)
         try:
             return trainer.run()
         finally:

@@ -10,7 +10,6 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any, TypeVar
 
 from transformers import AutoTokenizer
@@ -23,6 +22,7 @@ from megatron_dapo.rollout.engine import Bucket, Engine, WeightReport, derive_se
 from megatron_dapo.rollout.open_engine import open_engine
 from megatron_dapo.rollout.sampler import Sampler
 from megatron_dapo.rollout.tally import Progress
+from megatron_dapo.trainer.watchdog import log_folder
 from megatron_dapo.types import StepBatch
 
 T = TypeVar("T")
@@ -60,7 +60,7 @@ class Rollouts:
         return self._submit(self._open())
 
     async def _open(self) -> None:
-        logs = Path(self.config.trainer.run_dir) / "logs"
+        logs = log_folder(self.config.trainer.run_dir)
         self._engine = await open_engine(self.config.rollout, self.config.policy.model, logs)
         self._pool = await RewardPool(self.config.reward).__aenter__()
         self._sampler = Sampler(

@@ -8,6 +8,7 @@ stop. A rank 0 that is gone therefore ends the others within one collective time
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import fields
@@ -54,11 +55,13 @@ class StopSignal:
 class Together:
     """The collectives of the loop. Every method is called by all ranks, in the same order."""
 
-    def __init__(self, runtime: Runtime, stop: StopSignal) -> None:
-        self.runtime, self.stop = runtime, stop
+    def __init__(self, runtime: Runtime, stop: StopSignal, mark: Callable[[str], None] = lambda doing: None) -> None:
+        """`mark` is told that the loop goes on, and with what."""
+        self.runtime, self.stop, self._mark = runtime, stop, mark
 
     def stop_requested(self) -> bool:
         """Whether any rank has been asked to stop."""
+        self._mark("training")
         asked = torch.tensor([int(bool(self.stop.received))], device=self.runtime.device)
         dist.all_reduce(asked, op=dist.ReduceOp.MAX)
         return bool(asked.item())
@@ -66,6 +69,7 @@ class Together:
     def wait(self, future: Future[T] | None, doing: str, *, stoppable: bool = False) -> T | None:
         """Rank 0 passes a future and gets its result; the others pass None. Its error is everybody's error."""
         while True:
+            self._mark(doing)
             state, error = self._look(future, stoppable) if future is not None else (WAITING, None)
             state = self._broadcast_number(state)
             if state == DONE:

@@ -1,0 +1,75 @@
+"""`megatron-dapo slurm CONFIG`: check everything, write one sbatch script into the run directory, submit it.
+
+Nothing is submitted that is known to fail. A dry run writes the same files, checks what it can, and stops.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+from megatron_dapo.config import Config, dump_config
+from megatron_dapo.launch.slurm_checks import Ask, SlurmError, ask, check_cluster, check_job, check_submission
+from megatron_dapo.launch.slurm_script import API_KEY, Job, render
+from megatron_dapo.launch.slurm_status import remember
+
+
+def run_slurm(config: Config, *, dry_run: bool = False, chain: int = 1, ask: Ask = ask) -> int:
+    job = Job(config, Path(config.trainer.run_dir).resolve(), Path.cwd(), chained=chain > 1)
+    check_job(job)
+    on_cluster = shutil.which("sbatch") is not None
+    if on_cluster or not dry_run:
+        check_cluster(config, ask)
+    write(job)
+    expected = check_submission(job.script, ask) if on_cluster or not dry_run else "no Slurm here: not asked"
+    print(describe(job))
+    if dry_run:
+        print(job.script.read_text())
+        print(f"valid, not submitted: {job.script} ({expected})")
+        return 0
+    jobs = submit(job, chain, ask)
+    remember(job.run_dir, jobs)
+    print(f"submitted {job.script} as job {', then '.join(map(str, jobs))}")
+    print(f"follow: tail -F {job.run_dir}/logs/latest/rank_0.log; state: megatron-dapo slurm --status {job.run_dir}")
+    return 0
+
+
+def write(job: Job) -> None:
+    """The script and the configuration it names. A key for the servers is the script's to make, not the file's."""
+    (job.run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    config = job.config
+    if job.starts_servers and not config.rollout.servers.api_key_env:
+        servers = config.rollout.servers.model_copy(update={"api_key_env": API_KEY})
+        config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"servers": servers})})
+    job.settings.write_text(dump_config(config))
+    job.script.write_text(render(job))
+
+
+def submit(job: Job, chain: int, ask: Ask) -> list[int]:
+    """A chain: each job starts when the one before it has ended without finishing the run."""
+    jobs: list[int] = []
+    for _ in range(chain):
+        after = [f"--dependency=afternotok:{jobs[-1]}", "--kill-on-invalid-dep=yes"] if jobs else []
+        answer = ask("sbatch", "--parsable", *after, str(job.script))
+        found = re.match(r"\d+", answer.stdout.strip())
+        if answer.returncode or found is None:
+            queued = f"; already submitted: {', '.join(map(str, jobs))}" if jobs else ""
+            raise SlurmError(f"sbatch refused {job.script}: {answer.stderr.strip()}{queued}")
+        jobs.append(int(found[0]))
+    return jobs
+
+
+def describe(job: Job) -> str:
+    slurm, rollout = job.config.slurm, job.config.rollout
+    if job.starts_servers:
+        nodes = slurm.engine_nodes or slurm.nodes
+        engines = (
+            f"{nodes * job.servers_per_node} SGLang servers on {nodes} nodes, TP {rollout.servers.tensor_parallel}"
+        )
+    else:
+        engines = "given by URL" if rollout.servers.urls else f"{rollout.engine}, started by the trainer"
+    return (
+        f"{slurm.mode}: {slurm.ranks} ranks on {slurm.trainer_nodes} nodes; engines: {engines}; "
+        f"limit {slurm.time}, {slurm.restarts} restarts"
+    )

@@ -1,0 +1,113 @@
+"""What can be known to be wrong with a job before it is submitted: each error says what to change.
+
+The configuration's own checks come first (they need no cluster), then what the cluster says: its partitions, and at the
+end `sbatch --test-only`, which knows limits, accounts and QoS.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_dapo.config import Config, ConfigError
+from megatron_dapo.errors import UserError
+from megatron_dapo.launch.local import check_run
+from megatron_dapo.launch.slurm_script import Job, seconds_of
+
+Ask = Callable[..., subprocess.CompletedProcess[str]]
+LOCAL_FOLDERS = ("/dev/shm", "/tmp", "/var/tmp", "/run")
+
+
+class SlurmError(UserError):
+    """Slurm is absent, does not answer, or refuses."""
+
+
+def ask(*command: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
+    """A Slurm command; absent or silent commands are errors, a refusal is the caller's to read."""
+    if shutil.which(command[0]) is None:
+        raise SlurmError(f"there is no {command[0]} here: run this on a machine from which jobs are submitted")
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        raise SlurmError(f"{command[0]} did not answer within {timeout:g} s: is the Slurm controller up?") from None
+
+
+def check_job(job: Job) -> None:
+    """Everything that needs no cluster."""
+    config = job.config
+    if config.trainer.ranks and config.trainer.ranks != config.slurm.ranks:
+        raise ConfigError(
+            f"trainer.ranks is {config.trainer.ranks}, but the job has {config.slurm.trainer_nodes} trainer nodes × "
+            f"{config.slurm.ranks_per_node} tasks = {config.slurm.ranks} ranks: leave trainer.ranks out"
+        )
+    check_run(config, config.slurm.ranks)
+    _check_time(config)
+    _check_engines(job)
+
+
+def _check_time(config: Config) -> None:
+    slurm = config.slurm
+    if slurm.signal_seconds >= seconds_of(slurm.time):
+        raise ConfigError(
+            f"slurm.signal_seconds is {slurm.signal_seconds}, but the time limit is {slurm.time}: the run would be "
+            "asked to save as soon as it starts; raise slurm.time or lower slurm.signal_seconds"
+        )
+
+
+def _check_engines(job: Job) -> None:
+    slurm, rollout = job.config.slurm, job.config.rollout
+    if slurm.mode == "disaggregated" and not job.starts_servers:
+        given = "rollout.servers.urls names running servers" if rollout.servers.urls else "the engine is embedded"
+        raise ConfigError(
+            f"slurm.engine_nodes is {slurm.engine_nodes}, but {given}, so these nodes would be idle: set slurm.mode to "
+            "colocated and slurm.engine_nodes to 0, or rollout.engine to sglang without urls"
+        )
+    if slurm.router and not job.starts_servers:
+        raise ConfigError("slurm.router needs servers that this job starts on more than one node: remove it")
+    if not job.starts_servers:
+        return
+    if job.servers_per_node < 1:
+        raise ConfigError(
+            f"rollout.servers.tensor_parallel is {rollout.servers.tensor_parallel}, but a node has "
+            f"{slurm.gpus_per_node} GPUs: a server must fit on one node"
+        )
+    if rollout.weights.transport == "tensor":
+        raise ConfigError("rollout.weights.transport is tensor, which needs one host: use disk or distributed")
+    needs_disk = rollout.weights.transport == "disk" or rollout.weights.keep_snapshot
+    folder = Path(job.folder, rollout.weights.directory)
+    if needs_disk and any(folder.is_relative_to(local) for local in LOCAL_FOLDERS if not _is_below(job.run_dir, local)):
+        raise ConfigError(
+            f"rollout.weights.directory is {rollout.weights.directory}, which the engines on other nodes cannot see: "
+            f"use a shared directory, e.g. {job.run_dir / 'weights'}"
+        )
+
+
+def _is_below(path: Path, folder: str) -> bool:
+    """A run directory in /tmp is a test on one machine."""
+    return path.is_relative_to(folder)
+
+
+def check_cluster(config: Config, ask: Ask = ask) -> None:
+    """The partition exists, or the cluster has a default one."""
+    answer = ask("sinfo", "-h", "-o", "%P")
+    if answer.returncode:
+        raise SlurmError(f"sinfo failed: {answer.stderr.strip() or 'no answer'}; is the Slurm controller up?")
+    names = answer.stdout.split()
+    known = ", ".join(name.rstrip("*") for name in names) or "none"
+    wanted = config.slurm.partition
+    if wanted is None and not any(name.endswith("*") for name in names):
+        raise ConfigError(f"slurm.partition is empty and the cluster has no default partition: choose one of {known}")
+    missing = [name for name in (wanted or "").split(",") if name and name not in {n.rstrip("*") for n in names}]
+    if missing:
+        raise ConfigError(f"slurm.partition: there is no partition {missing[0]} here; there are: {known}")
+
+
+def check_submission(script: Path, ask: Ask = ask) -> str:
+    """Slurm's own opinion of the script, without submitting it. Returns when and where it would start."""
+    answer = ask("sbatch", "--test-only", str(script))
+    said = " ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in answer.stderr.splitlines())
+    if answer.returncode:
+        raise SlurmError(f"Slurm would refuse the job: {said.removeprefix('allocation failure: ')} (script: {script})")
+    return said

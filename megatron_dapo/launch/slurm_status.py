@@ -1,0 +1,140 @@
+"""`megatron-dapo slurm --status RUN_DIR`: every Slurm state in words, with how far the run is and what to do next.
+
+States come from the controller while it remembers the job, then from the accounting database or its completion log.
+A state that is not in the table is shown as it is, never guessed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_dapo.launch.slurm_checks import Ask, SlurmError, ask
+
+JOBS = "jobs.json"
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    words: str
+    over: bool  # nothing more happens by itself
+    advice: str = ""
+
+
+AGAIN = "submit again: it resumes from the newest checkpoint"
+STATES = {
+    "PENDING": State("waits in the queue", False),
+    "CONFIGURING": State("has its nodes, which are getting ready", False),
+    "RUNNING": State("runs", False),
+    "COMPLETING": State("has ended and is being cleaned up", False),
+    "REQUEUED": State("was put back into the queue", False),
+    "REQUEUE_FED": State("was put back into the queue of another cluster", False),
+    "REQUEUE_HOLD": State("was put back into the queue and is held", False, "scontrol release JOB"),
+    "SPECIAL_EXIT": State("is held in the queue because of its exit code", False, "scontrol release JOB"),
+    "RESV_DEL_HOLD": State("is held: its reservation is gone", False, "set slurm.reservation and submit again"),
+    "RESIZING": State("is changing its size", False),
+    "SIGNALING": State("is being signalled", False),
+    "STAGE_OUT": State("is copying its files out", False),
+    "STOPPED": State("was stopped and keeps its nodes", False, "scancel --signal=CONT JOB"),
+    "SUSPENDED": State("is suspended and gave its nodes away", False, "scontrol resume JOB"),
+    "COMPLETED": State("finished", True),
+    "CANCELLED": State("was cancelled", True, AGAIN),
+    "FAILED": State("failed", True, "read logs/latest, mend it, " + AGAIN),
+    "TIMEOUT": State("ran into its time limit before it could save", True, "raise slurm.signal_seconds and " + AGAIN),
+    "DEADLINE": State("could not end before its deadline", True, AGAIN),
+    "OUT_OF_MEMORY": State("ran out of the node's memory", True, "raise slurm.memory, or less data per node; " + AGAIN),
+    "NODE_FAIL": State("lost a node", True, AGAIN),
+    "BOOT_FAIL": State("got a node that does not boot", True, AGAIN),
+    "LAUNCH_FAILED": State("could not be started on its nodes", True, AGAIN),
+    "RECONFIG_FAIL": State("got a node that could not be set up", True, AGAIN),
+    "PREEMPTED": State("had to make room for another job", True, AGAIN),
+    "REVOKED": State("was taken by another cluster", True),
+}  # fmt: skip
+SHORT = {
+    "NF": "NODE_FAIL", "TO": "TIMEOUT", "OOM": "OUT_OF_MEMORY", "PR": "PREEMPTED", "CD": "COMPLETED", "F": "FAILED",
+    "CA": "CANCELLED", "BF": "BOOT_FAIL", "DL": "DEADLINE", "PD": "PENDING", "R": "RUNNING", "CG": "COMPLETING",
+    "RQ": "REQUEUED", "S": "SUSPENDED", "ST": "STOPPED", "SE": "SPECIAL_EXIT",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class JobStatus:
+    job: int
+    state: str
+    reason: str = ""
+    restarts: int = 0
+    exit_code: str = ""
+
+    @property
+    def over(self) -> bool:
+        known = STATES.get(self.state)
+        return known is not None and known.over
+
+    def in_words(self) -> str:
+        known = STATES.get(self.state, State(f"is in state {self.state}, which this version does not know", False))
+        parts = [f"job {self.job} {known.words}"]
+        if self.state == "FAILED" and self.exit_code:
+            parts.append(_exit_in_words(self.exit_code))
+        if self.reason and self.reason != "None":
+            parts.append(f"({self.reason})")
+        if self.restarts:
+            parts.append(f"after {self.restarts} restart{'s' if self.restarts > 1 else ''}")
+        return " ".join(parts) + (f"; {known.advice.replace('JOB', str(self.job))}" if known.advice else "")
+
+
+def normal_state(text: str) -> str:
+    """`CANCELLED by 1000`, `NODE_FAIL+`, `OOM` as in the table."""
+    name = re.split(r"[\s+]", text.strip().upper(), maxsplit=1)[0]
+    return SHORT.get(name, name)
+
+
+def job_status(job: int, ask: Ask = ask) -> JobStatus:
+    answer = ask("scontrol", "-o", "show", "job", str(job))
+    if answer.returncode == 0 and "JobState=" in answer.stdout:
+        found = dict(word.split("=", 1) for word in answer.stdout.split() if "=" in word)
+        return JobStatus(job, normal_state(found["JobState"]), found.get("Reason", ""), int(found.get("Restarts", 0)),
+                         found.get("ExitCode", ""))  # fmt: skip
+    for options in (["-X"], ["-c"]):  # the database, or the log of completed jobs
+        answer = ask("sacct", *options, "-n", "-P", "-j", str(job), "-o", "State")
+        lines = [line for line in answer.stdout.splitlines() if line.strip()]
+        if answer.returncode == 0 and lines:
+            return JobStatus(job, normal_state(lines[-1]))
+    raise SlurmError(f"Slurm knows nothing of job {job}: it ended long ago, or this is another cluster")
+
+
+def remember(run_dir: Path, jobs: list[int]) -> None:
+    path = run_dir / JOBS
+    path.write_text(json.dumps([*submitted(run_dir), *jobs]) + "\n")
+
+
+def submitted(run_dir: Path) -> list[int]:
+    path = run_dir / JOBS
+    return [int(job) for job in json.loads(path.read_text())] if path.exists() else []
+
+
+def print_status(run_dir: Path, ask: Ask = ask) -> int:
+    """0: it waits, runs or has finished. 1: it ended otherwise."""
+    jobs = submitted(run_dir)
+    if not jobs:
+        raise SlurmError(f"{run_dir}: no job was submitted from here (no {JOBS})")
+    statuses = [job_status(job, ask) for job in jobs]
+    for status in [s for s in statuses[:-1] if not s.over] + statuses[-1:]:
+        print(status.in_words())
+    print(f"{steps_done(run_dir)} steps done; logs: {run_dir / 'logs' / 'latest'}")
+    ended = run_dir / "logs" / "latest" / "heartbeat" / "ended"
+    if ended.exists():
+        print(ended.read_text().rstrip())
+    return 1 if all(s.over for s in statuses) and statuses[-1].state != "COMPLETED" else 0
+
+
+def steps_done(run_dir: Path) -> int:
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return max((int(found[1]) for line in lines if (found := re.search(r'"step":\s*(\d+)', line))), default=0)
+
+
+def _exit_in_words(code: str) -> str:
+    status, _, signal = code.partition(":")
+    return f"by signal {signal}" if signal not in ("", "0") else f"with exit code {status}"

@@ -1,0 +1,167 @@
+"""A heartbeat per rank: a rank that hangs is found by another one, and the attempt ends with everybody's stacks.
+
+Each rank has a thread that writes `heartbeat/rank_R.json`: a counter, and where the loop is. Rank R reads the file of
+rank R+1. Two things count as hanging, both by the reader's own clock: a counter that stands still (the process is
+stopped or dead to the world), and a loop that has not gone on (it waits for something that does not come). The reader
+then writes `heartbeat/ended` with the reason; a rank that sees it writes its stacks to `stacks_rank_R.txt` and ends.
+
+A process whose interpreter is stuck cannot run that thread; faulthandler's own timer, which needs no interpreter,
+writes its stacks. SIGUSR2 writes them at any time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+from megatron_dapo.config.trainer import HeartbeatConfig
+
+HUNG = 76  # exit code: some rank hung, see heartbeat/ended
+
+
+def log_folder(run_dir: str | Path) -> Path:
+    """logs/latest where a launcher made one for this attempt, or else logs."""
+    logs = Path(run_dir) / "logs"
+    return (logs / "latest").resolve() if (logs / "latest").exists() else logs
+
+
+class Watchdog:
+    def __init__(self, config: HeartbeatConfig, logs: Path, rank: int, world_size: int) -> None:
+        self._config, self._rank, self._next = config, rank, (rank + 1) % world_size
+        self._world_size = world_size
+        self._folder, self._stacks_path = logs / "heartbeat", logs / f"stacks_rank_{rank}.txt"
+        self._stacks: TextIO | None = None
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._main = threading.get_ident()
+        self._beats = self._marks = 0
+        self._doing = "starting"
+
+    def mark(self, doing: str = "") -> None:
+        """The loop has gone on. Cheap: call it often."""
+        self._marks += 1
+        self._doing = doing or self._doing
+
+    def __enter__(self) -> Watchdog:
+        if self._config.every <= 0:
+            return self
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for name in (f"rank_{self._rank}.json", "ended"):  # of a run before this one
+            (self._folder / name).unlink(missing_ok=True)
+        self._stacks = self._stacks_path.open("a")
+        with contextlib.suppress(ValueError):  # only the main thread may
+            faulthandler.register(signal.SIGUSR2, file=self._stacks, all_threads=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._end.set()
+        if self._stacks is None:
+            return
+        self._thread.join()
+        faulthandler.cancel_dump_traceback_later()
+        with contextlib.suppress(ValueError):
+            faulthandler.unregister(signal.SIGUSR2)
+        self._stacks.close()
+        with contextlib.suppress(OSError):
+            (self._folder / f"rank_{self._rank}.json").unlink(missing_ok=True)
+            if not self._stacks_path.stat().st_size:
+                self._stacks_path.unlink()
+
+    # ---- the heartbeat's thread ----
+
+    def _run(self) -> None:
+        assert self._stacks is not None
+        seen = _Seen(time.monotonic())
+        while not self._end.wait(self._config.every):
+            faulthandler.dump_traceback_later(self._config.silent, file=self._stacks, exit=False)
+            now = time.monotonic()
+            self._beats += 1
+            with contextlib.suppress(OSError):  # a full or absent file system must not end a run that works
+                self._write()
+                reason = self._read_ended() or self._look(seen, now)
+                if reason:
+                    self._end_attempt(reason)
+
+    def _write(self) -> None:
+        path = self._folder / f"rank_{self._rank}.json"
+        record = {"beats": self._beats, "marks": self._marks, "doing": self._doing, "where": self._where(),
+                  "host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}  # fmt: skip
+        path.with_suffix(".part").write_text(json.dumps(record))
+        path.with_suffix(".part").rename(path)
+
+    def _where(self) -> str:
+        """The innermost frame of the main thread: tells who waits for others from who does not come."""
+        frame = sys._current_frames().get(self._main)
+        if frame is None:
+            return ""
+        return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
+
+    def _look(self, seen: _Seen, now: float) -> str:
+        """Why the next rank counts as hanging, or nothing. A look that comes late itself starts counting anew."""
+        record = self._read(self._next)
+        if record is None or now - seen.looked > self._config.silent / 2:
+            seen.reset(now)
+        seen.looked = now
+        if record is None:
+            return ""  # not there yet, or ended properly
+        silent, stuck = seen.update(record, now)
+        who = f"rank {self._next} (pid {record['pid']} on {record['host']})"
+        if silent > self._config.silent and self._next != self._rank:
+            return f"{who} has been silent for {silent:.0f} s, last seen {record['doing']}, in {record['where']}"
+        if stuck > self._config.stuck:
+            return f"{who} has not gone on for {stuck:.0f} s while {record['doing']}, in {record['where']}"
+        return ""
+
+    def _end_attempt(self, reason: str) -> None:
+        assert self._stacks is not None
+        ended = self._folder / "ended"
+        if not ended.exists():
+            rows = [(rank, self._read(rank)) for rank in range(self._world_size)]
+            table = [f"  rank {rank}: mark {r['marks']}, {r['doing']}, in {r['where']}" for rank, r in rows if r]
+            ended.with_suffix(f".{self._rank}").write_text("\n".join([f"hanging: {reason}", *table]) + "\n")
+            ended.with_suffix(f".{self._rank}").rename(ended)
+        print(f"rank {self._rank} ends: {reason}; its stacks are in {self._stacks_path}", file=sys.stderr, flush=True)
+        faulthandler.dump_traceback(file=self._stacks, all_threads=True)
+        os._exit(HUNG)
+
+    def _read_ended(self) -> str:
+        try:
+            return (self._folder / "ended").read_text().partition("\n")[0].removeprefix("hanging: ")
+        except FileNotFoundError:
+            return ""
+
+    def _read(self, rank: int) -> dict[str, Any] | None:
+        try:
+            return dict(json.loads((self._folder / f"rank_{rank}.json").read_text()))
+        except (OSError, ValueError):
+            return None
+
+
+class _Seen:
+    """When the neighbour's counters last changed, by our clock."""
+
+    def __init__(self, now: float) -> None:
+        self.looked = now
+        self.reset(now)
+
+    def reset(self, now: float) -> None:
+        self._beat_at = self._mark_at = now
+        self._beats = self._marks = -1
+
+    def update(self, record: dict[str, Any], now: float) -> tuple[float, float]:
+        """Seconds without a heartbeat, seconds without progress."""
+        if record["beats"] != self._beats:
+            self._beats, self._beat_at = record["beats"], now
+        if record["marks"] != self._marks:
+            self._marks, self._mark_at = record["marks"], now
+        return now - self._beat_at, now - self._mark_at

@@ -1,0 +1,23 @@
+"""One real Slurm cluster for the whole session; the tiny model and reward of the trainer's tests."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "trainer")]
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory):
+    from mini_slurm import MiniSlurm, unavailable
+
+    reason = unavailable()
+    if reason:
+        pytest.skip(f"no Slurm cluster can be started: {reason}")
+    found = MiniSlurm(tmp_path_factory.mktemp("slurm")).start()
+    try:
+        yield found
+    finally:
+        found.stop()

@@ -1,0 +1,236 @@
+"""A real Slurm cluster of four nodes on this machine, for the tests: Debian's packages, no systemd, no cgroups.
+
+Every daemon is a child of this process and ends with it. Each slurmd lives in mount and host name spaces of its own, so
+a task on node n3 sees the host name n3 and finds the others by name. `unavailable()` says why a machine cannot do it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+NODES = ("n1", "n2", "n3", "n4")
+PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "unshare")
+PR_SET_PDEATHSIG = 1
+
+# Short times, so that a dead node is noticed in 20 s and a requeued job starts in 7 s instead of two minutes.
+CONFIG = """\
+ClusterName=mini
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+CredType=cred/munge
+AuthInfo=socket={root}/munge.socket,cred_expire=5
+SlurmctldPidFile={root}/slurmctld.pid
+SlurmdPidFile={root}/slurmd.%n.pid
+StateSaveLocation={root}/state
+SlurmdSpoolDir={root}/spool.%n
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+JobCompType=jobcomp/filetxt
+JobCompLoc={root}/completed.log
+SwitchType=switch/none
+MpiDefault=none
+SchedulerType=sched/backfill
+SchedulerParameters=bf_interval=2,sched_interval=2,batch_sched_delay=0
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SlurmdParameters=config_overrides
+EnforcePartLimits=ALL
+ReturnToService=2
+SlurmdTimeout=10
+KillWait=5
+MinJobAge=3600
+NodeName=n[1-4] NodeHostname={host} NodeAddr=127.0.0.[11-14] Port=[{first}-{last}] CPUs=8 RealMemory=4000
+PartitionName=work Nodes=n[1-4] Default={default} MaxTime=60 State=UP
+PartitionName=short Nodes=n[1-2] MaxTime=2 State=UP
+"""
+
+
+def unavailable() -> str:
+    """Why no cluster can be started here; empty when one can."""
+    missing = [program for program in PROGRAMS if shutil.which(program) is None]
+    if missing:
+        return f"no {', '.join(missing)}: apt-get install slurmctld slurmd slurm-client munge"
+    if os.geteuid() != 0:
+        return "a cluster with several nodes on one machine needs root"
+    trial = subprocess.run(["unshare", "-m", "-u", "true"], capture_output=True, text=True)
+    return f"no name spaces here: {trial.stderr.strip()}" if trial.returncode else ""
+
+
+class MiniSlurm:
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+        self.environment = os.environ | {"SLURM_CONF": str(root / "slurm.conf")}
+
+    def start(self) -> MiniSlurm:
+        self.root.mkdir(parents=True, exist_ok=True)
+        self.root.chmod(0o755)
+        (self.root / "state").mkdir()
+        (self.root / "munge.key").write_bytes(os.urandom(1024))
+        (self.root / "munge.key").chmod(0o400)
+        self.write_config()
+        host = socket.gethostname().split(".")[0]
+        names = "".join(f"127.0.0.1{i} {node}\n" for i, node in enumerate(NODES, 1))
+        (self.root / "hosts").write_text(f"127.0.0.1 localhost {host}\n{names}")
+        self._spawn(
+            "munged", "--foreground", "--force", f"--key-file={self.root}/munge.key",
+            f"--socket={self.root}/munge.socket", f"--pid-file={self.root}/munged.pid",
+            f"--log-file={self.root}/munged.log", f"--seed-file={self.root}/munged.seed",
+        )  # fmt: skip
+        wait_for(lambda: (self.root / "munge.socket").exists(), 10, "munged")
+        self._spawn("slurmctld", "-D", "-c", "-f", f"{self.root}/slurm.conf")
+        for node in NODES:
+            self.start_node(node)
+        try:
+            wait_for(
+                lambda: self.run("sinfo", "-h", "-N", "-p", "work", "-o", "%T").split() == ["idle"] * 4,
+                30,
+                "four idle nodes",
+            )
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def write_config(self, default: str = "YES") -> None:
+        ports = _free_ports(5)
+        host = socket.gethostname().split(".")[0]
+        text = CONFIG.format(
+            root=self.root, host=host, port=ports[0], first=ports[1], last=ports[4], default=default
+        )  # fmt: skip
+        (self.root / "slurm.conf").write_text(text)
+
+    def start_node(self, node: str) -> None:
+        (self.root / f"spool.{node}").mkdir(exist_ok=True)
+        script = f"hostname {node} && mount --bind {self.root}/hosts /etc/hosts && exec slurmd -D -N {node} -f $0"
+        self._spawn("unshare", "-m", "-u", "sh", "-c", script, f"{self.root}/slurm.conf", name=node)
+
+    def kill_node(self, node: str) -> None:
+        """As if the power went off: the slurmd, its step daemons and everything below them, at once."""
+        slurmd = self._daemons.pop(node)
+        daemons = _step_daemons(os.readlink(f"/proc/{slurmd.pid}/ns/uts"))
+        for pid in [slurmd.pid, *daemons, *(pid for daemon in daemons for pid in descendants(daemon))]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        slurmd.wait()
+
+    def run(self, *command: str, timeout: float = 30) -> str:
+        """A Slurm command's output."""
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=timeout)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+        return done.stdout.strip()
+
+    def job(self, job: int | str) -> dict[str, str]:
+        """What `scontrol show job` knows, e.g. JobState, Reason, ExitCode, Restarts, BatchHost."""
+        words = self.run("scontrol", "-o", "show", "job", str(job)).split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+    def stop(self) -> None:
+        if "slurmctld" in self._daemons:
+            with contextlib.suppress(Exception):
+                self.run("scancel", "--user=root")
+                wait_for(lambda: not self.run("squeue", "-h"), 20, "the jobs to end")
+        for daemon in reversed(list(self._daemons.values())):
+            daemon.terminate()
+        for daemon in self._daemons.values():
+            try:
+                daemon.wait(10)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+        self._daemons.clear()
+
+    def _spawn(self, *command: str, name: str = "") -> None:
+        name = name or command[0]
+        with (self.root / f"{name}.out").open("ab") as log:
+            self._daemons[name] = subprocess.Popen(
+                command, env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                start_new_session=True, preexec_fn=_end_with_parent,
+            )  # fmt: skip
+
+
+def processes_of_job(job: int | str) -> dict[int, str]:
+    """Processes on this machine that carry the job's number in their environment: pid -> command line."""
+    wanted = f"SLURM_JOB_ID={job}".encode()
+    found: dict[int, str] = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with contextlib.suppress(OSError):
+                if wanted in (folder / "environ").read_bytes().split(b"\0"):
+                    found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return found
+
+
+def rank_pid(job: int | str, rank: int, contains: str) -> int | None:
+    """The task with this number, by its command line; its children do not count."""
+    for pid, command in sorted(processes_of_job(job).items()):
+        if contains in command:
+            with contextlib.suppress(OSError):
+                environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                if f"SLURM_PROCID={rank}".encode() in environment:
+                    return pid
+    return None
+
+
+def descendants(pid: int) -> Iterable[int]:
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in (task / "children").read_text().split():
+                yield int(child)
+                yield from descendants(int(child))
+
+
+def wait_for(condition: Callable[[], object], seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while True:
+        with contextlib.suppress(RuntimeError):
+            if condition():
+                return
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"waited {seconds:g} s for {what}")
+        time.sleep(0.25)
+
+
+def _step_daemons(name_space: str) -> list[int]:
+    """The step daemons of one node: those in its host name space."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with contextlib.suppress(OSError):
+                is_daemon = (folder / "cmdline").read_bytes().startswith(b"slurmstepd")
+                if is_daemon and os.readlink(folder / "ns/uts") == name_space:
+                    found.append(int(folder.name))
+    return found
+
+
+def _free_ports(count: int) -> list[int]:
+    """Consecutive ports nobody listens on."""
+    for first in range(17000 + os.getpid() % 1000 * 10, 60000, count):
+        with contextlib.ExitStack() as stack:
+            try:
+                for port in range(first, first + count):
+                    trial = stack.enter_context(socket.socket())
+                    trial.bind(("", port))
+            except OSError:
+                continue
+            return list(range(first, first + count))
+    raise RuntimeError("no free ports")
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,0 +1,209 @@
+"""The sbatch script: what is in it, that bash accepts it, and that wrong configurations fail before submission."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megatron_dapo.config import ConfigError, ModelShape, parse_config
+from megatron_dapo.launch import slurm as launch
+from megatron_dapo.launch.slurm_checks import SlurmError, check_cluster, check_job, check_submission
+from megatron_dapo.launch.slurm_script import Job, render, seconds_of
+
+MODEL = {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 128,
+    "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.fixture
+def raw(tmp_path):
+    import json
+
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps(MODEL))
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    assert ModelShape.from_dir(tmp_path / "model").layers == 4
+    return {
+        "policy": {"model": str(tmp_path / "model"), "tensor_parallel": 4, "micro_batch_tokens": 4096},
+        "rollout": {
+            "max_prompt_tokens": 1024, "max_response_tokens": 2048,
+            "servers": {"tensor_parallel": 4}, "weights": {"directory": "/shared/weights"},
+        },
+        "algorithm": {"overlong": {"penalty": "none"}},
+        "data": {"path": str(tmp_path / "prompts.jsonl")},
+        "trainer": {"run_dir": str(tmp_path / "run")},
+        "slurm": {"nodes": 4, "mode": "disaggregated", "engine_nodes": 1, "partition": "h100"},
+    }  # fmt: skip
+
+
+def job_of(raw, **options):
+    config = parse_config(raw)
+    return Job(config, Path(config.trainer.run_dir), Path("/project"), **options)
+
+
+def script_of(raw, **options):
+    job = job_of(raw, **options)
+    check_job(job)
+    text = render(job)
+    assert subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True).stderr == ""
+    return text
+
+
+def test_trainer_nodes_and_engine_nodes(raw):
+    text = script_of(raw)
+    assert 'TRAINERS=("${NODES[@]:0:3}")' in text and 'ENGINES=("${NODES[@]:3}")' in text
+    assert "--nodes=3 --ntasks=24" in text and "--ntasks-per-node=8" in text
+    assert "seq 0 1" in text  # 8 GPUs / TP 4 = two servers on the engine node
+    assert '--port "$2"' in text and '--base-gpu-id "$3"' in text and "--tp-size 4" in text
+    assert "$((30000 + index)) $((index * 4))" in text
+    assert '"rollout.servers.urls=[$URLS]"' in text
+    assert "#SBATCH --signal=B:USR1@600" in text and "#SBATCH --requeue" in text and "#SBATCH --exclusive" in text
+
+
+def test_colocated_engines_are_on_every_node(raw):
+    raw["slurm"] = {"nodes": 4}
+    text = script_of(raw)
+    assert 'ENGINES=("${NODES[@]}")' in text and "--nodes=4 --ntasks=32" in text
+
+
+def test_on_one_node_the_trainer_starts_its_own_engines(raw):
+    raw["slurm"] = {"nodes": 1}
+    raw["rollout"]["weights"]["directory"] = "/dev/shm"
+    assert "launch_server" not in script_of(raw)
+
+
+def test_the_key_is_made_by_the_script_and_is_in_no_file(raw, tmp_path):
+    job = job_of(raw)
+    launch.write(job)
+    assert 'export MEGATRON_DAPO_API_KEY="${MEGATRON_DAPO_API_KEY:-$(od ' in job.script.read_text()
+    assert '--api-key "$MEGATRON_DAPO_API_KEY"' in job.script.read_text()
+    assert "api_key_env: MEGATRON_DAPO_API_KEY" in job.settings.read_text()
+
+
+def test_options_from_the_configuration(raw):
+    raw["slurm"] |= {
+        "account": "lab", "qos": "high", "reservation": "may", "extra": ["--constraint=h100"], "memory": "0",
+        "cpus_per_task": 12, "environment": {"NCCL_IB_HCA": "mlx5"}, "setup": ["module load cuda"], "router": True,
+    }  # fmt: skip
+    text = script_of(raw)
+    for line in (
+        "#SBATCH --partition=h100", "#SBATCH --account=lab", "#SBATCH --qos=high", "#SBATCH --reservation=may",
+        "#SBATCH --constraint=h100", "#SBATCH --mem=0", "#SBATCH --cpus-per-task=12", "#SBATCH --gpus-per-node=8",
+        "export NCCL_IB_HCA=mlx5", "module load cuda",
+    ):  # fmt: skip
+        assert f"\n{line}\n" in text, line
+    assert "sglang_router.launch_router" in text and "router_url=http://${ENGINES[0]}:29000" in text
+
+
+def test_containers(raw):
+    raw["slurm"] |= {"container_image": "nvcr.io#nvidia/pytorch:25.09", "container_mounts": ["/data:/data:ro"]}
+    text = script_of(raw)
+    assert "--container-image=nvcr.io#nvidia/pytorch:25.09" in text and "--container-mounts=/data:/data:ro" in text
+    sruns = [line for line in text.splitlines() if line.lstrip().startswith("srun ")]
+    assert len(sruns) == 2 and all('"${CONTAINER[@]}"' in line for line in sruns)
+    assert "python3 -u -m megatron_dapo.cli train" in text
+
+
+def test_odd_names_are_quoted(raw, tmp_path):
+    raw["trainer"]["run_dir"] = str(tmp_path / "a run; touch x")
+    raw["slurm"]["environment"] = {"NOTE": "$(touch x) 'y'"}
+    (tmp_path / "a run; touch x").mkdir()
+    text = script_of(raw)
+    lines = [line for line in text.splitlines() if line.startswith(("RUN=", "export NOTE="))]
+    done = subprocess.run(
+        ["bash", "-c", "\n".join([*lines, 'echo "$RUN|$NOTE"'])], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.stdout == f"{tmp_path}/a run; touch x|$(touch x) 'y'\n"
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "said"),
+    [
+        ("slurm", {"engine_nodes": 0}, "mode is disaggregated but engine_nodes is 0"),
+        ("slurm", {"engine_nodes": 4}, "leaves none to train on"),
+        ("slurm", {"mode": "colocated"}, "set mode to disaggregated"),
+        ("slurm", {"time": "1 day"}, "is not a time"),
+        ("slurm", {"time": 86400}, "put the time in quotes"),
+        ("slurm", {"time": "00:05:00"}, "slurm.signal_seconds is 600, but the time limit is 00:05:00"),
+        ("slurm", {"extra": ["constraint=h100"]}, "expected sbatch options"),
+        ("slurm", {"environment": {"A B": "1"}}, "no name of a variable"),
+        ("slurm", {"tasks_per_node": 3}, "use a multiple of 4 ranks"),
+        ("policy", {"tensor_parallel": 3, "micro_batch_tokens": 4098}, "choose one of 1, 2, 4, 8"),
+        ("policy", {"model": "/no/such/model"}, "/no/such/model is not a directory"),
+        ("data", {"path": "/no/such/prompts.jsonl"}, "/no/such/prompts.jsonl does not exist"),
+        ("trainer", {"ranks": 2}, "leave trainer.ranks out"),
+        ("rollout", {"engine": "embedded"}, "these nodes would be idle"),
+        ("rollout", {"servers": {"tensor_parallel": 16}}, "a server must fit on one node"),
+        ("rollout", {"weights": {"directory": "/dev/shm"}}, "cannot see: use a shared directory"),
+        ("rollout", {"weights": {"transport": "tensor"}}, "needs one host"),
+    ],
+)
+def test_what_cannot_work_is_refused(section, change, said, raw, tmp_path):
+    raw[section] |= change
+    with pytest.raises(ConfigError) as caught:
+        check_job(job_of(raw))
+    assert said in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def answer(stdout="", stderr="", code=0):
+    return lambda *command: subprocess.CompletedProcess(command, code, stdout, stderr)
+
+
+@pytest.mark.parametrize(
+    ("partition", "known", "said"),
+    [
+        (None, "a100\nh100\n", "has no default partition: choose one of a100, h100"),
+        ("h200", "a100*\nh100\n", "there is no partition h200 here; there are: a100, h100"),
+    ],
+)
+def test_the_partition(partition, known, said, raw):
+    raw["slurm"]["partition"] = partition
+    with pytest.raises(ConfigError, match=said):
+        check_cluster(parse_config(raw), answer(known))
+
+
+def test_a_partition_that_exists_or_a_default_one(raw):
+    check_cluster(parse_config(raw), answer("a100*\nh100\n"))
+    raw["slurm"]["partition"] = None
+    check_cluster(parse_config(raw), answer("a100*\nh100\n"))
+
+
+def test_a_chain_of_jobs(raw, capsys):
+    """Each starts when the one before has ended without finishing; none requeues itself."""
+    asked = []
+
+    def ask(*command):
+        asked.append(command)
+        return answer("a100*\nh100\n" if command[0] == "sinfo" else f"{100 + len(asked)};cluster\n")(*command)
+
+    launch.run_slurm(parse_config(raw), chain=3, ask=ask)
+    submissions = [command[2:-1] for command in asked if "--parsable" in command]
+    assert submissions == [
+        (), ("--dependency=afternotok:103", "--kill-on-invalid-dep=yes"),
+        ("--dependency=afternotok:104", "--kill-on-invalid-dep=yes"),
+    ]  # fmt: skip
+    assert '[ "${SLURM_RESTART_COUNT:-0}" -ge 0 ]' in Path(raw["trainer"]["run_dir"], "job.sbatch").read_text()
+    assert "as job 103, then 104, then 105" in capsys.readouterr().out
+
+
+def test_seconds():
+    found = [seconds_of(text) for text in ("90", "2:30", "24:00:00", "1-0", "2-03:04", "1-02:03:04")]
+    assert found == [5400, 150, 86400, 86400, 2 * 86400 + 3 * 3600 + 240, 86400 + 2 * 3600 + 184]
+
+
+def test_slurm_itself_is_asked(cluster, monkeypatch, tmp_path):
+    """What only the cluster knows: limits of the partition, its size."""
+    monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
+    script = tmp_path / "job.sbatch"
+    for option, said in (("--time=05:00:00", "time limit"), ("--nodes=9", "ode"), ("--account=x --qos=gold", "")):
+        script.write_text(f"#!/bin/bash\n#SBATCH --partition=work {option}\n")
+        if said:
+            with pytest.raises(SlurmError, match=said):
+                check_submission(script)
+    script.write_text("#!/bin/bash\n#SBATCH --nodes=4 --time=10\n")
+    assert "to start at" in check_submission(script)
+    assert cluster.run("squeue", "-h", "-n", "job.sbatch") == ""

@@ -1,0 +1,82 @@
+"""Every state that Slurm has is said in words, and none is taken for success but COMPLETED."""
+
+import json
+import subprocess
+
+import pytest
+
+from megatron_dapo.launch.slurm_checks import SlurmError
+from megatron_dapo.launch.slurm_status import STATES, JobStatus, job_status, normal_state, print_status, remember
+
+# squeue's manual, JOB STATE CODES.
+OVER = {
+    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED",
+    "TIMEOUT",
+}  # fmt: skip
+GOES_ON = {
+    "CONFIGURING", "COMPLETING", "PENDING", "RUNNING", "RESV_DEL_HOLD", "REQUEUE_FED", "REQUEUE_HOLD", "REQUEUED",
+    "RESIZING", "SIGNALING", "SPECIAL_EXIT", "STAGE_OUT", "STOPPED", "SUSPENDED",
+}  # fmt: skip
+
+
+def scontrol(state, reason="None", restarts=0, code="0:0"):
+    line = f"JobId=7 JobName=x JobState={state} Reason={reason} Requeue=1 Restarts={restarts} ExitCode={code}\n"
+    return lambda *command: subprocess.CompletedProcess(command, 0, line, "")
+
+
+@pytest.mark.parametrize("state", sorted(OVER | GOES_ON))
+def test_every_state_has_words(state):
+    words = JobStatus(7, state).in_words()
+    assert words.startswith("job 7 ") and "does not know" not in words and state not in words
+    assert STATES[state].over == (state in OVER)
+
+
+@pytest.mark.parametrize(
+    ("state", "code"), [("COMPLETED", 0), ("RUNNING", 0), ("TIMEOUT", 1), ("PREEMPTED", 1), ("NODE_FAIL", 1)]
+)
+def test_only_completed_is_success(state, code, tmp_path, capsys):
+    remember(tmp_path, [7])
+    assert print_status(tmp_path, scontrol(state)) == code
+    assert STATES[state].words in capsys.readouterr().out
+
+
+def test_what_is_said(tmp_path, capsys):
+    remember(tmp_path, [7])
+    lines = [json.dumps({"step": step, "metrics": {}}) for step in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    (tmp_path / "logs/latest/heartbeat").mkdir(parents=True)
+    (tmp_path / "logs/latest/heartbeat/ended").write_text("hanging: rank 3 (pid 9 on n2)\n")
+    print_status(tmp_path, scontrol("FAILED", "NonZeroExitCode", 2, "76:0"))
+    said = capsys.readouterr().out
+    assert "job 7 failed with exit code 76 (NonZeroExitCode) after 2 restarts; read logs/latest" in said
+    assert "3 steps done" in said and "hanging: rank 3" in said
+
+
+def test_unknown_states_are_not_guessed():
+    status = job_status(7, scontrol("EXPLODED"))
+    assert not status.over and "EXPLODED, which this version does not know" in status.in_words()
+
+
+@pytest.mark.parametrize(
+    ("text", "state"), [("CANCELLED by 1000", "CANCELLED"), ("NODE_FAIL+", "NODE_FAIL"), ("OOM", "OUT_OF_MEMORY")]
+)
+def test_spellings(text, state):
+    assert normal_state(text) == state
+
+
+def test_a_job_that_the_controller_has_forgotten():
+    def ask(*command):
+        found = {"scontrol": (1, ""), "sacct": (0, "OUT_OF_MEMORY\n")}[command[0]]
+        return subprocess.CompletedProcess(command, *found, "")
+
+    assert job_status(7, ask).in_words().startswith("job 7 ran out of the node's memory")
+    with pytest.raises(SlurmError, match="knows nothing of job 7"):
+        job_status(7, lambda *command: subprocess.CompletedProcess(command, 1, "", ""))
+
+
+def test_a_cancelled_job_on_a_real_cluster(cluster, monkeypatch, tmp_path):
+    monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
+    job = int(cluster.run("sbatch", "--parsable", "--hold", "--wrap=true"))
+    assert job_status(job).in_words() == f"job {job} waits in the queue (JobHeldUser)"
+    cluster.run("scancel", str(job))
+    assert job_status(job).in_words().startswith(f"job {job} was cancelled")
