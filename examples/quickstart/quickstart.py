@@ -36,9 +36,10 @@ from megatron_dapo.observe.report import write_report
 from megatron_dapo.weights.convert import hf_to_megatron, megatron_to_hf
 
 LEVEL = 2
-WARM_UP_UPDATES = 250
+WARM_UP_UPDATES = 1500  # at most
 WARM_UP_BATCH = 128
 WRONG_SHARE = 0.4  # of the warm-up's answers: what makes the model unsure
+ENOUGH = 0.36  # mean probability of the right answer at which the warm-up ends
 console = Console(stderr=True)
 
 
@@ -57,28 +58,40 @@ def make_model(folder: Path, seed: int, updates: int = WARM_UP_UPDATES) -> None:
         )
     )  # fmt: skip
     problems, rng = arithmetic_problems(LEVEL, 700, seed=0), random.Random(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=updates + 1, pct_start=0.1)
-    for update in range(updates):
-        inputs, labels = warm_up_batch(rng.choices(problems, k=WARM_UP_BATCH), tokenizer, rng)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: min(1.0, (update + 1) / 20))
+    for update in range(1, updates + 1):
+        inputs, labels = warm_up_batch(rng.choices(problems, k=WARM_UP_BATCH), tokenizer, rng, WRONG_SHARE)
         loss = model(input_ids=inputs, labels=labels).loss
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        if (update + 1) % 50 == 0:
-            console.print(f"  warm-up {update + 1}/{updates}, loss {loss.item():.3f}", highlight=False)
+        if update % 25 == 0:
+            right = probability_of_right_answers(model, problems[:100], tokenizer)
+            console.print(f"  warm-up {update}: a right answer has probability {right:.2f}", highlight=False)
+            if right >= ENOUGH:
+                break
     model.save_pretrained(folder)
     save_arithmetic_tokenizer(folder)
 
 
-def warm_up_batch(problems, tokenizer, rng):
+@torch.no_grad()
+def probability_of_right_answers(model, problems, tokenizer) -> float:
+    inputs, labels = warm_up_batch(problems, tokenizer, random.Random(0), wrong_share=0.0)
+    logprobs = model(input_ids=inputs).logits[:, :-1].log_softmax(-1)
+    wanted = labels[:, 1:]
+    picked = logprobs.gather(2, wanted.clamp_min(0)[..., None]).squeeze(2)
+    return float(torch.where(wanted >= 0, picked, 0.0).sum(1).exp().mean())
+
+
+def warm_up_batch(problems, tokenizer, rng, wrong_share):
     """Question and answer; the loss is on the answer, which is wrong by a little now and then."""
     rows, marks = [], []
     for problem in problems:
         answer = problem.answer
-        if rng.random() < WRONG_SHARE:
+        if rng.random() < wrong_share:
             answer = str(max(0, int(answer) + rng.choice((-10, -2, -1, 1, 2, 10))))
         question = tokenizer(problem.question, add_special_tokens=False)["input_ids"]
         response = [*tokenizer(answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]

@@ -11,7 +11,7 @@ from megatron_dapo.algorithm.filtering import (
     reward_std,
 )
 from megatron_dapo.algorithm.kl import kl_estimate
-from megatron_dapo.algorithm.loss import LossInputs, LossOutputs, policy_loss, token_loss
+from megatron_dapo.algorithm.loss import LossInputs, LossOutputs, policy_loss, policy_loss_sum, token_loss
 from megatron_dapo.algorithm.overlong import (
     carries_loss,
     length_penalty,
@@ -33,6 +33,7 @@ __all__ = [
     "linear_overlong_penalty",
     "load_group_filter",
     "policy_loss",
+    "policy_loss_sum",
     "relative_overlong_penalty",
     "reward_range",
     "reward_std",

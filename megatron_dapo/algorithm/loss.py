@@ -75,6 +75,22 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig, reduce: Reduce = id
     `reduce` sums a tensor over the ranks that share these sequences (context parallelism). It is called at most once,
     under no_grad, and the configuration alone decides whether: every rank makes the same calls.
     """
+    inputs, losses, sequence = _token_losses(inputs, config, reduce)
+    with torch.no_grad():
+        sums, maxima = _metrics(inputs, losses, sequence, config)
+    return LossOutputs((inputs.weights * losses).sum(), inputs.counts.sum(), sums, maxima)
+
+
+def policy_loss_sum(inputs: LossInputs, config: AlgorithmConfig) -> Tensor:
+    """policy_loss's `loss_sum` alone: for whoever needs the gradient now and the metrics later."""
+    inputs, losses, _ = _token_losses(inputs, config, identity)
+    return (inputs.weights * losses).sum()
+
+
+def _token_losses(
+    inputs: LossInputs, config: AlgorithmConfig, reduce: Reduce
+) -> tuple[LossInputs, Tensor, _SequenceTerms]:
+    """The inputs with masked positions blanked, each token's loss, and what came from whole sequences."""
     _check(inputs, config)
     inputs = _blank_masked(inputs)
     with torch.no_grad():
@@ -89,9 +105,7 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig, reduce: Reduce = id
         importance_weights=sequence.importance_weights,
         ref_logprobs=inputs.ref_logprobs,
     )
-    with torch.no_grad():
-        sums, maxima = _metrics(inputs, losses, sequence, config)
-    return LossOutputs((inputs.weights * losses).sum(), inputs.counts.sum(), sums, maxima)
+    return inputs, losses, sequence
 
 
 def token_loss(

@@ -1,9 +1,9 @@
 """Layers for a machine without Transformer Engine: Megatron's local spec with our norm and core attention.
 
 `RMSNorm` works under sequence parallelism (Megatron's own torch norm refuses to). `CoreAttention` is causal
-attention through torch's SDPA: for batches [s, b, n, h] and for packed sequences [t, n, h], one call per sequence,
-so no token attends across a boundary; under context parallelism keys and values are gathered along the sequence
-(each rank holds a front and a back chunk, Megatron's zigzag order).
+attention through torch: SDPA for batches [s, b, n, h]; for packed sequences [t, n, h] one variable-length kernel on
+CUDA, elsewhere one SDPA call per sequence, so that no token attends across a boundary; under context parallelism keys
+and values are gathered along the sequence (each rank holds a front and a back chunk, Megatron's zigzag order).
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor
+
+from megatron_dapo.policy import varlen
 
 
 class RMSNorm(torch.nn.Module):
@@ -95,6 +97,9 @@ class CoreAttention(MegatronModule):
         if packed_seq_params is None:
             return self._attend(query, key, value, attention_mask)
         cp = self.cp_group.size()
+        if cp == 1 and varlen.can_attend(query):
+            cumulative, longest = packed_seq_params.cu_seqlens_q_padded, packed_seq_params.max_seqlen_q
+            return varlen.attend(query, key, value, cumulative, longest, self.scale).flatten(1)
         q, k, v = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
         lengths = [length // cp for length in segment_lengths(packed_seq_params)]
         parts = [

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_dapo.algorithm import LossInputs, LossOutputs, policy_loss
+from megatron_dapo.algorithm import LossInputs, LossOutputs, policy_loss, policy_loss_sum
 from megatron_dapo.config import ConfigError
 from megatron_dapo.config.algorithm import AlgorithmConfig
 
@@ -79,16 +79,16 @@ def make_loss_func(
 
     def loss_func(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
         logprobs, entropy = read_output(output)
-        result: LossOutputs = policy_loss(tokens.with_scores(logprobs, entropy), config, reduce)
-        sums = {"loss_sum": result.loss_sum.detach().double(), "denominator": result.denominator.double()}
-        # Megatron accumulates counts in int32.
-        return (
-            result.loss_sum,
-            result.denominator.to(torch.int32),
-            {"sums": sums | result.sums, "maxima": result.maxima},
-        )
+        result = policy_loss(tokens.with_scores(logprobs, entropy), config, reduce)
+        return result.loss_sum, *_count_and_metrics(result, result.loss_sum)
 
     return loss_func
+
+
+def _count_and_metrics(result: LossOutputs, loss: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    """What follows the loss in Megatron's 3-tuple. Megatron accumulates counts in int32."""
+    sums = {"loss_sum": loss.detach().double(), "denominator": result.denominator.double()}
+    return result.denominator.to(torch.int32), {"sums": sums | result.sums, "maxima": result.maxima}
 
 
 def is_per_token(config: AlgorithmConfig) -> bool:
@@ -97,27 +97,27 @@ def is_per_token(config: AlgorithmConfig) -> bool:
 
 
 class OnePassLoss:
-    """The same loss for the one-pass head: called chunk by chunk inside the model, its metrics collected here."""
+    """The same loss for the one-pass head, which calls it chunk by chunk inside the model.
+
+    Metrics wait until `loss_func`: by then the device has the large products of the backward pass to work on.
+    """
 
     def __init__(self, tokens: LossTokens, config: AlgorithmConfig) -> None:
         self._tokens, self._config = tokens, config
-        self._parts: list[LossOutputs] = []
+        self._scores: list[tuple[Tensor, Tensor]] = []
 
     def __call__(self, chunk: slice, logprobs: Tensor, entropy: Tensor) -> Tensor:
-        self._parts.append(policy_loss(self._tokens.part(chunk).with_scores(logprobs, entropy), self._config))
-        return self._parts[-1].loss_sum
+        self._scores.append((logprobs.detach(), entropy.detach()))
+        return policy_loss_sum(self._tokens.part(chunk).with_scores(logprobs, entropy), self._config)
 
     def loss_func(self, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """Megatron's loss_func; `output` is the loss that the model returned."""
-        if not self._parts:  # a placeholder micro-batch: nothing was scored
-            nothing = torch.zeros(0, device=output.device)
-            self(slice(0, 0), nothing, nothing)
-        parts, self._parts = self._parts, []
-        count = torch.stack([p.denominator for p in parts]).sum()
-        sums = {name: torch.stack([p.sums[name] for p in parts]).sum() for name in parts[0].sums}
-        sums |= {"loss_sum": output.detach().double(), "denominator": count.double()}
-        maxima = {name: torch.stack([p.maxima[name] for p in parts]).amax() for name in parts[0].maxima}
-        return output, count.to(torch.int32), {"sums": sums, "maxima": maxima}
+        nothing = torch.zeros(0, device=output.device)  # a placeholder micro-batch scores no token
+        logprobs = torch.cat([nothing, *(pair[0] for pair in self._scores)])
+        entropy = torch.cat([nothing, *(pair[1] for pair in self._scores)])
+        self._scores = []
+        result = policy_loss(self._tokens.with_scores(logprobs, entropy), self._config)
+        return output, *_count_and_metrics(result, output)
 
 
 def check_transformer_config(config: Any, ddp_config: Any = None) -> None:

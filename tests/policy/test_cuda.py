@@ -25,15 +25,36 @@ def test_cuda_and_cpu_give_the_same_update(model):
     assert difference.within(1e-4), difference
 
 
-def head_on_cuda(place, case, dtype, vocab):
-    """Ours in one pass through the Triton kernels, and float64 on the same inputs; relative differences."""
+CASES = [
+    (case, dtype, vocab)
+    for case in ("ordinary", "tiny", "negative")
+    for dtype in ("float32", "bfloat16")
+    for vocab in (4096, 5003, 12345)
+]
+
+
+@pytest.fixture(scope="module")
+def heads():
+    """All cases in one process: starting CUDA is what takes time."""
+    return dict(zip(CASES, run_ranks(1, heads_on_cuda)[0], strict=True))
+
+
+def heads_on_cuda(place):
     import torch
 
     from megatron_dapo.config.policy import PolicyConfig
-    from megatron_dapo.policy.head import HeadRequest, one_pass
     from megatron_dapo.policy.runtime import initialize
 
     runtime = initialize(PolicyConfig(timeout_seconds=60), rendezvous=place)
+    return [head_on_cuda(runtime, case, getattr(torch, dtype), vocab) for case, dtype, vocab in CASES]
+
+
+def head_on_cuda(runtime, case, dtype, vocab):
+    """Ours in one pass through the Triton kernels, and float64 on the same inputs; relative differences."""
+    import torch
+
+    from megatron_dapo.policy.head import HeadRequest, one_pass
+
     tokens, hidden = 301, 128
     g = torch.Generator().manual_seed(5)
     h, w = torch.randn(tokens, hidden, generator=g), torch.randn(vocab, hidden, generator=g) / 6
@@ -71,15 +92,46 @@ def head_on_cuda(place, case, dtype, vocab):
     )
 
 
-@pytest.mark.parametrize("vocab", [4096, 5003, 12345])
-@pytest.mark.parametrize("case", ["ordinary", "tiny", "negative"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_triton_head_against_float64(case, dtype, vocab):
-    import torch
-
-    largest, logp, entropy, *gradients = run_ranks(1, head_on_cuda, case, getattr(torch, dtype), vocab)[0]
+@pytest.mark.parametrize(("case", "dtype", "vocab"), CASES)
+def test_triton_head_against_float64(case, dtype, vocab, heads):
+    largest, logp, entropy, *gradients = heads[case, dtype, vocab]
     # Logits are kept in the model's precision: bf16 rounds one of size x by up to x / 256.
     rounding = 1e-4 if dtype == "float32" else 1.5 * largest / 256 / 0.8
     assert logp <= rounding and entropy <= rounding
     assert case == "negative" or dtype == "float32" or logp <= 2e-2
     assert max(gradients) <= (1e-5 if dtype == "float32" else 1e-2)
+
+
+def packed_attention(place, one_kernel):
+    """Output and gradients of CoreAttention over packed bf16 sequences."""
+    import torch
+
+    from megatron_dapo.config.policy import PolicyConfig
+    from megatron_dapo.policy import varlen
+    from megatron_dapo.policy.local_spec import CoreAttention
+    from megatron_dapo.policy.packing import _packed_params
+    from megatron_dapo.policy.runtime import initialize
+
+    runtime = initialize(PolicyConfig(timeout_seconds=60), rendezvous=place)
+    if not one_kernel:
+        varlen.can_attend = lambda query: False
+    config = type("C", (), {"kv_channels": 64, "init_method": None})()
+    attention = CoreAttention.__new__(CoreAttention)
+    torch.nn.Module.__init__(attention)
+    attention.cp_group, attention.scale, attention.config = runtime.groups.cp, 0.125, config
+    g = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (torch.randn(700, n, 64, device="cuda", generator=g).bfloat16().requires_grad_() for n in (8, 2, 2))
+    out = attention(q, k, v, packed_seq_params=_packed_params([300, 7, 393], torch.device("cuda")))
+    (out.float() * torch.linspace(-1, 1, out.shape[-1], device="cuda")).sum().backward()
+    return [x.float().cpu() for x in (out.detach(), q.grad, k.grad, v.grad)]
+
+
+def test_one_kernel_for_packed_sequences_gives_the_same_attention():
+    import torch
+    from torch.nn.attention import varlen  # noqa: F401  (the test is about this torch having it)
+
+    for ours, reference in zip(
+        run_ranks(1, packed_attention, True)[0], run_ranks(1, packed_attention, False)[0], strict=True
+    ):
+        assert (ours - reference).norm() <= 1e-2 * reference.norm()
+        assert torch.isfinite(ours).all()
