@@ -34,9 +34,8 @@ def main() -> None:
     lengths = (responses + rng.integers(100, 400, args.samples)).astype(int)
     policy = PolicyConfig(tensor_parallel=8, context_parallel=2, micro_batch_tokens=args.budget)
     each, whole = policy.sequence_alignment, policy.pack_alignment
-    print(
-        f"{args.samples} samples, mean {lengths.mean():.0f} tokens, longest {lengths.max()}; {args.ranks} ranks, TP8 CP2"
-    )
+    shape = f"mean {lengths.mean():.0f} tokens, longest {lengths.max()}"
+    print(f"{args.samples} samples, {shape}; {args.ranks} data-parallel ranks, TP8 CP2")
     real = packed = 0
     worst, unbalanced, padded = [], [], 0
     for mini in np.array_split(lengths, args.updates):
