@@ -40,6 +40,7 @@ from megatron_dapo.weights.shards import hf_tensors, unshard
 DEFAULT_LAYOUTS = (
     "tp2", "tp2sp", "pp2", "pp2vpp2", "cp2", "dp2", "dp2do", "tp2pp2", "tp2cp2sp", "ep2", "ep2tp2sp",
 )  # fmt: skip
+JOB = Rendezvous().url  # where the ranks of torchrun and srun meet
 WEIGHTS_TOLERANCE_FACTOR = 10  # Adam divides by the gradient's size: rounding in a tiny gradient is amplified
 
 
@@ -154,6 +155,12 @@ def trace_updates(place: Rendezvous | None, layout: LayoutSpec, updates: int, mo
         trace.weights = gather_full(policy, runtime, gradient=False)
         return trace
     finally:
+        leave(place)
+
+
+def leave(place: Rendezvous | None) -> None:
+    """A forked rank is done. A job's ranks stay together: the next layout needs only other model-parallel groups."""
+    if place is None or place.url != JOB:
         shutdown()
 
 
@@ -261,6 +268,8 @@ def run_layouts(names: Sequence[str] | None, tolerance: float, updates: int) -> 
                 trace = run_ranks(spec.world_size, trace_updates, spec, updates, spec.model)[0]
             difference = compare(trace, references[spec.model]) if place.rank == 0 else None
             rows.append((spec, difference, time.monotonic() - started))
+    if in_job:
+        shutdown()
     if place.rank != 0:
         return 0
     _print(console, rows, tolerance, updates)

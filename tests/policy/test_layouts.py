@@ -4,6 +4,9 @@ The layouts are compared with one process (`selfcheck`), and the one process wit
 model, sample by sample, the objective written out as in the paper. Planted errors show that both comparisons see.
 """
 
+import os
+import subprocess
+import sys
 from functools import cache
 
 import numpy as np
@@ -245,3 +248,14 @@ def test_a_diverged_replica_is_an_error():
 def test_unknown_layout_names_are_refused(name):
     with pytest.raises(Exception, match="expected parts such as"):
         LayoutSpec.parse(name)
+
+
+def test_the_command_joins_a_job():
+    """Under torchrun the layouts run in the job's own ranks, one after the other."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    check = ["-m", "megatron_dapo.cli", "selfcheck", "layouts", "--layouts", "tp2sp,dp2do", "--updates", "1"]
+    done = subprocess.run(
+        [*torchrun, *check], capture_output=True, text=True, timeout=240, env=os.environ | {"COLUMNS": "120"}
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("ok") == 2 and "FAIL" not in done.stdout
