@@ -135,6 +135,7 @@ def _engines(job: Job) -> str:
         '    say "the engine at $1:$2 ended with code $? (start $((try + 1)))"',
         "  done",
         "}",
+        "trap 'kill $(jobs -p) 2>/dev/null' EXIT  # at the end of the job no engine is started again",
         'URLS=""',
         'for node in "${ENGINES[@]}"; do',
         f"  for index in $(seq 0 {job.servers_per_node - 1}); do",

@@ -23,7 +23,8 @@ from megatron_dapo.observe.names import is_wall_clock
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 16
-START = 150  # seconds until a job that starts has done a step; 15 on a free machine
+pytestmark = pytest.mark.timeout(900)
+START = 200  # seconds until a job that starts has done a step; 15 on a free machine
 END_SECONDS = 10  # that the other ranks have when one has ended
 LOST_NODE = 120  # seconds until Slurm has noticed a dead node and requeued the job; 35 on a free machine
 
@@ -200,7 +201,7 @@ def test_a_killed_engine_comes_back_with_the_current_weights(scenarios):
     run, killed_after, state = found
     assert state == "COMPLETED", run.log + (run.dir / "logs/latest/rank_0.log").read_text()
     assert killed_after < STEPS and run.state["Restarts"] == "0"
-    assert re.search(r"the engine at n3:\d+ ended with code 137", run.log)
+    assert len(re.findall(r"the engine at n3:\d+ ended with code 137", run.log)) == 1  # and none is started at the end
     records = run.records()
     assert [step for step, _ in records] == list(range(1, STEPS + 1))
     # The trainer scores what the engine sampled: stale weights would show as different log-probs.
