@@ -218,7 +218,8 @@ say "the trainer ended with code $CODE"
 if [ "$CODE" -ne 75 ] && [ -z "$ASKED" ]; then
   # 2: the configuration is wrong. And a crash that comes again without a new checkpoint would come a third time.
   [ "$CODE" -eq 2 ] && exit 2
-  echo "after $(ls -t "$RUN/checkpoints" 2>/dev/null | head -n 1)" >> "$RUN/logs/crashes"
+  say "nodes: $(sinfo -h -N -n "$SLURM_JOB_NODELIST" -o '%N %T' | sort -u | tr '\\n' ' ')(* does not answer)"
+  echo "after $(ls -td "$RUN"/checkpoints/step_* 2>/dev/null | head -n 1)" >> "$RUN/logs/crashes"
   if [ "$(tail -n {slurm.crashes} "$RUN/logs/crashes" | sort | uniq -c | awk '$1 >= {slurm.crashes}')" ]; then
     say "not queued again: {slurm.crashes} crashes without a new checkpoint (slurm.crashes)"
     exit "$CODE"

@@ -26,6 +26,7 @@ CONFIG = """\
 ClusterName=mini
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={port}
+FirstJobId={first_job}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
@@ -72,9 +73,9 @@ def unavailable() -> str:
 
 class MiniSlurm:
     def __init__(self, root: Path) -> None:
-        self.root = root
+        self.root, self.config = root, root / "slurm.conf"
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
-        self.environment = os.environ | {"SLURM_CONF": str(root / "slurm.conf")}
+        self.environment = os.environ | {"SLURM_CONF": str(self.config)}
 
     def start(self) -> MiniSlurm:
         self.root.mkdir(parents=True, exist_ok=True)
@@ -110,7 +111,8 @@ class MiniSlurm:
         ports = _free_ports(5)
         host = socket.gethostname().split(".")[0]
         text = CONFIG.format(
-            root=self.root, host=host, port=ports[0], first=ports[1], last=ports[4], default=default
+            root=self.root, host=host, port=ports[0], first=ports[1], last=ports[4], default=default,
+            first_job=ports[0] % 9000 + 1000,  # clusters side by side: a job's ranks meet at a port made of its number
         )  # fmt: skip
         (self.root / "slurm.conf").write_text(text)
 
@@ -164,21 +166,21 @@ class MiniSlurm:
             )  # fmt: skip
 
 
-def processes_of_job(job: int | str) -> dict[int, str]:
-    """Processes on this machine that carry the job's number in their environment: pid -> command line."""
-    wanted = f"SLURM_JOB_ID={job}".encode()
+def processes_of_job(config: Path, job: int | str) -> dict[int, str]:
+    """Processes that carry the job's number and its cluster in their environment: pid -> command line."""
+    wanted = {f"SLURM_JOB_ID={job}".encode(), f"SLURM_CONF={config}".encode()}
     found: dict[int, str] = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             with contextlib.suppress(OSError):
-                if wanted in (folder / "environ").read_bytes().split(b"\0"):
+                if wanted <= set((folder / "environ").read_bytes().split(b"\0")):
                     found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
     return found
 
 
-def rank_pid(job: int | str, rank: int, contains: str) -> int | None:
+def rank_pid(config: Path, job: int | str, rank: int, contains: str) -> int | None:
     """The task with this number, by its command line; its children do not count."""
-    for pid, command in sorted(processes_of_job(job).items()):
+    for pid, command in sorted(processes_of_job(config, job).items()):
         if contains in command:
             with contextlib.suppress(OSError):
                 environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
