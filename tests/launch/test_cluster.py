@@ -26,6 +26,7 @@ STEPS = 16
 pytestmark = pytest.mark.timeout(900)
 START = 200  # seconds until a job that starts has done a step; 15 on a free machine
 END_SECONDS = 10  # that the other ranks have when one has ended
+CARRIED = {"rollout/groups_submitted", "rollout/samples_submitted", "rollout/samples_carried_in"}
 LOST_NODE = 120  # seconds until Slurm has noticed a dead node and requeued the job; 35 on a free machine
 
 
@@ -143,8 +144,7 @@ def disturbed(cluster, folder):
     run.wait_step(2)
     cluster.kill_node("n4")
     times["node lost"] = run.wait_gone(LOST_NODE, restarts=3)
-    run.until(lambda: "down" in cluster.run("sinfo", "-h", "-n", "n4", "-o", "%T"), LOST_NODE, "Slurm to miss n4")
-    cluster.start_node("n4")
+    cluster.start_node("n4")  # repaired
     state = run.wait_end(2 * START)
     return run, times, state
 
@@ -184,7 +184,12 @@ def test_a_run_on_two_nodes(scenarios):
 def test_a_disturbed_run_ends_like_an_undisturbed_one(scenarios):
     run, times, state = scenarios[disturbed].result()
     assert state == "COMPLETED", run.log
-    assert run.records() == scenarios[undisturbed].result().records()
+    # A batch that was cut by the signal is completed from what it had: its samples count as carried in.
+    ours, theirs = (
+        [(step, {n: v for n, v in metrics.items() if n not in CARRIED}) for step, metrics in found.records()]
+        for found in (run, scenarios[undisturbed].result())
+    )
+    assert ours == theirs
     attempts = re.split(r"(?=^.*attempt \d+: job)", run.log, flags=re.MULTILINE)[1:]
     assert len(attempts) == 4, run.log
     assert "passing USR1 on" in attempts[0] and "ended with code 75" in attempts[0]
