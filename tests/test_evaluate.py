@@ -305,5 +305,6 @@ def test_the_command(tmp_path, tiny_model, capsys):
     assert main([*arguments, "--model", "/nowhere"]) == 2
     assert "policy.model: /nowhere is not a directory" in capsys.readouterr().err
     closed = ["--set", "rollout.engine=sglang", "--set", "rollout.servers.urls=['http://127.0.0.1:9']"]
+    closed += ["--set", "rollout.servers.start_timeout=1"]
     assert main([*arguments, *closed]) == 2
     assert "127.0.0.1:9" in capsys.readouterr().err
