@@ -3,35 +3,18 @@
 import asyncio
 import socket
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-ROOT = Path(__file__).resolve().parents[2]
-SGLANG_VERSIONS = ("0.5.18", "0.5.23")
+from installed_sglang import SGLANG_VERSIONS, RealServer, sglang_python
 
 
 def pytest_configure() -> None:
     torch.set_num_threads(1)
-
-
-def sglang_python(version: str) -> Path:
-    return ROOT / f".venv-sglang-{version}" / "bin" / "python"
-
-
-@dataclass
-class RealServer:
-    """A running server, the HF directory it was started with, and the transformers model with its current weights."""
-
-    process: Any
-    directory: Path
-    model: Any
-    version: int = 0
 
 
 @pytest.fixture(scope="session")

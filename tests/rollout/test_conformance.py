@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 import torch
-from conftest import SGLANG_VERSIONS, RealServer, sglang_python
+from installed_sglang import SGLANG_VERSIONS, RealServer, sglang_python
 from simulation import Prompts
 from tiny_model import byte_tokenizer, changed_weights, reference_logprobs, tiny_model
 
