@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -60,13 +61,26 @@ KNOWN_ELSEWHERE = {
 }
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML in which only true and false are booleans: `console: off` means the word, as everybody reads it."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, regexp) for tag, regexp in found if tag != "tag:yaml.org,2002:bool"]
+    for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
+
+
 def load_config(path: str | Path | None, overrides: Iterable[str] = ()) -> Config:
     """The configuration in `path` (None: all defaults) with `key.path=value` overrides applied."""
     raw: Any = {}
     where = str(path) if path else "config"
     if path is not None:
         try:
-            raw = yaml.safe_load(Path(path).read_text()) or {}
+            raw = yaml.load(Path(path).read_text(), _Loader) or {}
         except FileNotFoundError:
             raise ConfigError(f"{path}: no such file") from None
         except yaml.YAMLError as error:
@@ -101,7 +115,7 @@ def apply_override(raw: dict[str, Any], item: str) -> None:
             raise ConfigError(f"--set {item!r}: {part!r} is a value, not a section")
         node = child
     try:
-        node[parts[-1]] = _number(yaml.safe_load(text))
+        node[parts[-1]] = _number(yaml.load(text, _Loader))
     except yaml.YAMLError as error:
         raise ConfigError(f"--set {item!r}: the value is not valid YAML: {error}") from None
 

@@ -211,3 +211,10 @@ def test_newer_moe_configs_name_the_experts_differently():
     }  # fmt: skip
     assert ModelShape.from_hf(moe).experts == 128
     assert ModelShape.from_hf(moe | {"num_experts": 64, "num_local_experts": None}).experts == 64
+
+
+def test_off_is_a_word(tmp_path):
+    (tmp_path / "c.yaml").write_text("observe: {console: off}\nalgorithm: {overlong: {filter: true}}\n")
+    config = load_config(tmp_path / "c.yaml", ["algorithm.importance_sampling.level=off"])
+    assert config.observe.console == config.algorithm.importance_sampling.level == "off"
+    assert config.algorithm.overlong.filter is True
