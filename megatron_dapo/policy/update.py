@@ -59,6 +59,7 @@ class Policy:
         self.config, self.shape, self.runtime = config, shape, runtime
         self.updates = 0
         self._reference: list[Tensor] | None = None
+        self._reducers: dict[tuple[bool, bool], MetricReducer] = {}
         self.model: list[PolicyModel] = build_model(shape, config.policy, runtime)
         self.layout = Layout.of(config.policy, runtime.groups.cp.rank())
         ddp_config = DistributedDataParallelConfig(
@@ -184,13 +185,16 @@ class Policy:
         micro_batches = self._pack(batch) if micro_batches is None else micro_batches
         self._zero_grad()
         stored = self._run(micro_batches, self._loss_func_maker(batch))
-        reducer = MetricReducer(
-            self.config.algorithm,
-            self.runtime,
-            reference=batch.ref_logprobs is not None,
-            engine=batch.engine_logprobs is not None,
-        )
-        return reducer.reduce(stored)
+        return self._reducer(batch.ref_logprobs is not None, batch.engine_logprobs is not None).reduce(stored)
+
+    def _reducer(self, reference: bool, engine: bool) -> MetricReducer:
+        """Made once for each kind of batch: which metrics there are depends on nothing else."""
+        kind = (reference, engine)
+        if kind not in self._reducers:
+            self._reducers[kind] = MetricReducer(
+                self.config.algorithm, self.runtime, reference=reference, engine=engine
+            )
+        return self._reducers[kind]
 
     def _validate(self, batch: TrainBatch, doing: str, *, to_train: bool = True) -> None:
         error: Exception | None = None
