@@ -141,6 +141,7 @@ class GroupRunner:
         """
         if self._params.stop and sample.length and sample.finish_reason is FinishReason.ABORT:
             kept = max(0, sample.length - max(map(len, self._params.stop)))
+            self._on_piece(kept - sample.length, False)  # they are counted when they come again
             sample.response_tokens = sample.response_tokens[:kept]
             sample.engine_logprobs = sample.engine_logprobs[:kept]
             spans = (WeightSpan(s.version, s.start, min(s.end, kept)) for s in sample.weight_spans)

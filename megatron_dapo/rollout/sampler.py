@@ -8,7 +8,8 @@ batch, samples in mid-sentence) is kept for the next step or dropped, as configu
 - A group is decided once. With `order: prompt`, or without oversampling, which groups make the batch does not depend
   on timing; with a deterministic engine the same seed gives the same batches.
 - A carried-over token never lags more than `max_staleness` weight versions: a group at that bound is waited for.
-- After an error, accepted groups and partial samples are in `state` as after any step.
+- A `collect` that is cancelled can go on later, here or after a restore, as if it had not been: same decisions, same
+  counts. After an error, accepted groups and partial samples are in `state` as after any step.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 from megatron_dapo.algorithm import GroupFilter, keep_all, load_group_filter
 from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.errors import UserError
+from megatron_dapo.rollout.cut_step import CutStep
 from megatron_dapo.rollout.engine import Engine, EngineError, derive_seed
 from megatron_dapo.rollout.group_run import Decoder, Grader, GroupRunner, PendingGroup, new_samples
 from megatron_dapo.rollout.tally import STALE, SURPLUS, UNFINISHED, Progress, Tally
@@ -59,9 +61,10 @@ class Sampler:
         self._next_serial = 0
         self._surplus: list[PendingGroup] = []
         self._unfinished: list[PendingGroup] = []
+        self._cut: CutStep | None = None
 
     async def collect(self, step: int) -> StepBatch:
-        """One batch for training step `step`."""
+        """One batch for training step `step`; goes on with it where a `collect` of the same step was cancelled."""
         return await _Step(self, step).collect()
 
     def state(self) -> dict[str, Any]:
@@ -70,12 +73,14 @@ class Sampler:
             "next_serial": self._next_serial,
             "surplus": [pending.to_record() for pending in self._surplus],
             "unfinished": [pending.to_record() for pending in self._unfinished],
+            "cut": self._cut.to_record() if self._cut else None,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         self._next_serial = state["next_serial"]
         self._surplus = [PendingGroup.from_record(record) for record in state["surplus"]]
         self._unfinished = [PendingGroup.from_record(record) for record in state["unfinished"]]
+        self._cut = CutStep.from_record(state["cut"]) if state.get("cut") else None
 
 
 class _Step:
@@ -100,7 +105,11 @@ class _Step:
         self.began = self.clock()
 
     async def collect(self) -> StepBatch:
-        self._take_carried_over()
+        cut, self.sampler._cut = self.sampler._cut, None
+        if cut is not None and cut.step == self.step:
+            self._go_on(cut)
+        else:
+            self._take_carried_over()
         try:
             while not self._complete():
                 self._refill()
@@ -111,28 +120,42 @@ class _Step:
                 self._report()
             self._at_limit()
             await self._end_running()
-        except BaseException:
+        except BaseException as error:
             await self._keep_everything()
+            if isinstance(error, asyncio.CancelledError):
+                seconds, running = self.clock() - self.began, list(self.undecided)
+                self.sampler._cut = CutStep(self.step, self.tally, seconds, running, self.rejected, self.repeats)
             raise
         return self._batch()
 
     # ---- start ----
 
     def _take_carried_over(self) -> None:
-        """Complete surplus groups count as kept; unfinished ones are started first, oldest first."""
+        """Surplus groups have been accepted and count as kept; the others are started first, oldest first."""
         sampler, version = self.sampler, self.sampler._engine.weight_version
-        for pending in (*sampler._surplus, *sampler._unfinished):
-            self.tally.carried_in += self.config.samples_per_prompt
-            if pending.has_tokens and version - pending.oldest_version > self.options.max_staleness:
-                self.tally.drop(pending.group, STALE, self.config.samples_per_prompt)
-            elif pending.group.samples and pending.finished:
-                self.kept.append(pending)
-            else:
-                self.to_start.append(pending)
+        for groups, place in ((sampler._surplus, self.kept), (sampler._unfinished, self.to_start)):
+            for pending in groups:
+                self.tally.carried_in += self.config.samples_per_prompt
+                if pending.has_tokens and version - pending.oldest_version > self.options.max_staleness:
+                    self.tally.drop(pending.group, STALE, self.config.samples_per_prompt)
+                else:
+                    place.append(pending)
         sampler._surplus, sampler._unfinished = [], []
         for pending in [p for p in self.to_start if self._due(p)]:
             self.to_start.remove(pending)
             self._start(pending)
+
+    def _go_on(self, cut: CutStep) -> None:
+        """As the step was when it was cancelled: what had been started is running again."""
+        sampler = self.sampler
+        self.tally, self.rejected, self.repeats = cut.tally, cut.rejected, cut.repeats
+        self.began -= cut.seconds
+        self.kept, groups = sampler._surplus, sampler._unfinished
+        sampler._surplus, sampler._unfinished = [], []
+        self.to_start = [pending for pending in groups if pending.serial not in cut.running]
+        for pending in groups:
+            if pending.serial in cut.running:
+                self._start(pending)
 
     def _refill(self) -> None:
         """Keeps `oversampling` groups in flight for each that is missing."""
@@ -275,10 +298,11 @@ class _Step:
         if self.options.on_limit == "stop":
             raise SamplingLimitError(f"{found}. rollout.sampler.on_limit is stop; nothing kept is lost.")
         if self.options.on_limit == "fill":
-            for pending, reason in sorted(self.rejected, key=lambda item: item[0].serial):
-                if len(self.kept) < self.needed:
-                    self.tally.undrop(pending.group, reason)
-                    self.kept.append(pending)
+            self.rejected.sort(key=lambda item: item[0].serial)
+            while self.rejected and len(self.kept) < self.needed:
+                pending, reason = self.rejected.pop(0)
+                self.tally.undrop(pending.group, reason)
+                self.kept.append(pending)
         if not self.kept:
             raise SamplingLimitError(f"{found}. There is nothing to train on: check the grader and the group filter.")
 
@@ -290,6 +314,7 @@ class _Step:
                 self._report()
         elif self.running:
             await self._cut()
+            self.tally.cut(s for pending in self.undecided.values() for s in pending.unfinished_samples)
         self._decide_leftovers()
 
     def _decide_leftovers(self) -> None:
@@ -309,7 +334,6 @@ class _Step:
             done, _ = await asyncio.wait(self.running, timeout=ABORT_REPEAT)
             for task in done:
                 self.ended[self.running.pop(task).serial] = task
-        self.tally.cut(s for pending in self.undecided.values() for s in pending.unfinished_samples)
 
     def _settle_unfinished(self) -> None:
         """Applies `unfinished` to the groups that were cut."""

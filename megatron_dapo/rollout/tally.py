@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from megatron_dapo.types import Group, Sample
 
@@ -55,6 +56,15 @@ class Tally:
     response_tokens: int = 0
     wasted_tokens: int = 0
     _lengths: dict[str, list[int]] = field(default_factory=lambda: {"trained": [], "dropped": [], "cut": []})
+
+    def to_record(self) -> dict[str, Any]:
+        found = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: dict(value) if isinstance(value, Counter) else value for name, value in found.items()}
+
+    @classmethod
+    def from_record(cls, record: dict[str, Any]) -> Tally:
+        reasons = {name: Counter(record[name]) for name in ("dropped", "dropped_groups")}
+        return cls(**{**record, **reasons})
 
     def submit(self, samples: int) -> None:
         self.submitted_groups += 1

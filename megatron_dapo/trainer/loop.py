@@ -294,9 +294,8 @@ class Trainer:
             return
         if isinstance(self.next_batch, Future):
             self.next_batch.cancel()
-            self.next_batch = None
-        if self.rollouts is not None:
-            self.rollouts.settle()
+        if self.rollouts is not None and not isinstance(self.next_batch, StepBatch):
+            self.next_batch = self.rollouts.settle(self.steps_done + (self.current is not None))
         self._save(self.current.done if self.current else 0)
 
     def _save(self, updates: int | None) -> None:

@@ -47,6 +47,7 @@ class Rollouts:
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True)
         self._idle = asyncio.Event()
         self._idle.set()
+        self._complete: StepBatch | None = None
         self._counted: dict[str, float] = {}
         self._engine: Engine | None = None
         self._pool: RewardPool | None = None
@@ -112,13 +113,16 @@ class Rollouts:
     async def _collect(self, step: int) -> StepBatch:
         self._idle.clear()
         try:
-            return await self.sampler.collect(step)
+            self._complete = await self.sampler.collect(step)
+            return self._complete
         finally:
             self._idle.set()
 
-    def settle(self) -> None:
-        """Waits until a cancelled batch has put everything into the sampler's state."""
+    def settle(self, step: int) -> StepBatch | None:
+        """Waits until the cancelled batch of this step has put everything into the sampler's state. Returns it where
+        it was complete before it could be cut: then it is the caller's to keep."""
         self._submit(self._idle.wait()).result(SETTLE_SECONDS)
+        return self._complete if self._complete is not None and self._complete.step == step else None
 
     def update_weights(self, version: int, buckets: Iterable[Bucket]) -> Future[WeightReport]:
         return self._submit(self.engine.update_weights(version, buckets))
@@ -131,17 +135,27 @@ class Rollouts:
 
     def reward_metrics(self) -> dict[str, float]:
         """What the graders needed since the last call: retries, restarts, errors, seconds."""
+        found = self._reward_counts()
+        self._counted = {name: self._counted.get(name, 0.0) + value for name, value in found.items()}
+        return found
+
+    def _reward_counts(self) -> dict[str, float]:
         assert self._pool is not None
-        before, self._counted = self._counted, self._pool.metrics()
+        now = self._pool.metrics()
         names = ("reward/errors", "reward/retries", "reward/restarts", "reward/seconds")
-        return {name: self._counted[name] - before.get(name, 0.0) for name in names}
+        return {name: now[name] - self._counted.get(name, 0.0) for name in names}
 
     # ---- state ----
 
     def state(self) -> dict[str, Any]:
         """Call while nothing is being collected."""
-        return {"cursor": self.cursor.state_dict(), "sampler": self.sampler.state()}
+        return {
+            "cursor": self.cursor.state_dict(),
+            "sampler": self.sampler.state(),
+            "reward": self._reward_counts(),  # of the step that is not yet observed
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
         self.cursor.load_state_dict(state["cursor"])
         self.sampler.restore(state["sampler"])
+        self._counted = {name: -value for name, value in state.get("reward", {}).items()}

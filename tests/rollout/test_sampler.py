@@ -1,7 +1,9 @@
 """The sampler, simulated: full batches, every sample accounted for once, timing does not matter where it must not."""
 
 import asyncio
+import contextlib
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from simulation import Prompts, SimulatedEngine, coin_grader, failing, response_
 from megatron_dapo.algorithm import keep_group
 from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.errors import UserError
+from megatron_dapo.observe.names import is_wall_clock
 from megatron_dapo.rollout.engine import EngineError
 from megatron_dapo.rollout.group_run import PendingGroup
 from megatron_dapo.rollout.sampler import Sampler, SamplingLimitError
@@ -141,6 +144,78 @@ def test_timing_cannot_change_the_batch(oversampling, order):
     assert all(len(groups) == 4 for groups in expected)
     for slots, jitter, reload in [(1, 0.0, True), (7, 0.3, False), (30, 0.7, True), (3, 0.9, False)]:
         assert batches(slots, jitter, reload) == expected
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    cuts=st.lists(st.floats(0.05, 8.0), min_size=1, max_size=5), jitter=st.floats(0.01, 1.0), reload=st.booleans(),
+    in_order=st.sampled_from([(1.0, "completion"), (1.0, "prompt"), (2.5, "prompt")]), share=st.floats(0.15, 0.85),
+    fill=st.sampled_from(["full", "dynamic"]), limit=st.sampled_from([None, 1, 2]), faults=st.booleans(),
+    on_limit=st.sampled_from(["train", "fill", "continue"]), stop=st.sampled_from([(), ("END",)]),
+    repeated=st.booleans(),
+)  # fmt: skip
+def test_a_cancelled_step_goes_on_as_if_it_had_not_been(
+    cuts, jitter, reload, in_order, share, fill, limit, faults, on_limit, stop, repeated
+):
+    """Cut at any moments, saved and restored or not: same batches, and the counts are those of the whole step."""
+    oversampling, order = in_order
+    config = rollout(
+        longest=60, stop=stop, oversampling=oversampling, order=order, fill=fill, max_generation_batches=limit,
+        on_limit=on_limit, max_failed_groups=10**6,
+    )  # fmt: skip
+
+    async def main(cuts, jitter):
+        fault = failing({"group2-", "group7-sample1"}) if faults else (lambda request_id: None)
+        engine, grade = SimulatedEngine(9, longest=60, fault=fault, jitter=jitter), coin_grader(share)
+        prompts = Prompts()
+        source = (lambda: replace(prompts(), id="the same")) if repeated else prompts
+        make = lambda: Sampler(engine, grade, source, config, groups_per_step=4, seed=3)  # noqa: E731
+        sampler, found, cuts = make(), [], list(cuts)
+        for step in range(3):
+            engine.weight_version = step
+            try:
+                while (task := asyncio.ensure_future(sampler.collect(step))) and cuts:
+                    await asyncio.wait({task}, timeout=cuts.pop(0))
+                    if task.done():
+                        break
+                    task.cancel()
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await task
+                    state = json.loads(json.dumps(sampler.state()))
+                    if reload:
+                        sampler = make()
+                        sampler.restore(state)
+                batch = await task
+            except SamplingLimitError as error:
+                return [*found, str(error)]
+            metrics = {name: value for name, value in batch.metrics.items() if not is_wall_clock(name)}
+            found.append((metrics, [group.to_record() for group in batch.groups]))
+        return found
+
+    assert run_virtual(main(cuts, jitter)) == run_virtual(main([], 0.0))
+
+
+def test_a_complete_group_is_judged_after_an_error_too():
+    """p1 is complete and waits for p0, whose grader breaks: when the step is tried again, p1 must pass the filter."""
+
+    async def grade(prompt, sample):
+        if prompt.id == "p0" and not mended:
+            await asyncio.sleep(1000)
+            raise ZeroDivisionError("the grader has a bug")
+        return Grade(prompt.id == "p1" or sample.index == 0, 1.0)
+
+    async def main():
+        config = rollout(oversampling=2, order="prompt")
+        sampler = Sampler(SimulatedEngine(slots=50), grade, Prompts(), config, groups_per_step=2)
+        with pytest.raises(ZeroDivisionError):
+            await sampler.collect(0)
+        mended.append(True)
+        batch = await sampler.collect(0)
+        assert [group.prompt.id for group in batch.groups] == ["p0", "p2"]
+        assert batch.metrics["rollout/dropped/all-correct"] == 1
+
+    mended: list[bool] = []
+    run_virtual(main())
 
 
 def test_refill_is_continuous_not_in_waves():
