@@ -1,14 +1,16 @@
 """Layers for a machine without Transformer Engine: Megatron's local spec with our norm and core attention.
 
-`RMSNorm` works under sequence parallelism (Megatron's own torch norm refuses to). `CoreAttention` is causal
-attention through torch: SDPA for batches [s, b, n, h]; for packed sequences [t, n, h] one variable-length kernel on
-CUDA, elsewhere one SDPA call per sequence, so that no token attends across a boundary; under context parallelism keys
-and values are gathered along the sequence (each rank holds a front and a back chunk, Megatron's zigzag order).
+`RMSNorm` works under sequence parallelism (Megatron's own torch norm refuses to). `CoreAttention` is rotary embedding
+and causal attention through torch: SDPA for batches [s, b, n, h]; for packed sequences [t, n, h] one variable-length
+kernel on CUDA, elsewhere one SDPA call per sequence, so that no token attends across a boundary; under context
+parallelism keys and values are gathered along the sequence (each rank holds a front and a back chunk, Megatron's
+zigzag order). The model around it is built without position embedding: see `rotary` for why.
 """
 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor
 
 from megatron_dapo.policy import varlen
+from megatron_dapo.policy.rotary import RotaryTable, rotate
 
 
 class RMSNorm(torch.nn.Module):
@@ -34,7 +37,7 @@ class RMSNorm(torch.nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, None, self.eps).to(x.dtype) * self.weight
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 class _GatherSequence(torch.autograd.Function):
@@ -57,6 +60,8 @@ class _GatherSequence(torch.autograd.Function):
 
 def zigzag_positions(length: int, cp_size: int, cp_rank: int, device: torch.device | None = None) -> Tensor:
     """Positions of a sequence of `length` that one context-parallel rank holds: chunk r and chunk 2·cp−1−r."""
+    if cp_size == 1:
+        return torch.arange(length, device=device)
     chunk = length // (2 * cp_size)
     front = torch.arange(cp_rank * chunk, (cp_rank + 1) * chunk, device=device)
     back = torch.arange((2 * cp_size - cp_rank - 1) * chunk, (2 * cp_size - cp_rank) * chunk, device=device)
@@ -64,7 +69,7 @@ def zigzag_positions(length: int, cp_size: int, cp_rank: int, device: torch.devi
 
 
 class CoreAttention(MegatronModule):
-    """softmax(q·kᵀ)·v with a causal mask; what Megatron's layer calls where TE's attention is not installed."""
+    """softmax(r(q)·r(k)ᵀ)·v with a causal mask, r the rotation by position; what Megatron's layer calls without TE."""
 
     def __init__(
         self,
@@ -76,9 +81,12 @@ class CoreAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
+        *,
+        rotary_base: float,
         **_: Any,
     ) -> None:
         super().__init__(config=config)
+        self.rotary_base = rotary_base
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.cp_group = groups.cp
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
@@ -94,6 +102,8 @@ class CoreAttention(MegatronModule):
         packed_seq_params: Any = None,
         **_: Any,
     ) -> Tensor:
+        table = self._rotary_table(query, packed_seq_params)
+        query, key = rotate(query, table), rotate(key, table)
         if packed_seq_params is None:
             return self._attend(query, key, value, attention_mask)
         cp = self.cp_group.size()
@@ -108,6 +118,23 @@ class CoreAttention(MegatronModule):
             if segment[0].shape[0]
         ]
         return torch.cat(parts).squeeze(1)
+
+    def _rotary_table(self, query: Tensor, packed: Any) -> RotaryTable:
+        """Of a packed micro-batch it is made in the first layer and kept with it for the others."""
+        table: RotaryTable | None = getattr(packed, "rotary_table", None)
+        if table is None:
+            table = RotaryTable.of(self._positions(query, packed), query.shape[-1], self.rotary_base)
+            if packed is not None:
+                packed.rotary_table = table
+        return table
+
+    def _positions(self, query: Tensor, packed: Any) -> Tensor:
+        noted: Tensor | None = getattr(packed, "positions", None)
+        if noted is not None:
+            return noted
+        cp = self.cp_group
+        lengths = [query.shape[0] * cp.size()] if packed is None else segment_lengths(packed)
+        return torch.cat([zigzag_positions(length, cp.size(), cp.rank(), query.device) for length in lengths])
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """[s, b, n, h] to [s, b, n·h]. Megatron's mask is True where attention is forbidden."""
@@ -142,8 +169,9 @@ def segment_lengths(packed: Any) -> list[int]:
     return list(cumulative.diff().tolist())
 
 
-def local_block_spec(config: Any, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Megatron's local spec with both parts replaced, in the layers and for the final norm."""
+def local_block_spec(config: Any, vp_stage: int | None, rotary_base: float) -> TransformerBlockSubmodules:
+    """Megatron's local spec with both parts replaced, in the layers and for the final norm. For a GPTModel whose
+    position_embedding_type is "none"."""
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=False,
@@ -158,7 +186,7 @@ def local_block_spec(config: Any, vp_stage: int | None) -> TransformerBlockSubmo
             name: key for name, key in layer.sharded_state_dict_keys_map.items() if "pre_mlp" not in name
         }
     attention = layer.self_attention.submodules
-    attention.core_attention = CoreAttention
+    attention.core_attention = partial(CoreAttention, rotary_base=rotary_base)
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     layers = get_num_layers_to_build(config, vp_stage)

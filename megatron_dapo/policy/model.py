@@ -150,14 +150,14 @@ def build_model(shape: ModelShape, policy: PolicyConfig, runtime: Runtime) -> li
         vp_stage = stage if policy.virtual_pipeline > 1 else None
         chunk = PolicyModel(
             config,
-            _block_spec(config, vp_stage),
+            _block_spec(config, vp_stage, shape.rope_theta),
             vocab_size=padded_vocab(shape.vocab, policy.tensor_parallel),
             max_sequence_length=shape.max_positions,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
             parallel_output=True,
             share_embeddings_and_output_weights=shape.tied_embeddings,
-            position_embedding_type="rope",
+            position_embedding_type="rope" if has_transformer_engine() else "none",  # ours rotates in the attention
             rotary_base=shape.rope_theta,
             pg_collection=runtime.groups,
             vp_stage=vp_stage,
@@ -166,11 +166,11 @@ def build_model(shape: ModelShape, policy: PolicyConfig, runtime: Runtime) -> li
     return chunks
 
 
-def _block_spec(config: TransformerConfig, vp_stage: int | None) -> Any:
+def _block_spec(config: TransformerConfig, vp_stage: int | None, rotary_base: float) -> Any:
     if has_transformer_engine():
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     from megatron_dapo.policy.local_spec import local_block_spec
 
-    return local_block_spec(config, vp_stage)
+    return local_block_spec(config, vp_stage, rotary_base)

@@ -20,13 +20,16 @@ from torch import Tensor
 from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.policy.batch import Ints, TrainBatch
 from megatron_dapo.policy.local_spec import zigzag_positions
+from megatron_dapo.policy.rotary import RotaryTable
 
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Megatron's description of a packed stream, with the padded lengths also on the host."""
+    """Megatron's description of a packed stream, with what our attention would otherwise have to find out."""
 
-    lengths: tuple[int, ...] | None = None
+    lengths: tuple[int, ...] | None = None  # padded, on the host
+    positions: Tensor | None = None  # [local tokens]: each token's place in its sequence
+    rotary_table: RotaryTable | None = None  # made by the first layer that needs it
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +77,11 @@ def pack(batch: TrainBatch, indices: Sequence[int], layout: Layout, device: torc
     slots = stream.slots[local]
     positions = np.flatnonzero(slots >= 0)
     chosen = local[positions]
+    places = _to(stream.positions[local], device)
     return PackedMicroBatch(
         input_ids=_to(stream.tokens[local], device)[None],
-        position_ids=_to(stream.positions[local], device)[None],
-        packed=_packed_params(stream.lengths, device),
+        position_ids=places[None],
+        packed=_packed_params(stream.lengths, device, places),
         positions=_to(positions, device),
         targets=_to(stream.tokens[chosen + 1], device),
         slots=slots[positions],
@@ -121,7 +125,7 @@ class _Stream:
         return cls(tokens, positions, slots, ids, starts, lengths)
 
 
-def _packed_params(lengths: list[int], device: torch.device) -> PackedSequences:
+def _packed_params(lengths: list[int], device: torch.device, positions: Tensor | None = None) -> PackedSequences:
     cumulative = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32).to(device, non_blocking=True)
     return PackedSequences(
         qkv_format="thd",
@@ -132,6 +136,7 @@ def _packed_params(lengths: list[int], device: torch.device) -> PackedSequences:
         max_seqlen_q=max(lengths),
         max_seqlen_kv=max(lengths),
         lengths=tuple(lengths),
+        positions=positions,
     )
 
 

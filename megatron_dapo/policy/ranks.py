@@ -22,6 +22,8 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron_dapo.policy.runtime import RankError, Rendezvous
 
 
@@ -107,6 +109,8 @@ def _rank_main(sender: Any, place: Rendezvous, function: Callable[..., Any], arg
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
+    # A pool of OpenMP threads does not survive a fork: a parent that computed something would make its ranks hang.
+    torch.set_num_threads(1)
     try:
         ok, value = True, function(place, *args)
     except RankError as error:

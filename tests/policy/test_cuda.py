@@ -119,6 +119,7 @@ def packed_attention(place, one_kernel):
     attention = CoreAttention.__new__(CoreAttention)
     torch.nn.Module.__init__(attention)
     attention.cp_group, attention.scale, attention.config = runtime.groups.cp, 0.125, config
+    attention.rotary_base = 1e4
     g = torch.Generator("cuda").manual_seed(0)
     q, k, v = (torch.randn(700, n, 64, device="cuda", generator=g).bfloat16().requires_grad_() for n in (8, 2, 2))
     out = attention(q, k, v, packed_seq_params=_packed_params([300, 7, 393], torch.device("cuda")))
@@ -135,3 +136,31 @@ def test_one_kernel_for_packed_sequences_gives_the_same_attention():
     ):
         assert (ours - reference).norm() <= 1e-2 * reference.norm()
         assert torch.isfinite(ours).all()
+
+
+def rotated(place, fused):
+    """Rotated heads and their gradient, from a strided slice as Megatron's attention makes it."""
+    import torch
+
+    from megatron_dapo.policy import rotary
+
+    if not fused:
+        rotary.has_triton = lambda: False
+    g = torch.Generator("cuda").manual_seed(0)
+    table = rotary.RotaryTable.of(torch.arange(700, device="cuda") % 300, 96, 1e4)
+    results = []
+    for dtype in (torch.float32, torch.bfloat16):
+        whole = torch.randn(700, 7, 160, device="cuda", generator=g).to(dtype).requires_grad_()
+        out = rotary.rotate(whole[..., 32:128], table)
+        (out.float() * torch.linspace(-1, 1, 96, device="cuda")).sum().backward()
+        results.append((out.detach().float().cpu(), whole.grad.float().cpu()))
+    return results
+
+
+def test_the_rotary_kernel_is_the_torch_rotation():
+    for ours, reference, tolerance in zip(
+        run_ranks(1, rotated, True)[0], run_ranks(1, rotated, False)[0], (1e-6, 1e-2), strict=True
+    ):
+        for mine, theirs in zip(ours, reference, strict=True):
+            assert theirs.abs().max() > 0.5
+            assert (mine - theirs).abs().max() <= tolerance * theirs.abs().max()
