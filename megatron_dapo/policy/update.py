@@ -42,6 +42,7 @@ from megatron_dapo.policy.loss_func import (
 from megatron_dapo.policy.metrics import MetricReducer
 from megatron_dapo.policy.model import DTYPES, PolicyModel, build_model
 from megatron_dapo.policy.packing import Layout, PackedMicroBatch, pack
+from megatron_dapo.policy.parking import Parking, key
 from megatron_dapo.policy.runtime import Runtime
 from megatron_dapo.policy.schedule import plan
 from megatron_dapo.weights.live import Place, load_hf_weights
@@ -78,6 +79,7 @@ class Policy:
             no_syncs = [chunk.no_sync for chunk in self.chunks]
             self.megatron_config.no_sync_func = no_syncs if len(no_syncs) > 1 else no_syncs[0]
         self._forward_backward = get_forward_backward_func()
+        self._parking = Parking(runtime.device)
         self._weight_gradient = self._where_the_head_adds()
 
     def _wrap(self, chunk: PolicyModel, ddp_config: DistributedDataParallelConfig, first: bool) -> Any:
@@ -120,6 +122,28 @@ class Policy:
         """Fills the model from a HF directory or HF-named tensors: every tensor accounted for, or an error."""
         load_hf_weights(self.model, self.shape, source, self.place)
         self.optimizer.reload_model_params()
+
+    def park_training_state(self) -> int:
+        """Master weights and optimizer state go to host memory, gradient buffers away: room for an engine on the same
+        GPU. The weights stay and may be read. Returns the bytes given back; `bring_back` undoes it."""
+        self.optimizer.zero_grad()
+        buffers = [b for chunk in self.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        freed = self._parking.park((buffer.grad_data for buffer in buffers), keep=False)
+        weights = {key(parameter) for parameter in self._parameters()}
+        return freed + self._parking.park(t for t in self._optimizer_tensors() if key(t) not in weights)
+
+    def park_weights(self) -> int:
+        """The weights go to host memory, too. Nothing but `bring_back` may be called until they are back."""
+        return self._parking.park(self._parameters())
+
+    def bring_back(self) -> int:
+        return self._parking.bring_back()
+
+    def _optimizer_tensors(self) -> Iterator[Tensor]:
+        for wrapper in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            inner = wrapper.optimizer
+            yield from (parameter for group in inner.param_groups for parameter in group["params"])
+            yield from (value for state in inner.state.values() for value in state.values() if torch.is_tensor(value))
 
     def log_probs(self, batch: TrainBatch) -> tuple[Floats, Floats]:
         """Log-probs and entropies [responses] of every response token, on every rank. No gradient, no state change."""
