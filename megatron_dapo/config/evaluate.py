@@ -12,11 +12,19 @@ class EvalConfig(Section):
     data: DataConfig = DataConfig()
     every: int = Field(5, ge=0, description="Evaluate every this many rollout steps of training; 0: never.")
     samples: int = Field(32, ge=1, description="k: answers per problem, for avg@k, pass@k and maj@k.")
-    temperature: float = Field(1.0, ge=0)
-    top_p: float = Field(0.7, gt=0, le=1)
-    top_k: int = Field(-1, ge=-1)
-    stop: list[str] | None = Field(None, description="null: rollout.stop.")
-    max_response_tokens: int | None = Field(None, gt=0, description="null: rollout.max_response_tokens.")
+    temperature: float = Field(
+        1.0,
+        ge=0,
+        description="Of the answers to the benchmark; 0: always the likeliest token, so one is enough.",
+    )
+    top_p: float = Field(
+        0.7, gt=0, le=1, description="As rollout.top_p; 0.7 is what the published AIME scores were sampled with."
+    )
+    top_k: int = Field(-1, ge=-1, description="As rollout.top_k; -1: the whole vocabulary.")
+    stop: list[str] | None = Field(None, description="Texts that end an answer; null: rollout.stop.")
+    max_response_tokens: int | None = Field(
+        None, gt=0, description="Longest answer, in tokens; null: rollout.max_response_tokens."
+    )
     concurrency: int = Field(512, ge=1, description="Answers in flight at one time.")
     confidence: float = Field(0.95, gt=0, lt=1, description="Level of the confidence interval of avg@k.")
     pass_at: list[int] = Field(

@@ -12,12 +12,14 @@ from megatron_dapo.config.base import Section
 class WandbConfig(Section):
     """Weights & Biases; needs the extra `wandb`. Offline runs are uploaded later with `wandb sync`."""
 
-    mode: Literal["off", "online", "offline"] = "off"
-    project: str = "megatron-dapo"
-    entity: str | None = None
-    name: str | None = Field(None, description="null: the run directory's name.")
-    group: str | None = None
-    tags: list[str] = Field(default_factory=list)
+    mode: Literal["off", "online", "offline"] = Field(
+        "off", description="off: nothing is sent. online: while the run goes on. offline: kept in logs/ to send later."
+    )
+    project: str = Field("megatron-dapo", description="The project that the run appears in.")
+    entity: str | None = Field(None, description="User or team that owns the project; null: your default one.")
+    name: str | None = Field(None, description="What the run is called there; null: the run directory's name.")
+    group: str | None = Field(None, description="Runs with the same group are shown together, e.g. seeds; null: none.")
+    tags: list[str] = Field(default_factory=list, description="Words to find the run by.")
 
 
 class ObserveConfig(Section):

@@ -46,7 +46,11 @@ class PolicyConfig(Section):
     virtual_pipeline: int = Field(1, ge=1, description="Model chunks per pipeline stage (interleaved 1F1B).")
     context_parallel: int = Field(1, ge=1, description="CP: ranks that share every sequence.")
     expert_parallel: int = Field(1, ge=1, description="EP: ranks that share the experts of a MoE layer.")
-    sequence_parallel: bool | None = Field(None, description="null: on whenever tensor_parallel > 1.")
+    sequence_parallel: bool | None = Field(
+        None,
+        description="Split what lies between the tensor-parallel layers along the sequence, which saves "
+        "memory; null: on whenever tensor_parallel > 1.",
+    )
     distributed_optimizer: bool = Field(True, description="Shard optimizer state over data-parallel ranks.")
     precision: Literal["bf16", "fp32"] = Field(
         "bf16", description="What the model computes in; gradients and optimizer state are fp32 in both."

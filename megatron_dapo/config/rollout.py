@@ -24,14 +24,27 @@ class ServerConfig(Section):
     urls: list[str] = Field(default_factory=list, description="Servers that already run; empty: start `count`.")
     router_url: str | None = Field(None, description="sglang-router in front of them; takes the generate requests.")
     count: int = Field(1, ge=1, description="Servers to start on this node.")
-    tensor_parallel: int = Field(1, ge=1, description="GPUs per server.")
-    device: Literal["cuda", "cpu"] = "cuda"
+    tensor_parallel: int = Field(
+        1, ge=1, description="GPUs of each server (SGLang's --tp-size); the model must fit on them."
+    )
+    share_gpus: bool = Field(
+        False,
+        description="Engines and trainer take turns on the same GPUs: engines release weights and KV cache while the "
+        "trainer works, its state waits in host memory while they generate.",
+    )
+    device: Literal["cuda", "cpu"] = Field(
+        "cuda", description="What servers that this run starts compute on; cpu is for tests with small models."
+    )
     python: str = Field("", description="The Python that has sglang installed; empty: the one that runs this.")
     host: str = Field("127.0.0.1", description="Interface to bind to; anything but loopback needs api_key_env.")
     port: int = Field(30000, ge=1024, le=65535, description="First port; a port in use is skipped.")
-    dtype: str = "auto"
+    dtype: str = Field(
+        "auto", description="SGLang's --dtype, e.g. bfloat16 or float32; auto: as the model's config.json says."
+    )
     arguments: list[str] = Field(default_factory=list, description="More arguments for sglang.launch_server.")
-    environment: dict[str, str] = Field(default_factory=dict)
+    environment: dict[str, str] = Field(
+        default_factory=dict, description="More environment variables for the servers, e.g. NCCL_* or SGLANG_*."
+    )
     api_key_env: str | None = Field(None, description="Environment variable that holds the API key.")
     admin_key_env: str | None = Field(None, description="Environment variable that holds the admin API key.")
     max_running: int = Field(256, ge=1, description="Requests that one server is given at a time.")
@@ -63,7 +76,9 @@ class WeightTransportConfig(Section):
     keep_snapshot: bool = Field(
         True, description="Also write tensor and distributed updates to `directory`, so a restarted server can load."
     )
-    backend: Literal["nccl", "gloo"] = "nccl"
+    backend: Literal["nccl", "gloo"] = Field(
+        "nccl", description="Of the distributed transport: nccl between GPUs, gloo where there are none."
+    )
     master_address: str = Field("127.0.0.1", description="This process as the servers reach it (distributed).")
     bucket_bytes: int = Field(512 << 20, gt=0, description="Upper bound of one bucket of tensors.")
     timeout: float = Field(600.0, gt=0, description="Seconds for one update to arrive everywhere.")
@@ -119,14 +134,29 @@ class RolloutConfig(Section):
         "sglang", description="embedded: transformers in this process (CPU, tests). sglang: SGLang servers."
     )
     samples_per_prompt: int = Field(16, ge=1, description="G: responses per prompt.")
-    max_prompt_tokens: int = Field(2048, gt=0)
-    max_response_tokens: int = Field(20480, gt=0)
-    temperature: float = Field(1.0, gt=0)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(-1, ge=-1, description="-1: the whole vocabulary.")
-    min_p: float = Field(0.0, ge=0, lt=1)
-    stop: list[str] = Field(default_factory=list)
-    stop_token_ids: list[int] = Field(default_factory=list)
+    max_prompt_tokens: int = Field(
+        2048, gt=0, description="Longest prompt, in tokens; data.too_long says what happens to longer ones."
+    )
+    max_response_tokens: int = Field(
+        20480, gt=0, description="Longest answer, in tokens; one that reaches it is cut there and counts as truncated."
+    )
+    temperature: float = Field(
+        1.0, gt=0, description="Divides the logits while sampling; with another than 1 the engine's log-probs are not "
+        "the policy's own."
+    )  # fmt: skip
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="Sample from the likeliest tokens that together reach this probability; 1: all."
+    )
+    top_k: int = Field(-1, ge=-1, description="Sample from so many of the likeliest tokens; -1: the whole vocabulary.")
+    min_p: float = Field(
+        0.0, ge=0, lt=1, description="Leave out tokens less likely than this share of the likeliest one; 0: none."
+    )
+    stop: list[str] = Field(
+        default_factory=list, description="Texts that end an answer, besides the model's own end tokens."
+    )
+    stop_token_ids: list[int] = Field(
+        default_factory=list, description="Tokens that end an answer, besides the model's own."
+    )
     dynamic_sampling: bool = Field(True, description="Drop groups that group_filter rejects and sample others.")
     group_filter: str = Field(
         "accuracy",
@@ -141,8 +171,17 @@ class RolloutConfig(Section):
     servers: ServerConfig = ServerConfig()
     weights: WeightTransportConfig = WeightTransportConfig()
 
+    @property
+    def shares_gpus(self) -> bool:
+        return self.engine == "sglang" and self.servers.share_gpus
+
     @model_validator(mode="after")
     def _options(self) -> RolloutConfig:
+        if self.servers.share_gpus and self.max_staleness:
+            raise ValueError(
+                "servers.share_gpus is on and max_staleness is 1: engines cannot generate while the trainer has their "
+                "GPUs; set one of them back"
+            )
         if self.top_k == 0:
             raise ValueError("top_k is 0: use -1 for the whole vocabulary, or a positive number")
         return self

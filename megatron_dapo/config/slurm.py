@@ -15,11 +15,11 @@ NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 class SlurmConfig(Section):
-    partition: str | None = Field(None, description="null: the cluster's default partition.")
-    account: str | None = None
-    qos: str | None = None
-    reservation: str | None = None
-    job_name: str = Field("", description="Empty: the name of the run directory.")
+    partition: str | None = Field(None, description="Where the job runs, as sinfo names it; null: the default one.")
+    account: str | None = Field(None, description="Who pays, as sacctmgr names it; null: your default account.")
+    qos: str | None = Field(None, description="Quality of service, with its own limits; null: the account's default.")
+    reservation: str | None = Field(None, description="Run inside this reservation; null: in none.")
+    job_name: str = Field("", description="What squeue shows; empty: the name of the run directory.")
     time: str = Field("24:00:00", description="Time limit, as sbatch takes it; a run may be longer than it.")
     extra: list[str] = Field(default_factory=list, description="More sbatch options, e.g. --constraint=h100.")
 
@@ -29,13 +29,15 @@ class SlurmConfig(Section):
     )
     nodes: int = Field(1, ge=1, description="All nodes of the job.")
     engine_nodes: int = Field(0, ge=0, description="Of these: nodes that only serve engines (disaggregated).")
-    gpus_per_node: int = Field(8, ge=0, description="0: a cluster without GPUs.")
+    gpus_per_node: int = Field(8, ge=0, description="GPUs of each node that the job gets; 0: a cluster without GPUs.")
     tasks_per_node: int | None = Field(None, ge=1, description="Trainer ranks; null: one per GPU, or one per node.")
-    cpus_per_task: int | None = Field(None, ge=1)
+    cpus_per_task: int | None = Field(
+        None, ge=1, description="Cores for each trainer rank; null: what the cluster gives (exclusive: all it has)."
+    )
     memory: str | None = Field(None, description="Per node, e.g. 0 (all of it) or 900G.")
     exclusive: bool = Field(True, description="No other job on these nodes.")
     router: bool = Field(False, description="sglang-router in front of the servers.")
-    router_port: int = Field(29000, ge=1024, le=65535)
+    router_port: int = Field(29000, ge=1024, le=65535, description="Port of sglang-router on the first engine node.")
 
     signal_seconds: int = Field(600, ge=1, description="This long before the limit the run saves and is queued again.")
     restarts: int = Field(20, ge=0, description="Times that the job may start again: time limit, crash, lost node.")
@@ -46,7 +48,11 @@ class SlurmConfig(Section):
     python: str = Field("", description="Python that has megatron-dapo; empty: this one, python3 in a container.")
     environment: dict[str, str] = Field(default_factory=dict, description="Exported to all processes, e.g. NCCL_*.")
     container_image: str | None = Field(None, description="pyxis/enroot: run everything inside this image.")
-    container_mounts: list[str] = Field(default_factory=list, description="HOST:CONTAINER[:flags].")
+    container_mounts: list[str] = Field(
+        default_factory=list,
+        description="What the container sees, as HOST:CONTAINER[:flags]; empty: the folder you submit "
+        "from and the run directory.",
+    )
     container_arguments: list[str] = Field(default_factory=list, description="More pyxis options of srun.")
 
     @field_validator("time", mode="before")

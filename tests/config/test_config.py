@@ -6,7 +6,16 @@ import sys
 
 import pytest
 
-from megatron_dapo.config import Config, ConfigError, ModelShape, check_config, dump_config, load_config, parse_config
+from megatron_dapo.config import (
+    Config,
+    ConfigError,
+    ModelShape,
+    Section,
+    check_config,
+    dump_config,
+    load_config,
+    parse_config,
+)  # fmt: skip
 from megatron_dapo.config.load import KNOWN_ELSEWHERE, known_keys
 from megatron_dapo.config.schema import check_model, check_world
 
@@ -218,3 +227,21 @@ def test_off_is_a_word(tmp_path):
     config = load_config(tmp_path / "c.yaml", ["algorithm.importance_sampling.level=off"])
     assert config.observe.console == config.algorithm.importance_sampling.level == "off"
     assert config.algorithm.overlong.filter is True
+
+
+def fields(section=Config, path=""):
+    for name, field in section.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, Section):
+            yield from fields(inner, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", field.description or ""
+
+
+def test_every_key_is_described():
+    """By a sentence that says what it does, not only what its default means: docs/configuration.md has nothing else."""
+    found = dict(fields())
+    assert set(found) <= set(known_keys()) and len(found) > 100
+    poor = {key: said for key, said in found.items() if len(said.split()) < 4 or said.startswith(("null", "Empty"))}
+    assert not poor
+    assert not {key: said for key, said in found.items() if not said.endswith(".")}
