@@ -48,10 +48,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_train(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     def run(args: argparse.Namespace) -> int:
-        from megatron_dapo.config import load_config
-        from megatron_dapo.launch.local import run_training
+        from megatron_dapo.trainer.stop import end_at_once
 
-        return run_training(load_config(args.config, args.set), dry_run=args.dry_run)
+        with end_at_once():  # before the imports, which take seconds
+            from megatron_dapo.config import load_config
+            from megatron_dapo.launch.local import run_training
+
+            return run_training(load_config(args.config, args.set), dry_run=args.dry_run)
 
     parser = add_command(
         sub, "train", run,

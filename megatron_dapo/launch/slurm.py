@@ -6,7 +6,6 @@ Nothing is submitted that is known to fail. A dry run writes the same files, che
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 
 from megatron_dapo.config import Config, dump_config
@@ -18,11 +17,11 @@ from megatron_dapo.launch.slurm_status import remember
 def run_slurm(config: Config, *, dry_run: bool = False, chain: int = 1, ask: Ask = ask) -> int:
     job = Job(config, Path(config.trainer.run_dir).resolve(), Path.cwd(), chained=chain > 1)
     check_job(job)
-    on_cluster = shutil.which("sbatch") is not None
-    if on_cluster or not dry_run:
+    absent = why_no_cluster(ask) if dry_run else ""
+    if not absent:
         check_cluster(config, ask)
     write(job)
-    expected = check_submission(job.script, ask) if on_cluster or not dry_run else "no Slurm here: not asked"
+    expected = f"Slurm was not asked: {absent}" if absent else check_submission(job.script, ask)
     print(describe(job))
     if dry_run:
         print(job.script.read_text())
@@ -33,6 +32,15 @@ def run_slurm(config: Config, *, dry_run: bool = False, chain: int = 1, ask: Ask
     print(f"submitted {job.script} as job {', then '.join(map(str, jobs))}")
     print(f"follow: tail -F {job.run_dir}/logs/latest/rank_0.log; state: megatron-dapo slurm --status {job.run_dir}")
     return 0
+
+
+def why_no_cluster(ask: Ask) -> str:
+    """Why a dry run cannot ask the cluster; empty where it can."""
+    try:
+        answer = ask("sinfo", "-h", "-o", "%P")
+    except SlurmError as error:
+        return str(error)
+    return "" if answer.returncode == 0 else "sinfo failed here"
 
 
 def write(job: Job) -> None:

@@ -14,9 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_dapo.config import Config
-from megatron_dapo.config.rollout import ServerConfig
 
 API_KEY = "MEGATRON_DAPO_API_KEY"
+WIDTH = 118  # of a line of the script
+# First of all: a signal that comes while the job is being set up must not end the script.
+SIGNALS = """\
+say() { echo "$(date '+%F %T') attempt ${ATTEMPT:-?}: $*"; }
+
+# USR1 comes before the time limit (--signal above): the trainer saves and ends with 75. TERM (scancel, preemption)
+# reaches the trainer by itself; whether the job starts again is then Slurm's to decide.
+ASKED="" TRAINER=""
+trap 'ASKED=USR1; say "passing USR1 on to the trainer"; [ -z "$TRAINER" ] || kill -USR1 "$TRAINER"' USR1
+trap 'ASKED=TERM; say "asked to end"' TERM
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +64,7 @@ class Job:
 
 
 def render(job: Job) -> str:
-    parts = [_head(job), _surroundings(job), _logs(job), _nodes(job)]
+    parts = [_head(job), SIGNALS, _surroundings(job), _logs(job), _nodes(job)]
     if job.starts_servers:
         parts.append(_engines(job))
     parts += [_trainer(job), _ending(job)]
@@ -84,13 +94,14 @@ def _head(job: Job) -> str:
 
 def _surroundings(job: Job) -> str:
     slurm = job.config.slurm
-    lines = ["set -u", *slurm.setup]
+    lines = [*slurm.setup, "set -u  # not before: what activates an environment is rarely written for it"]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in slurm.environment.items()]
     if slurm.container_image:
+        folders = [job.folder, *([] if job.run_dir.is_relative_to(job.folder) else [job.run_dir])]
+        mounts = slurm.container_mounts or [f"{folder}:{folder}" for folder in folders]
         flags = [f"--container-image={slurm.container_image}", f"--container-workdir={job.folder}"]
-        mounts = slurm.container_mounts or [f"{job.folder}:{job.folder}"]
         flags += [f"--container-mounts={','.join(mounts)}", *slurm.container_arguments]
-        lines.append(f"CONTAINER=({' '.join(map(shlex.quote, flags))})")
+        lines += ["CONTAINER=(", *(f"  {shlex.quote(flag)}" for flag in flags), ")"]
     return "\n".join([*lines, ""])
 
 
@@ -102,7 +113,6 @@ ATTEMPT=0
 while [ -e "$RUN/logs/attempt_$ATTEMPT" ]; do ATTEMPT=$((ATTEMPT + 1)); done
 LOGS="$RUN/logs/attempt_$ATTEMPT"
 mkdir -p "$LOGS" && ln -sfn "attempt_$ATTEMPT" "$RUN/logs/latest"
-say() {{ echo "$(date '+%F %T') attempt $ATTEMPT: $*"; }}
 """
 
 
@@ -127,71 +137,89 @@ def _engines(job: Job) -> str:
         "# Engines. Servers that other nodes can reach need a key. One that dies is started again, and the trainer",
         "# gives it the current weights before it serves.",
         f'export {key}="${{{key}:-$(od -An -tx1 -N24 /dev/urandom | tr -d " \\n")}}"',
-        "serve() {  # serve NODE PORT FIRST_GPU",
-        f"  for try in $(seq 0 {servers.restarts}); do",
-        f'    srun {_step_flags(job)} --nodes=1 --ntasks=1 --ntasks-per-node=1 --nodelist="$1" \\',
-        '      --output="$LOGS/engine_$1_$2.log" --open-mode=append \\',
-        f"      {server_command(job.config.policy.model, servers, key)}",
-        '    say "the engine at $1:$2 ended with code $? (start $((try + 1)))"',
+        "keep() {  # keep NAME NODE COMMAND...: runs it there, and starts it again when it ends",
+        '  local name="$1" node="$2" start; shift 2',
+        f"  for start in $(seq 1 {servers.restarts + 1}); do",
+        f"    srun {_step_flags(job)} --nodes=1 --ntasks=1 --ntasks-per-node=1 \\",
+        '      --nodelist="$node" --output="$LOGS/$name.log" --open-mode=append "$@"',
+        '    say "$name ended with code $? (start $start)"',
         "  done",
         "}",
-        "trap 'kill $(jobs -p) 2>/dev/null' EXIT  # at the end of the job no engine is started again",
+        "engine() {  # engine NODE PORT FIRST_GPU",
+        _wrapped(["keep", '"engine_$1_$2"', '"$1"', *server_command(job, key)], "  "),
+        "}",
+        "trap 'kill $(jobs -p) 2>/dev/null' EXIT  # at the end of the job nothing is started again",
         'URLS=""',
         'for node in "${ENGINES[@]}"; do',
         f"  for index in $(seq 0 {job.servers_per_node - 1}); do",
-        f'    serve "$node" $(({first} + index)) $((index * {size})) &',
+        f'    engine "$node" $(({first} + index)) $((index * {size})) &',
         f'    URLS="$URLS${{URLS:+,}}http://$node:$(({first} + index))"',
         "  done",
         "done",
     ]
     if slurm.router:
         python = shlex.quote(servers.python or job.python)
-        lines += [
-            f'srun {_step_flags(job)} --nodes=1 --ntasks=1 --ntasks-per-node=1 --nodelist="${{ENGINES[0]}}" \\',
-            '  --output="$LOGS/router.log" \\',
-            f"  {python} -m sglang_router.launch_router --host 0.0.0.0 --port {slurm.router_port} \\",
-            f'  --api-key "${key}" \\',
-            "  --worker-urls ${URLS//,/ } &",
-        ]
+        router = [
+            "keep", "router", '"${ENGINES[0]}"', python, "-m", "sglang_router.launch_router", "--host", "0.0.0.0",
+            "--port", str(slurm.router_port), "--api-key", f'"${key}"', "--worker-urls", "${URLS//,/ }", "&",
+        ]  # fmt: skip
+        lines += ["# Takes the generate requests; weights and aborts go to the servers themselves.", _wrapped(router)]
     return "\n".join([*lines, ""])
 
 
-def server_command(model: str, servers: ServerConfig, key: str) -> str:
-    """The fleet's own command for a server, as a shell line with $2 for the port and $3 for the first GPU."""
+def server_command(job: Job, key: str) -> list[str]:
+    """The fleet's own command for a server, as shell words with $2 for the port and $3 for the first GPU."""
     from megatron_dapo.rollout.server_process import sglang_command
 
-    reachable = servers.model_copy(update={"host": "0.0.0.0", "api_key_env": key})
-    command, environment = sglang_command(model, reachable, 0, 0)
+    servers = job.config.rollout.servers
+    update = {"host": "0.0.0.0", "api_key_env": key, "python": servers.python or job.python}
+    command, environment = sglang_command(job.config.policy.model, servers.model_copy(update=update), 0, 0)
     later = {"--port": '"$2"', "--base-gpu-id": '"$3"', "--api-key": f'"${key}"'}
     if servers.admin_key_env:
         later["--admin-api-key"] = f'"${servers.admin_key_env}"'
     words = [later.get(before) or shlex.quote(word) for before, word in zip(["", *command], command, strict=False)]
-    return " ".join(["env", *(f"{name}={shlex.quote(value)}" for name, value in environment.items()), *words])
+    return ["env", *(f"{name}={shlex.quote(value)}" for name, value in environment.items()), *words]
+
+
+def _wrapped(words: list[str], indent: str = "") -> str:
+    """Shell words on lines of a readable length; an option stays with its value."""
+    lines, line = [], indent
+    for word, after in zip(words, [*words[1:], ""], strict=True):
+        pair = len(word) + (len(after) + 1 if word.startswith("--") and not after.startswith("--") else 0)
+        if line.strip() and len(line) + 1 + pair > WIDTH:
+            lines.append(f"{line} \\")
+            line = f"{indent}  "
+        line += f"{' ' if line.strip() else ''}{word}"
+    return "\n".join([*lines, line])
 
 
 def _trainer(job: Job) -> str:
     slurm = job.config.slurm
-    command = f"{shlex.quote(job.python)} -u -m megatron_dapo.cli train {shlex.quote(str(job.settings))}"
+    settings = [f"{shlex.quote(job.python)} -u -m megatron_dapo.cli train {shlex.quote(str(job.settings))}"]
     if job.starts_servers:
-        command += ' \\\n  --set "rollout.servers.urls=[$URLS]" --set "rollout.weights.master_address=$MASTER_ADDR"'
+        settings += ['--set "rollout.servers.urls=[$URLS]"', '--set "rollout.weights.master_address=$MASTER_ADDR"']
         if slurm.router:
-            command += f' \\\n  --set "rollout.servers.router_url=http://${{ENGINES[0]}}:{slurm.router_port}"'
+            settings.append(f'--set "rollout.servers.router_url=http://${{ENGINES[0]}}:{slurm.router_port}"')
     cpus = f" --cpus-per-task={slurm.cpus_per_task}" if slurm.cpus_per_task else ""
-    leftovers = _leftovers(job)
+    command = " \\\n  ".join(settings)
     return f"""\
-# USR1 comes before the time limit (--signal above): the trainer saves and ends with 75. TERM (scancel, preemption)
-# reaches the trainer by itself; whether the job starts again is then Slurm's to decide.
-ASKED=""
-trap 'ASKED=USR1; say "passing USR1 on to the trainer"; kill -USR1 "$TRAINER"' USR1
-trap 'ASKED=TERM; say "asked to end"' TERM
-
 # The trainer, one task per rank. --wait: the seconds that the others have once one rank has ended.
-{leftovers}srun {_step_flags(job)} --nodes={slurm.trainer_nodes} --ntasks={slurm.ranks} \\
+{_overlap(job)}{_leftovers(job)}srun {_step_flags(job)} --nodes={slurm.trainer_nodes} --ntasks={slurm.ranks} \\
   --ntasks-per-node={slurm.ranks_per_node}{cpus} --nodelist="$(IFS=,; echo "${{TRAINERS[*]}}")" \\
   --wait={slurm.end_seconds} --output="$LOGS/rank_%t.log" \\
   {command} &
 TRAINER=$!
+[ -z "$ASKED" ] || kill -USR1 "$TRAINER"  # it came before there was a trainer
 """
+
+
+def _overlap(job: Job) -> str:
+    """Megatron's own advice for layers that are split; engines are not given it."""
+    policy = job.config.policy
+    if not job.config.slurm.gpus_per_node or policy.tensor_parallel * policy.context_parallel == 1:
+        return ""
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    return f'export {name}="${{{name}:-1}}"  # communication starts first, and overlaps\n'
 
 
 def _leftovers(job: Job) -> str:
@@ -231,7 +259,11 @@ if [ "${{SLURM_RESTART_COUNT:-0}}" -ge {restarts} ]; then
 fi
 say "queueing the job again, restart $((${{SLURM_RESTART_COUNT:-0}} + 1)) of {restarts}"
 trap - TERM
-scontrol requeue "$SLURM_JOB_ID" && sleep 120  # Slurm ends this script meanwhile
+if scontrol requeue "$SLURM_JOB_ID"; then
+  sleep 120  # Slurm ends this script meanwhile
+else
+  say "it could not be queued again; where that is not allowed, --chain submits several jobs"
+fi
 exit "$CODE"
 """
 

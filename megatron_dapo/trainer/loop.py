@@ -29,13 +29,12 @@ from megatron_dapo.trainer.checkpoint import Checkpoints
 from megatron_dapo.trainer.gate import check_gate
 from megatron_dapo.trainer.rollouts import Rollouts
 from megatron_dapo.trainer.shaping import mini_batches, shape_batch
-from megatron_dapo.trainer.together import Stopped, StopSignal, Together
+from megatron_dapo.trainer.stop import REQUEUE, Stopped, StopSignal
+from megatron_dapo.trainer.together import Together
 from megatron_dapo.trainer.watchdog import Watchdog, log_folder
 from megatron_dapo.types import StepBatch
 from megatron_dapo.weights.sync import discard
 from megatron_dapo.weights.torch_dist_source import TorchDistSource
-
-REQUEUE = 75  # EX_TEMPFAIL: saved, start me again
 
 
 @dataclass(slots=True)

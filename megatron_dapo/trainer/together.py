@@ -7,13 +7,11 @@ stop. A rank 0 that is gone therefore ends the others within one collective time
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import fields
 from itertools import pairwise
-from types import FrameType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,34 +20,11 @@ import torch.distributed as dist
 
 from megatron_dapo.policy.batch import TrainBatch
 from megatron_dapo.policy.runtime import RankError, Runtime
+from megatron_dapo.trainer.stop import Stopped, StopSignal
 
 T = TypeVar("T")
 BEAT_SECONDS = 5.0
 WAITING, DONE, FAILED, STOPPED = range(4)
-
-
-class Stopped(Exception):
-    """Somebody asked the run to stop; it saves and ends with a code that means "requeue me"."""
-
-
-class StopSignal:
-    """SIGTERM and SIGUSR1 are noted; the loop looks at safe points."""
-
-    def __init__(self) -> None:
-        self.received = ""
-        self._previous: dict[int, Any] = {}
-
-    def __enter__(self) -> StopSignal:
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            self._previous[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.received = signal.Signals(number).name
 
 
 class Together:

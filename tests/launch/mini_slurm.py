@@ -15,11 +15,13 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 NODES = ("n1", "n2", "n3", "n4")
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "unshare")
 PR_SET_PDEATHSIG = 1
+NOTICED = 10  # seconds: a node that does not answer for so long is down (SlurmdTimeout)
 
 # Short times, so that a dead node is noticed in 20 s and a requeued job starts in 7 s instead of two minutes.
 CONFIG = """\
@@ -51,7 +53,7 @@ SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
 EnforcePartLimits=ALL
 ReturnToService=2
-SlurmdTimeout=10
+SlurmdTimeout={noticed}
 KillWait=5
 MinJobAge=3600
 NodeName=n[1-4] NodeHostname={host} NodeAddr=127.0.0.[11-14] Port=[{first}-{last}] CPUs=8 RealMemory=4000
@@ -111,7 +113,7 @@ class MiniSlurm:
         ports = _free_ports(5)
         host = socket.gethostname().split(".")[0]
         text = CONFIG.format(
-            root=self.root, host=host, port=ports[0], first=ports[1], last=ports[4], default=default,
+            root=self.root, host=host, port=ports[0], first=ports[1], last=ports[4], default=default, noticed=NOTICED,
             first_job=ports[0] % 9000 + 1000,  # clusters side by side: a job's ranks meet at a port made of its number
         )  # fmt: skip
         (self.root / "slurm.conf").write_text(text)
@@ -166,27 +168,27 @@ class MiniSlurm:
             )  # fmt: skip
 
 
-def processes_of_job(config: Path, job: int | str) -> dict[int, str]:
-    """Processes that carry the job's number and its cluster in their environment: pid -> command line."""
-    wanted = {f"SLURM_JOB_ID={job}".encode(), f"SLURM_CONF={config}".encode()}
-    found: dict[int, str] = {}
+@dataclass(frozen=True)
+class JobProcess:
+    pid: int
+    command: str
+    restart: int  # of the job: 0 the first time it runs
+    rank: int  # within its step; 0 outside of one
+
+
+def processes_of_job(config: Path, job: int | str) -> list[JobProcess]:
+    """Processes that carry the job's number and its cluster in their environment."""
+    found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             with contextlib.suppress(OSError):
-                if wanted <= set((folder / "environ").read_bytes().split(b"\0")):
-                    found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-    return found
-
-
-def rank_pid(config: Path, job: int | str, rank: int, contains: str) -> int | None:
-    """The task with this number, by its command line; its children do not count."""
-    for pid, command in sorted(processes_of_job(config, job).items()):
-        if contains in command:
-            with contextlib.suppress(OSError):
-                environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                if f"SLURM_PROCID={rank}".encode() in environment:
-                    return pid
-    return None
+                entries = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+                environment = dict(entry.split("=", 1) for entry in entries if "=" in entry)
+                if environment.get("SLURM_JOB_ID") == str(job) and environment.get("SLURM_CONF") == str(config):
+                    command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                    numbers = (int(environment.get(name, 0)) for name in ("SLURM_RESTART_COUNT", "SLURM_PROCID"))
+                    found.append(JobProcess(int(folder.name), command, *numbers))
+    return sorted(found, key=lambda process: process.pid)
 
 
 def descendants(pid: int) -> Iterable[int]:

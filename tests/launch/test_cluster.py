@@ -1,11 +1,13 @@
-"""DAPO runs on a real Slurm of four nodes: a run that loses ranks and nodes ends like one that was never disturbed.
+"""DAPO runs on a real Slurm of four nodes: runs that lose ranks, nodes and engines end like one that lost nothing.
 
-Most of the time here is waiting for Slurm and for imports, so the scenarios run side by side.
+Most of the time here is waiting for Slurm and for imports, so the scenarios run side by side, and each disturbs one job
+several times. Every disturbance has a time within which its attempt must be over and all of its processes gone.
 """
 
 import contextlib
 import io
 import json
+import math
 import os
 import re
 import signal
@@ -16,23 +18,28 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from mini_slurm import processes_of_job, rank_pid, wait_for
+from mini_slurm import NOTICED, descendants, processes_of_job, wait_for
 
 from megatron_dapo.launch.slurm_status import submitted
 from megatron_dapo.observe.names import is_wall_clock
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS = 16
-# Minutes of waiting for Slurm, and one scenario still depends on the machine's speed: `make test-slurm` runs them.
-WANTED = os.environ.get("MEGATRON_DAPO_SLURM_TESTS") == "1"
-pytestmark = [
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(not WANTED, reason="scenarios on a real Slurm cluster: make test-slurm"),
-]
+STEPS = 12
+pytestmark = pytest.mark.timeout(900)
 START = 200  # seconds until a job that starts has done a step; 15 on a free machine
-END_SECONDS = 10  # that the other ranks have when one has ended
-CARRIED = {"rollout/groups_submitted", "rollout/samples_submitted", "rollout/samples_carried_in"}
-LOST_NODE = 120  # seconds until Slurm has noticed a dead node and requeued the job; 35 on a free machine
+PERIOD = 30  # seconds between two looks of Slurm at time limits
+END_SECONDS = 5  # that the other ranks have when one has ended
+KILL_WAIT = 5  # of this Slurm: between TERM and KILL
+SILENT = 15  # of the heartbeat
+SAVE = 30  # to cut a batch short and save it
+# The stated times, with room for a machine that has other things to do. On a free one: 2, 5, 27, 25 s.
+WITHIN = {
+    "asked while importing": SAVE,
+    "asked by Slurm": PERIOD + SAVE,
+    "rank killed": END_SECONDS + 2 * KILL_WAIT + 15,
+    "rank stopped": SILENT + END_SECONDS + 2 * KILL_WAIT + 15,
+    "node lost": 3 * NOTICED + 2 * KILL_WAIT + 15,
+}
 
 
 class Run:
@@ -41,12 +48,15 @@ class Run:
     def __init__(self, cluster, folder, name, **changes):
         from tiny_run import environment, raw_config, write_config
 
-        self.cluster, self.dir = cluster, folder / name
+        self.cluster, self.dir, self.pace_file = cluster, folder / name, folder / f"{name}.pace"
+        self.pace(0.04)
         with contextlib.redirect_stderr(io.StringIO()):
             raw = raw_config(folder / "model", self.dir, trainer__steps=STEPS)
+        raw["reward"]["grader"] = "python:tiny_reward.paced"
+        raw["trainer"]["heartbeat"] = {"every": 1, "silent": SILENT}
         raw["slurm"] = {
-            "nodes": 2, "gpus_per_node": 0, "exclusive": False, "time": "00:20:00", "signal_seconds": 60,
-            "end_seconds": END_SECONDS, "job_name": name,
+            "nodes": 2, "gpus_per_node": 0, "exclusive": False, "time": "00:30:00", "signal_seconds": 120,
+            "end_seconds": END_SECONDS, "job_name": name, "environment": {"PACE": str(self.pace_file)},
         }  # fmt: skip
         for section, values in changes.items():
             raw[section] |= values
@@ -55,6 +65,13 @@ class Run:
         done = self.command(str(self.config))
         assert done.returncode == 0, done.stderr
         (self.job,) = submitted(self.dir)
+        self.times: dict[str, float] = {}
+
+    def pace(self, seconds):
+        """How long the grader takes for one answer; a step has 16."""
+        part = self.pace_file.with_suffix(".part")
+        part.write_text(str(seconds))
+        part.rename(self.pace_file)
 
     def command(self, *arguments):
         command = [sys.executable, "-m", "megatron_dapo.cli", "slurm", *arguments]
@@ -72,31 +89,42 @@ class Run:
 
     def wait_step(self, attempt):
         """Until this attempt has done and saved a step of its own."""
-        folder = self.dir / "logs" / f"attempt_{attempt}"
-        self.until(folder.exists, START, f"attempt {attempt}")
+        self.until((self.dir / "logs" / f"attempt_{attempt}").exists, START, f"attempt {attempt}")
         began = self.steps()
         self.until(lambda: self.steps() > began + 1, START, f"a step of attempt {attempt}")
 
-    def wait_gone(self, seconds, restarts):
-        """Until Slurm has taken the job back, and none of its processes is left."""
-        began = time.monotonic()
-        self.until(lambda: int(self.state["Restarts"]) == restarts, seconds, f"restart {restarts}")
-        self.until(lambda: not self.processes() or self.state["JobState"] == "RUNNING", 20, "its processes to end")
-        return time.monotonic() - began
+    def limit(self, seconds):
+        """A time limit at least this far from now; Slurm knows minutes."""
+        minutes = math.ceil((self.runtime() + seconds) / 60)
+        self.cluster.run("scontrol", "update", f"JobId={self.job}", f"TimeLimit={minutes}")
+
+    def runtime(self):
+        hours, minutes, seconds = map(int, self.state["RunTime"].split(":"))
+        return hours * 3600 + minutes * 60 + seconds
+
+    @contextlib.contextmanager
+    def over_within(self, what, restart):
+        """Afterwards, within the stated time, Slurm has taken the job back, and no process of that attempt is left."""
+        began, seconds = time.monotonic(), WITHIN[what]
+        yield
+        self.until(lambda: int(self.state["Restarts"]) > restart, seconds, f"the end of an attempt ({what})")
+        left = seconds - (time.monotonic() - began)
+        self.until(lambda: not [p for p in self.processes() if p.restart == restart], left, f"no process left ({what})")
+        self.times[what] = time.monotonic() - began
 
     def wait_end(self, seconds=START):
         over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
         self.until(lambda: self.state["JobState"] in over, seconds, f"the end of {self.dir.name}")
         self.until(lambda: not self.processes(), 15, "its processes to end")
-        return self.state["JobState"]
+        return self
 
     def processes(self):
         return processes_of_job(self.cluster.config, self.job)
 
-    def rank(self, rank):
-        pid = rank_pid(self.cluster.config, self.job, rank, "megatron_dapo.cli train")
-        assert pid is not None
-        return pid
+    def ranks(self):
+        """The trainer's tasks by number, not what they have started."""
+        python = f"{sys.executable} -u -m megatron_dapo.cli train"
+        return {p.rank: p.pid for p in reversed(self.processes()) if p.command.startswith(python)}
 
     @property
     def state(self):
@@ -106,6 +134,10 @@ class Run:
     def log(self):
         path = self.dir / "logs" / f"slurm_{self.job}.log"
         return path.read_text() if path.exists() else ""
+
+    def attempts(self):
+        """The job's log by attempt."""
+        return re.split(r"(?=^.*attempt \d+: job)", self.log, flags=re.MULTILINE)[1:]
 
     def records(self):
         lines = [json.loads(line) for line in (self.dir / "metrics.jsonl").read_text().splitlines()]
@@ -120,65 +152,80 @@ def scenarios(cluster, tmp_path_factory):
 
     with contextlib.redirect_stderr(io.StringIO()):
         raw_config(folder / "model", folder)  # once, before threads need it
-    pool = ThreadPoolExecutor(3)
-    found = {
-        scenario: pool.submit(scenario, cluster, folder) for scenario in (disturbed, undisturbed, with_engine_node)
-    }
+    every = (lost_ranks, lost_node, lost_engine, undisturbed)
+    pool = ThreadPoolExecutor(len(every))
+    found = {scenario: pool.submit(scenario, cluster, folder) for scenario in every}
     yield found
     pool.shutdown()
 
 
 def undisturbed(cluster, folder):
-    run = Run(cluster, folder, "undisturbed")
-    assert run.wait_end(2 * START) == "COMPLETED", run.log
-    return run
+    return Run(cluster, folder, "undisturbed").wait_end(2 * START)
 
 
-def disturbed(cluster, folder):
-    """Asked to stop before the time limit, a rank killed, a node lost; then left alone."""
-    run = Run(cluster, folder, "disturbed", slurm={"extra": ["--nodelist=n3,n4"]})  # n4 is nobody else's
-    times = {}
-    run.wait_step(0)
-    cluster.run("scancel", "--batch", "--signal=USR1", str(run.job))
-    times["asked to stop"] = run.wait_gone(START, restarts=1)
-
+def lost_ranks(cluster, folder):
+    """Asked to stop while it imports, a rank killed, a rank stopped; then left alone."""
+    run = Run(cluster, folder, "lost-ranks", slurm={"extra": ["--nodelist=n1,n2"]})
+    run.until(lambda: len(run.ranks()) == 2, START, "two ranks")
+    with run.over_within("asked while importing", restart=0):
+        cluster.run("scancel", "--batch", "--signal=USR1", str(run.job))
     run.wait_step(1)
-    os.kill(run.rank(1), signal.SIGKILL)
-    times["rank killed"] = run.wait_gone(START, restarts=2)
-
+    with run.over_within("rank killed", restart=1):
+        os.kill(run.ranks()[1], signal.SIGKILL)
     run.wait_step(2)
-    cluster.kill_node("n4")
-    times["node lost"] = run.wait_gone(LOST_NODE, restarts=3)
+    with run.over_within("rank stopped", restart=2):
+        os.kill(run.ranks()[1], signal.SIGSTOP)
+    return run.wait_end(2 * START)
+
+
+def lost_node(cluster, folder):
+    """Slurm sends its signal before the time limit, a node loses its power; then left alone."""
+    run = Run(cluster, folder, "lost-node", slurm={"extra": ["--nodelist=n3,n4"]})  # n4 is nobody else's
+    run.wait_step(0)
+    with run.over_within("asked by Slurm", restart=0):
+        run.pace(2)  # so that it comes in the middle of a batch
+        run.limit(75)
+        run.until(lambda: "passing USR1 on" in run.log, WITHIN["asked by Slurm"], "Slurm's signal")
+        run.pace(0.04)
+    cluster.run("scontrol", "update", f"JobId={run.job}", "TimeLimit=30")
+    run.wait_step(1)
+    with run.over_within("node lost", restart=1):
+        cluster.kill_node("n4")
     cluster.start_node("n4")  # repaired
-    state = run.wait_end(2 * START)
-    return run, times, state
+    return run.wait_end(2 * START)
 
 
-def with_engine_node(cluster, folder):
+def lost_engine(cluster, folder):
     """Two trainer nodes, one engine node with a real SGLang server that is killed in the middle."""
     python = sorted(ROOT.glob(".venv-sglang-*/bin/python"))
     if not python:
         return None
     run = Run(
-        cluster, folder, "engine-node",
+        cluster, folder, "lost-engine",
         slurm={"nodes": 3, "engine_nodes": 1, "mode": "disaggregated", "extra": ["--nodelist=n1,n2,n3"]},
         rollout={
             "engine": "sglang", "weights": {"directory": str(folder / "weights")},
             "servers": {
                 "device": "cpu", "python": str(python[-1]), "dtype": "float32", "port": 31000 + os.getpid() % 900,
+                "start_timeout": START,
             },
         },
     )  # fmt: skip
     run.until(lambda: run.steps() >= 3, 2 * START, "three steps")
     serves = f"{python[-1]} -m sglang.launch_server"
-    engine = next(pid for pid, command in sorted(run.processes().items()) if command.startswith(serves))
+    engine = next(p.pid for p in run.processes() if p.command.startswith(serves))
+    family = {engine, *descendants(engine)}
+    began, before = time.monotonic(), run.steps()
     os.kill(engine, signal.SIGKILL)
-    killed_after = run.steps()
-    return run, killed_after, run.wait_end(2 * START)
+    run.until(lambda: not family & {p.pid for p in run.processes()}, 30, "the engine's own processes to end")
+    run.until(lambda: run.steps() >= before + 2, START, "a step after the engine was killed")
+    run.times["engine killed"] = time.monotonic() - began
+    return run.wait_end(2 * START)
 
 
 def test_a_run_on_two_nodes(scenarios):
     run = scenarios[undisturbed].result()
+    assert run.state["JobState"] == "COMPLETED", run.log
     assert [step for step, _ in run.records()] == list(range(1, STEPS + 1))
     assert {p.name for p in (run.dir / "logs" / "latest").glob("rank_*")} == {"rank_0.log", "rank_1.log"}
     assert "DP 2" in (run.dir / "logs" / "latest" / "rank_0.log").read_text()
@@ -186,33 +233,39 @@ def test_a_run_on_two_nodes(scenarios):
     assert done.returncode == 0 and f"job {run.job} finished" in done.stdout and f"{STEPS} steps done" in done.stdout
 
 
-def test_a_disturbed_run_ends_like_an_undisturbed_one(scenarios):
-    run, times, state = scenarios[disturbed].result()
-    assert state == "COMPLETED", run.log
-    # A batch that was cut by the signal is completed from what it had: its samples count as carried in.
-    ours, theirs = (
-        [(step, {n: v for n, v in metrics.items() if n not in CARRIED}) for step, metrics in found.records()]
-        for found in (run, scenarios[undisturbed].result())
-    )
-    assert ours == theirs
-    attempts = re.split(r"(?=^.*attempt \d+: job)", run.log, flags=re.MULTILINE)[1:]
-    assert len(attempts) == 4, run.log
-    assert "passing USR1 on" in attempts[0] and "ended with code 75" in attempts[0]
-    assert "task 1: Killed" in attempts[1]  # Slurm says who
-    assert re.search(r"NODE FAILURE|n4 \w+\*", attempts[2])  # in Slurm's words, or the script's
-    assert "ended with code 0" in attempts[3]
-    print(times)
+@pytest.mark.parametrize("scenario", [lost_ranks, lost_node])
+def test_a_disturbed_run_ends_like_an_undisturbed_one(scenario, scenarios):
+    run = scenarios[scenario].result()
+    assert run.state["JobState"] == "COMPLETED", run.log
+    assert run.records() == scenarios[undisturbed].result().records()
+    assert "ended with code 0" in run.attempts()[-1]
+    print("seconds:", run.times)
+
+
+def test_each_end_has_its_reason(scenarios):
+    run = scenarios[lost_ranks].result()
+    imports, killed, stopped, last = run.attempts()
+    assert "passing USR1 on" in imports and "queueing the job again" in imports
+    assert "crashes" not in imports and not (run.dir / "logs/attempt_0/heartbeat").exists()
+    assert "task 1: Killed" in killed  # Slurm says who
+    assert re.search(rf"hanging: rank 1 \(pid \d+ on n2\) has been silent for {SILENT}", stopped), stopped
+    assert "watchdog.py" in (run.dir / "logs/attempt_2/stacks_rank_0.txt").read_text()
+    assert "ended with code 0" in last
+
+    signalled, lost, _ = scenarios[lost_node].result().attempts()
+    assert "passing USR1 on" in signalled and "ended with code 75" in signalled
+    assert re.search(r"NODE FAILURE|n4 \w+\*", lost)  # in Slurm's words, or the script's
 
 
 def test_a_killed_engine_comes_back_with_the_current_weights(scenarios):
-    found = scenarios[with_engine_node].result()
-    if found is None:
+    run = scenarios[lost_engine].result()
+    if run is None:
         pytest.skip("SGLang for the CPU is not installed: make sglang-cpu")
-    run, killed_after, state = found
-    assert state == "COMPLETED", run.log + (run.dir / "logs/latest/rank_0.log").read_text()
-    assert killed_after < STEPS and run.state["Restarts"] == "0"
-    assert len(re.findall(r"the engine at n3:\d+ ended with code 137", run.log)) == 1  # and none is started at the end
+    assert run.state["JobState"] == "COMPLETED", run.log + (run.dir / "logs/latest/rank_0.log").read_text()
+    assert run.state["Restarts"] == "0"
+    assert len(re.findall(r"engine_n3_\d+ ended with code 137", run.log)) == 1  # and none is started at the end
     records = run.records()
     assert [step for step, _ in records] == list(range(1, STEPS + 1))
     # The trainer scores what the engine sampled: stale weights would show as different log-probs.
     assert max(metrics["train/mismatch_max"] for _, metrics in records) < 1e-3
+    print("seconds:", run.times)

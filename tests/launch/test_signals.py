@@ -1,0 +1,116 @@
+"""What Slurm sends may come at any moment and to any process of a job: whatever happens, it starts again, saved."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+from mini_slurm import wait_for
+
+from megatron_dapo.config import parse_config
+from megatron_dapo.config.reward import RewardConfig
+from megatron_dapo.config.rollout import ServerConfig
+from megatron_dapo.launch.slurm_script import Job, render
+from megatron_dapo.reward import RewardPool
+from megatron_dapo.rollout.server_process import ServerProcess
+from megatron_dapo.types import FinishReason, Prompt, Sample, as_logprobs, as_tokens
+
+
+def signals(pid, row, *numbers):
+    """Whether these signals are in a row of /proc/PID/status: SigCgt (caught) or SigIgn (ignored)."""
+    lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return all(int(lines[row], 16) >> (number - 1) & 1 for number in numbers)
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_run_that_still_imports_ends_at_once(number, tmp_path):
+    """Before torch is there, so for all but the first moments of a start."""
+    os.mkfifo(tmp_path / "run.yaml")  # whoever reads it waits
+    command = [sys.executable, "-m", "megatron_dapo.cli", "train", str(tmp_path / "run.yaml")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        wait_for(lambda: signals(process.pid, "SigCgt", signal.SIGUSR1, signal.SIGTERM), 30, "the handlers")
+        assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text()
+        process.send_signal(number)
+        _, said = process.communicate(timeout=10)
+    finally:
+        process.kill()
+    assert process.returncode == 75
+    assert f"asked to stop ({number.name}) while nothing had to be saved" in said
+
+
+def test_graders_leave_signals_to_the_trainer():
+    """Slurm signals every process of a step: the answers being graded are graded, and no process is replaced."""
+    sample = Sample("p", 0, as_tokens([1]), as_tokens([]), as_logprobs([]), FinishReason.STOP, text="2")
+    prompt = Prompt("p", "1+1", as_tokens([1]), "2")
+
+    async def main():
+        async with RewardPool(RewardConfig(grader="python:slow_grader.right", workers=1)) as pool:
+            grading = asyncio.ensure_future(pool.grade(prompt, sample))
+            await asyncio.sleep(1)
+            (worker,) = [p for p in psutil.Process().children() if "megatron_dapo.reward.worker" in p.cmdline()]
+            for number in (signal.SIGUSR1, signal.SIGTERM):
+                worker.send_signal(number)
+            assert (await grading).correct
+            return pool.metrics()
+
+    counted = asyncio.run(main())
+    assert (counted["reward/retries"], counted["reward/restarts"]) == (0, 0)
+
+
+def test_servers_that_the_trainer_starts_do_too(tmp_path):
+    server = ServerProcess("", ServerConfig(), 0, tmp_path, make_command=lambda *_: (["sleep", "30"], {}))
+    with ThreadPoolExecutor(1) as fleet:  # it lives in a thread of its own, and its children end with it
+        fleet.submit(server.spawn).result()
+        assert signals(server.pid, "SigIgn", signal.SIGUSR1)
+        asyncio.run(server.end())
+
+
+COMMANDS = {
+    "scontrol": '[ "$1" = show ] && echo n1 || { echo "$@" >> asked; kill -TERM $PPID; }',
+    "srun": "exec %s trainer.py" % sys.executable,  # noqa: UP031
+    "sinfo": "true",
+}
+TRAINER = """\
+import signal, sys, time
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
+open("trainer-ready", "w")
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("moment", ["setup", "trainer-ready"])
+def test_the_script_passes_a_signal_on_whenever_it_comes(moment, tmp_path):
+    """Slurm's commands are stand-ins here: a signal while the surroundings are set up, and while the trainer runs."""
+    for name, text in COMMANDS.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "trainer.py").write_text(TRAINER)
+    config = parse_config(
+        {
+            "rollout": {"engine": "embedded"},
+            "slurm": {"gpus_per_node": 0, "setup": ["touch setup; sleep 1; : $NOT_SET"]},
+        }
+    )
+    (tmp_path / "job.sbatch").write_text(render(Job(config, tmp_path / "run", tmp_path)))
+    environment = os.environ | {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_ID": "7",
+    }  # fmt: skip
+    script = subprocess.Popen(
+        ["bash", "job.sbatch"], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        wait_for((tmp_path / moment).exists, 20, moment)
+        script.send_signal(signal.SIGUSR1)
+        said, _ = script.communicate(timeout=30)
+    finally:
+        if script.poll() is None:
+            os.killpg(script.pid, signal.SIGKILL)
+    assert "passing USR1 on to the trainer" in said and "queueing the job again, restart 1 of 20" in said
+    assert (tmp_path / "asked").read_text() == "requeue 7\n"
+    assert not (tmp_path / "run/logs/crashes").exists()
