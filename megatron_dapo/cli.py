@@ -222,8 +222,8 @@ def _add_plan(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--gpu", default="h100", help="h100 (default), h200, h800, b200, a100, a100-40g, l40s, …")
     parser.add_argument("--gpus", type=int, metavar="N", help="GPUs in all (default: slurm.nodes × gpus_per_node)")
     parser.add_argument("--gpus-per-node", type=int, metavar="N", help="default: slurm.gpus_per_node")
-    parser.add_argument("--engine-gpus", type=int, default=0, metavar="N", help="GPUs that only serve engines "
-                        "(default 0: engines and trainer share all GPUs)")  # fmt: skip
+    parser.add_argument("--engine-gpus", type=int, metavar="N", help="GPUs that only serve engines; 0: engines and "
+                        "trainer share all GPUs (default: slurm.engine_nodes × gpus_per_node)")  # fmt: skip
     parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="another memory size than the GPU's own")
     parser.add_argument("--mfu", type=float, default=0.4, help="share of the peak that kernels reach (default 0.4)")
     parser.add_argument("--mean-prompt", type=int, metavar="TOKENS", help="default: 256")

@@ -24,7 +24,7 @@ def run(
     gpu: str,
     gpus: int | None,
     gpus_per_node: int | None,
-    engine_gpus: int,
+    engine_gpus: int | None,
     gpu_memory: float | None,
     mfu: float,
     mean_prompt: int | None,
@@ -39,7 +39,8 @@ def run(
     shape = _shape(loaded)
     per_node = gpus_per_node or loaded.slurm.gpus_per_node or 8
     total = gpus or loaded.slurm.nodes * per_node
-    cluster = Cluster(find_gpu(gpu, gpu_memory), total, per_node, engine_gpus)
+    apart = loaded.slurm.engine_nodes * per_node if engine_gpus is None else engine_gpus
+    cluster = Cluster(find_gpu(gpu, gpu_memory), total, per_node, apart)
     work = Workload.of(loaded, mean_prompt, mean_response, kept)
     choose = config is None and not any(item.startswith("policy.") for item in set)
     plan = make_plan(loaded, shape, cluster, work, mfu, layers, choose)

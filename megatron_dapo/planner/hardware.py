@@ -72,8 +72,9 @@ class Cluster:
             raise PlanError(f"--gpus is {self.gpus}: at least one GPU is needed")
         if not 0 <= self.engine_gpus < self.gpus:
             raise PlanError(
-                f"--engine-gpus is {self.engine_gpus} of {self.gpus} GPUs: some must be left for the trainer "
-                "(0 means that engines and trainer share all of them)"
+                f"{self.engine_gpus} of {self.gpus} GPUs would only serve engines (--engine-gpus, or else "
+                "slurm.engine_nodes × GPUs per node): some must be left for the trainer; 0 means that engines and "
+                "trainer share all of them"
             )
 
     @property

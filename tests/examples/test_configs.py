@@ -98,9 +98,11 @@ def test_dry_run_on_a_machine_without_gpus(file, workplace):
 @pytest.mark.parametrize("file", FILES)
 def test_it_fits_the_gpus(file, workplace, capsys):
     trainer, engines = GPUS[file]
-    words = ["--gpu", "h100", "--gpus", str(trainer + engines), "--engine-gpus", str(engines)]
+    words = ["--gpu", "h100", "--gpus", str(trainer + engines)]
     assert main(["plan", file, *words, *settings(file)]) == 0
-    assert f"\nFITS on {trainer + engines} × h100" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"\nFITS on {trainer + engines} × h100" in said
+    assert (f"{engines} GPUs only serve, {trainer} only train" in said) == bool(engines)
 
 
 @pytest.mark.parametrize("file", [file for file, (trainer, engines) in GPUS.items() if engines])

@@ -151,6 +151,23 @@ def test_command_exit_codes_and_text(model_dir, tmp_path, capsys):
     assert "DOES NOT FIT" in text and "Smallest change that fits: --set policy." in text
 
 
+def test_engine_gpus_are_those_of_the_job(model_dir, tmp_path, capsys):
+    """slurm.engine_nodes says it; the command line may say otherwise."""
+    slurm = {"nodes": 16, "mode": "disaggregated", "engine_nodes": 6}
+    config = tmp_path / "run.yaml"
+    policy = {"model": str(model_dir), **TP8}
+    config.write_text(json.dumps({**PUBLISHED, "policy": policy, "slurm": slurm}))
+    for words, expected in (
+        ([], "disaggregated: 48 GPUs only serve, 80 only train"),
+        (["--engine-gpus", "16"], "disaggregated: 16 GPUs only serve, 112 only train"),
+        (["--engine-gpus", "0"], "colocated"),
+    ):
+        assert main(["plan", str(config), *words]) == 0
+        assert expected in " ".join(capsys.readouterr().out.split())
+    assert main(["plan", str(config), "--gpus", "48"]) == 2
+    assert "48 of 48 GPUs would only serve engines" in capsys.readouterr().err
+
+
 def test_command_json_and_bare_model(model_dir, capsys):
     assert main(["plan", "--model", str(model_dir), "--gpus", "128", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
