@@ -1,7 +1,6 @@
 # make setup       the environment in .venv (CPU torch where there is no NVIDIA GPU)
 # make quickstart  see it work on this machine
 # make test        lint, types, tests
-# make test-slurm  the launcher's scenarios on a real Slurm of four nodes on this machine (root, Debian's packages)
 # make sglang-cpu  SGLang servers that run without a GPU, for the tests; two versions
 PYTHON ?= python3
 VENV   := .venv
@@ -13,7 +12,7 @@ TORCH  ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo torch || echo to
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: setup quickstart test test-slurm lint types unit clean sglang-cpu
+.PHONY: setup quickstart test lint types unit clean sglang-cpu
 
 setup: $(STAMP)
 
@@ -39,16 +38,14 @@ types: $(STAMP)
 unit: $(STAMP) sglang-cpu
 	$(BIN)/python -m pytest
 
-test-slurm: $(STAMP) sglang-cpu
-	MEGATRON_DAPO_SLURM_TESTS=1 $(BIN)/python -m pytest tests/launch
-
 # SGLang pins other packages than we do, so it has its own environments. They borrow torch and whatever else fits from
 # .venv, and the newer one borrows from the older, so that the second costs 20 s and 0.2 GB instead of 2 GB.
 SGLANG_FIRST  := .venv-sglang-0.5.18
 SGLANG_SECOND := .venv-sglang-0.5.23
 SGLANG_NEEDS  := triton==3.7.0 transformers==5.12.1 apache-tvm-ffi==0.1.11 fastapi uvicorn uvloop orjson pyzmq msgspec \
 	psutil setproctitle prometheus-client python-multipart pydantic requests aiohttp numpy tqdm pybase64 pillow IPython \
-	dill openai==2.6.1 partial_json_parser sentencepiece einops compressed-tensors gguf jsonschema soundfile
+	dill openai==2.6.1 partial_json_parser sentencepiece einops compressed-tensors gguf jsonschema soundfile \
+	sglang-router==0.3.2
 SGLANG_PIP     = $(SGLANG_FIRST)/bin/pip --disable-pip-version-check
 SITE           = lib/$$($(BIN)/python -c 'import sys; print(f"python{sys.version_info[0]}.{sys.version_info[1]}")')/site-packages
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_dapo.config import Config
+from megatron_dapo.config.rollout import ServerConfig
 
 API_KEY = "MEGATRON_DAPO_API_KEY"
 WIDTH = 118  # of a line of the script
@@ -160,8 +161,8 @@ def _engines(job: Job) -> str:
     if slurm.router:
         python = shlex.quote(servers.python or job.python)
         router = [
-            "keep", "router", '"${ENGINES[0]}"', python, "-m", "sglang_router.launch_router", "--host", "0.0.0.0",
-            "--port", str(slurm.router_port), "--api-key", f'"${key}"', "--worker-urls", "${URLS//,/ }", "&",
+            "keep", "router", '"${ENGINES[0]}"', *router_command(python, slurm.router_port, servers),
+            "--api-key", f'"${key}"', "--worker-urls", "${URLS//,/ }", "&",
         ]  # fmt: skip
         lines += ["# Takes the generate requests; weights and aborts go to the servers themselves.", _wrapped(router)]
     return "\n".join([*lines, ""])
@@ -179,6 +180,17 @@ def server_command(job: Job, key: str) -> list[str]:
         later["--admin-api-key"] = f'"${servers.admin_key_env}"'
     words = [later.get(before) or shlex.quote(word) for before, word in zip(["", *command], command, strict=False)]
     return ["env", *(f"{name}={shlex.quote(value)}" for name, value in environment.items()), *words]
+
+
+def router_command(python: str, port: int, servers: ServerConfig) -> list[str]:
+    """Without the servers and the key. It gives up a worker or a request no earlier than we do. Its own way to share
+    requests out looks at texts, and sends all to one server where there are only tokens; its metrics take a port."""
+    return [
+        python, "-m", "sglang_router.launch_router", "--host", "0.0.0.0", "--port", str(port),
+        "--prometheus-port", str(port + 1), "--log-level", "warn", "--policy", "power_of_two",
+        "--request-timeout-secs", f"{servers.request_timeout:.0f}",
+        "--worker-startup-timeout-secs", f"{servers.start_timeout:.0f}", "--worker-startup-check-interval", "5",
+    ]  # fmt: skip
 
 
 def _wrapped(words: list[str], indent: str = "") -> str:
@@ -246,7 +258,13 @@ say "the trainer ended with code $CODE"
 if [ "$CODE" -ne 75 ] && [ -z "$ASKED" ]; then
   # 2: the configuration is wrong. And a crash that comes again without a new checkpoint would come a third time.
   [ "$CODE" -eq 2 ] && exit 2
-  say "nodes: $(sinfo -h -N -n "$SLURM_JOB_NODELIST" -o '%N %T' | sort -u | tr '\\n' ' ')(* does not answer)"
+  PROBES=()  # a lost node is named here, since Slurm itself may need minutes to notice
+  for node in "${{NODES[@]}}"; do
+    timeout -k 5 20 srun --overlap --mpi=none --nodes=1 --ntasks=1 --ntasks-per-node=1 --nodelist="$node" true \\
+      >/dev/null 2>&1 || say "node $node does not answer" &
+    PROBES+=($!)
+  done
+  wait "${{PROBES[@]}}"
   echo "after $(ls -td "$RUN"/checkpoints/step_* 2>/dev/null | head -n 1)" >> "$RUN/logs/crashes"
   if [ "$(tail -n {slurm.crashes} "$RUN/logs/crashes" | sort | uniq -c | awk '$1 >= {slurm.crashes}')" ]; then
     say "not queued again: {slurm.crashes} crashes without a new checkpoint (slurm.crashes)"

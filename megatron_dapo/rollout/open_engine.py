@@ -16,4 +16,13 @@ async def open_engine(config: RolloutConfig, model: str, log_dir: str | Path) ->
         return EmbeddedEngine.from_directory(model, config.embedded)
     from megatron_dapo.rollout.fleet import Fleet
 
-    return await Fleet(config, model, log_dir).start()
+    engine = await Fleet(config, model, log_dir).start()
+    if config.servers.router_url:
+        from megatron_dapo.rollout.router import wait_for_router
+
+        try:
+            await wait_for_router(config.servers)
+        except BaseException:
+            await engine.close()
+            raise
+    return engine

@@ -23,7 +23,7 @@ class SGLangServer:
     """`serves` is the weight version this server may answer with, or None while it must not be asked."""
 
     def __init__(self, url: str, config: ServerConfig, *, generate_url: str | None = None) -> None:
-        api, admin = _key(config.api_key_env), _key(config.admin_key_env)
+        api, admin = read_key(config.api_key_env), read_key(config.admin_key_env)
         self.connection = Connection(url, api_key=api, admin_key=admin, timeout=config.control_timeout)
         self._front = Connection(generate_url, api_key=api, admin_key=admin) if generate_url else self.connection
         self.name, self.config = self.connection.url, config
@@ -170,7 +170,7 @@ def _sampling(params: SamplingParams) -> dict[str, Any]:
     return found
 
 
-def _key(variable: str | None) -> str | None:
+def read_key(variable: str | None) -> str | None:
     if variable is None:
         return None
     key = os.environ.get(variable)

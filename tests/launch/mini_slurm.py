@@ -191,6 +191,12 @@ def processes_of_job(config: Path, job: int | str) -> list[JobProcess]:
     return sorted(found, key=lambda process: process.pid)
 
 
+def signals(pid: int, row: str, *numbers: int) -> bool:
+    """Whether these signals are in a row of /proc/PID/status: SigCgt (caught) or SigIgn (ignored)."""
+    lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return all(int(lines[row], 16) >> (number - 1) & 1 for number in numbers)
+
+
 def descendants(pid: int) -> Iterable[int]:
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():

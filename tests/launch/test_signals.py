@@ -1,6 +1,7 @@
 """What Slurm sends may come at any moment and to any process of a job: whatever happens, it starts again, saved."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from mini_slurm import wait_for
+from mini_slurm import signals, wait_for
 
 from megatron_dapo.config import parse_config
 from megatron_dapo.config.reward import RewardConfig
@@ -20,21 +21,17 @@ from megatron_dapo.reward import RewardPool
 from megatron_dapo.rollout.server_process import ServerProcess
 from megatron_dapo.types import FinishReason, Prompt, Sample, as_logprobs, as_tokens
 
-
-def signals(pid, row, *numbers):
-    """Whether these signals are in a row of /proc/PID/status: SigCgt (caught) or SigIgn (ignored)."""
-    lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-    return all(int(lines[row], 16) >> (number - 1) & 1 for number in numbers)
+SENT = (signal.SIGUSR1, signal.SIGTERM)
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+@pytest.mark.parametrize("number", SENT)
 def test_a_run_that_still_imports_ends_at_once(number, tmp_path):
     """Before torch is there, so for all but the first moments of a start."""
     os.mkfifo(tmp_path / "run.yaml")  # whoever reads it waits
     command = [sys.executable, "-m", "megatron_dapo.cli", "train", str(tmp_path / "run.yaml")]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
-        wait_for(lambda: signals(process.pid, "SigCgt", signal.SIGUSR1, signal.SIGTERM), 30, "the handlers")
+        wait_for(lambda: signals(process.pid, "SigCgt", *SENT), 30, "the handlers")
         assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text()
         process.send_signal(number)
         _, said = process.communicate(timeout=10)
@@ -42,6 +39,14 @@ def test_a_run_that_still_imports_ends_at_once(number, tmp_path):
         process.kill()
     assert process.returncode == 75
     assert f"asked to stop ({number.name}) while nothing had to be saved" in said
+
+
+def children():
+    """Grading processes of this one."""
+    for process in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):
+            if "megatron_dapo.reward.worker" in process.cmdline():
+                yield process
 
 
 def test_graders_leave_signals_to_the_trainer():
@@ -52,10 +57,10 @@ def test_graders_leave_signals_to_the_trainer():
     async def main():
         async with RewardPool(RewardConfig(grader="python:slow_grader.right", workers=1)) as pool:
             grading = asyncio.ensure_future(pool.grade(prompt, sample))
-            await asyncio.sleep(1)
-            (worker,) = [p for p in psutil.Process().children() if "megatron_dapo.reward.worker" in p.cmdline()]
-            for number in (signal.SIGUSR1, signal.SIGTERM):
-                worker.send_signal(number)
+            while not (found := [p for p in children() if signals(p.pid, "SigIgn", *SENT)]):
+                await asyncio.sleep(0.1)
+            for number in SENT:
+                found[0].send_signal(number)
             assert (await grading).correct
             return pool.metrics()
 

@@ -1,6 +1,7 @@
 """The sbatch script: what is in it, that bash accepts it, and that wrong configurations fail before submission."""
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -94,7 +95,9 @@ def test_options_from_the_configuration(raw):
         "export NCCL_IB_HCA=mlx5", "module load cuda",
     ):  # fmt: skip
         assert f"\n{line}\n" in text, line
+    assert text.index("module load cuda") < text.index("set -u")  # what activates an environment breaks under it
     assert "sglang_router.launch_router" in text and "router_url=http://${ENGINES[0]}:29000" in text
+    assert "--port 29000" in text and "--prometheus-port 29001" in text
 
 
 def test_containers(raw):
@@ -103,7 +106,29 @@ def test_containers(raw):
     assert "--container-image=nvcr.io#nvidia/pytorch:25.09" in text and "--container-mounts=/data:/data:ro" in text
     sruns = [line for line in text.splitlines() if line.lstrip().startswith("srun ")]
     assert len(sruns) == 2 and all('"${CONTAINER[@]}"' in line for line in sruns)
-    assert "python3 -u -m megatron_dapo.cli train" in text
+    assert "python3 -u -m megatron_dapo.cli train" in text and "python3 -m sglang.launch_server" in text
+    assert sys.executable not in text  # the container has a Python of its own
+
+
+def test_a_container_sees_the_run_wherever_it_is(raw, tmp_path):
+    raw["slurm"]["container_image"] = "image.sqsh"
+    assert f"--container-mounts=/project:/project,{tmp_path}/run:{tmp_path}/run\n" in script_of(raw)
+    raw["trainer"]["run_dir"] = "/project/runs/a"
+    assert "--container-mounts=/project:/project\n" in script_of(raw)
+
+
+def test_lines_are_short_enough_to_read(raw):
+    raw["slurm"]["router"] = True
+    raw["rollout"]["servers"]["arguments"] = [f"--option-{i}={i}" for i in range(30)]
+    commands = [line for line in script_of(raw).splitlines() if "launch_" in line or line.startswith("    --option")]
+    assert len(commands) > 4 and max(map(len, commands)) <= 120
+
+
+def test_engines_are_not_given_what_only_the_trainer_needs(raw):
+    text = script_of(raw)
+    assert text.index("engine() {") < text.index("export CUDA_DEVICE_MAX_CONNECTIONS") < text.index("cli train")
+    raw["policy"]["tensor_parallel"] = 1
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in script_of(raw)
 
 
 def test_odd_names_are_quoted(raw, tmp_path):
@@ -170,6 +195,13 @@ def test_a_partition_that_exists_or_a_default_one(raw):
     check_cluster(parse_config(raw), answer("a100*\nh100\n"))
     raw["slurm"]["partition"] = None
     check_cluster(parse_config(raw), answer("a100*\nh100\n"))
+
+
+def test_a_dry_run_needs_no_cluster_that_answers(raw, capsys):
+    assert launch.run_slurm(parse_config(raw), dry_run=True, ask=answer(stderr="sinfo: fatal", code=1)) == 0
+    assert "valid, not submitted" in capsys.readouterr().out
+    with pytest.raises(SlurmError, match="sinfo failed"):
+        launch.run_slurm(parse_config(raw), ask=answer(stderr="sinfo: fatal", code=1))
 
 
 def test_a_chain_of_jobs(raw, capsys):
