@@ -42,7 +42,7 @@ def probes(config: Config, named: bool) -> list[Probe]:
         Probe("attention", gpu.attention, 310),
         Probe("run directory", partial(storage.run_directory, run_dir, config.slurm.nodes), 60),
         Probe("disk", partial(storage.free_disk, run_dir, parameters, config.trainer.checkpoint.keep)),
-        Probe("shared memory", partial(storage.shared_memory, size, Path(config.rollout.weights.directory))),
+        Probe("shared memory", storage.shared_memory),
         Probe("clock", partial(storage.clock_skew, run_dir)),
         Probe("limits", surroundings.limits),
         Probe("hf cache", surroundings.hf_cache),
@@ -50,6 +50,7 @@ def probes(config: Config, named: bool) -> list[Probe]:
     ]
     if config.rollout.engine == "sglang":
         found.append(Probe("ports", partial(surroundings.ports, servers.host, servers.port, servers.count)))
+        found.append(Probe("weights", partial(storage.weights_directory, Path(config.rollout.weights.directory), size)))
         if named:
             found.append(Probe("sglang", partial(surroundings.serving_python, servers), 160))
     if config.policy.model:

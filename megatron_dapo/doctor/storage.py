@@ -94,19 +94,30 @@ def free_disk(run_dir: Path, parameters: int, keep: int = 1, usage: Callable[[Pa
     return Check("disk", "ok", found + (f"; {keep + 1} checkpoints take {needed / GIB:,.0f} GiB" if parameters else ""))
 
 
-def shared_memory(
-    weight_bytes: int, folder: Path = Path("/dev/shm"), usage: Callable[[Path], Any] = shutil.disk_usage
-) -> Check:
-    """Weight updates are written there (two versions for a moment), and NCCL and data loaders use it."""
+def weights_directory(folder: Path, weight_bytes: int, usage: Callable[[Path], Any] = shutil.disk_usage) -> Check:
+    """Weight updates are written there, two versions for a moment. The run makes it."""
+    there = existing_parent(folder)
+    try:
+        _touch(there)
+    except OSError as error:
+        return Check("weights", "fail", f"{folder} cannot be written: {error.strerror}", "set "
+                     "rollout.weights.directory to a folder that trainer and engines both see")  # fmt: skip
+    free = usage(there).free
+    found = f"{folder}: {free / GIB:.1f} GiB free"
+    if free < 2 * weight_bytes:
+        return Check("weights", "fail", f"{found}; two versions of the weights take {2 * weight_bytes / GIB:.1f} GiB",
+                     "enlarge it (/dev/shm: docker --shm-size, mount -o remount,size=…), set rollout.weights.directory "
+                     "to a fast disk, or use another rollout.weights.transport")  # fmt: skip
+    return Check("weights", "ok", found)
+
+
+def shared_memory(folder: Path = Path("/dev/shm"), usage: Callable[[Path], Any] = shutil.disk_usage) -> Check:
+    """NCCL and data loaders use it."""
     if not folder.is_dir():
-        return Check("shared memory", "fail", f"{folder} is not there", "set rollout.weights.directory to a folder "
-                     "that trainer and engines both see")  # fmt: skip
+        return Check("shared memory", "fail", f"{folder} is not there", "mount it: NCCL needs it between the ranks of "
+                     "a node")  # fmt: skip
     free, total = usage(folder).free, usage(folder).total
     found = f"{folder}: {free / GIB:.1f} of {total / GIB:.1f} GiB free"
-    if weight_bytes and free < 2 * weight_bytes:
-        return Check("shared memory", "fail", f"{found}; two versions of the weights take {2 * weight_bytes / GIB:.1f} "
-                     "GiB", "enlarge it (docker --shm-size, mount -o remount,size=…), set rollout.weights.directory to "
-                     "a fast disk, or use another rollout.weights.transport")  # fmt: skip
     if free < GIB:
         return Check("shared memory", "warn", found, "NCCL needs some: enlarge it (docker --shm-size=16g)")
     return Check("shared memory", "ok", found)

@@ -258,13 +258,20 @@ def test_disk_room_for_checkpoints(tmp_path):
     assert storage.free_disk(tmp_path, 0, 2, usage(5 * GIB)).status == "warn"
 
 
-def test_shared_memory_against_the_weights(tmp_path):
+def test_room_for_the_weights(tmp_path):
     weights = 3 * GIB
-    assert storage.shared_memory(weights, tmp_path, usage(7 * GIB)).status == "ok"
-    check = storage.shared_memory(weights, tmp_path, usage(5 * GIB, 64 * GIB))
+    assert storage.weights_directory(tmp_path, weights, usage(7 * GIB)).status == "ok"
+    assert storage.weights_directory(tmp_path / "made" / "by the run", weights, usage(7 * GIB)).status == "ok"
+    check = storage.weights_directory(tmp_path, weights, usage(5 * GIB, 64 * GIB))
     assert check.status == "fail" and "6.0 GiB" in check.found and "--shm-size" in check.remedy
-    assert storage.shared_memory(0, tmp_path, usage(GIB // 16)).status == "warn"
-    assert storage.shared_memory(0, tmp_path / "none").status == "fail"
+    check = storage.weights_directory(Path("/proc/weights"), 0)
+    assert check.status == "fail" and "/proc/weights cannot be written" in check.found
+
+
+def test_shared_memory(tmp_path):
+    assert storage.shared_memory(tmp_path, usage(2 * GIB)).status == "ok"
+    assert storage.shared_memory(tmp_path, usage(GIB // 16)).status == "warn"
+    assert storage.shared_memory(tmp_path / "none").status == "fail"
 
 
 def test_clock(tmp_path):

@@ -62,11 +62,11 @@ def test_only(capsys):
 def test_what_is_checked_depends_on_the_configuration():
     names = {probe.name for probe in probes(Config(), named=False)}
     assert {"python", "packages", "apex", "gpu", "torch", "attention", "run directory", "disk", "shared memory",
-            "clock", "limits", "hf cache", "slurm", "ports"} == names  # fmt: skip
+            "clock", "limits", "hf cache", "slurm", "ports", "weights"} == names  # fmt: skip
     named = parse_config({"policy": {"model": "somewhere"}, "rollout": {"engine": "sglang"}})
     assert {probe.name for probe in probes(named, named=True)} - names == {"sglang", "model"}
     embedded = parse_config({"rollout": {"engine": "embedded"}})
-    assert not {"sglang", "ports"} & {probe.name for probe in probes(embedded, named=True)}
+    assert not {"sglang", "ports", "weights"} & {probe.name for probe in probes(embedded, named=True)}
 
 
 def test_every_probe_answers_under_its_own_name():
