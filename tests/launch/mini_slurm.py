@@ -57,7 +57,7 @@ SlurmdTimeout={noticed}
 KillWait=5
 MinJobAge=3600
 NodeName=n[1-4] NodeHostname={host} NodeAddr=127.0.0.[11-14] Port=[{first}-{last}] CPUs=8 RealMemory=4000
-PartitionName=work Nodes=n[1-4] Default={default} MaxTime=60 State=UP
+PartitionName=work Nodes=n[1-4] Default=YES MaxTime=60 State=UP
 PartitionName=short Nodes=n[1-2] MaxTime=2 State=UP
 """
 
@@ -109,11 +109,11 @@ class MiniSlurm:
             raise
         return self
 
-    def write_config(self, default: str = "YES") -> None:
+    def write_config(self) -> None:
         ports = _free_ports(5)
         host = socket.gethostname().split(".")[0]
         text = CONFIG.format(
-            root=self.root, host=host, port=ports[0], first=ports[1], last=ports[4], default=default, noticed=NOTICED,
+            root=self.root, host=host, port=ports[0], first=ports[1], last=ports[4], noticed=NOTICED,
             first_job=ports[0] % 9000 + 1000,  # clusters side by side: a job's ranks meet at a port made of its number
         )  # fmt: skip
         (self.root / "slurm.conf").write_text(text)

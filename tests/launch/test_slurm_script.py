@@ -227,6 +227,18 @@ def test_seconds():
     assert found == [5400, 150, 86400, 86400, 2 * 86400 + 3 * 3600 + 240, 86400 + 2 * 3600 + 184]
 
 
+def test_a_real_cluster_without_a_default_partition(cluster, monkeypatch, raw):
+    monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
+    raw["slurm"]["partition"] = None
+    cluster.run("scontrol", "update", "PartitionName=work", "Default=NO")
+    try:
+        with pytest.raises(ConfigError, match="no default partition: choose one of"):
+            launch.run_slurm(parse_config(raw))
+    finally:
+        cluster.run("scontrol", "update", "PartitionName=work", "Default=YES")
+    assert not Path(raw["trainer"]["run_dir"]).exists()
+
+
 def test_slurm_itself_is_asked(cluster, monkeypatch, tmp_path):
     """What only the cluster knows: limits of the partition, its size."""
     monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
