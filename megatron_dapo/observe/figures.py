@@ -102,7 +102,7 @@ SECTIONS: dict[str, tuple[Plan, ...]] = {
 
 SCORE = re.compile(r"eval/.*(?:avg|pass|maj)@\d+$")
 NOT_PHASES = ("time/step", "time/start")  # the sum, and what comes before the first step and would dwarf all others
-PHASE_ORDER = ("rollout", "advantages", "log_probs", "update", "sync", "checkpoint", "evaluate")
+PHASE_ORDER = ("rollout", "hand_over", "advantages", "log_probs", "update", "sync", "checkpoint", "evaluate")
 
 
 def figures_of(runs: Sequence[Run]) -> dict[str, list[Figure]]:

@@ -44,9 +44,14 @@ class Parking:
         for name in fresh:
             if name in self._parked:
                 self._parked[name].storage.resize_(0)
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()  # another process is to have it
+        self.empty_cache()
         return freed
+
+    def empty_cache(self) -> None:
+        """What torch holds without using it becomes another process's."""
+        if self._device.type == "cuda":
+            torch.cuda.ipc_collect()  # what was sent to an engine and has been read
+            torch.cuda.empty_cache()
 
     def bring_back(self) -> int:
         """Everything parked is on the device again; returns the bytes."""
@@ -78,4 +83,4 @@ def key(tensor: Tensor) -> int:
 
 
 def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)  # type: ignore[call-overload]
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

@@ -139,6 +139,9 @@ class Policy:
     def bring_back(self) -> int:
         return self._parking.bring_back()
 
+    def empty_cache(self) -> None:
+        self._parking.empty_cache()
+
     def _optimizer_tensors(self) -> Iterator[Tensor]:
         for wrapper in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
             inner = wrapper.optimizer

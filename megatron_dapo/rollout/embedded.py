@@ -180,6 +180,9 @@ class EmbeddedEngine:
         proof = f"all {loader.count} tensors of the model were set"
         return WeightReport(version, ("embedded",), {}, loader.count, loader.bytes, seconds, proof)
 
+    async def release_memory(self) -> None:
+        """It has none on a GPU."""
+
     async def health(self) -> None:
         with self._changed:
             self._refuse_when_unable()

@@ -75,6 +75,7 @@ class Capabilities:
     seeded: bool = False  # the same seed gives the same sample, whatever else is running
     bracketed_updates: bool = False  # tensor and distributed updates go between begin_ and end_weight_update
     checksums: bool = False
+    releases_memory: bool = True  # or has none on a GPU
     max_tokens: int | None = None  # prompt and response together
 
 
@@ -114,6 +115,11 @@ class Engine(Protocol):
     async def update_weights(self, version: int, buckets: Iterable[Bucket]) -> WeightReport:
         """Replaces all weights. Running requests are aborted first; `buckets` is read to its end exactly once, even
         when a server fails, because producing a bucket is a collective of the training ranks."""
+        ...
+
+    async def release_memory(self) -> None:
+        """Aborts what runs and gives the GPU memory of weights and KV cache away, for a trainer on the same GPUs.
+        Nothing is served until `update_weights`, which takes the memory again."""
         ...
 
     async def health(self) -> None:

@@ -113,9 +113,12 @@ class Fleet:
         log.warning("server %s is down (%s)", server.name, cause)
         while process.restarts < self._config.servers.restarts:
             process.restarts += 1
+            while self.engine.resting:  # a new server would take memory that the trainer is using
+                await asyncio.sleep(0.5)
             try:
                 await process.end(patience=2.0)
                 process.spawn()
+                server.forget_memory()
                 await process.wait_ready(server)
                 await self.engine.admit(server)
                 log.warning("server %s is back (restart %d)", server.name, process.restarts)

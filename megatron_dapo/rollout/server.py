@@ -17,6 +17,7 @@ from megatron_dapo.rollout.replies import parse_completion, version_number
 from megatron_dapo.types import LogProbs, Tokens
 
 OLDEST_VERSION = (0, 5, 17)
+MEMORY = ("kv_cache", "weights")  # SGLang's names for what it can release
 
 
 class SGLangServer:
@@ -33,6 +34,7 @@ class SGLangServer:
         self.resting_until, self.failures = 0.0, 0
         self._capabilities: Capabilities | None = None
         self.tensor_parallel = 1
+        self._released: set[str] = set()  # what of its GPU memory is the trainer's at the moment
 
     async def capabilities(self) -> Capabilities:
         if self._capabilities is None:
@@ -55,6 +57,7 @@ class SGLangServer:
             bracketed_updates="/begin_weight_update" in paths,
             checksums="/weights_checker" in paths and await self._can_checksum(),
             max_tokens=info.get("context_length") or info.get("max_total_num_tokens"),
+            releases_memory=bool(info.get("enable_memory_saver")) or info.get("device") == "cpu",
         )  # fmt: skip
 
     async def _has(self, path: str) -> bool:
@@ -115,6 +118,40 @@ class SGLangServer:
 
     async def flush_cache(self) -> None:
         await self._order("/flush_cache", {})
+
+    async def release_memory(self) -> None:
+        """Weights and KV cache are gone until `take_memory`. The order comes when the server is idle, since it would
+        end one that is not."""
+        if not (await self.capabilities()).releases_memory:
+            raise EngineError(
+                f"server {self.name} cannot release its GPU memory (rollout.servers.share_gpus): start it with "
+                "--enable-memory-saver"
+            )
+        await self.pause()
+        await self._until_idle()
+        await self._order("/release_memory_occupation", {"tags": list(MEMORY)})
+        self._released = set(MEMORY)
+
+    async def take_memory(self, part: str) -> None:
+        """Gets `part` of the memory back, if it was released; its contents are not what they were."""
+        if part in self._released:
+            await self._order("/resume_memory_occupation", {"tags": [part]})
+            self._released.remove(part)
+
+    async def _until_idle(self) -> None:
+        """An aborted request has come back before the scheduler has forgotten it."""
+        deadline = time.monotonic() + self.config.control_timeout
+        while True:
+            try:
+                return await self.flush_cache()  # refused (4xx) while anything runs
+            except EngineError as error:
+                if isinstance(error, ServerFailure) or time.monotonic() > deadline:
+                    raise
+            await asyncio.sleep(0.02)
+
+    def forget_memory(self) -> None:
+        """It was started again, and holds all of its memory."""
+        self._released = set()
 
     async def health(self) -> None:
         """Answers without generating anything."""

@@ -48,6 +48,7 @@ def sglang_command(model: str, config: ServerConfig, index: int, port: int) -> t
         environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(STAND_INS)}
     else:
         command += ["--base-gpu-id", str(index * config.tensor_parallel)]
+        command += ["--enable-memory-saver"] if config.share_gpus else []
     return [*command, *config.arguments], environment | config.environment
 
 

@@ -43,6 +43,7 @@ class SGLangEngine:
         self._admission = Admission(self.servers, config.servers.max_running)
         self._changing = asyncio.Lock()  # two updates of one server at a time can end it
         self._epoch = 0
+        self.resting = False  # the trainer has the GPUs
         self._where: dict[str, tuple[SGLangServer, str]] = {}
         self._aborted: set[str] = set()
         self._background: set[asyncio.Task[Any]] = set()
@@ -182,12 +183,25 @@ class SGLangEngine:
             self._epoch += 1
             self._admission.wake_all()
             self._version = version
+            self.resting = False
             try:
                 return await self._update.run(version, self.servers, buckets)
             finally:
                 if was_open:
                     self._admission.open = True
                     self._admission.wake_all()
+
+    async def release_memory(self) -> None:
+        async with self._changing:
+            self._epoch += 1
+            self._admission.wake_all()
+            self.resting = True
+            for server in self.servers:
+                server.serves, server.trouble = None, "the trainer has its GPUs"
+            results = await wait_all({server.name: server.release_memory() for server in self.servers})
+        errors = [error for error in results.values() if isinstance(error, BaseException)]
+        if errors:
+            raise errors[0]
 
     async def logprobs_of(self, tokens: Sequence[int]) -> dict[str, LogProbs]:
         """What each serving server gives for a fixed text, so that a trainer can compare it with its own."""

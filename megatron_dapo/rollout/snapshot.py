@@ -48,7 +48,7 @@ class Snapshot:
     def add(self, bucket: Bucket) -> None:
         assert self._partial is not None
         name = f"model-{len(list(self._partial.glob('*.safetensors'))) + 1:05d}.safetensors"
-        tensors = {key: tensor.detach().to("cpu").contiguous().clone() for key, tensor in bucket}
+        tensors = {key: tensor.detach().to("cpu", copy=True).contiguous() for key, tensor in bucket}
         save_file(tensors, self._partial / name, metadata={"format": "pt"})
         self._index |= dict.fromkeys(tensors, name)
         self._size += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

@@ -12,10 +12,11 @@ import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.reduction import ForkingPickler
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.multiprocessing  # registers how tensors are pickled by reference to shared memory
+from torch.multiprocessing.reductions import reduce_tensor
 
 from megatron_dapo.config.rollout import WeightTransportConfig
 from megatron_dapo.rollout.buckets import BucketReader
@@ -25,6 +26,8 @@ from megatron_dapo.rollout.http import wait_all
 from megatron_dapo.rollout.server import SGLangServer
 from megatron_dapo.rollout.snapshot import Snapshot, bucket_bytes, dtype_name
 from megatron_dapo.rollout.update_group import UpdateGroup
+
+DEVICE_ARGUMENT = 6  # of torch's rebuild_cuda_tensor
 
 
 @dataclass(slots=True)
@@ -128,10 +131,13 @@ class StreamTransport:
             reached = sent.reached(servers)
             if sent.wrong or not (reached or self._snapshot):
                 continue
-            if self._snapshot:
-                await asyncio.to_thread(self._snapshot.add, bucket)
-            if reached:
-                sent.note(await self._channel.send(bucket, reached))
+            writing = asyncio.ensure_future(asyncio.to_thread(self._snapshot.add, bucket)) if self._snapshot else None
+            try:
+                if reached:
+                    sent.note(await self._channel.send(bucket, reached))
+            finally:
+                if writing is not None:
+                    await writing
         complete = sent.complete(self._expected, servers)
         if self._snapshot:
             self._snapshot.commit() if complete else self._snapshot.discard()
@@ -180,10 +186,21 @@ def _by_reference(bucket: Bucket) -> tuple[str, object]:
     torch.multiprocessing.set_sharing_strategy("file_system")
     try:
         buffer = io.BytesIO()
-        ForkingPickler(buffer).dump([(name, views[name]) for name, _ in bucket])
+        _Pickler(buffer).dump([(name, views[name]) for name, _ in bucket])
     finally:
         torch.multiprocessing.set_sharing_strategy(before)
     return base64.b64encode(buffer.getvalue()).decode(), flats
+
+
+class _Pickler(ForkingPickler):
+    """Names a GPU by its UUID, which SGLang reads: its number may be another one in the server's process."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if not (isinstance(value, torch.Tensor) and value.is_cuda):
+            return NotImplemented
+        rebuild, arguments = reduce_tensor(value)
+        uuid = str(torch.cuda.get_device_properties(value.device).uuid)
+        return rebuild, (*arguments[:DEVICE_ARGUMENT], uuid, *arguments[DEVICE_ARGUMENT + 1 :])
 
 
 class DistributedChannel:

@@ -79,6 +79,7 @@ class WeightUpdate:
     async def _prepare(self, server: SGLangServer, version: int, brackets: bool = True) -> None:
         capabilities = await server.capabilities()
         await server.pause()
+        await server.take_memory("weights")
         await server.set_version_label(f"updating-to-{version}")
         if capabilities.bracketed_updates:
             # A session that an earlier update left open would refuse this one.
@@ -128,6 +129,7 @@ class WeightUpdate:
         capabilities = await server.capabilities()
         if brackets and capabilities.bracketed_updates and self._bracketed():
             await server.update_call("/end_weight_update", {}, self._config.timeout)
+        await server.take_memory("kv_cache")  # by now a trainer on the same GPU has put its own weights away
         await server.flush_cache()
         await server.set_version_label(str(version))
         found = await server.version_label()

@@ -31,6 +31,7 @@ from megatron_dapo.trainer.rollouts import Rollouts
 from megatron_dapo.trainer.shaping import mini_batches, shape_batch
 from megatron_dapo.trainer.stop import REQUEUE, Stopped, StopSignal
 from megatron_dapo.trainer.together import Together
+from megatron_dapo.trainer.turns import Turns
 from megatron_dapo.trainer.watchdog import Watchdog, log_folder
 from megatron_dapo.types import StepBatch
 from megatron_dapo.weights.sync import discard
@@ -58,6 +59,7 @@ class Trainer:
         self.is_driver = self.runtime.rank == 0
         self.together = Together(self.runtime, stop, watchdog.mark)
         self.policy = Policy(config, shape, self.runtime)
+        self.turns = Turns(config.rollout.shares_gpus, self.policy, self.together, self._log)
         self.checkpoints = Checkpoints(config.trainer.run_dir, config.trainer.checkpoint, self.runtime)
         self.observer: Observer = NullObserver()
         self.rollouts: Rollouts | None = None
@@ -98,7 +100,11 @@ class Trainer:
         if self.is_driver:
             self._open_run()
         with self.observer.phase("start"):
+            self.turns.clear_the_way()
             opening = self.rollouts.start() if self.rollouts else None
+            if self.turns.shared:
+                self.together.wait(opening, "starting the engine")
+                self.turns.to_trainer(self.rollouts)
             self.policy.load_hf(self._first_weights())
             if self.config.algorithm.kl.coefficient:
                 self.policy.keep_reference()
@@ -107,7 +113,7 @@ class Trainer:
             self.together.wait(opening, "starting the engine")
             if state is not None:
                 self._restore(state)
-            if state is not None or self.config.policy.megatron_checkpoint:
+            if state is not None or self.config.policy.megatron_checkpoint or self.turns.shared:
                 self._sync_weights()
         if state is None:
             self._evaluate_when_due()
@@ -143,13 +149,17 @@ class Trainer:
         """The batch of this step on every rank: sampled now, generated ahead, or left over from a stop."""
         if self.current is not None:
             work, self.current = self.current, None
+            self._to_trainer()
             return work
+        if self.turns.shared and self.turns.trainers_turn:
+            self._sync_weights()
         with self.observer.phase("rollout"):
             batch = self.next_batch if isinstance(self.next_batch, StepBatch) else None
             self.next_batch = None
             if not self._agree_on(batch is not None):
                 future = self.rollouts.collect(step) if self.rollouts else None
                 batch = self.together.wait(future, f"sampling the batch of step {step}", stoppable=True)
+        self._to_trainer()
         with self.observer.phase("advantages"):
             work = self._share(batch)
         self._score_before_update(work)
@@ -219,13 +229,27 @@ class Trainer:
         """The engines serve version `steps_done` afterwards, all of it or nothing."""
         with self.observer.phase("sync"):
             future = None
+            self.turns.make_room()
+            stream = self.turns.sending(self.stream.buckets())
             if self.rollouts is not None:
-                buckets = _Watched(self.stream.buckets())
+                buckets = _Watched(stream)
                 future = self.rollouts.update_weights(self.steps_done, buckets)
                 buckets.wait(future)  # its collectives run in another thread: nothing else may use the ranks meanwhile
             else:
-                discard(self.stream)
-            self.together.wait(future, f"bringing weight version {self.steps_done} to the engines")
+                discard(stream)
+            report = self.together.wait(future, f"bringing weight version {self.steps_done} to the engines")
+            self.turns.all_sent()
+        if report is not None:
+            rate = report.bytes / report.seconds / 1e9
+            self._log(
+                f"weights: {report.tensors} tensors, {report.bytes / 1e9:.3f} GB in {report.seconds:.2f} s "
+                f"({rate:.1f} GB/s); {report.proof}"
+            )
+
+    def _to_trainer(self) -> None:
+        if self.turns.shared:
+            with self.observer.phase("hand_over"):
+                self.turns.to_trainer(self.rollouts)
 
     # ---- generating ahead ----
 
@@ -298,6 +322,7 @@ class Trainer:
         self._save(self.current.done if self.current else 0)
 
     def _save(self, updates: int | None) -> None:
+        self._to_trainer()
         with self.observer.phase("checkpoint"):
             ahead = self.next_batch if isinstance(self.next_batch, StepBatch) else None
             state = {

@@ -127,6 +127,9 @@ class Rollouts:
     def update_weights(self, version: int, buckets: Iterable[Bucket]) -> Future[WeightReport]:
         return self._submit(self.engine.update_weights(version, buckets))
 
+    def release_memory(self) -> Future[None]:
+        return self._submit(self.engine.release_memory())
+
     def evaluate(self, step: int, progress: Callable[[int, int], None] | None = None) -> Future[EvalResult]:
         assert self.problems is not None and self._pool is not None
         seed = derive_seed(self.config.trainer.seed, step, "evaluation", 0)

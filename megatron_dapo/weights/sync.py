@@ -111,7 +111,7 @@ class WeightStream:
         return parts
 
 
-def discard(stream: WeightStream) -> None:
+def discard(buckets: Iterator[Bucket]) -> None:
     """What the ranks that talk to no engine do: run through the buckets, so that rank 0 gets their shards."""
-    for _ in stream.buckets():
+    for _ in buckets:
         pass

@@ -26,6 +26,8 @@ class FakeServer:
         self.calls: list[str] = []
         self.served: list[str] = []
         self.broken_calls: dict[str, Any] = {}  # path -> (status, body)
+        self.memory_saver, self.busy = True, 0  # busy: how often /flush_cache is still refused
+        self.memory = {"kv_cache", "weights"}
         self.bias, self.checksum = 0.0, "00"
         self._running: dict[str, asyncio.Event] = {}
         self.updates = self.most_updates = 0
@@ -54,18 +56,35 @@ class FakeServer:
         handler = {
             "/generate": self._generate, "/abort_request": self._abort, "/pause_generation": self._pause,
             "/continue_generation": self._continue, "/update_weight_version": self._label,
-            "/update_weights_from_disk": self._update,
+            "/update_weights_from_disk": self._update, "/flush_cache": self._flush,
+            "/release_memory_occupation": self._release, "/resume_memory_occupation": self._take,
         }.get(path)  # fmt: skip
         if handler:
             return await handler(request, body)
         fixed: dict[str, Any] = {
-            "/server_info": {"version": "0.5.23", "tp_size": 1, "context_length": 4096},
+            "/server_info": {"version": "0.5.23", "tp_size": 1, "context_length": 4096,
+                             "enable_memory_saver": self.memory_saver},
             "/openapi.json": {"paths": {"/generate": {}, "/weights_checker": {}}},
             "/weights_checker": {"success": True, "ranks": [{"checksums": {"a.weight": self.checksum}}]},
             "/model_info": {"weight_version": self.label},
-            "/health": {}, "/flush_cache": {},
+            "/health": {},
         }  # fmt: skip
         return web.json_response(fixed[path]) if path in fixed else web.json_response({}, status=404)
+
+    async def _flush(self, request: web.Request, body: dict[str, Any]) -> web.Response:
+        self.busy -= 1
+        return web.json_response({}, status=400 if self.busy >= 0 else 200)
+
+    async def _release(self, request: web.Request, body: dict[str, Any]) -> web.Response:
+        assert self.busy < 0 and not self._running, "the real one ends when it is not idle"
+        self.memory -= set(body["tags"])
+        return web.Response()
+
+    async def _take(self, request: web.Request, body: dict[str, Any]) -> web.Response:
+        assert not self.memory & set(body["tags"]), "the real one ends when it has the memory already"
+        self.memory |= set(body["tags"])
+        self.calls[-1] += " " + " ".join(body["tags"])
+        return web.Response()
 
     async def _generate(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         if self.fault is not None:
@@ -117,6 +136,7 @@ class FakeServer:
         return web.Response()
 
     async def _update(self, request: web.Request, body: dict[str, Any]) -> web.Response:
+        assert "weights" in self.memory
         self.updates += 1
         self.most_updates = max(self.most_updates, self.updates)
         await asyncio.sleep(0.02)

@@ -231,8 +231,8 @@ def test_after_each_of_five_updates_the_logprobs_are_those_of_the_new_weights(su
 
 
 def test_partial_rollouts_over_real_updates_carry_the_version_of_every_token(subject):
-    """The sampler with oversampling and cuts, three steps, new weights between them: every token's log-prob is that
-    of the weights its span names."""
+    """The sampler with oversampling and cuts, new weights between the steps: every token's log-prob is that of the
+    weights its span names. Three steps, or more until some sample has been cut and continued."""
     config = settings(
         samples_per_prompt=2, max_response_tokens=160, dynamic_sampling=False, stop_token_ids=[3, 77],
         sampler={"oversampling": 3, "order": "completion", "unfinished": "continue", "max_staleness": 9},
@@ -245,10 +245,12 @@ def test_partial_rollouts_over_real_updates_carry_the_version_of_every_token(sub
         models, batches = {}, []
         async with subject.open(config=config) as engine:
             sampler = Sampler(engine, grade, Prompts(), config, groups_per_step=2)
-            for step in range(3):
+            for step in range(12):
                 models[engine.weight_version] = _copy(subject.model)
                 batches.append(await sampler.collect(step))
                 await subject.update(engine, seed=step)
+                if step >= 2 and any(len(sample.weight_spans) > 1 for batch in batches for sample in batch.samples):
+                    break
         return models, batches
 
     models, batches = run(main())
@@ -303,6 +305,27 @@ def test_capabilities_are_asked_not_guessed(sglang_server):
     found = run(main())
     newer = found.version == "0.5.23"
     assert found.engine == "sglang" and found.bracketed_updates is newer and found.checksums is newer
+
+
+def test_memory_goes_to_the_trainer_and_comes_back_with_the_weights(sglang_server):
+    """On the CPU there is no memory to release, but the server goes through the same states, and ends if it is asked
+    for them in a wrong order or while a request runs."""
+    subject = Subject(sglang_server)
+
+    async def main():
+        async with subject.open("tensor") as engine:
+            for seed in (8, 9):
+                running = asyncio.ensure_future(
+                    engine.generate(f"r{seed}", PROMPT, SamplingParams(200, ignore_eos=True))
+                )
+                await asyncio.sleep(0.3)
+                await engine.release_memory()
+                assert (await running).finish_reason == FinishReason.ABORT
+                assert not (await subject.update(engine, seed=seed)).failed
+                found = await engine.generate(f"s{seed}", PROMPT, SamplingParams(16, ignore_eos=True))
+                subject.assert_agrees(PROMPT, found)
+
+    run(main())
 
 
 @pytest.mark.parametrize("sglang_server", SGLANG_VERSIONS[:1], indirect=True)

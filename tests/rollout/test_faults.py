@@ -287,6 +287,56 @@ def test_an_update_that_no_server_takes_is_an_error_with_every_cause(tmp_path):
     run(main())
 
 
+def test_memory_is_released_when_idle_and_comes_back_around_the_weights(tmp_path):
+    """Running requests are cut; weights have room before they come, the KV cache only afterwards."""
+
+    async def main():
+        servers, engine = await fake_fleet(tmp_path, count=2)
+        for server in servers:
+            server.seconds, server.busy = 30, 3
+        running = asyncio.ensure_future(engine.generate("r", PROMPT, SamplingParams(8)))
+        await asyncio.sleep(0.1)
+        await engine.release_memory()
+        assert (await running).finish_reason == FinishReason.ABORT
+        assert [server.memory for server in servers] == [set(), set()] and engine.resting
+        engine.patience = 0.3
+        with pytest.raises(EngineError, match="the trainer has its GPUs"):
+            await engine.generate("s", PROMPT, SamplingParams(8))
+        for server in servers:
+            server.seconds = 0
+            server.calls.clear()
+        report = await engine.update_weights(1, [WEIGHTS])
+        assert not report.failed and not engine.resting
+        for server in servers:
+            order = [
+                server.calls.index(path)
+                for path in (
+                    "/resume_memory_occupation weights", "/update_weights_from_disk",
+                    "/resume_memory_occupation kv_cache", "/flush_cache", "/continue_generation",
+                )
+            ]  # fmt: skip
+            assert order == sorted(order)
+        await engine.update_weights(2, [WEIGHTS])  # nothing to take back this time
+        assert (await engine.generate("t", PROMPT, SamplingParams(8))).finish_reason == FinishReason.STOP
+        await engine.close()
+
+    run(main())
+
+
+def test_a_server_that_cannot_release_memory_is_named_with_the_remedy(tmp_path):
+    async def main():
+        servers, engine = await fake_fleet(tmp_path, count=2)
+        servers[1].memory_saver = False
+        servers[1].label = "0"
+        engine.servers[1]._capabilities = None
+        with pytest.raises(EngineError, match="start it with --enable-memory-saver") as caught:
+            await engine.release_memory()
+        assert servers[1].url in str(caught.value)
+        await engine.close()
+
+    run(main())
+
+
 def test_a_producer_that_breaks_off_leaves_no_server_serving(tmp_path):
     async def main():
         servers, engine = await fake_fleet(tmp_path, count=2)

@@ -1,0 +1,129 @@
+"""Weights from trainer to engine: seconds and GB/s by transport, and the memory that changes hands, on one device.
+
+    python benchmarks/sync.py MODEL [--transports tensor disk] [--repeats 3] [-- ARGUMENTS OF sglang.launch_server]
+
+MODEL is a HF directory (random weights will do). One SGLang server shares the device with the trainer, as with
+`rollout.servers.share_gpus`: before every update it has released its memory and the trainer's state is away. The limit
+printed beside is one copy of the same bytes within the device; `--device cpu` runs everything on the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import tempfile
+import time
+import warnings
+from typing import Any
+
+import torch
+
+from megatron_dapo.config import Config, check_config, parse_config
+from megatron_dapo.policy.runtime import initialize
+from megatron_dapo.policy.update import Policy
+from megatron_dapo.rollout.engine import WeightReport
+from megatron_dapo.rollout.open_engine import open_engine
+from megatron_dapo.trainer.turns import memory
+
+
+def settings(args: argparse.Namespace) -> Config:
+    servers = {"share_gpus": True, "device": args.device, "python": args.python, "arguments": args.server_arguments}
+    return parse_config(
+        {
+            "policy": {"model": args.model, "precision": "bf16" if args.device == "cuda" else "fp32"},
+            "rollout": {"engine": "sglang", "servers": servers, "weights": {"backend": "gloo"}},
+        }
+    )
+
+
+def copy_seconds(size: int, device: torch.device) -> float:
+    """The limit: the same bytes copied once within the device."""
+    source = torch.empty(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(5):
+        began = time.perf_counter()
+        target.copy_(source)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+async def hand_over(engine: Any, policy: Policy, version: int) -> tuple[WeightReport, dict[str, float]]:
+    """One turn, from a trainer that has the device to an engine that serves, and back."""
+    clock = {}
+    began = time.perf_counter()
+    policy.park_training_state()
+    clock["training state away"] = time.perf_counter() - began
+
+    def buckets() -> Any:
+        for bucket in policy.weight_stream().buckets():
+            yield [(name, tensor.clone()) for name, tensor in bucket]
+        policy.park_weights()
+
+    report = await engine.update_weights(version, buckets())
+    policy.empty_cache()
+    began = time.perf_counter()
+    await engine.release_memory()
+    clock["engine releases"] = time.perf_counter() - began
+    began = time.perf_counter()
+    policy.bring_back()
+    clock["training state back"] = time.perf_counter() - began
+    return report, clock
+
+
+async def measure(args: argparse.Namespace, config: Config, policy: Policy, limit: float) -> None:
+    device, version = policy.runtime.device, 0
+    for name in args.transports:
+        weights = {"transport": name.split("+")[0], "keep_snapshot": name.endswith("+snapshot"), "backend": "gloo"}
+        rollout = config.rollout.model_copy(update={"weights": config.rollout.weights.model_copy(update=weights)})
+        policy.park_training_state()
+        policy.park_weights()
+        print(f"{name}: engine starts; {memory(device)}", flush=True)
+        with tempfile.TemporaryDirectory() as logs:
+            engine = await open_engine(rollout, args.model, logs)
+            print(f"  engine serves; {memory(device)}", flush=True)
+            await engine.release_memory()
+            print(f"  engine released; {memory(device)}", flush=True)
+            policy.bring_back()
+            print(f"  trainer back; {memory(device)}", flush=True)
+            seconds: list[float] = []
+            for _ in range(args.repeats):
+                version += 1
+                report, clock = await hand_over(engine, policy, version)
+                seconds.append(report.seconds)
+                print(f"  {report.seconds:.3f} s; " + ", ".join(f"{k} {v:.2f} s" for k, v in clock.items()), flush=True)
+            best = statistics.median(seconds)
+            print(
+                f"{name:<16} {report.tensors} tensors, {report.bytes / 1e9:.2f} GB: {best:.3f} s = "
+                f"{report.bytes / best / 1e9:.1f} GB/s, {best / limit:.0f} × one copy on the device; {report.proof}",
+                flush=True,
+            )
+            await engine.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--transports", nargs="+", default=["tensor", "tensor+snapshot", "disk"])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--python", default="", help="the Python that has sglang; empty: this one")
+    parser.add_argument("server_arguments", nargs="*", help="after --: more arguments for sglang.launch_server")
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    config = settings(args)
+    shape = check_config(config, 1)
+    assert shape is not None
+    policy = Policy(config, shape, initialize(config.policy))
+    policy.load_hf(args.model)
+    size = policy.weight_stream().total_bytes
+    limit = copy_seconds(size, policy.runtime.device)
+    print(f"one copy of {size / 1e9:.2f} GB on the device: {limit * 1e3:.1f} ms ({size / limit / 1e9:.0f} GB/s)")
+    asyncio.run(measure(args, config, policy, limit))
+
+
+if __name__ == "__main__":
+    main()

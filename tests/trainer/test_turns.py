@@ -1,0 +1,132 @@
+"""Trainer and engines that take turns on the same GPUs: the same run, and nobody has memory that is another's.
+
+On the CPU nothing is short of memory, but everything else is as on a GPU: storages are emptied and filled again, and
+whoever touches what is away fails.
+"""
+
+import pytest
+from forked import at_call, records, run
+from tiny_run import raw_config
+
+from megatron_dapo.config import check_config, parse_config
+from megatron_dapo.config.rollout import RolloutConfig
+from megatron_dapo.policy.ranks import run_ranks
+from megatron_dapo.policy.update import Policy
+from megatron_dapo.rollout.embedded import EmbeddedEngine
+from megatron_dapo.trainer.loop import train
+from megatron_dapo.weights.verify import verify
+
+STEPS = 3
+
+
+def config(folder, run_dir, **changes):
+    raw = raw_config(folder, run_dir, trainer__steps=STEPS, evaluate__every=2, **changes)
+    raw["evaluate"] |= {"data": {"path": str(folder / "problems.jsonl"), "template": "plain"}, "samples": 2}
+    return raw
+
+
+def bytes_on_device(policy):
+    return sum(parameter.untyped_storage().nbytes() for parameter in policy._parameters())
+
+
+def take_turns():
+    """Makes the embedded engine one that shares the device, and checks at every call whose turn it is."""
+    RolloutConfig.shares_gpus = property(lambda self: True)
+    policies, holds = [], {"memory": None}  # only rank 0 has an engine
+    init, generate, release = Policy.__init__, EmbeddedEngine.generate, EmbeddedEngine.release_memory
+    update_policy, update_weights = Policy.update, EmbeddedEngine.update_weights
+
+    def remember(self, *args):
+        init(self, *args)
+        policies.append(self)
+
+    async def checked_generate(self, *args):
+        assert holds["memory"], "the engine generates without its memory"
+        assert not any(map(bytes_on_device, policies)), "the engine generates while the trainer has the device"
+        return await generate(self, *args)
+
+    async def checked_release(self):
+        assert holds["memory"] is not False, "the engine is told twice"
+        holds["memory"] = False
+        await release(self)
+
+    async def checked_weights(self, version, buckets):
+        report = await update_weights(self, version, buckets)
+        assert not any(map(bytes_on_device, policies)), "the KV cache comes back while the trainer has its weights"
+        holds["memory"] = True
+        return report
+
+    def checked_update(self, *args):
+        assert not holds["memory"] and bytes_on_device(self), "the trainer works without the device"
+        return update_policy(self, *args)
+
+    Policy.__init__, Policy.update = remember, checked_update
+    EmbeddedEngine.generate, EmbeddedEngine.release_memory = checked_generate, checked_release
+    EmbeddedEngine.update_weights = checked_weights
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    folder, run_dir = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("alone")
+    assert run(config(folder, run_dir)) == 0
+    return folder, run_dir
+
+
+def assert_same(run_dir, alone):
+    folder, expected = alone
+    assert records(run_dir) == records(expected)
+    compared = verify(*(d / "checkpoints" / f"step_{STEPS}" for d in (run_dir, expected)), reference=folder)
+    assert compared.same, compared.differences
+
+
+def test_taking_turns_changes_no_number(alone, tmp_path):
+    assert run(config(alone[0], tmp_path), take_turns) == 0
+    assert_same(tmp_path, alone)
+
+
+def test_a_run_that_takes_turns_resumes_exactly(alone, tmp_path):
+    def killed_in_the_second_step():
+        take_turns()
+        at_call(Policy, "update", 4)()
+
+    assert run(config(alone[0], tmp_path), killed_in_the_second_step) == -9
+    assert run(config(alone[0], tmp_path), take_turns) == 0
+    assert_same(tmp_path, alone)
+
+
+def rank(place, raw):
+    take_turns()
+    parsed = parse_config(raw)
+    return train(parsed, check_config(parsed, place.world_size), place)
+
+
+def test_all_ranks_take_turns(alone, tmp_path, monkeypatch):
+    from tiny_run import HERE
+
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    raw = config(alone[0], tmp_path, policy__tensor_parallel=2)
+    assert run_ranks(2, rank, raw) == [0, 0]
+    for ours, theirs in zip(records(tmp_path), records(alone[1]), strict=True):
+        assert ours[:2] == theirs[:2]
+        for name in ("reward/mean", "rollout/length_mean"):
+            assert ours[2].get(name) == theirs[2].get(name)
+        if ours[1] == "step":
+            assert ours[2]["train/loss"] == pytest.approx(theirs[2]["train/loss"], rel=1e-4, abs=1e-6)
+
+
+def test_a_trainer_that_keeps_its_weights_is_found(alone, tmp_path, capfd):
+    """The check above can fail: without parking, the run ends with its message."""
+
+    def forgetful():
+        take_turns()
+        Policy.park_weights = lambda self: 0
+
+    assert run(config(alone[0], tmp_path), forgetful) != 0
+    assert "trainer has" in capfd.readouterr().err
+
+
+def test_without_sharing_nothing_moves(alone, tmp_path):
+    def refuse():
+        Policy.park_training_state = Policy.park_weights = Policy.bring_back = None
+
+    assert run(config(alone[0], tmp_path), refuse) == 0
