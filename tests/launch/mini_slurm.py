@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import time
 from collections.abc import Callable, Iterable
@@ -51,12 +52,13 @@ SchedulerParameters=bf_interval=2,sched_interval=2,batch_sched_delay=0
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
+GresTypes=gpu
 EnforcePartLimits=ALL
 ReturnToService=2
 SlurmdTimeout={noticed}
 KillWait=5
 MinJobAge=3600
-NodeName=n[1-4] NodeHostname={host} NodeAddr=127.0.0.[11-14] Port=[{first}-{last}] CPUs=8 RealMemory=4000
+NodeName=n[1-4] NodeHostname={host} NodeAddr=127.0.0.[11-14] Port=[{first}-{last}] CPUs=8 RealMemory=4000 Gres=gpu:4
 PartitionName=work Nodes=n[1-4] Default=YES MaxTime=60 State=UP
 PartitionName=short Nodes=n[1-2] MaxTime=2 State=UP
 """
@@ -117,6 +119,9 @@ class MiniSlurm:
             first_job=ports[0] % 9000 + 1000,  # clusters side by side: a job's ranks meet at a port made of its number
         )  # fmt: skip
         (self.root / "slurm.conf").write_text(text)
+        for gpu in range(4):  # /dev/null under other names: Slurm hands out what is a device
+            os.mknod(self.root / f"gpu{gpu}", stat.S_IFCHR | 0o666, os.makedev(1, 3))
+        (self.root / "gres.conf").write_text(f"Name=gpu File={self.root}/gpu[0-3]\n")
 
     def start_node(self, node: str) -> None:
         (self.root / f"spool.{node}").mkdir(exist_ok=True)

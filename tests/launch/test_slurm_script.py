@@ -5,11 +5,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from mini_slurm import processes_of_job, wait_for
 
 from megatron_dapo.config import ConfigError, ModelShape, parse_config
 from megatron_dapo.launch import slurm as launch
 from megatron_dapo.launch.slurm_checks import SlurmError, check_cluster, check_job, check_submission
 from megatron_dapo.launch.slurm_script import Job, render, seconds_of
+from megatron_dapo.launch.slurm_status import submitted
 
 MODEL = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128,
@@ -237,6 +239,47 @@ def test_a_real_cluster_without_a_default_partition(cluster, monkeypatch, raw):
     finally:
         cluster.run("scontrol", "update", "PartitionName=work", "Default=YES")
     assert not Path(raw["trainer"]["run_dir"]).exists()
+
+
+STUB = """\
+#!/bin/bash
+echo "$(hostname), task $SLURM_PROCID of $SLURM_NTASKS, GPUs $CUDA_VISIBLE_DEVICES: $*"
+[[ "$*" == *megatron_dapo.cli* ]] || exec sleep 60
+for _ in $(seq 100); do [ "$(cat run/logs/latest/engine_* | wc -l)" = 4 ] && exit; sleep 0.2; done
+"""
+
+
+@pytest.mark.parametrize("mode", ["disaggregated", "colocated"])
+def test_who_gets_which_gpus_on_a_real_cluster(mode, cluster, monkeypatch, raw, tmp_path):
+    """The script as it is, with a stub in Python's place: every step of a node sees all of its GPUs, and each server is
+    told which ones are its own."""
+    monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
+    (tmp_path / "python").write_text(STUB)
+    (tmp_path / "python").chmod(0o755)
+    raw["slurm"] = {
+        "nodes": 4 if mode == "disaggregated" else 2, "mode": mode, "engine_nodes": 2 * (mode == "disaggregated"),
+        "gpus_per_node": 4, "time": "5", "signal_seconds": 60, "python": str(tmp_path / "python"), "exclusive": False,
+    }  # fmt: skip
+    raw["rollout"]["servers"]["tensor_parallel"] = 2
+    monkeypatch.chdir(tmp_path)
+    assert launch.run_slurm(parse_config(raw)) == 0
+    (number,) = submitted(tmp_path / "run")
+    wait_for(lambda: cluster.job(number)["JobState"] == "COMPLETED", 60, "the job")
+    wait_for(lambda: not processes_of_job(cluster.config, number), 15, "its processes to end")
+    logs = tmp_path / "run/logs/latest"
+    ranks = [(logs / f"rank_{rank}.log").read_text() for rank in range(8)]
+    for rank, said in enumerate(ranks):
+        assert said.startswith(f"n{1 + rank // 4}, task {rank} of 8, GPUs 0,1,2,3: -u -m megatron_dapo.cli train ")
+    nodes = ("n3", "n4") if mode == "disaggregated" else ("n1", "n2")
+    assert sorted(p.name for p in logs.glob("engine_*")) == [
+        f"engine_{n}_{p}.log" for n in nodes for p in (30000, 30001)
+    ]
+    for node in nodes:
+        for index in range(2):
+            said = (logs / f"engine_{node}_{30000 + index}.log").read_text()
+            assert said.startswith(f"{node}, task 0 of 1, GPUs 0,1,2,3: -m sglang.launch_server ")
+            assert f"--port {30000 + index} --tp-size 2" in said and f"--base-gpu-id {2 * index}\n" in said
+            assert f"http://{node}:{30000 + index}" in ranks[0]
 
 
 def test_slurm_itself_is_asked(cluster, monkeypatch, tmp_path):
