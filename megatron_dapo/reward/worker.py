@@ -121,7 +121,7 @@ def _end_with_parent(parent: int) -> None:
 
 def main() -> None:
     # Ctrl-C, and what Slurm sends to every process of a step, are the parent's business; it closes the socket.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()

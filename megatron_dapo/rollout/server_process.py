@@ -155,4 +155,5 @@ def _free_port(host: str, first: int, taken: set[int]) -> int:
 
 def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm sends it to every process of a step; it means the trainer
+    for number in (signal.SIGUSR1, signal.SIGUSR2):  # Slurm sends them to all of a step; they mean the trainer
+        signal.signal(number, signal.SIG_IGN)

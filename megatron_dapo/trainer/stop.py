@@ -45,11 +45,13 @@ class StopSignal:
 
 @contextlib.contextmanager
 def end_at_once() -> Iterator[None]:
-    """Inside, until a StopSignal takes over, a signal ends this process at once."""
+    """Inside, until a StopSignal takes over, a signal ends this process at once. SIGUSR2 asks for stacks, which the
+    watchdog writes: before there is one it is ignored."""
     if threading.current_thread() is not threading.main_thread():  # only it may
         yield
         return
-    previous = {number: signal.signal(number, _end) for number in SIGNALS}
+    previous: dict[int, Any] = {number: signal.signal(number, _end) for number in SIGNALS}
+    previous[signal.SIGUSR2] = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     try:
         yield
     finally:

@@ -160,7 +160,11 @@ def scenarios(cluster, tmp_path_factory):
 
 
 def undisturbed(cluster, folder):
-    return Run(cluster, folder, "undisturbed").wait_end(2 * START)
+    """Asked for its stacks once, which disturbs nothing."""
+    run = Run(cluster, folder, "undisturbed")
+    run.wait_step(0)
+    cluster.run("scancel", "--signal=USR2", f"{run.job}.0")
+    return run.wait_end(2 * START)
 
 
 def importing(run):
@@ -233,8 +237,11 @@ def test_a_run_on_two_nodes(scenarios):
     run = scenarios[undisturbed].result()
     assert run.state["JobState"] == "COMPLETED", run.log
     assert [step for step, _ in run.records()] == list(range(1, STEPS + 1))
-    assert {p.name for p in (run.dir / "logs" / "latest").glob("rank_*")} == {"rank_0.log", "rank_1.log"}
-    assert "DP 2" in (run.dir / "logs" / "latest" / "rank_0.log").read_text()
+    logs = run.dir / "logs" / "latest"
+    assert {p.name for p in logs.glob("rank_*")} == {"rank_0.log", "rank_1.log"}
+    assert "DP 2" in (logs / "rank_0.log").read_text()
+    assert all("loop.py" in (logs / f"stacks_rank_{rank}.txt").read_text() for rank in (0, 1))
+    assert all(metrics["reward/retries"] == metrics["reward/restarts"] == 0 for _, metrics in run.records())
     done = run.command("--status", str(run.dir))
     assert done.returncode == 0 and f"job {run.job} finished" in done.stdout and f"{STEPS} steps done" in done.stdout
 

@@ -32,6 +32,7 @@ def test_a_run_that_still_imports_ends_at_once(number, tmp_path):
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         wait_for(lambda: signals(process.pid, "SigCgt", *SENT), 30, "the handlers")
+        wait_for(lambda: signals(process.pid, "SigIgn", signal.SIGUSR2), 30, "the handlers")
         assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text()
         process.send_signal(number)
         _, said = process.communicate(timeout=10)
@@ -59,7 +60,7 @@ def test_graders_leave_signals_to_the_trainer():
             grading = asyncio.ensure_future(pool.grade(prompt, sample))
             while not (found := [p for p in children() if signals(p.pid, "SigIgn", *SENT)]):
                 await asyncio.sleep(0.1)
-            for number in SENT:
+            for number in (*SENT, signal.SIGUSR2):
                 found[0].send_signal(number)
             assert (await grading).correct
             return pool.metrics()
@@ -72,7 +73,7 @@ def test_servers_that_the_trainer_starts_do_too(tmp_path):
     server = ServerProcess("", ServerConfig(), 0, tmp_path, make_command=lambda *_: (["sleep", "30"], {}))
     with ThreadPoolExecutor(1) as fleet:  # it lives in a thread of its own, and its children end with it
         fleet.submit(server.spawn).result()
-        assert signals(server.pid, "SigIgn", signal.SIGUSR1)
+        assert signals(server.pid, "SigIgn", signal.SIGUSR1, signal.SIGUSR2)
         asyncio.run(server.end())
 
 
