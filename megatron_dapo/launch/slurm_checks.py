@@ -64,6 +64,7 @@ def _check_engines(job: Job) -> None:
             f"slurm.engine_nodes is {slurm.engine_nodes}, but {given}, so these nodes would be idle: set slurm.mode to "
             "colocated and slurm.engine_nodes to 0, or rollout.engine to sglang without urls"
         )
+    _check_memory(job)
     if slurm.router and not job.starts_servers:
         raise ConfigError("slurm.router needs servers that this job starts on more than one node: remove it")
     if not job.starts_servers:
@@ -81,6 +82,25 @@ def _check_engines(job: Job) -> None:
         raise ConfigError(
             f"rollout.weights.directory is {rollout.weights.directory}, which the engines on other nodes cannot see: "
             f"use a shared directory, e.g. {job.run_dir / 'weights'}"
+        )
+
+
+def _check_memory(job: Job) -> None:
+    """A server takes nearly all of a GPU unless it is told otherwise."""
+    slurm, rollout = job.config.slurm, job.config.rollout
+    if rollout.engine != "sglang" or rollout.servers.urls or not slurm.gpus_per_node:
+        return
+    if slurm.mode == "disaggregated" and rollout.servers.share_gpus:
+        raise ConfigError(
+            "rollout.servers.share_gpus is on, but slurm.mode is disaggregated: the engines have GPUs of their own, so "
+            "remove share_gpus"
+        )
+    limited = any(argument.startswith("--mem-fraction-static") for argument in rollout.servers.arguments)
+    if slurm.mode == "colocated" and not rollout.servers.share_gpus and not limited:
+        raise ConfigError(
+            "slurm.mode is colocated, and the engines would take nearly all memory of the trainer's GPUs: set "
+            "rollout.servers.share_gpus to true (they take turns), or give the engines a share with "
+            "--mem-fraction-static in rollout.servers.arguments"
         )
 
 

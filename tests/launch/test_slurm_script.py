@@ -67,12 +67,14 @@ def test_trainer_nodes_and_engine_nodes(raw):
 
 def test_colocated_engines_are_on_every_node(raw):
     raw["slurm"] = {"nodes": 4}
+    raw["rollout"]["servers"]["arguments"] = ["--mem-fraction-static=0.4"]
     text = script_of(raw)
     assert 'ENGINES=("${NODES[@]}")' in text and "--nodes=4 --ntasks=32" in text
 
 
 def test_on_one_node_the_trainer_starts_its_own_engines(raw):
     raw["slurm"] = {"nodes": 1}
+    raw["rollout"]["servers"]["share_gpus"] = True
     raw["rollout"]["weights"]["directory"] = "/dev/shm"
     assert "launch_server" not in script_of(raw)
 
@@ -166,6 +168,8 @@ def test_odd_names_are_quoted(raw, tmp_path):
         ("rollout", {"servers": {"tensor_parallel": 16}}, "a server must fit on one node"),
         ("rollout", {"weights": {"directory": "/dev/shm"}}, "cannot see: use a shared directory"),
         ("rollout", {"weights": {"transport": "tensor"}}, "needs one host"),
+        ("rollout", {"servers": {"share_gpus": True}}, "the engines have GPUs of their own"),
+        ("slurm", {"mode": "colocated", "engine_nodes": 0}, "set rollout.servers.share_gpus to true"),
     ],
 )
 def test_what_cannot_work_is_refused(section, change, said, raw, tmp_path):
@@ -260,7 +264,7 @@ def test_who_gets_which_gpus_on_a_real_cluster(mode, cluster, monkeypatch, raw, 
         "nodes": 4 if mode == "disaggregated" else 2, "mode": mode, "engine_nodes": 2 * (mode == "disaggregated"),
         "gpus_per_node": 4, "time": "5", "signal_seconds": 60, "python": str(tmp_path / "python"), "exclusive": False,
     }  # fmt: skip
-    raw["rollout"]["servers"]["tensor_parallel"] = 2
+    raw["rollout"]["servers"] |= {"tensor_parallel": 2, "share_gpus": mode == "colocated"}
     monkeypatch.chdir(tmp_path)
     assert launch.run_slurm(parse_config(raw)) == 0
     (number,) = submitted(tmp_path / "run")
@@ -278,7 +282,7 @@ def test_who_gets_which_gpus_on_a_real_cluster(mode, cluster, monkeypatch, raw, 
         for index in range(2):
             said = (logs / f"engine_{node}_{30000 + index}.log").read_text()
             assert said.startswith(f"{node}, task 0 of 1, GPUs 0,1,2,3: -m sglang.launch_server ")
-            assert f"--port {30000 + index} --tp-size 2" in said and f"--base-gpu-id {2 * index}\n" in said
+            assert f"--port {30000 + index} --tp-size 2" in said and f"--base-gpu-id {2 * index}" in said
             assert f"http://{node}:{30000 + index}" in ranks[0]
 
 
