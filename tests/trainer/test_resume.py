@@ -18,8 +18,8 @@ from megatron_dapo.trainer.rollouts import Rollouts
 from megatron_dapo.weights.sync import WeightStream
 from megatron_dapo.weights.verify import verify
 
-STEPS = 8
-OPTIONS = {"trainer__steps": STEPS, "evaluate__every": 4}
+STEPS = 6
+OPTIONS = {"trainer__steps": STEPS, "evaluate__every": 3}
 
 
 def config(folder, run_dir, **changes):
@@ -30,7 +30,7 @@ def config(folder, run_dir, **changes):
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
-    """Eight steps without interruption."""
+    """Six steps without interruption."""
     folder, run_dir = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("straight")
     assert run(config(folder, run_dir)) == 0
     return folder, run_dir
@@ -47,7 +47,7 @@ def test_the_run_itself(straight):
     _, run_dir = straight
     found = records(run_dir)
     assert [step for step, kind, _ in found if kind == "step"] == list(range(1, STEPS + 1))
-    assert [step for step, kind, _ in found if kind == "eval"] == [0, 4, 8]
+    assert [step for step, kind, _ in found if kind == "eval"] == [0, 3, 6]
     losses = [metrics["train/loss"] for _, kind, metrics in found if kind == "step"]
     assert len(set(losses)) == STEPS  # something happens in every step
 
@@ -79,8 +79,8 @@ def test_killed_and_resumed_is_the_same_run(moment, straight, tmp_path):
 def test_killed_twice_with_rare_checkpoints(straight, tmp_path):
     """Steps since the last checkpoint are done again, not counted twice."""
     folder, straight_dir = straight
-    raw = config(folder, tmp_path, trainer__checkpoint={"every": 3})
-    assert run(raw, at_call(Policy, "update", 12)) == -signal.SIGKILL
+    raw = config(folder, tmp_path, trainer__checkpoint={"every": 2})
+    assert run(raw, at_call(Policy, "update", 8)) == -signal.SIGKILL
     assert run(raw, at_call(EmbeddedEngine, "generate", 40)) == -signal.SIGKILL
     assert run(raw) == 0
     assert records(tmp_path) == records(straight_dir)
