@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import statistics
+import sys
 import tempfile
 import time
 import warnings
@@ -111,8 +112,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--python", default="", help="the Python that has sglang; empty: this one")
-    parser.add_argument("server_arguments", nargs="*", help="after --: more arguments for sglang.launch_server")
-    args = parser.parse_args()
+    ours, _, theirs = " ".join(sys.argv[1:]).partition(" -- ")
+    args = parser.parse_args(ours.split())
+    args.server_arguments = theirs.split()
     warnings.filterwarnings("ignore")
     config = settings(args)
     shape = check_config(config, 1)

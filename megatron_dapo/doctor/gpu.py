@@ -30,6 +30,14 @@ print(json.dumps({
     "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else "",
 }))
 """
+LAYERS_PROBE = """
+import torch
+try:
+    from torch.nn.attention import varlen
+except ImportError:
+    varlen = None
+print("cpu" if not torch.cuda.is_available() else "one kernel" if varlen else "cuda")
+"""
 ATTENTION_PROBE = """
 import logging, torch
 logging.basicConfig(level=logging.DEBUG)
@@ -95,14 +103,17 @@ def torch_cuda(run: Ask = ask, environment: Mapping[str, str] | None = None) -> 
 def attention(run: Ask = ask, environment: Mapping[str, str] | None = None) -> Check:
     """Transformer Engine's import, and the attention backend that it chooses for packed sequences."""
     environment = dict(os.environ if environment is None else environment)
-    code = "import torch; print('cuda' if torch.cuda.is_available() else 'cpu')"
-    where = run([sys.executable, "-c", code], 60, environment)
+    where = run([sys.executable, "-c", LAYERS_PROBE], 60, environment)
     if where.code == 0 and last_line(where.out) == "cpu":
         return Check("attention", "ok", "no GPU: torch's attention on the CPU")
     imported = run([sys.executable, "-c", "import transformer_engine.pytorch as te; print('ok')"], 120, environment)
     if imported.code != 0 and "No module named 'transformer_engine'" in imported.err:
-        return Check("attention", "warn", "Transformer Engine is not installed: torch's attention, one call per "
-                     "sequence", "pip install --no-build-isolation 'transformer-engine[pytorch]'")  # fmt: skip
+        if last_line(where.out) == "one kernel":
+            return Check("attention", "ok", "torch's, one kernel for packed sequences (Transformer Engine, which is "
+                         "not installed, needs less memory under context parallelism)")  # fmt: skip
+        return Check("attention", "warn", "Transformer Engine is not installed, and this torch has no kernel for "
+                     "packed sequences: one call per sequence", "install torch 2.10 or newer, or pip install "
+                     "--no-build-isolation 'transformer-engine[pytorch]'")  # fmt: skip
     if imported.code != 0:
         return Check("attention", "fail", f"Transformer Engine does not import: {last_line(imported.err)}",
                      "install the build that matches torch and its CUDA" + _library_path(environment))  # fmt: skip

@@ -1,28 +1,31 @@
-"""Reading weight buckets while the event loop runs: each next bucket is made in one worker thread.
+"""Reading weight buckets while the event loop runs: each next bucket is made, and made ready, in one worker thread.
 
 Making a bucket is a collective of the training ranks (a gather over tensor, pipeline and expert ranks), so the reader
 always reads to the end, even when the receiver has failed: a rank that stops early leaves the others waiting. One
-thread makes all buckets, because CUDA's current device and gloo's order of calls belong to a thread.
+thread makes all buckets, because CUDA's current device and gloo's order of calls belong to a thread, and because
+torch's sharing of CUDA memory between processes does not bear allocations in a second one.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
+from typing import Any
 
 from megatron_dapo.rollout.engine import Bucket
 
 
 class BucketReader:
-    """`async for bucket in reader`; the bucket after the current one is already being made."""
+    """`async for bucket, prepared in reader`; the bucket after the current one is already being made. `prepared` is
+    what `prepare` made of it."""
 
-    def __init__(self, buckets: Iterable[Bucket]) -> None:
-        self._buckets = buckets
+    def __init__(self, buckets: Iterable[Bucket], prepare: Callable[[Bucket], Any] = lambda bucket: None) -> None:
+        self._buckets, self._prepare = buckets, prepare
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weight-buckets")
         self._iterator: Iterator[Bucket] | None = None
-        self._next: asyncio.Future[Bucket | None] | None = None
+        self._next: asyncio.Future[tuple[Bucket, Any] | None] | None = None
 
     async def __aenter__(self) -> BucketReader:
         self._request()
@@ -31,15 +34,19 @@ class BucketReader:
     def __aiter__(self) -> BucketReader:
         return self
 
-    async def __anext__(self) -> Bucket:
+    async def __anext__(self) -> tuple[Bucket, Any]:
         if self._next is None:
             raise StopAsyncIteration
         waiting, self._next = self._next, None
-        bucket = await waiting
-        if bucket is None:
+        made = await waiting
+        if made is None:
             raise StopAsyncIteration
         self._request()
-        return bucket
+        return made
+
+    async def in_thread(self, function: Callable[[], None]) -> None:
+        """Runs `function` where buckets are made."""
+        await asyncio.get_running_loop().run_in_executor(self._thread, function)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -57,7 +64,8 @@ class BucketReader:
     def _request(self) -> None:
         self._next = asyncio.get_running_loop().run_in_executor(self._thread, self._make)
 
-    def _make(self) -> Bucket | None:
+    def _make(self) -> tuple[Bucket, Any] | None:
         if self._iterator is None:
             self._iterator = iter(self._buckets)
-        return next(self._iterator, None)
+        bucket = next(self._iterator, None)
+        return None if bucket is None else (bucket, self._prepare(bucket))

@@ -162,7 +162,7 @@ class EmbeddedEngine:
         self._broken = f"the update to weight version {version} has not ended"
         failure = ""
         async with BucketReader(buckets) as reader:
-            async for bucket in reader:
+            async for bucket, _ in reader:
                 try:
                     failure = failure or loader.load(bucket)
                 except Exception as error:

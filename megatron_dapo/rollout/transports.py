@@ -11,6 +11,7 @@ import base64
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Protocol
 
@@ -57,6 +58,10 @@ class Sent:
 
 
 class Transport(Protocol):
+    def prepare(self, bucket: Bucket) -> Any:
+        """What `send` needs besides the bucket; called in the thread that makes buckets."""
+        ...
+
     async def send(self, version: int, servers: Sequence[SGLangServer], reader: BucketReader) -> Sent: ...
 
     async def close(self) -> None: ...
@@ -77,11 +82,14 @@ class DiskTransport:
     def __init__(self, config: WeightTransportConfig, snapshot: Snapshot, expected: ExpectedTensors) -> None:
         self._config, self._snapshot, self._expected = config, snapshot, expected
 
+    def prepare(self, bucket: Bucket) -> None:
+        pass
+
     async def send(self, version: int, servers: Sequence[SGLangServer], reader: BucketReader) -> Sent:
         sent = Sent()
         self._expected.begin()
         self._snapshot.begin(version)
-        async for bucket in reader:
+        async for bucket, _ in reader:
             sent.count(bucket, self._expected)
             if not sent.wrong:
                 await asyncio.to_thread(self._snapshot.add, bucket)
@@ -109,7 +117,13 @@ class Channel(Protocol):
 
     async def open(self, servers: Sequence[SGLangServer]) -> dict[str, object]: ...
 
-    async def send(self, bucket: Bucket, servers: Sequence[SGLangServer]) -> dict[str, object]: ...
+    def prepare(self, bucket: Bucket) -> Any: ...
+
+    async def send(self, bucket: Bucket, prepared: Any, servers: Sequence[SGLangServer]) -> dict[str, object]: ...
+
+    def release(self, prepared: Any) -> None:
+        """Called in the thread that makes buckets, once all servers have answered."""
+        ...
 
     async def close(self) -> None: ...
 
@@ -120,13 +134,16 @@ class StreamTransport:
     def __init__(self, snapshot: Snapshot | None, channel: Channel, expected: ExpectedTensors) -> None:
         self._snapshot, self._channel, self._expected = snapshot, channel, expected
 
+    def prepare(self, bucket: Bucket) -> Any:
+        return self._channel.prepare(bucket)
+
     async def send(self, version: int, servers: Sequence[SGLangServer], reader: BucketReader) -> Sent:
         sent = Sent()
         self._expected.begin()
         if self._snapshot:
             self._snapshot.begin(version)
         sent.note(await self._channel.open(servers))
-        async for bucket in reader:
+        async for bucket, prepared in reader:
             sent.count(bucket, self._expected)
             reached = sent.reached(servers)
             if sent.wrong or not (reached or self._snapshot):
@@ -134,10 +151,11 @@ class StreamTransport:
             writing = asyncio.ensure_future(asyncio.to_thread(self._snapshot.add, bucket)) if self._snapshot else None
             try:
                 if reached:
-                    sent.note(await self._channel.send(bucket, reached))
+                    sent.note(await self._channel.send(bucket, prepared, reached))
             finally:
                 if writing is not None:
                     await writing
+                await reader.in_thread(partial(self._channel.release, prepared))
         complete = sent.complete(self._expected, servers)
         if self._snapshot:
             self._snapshot.commit() if complete else self._snapshot.discard()
@@ -156,12 +174,14 @@ class TensorChannel:
     async def open(self, servers: Sequence[SGLangServer]) -> dict[str, object]:
         return {}
 
-    async def send(self, bucket: Bucket, servers: Sequence[SGLangServer]) -> dict[str, object]:
-        payload, alive = await asyncio.to_thread(_by_reference, bucket)
-        try:
-            return await wait_all({server.name: self._send_one(server, payload) for server in servers})
-        finally:
-            del alive  # the memory must outlive the requests
+    def prepare(self, bucket: Bucket) -> _Shared:
+        return _by_reference(bucket)
+
+    async def send(self, bucket: Bucket, prepared: _Shared, servers: Sequence[SGLangServer]) -> dict[str, object]:
+        return await wait_all({server.name: self._send_one(server, prepared.payload) for server in servers})
+
+    def release(self, prepared: _Shared) -> None:
+        prepared.memory.clear()
 
     async def _send_one(self, server: SGLangServer, payload: str) -> None:
         body = {"serialized_named_tensors": [payload] * server.tensor_parallel, "flush_cache": False}
@@ -171,7 +191,15 @@ class TensorChannel:
         pass
 
 
-def _by_reference(bucket: Bucket) -> tuple[str, object]:
+@dataclass(slots=True)
+class _Shared:
+    """A pickle, and the memory it refers to, which must outlive the requests."""
+
+    payload: str
+    memory: list[torch.Tensor]
+
+
+def _by_reference(bucket: Bucket) -> _Shared:
     """The bucket copied into one piece of memory per dtype, and the pickle that refers to it."""
     flats: list[torch.Tensor] = []
     views: dict[str, torch.Tensor] = {}
@@ -189,7 +217,7 @@ def _by_reference(bucket: Bucket) -> tuple[str, object]:
         _Pickler(buffer).dump([(name, views[name]) for name, _ in bucket])
     finally:
         torch.multiprocessing.set_sharing_strategy(before)
-    return base64.b64encode(buffer.getvalue()).decode(), flats
+    return _Shared(base64.b64encode(buffer.getvalue()).decode(), flats)
 
 
 class _Pickler(ForkingPickler):
@@ -224,7 +252,13 @@ class DistributedChannel:
         self._group = group
         return {}
 
-    async def send(self, bucket: Bucket, servers: Sequence[SGLangServer]) -> dict[str, object]:
+    def prepare(self, bucket: Bucket) -> None:
+        pass
+
+    def release(self, prepared: None) -> None:
+        pass
+
+    async def send(self, bucket: Bucket, prepared: None, servers: Sequence[SGLangServer]) -> dict[str, object]:
         assert self._group is not None
         body = {
             "names": [name for name, _ in bucket], "dtypes": [dtype_name(tensor.dtype) for _, tensor in bucket],

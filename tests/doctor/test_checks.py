@@ -191,6 +191,9 @@ def test_attention_without_gpu_and_without_transformer_engine():
     check = gpu.attention(answers(is_available=Answer(0, "cuda"), transformer_engine=missing))
     assert check.status == "warn" and "pip install" in check.remedy
     broken = Answer(1, "", "ImportError: libcudnn_graph.so.9: undefined symbol")
+    assert "one call per sequence" in check.found
+    check = gpu.attention(answers(is_available=Answer(0, "one kernel"), transformer_engine=missing))
+    assert check.status == "ok" and "one kernel" in check.found
     check = gpu.attention(answers(is_available=Answer(0, "cuda"), transformer_engine=broken))
     assert check.status == "fail" and "undefined symbol" in check.found
 
