@@ -57,7 +57,7 @@ def layer_saved(shape: ModelShape, policy: PolicyConfig, layers: Layers) -> dict
     """Bytes that one layer saves for the backward pass of one micro-batch, by module, without full recomputation."""
     s = Sizes.of(shape, policy)
     saved = {
-        "norms": 2 * _norm(s.ts * s.hidden, s.bytes, layers),
+        "norms": 2 * s.ts * s.hidden * 2 * s.bytes,  # input and output of each
         "attention": _attention(s, shape.qk_norm, layers),
         "mlp": _experts(shape, s) if shape.is_moe else s.t * 3 * s.ffn * s.bytes,
     }
@@ -66,21 +66,17 @@ def layer_saved(shape: ModelShape, policy: PolicyConfig, layers: Layers) -> dict
     return saved
 
 
-def _norm(elements: float, size: int, layers: Layers) -> float:
-    """te: input and output. local: input in fp32, normalised values, output."""
-    return elements * (2 * size if layers == "te" else 4 + 2 * size)
-
-
 def _attention(s: Sizes, qk_norm: bool, layers: Layers) -> float:
     """q, k, v after RoPE, the output (also the input of the projection), and one fp32 statistic per head."""
     saved = s.t * (2 * s.q + 2 * s.kv) * s.bytes + s.t * s.heads * 4
     if layers == "local":
-        # v is a view that keeps the whole q, k, v product alive; the sequences' outputs are concatenated once more;
-        # cos and sin of q and of k are saved.
-        saved += s.t * (2 * s.q + s.kv + 4 * s.head_dim) * s.bytes
+        # v is a view that keeps the whole q, k, v product alive; the sequences' outputs are concatenated once more.
+        # RoPE's table is one for all layers.
+        saved += s.t * (2 * s.q + s.kv) * s.bytes
     if qk_norm:
-        # te: its input. local: that in fp32, and normalised. The output goes on into RoPE, which keeps nothing of it.
-        saved += s.t * (s.q + s.kv) * (s.bytes if layers == "te" else 4 + s.bytes)
+        # Its input, which for k is part of the product above where that is kept. The output goes on into RoPE, which
+        # keeps nothing of it.
+        saved += s.t * (s.q + (s.kv if layers == "te" else 0)) * s.bytes
     return saved
 
 

@@ -86,7 +86,12 @@ def test_saved_activations_of_one_layer(kind):
     layout = config.policy.model_copy(update={"micro_batch_tokens": tokens})
     expected = sum(layer_saved(shape, layout, "local").values())
     sizes = Sizes.of(shape, layout)
-    # What only the CPU saves: SwiGLU is not fused there. A MoE's router is perfectly spread on average.
+    expected += tokens * sizes.head_dim * 4  # RoPE's table, which all layers share
+    # What only the CPU saves: norms and SwiGLU are not fused there. A norm keeps its input and what it normalised in
+    # fp32. A MoE's router is perfectly spread on average.
+    expected += 2 * tokens * shape.hidden * (4 + 4 - 2)
+    if shape.qk_norm:
+        expected += tokens * ((sizes.q + sizes.kv) * (4 + 4) - sizes.q * 2)
     if shape.is_moe:
         routed = tokens * shape.experts_per_token
         expected += routed * 3 * shape.expert_ffn_hidden * 2
