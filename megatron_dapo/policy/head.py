@@ -61,6 +61,27 @@ def run_head(
     return torch.stack(two_pass(chosen, weight, request, tp_group))
 
 
+def output_processor(
+    *,
+    hidden_states: Tensor,
+    output_layer: Any,
+    output_weight: Tensor | None,
+    context: HeadRequest,
+    config: Any,
+    **_: Any,
+) -> Tensor:
+    """Our head in anybody's GPTModel, from Megatron-Core 0.19 on: `model(…, output_processor=output_processor,
+    output_processor_context=HeadRequest(…))`. Positions count through hidden states as they lie, [s, b] flattened."""
+    weight = output_layer.weight if output_weight is None else output_weight
+    return run_head(
+        hidden_states,
+        weight,
+        context,
+        tp_group=output_layer.tp_group,
+        sequence_parallel=config.sequence_parallel,
+    )
+
+
 def two_pass(
     hidden: Tensor, weight: Tensor, request: HeadRequest, tp_group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:

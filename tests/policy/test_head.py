@@ -1,10 +1,13 @@
 """The head against a float64 softmax: values and gradients, on inputs that have broken other kernels."""
 
+import inspect
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from megatron_dapo.config.policy import PolicyConfig
-from megatron_dapo.policy.head import HeadRequest, one_pass, two_pass
+from megatron_dapo.policy.head import HeadRequest, one_pass, output_processor, two_pass
 from megatron_dapo.policy.ranks import run_ranks
 from megatron_dapo.policy.runtime import initialize
 
@@ -148,3 +151,59 @@ def nothing_scored(place):
     logp, entropy = two_pass(hidden, weight, HeadRequest(none, none, VOCAB), runtime.groups.tp)
     (logp.sum() + entropy.sum()).backward()
     return logp.detach(), weight.grad
+
+
+def in_a_plain_gpt_model(place, tied):
+    """Megatron's own model with our head as its output processor, against the logits it gives without."""
+    from megatron.core.models.gpt import GPTModel
+
+    from megatron_dapo.policy.model import _block_spec, transformer_config
+    from megatron_dapo.policy.synthetic import synthetic_shape
+
+    policy = PolicyConfig(tensor_parallel=2, precision="fp32", timeout_seconds=60)
+    runtime = initialize(policy, rendezvous=place)
+    shape = synthetic_shape("dense")
+    config = transformer_config(shape, policy)
+    model = GPTModel(
+        config, _block_spec(config, None, 1e4), vocab_size=96, max_sequence_length=64, parallel_output=False,
+        share_embeddings_and_output_weights=tied, position_embedding_type="none", pg_collection=runtime.groups,
+    )  # fmt: skip
+    tokens = torch.arange(16)[None] * 5 % 90
+    where = torch.tensor([3, 8, 11])
+    targets = tokens[0, where + 1]
+    logits = model(tokens, torch.arange(16)[None], None)[0, where, :91].float()
+    expected = torch.log_softmax(logits, -1).gather(1, targets[:, None]).squeeze(1)
+    request = HeadRequest(where, targets, vocab=91)
+    found = model(
+        tokens, torch.arange(16)[None], None, output_processor=output_processor, output_processor_context=request
+    )
+    return found[0].detach(), expected.detach()
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_the_head_plugs_into_a_plain_gpt_model(tied):
+    from megatron.core.models.gpt import GPTModel
+
+    if "output_processor" not in inspect.signature(GPTModel.forward).parameters:
+        pytest.skip("this megatron-core's GPTModel takes no output_processor: it came with 0.19")
+    for found, expected in run_ranks(2, in_a_plain_gpt_model, tied):
+        assert found.std() > 0.01
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_the_output_processor_takes_the_tied_weight_or_the_layers_own():
+    def processed(place):
+        runtime = initialize(PolicyConfig(timeout_seconds=30), rendezvous=place)
+        hidden, own, tied = torch.randn(5, 1, 8), torch.randn(7, 8), torch.randn(7, 8)
+        layer = SimpleNamespace(weight=own, tp_group=runtime.groups.tp)
+        request = HeadRequest(torch.tensor([1, 4]), torch.tensor([6, 0]), vocab=7)
+        config = SimpleNamespace(sequence_parallel=False)
+        given = {"hidden_states": hidden, "output_layer": layer, "context": request, "config": config, "labels": None}
+        pairs = []
+        for weight, used in ((None, own), (tied, tied)):
+            logp = torch.log_softmax(hidden[[1, 4], 0] @ used.t(), -1)
+            pairs.append((output_processor(output_weight=weight, **given)[0], logp[[0, 1], [6, 0]]))
+        return pairs
+
+    for found, expected in run_ranks(1, processed)[0]:
+        torch.testing.assert_close(found, expected)
