@@ -67,8 +67,11 @@ def _engine(task: Task, config: Config) -> list[str]:
         place = f"engines run elsewhere ({len(servers.urls)} URLs), on GPUs of the same kind"
     elif task.cluster.colocated:
         place = (
-            f"colocated: engines release weights and KV cache while the trainer works ({engine.OVERHEAD_BYTES / GIB:g} "
-            "GiB stay); the trainer's weights, gradients and optimizer stay while they generate"
+            "colocated, side by side: the engine keeps its share of the GPU, the trainer has the rest"
+            if not engine.takes_turns(config.rollout)
+            else "colocated, in turns (rollout.servers.share_gpus must be true): engines release weights and KV cache "
+            f"while the trainer works ({engine.OVERHEAD_BYTES / GIB:g} GiB stay), its state is in host memory while "
+            f"they generate ({task.kept / GIB:.1f} GiB stay)"
         )
     else:
         order = "at the same time (max_staleness 1)" if config.rollout.max_staleness else "one after the other"

@@ -15,9 +15,8 @@ from megatron_dapo.planner.hardware import GIB, Cluster
 from megatron_dapo.planner.parameters import Parameters, count_parameters
 from megatron_dapo.planner.workload import Workload
 
-DEFAULT_FRACTION = (
-    0.88  # of the card that SGLang takes for weights and KV cache, unless --mem-fraction-static says else
-)
+FRACTION = "--mem-fraction-static"  # of the card, for weights and KV cache
+DEFAULT_FRACTION = 0.88  # what SGLang takes unless it is told
 OVERHEAD_BYTES = 3.0 * GIB  # CUDA context, graphs, activations: outside that fraction; also what stays after a release
 BANDWIDTH_SHARE = 0.8  # of the data sheet's, reached when weights and KV cache are read
 DECODE_MFU = 0.5
@@ -89,11 +88,16 @@ def plan_engine(
     )
 
 
+def takes_turns(rollout: RolloutConfig) -> bool:
+    """Whether engines on the trainer's GPUs let their memory go: configured, or nobody gave them a share of it."""
+    return rollout.servers.share_gpus or not any(a.startswith(FRACTION) for a in rollout.servers.arguments)
+
+
 def memory_fraction(arguments: list[str]) -> float:
     """`--mem-fraction-static X` among the server's arguments, as two items or with an equals sign."""
     for i, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
-        if name == "--mem-fraction-static":
+        if name == FRACTION:
             text = value if equals else (arguments[i + 1] if i + 1 < len(arguments) else "")
             try:
                 return float(text)

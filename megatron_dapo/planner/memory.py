@@ -24,6 +24,7 @@ from megatron_dapo.planner.parameters import RankParameters, rank_parameters
 
 # CUDA context, cuBLAS and cuDNN workspaces; NCCL's buffers when there is more than one rank.
 CONTEXT_BYTES, NCCL_BYTES = 1.0 * GIB, 2.0 * GIB
+BUCKET_BYTES = 1.5 * GIB  # of weights that are on their way to an engine
 # Share of what torch allocates that is lost between its blocks: packed micro-batches change their size all the time.
 FRAGMENTATION = 0.05
 
@@ -109,11 +110,9 @@ def trainer_memory(
     return max(memories, key=lambda memory: memory.total)
 
 
-def occupied_while_generating(shape: ModelShape, policy: PolicyConfig, world: int) -> float:
-    """What the trainer keeps on a GPU that it shares with an engine: the largest static part of any stage."""
-    stages = {0, policy.pipeline_parallel - 1}
-    static = max(stage_memory(shape, policy, world, 1, stage).static for stage in stages)
-    return static + CONTEXT_BYTES + (NCCL_BYTES if world > 1 else 0.0)
+def kept_while_engines_work(world: int) -> float:
+    """What the trainer cannot put away on a GPU that it shares with an engine."""
+    return CONTEXT_BYTES + BUCKET_BYTES + (NCCL_BYTES if world > 1 else 0.0)
 
 
 def _optimizer(held: RankParameters, policy: PolicyConfig, world: int, fused: bool) -> tuple[float, float]:

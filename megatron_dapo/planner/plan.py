@@ -11,8 +11,16 @@ from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.planner import timing
 from megatron_dapo.planner.activations import Layers
 from megatron_dapo.planner.assumptions import assumptions
-from megatron_dapo.planner.engine import OVERHEAD_BYTES, EnginePlan, generation_seconds, plan_engine
+from megatron_dapo.planner.engine import (
+    OVERHEAD_BYTES,
+    EnginePlan,
+    generation_seconds,
+    memory_fraction,
+    plan_engine,
+    takes_turns,
+)
 from megatron_dapo.planner.hardware import GIB, Cluster, PlanError
+from megatron_dapo.planner.memory import kept_while_engines_work
 from megatron_dapo.planner.parameters import Parameters, count_parameters
 from megatron_dapo.planner.search import Candidate, Task, candidates, judge, rank, why_illegal
 from megatron_dapo.planner.workload import Workload
@@ -79,7 +87,7 @@ def make_plan(
     """Judges the configuration's layout and engine size, or with `choose` takes the fastest that fit."""
     if not 0 < mfu <= 1:
         raise PlanError(f"--mfu is {mfu}: it is a share of the GPU's peak, between 0 and 1; 0.4 is usual")
-    desk = _Desk(config, Task(shape, work, cluster, mfu, layers, _residue(config, cluster)))
+    desk = _Desk(config, Task(shape, work, cluster, mfu, layers, *_side_by_side(config, cluster)))
     found = list(candidates(desk.task, config.policy))
     reason = None if choose else desk.why_not()
     chosen: Choice | None = None
@@ -136,8 +144,7 @@ class _Desk:
         if self.config.rollout.engine == "embedded":
             return Choice(trainer, None, trainer.fits, {})
         task = self.task
-        occupied = trainer.occupied if task.residue else 0.0
-        serving = plan_engine(task.shape, self.config.rollout, task.cluster, task.work, occupied, tp)
+        serving = plan_engine(task.shape, self.config.rollout, task.cluster, task.work, task.kept, tp)
         generation: dict[str, float] = {}
         if serving.fits:
             generation = generation_seconds(task.shape, count_parameters(task.shape), task.cluster, serving, task.work)
@@ -169,7 +176,7 @@ class _Desk:
                 f"{self.task.limit / GIB:.1f} GiB are there; the largest part is {part} with {size / GIB:.1f} GiB"
             )
         if serving and not serving.fits:
-            beside = f"the trainer's {chosen.trainer.occupied / GIB:.1f} GiB and " if self.task.residue else ""
+            beside = f"the trainer's {self.task.kept / GIB:.1f} GiB and " if self.task.kept else ""
             problems.append(
                 f"the engine at tensor parallel {serving.tensor_parallel} has {serving.kv_room / GIB:.1f} GiB for its "
                 f"KV cache beside {beside}{serving.weights / GIB:.1f} GiB of weights; one sequence of "
@@ -178,10 +185,15 @@ class _Desk:
         return problems
 
 
-def _residue(config: Config, cluster: Cluster) -> float:
-    """What a colocated engine leaves on the GPU when it has released weights and KV cache."""
-    elsewhere = config.rollout.engine == "embedded" or config.rollout.servers.urls
-    return OVERHEAD_BYTES if cluster.colocated and not elsewhere else 0.0
+def _side_by_side(config: Config, cluster: Cluster) -> tuple[float, float]:
+    """On a GPU that both use: bytes that the engine holds while the trainer works, and the other way round."""
+    rollout = config.rollout
+    if rollout.engine == "embedded" or rollout.servers.urls or not cluster.colocated:
+        return 0.0, 0.0
+    if takes_turns(rollout):
+        return OVERHEAD_BYTES, kept_while_engines_work(cluster.trainer_gpus)
+    # The engine has taken its share before the trainer comes, and keeps it.
+    return memory_fraction(rollout.servers.arguments) * cluster.gpu.memory + OVERHEAD_BYTES, 0.0
 
 
 def _step_seconds(config: Config, cluster: Cluster, phases: list[Phase]) -> float:
@@ -216,6 +228,10 @@ def _phases(desk: _Desk, chosen: Choice) -> list[Phase]:
         seconds = timing.sync_seconds(task.shape, transport, task.cluster, task.cluster.gpus)
         size = count_parameters(task.shape).total * 2 / GIB
         phases.append(Phase("weight sync", seconds, f"{size:.1f} GiB by {transport.transport}"))
+    if serving is not None and task.kept:
+        moved = chosen.trainer.memory.weights + chosen.trainer.memory.optimizer
+        seconds = 2 * moved / timing.HOST_BYTES_PER_SECOND
+        phases.append(Phase("hand-over", seconds, f"{moved / GIB:.1f} GiB a GPU to host memory and back"))
     return phases
 
 

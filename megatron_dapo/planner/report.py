@@ -114,7 +114,7 @@ def _print_engines(plan: Plan, console: Console) -> None:
         return
     where = "on GPUs of their own"
     if plan.cluster.colocated and not chosen.external:
-        where = f"beside the trainer's {plan.chosen.trainer.occupied / GIB:.1f} GiB" if plan.chosen else ""
+        where = "on the trainer's GPUs"
     title = f"Engines {where}: GiB per GPU (KV cache: {chosen.longest:,} tokens at least)"
     table = _table(title, "size", ">servers", ">weights", ">KV cache", ">KV tokens a server", ">running", ">generation")
     for choice in plan.engines:

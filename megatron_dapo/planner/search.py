@@ -11,7 +11,7 @@ from megatron_dapo.config import ConfigError, ModelShape, check_model, check_wor
 from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.planner.activations import Layers
 from megatron_dapo.planner.hardware import Cluster
-from megatron_dapo.planner.memory import TrainerMemory, occupied_while_generating, trainer_memory
+from megatron_dapo.planner.memory import TrainerMemory, trainer_memory
 from megatron_dapo.planner.timing import most_micro_batches, pass_time
 from megatron_dapo.planner.workload import Workload
 
@@ -31,7 +31,8 @@ class Task:
     cluster: Cluster
     mfu: float
     layers: Layers = "te"
-    residue: float = 0.0  # bytes that a colocated engine keeps while the trainer works
+    residue: float = 0.0  # bytes that a colocated engine holds while the trainer works
+    kept: float = 0.0  # bytes that the trainer holds while a colocated engine works
 
     @property
     def world(self) -> int:
@@ -48,7 +49,6 @@ class Candidate:
     memory: TrainerMemory
     fits: bool
     seconds: float  # training and log-probs of one step
-    occupied: float  # bytes of a GPU that the trainer keeps while engines generate
 
     def data_parallel(self, world: int) -> int:
         return world // self.policy.model_ranks
@@ -70,8 +70,7 @@ def judge(task: Task, policy: PolicyConfig) -> Candidate:
     arguments = (task.shape, policy, task.cluster, task.work, task.world, task.mfu)
     seconds = updates * pass_time(*arguments, train=True).total
     seconds += updates * passes * pass_time(*arguments, train=False).total
-    occupied = occupied_while_generating(task.shape, policy, task.world)
-    return Candidate(policy, memory, memory.total <= task.limit, seconds, occupied)
+    return Candidate(policy, memory, memory.total <= task.limit, seconds)
 
 
 def why_illegal(task: Task, policy: PolicyConfig) -> str | None:

@@ -73,11 +73,31 @@ def test_nothing_fits_one_gpu():
     assert plan.changes is None and plan.ranking == []
 
 
-def test_engine_that_does_not_fit_is_a_problem_of_its_own():
-    """61 GiB of weights and 14 GiB of trainer leave no room for a KV cache at TP 1."""
+def with_servers(**changes):
     config = published_config(**TP8)
-    servers = config.rollout.servers.model_copy(update={"tensor_parallel": 1})
-    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"servers": servers})})
+    servers = config.rollout.servers.model_copy(update=changes)
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"servers": servers})})
+
+
+def test_in_turns_or_side_by_side():
+    """In turns each has nearly all of the card; side by side the engine's share is gone for the trainer."""
+    cluster, shape, half = Cluster(find_gpu("h100"), 128), published("Qwen2.5-32B"), ["--mem-fraction-static", "0.5"]
+    turns, side = (
+        make_plan(config, shape, cluster, Workload.of(config))
+        for config in (with_servers(share_gpus=True), with_servers(arguments=half))
+    )
+    memory = cluster.gpu.memory
+    assert turns.limit == memory - 3 * GIB and side.limit == pytest.approx(memory / 2 - 3 * GIB)
+    assert "hand-over" in [phase.name for phase in turns.phases]
+    assert side.chosen.engine.kv_room + side.chosen.engine.weights == pytest.approx(memory / 2)
+    assert turns.chosen.engine.kv_room > side.chosen.engine.kv_room
+    assert any("in turns" in line for line in turns.assumptions)
+    assert any("side by side" in line for line in side.assumptions)
+
+
+def test_engine_that_does_not_fit_is_a_problem_of_its_own():
+    """61 GiB of weights leave no room for a KV cache at TP 1."""
+    config = with_servers(tensor_parallel=1, share_gpus=True, arguments=["--mem-fraction-static", "0.8"])
     plan = make_plan(config, published("Qwen2.5-32B"), Cluster(find_gpu("h100"), 128), Workload.of(config))
     assert len(plan.problems) == 1 and "engine" in plan.problems[0]
     assert list(plan.changes) == ["rollout.servers.tensor_parallel"]
@@ -174,7 +194,7 @@ def test_command_json_and_bare_model(model_dir, capsys):
     assert record["fits"] and record["parameters"]["total"] == 32_763_876_352
     parts = record["trainer_bytes"]
     assert sum(v for k, v in parts.items() if k not in ("stage", "total")) == pytest.approx(parts["total"])
-    assert set(record["phases"]) == {"generation", "log-probs", "training", "weight sync"}
+    assert set(record["phases"]) == {"generation", "log-probs", "training", "weight sync", "hand-over"}
     assert main(["plan", "--model", str(model_dir), "--gpus", "1", "--json"]) == 1
 
 
