@@ -16,6 +16,7 @@ from tiny_run import HERE
 from megatron_dapo.config import check_config, parse_config
 from megatron_dapo.observe.names import is_wall_clock
 from megatron_dapo.trainer.loop import train
+from megatron_dapo.weights.verify import verify
 
 
 def run(raw: dict[str, Any], before: Callable[[], None] | None = None, timeout: float = 120) -> int:
@@ -70,3 +71,11 @@ def records(run_dir: Path) -> list[tuple[int, str, dict[str, float]]]:
         (line["step"], line["kind"], {n: v for n, v in line["metrics"].items() if not is_wall_clock(n)})
         for line in lines
     ]
+
+
+def assert_same(run_dir: Path, expected: tuple[Path, Path], steps: int) -> None:
+    """The same metrics and, bit for bit, the same weights as `expected` (its model's folder, its run directory)."""
+    folder, other = expected
+    assert records(run_dir) == records(other)
+    compared = verify(*(d / "checkpoints" / f"step_{steps}" for d in (run_dir, other)), reference=folder)
+    assert compared.same, compared.differences

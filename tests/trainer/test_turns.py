@@ -5,7 +5,7 @@ whoever touches what is away fails.
 """
 
 import pytest
-from forked import at_call, records, run
+from forked import assert_same, at_call, records, run
 from tiny_run import raw_config
 
 from megatron_dapo.config import check_config, parse_config
@@ -14,7 +14,6 @@ from megatron_dapo.policy.ranks import run_ranks
 from megatron_dapo.policy.update import Policy
 from megatron_dapo.rollout.embedded import EmbeddedEngine
 from megatron_dapo.trainer.loop import train
-from megatron_dapo.weights.verify import verify
 
 STEPS = 3
 
@@ -72,16 +71,9 @@ def alone(tmp_path_factory):
     return folder, run_dir
 
 
-def assert_same(run_dir, alone):
-    folder, expected = alone
-    assert records(run_dir) == records(expected)
-    compared = verify(*(d / "checkpoints" / f"step_{STEPS}" for d in (run_dir, expected)), reference=folder)
-    assert compared.same, compared.differences
-
-
 def test_taking_turns_changes_no_number(alone, tmp_path):
     assert run(config(alone[0], tmp_path), take_turns) == 0
-    assert_same(tmp_path, alone)
+    assert_same(tmp_path, alone, STEPS)
 
 
 def test_a_run_that_takes_turns_resumes_exactly(alone, tmp_path):
@@ -91,7 +83,7 @@ def test_a_run_that_takes_turns_resumes_exactly(alone, tmp_path):
 
     assert run(config(alone[0], tmp_path), killed_in_the_second_step) == -9
     assert run(config(alone[0], tmp_path), take_turns) == 0
-    assert_same(tmp_path, alone)
+    assert_same(tmp_path, alone, STEPS)
 
 
 def rank(place, raw):
