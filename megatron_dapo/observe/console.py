@@ -5,7 +5,6 @@ A display never ends a run: when the terminal is gone it falls silent.
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Mapping
@@ -106,15 +105,3 @@ def evaluation_text(metrics: Mapping[str, float]) -> str:
     return "  ".join(
         f"{name} {percent(v) if '@' in name or 'rate' in name else number(v)}" for name, v in shown.items()
     )
-
-
-def make_display(kind: str, title: str) -> Display:
-    """`auto`: live on a terminal, plain elsewhere."""
-    if kind == "off":
-        return Display()
-    terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
-    if kind == "rich" or (kind == "auto" and terminal):
-        from megatron_dapo.observe.live import LiveDisplay
-
-        return LiveDisplay(title)
-    return PlainDisplay()

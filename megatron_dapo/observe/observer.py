@@ -24,8 +24,9 @@ from typing import Any
 
 from megatron_dapo.config.observe import ObserveConfig
 from megatron_dapo.observe import transcripts
-from megatron_dapo.observe.console import Display, SamplingProgress, make_display
+from megatron_dapo.observe.console import Display, SamplingProgress
 from megatron_dapo.observe.diagnosis import Watch
+from megatron_dapo.observe.displays import make_display
 from megatron_dapo.observe.records import EVAL, STEP, MetricsFile, Record, plain_numbers
 from megatron_dapo.observe.trackers import Tracker, make_trackers
 from megatron_dapo.types import Group
