@@ -13,6 +13,7 @@ LEVELS = [
     {"algorithm", "data", "reward", "rollout", "weights", "policy", "observe", "planner"},
     {"trainer", "evaluate", "doctor"},
     {"launch", "cli"},
+    {"__main__"},
 ]
 # Edges between rooms of one level that the architecture names.
 ALLOWED_SIDEWAYS = {
