@@ -16,11 +16,13 @@ import stat
 import subprocess
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 NODES = ("n1", "n2", "n3", "n4")
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "unshare")
+NODE_STATES = ("sinfo", "-h", "-N", "-p", "work", "-o")
 PR_SET_PDEATHSIG = 1
 NOTICED = 10  # seconds: a node that does not answer for so long is down (SlurmdTimeout)
 
@@ -79,6 +81,7 @@ class MiniSlurm:
     def __init__(self, root: Path) -> None:
         self.root, self.config = root, root / "slurm.conf"
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+        self._parent = ThreadPoolExecutor(1)  # a child ends with the thread that started it, so all have the same one
         self.environment = os.environ | {"SLURM_CONF": str(self.config)}
 
     def start(self) -> MiniSlurm:
@@ -101,15 +104,18 @@ class MiniSlurm:
         for node in NODES:
             self.start_node(node)
         try:
-            wait_for(
-                lambda: self.run("sinfo", "-h", "-N", "-p", "work", "-o", "%T").split() == ["idle"] * 4,
-                30,
-                "four idle nodes",
-            )
+            self.wait_idle(30)
         except BaseException:
             self.stop()
             raise
         return self
+
+    def wait_idle(self, seconds: float = 60) -> None:
+        """Until all four nodes are there and have nothing to do."""
+        try:
+            wait_for(lambda: self.run(*NODE_STATES, "%T").split() == ["idle"] * 4, seconds, "four idle nodes")
+        except TimeoutError as error:
+            raise TimeoutError(f"{error}: {self.run(*NODE_STATES, '%N %T (%E)')}; {self.run('squeue')}") from None
 
     def write_config(self) -> None:
         ports = _free_ports(5)
@@ -163,14 +169,15 @@ class MiniSlurm:
                 daemon.kill()
                 daemon.wait()
         self._daemons.clear()
+        self._parent.shutdown()
 
     def _spawn(self, *command: str, name: str = "") -> None:
         name = name or command[0]
         with (self.root / f"{name}.out").open("ab") as log:
-            self._daemons[name] = subprocess.Popen(
-                command, env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            self._daemons[name] = self._parent.submit(
+                subprocess.Popen, command, env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 start_new_session=True, preexec_fn=_end_with_parent,
-            )  # fmt: skip
+            ).result()  # fmt: skip
 
 
 @dataclass(frozen=True)

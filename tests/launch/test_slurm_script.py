@@ -266,6 +266,7 @@ def test_who_gets_which_gpus_on_a_real_cluster(mode, cluster, monkeypatch, raw, 
     }  # fmt: skip
     raw["rollout"]["servers"] |= {"tensor_parallel": 2, "share_gpus": mode == "colocated"}
     monkeypatch.chdir(tmp_path)
+    cluster.wait_idle()
     assert launch.run_slurm(parse_config(raw)) == 0
     (number,) = submitted(tmp_path / "run")
     wait_for(lambda: cluster.job(number)["JobState"] == "COMPLETED", 60, "the job")
@@ -290,6 +291,7 @@ def test_slurm_itself_is_asked(cluster, monkeypatch, tmp_path):
     """What only the cluster knows: limits of the partition, its size."""
     monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
     script = tmp_path / "job.sbatch"
+    cluster.wait_idle()
     for option, said in (("--time=05:00:00", "time limit"), ("--nodes=9", "ode"), ("--account=x --qos=gold", "")):
         script.write_text(f"#!/bin/bash\n#SBATCH --partition=work {option}\n")
         if said:

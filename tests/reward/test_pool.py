@@ -40,7 +40,8 @@ def run(config: RewardConfig, pairs: list[tuple[str, str]]) -> tuple[list[Grade]
 
 
 def grading_processes() -> list[psutil.Process]:
-    return [p for p in psutil.Process().children() if "megatron_dapo.reward.worker" in p.cmdline()]
+    alive = [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE]
+    return [p for p in alive if "megatron_dapo.reward.worker" in p.cmdline()]
 
 
 def symbolic(count: int) -> list[tuple[str, str]]:
