@@ -43,6 +43,7 @@ class Fleet:
         self._watchers: list[asyncio.Task[None]] = []
         self._servers: list[SGLangServer] = []
         self._look_now: dict[str, asyncio.Event] = {}
+        self._down: set[str] = set()  # names of servers that died and do not answer yet
 
     async def start(self, version: int = 0) -> SGLangEngine:
         """All servers up and answering, or none left behind and the first one's error. A process that already runs
@@ -73,6 +74,7 @@ class Fleet:
         self.engine.patience = self._config.servers.start_timeout
         self.engine.on_close = self.stop
         self._look_now = {server.name: asyncio.Event() for server in servers}
+        self.engine.all_up = self._all_up
         self.engine.on_failure = lambda server: self._look_now[server.name].set()
         self._watchers = [asyncio.ensure_future(self._watch(process, server)) for process, server in pairs]
         return self.engine
@@ -111,8 +113,24 @@ class Fleet:
         assert self.engine is not None
         server.serves, server.trouble = None, f"{cause}; {process.log_tail()}"
         log.warning("server %s is down (%s)", server.name, cause)
+        try:
+            return await self._start_again(process, server)
+        finally:
+            self._down.discard(server.name)
+
+    async def _all_up(self) -> None:
+        """Until servers that died while the trainer had their GPUs answer again, or are given up."""
+        for server in self._servers:
+            self._look_now[server.name].set()
+        await asyncio.sleep(0.05)
+        while self._down:
+            await asyncio.sleep(0.05)
+
+    async def _start_again(self, process: ServerProcess | GivenServer, server: SGLangServer) -> bool:
+        assert self.engine is not None
         while process.restarts < self._config.servers.restarts:
             process.restarts += 1
+            self._down.add(server.name)
             while self.engine.resting:  # a new server would take memory that the trainer is using
                 await asyncio.sleep(0.5)
             try:
@@ -120,6 +138,7 @@ class Fleet:
                 process.spawn()
                 server.forget_memory()
                 await process.wait_ready(server)
+                self._down.discard(server.name)
                 await self.engine.admit(server)
                 log.warning("server %s is back (restart %d)", server.name, process.restarts)
                 return True

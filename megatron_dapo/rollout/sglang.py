@@ -31,6 +31,10 @@ from megatron_dapo.types import FinishReason, LogProbs, Tokens, as_logprobs, as_
 NO_SERVER_PATIENCE = 30.0
 
 
+async def _nothing_to_wait_for() -> None:
+    pass
+
+
 class SGLangEngine:
     def __init__(
         self, servers: Sequence[SGLangServer], config: RolloutConfig, *, model: str = "", version: int = 0
@@ -48,6 +52,7 @@ class SGLangEngine:
         self._aborted: set[str] = set()
         self._background: set[asyncio.Task[Any]] = set()
         self.on_close: Callable[[], Awaitable[None]] | None = None
+        self.all_up: Callable[[], Awaitable[None]] = _nothing_to_wait_for  # servers that died while they rested
         self.on_failure: Callable[[SGLangServer], None] = lambda server: None  # whoever watches may look at once
 
     @classmethod
@@ -177,13 +182,15 @@ class SGLangEngine:
                 server.serves, server.trouble = None, str(error)
 
     async def update_weights(self, version: int, buckets: Iterable[Bucket]) -> WeightReport:
+        if self.resting:
+            self.resting = False
+            await self.all_up()
         async with self._changing:
             was_open = self._admission.open
             self._admission.open = False
             self._epoch += 1
             self._admission.wake_all()
             self._version = version
-            self.resting = False
             try:
                 return await self._update.run(version, self.servers, buckets)
             finally:

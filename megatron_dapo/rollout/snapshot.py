@@ -1,20 +1,25 @@
 """Weights on disk: one directory per version, complete or absent, readable by SGLang and by transformers.
 
 Buckets become safetensors shards as they arrive; the directory gets its final name when the last one is written.
+Tensors are copied straight into the mapped file, by a few threads: on a RAM disk that is several times faster than
+putting a file together first and writing it then.
 """
 
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
 from megatron_dapo.rollout.engine import Bucket, EngineError
 
+WRITERS = 8
+CODES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64"}
 FILES_TO_COPY = ("*.json", "merges.txt", "vocab.txt", "*.model", "*.jinja")
 
 
@@ -48,10 +53,14 @@ class Snapshot:
     def add(self, bucket: Bucket) -> None:
         assert self._partial is not None
         name = f"model-{len(list(self._partial.glob('*.safetensors'))) + 1:05d}.safetensors"
-        tensors = {key: tensor.detach().to("cpu", copy=True).contiguous() for key, tensor in bucket}
-        save_file(tensors, self._partial / name, metadata={"format": "pt"})
-        self._index |= dict.fromkeys(tensors, name)
-        self._size += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        try:
+            write_safetensors(self._partial / name, bucket)
+        except OSError as error:
+            raise EngineError(
+                f"cannot write weights to {self._partial} (rollout.weights.directory): {error}"
+            ) from error
+        self._index |= {key: name for key, _ in bucket}
+        self._size += bucket_bytes(bucket)
 
     def commit(self) -> Path:
         assert self._partial is not None
@@ -74,6 +83,35 @@ class Snapshot:
     def close(self) -> None:
         shutil.rmtree(self._root, ignore_errors=True)
         self.current = None
+
+
+def write_safetensors(path: Path, bucket: Bucket) -> None:
+    """One file of the bucket's tensors, wherever they are."""
+    # Large elements first, so that every tensor begins at a multiple of its element size.
+    ordered = sorted(bucket, key=lambda pair: -pair[1].element_size())
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    starts, end = [], 0
+    for name, tensor in ordered:
+        starts.append(end)
+        end += tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [starts[-1], end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    with path.open("wb+") as file:
+        # Asked for now, so that a full disk is an error here and not the end of the process in the middle of a copy.
+        os.posix_fallocate(file.fileno(), 0, len(head) + end)
+        mapped = mmap.mmap(file.fileno(), len(head) + end)
+    mapped[: len(head)] = head
+
+    def copy(start: int, tensor: torch.Tensor) -> None:
+        if tensor.numel():
+            place = torch.frombuffer(mapped, dtype=tensor.dtype, count=tensor.numel(), offset=len(head) + start)
+            place.view(tensor.shape).copy_(tensor.detach())
+
+    with ThreadPoolExecutor(WRITERS) as pool:
+        for done in [pool.submit(copy, start, tensor) for start, (_, tensor) in zip(starts, ordered, strict=True)]:
+            done.result()
 
 
 def bucket_bytes(bucket: Bucket) -> int:

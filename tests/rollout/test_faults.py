@@ -503,6 +503,29 @@ def test_killed_in_mid_batch_the_server_comes_back_with_the_weights(tmp_path):
     run(main(), 60)
 
 
+def test_killed_while_the_trainer_has_its_gpu_the_server_waits_for_its_turn(tmp_path):
+    """It is not started into memory that is in use, and the next update waits for it: it is the only one there is."""
+
+    async def main():
+        config = fleet_settings(count=1)
+        weights = {"directory": str(tmp_path), "keep_snapshot": False}
+        config = config.model_copy(update={"weights": config.weights.model_copy(update=weights)})
+        fleet = Fleet(config, str(tmp_path), tmp_path, make_command=fake_command(0))
+        engine = await fleet.start()
+        await engine.update_weights(1, [WEIGHTS])
+        await engine.release_memory()
+        process, victim = fleet.processes[0], fleet.processes[0].pid
+        os.kill(victim, signal.SIGKILL)
+        await asyncio.sleep(1.5)
+        assert not process.alive(), "it was started while the trainer had the GPU"
+        report = await engine.update_weights(2, [WEIGHTS])
+        assert not report.failed and process.alive() and process.pid != victim and process.restarts == 1
+        assert (await engine.generate("r", PROMPT, SamplingParams(8))).finish_reason == FinishReason.STOP
+        await engine.close()
+
+    run(main(), 60)
+
+
 def test_a_server_that_stops_answering_is_replaced(tmp_path):
     async def main():
         config = fleet_settings(count=1, control_timeout=0.5, request_timeout=3)
