@@ -4,9 +4,12 @@ On the CPU nothing is short of memory, but everything else is as on a GPU: stora
 whoever touches what is away fails.
 """
 
+import re
+import subprocess
+
 import pytest
 from forked import assert_same, at_call, records, run
-from tiny_run import raw_config
+from tiny_run import HERE, command, environment, raw_config, write_config
 
 from megatron_dapo.config import check_config, parse_config
 from megatron_dapo.config.rollout import RolloutConfig
@@ -93,8 +96,6 @@ def rank(place, raw):
 
 
 def test_all_ranks_take_turns(alone, tmp_path, monkeypatch):
-    from tiny_run import HERE
-
     monkeypatch.setenv("PYTHONPATH", str(HERE))
     raw = config(alone[0], tmp_path, policy__tensor_parallel=2)
     assert run_ranks(2, rank, raw) == [0, 0]
@@ -122,3 +123,24 @@ def test_without_sharing_nothing_moves(alone, tmp_path):
         Policy.park_training_state = Policy.park_weights = Policy.bring_back = None
 
     assert run(config(alone[0], tmp_path), refuse) == 0
+
+
+SGLANG = HERE.parents[1] / ".venv-sglang-0.5.18" / "bin" / "python"
+
+
+@pytest.mark.skipif(not SGLANG.exists(), reason="SGLang for the CPU is not installed: make sglang-cpu")
+def test_a_real_server_takes_turns_with_two_ranks(tmp_path):
+    """Three steps; the checkpoint after the second is the trainer's turn, so the same weights go over again."""
+    raw = raw_config(
+        tmp_path / "model", tmp_path / "run", trainer__steps=3, trainer__ranks=2, trainer__checkpoint={"every": 2},
+        policy__tensor_parallel=2, rollout__engine="sglang", rollout__weights={"transport": "tensor"},
+        rollout__servers={"device": "cpu", "dtype": "float32", "python": str(SGLANG), "share_gpus": True},
+    )  # fmt: skip
+    path = write_config(raw, tmp_path / "config.yaml")
+    done = subprocess.run(command(path), env=environment(), capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    log = (tmp_path / "run" / "logs" / "trainer.log").read_text()
+    assert re.findall(r"version (\d) acknowledged by 1 of 1", log) == ["0", "1", "2", "2", "3"]
+    assert log.count("GPU to the engines") == 5 and log.count("GPU to the trainer") == 6
+    gaps = [metrics["train/mismatch_max"] for _, kind, metrics in records(tmp_path / "run") if kind == "step"]
+    assert len(gaps) == 3 and max(gaps) < 1e-2 and "trainer and engine agree" in log
