@@ -16,16 +16,18 @@ import sys
 import tempfile
 import time
 import warnings
-from typing import Any
 
 import torch
 
-from megatron_dapo.config import Config, check_config, parse_config
+from megatron_dapo.config import Config, ModelShape, parse_config
 from megatron_dapo.policy.runtime import initialize
 from megatron_dapo.policy.update import Policy
-from megatron_dapo.rollout.engine import WeightReport
+from megatron_dapo.rollout.engine import Engine, WeightReport
 from megatron_dapo.rollout.open_engine import open_engine
-from megatron_dapo.trainer.turns import memory
+from megatron_dapo.trainer.stop import StopSignal
+from megatron_dapo.trainer.together import Together
+from megatron_dapo.trainer.turns import Turns, memory
+from megatron_dapo.weights.sync import WeightStream
 
 
 def settings(args: argparse.Namespace) -> Config:
@@ -52,20 +54,17 @@ def copy_seconds(size: int, device: torch.device) -> float:
     return min(times)
 
 
-async def hand_over(engine: Any, policy: Policy, version: int) -> tuple[WeightReport, dict[str, float]]:
+async def hand_over(
+    engine: Engine, policy: Policy, stream: WeightStream, version: int
+) -> tuple[WeightReport, dict[str, float]]:
     """One turn, from a trainer that has the device to an engine that serves, and back."""
+    turns = Turns(True, policy, Together(policy.runtime, StopSignal()), lambda line: None)
     clock = {}
     began = time.perf_counter()
-    policy.park_training_state()
+    turns.make_room()
     clock["training state away"] = time.perf_counter() - began
-
-    def buckets() -> Any:
-        for bucket in policy.weight_stream().buckets():
-            yield [(name, tensor.clone()) for name, tensor in bucket]
-        policy.park_weights()
-
-    report = await engine.update_weights(version, buckets())
-    policy.empty_cache()
+    report = await engine.update_weights(version, turns.sending(stream.buckets()))
+    turns.all_sent()
     began = time.perf_counter()
     await engine.release_memory()
     clock["engine releases"] = time.perf_counter() - began
@@ -75,7 +74,7 @@ async def hand_over(engine: Any, policy: Policy, version: int) -> tuple[WeightRe
     return report, clock
 
 
-async def measure(args: argparse.Namespace, config: Config, policy: Policy, limit: float) -> None:
+async def measure(args: argparse.Namespace, config: Config, policy: Policy, stream: WeightStream, limit: float) -> None:
     device, version = policy.runtime.device, 0
     for name in args.transports:
         weights = {"transport": name.split("+")[0], "keep_snapshot": name.endswith("+snapshot"), "backend": "gloo"}
@@ -93,7 +92,7 @@ async def measure(args: argparse.Namespace, config: Config, policy: Policy, limi
             seconds: list[float] = []
             for _ in range(args.repeats):
                 version += 1
-                report, clock = await hand_over(engine, policy, version)
+                report, clock = await hand_over(engine, policy, stream, version)
                 seconds.append(report.seconds)
                 print(f"  {report.seconds:.3f} s; " + ", ".join(f"{k} {v:.2f} s" for k, v in clock.items()), flush=True)
             best = statistics.median(seconds)
@@ -117,14 +116,13 @@ def main() -> None:
     args.server_arguments = theirs.split()
     warnings.filterwarnings("ignore")
     config = settings(args)
-    shape = check_config(config, 1)
-    assert shape is not None
-    policy = Policy(config, shape, initialize(config.policy))
+    policy = Policy(config, ModelShape.from_dir(args.model), initialize(config.policy))
     policy.load_hf(args.model)
-    size = policy.weight_stream().total_bytes
+    stream = policy.weight_stream()
+    size = stream.total_bytes
     limit = copy_seconds(size, policy.runtime.device)
     print(f"one copy of {size / 1e9:.2f} GB on the device: {limit * 1e3:.1f} ms ({size / limit / 1e9:.0f} GB/s)")
-    asyncio.run(measure(args, config, policy, limit))
+    asyncio.run(measure(args, config, policy, stream, limit))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parent.parent / "megatron_dapo"
 
 # Lowest first. A room may import its own files and rooms of a strictly lower level.
 LEVELS = [
-    {"errors", "plugins", "types", "config", "__init__"},
+    {"errors", "plugins", "types", "config", "safetensors_format", "__init__"},
     {"algorithm", "data", "reward", "rollout", "weights", "policy", "observe", "planner"},
     {"trainer", "evaluate", "doctor"},
     {"launch", "cli"},

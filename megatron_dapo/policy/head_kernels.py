@@ -8,6 +8,7 @@ relative to each row's own maximum, which starts at −inf.
 from __future__ import annotations
 
 import importlib.util
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ class RowStats(NamedTuple):
     weighted: Tensor
 
 
+@lru_cache(maxsize=1)
 def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_dapo.config import ModelShape, check_model
 from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.policy import cpu
-from megatron_dapo.policy.head import HeadRequest, run_head
+from megatron_dapo.policy.head import HeadRequest, output_processor
 from megatron_dapo.policy.runtime import Runtime
 from megatron_dapo.weights.mapping import padded_vocab
 
@@ -131,13 +131,12 @@ class PolicyModel(GPTModel):
         if self._head_request is None or not self.post_process:
             return super()._postprocess(hidden_states, *args, **kwargs)
         tied = self.share_embeddings_and_output_weights
-        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
-        return run_head(
-            hidden_states,
-            weight,
-            self._head_request,
-            tp_group=self.pg_collection.tp,
-            sequence_parallel=self.config.sequence_parallel,
+        return output_processor(
+            hidden_states=hidden_states,
+            output_layer=self.output_layer,
+            output_weight=self.shared_embedding_or_output_weight() if tied else None,
+            context=self._head_request,
+            config=self.config,
         )
 
 

@@ -18,7 +18,7 @@ import aiohttp
 from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.rollout.engine import EngineError
 from megatron_dapo.rollout.given_server import GivenServer
-from megatron_dapo.rollout.http import wait_all
+from megatron_dapo.rollout.http import failures, wait_all
 from megatron_dapo.rollout.server import SGLangServer
 from megatron_dapo.rollout.server_process import CommandMaker, ServerProcess, sglang_command
 from megatron_dapo.rollout.sglang import SGLangEngine
@@ -63,9 +63,8 @@ class Fleet:
             pairs = list(zip(self.processes, servers, strict=True))
             results = await wait_all({s.name: process.wait_ready(s) for process, s in pairs})
             self.engine = SGLangEngine(servers, self._config, model=self._model, version=version)
-            for result in results.values():
-                if isinstance(result, BaseException):
-                    raise result
+            for error in failures(results).values():
+                raise error
             for server in servers:
                 await self.engine.admit(server)
         except BaseException:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any
 
 import aiohttp
@@ -96,3 +97,13 @@ async def wait_all(calls: dict[str, Any]) -> dict[str, BaseException | Any]:
     """Awaits every call; its result or its exception under the same name."""
     results = await asyncio.gather(*calls.values(), return_exceptions=True)
     return dict(zip(calls, results, strict=True))
+
+
+def failures(results: Mapping[str, object]) -> dict[str, BaseException]:
+    """Of what `wait_all` returns, the exceptions."""
+    return {name: result for name, result in results.items() if isinstance(result, BaseException)}
+
+
+def reasons(results: Mapping[str, object]) -> dict[str, str]:
+    """The same in words."""
+    return {name: str(error) or repr(error) for name, error in failures(results).items()}

@@ -22,7 +22,7 @@ import numpy as np
 from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.rollout.admission import Admission
 from megatron_dapo.rollout.engine import Bucket, Capabilities, Completion, EngineError, SamplingParams, WeightReport
-from megatron_dapo.rollout.http import ServerFailure, wait_all
+from megatron_dapo.rollout.http import ServerFailure, failures, wait_all
 from megatron_dapo.rollout.server import SGLangServer
 from megatron_dapo.rollout.snapshot import Snapshot
 from megatron_dapo.rollout.weight_update import WeightUpdate
@@ -64,10 +64,9 @@ class SGLangEngine:
         engine = cls([SGLangServer(url, config.servers, generate_url=router) for url in urls], config,
                      model=model, version=version)  # fmt: skip
         results = await wait_all({server.name: engine.admit(server) for server in engine.servers})
-        errors = [error for error in results.values() if isinstance(error, BaseException)]
-        if errors:
+        for error in failures(results).values():
             await engine.close()
-            raise errors[0]
+            raise error
         return engine
 
     async def admit(self, server: SGLangServer) -> None:
@@ -175,11 +174,10 @@ class SGLangEngine:
     async def _to_serving(self, order: str) -> None:
         """A server that cannot be paused or resumed serves nothing until it has been admitted again."""
         serving = [server for server in self.servers if server.serves is not None]
-        results = await wait_all({server.name: getattr(server, order)() for server in serving})
+        failed = failures(await wait_all({server.name: getattr(server, order)() for server in serving}))
         for server in serving:
-            error = results[server.name]
-            if isinstance(error, BaseException):
-                server.serves, server.trouble = None, str(error)
+            if server.name in failed:
+                server.serves, server.trouble = None, str(failed[server.name])
 
     async def update_weights(self, version: int, buckets: Iterable[Bucket]) -> WeightReport:
         if self.resting:
@@ -206,9 +204,8 @@ class SGLangEngine:
             for server in self.servers:
                 server.serves, server.trouble = None, "the trainer has its GPUs"
             results = await wait_all({server.name: server.release_memory() for server in self.servers})
-        errors = [error for error in results.values() if isinstance(error, BaseException)]
-        if errors:
-            raise errors[0]
+        for error in failures(results).values():
+            raise error
 
     async def logprobs_of(self, tokens: Sequence[int]) -> dict[str, LogProbs]:
         """What each serving server gives for a fixed text, so that a trainer can compare it with its own."""

@@ -12,14 +12,15 @@ import mmap
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from pathlib import Path
 
 import torch
 
 from megatron_dapo.rollout.engine import Bucket, EngineError
+from megatron_dapo.safetensors_format import safetensors_header
 
 WRITERS = 8
-CODES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64"}
 FILES_TO_COPY = ("*.json", "merges.txt", "vocab.txt", "*.model", "*.jinja")
 
 
@@ -89,24 +90,17 @@ def write_safetensors(path: Path, bucket: Bucket) -> None:
     """One file of the bucket's tensors, wherever they are."""
     # Large elements first, so that every tensor begins at a multiple of its element size.
     ordered = sorted(bucket, key=lambda pair: -pair[1].element_size())
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    starts, end = [], 0
-    for name, tensor in ordered:
-        starts.append(end)
-        end += tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [starts[-1], end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    head = len(text).to_bytes(8, "little") + text
+    head = safetensors_header((name, tensor.dtype, tensor.shape) for name, tensor in ordered)
+    *starts, end = accumulate((bucket_bytes([pair]) for pair in ordered), initial=len(head))
     with path.open("wb+") as file:
         # Asked for now, so that a full disk is an error here and not the end of the process in the middle of a copy.
-        os.posix_fallocate(file.fileno(), 0, len(head) + end)
-        mapped = mmap.mmap(file.fileno(), len(head) + end)
+        os.posix_fallocate(file.fileno(), 0, end)
+        mapped = mmap.mmap(file.fileno(), end)
     mapped[: len(head)] = head
 
     def copy(start: int, tensor: torch.Tensor) -> None:
         if tensor.numel():
-            place = torch.frombuffer(mapped, dtype=tensor.dtype, count=tensor.numel(), offset=len(head) + start)
+            place = torch.frombuffer(mapped, dtype=tensor.dtype, count=tensor.numel(), offset=start)
             place.view(tensor.shape).copy_(tensor.detach())
 
     with ThreadPoolExecutor(WRITERS) as pool:

@@ -23,7 +23,7 @@ from megatron_dapo.config.rollout import WeightTransportConfig
 from megatron_dapo.rollout.buckets import BucketReader
 from megatron_dapo.rollout.engine import Bucket, EngineError
 from megatron_dapo.rollout.expected import ExpectedTensors
-from megatron_dapo.rollout.http import wait_all
+from megatron_dapo.rollout.http import reasons, wait_all
 from megatron_dapo.rollout.server import SGLangServer
 from megatron_dapo.rollout.snapshot import Snapshot, bucket_bytes, dtype_name
 from megatron_dapo.rollout.update_group import UpdateGroup
@@ -51,7 +51,7 @@ class Sent:
         return not self.wrong
 
     def note(self, results: dict[str, object]) -> None:
-        self.failed |= {name: str(r) or repr(r) for name, r in results.items() if isinstance(r, BaseException)}
+        self.failed |= reasons(results)
 
     def reached(self, servers: Sequence[SGLangServer]) -> list[SGLangServer]:
         return [server for server in servers if server.name not in self.failed]

@@ -19,7 +19,7 @@ import numpy as np
 from megatron_dapo.config.rollout import WeightTransportConfig
 from megatron_dapo.rollout.buckets import BucketReader
 from megatron_dapo.rollout.engine import Bucket, EngineError, WeightReport, WeightUpdateError
-from megatron_dapo.rollout.http import wait_all
+from megatron_dapo.rollout.http import reasons, wait_all
 from megatron_dapo.rollout.server import SGLangServer
 from megatron_dapo.rollout.snapshot import Snapshot
 from megatron_dapo.rollout.transports import Sent, load_from_disk, make_transport
@@ -43,7 +43,7 @@ class WeightUpdate:
         for server in servers:
             server.serves, server.trouble = None, f"the update to version {version} has not ended"
         async with BucketReader(buckets, self._transport.prepare) as reader:
-            failed = _failures(await wait_all({s.name: self._prepare(s, version) for s in servers}))
+            failed = reasons(await wait_all({s.name: self._prepare(s, version) for s in servers}))
             ready = [server for server in servers if server.name not in failed]
             try:
                 sent = await self._transport.send(version, ready, reader)
@@ -56,7 +56,7 @@ class WeightUpdate:
         failed |= await self._commit(version, [s for s in servers if s.name not in failed])
         again = [server for server in servers if server.name in failed]
         recovered = await wait_all({server.name: self.from_snapshot(version, server) for server in again})
-        failed = {name: f"{failed[name]}; then: {error}" for name, error in _failures(recovered).items()}
+        failed = {name: f"{failed[name]}; then: {error}" for name, error in reasons(recovered).items()}
         return await self._open(version, servers, failed, sent, began)
 
     async def from_snapshot(self, version: int, server: SGLangServer) -> None:
@@ -90,7 +90,7 @@ class WeightUpdate:
 
     async def _commit(self, version: int, servers: Sequence[SGLangServer], brackets: bool = True) -> dict[str, str]:
         """The version's label and its proof on each server; returns who failed and why."""
-        failed = _failures(await wait_all({s.name: self._finish(s, version, brackets) for s in servers}))
+        failed = reasons(await wait_all({s.name: self._finish(s, version, brackets) for s in servers}))
         probed = [server for server in servers if server.name not in failed]
         if self._config.proof == "version" or not probed:
             return failed
@@ -101,7 +101,7 @@ class WeightUpdate:
         else:
             results = await wait_all({server.name: server.logprobs_of(PROBE) for server in probed})
             self._compare(version, {n: r for n, r in results.items() if isinstance(r, np.ndarray)}, failed)
-        failed |= _failures(results)
+        failed |= reasons(results)
         return failed
 
     def _compare_checksums(self, version: int, found: dict[str, dict[str, str]], failed: dict[str, str]) -> None:
@@ -154,7 +154,3 @@ class WeightUpdate:
         elif self._agreed is not None:
             proof += f", which agree on the log-prob of a fixed text: {float(self._agreed[1].sum()):.4f}"
         return WeightReport(version, served_by, failed, sent.tensors, sent.bytes, seconds, proof)
-
-
-def _failures(results: dict[str, object]) -> dict[str, str]:
-    return {name: str(r) or repr(r) for name, r in results.items() if isinstance(r, BaseException)}

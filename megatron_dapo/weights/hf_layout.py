@@ -7,13 +7,13 @@ import math
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from megatron_dapo.config.model import ModelShape
+from megatron_dapo.safetensors_format import safetensors_header
 from megatron_dapo.weights.mapping import Row, stored_rows
-from megatron_dapo.weights.safetensors_files import CODES, INDEX, SINGLE
+from megatron_dapo.weights.safetensors_files import INDEX, SINGLE
 from megatron_dapo.weights.stream import Item, OutputFile, Take
 
 MAX_SHARD = 5 * 10**9
@@ -30,17 +30,7 @@ class _Shard:
     nbytes: int = 0
 
     def header(self) -> bytes:
-        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        at = 0
-        for name, row, source, dtype in self.tensors:
-            size = math.prod(row.hf_shapes[source]) * dtype.itemsize
-            entries[name] = {
-                "dtype": CODES[dtype], "shape": list(row.hf_shapes[source]), "data_offsets": [at, at + size],
-            }  # fmt: skip
-            at += size
-        text = json.dumps(entries, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        return len(text).to_bytes(8, "little") + text
+        return safetensors_header((name, dtype, row.hf_shapes[source]) for name, row, source, dtype in self.tensors)
 
 
 class HFLayout:

@@ -17,15 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_dapo.safetensors_format import DTYPES
 from megatron_dapo.weights.shards import WeightsError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
-CODES = {dtype: code for code, dtype in DTYPES.items()}
 _MAX_HEADER = 100 * 2**20
 
 
