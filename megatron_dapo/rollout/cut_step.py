@@ -22,6 +22,7 @@ class CutStep:
     running: list[int]  # serials of the groups that were started and not yet decided
     rejected: list[tuple[PendingGroup, str]]  # for on_limit: fill
     repeats: Counter[str]  # how often a prompt was drawn in this step; part of its seeds
+    last_failure: str = ""  # of a group, in words
 
     def to_record(self) -> dict[str, Any]:
         return {
@@ -31,10 +32,12 @@ class CutStep:
             "running": self.running,
             "rejected": [[pending.to_record(), reason] for pending, reason in self.rejected],
             "repeats": dict(self.repeats),
+            "last_failure": self.last_failure,
         }
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> CutStep:
         rejected = [(PendingGroup.from_record(pending), reason) for pending, reason in record["rejected"]]
         tally, repeats = Tally.from_record(record["tally"]), Counter(record["repeats"])
-        return cls(record["step"], tally, record["seconds"], record["running"], rejected, repeats)
+        running, last_failure = record["running"], record.get("last_failure", "")
+        return cls(record["step"], tally, record["seconds"], running, rejected, repeats, last_failure)

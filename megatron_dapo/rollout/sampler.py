@@ -124,7 +124,9 @@ class _Step:
             await self._keep_everything()
             if isinstance(error, asyncio.CancelledError):
                 seconds, running = self.clock() - self.began, list(self.undecided)
-                self.sampler._cut = CutStep(self.step, self.tally, seconds, running, self.rejected, self.repeats)
+                self.sampler._cut = CutStep(
+                    self.step, self.tally, seconds, running, self.rejected, self.repeats, self.last_failure
+                )
             raise
         return self._batch()
 
@@ -149,6 +151,7 @@ class _Step:
         """As the step was when it was cancelled: what had been started is running again."""
         sampler = self.sampler
         self.tally, self.rejected, self.repeats = cut.tally, cut.rejected, cut.repeats
+        self.last_failure = cut.last_failure
         self.began -= cut.seconds
         self.kept, groups = sampler._surplus, sampler._unfinished
         sampler._surplus, sampler._unfinished = [], []

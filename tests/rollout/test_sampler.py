@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from simulation import Prompts, SimulatedEngine, coin_grader, failing, response_of, run_virtual
 
@@ -154,6 +154,10 @@ def test_timing_cannot_change_the_batch(oversampling, order):
     on_limit=st.sampled_from(["train", "fill", "continue"]), stop=st.sampled_from([(), ("END",)]),
     repeated=st.booleans(),
 )  # fmt: skip
+@example(
+    cuts=[2.0, 2.0, 2.0], jitter=0.5, reload=False, in_order=(1.0, "completion"), share=0.75, fill="full", limit=1,
+    faults=True, on_limit="train", stop=(), repeated=False,
+)  # the words of a failure were lost  # fmt: skip
 def test_a_cancelled_step_goes_on_as_if_it_had_not_been(
     cuts, jitter, reload, in_order, share, fill, limit, faults, on_limit, stop, repeated
 ):
