@@ -75,12 +75,10 @@ class TrainBatch:
         return self.engine_logprobs if self.old_logprobs is None else self.old_logprobs
 
     def validate(self, vocab: int, longest: int) -> None:
-        """Raises BatchError unless every array fits the others and holds numbers that can be trained on."""
+        """Raises BatchError unless every array fits the others and holds usable numbers."""
         if self.samples == 0:
             raise BatchError("the mini-batch is empty: it needs at least one sample")
         self._check_lengths(longest)
-        if self.behaviour_logprobs is None:
-            raise BatchError("the mini-batch has neither old_logprobs nor engine_logprobs: the ratio needs one of them")
         bad = np.flatnonzero((self.tokens < 0) | (self.tokens >= vocab))
         if bad.size:
             where = int(np.searchsorted(self.token_offsets, bad[0], side="right")) - 1

@@ -227,6 +227,8 @@ class Policy:
         error: Exception | None = None
         try:
             batch.validate(self.shape.vocab, self.config.policy.micro_batch_tokens)
+            if to_train and batch.behaviour_logprobs is None:
+                raise UserError("the mini-batch has neither old_logprobs nor engine_logprobs: the ratio needs one")
             if to_train and self.config.algorithm.kl.coefficient and batch.ref_logprobs is None:
                 raise UserError("algorithm.kl.coefficient is set, but the mini-batch has no ref_logprobs")
         except UserError as found:

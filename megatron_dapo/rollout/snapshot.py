@@ -14,6 +14,7 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
+from threading import Thread
 
 import torch
 
@@ -35,8 +36,10 @@ class Snapshot:
         self._index: dict[str, str] = {}
         self._size = 0
         self.current: Path | None = None
+        self._removal: Thread | None = None  # of the version before; giving back its pages takes a while
 
     def begin(self, version: int) -> None:
+        self._wait_for_removal()
         self._partial = self._root / f"version-{version}.partial"
         shutil.rmtree(self._partial, ignore_errors=True)
         try:
@@ -71,9 +74,15 @@ class Snapshot:
         shutil.rmtree(final, ignore_errors=True)
         self._partial.rename(final)
         if self.current is not None and self.current != final:
-            shutil.rmtree(self.current, ignore_errors=True)
+            self._removal = Thread(target=shutil.rmtree, args=(self.current, True), name="old-weights")
+            self._removal.start()
         self.current, self._partial = final, None
         return final
+
+    def _wait_for_removal(self) -> None:
+        if self._removal is not None:
+            self._removal.join()
+            self._removal = None
 
     def discard(self) -> None:
         """Forgets a version that did not become complete."""
@@ -82,6 +91,7 @@ class Snapshot:
             self._partial = None
 
     def close(self) -> None:
+        self._wait_for_removal()
         shutil.rmtree(self._root, ignore_errors=True)
         self.current = None
 
@@ -101,6 +111,8 @@ def write_safetensors(path: Path, bucket: Bucket) -> None:
     def copy(start: int, tensor: torch.Tensor) -> None:
         if tensor.numel():
             place = torch.frombuffer(mapped, dtype=tensor.dtype, count=tensor.numel(), offset=start)
+            # Pages come into being here, in every thread; in the middle of a copy CUDA's driver takes them one by one.
+            place[:: mmap.PAGESIZE // place.element_size()].zero_()
             place.view(tensor.shape).copy_(tensor.detach())
 
     with ThreadPoolExecutor(WRITERS) as pool:

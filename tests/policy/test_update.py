@@ -107,6 +107,10 @@ def no_reference(batch):
     batch.ref_logprobs = None
 
 
+def nothing_to_compare_with(batch):
+    batch.old_logprobs = batch.engine_logprobs = None
+
+
 def too_long(batch):
     return TrainBatch(
         np.zeros(999, np.int32), np.array([9]), np.array([990]), np.zeros(1, np.float32), np.ones(990, bool),
@@ -128,6 +132,7 @@ def infinite_in_masked_token(batch):
         (empty, "the mini-batch is empty"),
         (foreign_token, "token id 101 is outside the vocabulary of 101"),
         (no_reference, "has no ref_logprobs"),
+        (nothing_to_compare_with, "neither old_logprobs nor engine_logprobs"),
         (too_long, "more than policy.micro_batch_tokens"),
     ],
 )
@@ -140,6 +145,18 @@ def test_bad_input_on_one_rank_is_one_clear_error_on_all(layout, spoil, message)
 
 def test_what_is_masked_may_hold_anything():
     assert run_ranks(1, bad_update, "single", infinite_in_masked_token) == ["no error"]
+
+
+def scores_with_and_without(place):
+    policy, batch = make_policy(place, "single"), awkward_batch(SHAPE, 0)
+    with_them = policy.log_probs(batch)
+    nothing_to_compare_with(batch)
+    return with_them, policy.log_probs(batch)
+
+
+def test_scoring_needs_no_log_probs():
+    ((logprobs, entropy), (again, entropy_again)) = run_ranks(1, scores_with_and_without)[0]
+    assert np.array_equal(logprobs, again) and np.array_equal(entropy, entropy_again) and (logprobs < 0).any()
 
 
 def poisoned_update(place, layout):

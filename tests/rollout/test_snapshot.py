@@ -43,6 +43,7 @@ def test_a_version_replaces_the_one_before_and_names_every_tensor(tmp_path):
     index = json.loads((path / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == 24 and set(index["weight_map"]) == {"a", "b"}
     assert load_file(path / index["weight_map"]["a"])["a"].tolist() == [2.0] * 4
+    snapshot._wait_for_removal()
     assert [p.name for p in path.parent.iterdir()] == ["version-2"]
     snapshot.close()
     assert not path.exists()
