@@ -9,24 +9,17 @@ from __future__ import annotations
 
 import os
 import queue
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.validation import StrictHandling
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from torch import Tensor
 
 from megatron_dapo.errors import UserError
 from megatron_dapo.policy import cpu
+from megatron_dapo.policy.optimizer_state import SHARDING, whole_parameters
 from megatron_dapo.policy.update import Policy
-
-# Optimizer state in the shape of the parameters, so that any layout can read it.
-SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
 
 class CheckpointError(UserError):
@@ -39,7 +32,7 @@ def save_policy(policy: Policy, directory: str | os.PathLike[str]) -> None:
     Path(directory).mkdir(parents=True, exist_ok=True)
     _collect_results_in_this_process()
     cpu.prime_adam_state(policy.optimizer)  # before the first step there is none, and Megatron expects some
-    with _state_where_parameters_expect_it():
+    with whole_parameters():
         state = _sharded_state(policy, is_loading=False)
     dist_checkpointing.save(state, str(directory), content_metadata=_metadata(policy))
 
@@ -49,7 +42,7 @@ def load_policy(policy: Policy, directory: str | os.PathLike[str]) -> None:
     cpu.install()
     _require(directory)
     cpu.prime_adam_state(policy.optimizer)
-    with _state_where_parameters_expect_it():
+    with whole_parameters():
         wanted = _sharded_state(policy, is_loading=True)
     state = _load(wanted, directory)
     _set_weights(policy, state)
@@ -86,45 +79,6 @@ def _collect_results_in_this_process() -> None:
     """
     if filesystem_async._results_queue is None:
         filesystem_async._results_queue = queue.Queue()
-
-
-@contextmanager
-def _state_where_parameters_expect_it() -> Iterator[None]:
-    """Repairs Megatron's gathering of a distributed optimizer whose gradient buffer has more than one bucket.
-
-    Megatron joins the buckets without the padding at their ends, but then cuts parameters out at offsets that count
-    it: state of all later buckets is shifted, and the last elements become zeros ("can lead to data corruption", it
-    warns, when it notices). Seen in 0.16.1 and 0.19.2, for tied embeddings across pipeline stages and for buckets that
-    the data-parallel size does not divide. Here every bucket goes back to its own offset.
-    """
-    original = DistributedOptimizer.get_parameter_state_dp_zero
-
-    def with_padding(self: Any, *args: Any, **kwargs: Any) -> Any:
-        state = original(self, *args, **kwargs)
-        for index, buffer in enumerate(self.buffers if state is not None else []):
-            for tensors in state[index].values():
-                for name, joined in tensors.items():
-                    if torch.is_tensor(joined) and joined.numel() == buffer.numel_unpadded:
-                        tensors[name] = _spread(joined, buffer)
-        return state
-
-    DistributedOptimizer.get_parameter_state_dp_zero = with_padding
-    try:
-        yield
-    finally:
-        DistributedOptimizer.get_parameter_state_dp_zero = original
-
-
-def _spread(joined: Tensor, buffer: Any) -> Tensor:
-    """Buckets without their padding, one after the other, to buckets at their offsets in the buffer."""
-    if buffer.numel == buffer.numel_unpadded:
-        return joined
-    whole, start = joined.new_zeros(buffer.numel), 0
-    for bucket in buffer.buckets:
-        end = start + bucket.numel_unpadded
-        whole[bucket.offset : bucket.offset + bucket.numel_unpadded] = joined[start:end]
-        start = end
-    return whole
 
 
 def _metadata(policy: Policy) -> dict[str, Any]:

@@ -45,11 +45,12 @@ def run(function, layout, *args):
     ("model", "saved", "loaded"),
     [
         ("dense", "dp2do", ["dp2do", "tp2spdo", "pp2vpp2do"]),
+        ("dense", "cp2dp2do", ["cp2dp2do", "pp2do"]),
         ("tied", "tp2pp2do", ["do", "pp2do", "dp2do"]),
         ("dense", "tp2", ["pp2", "dp2"]),
         ("moe", "ep2do", ["ep2do", "ep2tp2spdo"]),
     ],
-    ids=["dp2", "tp2pp2-tied", "without-distributed-optimizer", "moe"],
+    ids=["dp2", "pieces-on-two-ranks", "tp2pp2-tied", "without-distributed-optimizer", "moe"],
 )
 def test_training_goes_on_in_another_layout(model, saved, loaded, tmp_path):
     loss, weights = run(train_and_save, saved, model, tmp_path / "c")
@@ -60,6 +61,12 @@ def test_training_goes_on_in_another_layout(model, saved, loaded, tmp_path):
             exact = layout == saved
             difference = (found[name] - weights[name]).abs().max()
             assert difference == 0 if exact else difference <= 1e-5, (layout, name)
+
+
+def test_data_parallel_ranks_share_the_writing(tmp_path):
+    run(train_and_save, "dp4do", "dense", tmp_path / "c")
+    written = [sum(p.stat().st_size for p in (tmp_path / "c").glob(f"__{rank}_*.distcp")) for rank in range(4)]
+    assert min(written) > 0.1 * sum(written) and max(written) < 0.5 * sum(written), written
 
 
 def forget_moments(place, layout, model, folder):
