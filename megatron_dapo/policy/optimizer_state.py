@@ -49,21 +49,22 @@ def _parameter_states(
     described = {entry.data: entry for entry in nested_values(extract_sharded_tensors_and_factories(model_state)[0])}
     _connect(group, optimizer)
     to_write = [0] * group.size()
+    places = [(buffer, *place) for buffer in optimizer.buffers for place in buffer.param_index_map.items()]
     states: dict[int, dict[str, Any]] = {}
-    for buffer in optimizer.buffers:
-        for parameter, (start, end, bucket) in buffer.param_index_map.items():
-            pieces = _pieces(buffer.buckets[bucket], start, end, group.size())
-            writer = min(pieces, key=lambda rank: to_write[rank])
-            to_write[writer] += end - start
-            whole: dict[str, Tensor] = {}
-            if not is_loading:
-                whole = _joined(optimizer, parameter, pieces, writer)
-            elif group.rank() in pieces:
-                whole = {key: torch.empty(end - start, dtype=torch.float32, device="cpu") for key in KEYS}
+    for index, (buffer, parameter, (start, end, bucket)) in enumerate(places):
+        pieces = _pieces(buffer.buckets[bucket], start, end, group.size())
+        writer = min(pieces, key=lambda rank: to_write[rank])
+        to_write[writer] += end - start
+        whole: dict[str, Tensor] = {}
+        if not is_loading:
+            whole = _joined(optimizer, parameter, pieces, writer)
+        elif group.rank() in pieces:
+            whole = {key: torch.empty(end - start, dtype=torch.float32, device="cpu") for key in KEYS}
+        if whole:
             entry = described[parameter]
             assert entry.replica_id[-1] == group.rank()
             replica = (*entry.replica_id[:-1], 0 if writer == group.rank() else 1 + group.rank())
-            states[len(states)] = {
+            states[index] = {
                 key: _like(entry, f"optimizer.state.{key}.{entry.key}", state.view(parameter.shape), replica)
                 for key, state in whole.items()
             }
