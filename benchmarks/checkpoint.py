@@ -16,27 +16,21 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
 import torch.distributed as dist
+from shapes import QWEN_1_5B
 
-from megatron_dapo.config import ModelShape, parse_config
+from megatron_dapo.config import parse_config
 from megatron_dapo.policy import checkpoint
 from megatron_dapo.policy.ranks import run_ranks
 from megatron_dapo.policy.runtime import Rendezvous, initialize
 from megatron_dapo.policy.update import Policy
 from megatron_dapo.policy.visible import gpu_count
 
-QWEN_1_5B = {
-    "architectures": ["Qwen2ForCausalLM"], "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
-    "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True,
-    "max_position_embeddings": 131072, "rope_theta": 1e6,
-}  # fmt: skip
-SMALL = QWEN_1_5B | {
-    "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 14, "num_attention_heads": 8,
-    "vocab_size": 32000,
-}  # fmt: skip
+SMALL = replace(QWEN_1_5B, layers=14, hidden=512, ffn_hidden=1536, heads=8, head_dim=64, vocab=32000)
 Row = tuple[str, float, float]
 
 
@@ -61,7 +55,7 @@ def write_plainly(path: Path, size: int) -> None:
 
 
 def measure(place: Rendezvous, folder: Path, repeats: int) -> tuple[list[Row], int]:
-    shape = ModelShape.from_hf(QWEN_1_5B if gpu_count() else SMALL)
+    shape = QWEN_1_5B if gpu_count() else SMALL
     config = parse_config({"policy": {"precision": "bf16" if gpu_count() else "fp32"}})
     policy = Policy(config, shape, initialize(config.policy, rendezvous=place))
     rows: list[Row] = []

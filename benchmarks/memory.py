@@ -16,10 +16,11 @@ import json
 import sys
 import time
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from shapes import QWEN_1_5B
 
 from megatron_dapo.config import Config, ModelShape, parse_config
 from megatron_dapo.planner.activations import Layers
@@ -30,14 +31,7 @@ from megatron_dapo.policy.runtime import Rendezvous, initialize, shutdown
 from megatron_dapo.policy.update import Policy
 
 MIB = 1 << 20
-QWEN_1_5B = {
-    "architectures": ["Qwen2ForCausalLM"], "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
-    "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True,
-    "max_position_embeddings": 131072, "rope_theta": 1e6,
-}  # fmt: skip
-TINY = QWEN_1_5B | {
-    "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 1000,
-}  # fmt: skip
+TINY = replace(QWEN_1_5B, layers=2, hidden=64, ffn_hidden=160, heads=4, head_dim=16, vocab=1000)
 
 
 @dataclass(frozen=True)
@@ -189,7 +183,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     if args.dry_run:
         args.tokens, args.head_chunk = min(args.tokens, 512), min(args.head_chunk, 128)
-    shape = ModelShape.from_dir(args.model) if args.model else ModelShape.from_hf(TINY if args.dry_run else QWEN_1_5B)
+    shape = ModelShape.from_dir(args.model) if args.model else TINY if args.dry_run else QWEN_1_5B
     config = make_config(args)
     lines, seconds = measure(config, shape, args.sequences)
     if args.json:

@@ -17,18 +17,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from shapes import QWEN_1_5B as SHAPE
 
-from megatron_dapo.config import ModelShape, parse_config
+from megatron_dapo.config import parse_config
 from megatron_dapo.policy.batch import TrainBatch
 from megatron_dapo.policy.model import has_transformer_engine
 from megatron_dapo.policy.runtime import initialize
 from megatron_dapo.policy.update import Policy
 
 PEAK = 790e12
-SHAPE = ModelShape(
-    "qwen2", layers=28, hidden=1536, ffn_hidden=8960, heads=12, kv_heads=2, head_dim=128, vocab=151936,
-    max_positions=32768, rope_theta=1e6, norm_eps=1e-6, tied_embeddings=True, qkv_bias=True, qk_norm=False,
-)  # fmt: skip
 
 
 def make_batch(tokens: int, sequences: int, seed: int) -> TrainBatch:
