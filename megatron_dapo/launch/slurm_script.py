@@ -145,6 +145,7 @@ def _engines(job: Job) -> str:
         '      --nodelist="$node" --output="$LOGS/$name.log" --open-mode=append "$@"',
         '    say "$name ended with code $? (start $start)"',
         "  done",
+        '  say "$name is given up"; touch "$LOGS/$name.given_up"  # the trainer looks for it while it waits',
         "}",
         "engine() {  # engine NODE PORT FIRST_GPU",
         _wrapped(["keep", '"engine_$1_$2"', '"$1"', *server_command(job, key)], "  "),

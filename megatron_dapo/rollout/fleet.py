@@ -34,7 +34,7 @@ class Fleet:
     ) -> None:
         self._config, self._model = config, model
         self.processes: Sequence[ServerProcess | GivenServer] = [
-            GivenServer(url, config.servers) for url in config.servers.urls
+            GivenServer(url, config.servers, Path(log_dir)) for url in config.servers.urls
         ] or [
             ServerProcess(model, config.servers, index, Path(log_dir), make_command)
             for index in range(config.servers.count)

@@ -52,6 +52,14 @@ def sglang_command(model: str, config: ServerConfig, index: int, port: int) -> t
     return [*command, *config.arguments], environment | config.environment
 
 
+def end_of(log: Path) -> str:
+    try:
+        lines = log.read_text(errors="replace").splitlines()[-LOG_TAIL:]
+    except OSError as error:
+        return f"its log cannot be read: {error}"
+    return f"the end of {log}:\n  " + "\n  ".join(lines)
+
+
 class ServerProcess:
     def __init__(
         self, model: str, config: ServerConfig, index: int, log_dir: Path, make_command: CommandMaker = sglang_command
@@ -114,11 +122,7 @@ class ServerProcess:
         return self._process is not None and self._process.poll() is None
 
     def log_tail(self) -> str:
-        try:
-            lines = self.log.read_text(errors="replace").splitlines()[-LOG_TAIL:]
-        except OSError as error:
-            return f"its log cannot be read: {error}"
-        return f"the end of {self.log}:\n  " + "\n  ".join(lines)
+        return end_of(self.log)
 
     async def end(self, patience: float = 10.0) -> None:
         """Asks the child to end, then insists; the whole process group, which is the child's own."""

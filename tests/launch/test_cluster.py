@@ -152,7 +152,7 @@ def scenarios(cluster, tmp_path_factory):
 
     with contextlib.redirect_stderr(io.StringIO()):
         raw_config(folder / "model", folder)  # once, before threads need it
-    every = (lost_ranks, lost_node, lost_engine, undisturbed)
+    every = (lost_ranks, lost_node, lost_engine, hopeless_engine, undisturbed)
     pool = ThreadPoolExecutor(len(every))
     found = {scenario: pool.submit(scenario, cluster, folder) for scenario in every}
     yield found
@@ -233,6 +233,25 @@ def lost_engine(cluster, folder):
     return run.wait_end(2 * START)
 
 
+def hopeless_engine(cluster, folder):
+    """An engine that ends at every start."""
+    python = folder / "python"
+    python.write_text("#!/bin/bash\necho 'this machine has no such library' >&2; exit 3\n")
+    python.chmod(0o755)
+    run = Run(
+        cluster, folder, "hopeless-engine",
+        slurm={"nodes": 2, "engine_nodes": 1, "mode": "disaggregated", "extra": ["--nodelist=n1,n2"], "crashes": 1},
+        rollout={
+            "engine": "sglang", "weights": {"directory": str(folder / "hopeless-weights")},
+            "servers": {
+                "device": "cpu", "python": str(python), "port": 32000 + os.getpid() % 900, "restarts": 1,
+                "start_timeout": 10 * START,
+            },
+        },
+    )  # fmt: skip
+    return run.wait_end()
+
+
 def test_a_run_on_two_nodes(scenarios):
     run = scenarios[undisturbed].result()
     assert run.state["JobState"] == "COMPLETED", run.log
@@ -283,3 +302,12 @@ def test_a_killed_engine_comes_back_with_the_current_weights(scenarios):
     # The trainer scores what the engine sampled: stale weights would show as different log-probs.
     assert max(metrics["train/mismatch_max"] for _, metrics in records) < 1e-3
     print("seconds:", run.times)
+
+
+def test_an_engine_that_ends_at_every_start_ends_the_run_with_its_reason(scenarios):
+    run = scenarios[hopeless_engine].result()  # long before start_timeout
+    assert run.state["JobState"] == "FAILED", run.log
+    assert re.findall(r"engine_n2_\d+ ended with code 3 \(start (\d)\)", run.log) == ["1", "2"]
+    assert re.search(r"engine_n2_\d+ is given up", run.log)
+    assert "will not be started again" in run.log and run.log.count("this machine has no such library") >= 2
+    assert run.steps() == 0 and len(run.attempts()) == 1

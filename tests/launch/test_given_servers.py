@@ -76,3 +76,20 @@ def test_one_that_never_answers(tmp_path):
         assert "Cannot connect" in str(caught.value)
 
     asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_one_that_its_launcher_has_given_up(tmp_path):
+    """The Slurm script's own files: there is nothing to wait for, and the reason is in the log."""
+    port = free_port()
+    (tmp_path / f"engine_127.0.0.1_{port}.log").write_text("one line\nno kernel image for this device\n")
+
+    async def main():
+        waiting = asyncio.ensure_future(open_engine(settings(port, tmp_path), str(tmp_path), tmp_path))
+        await asyncio.sleep(1)
+        assert not waiting.done()
+        (tmp_path / f"engine_127.0.0.1_{port}.given_up").touch()
+        with pytest.raises(EngineError, match="will not be started again") as caught:
+            await asyncio.wait_for(waiting, 20)
+        assert "no kernel image for this device" in str(caught.value)
+
+    asyncio.run(asyncio.wait_for(main(), 60))
