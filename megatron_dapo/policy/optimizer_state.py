@@ -44,10 +44,11 @@ def whole_parameters() -> Iterator[None]:
 def _parameter_states(
     optimizer: Any, model_state: dict[str, Any], is_loading: bool = False, metadata: Any = None
 ) -> dict[int, dict[str, Any]]:
-    """Collective. Sharded tensors of parameter 0, 1, …: those that this rank writes, or is to read."""
+    """Collective when saving. Sharded tensors of parameter 0, 1, …: those that this rank writes, or is to read."""
     group = optimizer.data_parallel_group
     described = {entry.data: entry for entry in nested_values(extract_sharded_tensors_and_factories(model_state)[0])}
-    _connect(group, optimizer)
+    if not is_loading:
+        _connect(optimizer)
     to_write = [0] * group.size()
     places = [(buffer, *place) for buffer in optimizer.buffers for place in buffer.param_index_map.items()]
     states: dict[int, dict[str, Any]] = {}
@@ -119,6 +120,7 @@ def _wait(operations: list[dist.P2POp]) -> None:
         work.wait()
 
 
-def _connect(group: dist.ProcessGroup, optimizer: Any) -> None:
-    """NCCL wants all ranks of a group in its first call; below, only some take part."""
-    dist.all_reduce(torch.zeros(1, device=optimizer.buffers[0].grad_data.device), group=group)
+def _connect(optimizer: Any) -> None:
+    """NCCL wants all ranks of a group in its first call; in those that send pieces, only some take part."""
+    device = optimizer.buffers[0].grad_data.device
+    dist.all_reduce(torch.zeros(1, device=device), group=optimizer.data_parallel_group)

@@ -19,10 +19,16 @@ from megatron_dapo.rollout.engine import Bucket
 
 class BucketReader:
     """`async for bucket, prepared in reader`; the bucket after the current one is already being made. `prepared` is
-    what `prepare` made of it."""
+    what `prepare` made of it, and goes to `release` when the next bucket is asked for, in the same thread."""
 
-    def __init__(self, buckets: Iterable[Bucket], prepare: Callable[[Bucket], Any] = lambda bucket: None) -> None:
-        self._buckets, self._prepare = buckets, prepare
+    def __init__(
+        self,
+        buckets: Iterable[Bucket],
+        prepare: Callable[[Bucket], Any] = lambda bucket: None,
+        release: Callable[[Any], None] = lambda prepared: None,
+    ) -> None:
+        self._buckets, self._prepare, self._release = buckets, prepare, release
+        self._in_use: list[Any] = []  # what the current bucket has been prepared to
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weight-buckets")
         self._iterator: Iterator[Bucket] | None = None
         self._next: asyncio.Future[tuple[Bucket, Any] | None] | None = None
@@ -35,18 +41,16 @@ class BucketReader:
         return self
 
     async def __anext__(self) -> tuple[Bucket, Any]:
+        await self._take_back()
         if self._next is None:
             raise StopAsyncIteration
         waiting, self._next = self._next, None
         made = await waiting
         if made is None:
             raise StopAsyncIteration
+        self._in_use = [made[1]]
         self._request()
         return made
-
-    async def in_thread(self, function: Callable[[], None]) -> None:
-        """Runs `function` where buckets are made."""
-        await asyncio.get_running_loop().run_in_executor(self._thread, function)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -59,7 +63,12 @@ class BucketReader:
             if error is None:
                 raise
         finally:
+            await self._take_back()
             self._thread.shutdown(wait=False)
+
+    async def _take_back(self) -> None:
+        while self._in_use:
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._release, self._in_use.pop())
 
     def _request(self) -> None:
         self._next = asyncio.get_running_loop().run_in_executor(self._thread, self._make)

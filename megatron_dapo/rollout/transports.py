@@ -11,7 +11,6 @@ import base64
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Protocol
 
@@ -62,6 +61,10 @@ class Transport(Protocol):
         """What `send` needs besides the bucket; called in the thread that makes buckets."""
         ...
 
+    def release(self, prepared: Any) -> None:
+        """Called in the same thread, once the bucket has been sent."""
+        ...
+
     async def send(self, version: int, servers: Sequence[SGLangServer], reader: BucketReader) -> Sent: ...
 
     async def close(self) -> None: ...
@@ -83,6 +86,9 @@ class DiskTransport:
         self._config, self._snapshot, self._expected = config, snapshot, expected
 
     def prepare(self, bucket: Bucket) -> None:
+        pass
+
+    def release(self, prepared: None) -> None:
         pass
 
     async def send(self, version: int, servers: Sequence[SGLangServer], reader: BucketReader) -> Sent:
@@ -121,9 +127,7 @@ class Channel(Protocol):
 
     async def send(self, bucket: Bucket, prepared: Any, servers: Sequence[SGLangServer]) -> dict[str, object]: ...
 
-    def release(self, prepared: Any) -> None:
-        """Called in the thread that makes buckets, once all servers have answered."""
-        ...
+    def release(self, prepared: Any) -> None: ...
 
     async def close(self) -> None: ...
 
@@ -136,6 +140,9 @@ class StreamTransport:
 
     def prepare(self, bucket: Bucket) -> Any:
         return self._channel.prepare(bucket)
+
+    def release(self, prepared: Any) -> None:
+        self._channel.release(prepared)
 
     async def send(self, version: int, servers: Sequence[SGLangServer], reader: BucketReader) -> Sent:
         sent = Sent()
@@ -155,7 +162,6 @@ class StreamTransport:
             finally:
                 if writing is not None:
                     await writing
-                await reader.in_thread(partial(self._channel.release, prepared))
         complete = sent.complete(self._expected, servers)
         if self._snapshot:
             self._snapshot.commit() if complete else self._snapshot.discard()

@@ -42,7 +42,7 @@ class WeightUpdate:
         began = time.monotonic()
         for server in servers:
             server.serves, server.trouble = None, f"the update to version {version} has not ended"
-        async with BucketReader(buckets, self._transport.prepare) as reader:
+        async with BucketReader(buckets, self._transport.prepare, self._transport.release) as reader:
             failed = reasons(await wait_all({s.name: self._prepare(s, version) for s in servers}))
             ready = [server for server in servers if server.name not in failed]
             try:

@@ -98,7 +98,7 @@ def test_every_update_arrives_while_weights_come_and_go(server, tmp_path):
     async def update(version):
         kept = snapshot if version % 2 else None
         transport = StreamTransport(kept, TensorChannel(WeightTransportConfig()), Everything())
-        async with BucketReader(buckets(), transport.prepare) as reader:
+        async with BucketReader(buckets(), transport.prepare, transport.release) as reader:
             return await transport.send(version, [server], reader)
 
     for version in range(UPDATES):
