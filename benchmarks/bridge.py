@@ -22,9 +22,9 @@ import numpy as np
 import orjson
 
 from megatron_dapo.config.rollout import RolloutConfig
-from megatron_dapo.rollout.engine import SamplingParams
-from megatron_dapo.rollout.server import SGLangServer
-from megatron_dapo.rollout.sglang import SGLangEngine
+from megatron_dapo.engines.protocol import SamplingParams
+from megatron_dapo.engines.sglang.client import SGLangServer
+from megatron_dapo.engines.sglang.engine import SGLangEngine
 from megatron_dapo.types import as_tokens
 
 # A rollout step of the published 32B run: 512 prompts × 16 samples, three times oversampled.

@@ -25,10 +25,10 @@ from shapes import QWEN_1_5B
 
 from megatron_dapo.config import parse_config
 from megatron_dapo.policy import checkpoint
-from megatron_dapo.policy.ranks import run_ranks
+from megatron_dapo.policy.fork_ranks import run_ranks
+from megatron_dapo.policy.gpu_count import gpu_count
+from megatron_dapo.policy.policy import Policy
 from megatron_dapo.policy.runtime import Rendezvous, initialize
-from megatron_dapo.policy.update import Policy
-from megatron_dapo.policy.visible import gpu_count
 
 SMALL = replace(QWEN_1_5B, layers=14, hidden=512, ffn_hidden=1536, heads=8, head_dim=64, vocab=32000)
 Row = tuple[str, float, float]

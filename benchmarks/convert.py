@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from megatron_dapo.config.model import ModelShape
-from megatron_dapo.weights.hf_layout import HFLayout
+from megatron_dapo.weights.formats.hf_writer import HFLayout
 from megatron_dapo.weights.mapping import stored_rows
 from megatron_dapo.weights.stream import stream
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from megatron_dapo.algorithm import token_weights
 from megatron_dapo.config.algorithm import AlgorithmConfig
 from megatron_dapo.config.policy import PolicyConfig
-from megatron_dapo.policy.head import HeadRequest, one_pass, two_pass
+from megatron_dapo.policy.head.fused import HeadRequest, one_pass, two_pass
 from megatron_dapo.policy.loss_func import LossTokens, OnePassLoss, make_loss_func
 
 CONFIG = AlgorithmConfig()

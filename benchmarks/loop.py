@@ -20,7 +20,7 @@ import torch
 from megatron_dapo.config import load_config
 from megatron_dapo.data import arithmetic_problems, write_arithmetic
 from megatron_dapo.launch.local import run_training
-from megatron_dapo.observe.records import read_records
+from megatron_dapo.observe.metrics_file import read_records
 
 QUICKSTART = Path(__file__).resolve().parent.parent / "examples" / "quickstart"
 WORK = ("rollout", "log_probs", "update")  # grading runs inside the rollout, beside generation

@@ -26,9 +26,9 @@ from megatron_dapo.config import Config, ModelShape, parse_config
 from megatron_dapo.planner.activations import Layers
 from megatron_dapo.planner.memory import TrainerMemory, trainer_memory
 from megatron_dapo.policy.batch import TrainBatch
-from megatron_dapo.policy.model import has_transformer_engine
+from megatron_dapo.policy.model.gpt import has_transformer_engine
+from megatron_dapo.policy.policy import Policy
 from megatron_dapo.policy.runtime import Rendezvous, initialize, shutdown
-from megatron_dapo.policy.update import Policy
 
 MIB = 1 << 20
 TINY = replace(QWEN_1_5B, layers=2, hidden=64, ffn_hidden=160, heads=4, head_dim=16, vocab=1000)

@@ -21,9 +21,9 @@ from shapes import QWEN_1_5B as SHAPE
 
 from megatron_dapo.config import parse_config
 from megatron_dapo.policy.batch import TrainBatch
-from megatron_dapo.policy.model import has_transformer_engine
+from megatron_dapo.policy.model.gpt import has_transformer_engine
+from megatron_dapo.policy.policy import Policy
 from megatron_dapo.policy.runtime import initialize
-from megatron_dapo.policy.update import Policy
 
 PEAK = 790e12
 

@@ -20,13 +20,13 @@ import warnings
 import torch
 
 from megatron_dapo.config import Config, ModelShape, parse_config
+from megatron_dapo.engines.factory import open_engine
+from megatron_dapo.engines.protocol import Engine, WeightReport
+from megatron_dapo.policy.policy import Policy
 from megatron_dapo.policy.runtime import initialize
-from megatron_dapo.policy.update import Policy
-from megatron_dapo.rollout.engine import Engine, WeightReport
-from megatron_dapo.rollout.open_engine import open_engine
-from megatron_dapo.trainer.stop import StopSignal
-from megatron_dapo.trainer.together import Together
-from megatron_dapo.trainer.turns import Turns, memory
+from megatron_dapo.trainer.collectives import Together
+from megatron_dapo.trainer.colocation import Turns, memory
+from megatron_dapo.trainer.signals import StopSignal
 from megatron_dapo.weights.sync import WeightStream
 
 

@@ -48,7 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_train(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     def run(args: argparse.Namespace) -> int:
-        from megatron_dapo.trainer.stop import end_at_once
+        from megatron_dapo.trainer.signals import end_at_once
 
         with end_at_once():  # before the imports, which take seconds
             from megatron_dapo.config import load_config
@@ -185,7 +185,7 @@ def _add_report(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 def _add_selfcheck(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     def run(args: argparse.Namespace) -> int:
-        from megatron_dapo.policy.selfcheck import run_layouts
+        from megatron_dapo.selfcheck.layouts import run_layouts
 
         return run_layouts(args.layouts.split(",") if args.layouts else None, args.tolerance, args.updates)
 

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_dapo.config import Config, ConfigError, check_config
 from megatron_dapo.config.evaluate import EvalConfig
+from megatron_dapo.engines.protocol import Completion, SamplingParams, derive_seed
 from megatron_dapo.errors import UserError
-from megatron_dapo.rollout.engine import Completion, SamplingParams, derive_seed
 from megatron_dapo.types import FinishReason, Grade, Prompt, Sample, Tokens
 
 if TYPE_CHECKING:
@@ -315,8 +315,8 @@ def run(config: Config, out: str | Path, seed: int) -> EvalResult:
     from transformers import AutoTokenizer
 
     from megatron_dapo.data import load_prompts
+    from megatron_dapo.engines.factory import open_engine
     from megatron_dapo.reward import RewardPool
-    from megatron_dapo.rollout.open_engine import open_engine
 
     if check_config(config) is None:
         raise ConfigError("policy.model is empty: name the HF directory of the model to evaluate")

@@ -18,10 +18,10 @@ import tempfile
 from pathlib import Path
 
 from megatron_dapo.config.rollout import ServerConfig
+from megatron_dapo.engines.protocol import EngineError
+from megatron_dapo.engines.sglang.client import SGLangServer
+from megatron_dapo.engines.sglang.server_process import ServerProcess
 from megatron_dapo.errors import UserError
-from megatron_dapo.rollout.engine import EngineError
-from megatron_dapo.rollout.server import SGLangServer
-from megatron_dapo.rollout.server_process import ServerProcess
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from megatron_dapo.config import Config, ConfigError, ModelShape, load_config
-from megatron_dapo.doctor import gpu, software, storage, surroundings
+from megatron_dapo.doctor import environment as surroundings
+from megatron_dapo.doctor import gpu, software, storage
 from megatron_dapo.doctor.check import Check, Probe, examine
 from megatron_dapo.errors import UserError
 from megatron_dapo.planner import count_parameters

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from megatron_dapo.config import Config, load_config
 from megatron_dapo.errors import UserError
-from megatron_dapo.observe.records import read_records
+from megatron_dapo.observe.metrics_file import read_records
 
 
 @dataclass(frozen=True, slots=True)

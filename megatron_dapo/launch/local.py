@@ -12,12 +12,12 @@ from rich.table import Table
 
 from megatron_dapo.config import Config, ConfigError, ModelShape, check_config, check_world, dump_config
 from megatron_dapo.errors import UserError
-from megatron_dapo.policy.visible import gpu_count
+from megatron_dapo.policy.gpu_count import gpu_count
 
 
 def run_training(config: Config, *, dry_run: bool = False) -> int:
     """Validates everything that can be validated without training, then trains or resumes; returns the exit code."""
-    from megatron_dapo.policy.ranks import run_ranks
+    from megatron_dapo.policy.fork_ranks import run_ranks
     from megatron_dapo.policy.runtime import Rendezvous
 
     place = Rendezvous.from_environment()

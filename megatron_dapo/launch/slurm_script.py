@@ -171,7 +171,7 @@ def _engines(job: Job) -> str:
 
 def server_command(job: Job, key: str) -> list[str]:
     """The fleet's own command for a server, as shell words with $2 for the port and $3 for the first GPU."""
-    from megatron_dapo.rollout.server_process import sglang_command
+    from megatron_dapo.engines.sglang.server_process import sglang_command
 
     servers = job.config.rollout.servers
     update = {"host": "0.0.0.0", "api_key_env": key, "python": servers.python or job.python}

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Protocol, TextIO
 
-from megatron_dapo.observe.row import duration, number, percent, step_row
+from megatron_dapo.observe.formatting import duration, number, percent, step_row
 
 
 class SamplingProgress(Protocol):

@@ -24,10 +24,10 @@ from typing import Any
 
 from megatron_dapo.config.observe import ObserveConfig
 from megatron_dapo.observe import transcripts
+from megatron_dapo.observe.choose_console import make_display
 from megatron_dapo.observe.console import Display, SamplingProgress
 from megatron_dapo.observe.diagnosis import Watch
-from megatron_dapo.observe.displays import make_display
-from megatron_dapo.observe.records import EVAL, STEP, MetricsFile, Record, plain_numbers
+from megatron_dapo.observe.metrics_file import EVAL, STEP, MetricsFile, Record, plain_numbers
 from megatron_dapo.observe.trackers import Tracker, make_trackers
 from megatron_dapo.types import Group
 

@@ -12,8 +12,8 @@ import yaml
 from megatron_dapo.errors import UserError
 from megatron_dapo.observe import transcripts
 from megatron_dapo.observe.diagnosis import Finding, Watch
-from megatron_dapo.observe.names import filter_yield, update_speed
-from megatron_dapo.observe.records import EVAL, STEP, Record, read_records
+from megatron_dapo.observe.metric_names import filter_yield, update_speed
+from megatron_dapo.observe.metrics_file import EVAL, STEP, Record, read_records
 from megatron_dapo.observe.transcripts import Transcript
 
 WARNINGS_SHOWN = 200

@@ -114,7 +114,7 @@ def in_flight(policy: PolicyConfig, stage: int, micro_batches: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The output layer on the last stage, in bytes. See policy/head.py."""
+    """The output layer on the last stage, in bytes. See policy/head/fused.py."""
 
     saved: float  # the scored hidden states, from forward to backward
     work: float  # logits of a chunk and gradients, in the backward pass
@@ -126,7 +126,7 @@ def head_memory(shape: ModelShape, policy: PolicyConfig) -> Head:
     chunk = min(policy.head_chunk(shape.vocab), s.t)
     table = s.columns * s.hidden
     tied_here = shape.tied_embeddings and policy.pipeline_parallel == 1
-    # The one-pass head (policy/head.py): one buffer of logits, over which their gradient is written; the gradient of
+    # The one-pass head: one buffer of logits, over which their gradient is written; the gradient of
     # the hidden states; and, unless the embedding brings one, a placeholder for the weight's gradient.
     placeholder = 0 if tied_here else table * s.bytes
     return Head(

@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron_dapo.errors import UserError
 from megatron_dapo.policy import cpu
 from megatron_dapo.policy.optimizer_state import SHARDING, whole_parameters
-from megatron_dapo.policy.update import Policy
+from megatron_dapo.policy.policy import Policy
 
 
 class CheckpointError(UserError):

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.policy.batch import Ints, TrainBatch
-from megatron_dapo.policy.local_spec import zigzag_positions
-from megatron_dapo.policy.rotary import RotaryTable
+from megatron_dapo.policy.model.local_spec import zigzag_positions
+from megatron_dapo.policy.model.rotary import RotaryTable
 
 
 @dataclass

@@ -23,11 +23,11 @@ from typing import Any
 
 from megatron_dapo.algorithm import GroupFilter, keep_all, load_group_filter
 from megatron_dapo.config.rollout import RolloutConfig
+from megatron_dapo.engines.protocol import Engine, EngineError, derive_seed
 from megatron_dapo.errors import UserError
-from megatron_dapo.rollout.cut_step import CutStep
-from megatron_dapo.rollout.engine import Engine, EngineError, derive_seed
-from megatron_dapo.rollout.group_run import Decoder, Grader, GroupRunner, PendingGroup, new_samples
-from megatron_dapo.rollout.tally import STALE, SURPLUS, UNFINISHED, Progress, Tally
+from megatron_dapo.rollout.accounting import STALE, SURPLUS, UNFINISHED, Progress, Tally
+from megatron_dapo.rollout.group_runner import Decoder, Grader, GroupRunner, PendingGroup, new_samples
+from megatron_dapo.rollout.interrupted_step import CutStep
 from megatron_dapo.types import Group, Prompt, StepBatch
 
 ABORT_REPEAT = 1.0  # seconds after which an abort is sent again: a request may have overtaken the first

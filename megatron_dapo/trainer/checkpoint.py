@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from megatron_dapo.config.trainer import CheckpointConfig
 from megatron_dapo.policy.checkpoint import CheckpointError, load_policy, save_policy
+from megatron_dapo.policy.policy import Policy
 from megatron_dapo.policy.runtime import Runtime
-from megatron_dapo.policy.update import Policy
 
 NAME = re.compile(r"step_(\d+)(?:\+(\d+))?")
 STATE, POLICY, RNG, BEST = "trainer.json", "policy", "rng", "best.json"

@@ -23,19 +23,19 @@ from megatron_dapo.errors import UserError
 from megatron_dapo.evaluate import EvalResult
 from megatron_dapo.observe.observer import NullObserver, Observer
 from megatron_dapo.policy.batch import Floats, TrainBatch
+from megatron_dapo.policy.policy import NonFiniteError, Policy
 from megatron_dapo.policy.runtime import Rendezvous, initialize, shutdown
-from megatron_dapo.policy.update import NonFiniteError, Policy
+from megatron_dapo.trainer.advantages import mini_batches, shape_batch
 from megatron_dapo.trainer.checkpoint import Checkpoints
-from megatron_dapo.trainer.gate import check_gate
-from megatron_dapo.trainer.rollouts import Rollouts
-from megatron_dapo.trainer.shaping import mini_batches, shape_batch
-from megatron_dapo.trainer.stop import REQUEUE, Stopped, StopSignal
-from megatron_dapo.trainer.together import Together
-from megatron_dapo.trainer.turns import Turns
+from megatron_dapo.trainer.collectives import Together
+from megatron_dapo.trainer.colocation import Turns
+from megatron_dapo.trainer.logprob_gate import check_gate
+from megatron_dapo.trainer.rollout_driver import Rollouts
+from megatron_dapo.trainer.signals import REQUEUE, Stopped, StopSignal
 from megatron_dapo.trainer.watchdog import Watchdog, log_folder
 from megatron_dapo.types import StepBatch
+from megatron_dapo.weights.formats.torch_dist_source import TorchDistSource
 from megatron_dapo.weights.sync import discard
-from megatron_dapo.weights.torch_dist_source import TorchDistSource
 
 
 @dataclass(slots=True)

@@ -13,14 +13,14 @@ import torch
 
 from megatron_dapo.config.model import ModelShape
 from megatron_dapo.weights.destination import check_free, new_directory
-from megatron_dapo.weights.hf_layout import MAX_SHARD, HFLayout, copy_side_files
-from megatron_dapo.weights.live import check_hf_names
+from megatron_dapo.weights.formats.hf_reader import HFDirectory
+from megatron_dapo.weights.formats.hf_writer import MAX_SHARD, HFLayout, copy_side_files
+from megatron_dapo.weights.formats.torch_dist_reader import TorchDistDirectory
+from megatron_dapo.weights.formats.torch_dist_writer import TorchDistLayout
 from megatron_dapo.weights.mapping import EMBEDDING, hf_shapes, stored_rows
-from megatron_dapo.weights.safetensors_files import HFDirectory
-from megatron_dapo.weights.shards import WeightsError
+from megatron_dapo.weights.model_weights import check_hf_names
+from megatron_dapo.weights.sharding import WeightsError
 from megatron_dapo.weights.stream import BLOCK, default_workers, stream
-from megatron_dapo.weights.torch_dist_files import TorchDistDirectory
-from megatron_dapo.weights.torch_dist_layout import TorchDistLayout
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 HF_FILES = "hf"  # inside a torch_dist checkpoint: config and tokenizer of the model it was made from

@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_dapo.weights.shards import WeightsError
+from megatron_dapo.weights.sharding import WeightsError
 
 _MARKS = ("metadata.json", ".metadata", "config.json", "model.safetensors", "model.safetensors.index.json")
 

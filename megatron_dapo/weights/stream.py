@@ -21,8 +21,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron_dapo.weights.shards import WeightsError
-from megatron_dapo.weights.torch_item import ItemLayout
+from megatron_dapo.weights.formats.torch_zip import ItemLayout
+from megatron_dapo.weights.sharding import WeightsError
 
 BLOCK = 4 * 2**20
 _LIBC = ctypes.CDLL(None, use_errno=True)

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_dapo.config.model import ModelShape
-from megatron_dapo.rollout.engine import Bucket
-from megatron_dapo.weights.live import Place, live_rows
+from megatron_dapo.engines.protocol import Bucket
 from megatron_dapo.weights.mapping import OUTPUT, Row, table
-from megatron_dapo.weights.shards import WeightsError, hf_tensors, unshard
+from megatron_dapo.weights.model_weights import Place, live_rows
+from megatron_dapo.weights.sharding import WeightsError, hf_tensors, unshard
 
 
 @dataclass(frozen=True, slots=True)

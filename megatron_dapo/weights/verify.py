@@ -18,11 +18,11 @@ from torch import Tensor
 
 from megatron_dapo.config.model import ModelShape
 from megatron_dapo.weights.convert import HF_FILES
+from megatron_dapo.weights.formats.hf_reader import HFDirectory
+from megatron_dapo.weights.formats.torch_dist_reader import TorchDistDirectory, torch_dist_in
 from megatron_dapo.weights.mapping import stored_rows
-from megatron_dapo.weights.safetensors_files import HFDirectory
-from megatron_dapo.weights.shards import WeightsError
+from megatron_dapo.weights.sharding import WeightsError
 from megatron_dapo.weights.stream import BLOCK, Source, Take, default_workers
-from megatron_dapo.weights.torch_dist_files import TorchDistDirectory, torch_dist_in
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,8 +36,8 @@ def test_eps_is_added_to_the_std_and_not_to_the_variance():
 @pytest.mark.parametrize("eps", [1e-6, 0.0])
 @pytest.mark.parametrize("normalize_std", [True, False])
 def test_equal_rewards_and_singletons_give_exactly_zero(eps, normalize_std):
+    # The std of ten equal rewards may come out above zero: it does on x86-64, where the mean of ten 0.7 is rounded.
     rewards = torch.tensor([0.7] * 10 + [0.3])
-    assert torch.tensor([0.7] * 10).std() > 0  # what a threshold of zero on the std would see
     advantages = group_advantages(rewards, [0] * 10 + [1], eps=eps, normalize_std=normalize_std)
     assert advantages.tolist() == [0.0] * 11
 

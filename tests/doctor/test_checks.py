@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_dapo.config.rollout import ServerConfig
-from megatron_dapo.doctor import gpu, software, storage, surroundings
+from megatron_dapo.doctor import environment as surroundings
+from megatron_dapo.doctor import gpu, software, storage
 from megatron_dapo.doctor.check import Answer, Check, Probe, ask, examine, version_tuple
 
 HEALTHY = {"torch": "2.13.0+cpu", "megatron-core": "0.16.1", "transformers": "5.12.1", "psutil": "7.2.2"}

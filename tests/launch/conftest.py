@@ -1,12 +1,6 @@
 """One real Slurm cluster for the whole session; the tiny model and reward of the trainer's tests."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "trainer")]
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ import pytest
 from mini_slurm import NOTICED, descendants, processes_of_job, signals, wait_for
 
 from megatron_dapo.launch.slurm_status import submitted
-from megatron_dapo.observe.names import is_wall_clock
+from megatron_dapo.observe.metric_names import is_wall_clock
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 12

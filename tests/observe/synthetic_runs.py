@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 from megatron_dapo.observe import transcripts
-from megatron_dapo.observe.records import EVAL, STEP, Record
+from megatron_dapo.observe.metrics_file import EVAL, STEP, Record
 from megatron_dapo.types import FinishReason, Grade, Group, Prompt, Sample, as_logprobs, as_tokens
 
 HOSTILE = (

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.observe.records import EVAL, STEP, MetricsFile, Record, RecordError, plain_numbers, read_records
+from megatron_dapo.observe.metrics_file import EVAL, STEP, MetricsFile, Record, RecordError, plain_numbers, read_records
 
 
 def write(path: Path, *steps: int) -> MetricsFile:
@@ -32,7 +32,7 @@ def test_a_line_is_synced_before_append_returns(tmp_path, monkeypatch):
 
 def test_kill_9_loses_no_acknowledged_step(tmp_path):
     script = (
-        "import sys; from pathlib import Path; from megatron_dapo.observe.records import *\n"
+        "import sys; from pathlib import Path; from megatron_dapo.observe.metrics_file import *\n"
         f"file = MetricsFile(Path({str(tmp_path)!r}) / 'metrics.jsonl')\n"
         "for step in range(1, 10**6):\n"
         "    file.append(Record(step, STEP, {'x': float(step)})); print(step, flush=True)\n"

@@ -13,9 +13,9 @@ from synthetic_runs import make_groups, step_metrics
 from megatron_dapo.config.observe import ObserveConfig
 from megatron_dapo.observe import NullObserver, Observer, is_wall_clock
 from megatron_dapo.observe.console import PlainDisplay
-from megatron_dapo.observe.live import LiveDisplay
-from megatron_dapo.observe.records import STEP, read_records
-from megatron_dapo.rollout.tally import Progress
+from megatron_dapo.observe.metrics_file import STEP, read_records
+from megatron_dapo.observe.rich_console import LiveDisplay
+from megatron_dapo.rollout.accounting import Progress
 
 QUIET = ObserveConfig(console="off", samples_every=2, report=False)
 

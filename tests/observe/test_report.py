@@ -10,7 +10,7 @@ from synthetic_runs import HOSTILE, make_groups, make_run
 from megatron_dapo.cli import main
 from megatron_dapo.observe import transcripts
 from megatron_dapo.observe.figures import MOST_POINTS, figures_of, thin
-from megatron_dapo.observe.records import STEP, MetricsFile, Record
+from megatron_dapo.observe.metrics_file import STEP, MetricsFile, Record
 from megatron_dapo.observe.report import STEPS_WITH_TRANSCRIPTS, choose_transcripts, embed_json, payload, write_report
 from megatron_dapo.observe.runs import ReportError, distinct_names, load_runs
 

@@ -14,7 +14,7 @@ import pytest
 from browser import BINARY, Tab, chromium
 from synthetic_runs import HOSTILE, make_run
 
-from megatron_dapo.observe.records import STEP, MetricsFile, Record
+from megatron_dapo.observe.metrics_file import STEP, MetricsFile, Record
 from megatron_dapo.observe.report import write_report
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason="no chromium is installed (Debian: apt-get install chromium)")

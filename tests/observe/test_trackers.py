@@ -10,7 +10,7 @@ import pytest
 from megatron_dapo.config.observe import ObserveConfig, WandbConfig
 from megatron_dapo.errors import UserError
 from megatron_dapo.observe import Observer
-from megatron_dapo.observe.records import read_records
+from megatron_dapo.observe.metrics_file import read_records
 from megatron_dapo.observe.trackers import TensorBoard
 
 

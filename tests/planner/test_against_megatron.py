@@ -10,10 +10,10 @@ from megatron_dapo.config import parse_config
 from megatron_dapo.planner.activations import Sizes, layer_saved
 from megatron_dapo.planner.memory import stage_memory
 from megatron_dapo.planner.parameters import rank_parameters
-from megatron_dapo.policy.ranks import run_ranks
+from megatron_dapo.policy.fork_ranks import run_ranks
+from megatron_dapo.policy.policy import Policy
 from megatron_dapo.policy.runtime import Rendezvous, initialize, shutdown
-from megatron_dapo.policy.synthetic import awkward_batch, synthetic_shape
-from megatron_dapo.policy.update import Policy
+from megatron_dapo.selfcheck.synthetic import awkward_batch, synthetic_shape
 
 LAYOUTS = {
     "tp2": ("dense", {"tensor_parallel": 2}),

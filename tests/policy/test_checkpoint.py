@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from megatron_dapo.policy.checkpoint import CheckpointError, load_policy, save_policy
-from megatron_dapo.policy.ranks import run_ranks
+from megatron_dapo.policy.fork_ranks import run_ranks
+from megatron_dapo.policy.policy import Policy
 from megatron_dapo.policy.runtime import initialize
-from megatron_dapo.policy.selfcheck import LayoutSpec, check_config, gather_full
-from megatron_dapo.policy.synthetic import awkward_batch, random_hf_weights, synthetic_shape
-from megatron_dapo.policy.update import Policy
+from megatron_dapo.selfcheck.layouts import LayoutSpec, check_config, gather_full
+from megatron_dapo.selfcheck.synthetic import awkward_batch, random_hf_weights, synthetic_shape
 
 
 def make(place, layout, model):

@@ -5,9 +5,9 @@ import os
 
 import pytest
 
-from megatron_dapo.policy.ranks import run_ranks
-from megatron_dapo.policy.selfcheck import LayoutSpec, compare, trace_updates
-from megatron_dapo.policy.visible import gpu_count
+from megatron_dapo.policy.fork_ranks import run_ranks
+from megatron_dapo.policy.gpu_count import gpu_count
+from megatron_dapo.selfcheck.layouts import LayoutSpec, compare, trace_updates
 
 pytestmark = pytest.mark.skipif(gpu_count() == 0, reason="needs an NVIDIA GPU; this machine has none")
 SINGLE = LayoutSpec.parse("single")
@@ -56,7 +56,7 @@ def head_on_cuda(group, case, dtype, vocab):
     import torch
     import torch.distributed as dist
 
-    from megatron_dapo.policy.head import HeadRequest, one_pass
+    from megatron_dapo.policy.head.fused import HeadRequest, one_pass
 
     tokens, hidden = 301, 128
     g = torch.Generator().manual_seed(5)
@@ -133,9 +133,9 @@ def waits_of_an_update(place, micro_batch_tokens):
     import torch
 
     from megatron_dapo.config import parse_config
+    from megatron_dapo.policy.policy import Policy
     from megatron_dapo.policy.runtime import initialize
-    from megatron_dapo.policy.synthetic import awkward_batch, random_hf_weights, synthetic_shape
-    from megatron_dapo.policy.update import Policy
+    from megatron_dapo.selfcheck.synthetic import awkward_batch, random_hf_weights, synthetic_shape
 
     config = parse_config(
         {
@@ -168,8 +168,8 @@ def packed_attention(place, one_kernel):
     import torch
 
     from megatron_dapo.config.policy import PolicyConfig
-    from megatron_dapo.policy import varlen
-    from megatron_dapo.policy.local_spec import CoreAttention
+    from megatron_dapo.policy.model import varlen_attention as varlen
+    from megatron_dapo.policy.model.local_spec import CoreAttention
     from megatron_dapo.policy.packing import _packed_params
     from megatron_dapo.policy.runtime import initialize
 
@@ -203,7 +203,7 @@ def rotated(place, fused):
     """Rotated heads and their gradient, from a strided slice as Megatron's attention makes it."""
     import torch
 
-    from megatron_dapo.policy import rotary
+    from megatron_dapo.policy.model import rotary
 
     if not fused:
         rotary.has_triton = lambda: False
@@ -233,11 +233,11 @@ def scored(place, with_te):
     import torch
 
     from megatron_dapo.config import ModelShape, parse_config
-    from megatron_dapo.policy import model
     from megatron_dapo.policy.batch import TrainBatch
+    from megatron_dapo.policy.model import gpt as model
+    from megatron_dapo.policy.policy import Policy
     from megatron_dapo.policy.runtime import initialize
-    from megatron_dapo.policy.synthetic import random_hf_weights
-    from megatron_dapo.policy.update import Policy
+    from megatron_dapo.selfcheck.synthetic import random_hf_weights
 
     if not with_te:
         model.has_transformer_engine = lambda: False

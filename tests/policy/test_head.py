@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from megatron_dapo.config.policy import PolicyConfig
-from megatron_dapo.policy.head import HeadRequest, one_pass, output_processor, two_pass
-from megatron_dapo.policy.ranks import run_ranks
+from megatron_dapo.policy.fork_ranks import run_ranks
+from megatron_dapo.policy.head.fused import HeadRequest, one_pass, output_processor, two_pass
 from megatron_dapo.policy.runtime import initialize
 
 TOKENS, HIDDEN, VOCAB = 23, 16, 101
@@ -157,8 +157,8 @@ def in_a_plain_gpt_model(place, tied):
     """Megatron's own model with our head as its output processor, against the logits it gives without."""
     from megatron.core.models.gpt import GPTModel
 
-    from megatron_dapo.policy.model import _block_spec, transformer_config
-    from megatron_dapo.policy.synthetic import synthetic_shape
+    from megatron_dapo.policy.model.gpt import _block_spec, transformer_config
+    from megatron_dapo.selfcheck.synthetic import synthetic_shape
 
     policy = PolicyConfig(tensor_parallel=2, precision="fp32", timeout_seconds=60)
     runtime = initialize(policy, rendezvous=place)

@@ -14,19 +14,20 @@ import pytest
 import torch
 from reference_models import hf_model, hf_weights
 
-from megatron_dapo.policy import selfcheck, update
+from megatron_dapo.policy import policy as update
+from megatron_dapo.policy.fork_ranks import run_ranks
 from megatron_dapo.policy.loss_func import OnePassLoss
-from megatron_dapo.policy.ranks import run_ranks
+from megatron_dapo.policy.policy import Policy
 from megatron_dapo.policy.runtime import RankError, initialize
-from megatron_dapo.policy.selfcheck import (
+from megatron_dapo.selfcheck import layouts as selfcheck
+from megatron_dapo.selfcheck.layouts import (
     DEFAULT_LAYOUTS,
     LayoutSpec,
     compare,
     gather_full,
     trace_updates,
 )
-from megatron_dapo.policy.synthetic import awkward_batch, synthetic_shape
-from megatron_dapo.policy.update import Policy
+from megatron_dapo.selfcheck.synthetic import awkward_batch, synthetic_shape
 
 UPDATES = 3
 

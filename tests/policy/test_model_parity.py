@@ -7,10 +7,10 @@ from reference_models import SHAPES, hf_model, hf_weights
 
 from megatron_dapo.config import ModelShape, parse_config
 from megatron_dapo.policy.batch import TrainBatch
+from megatron_dapo.policy.fork_ranks import run_ranks
 from megatron_dapo.policy.packing import Layout, pack
-from megatron_dapo.policy.ranks import run_ranks
+from megatron_dapo.policy.policy import Policy
 from megatron_dapo.policy.runtime import initialize
-from megatron_dapo.policy.update import Policy
 
 LENGTHS = (13, 29, 7)
 

@@ -4,7 +4,7 @@ import torch
 from transformers import Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding, apply_rotary_pos_emb
 
-from megatron_dapo.policy.rotary import RotaryTable, rotate
+from megatron_dapo.policy.model.rotary import RotaryTable, rotate
 
 BASE, DIM = 1e6, 16
 

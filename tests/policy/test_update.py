@@ -6,14 +6,14 @@ import torch
 
 from megatron_dapo.config import parse_config
 from megatron_dapo.config.policy import OptimizerConfig
-from megatron_dapo.policy import selfcheck
 from megatron_dapo.policy.batch import TrainBatch
+from megatron_dapo.policy.fork_ranks import run_ranks
 from megatron_dapo.policy.learning_rate import learning_rate
-from megatron_dapo.policy.ranks import run_ranks
+from megatron_dapo.policy.policy import NonFiniteError, Policy
 from megatron_dapo.policy.runtime import RankError, initialize
-from megatron_dapo.policy.selfcheck import LayoutSpec
-from megatron_dapo.policy.synthetic import awkward_batch, random_hf_weights, synthetic_shape
-from megatron_dapo.policy.update import NonFiniteError, Policy
+from megatron_dapo.selfcheck import layouts as selfcheck
+from megatron_dapo.selfcheck.layouts import LayoutSpec
+from megatron_dapo.selfcheck.synthetic import awkward_batch, random_hf_weights, synthetic_shape
 
 SHAPE = synthetic_shape("dense")
 

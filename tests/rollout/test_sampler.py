@@ -13,10 +13,10 @@ from simulation import Prompts, SimulatedEngine, coin_grader, failing, response_
 
 from megatron_dapo.algorithm import keep_group
 from megatron_dapo.config.rollout import RolloutConfig
+from megatron_dapo.engines.protocol import EngineError
 from megatron_dapo.errors import UserError
-from megatron_dapo.observe.names import is_wall_clock
-from megatron_dapo.rollout.engine import EngineError
-from megatron_dapo.rollout.group_run import PendingGroup
+from megatron_dapo.observe.metric_names import is_wall_clock
+from megatron_dapo.rollout.group_runner import PendingGroup
 from megatron_dapo.rollout.sampler import Sampler, SamplingLimitError
 from megatron_dapo.types import FinishReason, Grade, Group, Prompt, Sample, WeightSpan, as_logprobs, as_tokens
 
@@ -427,7 +427,7 @@ def test_an_abort_nobody_asked_for_is_continued():
 
 
 def test_the_ledger_notices_a_lost_sample():
-    from megatron_dapo.rollout.tally import Tally
+    from megatron_dapo.rollout.accounting import Tally
 
     tally = Tally(submitted=4, trained=3)
     with pytest.raises(AssertionError, match="4 samples entered the step and 3 left it"):

@@ -8,13 +8,13 @@ import pytest
 from forked import assert_same, at_call, records, run
 from tiny_run import raw_config
 
-from megatron_dapo.policy.update import Policy
+from megatron_dapo.engines.embedded.engine import EmbeddedEngine
+from megatron_dapo.policy.policy import Policy
 from megatron_dapo.reward.pool import RewardPool
-from megatron_dapo.rollout.embedded import EmbeddedEngine
 from megatron_dapo.trainer import checkpoint
 from megatron_dapo.trainer.checkpoint import Checkpoints
 from megatron_dapo.trainer.loop import REQUEUE
-from megatron_dapo.trainer.rollouts import Rollouts
+from megatron_dapo.trainer.rollout_driver import Rollouts
 from megatron_dapo.weights.sync import WeightStream
 
 STEPS = 6

@@ -5,10 +5,10 @@ import tiny_qwen
 import torch
 
 from megatron_dapo.config.model import ModelShape
+from megatron_dapo.weights.formats.hf_reader import HFDirectory
 from megatron_dapo.weights.mapping import hf_shapes, padded_vocab, stored_rows, table
 from megatron_dapo.weights.names import disk_places, to_canonical, to_local, to_te
-from megatron_dapo.weights.safetensors_files import HFDirectory
-from megatron_dapo.weights.shards import WeightsError, hf_tensors, megatron_tensor, shard, unshard
+from megatron_dapo.weights.sharding import WeightsError, hf_tensors, megatron_tensor, shard, unshard
 
 QWEN3 = ModelShape(
     "qwen3", layers=2, hidden=4, ffn_hidden=6, heads=4, kv_heads=2, head_dim=2, vocab=5, max_positions=8,

@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import load_file
 
 from megatron_dapo.weights.convert import hf_to_megatron, megatron_to_hf
-from megatron_dapo.weights.safetensors_files import HFDirectory
+from megatron_dapo.weights.formats.hf_reader import HFDirectory
 from megatron_dapo.weights.verify import verify
 
 
@@ -68,7 +68,7 @@ def test_dtype_changes_on_request_and_config_says_so(models, tmp_path):
 def test_a_copy_of_the_embedding_as_head_is_accepted_only_if_it_is_one(models, tmp_path):
     from safetensors.torch import save_file
 
-    from megatron_dapo.weights.shards import WeightsError
+    from megatron_dapo.weights.sharding import WeightsError
 
     found = tensors(models["qwen2-tied"])
     for label, head in (
@@ -88,7 +88,8 @@ def test_a_copy_of_the_embedding_as_head_is_accepted_only_if_it_is_one(models, t
 
 def test_large_tensors_are_cut_into_chunks(models, tmp_path, monkeypatch):
     """Chunks of a few rows and blocks of a few bytes give the same weights as whole ones."""
-    from megatron_dapo.weights import stream, torch_dist_layout
+    from megatron_dapo.weights import stream
+    from megatron_dapo.weights.formats import torch_dist_writer as torch_dist_layout
 
     monkeypatch.setattr(torch_dist_layout, "MAX_CHUNK", 5_000)
     monkeypatch.setattr(torch_dist_layout, "MAX_FILE", 60_000)
@@ -126,7 +127,7 @@ def test_metadata_is_what_torch_itself_would_write(models, tmp_path):
 
 @pytest.mark.parametrize("value", [0, 1, 127, 128, 255, 256, 2**31, 2**40 + 7])
 def test_numbers_in_metadata(value):
-    from megatron_dapo.weights.metadata_pickle import stored
+    from megatron_dapo.weights.formats.metadata_pickle import stored
 
     built = stored("__0_0.distcp", value, value + 1)
     info = pickle.loads(pickle.PROTO + b"\x02" + built.operations + pickle.STOP)

@@ -10,8 +10,8 @@ import torch
 
 from megatron_dapo.cli import main
 from megatron_dapo.weights.convert import hf_to_megatron
-from megatron_dapo.weights.safe_pickle import UnsafePickle, load_metadata, load_tensor_record
-from megatron_dapo.weights.torch_item import BadItem, ItemLayout, read_item
+from megatron_dapo.weights.formats.safe_pickle import UnsafePickle, load_metadata, load_tensor_record
+from megatron_dapo.weights.formats.torch_zip import BadItem, ItemLayout, read_item
 
 
 class Evil:
@@ -92,9 +92,12 @@ def test_names_off_the_list(call):
 def test_stand_ins_are_inert(checkpoint):
     """What the reader returns is made of our own records, numbers, strings and dtypes."""
     found = load_metadata((checkpoint / ".metadata").read_bytes())
-    assert type(found).__module__ == "megatron_dapo.weights.safe_pickle"
+    assert type(found).__module__ == "megatron_dapo.weights.formats.safe_pickle"
     properties = next(iter(found["state_dict_metadata"].values()))["properties"]
-    assert type(properties).__module__ == "megatron_dapo.weights.safe_pickle" and properties.state[0] is torch.float32
+    assert (
+        type(properties).__module__ == "megatron_dapo.weights.formats.safe_pickle"
+        and properties.state[0] is torch.float32
+    )
 
 
 def test_damaged_pickles_are_refused():

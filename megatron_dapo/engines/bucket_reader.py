@@ -1,0 +1,80 @@
+"""Reading weight buckets while the event loop runs: each next bucket is made, and made ready, in one worker thread.
+
+Making a bucket is a collective of the training ranks (a gather over tensor, pipeline and expert ranks), so the reader
+always reads to the end, even when the receiver has failed: a rank that stops early leaves the others waiting. One
+thread makes all buckets, because CUDA's current device and gloo's order of calls belong to a thread, and because
+torch's sharing of CUDA memory between processes does not bear allocations in a second one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Any
+
+from megatron_dapo.engines.protocol import Bucket
+
+
+class BucketReader:
+    """`async for bucket, prepared in reader`; the bucket after the current one is already being made. `prepared` is
+    what `prepare` made of it, and goes to `release` when the next bucket is asked for, in the same thread."""
+
+    def __init__(
+        self,
+        buckets: Iterable[Bucket],
+        prepare: Callable[[Bucket], Any] = lambda bucket: None,
+        release: Callable[[Any], None] = lambda prepared: None,
+    ) -> None:
+        self._buckets, self._prepare, self._release = buckets, prepare, release
+        self._in_use: list[Any] = []  # what the current bucket has been prepared to
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weight-buckets")
+        self._iterator: Iterator[Bucket] | None = None
+        self._next: asyncio.Future[tuple[Bucket, Any] | None] | None = None
+
+    async def __aenter__(self) -> BucketReader:
+        self._request()
+        return self
+
+    def __aiter__(self) -> BucketReader:
+        return self
+
+    async def __anext__(self) -> tuple[Bucket, Any]:
+        await self._take_back()
+        if self._next is None:
+            raise StopAsyncIteration
+        waiting, self._next = self._next, None
+        made = await waiting
+        if made is None:
+            raise StopAsyncIteration
+        self._in_use = [made[1]]
+        self._request()
+        return made
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None or issubclass(kind, Exception):
+                async for _ in self:
+                    pass
+        except Exception:
+            if error is None:
+                raise
+        finally:
+            await self._take_back()
+            self._thread.shutdown(wait=False)
+
+    async def _take_back(self) -> None:
+        while self._in_use:
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._release, self._in_use.pop())
+
+    def _request(self) -> None:
+        self._next = asyncio.get_running_loop().run_in_executor(self._thread, self._make)
+
+    def _make(self) -> tuple[Bucket, Any] | None:
+        if self._iterator is None:
+            self._iterator = iter(self._buckets)
+        bucket = next(self._iterator, None)
+        return None if bucket is None else (bucket, self._prepare(bucket))

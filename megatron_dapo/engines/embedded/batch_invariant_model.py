@@ -1,0 +1,156 @@
+"""A Qwen of transformers, computed in tiles: every forward pass has the same number of rows, whatever they are.
+
+A row is one token of one sequence at one position. Because each matrix product has the same shape in every pass, and
+attention runs over key pages of fixed size, what a row computes depends on the weights and on the tokens before it in
+its own sequence, and on nothing else: not on the other rows, not on its place in the tile, not on whether the token
+is part of a prompt or has just been sampled. Bit for bit, so a sample can be cut and continued, or repeated in
+another company, and comes out the same (tests/engines/test_embedded.py).
+
+Keys and values live in pages of PAGE positions. Page 0 belongs to nobody: rows without work write there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from megatron_dapo.engines.protocol import EngineError
+
+PAGE = 64
+
+
+class PagedCache:
+    """Keys and values of all layers, [layers, pages, kv_heads, PAGE, head_dim]; grows when pages run out."""
+
+    def __init__(self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+        self.shape = (layers, kv_heads, PAGE, head_dim)
+        self.keys = torch.zeros(layers, 1, *self.shape[1:], dtype=dtype)
+        self.values = torch.zeros_like(self.keys)
+        self.free: list[int] = []
+
+    def allocate(self) -> int:
+        if not self.free:
+            self._grow()
+        page = self.free.pop()
+        # What an earlier owner left must be finite: masked positions are multiplied by zero, not skipped.
+        self.keys[:, page].zero_()
+        self.values[:, page].zero_()
+        return page
+
+    def release(self, pages: list[int]) -> None:
+        self.free.extend(pages)
+
+    def copy(self, pages: list[int]) -> list[int]:
+        made = [self.allocate() for _ in pages]
+        if pages:
+            self.keys[:, made] = self.keys[:, pages]
+            self.values[:, made] = self.values[:, pages]
+        return made
+
+    def _grow(self) -> None:
+        count = self.keys.shape[1]
+        more = max(64, count)
+        layers, *rest = self.shape
+        empty = torch.zeros(layers, more, *rest, dtype=self.keys.dtype)
+        self.keys = torch.cat([self.keys, empty], dim=1)
+        self.values = torch.cat([self.values, empty.clone()], dim=1)
+        self.free.extend(range(count + more - 1, count - 1, -1))
+
+
+class TileModel:
+    """`forward` maps [rows] tokens to [rows, vocabulary] logits, reading and writing the paged cache."""
+
+    def __init__(self, model: Any, rows: int) -> None:
+        config = model.config
+        if config.model_type not in ("qwen2", "qwen3", "qwen3_moe"):
+            raise EngineError(
+                f"embedded engine: the model is of type {config.model_type!r}; expected qwen2, qwen3 or qwen3_moe"
+            )
+        if getattr(config, "use_sliding_window", False):
+            raise EngineError("embedded engine: sliding-window attention is not supported (use_sliding_window)")
+        self.model, self.rows = model.eval(), rows
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.heads
+        self.max_tokens: int = config.max_position_embeddings
+        self.cache = self.empty_cache()
+
+    def empty_cache(self) -> PagedCache:
+        layers = self.model.config.num_hidden_layers
+        return PagedCache(layers, self.kv_heads, self.head_dim, self.model.dtype)
+
+    @torch.inference_mode()
+    def forward(self, tokens: Tensor, positions: Tensor, pages: Tensor) -> Tensor:
+        """tokens [rows], positions [rows], pages [rows, blocks] (page ids, 0 beyond a sequence's own) -> logits."""
+        body = self.model.model
+        hidden = body.embed_tokens(tokens)
+        cos, sin = (part[0].unsqueeze(1) for part in body.rotary_emb(hidden, positions.unsqueeze(0)))
+        write = (pages.gather(1, (positions // PAGE).unsqueeze(1)).squeeze(1), positions % PAGE)
+        unseen = torch.arange(pages.shape[1] * PAGE).view(-1, 1, 1, PAGE) > positions.view(1, -1, 1, 1)
+        for index, layer in enumerate(body.layers):
+            normed = layer.input_layernorm(hidden)
+            query, key, value = self._heads(layer.self_attn, normed, cos, sin)
+            self.cache.keys[index][write[0], :, write[1]] = key
+            self.cache.values[index][write[0], :, write[1]] = value
+            attended = self._attend(index, query, pages, unseen)
+            hidden = hidden + layer.self_attn.o_proj(attended)
+            normed = layer.post_attention_layernorm(hidden)
+            hidden = hidden + _feed_forward(layer.mlp, normed)
+        logits: Tensor = self.model.lm_head(body.norm(hidden))
+        return logits
+
+    def _heads(self, attention: Any, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query = attention.q_proj(hidden).view(self.rows, self.heads, self.head_dim)
+        key = attention.k_proj(hidden).view(self.rows, self.kv_heads, self.head_dim)
+        value = attention.v_proj(hidden).view(self.rows, self.kv_heads, self.head_dim)
+        if hasattr(attention, "q_norm"):
+            query, key = attention.q_norm(query), attention.k_norm(key)
+        return _rotate(query, cos, sin), _rotate(key, cos, sin), value
+
+    def _attend(self, layer: int, query: Tensor, pages: Tensor, unseen: Tensor) -> Tensor:
+        """Softmax over pages with a running maximum; a page with no visible key changes nothing, not even rounding."""
+        keys, values = self.cache.keys[layer].flatten(1), self.cache.values[layer].flatten(1)
+        batch, group = self.rows * self.kv_heads, self.heads // self.kv_heads
+        query = (query * self.head_dim**-0.5).reshape(batch, group, self.head_dim)
+        peak = total = mixed = None
+        for block in range(pages.shape[1]):
+            page = pages[:, block]
+            scores = torch.bmm(query, keys.index_select(0, page).view(batch, PAGE, self.head_dim).transpose(1, 2))
+            scores = scores.view(self.rows, self.kv_heads, group, PAGE)
+            scores = scores.masked_fill_(unseen[block].unsqueeze(1), -torch.inf).view(batch, group, PAGE)
+            block_peak = scores.amax(-1, keepdim=True)
+            new_peak = block_peak if peak is None else torch.maximum(peak, block_peak)
+            weights = (scores - new_peak).exp_()
+            block_total = weights.sum(-1, keepdim=True)
+            block_mixed = torch.bmm(weights, values.index_select(0, page).view(batch, PAGE, self.head_dim))
+            if peak is None:
+                total, mixed = block_total, block_mixed
+            else:
+                assert total is not None and mixed is not None
+                shrink = (peak - new_peak).exp_()
+                total, mixed = total * shrink + block_total, mixed * shrink + block_mixed
+            peak = new_peak
+        assert total is not None and mixed is not None
+        return (mixed / total).view(self.rows, self.heads * self.head_dim)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    left, right = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-right, left), dim=-1) * sin
+
+
+def _feed_forward(mlp: Any, hidden: Tensor) -> Tensor:
+    if not hasattr(mlp, "experts"):
+        out: Tensor = mlp(hidden)
+        return out
+    # Every expert sees every row: the number of rows an expert would be sent depends on the other rows.
+    _, scores, chosen = mlp.gate(hidden)
+    experts = mlp.experts
+    share = torch.zeros(hidden.shape[0], experts.num_experts, dtype=hidden.dtype).scatter_(1, chosen, scores)
+    mixed = torch.zeros_like(hidden)
+    for index in range(experts.num_experts):
+        gate, up = F.linear(hidden, experts.gate_up_proj[index]).chunk(2, dim=-1)
+        mixed = mixed + F.linear(experts.act_fn(gate) * up, experts.down_proj[index]) * share[:, index, None]
+    return mixed

@@ -1,0 +1,368 @@
+"""The embedded engine: transformers' Qwen in this process, for machines without SGLang and for most tests.
+
+Requests are batched continuously: a worker thread runs one tile (tile.py) after another, and each tile takes the next
+token of every running request and fills the remaining rows with prompts. The same request with the same seed and the
+same weights gives the same tokens and the same log-probs, bit for bit, whatever else is running and wherever it was
+cut and continued; exact resume rests on this. (The number of threads torch uses and `rows` must be the same too.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_dapo.config.rollout import EmbeddedConfig
+from megatron_dapo.engines.bucket_reader import BucketReader
+from megatron_dapo.engines.embedded.batch_invariant_model import PAGE, PagedCache, TileModel
+from megatron_dapo.engines.embedded.token_sampling import draw, uniform
+from megatron_dapo.engines.embedded.weight_loader import WeightLoader
+from megatron_dapo.engines.protocol import (
+    Bucket,
+    Capabilities,
+    Completion,
+    EngineError,
+    SamplingParams,
+    WeightReport,
+    WeightUpdateError,
+)
+from megatron_dapo.types import FinishReason, Tokens, WeightSpan, as_logprobs, as_tokens
+
+IDLE = SamplingParams(max_new_tokens=1, temperature=0.0)
+STOP_TIMEOUT = 60.0
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    id: str
+    prompt: list[int]
+    params: SamplingParams
+    seed: int
+    future: concurrent.futures.Future[Completion]
+    made: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+    computed: int = 0  # positions whose keys and values are in the cache
+    aborted: bool = False
+
+    @property
+    def prompt_key(self) -> bytes:
+        return np.asarray(self.prompt, dtype=np.int32).tobytes()
+
+    def token(self, position: int) -> int:
+        known = len(self.prompt)
+        return self.prompt[position] if position < known else self.made[position - known]
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + len(self.made)
+
+
+class EmbeddedEngine:
+    def __init__(
+        self, model: Any, tokenizer: Any = None, config: EmbeddedConfig | None = None, *, version: int = 0
+    ) -> None:
+        """`model` is a transformers Qwen*ForCausalLM on the CPU; the engine owns it from now on."""
+        config = config or EmbeddedConfig()
+        self._tile = TileModel(model, config.rows)
+        self._tokenizer, self._version = tokenizer, version
+        self._eos = _eos_token_ids(model, tokenizer)
+        self._prompts = _PromptCache(config.prompt_cache, self._tile.cache)
+        self._waiting: list[_Request] = []
+        self._running: list[_Request] = []
+        self._paused = self._closed = False
+        self._broken = ""
+        self._random_seeds = np.random.default_rng()
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._work, name="embedded-engine", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def from_directory(
+        cls, path: str | Path, config: EmbeddedConfig | None = None, *, dtype: torch.dtype = torch.float32
+    ) -> EmbeddedEngine:
+        """The model and tokenizer of a HF directory."""
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        try:
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+            tokenizer = AutoTokenizer.from_pretrained(path)
+        except (OSError, ValueError) as error:
+            raise EngineError(f"embedded engine: cannot load a model and its tokenizer from {path}: {error}") from error
+        return cls(model, tokenizer, config)
+
+    @property
+    def weight_version(self) -> int:
+        return self._version
+
+    async def capabilities(self) -> Capabilities:
+        return Capabilities(engine="embedded", seeded=True, max_tokens=self._tile.max_tokens)
+
+    async def generate(self, request_id: str, prompt: Tokens, params: SamplingParams) -> Completion:
+        if not len(prompt):
+            raise EngineError(f"embedded engine, request {request_id}: the prompt is empty")
+        if len(prompt) + params.max_new_tokens > self._tile.max_tokens:
+            raise EngineError(
+                f"embedded engine, request {request_id}: {len(prompt)} prompt tokens + max_new_tokens "
+                f"{params.max_new_tokens} exceed the model's {self._tile.max_tokens} positions"
+            )
+        if params.stop and self._tokenizer is None:
+            raise EngineError(f"embedded engine, request {request_id}: stop strings need a tokenizer")
+        seed = params.seed if params.seed is not None else int(self._random_seeds.integers(2**63))
+        request = _Request(request_id, prompt.tolist(), params, seed, concurrent.futures.Future())
+        request.future.set_running_or_notify_cancel()
+        with self._changed:
+            self._refuse_when_unable()
+            self._waiting.append(request)
+            self._changed.notify()
+        try:
+            return await asyncio.wrap_future(request.future)
+        except asyncio.CancelledError:
+            request.aborted = True
+            raise
+
+    async def abort(self, request_id: str | None = None) -> None:
+        with self._changed:
+            for request in (*self._waiting, *self._running):
+                if request_id is None or request.id == request_id:
+                    request.aborted = True
+            self._changed.notify()
+
+    async def pause(self) -> None:
+        with self._changed:
+            self._paused = True
+        await self.abort()
+        deadline = time.monotonic() + STOP_TIMEOUT
+        while any(request.aborted for request in (*self._waiting, *self._running)):
+            if time.monotonic() > deadline:
+                raise EngineError(f"embedded engine: waited {STOP_TIMEOUT:.0f} s for running requests to stop")
+            await asyncio.sleep(0.001)
+
+    async def resume(self) -> None:
+        self._paused = False
+        await self._wake()
+
+    async def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify()
+
+    async def update_weights(self, version: int, buckets: Iterable[Bucket]) -> WeightReport:
+        began, was_paused = time.monotonic(), self._paused
+        await self.pause()
+        loader = WeightLoader(self._tile.model)
+        self._broken = f"the update to weight version {version} has not ended"
+        failure = ""
+        async with BucketReader(buckets) as reader:
+            async for bucket, _ in reader:
+                try:
+                    failure = failure or loader.load(bucket)
+                except Exception as error:
+                    failure = f"{type(error).__name__}: {error}"
+        failure = failure or loader.missing()
+        if not was_paused:
+            self._paused = False
+        if failure:
+            self._broken = f"the update to weight version {version} failed: {failure}"
+            raise WeightUpdateError(f"embedded engine: {self._broken}; it serves nothing until an update succeeds")
+        self._prompts.clear()
+        self._version, self._broken = version, ""
+        await self._wake()
+        seconds = time.monotonic() - began
+        proof = f"all {loader.count} tensors of the model were set"
+        return WeightReport(version, ("embedded",), {}, loader.count, loader.bytes, seconds, proof)
+
+    async def release_memory(self) -> None:
+        """It has none on a GPU."""
+
+    async def health(self) -> None:
+        with self._changed:
+            self._refuse_when_unable()
+
+    async def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        await asyncio.to_thread(self._thread.join, STOP_TIMEOUT)
+
+    def _refuse_when_unable(self) -> None:
+        if self._broken:
+            raise EngineError(f"embedded engine: {self._broken}")
+        if self._closed or not self._thread.is_alive():
+            raise EngineError("embedded engine: it has been closed")
+
+    # ---- the worker thread ----
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not self._has_work():
+                    self._changed.wait()
+                if self._closed:
+                    self._fail_all(EngineError("embedded engine: closed while the request was running"))
+                    return
+                self._drop_aborted()
+                self._admit()
+            try:
+                if self._running:
+                    self._step()
+            except Exception as error:
+                with self._changed:
+                    self._broken = f"the forward pass failed: {type(error).__name__}: {error}"
+                    self._fail_all(EngineError(f"embedded engine: {self._broken}"))
+
+    def _has_work(self) -> bool:
+        stopping = self._closed or any(request.aborted for request in self._waiting)
+        return stopping or bool(self._running) or bool(self._waiting and not self._paused)
+
+    def _fail_all(self, error: EngineError) -> None:
+        for request in (*self._running, *self._waiting):
+            self._tile.cache.release(request.pages)
+            request.future.set_exception(error)
+        self._running, self._waiting = [], []
+
+    def _drop_aborted(self) -> None:
+        for request in [r for r in self._running if r.aborted]:
+            self._finish(request, FinishReason.ABORT)
+        for request in [r for r in self._waiting if r.aborted]:
+            self._waiting.remove(request)
+            request.future.set_result(self._completion(request, FinishReason.ABORT))
+
+    def _admit(self) -> None:
+        """Starts waiting requests. Samples of one prompt wait until the first of them has computed it."""
+        if self._paused or not self._waiting:
+            return
+        computing = {r.prompt_key for r in self._running if not r.made} if self._prompts.size else set()
+        kept: list[_Request] = []
+        for request in self._waiting:
+            full = len(self._running) >= self._tile.rows
+            key = request.prompt_key
+            if full or key in computing:
+                kept.append(request)
+                continue
+            request.pages = self._prompts.copy(key)
+            # The last prompt token is computed again, for its logits.
+            request.computed = len(request.prompt) - 1 if request.pages else 0
+            if not request.pages and self._prompts.size:
+                computing.add(key)
+            self._running.append(request)
+        self._waiting = kept
+
+    def _step(self) -> None:
+        rows = self._tile.rows
+        placed = self._place_rows()
+        tokens, positions = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
+        pages = np.zeros((rows, max(len(request.pages) for request, _, _ in placed)), np.int64)
+        last: list[tuple[int, _Request]] = []
+        row = 0
+        for request, start, end in placed:
+            tokens[row : row + end - start] = [request.token(p) for p in range(start, end)]
+            positions[row : row + end - start] = range(start, end)
+            pages[row : row + end - start, : len(request.pages)] = request.pages
+            row += end - start
+            request.computed = end
+            if end == request.length:
+                last.append((row - 1, request))
+        logits = self._tile.forward(*(torch.from_numpy(a) for a in (tokens, positions, pages)))
+        self._draw(logits, last)
+
+    def _place_rows(self) -> list[tuple[_Request, int, int]]:
+        """(request, first position, end) of each request's rows: one for each that decodes, the rest for prompts."""
+        spare = self._tile.rows - len(self._running)
+        placed = []
+        for request in self._running:
+            more = min(spare, request.length - request.computed - 1)
+            spare -= more
+            end = request.computed + 1 + more
+            while len(request.pages) * PAGE < end:
+                request.pages.append(self._tile.cache.allocate())
+            placed.append((request, request.computed, end))
+        return placed
+
+    def _draw(self, logits: torch.Tensor, last: list[tuple[int, _Request]]) -> None:
+        rows = self._tile.rows
+        params = [IDLE] * rows
+        seeds, positions = np.zeros(rows, np.uint64), np.zeros(rows, np.uint64)
+        for row, request in last:
+            params[row], seeds[row], positions[row] = request.params, request.seed, request.length
+        tokens, logprobs = draw(logits, params, uniform(seeds, positions))
+        token_list, logprob_list = tokens.tolist(), logprobs.tolist()
+        for row, request in last:
+            if not request.made:
+                self._prompts.store(request.prompt_key, request.pages)
+            request.made.append(token_list[row])
+            request.logprobs.append(logprob_list[row])
+            reason = self._finish_reason(request)
+            if reason is not None:
+                self._finish(request, reason)
+
+    def _finish_reason(self, request: _Request) -> FinishReason | None:
+        params, token = request.params, request.made[-1]
+        if params.stop and self._stop_index(request) is not None:
+            return FinishReason.STOP
+        if not params.ignore_eos and (token in self._eos or token in params.stop_token_ids):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(request.made) >= params.max_new_tokens else None
+
+    def _stop_index(self, request: _Request) -> int | None:
+        """Where a stop string begins in the text of the last tokens, or None."""
+        tail = request.made[-(max(map(len, request.params.stop)) + 4) :]
+        text = self._tokenizer.decode(tail)
+        return min((text.find(stop) for stop in request.params.stop if stop in text), default=None)
+
+    def _finish(self, request: _Request, reason: FinishReason) -> None:
+        self._running.remove(request)
+        self._tile.cache.release(request.pages)
+        request.future.set_result(self._completion(request, reason))
+
+    def _completion(self, request: _Request, reason: FinishReason) -> Completion:
+        text = self._tokenizer.decode(request.made, skip_special_tokens=True) if self._tokenizer else ""
+        if reason is FinishReason.STOP and request.params.stop:
+            text = text[: min((text.find(s) for s in request.params.stop if s in text), default=len(text))]
+        count = len(request.made)
+        spans = [WeightSpan(self._version, 0, count)] if count else []
+        return Completion(as_tokens(request.made), as_logprobs(request.logprobs), reason, text, spans)
+
+
+class _PromptCache:
+    """Pages of prompts computed with the current weights, so that the G samples of a prompt compute it once."""
+
+    def __init__(self, size: int, cache: PagedCache) -> None:
+        self.size, self._cache = size, cache
+        self._pages: OrderedDict[bytes, list[int]] = OrderedDict()
+
+    def copy(self, key: bytes) -> list[int]:
+        """A copy of the prompt's pages for one request; empty when the prompt is not here."""
+        if key not in self._pages:
+            return []
+        self._pages.move_to_end(key)
+        return self._cache.copy(self._pages[key])
+
+    def store(self, key: bytes, pages: list[int]) -> None:
+        if not self.size or key in self._pages:
+            return
+        while len(self._pages) >= self.size:
+            self._cache.release(self._pages.popitem(last=False)[1])
+        self._pages[key] = self._cache.copy(pages)
+
+    def clear(self) -> None:
+        for pages in self._pages.values():
+            self._cache.release(pages)
+        self._pages.clear()
+
+
+def _eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Every token that ends a sample, as SGLang collects them: configuration, generation configuration, tokenizer."""
+    found: set[int] = set()
+    for source in (model.config, getattr(model, "generation_config", None), tokenizer):
+        value = getattr(source, "eos_token_id", None)
+        found.update(value if isinstance(value, list | tuple) else [] if value is None else [value])
+    return frozenset(found)

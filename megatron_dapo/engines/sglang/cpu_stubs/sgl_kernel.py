@@ -1,0 +1,75 @@
+"""Stands in for SGLang's kernel package, which is published for CUDA only."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__version__ = "0.4.6.post1"
+__path__: list[str] = []
+
+SUBMODULES = ("elementwise", "flash_attn", "kvcacheio", "scalar_type", "speculative", "utils")
+
+
+def assign_req_to_token_pool_cpu(
+    requests: Tensor, token_pool: Tensor, starts: Tensor, ends: Tensor, locations: Tensor, width: int
+) -> None:
+    """Row `requests[i]` of the pool gets the next cache locations in columns [starts[i], ends[i])."""
+    used = 0
+    for row, start, end in zip(requests.tolist(), starts.tolist(), ends.tolist(), strict=True):
+        token_pool[row, start:end] = locations[used : used + end - start].to(token_pool.dtype)
+        used += end - start
+
+
+class _Names:
+    """`scalar_types.<anything>`: quantised kernels look their types up when they are imported."""
+
+    def __getattr__(self, name: str) -> str:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return name
+
+
+def _lacking(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+
+    def call(*_: Any, **__: Any) -> Any:
+        raise NotImplementedError(f"sgl_kernel.{name} needs a GPU; this server runs on the CPU with a stand-in")
+
+    call.__name__ = name
+    return call
+
+
+def _submodule(name: str) -> ModuleType:
+    module = ModuleType(f"{__name__}.{name}")
+    module.__getattr__ = _lacking  # type: ignore[method-assign]
+    if name == "scalar_type":
+        module.ScalarType, module.scalar_types = str, _Names()  # type: ignore[attr-defined]
+    return module
+
+
+def _define_arm64_operators() -> None:
+    """On an aarch64 CPU SGLang calls these two at start-up, without asking whether the kernels are there.
+
+    They bind threads to cores and open shared memory for its own all-reduce; doing neither is correct, only slower.
+    """
+    library = torch.library.Library("sgl_kernel", "FRAGMENT")
+    library.define("init_cpu_threads_env(str cores) -> str")
+    library.impl("init_cpu_threads_env", lambda cores: "", "CompositeExplicitAutograd")
+    library.define("initialize(int world_size, int rank) -> ()")
+    library.impl("initialize", lambda world_size, rank: None, "CompositeExplicitAutograd")
+    _libraries.append(library)
+
+
+_libraries: list[torch.library.Library] = []  # an operator lives as long as the library that defined it
+if platform.machine() == "aarch64":
+    _define_arm64_operators()
+__getattr__ = _lacking
+for _name in SUBMODULES:
+    sys.modules[f"{__name__}.{_name}"] = globals()[_name] = _submodule(_name)

@@ -1,0 +1,262 @@
+"""The head: output layer, log-probs, entropy and the policy loss, without ever holding all logits.
+
+The vocabulary may be split over tensor-parallel ranks; columns beyond the real vocabulary never count; log-probs are
+those of the distribution at `temperature`, which is what the engine sampled from. Two ways through the same kernels:
+
+- `one_pass`: loss and gradients in one walk over chunks of tokens. A token's loss depends on its own log-prob and on
+  numbers known before, so the gradient of its logits is known as soon as they are: three matrix products, no
+  recomputation, and the gradient is written over the logits.
+- `two_pass`: log-probs and entropies as differentiable values; the backward pass computes the logits again. For losses
+  that need whole sequences first (GSPO), and for scoring without gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from torch import Tensor
+
+from megatron_dapo.policy.head.kernels import row_stats, write_gradient
+
+# Given a slice of the scored tokens, their log-probs and entropies: the (summed) loss of that slice.
+ChunkLoss = Callable[[slice, Tensor, Tensor], Tensor]
+ROW_ALIGN = 128
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRequest:
+    """Which hidden states to score. `positions` index this rank's packed tokens; `targets` are the next tokens."""
+
+    positions: Tensor  # [tokens] int64
+    targets: Tensor  # [tokens] int64
+    vocab: int
+    temperature: float = 1.0
+    chunk_tokens: int = 2048
+    loss: ChunkLoss | None = None  # set: one pass
+    # One pass: where the weight's gradient goes. "returned": to autograd. "added": straight into the weight's fp32
+    # main_grad. "added-shared": the same, for a weight that the embedding of this stage uses, too.
+    weight_gradient: Literal["returned", "added", "added-shared"] = "returned"
+
+
+def run_head(
+    hidden: Tensor, weight: Tensor, request: HeadRequest, tp_group: dist.ProcessGroup, sequence_parallel: bool
+) -> Tensor:
+    """hidden [s, 1, h] of this rank (s/tp under sequence parallelism) to [2, tokens]: log-probs, entropies; or, where
+    the request has a loss, to the loss (a scalar)."""
+    if sequence_parallel:
+        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=tp_group)
+    else:
+        hidden = copy_to_tensor_model_parallel_region(hidden, group=tp_group)
+    chosen = hidden.flatten(0, 1).index_select(0, request.positions)
+    if request.loss is not None:
+        return one_pass(chosen, weight, request, tp_group)
+    return torch.stack(two_pass(chosen, weight, request, tp_group))
+
+
+def output_processor(
+    *,
+    hidden_states: Tensor,
+    output_layer: Any,
+    output_weight: Tensor | None,
+    context: HeadRequest,
+    config: Any,
+    **_: Any,
+) -> Tensor:
+    """Our head in anybody's GPTModel, from Megatron-Core 0.19 on: `model(…, output_processor=output_processor,
+    output_processor_context=HeadRequest(…))`. Positions count through hidden states as they lie, [s, b] flattened."""
+    weight = output_layer.weight if output_weight is None else output_weight
+    return run_head(
+        hidden_states,
+        weight,
+        context,
+        tp_group=output_layer.tp_group,
+        sequence_parallel=config.sequence_parallel,
+    )
+
+
+def two_pass(
+    hidden: Tensor, weight: Tensor, request: HeadRequest, tp_group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """hidden [tokens, h], weight [vocab/tp, h] to fp32 log-probs and entropies [tokens]; both differentiable.
+
+    The gradient of `hidden` is this rank's share (its vocabulary columns); the caller's region op sums the shares.
+    """
+    return _TwoPass.apply(hidden, weight, _Shard.of(weight, request, tp_group))
+
+
+def one_pass(hidden: Tensor, weight: Tensor, request: HeadRequest, tp_group: dist.ProcessGroup) -> Tensor:
+    """The loss of the request over all tokens, a differentiable scalar. Gradients are made in the forward pass."""
+    return _OnePass.apply(hidden, weight, _Shard.of(weight, request, tp_group), request)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    """The columns [start, start + real) of the vocabulary that this rank holds, and how to walk over tokens."""
+
+    start: int
+    columns: int
+    real: int
+    targets: Tensor
+    inverse_temperature: float
+    chunk_tokens: int
+    group: dist.ProcessGroup
+
+    @classmethod
+    def of(cls, weight: Tensor, request: HeadRequest, group: dist.ProcessGroup) -> _Shard:
+        columns = weight.shape[0]
+        start = group.rank() * columns
+        real = min(max(request.vocab - start, 0), columns)
+        return cls(start, columns, real, request.targets, 1 / request.temperature, request.chunk_tokens, group)
+
+    def chunks(self, tokens: int) -> Iterator[slice]:
+        """Chunks of about equal size, so that the last one does not waste a whole matrix product."""
+        count = max(1, -(-tokens // self.chunk_tokens))
+        size = -(-tokens // count)
+        if size > ROW_ALIGN:
+            size = -(-size // ROW_ALIGN) * ROW_ALIGN
+        return (slice(s, min(s + size, tokens)) for s in range(0, tokens, max(1, size)))
+
+    def buffer(self, hidden: Tensor) -> Tensor:
+        """One chunk of logits, used again for every chunk."""
+        longest = max((c.stop - c.start for c in self.chunks(hidden.shape[0])), default=0)
+        return torch.empty(longest, self.columns, dtype=hidden.dtype, device=hidden.device)
+
+    def score(self, logits: Tensor, chunk: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """log-prob of the target, entropy, and log Σ exp, over all ranks' columns. Two all-reduces: max, then sums."""
+        stats = row_stats(logits, self.real, self.inverse_temperature)
+        column, here = self.local_target(chunk)
+        picked = logits.gather(1, column.clamp_min(0)[:, None]).squeeze(1).float() * self.inverse_temperature
+        peak = stats.peak
+        sums = torch.stack([stats.total, stats.weighted, torch.where(here, picked, 0.0)])
+        if self.group.size() > 1:
+            peak = peak.clone()
+            dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=self.group)
+            moved = torch.where(stats.total > 0, stats.peak - peak, 0.0)  # a rank of padding alone has peak −inf
+            shrink = moved.exp()
+            sums[1] = shrink * (stats.weighted + stats.total * moved)
+            sums[0] = stats.total * shrink
+            dist.all_reduce(sums, group=self.group)
+        total, weighted, target_logit = sums
+        log_sum = peak + total.log()
+        # Relative to the peak, so that the entropy is no difference of large numbers.
+        return target_logit - log_sum, total.log() - weighted / total, log_sum
+
+    def local_target(self, chunk: slice) -> tuple[Tensor, Tensor]:
+        """This rank's column of each target (−1 where it is another rank's), and whether it is here."""
+        local = self.targets[chunk] - self.start
+        here = (local >= 0) & (local < self.real)
+        return torch.where(here, local, -1), here
+
+    def gradient(
+        self, logits: Tensor, chunk: slice, scores: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor]
+    ) -> None:
+        log_sum, entropy = scores
+        column, _ = self.local_target(chunk)
+        grad_logprob, grad_entropy = (g.contiguous() for g in grads)
+        write_gradient(
+            logits, self.real, self.inverse_temperature, log_sum, entropy, column, grad_logprob, grad_entropy
+        )
+
+
+class _TwoPass(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, shard: _Shard) -> tuple[Tensor, Tensor]:
+        tokens = hidden.shape[0]
+        logprobs, entropy, log_sum = (torch.empty(tokens, device=hidden.device) for _ in range(3))
+        buffer = shard.buffer(hidden)
+        for chunk in shard.chunks(tokens):
+            logits = torch.mm(hidden[chunk], weight.t(), out=buffer[: chunk.stop - chunk.start])
+            logprobs[chunk], entropy[chunk], log_sum[chunk] = shard.score(logits, chunk)
+        ctx.save_for_backward(hidden, weight, log_sum, entropy)
+        ctx.shard = shard
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        hidden, weight, log_sum, entropy = ctx.saved_tensors
+        shard: _Shard = ctx.shard
+        buffer, grad_hidden = shard.buffer(hidden), torch.empty_like(hidden)
+        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        for chunk in shard.chunks(hidden.shape[0]):
+            logits = torch.mm(hidden[chunk], weight.t(), out=buffer[: chunk.stop - chunk.start])
+            here = (grads[0][chunk], grads[1][chunk])
+            shard.gradient(logits, chunk, (log_sum[chunk], entropy[chunk]), here)
+            torch.mm(logits, weight, out=grad_hidden[chunk])
+            add_product(grad_weight, logits, hidden[chunk])
+        return grad_hidden, grad_weight.to(weight.dtype), None
+
+
+class _OnePass(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, shard: _Shard, request: HeadRequest) -> Tensor:
+        assert request.loss is not None
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        buffer, grad_hidden = shard.buffer(hidden), torch.empty_like(hidden)
+        ctx.weight_gradient = request.weight_gradient
+        returned = request.weight_gradient == "returned"
+        accumulator = _zeros(weight) if returned else weight.main_grad  # type: ignore[attr-defined]
+        for chunk in shard.chunks(hidden.shape[0]):
+            logits = torch.mm(hidden[chunk], weight.t(), out=buffer[: chunk.stop - chunk.start])
+            logprobs, entropy, log_sum = shard.score(logits, chunk)
+            loss, grads = _differentiate(request.loss, chunk, logprobs, entropy)
+            total += loss
+            shard.gradient(logits, chunk, (log_sum, entropy), grads)
+            torch.mm(logits, weight, out=grad_hidden[chunk])
+            add_product(accumulator, logits, hidden[chunk])
+        ctx.save_for_backward(grad_hidden, accumulator if returned else weight)
+        ctx.weight_dtype = weight.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        grad_hidden, kept = ctx.saved_tensors
+        if ctx.weight_gradient == "returned":
+            return grad_hidden * grads[0], (kept * grads[0]).to(ctx.weight_dtype), None, None
+        _require_unscaled(grads[0])
+        if ctx.weight_gradient == "added-shared":  # the embedding's gradient will make Megatron's hooks run
+            return grad_hidden * grads[0], None, None, None
+        kept.grad_added_to_main_grad = True  # Megatron's mark: what follows is a placeholder that makes its hooks run
+        return grad_hidden * grads[0], torch.empty_like(kept), None, None
+
+
+def _require_unscaled(grad: Tensor) -> None:
+    """main_grad holds the gradient of the loss itself. Whoever scales the loss afterwards would scale only the rest."""
+    message = "the loss of the one-pass head was scaled after the head: Megatron's per-token path must be on"
+    if grad.is_cuda:
+        torch._assert_async(grad == 1, message)  # no waiting for the device
+    elif grad.item() != 1:
+        raise RuntimeError(message)
+
+
+def _zeros(weight: Tensor) -> Tensor:
+    return torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+
+
+def _differentiate(
+    loss: ChunkLoss, chunk: slice, logprobs: Tensor, entropy: Tensor
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """The chunk's loss, and its gradient with respect to each token's log-prob and entropy."""
+    with torch.enable_grad():
+        leaves = (logprobs.detach().requires_grad_(), entropy.detach().requires_grad_())
+        value = loss(chunk, *leaves)
+        found = torch.autograd.grad(value, leaves, allow_unused=True)
+    grad_logprob, grad_entropy = (torch.zeros_like(logprobs) if g is None else g for g in found)
+    return value.detach(), (grad_logprob, grad_entropy)
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total [columns, h] += leftᵀ · right, accumulated in total's own (fp32) precision."""
+    if left.dtype == total.dtype:
+        total.addmm_(left.t(), right)
+    elif left.is_cuda:
+        torch.addmm(total, left.t(), right, out_dtype=total.dtype, out=total)
+    else:
+        total += torch.mm(left.t(), right)

@@ -1,0 +1,193 @@
+"""Layers for a machine without Transformer Engine: Megatron's local spec with our norm and core attention.
+
+`RMSNorm` works under sequence parallelism (Megatron's own torch norm refuses to). `CoreAttention` is rotary embedding
+and causal attention through torch: SDPA for batches [s, b, n, h]; for packed sequences [t, n, h] one variable-length
+kernel on CUDA, elsewhere one SDPA call per sequence, so that no token attends across a boundary; under context
+parallelism keys and values are gathered along the sequence (each rank holds a front and a back chunk, Megatron's
+zigzag order). The model around it is built without position embedding: see `rotary` for why.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from torch import Tensor
+
+from megatron_dapo.policy.model import varlen_attention as varlen
+from megatron_dapo.policy.model.rotary import RotaryTable, rotate
+
+
+class RMSNorm(torch.nn.Module):
+    """Normalises in fp32; the weight carries Megatron's sequence-parallel mark, so its gradient is summed over TP."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__()
+        weight = torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
+        self.weight = torch.nn.Parameter(weight)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class _GatherSequence(torch.autograd.Function):
+    """All-gather along the first axis; the backward pass sums the gradients of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        out = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
+        dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        grad = grads[0].contiguous()
+        out = grad.new_empty((grad.shape[0] // ctx.group.size(), *grad.shape[1:]))
+        dist.reduce_scatter_tensor(out, grad, group=ctx.group)
+        return out, None
+
+
+def zigzag_positions(length: int, cp_size: int, cp_rank: int, device: torch.device | None = None) -> Tensor:
+    """Positions of a sequence of `length` that one context-parallel rank holds: chunk r and chunk 2·cp−1−r."""
+    if cp_size == 1:
+        return torch.arange(length, device=device)
+    chunk = length // (2 * cp_size)
+    front = torch.arange(cp_rank * chunk, (cp_rank + 1) * chunk, device=device)
+    back = torch.arange((2 * cp_size - cp_rank - 1) * chunk, (2 * cp_size - cp_rank) * chunk, device=device)
+    return torch.cat([front, back])
+
+
+class CoreAttention(MegatronModule):
+    """softmax(r(q)·r(k)ᵀ)·v with a causal mask, r the rotation by position; what Megatron's layer calls without TE."""
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        *,
+        rotary_base: float,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self.rotary_base = rotary_base
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
+        self.cp_group = groups.cp
+        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+        **_: Any,
+    ) -> Tensor:
+        table = self._rotary_table(query, packed_seq_params)
+        query, key = rotate(query, table), rotate(key, table)
+        if packed_seq_params is None:
+            return self._attend(query, key, value, attention_mask)
+        cp = self.cp_group.size()
+        if cp == 1 and varlen.can_attend(query):
+            cumulative, longest = packed_seq_params.cu_seqlens_q_padded, packed_seq_params.max_seqlen_q
+            return varlen.attend(query, key, value, cumulative, longest, self.scale).flatten(1)
+        q, k, v = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
+        lengths = [length // cp for length in segment_lengths(packed_seq_params)]
+        parts = [
+            self._attend(*segment)
+            for segment in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
+            if segment[0].shape[0]
+        ]
+        return torch.cat(parts).squeeze(1)
+
+    def _rotary_table(self, query: Tensor, packed: Any) -> RotaryTable:
+        """Of a packed micro-batch it is made in the first layer and kept with it for the others."""
+        table: RotaryTable | None = getattr(packed, "rotary_table", None)
+        if table is None:
+            table = RotaryTable.of(self._positions(query, packed), query.shape[-1], self.rotary_base)
+            if packed is not None:
+                packed.rotary_table = table
+        return table
+
+    def _positions(self, query: Tensor, packed: Any) -> Tensor:
+        noted: Tensor | None = getattr(packed, "positions", None)
+        if noted is not None:
+            return noted
+        cp = self.cp_group
+        lengths = [query.shape[0] * cp.size()] if packed is None else segment_lengths(packed)
+        return torch.cat([zigzag_positions(length, cp.size(), cp.rank(), query.device) for length in lengths])
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        """[s, b, n, h] to [s, b, n·h]. Megatron's mask is True where attention is forbidden."""
+        cp = self.cp_group.size()
+        if cp == 1:
+            return self._sdpa(q, k, v, None if mask is None else ~mask)
+        total = q.shape[0] * cp
+        positions = [zigzag_positions(total, cp, rank, q.device) for rank in range(cp)]
+        allowed = torch.cat(positions)[None, :] <= positions[self.cp_group.rank()][:, None]
+        gathered_k, gathered_v = _GatherSequence.apply(torch.stack([k, v], dim=1), self.cp_group).unbind(1)
+        return self._sdpa(q, gathered_k, gathered_v, allowed)
+
+    def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> Tensor:
+        out = F.scaled_dot_product_attention(
+            q.permute(1, 2, 0, 3),
+            k.permute(1, 2, 0, 3),
+            v.permute(1, 2, 0, 3),
+            attn_mask=allowed,
+            is_causal=allowed is None,
+            scale=self.scale,
+            enable_gqa=q.shape[2] != k.shape[2],
+        )
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+
+def segment_lengths(packed: Any) -> list[int]:
+    """Padded lengths of the packed sequences. Our packing notes them on the host, so no device is asked."""
+    noted = getattr(packed, "lengths", None)
+    if noted is not None:
+        return list(noted)
+    cumulative = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+    return list(cumulative.diff().tolist())
+
+
+def local_block_spec(config: Any, vp_stage: int | None, rotary_base: float) -> TransformerBlockSubmodules:
+    """Megatron's local spec with both parts replaced, in the layers and for the final norm. For a GPTModel whose
+    position_embedding_type is "none"."""
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=False,
+        qk_layernorm=config.qk_layernorm,
+        normalization="RMSNorm",
+    )
+    layer = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    if config.num_moe_experts:
+        # On disk this norm belongs to linear_fc1 in dense layers only; Transformer Engine's MoE layers keep it apart.
+        layer.sharded_state_dict_keys_map = {
+            name: key for name, key in layer.sharded_state_dict_keys_map.items() if "pre_mlp" not in name
+        }
+    attention = layer.self_attention.submodules
+    attention.core_attention = partial(CoreAttention, rotary_base=rotary_base)
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    layers = get_num_layers_to_build(config, vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=RMSNorm)

@@ -1,0 +1,53 @@
+"""Rotary position embedding for packed sequences: one table for a micro-batch, one kernel for queries or keys.
+
+Megatron's own torch version walks over the packed sequences in Python and asks the device for their lengths, in every
+layer and twice: on a GPU that costs more than the attention itself. Here positions become cosines and sines once.
+Channel i is rotated together with channel i + h/2 (Qwen's and Llama's convention), in fp32.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_dapo.policy.head.kernels import has_triton
+
+
+class RotaryTable(NamedTuple):
+    """Cosines and sines of the angles, each [tokens, h/2] in fp32."""
+
+    cos: Tensor
+    sin: Tensor
+
+    @classmethod
+    def of(cls, positions: Tensor, head_dim: int, base: float) -> RotaryTable:
+        """positions [tokens], each token's place in its own sequence."""
+        channels = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
+        angles = torch.outer(positions.float(), 1.0 / base ** (channels / head_dim))
+        return cls(angles.cos(), angles.sin())
+
+
+def rotate(x: Tensor, table: RotaryTable) -> Tensor:
+    """x [tokens, …, heads, h], rotated; the same type and shape. Differentiable."""
+    if x.is_cuda and x.dim() == 3 and has_triton():
+        return _Rotate.apply(x, table)
+    cos, sin = (part.view(part.shape[0], *[1] * (x.dim() - 2), -1) for part in table)
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, table: RotaryTable) -> Tensor:
+        from megatron_dapo.policy.model import rotary_triton
+
+        ctx.table = table
+        return rotary_triton.rotate(x, table.cos, table.sin)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        from megatron_dapo.policy.model import rotary_triton
+
+        return rotary_triton.rotate(grads[0], ctx.table.cos, ctx.table.sin, back=True), None

@@ -1,0 +1,175 @@
+"""Running one group: G samples of one prompt, each generated, continued where it was cut, and graded at once.
+
+A sample is finished when it is graded. One that was cut has finish reason ABORT and the tokens it has so far.
+Continuing sends prompt + tokens so far with the same seed, and each piece keeps its own weight version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from megatron_dapo.config.rollout import RolloutConfig
+from megatron_dapo.engines.protocol import Completion, Engine, EngineError, SamplingParams
+from megatron_dapo.types import FinishReason, Grade, Group, Prompt, Sample, WeightSpan, as_logprobs, as_tokens
+
+Grader = Callable[[Prompt, Sample], Awaitable[Grade]]
+Decoder = Callable[[Any], str]
+
+# An engine that keeps aborting a sample without adding a token, while nobody asked it to, is broken.
+MAX_EMPTY_ABORTS = 20
+EMPTY_ABORT_PAUSE = 0.5
+
+
+@dataclass(slots=True, eq=False)
+class PendingGroup:
+    """A group on its way. `serial` counts prompts as they were drawn; `step` is the one whose seeds it uses."""
+
+    serial: int
+    step: int
+    group: Group
+
+    @property
+    def finished(self) -> bool:
+        return not self.unfinished_samples
+
+    @property
+    def unfinished_samples(self) -> list[Sample]:
+        return [sample for sample in self.group.samples if sample.grade is None]
+
+    @property
+    def has_tokens(self) -> bool:
+        return any(sample.length for sample in self.group.samples)
+
+    @property
+    def oldest_version(self) -> int:
+        """Of the tokens there are; meaningless without tokens."""
+        return min(sample.oldest_version for sample in self.group.samples if sample.length)
+
+    def to_record(self) -> dict[str, Any]:
+        return {"serial": self.serial, "step": self.step, "group": self.group.to_record()}
+
+    @classmethod
+    def from_record(cls, record: dict[str, Any]) -> PendingGroup:
+        return cls(record["serial"], record["step"], Group.from_record(record["group"]))
+
+
+def new_samples(prompt: Prompt, seeds: list[int]) -> list[Sample]:
+    none_yet = as_tokens([]), as_logprobs([]), FinishReason.ABORT
+    return [Sample(prompt.id, index, prompt.tokens, *none_yet, seed=seed) for index, seed in enumerate(seeds)]
+
+
+class GroupRunner:
+    """Shared by all groups of one step; after `stop()`, cut samples stay unfinished instead of being continued.
+
+    `on_piece` is told of new tokens, and of each sample that has been graded.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        grade: Grader,
+        config: RolloutConfig,
+        decode: Decoder | None,
+        on_piece: Callable[[int, bool], None],
+    ) -> None:
+        self._engine, self._grade, self._config, self._decode = engine, grade, config, decode
+        self._on_piece = on_piece
+        self._params = SamplingParams(
+            max_new_tokens=config.max_response_tokens, temperature=config.temperature, top_p=config.top_p,
+            top_k=config.top_k, min_p=config.min_p, stop=tuple(config.stop),
+            stop_token_ids=tuple(config.stop_token_ids),
+        )  # fmt: skip
+        self._stopping = False
+        self.running = 0
+
+    def stop(self) -> None:
+        self._stopping = True
+
+    async def run(self, pending: PendingGroup) -> None:
+        """Finishes every sample of the group, or leaves some unfinished after `stop`. The first error is raised."""
+        todo = pending.unfinished_samples
+        results = await asyncio.gather(*(self._run_sample(pending, s) for s in todo), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+
+    async def _run_sample(self, pending: PendingGroup, sample: Sample) -> None:
+        sample_id = f"step{pending.step}-group{pending.serial}-sample{sample.index}"
+        empty = piece = 0
+        self._give_back_possible_stop(sample)
+        while sample.finish_reason is FinishReason.ABORT:
+            room = self._config.max_response_tokens - sample.length
+            if room <= 0:
+                sample.finish_reason = FinishReason.LENGTH
+                break
+            before = sample.length
+            await self._extend(sample, f"{sample_id}-at{before}-piece{piece}", room)
+            if sample.finish_reason is FinishReason.ABORT:
+                if self._stopping:
+                    return
+                piece += 1
+                empty = empty + 1 if sample.length == before else 0
+                if empty:
+                    await self._wait_after_empty_abort(sample_id, empty)
+        if self._decode is not None:
+            sample.text = self._decode(sample.response_tokens)
+        sample.grade = await self._grade(pending.group.prompt, sample)
+        self._on_piece(0, True)
+
+    async def _extend(self, sample: Sample, request_id: str, room: int) -> None:
+        params = replace(self._params, max_new_tokens=room, seed=sample.seed)
+        context = np.concatenate([sample.prompt_tokens, sample.response_tokens]) if sample.length else None
+        self.running += 1
+        try:
+            completion = await self._engine.generate(
+                request_id, sample.prompt_tokens if context is None else context, params
+            )
+        finally:
+            self.running -= 1
+        append_completion(sample, completion)
+        self._on_piece(len(completion.tokens), False)
+
+    def _give_back_possible_stop(self, sample: Sample) -> None:
+        """Forgets the last few tokens of a cut sample: a stop string that began in them must be seen whole.
+
+        Engines look for stop strings in what they generate, not in the prompt they are given.
+        """
+        if self._params.stop and sample.length and sample.finish_reason is FinishReason.ABORT:
+            kept = max(0, sample.length - max(map(len, self._params.stop)))
+            self._on_piece(kept - sample.length, False)  # they are counted when they come again
+            sample.response_tokens = sample.response_tokens[:kept]
+            sample.engine_logprobs = sample.engine_logprobs[:kept]
+            spans = (WeightSpan(s.version, s.start, min(s.end, kept)) for s in sample.weight_spans)
+            sample.weight_spans = [span for span in spans if span.start < span.end]
+            sample.text = ""
+
+    async def _wait_after_empty_abort(self, sample_id: str, empty: int) -> None:
+        if empty > MAX_EMPTY_ABORTS:
+            raise EngineError(f"{sample_id}: the engine aborted it {empty} times without adding a token")
+        await asyncio.sleep(EMPTY_ABORT_PAUSE)
+
+
+def append_completion(sample: Sample, completion: Completion) -> None:
+    """Adds one piece; log-probs must be finite, since a NaN would poison the loss far from its source."""
+    if not np.isfinite(completion.logprobs).all():
+        where = int(np.flatnonzero(~np.isfinite(completion.logprobs))[0])
+        raise EngineError(
+            f"sample {sample.prompt_id}#{sample.index}: log-prob {where} of {len(completion.logprobs)} is "
+            f"{completion.logprobs[where]}; the engine's weights are probably not finite"
+        )
+    offset = sample.length
+    sample.response_tokens = np.concatenate([sample.response_tokens, completion.tokens])
+    sample.engine_logprobs = np.concatenate([sample.engine_logprobs, completion.logprobs])
+    for span in completion.weight_spans:
+        last = sample.weight_spans[-1] if sample.weight_spans else None
+        if last is not None and last.version == span.version and last.end == span.start + offset:
+            sample.weight_spans[-1] = WeightSpan(last.version, last.start, span.end + offset)
+        else:
+            sample.weight_spans.append(WeightSpan(span.version, span.start + offset, span.end + offset))
+    sample.text += completion.text
+    sample.finish_reason = completion.finish_reason

@@ -1,0 +1,191 @@
+"""One tensor inside a `.distcp` file: the zip archive that `torch.save` writes for it, built and read as bytes.
+
+All bytes around the data are known before the data is, so many items can be laid out in one file and filled in any
+order. Like `torch.save` with its checksum option off, we store no checksum of the data: `torch.load` looks at none.
+Reading parses the archive's directory and a pickle of fixed form (see `safe_pickle`); no code from the file runs.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import struct
+import sys
+import zlib
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_dapo.weights.formats.safe_pickle import UnsafePickle, load_tensor_record
+
+ALIGN = 64
+_LOCAL = struct.Struct("<4s5H3I2H")
+_CENTRAL = struct.Struct("<4s6H3I5H2I")
+_END = struct.Struct("<4s4H2IH")
+_END64 = struct.Struct("<4sQ2H2I4Q")
+_STORAGES = {
+    torch.float64: "DoubleStorage", torch.float32: "FloatStorage", torch.float16: "HalfStorage",
+    torch.bfloat16: "BFloat16Storage", torch.int64: "LongStorage", torch.int32: "IntStorage",
+    torch.int16: "ShortStorage", torch.int8: "CharStorage", torch.uint8: "ByteStorage", torch.bool: "BoolStorage",
+}  # fmt: skip
+
+
+class BadItem(ValueError):
+    """The bytes are not a tensor as torch.save writes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A tensor's place in an item: its data starts `data_offset` bytes into the item."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    data_offset: int
+
+
+class _Storage:
+    def __init__(self, dtype: torch.dtype, count: int) -> None:
+        self.reference = ("storage", getattr(torch, _STORAGES[dtype]), "0", "cpu", count)
+
+
+class _Tensor:
+    """Pickles as a contiguous tensor over storage "0"."""
+
+    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        self.dtype, self.shape = dtype, shape
+
+    def __reduce__(self) -> Any:
+        stride = tuple(math.prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
+        storage = _Storage(self.dtype, math.prod(self.shape))
+        return torch._utils._rebuild_tensor_v2, (storage, 0, self.shape, stride, False, OrderedDict())
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, value: Any) -> Any:
+        return value.reference if isinstance(value, _Storage) else None
+
+
+def _pickled(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=2).dump(_Tensor(dtype, shape))
+    return buffer.getvalue()
+
+
+class ItemLayout:
+    """The bytes around one tensor's data: `head`, then the data, then `tail`."""
+
+    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        self.nbytes = math.prod(shape) * dtype.itemsize
+        if self.nbytes >= 2**32:
+            raise BadItem(f"{self.nbytes} bytes in one item; the caller must cut tensors into smaller chunks")
+        before = [(b"archive/data.pkl", _pickled(dtype, shape)), (b"archive/byteorder", sys.byteorder.encode())]
+        after = (b"archive/version", b"3\n")
+        records = b"".join(_local(name, data) for name, data in before)
+        self.head = records + _local_header(b"archive/data/0", 0, self.nbytes, align_from=len(records))
+        self.data_offset = len(self.head)
+        end = self.data_offset + self.nbytes
+        self.tail = _local(*after) + _directory_of(before, (b"archive/data/0", len(records), self.nbytes), after, end)
+        self.length = end + len(self.tail)
+
+
+def _directory_of(
+    before: list[tuple[bytes, bytes]], data: tuple[bytes, int, int], after: tuple[bytes, bytes], end: int
+) -> bytes:
+    """The central directory; `data` is (name, header offset, size), `after` starts at byte `end`."""
+    entries, at = b"", 0
+    for name, content in before:
+        entries += _central(name, zlib.crc32(content), len(content), at)
+        at += len(_local(name, content))
+    entries += _central(data[0], 0, data[2], data[1])
+    entries += _central(after[0], zlib.crc32(after[1]), len(after[1]), end)
+    count = len(before) + 2
+    return entries + _END.pack(b"PK\5\6", 0, 0, count, count, len(entries), end + len(_local(*after)), 0)
+
+
+def _local_header(name: bytes, crc: int, size: int, align_from: int | None = None) -> bytes:
+    """`align_from`: where the header starts, if the data after it must start on a multiple of ALIGN."""
+    extra = b""
+    if align_from is not None:
+        bare = align_from + _LOCAL.size + len(name) + 4
+        pad = -bare % ALIGN
+        extra = b"FB" + struct.pack("<H", pad) + b"Z" * pad
+    return _LOCAL.pack(b"PK\3\4", 0, 0, 0, 0, 0, crc, size, size, len(name), len(extra)) + name + extra
+
+
+def _local(name: bytes, data: bytes) -> bytes:
+    return _local_header(name, zlib.crc32(data), len(data)) + data
+
+
+def _central(name: bytes, crc: int, size: int, at: int) -> bytes:
+    return _CENTRAL.pack(b"PK\1\2", 0, 0, 0, 0, 0, 0, crc, size, size, len(name), 0, 0, 0, 0, 0, at) + name
+
+
+def read_item(view: memoryview) -> Found:
+    """Where the tensor of one item lies. Raises BadItem for anything but one plain contiguous tensor."""
+    try:
+        records = _directory(view)
+        names = {name.split(b"/", 1)[-1]: entry for name, entry in records.items()}
+        offset, size = _data(view, *names[b"data.pkl"])
+        dtype, shape, key, at = load_tensor_record(bytes(view[offset : offset + size]))
+        if b"byteorder" in names:
+            start, length = _data(view, *names[b"byteorder"])
+            if bytes(view[start : start + length]) != sys.byteorder.encode():
+                raise BadItem("written on a machine with the other byte order")
+        offset, size = _data(view, *names[f"data/{key}".encode()])
+    except (struct.error, KeyError, IndexError, UnsafePickle) as error:
+        raise BadItem(f"not a tensor as torch.save writes it ({type(error).__name__}: {error})") from None
+    begin, need = at * dtype.itemsize, math.prod(shape) * dtype.itemsize
+    if begin + need > size:
+        raise BadItem(f"holds {size} bytes of data, needs {begin + need}")
+    return Found(dtype, shape, offset + begin)
+
+
+def _directory(view: memoryview) -> dict[bytes, tuple[int, int]]:
+    """Record name → (header offset, size)."""
+    _, _, _, _, count, size, start, _ = _end = _END.unpack(view[-_END.size :])
+    if _end[0] != b"PK\5\6":
+        raise BadItem("does not end like a zip archive (truncated?)")
+    locator = view[-_END.size - 20 : -_END.size]
+    if bytes(locator[:4]) == b"PK\6\7":
+        (at,) = struct.unpack_from("<Q", locator, 8)
+        values = _END64.unpack_from(view, at)
+        count, start = values[7], values[9]
+    records, at = {}, start
+    for _ in range(count):
+        fields = _CENTRAL.unpack_from(view, at)
+        if fields[0] != b"PK\1\2" or fields[4] != 0:
+            raise BadItem("damaged or compressed archive")
+        size, name_length, extra_length, comment_length, header = (*fields[9:13], fields[16])
+        name = bytes(view[at + _CENTRAL.size :][:name_length])
+        extra = bytes(view[at + _CENTRAL.size + name_length :][:extra_length])
+        size, header = _wide(extra, size, fields[8], header)
+        records[name] = (header, size)
+        at += _CENTRAL.size + name_length + extra_length + comment_length
+    return records
+
+
+def _wide(extra: bytes, size: int, packed: int, header: int) -> tuple[int, int]:
+    """Sizes and offsets of 4 GiB and more are in the zip64 extra field, in this order."""
+    at = 0
+    while at + 4 <= len(extra):
+        kind, length = struct.unpack_from("<2H", extra, at)
+        if kind == 1:
+            values = iter(struct.unpack_from(f"<{length // 8}Q", extra, at + 4))
+            size = next(values) if size == 0xFFFFFFFF else size
+            _ = next(values) if packed == 0xFFFFFFFF else packed
+            header = next(values) if header == 0xFFFFFFFF else header
+        at += 4 + length
+    return size, header
+
+
+def _data(view: memoryview, header: int, size: int) -> tuple[int, int]:
+    fields = _LOCAL.unpack_from(view, header)
+    if fields[0] != b"PK\3\4":
+        raise BadItem("damaged archive")
+    start = header + _LOCAL.size + fields[9] + fields[10]
+    if start + size > len(view):
+        raise BadItem("truncated")
+    return start, size

@@ -1,0 +1,125 @@
+"""Megatron and a real SGLang server: their log-probs of the server's samples agree, before training and after each of
+five updates, with every transport, from tensor- and pipeline-parallel trainers.
+
+The servers of the session are as they were started: this file's name puts it before the tests that change and kill
+them, and each test gives the server its first weights back."""
+
+import asyncio
+import threading
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+
+from megatron_dapo.config import ModelShape, parse_config
+from megatron_dapo.engines.protocol import SamplingParams
+from megatron_dapo.policy.batch import TrainBatch
+from megatron_dapo.policy.fork_ranks import run_ranks
+from megatron_dapo.policy.policy import Policy
+from megatron_dapo.policy.runtime import initialize
+from megatron_dapo.types import Sample, as_tokens
+
+UPDATES = 5
+TOLERANCE = 1e-4
+
+
+def config_for(transport, layout, folder):
+    return parse_config(
+        {
+            "policy": {
+                **layout, "precision": "fp32", "micro_batch_tokens": 512, "timeout_seconds": 60,
+                "optimizer": {"lr": 2e-3, "warmup_steps": 0},
+            },
+            "rollout": {
+                "max_prompt_tokens": 32, "max_response_tokens": 24, "temperature": 0.8,
+                "servers": {"device": "cpu"},
+                "weights": {
+                    "transport": transport, "directory": str(folder), "backend": "gloo", "bucket_bytes": 40_000,
+                },
+            },
+        }
+    )  # fmt: skip
+
+
+class Driver:
+    """Rank 0's engine, in a thread with an event loop, as in the trainer."""
+
+    def __init__(self, url, config, directory, version):
+        from megatron_dapo.engines.sglang.engine import SGLangEngine
+
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+        self.engine = self.do(SGLangEngine.connect([url], config.rollout, model=str(directory), version=version))
+
+    def start(self, work) -> Future:
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def do(self, work):
+        return self.start(work).result(timeout=90)
+
+    def samples(self, version):
+        params = SamplingParams(max_new_tokens=20, temperature=0.8, ignore_eos=True)
+        prompts = [as_tokens([65 + i, 66, 67 + i]) for i in range(4)]
+
+        async def all_of_them():
+            return await asyncio.gather(
+                *(self.engine.generate(f"{version}-{i}", prompt, params) for i, prompt in enumerate(prompts))
+            )
+
+        made = self.do(all_of_them())
+        assert all(span.version == version for completion in made for span in completion.weight_spans)
+        return [
+            Sample(str(i), 0, prompt, c.tokens, c.logprobs, c.finish_reason)
+            for i, (prompt, c) in enumerate(zip(prompts, made, strict=True))
+        ]
+
+
+def gaps_of_a_trainer(place, url, directory, config, version):
+    """The largest |trainer − server| before training and after every update; then the server gets its weights back."""
+    runtime = initialize(config.policy, rendezvous=place)
+    policy = Policy(config, ModelShape.from_dir(directory), runtime)
+    policy.load_hf(directory)
+    stream = policy.weight_stream(config.rollout.weights.bucket_bytes)
+    driver = Driver(url, config, directory, version) if place.rank == 0 else None
+    gaps, moved = [], []
+    for update in range(UPDATES + 1):
+        batch = share(TrainBatch.from_samples(driver.samples(version), [1, -1, 2, -2], [True] * 4) if driver else None)
+        logprobs, _ = policy.log_probs(batch)
+        gaps.append(float(np.abs(logprobs - batch.engine_logprobs).max()))
+        before = logprobs
+        if update < UPDATES:
+            policy.update(batch)
+            moved.append(float(np.abs(policy.log_probs(batch)[0] - before).max()))
+        else:
+            policy.load_hf(directory)
+        version += 1
+        if driver:
+            report = driver.do(driver.engine.update_weights(version, stream.buckets()))
+            assert not report.failed
+        else:
+            for _ in stream.buckets():
+                pass
+    if driver:
+        driver.do(driver.engine.close())
+    return gaps, moved, version
+
+
+def share(batch):
+    """Rank 0's batch on both ranks."""
+    import torch.distributed as dist
+
+    box = [batch]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+@pytest.mark.parametrize("layout", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}], ids=["tp2", "pp2"])
+@pytest.mark.parametrize("transport", ["disk", "tensor", "distributed"])
+def test_trainer_and_server_agree_after_every_update(sglang_server, transport, layout, tmp_path):
+    config = config_for(transport, layout, tmp_path)
+    arguments = (sglang_server.process.url, sglang_server.directory, config, sglang_server.version)
+    gaps, moved, version = run_ranks(2, gaps_of_a_trainer, *arguments, timeout=240)[0]
+    sglang_server.version = version
+    assert len(gaps) == UPDATES + 1
+    assert max(gaps) <= TOLERANCE, gaps
+    assert min(moved) > 100 * TOLERANCE, moved  # each update changed the log-probs far more than the tolerance

@@ -1,0 +1,362 @@
+"""One suite for all engines: the embedded one and two versions of SGLang, each with the same tiny random Qwen3."""
+
+import asyncio
+import os
+import signal
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+import torch
+from installed_sglang import SGLANG_VERSIONS, RealServer, sglang_python
+from simulation import Prompts
+from tiny_model import byte_tokenizer, changed_weights, reference_logprobs, tiny_model
+
+from megatron_dapo.config.rollout import EmbeddedConfig, RolloutConfig
+from megatron_dapo.engines.embedded.engine import EmbeddedEngine
+from megatron_dapo.engines.protocol import EngineError, SamplingParams, WeightUpdateError
+from megatron_dapo.engines.sglang.engine import SGLangEngine
+from megatron_dapo.engines.sglang.fleet import Fleet
+from megatron_dapo.rollout.sampler import Sampler
+from megatron_dapo.types import FinishReason, Grade, as_tokens
+
+TOLERANCE = 1e-4
+PROMPT = as_tokens([72, 101, 108, 108, 111, 44, 32, 119])
+
+
+def settings(transport="disk", **more):
+    return RolloutConfig(
+        servers={"request_timeout": 60, "control_timeout": 30, "max_running": 16},
+        weights={"transport": transport, "backend": "gloo", "timeout": 60}, **more,
+    )  # fmt: skip
+
+
+def run(coroutine, seconds=200):
+    return asyncio.run(asyncio.wait_for(coroutine, seconds))
+
+
+class Subject:
+    """An engine under test, however it is opened, with the transformers model that says what is right."""
+
+    def __init__(self, server: RealServer | None) -> None:
+        self.server = server
+        self.model = server.model if server else tiny_model()
+
+    @asynccontextmanager
+    async def open(self, transport="disk", config=None):
+        if self.server is None:
+            engine = EmbeddedEngine(_copy(self.model), byte_tokenizer(), EmbeddedConfig(rows=32))
+        else:
+            engine = await SGLangEngine.connect(
+                [self.server.process.url], config or settings(transport),
+                model=str(self.server.directory), version=self.server.version,
+            )  # fmt: skip
+        try:
+            yield engine
+        finally:
+            if self.server is not None:
+                self.server.version = engine.weight_version
+            await engine.close()
+
+    async def update(self, engine, seed):
+        """Moves the engine and the reference model to new weights; two buckets, so that their order matters."""
+        pairs = changed_weights(self.model, seed)
+        report = await engine.update_weights(engine.weight_version + 1, iter([pairs[:9], pairs[9:]]))
+        self.model.load_state_dict(dict(pairs))
+        return report
+
+    def assert_agrees(self, prompt, completion, temperature=1.0):
+        expected = reference_logprobs(self.model, prompt, completion.tokens, temperature)
+        assert np.abs(completion.logprobs - expected).max() < TOLERANCE
+
+
+def _copy(model):
+    twin = tiny_model()
+    twin.load_state_dict(model.state_dict())
+    return twin
+
+
+@pytest.fixture(params=["embedded", *SGLANG_VERSIONS])
+def subject(request):
+    if request.param == "embedded":
+        return Subject(None)
+    if not sglang_python(request.param).exists():
+        pytest.skip(f"SGLang {request.param} is not installed: make sglang-cpu")
+    return Subject(request.getfixturevalue("sglang_servers")[request.param])
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(40, ignore_eos=True),
+        SamplingParams(40, temperature=0.6, ignore_eos=True),
+        SamplingParams(40, temperature=1.3, top_p=0.8, top_k=20, min_p=0.02, ignore_eos=True),
+        SamplingParams(40, temperature=0.0, ignore_eos=True),
+    ],
+    ids=["plain", "cold", "cut", "greedy"],
+)
+def test_logprobs_are_of_the_whole_distribution_at_the_temperature(subject, params):
+    """Not renormalised to what top-p, top-k and min-p leave; greedy reports temperature 1."""
+
+    async def main():
+        async with subject.open() as engine:
+            return await asyncio.gather(*(engine.generate(f"{params.top_k}-{i}", PROMPT, params) for i in range(5)))
+
+    for completion in run(main()):
+        assert len(completion.tokens) == len(completion.logprobs) == 40
+        assert completion.finish_reason is FinishReason.LENGTH
+        assert [(span.start, span.end) for span in completion.weight_spans] == [(0, 40)]
+        subject.assert_agrees(PROMPT, completion, params.temperature)
+
+
+def test_greedy_is_the_most_likely_token(subject):
+    async def main():
+        async with subject.open() as engine:
+            return await engine.generate("greedy", PROMPT, SamplingParams(20, temperature=0.0, ignore_eos=True))
+
+    completion = run(main())
+    context = torch.tensor([[*PROMPT.tolist(), *completion.tokens.tolist()]])
+    with torch.no_grad():
+        best = subject.model(context).logits[0, len(PROMPT) - 1 : -1].argmax(-1)
+    assert completion.tokens.tolist() == best.tolist()
+
+
+def test_stop_tokens_end_the_sample_and_are_part_of_it(subject):
+    async def main():
+        async with subject.open() as engine:
+            free = await engine.generate("free", PROMPT, SamplingParams(20, temperature=0.0, ignore_eos=True))
+            stop = int(free.tokens[6])
+            params = SamplingParams(20, temperature=0.0, stop_token_ids=(stop,))
+            return free, stop, await engine.generate("stopped", PROMPT, params)
+
+    free, stop, stopped = run(main())
+    first = free.tokens.tolist().index(stop)
+    assert stopped.finish_reason is FinishReason.STOP
+    assert stopped.tokens.tolist() == free.tokens[: first + 1].tolist() and len(stopped.logprobs) == first + 1
+
+
+def test_stop_strings_end_the_sample_and_are_left_out_of_the_text(subject):
+    tokenizer = byte_tokenizer()
+
+    async def main():
+        async with subject.open() as engine:
+            for number in range(20):
+                prompt = as_tokens([*PROMPT.tolist(), number])
+                free = await engine.generate(f"f{number}", prompt, SamplingParams(30, temperature=0.0, ignore_eos=True))
+                pairs = [tokenizer.decode(free.tokens[i : i + 2]) for i in range(2, 28)]
+                stops = [pair for pair in pairs if len(pair) == 2 and pair.isascii() and pair.isprintable()]
+                if stops:
+                    params = SamplingParams(30, temperature=0.0, ignore_eos=True, stop=("never so long", stops[0]))
+                    return stops[0], free, await engine.generate(f"s{number}", prompt, params)
+        raise AssertionError("no prompt gave two printable letters in a row")
+
+    stop, free, stopped = run(main())
+    assert stopped.finish_reason is FinishReason.STOP and stop not in stopped.text
+    assert stopped.tokens.tolist() == free.tokens[: len(stopped.tokens)].tolist()
+    assert tokenizer.decode(stopped.tokens).endswith(stop)
+
+
+def test_abort_returns_the_tokens_so_far_and_they_can_be_continued(subject):
+    """Partial rollout against full rollout with frozen weights: the same tokens and log-probs."""
+    params = SamplingParams(600, temperature=0.0, ignore_eos=True)
+
+    async def main():
+        async with subject.open() as engine:
+            running = asyncio.ensure_future(engine.generate("long", PROMPT, params))
+            other = asyncio.ensure_future(engine.generate("other", PROMPT, SamplingParams(900, ignore_eos=True)))
+            await asyncio.sleep(0.4)
+            await engine.abort("long")
+            cut = await running
+            assert not other.done()
+            await engine.abort()
+            await other
+            prefix = as_tokens(np.concatenate([PROMPT, cut.tokens]))
+            rest = await engine.generate("rest", prefix, SamplingParams(20, temperature=0.0, ignore_eos=True))
+            total = SamplingParams(len(cut.tokens) + 20, temperature=0.0, ignore_eos=True)
+            return cut, rest, await engine.generate("whole", PROMPT, total)
+
+    cut, rest, whole = run(main())
+    assert cut.finish_reason is FinishReason.ABORT and 0 < len(cut.tokens) < 600
+    assert [*cut.tokens, *rest.tokens] == whole.tokens.tolist()
+    assert np.abs(np.concatenate([cut.logprobs, rest.logprobs]) - whole.logprobs).max() < TOLERANCE
+
+
+def test_pause_aborts_and_holds_back_until_resume(subject):
+    async def main():
+        async with subject.open() as engine:
+            running = asyncio.ensure_future(engine.generate("a", PROMPT, SamplingParams(900, ignore_eos=True)))
+            await asyncio.sleep(0.3)
+            await engine.pause()
+            assert (await running).finish_reason is FinishReason.ABORT
+            late = asyncio.ensure_future(engine.generate("b", PROMPT, SamplingParams(3, ignore_eos=True)))
+            await asyncio.sleep(0.3)
+            assert not late.done()
+            await engine.resume()
+            assert len((await late).tokens) == 3
+            await engine.health()
+
+    run(main())
+
+
+def test_what_does_not_fit_is_an_error_that_says_so(subject):
+    async def main():
+        async with subject.open() as engine:
+            with pytest.raises(EngineError, match=r"(?i)exceed.*1024"):
+                await engine.generate("huge", PROMPT, SamplingParams(5000))
+
+    run(main())
+
+
+@pytest.mark.parametrize("transport", ["disk", "tensor", "distributed"])
+def test_after_each_of_five_updates_the_logprobs_are_those_of_the_new_weights(subject, transport):
+    if subject.server is None and transport != "disk":
+        pytest.skip("the embedded engine has one way to take weights")
+    params = SamplingParams(24, ignore_eos=True)
+
+    async def main():
+        async with subject.open(transport) as engine:
+            for number in range(5):
+                before = await engine.generate(f"before{number}", PROMPT, params)
+                subject.assert_agrees(PROMPT, before)
+                old = engine.weight_version
+                report = await subject.update(engine, seed=100 + number)
+                assert report.version == old + 1 and not report.failed and report.tensors == 25
+                after = await engine.generate(f"after{number}", PROMPT, params)
+                subject.assert_agrees(PROMPT, after)
+                assert [span.version for span in after.weight_spans] == [old + 1]
+                stale = reference_logprobs(subject.model, PROMPT, before.tokens)
+                assert np.abs(stale - before.logprobs).max() > 100 * TOLERANCE, "the update changed nothing"
+
+    run(main())
+
+
+def test_partial_rollouts_over_real_updates_carry_the_version_of_every_token(subject):
+    """The sampler with oversampling and cuts, new weights between the steps: every token's log-prob is that of the
+    weights its span names. Three steps, or more until some sample has been cut and continued."""
+    config = settings(
+        samples_per_prompt=2, max_response_tokens=160, dynamic_sampling=False, stop_token_ids=[3, 77],
+        sampler={"oversampling": 3, "order": "completion", "unfinished": "continue", "max_staleness": 9},
+    )  # fmt: skip
+
+    async def grade(prompt, sample):
+        return Grade(sample.index == 0, 1.0)
+
+    async def main():
+        models, batches = {}, []
+        async with subject.open(config=config) as engine:
+            sampler = Sampler(engine, grade, Prompts(), config, groups_per_step=2)
+            for step in range(12):
+                models[engine.weight_version] = _copy(subject.model)
+                batches.append(await sampler.collect(step))
+                await subject.update(engine, seed=step)
+                if step >= 2 and any(len(sample.weight_spans) > 1 for batch in batches for sample in batch.samples):
+                    break
+        return models, batches
+
+    models, batches = run(main())
+    spans = 0
+    for sample in (sample for batch in batches for sample in batch.samples):
+        expected = {v: reference_logprobs(m, sample.prompt_tokens, sample.response_tokens) for v, m in models.items()}
+        assert sample.weight_spans[-1].end == sample.length
+        for span in sample.weight_spans:
+            difference = (sample.engine_logprobs - expected[span.version])[span.start : span.end]
+            assert np.abs(difference).max() < TOLERANCE
+        spans += len(sample.weight_spans)
+    assert spans > len([s for batch in batches for s in batch.samples]), "nothing was cut and continued"
+
+
+# ---- SGLang alone ----
+
+
+@pytest.mark.parametrize(
+    ("spoil", "cause"),
+    [
+        (lambda pairs: [*pairs[:-1], (pairs[-1][0], pairs[-1][1][:, :3])], "has shape"),
+        (lambda pairs: pairs[:-1], "did not come"),
+        (lambda pairs: [*pairs, ("model.nonsense", torch.zeros(3))], "no tensor 'model.nonsense'"),
+    ],
+)
+def test_a_wrong_update_is_not_served_and_the_next_one_heals(sglang_server, spoil, cause):
+    """The second of two buckets is wrong: the server has half of the new weights, and must not answer."""
+    subject = Subject(sglang_server)
+
+    async def main():
+        config = settings("tensor")
+        config = config.model_copy(update={"weights": config.weights.model_copy(update={"keep_snapshot": False})})
+        async with subject.open(config=config) as engine:
+            wrong = spoil(changed_weights(subject.model, 5))
+            with pytest.raises(WeightUpdateError, match=f"no server took weight version.*{cause}") as caught:
+                await engine.update_weights(engine.weight_version + 1, iter([wrong[:9], wrong[9:]]))
+            assert sglang_server.process.url in str(caught.value)
+            engine.patience = 0.5
+            with pytest.raises(EngineError, match="no server serves"):
+                await engine.generate("x", PROMPT, SamplingParams(4))
+            assert not (await subject.update(engine, seed=6)).failed
+            subject.assert_agrees(PROMPT, await engine.generate("y", PROMPT, SamplingParams(16, ignore_eos=True)))
+
+    run(main())
+
+
+def test_capabilities_are_asked_not_guessed(sglang_server):
+    async def main():
+        async with Subject(sglang_server).open() as engine:
+            return await engine.capabilities()
+
+    found = run(main())
+    newer = found.version == "0.5.23"
+    assert found.engine == "sglang" and found.bracketed_updates is newer and found.checksums is newer
+
+
+def test_memory_goes_to_the_trainer_and_comes_back_with_the_weights(sglang_server):
+    """On the CPU there is no memory to release, but the server goes through the same states, and ends if it is asked
+    for them in a wrong order or while a request runs."""
+    subject = Subject(sglang_server)
+
+    async def main():
+        async with subject.open("tensor") as engine:
+            for seed in (8, 9):
+                running = asyncio.ensure_future(
+                    engine.generate(f"r{seed}", PROMPT, SamplingParams(200, ignore_eos=True))
+                )
+                await asyncio.sleep(0.3)
+                await engine.release_memory()
+                assert (await running).finish_reason == FinishReason.ABORT
+                assert not (await subject.update(engine, seed=seed)).failed
+                found = await engine.generate(f"s{seed}", PROMPT, SamplingParams(16, ignore_eos=True))
+                subject.assert_agrees(PROMPT, found)
+
+    run(main())
+
+
+@pytest.mark.parametrize("sglang_server", SGLANG_VERSIONS[:1], indirect=True)
+def test_a_real_server_killed_in_mid_batch_comes_back_with_the_current_weights(sglang_server, tmp_path):
+    """kill -9 while every request runs on it; the batch completes with every sample once and right. Runs last: the
+    fleet ends the server. One version, because starting one takes half a minute."""
+    subject = Subject(sglang_server)
+    config = settings(
+        samples_per_prompt=4, max_response_tokens=64, dynamic_sampling=False,
+    ).model_copy(update={"servers": sglang_server.process._config.model_copy(
+        update={"heartbeat": 0.5, "attempts": 30, "request_timeout": 60.0})})  # fmt: skip
+
+    async def grade(prompt, sample):
+        return Grade(True, 1.0)
+
+    async def main():
+        fleet = Fleet(config, str(sglang_server.directory), tmp_path)
+        fleet.processes = [sglang_server.process]
+        engine = await fleet.start(version=sglang_server.version)
+        await subject.update(engine, seed=77)
+        sampler = Sampler(engine, grade, Prompts(), config, groups_per_step=4)
+        collecting = asyncio.ensure_future(sampler.collect(0))
+        await asyncio.sleep(0.2)
+        os.kill(sglang_server.process.pid, signal.SIGKILL)
+        batch = await collecting
+        await engine.close()
+        return engine.weight_version, batch
+
+    version, batch = run(main(), 280)
+    assert len({(s.prompt_id, s.index) for s in batch.samples}) == len(batch.samples) == 16
+    for sample in batch.samples:
+        assert {span.version for span in sample.weight_spans} == {version}
+        expected = reference_logprobs(subject.model, sample.prompt_tokens, sample.response_tokens)
+        assert np.abs(sample.engine_logprobs - expected).max() < TOLERANCE

@@ -1,0 +1,104 @@
+"""A real sglang-router between the engine and two servers: what is sent and answered goes through it unchanged."""
+
+import asyncio
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fake_server import FakeServer
+
+from megatron_dapo.config.rollout import RolloutConfig
+from megatron_dapo.engines.factory import open_engine
+from megatron_dapo.engines.protocol import EngineError, SamplingParams
+from megatron_dapo.launch.slurm_script import router_command
+from megatron_dapo.types import as_tokens
+
+KEY = "of-the-router"
+
+
+def router_python():
+    """A Python that has sglang-router: ours, or that of an SGLang environment."""
+    candidates = [sys.executable, *map(str, sorted(Path(__file__).parents[2].glob(".venv-sglang-*/bin/python")))]
+    for python in candidates:
+        if subprocess.run([python, "-c", "import sglang_router.launch_router"], capture_output=True).returncode == 0:
+            return python
+    pytest.skip("sglang-router is not installed: pip install sglang-router")
+
+
+class Locked(FakeServer):
+    """Refuses whoever does not know the key, as a server that others can reach does."""
+
+    async def _handle(self, request):
+        if request.path != "/health" and request.headers.get("Authorization") != f"Bearer {KEY}":
+            self.calls.append("refused")
+            from aiohttp import web
+
+            return web.json_response({}, status=401)
+        return await super()._handle(request)
+
+
+def free_ports():
+    """Two in a row: for requests and for metrics."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            try:
+                second.bind(("127.0.0.1", first.getsockname()[1] + 1))
+            except OSError:
+                continue
+            return first.getsockname()[1]
+
+
+def settings(urls, port, **more):
+    servers = {"urls": urls, "router_url": f"http://127.0.0.1:{port}", "api_key_env": "ROUTER_TEST_KEY", **more}
+    return RolloutConfig(servers=servers, weights={"proof": "version"})
+
+
+def test_generation_goes_through_the_router_and_is_what_the_server_said(tmp_path, monkeypatch):
+    python, port = router_python(), free_ports()
+    monkeypatch.setenv("ROUTER_TEST_KEY", KEY)
+
+    async def main():
+        servers = [await Locked().start() for _ in range(2)]
+        for server in servers:
+            server.label = "0"
+        config = settings([server.url for server in servers], port, start_timeout=60)
+        command = router_command(python, port, config.servers)
+        router = subprocess.Popen([*command, "--api-key", KEY, "--worker-urls", *config.servers.urls])
+        try:
+            engine = await open_engine(config, str(tmp_path), tmp_path)
+            assert not any("/generate" in server.calls for server in servers)  # it waited for the router instead
+            prompts = [as_tokens([5, 6, 7, number]) for number in range(40)]
+            answers = await asyncio.gather(
+                *(engine.generate(f"r{i}", p, SamplingParams(max_new_tokens=4)) for i, p in enumerate(prompts))
+            )
+            await engine.close()
+        finally:
+            router.terminate()
+            router.wait(10)
+            for server in servers:
+                await server.stop()
+        assert all(answer.weight_spans[0].version == 0 and len(answer.logprobs) == 4 for answer in answers)
+        served = [server.calls.count("/generate") for server in servers]
+        assert sum(served) == 40 and min(served) > 0, served
+        assert not any("refused" in server.calls for server in servers)
+
+    asyncio.run(main())
+
+
+def test_a_router_that_does_not_come_up_is_an_error_with_its_name(tmp_path, monkeypatch):
+    monkeypatch.setenv("ROUTER_TEST_KEY", KEY)
+
+    async def main():
+        server = await Locked().start()
+        server.label = "0"
+        port = free_ports()
+        try:
+            with pytest.raises(EngineError, match=rf"the router http://127.0.0.1:{port} was not ready after 1 s"):
+                await open_engine(settings([server.url], port, start_timeout=1), str(tmp_path), tmp_path)
+        finally:
+            await server.stop()
+
+    asyncio.run(main())

@@ -1,0 +1,248 @@
+"""Servers that fail: the batch completes, no sample lost or doubled, or the error names the server and the cause."""
+
+import asyncio
+import time
+
+import numpy as np
+import pytest
+from aiohttp import web
+from fake_server import FakeServer, changed
+from faults import PROMPT, fill_batch, run, settings
+
+from megatron_dapo.engines.protocol import EngineError, SamplingParams
+from megatron_dapo.engines.sglang.engine import SGLangEngine
+from megatron_dapo.types import FinishReason, as_tokens
+
+
+async def sleep_for_ever(server, body):
+    await asyncio.sleep(1000)
+
+
+def nothing_but(status):
+    return lambda server, body: web.Response(status=status, text="out of order")
+
+
+def nan_logprob(answer):
+    answer["meta_info"]["output_token_logprobs"][3][0] = float("nan")
+    return str(answer).replace("'", '"').replace("None", "null").replace("nan", "NaN")
+
+
+def null_logprob(answer):
+    answer["meta_info"]["output_token_logprobs"][3][0] = None
+
+
+def fewer_logprobs(answer):
+    answer["meta_info"]["output_token_logprobs"].pop()
+
+
+def other_tokens(answer):
+    answer["output_ids"][-1] += 1
+
+
+FAULTS = {
+    "hangs": (sleep_for_ever, "did not answer within 1 s"),
+    "answers 500": (nothing_but(500), "answered 500: out of order"),
+    "garbage": (changed(lambda answer: "<html>proxy error</html>"), "not JSON"),
+    "empty object": (changed(lambda answer: "{}"), "lacks 'meta_info'"),
+    "truncated body": (lambda server, body: "truncate", "/generate failed"),
+    "NaN log-prob": (changed(nan_logprob), "not JSON"),
+    "null log-prob": (changed(null_logprob), "log-prob 3 of 8"),
+    "fewer log-probs than tokens": (changed(fewer_logprobs), "8 tokens but 7 log-probs"),
+    "log-probs of other tokens": (changed(other_tokens), "other tokens than output_ids"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_one_bad_server_of_two_costs_no_sample(name):
+    async def main():
+        bad, good = await FakeServer(fault=FAULTS[name][0]).start(), await FakeServer().start()
+        engine = await SGLangEngine.connect([bad.url, good.url], settings())
+        batch = await fill_batch(engine, settings())
+        assert "/generate" in bad.calls and not bad.served
+        await engine.close()
+        await bad.stop()
+        await good.stop()
+        return batch
+
+    run(main())
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_bad_server_alone_is_named_with_its_cause(name):
+    async def main():
+        bad = await FakeServer(fault=FAULTS[name][0]).start()
+        config = settings(attempts=2, request_timeout=1.0)
+        engine = await SGLangEngine.connect([bad.url], config)
+        began = time.monotonic()
+        with pytest.raises(EngineError, match=FAULTS[name][1]) as caught:
+            await engine.generate("r1", PROMPT, SamplingParams(8))
+        assert bad.url in str(caught.value) and "2 tries failed" in str(caught.value)
+        assert time.monotonic() - began < 10
+        await engine.close()
+        await bad.stop()
+
+    run(main())
+
+
+def test_a_refusal_is_final_and_not_repeated():
+    async def main():
+        server = await FakeServer(fault=nothing_but(400)).start()
+        engine = await SGLangEngine.connect([server.url], settings())
+        with pytest.raises(EngineError, match="answered 400"):
+            await engine.generate("r1", PROMPT, SamplingParams(8))
+        assert server.calls.count("/generate") == 1
+        await engine.close()
+        await server.stop()
+
+    run(main())
+
+
+def test_a_server_that_fails_now_and_then_costs_no_sample():
+    failures = iter([True, False, True, True, False] * 100)
+
+    def sometimes(server, body):
+        return web.Response(status=503) if next(failures) else None
+
+    async def main():
+        servers = [await FakeServer(fault=sometimes).start() for _ in range(3)]
+        config = settings(attempts=10)
+        engine = await SGLangEngine.connect([server.url for server in servers], config)
+        await fill_batch(engine, config, groups=10)
+        served = [name.split("-try")[0] for server in servers for name in server.served]
+        assert len(served) == len(set(served)) == 40
+        await engine.close()
+
+    run(main())
+
+
+def test_requests_never_exceed_the_bound_and_prompts_stay_together():
+    async def main():
+        running = most = 0
+
+        async def count(server, body):
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            await asyncio.sleep(0.02)
+            running -= 1
+
+        servers = [await FakeServer(fault=count).start() for _ in range(2)]
+        engine = await SGLangEngine.connect([server.url for server in servers], settings(max_running=3))
+        await asyncio.gather(*(engine.generate(f"r{i}", PROMPT, SamplingParams(8)) for i in range(40)))
+        assert most <= 6 and sum(len(server.served) for server in servers) == 40
+        await engine.close()
+
+    run(main())
+
+
+def test_abort_reaches_running_and_queued_requests():
+    async def main():
+        server = await FakeServer(seconds=30).start()
+        engine = await SGLangEngine.connect([server.url], settings(max_running=3, request_timeout=60))
+        tasks = [asyncio.ensure_future(engine.generate(f"r{i}", PROMPT, SamplingParams(8))) for i in range(10)]
+        await asyncio.sleep(0.2)
+        await engine.abort("r0")
+        first = await asyncio.wait_for(tasks[0], 5)
+        assert first.finish_reason is FinishReason.ABORT and len(first.tokens) == 4
+        await engine.abort()
+        done = await asyncio.wait_for(asyncio.gather(*tasks), 5)
+        assert all(c.finish_reason is FinishReason.ABORT for c in done)
+        assert sorted(len(c.tokens) for c in done) == [0] * 6 + [4] * 4
+        await engine.close()
+        await server.stop()
+
+    run(main())
+
+
+def test_behind_a_router_generation_goes_to_it_and_the_rest_to_the_servers():
+    async def main():
+        router = await FakeServer(seconds=30).start()
+        servers = [await FakeServer().start() for _ in range(2)]
+        urls = [server.url for server in servers]
+        engine = await SGLangEngine.connect(urls, settings(router_url=router.url, urls=urls, request_timeout=60))
+        task = asyncio.ensure_future(engine.generate("r1", PROMPT, SamplingParams(8)))
+        await asyncio.sleep(0.1)
+        await engine.abort("r1")
+        await engine.abort()
+        assert router.calls == ["/generate"]
+        for server in servers:
+            assert "/generate" not in server.calls and server.calls.count("/abort_request") == 2
+        task.cancel()
+        await engine.close()
+
+    run(main())
+
+
+def test_a_cancelled_request_is_aborted_on_the_server():
+    async def main():
+        server = await FakeServer(seconds=30).start()
+        engine = await SGLangEngine.connect([server.url], settings(request_timeout=60))
+        task = asyncio.ensure_future(engine.generate("r1", PROMPT, SamplingParams(8)))
+        await asyncio.sleep(0.1)
+        task.cancel()
+        await asyncio.sleep(0.1)
+        assert "/abort_request" in server.calls and engine.servers[0].in_flight == 0
+        await engine.close()
+        await server.stop()
+
+    run(main())
+
+
+def test_the_world_may_not_reach_a_server_without_a_key():
+    with pytest.raises(ValueError, match="needs a key"):
+        settings(host="0.0.0.0")
+    assert settings(host="0.0.0.0", api_key_env="KEY").servers.host == "0.0.0.0"
+
+
+def test_keys_are_sent_and_a_missing_one_is_an_error(monkeypatch):
+    seen = {}
+
+    async def main():
+        server = await FakeServer().start()
+
+        async def look(request):
+            seen[request.path] = request.headers.get("Authorization")
+            return await original(request)
+
+        original = server._handle
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", look)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        config = settings(api_key_env="TEST_API_KEY", admin_key_env="TEST_ADMIN_KEY")
+        with pytest.raises(EngineError, match="TEST_API_KEY, which is not set"):
+            await SGLangEngine.connect([url], config)
+        monkeypatch.setenv("TEST_API_KEY", "one")
+        monkeypatch.setenv("TEST_ADMIN_KEY", "two")
+        engine = await SGLangEngine.connect([url], config)
+        await engine.generate("r", PROMPT, SamplingParams(8))
+        await engine.pause()
+        await engine.close()
+        await runner.cleanup()
+
+    run(main())
+    assert seen["/generate"] == "Bearer one" and seen["/pause_generation"] == "Bearer two"
+
+
+def test_big_prompts_travel_as_numbers():
+    bodies = []
+
+    async def main():
+        server = await FakeServer(fault=lambda server, body: bodies.append(body)).start()
+        engine = await SGLangEngine.connect([server.url], settings())
+        prompt = as_tokens(np.arange(2000) % 250)
+        params = SamplingParams(
+            8, temperature=0.5, top_p=0.9, top_k=7, stop=("a", "b"), stop_token_ids=(5,), seed=2**62
+        )
+        await engine.generate("r", prompt, params)
+        await engine.close()
+
+    run(main())
+    sent = bodies[0]
+    assert sent["input_ids"] == (np.arange(2000) % 250).tolist() and sent["return_logprob"] is True
+    assert sent["sampling_params"] == {
+        "max_new_tokens": 8, "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.0, "ignore_eos": False,
+        "stop": ["a", "b"], "stop_token_ids": [5], "sampling_seed": 2**62,
+    }  # fmt: skip

@@ -1,0 +1,118 @@
+"""Weights by reference to memory that another process maps: on a GPU by CUDA IPC, elsewhere by shared files.
+
+Update after update through the reader, the channel and the snapshot, while the weights leave the device as they do in
+`rollout.servers.share_gpus`: every tensor must arrive as it was, and no process may fall over.
+"""
+
+import asyncio
+import base64
+import io
+import multiprocessing
+import pickle
+
+import pytest
+import torch
+
+from megatron_dapo.config.rollout import WeightTransportConfig
+from megatron_dapo.engines.bucket_reader import BucketReader
+from megatron_dapo.engines.sglang.weights.snapshot import Snapshot
+from megatron_dapo.engines.sglang.weights.transports import StreamTransport, TensorChannel
+from megatron_dapo.policy.offload import Parking
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
+ELEMENTS, TENSORS, PARTS = 1 << (24 if ON_GPU else 12), 12, 8
+UPDATES = 40
+
+
+def other_process(pipe, on_gpu):
+    """What a server does with a payload: opens it, reads every tensor, lets go."""
+    from torch.multiprocessing import reductions
+
+    if on_gpu:
+        torch.cuda.init()
+        original = reductions.rebuild_cuda_tensor
+
+        def rebuild(*arguments):
+            devices = [str(torch.cuda.get_device_properties(d).uuid) for d in range(torch.cuda.device_count())]
+            return original(*arguments[:6], devices.index(arguments[6]), *arguments[7:])
+
+        reductions.rebuild_cuda_tensor = rebuild
+    pipe.send("ready")
+    while (text := pipe.recv()) is not None:
+        pairs = pickle.load(io.BytesIO(base64.b64decode(text)))
+        pipe.send({name: tensor.double().sum().item() for name, tensor in pairs})
+        del pairs
+
+
+class Server:
+    name, tensor_parallel = "other process", 1
+
+    def __init__(self, pipe):
+        self.pipe, self.sums = pipe, {}
+
+    async def update_call(self, path, body, timeout):
+        assert path == "/update_weights_from_tensor"
+        self.sums |= await asyncio.to_thread(self._talk, body["serialized_named_tensors"][0])
+
+    def _talk(self, payload):
+        self.pipe.send(payload)
+        return self.pipe.recv()
+
+
+class Everything:
+    """Expects what comes."""
+
+    def begin(self):
+        pass
+
+    def check(self, bucket):
+        return ""
+
+    def missing(self):
+        return ""
+
+
+@pytest.fixture
+def server():
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=other_process, args=(theirs, ON_GPU))
+    process.start()
+    assert ours.recv() == "ready"
+    yield Server(ours)
+    ours.send(None)
+    process.join(20)
+    assert process.exitcode == 0
+
+
+def test_every_update_arrives_while_weights_come_and_go(server, tmp_path):
+    weights = [torch.randn(ELEMENTS, device=DEVICE).bfloat16() for _ in range(TENSORS)]
+    parking, snapshot = Parking(DEVICE), Snapshot(tmp_path, "")
+
+    def buckets():
+        for index, whole in enumerate(weights):
+            yield [(f"w{index}.{part}", piece.clone()) for part, piece in enumerate(whole.view(PARTS, -1))]
+        parking.park(weights)
+
+    async def update(version):
+        kept = snapshot if version % 2 else None
+        transport = StreamTransport(kept, TensorChannel(WeightTransportConfig()), Everything())
+        async with BucketReader(buckets(), transport.prepare, transport.release) as reader:
+            return await transport.send(version, [server], reader)
+
+    for version in range(UPDATES):
+        for whole in weights:
+            whole.add_(0.01)
+        expected = {
+            f"w{index}.{part}": piece.double().sum().item()
+            for index, whole in enumerate(weights)
+            for part, piece in enumerate(whole.view(PARTS, -1))
+        }
+        sent = asyncio.run(update(version))
+        assert not sent.failed and sent.tensors == len(expected)
+        assert server.sums == expected
+        assert not any(whole.untyped_storage().nbytes() for whole in weights)
+        parking.empty_cache()
+        parking.bring_back()
+    snapshot.close()

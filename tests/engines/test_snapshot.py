@@ -1,0 +1,62 @@
+"""Weights on disk: what safetensors and transformers read is what was given, and a version is whole or absent."""
+
+import errno
+import json
+import os
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_dapo.engines.protocol import EngineError
+from megatron_dapo.engines.sglang.weights.snapshot import Snapshot, write_safetensors
+
+
+def test_any_mixture_of_tensors_is_read_back_bit_for_bit(tmp_path):
+    whole = torch.randn(6, 8)
+    bucket = [
+        ("odd", torch.randn(3).bfloat16()),
+        ("wide", torch.randn(5, 7).double()),
+        ("single", torch.tensor(2.5)),
+        ("view", whole[1:3]),
+        ("transposed", whole.t()),
+        ("nothing", torch.zeros(0, 4)),
+        ("half", torch.randn(9).half()),
+    ]
+    write_safetensors(tmp_path / "x.safetensors", bucket)
+    found = load_file(tmp_path / "x.safetensors")
+    assert set(found) == {name for name, _ in bucket}
+    for name, tensor in bucket:
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+    write_safetensors(tmp_path / "empty.safetensors", [])
+    assert load_file(tmp_path / "empty.safetensors") == {}
+
+
+def test_a_version_replaces_the_one_before_and_names_every_tensor(tmp_path):
+    snapshot = Snapshot(tmp_path, "")
+    for version in (1, 2):
+        snapshot.begin(version)
+        snapshot.add([("a", torch.full((4,), float(version)))])
+        snapshot.add([("b", torch.ones(2, 2).bfloat16())])
+        assert not (snapshot._root / f"version-{version}").exists()
+        path = snapshot.commit()
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 24 and set(index["weight_map"]) == {"a", "b"}
+    assert load_file(path / index["weight_map"]["a"])["a"].tolist() == [2.0] * 4
+    snapshot._wait_for_removal()
+    assert [p.name for p in path.parent.iterdir()] == ["version-2"]
+    snapshot.close()
+    assert not path.exists()
+
+
+def test_a_full_disk_is_an_error_that_names_the_key(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    snapshot = Snapshot(tmp_path, "")
+    snapshot.begin(1)
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(EngineError, match=r"rollout\.weights\.directory.*No space left"):
+        snapshot.add([("a", torch.ones(4))])
+    snapshot.discard()
+    assert snapshot.current is None and not list(snapshot._root.iterdir())

@@ -1,0 +1,232 @@
+"""Weight updates over a fleet: all of a version or nothing, whatever fails on the way."""
+
+import asyncio
+
+import pytest
+from fake_server import FakeServer
+from faults import PROMPT, WEIGHTS, fill_batch, run, settings
+
+from megatron_dapo.engines.protocol import EngineError, SamplingParams, WeightUpdateError
+from megatron_dapo.engines.sglang.engine import SGLangEngine
+from megatron_dapo.types import FinishReason, WeightSpan, as_tokens
+
+
+async def fake_fleet(tmp_path, count=3, **weights):
+    servers = [await FakeServer().start() for _ in range(count)]
+    base = settings()
+    config = base.model_copy(
+        update={"weights": base.weights.model_copy(update={"directory": str(tmp_path), **weights})}
+    )
+    return servers, await SGLangEngine.connect([server.url for server in servers], config, model=str(tmp_path))
+
+
+def test_an_update_that_fails_on_one_of_three_servers(tmp_path):
+    """The failed one serves nothing; the others serve the new version; the next update brings it back."""
+
+    async def main():
+        servers, engine = await fake_fleet(tmp_path)
+        await engine.update_weights(1, [WEIGHTS])
+        servers[1].broken_calls["/update_weights_from_disk"] = (400, {"success": False, "message": "out of memory"})
+        report = await engine.update_weights(2, [WEIGHTS])
+        assert set(report.failed) == {servers[1].url} and "out of memory" in report.failed[servers[1].url]
+        assert set(report.served_by) == {servers[0].url, servers[2].url} and report.tensors == 2
+        before = len(servers[1].served)
+        await fill_batch(engine, engine.config)
+        assert len(servers[1].served) == before and not servers[1].label.isdigit()
+        servers[1].broken_calls.clear()
+        assert not (await engine.update_weights(3, [WEIGHTS])).failed
+        await asyncio.gather(*(engine.generate(f"x{i}", as_tokens([i]), SamplingParams(8)) for i in range(30)))
+        assert servers[1].served
+        assert [server.label for server in servers] == ["3", "3", "3"]
+        await engine.close()
+
+    run(main())
+
+
+def test_an_update_that_no_server_takes_is_an_error_with_every_cause(tmp_path):
+    async def main():
+        servers, engine = await fake_fleet(tmp_path, count=2)
+        for server in servers:
+            server.broken_calls["/update_weights_from_disk"] = (500, {"message": f"{server.url} is full"})
+        made = []
+
+        def buckets():
+            for pair in WEIGHTS:
+                made.append(pair[0])
+                yield [pair]
+
+        with pytest.raises(WeightUpdateError, match="no server took weight version 1") as caught:
+            await engine.update_weights(1, buckets())
+        assert all(f"{server.url} is full" in str(caught.value) for server in servers) and len(made) == 2
+        engine.patience = 0.5
+        with pytest.raises(EngineError, match="no server serves weight version 1"):
+            await engine.generate("r", PROMPT, SamplingParams(8))
+        await engine.close()
+
+    run(main())
+
+
+def test_memory_is_released_when_idle_and_comes_back_around_the_weights(tmp_path):
+    """Running requests are cut; weights have room before they come, the KV cache only afterwards."""
+
+    async def main():
+        servers, engine = await fake_fleet(tmp_path, count=2)
+        for server in servers:
+            server.seconds, server.busy = 30, 3
+        running = asyncio.ensure_future(engine.generate("r", PROMPT, SamplingParams(8)))
+        await asyncio.sleep(0.1)
+        await engine.release_memory()
+        assert (await running).finish_reason == FinishReason.ABORT
+        assert [server.memory for server in servers] == [set(), set()] and engine.resting
+        engine.patience = 0.3
+        with pytest.raises(EngineError, match="the trainer has its GPUs"):
+            await engine.generate("s", PROMPT, SamplingParams(8))
+        for server in servers:
+            server.seconds = 0
+            server.calls.clear()
+        report = await engine.update_weights(1, [WEIGHTS])
+        assert not report.failed and not engine.resting
+        for server in servers:
+            order = [
+                server.calls.index(path)
+                for path in (
+                    "/resume_memory_occupation weights", "/update_weights_from_disk",
+                    "/resume_memory_occupation kv_cache", "/flush_cache", "/continue_generation",
+                )
+            ]  # fmt: skip
+            assert order == sorted(order)
+        await engine.update_weights(2, [WEIGHTS])  # nothing to take back this time
+        assert (await engine.generate("t", PROMPT, SamplingParams(8))).finish_reason == FinishReason.STOP
+        await engine.close()
+
+    run(main())
+
+
+def test_a_server_that_cannot_release_memory_is_named_with_the_remedy(tmp_path):
+    async def main():
+        servers, engine = await fake_fleet(tmp_path, count=2)
+        servers[1].memory_saver = False
+        servers[1].label = "0"
+        engine.servers[1]._capabilities = None
+        with pytest.raises(EngineError, match="start it with --enable-memory-saver") as caught:
+            await engine.release_memory()
+        assert servers[1].url in str(caught.value)
+        await engine.close()
+
+    run(main())
+
+
+def test_a_producer_that_breaks_off_leaves_no_server_serving(tmp_path):
+    async def main():
+        servers, engine = await fake_fleet(tmp_path, count=2)
+        await engine.update_weights(1, [WEIGHTS])
+
+        def buckets():
+            yield [WEIGHTS[0]]
+            raise ValueError("rank 3 died")
+
+        with pytest.raises(WeightUpdateError, match="rank 3 died"):
+            await engine.update_weights(2, buckets())
+        assert all(server.serves is None for server in engine.servers)
+        assert not any(server.label.isdigit() for server in servers)
+        await engine.close()
+
+    run(main())
+
+
+def test_the_buckets_are_read_to_their_end_when_the_disk_is_full(tmp_path):
+    """Making a bucket is a collective: the other ranks would wait for ever for a rank that stops."""
+
+    async def main():
+        _, engine = await fake_fleet(tmp_path, count=1)
+        made = []
+
+        def buckets():
+            for number in range(5):
+                made.append(number)
+                yield [WEIGHTS[0]]
+
+        def full(bucket):
+            raise OSError("no space left on device")
+
+        engine.snapshot.add = full
+        with pytest.raises(WeightUpdateError, match="no space left on device"):
+            await engine.update_weights(1, buckets())
+        assert made == [0, 1, 2, 3, 4]
+        await engine.close()
+
+    run(main())
+
+
+def test_a_server_with_other_weights_fails_the_probe(tmp_path):
+    async def main():
+        servers, engine = await fake_fleet(tmp_path)
+        servers[2].bias = 3.0
+        report = await engine.update_weights(1, [WEIGHTS])
+        assert set(report.failed) == {servers[2].url} and "differ" in report.failed[servers[2].url]
+        await engine.close()
+
+    run(main())
+
+
+def test_a_server_with_other_weights_fails_the_checksum(tmp_path):
+    async def main():
+        servers, engine = await fake_fleet(tmp_path, proof="checksum")
+        for server, value in zip(servers, ("aa", "aa", "bb"), strict=True):
+            server.checksum = value
+        report = await engine.update_weights(1, [WEIGHTS])
+        assert set(report.failed) == {servers[2].url} and "1 tensors differ" in report.failed[servers[2].url]
+        assert "same checksums" in report.proof
+        await engine.close()
+
+    run(main())
+
+
+def test_a_server_that_lost_its_weights_is_given_them_again(tmp_path):
+    """It restarted behind our back: its answers carry another version, are not used, and it gets the snapshot."""
+
+    async def main():
+        servers, engine = await fake_fleet(tmp_path, count=2)
+        await engine.update_weights(5, [WEIGHTS])
+        servers[0].label = "default"
+        batch = await fill_batch(engine, engine.config, groups=12)
+        assert {span for sample in batch.samples for span in sample.weight_spans} == {WeightSpan(5, 0, 8)}
+        for _ in range(100):
+            await asyncio.sleep(0.05)
+            if engine.servers[0].serves == 5:
+                break
+        assert servers[0].label == "5" and servers[0].calls.count("/update_weights_from_disk") == 2
+        await engine.close()
+
+    run(main())
+
+
+def test_a_server_is_never_updated_twice_at_the_same_time(tmp_path):
+    """SGLang 0.5.23 ends when that happens."""
+
+    async def main():
+        servers, engine = await fake_fleet(tmp_path, count=2)
+        await engine.update_weights(1, [WEIGHTS])
+        for server, client in zip(servers, engine.servers, strict=True):
+            server.label, client.serves = "default", None
+        again = [engine.admit(client) for client in engine.servers for _ in range(3)]
+        await asyncio.gather(*again, engine.update_weights(2, [WEIGHTS]), *(engine.admit(c) for c in engine.servers))
+        assert [server.most_updates for server in servers] == [1, 1]
+        assert [server.label for server in servers] == ["2", "2"]
+        await engine.close()
+
+    run(main())
+
+
+def test_running_requests_return_before_the_weights_change(tmp_path):
+    async def main():
+        servers, engine = await fake_fleet(tmp_path, count=1)
+        servers[0].seconds = 30
+        task = asyncio.ensure_future(engine.generate("r", PROMPT, SamplingParams(8)))
+        await asyncio.sleep(0.1)
+        await engine.update_weights(1, [WEIGHTS])
+        completion = await asyncio.wait_for(task, 5)
+        assert completion.finish_reason is FinishReason.ABORT and completion.weight_spans[0].version == 0
+        await engine.close()
+
+    run(main())

@@ -1,0 +1,95 @@
+"""Servers that another Slurm step runs: the only one dies, comes back empty, and serves only with current weights."""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_dapo.config.rollout import RolloutConfig
+from megatron_dapo.engines.factory import open_engine
+from megatron_dapo.engines.protocol import EngineError, SamplingParams
+from megatron_dapo.types import as_tokens
+
+FAKE = Path(__file__).resolve().parents[1] / "support" / "fake_server.py"
+WEIGHTS = [("a.weight", torch.ones(2, 3))]
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def settings(port, tmp_path, **servers):
+    urls = [f"http://127.0.0.1:{port}"]
+    # A heartbeat that is never due: only a failed request can make the fleet look.
+    chosen = {"urls": urls, "heartbeat": 600, "start_timeout": 60, "attempts": 2, **servers}
+    return RolloutConfig(servers=chosen, weights={"directory": str(tmp_path), "timeout": 10})
+
+
+async def serve(port):
+    """Somebody else's server."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, str(FAKE), str(port), "0.5", stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    return process
+
+
+async def end(process):
+    process.kill()
+    await process.wait()
+
+
+def test_the_only_server_dies_and_comes_back(tmp_path):
+    async def main():
+        port = free_port()
+        first = await serve(port)
+        engine = await open_engine(settings(port, tmp_path), str(tmp_path), tmp_path)
+        await engine.update_weights(3, [WEIGHTS])
+        running = [asyncio.ensure_future(engine.generate(f"x{i}", as_tokens([i]), SamplingParams(8))) for i in range(8)]
+        await asyncio.sleep(0.2)
+        os.kill(first.pid, signal.SIGKILL)
+        await first.wait()
+        await asyncio.sleep(1)
+        assert engine.servers[0].serves is None and not any(task.done() for task in running)
+        second = await serve(port)
+        completions = await asyncio.gather(*running)
+        assert {span.version for completion in completions for span in completion.weight_spans} == {3}
+        assert await engine.servers[0].version_label() == "3"
+        await engine.close()
+        assert second.returncode is None  # not ours to end
+        await end(second)
+
+    asyncio.run(asyncio.wait_for(main(), 90))
+
+
+def test_one_that_never_answers(tmp_path):
+    async def main():
+        with pytest.raises(EngineError, match="was not ready after 1 s") as caught:
+            await open_engine(settings(free_port(), tmp_path, start_timeout=1), str(tmp_path), tmp_path)
+        assert "Cannot connect" in str(caught.value)
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_one_that_its_launcher_has_given_up(tmp_path):
+    """The Slurm script's own files: there is nothing to wait for, and the reason is in the log."""
+    port = free_port()
+    (tmp_path / f"engine_127.0.0.1_{port}.log").write_text("one line\nno kernel image for this device\n")
+
+    async def main():
+        waiting = asyncio.ensure_future(open_engine(settings(port, tmp_path), str(tmp_path), tmp_path))
+        await asyncio.sleep(1)
+        assert not waiting.done()
+        (tmp_path / f"engine_127.0.0.1_{port}.given_up").touch()
+        with pytest.raises(EngineError, match="will not be started again") as caught:
+            await asyncio.wait_for(waiting, 20)
+        assert "no kernel image for this device" in str(caught.value)
+
+    asyncio.run(asyncio.wait_for(main(), 60))

@@ -1,0 +1,158 @@
+"""A virtual clock for asyncio, and an engine whose requests take virtual time: hours of rollout in milliseconds."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import selectors
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import numpy as np
+
+from megatron_dapo.engines.embedded.token_sampling import uniform
+from megatron_dapo.engines.protocol import Capabilities, Completion, EngineError, SamplingParams
+from megatron_dapo.types import FinishReason, Grade, Prompt, Sample, WeightSpan, as_logprobs, as_tokens
+
+
+class _Selector(selectors.SelectSelector):
+    """Instead of waiting, moves the clock. With nothing scheduled there is nothing that could ever happen."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None):
+        ready = super().select(0)
+        if not ready:
+            if timeout is None:
+                raise RuntimeError("deadlock: every task waits and no timer is set")
+            self.now += timeout
+        return ready
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    def __init__(self) -> None:
+        self._virtual = _Selector()
+        super().__init__(self._virtual)
+
+    def time(self) -> float:
+        return self._virtual.now
+
+
+def run_virtual(main: Coroutine[Any, Any, Any]) -> Any:
+    loop = VirtualLoop()
+    try:
+        return loop.run_until_complete(main)
+    finally:
+        loop.close()
+
+
+def response_of(seed: int, longest: int) -> tuple[list[int], list[float]]:
+    """The whole response that the simulated engine gives for a seed: long-tailed length, tokens and log-probs."""
+    number = uniform(np.array([seed], np.uint64), np.array([0], np.uint64))[0]
+    length = int(min(longest, 1 + 6 / (1.02 - number)))
+    numbers = uniform(np.full(length, seed, np.uint64), np.arange(1, length + 1, dtype=np.uint64))
+    return (numbers * 1000).astype(int).tolist(), (-numbers).tolist()
+
+
+class SimulatedEngine:
+    """One token per `token_seconds` for each of `slots` running requests; the rest queue. Tokens depend on the seed
+    alone, so a sample that was cut and continued must equal the whole one. `fault` may raise for a request."""
+
+    def __init__(
+        self,
+        slots: int = 8,
+        token_seconds: float = 0.1,
+        longest: int = 1000,
+        fault: Callable[[str], None] = lambda request_id: None,
+        jitter: float = 0.0,
+    ) -> None:
+        self.weight_version, self.longest, self.token_seconds = 0, longest, token_seconds
+        self._slots = asyncio.Semaphore(slots)
+        self._cut: dict[str, asyncio.Event] = {}
+        self._fault, self._jitter = fault, random.Random(jitter) if jitter else None
+        self.most_running = self.running = 0
+        self.requests: list[str] = []
+
+    async def capabilities(self) -> Capabilities:
+        return Capabilities("simulated", seeded=True)
+
+    async def generate(self, request_id: str, prompt, params: SamplingParams) -> Completion:
+        assert request_id not in self._cut, f"request id {request_id} is in use"
+        self.requests.append(request_id)
+        cut = self._cut[request_id] = asyncio.Event()
+        try:
+            queued, stopped = asyncio.ensure_future(self._slots.acquire()), asyncio.ensure_future(cut.wait())
+            await asyncio.wait([queued, stopped], return_when=asyncio.FIRST_COMPLETED)
+            stopped.cancel()
+            if not queued.done():
+                queued.cancel()
+                return Completion(as_tokens([]), as_logprobs([]), FinishReason.ABORT)
+            try:
+                return await self._run(request_id, prompt, params, cut)
+            finally:
+                self._slots.release()
+        finally:
+            del self._cut[request_id]
+
+    async def _run(self, request_id: str, prompt, params: SamplingParams, cut: asyncio.Event) -> Completion:
+        self._fault(request_id)
+        tokens, logprobs = response_of(params.seed, self.longest)
+        known = len(prompt) - int(prompt[0])  # a prompt's first token is its length
+        assert prompt[int(prompt[0]) :].tolist() == tokens[:known], "the continuation does not match the sample"
+        left, logs = tokens[known:][: params.max_new_tokens], logprobs[known:][: params.max_new_tokens]
+        pace = self.token_seconds * (self._jitter.uniform(0.5, 2) if self._jitter else 1)
+        began, version = asyncio.get_running_loop().time(), self.weight_version
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        try:
+            await asyncio.wait_for(cut.wait(), pace * len(left))
+        except TimeoutError:
+            ended = known + len(left) == len(tokens) and len(tokens) < self.longest
+            reason, made = FinishReason.STOP if ended else FinishReason.LENGTH, len(left)
+        else:
+            reason, made = FinishReason.ABORT, int((asyncio.get_running_loop().time() - began) / pace)
+            made = min(made, len(left) - 1)
+        finally:
+            self.running -= 1
+        spans = [WeightSpan(version, 0, made)] if made else []
+        return Completion(as_tokens(left[:made]), as_logprobs(logs[:made]), reason, "", spans)
+
+    async def abort(self, request_id: str | None = None) -> None:
+        for name, event in self._cut.items():
+            if request_id in (None, name):
+                event.set()
+
+
+class Prompts:
+    """p0, p1, …; each is drawn once."""
+
+    def __init__(self, count: int | None = None, start: int = 0) -> None:
+        self.count, self.drawn = count, start
+
+    def __call__(self) -> Prompt:
+        if self.count is not None and self.drawn >= self.count:
+            raise StopIteration
+        self.drawn += 1
+        length = 1 + self.drawn % 5
+        return Prompt(f"p{self.drawn - 1}", "", as_tokens([length] * length), answer="")
+
+
+def coin_grader(share: float, seconds: float = 0.5, broken: Callable[[Prompt], bool] = lambda prompt: False):
+    """Correct with probability `share`, decided by the sample's seed; takes virtual time."""
+
+    async def grade(prompt: Prompt, sample: Sample) -> Grade:
+        await asyncio.sleep(seconds)
+        if broken(prompt):
+            raise ZeroDivisionError("the grader has a bug")
+        correct = uniform(np.array([sample.seed], np.uint64), np.array([999_999], np.uint64))[0] < share
+        return Grade(bool(correct), 1.0 if correct else -1.0)
+
+    return grade
+
+
+def failing(names: set[str]) -> Callable[[str], None]:
+    def fault(request_id: str) -> None:
+        if any(name in request_id for name in names):
+            raise EngineError(f"server http://simulated: generate {request_id}: gone")
+
+    return fault
