@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tiny_run import HERE
+from tiny_run import environment
 
 from megatron_dapo.config import check_config, parse_config
 from megatron_dapo.observe.metric_names import is_wall_clock
@@ -33,7 +33,7 @@ def run(raw: dict[str, Any], before: Callable[[], None] | None = None, timeout: 
 
 
 def _main(raw: dict[str, Any], before: Callable[[], None] | None) -> None:
-    os.environ["PYTHONPATH"] = str(HERE)
+    os.environ.update(environment())
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if before is not None:
         before()

@@ -96,7 +96,7 @@ def rank(place, raw):
 
 
 def test_all_ranks_take_turns(alone, tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
     raw = config(alone[0], tmp_path, policy__tensor_parallel=2)
     assert run_ranks(2, rank, raw) == [0, 0]
     for ours, theirs in zip(records(tmp_path), records(alone[1]), strict=True):
