@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parent.parent / "megatron_dapo"
 
 # Lowest first. A room may import its own files and rooms of a strictly lower level.
 LEVELS = [
-    {"errors", "plugins", "types", "config", "files", "__init__"},
+    {"errors", "plugins", "types", "config", "files", "fault_points", "__init__"},
     {"algorithm", "data", "reward", "observe", "planner"},
     {"engines", "rollout"},
     {"weights", "policy"},
@@ -25,7 +25,7 @@ ALLOWED_SIDEWAYS = {
     ("cli", "launch"),
 }
 NO_MEGATRON = {"algorithm", "data", "reward", "engines", "rollout"}
-NO_TORCH = {"config", "types", "errors", "planner", "launch"}
+NO_TORCH = {"config", "types", "errors", "fault_points", "planner", "launch"}
 
 
 def imported(path: Path) -> set[str]:

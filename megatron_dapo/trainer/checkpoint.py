@@ -13,6 +13,9 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ import orjson
 import torch
 import torch.distributed as dist
 
+from megatron_dapo import fault_points
 from megatron_dapo.config.trainer import CheckpointConfig
 from megatron_dapo.policy.checkpoint import CheckpointError, load_policy, save_policy
 from megatron_dapo.policy.policy import Policy
@@ -29,10 +33,30 @@ NAME = re.compile(r"step_(\d+)(?:\+(\d+))?")
 STATE, POLICY, RNG, BEST = "trainer.json", "policy", "rng", "best.json"
 
 
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """How one save ended; the same on every rank. `error` is None when the checkpoint is published."""
+
+    path: Path
+    error: str | None
+    waited_seconds: float  # for which the loop stood still
+    seconds: float  # from the call of `save` until the checkpoint was published, or the save was given up
+
+
 class Checkpoints:
-    def __init__(self, run_dir: str | Path, config: CheckpointConfig, runtime: Runtime) -> None:
+    """The checkpoints of one run. `save`, `poll`, `finish`, `newest` and `load` are collective."""
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        config: CheckpointConfig,
+        runtime: Runtime,
+        report: Callable[[SaveReport], None] = lambda report: None,
+    ) -> None:
+        """`report` is called on every rank once for each save, when it has ended: in `save`, `poll` or `finish`."""
         self.folder = Path(run_dir).resolve() / "checkpoints"
         self.config, self.runtime = config, runtime
+        self._report = report
 
     def newest(self) -> Path | None:
         """Where to resume; the same on every rank, because rank 0 decides."""
@@ -43,25 +67,52 @@ class Checkpoints:
         dist.broadcast_object_list(found, src=0)
         return Path(found[0]) if found[0] else None
 
-    def save(self, policy: Policy, step: int, updates: int | None, state: dict[str, Any], score: float | None) -> Path:
-        """Collective. `step` steps are done, and `updates` of the next one (None: the step is complete)."""
+    def save(
+        self,
+        policy: Policy,
+        step: int,
+        updates: int | None,
+        state: dict[str, Any],
+        score: float | None,
+        *,
+        wait: bool = False,
+    ) -> Path:
+        """Starts a save and returns its path; `step` steps are done, and `updates` of the next one (None: the step is
+        complete). A save that is still running is finished first.
+
+        The path exists when the save has ended without error: see `poll`. With `wait` the save has ended on return,
+        and a failure is a CheckpointError on every rank."""
+        began = time.monotonic()
         name = f"step_{step}" if updates is None else f"step_{step}+{updates}"
         building = self.folder / f".{name}.tmp"
+        fault_points.reach("checkpoint/before_stage")
         if self.runtime.rank == 0:
             shutil.rmtree(building, ignore_errors=True)
             (building / RNG).mkdir(parents=True)
         dist.barrier()
+        fault_points.reach("checkpoint/before_write")
         save_policy(policy, building / POLICY)
         self._write(building / RNG / f"rank_{self.runtime.rank}.json", _random_state())
         if self.runtime.rank == 0:
             self._write(building / STATE, {**state, "step": step, "score": score, "layout": _layout(policy)})
+        fault_points.reach("checkpoint/after_write")
         dist.barrier()
         if self.runtime.rank == 0:
             _fsync_tree(building)
+            fault_points.reach("checkpoint/before_publish")
             self._publish(building, self.folder / name)
+            fault_points.reach("checkpoint/before_prune")
             self._prune()
         dist.barrier()
+        seconds = time.monotonic() - began
+        self._report(SaveReport(self.folder / name, None, seconds, seconds))
         return self.folder / name
+
+    def poll(self) -> None:
+        """Publishes the running save if all ranks have written their part. Returns at once; call it at every step."""
+
+    def finish(self) -> None:
+        """Waits until no save is running. If it failed, every rank raises CheckpointError."""
 
     def load(self, policy: Policy, path: Path) -> dict[str, Any]:
         """Collective. Restores policy and random states; returns the rest."""

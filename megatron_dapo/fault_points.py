@@ -1,0 +1,55 @@
+"""Named moments of a run at which a test may kill the process, raise an error or wait.
+
+Production code calls `reach(name)` at the moment it names. Without a registered action this is one test of an empty
+dictionary. A test registers an action with `on(name, …)` in the process under test, usually after a fork and before
+the run starts. Every name is declared in `POINTS` with what has and has not happened at that moment; a test compares
+the declarations with the calls in the source.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+
+POINTS = {
+    "checkpoint/before_stage": "the save was decided; nothing is copied or written",
+    "checkpoint/before_write": "the state is in host memory; this rank has written no file of the checkpoint",
+    "checkpoint/after_write": "this rank has written and synced all of its files; the checkpoint has no final name",
+    "checkpoint/before_publish": "all ranks have written everything; the checkpoint has no final name",
+    "checkpoint/before_prune": "the checkpoint has its final name; older ones still exist",
+}
+
+_lock = threading.Lock()
+_actions: dict[str, list[tuple[int, Callable[[], None]]]] = {}
+_counts: dict[str, int] = {}
+
+
+def reach(name: str) -> None:
+    """Called by production code, from any thread. Runs the actions registered for this arrival."""
+    if not _actions:
+        return
+    with _lock:
+        _counts[name] = count = _counts.get(name, 0) + 1
+        due = [action for at, action in _actions.get(name, []) if at == count]
+    for action in due:
+        action()
+
+
+def on(name: str, action: Callable[[], None], *, count: int = 1) -> None:
+    """For tests. Runs `action` at the `count`-th arrival at `name`, in the thread that arrives."""
+    if name not in POINTS:
+        raise KeyError(f"there is no fault point {name!r}; declared are {', '.join(POINTS)}")
+    _actions.setdefault(name, []).append((count, action))
+
+
+def clear() -> None:
+    """For tests. Forgets all actions and counts."""
+    _actions.clear()
+    _counts.clear()
+
+
+def kill() -> None:
+    """An action: this process ends as with kill -9."""
+    os.kill(os.getpid(), signal.SIGKILL)
