@@ -54,10 +54,10 @@ def write_plainly(path: Path, size: int) -> None:
         os.fsync(file.fileno())
 
 
-def measure(place: Rendezvous, folder: Path, repeats: int) -> tuple[list[Row], int]:
+def measure(rendezvous: Rendezvous, folder: Path, repeats: int) -> tuple[list[Row], int]:
     shape = QWEN_1_5B if gpu_count() else SMALL
     config = parse_config({"policy": {"precision": "bf16" if gpu_count() else "fp32"}})
-    policy = Policy(config, shape, initialize(config.policy, rendezvous=place))
+    policy = Policy(config, shape, initialize(config.policy, rendezvous=rendezvous))
     rows: list[Row] = []
     target, size = folder / "checkpoint", 0
     for name in ("Megatron's fully_reshardable", "ours") * repeats:
@@ -68,9 +68,9 @@ def measure(place: Rendezvous, folder: Path, repeats: int) -> tuple[list[Row], i
         rows.append((name, saving, loading))
         size = size_of(target)
         dist.barrier()
-        if place.rank == 0:
+        if rendezvous.rank == 0:
             shutil.rmtree(target)
-    plain = seconds(lambda: write_plainly(folder / f"plain-{place.rank}", size // place.world_size))
+    plain = seconds(lambda: write_plainly(folder / f"plain-{rendezvous.rank}", size // rendezvous.world_size))
     return [("written plainly (the limit)", plain, 0.0), *rows], size
 
 

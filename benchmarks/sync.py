@@ -69,7 +69,7 @@ async def hand_over(
     await engine.release_memory()
     clock["engine releases"] = time.perf_counter() - began
     began = time.perf_counter()
-    policy.bring_back()
+    policy.onload()
     clock["training state back"] = time.perf_counter() - began
     return report, clock
 
@@ -79,15 +79,15 @@ async def measure(args: argparse.Namespace, config: Config, policy: Policy, stre
     for name in args.transports:
         weights = {"transport": name.split("+")[0], "keep_snapshot": name.endswith("+snapshot"), "backend": "gloo"}
         rollout = config.rollout.model_copy(update={"weights": config.rollout.weights.model_copy(update=weights)})
-        policy.park_training_state()
-        policy.park_weights()
+        policy.offload_training_state()
+        policy.offload_weights()
         print(f"{name}: engine starts; {memory(device)}", flush=True)
         with tempfile.TemporaryDirectory() as logs:
             engine = await open_engine(rollout, args.model, logs)
             print(f"  engine serves; {memory(device)}", flush=True)
             await engine.release_memory()
             print(f"  engine released; {memory(device)}", flush=True)
-            policy.bring_back()
+            policy.onload()
             print(f"  trainer back; {memory(device)}", flush=True)
             seconds: list[float] = []
             for _ in range(args.repeats):

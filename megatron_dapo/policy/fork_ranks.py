@@ -35,9 +35,9 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         pipes, processes = [], []
         for rank in range(world_size):
-            place = Rendezvous(rank, world_size, rank, f"file://{Path(folder) / 'store'}")
+            rendezvous = Rendezvous(rank, world_size, rank, f"file://{Path(folder) / 'store'}")
             receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=_rank_main, args=(sender, place, function, args), daemon=False)
+            process = context.Process(target=_rank_main, args=(sender, rendezvous, function, args), daemon=False)
             process.start()
             sender.close()
             pipes.append(receiver)
@@ -105,14 +105,14 @@ def _collect(pipes: list[Any], processes: list[ForkProcess], timeout: float | No
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _rank_main(sender: Any, place: Rendezvous, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _rank_main(sender: Any, rendezvous: Rendezvous, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
     # A pool of OpenMP threads does not survive a fork: a parent that computed something would make its ranks hang.
     torch.set_num_threads(1)
     try:
-        ok, value = True, function(place, *args)
+        ok, value = True, function(rendezvous, *args)
     except RankError as error:
         ok, value = False, str(error)
     except BaseException:

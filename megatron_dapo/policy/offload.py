@@ -1,7 +1,8 @@
-"""State that leaves the device for a while and comes back to the same tensors: for engines that share our GPUs.
+"""Offloads tensors to host memory and loads them back, so that an engine can use the same GPU.
 
-Memory is given back by emptying storages, so every tensor, view and bucket that Megatron made stays what it is and is
-whole again after `bring_back`. Host copies are pinned and kept, because pinning costs more than copying.
+Device memory is freed by resizing storages to zero. Every tensor, view and bucket that Megatron made therefore stays
+valid and has its contents again after `onload`. Host copies are pinned and reused, because pinning costs more than
+copying.
 """
 
 from __future__ import annotations
@@ -14,73 +15,73 @@ from torch import Tensor
 
 
 @dataclass(slots=True)
-class _Place:
+class _Offloaded:
     storage: torch.UntypedStorage
     bytes: int
-    host: Tensor | None  # None: the contents are not worth keeping
+    host: Tensor | None  # None: the contents are not kept
 
 
-class Parking:
-    """Tensors of one device, parked in host memory or not. Parking what is parked already changes nothing."""
+class Offloader:
+    """Moves the storages of one device to host memory and back. Offloading twice changes nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._parked: dict[int, _Place] = {}
+        self._offloaded: dict[int, _Offloaded] = {}
         self._hosts: dict[int, Tensor] = {}
 
-    def park(self, tensors: Iterable[Tensor], *, keep: bool = True) -> int:
-        """Frees the storages under `tensors`; returns the bytes. Without `keep` they come back with arbitrary contents,
-        which is right for what is overwritten before it is read."""
+    def offload(self, tensors: Iterable[Tensor], *, keep: bool = True) -> int:
+        """Frees the storages of `tensors`; returns the number of bytes freed. With `keep=False` the contents are
+        arbitrary after `onload`: for buffers that are overwritten before they are read."""
         freed = 0
-        fresh = {key(t): t.untyped_storage() for t in tensors if t.device == self._device}
-        for name, storage in fresh.items():
+        fresh = {storage_key(t): t.untyped_storage() for t in tensors if t.device == self._device}
+        for key, storage in fresh.items():
             size = storage.nbytes()
-            if name in self._parked or not size:
+            if key in self._offloaded or not size:
                 continue
-            host = self._copy_out(name, storage) if keep else None
-            self._parked[name] = _Place(storage, size, host)
+            host = self._copy_to_host(key, storage) if keep else None
+            self._offloaded[key] = _Offloaded(storage, size, host)
             freed += size
         self._synchronize()
-        for name in fresh:
-            if name in self._parked:
-                self._parked[name].storage.resize_(0)
+        for key in fresh:
+            if key in self._offloaded:
+                self._offloaded[key].storage.resize_(0)
         self.empty_cache()
         return freed
 
     def empty_cache(self) -> None:
-        """What torch holds without using it becomes another process's."""
+        """Returns memory that torch has cached to the device, so that other processes can use it."""
         if self._device.type == "cuda":
-            torch.cuda.ipc_collect()  # what was sent to an engine and has been read
+            torch.cuda.ipc_collect()  # tensors that an engine has received and closed
             torch.cuda.empty_cache()
 
-    def bring_back(self) -> int:
-        """Everything parked is on the device again; returns the bytes."""
+    def onload(self) -> int:
+        """Restores everything that is offloaded; returns the number of bytes."""
         restored = 0
-        for place in self._parked.values():
-            place.storage.resize_(place.bytes)
-            if place.host is not None:
-                _bytes_of(place.storage, self._device).copy_(place.host, non_blocking=True)
-            restored += place.bytes
-        self._parked.clear()
+        for entry in self._offloaded.values():
+            entry.storage.resize_(entry.bytes)
+            if entry.host is not None:
+                _as_bytes(entry.storage, self._device).copy_(entry.host, non_blocking=True)
+            restored += entry.bytes
+        self._offloaded.clear()
         self._synchronize()
         return restored
 
-    def _copy_out(self, name: int, storage: torch.UntypedStorage) -> Tensor:
-        host = self._hosts.get(name)
+    def _copy_to_host(self, key: int, storage: torch.UntypedStorage) -> Tensor:
+        host = self._hosts.get(key)
         if host is None or host.numel() != storage.nbytes():
             host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self._device.type == "cuda")
-            self._hosts[name] = host
-        return host.copy_(_bytes_of(storage, self._device), non_blocking=True)
+            self._hosts[key] = host
+        return host.copy_(_as_bytes(storage, self._device), non_blocking=True)
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
 
-def key(tensor: Tensor) -> int:
-    """The same for all tensors on one storage."""
+def storage_key(tensor: Tensor) -> int:
+    """Equal for all tensors that share one storage."""
     return tensor.untyped_storage()._cdata
 
 
-def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
+def _as_bytes(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

@@ -41,7 +41,7 @@ from megatron_dapo.policy.loss_func import (
 )
 from megatron_dapo.policy.metrics import MetricReducer
 from megatron_dapo.policy.model.gpt import DTYPES, PolicyModel, build_model
-from megatron_dapo.policy.offload import Parking, key
+from megatron_dapo.policy.offload import Offloader, storage_key
 from megatron_dapo.policy.packing import Layout, PackedMicroBatch, pack
 from megatron_dapo.policy.runtime import Runtime
 from megatron_dapo.policy.schedule import plan
@@ -79,7 +79,7 @@ class Policy:
             no_syncs = [chunk.no_sync for chunk in self.chunks]
             self.megatron_config.no_sync_func = no_syncs if len(no_syncs) > 1 else no_syncs[0]
         self._forward_backward = get_forward_backward_func()
-        self._parking = Parking(runtime.device)
+        self._offloader = Offloader(runtime.device)
         self._weight_gradient = self._where_the_head_adds()
 
     def _wrap(self, chunk: PolicyModel, ddp_config: DistributedDataParallelConfig, first: bool) -> Any:
@@ -123,24 +123,24 @@ class Policy:
         load_hf_weights(self.model, self.shape, source, self.place)
         self.optimizer.reload_model_params()
 
-    def park_training_state(self) -> int:
-        """Master weights and optimizer state go to host memory, gradient buffers away: room for an engine on the same
-        GPU. The weights stay and may be read. Returns the bytes given back; `bring_back` undoes it."""
+    def offload_training_state(self) -> int:
+        """Moves master weights and optimizer state to host memory and drops the gradient buffers, which makes room for
+        an engine on the same GPU. The weights stay readable. Returns the bytes freed; `onload` undoes it."""
         self.optimizer.zero_grad()
         buffers = [b for chunk in self.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-        freed = self._parking.park((buffer.grad_data for buffer in buffers), keep=False)
-        weights = {key(parameter) for parameter in self._parameters()}
-        return freed + self._parking.park(t for t in self._optimizer_tensors() if key(t) not in weights)
+        freed = self._offloader.offload((buffer.grad_data for buffer in buffers), keep=False)
+        weights = {storage_key(parameter) for parameter in self._parameters()}
+        return freed + self._offloader.offload(t for t in self._optimizer_tensors() if storage_key(t) not in weights)
 
-    def park_weights(self) -> int:
-        """The weights go to host memory, too. Nothing but `bring_back` may be called until they are back."""
-        return self._parking.park(self._parameters())
+    def offload_weights(self) -> int:
+        """Moves the weights to host memory as well. Only `onload` may be called afterwards."""
+        return self._offloader.offload(self._parameters())
 
-    def bring_back(self) -> int:
-        return self._parking.bring_back()
+    def onload(self) -> int:
+        return self._offloader.onload()
 
     def empty_cache(self) -> None:
-        self._parking.empty_cache()
+        self._offloader.empty_cache()
 
     def _optimizer_tensors(self) -> Iterator[Tensor]:
         for wrapper in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):

@@ -85,9 +85,9 @@ def initialize(policy: PolicyConfig, *, seed: int = 0, rendezvous: Rendezvous | 
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     cpu.install()
-    place = rendezvous or Rendezvous.from_environment()
-    check_world(policy, place.world_size)
-    device = _join(place, timedelta(seconds=policy.timeout_seconds))
+    rendezvous = rendezvous or Rendezvous.from_environment()
+    check_world(policy, rendezvous.world_size)
+    device = _join(rendezvous, timedelta(seconds=policy.timeout_seconds))
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
@@ -103,22 +103,24 @@ def initialize(policy: PolicyConfig, *, seed: int = 0, rendezvous: Rendezvous | 
     return Runtime(
         device=device,
         groups=ProcessGroupCollection.use_mpu_process_groups(),
-        rank=place.rank,
-        world_size=place.world_size,
+        rank=rendezvous.rank,
+        world_size=rendezvous.world_size,
         virtual_pipeline=policy.virtual_pipeline,
     )
 
 
-def _join(place: Rendezvous, timeout: timedelta) -> torch.device:
+def _join(rendezvous: Rendezvous, timeout: timedelta) -> torch.device:
     if cpu.needed():
         backend, device = "gloo", cpu.CPU
     else:
-        backend, device = "nccl", torch.device("cuda", place.local_rank % torch.cuda.device_count())
+        backend, device = "nccl", torch.device("cuda", rendezvous.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         # A single process needs no address to meet at.
-        where: dict[str, Any] = {"init_method": place.url} if place.url else {"store": dist.HashStore()}
-        dist.init_process_group(backend, rank=place.rank, world_size=place.world_size, timeout=timeout, **where)
+        where: dict[str, Any] = {"init_method": rendezvous.url} if rendezvous.url else {"store": dist.HashStore()}
+        dist.init_process_group(
+            backend, rank=rendezvous.rank, world_size=rendezvous.world_size, timeout=timeout, **where
+        )
     return device
 
 

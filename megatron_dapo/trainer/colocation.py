@@ -35,8 +35,8 @@ class Turns:
     def clear_the_way(self) -> None:
         """Before the engines start: they size their KV cache by what they find free."""
         if self.shared:
-            self._policy.park_training_state()
-            self._policy.park_weights()
+            self._policy.offload_training_state()
+            self._policy.offload_weights()
             self._meet()
             self.trainers_turn = False
 
@@ -48,7 +48,7 @@ class Turns:
         future = rollouts.release_memory() if rollouts is not None else None
         self._together.wait(future, "getting the GPUs back from the engines")
         released, after_release = time.monotonic(), memory(self._policy.runtime.device)
-        self._policy.bring_back()
+        self._policy.onload()
         self.trainers_turn = True
         self._log(
             f"GPU to the trainer: {before}; the engines released theirs in {released - began:.2f} s: {after_release}; "
@@ -59,7 +59,7 @@ class Turns:
         """For the engines' copy of the weights."""
         if self.shared and self.trainers_turn:
             before, began = memory(self._policy.runtime.device), time.monotonic()
-            self._policy.park_training_state()
+            self._policy.offload_training_state()
             self._meet()
             after = memory(self._policy.runtime.device)
             self._log(f"GPU to the engines: {before}; training state away in {time.monotonic() - began:.2f} s: {after}")
@@ -70,7 +70,7 @@ class Turns:
             # Buckets may be views of the weights, and the last ones may still be on their way when these leave.
             yield [(name, tensor.clone()) for name, tensor in bucket] if self.shared else bucket
         if self.shared and self.trainers_turn:
-            self._policy.park_weights()
+            self._policy.offload_weights()
             self._meet()
             self.trainers_turn = False
 

@@ -17,7 +17,7 @@ from megatron_dapo.config.rollout import WeightTransportConfig
 from megatron_dapo.engines.bucket_reader import BucketReader
 from megatron_dapo.engines.sglang.weights.snapshot import Snapshot
 from megatron_dapo.engines.sglang.weights.transports import StreamTransport, TensorChannel
-from megatron_dapo.policy.offload import Parking
+from megatron_dapo.policy.offload import Offloader
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
@@ -88,12 +88,12 @@ def server():
 
 def test_every_update_arrives_while_weights_come_and_go(server, tmp_path):
     weights = [torch.randn(ELEMENTS, device=DEVICE).bfloat16() for _ in range(TENSORS)]
-    parking, snapshot = Parking(DEVICE), Snapshot(tmp_path, "")
+    offloader, snapshot = Offloader(DEVICE), Snapshot(tmp_path, "")
 
     def buckets():
         for index, whole in enumerate(weights):
             yield [(f"w{index}.{part}", piece.clone()) for part, piece in enumerate(whole.view(PARTS, -1))]
-        parking.park(weights)
+        offloader.offload(weights)
 
     async def update(version):
         kept = snapshot if version % 2 else None
@@ -113,6 +113,6 @@ def test_every_update_arrives_while_weights_come_and_go(server, tmp_path):
         assert not sent.failed and sent.tensors == len(expected)
         assert server.sums == expected
         assert not any(whole.untyped_storage().nbytes() for whole in weights)
-        parking.empty_cache()
-        parking.bring_back()
+        offloader.empty_cache()
+        offloader.onload()
     snapshot.close()

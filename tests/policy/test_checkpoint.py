@@ -11,9 +11,9 @@ from megatron_dapo.selfcheck.layouts import LayoutSpec, check_config, gather_ful
 from megatron_dapo.selfcheck.synthetic import awkward_batch, random_hf_weights, synthetic_shape
 
 
-def make(place, layout, model):
+def make(rendezvous, layout, model):
     config = check_config(LayoutSpec.parse(layout))
-    return Policy(config, synthetic_shape(model), initialize(config.policy, rendezvous=place))
+    return Policy(config, synthetic_shape(model), initialize(config.policy, rendezvous=rendezvous))
 
 
 def two_more_updates(policy):
@@ -21,8 +21,8 @@ def two_more_updates(policy):
     return metrics[-1]["loss"], gather_full(policy, policy.runtime, gradient=False)
 
 
-def train_and_save(place, layout, model, folder):
-    policy = make(place, layout, model)
+def train_and_save(rendezvous, layout, model, folder):
+    policy = make(rendezvous, layout, model)
     policy.load_hf(random_hf_weights(policy.shape))
     for seed in (0, 1):
         policy.update(awkward_batch(policy.shape, seed))
@@ -30,8 +30,8 @@ def train_and_save(place, layout, model, folder):
     return two_more_updates(policy)
 
 
-def load_and_train(place, layout, model, folder):
-    policy = make(place, layout, model)
+def load_and_train(rendezvous, layout, model, folder):
+    policy = make(rendezvous, layout, model)
     load_policy(policy, folder)
     assert policy.updates == 2
     return two_more_updates(policy)
@@ -69,9 +69,9 @@ def test_data_parallel_ranks_share_the_writing(tmp_path):
     assert min(written) > 0.1 * sum(written) and max(written) < 0.5 * sum(written), written
 
 
-def forget_moments(place, layout, model, folder):
+def forget_moments(rendezvous, layout, model, folder):
     """What a peer did: weights come back, optimizer state does not."""
-    policy = make(place, layout, model)
+    policy = make(rendezvous, layout, model)
     load_policy(policy, folder)
     for _, state in policy.optimizer.state.items():
         state["exp_avg"].zero_()
@@ -86,18 +86,18 @@ def test_the_optimizer_state_matters(tmp_path):
     assert max(float((found[name] - weights[name]).abs().max()) for name in weights) > 1e-4
 
 
-def load_nothing(place, folder):
+def load_nothing(rendezvous, folder):
     with pytest.raises(CheckpointError, match="is not a torch_dist checkpoint"):
-        load_policy(make(place, "single", "dense"), folder)
+        load_policy(make(rendezvous, "single", "dense"), folder)
 
 
 def test_a_directory_without_a_checkpoint(tmp_path):
     run_ranks(1, load_nothing, tmp_path)
 
 
-def load_other_model(place, folder):
+def load_other_model(rendezvous, folder):
     with pytest.raises(CheckpointError, match="does not fit this model"):
-        load_policy(make(place, "do", "moe"), folder)
+        load_policy(make(rendezvous, "do", "moe"), folder)
 
 
 def test_another_model(tmp_path):

@@ -43,8 +43,8 @@ def sequences(batch: TrainBatch) -> list[torch.Tensor]:
     return [torch.from_numpy(part).long() for part in np.split(batch.tokens, np.cumsum(LENGTHS)[:-1])]
 
 
-def our_logits(place, shape, folder, packed):
-    policy = Policy(fp32_config(), shape, initialize(fp32_config().policy, rendezvous=place))
+def our_logits(rendezvous, shape, folder, packed):
+    policy = Policy(fp32_config(), shape, initialize(fp32_config().policy, rendezvous=rendezvous))
     policy.load_hf(folder)
     batch, model = some_batch(shape), policy.model[0]
     with torch.no_grad():
@@ -77,10 +77,10 @@ def test_logits_match_transformers(pair, packed):
         assert (ours - theirs).abs().max() <= 1e-5
 
 
-def scores(place, shape, folder, policy_options, temperature):
+def scores(rendezvous, shape, folder, policy_options, temperature):
     config = fp32_config(**policy_options)
     config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"temperature": temperature})})
-    policy = Policy(config, shape, initialize(config.policy, rendezvous=place))
+    policy = Policy(config, shape, initialize(config.policy, rendezvous=rendezvous))
     policy.load_hf(folder)
     return policy.log_probs(some_batch(shape))
 

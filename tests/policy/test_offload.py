@@ -1,11 +1,11 @@
-"""State that leaves the device and comes back: the policy goes on as if it had never been away."""
+"""Offloading and onloading: tensors have their contents again, and updates are the same as without."""
 
 import pytest
 import torch
 
 from megatron_dapo.config import parse_config
 from megatron_dapo.policy.fork_ranks import run_ranks
-from megatron_dapo.policy.offload import Parking
+from megatron_dapo.policy.offload import Offloader
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.policy.runtime import initialize
 from megatron_dapo.selfcheck import layouts as selfcheck
@@ -15,52 +15,52 @@ from megatron_dapo.selfcheck.synthetic import awkward_batch, random_hf_weights, 
 CPU = torch.device("cpu")
 
 
-def test_views_are_whole_again():
+def test_onload_restores_views():
     whole = torch.arange(12.0)
-    view, parking = whole[3:7], Parking(CPU)
-    assert parking.park([view, whole]) == 48
+    view, offloader = whole[3:7], Offloader(CPU)
+    assert offloader.offload([view, whole]) == 48
     assert whole.untyped_storage().nbytes() == 0
-    assert parking.park([whole]) == 0  # already away
-    assert parking.bring_back() == 48
+    assert offloader.offload([whole]) == 0  # offloaded already
+    assert offloader.onload() == 48
     assert view.tolist() == [3, 4, 5, 6] and whole.sum() == 66
     view += 1
     assert whole[3] == 4
-    assert parking.bring_back() == 0
+    assert offloader.onload() == 0
 
 
-def test_the_second_time_brings_back_the_new_values():
-    tensor, parking = torch.zeros(5), Parking(CPU)
+def test_each_onload_restores_the_latest_values():
+    tensor, offloader = torch.zeros(5), Offloader(CPU)
     for value in (1.0, 2.0):
         tensor.fill_(value)
-        parking.park([tensor])
-        parking.bring_back()
+        offloader.offload([tensor])
+        offloader.onload()
         assert tensor.tolist() == [value] * 5
 
 
-def test_what_need_not_be_kept_has_its_size_again():
-    tensor, parking = torch.ones(5), Parking(CPU)
-    assert parking.park([tensor], keep=False) == 20
-    assert parking.bring_back() == 20
+def test_without_keep_only_the_size_is_restored():
+    tensor, offloader = torch.ones(5), Offloader(CPU)
+    assert offloader.offload([tensor], keep=False) == 20
+    assert offloader.onload() == 20
     assert tensor.zero_().sum() == 0 and tensor.numel() == 5
 
 
-def updates(place, layout, kind, precision, away):
+def updates(rendezvous, layout, kind, precision, offload):
     shape = synthetic_shape(kind)
     raw = selfcheck.check_config(LayoutSpec.parse(layout)).model_dump(mode="json")
     raw["policy"]["precision"] = precision
     config = parse_config(raw)
-    policy = Policy(config, shape, initialize(config.policy, rendezvous=place))
+    policy = Policy(config, shape, initialize(config.policy, rendezvous=rendezvous))
     policy.load_hf(random_hf_weights(shape))
     metrics = []
-    for turn in range(3):
-        if away:
-            away_bytes = policy.park_training_state()
+    for seed in range(3):
+        if offload:
+            freed = policy.offload_training_state()
             weights = [p.untyped_storage().nbytes() for p in policy._parameters()]
-            assert away_bytes > 0 and all(weights)
-            assert policy.park_weights() > 0
+            assert freed > 0 and all(weights)
+            assert policy.offload_weights() > 0
             assert not any(p.untyped_storage().nbytes() for p in policy._parameters())
-            assert policy.bring_back() > away_bytes
-        metrics.append({n: v for n, v in policy.update(awkward_batch(shape, turn)).items() if "seconds" not in n})
+            assert policy.onload() > freed
+        metrics.append({n: v for n, v in policy.update(awkward_batch(shape, seed)).items() if "seconds" not in n})
     return metrics, [p.detach().clone() for p in policy._parameters()]
 
 
@@ -68,10 +68,10 @@ def updates(place, layout, kind, precision, away):
     ("layout", "kind", "precision"),
     [("single", "dense", "bf16"), ("dp2do", "dense", "fp32"), ("tp2", "dense", "bf16"), ("ep2", "moe", "fp32")],
 )
-def test_updates_are_the_same_with_and_without_leaving(layout, kind, precision):
+def test_updates_are_the_same_with_and_without_offloading(layout, kind, precision):
     ranks = LayoutSpec.parse(layout).world_size
-    stayed = run_ranks(ranks, updates, layout, kind, precision, False)
-    left = run_ranks(ranks, updates, layout, kind, precision, True)
-    for (metrics, weights), (metrics_left, weights_left) in zip(stayed, left, strict=True):
-        assert metrics == metrics_left
-        assert all(torch.equal(a, b) for a, b in zip(weights, weights_left, strict=True))
+    resident = run_ranks(ranks, updates, layout, kind, precision, False)
+    offloaded = run_ranks(ranks, updates, layout, kind, precision, True)
+    for (metrics, weights), (other_metrics, other_weights) in zip(resident, offloaded, strict=True):
+        assert metrics == other_metrics
+        assert all(torch.equal(a, b) for a, b in zip(weights, other_weights, strict=True))

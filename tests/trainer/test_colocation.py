@@ -108,11 +108,11 @@ def test_all_ranks_take_turns(alone, tmp_path, monkeypatch):
 
 
 def test_a_trainer_that_keeps_its_weights_is_found(alone, tmp_path, capfd):
-    """The check above can fail: without parking, the run ends with its message."""
+    """The check above can fail: without offloading, the run ends with its message."""
 
     def forgetful():
         take_turns()
-        Policy.park_weights = lambda self: 0
+        Policy.offload_weights = lambda self: 0
 
     assert run(config(alone[0], tmp_path), forgetful) != 0
     assert "trainer has" in capfd.readouterr().err
@@ -120,7 +120,7 @@ def test_a_trainer_that_keeps_its_weights_is_found(alone, tmp_path, capfd):
 
 def test_without_sharing_nothing_moves(alone, tmp_path):
     def refuse():
-        Policy.park_training_state = Policy.park_weights = Policy.bring_back = None
+        Policy.offload_training_state = Policy.offload_weights = Policy.onload = None
 
     assert run(config(alone[0], tmp_path), refuse) == 0
 
