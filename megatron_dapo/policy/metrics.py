@@ -1,8 +1,13 @@
-"""Metrics of an update: sums and maxima from every micro-batch and rank become one dictionary on all ranks."""
+"""Training metrics: of one update over micro-batches and ranks (`MetricReducer`), of a step over its updates
+(`StepMetrics`).
+
+A name says how its values combine: names that end in `_max` are maxima, those in `TOTALS` are sums, all others means.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -69,3 +74,44 @@ class MetricReducer:
             if name not in ("loss_sum", *out):
                 out[name] = values[name] / tokens if tokens else 0.0
         return out | {name: values[name] for name in self.maxima}
+
+
+TOTALS = frozenset({"tokens", "denominator", "nonfinite_tokens", "update_skipped", "update_seconds", "micro_batches"})
+SKIPPED = "update_skipped"
+
+
+@dataclass(slots=True)
+class StepMetrics:
+    """Combines the metrics of a step's updates: totals are added, maxima are maxima, the rest are means.
+
+    A skipped update changed no weight and has no loss: it enters the totals only. Where every update was skipped there
+    are no means and no maxima. The state is plain JSON, for a step that is saved between two of its updates.
+    """
+
+    totals: dict[str, float] = field(default_factory=dict)
+    sums: dict[str, float] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    maxima: dict[str, float] = field(default_factory=dict)
+
+    def add(self, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            if name in TOTALS:
+                self.totals[name] = self.totals.get(name, 0.0) + value
+            elif metrics.get(SKIPPED):
+                continue
+            elif name.endswith("_max"):
+                self.maxima[name] = max(self.maxima.get(name, value), value)
+            else:
+                self.sums[name] = self.sums.get(name, 0.0) + value
+                self.counts[name] = self.counts.get(name, 0) + 1
+
+    def result(self, prefix: str = "") -> dict[str, float]:
+        means = {name: total / self.counts[name] for name, total in self.sums.items()}
+        return {f"{prefix}{name}": value for name, value in (self.totals | means | self.maxima).items()}
+
+    def to_state(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> StepMetrics:
+        return cls(**{name: dict(values) for name, values in state.items()})

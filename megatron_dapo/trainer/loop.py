@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from megatron_dapo.errors import UserError
 from megatron_dapo.evaluate import EvalResult
 from megatron_dapo.observe.observer import NullObserver, Observer
 from megatron_dapo.policy.batch import Floats, TrainBatch
+from megatron_dapo.policy.metrics import StepMetrics
 from megatron_dapo.policy.policy import NonFiniteError, Policy
 from megatron_dapo.policy.runtime import Rendezvous, initialize, shutdown
 from megatron_dapo.trainer.advantages import mini_batches, shape_batch
@@ -46,7 +47,7 @@ class Work:
     mini: list[list[int]]
     metrics: dict[str, float]
     done: int = 0
-    sums: dict[str, float] | None = None
+    updates: StepMetrics = field(default_factory=StepMetrics)
     source: StepBatch | None = None
 
 
@@ -202,7 +203,7 @@ class Trainer:
     def _update(self, work: Work) -> None:
         with self.observer.phase("update") as phase:
             for index in range(work.done, len(work.mini)):
-                work.sums = _add(work.sums, self._one_update(work, index))
+                work.updates.add(self._one_update(work, index))
                 work.done = index + 1
                 phase.update(work.done, len(work.mini), "updates")
                 if work.done < len(work.mini) and self.together.stop_requested():
@@ -292,7 +293,7 @@ class Trainer:
     def _observe(self, work: Work) -> None:
         if self.rollouts is None or work.source is None:
             return
-        metrics = {**work.metrics, **_means(work.sums, len(work.mini)), **self.rollouts.reward_metrics()}
+        metrics = {**work.metrics, **work.updates.result("train/"), **self.rollouts.reward_metrics()}
         if not self.config.evaluate.data.path:
             self.last_score = self._score(metrics)
         self.observer.step(self.steps_done, metrics, work.source.groups)
@@ -342,7 +343,7 @@ class Trainer:
             "batch": work.source.to_record(),
             "metrics": work.metrics,
             "done": work.done,
-            "sums": work.sums,
+            "updates": work.updates.to_state(),
             "old_logprobs": _listed(work.batch.old_logprobs),
             "ref_logprobs": _listed(work.batch.ref_logprobs),
         }
@@ -351,7 +352,8 @@ class Trainer:
         if record is None:
             return None
         work = self._share(StepBatch.from_record(record["batch"]) if self.is_driver else None)
-        work.metrics, work.done, work.sums = record["metrics"], record["done"], record["sums"]
+        work.metrics, work.done = record["metrics"], record["done"]
+        work.updates = StepMetrics.from_state(record["updates"])
         work.batch.old_logprobs = _array(record["old_logprobs"])
         work.batch.ref_logprobs = _array(record["ref_logprobs"])
         self.gate_passed = True
@@ -399,17 +401,6 @@ class _Watched:
                 self._read.result(timeout=0.05)
             if reader.done():
                 return
-
-
-def _add(sums: dict[str, float] | None, metrics: dict[str, float]) -> dict[str, float]:
-    sums = sums or {}
-    return sums | {name: sums.get(name, 0.0) + value for name, value in metrics.items()}
-
-
-def _means(sums: dict[str, float] | None, updates: int) -> dict[str, float]:
-    """Means over the step's updates; counts stay sums."""
-    totals = ("tokens", "denominator", "nonfinite_tokens", "update_skipped", "update_seconds", "micro_batches")
-    return {f"train/{n}": v if n in totals else v / updates for n, v in (sums or {}).items()}
 
 
 def _listed(values: Floats | None) -> list[float] | None:
