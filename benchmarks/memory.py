@@ -141,7 +141,7 @@ def measure(config: Config, shape: ModelShape, sequences: int) -> tuple[list[Lin
     passes = meter.peak()
     seconds = time.monotonic() - started
     meter.reset()
-    policy._step()
+    policy.step.step_optimizer()
     step = meter.peak()
     lines = _lines(predicted, static_bytes(policy), before, built, settled, passes, step)
     shutdown()

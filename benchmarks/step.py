@@ -44,7 +44,7 @@ def make_batch(tokens: int, sequences: int, seed: int) -> TrainBatch:
 
 def cross_entropy(policy: Policy, batch: TrainBatch) -> None:
     """The same packed tokens through the same schedule, with Megatron's own loss on every token."""
-    micro = policy._pack(batch)
+    micro = policy.step.pack(batch)
 
     def forward_step(iterator: Any, model: Any) -> Any:
         one = next(iterator)
@@ -53,8 +53,8 @@ def cross_entropy(policy: Policy, batch: TrainBatch) -> None:
         count = torch.tensor(output.numel(), dtype=torch.int32, device=output.device)
         return output, lambda o: (o.float().sum(), count, {"loss": o.detach().sum()})
 
-    policy._zero_grad()
-    policy._forward_backward(
+    policy.step.zero_grad()
+    policy.step.forward_backward(
         forward_step_func=forward_step, data_iterator=iter(micro), model=policy.chunks[0], num_microbatches=len(micro),
         seq_length=batch.tokens.size, micro_batch_size=1, forward_only=False,
     )  # fmt: skip

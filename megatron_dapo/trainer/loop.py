@@ -24,8 +24,9 @@ from megatron_dapo.evaluate import EvalResult
 from megatron_dapo.observe.observer import NullObserver, Observer
 from megatron_dapo.policy.batch import Floats, TrainBatch
 from megatron_dapo.policy.metrics import StepMetrics
-from megatron_dapo.policy.policy import NonFiniteError, Policy
+from megatron_dapo.policy.policy import Policy
 from megatron_dapo.policy.runtime import Rendezvous, initialize, shutdown
+from megatron_dapo.policy.step import NonFiniteError
 from megatron_dapo.trainer.advantages import mini_batches, shape_batch
 from megatron_dapo.trainer.checkpoint import Checkpoints
 from megatron_dapo.trainer.collectives import Together

@@ -79,8 +79,8 @@ def test_saved_activations_of_one_layer(kind):
     runtime = initialize(config.policy, rendezvous=Rendezvous(url=""))
     policy = Policy(config, shape, runtime)
     batch = awkward_batch(shape, 0, samples=60)
-    micro_batches = policy._pack(batch)
-    measured = _saved_by(policy.model[0].decoder.layers[1], lambda: policy.gradients(batch, micro_batches))
+    micro_batches = policy.step.pack(batch)
+    measured = _saved_by(policy.model[0].decoder.layers[1], lambda: policy.step.gradients(batch, micro_batches))
     shutdown()
     tokens = micro_batches[0].tokens
     layout = config.policy.model_copy(update={"micro_batch_tokens": tokens})

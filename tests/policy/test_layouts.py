@@ -14,7 +14,7 @@ import pytest
 import torch
 from reference_models import hf_model, hf_weights
 
-from megatron_dapo.policy import policy as update
+from megatron_dapo.policy import step
 from megatron_dapo.policy.fork_ranks import run_ranks
 from megatron_dapo.policy.loss_func import OnePassLoss
 from megatron_dapo.policy.policy import Policy
@@ -162,8 +162,8 @@ def with_extra_counts(monkeypatch, extra):
         counts[mask.nonzero()[0]] += extra(mask, sequence_ids, sequences)
         return weights, counts
 
-    real = update.token_weights
-    monkeypatch.setattr(update, "token_weights", planted)
+    real = step.token_weights
+    monkeypatch.setattr(step, "token_weights", planted)
 
 
 def count_before_mask(monkeypatch):
@@ -185,18 +185,18 @@ def mean_per_micro_batch(monkeypatch):
             loss, count, metrics = super().loss_func(output)
             return loss, torch.ones_like(count), metrics
 
-    monkeypatch.setattr(update, "OnePassLoss", Averaged)
+    monkeypatch.setattr(step, "OnePassLoss", Averaged)
 
 
 def missing_context_factor(monkeypatch):
     """Megatron's per-micro-batch path: it divides by each rank's own count and forgets context parallelism."""
-    real = update.Policy.gradients
+    real = Policy.gradients
 
     def planted(self, *args, **kwargs):
         self.megatron_config.calculate_per_token_loss = False
         return real(self, *args, **kwargs)
 
-    monkeypatch.setattr(update.Policy, "gradients", planted)
+    monkeypatch.setattr(Policy, "gradients", planted)
 
 
 @pytest.mark.parametrize(
@@ -217,12 +217,12 @@ def test_a_missing_context_factor_is_seen(oracle, monkeypatch):
     missing_context_factor(monkeypatch)
     with pytest.raises(RankError, match="per-token path must be on"):
         difference_to_oracle("cp2", oracle)
-    monkeypatch.setattr(update, "is_per_token", lambda config: False)
+    monkeypatch.setattr(step, "is_per_token", lambda config: False)
     assert difference_to_oracle("cp2", oracle) > 1e-3
 
 
 def test_the_two_pass_head_gives_the_same_gradients(oracle, monkeypatch):
-    monkeypatch.setattr(update, "is_per_token", lambda config: False)
+    monkeypatch.setattr(step, "is_per_token", lambda config: False)
     assert difference_to_oracle("tp2pp2", oracle) <= 1e-5
 
 

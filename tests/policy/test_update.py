@@ -9,8 +9,9 @@ from megatron_dapo.config.policy import OptimizerConfig
 from megatron_dapo.policy.batch import TrainBatch
 from megatron_dapo.policy.fork_ranks import run_ranks
 from megatron_dapo.policy.learning_rate import learning_rate
-from megatron_dapo.policy.policy import NonFiniteError, Policy
+from megatron_dapo.policy.policy import Policy
 from megatron_dapo.policy.runtime import RankError, initialize
+from megatron_dapo.policy.step import NonFiniteError
 from megatron_dapo.selfcheck import layouts as selfcheck
 from megatron_dapo.selfcheck.layouts import LayoutSpec
 from megatron_dapo.selfcheck.synthetic import awkward_batch, random_hf_weights, synthetic_shape

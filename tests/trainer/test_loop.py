@@ -11,7 +11,8 @@ from tiny_run import command, environment, make_model, raw_config, write_config
 
 from megatron_dapo.config import parse_config
 from megatron_dapo.policy.batch import TrainBatch
-from megatron_dapo.policy.policy import NonFiniteError, Policy
+from megatron_dapo.policy.policy import Policy
+from megatron_dapo.policy.step import NonFiniteError
 from megatron_dapo.trainer.advantages import mini_batches, shape_batch
 from megatron_dapo.trainer.logprob_gate import GateError, check_gate
 from megatron_dapo.types import FinishReason, Grade, Group, Prompt, Sample, StepBatch, as_logprobs, as_tokens

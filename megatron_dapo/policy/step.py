@@ -1,0 +1,208 @@
+"""One update: pack a mini-batch, run Megatron's pipeline schedule over it, reduce the metrics, step the optimizer.
+
+The schedule's loss functions return sums. `finalize_model_grads` divides every gradient once by the global count. Loss,
+gradients and weights are those of a single process, whatever the layout, the micro-batch split and the packing.
+
+Every rank passes the same mini-batch. A mini-batch without an active token changes nothing and reports
+`update_skipped`. Bad input and non-finite numbers raise the same error on all ranks, before any weight has changed.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megatron_dapo.algorithm import token_weights
+from megatron_dapo.config import Config, ModelShape
+from megatron_dapo.errors import UserError
+from megatron_dapo.policy.batch import TrainBatch
+from megatron_dapo.policy.head.fused import HeadRequest
+from megatron_dapo.policy.learning_rate import learning_rate, set_learning_rate
+from megatron_dapo.policy.loss_func import LossTokens, OnePassLoss, is_per_token, make_loss_func
+from megatron_dapo.policy.metrics import MetricReducer
+from megatron_dapo.policy.model.gpt import PolicyModel
+from megatron_dapo.policy.packing import Layout, PackedMicroBatch, pack
+from megatron_dapo.policy.runtime import Runtime
+from megatron_dapo.policy.schedule import plan
+
+MakeLossFunc = Callable[[PackedMicroBatch], Any]
+
+
+class NonFiniteError(UserError):
+    """A NaN or infinity in the loss or the gradient. No weight has changed; the mini-batch may be skipped."""
+
+
+class UpdateStep:
+    """Runs mini-batches through the model chunks of this rank, and counts the updates."""
+
+    def __init__(
+        self,
+        config: Config,
+        shape: ModelShape,
+        runtime: Runtime,
+        model: list[PolicyModel],
+        chunks: list[Any],
+        optimizer: Any,
+    ) -> None:
+        """`chunks` are the model's chunks under Megatron's DDP."""
+        self.config, self.shape, self.runtime = config, shape, runtime
+        self.chunks, self.optimizer = chunks, optimizer
+        self.updates = 0
+        self.layout = Layout.of(config.policy, runtime.groups.cp.rank())
+        self.forward_backward = get_forward_backward_func()
+        self._weight_gradient = _weight_gradient(model[-1])
+        self._reducers: dict[tuple[bool, bool], MetricReducer] = {}
+
+    def update(self, batch: TrainBatch) -> dict[str, float]:
+        """One optimizer update. Returns the metrics of the whole mini-batch, the same on every rank."""
+        started = time.monotonic()
+        self.validate(batch, "checking a mini-batch")
+        micro_batches = self.pack(batch)
+        metrics = self.gradients(batch, micro_batches)
+        metrics |= _packing_metrics(micro_batches)
+        if metrics["nonfinite_tokens"]:
+            self.zero_grad()
+            raise NonFiniteError(
+                f"{metrics['nonfinite_tokens']:.0f} of {metrics['tokens']:.0f} active tokens have a NaN or infinite "
+                f"log-prob or loss in update {self.updates}; no weight has changed"
+            )
+        skipped = metrics["denominator"] == 0
+        metrics |= {"grad_norm": 0.0, "lr": 0.0} if skipped else self.step_optimizer()
+        return metrics | {"update_skipped": float(skipped), "update_seconds": time.monotonic() - started}
+
+    def gradients(self, batch: TrainBatch, micro_batches: list[PackedMicroBatch] | None = None) -> dict[str, float]:
+        """Fills the gradient buffers with the exact gradient of the mini-batch's loss; does not step the optimizer."""
+        micro_batches = self.pack(batch) if micro_batches is None else micro_batches
+        self.zero_grad()
+        stored = self.run(micro_batches, self._loss_func_maker(batch))
+        return self._reducer(batch.ref_logprobs is not None, batch.engine_logprobs is not None).reduce(stored)
+
+    def validate(self, batch: TrainBatch, doing: str, *, to_train: bool = True) -> None:
+        error: Exception | None = None
+        try:
+            batch.validate(self.shape.vocab, self.config.policy.micro_batch_tokens)
+            if to_train and batch.behaviour_logprobs is None:
+                raise UserError("the mini-batch has neither old_logprobs nor engine_logprobs: the ratio needs one")
+            if to_train and self.config.algorithm.kl.coefficient and batch.ref_logprobs is None:
+                raise UserError("algorithm.kl.coefficient is set, but the mini-batch has no ref_logprobs")
+        except UserError as found:
+            error = found
+        self.runtime.raise_together(error, doing)
+
+    def pack(self, batch: TrainBatch) -> list[PackedMicroBatch]:
+        """This data-parallel rank's micro-batches."""
+        groups, policy = self.runtime.groups, self.config.policy
+        padded = [self.layout.padded(int(length)) for length in batch.lengths]
+        multiple = policy.pipeline_parallel if policy.virtual_pipeline > 1 else 1
+        mine = plan(padded, groups.dp.size(), policy.micro_batch_tokens, multiple)[groups.dp.rank()]
+        return [pack(batch, indices, self.layout, self.runtime.device) for indices in mine]
+
+    def run(self, micro_batches: list[PackedMicroBatch], make_loss: MakeLossFunc, *, score: bool = False) -> list[Any]:
+        """Megatron's schedule over the micro-batches; returns what the loss functions stored (last stage only)."""
+
+        def forward_step(iterator: Iterator[PackedMicroBatch], model: Any) -> tuple[Tensor, Any]:
+            micro = next(iterator)
+            loss = make_loss(micro)
+            one_pass = loss if isinstance(loss, OnePassLoss) else None
+            request = HeadRequest(
+                micro.positions,
+                micro.targets,
+                vocab=self.shape.vocab,
+                temperature=self.config.rollout.temperature,
+                chunk_tokens=self.config.policy.head_chunk(self.shape.vocab),
+                loss=one_pass,
+                weight_gradient=self._weight_gradient,
+            )
+            output = model(micro.input_ids, micro.position_ids, None, packed_seq_params=micro.packed, head=request)
+            return output, one_pass.loss_func if one_pass else loss
+
+        iterators = [iter(micro_batches) for _ in self.chunks]
+        return self.forward_backward(
+            forward_step_func=forward_step,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+            num_microbatches=len(micro_batches),
+            seq_length=self.config.policy.micro_batch_tokens,
+            micro_batch_size=1,
+            forward_only=score,
+            collect_non_loss_data=score,
+        )
+
+    def zero_grad(self) -> None:
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def _reducer(self, reference: bool, engine: bool) -> MetricReducer:
+        """Made once for each kind of batch: the metric names depend on nothing else."""
+        kind = (reference, engine)
+        if kind not in self._reducers:
+            self._reducers[kind] = MetricReducer(
+                self.config.algorithm, self.runtime, reference=reference, engine=engine
+            )
+        return self._reducers[kind]
+
+    def _loss_func_maker(self, batch: TrainBatch) -> MakeLossFunc:
+        """Weights and counts are computed here, on the whole mini-batch, before anything is split."""
+        algorithm, device = self.config.algorithm, self.runtime.device
+        sample_of = np.repeat(np.arange(batch.samples), batch.response_lengths)
+        weights, counts = token_weights(
+            algorithm.aggregation,
+            torch.from_numpy(batch.loss_mask),
+            torch.from_numpy(sample_of),
+            batch.samples,
+            self.config.aggregation_length,
+        )
+
+        def pick(values: Any, micro: PackedMicroBatch) -> Any:
+            return None if values is None else torch.as_tensor(values[micro.slots]).to(device, non_blocking=True)
+
+        def make(micro: PackedMicroBatch) -> Any:
+            tokens = LossTokens(
+                old_logprobs=pick(batch.behaviour_logprobs, micro),
+                advantages=pick(batch.advantages[sample_of], micro),
+                mask=pick(batch.loss_mask, micro),
+                weights=pick(weights, micro),
+                counts=pick(counts, micro),
+                sequence_ids=torch.from_numpy(micro.sequence_ids).to(device, non_blocking=True),
+                sequences=micro.sequences,
+                ref_logprobs=pick(batch.ref_logprobs, micro),
+                engine_logprobs=pick(batch.engine_logprobs, micro),
+            )
+            if is_per_token(algorithm):
+                return OnePassLoss(tokens, algorithm)
+            return make_loss_func(tokens, algorithm, cp_group=self.runtime.groups.cp)
+
+        return make
+
+    def step_optimizer(self) -> dict[str, float]:
+        """Clips and steps. If the gradient is not finite, every rank raises and nothing has changed."""
+        optimizer, trainer = self.config.policy.optimizer, self.config.trainer
+        rate = learning_rate(optimizer, self.updates, trainer.updates_per_step, trainer.steps)
+        set_learning_rate(self.optimizer, rate, optimizer.weight_decay)
+        self.optimizer.prepare_grads()
+        norm = float(self.optimizer.get_grad_norm())
+        if not math.isfinite(norm):
+            self.zero_grad()
+            raise NonFiniteError(f"the gradient norm is {norm} in update {self.updates}; no weight has changed")
+        self.optimizer.step()
+        self.updates += 1
+        return {"grad_norm": norm, "lr": rate}
+
+
+def _weight_gradient(last: PolicyModel) -> Literal["added", "added-shared"]:
+    """The head adds its weight's gradient to main_grad itself: no second copy of the largest gradient there is."""
+    shared = last.post_process and last.share_embeddings_and_output_weights and last.pre_process
+    return "added-shared" if shared else "added"
+
+
+def _packing_metrics(micro_batches: list[PackedMicroBatch]) -> dict[str, float]:
+    tokens, padding = sum(m.tokens for m in micro_batches), sum(m.padding for m in micro_batches)
+    return {"micro_batches": float(len(micro_batches)), "padding_share": padding / tokens}
