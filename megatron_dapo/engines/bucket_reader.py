@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
 
@@ -26,10 +26,13 @@ class BucketReader:
         buckets: Iterable[Bucket],
         prepare: Callable[[Bucket], Any] = lambda bucket: None,
         release: Callable[[Any], None] = lambda prepared: None,
+        executor: Executor | None = None,
     ) -> None:
+        """`executor` runs calls one after the other in one thread (default: a new thread)."""
         self._buckets, self._prepare, self._release = buckets, prepare, release
         self._in_use: list[Any] = []  # what the current bucket has been prepared to
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weight-buckets")
+        self._own_thread = None if executor else ThreadPoolExecutor(1, thread_name_prefix="weight-buckets")
+        self._thread: Executor | None = executor or self._own_thread
         self._iterator: Iterator[Bucket] | None = None
         self._next: asyncio.Future[tuple[Bucket, Any] | None] | None = None
 
@@ -64,7 +67,8 @@ class BucketReader:
                 raise
         finally:
             await self._take_back()
-            self._thread.shutdown(wait=False)
+            if self._own_thread is not None:
+                self._own_thread.shutdown(wait=False)
 
     async def _take_back(self) -> None:
         while self._in_use:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -112,14 +113,29 @@ class Engine(Protocol):
 
     async def resume(self) -> None: ...
 
+    async def load_weights(self, version: int, buckets: Iterable[Bucket], executor: Executor | None = None) -> None:
+        """First half of a weight update: every server receives all weights. Running requests are aborted first, and
+        nothing is served until `serve_weights`. When this returns, the buckets' memory may be reused or freed.
+
+        `buckets` is read to its end exactly once, even when a server fails, because producing a bucket is a collective
+        of the training ranks. Buckets are produced and prepared in `executor` (default: a thread of the engine's own).
+        A server that fails here is recovered or given up by `serve_weights`; an error means that no server has the
+        weights."""
+        ...
+
+    async def serve_weights(self, version: int) -> WeightReport:
+        """Second half: takes memory for the KV cache, labels and checks the version, and serves it. A trainer on the
+        same GPUs has offloaded its weights before this call. A server that restarted since `load_weights` does not
+        hold the weights: it must get them again or serve nothing. Raises WeightUpdateError when no server can serve."""
+        ...
+
     async def update_weights(self, version: int, buckets: Iterable[Bucket]) -> WeightReport:
-        """Replaces all weights. Running requests are aborted first; `buckets` is read to its end exactly once, even
-        when a server fails, because producing a bucket is a collective of the training ranks."""
+        """`load_weights`, then `serve_weights`: for callers whose memory the engine does not share."""
         ...
 
     async def release_memory(self) -> None:
-        """Aborts what runs and gives the GPU memory of weights and KV cache away, for a trainer on the same GPUs.
-        Nothing is served until `update_weights`, which takes the memory again."""
+        """Aborts what runs and frees the GPU memory of weights and KV cache, for a trainer on the same GPUs.
+        `load_weights` takes the memory of the weights again, `serve_weights` that of the KV cache."""
         ...
 
     async def health(self) -> None:

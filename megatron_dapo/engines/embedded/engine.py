@@ -14,6 +14,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterable
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,7 @@ class EmbeddedEngine:
         self._running: list[_Request] = []
         self._paused = self._closed = False
         self._broken = ""
+        self._loaded: tuple[int, WeightLoader, float] | None = None  # version, tensors, start: for serve_weights
         self._random_seeds = np.random.default_rng()
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._work, name="embedded-engine", daemon=True)
@@ -155,13 +157,13 @@ class EmbeddedEngine:
         with self._changed:
             self._changed.notify()
 
-    async def update_weights(self, version: int, buckets: Iterable[Bucket]) -> WeightReport:
+    async def load_weights(self, version: int, buckets: Iterable[Bucket], executor: Executor | None = None) -> None:
         began, was_paused = time.monotonic(), self._paused
         await self.pause()
         loader = WeightLoader(self._tile.model)
         self._broken = f"the update to weight version {version} has not ended"
         failure = ""
-        async with BucketReader(buckets) as reader:
+        async with BucketReader(buckets, executor=executor) as reader:
             async for bucket, _ in reader:
                 try:
                     failure = failure or loader.load(bucket)
@@ -173,12 +175,23 @@ class EmbeddedEngine:
         if failure:
             self._broken = f"the update to weight version {version} failed: {failure}"
             raise WeightUpdateError(f"embedded engine: {self._broken}; it serves nothing until an update succeeds")
+        self._loaded = (version, loader, began)
+
+    async def serve_weights(self, version: int) -> WeightReport:
+        if self._loaded is None or self._loaded[0] != version:
+            raise WeightUpdateError(f"embedded engine: weight version {version} has not been loaded")
+        _, loader, began = self._loaded
+        self._loaded = None
         self._prompts.clear()
         self._version, self._broken = version, ""
         await self._wake()
         seconds = time.monotonic() - began
         proof = f"all {loader.count} tensors of the model were set"
         return WeightReport(version, ("embedded",), {}, loader.count, loader.bytes, seconds, proof)
+
+    async def update_weights(self, version: int, buckets: Iterable[Bucket]) -> WeightReport:
+        await self.load_weights(version, buckets)
+        return await self.serve_weights(version)
 
     async def release_memory(self) -> None:
         """It has none on a GPU."""

@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import zlib
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor
 from functools import partial
 from typing import Any
 
@@ -71,9 +72,13 @@ class SGLangEngine:
 
     async def admit(self, server: SGLangServer) -> None:
         """Lets a server serve, if it holds the current version or can be given it."""
-        async with self._changing:
-            if server.serves != self._version:
-                await self._admit(server)
+        while True:
+            async with self._changing:
+                if self._update.loaded is None:
+                    if server.serves != self._version:
+                        await self._admit(server)
+                    break
+            await asyncio.sleep(0.05)  # between load and serve the trainer may still use the KV cache's memory
         self._admission.wake_all()
 
     async def _admit(self, server: SGLangServer) -> None:
@@ -179,22 +184,35 @@ class SGLangEngine:
             if server.name in failed:
                 server.serves, server.trouble = None, str(failed[server.name])
 
-    async def update_weights(self, version: int, buckets: Iterable[Bucket]) -> WeightReport:
+    async def load_weights(self, version: int, buckets: Iterable[Bucket], executor: Executor | None = None) -> None:
         if self.resting:
             self.resting = False
             await self.all_up()
         async with self._changing:
-            was_open = self._admission.open
-            self._admission.open = False
             self._epoch += 1
             self._admission.wake_all()
             self._version = version
-            try:
-                return await self._update.run(version, self.servers, buckets)
-            finally:
-                if was_open:
-                    self._admission.open = True
-                    self._admission.wake_all()
+            with self._closed_for_requests():
+                await self._update.load(version, self.servers, buckets, executor)
+
+    async def serve_weights(self, version: int) -> WeightReport:
+        async with self._changing:
+            with self._closed_for_requests():
+                return await self._update.serve(version)
+
+    @contextlib.contextmanager
+    def _closed_for_requests(self) -> Iterator[None]:
+        was_open, self._admission.open = self._admission.open, False
+        try:
+            yield
+        finally:
+            if was_open:
+                self._admission.open = True
+                self._admission.wake_all()
+
+    async def update_weights(self, version: int, buckets: Iterable[Bucket]) -> WeightReport:
+        await self.load_weights(version, buckets)
+        return await self.serve_weights(version)
 
     async def release_memory(self) -> None:
         async with self._changing:

@@ -13,6 +13,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -31,18 +33,33 @@ PROBE = (11, 7, 3, 19, 2, 5, 23, 17)
 PROBE_TOLERANCE = 0.5
 
 
+@dataclass(slots=True, frozen=True)
+class _Loaded:
+    """What `load` did, for `serve`."""
+
+    version: int
+    servers: Sequence[SGLangServer]
+    failed: dict[str, str]
+    sent: Sent
+    began: float
+
+
 class WeightUpdate:
     def __init__(self, config: WeightTransportConfig, snapshot: Snapshot) -> None:
         self._config, self._snapshot = config, snapshot
         self._transport = make_transport(config, snapshot)
+        self.loaded: _Loaded | None = None  # between `load` and `serve`
         self._checksums: tuple[int, str, dict[str, str]] | None = None  # version, server, its checksums
         self._agreed: tuple[int, LogProbs] | None = None  # version, its log-probs of the probe text
 
-    async def run(self, version: int, servers: Sequence[SGLangServer], buckets: Iterable[Bucket]) -> WeightReport:
-        began = time.monotonic()
+    async def load(
+        self, version: int, servers: Sequence[SGLangServer], buckets: Iterable[Bucket], executor: Executor | None = None
+    ) -> None:
+        """Every server receives all buckets; `serve` must follow."""
+        began, self.loaded = time.monotonic(), None
         for server in servers:
             server.serves, server.trouble = None, f"the update to version {version} has not ended"
-        async with BucketReader(buckets, self._transport.prepare, self._transport.release) as reader:
+        async with BucketReader(buckets, self._transport.prepare, self._transport.release, executor) as reader:
             failed = reasons(await wait_all({s.name: self._prepare(s, version) for s in servers}))
             ready = [server for server in servers if server.name not in failed]
             try:
@@ -52,12 +69,19 @@ class WeightUpdate:
                 for server in servers:
                     server.trouble = f"the update to version {version} broke off: {error}"
                 raise WeightUpdateError(f"weight version {version}: the buckets could not be sent: {error}") from error
-        failed |= sent.failed
+        self.loaded = _Loaded(version, servers, failed | sent.failed, sent, began)
+
+    async def serve(self, version: int) -> WeightReport:
+        """Gives the version's label to every server that has all of it, and lets those serve that pass the proof."""
+        loaded, self.loaded = self.loaded, None
+        if loaded is None or loaded.version != version:
+            raise WeightUpdateError(f"weight version {version} has not been loaded")
+        servers, failed = loaded.servers, dict(loaded.failed)
         failed |= await self._commit(version, [s for s in servers if s.name not in failed])
         again = [server for server in servers if server.name in failed]
         recovered = await wait_all({server.name: self.from_snapshot(version, server) for server in again})
         failed = {name: f"{failed[name]}; then: {error}" for name, error in reasons(recovered).items()}
-        return await self._open(version, servers, failed, sent, began)
+        return await self._open(version, servers, failed, loaded.sent, loaded.began)
 
     async def from_snapshot(self, version: int, server: SGLangServer) -> None:
         """Gives one server the version that the others have, from disk."""
@@ -126,6 +150,9 @@ class WeightUpdate:
                 failed[name] = f"server {name}: its log-probs of a fixed text differ from the others' by {gap:.3f}"
 
     async def _finish(self, server: SGLangServer, version: int, brackets: bool) -> None:
+        label = await server.version_label()
+        if label != f"updating-to-{version}":
+            raise EngineError(f"server {server.name}: its label is {label!r} after the transfer; it has restarted")
         capabilities = await server.capabilities()
         if brackets and capabilities.bracketed_updates and self._bracketed():
             await server.update_call("/end_weight_update", {}, self._config.timeout)
