@@ -1,9 +1,11 @@
-"""The things that travel between rooms: Prompt, Sample, Group, StepBatch.
+"""The types that packages exchange: Prompt, Sample, Group, StepBatch.
 
-A sample carries its own truth (tokens, the engine's log-probs, why it ended, which weights made each
-token, its grade), so that nobody re-derives what it already says. This module imports no torch: arrays are
-numpy, int32 for tokens and float32 for log-probs. `to_record` / `from_record` turn each type into plain
-JSON values and back, exactly; checkpoints and sample dumps are written with them, never with pickle.
+A sample holds everything known about one response: its tokens, the engine's log-probs, the finish reason, the weight
+version of each token and the grade. No other module derives these again. This module does not import torch; arrays
+are numpy, int32 for tokens and float32 for log-probs.
+
+`to_state` and `from_state` convert each type to JSON values and numpy arrays and back, bit for bit. `from_state` also
+accepts lists in place of arrays. `json_default` lets `json` and `orjson` write a state as JSON text.
 """
 
 from __future__ import annotations
@@ -29,8 +31,21 @@ def as_logprobs(values: Iterable[float] | NDArray[Any]) -> LogProbs:
     return np.asarray(values if isinstance(values, np.ndarray) else list(values), dtype=np.float32)
 
 
+def json_default(value: Any) -> Any:
+    """The `default` argument of `json.dumps` and `orjson.dumps`: an array becomes a list that `from_state` reads.
+
+    JSON has no NaN or infinity; they are written as strings. A float32 is written as the equal double, so the round
+    trip is exact.
+    """
+    if not isinstance(value, np.ndarray):
+        raise TypeError(f"{type(value).__name__} is not a JSON value")
+    if value.dtype.kind == "f" and not np.isfinite(value).all():
+        return [x if math.isfinite(x) else str(x) for x in value.tolist()]
+    return value.tolist()
+
+
 class FinishReason(StrEnum):
-    """Why the engine stopped. `length` means truncated: it is what overlong masking looks at."""
+    """Why the engine stopped. `length` means truncated; overlong masking tests for it."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -39,7 +54,7 @@ class FinishReason(StrEnum):
 
 @dataclass(slots=True)
 class Prompt:
-    """One question: what the engine sees (`tokens`) and what the grader needs (`answer`)."""
+    """One question: `tokens` is the engine's input, `answer` the reference answer for the grader."""
 
     id: str
     text: str
@@ -48,20 +63,20 @@ class Prompt:
     source: str = ""
     meta: dict[str, Any] = field(default_factory=dict)
 
-    def to_record(self) -> dict[str, Any]:
+    def to_state(self) -> dict[str, Any]:
         return {
-            "id": self.id, "text": self.text, "tokens": self.tokens.tolist(),
+            "id": self.id, "text": self.text, "tokens": self.tokens,
             "answer": self.answer, "source": self.source, "meta": self.meta,
         }  # fmt: skip
 
     @classmethod
-    def from_record(cls, record: dict[str, Any]) -> Prompt:
-        return cls(**{**record, "tokens": as_tokens(record["tokens"])})
+    def from_state(cls, state: dict[str, Any]) -> Prompt:
+        return cls(**{**state, "tokens": as_tokens(state["tokens"])})
 
 
 @dataclass(slots=True, frozen=True)
 class Grade:
-    """A grader's verdict. `correct is None` means *ungraded*: the sample is masked, never scored as wrong."""
+    """A grader's verdict. `correct is None` means ungraded: the sample is masked and never counts as wrong."""
 
     correct: bool | None
     score: float
@@ -84,7 +99,7 @@ class WeightSpan:
 
 @dataclass(slots=True)
 class Sample:
-    """One response. `response_tokens` and `engine_logprobs` have the same length, always."""
+    """One response. `response_tokens` and `engine_logprobs` always have the same length."""
 
     prompt_id: str
     index: int
@@ -116,11 +131,11 @@ class Sample:
     def oldest_version(self) -> int:
         return min((span.version for span in self.weight_spans), default=0)
 
-    def to_record(self) -> dict[str, Any]:
+    def to_state(self) -> dict[str, Any]:
         return {
             "prompt_id": self.prompt_id, "index": self.index,
-            "prompt_tokens": self.prompt_tokens.tolist(), "response_tokens": self.response_tokens.tolist(),
-            "engine_logprobs": [x if math.isfinite(x) else str(x) for x in self.engine_logprobs.tolist()],
+            "prompt_tokens": self.prompt_tokens, "response_tokens": self.response_tokens,
+            "engine_logprobs": self.engine_logprobs,
             "finish_reason": self.finish_reason.value,
             "weight_spans": [[s.version, s.start, s.end] for s in self.weight_spans],
             "seed": self.seed, "text": self.text,
@@ -129,23 +144,27 @@ class Sample:
         }  # fmt: skip
 
     @classmethod
-    def from_record(cls, record: dict[str, Any]) -> Sample:
+    def from_state(cls, state: dict[str, Any]) -> Sample:
         return cls(
             **{
-                **record,
-                "prompt_tokens": as_tokens(record["prompt_tokens"]),
-                "response_tokens": as_tokens(record["response_tokens"]),
-                "engine_logprobs": as_logprobs(float(x) for x in record["engine_logprobs"]),
-                "finish_reason": FinishReason(record["finish_reason"]),
-                "weight_spans": [WeightSpan(*span) for span in record["weight_spans"]],
-                "grade": None if record["grade"] is None else Grade(*record["grade"]),
+                **state,
+                "prompt_tokens": as_tokens(state["prompt_tokens"]),
+                "response_tokens": as_tokens(state["response_tokens"]),
+                "engine_logprobs": _read_logprobs(state["engine_logprobs"]),
+                "finish_reason": FinishReason(state["finish_reason"]),
+                "weight_spans": [WeightSpan(*span) for span in state["weight_spans"]],
+                "grade": None if state["grade"] is None else Grade(*state["grade"]),
             }
         )
 
 
+def _read_logprobs(values: LogProbs | list[float | str]) -> LogProbs:
+    return as_logprobs(values if isinstance(values, np.ndarray) else (float(x) for x in values))
+
+
 @dataclass(slots=True)
 class Group:
-    """All samples of one prompt: the unit that is filtered, and over which advantages are normalised."""
+    """All samples of one prompt. Filtering and the normalisation of advantages work on whole groups."""
 
     prompt: Prompt
     samples: list[Sample]
@@ -159,20 +178,20 @@ class Group:
     def oldest_version(self) -> int:
         return min((s.oldest_version for s in self.samples), default=0)
 
-    def to_record(self) -> dict[str, Any]:
-        return {"prompt": self.prompt.to_record(), "samples": [s.to_record() for s in self.samples]}
+    def to_state(self) -> dict[str, Any]:
+        return {"prompt": self.prompt.to_state(), "samples": [s.to_state() for s in self.samples]}
 
     @classmethod
-    def from_record(cls, record: dict[str, Any]) -> Group:
+    def from_state(cls, state: dict[str, Any]) -> Group:
         return cls(
-            prompt=Prompt.from_record(record["prompt"]),
-            samples=[Sample.from_record(s) for s in record["samples"]],
+            prompt=Prompt.from_state(state["prompt"]),
+            samples=[Sample.from_state(s) for s in state["samples"]],
         )
 
 
 @dataclass(slots=True)
 class StepBatch:
-    """What one training step consumes: kept groups, and what the sampler counted on the way."""
+    """The input of one training step: the kept groups and the sampler's metrics."""
 
     step: int
     groups: list[Group]
@@ -182,14 +201,14 @@ class StepBatch:
     def samples(self) -> list[Sample]:
         return [sample for group in self.groups for sample in group.samples]
 
-    def to_record(self) -> dict[str, Any]:
-        return {"step": self.step, "groups": [g.to_record() for g in self.groups], "metrics": self.metrics}
+    def to_state(self) -> dict[str, Any]:
+        return {"step": self.step, "groups": [g.to_state() for g in self.groups], "metrics": self.metrics}
 
     @classmethod
-    def from_record(cls, record: dict[str, Any]) -> StepBatch:
-        return cls(record["step"], [Group.from_record(g) for g in record["groups"]], dict(record["metrics"]))
+    def from_state(cls, state: dict[str, Any]) -> StepBatch:
+        return cls(state["step"], [Group.from_state(g) for g in state["groups"]], dict(state["metrics"]))
 
 
 def count_tokens(samples: Sequence[Sample]) -> int:
-    """Prompt plus response tokens: what the trainer has to process."""
+    """Prompt and response tokens: the trainer's input length."""
     return sum(len(s.prompt_tokens) + len(s.response_tokens) for s in samples)

@@ -24,7 +24,7 @@ import psutil
 
 from megatron_dapo.config.reward import RewardConfig
 from megatron_dapo.errors import UserError
-from megatron_dapo.types import Prompt
+from megatron_dapo.types import Prompt, json_default
 
 POLL_SECONDS = 0.05
 START_SECONDS = 120.0
@@ -52,7 +52,7 @@ class Item:
     alone: bool = False  # graded by itself, because it shared a batch with whatever killed the process
 
     def to_record(self, index: int) -> dict[str, Any]:
-        return {"index": index, "prompt": self.prompt.to_record(), "response": self.response}
+        return {"index": index, "prompt": self.prompt.to_state(), "response": self.response}
 
 
 class GradingProcess:
@@ -89,7 +89,7 @@ class GradingProcess:
             "items": [item.to_record(index) for index, item in enumerate(items)],
         }
         try:
-            self._connection.send_bytes(json.dumps(message).encode())
+            self._connection.send_bytes(json.dumps(message, default=json_default).encode())
             for _ in items:
                 self._wait_for_reply()
                 reply = json.loads(self._connection.recv_bytes())

@@ -66,7 +66,7 @@ def serve(connection: Connection, grader: Grader) -> None:
 def _grade(grader: Grader, item: dict[str, Any]) -> bytes:
     started = time.process_time()
     try:
-        grade = grader.grade(Prompt.from_record(item["prompt"]), item["response"])
+        grade = grader.grade(Prompt.from_state(item["prompt"]), item["response"])
         return _reply(item, grade, time.process_time() - started)
     except (Exception, SystemExit) as error:
         return _failure(item, error)
@@ -75,7 +75,7 @@ def _grade(grader: Grader, item: dict[str, Any]) -> bytes:
 async def _grade_together(connection: Connection, grader: FunctionGrader, items: list[dict[str, Any]]) -> None:
     async def one(item: dict[str, Any]) -> None:
         try:
-            grade = await grader.grade_async(Prompt.from_record(item["prompt"]), item["response"])
+            grade = await grader.grade_async(Prompt.from_state(item["prompt"]), item["response"])
             reply = _reply(item, grade, 0.0)
         except (Exception, SystemExit) as error:
             reply = _failure(item, error)

@@ -57,14 +57,14 @@ class Tally:
     wasted_tokens: int = 0
     _lengths: dict[str, list[int]] = field(default_factory=lambda: {"trained": [], "dropped": [], "cut": []})
 
-    def to_record(self) -> dict[str, Any]:
+    def to_state(self) -> dict[str, Any]:
         found = {f.name: getattr(self, f.name) for f in fields(self)}
         return {name: dict(value) if isinstance(value, Counter) else value for name, value in found.items()}
 
     @classmethod
-    def from_record(cls, record: dict[str, Any]) -> Tally:
-        reasons = {name: Counter(record[name]) for name in ("dropped", "dropped_groups")}
-        return cls(**{**record, **reasons})
+    def from_state(cls, state: dict[str, Any]) -> Tally:
+        reasons = {name: Counter(state[name]) for name in ("dropped", "dropped_groups")}
+        return cls(**{**state, **reasons})
 
     def submit(self, samples: int) -> None:
         self.submitted_groups += 1

@@ -50,12 +50,12 @@ class PendingGroup:
         """Of the tokens there are; meaningless without tokens."""
         return min(sample.oldest_version for sample in self.group.samples if sample.length)
 
-    def to_record(self) -> dict[str, Any]:
-        return {"serial": self.serial, "step": self.step, "group": self.group.to_record()}
+    def to_state(self) -> dict[str, Any]:
+        return {"serial": self.serial, "step": self.step, "group": self.group.to_state()}
 
     @classmethod
-    def from_record(cls, record: dict[str, Any]) -> PendingGroup:
-        return cls(record["serial"], record["step"], Group.from_record(record["group"]))
+    def from_state(cls, state: dict[str, Any]) -> PendingGroup:
+        return cls(state["serial"], state["step"], Group.from_state(state["group"]))
 
 
 def new_samples(prompt: Prompt, seeds: list[int]) -> list[Sample]:

@@ -24,20 +24,20 @@ class CutStep:
     repeats: Counter[str]  # how often a prompt was drawn in this step; part of its seeds
     last_failure: str = ""  # of a group, in words
 
-    def to_record(self) -> dict[str, Any]:
+    def to_state(self) -> dict[str, Any]:
         return {
             "step": self.step,
-            "tally": self.tally.to_record(),
+            "tally": self.tally.to_state(),
             "seconds": self.seconds,
             "running": self.running,
-            "rejected": [[pending.to_record(), reason] for pending, reason in self.rejected],
+            "rejected": [[pending.to_state(), reason] for pending, reason in self.rejected],
             "repeats": dict(self.repeats),
             "last_failure": self.last_failure,
         }
 
     @classmethod
-    def from_record(cls, record: dict[str, Any]) -> CutStep:
-        rejected = [(PendingGroup.from_record(pending), reason) for pending, reason in record["rejected"]]
-        tally, repeats = Tally.from_record(record["tally"]), Counter(record["repeats"])
-        running, last_failure = record["running"], record.get("last_failure", "")
-        return cls(record["step"], tally, record["seconds"], running, rejected, repeats, last_failure)
+    def from_state(cls, state: dict[str, Any]) -> CutStep:
+        rejected = [(PendingGroup.from_state(pending), reason) for pending, reason in state["rejected"]]
+        tally, repeats = Tally.from_state(state["tally"]), Counter(state["repeats"])
+        running, last_failure = state["running"], state.get("last_failure", "")
+        return cls(state["step"], tally, state["seconds"], running, rejected, repeats, last_failure)

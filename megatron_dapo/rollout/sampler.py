@@ -71,16 +71,16 @@ class Sampler:
         """Plain JSON values; call between two `collect`s."""
         return {
             "next_serial": self._next_serial,
-            "surplus": [pending.to_record() for pending in self._surplus],
-            "unfinished": [pending.to_record() for pending in self._unfinished],
-            "cut": self._cut.to_record() if self._cut else None,
+            "surplus": [pending.to_state() for pending in self._surplus],
+            "unfinished": [pending.to_state() for pending in self._unfinished],
+            "cut": self._cut.to_state() if self._cut else None,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         self._next_serial = state["next_serial"]
-        self._surplus = [PendingGroup.from_record(record) for record in state["surplus"]]
-        self._unfinished = [PendingGroup.from_record(record) for record in state["unfinished"]]
-        self._cut = CutStep.from_record(state["cut"]) if state.get("cut") else None
+        self._surplus = [PendingGroup.from_state(record) for record in state["surplus"]]
+        self._unfinished = [PendingGroup.from_state(record) for record in state["unfinished"]]
+        self._cut = CutStep.from_state(state["cut"]) if state.get("cut") else None
 
 
 class _Step:

@@ -28,6 +28,7 @@ from megatron_dapo.config.trainer import CheckpointConfig
 from megatron_dapo.policy.checkpoint import CheckpointError, load_policy, save_policy
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.policy.runtime import Runtime
+from megatron_dapo.types import json_default
 
 NAME = re.compile(r"step_(\d+)(?:\+(\d+))?")
 STATE, POLICY, RNG, BEST = "trainer.json", "policy", "rng", "best.json"
@@ -157,7 +158,7 @@ class Checkpoints:
 
     def _write(self, path: Path, value: dict[str, Any]) -> None:
         temporary = path.with_name(path.name + ".part")
-        temporary.write_bytes(orjson.dumps(value))
+        temporary.write_bytes(orjson.dumps(value, default=json_default))
         temporary.rename(path)
 
     def _read(self, path: Path) -> Any:

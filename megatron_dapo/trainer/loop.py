@@ -35,7 +35,7 @@ from megatron_dapo.trainer.logprob_gate import check_gate
 from megatron_dapo.trainer.rollout_driver import Rollouts
 from megatron_dapo.trainer.signals import REQUEUE, Stopped, StopSignal
 from megatron_dapo.trainer.watchdog import Watchdog, log_folder
-from megatron_dapo.types import StepBatch
+from megatron_dapo.types import StepBatch, json_default
 from megatron_dapo.weights.formats.torch_dist_source import TorchDistSource
 from megatron_dapo.weights.sync import discard
 
@@ -142,7 +142,7 @@ class Trainer:
             self.observer.restore(state["observer"])
             self.observer.rewind(self.steps_done)
             if state["next_batch"] is not None:
-                self.next_batch = StepBatch.from_record(state["next_batch"])
+                self.next_batch = StepBatch.from_state(state["next_batch"])
         self.current = self._restore_current(state["current"])
 
     # ---- one step ----
@@ -331,7 +331,7 @@ class Trainer:
                 "skipped_in_a_row": self.skipped_in_a_row,
                 "observer": self.observer.state(),
                 "rollouts": self.rollouts.state() if self.rollouts else None,
-                "next_batch": ahead.to_record() if ahead else None,
+                "next_batch": ahead.to_state() if ahead else None,
                 "current": self._record_current(),
             }
             self.checkpoints.save(self.policy, self.steps_done, updates, state, self.last_score)
@@ -341,7 +341,7 @@ class Trainer:
         if work is None or work.source is None:
             return None
         return {
-            "batch": work.source.to_record(),
+            "batch": work.source.to_state(),
             "metrics": work.metrics,
             "done": work.done,
             "updates": work.updates.to_state(),
@@ -352,7 +352,7 @@ class Trainer:
     def _restore_current(self, record: dict[str, Any] | None) -> Work | None:
         if record is None:
             return None
-        work = self._share(StepBatch.from_record(record["batch"]) if self.is_driver else None)
+        work = self._share(StepBatch.from_state(record["batch"]) if self.is_driver else None)
         work.metrics, work.done = record["metrics"], record["done"]
         work.updates = StepMetrics.from_state(record["updates"])
         work.batch.old_logprobs = _array(record["old_logprobs"])
@@ -371,8 +371,10 @@ class Trainer:
         if self.is_driver and work.source is not None:
             folder = Path(self.config.trainer.run_dir) / "dumps"
             folder.mkdir(exist_ok=True)
-            samples = [work.source.samples[i].to_record() for i in work.mini[index]]
-            (folder / f"step_{self.steps_done}_update_{index}.json").write_bytes(orjson.dumps(samples))
+            samples = [work.source.samples[i].to_state() for i in work.mini[index]]
+            (folder / f"step_{self.steps_done}_update_{index}.json").write_bytes(
+                orjson.dumps(samples, default=json_default)
+            )
 
     def _finish(self, status: str) -> None:
         self.observer.close(status)

@@ -18,7 +18,25 @@ from megatron_dapo.errors import UserError
 from megatron_dapo.observe.metric_names import is_wall_clock
 from megatron_dapo.rollout.group_runner import PendingGroup
 from megatron_dapo.rollout.sampler import Sampler, SamplingLimitError
-from megatron_dapo.types import FinishReason, Grade, Group, Prompt, Sample, WeightSpan, as_logprobs, as_tokens
+from megatron_dapo.types import (
+    FinishReason,
+    Grade,
+    Group,
+    Prompt,
+    Sample,
+    WeightSpan,
+    as_logprobs,
+    as_tokens,
+    json_default,
+)
+
+
+def as_json(state) -> str:
+    return json.dumps(state, default=json_default)
+
+
+def through_json(state):
+    return json.loads(as_json(state))
 
 
 def rollout(samples=3, longest=60, stop=(), **sampler):
@@ -110,7 +128,7 @@ def test_no_sample_is_lost_or_trained_twice(
             dropped += sum(v for k, v in batch.metrics.items() if k.startswith("rollout/dropped/"))
             failed += batch.metrics["rollout/groups_failed"]
             if reload:
-                state = json.loads(json.dumps(sampler.state()))
+                state = through_json(sampler.state())
                 sampler = Sampler(engine, grade, prompts, config, groups_per_step=needed, seed=seed)
                 sampler.restore(state)
         waiting = [record["prompt"]["id"] for record in carried(sampler)]
@@ -132,16 +150,16 @@ def test_timing_cannot_change_the_batch(oversampling, order):
             if not reload:
                 return sampler
             fresh = Sampler(engine, grade, source, config, groups_per_step=4)
-            fresh.restore(json.loads(json.dumps(sampler.state())))
+            fresh.restore(through_json(sampler.state()))
             return fresh
 
         found, *_ = collect(
             config, steps=4, engine=lambda: SimulatedEngine(slots, longest=60, jitter=jitter), between=again
         )
-        return [[group.to_record() for group in batch.groups] for batch in found]
+        return [as_json([group.to_state() for group in batch.groups]) for batch in found]
 
     expected = batches(64, 0.0, False)
-    assert all(len(groups) == 4 for groups in expected)
+    assert all(len(json.loads(groups)) == 4 for groups in expected)
     for slots, jitter, reload in [(1, 0.0, True), (7, 0.3, False), (30, 0.7, True), (3, 0.9, False)]:
         assert batches(slots, jitter, reload) == expected
 
@@ -185,7 +203,7 @@ def test_a_cancelled_step_goes_on_as_if_it_had_not_been(
                     task.cancel()
                     with contextlib.suppress(asyncio.CancelledError):
                         await task
-                    state = json.loads(json.dumps(sampler.state()))
+                    state = through_json(sampler.state())
                     if reload:
                         sampler = make()
                         sampler.restore(state)
@@ -193,7 +211,7 @@ def test_a_cancelled_step_goes_on_as_if_it_had_not_been(
             except SamplingLimitError as error:
                 return [*found, str(error)]
             metrics = {name: value for name, value in batch.metrics.items() if not is_wall_clock(name)}
-            found.append((metrics, [group.to_record() for group in batch.groups]))
+            found.append((metrics, as_json([group.to_state() for group in batch.groups])))
         return found
 
     assert run_virtual(main(cuts, jitter)) == run_virtual(main([], 0.0))
@@ -396,7 +414,7 @@ def test_tokens_that_may_begin_a_stop_string_are_sampled_again():
                        [WeightSpan(0, 0, 1)], seed=5, grade=Grade(False, 0.0))  # fmt: skip
         pending = PendingGroup(0, 0, Group(Prompt("p", "", as_tokens([1])), [half, whole]))
         engine.weight_version = 1
-        sampler.restore({"next_serial": 1, "surplus": [], "unfinished": [pending.to_record()]})
+        sampler.restore({"next_serial": 1, "surplus": [], "unfinished": [pending.to_state()]})
         await sampler.collect(1)
 
     asked: list[int] = []
