@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from megatron_dapo.config.model import ModelShape
-from megatron_dapo.weights.formats.hf_writer import HFLayout
-from megatron_dapo.weights.mapping import stored_rows
-from megatron_dapo.weights.stream import stream
+from megatron_dapo.weights.copy import copy_tensors
+from megatron_dapo.weights.formats.hf_writer import HFWriter
+from megatron_dapo.weights.mapping import stored_mappings
 
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"], "hidden_size": 2048, "intermediate_size": 11008, "num_attention_heads": 16,
@@ -37,13 +37,13 @@ CONFIG = {
 }  # fmt: skip
 
 
-class RandomSource:
-    """Rows of noise, cut from one buffer: writing the model must not take longer than measuring it."""
+class RandomReader:
+    """Random rows, sliced from one buffer: creating the model must not take longer than measuring it."""
 
     path = Path("noise")
 
     def __init__(self, shape: ModelShape) -> None:
-        self._widths = {row.name: row.shape[1:] for row in stored_rows(shape)}
+        self._widths = {mapping.name: mapping.shape[1:] for mapping in stored_mappings(shape)}
         self._noise = (torch.randn(32 * 2**20, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
 
     def dtype(self, name: str) -> torch.dtype:
@@ -66,9 +66,9 @@ def make_model(path: Path, layers: int) -> None:
     path.mkdir()
     (path / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": layers}))
     shape = ModelShape.from_dir(path)
-    layout = HFLayout(shape, {row.name: torch.bfloat16 for row in stored_rows(shape)})
-    stream(RandomSource(shape), layout.items, layout.files(path))
-    layout.write_index(path)
+    writer = HFWriter(shape, {mapping.name: torch.bfloat16 for mapping in stored_mappings(shape)})
+    copy_tensors(RandomReader(shape), writer.writes, writer.files(path))
+    writer.write_index(path)
 
 
 CHILD = """

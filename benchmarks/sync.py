@@ -27,7 +27,7 @@ from megatron_dapo.policy.runtime import initialize
 from megatron_dapo.trainer.collectives import Together
 from megatron_dapo.trainer.colocation import Turns, memory
 from megatron_dapo.trainer.signals import StopSignal
-from megatron_dapo.weights.sync import WeightStream
+from megatron_dapo.weights.sync import WeightBuckets
 
 
 def settings(args: argparse.Namespace) -> Config:
@@ -55,7 +55,7 @@ def copy_seconds(size: int, device: torch.device) -> float:
 
 
 async def hand_over(
-    engine: Engine, policy: Policy, stream: WeightStream, version: int
+    engine: Engine, policy: Policy, stream: WeightBuckets, version: int
 ) -> tuple[WeightReport, dict[str, float]]:
     """One turn, from a trainer that has the device to an engine that serves, and back."""
     turns = Turns(True, policy, Together(policy.runtime, StopSignal()), lambda line: None)
@@ -74,7 +74,9 @@ async def hand_over(
     return report, clock
 
 
-async def measure(args: argparse.Namespace, config: Config, policy: Policy, stream: WeightStream, limit: float) -> None:
+async def measure(
+    args: argparse.Namespace, config: Config, policy: Policy, stream: WeightBuckets, limit: float
+) -> None:
     device, version = policy.runtime.device, 0
     for name in args.transports:
         weights = {"transport": name.split("+")[0], "keep_snapshot": name.endswith("+snapshot"), "backend": "gloo"}
@@ -118,7 +120,7 @@ def main() -> None:
     config = settings(args)
     policy = Policy(config, ModelShape.from_dir(args.model), initialize(config.policy))
     policy.load_hf(args.model)
-    stream = policy.weight_stream()
+    stream = policy.weight_buckets()
     size = stream.total_bytes
     limit = copy_seconds(size, policy.runtime.device)
     print(f"one copy of {size / 1e9:.2f} GB on the device: {limit * 1e3:.1f} ms ({size / limit / 1e9:.0f} GB/s)")

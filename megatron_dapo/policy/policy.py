@@ -26,8 +26,8 @@ from megatron_dapo.policy.model.gpt import DTYPES, PolicyModel, build_model
 from megatron_dapo.policy.offload import Offloader, storage_key
 from megatron_dapo.policy.runtime import Runtime
 from megatron_dapo.policy.step import UpdateStep
-from megatron_dapo.weights.model_weights import Place, load_hf_weights
-from megatron_dapo.weights.sync import WeightStream
+from megatron_dapo.weights.model_weights import RankPosition, load_hf_weights
+from megatron_dapo.weights.sync import WeightBuckets
 
 
 class Policy:
@@ -83,18 +83,20 @@ class Policy:
         self.step.updates = count
 
     @property
-    def place(self) -> Place:
+    def position(self) -> RankPosition:
         """Where this rank stands among those that share weights."""
         groups = self.runtime.groups
-        return Place(groups.tp.rank(), groups.tp.size(), groups.ep.rank(), groups.ep.size(), etp_rank=0, etp_size=1)
+        return RankPosition(
+            groups.tp.rank(), groups.tp.size(), groups.ep.rank(), groups.ep.size(), etp_rank=0, etp_size=1
+        )
 
-    def weight_stream(self, bucket_bytes: int = 512 << 20) -> WeightStream:
+    def weight_buckets(self, bucket_bytes: int = 512 << 20) -> WeightBuckets:
         """Collective. The weights as buckets of HF-named tensors on rank 0, for the engines."""
-        return WeightStream(self.model, self.shape, self.place, bucket_bytes=bucket_bytes)
+        return WeightBuckets(self.model, self.shape, self.position, bucket_bytes=bucket_bytes)
 
     def load_hf(self, source: str | os.PathLike[str] | Mapping[str, Tensor]) -> None:
         """Fills the model from a HF directory or HF-named tensors: every tensor accounted for, or an error."""
-        load_hf_weights(self.model, self.shape, source, self.place)
+        load_hf_weights(self.model, self.shape, source, self.position)
         self.optimizer.reload_model_params()
 
     def offload_training_state(self) -> int:

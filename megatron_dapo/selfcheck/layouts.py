@@ -33,8 +33,8 @@ from megatron_dapo.policy.fork_ranks import run_ranks
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.policy.runtime import Rendezvous, Runtime, initialize, shutdown
 from megatron_dapo.selfcheck.synthetic import awkward_batch, random_hf_weights, synthetic_shape
-from megatron_dapo.weights.mapping import OUTPUT, table
-from megatron_dapo.weights.model_weights import live_rows
+from megatron_dapo.weights.mapping import OUTPUT, parameter_mappings
+from megatron_dapo.weights.model_weights import live_mappings
 from megatron_dapo.weights.sharding import hf_tensors, unshard
 
 DEFAULT_LAYOUTS = (
@@ -168,23 +168,23 @@ def gather_full(policy: Policy, runtime: Runtime, *, gradient: bool) -> dict[str
     """Collective. Full HF-named tensors on rank 0; {} elsewhere. For small models: nothing is streamed."""
     if gradient and policy.config.policy.distributed_optimizer:
         _complete_gradient_buffers(policy)
-    place = policy.place
+    position = policy.position
     mine = {
-        row.name: (place.tp_rank, (parameter.main_grad if gradient else parameter.data).detach().cpu().clone())  # type: ignore[attr-defined]
-        for row, parameter in live_rows(policy.model, policy.shape, place)
+        mapping.name: (position.tp_rank, (parameter.main_grad if gradient else parameter.data).detach().cpu().clone())  # type: ignore[attr-defined]
+        for mapping, parameter in live_mappings(policy.model, policy.shape, position)
     }
     everyone: list[Any] | None = [None] * runtime.world_size if runtime.rank == 0 else None
     dist.gather_object(mine, everyone)
     if everyone is None:
         return {}
     full: dict[str, Tensor] = {}
-    for name, row in table(policy.shape).items():
+    for name, mapping in parameter_mappings(policy.shape).items():
         shards = _one_of_each(name, everyone)
         if not shards and name == OUTPUT and policy.shape.tied_embeddings:
             continue  # one stage holds embedding and head: there is no second copy
         # Experts are whole on each of their ranks; other rows are split over tensor-parallel ranks.
-        parts = [shards[min(shards)]] if row.expert is not None else [shards[rank] for rank in sorted(shards)]
-        full |= hf_tensors(row, unshard(row, parts))
+        parts = [shards[min(shards)]] if mapping.expert is not None else [shards[rank] for rank in sorted(shards)]
+        full |= hf_tensors(mapping, unshard(mapping, parts))
     return full
 
 

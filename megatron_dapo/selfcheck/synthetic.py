@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_dapo.config import ModelShape
 from megatron_dapo.policy.batch import TrainBatch
-from megatron_dapo.weights.mapping import table
+from megatron_dapo.weights.mapping import parameter_mappings
 
 
 def synthetic_shape(kind: str) -> ModelShape:
@@ -38,8 +38,8 @@ def random_hf_weights(shape: ModelShape, seed: int = 0, scale: float = 0.1) -> d
     """Random weights under HF names; norms near one, biases not zero, so that every mapping error shows."""
     generator = torch.Generator().manual_seed(seed)
     weights: dict[str, Tensor] = {}
-    for row in table(shape).values():
-        for name, size in zip(row.hf, row.hf_shapes, strict=True):
+    for mapping in parameter_mappings(shape).values():
+        for name, size in zip(mapping.hf, mapping.hf_shapes, strict=True):
             noise = torch.randn(size, generator=generator) * scale
             weights[name] = 1 + noise if "norm" in name else noise
     return weights

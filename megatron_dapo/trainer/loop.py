@@ -36,7 +36,7 @@ from megatron_dapo.trainer.rollout_driver import Rollouts
 from megatron_dapo.trainer.signals import REQUEUE, Stopped, StopSignal
 from megatron_dapo.trainer.watchdog import Watchdog, log_folder
 from megatron_dapo.types import StepBatch, json_default
-from megatron_dapo.weights.formats.torch_dist_source import TorchDistSource
+from megatron_dapo.weights.formats.torch_dist_reader import TorchDistAsHF
 from megatron_dapo.weights.sync import discard
 
 
@@ -111,7 +111,7 @@ class Trainer:
             if self.config.algorithm.kl.coefficient:
                 self.policy.keep_reference()
             state = self.checkpoints.load(self.policy, resume) if resume else None
-            self.stream = self.policy.weight_stream(self.config.rollout.weights.bucket_bytes)
+            self.stream = self.policy.weight_buckets(self.config.rollout.weights.bucket_bytes)
             self.together.wait(opening, "starting the engine")
             if state is not None:
                 self._restore(state)
@@ -120,9 +120,9 @@ class Trainer:
         if state is None:
             self._evaluate_when_due()
 
-    def _first_weights(self) -> str | TorchDistSource:
+    def _first_weights(self) -> str | TorchDistAsHF:
         converted = self.config.policy.megatron_checkpoint
-        return TorchDistSource(converted, self.policy.shape) if converted else self.config.policy.model
+        return TorchDistAsHF(converted, self.policy.shape) if converted else self.config.policy.model
 
     def _open_run(self) -> None:
         trainer = self.config.trainer

@@ -1,1 +1,14 @@
-"""HF Qwen weights and Megatron weights: one table, streaming converters, live loading and sync."""
+"""HF Qwen weights and Megatron weights: one table of names; conversion, comparison, loading and weight sync.
+
+- `mapping`        the table: which HF tensors make up which Megatron parameter (`ParameterMapping`)
+- `names`          other spellings of Megatron names: Transformer Engine, checkpoints
+- `sharding`       HF tensors to a rank's shard and back; `WeightsError`
+- `model_weights`  HF weights into live models (`load_hf_weights`), a rank's coordinates (`RankPosition`)
+- `sync`           live models to buckets of HF tensors on rank 0 (`WeightBuckets`)
+- `convert`        HF safetensors to Megatron torch_dist and back
+- `verify`         whether two checkpoints hold the same weights
+- `copy`           copies tensors from files to files on several threads (`copy_tensors`)
+- `destination`    an output directory that appears complete or not at all
+- `command`        the `megatron-dapo convert` commands
+- `formats/`       readers and writers of the two checkpoint formats
+"""

@@ -1,5 +1,7 @@
-"""HF safetensors to Megatron torch_dist and back: no model is built, nothing is held in memory, every tensor is
-accounted for before the first byte is written, and the destination appears only when it is complete.
+"""Converts HF safetensors to Megatron torch_dist and back.
+
+No model is built and no tensor is held in memory. Every tensor is accounted for before the first byte is written, and
+the destination appears only when it is complete.
 """
 
 from __future__ import annotations
@@ -12,20 +14,20 @@ from pathlib import Path
 import torch
 
 from megatron_dapo.config.model import ModelShape
+from megatron_dapo.weights.copy import BLOCK, copy_tensors, default_workers
 from megatron_dapo.weights.destination import check_free, new_directory
-from megatron_dapo.weights.formats.hf_reader import HFDirectory
-from megatron_dapo.weights.formats.hf_writer import MAX_SHARD, HFLayout, copy_side_files
-from megatron_dapo.weights.formats.torch_dist_reader import TorchDistDirectory
-from megatron_dapo.weights.formats.torch_dist_writer import TorchDistLayout
-from megatron_dapo.weights.mapping import EMBEDDING, hf_shapes, stored_rows
+from megatron_dapo.weights.formats.hf_reader import HFReader
+from megatron_dapo.weights.formats.hf_writer import MAX_SHARD, HFWriter, copy_side_files
+from megatron_dapo.weights.formats.torch_dist_reader import TorchDistReader
+from megatron_dapo.weights.formats.torch_dist_writer import TorchDistWriter
+from megatron_dapo.weights.mapping import EMBEDDING, hf_shapes, stored_mappings
 from megatron_dapo.weights.model_weights import check_hf_names
 from megatron_dapo.weights.sharding import WeightsError
-from megatron_dapo.weights.stream import BLOCK, default_workers, stream
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-HF_FILES = "hf"  # inside a torch_dist checkpoint: config and tokenizer of the model it was made from
+HF_FILES = "hf"  # folder in a torch_dist checkpoint: config and tokenizer of the original model
 
-Progress = Callable[[int, int], None]  # (bytes moved, bytes in all)
+Progress = Callable[[int, int], None]  # (bytes copied, total bytes)
 
 
 @dataclass(slots=True)
@@ -57,19 +59,21 @@ def hf_to_megatron(
     workers: int | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Report:
-    """Write the weights of a HF directory as a torch_dist checkpoint that loads at any TP, PP and EP."""
+    """Write the weights of an HF directory as a torch_dist checkpoint that loads at any TP, PP and EP."""
     began, src, dst = time.monotonic(), Path(source), Path(destination)
     _check_paths(src, dst, overwrite)
     shape, weights = open_hf(src)
-    dtypes = {row.name: _one_dtype(weights, row.hf, dtype) for row in stored_rows(shape)}
-    layout = TorchDistLayout(shape, dtypes, files=workers or default_workers())
-    with new_directory(dst, layout.total, overwrite=overwrite) as directory:
-        files = layout.files(directory)
-        bad = stream(weights, layout.items, files, workers=workers, advance=_counter(progress, layout.weight_bytes))
+    dtypes = {mapping.name: _one_dtype(weights, mapping.hf, dtype) for mapping in stored_mappings(shape)}
+    writer = TorchDistWriter(shape, dtypes, files=workers or default_workers())
+    with new_directory(dst, writer.total, overwrite=overwrite) as directory:
+        files = writer.files(directory)
+        bad = copy_tensors(
+            weights, writer.writes, files, workers=workers, advance=_counter(progress, writer.weight_bytes)
+        )
         (directory / HF_FILES).mkdir()
         missing = copy_side_files(src, directory / HF_FILES)
-        layout.write_metadata(directory)
-    return Report(src, dst, len(weights), layout.weight_bytes, time.monotonic() - began, bad, missing)
+        writer.write_metadata(directory)
+    return Report(src, dst, len(weights), writer.weight_bytes, time.monotonic() - began, bad, missing)
 
 
 def megatron_to_hf(
@@ -85,27 +89,31 @@ def megatron_to_hf(
 ) -> Report:
     """Write the weights of a torch_dist checkpoint (optimizer state is not read) as a complete HF directory.
 
-    `reference`: a HF directory whose config and tokenizer the result gets; by default the one the checkpoint carries.
+    `reference`: the HF directory to take config and tokenizer from; by default the copy inside the checkpoint.
     """
     began, src, dst = time.monotonic(), Path(source), Path(destination)
     _check_paths(src, dst, overwrite)
     reference = find_reference(src, reference)
     shape = ModelShape.from_dir(reference)
-    weights = TorchDistDirectory(src, shape)
-    dtypes = {row.name: DTYPES[dtype] if dtype else weights.dtype(row.name) for row in stored_rows(shape)}
-    layout = HFLayout(shape, dtypes, max_shard=max_shard)
-    with new_directory(dst, layout.total, overwrite=overwrite) as directory:
-        files = layout.files(directory)
-        bad = stream(weights, layout.items, files, workers=workers, advance=_counter(progress, layout.weight_bytes))
-        layout.write_index(directory)
+    weights = TorchDistReader(src, shape)
+    dtypes = {
+        mapping.name: DTYPES[dtype] if dtype else weights.dtype(mapping.name) for mapping in stored_mappings(shape)
+    }
+    writer = HFWriter(shape, dtypes, max_shard=max_shard)
+    with new_directory(dst, writer.total, overwrite=overwrite) as directory:
+        files = writer.files(directory)
+        bad = copy_tensors(
+            weights, writer.writes, files, workers=workers, advance=_counter(progress, writer.weight_bytes)
+        )
+        writer.write_index(directory)
         missing = copy_side_files(reference, directory, dtypes[EMBEDDING])
-    return Report(src, dst, len(layout.items), layout.weight_bytes, time.monotonic() - began, bad, missing)
+    return Report(src, dst, len(writer.writes), writer.weight_bytes, time.monotonic() - began, bad, missing)
 
 
-def open_hf(path: Path) -> tuple[ModelShape, HFDirectory]:
-    """A HF directory whose tensors are exactly those that its config.json describes."""
+def open_hf(path: Path) -> tuple[ModelShape, HFReader]:
+    """Open an HF directory whose tensors are exactly those that its config.json describes."""
     shape = ModelShape.from_dir(path)
-    weights = HFDirectory(path)
+    weights = HFReader(path)
     check_hf_names(weights, shape)
     for name, expected in hf_shapes(shape).items():
         found = weights.stored[name]
@@ -127,14 +135,14 @@ def find_reference(source: Path, reference: str | Path | None) -> Path:
 
 
 def _check_paths(source: Path, destination: Path, overwrite: bool) -> None:
-    """Cheap checks before anything is read: a refused destination should be refused at once."""
+    """Refuse a bad destination before reading anything."""
     here, there = source.resolve(), destination.resolve()
     if here == there or here in there.parents or there in here.parents:
-        raise WeightsError(f"{destination}: the destination must lie outside the source {source}")
+        raise WeightsError(f"{destination}: the destination must be outside the source {source}")
     check_free(destination.absolute(), overwrite)
 
 
-def _one_dtype(weights: HFDirectory, names: tuple[str, ...], dtype: str | None) -> torch.dtype:
+def _one_dtype(weights: HFReader, names: tuple[str, ...], dtype: str | None) -> torch.dtype:
     if dtype:
         return DTYPES[dtype]
     first = weights.stored[names[0]]
@@ -142,19 +150,19 @@ def _one_dtype(weights: HFDirectory, names: tuple[str, ...], dtype: str | None) 
         if weights.dtype(name) != first.dtype:
             raise WeightsError(
                 f"{weights.stored[name].file}: tensor {name} is {weights.dtype(name)}, but {first.name} of the same "
-                f"Megatron tensor is {first.dtype}; pass --dtype to make them one"
+                f"Megatron tensor is {first.dtype}; pass --dtype to convert both"
             )
     return first.dtype
 
 
-def _check_tied(weights: HFDirectory) -> None:
+def _check_tied(weights: HFReader) -> None:
     head, embedding = weights["lm_head.weight"], weights["model.embed_tokens.weight"]
     same = head.shape == embedding.shape and head.dtype == embedding.dtype
     step = max(1, BLOCK // max(1, head[0].numel() * head.dtype.itemsize)) if same else 1
     if not same or not all(torch.equal(a, b) for a, b in zip(head.split(step), embedding.split(step), strict=True)):
         raise WeightsError(
             f"{weights.stored['lm_head.weight'].file}: tensor lm_head.weight differs from the embedding, but "
-            "config.json has tie_word_embeddings; set it to false if the head is its own"
+            "config.json has tie_word_embeddings; set it to false if the model has its own head"
         )
 
 

@@ -1,13 +1,14 @@
-"""One table from Hugging Face Qwen names to Megatron names; converters, weight sync and live loading all read it.
+"""The one table from Hugging Face Qwen names to Megatron names. The converters, `verify`, model loading and weight
+sync all read it.
 
-A row says which HF tensors one Megatron parameter is made of, and how. Every transform we need (copy, QKV interleaved
-by query group, gate over up) only reorders whole rows, so a row states it as *segments*: this run of rows of that HF
-tensor is that run of rows of the Megatron tensor. The same segments move bytes between files and slices between
-live shards, in both directions, without arithmetic: exact by construction.
+A `ParameterMapping` says which HF tensors make up one Megatron parameter, and how. Every transform that Qwen needs
+(copy, QKV interleaved by query group, gate above up) only reorders whole rows. A mapping therefore lists *segments*:
+rows [a, a+n) of this HF tensor are rows [b, b+n) of the Megatron tensor. The same segments move bytes between files
+and slices between live shards, in both directions and without arithmetic, so every copy is exact.
 
 Canonical names are those of Megatron's local (not Transformer Engine) modules with global layer and expert indices,
 e.g. `decoder.layers.3.mlp.experts.local_experts.5.linear_fc1.weight`. `weights.names` translates other spellings.
-Adding an architecture means adding templates below.
+To add an architecture, add templates below and its name to `config/model.py` (docs/conversion.md).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Split(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A run of `rows` rows: from `hf_start` in HF tensor number `source`, from `start` in the Megatron tensor."""
+    """`rows` consecutive rows: from `hf_start` in HF tensor number `source`, from `start` in the Megatron tensor."""
 
     source: int
     hf_start: int
@@ -50,8 +51,8 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One Megatron parameter: where it comes from and how it is cut."""
+class ParameterMapping:
+    """One Megatron parameter: the HF tensors it is made of, and how tensor-parallel ranks split it."""
 
     name: str
     shape: tuple[int, ...]  # full, without vocabulary padding
@@ -62,13 +63,13 @@ class Row:
     segments: tuple[Segment, ...]
     layer: int | None = None
     expert: int | None = None
-    vocabulary: bool = False  # rows may be padded so that tensor-parallel ranks get equal shares
-    tied: bool = False  # the output layer of a model with tied embeddings: not stored, filled from the embedding
+    vocabulary: bool = False  # may have padding rows, so that tensor-parallel ranks get equal shares
+    tied: bool = False  # output layer of a model with tied embeddings: not stored, filled from the embedding
 
 
 @dataclass(frozen=True, slots=True)
 class _Template:
-    """A row before layer and expert numbers are filled in. Sizes are words, see `_sizes`."""
+    """A mapping without layer and expert numbers. Dimensions are named; `_sizes` gives their values."""
 
     name: str
     shape: str
@@ -128,7 +129,7 @@ def _sizes(shape: ModelShape) -> dict[str, int]:
 
 
 def _segments(transform: Transform, shape: ModelShape, hf_shapes: tuple[tuple[int, ...], ...]) -> tuple[Segment, ...]:
-    if transform is not Transform.QKV:  # HF tensors one below the other
+    if transform is not Transform.QKV:  # the HF tensors, concatenated along dimension 0
         starts = [sum(s[0] for s in hf_shapes[:i]) for i in range(len(hf_shapes))]
         return tuple(Segment(i, 0, starts[i], s[0]) for i, s in enumerate(hf_shapes))
     segments, at = [], 0
@@ -141,48 +142,52 @@ def _segments(transform: Transform, shape: ModelShape, hf_shapes: tuple[tuple[in
     return tuple(segments)
 
 
-def _row(t: _Template, shape: ModelShape, to: str = "", hf: str = "", layer: int | None = None,
-         expert: int | None = None) -> Row:  # fmt: skip
+def _mapping(t: _Template, shape: ModelShape, to: str = "", hf: str = "", layer: int | None = None,
+         expert: int | None = None) -> ParameterMapping:  # fmt: skip
     sizes = _sizes(shape)
 
     def dims(words: str) -> tuple[int, ...]:
         return tuple(sizes[word] for word in words.split())
 
     hf_shapes = tuple(dims(words) for _, words in t.hf)
-    return Row(
+    return ParameterMapping(
         name=to + t.name, shape=dims(t.shape), hf=tuple(hf + name for name, _ in t.hf), hf_shapes=hf_shapes,
         transform=t.transform, split=t.split, segments=_segments(t.transform, shape, hf_shapes),
         layer=layer, expert=expert, vocabulary=t.shape.startswith("vocab"), tied=t.when == "tied_embeddings",
     )  # fmt: skip
 
 
-def _rows(shape: ModelShape) -> Iterator[Row]:
-    yield from (_row(t, shape) for t in _TOP if t.applies(shape))
+def _mappings(shape: ModelShape) -> Iterator[ParameterMapping]:
+    yield from (_mapping(t, shape) for t in _TOP if t.applies(shape))
     for layer in range(shape.layers):
         to, hf = f"decoder.layers.{layer}.", f"model.layers.{layer}."
-        yield from (_row(t, shape, to, hf, layer) for t in _LAYER if t.applies(shape))
+        yield from (_mapping(t, shape, to, hf, layer) for t in _LAYER if t.applies(shape))
         for expert in range(shape.experts):
             to_expert, hf_expert = f"{to}mlp.experts.local_experts.{expert}.", f"{hf}mlp.experts.{expert}."
-            yield from (_row(t, shape, to_expert, hf_expert, layer, expert) for t in _EXPERT if t.applies(shape))
+            yield from (_mapping(t, shape, to_expert, hf_expert, layer, expert) for t in _EXPERT if t.applies(shape))
 
 
 @lru_cache(maxsize=8)
-def table(shape: ModelShape) -> dict[str, Row]:
-    """Every parameter of the model by canonical name; with tied embeddings the output layer's row has `tied` set."""
-    return {row.name: row for row in _rows(shape)}
+def parameter_mappings(shape: ModelShape) -> dict[str, ParameterMapping]:
+    """Every parameter of the model by canonical name. With tied embeddings, the output layer has `tied` set."""
+    return {mapping.name: mapping for mapping in _mappings(shape)}
 
 
-def stored_rows(shape: ModelShape) -> list[Row]:
-    """The rows that checkpoints hold: all but a tied output layer."""
-    return [row for row in table(shape).values() if not row.tied]
+def stored_mappings(shape: ModelShape) -> list[ParameterMapping]:
+    """The parameters that checkpoints store: all but a tied output layer."""
+    return [mapping for mapping in parameter_mappings(shape).values() if not mapping.tied]
 
 
 def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Every tensor that an HF checkpoint of this shape holds."""
-    return {name: size for row in stored_rows(shape) for name, size in zip(row.hf, row.hf_shapes, strict=True)}
+    """Name and shape of every tensor in an HF checkpoint of this model."""
+    return {
+        name: size
+        for mapping in stored_mappings(shape)
+        for name, size in zip(mapping.hf, mapping.hf_shapes, strict=True)
+    }
 
 
 def padded_vocab(vocab: int, tp_size: int, multiple: int = 1) -> int:
-    """The smallest size >= vocab that `tp_size` ranks can share in parts that are multiples of `multiple`."""
+    """The smallest size >= vocab that `tp_size` ranks can split into parts that are multiples of `multiple`."""
     unit = tp_size * multiple
     return -(-vocab // unit) * unit

@@ -1,7 +1,7 @@
-"""Fill live Megatron models from HF weights, in place and completely, or raise and say what does not fit.
+"""Loads HF weights into live Megatron models: all parameters or none, with an error that says what does not fit.
 
-Works on the list of GPTModel chunks one rank holds under any TP, PP, VPP and EP. The rank passes its place in the
-layout; nothing is looked up from global state but the layer offset, which is Megatron's own rule for the config.
+Works on the list of GPTModel chunks that one rank holds under any TP, PP, VPP and EP. The rank passes its position in
+the layout. Only the layer offset comes from Megatron itself, because it follows from the model's configuration.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from megatron_dapo.config.model import ModelShape
-from megatron_dapo.weights.formats.hf_reader import HFDirectory
-from megatron_dapo.weights.mapping import EMBEDDING, FINAL_NORM, OUTPUT, Row, hf_shapes, table
+from megatron_dapo.weights.formats.hf_reader import HFReader
+from megatron_dapo.weights.mapping import EMBEDDING, FINAL_NORM, OUTPUT, ParameterMapping, hf_shapes, parameter_mappings
 from megatron_dapo.weights.names import to_canonical
 from megatron_dapo.weights.sharding import WeightsError, megatron_tensor, shard
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A rank's place in the layout. Experts are cut over their own tensor-parallel ranks, by default the same ones."""
+class RankPosition:
+    """A rank's coordinates in the layout. Experts may have tensor-parallel ranks of their own (`etp`)."""
 
     tp_rank: int = 0
     tp_size: int = 1
@@ -32,79 +32,83 @@ class Place:
     etp_rank: int | None = None
     etp_size: int | None = None
 
-    def cut(self, row: Row) -> tuple[int, int]:
-        """(rank, size) over which this row is split."""
-        if row.expert is not None and self.etp_size is not None:
+    def split(self, mapping: ParameterMapping) -> tuple[int, int]:
+        """(rank, size) of the tensor-parallel group that splits this parameter."""
+        if mapping.expert is not None and self.etp_size is not None:
             return self.etp_rank or 0, self.etp_size
         return self.tp_rank, self.tp_size
 
     def experts(self, shape: ModelShape) -> range:
         if shape.experts % self.ep_size:
-            raise WeightsError(f"{shape.experts} experts cannot be shared by {self.ep_size} expert-parallel ranks")
+            raise WeightsError(f"{shape.experts} experts cannot be split over {self.ep_size} expert-parallel ranks")
         count = shape.experts // self.ep_size
         return range(self.ep_rank * count, (self.ep_rank + 1) * count)
 
 
-WHOLE = Place()
+WHOLE = RankPosition()
 
 
 def load_hf_weights(
     model_chunks: Sequence[nn.Module],
     shape: ModelShape,
     source: str | os.PathLike[str] | Mapping[str, Tensor],
-    place: Place = WHOLE,
+    position: RankPosition = WHOLE,
 ) -> int:
-    """Fill every parameter of the chunks from a HF directory or a dict of HF-named tensors; returns how many.
+    """Fill every parameter of the chunks from an HF directory or a dict of HF-named tensors; returns how many.
 
-    Raises WeightsError when the source has a missing, unknown or misshapen tensor, when a live parameter has no row
-    in the table, and when a row that this rank owns has no live parameter.
+    Raises WeightsError when the source has a missing, unknown or misshapen tensor, when a live parameter has no
+    mapping, and when a parameter that this rank should hold does not exist in the model.
     """
-    weights = source if isinstance(source, Mapping) else HFDirectory(source)
+    weights = source if isinstance(source, Mapping) else HFReader(source)
     check_hf_names(weights, shape)
-    found = list(live_rows(model_chunks, shape, place))
-    for row, parameter in found:
-        _check_shape(row, parameter, place)
-    for row, parameter in found:
-        rank, size = place.cut(row)
-        rows = parameter.shape[0] * size if row.vocabulary else None
+    found = list(live_mappings(model_chunks, shape, position))
+    for mapping, parameter in found:
+        _check_shape(mapping, parameter, position)
+    for mapping, parameter in found:
+        rank, size = position.split(mapping)
+        rows = parameter.shape[0] * size if mapping.vocabulary else None
         with torch.no_grad():
-            parameter.copy_(shard(row, megatron_tensor(row, weights), rank, size, rows=rows))
+            parameter.copy_(shard(mapping, megatron_tensor(mapping, weights), rank, size, rows=rows))
     return len(found)
 
 
-def live_rows(model_chunks: Sequence[nn.Module], shape: ModelShape, place: Place) -> Iterator[tuple[Row, nn.Parameter]]:
-    """Every parameter of the chunks with its row; together exactly what this rank should own, or an error."""
-    rows, experts = table(shape), place.experts(shape)
+def live_mappings(
+    model_chunks: Sequence[nn.Module], shape: ModelShape, position: RankPosition
+) -> Iterator[tuple[ParameterMapping, nn.Parameter]]:
+    """Every parameter of the chunks with its mapping: exactly those that this rank should hold, or an error."""
+    mappings, experts = parameter_mappings(shape), position.experts(shape)
     for chunk in model_chunks:
         core = _core(chunk)
         if core.config.num_layers != shape.layers:
             raise WeightsError(f"the model has {core.config.num_layers} layers, the weights have {shape.layers}")
         offset = _layer_offset(core)
-        expected = {name for name, row in rows.items() if _belongs(row, core, offset, experts)}
+        expected = {name for name, mapping in mappings.items() if _belongs(mapping, core, offset, experts)}
         for live, parameter in core.named_parameters():
             name = to_canonical(live, layer_offset=offset, expert_offset=experts.start)
-            if name not in rows:
+            if name not in mappings:
                 raise WeightsError(
-                    f"the live parameter {live} ({name}) has no row in the table of {shape.architecture}"
+                    f"the live parameter {live} ({name}) has no mapping in the table of {shape.architecture}"
                 )
             if name not in expected:
                 raise WeightsError(f"the live parameter {live} is {name}, which this rank should not hold")
             expected.discard(name)
-            yield rows[name], parameter
+            yield mappings[name], parameter
         if expected:
-            raise WeightsError(f"the model has no parameter for {_list(expected)}; its configuration differs")
+            raise WeightsError(
+                f"the model has no parameter for {_list(expected)}; its configuration differs from config.json"
+            )
 
 
 def check_hf_names(weights: Mapping[str, Any], shape: ModelShape) -> None:
-    """The source holds exactly the tensors of this shape (a tied model may carry a copy of its embedding as head)."""
+    """The source holds exactly this model's tensors (a tied model may also store a copy of its embedding as head)."""
     expected, found = set(hf_shapes(shape)), set(weights)
     if shape.tied_embeddings:
         found.discard("lm_head.weight")
-    where = f"{weights.path}: " if isinstance(weights, HFDirectory) else ""
+    where = f"{weights.path}: " if isinstance(weights, HFReader) else ""
     if missing := expected - found:
         raise WeightsError(f"{where}missing {_list(missing)}")
     if extra := found - expected:
-        raise WeightsError(f"{where}unexpected {_list(extra)}; config.json describes a model without it")
+        raise WeightsError(f"{where}unexpected {_list(extra)}; the model that config.json describes does not have it")
 
 
 def _core(chunk: nn.Module) -> Any:
@@ -121,28 +125,28 @@ def _layer_offset(core: Any) -> int:
     return int(get_transformer_layer_offset(core.config, getattr(core, "vp_stage", None)))
 
 
-def _belongs(row: Row, core: Any, offset: int, experts: range) -> bool:
-    if row.layer is not None:
-        mine = offset <= row.layer < offset + len(core.decoder.layers)
-        return mine and (row.expert is None or row.expert in experts)
-    if row.name == EMBEDDING:
+def _belongs(mapping: ParameterMapping, core: Any, offset: int, experts: range) -> bool:
+    if mapping.layer is not None:
+        mine = offset <= mapping.layer < offset + len(core.decoder.layers)
+        return mine and (mapping.expert is None or mapping.expert in experts)
+    if mapping.name == EMBEDDING:
         return bool(core.pre_process)
-    if row.name == OUTPUT:  # a tied model on one stage uses the embedding itself and has no parameter here
-        return bool(core.post_process) and not (row.tied and core.pre_process)
-    assert row.name == FINAL_NORM
+    if mapping.name == OUTPUT:  # a tied model on one stage uses the embedding itself and has no parameter here
+        return bool(core.post_process) and not (mapping.tied and core.pre_process)
+    assert mapping.name == FINAL_NORM
     return bool(core.post_process)
 
 
-def _check_shape(row: Row, parameter: Tensor, place: Place) -> None:
-    """The live parameter is this rank's part of the row; no data is looked at."""
-    rank, size = place.cut(row)
-    rows = parameter.shape[0] * size if row.vocabulary else None
-    if rows is not None and rows < row.shape[0]:
-        raise WeightsError(f"{row.name}: the live model has {rows} rows for a vocabulary of {row.shape[0]}")
-    part = shard(row, torch.empty(row.shape, device="meta"), rank, size, rows=rows)
+def _check_shape(mapping: ParameterMapping, parameter: Tensor, position: RankPosition) -> None:
+    """The live parameter has the shape of this rank's shard; reads no data."""
+    rank, size = position.split(mapping)
+    rows = parameter.shape[0] * size if mapping.vocabulary else None
+    if rows is not None and rows < mapping.shape[0]:
+        raise WeightsError(f"{mapping.name}: the live model has {rows} rows for a vocabulary of {mapping.shape[0]}")
+    part = shard(mapping, torch.empty(mapping.shape, device="meta"), rank, size, rows=rows)
     if part.shape != parameter.shape:
         raise WeightsError(
-            f"{row.name}: tensor-parallel rank {rank} of {size} should hold {tuple(part.shape)}, "
+            f"{mapping.name}: tensor-parallel rank {rank} of {size} should hold {tuple(part.shape)}, "
             f"but the live parameter has {tuple(parameter.shape)}"
         )
 

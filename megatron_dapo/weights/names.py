@@ -1,7 +1,8 @@
-"""Spellings of Megatron parameter names: live modules (local or Transformer Engine) to canonical, and back.
+"""Spellings of Megatron parameter names: live modules (local or Transformer Engine), checkpoints, and canonical.
 
-Transformer Engine fuses a norm into the linear layer after it (`linear_qkv.layer_norm_weight`) and keeps the experts
-of a rank in one grouped layer (`mlp.experts.linear_fc1.weight5`); Megatron's local modules name each on its own.
+Transformer Engine fuses a norm into the linear layer after it (`linear_qkv.layer_norm_weight`) and keeps a rank's
+experts in one grouped layer (`mlp.experts.linear_fc1.weight5`). Megatron's local modules name each parameter
+separately; canonical names are the local ones with global layer and expert indices.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-# TE spelling of the part after `decoder.layers.N.`, and the local one.
+# What follows `decoder.layers.N.`: Transformer Engine's spelling to the local one.
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
@@ -20,7 +21,7 @@ _GROUPED_EXPERT = re.compile(r"^mlp\.experts\.(linear_fc[12])\.weight(\d+)$")
 
 
 def to_local(name: str) -> str:
-    """The local spelling of a parameter name in either spelling; wrappers' `module.` prefixes are dropped."""
+    """The local spelling of a name in either spelling, without the `module.` prefixes of wrappers."""
     while name.startswith("module."):
         name = name.removeprefix("module.")
     found = _LAYER.match(name)
@@ -47,7 +48,7 @@ def to_te(name: str, *, moe: bool = False) -> str:
 
 
 def to_canonical(name: str, *, layer_offset: int = 0, expert_offset: int = 0) -> str:
-    """A live parameter's name (either spelling, this rank's indices) as the table has it: local, global indices."""
+    """The canonical name of a live parameter (either spelling, with this rank's layer and expert indices)."""
     name = to_local(name)
     found = _LAYER.match(name)
     if found is None:
@@ -59,25 +60,27 @@ def to_canonical(name: str, *, layer_offset: int = 0, expert_offset: int = 0) ->
 
 
 @dataclass(frozen=True, slots=True)
-class DiskPlace:
-    """Where a checkpoint keeps one parameter: entry `index` of the leading axes of tensor `key`; `keys` has two tensors
-    where gate and up are stored apart."""
+class DiskLocation:
+    """Where a checkpoint stores one parameter: at `index` of the leading axes of the tensors `keys`.
+
+    There are two keys where gate and up are separate tensors.
+    """
 
     keys: tuple[str, ...]
     index: tuple[int, ...]
 
 
-def disk_places(name: str, *, moe: bool = False) -> list[DiskPlace]:
-    """Every way Megatron writes a parameter with this canonical name; the first is the one we write.
+def disk_locations(name: str, *, moe: bool = False) -> list[DiskLocation]:
+    """Every location where Megatron may store the parameter with this canonical name. We write the first one.
 
-    By default layers are stacked in one tensor with a layer axis, then an expert axis. Saves with
-    `non_homogeneous_layers` keep a tensor per layer, saves with `singleton_local_shards` one per expert, too, and gate
-    and up rows apart. Norms go by their Transformer Engine name; a MoE model of local modules names its second norm
-    like a dense one.
+    By default, layers are stacked in one tensor with a layer axis, then an expert axis. With `non_homogeneous_layers`
+    there is one tensor per layer. With `singleton_local_shards` there is also one per expert, and gate and up are
+    separate. Norms have their Transformer Engine names; a MoE model of local modules names its second norm like a
+    dense one.
     """
     found = _LAYER.match(name)
     if found is None:
-        return [DiskPlace((name,), ())]
+        return [DiskLocation((name,), ())]
     layer, rest = int(found[1]), found[2]
     expert = _LOCAL_EXPERT.match(rest)
     stacked: list[tuple[str, tuple[int, ...]]]
@@ -89,15 +92,15 @@ def disk_places(name: str, *, moe: bool = False) -> list[DiskPlace]:
         spellings = dict.fromkeys([to_te(name, moe=moe), to_te(name), name])
         stacked = [(spelling.split(".", 3)[3], ()) for spelling in spellings]
         single = stacked[0][0]
-    places = [DiskPlace((f"decoder.layers.{stem}",), (layer, *index)) for stem, index in stacked]
-    places += [DiskPlace((f"decoder.layers.{layer}.{stem}",), index) for stem, index in stacked]
+    locations = [DiskLocation((f"decoder.layers.{stem}",), (layer, *index)) for stem, index in stacked]
+    locations += [DiskLocation((f"decoder.layers.{layer}.{stem}",), index) for stem, index in stacked]
     halves = ("_w", "_v") if "linear_fc1.weight" in single else ("",)
-    places.append(DiskPlace(tuple(f"decoder.layers.{layer}.{single}{half}" for half in halves), ()))
-    return places
+    locations.append(DiskLocation(tuple(f"decoder.layers.{layer}.{single}{half}" for half in halves), ()))
+    return locations
 
 
 def disk_aliases(name: str, *, moe: bool = False) -> list[str]:
-    """Further keys under which a model asks for this parameter. They cost nothing: metadata may name bytes twice."""
+    """More keys under which a model may look for this parameter. They cost no space: metadata may list bytes twice."""
     if moe and name.endswith(".pre_mlp_layernorm.weight"):
-        return ["decoder.layers.mlp.linear_fc1.layer_norm_weight"]  # local modules' name, whatever the layer holds
+        return ["decoder.layers.mlp.linear_fc1.layer_norm_weight"]  # local modules use this name in every layer
     return []

@@ -1,7 +1,6 @@
-"""Proves that two checkpoints, HF or Megatron, hold the same weights: names, shapes, dtypes and every value.
+"""Compares two checkpoints, HF or Megatron: names, shapes, dtypes and every value.
 
-Both are read as HF tensors, so the comparison goes through the same table as the conversion, and through none of the
-code that wrote the files.
+Both are read as HF tensors, through the same table as the conversion but through none of the code that writes files.
 """
 
 from __future__ import annotations
@@ -18,25 +17,25 @@ from torch import Tensor
 
 from megatron_dapo.config.model import ModelShape
 from megatron_dapo.weights.convert import HF_FILES
-from megatron_dapo.weights.formats.hf_reader import HFDirectory
-from megatron_dapo.weights.formats.torch_dist_reader import TorchDistDirectory, torch_dist_in
-from megatron_dapo.weights.mapping import stored_rows
+from megatron_dapo.weights.copy import BLOCK, CheckpointReader, RowRange, default_workers
+from megatron_dapo.weights.formats.hf_reader import HFReader
+from megatron_dapo.weights.formats.torch_dist_reader import TorchDistReader, torch_dist_in
+from megatron_dapo.weights.mapping import stored_mappings
 from megatron_dapo.weights.sharding import WeightsError
-from megatron_dapo.weights.stream import BLOCK, Source, Take, default_workers
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One HF tensor of a checkpoint in either format: its rows are the rows of `takes`, one after the other."""
+    """One HF tensor of a checkpoint in either format: the rows of `ranges`, in order."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    takes: tuple[Take, ...]
+    ranges: tuple[RowRange, ...]
 
 
 @dataclass(slots=True)
 class Comparison:
-    """What was compared, and one line for every difference."""
+    """How much was compared, and one line per difference."""
 
     tensors: int = 0
     nbytes: int = 0
@@ -57,7 +56,7 @@ def verify(
     workers: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Comparison:
-    """Compare two checkpoints. With a `tolerance` of 0 dtypes and bits must agree; otherwise values within it."""
+    """Compare two checkpoints. With `tolerance` 0, dtypes and bits must be equal; else values may differ by it."""
     left_path, right_path = Path(a), Path(b)
     shape_from = _config_of(left_path, right_path, reference)
     left, entries_a = _open(left_path, shape_from)
@@ -87,16 +86,16 @@ def verify(
 
 
 def _config_of(a: Path, b: Path, reference: str | Path | None) -> Path | None:
-    """The HF directory that says which model a torch_dist checkpoint holds: given, carried along, or the other one."""
+    """The HF directory that describes a torch_dist checkpoint: `reference`, its own copy, or the other checkpoint."""
     candidates = [Path(reference)] if reference else [a, a / HF_FILES, b, b / HF_FILES]
     return next((path for path in candidates if (path / "config.json").exists()), None)
 
 
-def _open(path: Path, config: Path | None) -> tuple[Source, dict[str, Entry]]:
+def _open(path: Path, config: Path | None) -> tuple[CheckpointReader, dict[str, Entry]]:
     if torch_dist_in(path) is None:
-        weights = HFDirectory(path)
+        weights = HFReader(path)
         entries = {
-            name: Entry(stored.shape, stored.dtype, (Take(name, 0, stored.shape[0] if stored.shape else 1),))
+            name: Entry(stored.shape, stored.dtype, (RowRange(name, 0, stored.shape[0] if stored.shape else 1),))
             for name, stored in weights.stored.items()
         }
         if config is not None and "lm_head.weight" in entries and ModelShape.from_dir(config).tied_embeddings:
@@ -105,17 +104,19 @@ def _open(path: Path, config: Path | None) -> tuple[Source, dict[str, Entry]]:
     if config is None:
         raise WeightsError(f"{path} does not say which model it holds; pass --reference with the HF model's directory")
     shape = ModelShape.from_dir(config)
-    saved = TorchDistDirectory(path, shape)
+    saved = TorchDistReader(path, shape)
     found = {}
-    for row in stored_rows(shape):
-        for source, name in enumerate(row.hf):
-            takes = tuple(Take(row.name, s.start, s.rows) for s in row.segments if s.source == source)
-            found[name] = Entry(row.hf_shapes[source], saved.dtype(row.name), takes)
+    for mapping in stored_mappings(shape):
+        for source, name in enumerate(mapping.hf):
+            ranges = tuple(RowRange(mapping.name, s.start, s.rows) for s in mapping.segments if s.source == source)
+            found[name] = Entry(mapping.hf_shapes[source], saved.dtype(mapping.name), ranges)
     return saved, found
 
 
-def _compare(left: Source, right: Source, a: Entry, b: Entry, tolerance: float) -> tuple[str, float]:
-    """One line that says how two tensors differ (empty if they do not), and the largest difference."""
+def _compare(
+    left: CheckpointReader, right: CheckpointReader, a: Entry, b: Entry, tolerance: float
+) -> tuple[str, float]:
+    """How two tensors differ, in one line (empty if they are equal), and the largest difference."""
     if a.shape != b.shape:
         return f"shape {a.shape} and {b.shape}", 0.0
     if a.dtype != b.dtype and not tolerance:
@@ -141,13 +142,13 @@ def _bits(x: Tensor) -> Tensor:
     return x.contiguous().view(-1).view(torch.uint8)
 
 
-def _rows(source: Source, entry: Entry, start: int, count: int) -> Tensor:
-    """Rows [start, start + count) of an entry, which may be made of several takes."""
+def _rows(source: CheckpointReader, entry: Entry, start: int, count: int) -> Tensor:
+    """Rows [start, start + count) of an entry, which may consist of several ranges."""
     parts, at = [], 0
-    for take in entry.takes:
-        low, high = max(start, at), min(start + count, at + take.count)
+    for rows in entry.ranges:
+        low, high = max(start, at), min(start + count, at + rows.count)
         if low < high:
-            parts.append(source.rows(take.name, take.start + low - at, high - low).clone())
-            source.release(take.name, take.start + low - at, high - low)
-        at += take.count
+            parts.append(source.rows(rows.name, rows.start + low - at, high - low).clone())
+            source.release(rows.name, rows.start + low - at, high - low)
+        at += rows.count
     return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -79,7 +79,7 @@ def gaps_of_a_trainer(place, url, directory, config, version):
     runtime = initialize(config.policy, rendezvous=place)
     policy = Policy(config, ModelShape.from_dir(directory), runtime)
     policy.load_hf(directory)
-    stream = policy.weight_stream(config.rollout.weights.bucket_bytes)
+    stream = policy.weight_buckets(config.rollout.weights.bucket_bytes)
     driver = Driver(url, config, directory, version) if place.rank == 0 else None
     gaps, moved = [], []
     for update in range(UPDATES + 1):

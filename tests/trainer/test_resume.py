@@ -15,7 +15,7 @@ from megatron_dapo.trainer import checkpoint
 from megatron_dapo.trainer.checkpoint import Checkpoints
 from megatron_dapo.trainer.loop import REQUEUE
 from megatron_dapo.trainer.rollout_driver import Rollouts
-from megatron_dapo.weights.sync import WeightStream
+from megatron_dapo.weights.sync import WeightBuckets
 
 STEPS = 6
 OPTIONS = {"trainer__steps": STEPS, "evaluate__every": 3}
@@ -51,7 +51,7 @@ MOMENTS = {
     "first update of a step": (Policy, "update", 7),
     "second update of a step": (Policy, "update", 8),
     "old log-probs": (Policy, "log_probs", 4),
-    "sync": (WeightStream, "_exchange", 3),
+    "sync": (WeightBuckets, "_exchange", 3),
     "saving the policy": (checkpoint, "save_policy", 3),
     "before the checkpoint appears": (Checkpoints, "_publish", 4),
     "after the checkpoint appeared": (Checkpoints, "_prune", 4),

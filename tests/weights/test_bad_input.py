@@ -263,8 +263,8 @@ def test_reference_of_another_model(models, checkpoint, tmp_path, capsys):
 def test_damaged_torch_dist_files(checkpoint, tmp_path, capsys, damage):
     file = checkpoint / "__0_1.distcp"
     if damage == "truncated":
-        with file.open("r+b") as stream:
-            stream.truncate(file.stat().st_size - 10_000)
+        with file.open("r+b") as opened:
+            opened.truncate(file.stat().st_size - 10_000)
     elif damage == "missing":
         file.unlink()
     else:

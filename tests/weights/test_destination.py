@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from megatron_dapo.weights import convert, stream
+from megatron_dapo.weights import convert, copy
 from megatron_dapo.weights.convert import hf_to_megatron, megatron_to_hf
 from megatron_dapo.weights.destination import new_directory
 from megatron_dapo.weights.sharding import WeightsError
@@ -24,7 +24,7 @@ def test_an_error_while_writing_leaves_nothing(models, tmp_path, monkeypatch, er
     if to_hf:
         hf_to_megatron(source, tmp_path / "megatron")
         source = tmp_path / "megatron"
-    real, calls = stream._write, []
+    real, calls = copy._write, []
 
     def failing(fd, data, at):
         calls.append(at)
@@ -32,14 +32,14 @@ def test_an_error_while_writing_leaves_nothing(models, tmp_path, monkeypatch, er
             raise error
         real(fd, data, at)
 
-    monkeypatch.setattr(stream, "_write", failing)
+    monkeypatch.setattr(copy, "_write", failing)
     run = megatron_to_hf if to_hf else hf_to_megatron
     with pytest.raises(
         WeightsError if isinstance(error, OSError) else error, match="error" if isinstance(error, OSError) else None
     ):
         run(source, out)
     assert not out.exists() and beside(out) == []
-    monkeypatch.setattr(stream, "_write", real)
+    monkeypatch.setattr(copy, "_write", real)
     run(source, out)
     assert verify(models["qwen2"], out).same
 
@@ -49,7 +49,7 @@ def killed_while_writing(source, out, overwrite=False):
     pid = os.fork()
     if pid == 0:
         try:
-            real, count = stream._write, [0]
+            real, count = copy._write, [0]
 
             def slow(fd, data, at):
                 real(fd, data, at)
@@ -57,7 +57,7 @@ def killed_while_writing(source, out, overwrite=False):
                 if count[0] > 15:
                     time.sleep(60)
 
-            stream._write = slow
+            copy._write = slow
             hf_to_megatron(source, out, workers=1, overwrite=overwrite)
         finally:
             os._exit(0)

@@ -5,9 +5,9 @@ import tiny_qwen
 import torch
 
 from megatron_dapo.config.model import ModelShape
-from megatron_dapo.weights.formats.hf_reader import HFDirectory
-from megatron_dapo.weights.mapping import hf_shapes, padded_vocab, stored_rows, table
-from megatron_dapo.weights.names import disk_places, to_canonical, to_local, to_te
+from megatron_dapo.weights.formats.hf_reader import HFReader
+from megatron_dapo.weights.mapping import hf_shapes, padded_vocab, parameter_mappings, stored_mappings
+from megatron_dapo.weights.names import disk_locations, to_canonical, to_local, to_te
 from megatron_dapo.weights.sharding import WeightsError, hf_tensors, megatron_tensor, shard, unshard
 
 QWEN3 = ModelShape(
@@ -18,13 +18,13 @@ QWEN3 = ModelShape(
 
 @pytest.mark.parametrize("kind", tiny_qwen.KINDS)
 def test_the_table_is_exactly_what_transformers_saves(models, kind):
-    shape, found = ModelShape.from_dir(models[kind]), HFDirectory(models[kind])
+    shape, found = ModelShape.from_dir(models[kind]), HFReader(models[kind])
     assert hf_shapes(shape) == {name: stored.shape for name, stored in found.stored.items()}
 
 
 def test_qkv_is_interleaved_by_query_group():
     """Two groups of two query heads, head size 2. Values say where a row comes from: 100 q, 200 k, 300 v."""
-    row = table(QWEN3)["decoder.layers.1.self_attention.linear_qkv.bias"]
+    mapping = parameter_mappings(QWEN3)["decoder.layers.1.self_attention.linear_qkv.bias"]
     hf = {
         "model.layers.1.self_attn.q_proj.bias": torch.arange(100, 108),
         "model.layers.1.self_attn.k_proj.bias": torch.arange(200, 204),
@@ -32,49 +32,49 @@ def test_qkv_is_interleaved_by_query_group():
     }
     first = [100, 101, 102, 103, 200, 201, 300, 301]
     second = [104, 105, 106, 107, 202, 203, 302, 303]
-    full = megatron_tensor(row, hf)
+    full = megatron_tensor(mapping, hf)
     assert full.tolist() == first + second
-    assert shard(row, full, 0, 2).tolist() == first and shard(row, full, 1, 2).tolist() == second
-    assert all(torch.equal(tensor, hf[name]) for name, tensor in hf_tensors(row, full).items())
+    assert shard(mapping, full, 0, 2).tolist() == first and shard(mapping, full, 1, 2).tolist() == second
+    assert all(torch.equal(tensor, hf[name]) for name, tensor in hf_tensors(mapping, full).items())
 
 
 def test_gate_lies_above_up_and_every_rank_gets_part_of_both():
-    row = table(QWEN3)["decoder.layers.0.mlp.linear_fc1.weight"]
+    mapping = parameter_mappings(QWEN3)["decoder.layers.0.mlp.linear_fc1.weight"]
     gate, up = torch.arange(24).view(6, 4), torch.arange(24, 48).view(6, 4)
-    full = megatron_tensor(row, {row.hf[0]: gate, row.hf[1]: up})
+    full = megatron_tensor(mapping, {mapping.hf[0]: gate, mapping.hf[1]: up})
     assert torch.equal(full, torch.cat([gate, up]))
-    assert torch.equal(shard(row, full, 1, 3), torch.cat([gate[2:4], up[2:4]]))
+    assert torch.equal(shard(mapping, full, 1, 3), torch.cat([gate[2:4], up[2:4]]))
     with pytest.raises(WeightsError, match=r"linear_fc1.*4 ranks"):
-        shard(row, full, 0, 4)
+        shard(mapping, full, 0, 4)
 
 
 def test_vocabulary_is_padded_with_zeros_and_padding_is_dropped():
-    row = table(QWEN3)["output_layer.weight"]
+    mapping = parameter_mappings(QWEN3)["output_layer.weight"]
     head = torch.ones(5, 4)
     assert padded_vocab(5, 2) == 6 and padded_vocab(5, 2, multiple=128) == 256 and padded_vocab(6, 2) == 6
-    last = shard(row, head, 1, 2, rows=6)
+    last = shard(mapping, head, 1, 2, rows=6)
     assert last.sum(1).tolist() == [4, 4, 0]
-    full = unshard(row, [shard(row, head, 0, 2, rows=6), last])
-    assert torch.equal(hf_tensors(row, full)["lm_head.weight"], head)
+    full = unshard(mapping, [shard(mapping, head, 0, 2, rows=6), last])
+    assert torch.equal(hf_tensors(mapping, full)["lm_head.weight"], head)
 
 
 @pytest.mark.parametrize("kind", tiny_qwen.KINDS)
 @pytest.mark.parametrize("size", [1, 2])
 def test_shards_put_together_are_the_hf_tensors(models, kind, size):
-    shape, hf = ModelShape.from_dir(models[kind]), HFDirectory(models[kind])
-    for row in table(shape).values():
-        full = megatron_tensor(row, hf)
-        assert tuple(full.shape) == row.shape
-        rows = padded_vocab(shape.vocab, size) if row.vocabulary else None
-        again = unshard(row, [shard(row, full, rank, size, rows=rows) for rank in range(size)])
-        for name, tensor in hf_tensors(row, again).items():
+    shape, hf = ModelShape.from_dir(models[kind]), HFReader(models[kind])
+    for mapping in parameter_mappings(shape).values():
+        full = megatron_tensor(mapping, hf)
+        assert tuple(full.shape) == mapping.shape
+        rows = padded_vocab(shape.vocab, size) if mapping.vocabulary else None
+        again = unshard(mapping, [shard(mapping, full, rank, size, rows=rows) for rank in range(size)])
+        for name, tensor in hf_tensors(mapping, again).items():
             assert torch.equal(tensor, hf[name]), name
 
 
 def test_a_wrong_shape_is_named():
-    row = table(QWEN3)["decoder.final_layernorm.weight"]
+    mapping = parameter_mappings(QWEN3)["decoder.final_layernorm.weight"]
     with pytest.raises(WeightsError, match=r"model\.norm\.weight.*\(3,\).*\(4,\)"):
-        megatron_tensor(row, {"model.norm.weight": torch.ones(3)})
+        megatron_tensor(mapping, {"model.norm.weight": torch.ones(3)})
 
 
 @pytest.mark.parametrize(
@@ -112,6 +112,6 @@ def test_disk_keys_are_unique():
         experts_per_token=1, expert_ffn_hidden=3,
     )  # fmt: skip
     seen = {}
-    for row in stored_rows(shape):
-        for place in set(disk_places(row.name, moe=True)):
-            assert seen.setdefault(place, row.name) == row.name
+    for mapping in stored_mappings(shape):
+        for place in set(disk_locations(mapping.name, moe=True)):
+            assert seen.setdefault(place, mapping.name) == mapping.name

@@ -16,9 +16,9 @@ from megatron_dapo.policy.policy import Policy
 from megatron_dapo.policy.runtime import RankError, initialize
 from megatron_dapo.selfcheck.synthetic import awkward_batch, random_hf_weights
 from megatron_dapo.weights.convert import hf_to_megatron, megatron_to_hf
-from megatron_dapo.weights.formats.hf_reader import HFDirectory
-from megatron_dapo.weights.mapping import table
-from megatron_dapo.weights.model_weights import Place, live_rows, load_hf_weights
+from megatron_dapo.weights.formats.hf_reader import HFReader
+from megatron_dapo.weights.mapping import parameter_mappings
+from megatron_dapo.weights.model_weights import RankPosition, live_mappings, load_hf_weights
 from megatron_dapo.weights.sharding import WeightsError, hf_tensors, megatron_tensor, shard, unshard
 from megatron_dapo.weights.verify import verify
 
@@ -62,12 +62,12 @@ def load_and_score(place, folder, checkpoint, options):
     policy = build_policy(place, folder, options)
     load_weights(policy, checkpoint)
     groups = policy.runtime.groups
-    position = Place(groups.tp.rank(), groups.tp.size(), groups.ep.rank(), groups.ep.size(), 0, 1)
-    hf = HFDirectory(folder)
-    for row, parameter in live_rows(policy.model, policy.shape, position):
-        rank, size = position.cut(row)
-        rows = parameter.shape[0] * size if row.vocabulary else None
-        assert torch.equal(parameter, shard(row, megatron_tensor(row, hf), rank, size, rows=rows)), row.name
+    position = RankPosition(groups.tp.rank(), groups.tp.size(), groups.ep.rank(), groups.ep.size(), 0, 1)
+    hf = HFReader(folder)
+    for mapping, parameter in live_mappings(policy.model, policy.shape, position):
+        rank, size = position.split(mapping)
+        rows = parameter.shape[0] * size if mapping.vocabulary else None
+        assert torch.equal(parameter, shard(mapping, megatron_tensor(mapping, hf), rank, size, rows=rows)), mapping.name
     return policy.log_probs(score_batch())[0]
 
 
@@ -101,9 +101,9 @@ def save_after_update(place, folder, checkpoint, options, metadata):
         state = {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(policy.model)}
         dist_checkpointing.save(state, str(checkpoint))
     groups = policy.runtime.groups
-    position = Place(groups.tp.rank(), groups.tp.size(), groups.ep.rank(), groups.ep.size(), 0, 1)
-    rows = live_rows(policy.model, policy.shape, position)
-    return groups.tp.rank(), {row.name: parameter.detach().clone() for row, parameter in rows}
+    position = RankPosition(groups.tp.rank(), groups.tp.size(), groups.ep.rank(), groups.ep.size(), 0, 1)
+    rows = live_mappings(policy.model, policy.shape, position)
+    return groups.tp.rank(), {mapping.name: parameter.detach().clone() for mapping, parameter in rows}
 
 
 @pytest.mark.parametrize(
@@ -123,17 +123,17 @@ def test_a_checkpoint_of_the_policy_exports(models, tmp_path, kind, world, optio
     ranks = run_ranks(world, save_after_update, models[kind], checkpoint, options, metadata, timeout=120)
     (checkpoint / "common.pt").write_bytes(b"must not be opened")
     megatron_to_hf(checkpoint.parent, tmp_path / "hf", reference=models[kind])
-    shape, exported = ModelShape.from_dir(models[kind]), HFDirectory(tmp_path / "hf")
+    shape, exported = ModelShape.from_dir(models[kind]), HFReader(tmp_path / "hf")
     compared, changed = set(), 0
-    for row in table(shape).values():
-        parts = {tp: held[row.name] for tp, held in ranks if row.name in held}
+    for mapping in parameter_mappings(shape).values():
+        parts = {tp: held[mapping.name] for tp, held in ranks if mapping.name in held}
         if not parts:
             continue
-        shards = [parts[min(parts)]] if row.expert is not None else [parts[tp] for tp in sorted(parts)]
-        for name, tensor in hf_tensors(row, unshard(row, shards)).items():
+        shards = [parts[min(parts)]] if mapping.expert is not None else [parts[tp] for tp in sorted(parts)]
+        for name, tensor in hf_tensors(mapping, unshard(mapping, shards)).items():
             assert torch.equal(tensor, exported[name]), name
             compared.add(name)
-            changed += not torch.equal(tensor, HFDirectory(models[kind])[name])
+            changed += not torch.equal(tensor, HFReader(models[kind])[name])
     assert compared == set(exported)
     assert changed > len(compared) // 2  # the update moved the weights: this is not the model we started from
     assert not verify(models[kind], checkpoint).same
@@ -141,7 +141,7 @@ def test_a_checkpoint_of_the_policy_exports(models, tmp_path, kind, world, optio
 
 def load_wrong(place, folder, source, change):
     policy = build_policy(place, folder, {})
-    weights = {name: tensor.clone() for name, tensor in HFDirectory(source).items()}
+    weights = {name: tensor.clone() for name, tensor in HFReader(source).items()}
     change(weights)
     load_hf_weights(policy.model, policy.shape, weights)
 
@@ -178,7 +178,7 @@ def load_other_model(place, folder, changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"qkv_bias": False}, r"linear_qkv\.bias.*no row"),
+        ({"qkv_bias": False}, r"linear_qkv\.bias.*no mapping"),
         ({"qk_norm": True}, r"no parameter for tensors decoder\.layers\.0\.self_attention\.k_layernorm"),
         ({"layers": 5}, r"the model has 4 layers, the weights have 5"),
         ({"ffn_hidden": 98}, r"linear_fc1\.weight.*\(196, 64\).*\(192, 64\)"),
@@ -187,12 +187,12 @@ def load_other_model(place, folder, changes):
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_a_model_of_another_shape_is_an_error(models, changes, message):
-    """Live parameters without a row, rows without a live parameter, other sizes; and no parameter is touched."""
+    """Live parameters without a mapping, rows without a live parameter, other sizes; and no parameter is touched."""
     with pytest.raises(RankError, match=message):
         run_ranks(1, load_other_model, models["qwen2"], changes)
 
 
 def test_ranks_that_cannot_share_a_tensor_are_named(models):
     shape = ModelShape.from_dir(models["qwen3-moe"])
-    with pytest.raises(WeightsError, match="4 experts cannot be shared by 3"):
-        Place(ep_size=3).experts(shape)
+    with pytest.raises(WeightsError, match="4 experts cannot be split over 3"):
+        RankPosition(ep_size=3).experts(shape)

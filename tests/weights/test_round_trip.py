@@ -11,7 +11,8 @@ import transformers
 from safetensors.torch import load_file
 
 from megatron_dapo.weights.convert import hf_to_megatron, megatron_to_hf
-from megatron_dapo.weights.formats.hf_reader import HFDirectory
+from megatron_dapo.weights.formats.hf_reader import HFReader
+from megatron_dapo.weights.formats.safe_pickle import load_metadata
 from megatron_dapo.weights.verify import verify
 
 
@@ -88,21 +89,21 @@ def test_a_copy_of_the_embedding_as_head_is_accepted_only_if_it_is_one(models, t
 
 def test_large_tensors_are_cut_into_chunks(models, tmp_path, monkeypatch):
     """Chunks of a few rows and blocks of a few bytes give the same weights as whole ones."""
-    from megatron_dapo.weights import stream
-    from megatron_dapo.weights.formats import torch_dist_writer as torch_dist_layout
+    from megatron_dapo.weights import copy
+    from megatron_dapo.weights.formats import torch_dist_writer
 
-    monkeypatch.setattr(torch_dist_layout, "MAX_CHUNK", 5_000)
-    monkeypatch.setattr(torch_dist_layout, "MAX_FILE", 60_000)
-    monkeypatch.setattr(stream, "BLOCK", 700)
+    monkeypatch.setattr(torch_dist_writer, "MAX_CHUNK", 5_000)
+    monkeypatch.setattr(torch_dist_writer, "MAX_FILE", 60_000)
+    monkeypatch.setattr(copy, "BLOCK", 700)
     hf_to_megatron(models["qwen3-moe"], tmp_path / "megatron", workers=3)
     assert len(list((tmp_path / "megatron").glob("*.distcp"))) > 5
     megatron_to_hf(tmp_path / "megatron", tmp_path / "again")
-    before, after = HFDirectory(models["qwen3-moe"]), tensors(tmp_path / "again")
+    before, after = HFReader(models["qwen3-moe"]), tensors(tmp_path / "again")
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_metadata_is_what_torch_itself_would_write(models, tmp_path):
-    """Our hand-made pickle, loaded by pickle itself, against torch's own classes."""
+    """Loaded by pickle itself; the expected values are built by hand."""
     from torch.distributed.checkpoint import metadata as dcp
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
@@ -120,15 +121,18 @@ def test_metadata_is_what_torch_itself_would_write(models, tmp_path):
     with (tmp_path / "m" / info.relative_path).open("rb") as file:
         file.seek(info.offset)
         stored = torch.load(io.BytesIO(file.read(info.length)), weights_only=True)
-    assert torch.equal(stored[0], HFDirectory(models["qwen3"])["model.layers.2.self_attn.q_norm.weight"])
+    assert torch.equal(stored[0], HFReader(models["qwen3"])["model.layers.2.self_attn.q_norm.weight"])
     state = found.state_dict_metadata["decoder.final_layernorm._extra_state/shard_0_1"]
     assert isinstance(state, dcp.BytesStorageMetadata)
 
 
 @pytest.mark.parametrize("value", [0, 1, 127, 128, 255, 256, 2**31, 2**40 + 7])
-def test_numbers_in_metadata(value):
-    from megatron_dapo.weights.formats.metadata_pickle import stored
+def test_safe_pickle_reads_any_offset_in_metadata(value):
+    from torch.distributed.checkpoint import metadata as dcp
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-    built = stored("__0_0.distcp", value, value + 1)
-    info = pickle.loads(pickle.PROTO + b"\x02" + built.operations + pickle.STOP)
-    assert (info.relative_path, info.offset, info.length) == ("__0_0.distcp", value, value + 1)
+    storage = {dcp.MetadataIndex("key", [value]): _StorageInfo("__0_0.distcp", value, value + 1)}
+    found = load_metadata(pickle.dumps(dcp.Metadata(state_dict_metadata={}, storage_data=storage)))
+    ((index, info),) = found["storage_data"].items()
+    assert (index["fqn"], index["offset"]) == ("key", (value,))
+    assert (info["relative_path"], info["offset"], info["length"]) == ("__0_0.distcp", value, value + 1)

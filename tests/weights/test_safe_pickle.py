@@ -10,8 +10,8 @@ import torch
 
 from megatron_dapo.cli import main
 from megatron_dapo.weights.convert import hf_to_megatron
-from megatron_dapo.weights.formats.safe_pickle import UnsafePickle, load_metadata, load_tensor_record
-from megatron_dapo.weights.formats.torch_zip import BadItem, ItemLayout, read_item
+from megatron_dapo.weights.formats.safe_pickle import UnsafePickle, load_metadata, load_tensor_pickle
+from megatron_dapo.weights.formats.torch_zip import BadArchive, TensorArchive, read_archive
 
 
 class Evil:
@@ -50,11 +50,11 @@ def test_malicious_pickle_is_refused_and_does_not_run(checkpoint, models, tmp_pa
     else:
         metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
         key = next(k for k in metadata.storage_data if k.fqn == "decoder.final_layernorm.weight")
-        stream = io.BytesIO()
-        torch.save(evil, stream)
+        buffer = io.BytesIO()
+        torch.save(evil, buffer)
         metadata.storage_data[key].relative_path = "__9_9.distcp"
-        metadata.storage_data[key].offset, metadata.storage_data[key].length = 0, len(stream.getvalue())
-        (checkpoint / "__9_9.distcp").write_bytes(stream.getvalue())
+        metadata.storage_data[key].offset, metadata.storage_data[key].length = 0, len(buffer.getvalue())
+        (checkpoint / "__9_9.distcp").write_bytes(buffer.getvalue())
         (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
     other = [str(tmp_path / "out")] if command == "megatron-to-hf" else [str(models["qwen2"])]
     assert main(["convert", command, str(checkpoint), *other]) == 2
@@ -86,7 +86,7 @@ def test_names_off_the_list(call):
     with pytest.raises(UnsafePickle, match="it asks for"):
         load_metadata(pickle.dumps(call))
     with pytest.raises(UnsafePickle, match="it asks for"):
-        load_tensor_record(pickle.dumps(call))
+        load_tensor_pickle(pickle.dumps(call))
 
 
 def test_stand_ins_are_inert(checkpoint):
@@ -118,28 +118,28 @@ def test_paths_may_not_leave_the_checkpoint(checkpoint, tmp_path, capsys):
 @pytest.mark.parametrize("tensor", [torch.randn(3, 5).bfloat16(), torch.randn(7), torch.randn(1, 2, 33).double()])
 def test_items_are_what_torch_reads_and_writes(tensor):
     data = tensor.contiguous().view(torch.uint8).numpy().tobytes()
-    layout = ItemLayout(tensor.dtype, tuple(tensor.shape))
-    ours = layout.head + data + layout.tail
-    assert len(ours) == layout.length and layout.data_offset % 64 == 0
+    archive = TensorArchive(tensor.dtype, tuple(tensor.shape))
+    ours = archive.head + data + archive.tail
+    assert len(ours) == archive.length and archive.data_offset % 64 == 0
     assert torch.equal(torch.load(io.BytesIO(ours), weights_only=True), tensor)
-    stream = io.BytesIO()
-    torch.save(tensor, stream)
-    for item in (ours, stream.getvalue()):
-        found = read_item(memoryview(item))
+    buffer = io.BytesIO()
+    torch.save(tensor, buffer)
+    for item in (ours, buffer.getvalue()):
+        found = read_archive(memoryview(item))
         assert (found.dtype, found.shape) == (tensor.dtype, tuple(tensor.shape))
         assert item[found.data_offset : found.data_offset + len(data)] == data
 
 
 def test_items_that_are_not_one_plain_tensor():
     def saved(value):
-        stream = io.BytesIO()
-        torch.save(value, stream)
-        return stream.getvalue()
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        return buffer.getvalue()
 
     good = saved(torch.randn(4, 4))
     compressed = io.BytesIO()
     with zipfile.ZipFile(compressed, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", b"x" * 1000)
     for bad in (saved(torch.randn(4, 4).t()), saved([torch.ones(2)]), good[:-30], b"\0" * 200, compressed.getvalue()):
-        with pytest.raises(BadItem):
-            read_item(memoryview(bad))
+        with pytest.raises(BadArchive):
+            read_archive(memoryview(bad))

@@ -15,12 +15,12 @@ def synced(place, layout, model, bucket_bytes, rounds):
     config = check_config(LayoutSpec.parse(layout))
     runtime = initialize(config.policy, rendezvous=place)
     policy = Policy(config, synthetic_shape(model), runtime)
-    stream = policy.weight_stream(bucket_bytes)
+    weights = policy.weight_buckets(bucket_bytes)
     found = []
     for seed in range(rounds):
         policy.load_hf(random_hf_weights(policy.shape, seed))
-        found.append([[(name, tensor.clone()) for name, tensor in bucket] for bucket in stream.buckets()])
-    return found, stream.total_bytes
+        found.append([[(name, tensor.clone()) for name, tensor in bucket] for bucket in weights.buckets()])
+    return found, weights.total_bytes
 
 
 @pytest.mark.parametrize(
@@ -51,13 +51,13 @@ def test_buckets_are_the_hf_tensors_bit_for_bit(layout, model):
 
 
 def test_a_shard_nobody_holds_is_an_error(monkeypatch):
-    with pytest.raises(Exception, match="cannot be put together"):
+    with pytest.raises(Exception, match="cannot be assembled"):
         run_ranks(1, without_one_parameter)
 
 
 def without_one_parameter(place):
     config = check_config(LayoutSpec.parse("single"))
     policy = Policy(config, synthetic_shape("dense"), initialize(config.policy, rendezvous=place))
-    real = sync.live_rows
-    sync.live_rows = lambda *args: list(real(*args))[:-1]
-    policy.weight_stream()
+    real = sync.live_mappings
+    sync.live_mappings = lambda *args: list(real(*args))[:-1]
+    policy.weight_buckets()

@@ -114,7 +114,7 @@ def _check_cover(path: Path, found: list[Stored], start: int, size: int) -> None
         raise WeightsError(f"{path}: {size - at} bytes after the last tensor; fetch the file again")
 
 
-class HFDirectory(Mapping[str, Tensor]):
+class HFReader(Mapping[str, Tensor]):
     """A checked HF checkpoint: maps names to memory-mapped tensors."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

@@ -1,4 +1,4 @@
-"""Lays out a HF checkpoint: shards with their headers, the index, and the small files that make it complete."""
+"""Writes an HF checkpoint: shards with their headers, the index, and the small files that make it complete."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 
 from megatron_dapo.config.model import ModelShape
 from megatron_dapo.files import safetensors_header
+from megatron_dapo.weights.copy import OutputFile, RowRange, TensorWrite
 from megatron_dapo.weights.formats.hf_reader import INDEX, SINGLE
-from megatron_dapo.weights.mapping import Row, stored_rows
-from megatron_dapo.weights.stream import Item, OutputFile, Take
+from megatron_dapo.weights.mapping import ParameterMapping, stored_mappings
 
 MAX_SHARD = 5 * 10**9
 SIDE_FILES = (
@@ -26,28 +26,30 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 @dataclass(slots=True)
 class _Shard:
-    tensors: list[tuple[str, Row, int, torch.dtype]] = field(default_factory=list)
+    tensors: list[tuple[str, ParameterMapping, int, torch.dtype]] = field(default_factory=list)
     nbytes: int = 0
 
     def header(self) -> bytes:
-        return safetensors_header((name, dtype, row.hf_shapes[source]) for name, row, source, dtype in self.tensors)
+        return safetensors_header(
+            (name, dtype, mapping.hf_shapes[source]) for name, mapping, source, dtype in self.tensors
+        )
 
 
-class HFLayout:
-    """The weight files of a HF checkpoint before any of them exists."""
+class HFWriter:
+    """Fixes which tensor goes where in which file; `weights.copy` then fills the files in any order."""
 
     def __init__(self, shape: ModelShape, dtypes: dict[str, torch.dtype], *, max_shard: int = MAX_SHARD) -> None:
         """`dtypes`: by canonical Megatron name."""
         self._shards = [_Shard()]
-        for row in stored_rows(shape):
-            for source, name in enumerate(row.hf):
-                size = math.prod(row.hf_shapes[source]) * dtypes[row.name].itemsize
+        for mapping in stored_mappings(shape):
+            for source, name in enumerate(mapping.hf):
+                size = math.prod(mapping.hf_shapes[source]) * dtypes[mapping.name].itemsize
                 if self._shards[-1].nbytes and self._shards[-1].nbytes + size > max_shard:
                     self._shards.append(_Shard())
-                self._shards[-1].tensors.append((name, row, source, dtypes[row.name]))
+                self._shards[-1].tensors.append((name, mapping, source, dtypes[mapping.name]))
                 self._shards[-1].nbytes += size
         self._headers = [shard.header() for shard in self._shards]
-        self.items = [item for i in range(len(self._shards)) for item in self._items(i)]
+        self.writes = [write for i in range(len(self._shards)) for write in self._writes(i)]
 
     @property
     def weight_bytes(self) -> int:
@@ -75,17 +77,17 @@ class HFLayout:
             return SINGLE
         return f"model-{number + 1:05d}-of-{len(self._shards):05d}.safetensors"
 
-    def _items(self, number: int) -> list[Item]:
-        items, at = [], len(self._headers[number])
-        for _, row, source, dtype in self._shards[number].tensors:
-            takes = tuple(Take(row.name, s.start, s.rows) for s in row.segments if s.source == source)
-            items.append(Item(number, at, dtype, takes))
-            at += math.prod(row.hf_shapes[source]) * dtype.itemsize
-        return items
+    def _writes(self, number: int) -> list[TensorWrite]:
+        writes, at = [], len(self._headers[number])
+        for _, mapping, source, dtype in self._shards[number].tensors:
+            ranges = tuple(RowRange(mapping.name, s.start, s.rows) for s in mapping.segments if s.source == source)
+            writes.append(TensorWrite(number, at, dtype, ranges))
+            at += math.prod(mapping.hf_shapes[source]) * dtype.itemsize
+        return writes
 
 
 def copy_side_files(reference: Path, directory: Path, dtype: torch.dtype | None = None) -> list[str]:
-    """Config, tokenizer and generation config. `dtype`: what config.json must say. Returns what is missing."""
+    """Copy config, tokenizer and generation config, and set config.json's dtype. Returns what the reference lacks."""
     for pattern in SIDE_FILES:
         for path in sorted(reference.glob(pattern)):
             if path.is_dir():

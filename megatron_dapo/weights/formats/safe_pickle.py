@@ -1,5 +1,7 @@
-"""Reads the two pickles a torch_dist checkpoint holds, without loading pickles: only names on a short list resolve,
-and they resolve to inert stand-ins defined here, never to code of torch, of Megatron or of anyone else.
+"""Reads the two kinds of pickle in a torch_dist checkpoint without running code from them.
+
+Only names on a short list resolve, and they resolve to inert stand-ins defined here, never to functions of torch,
+Megatron or another package. `torch.load(weights_only=True)` does not replace this: it cannot read `.metadata`.
 """
 
 from __future__ import annotations
@@ -15,11 +17,11 @@ import torch
 
 
 class UnsafePickle(ValueError):
-    """The pickle names something that a checkpoint has no reason to name."""
+    """The pickle refers to something that a checkpoint does not need."""
 
 
-class Record:
-    """Stands in for a metadata class: keeps constructor arguments and state, does nothing with them."""
+class PickledObject:
+    """Stands in for a metadata class: stores constructor arguments and state, and runs nothing."""
 
     kind = ""
     args: tuple[Any, ...] = ()
@@ -40,13 +42,13 @@ class Record:
         return self.state.get(field) if isinstance(self.state, dict) else None
 
 
-def _stand_in(name: str) -> type[Record]:
-    return type(name, (Record,), {"kind": name})
+def _stand_in(name: str) -> type[PickledObject]:
+    return type(name, (PickledObject,), {"kind": name})
 
 
 _META = "torch.distributed.checkpoint.metadata"
 _PLANNER = "torch.distributed.checkpoint.planner"
-_RECORDS: dict[tuple[str, str], Any] = {
+_STAND_INS: dict[tuple[str, str], Any] = {
     (module, name): _stand_in(name)
     for module, names in {
         _META: "Metadata MetadataIndex StorageMeta TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata "
@@ -82,8 +84,8 @@ def _layout(name: Any) -> str:
     return str(name)
 
 
-def _rebuild_tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> Record:
-    return Record(storage, int(offset), _size(size), _size(stride))
+def _rebuild_tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> PickledObject:
+    return PickledObject(storage, int(offset), _size(size), _size(stride))
 
 
 _PLAIN: dict[tuple[str, str], Any] = {
@@ -120,15 +122,15 @@ def _load(unpickler: _Unpickler) -> Any:
         raise UnsafePickle(f"damaged ({type(error).__name__}: {error})") from None
 
 
-def load_metadata(data: bytes) -> Record:
-    """The contents of a `.metadata` file as inert records."""
-    found = _load(_Unpickler(data, {**_RECORDS, **_PLAIN, **_DTYPES}))
-    if not isinstance(found, Record) or found.kind not in ("Metadata", "MCoreMetadata"):
-        raise UnsafePickle("it holds something else than checkpoint metadata")
+def load_metadata(data: bytes) -> PickledObject:
+    """The contents of a `.metadata` file as inert objects."""
+    found = _load(_Unpickler(data, {**_STAND_INS, **_PLAIN, **_DTYPES}))
+    if not isinstance(found, PickledObject) or found.kind not in ("Metadata", "MCoreMetadata"):
+        raise UnsafePickle("it holds something other than checkpoint metadata")
     return found
 
 
-def load_tensor_record(data: bytes) -> tuple[torch.dtype, tuple[int, ...], str, int]:
+def load_tensor_pickle(data: bytes) -> tuple[torch.dtype, tuple[int, ...], str, int]:
     """(dtype, shape, storage key, offset in elements) of the one contiguous tensor that a `data.pkl` describes."""
     allowed = {
         **_PLAIN, **_STORAGES,
@@ -136,8 +138,8 @@ def load_tensor_record(data: bytes) -> tuple[torch.dtype, tuple[int, ...], str, 
         ("torch._utils", "_rebuild_parameter"): lambda tensor, *rest: tensor,
     }  # fmt: skip
     found = _load(_Unpickler(data, allowed, storage=tuple))
-    if not isinstance(found, Record) or len(found.args) != 4:
-        raise UnsafePickle("it holds something else than one tensor")
+    if not isinstance(found, PickledObject) or len(found.args) != 4:
+        raise UnsafePickle("it holds something other than one tensor")
     storage, offset, shape, stride = found.args
     contiguous = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
     if any(have != want for have, want, n in zip(stride, contiguous, shape, strict=True) if n > 1) or offset < 0:

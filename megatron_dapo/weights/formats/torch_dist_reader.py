@@ -1,7 +1,7 @@
-"""Megatron `torch_dist` checkpoints, memory-mapped: the weights of a model, whatever layout and options saved them.
+"""Reads the weights of a Megatron `torch_dist` checkpoint, saved in any layout with any options, through memory maps.
 
-Optimizer state, schedulers and random states are left alone, `common.pt` is not opened, and the metadata pickle is read
-by `safe_pickle`. Every chunk of every weight is located and checked before the first byte is handed out.
+Optimizer state, schedulers and random states are not read, `common.pt` is not opened, and `safe_pickle` reads the
+metadata. Every chunk of every weight is located and checked before the first tensor is returned.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 import mmap
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations, product
 from pathlib import Path
@@ -21,10 +21,10 @@ from torch import Tensor
 
 from megatron_dapo.config.model import ModelShape
 from megatron_dapo.weights.formats.hf_reader import Stored, map_file, release_pages, tensor_over
-from megatron_dapo.weights.formats.safe_pickle import Record, UnsafePickle, load_metadata
-from megatron_dapo.weights.formats.torch_zip import BadItem, read_item
-from megatron_dapo.weights.mapping import Row, stored_rows
-from megatron_dapo.weights.names import disk_aliases, disk_places
+from megatron_dapo.weights.formats.safe_pickle import PickledObject, UnsafePickle, load_metadata
+from megatron_dapo.weights.formats.torch_zip import BadArchive, read_archive
+from megatron_dapo.weights.mapping import ParameterMapping, stored_mappings
+from megatron_dapo.weights.names import disk_aliases, disk_locations
 from megatron_dapo.weights.sharding import WeightsError
 
 METADATA = ".metadata"
@@ -39,7 +39,7 @@ def torch_dist_in(path: Path) -> Path | None:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A box of a stored tensor: [offset, offset + size) along every axis, in one item of one file."""
+    """Part of a stored tensor: [offset, offset + size) along every axis, in one archive of one file."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -48,7 +48,7 @@ class Chunk:
     length: int
 
     def leads(self, depth: int) -> Iterator[tuple[int, ...]]:
-        """The indices of the first `depth` axes that the box covers."""
+        """The indices of the first `depth` axes that the chunk covers."""
         axes = zip(self.offsets[:depth], self.sizes[:depth], strict=True)
         return product(*(range(offset, offset + size) for offset, size in axes))
 
@@ -65,7 +65,7 @@ class DiskTensor:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Part of one parameter: a two-dimensional box (or a run of a vector) of it, and where its bytes are."""
+    """Part of one parameter: a block of rows and columns (of a vector: consecutive entries), and its bytes."""
 
     row: int
     column: int
@@ -74,8 +74,8 @@ class Piece:
     stored: Stored
 
 
-class TorchDistDirectory:
-    """The weights of a torch_dist checkpoint by canonical name."""
+class TorchDistReader:
+    """The weights of a torch_dist checkpoint, by canonical name."""
 
     def __init__(self, path: str | os.PathLike[str], shape: ModelShape) -> None:
         self.path, self.shape = torch_dist_in(Path(path)) or Path(path), shape
@@ -85,8 +85,8 @@ class TorchDistDirectory:
         self.pieces: dict[str, list[Piece]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         used: set[str] = set()
-        for row in stored_rows(shape):
-            used.update(self._locate(row))
+        for mapping in stored_mappings(shape):
+            used.update(self._locate(mapping))
         extra = [key for key in self._tensors if key not in used]
         if extra:
             raise WeightsError(
@@ -98,7 +98,7 @@ class TorchDistDirectory:
         return self.dtypes[name]
 
     def rows(self, name: str, start: int, count: int) -> Tensor:
-        """Rows [start, start + count) of a parameter: a view of the file when one piece holds them, else a copy."""
+        """Rows [start, start + count) of a parameter: a view of the file if one piece holds them all, else a copy."""
         found = self._overlapping(name, start, count)
         if len(found) == 1 and found[0].row <= start and start + count <= found[0].row + found[0].rows:
             return self._view(found[0]).narrow(0, start - found[0].row, count)
@@ -112,11 +112,11 @@ class TorchDistDirectory:
         return out.view(-1) if flat else out
 
     def where(self, name: str) -> str:
-        """For messages: the file and tensor that hold a parameter."""
+        """The file and tensor that hold a parameter, for messages."""
         return f"{self.pieces[name][0].stored.file}: tensor {self.pieces[name][0].stored.name}"
 
     def release(self, name: str, start: int, count: int) -> None:
-        """Give the pages of rows that were read back to the system; they stay in its cache."""
+        """Drop rows that were read from this process's memory; they stay in the page cache."""
         for p in self._overlapping(name, start, count):
             low, high = max(start, p.row) - p.row, min(start + count, p.row + p.rows) - p.row
             width = p.columns * p.stored.dtype.itemsize
@@ -133,34 +133,38 @@ class TorchDistDirectory:
             self._maps[file] = map_file(file)
         return self._maps[file]
 
-    def _locate(self, row: Row) -> tuple[str, ...]:
-        """Find the row's tensors, check their shape and cut them into pieces. Returns the keys."""
-        for place in disk_places(row.name, moe=self.shape.is_moe):
-            if all(key in self._tensors for key in place.keys):
+    def _locate(self, mapping: ParameterMapping) -> tuple[str, ...]:
+        """Find the parameter's tensors, check their shapes and list their pieces. Returns the keys."""
+        for location in disk_locations(mapping.name, moe=self.shape.is_moe):
+            if all(key in self._tensors for key in location.keys):
                 break
         else:
             raise WeightsError(
-                f"{self.path}: tensor {row.name} is missing; the checkpoint is not complete for this model"
+                f"{self.path}: tensor {mapping.name} is missing; the checkpoint lacks part of this model"
             )
         pieces: list[Piece] = []
         at = 0
-        for key in place.keys:
+        for key in location.keys:
             tensor = self._tensors[key]
-            part = tensor.shape[len(place.index) :]
-            chunks = self._chunks(tensor, len(place.index)).get(place.index, [])
-            self._check_shape(row, tensor, place.index, (row.shape[0] // len(place.keys), *row.shape[1:]))
-            pieces += (self._piece(tensor, chunk, place.index, at) for chunk in chunks)
+            part = tensor.shape[len(location.index) :]
+            chunks = self._chunks(tensor, len(location.index)).get(location.index, [])
+            self._check_shape(
+                mapping, tensor, location.index, (mapping.shape[0] // len(location.keys), *mapping.shape[1:])
+            )
+            pieces += (self._piece(tensor, chunk, location.index, at) for chunk in chunks)
             at += part[0]
-        columns = math.prod(row.shape[1:])
-        _check_tiling(f"{self.path}: tensor {place.keys[0]} (layer and expert {place.index})", pieces, at, columns)
-        self.pieces[row.name], self.dtypes[row.name] = pieces, self._tensors[place.keys[0]].dtype
-        aliases = [key for key in disk_aliases(row.name, moe=self.shape.is_moe) if key in self._tensors]
-        if any(self._tensors[key].chunks != self._tensors[place.keys[0]].chunks for key in aliases):
-            raise WeightsError(f"{self.path}: tensors {aliases[0]} and {place.keys[0]} are two versions of {row.name}")
-        return (*place.keys, *aliases)
+        columns = math.prod(mapping.shape[1:])
+        _check_cover(f"{self.path}: tensor {location.keys[0]} (layer and expert {location.index})", pieces, at, columns)
+        self.pieces[mapping.name], self.dtypes[mapping.name] = pieces, self._tensors[location.keys[0]].dtype
+        aliases = [key for key in disk_aliases(mapping.name, moe=self.shape.is_moe) if key in self._tensors]
+        if any(self._tensors[key].chunks != self._tensors[location.keys[0]].chunks for key in aliases):
+            raise WeightsError(
+                f"{self.path}: tensors {aliases[0]} and {location.keys[0]} hold different values of {mapping.name}"
+            )
+        return (*location.keys, *aliases)
 
     def _chunks(self, tensor: DiskTensor, depth: int) -> dict[tuple[int, ...], list[Chunk]]:
-        """The chunks of a tensor by layer and expert: stacked tensors have thousands."""
+        """The chunks of a tensor by layer and expert; stacked tensors have thousands."""
         if tensor.key not in self._by_lead:
             found: dict[tuple[int, ...], list[Chunk]] = {}
             for chunk in tensor.chunks:
@@ -169,12 +173,14 @@ class TorchDistDirectory:
             self._by_lead[tensor.key] = found
         return self._by_lead[tensor.key]
 
-    def _check_shape(self, row: Row, tensor: DiskTensor, index: tuple[int, ...], want: tuple[int, ...]) -> None:
+    def _check_shape(
+        self, mapping: ParameterMapping, tensor: DiskTensor, index: tuple[int, ...], want: tuple[int, ...]
+    ) -> None:
         lead, shape = tensor.shape[: len(index)], tensor.shape[len(index) :]
         axes = {0: (), 1: (self.shape.layers,), 2: (self.shape.layers, self.shape.experts)}[len(index)]
-        if len(index) == 1 and row.expert is not None:
+        if len(index) == 1 and mapping.expert is not None:
             axes = (self.shape.experts,)
-        padded = row.vocabulary and shape[1:] == want[1:] and shape[:1] >= want[:1]
+        padded = mapping.vocabulary and shape[1:] == want[1:] and shape[:1] >= want[:1]
         if lead != axes or not (shape == want or padded):
             raise WeightsError(
                 f"{self.path}: tensor {tensor.key}: shape {tensor.shape}, but the reference's config.json says "
@@ -182,10 +188,10 @@ class TorchDistDirectory:
             )
 
     def _piece(self, tensor: DiskTensor, chunk: Chunk, index: tuple[int, ...], at: int) -> Piece:
-        """A chunk's part that belongs to one layer (and expert), as a box with its own place in the file."""
+        """The part of a chunk that belongs to one layer (and expert)."""
         try:
-            item = read_item(memoryview(self._map(chunk.file))[chunk.at : chunk.at + chunk.length])
-        except (BadItem, ValueError) as error:
+            item = read_archive(memoryview(self._map(chunk.file))[chunk.at : chunk.at + chunk.length])
+        except (BadArchive, ValueError) as error:
             raise WeightsError(f"{chunk.file}: tensor {tensor.key} at byte {chunk.at}: {error}") from None
         if item.dtype != tensor.dtype or item.shape != chunk.sizes:
             raise WeightsError(
@@ -203,7 +209,27 @@ class TorchDistDirectory:
         return Piece(at + row, column, inner[0], math.prod(inner[1:]), stored)
 
 
-def _check_tiling(where: str, pieces: list[Piece], rows: int, columns: int) -> None:
+class TorchDistAsHF(Mapping[str, Tensor]):
+    """A torch_dist checkpoint as HF-named tensors, for code that loads HF weights; assembled on access."""
+
+    def __init__(self, path: str | os.PathLike[str], shape: ModelShape) -> None:
+        self.path = Path(path)
+        self._reader = TorchDistReader(path, shape)
+        self._mappings = {name: (m, source) for m in stored_mappings(shape) for source, name in enumerate(m.hf)}
+
+    def __getitem__(self, name: str) -> Tensor:
+        mapping, source = self._mappings[name]
+        parts = [self._reader.rows(mapping.name, s.start, s.rows) for s in mapping.segments if s.source == source]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._mappings)
+
+    def __len__(self) -> int:
+        return len(self._mappings)
+
+
+def _check_cover(where: str, pieces: list[Piece], rows: int, columns: int) -> None:
     """The pieces cover the parameter exactly once."""
     area = sum(p.rows * p.columns for p in pieces)
     outside = any(p.row + p.rows > rows or p.column + p.columns > columns for p in pieces)
@@ -217,7 +243,7 @@ def _check_tiling(where: str, pieces: list[Piece], rows: int, columns: int) -> N
 
 
 def read_metadata(path: Path) -> dict[str, DiskTensor]:
-    """The weight tensors that a checkpoint's metadata lists, each with its chunks."""
+    """The weight tensors in a checkpoint's metadata, each with its chunks."""
     file = path / METADATA
     if not file.exists():
         raise WeightsError(f"{path}: no {METADATA} file; expected a Megatron torch_dist checkpoint")
@@ -236,11 +262,13 @@ def read_metadata(path: Path) -> dict[str, DiskTensor]:
         raise WeightsError(f"{file}: refused or damaged: {error}") from None
 
 
-def _index(key: Record) -> tuple[str, tuple[int, ...]]:
+def _index(key: PickledObject) -> tuple[str, tuple[int, ...]]:
     return key["fqn"], key.get("offset") or ()
 
 
-def _disk_tensor(path: Path, key: str, value: Record, storage: dict[Any, Record], sizes: dict[str, int]) -> DiskTensor:
+def _disk_tensor(
+    path: Path, key: str, value: PickledObject, storage: dict[Any, PickledObject], sizes: dict[str, int]
+) -> DiskTensor:
     dtype = value["properties"].state[0]
     chunks = [_chunk(path, key, c, storage, sizes) for c in value["chunks"]]
     if not isinstance(dtype, torch.dtype):
@@ -248,7 +276,9 @@ def _disk_tensor(path: Path, key: str, value: Record, storage: dict[Any, Record]
     return DiskTensor(key, dtype, tuple(value["size"]), tuple(chunks))
 
 
-def _chunk(path: Path, key: str, chunk: Record, storage: dict[Any, Record], file_sizes: dict[str, int]) -> Chunk:
+def _chunk(
+    path: Path, key: str, chunk: PickledObject, storage: dict[Any, PickledObject], file_sizes: dict[str, int]
+) -> Chunk:
     offsets, sizes = chunk["offsets"], chunk["sizes"]
     info = storage.get((key, tuple(offsets)))
     if info is None:

@@ -1,7 +1,7 @@
-"""Lays out a torch_dist checkpoint for a table of rows: which file holds which chunk, and the metadata that says so.
+"""Writes a torch_dist checkpoint: which file holds which chunk, and the metadata that says so.
 
-Layers are stacked along a leading axis and names are Transformer Engine's, as Megatron itself saves a GPT model.
-Modules ask for an `_extra_state` object on loading even when they have none; all of ours point at one empty object.
+Layers are stacked along a leading axis and names are Transformer Engine's, as when Megatron itself saves a GPT model.
+On loading, modules look for an `_extra_state` object even if they have none; all these keys refer to one empty object.
 """
 
 from __future__ import annotations
@@ -9,20 +9,21 @@ from __future__ import annotations
 import io
 import json
 import math
+import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megatron_dapo.config.model import ModelShape
-from megatron_dapo.weights.formats.metadata_pickle import bytes_metadata, index, metadata, stored, tensor_metadata
+from megatron_dapo.weights.copy import OutputFile, RowRange, TensorWrite
 from megatron_dapo.weights.formats.torch_dist_reader import CONFIG, METADATA
-from megatron_dapo.weights.formats.torch_zip import ALIGN, ItemLayout
-from megatron_dapo.weights.mapping import Row, Transform, stored_rows
-from megatron_dapo.weights.names import disk_aliases, disk_places
+from megatron_dapo.weights.formats.torch_zip import ALIGN, TensorArchive
+from megatron_dapo.weights.mapping import ParameterMapping, Transform, stored_mappings
+from megatron_dapo.weights.names import disk_aliases, disk_locations
 from megatron_dapo.weights.sharding import WeightsError
-from megatron_dapo.weights.stream import Item, OutputFile, Take
 
 MAX_CHUNK = 128 * 2**20  # a rank that needs part of a chunk reads all of it
 MAX_FILE = 4 * 2**30
@@ -33,47 +34,47 @@ _STATES_MOE = ("mlp.experts.experts.linear_fc1", "mlp.experts.experts.linear_fc2
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
-    """One chunk: a run of rows of one parameter, and its item."""
+class ChunkWrite:
+    """One chunk: consecutive rows of one parameter, and where they are written."""
 
     key: str
     index: tuple[int, ...]
-    row: Row
+    mapping: ParameterMapping
     start: int
     rows: int
-    item: Item
+    write: TensorWrite
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        return (*self.index, self.start, *(0 for _ in self.row.shape[1:]))
+        return (*self.index, self.start, *(0 for _ in self.mapping.shape[1:]))
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        return (*(1 for _ in self.index), self.rows, *self.row.shape[1:])
+        return (*(1 for _ in self.index), self.rows, *self.mapping.shape[1:])
 
 
-class TorchDistLayout:
-    """The files of a checkpoint before any of them exists."""
+class TorchDistWriter:
+    """Fixes which chunk goes where in which file; `weights.copy` then fills the files in any order."""
 
     def __init__(self, shape: ModelShape, dtypes: dict[str, torch.dtype], *, files: int = 1) -> None:
-        """`dtypes`: by canonical name; `files`: at least so many, if there is enough to fill them."""
+        """`dtypes`: by canonical name. `files`: write at least this many, if there are enough bytes."""
         self.shape = shape
-        rows = stored_rows(shape)
-        self.weight_bytes = sum(math.prod(row.shape) * dtypes[row.name].itemsize for row in rows)
+        mappings = stored_mappings(shape)
+        self.weight_bytes = sum(math.prod(mapping.shape) * dtypes[mapping.name].itemsize for mapping in mappings)
         self._limit = max(ALIGN, min(MAX_FILE, -(-self.weight_bytes // files)))
         self._dtypes: dict[str, torch.dtype] = {}
         self._sizes = [0]
         self._empty = _empty_object()
         self._empty_at = self._reserve(len(self._empty))
-        self.chunks = [chunk for row in rows for chunk in self._cut(row, dtypes[row.name])]
+        self.chunks = [chunk for mapping in mappings for chunk in self._chunks(mapping, dtypes[mapping.name])]
 
     @property
     def total(self) -> int:
         return sum(self._sizes)
 
     @property
-    def items(self) -> list[Item]:
-        return [chunk.item for chunk in self.chunks]
+    def writes(self) -> list[TensorWrite]:
+        return [chunk.write for chunk in self.chunks]
 
     def files(self, directory: Path) -> list[OutputFile]:
         files = [OutputFile(directory / _file_name(i), size) for i, size in enumerate(self._sizes)]
@@ -81,7 +82,7 @@ class TorchDistLayout:
         return files
 
     def _reserve(self, length: int) -> int:
-        """Room in the current file, or in a new one when it is full. Returns the offset."""
+        """Reserve space in the current file, or in a new one when it is full. Returns the offset."""
         at = -(-self._sizes[-1] // ALIGN) * ALIGN
         if self._sizes[-1] and at + length > self._limit + len(self._empty):
             self._sizes.append(0)
@@ -89,70 +90,74 @@ class TorchDistLayout:
         self._sizes[-1] = at + length
         return at
 
-    def _cut(self, row: Row, dtype: torch.dtype) -> Iterator[Planned]:
-        (place, *_) = disk_places(row.name, moe=self.shape.is_moe)
-        (key,) = place.keys
+    def _chunks(self, mapping: ParameterMapping, dtype: torch.dtype) -> Iterator[ChunkWrite]:
+        (location, *_) = disk_locations(mapping.name, moe=self.shape.is_moe)
+        (key,) = location.keys
         if self._dtypes.setdefault(key, dtype) != dtype:
             raise WeightsError(
-                f"tensor {row.hf[0]} is {dtype}, in other layers {self._dtypes[key]}; pass --dtype to make them one"
+                f"tensor {mapping.hf[0]} is {dtype}, in other layers {self._dtypes[key]}; pass --dtype to convert all"
             )
-        halves = 2 if row.transform is Transform.GATE_UP else 1  # a rank takes part of each
-        size = row.shape[0] // halves
-        width = math.prod(row.shape[1:]) * dtype.itemsize
+        halves = 2 if mapping.transform is Transform.GATE_UP else 1  # a tensor-parallel rank reads part of each
+        size = mapping.shape[0] // halves
+        width = math.prod(mapping.shape[1:]) * dtype.itemsize
         step = max(1, MAX_CHUNK // width)
         for half in range(halves):
             for start in range(half * size, (half + 1) * size, step):
                 count = min(step, (half + 1) * size - start)
-                lead = tuple(1 for _ in place.index)
-                layout = ItemLayout(dtype, (*lead, count, *row.shape[1:]))
-                at = self._reserve(layout.length)
-                item = Item(len(self._sizes) - 1, at, dtype, takes(row, start, count), layout)
-                yield Planned(key, place.index, row, start, count, item)
+                lead = tuple(1 for _ in location.index)
+                archive = TensorArchive(dtype, (*lead, count, *mapping.shape[1:]))
+                at = self._reserve(archive.length)
+                write = TensorWrite(len(self._sizes) - 1, at, dtype, hf_ranges(mapping, start, count), archive)
+                yield ChunkWrite(key, location.index, mapping, start, count, write)
 
     def write_metadata(self, directory: Path) -> None:
-        """The small files that make the directory a checkpoint; `metadata.json`, which Megatron looks for, last."""
-        (directory / METADATA).write_bytes(self._metadata())
+        """Write the small files of a checkpoint; `metadata.json`, which Megatron looks for first, comes last."""
+        (directory / METADATA).write_bytes(pickle.dumps(self._metadata()))
         torch.save({}, directory / "common.pt")
         config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
         config |= {"common_backend": "torch", "common_backend_version": 1}
         (directory / CONFIG).write_text(json.dumps(config))
 
-    def _metadata(self) -> bytes:
-        boxes: dict[str, list[Planned]] = {}
-        storage = {}
+    def _metadata(self) -> Any:
+        # Imported here because it takes a second of CPU time and 47 MB, and reading checkpoints does not need it.
+        from torch.distributed.checkpoint import metadata as dcp
+        from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+        tensors: dict[str, Any] = {}
+        storage: dict[Any, Any] = {}
         for chunk in self.chunks:
-            assert chunk.item.layout
-            info = stored(_file_name(chunk.item.file), chunk.item.offset, chunk.item.layout.length)
-            for key in (chunk.key, *disk_aliases(chunk.row.name, moe=self.shape.is_moe)):
-                boxes.setdefault(key, []).append(chunk)
-                storage[index(key, chunk.offsets)] = info
-        tensors = {
-            key: tensor_metadata(chunks[0].item.dtype, self._global(chunks[0]), [(c.offsets, c.sizes) for c in chunks])
-            for key, chunks in boxes.items()
-        }
-        empty = stored(_file_name(0), self._empty_at, len(self._empty))
+            assert chunk.write.archive
+            box = dcp.ChunkStorageMetadata(offsets=torch.Size(chunk.offsets), sizes=torch.Size(chunk.sizes))
+            info = _StorageInfo(_file_name(chunk.write.file), chunk.write.offset, chunk.write.archive.length)
+            for key in (chunk.key, *disk_aliases(chunk.mapping.name, moe=self.shape.is_moe)):
+                if key not in tensors:
+                    properties = dcp.TensorProperties(dtype=chunk.write.dtype)
+                    tensors[key] = dcp.TensorStorageMetadata(properties, torch.Size(self._global_shape(chunk)), [])
+                tensors[key].chunks.append(box)
+                storage[dcp.MetadataIndex(key, chunk.offsets)] = info
+        empty = _StorageInfo(_file_name(0), self._empty_at, len(self._empty))
         for key in extra_states(self.shape):
-            tensors[key] = bytes_metadata()
-            storage[index(key)] = empty
-        return metadata(tensors, storage)
+            tensors[key] = dcp.BytesStorageMetadata()
+            storage[dcp.MetadataIndex(key)] = empty
+        return dcp.Metadata(state_dict_metadata=tensors, storage_data=storage)
 
-    def _global(self, chunk: Planned) -> tuple[int, ...]:
+    def _global_shape(self, chunk: ChunkWrite) -> tuple[int, ...]:
         axes = (self.shape.layers, self.shape.experts)[: len(chunk.index)]
-        return (*axes, *chunk.row.shape)
+        return (*axes, *chunk.mapping.shape)
 
 
-def takes(row: Row, start: int, count: int) -> tuple[Take, ...]:
-    """The runs of HF rows that make rows [start, start + count) of a Megatron tensor."""
+def hf_ranges(mapping: ParameterMapping, start: int, count: int) -> tuple[RowRange, ...]:
+    """The HF rows that make up rows [start, start + count) of a Megatron tensor."""
     found = []
-    for s in row.segments:
+    for s in mapping.segments:
         low, high = max(start, s.start), min(start + count, s.start + s.rows)
         if low < high:
-            found.append(Take(row.hf[s.source], s.hf_start + low - s.start, high - low))
+            found.append(RowRange(mapping.hf[s.source], s.hf_start + low - s.start, high - low))
     return tuple(found)
 
 
 def extra_states(shape: ModelShape) -> Iterator[str]:
-    """The object keys that local or Transformer Engine modules of this model ask for."""
+    """The object keys that local or Transformer Engine modules of this model look for."""
     yield "decoder.final_layernorm._extra_state/shard_0_1"
     modules = [f"self_attention.{name}" for name in _LAYER_STATES]
     modules += ["pre_mlp_layernorm"] if shape.is_moe else _STATES_DENSE

@@ -1,8 +1,9 @@
-"""One tensor inside a `.distcp` file: the zip archive that `torch.save` writes for it, built and read as bytes.
+"""One tensor inside a `.distcp` file: the zip archive that `torch.save` would write for it.
 
-All bytes around the data are known before the data is, so many items can be laid out in one file and filled in any
-order. Like `torch.save` with its checksum option off, we store no checksum of the data: `torch.load` looks at none.
-Reading parses the archive's directory and a pickle of fixed form (see `safe_pickle`); no code from the file runs.
+The bytes around the data depend only on dtype and shape. So the place of every archive in a file is known in advance,
+and archives can be filled in any order without holding a tensor (`weights.copy`); `torch.save` would need the whole
+tensor in memory. No checksum of the data is stored, as with `torch.save`'s checksum option off: `torch.load` checks
+none. Reading parses the archive's directory and a pickle of fixed form (`safe_pickle`); no code from the file runs.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 
-from megatron_dapo.weights.formats.safe_pickle import UnsafePickle, load_tensor_record
+from megatron_dapo.weights.formats.safe_pickle import UnsafePickle, load_tensor_pickle
 
 ALIGN = 64
 _LOCAL = struct.Struct("<4s5H3I2H")
@@ -33,13 +34,13 @@ _STORAGES = {
 }  # fmt: skip
 
 
-class BadItem(ValueError):
+class BadArchive(ValueError):
     """The bytes are not a tensor as torch.save writes it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """A tensor's place in an item: its data starts `data_offset` bytes into the item."""
+class ArchivedTensor:
+    """What an archive holds; the data starts `data_offset` bytes into it."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -74,13 +75,13 @@ def _pickled(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     return buffer.getvalue()
 
 
-class ItemLayout:
+class TensorArchive:
     """The bytes around one tensor's data: `head`, then the data, then `tail`."""
 
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         self.nbytes = math.prod(shape) * dtype.itemsize
         if self.nbytes >= 2**32:
-            raise BadItem(f"{self.nbytes} bytes in one item; the caller must cut tensors into smaller chunks")
+            raise BadArchive(f"{self.nbytes} bytes in one archive; the caller must split tensors into smaller chunks")
         before = [(b"archive/data.pkl", _pickled(dtype, shape)), (b"archive/byteorder", sys.byteorder.encode())]
         after = (b"archive/version", b"3\n")
         records = b"".join(_local(name, data) for name, data in before)
@@ -106,7 +107,7 @@ def _directory_of(
 
 
 def _local_header(name: bytes, crc: int, size: int, align_from: int | None = None) -> bytes:
-    """`align_from`: where the header starts, if the data after it must start on a multiple of ALIGN."""
+    """`align_from`: offset of the header, if the data after it must start on a multiple of ALIGN."""
     extra = b""
     if align_from is not None:
         bare = align_from + _LOCAL.size + len(name) + 4
@@ -123,31 +124,31 @@ def _central(name: bytes, crc: int, size: int, at: int) -> bytes:
     return _CENTRAL.pack(b"PK\1\2", 0, 0, 0, 0, 0, 0, crc, size, size, len(name), 0, 0, 0, 0, 0, at) + name
 
 
-def read_item(view: memoryview) -> Found:
-    """Where the tensor of one item lies. Raises BadItem for anything but one plain contiguous tensor."""
+def read_archive(view: memoryview) -> ArchivedTensor:
+    """Locate the tensor of one archive. Raises BadArchive for anything but one plain contiguous tensor."""
     try:
         records = _directory(view)
         names = {name.split(b"/", 1)[-1]: entry for name, entry in records.items()}
         offset, size = _data(view, *names[b"data.pkl"])
-        dtype, shape, key, at = load_tensor_record(bytes(view[offset : offset + size]))
+        dtype, shape, key, at = load_tensor_pickle(bytes(view[offset : offset + size]))
         if b"byteorder" in names:
             start, length = _data(view, *names[b"byteorder"])
             if bytes(view[start : start + length]) != sys.byteorder.encode():
-                raise BadItem("written on a machine with the other byte order")
+                raise BadArchive("written on a machine with another byte order")
         offset, size = _data(view, *names[f"data/{key}".encode()])
     except (struct.error, KeyError, IndexError, UnsafePickle) as error:
-        raise BadItem(f"not a tensor as torch.save writes it ({type(error).__name__}: {error})") from None
+        raise BadArchive(f"not a tensor as torch.save writes it ({type(error).__name__}: {error})") from None
     begin, need = at * dtype.itemsize, math.prod(shape) * dtype.itemsize
     if begin + need > size:
-        raise BadItem(f"holds {size} bytes of data, needs {begin + need}")
-    return Found(dtype, shape, offset + begin)
+        raise BadArchive(f"holds {size} bytes of data, needs {begin + need}")
+    return ArchivedTensor(dtype, shape, offset + begin)
 
 
 def _directory(view: memoryview) -> dict[bytes, tuple[int, int]]:
     """Record name → (header offset, size)."""
     _, _, _, _, count, size, start, _ = _end = _END.unpack(view[-_END.size :])
     if _end[0] != b"PK\5\6":
-        raise BadItem("does not end like a zip archive (truncated?)")
+        raise BadArchive("does not end like a zip archive (truncated?)")
     locator = view[-_END.size - 20 : -_END.size]
     if bytes(locator[:4]) == b"PK\6\7":
         (at,) = struct.unpack_from("<Q", locator, 8)
@@ -157,7 +158,7 @@ def _directory(view: memoryview) -> dict[bytes, tuple[int, int]]:
     for _ in range(count):
         fields = _CENTRAL.unpack_from(view, at)
         if fields[0] != b"PK\1\2" or fields[4] != 0:
-            raise BadItem("damaged or compressed archive")
+            raise BadArchive("damaged or compressed archive")
         size, name_length, extra_length, comment_length, header = (*fields[9:13], fields[16])
         name = bytes(view[at + _CENTRAL.size :][:name_length])
         extra = bytes(view[at + _CENTRAL.size + name_length :][:extra_length])
@@ -168,7 +169,7 @@ def _directory(view: memoryview) -> dict[bytes, tuple[int, int]]:
 
 
 def _wide(extra: bytes, size: int, packed: int, header: int) -> tuple[int, int]:
-    """Sizes and offsets of 4 GiB and more are in the zip64 extra field, in this order."""
+    """Reads sizes and offsets of 4 GiB and more from the zip64 extra field, which has them in this order."""
     at = 0
     while at + 4 <= len(extra):
         kind, length = struct.unpack_from("<2H", extra, at)
@@ -184,8 +185,8 @@ def _wide(extra: bytes, size: int, packed: int, header: int) -> tuple[int, int]:
 def _data(view: memoryview, header: int, size: int) -> tuple[int, int]:
     fields = _LOCAL.unpack_from(view, header)
     if fields[0] != b"PK\3\4":
-        raise BadItem("damaged archive")
+        raise BadArchive("damaged archive")
     start = header + _LOCAL.size + fields[9] + fields[10]
     if start + size > len(view):
-        raise BadItem("truncated")
+        raise BadArchive("truncated")
     return start, size

@@ -1,7 +1,9 @@
-"""Moves rows of tensors from one checkpoint's files to another's, block by block, on several threads.
+"""Copies tensors from one checkpoint's files to another's, block by block, on several threads.
 
-Where every byte goes is decided before the first is moved, so threads never wait for each other and memory holds a few
-blocks, whatever the size of the model. Each block is looked at once on its way: values that are not finite are noted.
+The writers (`formats/`) fix the place of every byte before the first one is copied. Threads therefore never wait for
+each other, and memory holds a few blocks whatever the size of the model. safetensors and torch.save would need whole
+tensors in memory; benchmarks/convert.py prints this module's speed beside `cp` and its peak memory. Each block is
+checked for values that are not finite.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron_dapo.weights.formats.torch_zip import ItemLayout
+from megatron_dapo.weights.formats.torch_zip import TensorArchive
 from megatron_dapo.weights.sharding import WeightsError
 
 BLOCK = 4 * 2**20
@@ -29,8 +31,8 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _BEGIN_WRITING = 2  # SYNC_FILE_RANGE_WRITE
 
 
-class Source(Protocol):
-    """A checkpoint to read from: HFDirectory or TorchDistDirectory."""
+class CheckpointReader(Protocol):
+    """A checkpoint to copy from: HFReader or TorchDistReader."""
 
     path: Path
 
@@ -41,7 +43,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Take:
+class RowRange:
     """Rows [start, start + count) of a source tensor."""
 
     name: str
@@ -50,17 +52,17 @@ class Take:
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
-    """What is written in one go: rows of source tensors one after the other, at `offset` of file number `file`.
+class TensorWrite:
+    """One tensor (or chunk of one) to write at `offset` of file number `file`: the given rows, in order.
 
-    `layout` is set for torch_dist items, whose data is wrapped.
+    `archive` is set for torch_dist, which stores every chunk as a small zip archive.
     """
 
     file: int
     offset: int
     dtype: torch.dtype
-    takes: tuple[Take, ...]
-    layout: ItemLayout | None = None
+    ranges: tuple[RowRange, ...]
+    archive: TensorArchive | None = None
 
 
 @dataclass(slots=True)
@@ -74,15 +76,15 @@ def default_workers() -> int:
     return max(2, min(8, len(os.sched_getaffinity(0))))
 
 
-def stream(
-    source: Source,
-    items: Sequence[Item],
+def copy_tensors(
+    source: CheckpointReader,
+    writes: Sequence[TensorWrite],
     files: Sequence[OutputFile],
     *,
     workers: int | None = None,
     advance: Callable[[int], None] = lambda count: None,
 ) -> list[str]:
-    """Write all files completely and flush them to disk. Returns where values that are not finite were seen."""
+    """Write and fsync all files. Returns the tensors (with their files) that hold values that are not finite."""
     descriptors = [os.open(file.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644) for file in files]
     job = _Job(source, descriptors, advance)
     try:
@@ -91,7 +93,7 @@ def stream(
             _write(fd, memoryview(file.head), 0)
         with ThreadPoolExecutor(workers or default_workers(), initializer=torch.set_num_threads, initargs=(1,)) as pool:
             try:
-                for done in pool.map(job.run, _by_turns(items)):
+                for done in pool.map(job.run, _round_robin(writes)):
                     assert done is None
                 for done in pool.map(os.fsync, descriptors):
                     assert done is None
@@ -107,44 +109,42 @@ def stream(
     return sorted(job.not_finite)
 
 
-def _by_turns(items: Iterable[Item]) -> Iterable[Item]:
-    """Items of all files in turn, so that several files are read and written at a time."""
-    queues: dict[int, list[Item]] = {}
-    for item in items:
-        queues.setdefault(item.file, []).append(item)
-    return (item for item in chain.from_iterable(zip_longest(*queues.values())) if item is not None)
+def _round_robin(writes: Iterable[TensorWrite]) -> Iterable[TensorWrite]:
+    """Alternate between files, so that several files are read and written at a time."""
+    queues: dict[int, list[TensorWrite]] = {}
+    for write in writes:
+        queues.setdefault(write.file, []).append(write)
+    return (write for write in chain.from_iterable(zip_longest(*queues.values())) if write is not None)
 
 
 class _Job:
-    def __init__(self, source: Source, descriptors: list[int], advance: Callable[[int], None]) -> None:
+    def __init__(self, source: CheckpointReader, descriptors: list[int], advance: Callable[[int], None]) -> None:
         self.source, self.descriptors, self._advance = source, descriptors, advance
         self.stop, self._lock = threading.Event(), threading.Lock()
         self.not_finite: set[str] = set()
 
-    def run(self, item: Item) -> None:
-        fd, at = self.descriptors[item.file], item.offset
-        if item.layout:
-            _write(fd, memoryview(item.layout.head), at)
-            at += item.layout.data_offset
-        for take in item.takes:
-            for block in _blocks(self.source, take):
+    def run(self, write: TensorWrite) -> None:
+        fd, at = self.descriptors[write.file], write.offset
+        if write.archive:
+            _write(fd, memoryview(write.archive.head), at)
+            at += write.archive.data_offset
+        for rows in write.ranges:
+            for block in _blocks(self.source, rows):
                 if self.stop.is_set():
                     return
-                data = self._read(block, item.dtype)
+                data = self._read(block, write.dtype)
                 _write(fd, data, at)
                 _start_flush(fd, at, len(data))
                 at += len(data)
                 self.source.release(block.name, block.start, block.count)
                 self._moved(len(data))
-        if item.layout:
-            planned = item.offset + item.layout.data_offset + item.layout.nbytes
-            if at != planned:
-                raise WeightsError(
-                    f"{item.takes[0].name}: wrote up to byte {at}, planned {planned}; please report this"
-                )
-            _write(fd, memoryview(item.layout.tail), at)
+        if write.archive:
+            end = write.offset + write.archive.data_offset + write.archive.nbytes
+            if at != end:
+                raise WeightsError(f"{write.ranges[0].name}: wrote up to byte {at}, expected {end}; please report this")
+            _write(fd, memoryview(write.archive.tail), at)
 
-    def _read(self, block: Take, dtype: torch.dtype) -> memoryview:
+    def _read(self, block: RowRange, dtype: torch.dtype) -> memoryview:
         rows = self.source.rows(block.name, block.start, block.count)
         data = rows.to(dtype).contiguous()
         if not _all_finite(data):
@@ -159,27 +159,27 @@ class _Job:
 
 
 def _all_finite(data: Tensor) -> bool:
-    """A sum is finite only if all its terms are, and takes half the time of a closer look. It may overflow, too."""
+    """The sum is finite only if every term is, and takes half the time of aminmax. It may overflow; then look again."""
     if not data.is_floating_point() or math.isfinite(data.sum().item()):
         return True
     low, high = torch.aminmax(data)
     return math.isfinite(low.item()) and math.isfinite(high.item())
 
 
-def _blocks(source: Source, take: Take) -> Iterable[Take]:
-    """A take cut into runs of rows of about BLOCK bytes."""
-    if take.count == 0:
+def _blocks(source: CheckpointReader, rows: RowRange) -> Iterable[RowRange]:
+    """The range in pieces of about BLOCK bytes."""
+    if rows.count == 0:
         return
-    one = source.rows(take.name, take.start, 1)
+    one = source.rows(rows.name, rows.start, 1)
     step = max(1, BLOCK // max(1, one.numel() * one.dtype.itemsize))
-    for start in range(take.start, take.start + take.count, step):
-        yield Take(take.name, start, min(step, take.start + take.count - start))
+    for start in range(rows.start, rows.start + rows.count, step):
+        yield RowRange(rows.name, start, min(step, rows.start + rows.count - start))
 
 
 def _reserve(fd: int, size: int) -> None:
-    """Set a file's blocks aside: a full disk is noticed now, and threads that write all over it do not scatter it.
+    """Allocate the file's blocks. A full disk is found now, and concurrent writes do not fragment the file.
 
-    The C library's posix_fallocate writes every block where the file system cannot do this; so this asks directly.
+    This calls the kernel directly: where the file system cannot allocate, posix_fallocate would write every block.
     """
     if not size or _LIBC.fallocate(fd, 0, ctypes.c_longlong(0), ctypes.c_longlong(size)) == 0:
         return
@@ -189,7 +189,7 @@ def _reserve(fd: int, size: int) -> None:
 
 
 def _start_flush(fd: int, at: int, length: int) -> None:
-    """Ask the system to begin writing to disk, and do not wait: the flush at the end then finds little left to do."""
+    """Ask the kernel to start writing to disk, without waiting: the final fsync then has little left to do."""
     if hasattr(_LIBC, "sync_file_range"):
         _LIBC.sync_file_range(fd, ctypes.c_longlong(at), ctypes.c_longlong(length), _BEGIN_WRITING)
 
