@@ -31,7 +31,7 @@ from megatron_dapo.policy.runtime import Runtime
 from megatron_dapo.types import json_default
 
 NAME = re.compile(r"step_(\d+)(?:\+(\d+))?")
-STATE, POLICY, RNG, BEST = "trainer.json", "policy", "rng", "best.json"
+STATE, POLICY, RNG, BEST, SCORES = "trainer.json", "policy", "rng", "best.json", "scores.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +115,16 @@ class Checkpoints:
     def finish(self) -> None:
         """Waits until no save is running. If it failed, every rank raises CheckpointError."""
 
+    def set_score(self, step: int, score: float) -> None:
+        """Rank 0 only. The score of the checkpoint of `step`, known only after the evaluation that follows its save.
+        The checkpoint may not be published yet."""
+        self._write(self.folder / SCORES, {**self._scores(), f"step_{step}": score})
+        self._prune()
+
+    def _scores(self) -> dict[str, float]:
+        path = self.folder / SCORES
+        return dict(self._read(path)) if path.exists() else {}
+
     def load(self, policy: Policy, path: Path) -> dict[str, Any]:
         """Collective. Restores policy and random states; returns the rest."""
         state: dict[str, Any] = self._read(path / STATE)
@@ -154,7 +164,7 @@ class Checkpoints:
         return max(scored)[2] if scored else None
 
     def _score(self, path: Path) -> float | None:
-        return self._read(path / STATE)["score"]
+        return self._scores().get(path.name, self._read(path / STATE)["score"])
 
     def _write(self, path: Path, value: dict[str, Any]) -> None:
         temporary = path.with_name(path.name + ".part")
