@@ -1,9 +1,11 @@
-"""`slurm`: the job that `megatron-dapo slurm` writes and submits: its nodes, its limits, and what surrounds the run."""
+"""`slurm`: the job that `megatron-dapo slurm` writes and submits: nodes, limits, restarts, environment, container. No
+value may hold a line break, since it could add a line to the batch script."""
 
 from __future__ import annotations
 
 import re
-from typing import Literal
+import shlex
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -12,15 +14,16 @@ from megatron_dapo.config.base import Section
 # What sbatch --time takes: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]].
 TIME = re.compile(r"(\d+-\d{1,2}(:\d{1,2}){0,2}|\d+(:\d{1,2}){0,2})|UNLIMITED|INFINITE", re.IGNORECASE)
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 class SlurmConfig(Section):
-    partition: str | None = Field(None, description="Where the job runs, as sinfo names it; null: the default one.")
-    account: str | None = Field(None, description="Who pays, as sacctmgr names it; null: your default account.")
+    partition: str | None = Field(None, description="Partition, as sinfo names it; null: the cluster's default.")
+    account: str | None = Field(None, description="Account to charge, as sacctmgr names it; null: your default.")
     qos: str | None = Field(None, description="Quality of service, with its own limits; null: the account's default.")
-    reservation: str | None = Field(None, description="Run inside this reservation; null: in none.")
+    reservation: str | None = Field(None, description="Run inside this reservation; null: none.")
     job_name: str = Field("", description="What squeue shows; empty: the name of the run directory.")
-    time: str = Field("24:00:00", description="Time limit, as sbatch takes it; a run may be longer than it.")
+    time: str = Field("24:00:00", description="Time limit, as sbatch takes it; the run may be longer than one limit.")
     extra: list[str] = Field(default_factory=list, description="More sbatch options, e.g. --constraint=h100.")
 
     mode: Literal["colocated", "disaggregated"] = Field(
@@ -28,37 +31,57 @@ class SlurmConfig(Section):
         description="colocated: engines on the trainer's nodes. disaggregated: engine_nodes of the nodes only serve.",
     )
     nodes: int = Field(1, ge=1, description="All nodes of the job.")
-    engine_nodes: int = Field(0, ge=0, description="Of these: nodes that only serve engines (disaggregated).")
+    engine_nodes: int = Field(0, ge=0, description="Nodes among them that only run engines (disaggregated).")
     gpus_per_node: int = Field(8, ge=0, description="GPUs of each node that the job gets; 0: a cluster without GPUs.")
-    tasks_per_node: int | None = Field(None, ge=1, description="Trainer ranks; null: one per GPU, or one per node.")
-    cpus_per_task: int | None = Field(
-        None, ge=1, description="Cores for each trainer rank; null: what the cluster gives (exclusive: all it has)."
+    tasks_per_node: int | None = Field(
+        None, ge=1, description="Trainer ranks on each node; null: one per GPU, or one per node without GPUs."
     )
-    memory: str | None = Field(None, description="Per node, e.g. 0 (all of it) or 900G.")
+    cpus_per_task: int | None = Field(
+        None, ge=1, description="Cores for each trainer rank; null: the cluster's default (exclusive: all cores)."
+    )
+    memory: str | None = Field(None, description="Per node, e.g. 0 (all of it) or 900G; null: the cluster's default.")
     exclusive: bool = Field(True, description="No other job on these nodes.")
-    router: bool = Field(False, description="sglang-router in front of the servers.")
+    router: bool = Field(False, description="Put sglang-router in front of the servers.")
     router_port: int = Field(29000, ge=1024, le=65535, description="Port of sglang-router on the first engine node.")
 
-    signal_seconds: int = Field(600, ge=1, description="This long before the limit the run saves and is queued again.")
-    restarts: int = Field(20, ge=0, description="Times that the job may start again: time limit, crash, lost node.")
-    crashes: int = Field(2, ge=1, description="Crashes in a row without a new checkpoint after which it gives up.")
-    end_seconds: int = Field(120, ge=1, description="When one rank has ended, the others have this long.")
+    signal_seconds: int = Field(
+        600, ge=1, description="The run saves and is queued again this long before the time limit."
+    )
+    restarts: int = Field(
+        20, ge=0, description="Restarts in a row (time limit, crash, lost node) before the job gives up."
+    )
+    restart_reset_seconds: int = Field(
+        1800, ge=0, description="An attempt that saves a checkpoint this long after its start restores all restarts."
+    )
+    crashes: int = Field(2, ge=1, description="Crashes in a row without a new checkpoint before the job gives up.")
+    end_seconds: int = Field(120, ge=1, description="Time that the other ranks have once one rank has ended.")
 
-    setup: list[str] = Field(default_factory=list, description="Shell lines before anything runs, e.g. module load.")
-    python: str = Field("", description="Python that has megatron-dapo; empty: this one, python3 in a container.")
-    environment: dict[str, str] = Field(default_factory=dict, description="Exported to all processes, e.g. NCCL_*.")
-    container_image: str | None = Field(None, description="pyxis/enroot: run everything inside this image.")
+    setup: list[str] = Field(default_factory=list, description="Shell lines to run first, e.g. module load.")
+    python: str = Field("", description="Python with megatron-dapo; empty: this one, or python3 in a container.")
+    environment: dict[str, str] = Field(
+        default_factory=dict,
+        description="Exported to all processes, e.g. NCCL_*. No secrets: export them in the shell you submit from.",
+    )
+    container_image: str | None = Field(None, description="pyxis/enroot: run all processes inside this image.")
     container_mounts: list[str] = Field(
         default_factory=list,
-        description="What the container sees, as HOST:CONTAINER[:flags]; empty: the folder you submit "
+        description="Mounts of the container, as HOST:CONTAINER[:flags]; empty: the folder you submit "
         "from and the run directory.",
     )
     container_arguments: list[str] = Field(default_factory=list, description="More pyxis options of srun.")
 
+    @field_validator("*", mode="after")
+    @classmethod
+    def _one_line(cls, value: Any) -> Any:
+        for text in _texts(value):
+            if CONTROL.search(text):
+                raise ValueError(f"{text!r} has a line break or a control character: use one line, or several entries")
+        return value
+
     @field_validator("time", mode="before")
     @classmethod
     def _time(cls, value: object) -> object:
-        # YAML 1.1 reads 24:00:00 without quotes as a number of base 60, and nobody means 86400 minutes.
+        # YAML 1.1 reads an unquoted 24:00:00 as a base-60 number, and nobody means 86400 minutes.
         if isinstance(value, int) and not isinstance(value, bool):
             raise ValueError(f"found the number {value}: put the time in quotes, e.g. '24:00:00' or '{value}'")
         if isinstance(value, str) and not TIME.fullmatch(value):
@@ -67,11 +90,33 @@ class SlurmConfig(Section):
             )
         return value
 
+    @field_validator("extra", mode="after")
+    @classmethod
+    def _options(cls, value: list[str]) -> list[str]:
+        for option in value:
+            if not option.startswith("-"):
+                raise ValueError(f"found {option!r}: expected sbatch options, one per entry, e.g. --constraint=h100")
+            try:
+                shlex.split(option)
+            except ValueError as error:
+                raise ValueError(f"{option!r} cannot be read as shell words: {error}") from None
+        return value
+
+    @field_validator("environment", mode="after")
+    @classmethod
+    def _variables(cls, value: dict[str, str]) -> dict[str, str]:
+        for name in value:
+            if not NAME.fullmatch(name):
+                raise ValueError(f"{name!r} is not the name of an environment variable")
+        return value
+
     @model_validator(mode="after")
     def _nodes(self) -> SlurmConfig:
         if self.mode == "disaggregated":
             if self.engine_nodes == 0:
-                raise ValueError("mode is disaggregated but engine_nodes is 0: nobody would serve; set it to 1 or more")
+                raise ValueError(
+                    "mode is disaggregated but engine_nodes is 0: no node would run engines; set it to 1 or more"
+                )
             if self.engine_nodes >= self.nodes:
                 raise ValueError(
                     f"engine_nodes is {self.engine_nodes} of {self.nodes} nodes, which leaves none to train on: "
@@ -79,16 +124,6 @@ class SlurmConfig(Section):
                 )
         elif self.engine_nodes:
             raise ValueError(f"engine_nodes is {self.engine_nodes} but mode is colocated: set mode to disaggregated")
-        return self
-
-    @model_validator(mode="after")
-    def _lines(self) -> SlurmConfig:
-        for line in self.extra:
-            if not line.startswith("-") or "\n" in line:
-                raise ValueError(f"extra has {line!r}: expected sbatch options, one per entry, e.g. --constraint=h100")
-        wrong = [name for name in self.environment if not NAME.fullmatch(name)]
-        if wrong:
-            raise ValueError(f"environment has {wrong[0]!r}, which is no name of a variable")
         if self.container_mounts and not self.container_image:
             raise ValueError("container_mounts without container_image: name the image")
         return self
@@ -104,3 +139,12 @@ class SlurmConfig(Section):
     @property
     def ranks(self) -> int:
         return self.trainer_nodes * self.ranks_per_node
+
+
+def _texts(value: Any) -> list[str]:
+    """Every text in a field's value."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, dict):
+        return [text for item in value.items() for text in item]
+    return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []

@@ -158,7 +158,7 @@ def test_odd_names_are_quoted(raw, tmp_path):
         ("slurm", {"time": 86400}, "put the time in quotes"),
         ("slurm", {"time": "00:05:00"}, "slurm.signal_seconds is 600, but the time limit is 00:05:00"),
         ("slurm", {"extra": ["constraint=h100"]}, "expected sbatch options"),
-        ("slurm", {"environment": {"A B": "1"}}, "no name of a variable"),
+        ("slurm", {"environment": {"A B": "1"}}, "is not the name of an environment variable"),
         ("slurm", {"tasks_per_node": 3}, "use a multiple of 4 ranks"),
         ("policy", {"tensor_parallel": 3, "micro_batch_tokens": 4098}, "choose one of 1, 2, 4, 8"),
         ("policy", {"model": "/no/such/model"}, "/no/such/model is not a directory"),
@@ -224,7 +224,7 @@ def test_a_chain_of_jobs(raw, capsys):
         (), ("--dependency=afternotok:103", "--kill-on-invalid-dep=yes"),
         ("--dependency=afternotok:104", "--kill-on-invalid-dep=yes"),
     ]  # fmt: skip
-    assert '[ "${SLURM_RESTART_COUNT:-0}" -ge 0 ]' in Path(raw["trainer"]["run_dir"], "job.sbatch").read_text()
+    assert '[ "$RESTARTS" -ge 0 ]' in Path(raw["trainer"]["run_dir"], "job.sbatch").read_text()
     assert "as job 103, then 104, then 105" in capsys.readouterr().out
 
 

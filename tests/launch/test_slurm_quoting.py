@@ -1,0 +1,145 @@
+"""No value of a configuration can add a line, an option or a command to the batch script."""
+
+import copy
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from megatron_dapo.config import ConfigError, parse_config
+from megatron_dapo.launch.slurm_checks import check_submission
+from megatron_dapo.launch.slurm_script import Job, Shell, quote, render, variable
+
+RAW = {
+    "policy": {"model": "MODEL", "micro_batch_tokens": 32768},
+    "rollout": {"servers": {}, "weights": {"directory": "/runs/x/weights"}},
+    "slurm": {"nodes": 4, "mode": "disaggregated", "engine_nodes": 1, "router": True, "container_image": "IMAGE"},
+}
+# Every text that reaches the script, and how to set it.
+VALUES = {
+    **{
+        f"slurm.{name}": lambda raw, text, name=name: raw["slurm"].__setitem__(name, text)
+        for name in ("partition", "account", "qos", "reservation", "memory", "python", "container_image")
+    },
+    "slurm.job_name": lambda raw, text: raw["slurm"].__setitem__("job_name", text or "x"),
+    "slurm.environment": lambda raw, text: raw["slurm"].__setitem__("environment", {"A": text}),
+    "slurm.container_mounts": lambda raw, text: raw["slurm"].__setitem__("container_mounts", [text]),
+    "slurm.container_arguments": lambda raw, text: raw["slurm"].__setitem__("container_arguments", [text]),
+    "policy.model": lambda raw, text: raw["policy"].__setitem__("model", text),
+    "rollout.servers.python": lambda raw, text: raw["rollout"]["servers"].__setitem__("python", text),
+    "rollout.servers.dtype": lambda raw, text: raw["rollout"]["servers"].__setitem__("dtype", text),
+    "rollout.servers.arguments": lambda raw, text: raw["rollout"]["servers"].__setitem__("arguments", [text]),
+    "rollout.servers.environment": lambda raw, text: raw["rollout"]["servers"].__setitem__("environment", {"A": text}),
+}
+PLACEHOLDER = "PLACEHOLDER"
+HOSTILE = [
+    "a\n#SBATCH --account=other", "a\ntouch /tmp/x", "$(touch x)", "`touch x`", "'; touch x; '", '"; touch x; "',
+    "a b", "a #b", "\\", "%j", "{{ 7 }}", "{% raw %}", "--export=NONE", "a\r\nb", "\x00", "é\u2028b", "$A${B}", "*",
+]  # fmt: skip
+
+
+def script(key, text, run_dir="/runs/x", folder="/project"):
+    raw = copy.deepcopy(RAW)
+    if key in VALUES:
+        VALUES[key](raw, text)
+    rendered = render(Job(parse_config(raw), Path(run_dir), Path(folder)))
+    return re.sub(r" \\\n +", " ", rendered)  # commands are wrapped by length
+
+
+def quoted_forms(key, text):
+    """The value as it stands in the script: a word of its own or part of a quoted word."""
+    prefixes = {
+        "slurm.container_image": "--container-image=", "slurm.container_mounts": "--container-mounts=",
+    }  # fmt: skip
+    prefix = prefixes.get(key, "")
+    return quote(prefix + text), quote(prefix + PLACEHOLDER)
+
+
+@pytest.mark.parametrize("key", VALUES)
+def test_a_value_stays_inside_its_quotes(key):
+    expected = script(key, PLACEHOLDER)
+
+    @settings(max_examples=25, deadline=None)
+    @given(st.one_of(st.sampled_from(HOSTILE), st.text(min_size=1)))
+    @example(HOSTILE[0])
+    def check(text):
+        try:
+            found = script(key, text)
+        except ConfigError:
+            assert re.search(r"[\x00-\x1f\x7f\ud800-\udfff]", text), text
+            return
+        is_value, placeholder = quoted_forms(key, text)
+        assert found.count(is_value) >= expected.count(placeholder)
+        assert len(found.split("\n")) == len(expected.split("\n"))
+        if len(text) > 3 and text not in expected:  # long enough to occur nowhere else
+            assert found.replace(is_value, placeholder) == expected
+
+    check()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(alphabet=st.characters(min_codepoint=32, exclude_categories=["Cs", "Cc"])))
+def test_a_quoted_word_is_the_value(text):
+    assert shlex.split(quote(text)) == [text]
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_the_shell_reads_the_value_back(text):
+    if re.search(r"[\x00-\x1f]", text):
+        with pytest.raises(ConfigError, match="line break"):
+            quote(text)
+        return
+    done = subprocess.run(["bash", "-c", f"printf %s {quote(text)}"], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == (text, "")
+
+
+def test_paths_with_line_breaks_are_refused():
+    for paths in ({"run_dir": "/runs/a\nb"}, {"folder": "/a\n#SBATCH --account=x"}):
+        with pytest.raises(ConfigError, match="line break"):
+            script("", "", **paths)
+
+
+@pytest.mark.parametrize("key", ["api_key_env", "admin_key_env"])
+@pytest.mark.parametrize("name", ["A=1; touch x; B", "A B", "1A", "$(x)", "A\nB", "A]"])
+def test_a_name_of_a_variable_is_a_name(key, name):
+    raw = copy.deepcopy(RAW)
+    raw["rollout"]["servers"][key] = name
+    with pytest.raises(ConfigError, match="environment variable"):
+        render(Job(parse_config(raw), Path("/runs/x"), Path("/project")))
+
+
+def test_our_own_shell_text_is_not_quoted():
+    assert quote(Shell('"$1"')) == '"$1"' and variable("A_1") == "A_1"
+
+
+def test_extra_options_stay_options_of_one_line():
+    raw = copy.deepcopy(RAW)
+    raw["slurm"]["extra"] = ["--comment='a b; c'", "-C h100", "--constraint=[a|b]"]
+    lines = render(Job(parse_config(raw), Path("/runs/x"), Path("/project"))).splitlines()
+    assert [line for line in lines if line.startswith("#SBATCH")][-3:] == [
+        "#SBATCH '--comment=a b; c'", "#SBATCH -C h100", "#SBATCH '--constraint=[a|b]'",
+    ]  # fmt: skip
+
+
+def test_a_real_slurm_reads_the_values_back(cluster, monkeypatch, tmp_path):
+    monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
+    name = "a b; touch $HOME #'c' \"d\" `e`"
+    raw = {
+        "policy": {"micro_batch_tokens": 32768}, "rollout": {"engine": "embedded"},
+        "slurm": {
+            "gpus_per_node": 0, "exclusive": False, "job_name": name, "extra": ["--comment='x y #z'", "--hold"],
+            "time": "5",
+        },
+    }  # fmt: skip
+    file = tmp_path / "job.sbatch"
+    file.write_text(render(Job(parse_config(raw), tmp_path / "run", tmp_path)))
+    check_submission(file)
+    job = int(cluster.run("sbatch", "--parsable", str(file)))
+    try:
+        assert cluster.run("squeue", "-h", "-j", str(job), "-o", "%j|%k") == f"{name}|x y #z"
+    finally:
+        cluster.run("scancel", str(job))
