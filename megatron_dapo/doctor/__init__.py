@@ -1,4 +1,14 @@
-"""What is wrong with this machine for a run, and how to put it right. Torch is imported inside checks only."""
+"""`megatron-dapo doctor`: finds what is wrong with a machine before a run starts on it, and says how to fix it.
+
+- `check.py`: a check, its result, its time limit; running a command.
+- `command.py`: the list of checks and their output.
+- `software.py`: Python and package versions.
+- `gpu.py`: driver, CUDA, NCCL, attention kernels.
+- `storage.py`: run directory, disk space, /dev/shm, clock.
+- `environment.py`: ports, Slurm, limits, HF cache, SGLang's Python, model directory.
+
+Torch is imported only in the child processes that the checks start.
+"""
 
 from megatron_dapo.doctor.check import Check, Probe, examine
 from megatron_dapo.doctor.command import run

@@ -1,7 +1,7 @@
-"""A check: a small function that looks at one thing and says ok, warn or fail, with the remedy.
+"""A check is a small function that tests one thing and returns ok, warn or fail, with a remedy.
 
-A check has its own time limit: a file system or driver that hangs makes that check fail, never the doctor hang. A
-check that raises has found something, too: it fails with the error.
+Each check has a time limit: a hanging file system or driver fails that check and does not hang the doctor. A check that
+raises fails with the error.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Status = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """`found` is what is there, `remedy` what to do about it (empty when ok)."""
+    """`found` describes the machine, `remedy` says what to change (empty when ok)."""
 
     name: str
     status: Status
@@ -27,7 +27,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A check to be made. `look` returns its result; the name is filled in here."""
+    """A check to run: `look` returns its result within `seconds`."""
 
     name: str
     look: Callable[[], Check]
@@ -35,7 +35,7 @@ class Probe:
 
 
 def examine(probe: Probe, seconds: float | None = None) -> Check:
-    """Runs the probe in a thread of its own, which is left behind if the time is up."""
+    """Runs the probe in a thread; a thread that exceeds the time limit is abandoned."""
     limit = probe.seconds if seconds is None else seconds
     results: list[Check] = []
 
@@ -44,45 +44,48 @@ def examine(probe: Probe, seconds: float | None = None) -> Check:
             results.append(probe.look())
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
-            results.append(Check(probe.name, "fail", f"the check itself failed: {reason}", "read the error; if it is "
-                                 "none of this machine's doing, report it"))  # fmt: skip
+            results.append(Check(probe.name, "fail", f"the check itself failed: {reason}", "read the error; if this "
+                                 "machine is not the cause, report it"))  # fmt: skip
 
     thread = threading.Thread(target=look, name=f"doctor-{probe.name}", daemon=True)
     thread.start()
     thread.join(limit)
     if results:
         return results[0]
-    remedy = "something it looks at hangs (a network file system, a driver, a controller): look there first"
-    return Check(probe.name, "fail", f"no answer within {limit:g} s", remedy)
+    remedy = "what it tests hangs (a network file system, a driver, a controller): look there first"
+    return Check(probe.name, "fail", f"no result within {limit:g} s", remedy)
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """How a command ended; `code` is None when it is not there or did not end in time."""
+class CommandResult:
+    """`code` is None when the command is not installed (`missing`) or did not end in time."""
 
     code: int | None
     out: str
     err: str = ""
-
-    @property
-    def missing(self) -> bool:
-        return self.code is None and self.err == "not found"
+    missing: bool = False
 
 
-def ask(command: Sequence[str], seconds: float = 10.0, environment: Mapping[str, str] | None = None) -> Answer:
-    """Runs a command and waits at most `seconds`; then it is ended. Only processes started here are ended."""
+NOT_INSTALLED = CommandResult(None, "", "not installed", missing=True)
+CommandRunner = Callable[..., CommandResult]
+
+
+def run_command(
+    command: Sequence[str], seconds: float = 10.0, environment: Mapping[str, str] | None = None
+) -> CommandResult:
+    """Runs a command and kills it after `seconds`."""
     try:
         done = subprocess.run(
             list(command), capture_output=True, text=True, timeout=seconds, env=None if environment is None else
             dict(environment), stdin=subprocess.DEVNULL, errors="replace",
         )  # fmt: skip
     except FileNotFoundError:
-        return Answer(None, "", "not found")
+        return NOT_INSTALLED
     except subprocess.TimeoutExpired:
-        return Answer(None, "", f"no answer within {seconds:g} s")
+        return CommandResult(None, "", f"no result within {seconds:g} s")
     except OSError as error:
-        return Answer(None, "", str(error))
-    return Answer(done.returncode, done.stdout, done.stderr)
+        return CommandResult(None, "", str(error))
+    return CommandResult(done.returncode, done.stdout, done.stderr)
 
 
 def last_line(text: str) -> str:
@@ -91,7 +94,7 @@ def last_line(text: str) -> str:
 
 
 def version_tuple(text: str) -> tuple[int, ...]:
-    """ "2.13.0+cpu" is (2, 13, 0); what is no number ends it."""
+    """ "2.13.0+cpu" is (2, 13, 0); the first part that is not a number ends it."""
     numbers = []
     for part in text.split("+")[0].split("."):
         digits = "".join(c for c in part if c.isdigit())

@@ -1,4 +1,4 @@
-"""`megatron-dapo doctor`: every check, one line each. Exit 0 when nothing failed (there may be warnings), else 1."""
+"""`megatron-dapo doctor`: runs the checks and prints one line each. Exit code 1 when a check failed, else 0."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from megatron_dapo.config import Config, ConfigError, ModelShape, load_config
-from megatron_dapo.doctor import environment as surroundings
-from megatron_dapo.doctor import gpu, software, storage
+from megatron_dapo.doctor import environment, gpu, software, storage
 from megatron_dapo.doctor.check import Check, Probe, examine
 from megatron_dapo.errors import UserError
 from megatron_dapo.planner import count_parameters
@@ -25,7 +24,7 @@ STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
 class DoctorError(UserError):
-    """The doctor was asked for something that it does not know."""
+    """`--only` names a check that does not exist."""
 
 
 def probes(config: Config, named: bool) -> list[Probe]:
@@ -45,22 +44,22 @@ def probes(config: Config, named: bool) -> list[Probe]:
         Probe("disk", partial(storage.free_disk, run_dir, parameters, config.trainer.checkpoint.keep)),
         Probe("shared memory", storage.shared_memory),
         Probe("clock", partial(storage.clock_skew, run_dir)),
-        Probe("limits", surroundings.limits),
-        Probe("hf cache", surroundings.hf_cache),
-        Probe("slurm", surroundings.slurm, 40),
+        Probe("limits", environment.limits),
+        Probe("hf cache", environment.hf_cache),
+        Probe("slurm", environment.slurm, 40),
     ]
     if config.rollout.engine == "sglang":
-        found.append(Probe("ports", partial(surroundings.ports, servers.host, servers.port, servers.count)))
+        found.append(Probe("ports", partial(environment.ports, servers.host, servers.port, servers.count)))
         found.append(Probe("weights", partial(storage.weights_directory, Path(config.rollout.weights.directory), size)))
         if named:
-            found.append(Probe("sglang", partial(surroundings.serving_python, servers), 160))
+            found.append(Probe("sglang", partial(environment.serving_python, servers), 160))
     if config.policy.model:
-        found.append(Probe("model", partial(surroundings.model_directory, Path(config.policy.model)), 120))
+        found.append(Probe("model", partial(environment.model_directory, Path(config.policy.model)), 120))
     return found
 
 
 def _parameters(config: Config) -> int:
-    """0 when no model is named, or when it cannot be read: the model's own check says so."""
+    """0 when no model is named or it cannot be read; the `model` check reports that."""
     try:
         return count_parameters(ModelShape.from_dir(config.policy.model)).total if config.policy.model else 0
     except (ConfigError, OSError):
@@ -101,7 +100,7 @@ def _choose(found: list[Probe], only: str | None) -> list[Probe]:
 
 
 def _examine_all(found: list[Probe], timeout: float | None) -> Iterator[Check]:
-    """One after the other: the write speed is measured on a machine that does nothing else."""
+    """Runs the checks one after the other, so that none disturbs the measured write speed."""
     for probe in found:
         yield examine(probe, timeout)
 
@@ -118,4 +117,4 @@ def print_check(check: Check, console: Console) -> None:
 
 def _print_summary(checks: list[Check], console: Console) -> None:
     count = {status: sum(check.status == status for check in checks) for status in STYLES}
-    console.print(f"\n{count['ok']} ok, {count['warn']} to look at, {count['fail']} failed")
+    console.print(f"\n{count['ok']} ok, {count['warn']} warnings, {count['fail']} failed")

@@ -1,4 +1,4 @@
-"""What is around the run: ports, Slurm, limits, the HF cache, the Python that serves, the model directory."""
+"""Checks of the environment: ports, Slurm, limits, HF cache, SGLang's Python, model directory."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from pathlib import Path
 
 from megatron_dapo.config import ConfigError, ModelShape
 from megatron_dapo.config.rollout import ServerConfig
-from megatron_dapo.doctor.check import Answer, Check, ask, last_line
+from megatron_dapo.doctor.check import Check, CommandRunner, last_line, run_command
 from megatron_dapo.doctor.software import sglang_pairing
+from megatron_dapo.doctor.storage import existing_parent
 
-Ask = Callable[..., Answer]
 SGLANG_PROBE = "import torch, sglang; print('found', sglang.__version__, torch.__version__)"
 
 
 def ports(host: str, first: int, count: int) -> Check:
-    """Engines take the next free port; many in use near the first say that other servers run here."""
+    """Servers take the next free port. A port in use means that another server runs here."""
     used = [port for port in range(first, min(first + max(count, 1), 65536)) if not port_free(host, port)]
     span = f"{first}" if count <= 1 else f"{first} to {first + count - 1}"
     if not used:
         return Check("ports", "ok", f"{span} free on {host}")
-    return Check("ports", "warn", f"in use on {host}: {', '.join(map(str, used))}", "others are taken instead; if "
-                 "these are servers that you left running, end them, or set rollout.servers.port")  # fmt: skip
+    return Check("ports", "warn", f"in use on {host}: {', '.join(map(str, used))}", "the next free "
+                 "ports are used instead; stop servers that you left running, or set rollout.servers.port")  # fmt: skip
 
 
 def port_free(host: str, port: int) -> bool:
@@ -42,31 +42,31 @@ def port_free(host: str, port: int) -> bool:
     return True
 
 
-def slurm(run: Ask = ask, now: Callable[[], datetime] = datetime.now) -> Check:
-    """Does the controller answer, and does its clock agree with this one."""
-    answer = run(["sinfo", "--noheader", "--format=%P %D %T"], 15)
-    if answer.missing:
+def slurm(run: CommandRunner = run_command, now: Callable[[], datetime] = datetime.now) -> Check:
+    """The Slurm controller responds, and its clock agrees with this machine's."""
+    result = run(["sinfo", "--noheader", "--format=%P %D %T"], 15)
+    if result.missing:
         return Check("slurm", "ok", "not a Slurm machine")
-    if answer.code != 0:
-        return Check("slurm", "fail", f"sinfo failed: {last_line(answer.err) or 'no answer'}", "the controller does "
-                     "not answer: look at SLURM_CONF, munge and slurmctld, or ask who runs the cluster")  # fmt: skip
-    rows = [line.split() for line in answer.out.splitlines() if len(line.split()) == 3]
+    if result.code != 0:
+        return Check("slurm", "fail", f"sinfo failed: {last_line(result.err) or 'no output'}", "the controller does "
+                     "not respond: check SLURM_CONF, munge and slurmctld, or ask the administrators")  # fmt: skip
+    rows = [line.split() for line in result.out.splitlines() if len(line.split()) == 3]
     usable = sum(int(count) for _, count, state in rows if state.rstrip("*~#$@").startswith(("idle", "mix", "alloc")))
     partitions = sorted({name.rstrip("*") for name, _, _ in rows})
     found = f"partitions {', '.join(partitions) or 'none'}; {usable} nodes up"
     skew = _controller_skew(run, now)
     if skew is not None and abs(skew) > 5:
         return Check("slurm", "warn", f"{found}; its clock is {skew:+.0f} s off", "start chronyd or ntpd: Slurm "
-                     "refuses credentials that are too old or from the future")  # fmt: skip
+                     "rejects credentials that are too old or from the future")  # fmt: skip
     if not usable:
-        return Check("slurm", "warn", found, "no node can run a job now: sinfo -R says why nodes are down")
+        return Check("slurm", "warn", found, "no node can run a job now: see sinfo -R for the reasons")
     return Check("slurm", "ok", found)
 
 
-def _controller_skew(run: Ask, now: Callable[[], datetime]) -> float | None:
-    """Seconds, from the time that the controller writes above its configuration; None when it does not say."""
-    answer = run(["scontrol", "show", "config"], 15)
-    first = answer.out.splitlines()[0] if answer.code == 0 and answer.out else ""
+def _controller_skew(run: CommandRunner, now: Callable[[], datetime]) -> float | None:
+    """Seconds between the controller's clock, printed above its configuration, and ours; None: not printed."""
+    result = run(["scontrol", "show", "config"], 15)
+    first = result.out.splitlines()[0] if result.code == 0 and result.out else ""
     try:
         return (datetime.fromisoformat(first.rpartition(" ")[2]) - now()).total_seconds()
     except ValueError:
@@ -76,17 +76,17 @@ def _controller_skew(run: Ask, now: Callable[[], datetime]) -> float | None:
 def limits(
     get: Callable[[int], tuple[int, int]] = resource.getrlimit, infiniband: Path = Path("/sys/class/infiniband")
 ) -> Check:
-    """Open files (sockets and shards) and locked memory (InfiniBand)."""
+    """Limits on open files (sockets and weight files) and on locked memory (InfiniBand)."""
     files, _ = get(resource.RLIMIT_NOFILE)
     locked, _ = get(resource.RLIMIT_MEMLOCK)
     unlimited = resource.RLIM_INFINITY
-    words = {
+    shown = {
         "open files": "unlimited" if files == unlimited else str(files),
         "locked memory": "unlimited" if locked == unlimited else f"{locked >> 20} MiB",
     }
-    found = ", ".join(f"{name} {value}" for name, value in words.items())
+    found = ", ".join(f"{name} {value}" for name, value in shown.items())
     if files != unlimited and files < 4096:
-        return Check("limits", "fail", found, "ulimit -n 65536 (and in the job script): engines and checkpoints hold "
+        return Check("limits", "fail", found, "ulimit -n 65536 (also in the job script): engines and checkpoints open "
                      "thousands of files and sockets")  # fmt: skip
     if infiniband.is_dir() and locked != unlimited and locked < 1 << 30:
         return Check("limits", "warn", found, "with InfiniBand, NCCL needs ulimit -l unlimited (limits.conf; Slurm: "
@@ -99,28 +99,25 @@ def hf_cache(environment: Mapping[str, str] | None = None) -> Check:
     home = environment.get("HF_HOME") or str(Path(environment.get("HOME") or "~").expanduser() / ".cache/huggingface")
     cache = Path(environment.get("HF_HUB_CACHE") or Path(home) / "hub")
     offline = environment.get("HF_HUB_OFFLINE", "").upper() in {"1", "TRUE", "YES", "ON"}
-    words = "offline" if offline else "online"
-    there = cache
-    while not there.exists() and there != there.parent:
-        there = there.parent
-    if not os.access(there, os.W_OK):
-        return Check("hf cache", "warn" if offline else "fail", f"{cache} cannot be written ({words})", "set HF_HOME "
-                     "to a folder that you can write")  # fmt: skip
-    return Check("hf cache", "ok", f"{cache} ({words})")
+    mode = "offline" if offline else "online"
+    if not os.access(existing_parent(cache), os.W_OK):
+        return Check("hf cache", "warn" if offline else "fail", f"{cache} is not writable ({mode})", "set HF_HOME "
+                     "to a writable folder")  # fmt: skip
+    return Check("hf cache", "ok", f"{cache} ({mode})")
 
 
-def serving_python(servers: ServerConfig, run: Ask = ask) -> Check:
-    """SGLang imports in the Python that the servers will run."""
+def serving_python(servers: ServerConfig, run: CommandRunner = run_command) -> Check:
+    """SGLang can be imported in the Python of the servers."""
     if servers.urls:
-        return Check("sglang", "ok", f"not needed here: {len(servers.urls)} servers are given by URL")
+        return Check("sglang", "ok", f"not needed here: {len(servers.urls)} external servers")
     python = servers.python or sys.executable
     if shutil.which(python) is None:
-        return Check("sglang", "fail", f"{python} is no program", "set rollout.servers.python to the Python of the "
+        return Check("sglang", "fail", f"{python} is not a program", "set rollout.servers.python to the Python of the "
                      "environment that has sglang")  # fmt: skip
-    answer = run([python, "-c", SGLANG_PROBE], 150, {**os.environ, **servers.environment})
-    words = last_line(answer.out).split()
-    if answer.code != 0 or words[:1] != ["found"]:
-        return Check("sglang", "fail", f"does not import in {python}: {last_line(answer.err) or 'no answer'}", "pip "
+    result = run([python, "-c", SGLANG_PROBE], 150, {**os.environ, **servers.environment})
+    words = last_line(result.out).split()
+    if result.code != 0 or words[:1] != ["found"]:
+        return Check("sglang", "fail", f"does not import in {python}: {last_line(result.err) or 'no output'}", "pip "
                      "install 'megatron-dapo[sglang]' there, or set rollout.servers.python to an environment that has "
                      "it")  # fmt: skip
     found = f"sglang {words[1]} with torch {words[2]} in {python}"
@@ -129,12 +126,12 @@ def serving_python(servers: ServerConfig, run: Ask = ask) -> Check:
 
 
 def model_directory(path: Path) -> Check:
-    """config.json is supported, every file that the index names is there, and the tokenizer loads."""
+    """config.json is supported, all weight files of the index exist, and the tokenizer loads."""
     try:
         shape = ModelShape.from_dir(path)
     except ConfigError as error:
         return Check("model", "fail", str(error), "point policy.model at the complete HF directory of a Qwen model")
-    remedy = "download the model again (hf download), all files of it"
+    remedy = "download all files of the model again (hf download)"
     index = path / "model.safetensors.index.json"
     if index.is_file():
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
@@ -155,7 +152,7 @@ def model_directory(path: Path) -> Check:
         return Check("model", "fail", f"{path}: the tokenizer does not load: {last_line(str(error))}", remedy)
     if tokens > shape.vocab:
         return Check("model", "fail", f"{path}: the tokenizer has {tokens} tokens, the model {shape.vocab}", "they "
-                     "belong to different models: use the tokenizer that came with the weights")  # fmt: skip
+                     "belong to different models: use the tokenizer of the weights")  # fmt: skip
     return Check("model", "ok", f"{shape.architecture}, {shape.layers} layers, {len(names)} weight files, tokenizer")
 
 

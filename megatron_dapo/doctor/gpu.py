@@ -1,8 +1,8 @@
-"""GPU, driver, CUDA, NCCL; Transformer Engine and the attention that it really runs.
+"""Checks of GPU, driver, CUDA, NCCL, and of the attention kernel that Transformer Engine selects.
 
-Each question is put to a Python of its own: a broken library may end the process that imports it, and the doctor must
-live. Transformer Engine falls back silently when its preferred attention does not load, four to five times slower and
-with the memory of all attention scores, so a tiny packed attention is run and its own debug output is read.
+Each check runs in its own Python process, because a broken library may crash the process that imports it. Transformer
+Engine falls back silently when its preferred attention does not load: four to five times slower, and with the memory of
+all attention scores. Therefore the check runs a tiny packed attention and reads Transformer Engine's debug output.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
-from megatron_dapo.doctor.check import Answer, Check, ask, last_line, version_tuple
+from megatron_dapo.doctor.check import Check, CommandResult, CommandRunner, last_line, run_command, version_tuple
 
-Ask = Callable[..., Answer]
-OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}  # major CUDA version: major driver version
+OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}  # major CUDA version: oldest major driver version
 FAST = {"FusedAttention", "FlashAttention"}
 
 TORCH_PROBE = """
@@ -38,6 +37,14 @@ except ImportError:
     varlen = None
 print("cpu" if not torch.cuda.is_available() else "one kernel" if varlen else "cuda")
 """
+IMPORT_PROBE = """
+import importlib.util
+if importlib.util.find_spec("transformer_engine") is None:
+    print("missing")
+else:
+    import transformer_engine.pytorch
+    print("imported")
+"""
 ATTENTION_PROBE = """
 import logging, torch
 logging.basicConfig(level=logging.DEBUG)
@@ -53,17 +60,17 @@ print("attention ran")
 """
 
 
-def gpu(run: Ask = ask) -> Check:
-    """What nvidia-smi sees."""
+def gpu(run: CommandRunner = run_command) -> Check:
+    """The GPUs that nvidia-smi lists."""
     fields = "name,driver_version,memory.total,memory.used"
-    answer = run(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"], 15)
-    if answer.missing:
-        return Check("gpu", "warn", "no NVIDIA driver (nvidia-smi is not there)", "fine for the CPU; for GPUs, install "
-                     "the driver, or start the container with GPUs")  # fmt: skip
-    if answer.code != 0:
-        why = last_line(answer.err) or last_line(answer.out)
-        return Check("gpu", "fail", f"nvidia-smi failed: {why}", "the driver does not answer: reload it or reboot")
-    rows = [[cell.strip() for cell in line.split(",")] for line in answer.out.splitlines() if line.strip()]
+    result = run(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"], 15)
+    if result.missing:
+        return Check("gpu", "warn", "no NVIDIA driver (no nvidia-smi)", "needed for GPUs only: install the driver, "
+                     "or start the container with GPUs")  # fmt: skip
+    if result.code != 0:
+        why = last_line(result.err) or last_line(result.out)
+        return Check("gpu", "fail", f"nvidia-smi failed: {why}", "the driver does not respond: reload it or reboot")
+    rows = [[cell.strip() for cell in line.split(",")] for line in result.out.splitlines() if line.strip()]
     kinds = sorted({row[0] for row in rows})
     found = f"{len(rows)} × {', '.join(kinds)}, driver {rows[0][1]}, {float(rows[0][2]) / 1024:.0f} GiB"
     if len(kinds) > 1:
@@ -71,17 +78,17 @@ def gpu(run: Ask = ask) -> Check:
                      "DEVICES")  # fmt: skip
     busy = [i for i, row in enumerate(rows) if float(row[3]) > 0.1 * float(row[2])]
     if busy:
-        return Check("gpu", "warn", f"{found}; memory in use on {', '.join(map(str, busy))}", "other processes hold "
-                     "memory there (nvidia-smi lists them): end those that are yours")  # fmt: skip
+        return Check("gpu", "warn", f"{found}; memory in use on {', '.join(map(str, busy))}", "other processes use "
+                     "memory there (nvidia-smi lists them): stop those that are yours")  # fmt: skip
     return Check("gpu", "ok", found)
 
 
-def torch_cuda(run: Ask = ask, environment: Mapping[str, str] | None = None) -> Check:
-    """Does torch see the GPUs, and does its CUDA go with the driver."""
-    answer = run([sys.executable, "-c", TORCH_PROBE], 90, environment)
-    if answer.code != 0:
-        return Check("torch", "fail", f"torch does not import: {last_line(answer.err)}", "reinstall torch")
-    seen = json.loads(last_line(answer.out))
+def torch_cuda(run: CommandRunner = run_command, environment: Mapping[str, str] | None = None) -> Check:
+    """torch sees the GPUs, and its CUDA version works with the driver."""
+    result = run([sys.executable, "-c", TORCH_PROBE], 90, environment)
+    if result.code != 0:
+        return Check("torch", "fail", f"torch does not import: {last_line(result.err)}", "reinstall torch")
+    seen = json.loads(last_line(result.out))
     smi = run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], 15)
     if seen["available"]:
         found = f"torch {seen['torch']}, CUDA {seen['cuda']}, NCCL {seen['nccl']}, {seen['devices']} × {seen['name']}"
@@ -90,27 +97,27 @@ def torch_cuda(run: Ask = ask, environment: Mapping[str, str] | None = None) -> 
         return Check("torch", "ok", f"torch {seen['torch']}, CPU only")
     driver = smi.out.split()[0] if smi.out.split() else "?"
     if seen["cuda"] is None:
-        return Check("torch", "fail", f"torch {seen['torch']} is built for the CPU, but there is a GPU", "pip install "
-                     "torch built for CUDA (pytorch.org says which index)")  # fmt: skip
+        return Check("torch", "fail", f"torch {seen['torch']} is built for the CPU, but the machine has a GPU", "pip "
+                     "install torch built for CUDA (pytorch.org says which index)")  # fmt: skip
     oldest = OLDEST_DRIVER.get(version_tuple(seen["cuda"])[0], 0)
     if version_tuple(driver) and version_tuple(driver)[0] < oldest:
         return Check("torch", "fail", f"driver {driver} is too old for CUDA {seen['cuda']}", f"update the driver to "
                      f"{oldest} or newer, or install torch for an older CUDA")  # fmt: skip
-    return Check("torch", "fail", f"torch {seen['torch']} sees no GPU, though driver {driver} does", "look at CUDA_"
-                 "VISIBLE_DEVICES, and at the container's GPU access")  # fmt: skip
+    return Check("torch", "fail", f"torch {seen['torch']} sees no GPU, though driver {driver} does", "check CUDA_"
+                 "VISIBLE_DEVICES and the container's access to GPUs")  # fmt: skip
 
 
-def attention(run: Ask = ask, environment: Mapping[str, str] | None = None) -> Check:
-    """Transformer Engine's import, and the attention backend that it chooses for packed sequences."""
+def attention(run: CommandRunner = run_command, environment: Mapping[str, str] | None = None) -> Check:
+    """Transformer Engine imports, and selects a fast attention backend for packed sequences."""
     environment = dict(os.environ if environment is None else environment)
     where = run([sys.executable, "-c", LAYERS_PROBE], 60, environment)
     if where.code == 0 and last_line(where.out) == "cpu":
         return Check("attention", "ok", "no GPU: torch's attention on the CPU")
-    imported = run([sys.executable, "-c", "import transformer_engine.pytorch as te; print('ok')"], 120, environment)
-    if imported.code != 0 and "No module named 'transformer_engine'" in imported.err:
+    imported = run([sys.executable, "-c", IMPORT_PROBE], 120, environment)
+    if imported.code == 0 and last_line(imported.out) == "missing":
         if last_line(where.out) == "one kernel":
-            return Check("attention", "ok", "torch's, one kernel for packed sequences (Transformer Engine, which is "
-                         "not installed, needs less memory under context parallelism)")  # fmt: skip
+            return Check("attention", "ok", "torch's, one kernel for packed sequences (Transformer Engine is not installed; "
+                         "it needs less memory under context parallelism)")  # fmt: skip
         return Check("attention", "warn", "Transformer Engine is not installed, and this torch has no kernel for "
                      "packed sequences: one call per sequence", "install torch 2.10 or newer, or pip install "
                      "--no-build-isolation 'transformer-engine[pytorch]'")  # fmt: skip
@@ -118,19 +125,19 @@ def attention(run: Ask = ask, environment: Mapping[str, str] | None = None) -> C
         return Check("attention", "fail", f"Transformer Engine does not import: {last_line(imported.err)}",
                      "install the build that matches torch and its CUDA" + _library_path(environment))  # fmt: skip
     debug = environment | {"NVTE_DEBUG": "1", "NVTE_DEBUG_LEVEL": "2"}
-    answer = run([sys.executable, "-c", ATTENTION_PROBE], 120, debug)
-    return judge_attention(answer, environment)
+    result = run([sys.executable, "-c", ATTENTION_PROBE], 120, debug)
+    return judge_attention(result, environment)
 
 
-def judge_attention(answer: Answer, environment: Mapping[str, str]) -> Check:
-    """Reads the backend from what Transformer Engine printed."""
-    text = answer.out + "\n" + answer.err
+def judge_attention(result: CommandResult, environment: Mapping[str, str]) -> Check:
+    """Reads the selected backend from Transformer Engine's debug output."""
+    text = result.out + "\n" + result.err
     chosen = re.findall(r"Selected backend = (\w+)", text) or re.findall(r"Running with (\w+Attention)", text)
-    if answer.code != 0:
-        return Check("attention", "fail", f"a tiny packed attention failed: {last_line(answer.err)}",
+    if result.code != 0:
+        return Check("attention", "fail", f"a tiny packed attention failed: {last_line(result.err)}",
                      "reinstall Transformer Engine and cuDNN for this torch" + _library_path(environment))  # fmt: skip
     if not chosen:
-        return Check("attention", "warn", "it ran, but did not say with which backend", "run with NVTE_DEBUG=1 "
+        return Check("attention", "warn", "it ran, but did not report its backend", "run with NVTE_DEBUG=1 "
                      "NVTE_DEBUG_LEVEL=2 and look for 'Selected backend'")  # fmt: skip
     if chosen[-1] in FAST:
         return Check("attention", "ok", f"Transformer Engine with {chosen[-1]}")
@@ -140,5 +147,5 @@ def judge_attention(answer: Answer, environment: Mapping[str, str]) -> Check:
 
 def _library_path(environment: Mapping[str, str]) -> str:
     if environment.get("LD_LIBRARY_PATH"):
-        return "; LD_LIBRARY_PATH is set, which mixes cuDNN libraries of two places: unset it and try again"
-    return "; cuDNN's libraries must all come from one place (pip install --force-reinstall nvidia-cudnn-cu12 or -cu13)"
+        return "; LD_LIBRARY_PATH is set and may mix cuDNN libraries of two installations: unset it and try again"
+    return "; all cuDNN libraries must be of one release (pip install --force-reinstall nvidia-cudnn-cu12 or -cu13)"

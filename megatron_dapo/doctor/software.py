@@ -1,4 +1,4 @@
-"""Python and the packages: versions, combinations that are known not to work, and impostors."""
+"""Checks of Python and packages: versions, combinations that do not work, and the wrong apex."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from megatron_dapo.doctor.check import Check, version_tuple
 
 Version = Callable[[str], str | None]  # of an installed distribution; None when it is not installed
 
-# (lowest, first that is too new); the reasons are in the remedies.
+# (lowest supported, first that is too new)
 NEEDED: dict[str, tuple[tuple[int, ...], tuple[int, ...] | None]] = {
     "torch": ((2, 8), None),
     "megatron-core": ((0, 16), (0, 20)),
     "transformers": ((5,), (6,)),
     "psutil": ((5, 9), None),
 }
-# SGLang pins torch exactly: which releases go with which torch.
+# SGLang pins torch exactly: the releases for each torch.
 SGLANG_FOR_TORCH = {(2, 11): ((0, 5, 11), (0, 5, 17)), (2, 13): ((0, 5, 18), (0, 5, 22)), (2, 14): ((0, 5, 23), None)}
 
 
@@ -43,7 +43,7 @@ def python_version(version: tuple[int, ...] | None = None, read: Version = insta
 
 
 def packages(read: Version = installed) -> Check:
-    """Those that every run needs, within the supported versions."""
+    """The packages that every run needs, in supported versions."""
     found, wrong = [], []
     for name, (lowest, too_new) in NEEDED.items():
         version = read(name)
@@ -56,7 +56,7 @@ def packages(read: Version = installed) -> Check:
         if number < lowest:
             wrong.append(f"{name} {version} is older than {wanted}")
         elif too_new and number >= too_new:
-            wrong.append(f"{name} {version} is newer than what is supported (below {'.'.join(map(str, too_new))})")
+            wrong.append(f"{name} {version} is newer than supported (below {'.'.join(map(str, too_new))})")
     if wrong:
         remedy = "pip install -e . (in the environment that runs megatron-dapo)"
         if read("psutil") is None:
@@ -69,23 +69,23 @@ def sglang_pairing(sglang: str, torch: str) -> str | None:
     """What is wrong with this pair of versions, or None."""
     number, pair = version_tuple(sglang), version_tuple(torch)[:2]
     if number < (0, 5, 17):
-        return f"sglang {sglang} is older than 0.5.17, the first that is supported"
+        return f"sglang {sglang} is older than 0.5.17, the oldest supported release"
     if pair in SGLANG_FOR_TORCH:
         lowest, newest = SGLANG_FOR_TORCH[pair]
         if number < lowest or (newest and number > newest):
             known = ".".join(map(str, lowest)) + (f" to {'.'.join(map(str, newest))}" if newest else " or newer")
-            return f"sglang {sglang} was not built for torch {torch}, which goes with {known}"
+            return f"sglang {sglang} was not built for torch {torch}, which needs sglang {known}"
     return None
 
 
 def apex(locate: Callable[[], Path | None] | None = None) -> Check:
-    """NVIDIA's apex has fused optimizers; the PyPI package of that name is something else and breaks Megatron."""
+    """NVIDIA's apex has fused optimizers; the PyPI package of that name is unrelated and breaks Megatron."""
     folder = (locate or _apex_folder)()
     if folder is None:
         return Check("apex", "ok", "not installed (not needed)")
     if (folder / "optimizers").is_dir() or (folder / "multi_tensor_apply").is_dir():
         return Check("apex", "ok", "NVIDIA's")
-    remedy = "pip uninstall apex: the PyPI package is not NVIDIA's; Megatron needs none with Transformer Engine"
+    remedy = "pip uninstall apex: the PyPI package is not NVIDIA's, and Megatron does not need apex"
     return Check("apex", "fail", f"{folder} is not NVIDIA's apex", remedy)
 
 

@@ -1,4 +1,4 @@
-"""Disks and memory files: the run directory, its speed and space, /dev/shm against the weights, the clock."""
+"""Checks of storage: the run directory with its speed and free space, room for weight updates, /dev/shm, the clock."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_dapo.doctor.check import Check
 
 GIB = 1 << 30
 SLOW_MB_PER_SECOND = 200
-LOCAL = {"ext4", "ext3", "xfs", "btrfs", "overlay", "tmpfs"}  # file systems that no other node sees
+LOCAL = {"ext4", "ext3", "xfs", "btrfs", "overlay", "tmpfs"}  # file systems that other nodes cannot see
 WRITE_BYTES = 64 << 20
 MOST_SKEW_SECONDS = 2.0
 # Bytes of a checkpoint per parameter: bf16 weights, and the optimizer's fp32 copy and two moments.
@@ -22,7 +22,7 @@ CHECKPOINT_BYTES_PER_PARAMETER = 14
 
 
 def existing_parent(path: Path) -> Path:
-    """The nearest folder that is there: the run directory itself is made by the run."""
+    """The path itself or its nearest existing parent: the run creates missing folders."""
     path = path.absolute()
     while not path.exists() and path != path.parent:
         path = path.parent
@@ -32,23 +32,23 @@ def existing_parent(path: Path) -> Path:
 def run_directory(
     run_dir: Path, nodes: int = 1, clock: Callable[[], float] = time.perf_counter, mounts: Path = Path("/proc/mounts")
 ) -> Check:
-    """Can it be written, how fast, and can other nodes see it."""
+    """The run directory is writable, fast enough, and visible to other nodes."""
     parent = existing_parent(run_dir)
     if not parent.is_dir():
         return Check("run directory", "fail", f"{parent} is a file", "choose another trainer.run_dir")
     try:
         speed = write_speed(parent, clock)
     except OSError as error:
-        return Check("run directory", "fail", f"{parent} cannot be written: {error.strerror or error}", "choose "
-                     "another trainer.run_dir, or have its permissions or quota changed")  # fmt: skip
+        return Check("run directory", "fail", f"{parent} is not writable: {error.strerror or error}", "choose "
+                     "another trainer.run_dir, or change its permissions or quota")  # fmt: skip
     kind = file_system(parent, mounts)
     found = f"{run_dir} (on {kind}), {speed:,.0f} MB/s written"
     if nodes > 1 and kind in LOCAL:
         return Check("run directory", "warn", found, f"{kind} is local to this node, and slurm.nodes is {nodes}: "
-                     "choose a trainer.run_dir that all nodes see")  # fmt: skip
+                     "choose a trainer.run_dir on a shared file system")  # fmt: skip
     if speed < SLOW_MB_PER_SECOND:
-        return Check("run directory", "warn", found, "slow: checkpoints will take long; use a parallel file system, or "
-                     "save more rarely (trainer.checkpoint.every)")  # fmt: skip
+        return Check("run directory", "warn", found, "checkpoints will be slow; use a parallel file system, or save "
+                     "less often (trainer.checkpoint.every)")  # fmt: skip
     return Check("run directory", "ok", found)
 
 
@@ -82,7 +82,7 @@ def file_system(path: Path, mounts: Path = Path("/proc/mounts")) -> str:
 
 
 def free_disk(run_dir: Path, parameters: int, keep: int = 1, usage: Callable[[Path], Any] = shutil.disk_usage) -> Check:
-    """Room for the checkpoints that are kept and the one being written."""
+    """There is room for the kept checkpoints and the one being written."""
     free = usage(existing_parent(run_dir)).free
     needed = (keep + 1) * CHECKPOINT_BYTES_PER_PARAMETER * parameters
     found = f"{free / GIB:,.0f} GiB free"
@@ -90,18 +90,18 @@ def free_disk(run_dir: Path, parameters: int, keep: int = 1, usage: Callable[[Pa
         return Check("disk", "fail", f"{found}, but {keep + 1} checkpoints take {needed / GIB:,.0f} GiB", "make room, "
                      "or choose another trainer.run_dir, or keep fewer (trainer.checkpoint.keep)")  # fmt: skip
     if free < 20 * GIB:
-        return Check("disk", "warn", found, "little room for checkpoints, samples and logs")
+        return Check("disk", "warn", found, "there is little room for checkpoints, samples and logs")
     return Check("disk", "ok", found + (f"; {keep + 1} checkpoints take {needed / GIB:,.0f} GiB" if parameters else ""))
 
 
 def weights_directory(folder: Path, weight_bytes: int, usage: Callable[[Path], Any] = shutil.disk_usage) -> Check:
-    """Weight updates are written there, two versions for a moment. The run makes it."""
+    """Weight updates are written here, and two versions may exist at once. The run creates the folder."""
     there = existing_parent(folder)
     try:
         _touch(there)
     except OSError as error:
-        return Check("weights", "fail", f"{folder} cannot be written: {error.strerror}", "set "
-                     "rollout.weights.directory to a folder that trainer and engines both see")  # fmt: skip
+        return Check("weights", "fail", f"{folder} is not writable: {error.strerror}", "set "
+                     "rollout.weights.directory to a folder that trainer and engines share")  # fmt: skip
     free = usage(there).free
     found = f"{folder}: {free / GIB:.1f} GiB free"
     if free < 2 * weight_bytes:
@@ -112,26 +112,26 @@ def weights_directory(folder: Path, weight_bytes: int, usage: Callable[[Path], A
 
 
 def shared_memory(folder: Path = Path("/dev/shm"), usage: Callable[[Path], Any] = shutil.disk_usage) -> Check:
-    """NCCL and data loaders use it."""
+    """NCCL and data loaders use /dev/shm."""
     if not folder.is_dir():
-        return Check("shared memory", "fail", f"{folder} is not there", "mount it: NCCL needs it between the ranks of "
+        return Check("shared memory", "fail", f"{folder} does not exist", "mount it: NCCL uses it between the ranks of "
                      "a node")  # fmt: skip
     free, total = usage(folder).free, usage(folder).total
     found = f"{folder}: {free / GIB:.1f} of {total / GIB:.1f} GiB free"
     if free < GIB:
-        return Check("shared memory", "warn", found, "NCCL needs some: enlarge it (docker --shm-size=16g)")
+        return Check("shared memory", "warn", found, "NCCL needs more: enlarge it (docker --shm-size=16g)")
     return Check("shared memory", "ok", found)
 
 
 def clock_skew(
     folder: Path, now: Callable[[], float] = time.time, stamp: Callable[[Path], float] | None = None
 ) -> Check:
-    """This machine's clock against the file system's (the server's, where it is shared)."""
+    """This machine's clock agrees with the file system's (the file server's, where it is shared)."""
     parent = existing_parent(folder)
     skew = (stamp or _touch)(parent) - now()
     found = f"{skew:+.1f} s between this clock and that of {parent}"
     if abs(skew) > MOST_SKEW_SECONDS:
-        return Check("clock", "warn", found, "clocks differ: logs and heartbeats of nodes cannot be compared; start "
+        return Check("clock", "warn", found, "clocks differ, so logs and heartbeats of nodes cannot be compared: start "
                      "chronyd or ntpd")  # fmt: skip
     return Check("clock", "ok", found)
 

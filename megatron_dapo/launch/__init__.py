@@ -1,1 +1,9 @@
-"""Starting runs: on this machine, and on Slurm."""
+"""Starting runs, on this machine and on Slurm. Imports no torch.
+
+- `local.py`: `megatron-dapo train`: joins a torchrun or srun job, or starts ranks on this machine.
+- `slurm.py`: `megatron-dapo slurm`: checks a run, writes its script and submits it.
+- `slurm_checks.py`: what is checked before a job is submitted.
+- `slurm_script.py`, `job.sbatch.j2`: the batch script.
+- `slurm_status.py`: `megatron-dapo slurm --status`: the state of a run's jobs.
+- `ablate.py`: `megatron-dapo ablate`: the paper's ablation as training runs.
+"""

@@ -1,7 +1,7 @@
-"""`megatron-dapo ablate CONFIG`: the paper's table as real runs: naive GRPO, then each of DAPO's fixes added in turn.
+"""`megatron-dapo ablate CONFIG`: the paper's ablation as training runs: naive GRPO, then DAPO's changes one by one.
 
-Every row is a list of settings on top of the given configuration, every cell a training run of its own (resumed when
-it was interrupted, skipped when it is finished). What the runs show is what the table says.
+A variant is a list of settings on top of the given configuration. Each variant is trained once per seed, in a separate
+process. An interrupted run is resumed and a finished one is not repeated. The table shows the measured scores.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from megatron_dapo.observe.metrics_file import read_records
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Variant:
     name: str
     settings: tuple[str, ...]
-    paper: float  # AIME 2024 avg@32 of the 32B run, for comparison
+    paper: float  # AIME 2024 avg@32 of the published 32B run, for comparison
 
 
-def rows(config: Config) -> list[Row]:
-    """The order of the paper's table. Clip-higher, the punishment and the filter take their values from the config."""
+def variants(config: Config) -> list[Variant]:
+    """In the order of the paper's table. clip_high and the length penalty are taken from the configuration."""
     algorithm = config.algorithm
-    punishment = "soft" if algorithm.overlong.penalty == "none" else algorithm.overlong.penalty
+    penalty = "soft" if algorithm.overlong.penalty == "none" else algorithm.overlong.penalty
     steps: list[tuple[str, tuple[str, ...], float]] = [
         (
             "naive GRPO",
@@ -45,42 +45,45 @@ def rows(config: Config) -> list[Row]:
         ),
         ("+ overlong filtering", ("algorithm.overlong.filter=true",), 36),
         ("+ clip-higher", (f"algorithm.clip_high={algorithm.clip_high}",), 38),
-        ("+ soft overlong punishment", (f"algorithm.overlong.penalty={punishment}",), 41),
+        ("+ soft overlong punishment", (f"algorithm.overlong.penalty={penalty}",), 41),
         ("+ token-level loss", ("algorithm.aggregation=token-mean",), 42),
         ("+ dynamic sampling", ("rollout.dynamic_sampling=true",), 50),
     ]  # fmt: skip
-    found: list[Row] = []
-    sofar: tuple[str, ...] = ()
+    found: list[Variant] = []
+    total: tuple[str, ...] = ()
     for name, settings, paper in steps:
-        sofar += settings
-        found.append(Row(name, sofar, paper))
+        total += settings
+        found.append(Variant(name, total, paper))
     return found
 
 
 def run_ablation(config_file: str, settings: Sequence[str], seeds: int, out: Path) -> int:
-    """Runs every row with every seed, then writes table.json, ablation.png and prints the table."""
+    """Trains every variant with every seed, writes table.json and ablation.png, and prints the table."""
+    if seeds < 1:
+        raise UserError(f"--seeds is {seeds}: each variant needs at least one run")
     config = load_config(config_file, settings)
     if not config.evaluate.data.path or not config.evaluate.every:
         raise UserError("an ablation compares evaluation scores: set evaluate.data.path and evaluate.every")
     console = Console()
     curves: dict[str, list[list[tuple[int, float]]]] = {}
-    for row in rows(config):
-        curves[row.name] = []
+    for variant in variants(config):
+        curves[variant.name] = []
         for seed in range(seeds):
-            folder = out / row.name.strip("+ ").replace(" ", "_") / f"seed_{seed}"
-            console.print(f"{row.name}, seed {seed} → {folder}", highlight=False)
-            _train(config_file, [*settings, *row.settings, f"trainer.seed={seed}", f"trainer.run_dir={folder}"], folder)
-            curves[row.name].append(evaluation_curve(folder))
+            folder = out / variant.name.strip("+ ").replace(" ", "_") / f"seed_{seed}"
+            console.print(f"{variant.name}, seed {seed} → {folder}", highlight=False)
+            own = [f"trainer.seed={seed}", f"trainer.run_dir={folder}"]
+            _train(config_file, [*settings, *variant.settings, *own], folder)
+            curves[variant.name].append(evaluation_curve(folder))
     table = {name: [curve[-1][1] for curve in runs] for name, runs in curves.items()}
     (out / "table.json").write_text(json.dumps({"scores": table, "curves": curves}, indent=2) + "\n")
     draw(curves, out / "ablation.png")
-    console.print(as_table(rows(config), table))
+    console.print(as_table(variants(config), table))
     console.print(f"written: {out / 'table.json'}, {out / 'ablation.png'}")
     return 0
 
 
 def _train(config_file: str, settings: Sequence[str], folder: Path) -> None:
-    """In a process of its own, so that runs cannot influence each other."""
+    """Trains in a separate process, so that runs cannot influence each other."""
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "megatron_dapo.cli", "train", config_file, "--set", "observe.console=plain"]
     for item in settings:
@@ -88,7 +91,7 @@ def _train(config_file: str, settings: Sequence[str], folder: Path) -> None:
     with (folder / "train.log").open("a") as log:
         code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT).returncode
     if code:
-        raise UserError(f"{folder} ended with code {code}; the end of {folder / 'train.log'} says why")
+        raise UserError(f"the run in {folder} ended with code {code}: see the end of {folder / 'train.log'}")
 
 
 def evaluation_curve(run_dir: Path) -> list[tuple[int, float]]:
@@ -103,21 +106,21 @@ def evaluation_curve(run_dir: Path) -> list[tuple[int, float]]:
     return found
 
 
-def as_table(rows: Sequence[Row], scores: dict[str, list[float]]) -> Table:
+def as_table(variants: Sequence[Variant], scores: dict[str, list[float]]) -> Table:
     seeds = len(next(iter(scores.values())))
     table = Table(title=f"avg@k at the end, mean ± standard deviation over {seeds} seeds")
     for column in ("", "here", "min", "max", "paper (AIME 2024, 32B)"):
         table.add_column(column, justify="left" if not column else "right")
-    for row in rows:
-        values = scores[row.name]
+    for variant in variants:
+        values = scores[variant.name]
         spread = statistics.stdev(values) if len(values) > 1 else 0.0
         cells = [f"{statistics.fmean(values):.1%} ± {spread:.1%}", f"{min(values):.1%}", f"{max(values):.1%}"]
-        table.add_row(row.name, *cells, f"{row.paper:.0f}")
+        table.add_row(variant.name, *cells, f"{variant.paper:.0f}")
     return table
 
 
 def draw(curves: dict[str, list[list[tuple[int, float]]]], path: Path) -> None:
-    """One line per row: the mean over seeds, and the range as a band."""
+    """One line per variant: the mean over seeds, with the range as a band."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,6 +1,7 @@
-"""`megatron-dapo slurm CONFIG`: check everything, write one sbatch script into the run directory, submit it.
+"""`megatron-dapo slurm CONFIG`: checks a run, writes its sbatch script into the run directory and submits it.
 
-Nothing is submitted that is known to fail. A dry run writes the same files, checks what it can, and stops.
+A job that is known to fail is not submitted. A dry run makes the same checks, as far as the machine allows, writes the
+same files and stops.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ def run_slurm(config: Config, *, dry_run: bool = False, chain: int = 1, ask: Ask
 def why_no_cluster(ask: Ask) -> str:
     """Why a dry run cannot ask the cluster; empty where it can."""
     try:
-        answer = ask("sinfo", "-h", "-o", "%P")
+        reply = ask("sinfo", "-h", "-o", "%P")
     except SlurmError as error:
         return str(error)
-    return "" if answer.returncode == 0 else "sinfo failed here"
+    return "" if reply.returncode == 0 else "sinfo failed here"
 
 
 def write(job: Job) -> None:
-    """The script and the configuration it names. A key for the servers is the script's to make, not the file's."""
+    """Writes the script and the configuration it names. The servers' key is in neither: the script makes one."""
     (job.run_dir / "logs").mkdir(parents=True, exist_ok=True)
     config = job.config
     if job.starts_servers and not config.rollout.servers.api_key_env:
@@ -55,15 +56,15 @@ def write(job: Job) -> None:
 
 
 def submit(job: Job, chain: int, ask: Ask) -> list[int]:
-    """A chain: each job starts when the one before it has ended without finishing the run."""
+    """Submits `chain` jobs; each starts when the one before it has ended without finishing the run."""
     jobs: list[int] = []
     for _ in range(chain):
         after = [f"--dependency=afternotok:{jobs[-1]}", "--kill-on-invalid-dep=yes"] if jobs else []
-        answer = ask("sbatch", "--parsable", *after, str(job.script))
-        found = re.match(r"\d+", answer.stdout.strip())
-        if answer.returncode or found is None:
+        reply = ask("sbatch", "--parsable", *after, str(job.script))
+        found = re.match(r"\d+", reply.stdout.strip())
+        if reply.returncode or found is None:
             queued = f"; already submitted: {', '.join(map(str, jobs))}" if jobs else ""
-            raise SlurmError(f"sbatch refused {job.script}: {answer.stderr.strip()}{queued}")
+            raise SlurmError(f"sbatch refused {job.script}: {reply.stderr.strip()}{queued}")
         jobs.append(int(found[0]))
     return jobs
 
@@ -76,7 +77,7 @@ def describe(job: Job) -> str:
             f"{nodes * job.servers_per_node} SGLang servers on {nodes} nodes, TP {rollout.servers.tensor_parallel}"
         )
     else:
-        engines = "given by URL" if rollout.servers.urls else f"{rollout.engine}, started by the trainer"
+        engines = "external servers" if rollout.servers.urls else f"{rollout.engine}, started by the trainer"
     return (
         f"{slurm.mode}: {slurm.ranks} ranks on {slurm.trainer_nodes} nodes; engines: {engines}; "
         f"limit {slurm.time}, {slurm.restarts} restarts"

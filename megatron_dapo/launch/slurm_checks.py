@@ -1,7 +1,7 @@
-"""What can be known to be wrong with a job before it is submitted: each error says what to change.
+"""Checks of a job before it is submitted. Each error says what to change.
 
-The configuration's own checks come first (they need no cluster), then what the cluster says: its partitions, and at the
-end `sbatch --test-only`, which knows limits, accounts and QoS.
+The checks of the configuration come first and need no cluster. Then the cluster is asked for its partitions and, at
+the end, with `sbatch --test-only`, which knows limits, accounts and QoS.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ LOCAL_FOLDERS = ("/dev/shm", "/tmp", "/var/tmp", "/run")
 
 
 class SlurmError(UserError):
-    """Slurm is absent, does not answer, or refuses."""
+    """Slurm is absent, does not reply, or refuses."""
 
 
 def ask(*command: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
-    """A Slurm command; absent or silent commands are errors, a refusal is the caller's to read."""
+    """Runs a Slurm command. A missing or hanging command is an error; the caller reads the exit code."""
     if shutil.which(command[0]) is None:
-        raise SlurmError(f"there is no {command[0]} here: run this on a machine from which jobs are submitted")
+        raise SlurmError(f"{command[0]} is not installed here: run this on a machine that can submit jobs")
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
     except subprocess.TimeoutExpired:
-        raise SlurmError(f"{command[0]} did not answer within {timeout:g} s: is the Slurm controller up?") from None
+        raise SlurmError(f"{command[0]} did not reply within {timeout:g} s: is the Slurm controller up?") from None
 
 
 def check_job(job: Job) -> None:
-    """Everything that needs no cluster."""
+    """All checks that need no cluster."""
     config = job.config
     if config.trainer.ranks and config.trainer.ranks != config.slurm.ranks:
         raise ConfigError(
@@ -59,9 +59,9 @@ def _check_time(config: Config) -> None:
 def _check_engines(job: Job) -> None:
     slurm, rollout = job.config.slurm, job.config.rollout
     if slurm.mode == "disaggregated" and not job.starts_servers:
-        given = "rollout.servers.urls names running servers" if rollout.servers.urls else "the engine is embedded"
+        why = "rollout.servers.urls names external servers" if rollout.servers.urls else "the engine is embedded"
         raise ConfigError(
-            f"slurm.engine_nodes is {slurm.engine_nodes}, but {given}, so these nodes would be idle: set slurm.mode to "
+            f"slurm.engine_nodes is {slurm.engine_nodes}, but {why}, so these nodes would be idle: set slurm.mode to "
             "colocated and slurm.engine_nodes to 0, or rollout.engine to sglang without urls"
         )
     _check_memory(job)
@@ -86,48 +86,48 @@ def _check_engines(job: Job) -> None:
 
 
 def _check_memory(job: Job) -> None:
-    """A server takes nearly all of a GPU unless it is told otherwise."""
+    """By default a server takes nearly all memory of a GPU."""
     slurm, rollout = job.config.slurm, job.config.rollout
     if rollout.engine != "sglang" or rollout.servers.urls or not slurm.gpus_per_node:
         return
     if slurm.mode == "disaggregated" and rollout.servers.share_gpus:
         raise ConfigError(
-            "rollout.servers.share_gpus is on, but slurm.mode is disaggregated: the engines have GPUs of their own, so "
+            "rollout.servers.share_gpus is on, but slurm.mode is disaggregated: the engines have GPUs of their own; "
             "remove share_gpus"
         )
     limited = any(argument.startswith("--mem-fraction-static") for argument in rollout.servers.arguments)
     if slurm.mode == "colocated" and not rollout.servers.share_gpus and not limited:
         raise ConfigError(
             "slurm.mode is colocated, and the engines would take nearly all memory of the trainer's GPUs: set "
-            "rollout.servers.share_gpus to true (they take turns), or give the engines a share with "
+            "rollout.servers.share_gpus to true (they use the GPUs alternately), or limit the engines with "
             "--mem-fraction-static in rollout.servers.arguments"
         )
 
 
 def _is_below(path: Path, folder: str) -> bool:
-    """A run directory in /tmp is a test on one machine."""
+    """Whether the run directory is in the same local folder: then the job is a test on one machine."""
     return path.is_relative_to(folder)
 
 
 def check_cluster(config: Config, ask: Ask = ask) -> None:
     """The partition exists, or the cluster has a default one."""
-    answer = ask("sinfo", "-h", "-o", "%P")
-    if answer.returncode:
-        raise SlurmError(f"sinfo failed: {answer.stderr.strip() or 'no answer'}; is the Slurm controller up?")
-    names = answer.stdout.split()
+    reply = ask("sinfo", "-h", "-o", "%P")
+    if reply.returncode:
+        raise SlurmError(f"sinfo failed: {reply.stderr.strip() or 'no reply'}; is the Slurm controller up?")
+    names = reply.stdout.split()
     known = ", ".join(name.rstrip("*") for name in names) or "none"
     wanted = config.slurm.partition
     if wanted is None and not any(name.endswith("*") for name in names):
         raise ConfigError(f"slurm.partition is empty and the cluster has no default partition: choose one of {known}")
     missing = [name for name in (wanted or "").split(",") if name and name not in {n.rstrip("*") for n in names}]
     if missing:
-        raise ConfigError(f"slurm.partition: there is no partition {missing[0]} here; there are: {known}")
+        raise ConfigError(f"slurm.partition: this cluster has no partition {missing[0]}; it has: {known}")
 
 
 def check_submission(script: Path, ask: Ask = ask) -> str:
-    """Slurm's own opinion of the script, without submitting it. Returns when and where it would start."""
-    answer = ask("sbatch", "--test-only", str(script))
-    said = " ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in answer.stderr.splitlines())
-    if answer.returncode:
+    """Asks Slurm about the script without submitting it. Returns when and where the job would start."""
+    reply = ask("sbatch", "--test-only", str(script))
+    said = " ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in reply.stderr.splitlines())
+    if reply.returncode:
         raise SlurmError(f"Slurm would refuse the job: {said.removeprefix('allocation failure: ')} (script: {script})")
     return said

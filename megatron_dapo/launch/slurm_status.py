@@ -1,7 +1,7 @@
-"""`megatron-dapo slurm --status RUN_DIR`: every Slurm state in words, with how far the run is and what to do next.
+"""`megatron-dapo slurm --status RUN_DIR`: the state of a run's jobs, its progress, and what to do next.
 
-States come from the controller while it remembers the job, then from the accounting database or its completion log.
-A state that is not in the table is shown as it is, never guessed.
+States come from the controller while it remembers the job, afterwards from the accounting database or the completion
+log. A state that is not in the table is printed as it is.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ JOBS = "jobs.json"
 
 @dataclass(frozen=True, slots=True)
 class State:
-    words: str
-    over: bool  # nothing more happens by itself
+    description: str
+    over: bool  # nothing more happens without a new submission
     advice: str = ""
 
 
 AGAIN = "submit again: it resumes from the newest checkpoint"
 STATES = {
-    "PENDING": State("waits in the queue", False),
-    "CONFIGURING": State("has its nodes, which are getting ready", False),
-    "RUNNING": State("runs", False),
+    "PENDING": State("is waiting in the queue", False),
+    "CONFIGURING": State("is waiting for its nodes to get ready", False),
+    "RUNNING": State("is running", False),
     "COMPLETING": State("has ended and is being cleaned up", False),
     "REQUEUED": State("was put back into the queue", False),
     "REQUEUE_FED": State("was put back into the queue of another cluster", False),
@@ -35,22 +35,22 @@ STATES = {
     "SPECIAL_EXIT": State("is held in the queue because of its exit code", False, "scontrol release JOB"),
     "RESV_DEL_HOLD": State("is held: its reservation is gone", False, "set slurm.reservation and submit again"),
     "RESIZING": State("is changing its size", False),
-    "SIGNALING": State("is being signalled", False),
+    "SIGNALING": State("is receiving a signal", False),
     "STAGE_OUT": State("is copying its files out", False),
-    "STOPPED": State("was stopped and keeps its nodes", False, "scancel --signal=CONT JOB"),
-    "SUSPENDED": State("is suspended and gave its nodes away", False, "scontrol resume JOB"),
+    "STOPPED": State("is stopped and keeps its nodes", False, "scancel --signal=CONT JOB"),
+    "SUSPENDED": State("is suspended and has given up its nodes", False, "scontrol resume JOB"),
     "COMPLETED": State("finished", True),
     "CANCELLED": State("was cancelled", True, AGAIN),
-    "FAILED": State("failed", True, "read logs/latest, mend it, " + AGAIN),
-    "TIMEOUT": State("ran into its time limit before it could save", True, "raise slurm.signal_seconds and " + AGAIN),
+    "FAILED": State("failed", True, "read logs/latest, fix the cause, " + AGAIN),
+    "TIMEOUT": State("reached its time limit before it could save", True, "raise slurm.signal_seconds and " + AGAIN),
     "DEADLINE": State("could not end before its deadline", True, AGAIN),
-    "OUT_OF_MEMORY": State("ran out of the node's memory", True, "raise slurm.memory, or less data per node; " + AGAIN),
+    "OUT_OF_MEMORY": State("ran out of the node's memory", True, "raise slurm.memory or lower ranks per node; " + AGAIN),
     "NODE_FAIL": State("lost a node", True, AGAIN),
-    "BOOT_FAIL": State("got a node that does not boot", True, AGAIN),
+    "BOOT_FAIL": State("was given a node that does not boot", True, AGAIN),
     "LAUNCH_FAILED": State("could not be started on its nodes", True, AGAIN),
-    "RECONFIG_FAIL": State("got a node that could not be set up", True, AGAIN),
-    "PREEMPTED": State("had to make room for another job", True, AGAIN),
-    "REVOKED": State("was taken by another cluster", True),
+    "RECONFIG_FAIL": State("was given a node that could not be set up", True, AGAIN),
+    "PREEMPTED": State("was preempted by another job", True, AGAIN),
+    "REVOKED": State("was taken over by another cluster", True),
 }  # fmt: skip
 SHORT = {
     "NF": "NODE_FAIL", "TO": "TIMEOUT", "OOM": "OUT_OF_MEMORY", "PR": "PREEMPTED", "CD": "COMPLETED", "F": "FAILED",
@@ -72,11 +72,11 @@ class JobStatus:
         known = STATES.get(self.state)
         return known is not None and known.over
 
-    def in_words(self) -> str:
+    def description(self) -> str:
         known = STATES.get(self.state, State(f"is in state {self.state}, which this version does not know", False))
-        parts = [f"job {self.job} {known.words}"]
+        parts = [f"job {self.job} {known.description}"]
         if self.state == "FAILED" and self.exit_code:
-            parts.append(_exit_in_words(self.exit_code))
+            parts.append(_describe_exit(self.exit_code))
         if self.reason and self.reason != "None":
             parts.append(f"({self.reason})")
         if self.restarts:
@@ -85,23 +85,23 @@ class JobStatus:
 
 
 def normal_state(text: str) -> str:
-    """`CANCELLED by 1000`, `NODE_FAIL+`, `OOM` as in the table."""
+    """The key of STATES for a spelling such as `CANCELLED by 1000`, `NODE_FAIL+` or `OOM`."""
     name = re.split(r"[\s+]", text.strip().upper(), maxsplit=1)[0]
     return SHORT.get(name, name)
 
 
 def job_status(job: int, ask: Ask = ask) -> JobStatus:
-    answer = ask("scontrol", "-o", "show", "job", str(job))
-    if answer.returncode == 0 and "JobState=" in answer.stdout:
-        found = dict(word.split("=", 1) for word in answer.stdout.split() if "=" in word)
+    reply = ask("scontrol", "-o", "show", "job", str(job))
+    if reply.returncode == 0 and "JobState=" in reply.stdout:
+        found = dict(word.split("=", 1) for word in reply.stdout.split() if "=" in word)
         return JobStatus(job, normal_state(found["JobState"]), found.get("Reason", ""), int(found.get("Restarts", 0)),
                          found.get("ExitCode", ""))  # fmt: skip
     for options in (["-X"], ["-c"]):  # the database, or the log of completed jobs
-        answer = ask("sacct", *options, "-n", "-P", "-j", str(job), "-o", "State")
-        lines = [line for line in answer.stdout.splitlines() if line.strip()]
-        if answer.returncode == 0 and lines:
+        reply = ask("sacct", *options, "-n", "-P", "-j", str(job), "-o", "State")
+        lines = [line for line in reply.stdout.splitlines() if line.strip()]
+        if reply.returncode == 0 and lines:
             return JobStatus(job, normal_state(lines[-1]))
-    raise SlurmError(f"Slurm knows nothing of job {job}: it ended long ago, or this is another cluster")
+    raise SlurmError(f"Slurm does not know job {job}: it ended long ago, or it belongs to another cluster")
 
 
 def remember(run_dir: Path, jobs: list[int]) -> None:
@@ -115,13 +115,13 @@ def submitted(run_dir: Path) -> list[int]:
 
 
 def print_status(run_dir: Path, ask: Ask = ask) -> int:
-    """0: it waits, runs or has finished. 1: it ended otherwise."""
+    """Exit code 0: the run is waiting, running or finished. 1: it ended otherwise."""
     jobs = submitted(run_dir)
     if not jobs:
-        raise SlurmError(f"{run_dir}: no job was submitted from here (no {JOBS})")
+        raise SlurmError(f"{run_dir}: no job was submitted with this run directory (no {JOBS})")
     statuses = [job_status(job, ask) for job in jobs]
     for status in [s for s in statuses[:-1] if not s.over] + statuses[-1:]:
-        print(status.in_words())
+        print(status.description())
     print(f"{steps_done(run_dir)} steps done; logs: {run_dir / 'logs' / 'latest'}")
     ended = run_dir / "logs" / "latest" / "heartbeat" / "ended"
     if ended.exists():
@@ -135,6 +135,6 @@ def steps_done(run_dir: Path) -> int:
     return max((int(found[1]) for line in lines if (found := re.search(r'"step":\s*(\d+)', line))), default=0)
 
 
-def _exit_in_words(code: str) -> str:
+def _describe_exit(code: str) -> str:
     status, _, signal = code.partition(":")
     return f"by signal {signal}" if signal not in ("", "0") else f"with exit code {status}"

@@ -1,4 +1,4 @@
-"""Each check against a healthy machine and against the fault that it is there to find."""
+"""Each check on a healthy machine and on one with the fault that it must find."""
 
 import json
 import resource
@@ -12,20 +12,19 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_dapo.config.rollout import ServerConfig
-from megatron_dapo.doctor import environment as surroundings
-from megatron_dapo.doctor import gpu, software, storage
-from megatron_dapo.doctor.check import Answer, Check, Probe, ask, examine, version_tuple
+from megatron_dapo.doctor import environment, gpu, software, storage
+from megatron_dapo.doctor.check import NOT_INSTALLED, Check, CommandResult, Probe, examine, run_command, version_tuple
 
 HEALTHY = {"torch": "2.13.0+cpu", "megatron-core": "0.16.1", "transformers": "5.12.1", "psutil": "7.2.2"}
 GIB = 1 << 30
 
 
-def answers(**by_word):
-    """A fake `ask`: the first key that occurs in the command decides the answer."""
+def results(**by_word):
+    """A fake `run_command`: the first key that occurs in the command selects the result."""
 
     def run(command, seconds=0, environment=None):
         text = " ".join(command)
-        return next((answer for word, answer in by_word.items() if word in text), Answer(None, "", "not found"))
+        return next((result for word, result in by_word.items() if word in text), NOT_INSTALLED)
 
     return run
 
@@ -36,7 +35,7 @@ def program(folder: Path, name: str, text: str) -> None:
     file.chmod(0o755)
 
 
-# --- the frame
+# --- running checks
 
 
 def test_a_hanging_check_fails_in_time():
@@ -54,11 +53,11 @@ def test_a_raising_check_fails_with_its_error():
     assert check.status == "fail" and "RuntimeError: bus error" in check.found
 
 
-def test_ask_ends_a_command_that_does_not_answer():
+def test_a_command_is_killed_after_its_time_limit():
     started = time.monotonic()
-    assert ask([sys.executable, "-c", "import time; time.sleep(60)"], 0.3).code is None
+    assert run_command([sys.executable, "-c", "import time; time.sleep(60)"], 0.3).code is None
     assert time.monotonic() - started < 5
-    assert ask(["no-such-program-here"]).missing
+    assert run_command(["no-such-program-here"]).missing
 
 
 @pytest.mark.parametrize(
@@ -71,14 +70,14 @@ def test_ask_ends_a_command_that_does_not_answer():
         ("x", ()),
     ],
 )
-def test_versions(text, expected):
+def test_version_numbers_are_parsed(text, expected):
     assert version_tuple(text) == expected
 
 
 # --- software
 
 
-def test_python():
+def test_old_python_fails():
     assert software.python_version((3, 11, 7), HEALTHY.get).status == "ok"
     assert software.python_version((3, 10, 2), HEALTHY.get).status == "fail"
     newer = {**HEALTHY, "megatron-core": "0.19.2"}
@@ -87,7 +86,7 @@ def test_python():
     assert software.python_version((3, 12, 1), newer.get).status == "ok"
 
 
-def test_packages():
+def test_missing_and_unsupported_packages_fail():
     assert software.packages(HEALTHY.get).status == "ok"
     check = software.packages({**HEALTHY, "psutil": None}.get)
     assert check.status == "fail" and "psutil is not installed" in check.found and "hangs" in check.remedy
@@ -103,7 +102,7 @@ def test_packages():
         ("0.5.23", "2.11.0", False), ("0.5.16", "2.11.0", False), ("0.5.17", "2.13.0", False),
     ],
 )  # fmt: skip
-def test_sglang_and_torch(sglang, torch, fine):
+def test_sglang_must_match_torch(sglang, torch, fine):
     assert (software.sglang_pairing(sglang, torch) is None) is fine
 
 
@@ -127,9 +126,9 @@ def test_no_apex_is_fine():
 # --- GPU
 
 
-def test_gpu_with_fake_nvidia_smi(tmp_path, monkeypatch):
+def test_nvidia_smi_output_is_judged(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert gpu.gpu().status == "warn"  # none there
+    assert gpu.gpu().status == "warn"  # no nvidia-smi
     line = "NVIDIA H100 80GB HBM3, 580.65.06, 81559, 0"
     program(tmp_path, "nvidia-smi", f"echo '{line}'; echo '{line}'")
     check = gpu.gpu()
@@ -144,21 +143,21 @@ def test_gpu_with_fake_nvidia_smi(tmp_path, monkeypatch):
 
 def torch_says(**values):
     seen = {"torch": "2.13.0", "cuda": "13.0", "available": False, "devices": 0, "name": "", "free": [], "nccl": ""}
-    return Answer(0, json.dumps({**seen, **values}))
+    return CommandResult(0, json.dumps({**seen, **values}))
 
 
-def test_torch_and_driver():
-    smi = {"nvidia-smi": Answer(0, "580.65.06\n")}
+def test_torch_must_see_the_gpu():
+    smi = {"nvidia-smi": CommandResult(0, "580.65.06\n")}
     good = torch_says(available=True, devices=8, name="H100", nccl="2.28.3")
-    assert gpu.torch_cuda(answers(import_=good, json=good, **smi)).status == "ok"
-    built_for_cpu = gpu.torch_cuda(answers(json=torch_says(cuda=None), **smi))
+    assert gpu.torch_cuda(results(import_=good, json=good, **smi)).status == "ok"
+    built_for_cpu = gpu.torch_cuda(results(json=torch_says(cuda=None), **smi))
     assert built_for_cpu.status == "fail" and "built for the CPU" in built_for_cpu.found
-    old = gpu.torch_cuda(answers(json=torch_says(), **{"nvidia-smi": Answer(0, "535.104.05\n")}))
+    old = gpu.torch_cuda(results(json=torch_says(), **{"nvidia-smi": CommandResult(0, "535.104.05\n")}))
     assert old.status == "fail" and "580 or newer" in old.remedy
-    hidden = gpu.torch_cuda(answers(json=torch_says(), **smi))
+    hidden = gpu.torch_cuda(results(json=torch_says(), **smi))
     assert hidden.status == "fail" and "CUDA_VISIBLE_DEVICES" in hidden.remedy
-    assert gpu.torch_cuda(answers(json=torch_says(cuda=None))).status == "ok"  # no GPU, CPU build
-    broken = gpu.torch_cuda(answers(json=Answer(1, "", "OSError: libcudart.so.13 not found")))
+    assert gpu.torch_cuda(results(json=torch_says(cuda=None))).status == "ok"  # no GPU, CPU build
+    broken = gpu.torch_cuda(results(json=CommandResult(1, "", "OSError: libcudart.so.13 not found")))
     assert broken.status == "fail" and "libcudart" in broken.found
 
 
@@ -166,36 +165,41 @@ SELECTED = "DEBUG:DotProductAttention:Selected backend = {}\n"
 
 
 @pytest.mark.parametrize(
-    ("answer", "environment", "status", "words"),
+    ("result", "variables", "status", "words"),
     [
-        (Answer(0, "attention ran", SELECTED.format("FusedAttention (sub-backend 1)")), {}, "ok", "FusedAttention"),
-        (Answer(0, "attention ran", SELECTED.format("FlashAttention (2.8.3)")), {}, "ok", "FlashAttention"),
-        (Answer(0, "", SELECTED.format("UnfusedDotProductAttention")), {}, "fail", "UnfusedDotProductAttention"),
-        (Answer(0, "attention ran", ""), {}, "warn", "did not say"),
-        (Answer(1, "", "CUDNN_STATUS_NOT_INITIALIZED"), {}, "fail", "CUDNN_STATUS"),
+        (
+            CommandResult(0, "attention ran", SELECTED.format("FusedAttention (sub-backend 1)")),
+            {},
+            "ok",
+            "FusedAttention",
+        ),
+        (CommandResult(0, "attention ran", SELECTED.format("FlashAttention (2.8.3)")), {}, "ok", "FlashAttention"),
+        (CommandResult(0, "", SELECTED.format("UnfusedDotProductAttention")), {}, "fail", "UnfusedDotProductAttention"),
+        (CommandResult(0, "attention ran", ""), {}, "warn", "did not report"),
+        (CommandResult(1, "", "CUDNN_STATUS_NOT_INITIALIZED"), {}, "fail", "CUDNN_STATUS"),
     ],
 )
-def test_attention_backend(answer, environment, status, words):
-    check = gpu.judge_attention(answer, environment)
+def test_attention_backend(result, variables, status, words):
+    check = gpu.judge_attention(result, variables)
     assert check.status == status and words in check.found
 
 
-def test_unfused_attention_blames_the_library_path():
-    answer = Answer(0, "", SELECTED.format("UnfusedDotProductAttention"))
-    assert "unset it" in gpu.judge_attention(answer, {"LD_LIBRARY_PATH": "/usr/lib/cudnn"}).remedy
-    assert "unset it" not in gpu.judge_attention(answer, {}).remedy
+def test_slow_attention_suggests_unsetting_the_library_path():
+    result = CommandResult(0, "", SELECTED.format("UnfusedDotProductAttention"))
+    assert "unset it" in gpu.judge_attention(result, {"LD_LIBRARY_PATH": "/usr/lib/cudnn"}).remedy
+    assert "unset it" not in gpu.judge_attention(result, {}).remedy
 
 
 def test_attention_without_gpu_and_without_transformer_engine():
-    assert gpu.attention(answers(is_available=Answer(0, "cpu"))).status == "ok"
-    missing = Answer(1, "", "ModuleNotFoundError: No module named 'transformer_engine'")
-    check = gpu.attention(answers(is_available=Answer(0, "cuda"), transformer_engine=missing))
+    assert gpu.attention(results(is_available=CommandResult(0, "cpu"))).status == "ok"
+    missing = CommandResult(0, "missing\n")
+    check = gpu.attention(results(is_available=CommandResult(0, "cuda"), transformer_engine=missing))
     assert check.status == "warn" and "pip install" in check.remedy
-    broken = Answer(1, "", "ImportError: libcudnn_graph.so.9: undefined symbol")
+    broken = CommandResult(1, "", "ImportError: libcudnn_graph.so.9: undefined symbol")
     assert "one call per sequence" in check.found
-    check = gpu.attention(answers(is_available=Answer(0, "one kernel"), transformer_engine=missing))
+    check = gpu.attention(results(is_available=CommandResult(0, "one kernel"), transformer_engine=missing))
     assert check.status == "ok" and "one kernel" in check.found
-    check = gpu.attention(answers(is_available=Answer(0, "cuda"), transformer_engine=broken))
+    check = gpu.attention(results(is_available=CommandResult(0, "cuda"), transformer_engine=broken))
     assert check.status == "fail" and "undefined symbol" in check.found
 
 
@@ -205,8 +209,8 @@ def test_attention_is_run_with_debug_output():
     def run(command, seconds=0, environment=None):
         seen.append(environment)
         if "DotProductAttention" in command[-1]:
-            return Answer(0, "attention ran", SELECTED.format("FusedAttention"))
-        return Answer(0, "cuda" if "is_available" in command[-1] else "ok")
+            return CommandResult(0, "attention ran", SELECTED.format("FusedAttention"))
+        return CommandResult(0, "cuda" if "is_available" in command[-1] else "ok")
 
     assert gpu.attention(run, {"HOME": "/x"}).status == "ok"
     assert seen[-1]["NVTE_DEBUG"] == "1" and seen[-1]["NVTE_DEBUG_LEVEL"] == "2"
@@ -254,7 +258,7 @@ def usage(free, total=None):
     return lambda path: SimpleNamespace(free=free, total=total or free)
 
 
-def test_disk_room_for_checkpoints(tmp_path):
+def test_disk_must_hold_the_checkpoints(tmp_path):
     """7 B parameters at 14 bytes are 91 GiB; two kept and one being written are 274 GiB."""
     assert storage.free_disk(tmp_path, 7 * 10**9, 2, usage(275 * GIB)).status == "ok"
     check = storage.free_disk(tmp_path, 7 * 10**9, 2, usage(273 * GIB))
@@ -262,91 +266,91 @@ def test_disk_room_for_checkpoints(tmp_path):
     assert storage.free_disk(tmp_path, 0, 2, usage(5 * GIB)).status == "warn"
 
 
-def test_room_for_the_weights(tmp_path):
+def test_weights_directory_must_hold_two_versions(tmp_path):
     weights = 3 * GIB
     assert storage.weights_directory(tmp_path, weights, usage(7 * GIB)).status == "ok"
     assert storage.weights_directory(tmp_path / "made" / "by the run", weights, usage(7 * GIB)).status == "ok"
     check = storage.weights_directory(tmp_path, weights, usage(5 * GIB, 64 * GIB))
     assert check.status == "fail" and "6.0 GiB" in check.found and "--shm-size" in check.remedy
     check = storage.weights_directory(Path("/proc/weights"), 0)
-    assert check.status == "fail" and "/proc/weights cannot be written" in check.found
+    assert check.status == "fail" and "/proc/weights is not writable" in check.found
 
 
-def test_shared_memory(tmp_path):
+def test_small_or_missing_shared_memory(tmp_path):
     assert storage.shared_memory(tmp_path, usage(2 * GIB)).status == "ok"
     assert storage.shared_memory(tmp_path, usage(GIB // 16)).status == "warn"
     assert storage.shared_memory(tmp_path / "none").status == "fail"
 
 
-def test_clock(tmp_path):
+def test_clock_skew_warns(tmp_path):
     assert storage.clock_skew(tmp_path).status == "ok"
     check = storage.clock_skew(tmp_path, now=lambda: 1000.0, stamp=lambda folder: 1007.5)
     assert check.status == "warn" and "+7.5 s" in check.found
 
 
-# --- surroundings
+# --- environment
 
 
-def test_ports():
+def test_a_port_in_use_warns():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        check = surroundings.ports("127.0.0.1", port, 1)
+        check = environment.ports("127.0.0.1", port, 1)
         assert check.status == "warn" and str(port) in check.found
-    assert surroundings.ports("127.0.0.1", port, 1).status == "ok"
+    assert environment.ports("127.0.0.1", port, 1).status == "ok"
 
 
-def test_slurm_with_fake_binaries(tmp_path, monkeypatch):
+def test_slurm_controller_is_judged_by_sinfo(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     program(tmp_path, "sinfo", "echo 'gpu* 3 idle'; echo 'gpu* 1 down*'")
     program(tmp_path, "scontrol", 'echo "Configuration data as of $(date +%Y-%m-%dT%H:%M:%S)"')
-    check = surroundings.slurm()
+    check = environment.slurm()
     assert check.status == "ok" and "partitions gpu; 3 nodes up" in check.found
     program(tmp_path, "scontrol", "echo 'Configuration data as of 2020-01-01T00:00:00'")
-    assert surroundings.slurm().status == "warn"
+    assert environment.slurm().status == "warn"
     program(tmp_path, "sinfo", "echo 'slurm_load_partitions: Unable to contact slurm controller' >&2; exit 1")
-    check = surroundings.slurm()
+    check = environment.slurm()
     assert check.status == "fail" and "Unable to contact" in check.found
 
 
 def test_slurm_absent_or_all_down():
-    assert surroundings.slurm(answers()).found == "not a Slurm machine"
-    down = answers(sinfo=Answer(0, "gpu 4 drained\n"), scontrol=Answer(1, ""))
-    assert surroundings.slurm(down, datetime.now).status == "warn"
+    assert environment.slurm(results()).found == "not a Slurm machine"
+    down = results(sinfo=CommandResult(0, "gpu 4 drained\n"), scontrol=CommandResult(1, ""))
+    assert environment.slurm(down, datetime.now).status == "warn"
 
 
-def test_limits(tmp_path):
+def test_low_limits_are_reported(tmp_path):
     def limit(files, locked):
         return lambda which: (files if which == resource.RLIMIT_NOFILE else locked, 0)
 
     unlimited = resource.RLIM_INFINITY
-    assert surroundings.limits(limit(65536, unlimited), tmp_path).status == "ok"
-    assert surroundings.limits(limit(1024, unlimited), tmp_path).status == "fail"
-    assert surroundings.limits(limit(65536, 8 << 20), tmp_path).status == "warn"  # InfiniBand is there
-    assert surroundings.limits(limit(65536, 8 << 20), tmp_path / "none").status == "ok"
+    assert environment.limits(limit(65536, unlimited), tmp_path).status == "ok"
+    assert environment.limits(limit(1024, unlimited), tmp_path).status == "fail"
+    assert environment.limits(limit(65536, 8 << 20), tmp_path).status == "warn"  # with InfiniBand
+    assert environment.limits(limit(65536, 8 << 20), tmp_path / "none").status == "ok"
 
 
-def test_hf_cache(tmp_path, monkeypatch):
-    check = surroundings.hf_cache({"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"})
+def test_hf_cache_must_be_writable(tmp_path, monkeypatch):
+    check = environment.hf_cache({"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"})
     assert check.status == "ok" and "offline" in check.found and str(tmp_path / "hub") in check.found
-    monkeypatch.setattr(surroundings.os, "access", lambda path, mode: False)
-    assert surroundings.hf_cache({"HF_HOME": str(tmp_path)}).status == "fail"
+    monkeypatch.setattr(environment.os, "access", lambda path, mode: False)
+    assert environment.hf_cache({"HF_HOME": str(tmp_path)}).status == "fail"
 
 
-def test_sglang_in_the_configured_python(tmp_path):
+def test_sglang_must_import_in_the_servers_python(tmp_path):
     python = tmp_path / "python"
     program(tmp_path, "python", "echo 'found 0.5.18 2.13.0+cpu'")
     servers = ServerConfig(python=str(python))
-    assert surroundings.serving_python(servers).status == "ok"
+    assert environment.serving_python(servers).status == "ok"
     program(tmp_path, "python", "echo 'found 0.5.23 2.11.0'")
-    check = surroundings.serving_python(servers)
+    check = environment.serving_python(servers)
     assert check.status == "warn" and "not built for torch 2.11.0" in check.remedy
     program(tmp_path, "python", "echo \"ModuleNotFoundError: No module named 'sglang'\" >&2; exit 1")
-    check = surroundings.serving_python(servers)
+    check = environment.serving_python(servers)
     assert check.status == "fail" and "No module named 'sglang'" in check.found
-    assert surroundings.serving_python(ServerConfig(python=str(tmp_path / "none"))).status == "fail"
-    assert surroundings.serving_python(ServerConfig(urls=["http://a:1"])).status == "ok"
+    assert environment.serving_python(ServerConfig(python=str(tmp_path / "none"))).status == "fail"
+    assert environment.serving_python(ServerConfig(urls=["http://a:1"])).status == "ok"
 
 
 @pytest.fixture
@@ -361,24 +365,24 @@ def model(tmp_path, monkeypatch):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     for name in names:
         (tmp_path / name).write_bytes(b"x" * 16)
-    monkeypatch.setattr(surroundings, "_tokenizer_length", lambda path: 90)
+    monkeypatch.setattr(environment, "_tokenizer_length", lambda path: 90)
     return tmp_path
 
 
-def test_model_directory(model, monkeypatch):
-    assert surroundings.model_directory(model).status == "ok"
-    monkeypatch.setattr(surroundings, "_tokenizer_length", lambda path: 101)
-    assert "101 tokens" in surroundings.model_directory(model).found
+def test_incomplete_model_directory_fails(model, monkeypatch):
+    assert environment.model_directory(model).status == "ok"
+    monkeypatch.setattr(environment, "_tokenizer_length", lambda path: 101)
+    assert "101 tokens" in environment.model_directory(model).found
     (model / "model-00002-of-00002.safetensors").write_bytes(b"")
-    assert "is empty" in surroundings.model_directory(model).found
+    assert "is empty" in environment.model_directory(model).found
     (model / "model-00002-of-00002.safetensors").unlink()
-    check = surroundings.model_directory(model)
+    check = environment.model_directory(model)
     assert check.status == "fail" and "1 of 2 weight files are missing" in check.found
     (model / "config.json").write_text("{}")
-    assert surroundings.model_directory(model).status == "fail"
+    assert environment.model_directory(model).status == "fail"
 
 
-def test_a_real_tokenizer_that_does_not_load(model, monkeypatch):
+def test_a_tokenizer_that_does_not_load_fails(model, monkeypatch):
     monkeypatch.undo()
-    check = surroundings.model_directory(model)
+    check = environment.model_directory(model)
     assert check.status == "fail" and "tokenizer does not load" in check.found

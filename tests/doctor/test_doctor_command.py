@@ -1,4 +1,4 @@
-"""`megatron-dapo doctor`: exit codes, JSON, and that a hanging check does not stop the others."""
+"""`megatron-dapo doctor`: exit codes, JSON output, and time limits of checks."""
 
 import json
 import time
@@ -12,23 +12,23 @@ from megatron_dapo.doctor.command import probes, run
 from megatron_dapo.errors import UserError
 
 
-def of(*statuses):
+def fixed(*statuses):
     def make(config, named):
-        return [Probe(f"c{i}", lambda s=s, i=i: Check(f"c{i}", s, "what [is] there")) for i, s in enumerate(statuses)]
+        return [Probe(f"c{i}", lambda s=s, i=i: Check(f"c{i}", s, "found [this]")) for i, s in enumerate(statuses)]
 
     return make
 
 
 @pytest.mark.parametrize(("statuses", "code"), [(["ok"], 0), (["ok", "warn"], 0), (["warn", "fail", "ok"], 1), ([], 0)])
-def test_exit_codes(statuses, code, capsys):
-    assert run(None, make=of(*statuses)) == code
+def test_exit_code_is_1_when_a_check_failed(statuses, code, capsys):
+    assert run(None, make=fixed(*statuses)) == code
     text = capsys.readouterr().out
     assert f"{statuses.count('fail')} failed" in text
-    assert text.count("what [is] there") == len(statuses)
+    assert text.count("found [this]") == len(statuses)
 
 
-def test_json(capsys):
-    assert run(None, as_json=True, make=of("ok", "fail")) == 1
+def test_json_output(capsys):
+    assert run(None, as_json=True, make=fixed("ok", "fail")) == 1
     records = json.loads(capsys.readouterr().out)
     assert [r["status"] for r in records] == ["ok", "fail"]
     assert set(records[0]) == {"name", "status", "found", "remedy"}
@@ -53,13 +53,13 @@ def test_lines_fit_100_columns(capsys):
     assert max(len(line) for line in capsys.readouterr().out.splitlines()) <= 100
 
 
-def test_only(capsys):
-    assert run(None, only="c1", make=of("fail", "ok")) == 0
+def test_only_selects_checks_by_name(capsys):
+    assert run(None, only="c1", make=fixed("fail", "ok")) == 0
     with pytest.raises(UserError, match="there are c0, c1"):
-        run(None, only="c7", make=of("ok", "ok"))
+        run(None, only="c7", make=fixed("ok", "ok"))
 
 
-def test_what_is_checked_depends_on_the_configuration():
+def test_the_configuration_selects_the_checks():
     names = {probe.name for probe in probes(Config(), named=False)}
     assert {"python", "packages", "apex", "gpu", "torch", "attention", "run directory", "disk", "shared memory",
             "clock", "limits", "hf cache", "slurm", "ports", "weights"} == names  # fmt: skip
@@ -69,13 +69,13 @@ def test_what_is_checked_depends_on_the_configuration():
     assert not {"sglang", "ports", "weights"} & {probe.name for probe in probes(embedded, named=True)}
 
 
-def test_every_probe_answers_under_its_own_name():
+def test_a_result_has_the_name_of_its_probe():
     quick = [p for p in probes(Config(), named=False) if p.name not in ("torch", "attention", "gpu", "run directory")]
     for probe in quick:
         assert probe.look().name == probe.name
 
 
-def test_the_command(tmp_path, capsys):
+def test_the_command_line(tmp_path, capsys):
     config = tmp_path / "run.yaml"
     config.write_text(json.dumps({"trainer": {"run_dir": str(tmp_path / "run")}, "policy": {"model": "nowhere"}}))
     assert main(["doctor", str(config), "--json", "--only", "python,packages,disk,model"]) == 1

@@ -12,7 +12,7 @@ import yaml
 from megatron_dapo.cli import main
 from megatron_dapo.config import load_config
 from megatron_dapo.config.load import known_keys
-from megatron_dapo.launch.ablate import rows
+from megatron_dapo.launch.ablate import variants
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -192,8 +192,8 @@ def test_ablation_table_is_what_ablate_runs():
     for line in lines[1:]:
         name, added, paper = (cell.strip() for cell in line.strip("|").split("|"))
         written.append((name, tuple(re.findall(r"`([^`]+)`", added)), float(paper)))
-    found = rows(load_config(EXAMPLES / "qwen2.5_32b_dapo/dapo.yaml"))
-    sofar = ()
-    for (name, added, paper), row in zip(written, found, strict=True):
-        sofar += added
-        assert (name, sofar, paper) == (row.name, row.settings, row.paper)
+    found = variants(load_config(EXAMPLES / "qwen2.5_32b_dapo/dapo.yaml"))
+    total = ()
+    for (name, added, paper), variant in zip(written, found, strict=True):
+        total += added
+        assert (name, total, paper) == (variant.name, variant.settings, variant.paper)

@@ -1,4 +1,4 @@
-"""The sbatch script: what is in it, that bash accepts it, and that wrong configurations fail before submission."""
+"""The batch script: its content, that bash accepts it, and that wrong configurations fail before submission."""
 
 import subprocess
 import sys
@@ -54,7 +54,7 @@ def script_of(raw, **options):
     return text
 
 
-def test_trainer_nodes_and_engine_nodes(raw):
+def test_disaggregated_jobs_split_trainer_and_engine_nodes(raw):
     text = script_of(raw)
     assert 'TRAINERS=("${NODES[@]:0:3}")' in text and 'ENGINES=("${NODES[@]:3}")' in text
     assert "--nodes=3 --ntasks=24" in text and "--ntasks-per-node=8" in text
@@ -65,21 +65,21 @@ def test_trainer_nodes_and_engine_nodes(raw):
     assert "#SBATCH --signal=B:USR1@600" in text and "#SBATCH --requeue" in text and "#SBATCH --exclusive" in text
 
 
-def test_colocated_engines_are_on_every_node(raw):
+def test_colocated_jobs_run_engines_on_every_node(raw):
     raw["slurm"] = {"nodes": 4}
     raw["rollout"]["servers"]["arguments"] = ["--mem-fraction-static=0.4"]
     text = script_of(raw)
     assert 'ENGINES=("${NODES[@]}")' in text and "--nodes=4 --ntasks=32" in text
 
 
-def test_on_one_node_the_trainer_starts_its_own_engines(raw):
+def test_on_one_node_the_script_starts_no_engines(raw):
     raw["slurm"] = {"nodes": 1}
     raw["rollout"]["servers"]["share_gpus"] = True
     raw["rollout"]["weights"]["directory"] = "/dev/shm"
     assert "launch_server" not in script_of(raw)
 
 
-def test_the_key_is_made_by_the_script_and_is_in_no_file(raw, tmp_path):
+def test_the_script_makes_the_key_and_no_file_holds_it(raw, tmp_path):
     job = job_of(raw)
     launch.write(job)
     assert 'export MEGATRON_DAPO_API_KEY="${MEGATRON_DAPO_API_KEY:-$(od ' in job.script.read_text()
@@ -87,7 +87,7 @@ def test_the_key_is_made_by_the_script_and_is_in_no_file(raw, tmp_path):
     assert "api_key_env: MEGATRON_DAPO_API_KEY" in job.settings.read_text()
 
 
-def test_options_from_the_configuration(raw):
+def test_slurm_options_are_in_the_script(raw):
     raw["slurm"] |= {
         "account": "lab", "qos": "high", "reservation": "may", "extra": ["--constraint=h100"], "memory": "0",
         "cpus_per_task": 12, "environment": {"NCCL_IB_HCA": "mlx5"}, "setup": ["module load cuda"], "router": True,
@@ -99,36 +99,36 @@ def test_options_from_the_configuration(raw):
         "export NCCL_IB_HCA=mlx5", "module load cuda",
     ):  # fmt: skip
         assert f"\n{line}\n" in text, line
-    assert text.index("module load cuda") < text.index("set -u")  # what activates an environment breaks under it
+    assert text.index("module load cuda") < text.index("set -u")  # environment activation scripts break under it
     assert "sglang_router.launch_router" in text and "router_url=http://${ENGINES[0]}:29000" in text
     assert "--port 29000" in text and "--prometheus-port 29001" in text
 
 
-def test_containers(raw):
+def test_every_step_runs_in_the_container(raw):
     raw["slurm"] |= {"container_image": "nvcr.io#nvidia/pytorch:25.09", "container_mounts": ["/data:/data:ro"]}
     text = script_of(raw)
     assert "--container-image=nvcr.io#nvidia/pytorch:25.09" in text and "--container-mounts=/data:/data:ro" in text
     sruns = [line for line in text.splitlines() if line.lstrip().startswith("srun ")]
     assert len(sruns) == 2 and all('"${CONTAINER[@]}"' in line for line in sruns)
     assert "python3 -u -m megatron_dapo.cli train" in text and "python3 -m sglang.launch_server" in text
-    assert sys.executable not in text  # the container has a Python of its own
+    assert sys.executable not in text  # the container has its own Python
 
 
-def test_a_container_sees_the_run_wherever_it_is(raw, tmp_path):
+def test_the_container_mounts_the_run_directory(raw, tmp_path):
     raw["slurm"]["container_image"] = "image.sqsh"
     assert f"--container-mounts=/project:/project,{tmp_path}/run:{tmp_path}/run\n" in script_of(raw)
     raw["trainer"]["run_dir"] = "/project/runs/a"
     assert "--container-mounts=/project:/project\n" in script_of(raw)
 
 
-def test_lines_are_short_enough_to_read(raw):
+def test_long_commands_are_wrapped(raw):
     raw["slurm"]["router"] = True
     raw["rollout"]["servers"]["arguments"] = [f"--option-{i}={i}" for i in range(30)]
     commands = [line for line in script_of(raw).splitlines() if "launch_" in line or line.startswith("    --option")]
     assert len(commands) > 4 and max(map(len, commands)) <= 120
 
 
-def test_engines_are_not_given_what_only_the_trainer_needs(raw):
+def test_engines_do_not_inherit_the_trainers_cuda_setting(raw):
     text = script_of(raw)
     assert text.index("engine() {") < text.index("export CUDA_DEVICE_MAX_CONNECTIONS") < text.index("cli train")
     raw["policy"]["tensor_parallel"] = 1
@@ -172,7 +172,7 @@ def test_odd_names_are_quoted(raw, tmp_path):
         ("slurm", {"mode": "colocated", "engine_nodes": 0}, "set rollout.servers.share_gpus to true"),
     ],
 )
-def test_what_cannot_work_is_refused(section, change, said, raw, tmp_path):
+def test_impossible_jobs_are_refused(section, change, said, raw, tmp_path):
     raw[section] |= change
     with pytest.raises(ConfigError) as caught:
         check_job(job_of(raw))
@@ -188,30 +188,30 @@ def answer(stdout="", stderr="", code=0):
     ("partition", "known", "said"),
     [
         (None, "a100\nh100\n", "has no default partition: choose one of a100, h100"),
-        ("h200", "a100*\nh100\n", "there is no partition h200 here; there are: a100, h100"),
+        ("h200", "a100*\nh100\n", "this cluster has no partition h200; it has: a100, h100"),
     ],
 )
-def test_the_partition(partition, known, said, raw):
+def test_a_wrong_partition_is_refused(partition, known, said, raw):
     raw["slurm"]["partition"] = partition
     with pytest.raises(ConfigError, match=said):
         check_cluster(parse_config(raw), answer(known))
 
 
-def test_a_partition_that_exists_or_a_default_one(raw):
+def test_an_existing_or_default_partition_is_accepted(raw):
     check_cluster(parse_config(raw), answer("a100*\nh100\n"))
     raw["slurm"]["partition"] = None
     check_cluster(parse_config(raw), answer("a100*\nh100\n"))
 
 
-def test_a_dry_run_needs_no_cluster_that_answers(raw, capsys):
+def test_a_dry_run_works_without_a_controller(raw, capsys):
     assert launch.run_slurm(parse_config(raw), dry_run=True, ask=answer(stderr="sinfo: fatal", code=1)) == 0
     assert "valid, not submitted" in capsys.readouterr().out
     with pytest.raises(SlurmError, match="sinfo failed"):
         launch.run_slurm(parse_config(raw), ask=answer(stderr="sinfo: fatal", code=1))
 
 
-def test_a_chain_of_jobs(raw, capsys):
-    """Each starts when the one before has ended without finishing; none requeues itself."""
+def test_each_job_of_a_chain_depends_on_the_one_before(raw, capsys):
+    """A job starts when the one before has ended without finishing; none requeues itself."""
     asked = []
 
     def ask(*command):
@@ -228,12 +228,12 @@ def test_a_chain_of_jobs(raw, capsys):
     assert "as job 103, then 104, then 105" in capsys.readouterr().out
 
 
-def test_seconds():
+def test_time_limits_in_seconds():
     found = [seconds_of(text) for text in ("90", "2:30", "24:00:00", "1-0", "2-03:04", "1-02:03:04")]
     assert found == [5400, 150, 86400, 86400, 2 * 86400 + 3 * 3600 + 240, 86400 + 2 * 3600 + 184]
 
 
-def test_a_real_cluster_without_a_default_partition(cluster, monkeypatch, raw):
+def test_a_missing_default_partition_on_a_real_cluster(cluster, monkeypatch, raw):
     monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
     raw["slurm"]["partition"] = None
     cluster.run("scontrol", "update", "PartitionName=work", "Default=NO")
@@ -254,9 +254,9 @@ for _ in $(seq 100); do [ "$(cat run/logs/latest/engine_* | wc -l)" = 4 ] && exi
 
 
 @pytest.mark.parametrize("mode", ["disaggregated", "colocated"])
-def test_who_gets_which_gpus_on_a_real_cluster(mode, cluster, monkeypatch, raw, tmp_path):
-    """The script as it is, with a stub in Python's place: every step of a node sees all of its GPUs, and each server is
-    told which ones are its own."""
+def test_gpu_assignment_on_a_real_cluster(mode, cluster, monkeypatch, raw, tmp_path):
+    """The script runs with a stub instead of Python: every step of a node sees all of its GPUs, and each server gets
+    its own first GPU as an argument."""
     monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
     (tmp_path / "python").write_text(STUB)
     (tmp_path / "python").chmod(0o755)
@@ -287,8 +287,8 @@ def test_who_gets_which_gpus_on_a_real_cluster(mode, cluster, monkeypatch, raw, 
             assert f"http://{node}:{30000 + index}" in ranks[0]
 
 
-def test_slurm_itself_is_asked(cluster, monkeypatch, tmp_path):
-    """What only the cluster knows: limits of the partition, its size."""
+def test_sbatch_test_only_reports_limits_of_the_cluster(cluster, monkeypatch, tmp_path):
+    """Only the cluster knows the limits and the size of a partition."""
     monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
     script = tmp_path / "job.sbatch"
     cluster.wait_idle()

@@ -1,4 +1,4 @@
-"""Every state that Slurm has is said in words, and none is taken for success but COMPLETED."""
+"""`slurm --status` describes every state that Slurm has, and counts only COMPLETED as success."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ OVER = {
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED",
     "TIMEOUT",
 }  # fmt: skip
-GOES_ON = {
+NOT_OVER = {
     "CONFIGURING", "COMPLETING", "PENDING", "RUNNING", "RESV_DEL_HOLD", "REQUEUE_FED", "REQUEUE_HOLD", "REQUEUED",
     "RESIZING", "SIGNALING", "SPECIAL_EXIT", "STAGE_OUT", "STOPPED", "SUSPENDED",
 }  # fmt: skip
@@ -24,10 +24,10 @@ def scontrol(state, reason="None", restarts=0, code="0:0"):
     return lambda *command: subprocess.CompletedProcess(command, 0, line, "")
 
 
-@pytest.mark.parametrize("state", sorted(OVER | GOES_ON))
-def test_every_state_has_words(state):
-    words = JobStatus(7, state).in_words()
-    assert words.startswith("job 7 ") and "does not know" not in words and state not in words
+@pytest.mark.parametrize("state", sorted(OVER | NOT_OVER))
+def test_every_state_has_a_description(state):
+    text = JobStatus(7, state).description()
+    assert text.startswith("job 7 ") and "does not know" not in text and state not in text
     assert STATES[state].over == (state in OVER)
 
 
@@ -37,46 +37,46 @@ def test_every_state_has_words(state):
 def test_only_completed_is_success(state, code, tmp_path, capsys):
     remember(tmp_path, [7])
     assert print_status(tmp_path, scontrol(state)) == code
-    assert STATES[state].words in capsys.readouterr().out
+    assert STATES[state].description in capsys.readouterr().out
 
 
-def test_what_is_said(tmp_path, capsys):
+def test_status_shows_exit_code_restarts_steps_and_hang(tmp_path, capsys):
     remember(tmp_path, [7])
     lines = [json.dumps({"step": step, "metrics": {}}) for step in (1, 2, 3)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     (tmp_path / "logs/latest/heartbeat").mkdir(parents=True)
     (tmp_path / "logs/latest/heartbeat/ended").write_text("hanging: rank 3 (pid 9 on n2)\n")
     print_status(tmp_path, scontrol("FAILED", "NonZeroExitCode", 2, "76:0"))
-    said = capsys.readouterr().out
-    assert "job 7 failed with exit code 76 (NonZeroExitCode) after 2 restarts; read logs/latest" in said
-    assert "3 steps done" in said and "hanging: rank 3" in said
+    shown = capsys.readouterr().out
+    assert "job 7 failed with exit code 76 (NonZeroExitCode) after 2 restarts; read logs/latest" in shown
+    assert "3 steps done" in shown and "hanging: rank 3" in shown
 
 
-def test_unknown_states_are_not_guessed():
+def test_an_unknown_state_is_shown_as_it_is():
     status = job_status(7, scontrol("EXPLODED"))
-    assert not status.over and "EXPLODED, which this version does not know" in status.in_words()
+    assert not status.over and "EXPLODED, which this version does not know" in status.description()
 
 
 @pytest.mark.parametrize(
     ("text", "state"), [("CANCELLED by 1000", "CANCELLED"), ("NODE_FAIL+", "NODE_FAIL"), ("OOM", "OUT_OF_MEMORY")]
 )
-def test_spellings(text, state):
+def test_spellings_of_a_state(text, state):
     assert normal_state(text) == state
 
 
-def test_a_job_that_the_controller_has_forgotten():
+def test_a_job_that_the_controller_forgot_is_found_in_the_accounting():
     def ask(*command):
         found = {"scontrol": (1, ""), "sacct": (0, "OUT_OF_MEMORY\n")}[command[0]]
         return subprocess.CompletedProcess(command, *found, "")
 
-    assert job_status(7, ask).in_words().startswith("job 7 ran out of the node's memory")
-    with pytest.raises(SlurmError, match="knows nothing of job 7"):
+    assert job_status(7, ask).description().startswith("job 7 ran out of the node's memory")
+    with pytest.raises(SlurmError, match="does not know job 7"):
         job_status(7, lambda *command: subprocess.CompletedProcess(command, 1, "", ""))
 
 
-def test_a_cancelled_job_on_a_real_cluster(cluster, monkeypatch, tmp_path):
+def test_status_of_a_held_and_a_cancelled_job_on_a_real_cluster(cluster, monkeypatch, tmp_path):
     monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
     job = int(cluster.run("sbatch", "--parsable", "--hold", "--wrap=true"))
-    assert job_status(job).in_words() == f"job {job} waits in the queue (JobHeldUser)"
+    assert job_status(job).description() == f"job {job} is waiting in the queue (JobHeldUser)"
     cluster.run("scancel", str(job))
-    assert job_status(job).in_words().startswith(f"job {job} was cancelled")
+    assert job_status(job).description().startswith(f"job {job} was cancelled")
