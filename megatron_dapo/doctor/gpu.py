@@ -116,7 +116,7 @@ def attention(run: CommandRunner = run_command, environment: Mapping[str, str] |
     imported = run([sys.executable, "-c", IMPORT_PROBE], 120, environment)
     if imported.code == 0 and last_line(imported.out) == "missing":
         if last_line(where.out) == "one kernel":
-            return Check("attention", "ok", "torch's, one kernel for packed sequences (Transformer Engine is not installed; "
+            return Check("attention", "ok", "torch's, one kernel for packed sequences (no Transformer Engine here; "
                          "it needs less memory under context parallelism)")  # fmt: skip
         return Check("attention", "warn", "Transformer Engine is not installed, and this torch has no kernel for "
                      "packed sequences: one call per sequence", "install torch 2.10 or newer, or pip install "

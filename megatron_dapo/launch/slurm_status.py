@@ -44,7 +44,7 @@ STATES = {
     "FAILED": State("failed", True, "read logs/latest, fix the cause, " + AGAIN),
     "TIMEOUT": State("reached its time limit before it could save", True, "raise slurm.signal_seconds and " + AGAIN),
     "DEADLINE": State("could not end before its deadline", True, AGAIN),
-    "OUT_OF_MEMORY": State("ran out of the node's memory", True, "raise slurm.memory or lower ranks per node; " + AGAIN),
+    "OUT_OF_MEMORY": State("ran out of the node's memory", True, "raise slurm.memory, or fewer ranks a node; " + AGAIN),
     "NODE_FAIL": State("lost a node", True, AGAIN),
     "BOOT_FAIL": State("was given a node that does not boot", True, AGAIN),
     "LAUNCH_FAILED": State("could not be started on its nodes", True, AGAIN),
