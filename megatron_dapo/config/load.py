@@ -50,6 +50,7 @@ KNOWN_ELSEWHERE = {
         "policy.optimizer.grad_clip": "clip_grad max_grad_norm gradient_clipping",
         "policy.optimizer.warmup_steps": "lr_warmup_steps",
         "data.path": "train_files prompt_data",
+        "observe.samples_responses": "samples_answers",
         "evaluate.data.path": "val_files eval_prompt_data",
         "evaluate.every": "test_freq eval_interval val_period",
         "trainer.mini_batch_prompts": "ppo_mini_batch_size global_batch_size",

@@ -1,6 +1,23 @@
-"""What a run leaves to look at: metrics.jsonl, a live console, transcripts, trackers, warnings, and the HTML report."""
+"""What a run records and shows.
+
+observer        the interface to the trainer: phases, steps, evaluations, warnings; everything below is behind it
+phases          timed phases of a step
+metrics_file    metrics.jsonl: one record per step or evaluation
+append_file     a file that grows by whole blocks, for metrics, logs and TensorBoard
+retry_queue     keeps what cannot be written and writes it later: a full disk does not end a run
+console         what is printed; rich_console is the version for a terminal
+formatting      numbers and durations as short texts
+metric_names    what a metric's name implies
+diagnosis       warnings about unhealthy metrics, with likely causes (docs/diagnosis.md)
+transcripts     some responses of a step, in samples/
+trackers        Weights & Biases, TensorBoard
+runs            reads run directories
+figures         which metrics each figure of the report shows
+report, page/   report.html; curves draws the same figures as curves.png
+"""
 
 from megatron_dapo.observe.metric_names import is_wall_clock
-from megatron_dapo.observe.observer import NullObserver, Observer, Phase
+from megatron_dapo.observe.observer import NullObserver, Observer
+from megatron_dapo.observe.phases import Phase
 
 __all__ = ["NullObserver", "Observer", "Phase", "is_wall_clock"]

@@ -1,21 +1,22 @@
-"""What is shown while a run goes on. `Display` is the silent one; `PlainDisplay` writes one line per step.
+"""The console: what a run prints. `Console` prints nothing; `PlainConsole` prints lines; `rich_console` redraws.
 
-A display never ends a run: when the terminal is gone it falls silent.
+A console never ends a run: it goes silent when the terminal is gone.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Protocol, TextIO
 
-from megatron_dapo.observe.formatting import duration, number, percent, step_row
+from megatron_dapo.observe.formatting import duration, number, percent, step_summary
 
 
 class SamplingProgress(Protocol):
-    """What is drawn of the sampler's `Progress`. Groups, except where the name says otherwise."""
+    """The part of the sampler's `Progress` that is shown. Counts are groups unless the name says otherwise."""
 
     @property
     def needed(self) -> int: ...
@@ -31,12 +32,14 @@ class SamplingProgress(Protocol):
     def tokens_per_second(self) -> float: ...
 
 
-class Display:
-    """Shows nothing."""
+class Console:
+    """Prints nothing."""
 
     def phase_started(self, name: str) -> None: ...
 
     def phase_ended(self, name: str) -> None: ...
+
+    def note(self, name: str, text: str) -> None: ...
 
     def progress(self, name: str, done: float, total: float, text: str) -> None: ...
 
@@ -51,27 +54,52 @@ class Display:
     def close(self, status: str) -> None: ...
 
 
-class PlainDisplay(Display):
-    """Lines for a log file: one per step, and one a minute inside a long phase."""
+class PlainConsole(Console):
+    """Lines for a log file: one per step, and one a minute inside a long phase.
+
+    Until the first step is done, each phase and note also gets a line when it starts, because starting takes minutes.
+    A thread prints the line of a long phase, so it appears even when the phase reports nothing. Lines other than a
+    step's begin with the time since the console was opened.
+    """
 
     HEARTBEAT = 60.0
+    CHECK_EVERY = 5.0
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stdout
-        self._last_line = time.monotonic()
+        self._opened = self._last_line = time.monotonic()
+        self._phases: dict[str, tuple[float, str]] = {}  # name to start and latest text, outermost first
+        self._starting = True
+        self._closed = threading.Event()
+        threading.Thread(target=self._watch, name="console", daemon=True).start()
+
+    def phase_started(self, name: str) -> None:
+        self._phases.pop(name, None)  # so that it becomes the innermost one
+        self._phases[name] = (time.monotonic(), "")
+        if self._starting:
+            self._say(f"[{self._elapsed()}] {name}")
+
+    def phase_ended(self, name: str) -> None:
+        self._phases.pop(name, None)
+
+    def note(self, name: str, text: str) -> None:
+        self._update(name, text)
+        if self._starting:
+            self._say(f"[{self._elapsed()}] {name}: {text}")
 
     def progress(self, name: str, done: float, total: float, text: str) -> None:
-        if self._due():
-            self._say(f"  {name}: {done:g}/{total:g} {text}".rstrip())
+        self._update(name, f"{done:g}/{total:g} {text}".rstrip())
+        self.print_long_phase()
 
     def sampling(self, progress: SamplingProgress) -> None:
-        if self._due():
-            self._say(f"  rollout: {sampling_text(progress)}")
+        self._update("rollout", sampling_text(progress))
+        self.print_long_phase()
 
     def step(self, step: int, total: int, metrics: Mapping[str, float], remaining: float | None) -> None:
-        cells = [f"step {step}/{total}", *(f"{title} {text}" for title, text in step_row(metrics).items())]
+        cells = [f"step {step}/{total}", *(f"{title} {text}" for title, text in step_summary(metrics).items())]
         if remaining:
             cells.append(f"ETA {duration(remaining)}")
+        self._starting = False
         self._say("  ".join(cells))
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -81,14 +109,33 @@ class PlainDisplay(Display):
         self._say(f"WARNING: {message}")
 
     def close(self, status: str) -> None:
+        self._closed.set()
         self._say(f"run {status}")
 
-    def _due(self) -> bool:
-        return time.monotonic() - self._last_line >= self.HEARTBEAT
+    def print_long_phase(self) -> None:
+        """Prints the innermost phase if nothing was printed for `HEARTBEAT` seconds."""
+        now = time.monotonic()
+        if now - self._last_line < self.HEARTBEAT:
+            return
+        for name, (started, text) in reversed(list(self._phases.items())):
+            self._say(f"[{self._elapsed()}] {name} for {duration(now - started)}" + (f": {text}" if text else ""))
+            break
+
+    def _watch(self) -> None:
+        while not self._closed.wait(self.CHECK_EVERY):
+            with suppress(RuntimeError):  # the other thread changed the phases meanwhile
+                self.print_long_phase()
+
+    def _update(self, name: str, text: str) -> None:
+        started, _ = self._phases.get(name, (time.monotonic(), ""))
+        self._phases[name] = (started, text)
+
+    def _elapsed(self) -> str:
+        return duration(time.monotonic() - self._opened)
 
     def _say(self, line: str) -> None:
         self._last_line = time.monotonic()
-        with suppress(OSError, ValueError):  # the reader of our pipe is gone
+        with suppress(OSError, ValueError):  # the pipe's reader is gone, or the disk of a log file is full
             print(line, file=self._stream, flush=True)
 
 
@@ -100,7 +147,7 @@ def sampling_text(progress: SamplingProgress) -> str:
 
 
 def evaluation_text(metrics: Mapping[str, float]) -> str:
-    """Scores as percentages, the rest as numbers; bounds of intervals are left to the report."""
+    """Scores as percentages, other metrics as numbers; interval bounds are left to the report."""
     shown = {name.removeprefix("eval/"): v for name, v in metrics.items() if not name.endswith(("_low", "_high"))}
     return "  ".join(
         f"{name} {percent(v) if '@' in name or 'rate' in name else number(v)}" for name, v in shown.items()

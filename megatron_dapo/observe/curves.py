@@ -1,4 +1,4 @@
-"""curves.png: the report's figures as one picture, for a README, a slide or a terminal without a browser."""
+"""curves.png: the figures of the report as one image, for a README, a slide or a machine without a browser."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COLUMNS = 3
 
 
 def write_png(runs: list[Run], path: Path) -> Path:
-    """Draws what SHOWN names and the runs have, three figures to a row."""
+    """Draws the figures in SHOWN that the runs have data for, three in a row."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Canvas
 
@@ -45,7 +45,7 @@ def write_png(runs: list[Run], path: Path) -> Path:
     axes = canvas.subplots(rows, COLUMNS, squeeze=False).ravel()
     for axis, (figure, run) in zip(axes, panels, strict=False):
         (_draw_stack if figure.stacked else _draw_lines)(axis, figure, runs, run)
-        _dress(axis, figure, f" · {runs[run].name}" if run is not None and len(runs) > 1 else "")
+        _style(axis, figure, f" · {runs[run].name}" if run is not None and len(runs) > 1 else "")
     for axis in axes[len(panels) :]:
         axis.set_axis_off()
     if len(runs) > 1:
@@ -60,7 +60,7 @@ def write_png(runs: list[Run], path: Path) -> Path:
 
 
 def _panels(figure: Figure, runs: list[Run]) -> list[tuple[Figure, int | None]]:
-    """A stack needs a panel for each run that has it; lines share one."""
+    """A stacked figure needs one panel per run; lines share a panel."""
     if not figure.stacked:
         return [(figure, None)]
     return [(figure, i) for i in range(len(runs)) if figure.runs[i]]
@@ -110,7 +110,7 @@ def _draw_stack(axis: Any, figure: Figure, runs: list[Run], run: int | None) -> 
     axis.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=4)
 
 
-def _dress(axis: Any, figure: Figure, suffix: str) -> None:
+def _style(axis: Any, figure: Figure, suffix: str) -> None:
     from matplotlib.ticker import MaxNLocator
 
     unit = {"percent": " (%)", "seconds": " (s)", "rate": " (1/s)"}.get(figure.format, "")

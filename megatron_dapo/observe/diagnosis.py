@@ -1,8 +1,8 @@
-"""Diagnosis: looks at every step's metrics and says when one looks unhealthy, with the likely causes.
+"""Diagnosis: checks the metrics of every step and warns about unhealthy ones, with likely causes.
 
-A finding is reported once. A rule must hold for `patience` steps in a row before it speaks, and is silent until it has
-not held for five steps in a row, so a metric that hovers around a limit does not fill the log. What is found depends
-on the metrics alone, never on the clock: replaying metrics.jsonl gives the same findings.
+A rule warns after it has held for `patience` steps in a row, and then not again until it has not held for five steps in
+a row, so a metric that hovers around a limit does not fill the log. Findings depend only on the metrics, not on time:
+replaying metrics.jsonl gives the same findings.
 
 Each rule is explained in the section of docs/diagnosis.md that has its name.
 """
@@ -35,7 +35,7 @@ class Finding:
 
 
 class History:
-    """What the rules look at: this step's metrics, each metric's beginning, and its last steps before this one."""
+    """The input of the rules: the metrics of this step, of the first steps, and of the last steps before this one."""
 
     def __init__(self) -> None:
         self.now: dict[str, float] = {}
@@ -57,12 +57,12 @@ class History:
                 start.append(value)
 
     def get(self, name: str) -> float | None:
-        """This step's value, where it is a finite number."""
+        """The value of this step, if it is finite."""
         value = self.now.get(name)
         return value if value is not None and math.isfinite(value) else None
 
     def start(self, name: str) -> float | None:
-        """Mean over the first steps; None until they have passed."""
+        """Mean over the first steps; None until there are enough."""
         values = self._start.get(name, [])
         return fmean(values) if len(values) == BASELINE else None
 
@@ -76,7 +76,7 @@ Check = Callable[[History], str | None]
 @dataclass(slots=True, frozen=True)
 class Rule:
     name: str  # the section of docs/diagnosis.md
-    check: Check  # what is wrong at this step, or None
+    check: Check  # says what is wrong at this step, or None
     causes: str
     patience: int = 3
 
@@ -88,7 +88,7 @@ class _Alarm:
     on: bool = False
 
     def update(self, holds: bool, patience: int) -> bool:
-        """True when it goes off."""
+        """True if a warning is due."""
         self.held, self.clear = (self.held + 1, 0) if holds else (0, self.clear + 1)
         if self.on and self.clear >= REARM:
             self.on = False
@@ -99,7 +99,7 @@ class _Alarm:
 
 
 class Watch:
-    """Fed with each step's metrics, in order, it returns what has just become worth a warning."""
+    """Takes the metrics of each step, in order, and returns the new findings."""
 
     def __init__(self, rules: Sequence[Rule] | None = None) -> None:
         self._rules: Sequence[Rule] = RULES if rules is None else rules
@@ -143,7 +143,7 @@ def _mismatch(history: History) -> str | None:
 
 def _importance_cap(history: History) -> str | None:
     share = history.get("train/mismatch_over_cap")
-    return f"{share:.1%} of the importance weights lie above the cap" if share is not None and share > 0.05 else None
+    return f"{share:.1%} of the importance weights are above the cap" if share is not None and share > 0.05 else None
 
 
 def _clip_fraction(history: History) -> str | None:
@@ -151,7 +151,7 @@ def _clip_fraction(history: History) -> str | None:
     if high is None and low is None:
         return None
     total = (high or 0.0) + (low or 0.0)
-    return f"{total:.0%} of the tokens are clipped and teach nothing" if total > 0.2 else None
+    return f"{total:.0%} of the tokens are clipped and have no gradient" if total > 0.2 else None
 
 
 def _policy_shift(history: History) -> str | None:
@@ -161,7 +161,7 @@ def _policy_shift(history: History) -> str | None:
 
 def _filter_yield(history: History) -> str | None:
     share, dropped = filter_yield(history.now), dropped_groups(history.now)
-    if not share or share >= 0.1:  # 0 is nothing-kept's
+    if not share or share >= 0.1:  # 0: see nothing-kept
         return None
     reason = max(dropped, key=lambda name: dropped[name])
     return f"only {share:.1%} of the judged groups were kept; most were {reason}"
@@ -170,15 +170,15 @@ def _filter_yield(history: History) -> str | None:
 def _nothing_kept(history: History) -> str | None:
     if history.get("rollout/groups_kept") != 0:
         return None
-    dropped = dropped_groups(history.now)
-    return f"every group was dropped ({', '.join(f'{n:g} {reason}' for reason, n in dropped.items()) or 'none came'})"
+    reasons = ", ".join(f"{count:g} {reason}" for reason, count in dropped_groups(history.now).items())
+    return f"every group was dropped ({reasons or 'there were none'})"
 
 
 def _truncated(history: History) -> str | None:
     now, start = history.get("rollout/truncated_share"), history.start("rollout/truncated_share")
     if now is None or not (now > 0.5 or (start is not None and now > max(0.15, start + 0.1))):
         return None
-    return f"{now:.0%} of the answers are cut off at the length limit" + (
+    return f"{now:.0%} of the responses are truncated by the length limit" + (
         f" ({start:.0%} at the start)" if start is not None else ""
     )
 
@@ -187,7 +187,7 @@ def _length_collapse(history: History) -> str | None:
     now, start = history.get("length"), history.start("length")
     if now is None or start is None or now >= 0.3 * start:
         return None
-    return f"answers shrank to {now:.0f} tokens, from {start:.0f} at the start"
+    return f"responses shrank to {now:.0f} tokens, from {start:.0f} at the start"
 
 
 def _grad_norm(history: History) -> str | None:
@@ -201,7 +201,7 @@ def _flat_reward(history: History) -> str | None:
     now = history.get("reward/accuracy")
     if now is None or 0.01 < now < 0.99:
         return None
-    return f"accuracy stands at {now:.0%}"
+    return f"accuracy is {now:.0%}"
 
 
 def _not_finite(history: History) -> str | None:
@@ -214,21 +214,21 @@ def _not_finite(history: History) -> str | None:
 
 def _skipped(history: History) -> str | None:
     share = history.get("train/update_skipped")
-    return "an update was skipped: not one token of it carried loss" if share else None
+    return "an update was skipped: none of its tokens had a loss" if share else None
 
 
 def _failed_groups(history: History) -> str | None:
-    failed, all_of_them = history.get("rollout/groups_failed"), history.get("rollout/groups_submitted")
-    if not failed or failed <= 0.02 * (all_of_them or 0.0):
+    failed, submitted = history.get("rollout/groups_failed"), history.get("rollout/groups_submitted")
+    if not failed or failed <= 0.02 * (submitted or 0.0):
         return None
-    return f"{failed:g} of {all_of_them or 0:g} groups failed in the engine or the grader"
+    return f"{failed:g} of {submitted or 0:g} groups failed in the engine or the grader"
 
 
 RULES: tuple[Rule, ...] = (
     Rule("entropy-collapse", _entropy_collapse, "algorithm.clip_high too small, learning rate too high, too many "
          "updates per batch, or prompts that are too easy"),
     Rule("entropy-explosion", _entropy_explosion, "learning rate too high, an entropy bonus that is too strong, or a "
-         "mismatch between engine and trainer that is trained on"),
+         "mismatch between engine and trainer"),
     Rule("mismatch", _mismatch, "the engine serves old weights, or it computes in another precision, temperature, "
          "RoPE base or expert routing than the trainer", patience=1),
     Rule("importance-cap", _importance_cap, "a large mismatch, or samples that are many weight versions old"),
@@ -238,7 +238,7 @@ RULES: tuple[Rule, ...] = (
          "hard or all too easy for this model", patience=1),
     Rule("filter-yield", _filter_yield, "prompts too hard (all-wrong) or too easy (all-correct) for this model, or "
          "a grader that fails (ungraded)"),
-    Rule("truncated", _truncated, "answers that grow without end, a length limit that is too low, or a stop token "
+    Rule("truncated", _truncated, "responses that keep growing, a length limit that is too low, or a stop token "
          "that the engine does not know"),
     Rule("length-collapse", _length_collapse, "a length penalty that is too strong, or a grader that accepts guesses"),
     Rule("grad-norm", _grad_norm, "a batch with very few tokens, a mismatch, or a learning rate that is too high",
@@ -249,6 +249,6 @@ RULES: tuple[Rule, ...] = (
          "high", patience=1),
     Rule("skipped-update", _skipped, "algorithm.overlong.filter masked every truncated sample, or nothing was graded",
          patience=1),
-    Rule("failed-groups", _failed_groups, "a server that died or ran out of memory, or timeouts; the logs of the "
-         "servers say which", patience=1),
+    Rule("failed-groups", _failed_groups, "a server that died or ran out of memory, or timeouts; see the "
+         "servers' logs", patience=1),
 )  # fmt: skip

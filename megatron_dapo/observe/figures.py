@@ -1,7 +1,7 @@
-"""The figures of a report: which metrics each shows, how its numbers are written, and what a reader should know.
+"""The figures of a report: which metrics each shows, how numbers are formatted, and a note for the reader.
 
-`figures_of` turns runs into figures that hold plain numbers, for whoever draws them (the page, the PNG). A figure
-without data is left out. NaN and infinity become None: a gap in the line.
+`figures_of` turns runs into figures of plain numbers, which the page and the PNG draw. Figures without data are left
+out. NaN and infinity become None: a gap in the line.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ MOST_POINTS = 2000
 
 
 @dataclass(slots=True, frozen=True)
-class Plan:
-    """A figure before there is data: `metrics` are names, or patterns where they end with `*`."""
+class FigureSpec:
+    """A figure without its data. `metrics` are names, or patterns if they end with `*`."""
 
     id: str
     title: str
     note: str
-    metrics: dict[str, str]  # metric to its label in this figure; a pattern's label is what the star matched
+    metrics: dict[str, str]  # metric to its label in this figure; the label of a pattern is what `*` matched
     format: Format = "number"
     stacked: bool = False
     log: bool = False
@@ -51,57 +51,59 @@ class Figure:
     stacked: bool
     log: bool
     zero: bool
-    runs: list[list[Series]] = field(default_factory=list)  # one list per run, empty where a run has nothing
+    runs: list[list[Series]] = field(default_factory=list)  # one list per run; empty if the run has no data
 
 
-SECTIONS: dict[str, tuple[Plan, ...]] = {
+SECTIONS: dict[str, tuple[FigureSpec, ...]] = {
     "Learning": (
-        Plan("reward", "Reward", "mean over trained answers, penalties included", {"reward/mean": "reward"}),
-        Plan("accuracy", "Accuracy", "right answers among trained ones", {"reward/accuracy": "accuracy"}, "percent"),
-        Plan("evaluation", "Evaluation", "held-out scores; the band is the confidence interval", {"eval/*": ""},
-             "percent"),
-        Plan("length", "Response length", "mean tokens per answer", {
+        FigureSpec("reward", "Reward", "mean over trained responses, penalties included", {"reward/mean": "reward"}),
+        FigureSpec("accuracy", "Accuracy", "share of right responses among trained ones",
+                   {"reward/accuracy": "accuracy"}, "percent"),
+        FigureSpec("evaluation", "Evaluation", "held-out scores; the band is the confidence interval", {"eval/*": ""},
+                   "percent"),
+        FigureSpec("length", "Response length", "mean tokens per response", {
             "rollout/length_trained": "trained", "rollout/length_dropped": "dropped", "rollout/length_cut": "cut off",
         }, "count", zero=True),
     ),
     "Policy": (
-        Plan("entropy", "Entropy", "mean per token, in nats", {"train/entropy": "entropy"}, zero=True),
-        Plan("clip", "Clip fractions", "tokens whose ratio a bound replaced", {
+        FigureSpec("entropy", "Entropy", "mean per token, in nats", {"train/entropy": "entropy"}, zero=True),
+        FigureSpec("clip", "Clip fractions", "tokens whose ratio was replaced by a bound", {
             "train/clip_fraction_high": "high", "train/clip_fraction_low": "low", "train/clip_fraction_dual": "dual",
         }, "percent", zero=True),
-        Plan("approx_kl", "Policy shift", "KL(old‖new) within a step, k3 estimate", {"train/approx_kl": "approx_kl"},
-             zero=True),
-        Plan("grad_norm", "Gradient norm", "before clipping", {"train/grad_norm": "grad_norm"}, log=True),
-        Plan("loss", "Loss", "policy objective; its level says little", {"train/loss": "loss"}),
-        Plan("lr", "Learning rate", "", {"train/lr": "lr"}, zero=True),
+        FigureSpec("approx_kl", "Policy shift", "KL(old‖new) within a step, k3 estimate",
+                   {"train/approx_kl": "approx_kl"}, zero=True),
+        FigureSpec("grad_norm", "Gradient norm", "before clipping", {"train/grad_norm": "grad_norm"}, log=True),
+        FigureSpec("loss", "Loss", "policy objective; its absolute value says little", {"train/loss": "loss"}),
+        FigureSpec("lr", "Learning rate", "", {"train/lr": "lr"}, zero=True),
     ),
     "Engine and trainer": (
-        Plan("mismatch_kl", "Mismatch KL", "KL(engine‖trainer), k3 estimate", {"train/mismatch_kl": "mismatch_kl"},
-             log=True),
-        Plan("mismatch", "Log-prob difference", "|trainer − engine| per token, and weights above the cap", {
+        FigureSpec("mismatch_kl", "Mismatch KL", "KL(engine‖trainer), k3 estimate",
+                   {"train/mismatch_kl": "mismatch_kl"}, log=True),
+        FigureSpec("mismatch", "Log-prob difference", "|trainer − engine| per token, and weights above the cap", {
             "train/mismatch_mean": "mean difference", "train/mismatch_over_cap": "share over cap",
         }, zero=True),
     ),
     "Sampling": (
-        Plan("groups", "Groups by outcome", "kept for training, or dropped for a reason", {
+        FigureSpec("groups", "Groups by outcome", "kept for training, or dropped for a reason", {
             "rollout/groups_kept": "kept", "rollout/groups_failed": "failed", "rollout/dropped/*": "",
         }, "count", stacked=True, zero=True),
-        Plan("yield", "Filter yield", "kept groups per group judged by the filter",
-             {"rollout/filter_yield": "yield"}, "percent", zero=True),
-        Plan("truncated", "Truncated answers", "ended by the length limit; cut by the end of the step", {
+        FigureSpec("yield", "Filter yield", "kept groups per group judged by the filter",
+                   {"rollout/filter_yield": "yield"}, "percent", zero=True),
+        FigureSpec("truncated", "Truncated responses", "by the length limit, or interrupted by the end of the step", {
             "rollout/truncated_share": "truncated", "rollout/cut_share": "cut",
         }, "percent", zero=True),
     ),
     "Time": (
-        Plan("phases", "Time per phase", "seconds of each step", {"time/*": ""}, "seconds", stacked=True, zero=True),
-        Plan("speed", "Throughput", "tokens per second", {
+        FigureSpec("phases", "Time per phase", "seconds of each step", {"time/*": ""}, "seconds",
+                   stacked=True, zero=True),
+        FigureSpec("speed", "Throughput", "tokens per second", {
             "rollout/tokens_per_second": "rollout", "train/tokens_per_second": "update",
         }, "rate", zero=True),
     ),
 }  # fmt: skip
 
 SCORE = re.compile(r"eval/.*(?:avg|pass|maj)@\d+$")
-NOT_PHASES = ("time/step", "time/start")  # the sum, and what comes before the first step and would dwarf all others
+NOT_PHASES = ("time/step", "time/start")  # the sum; and the start-up, which is longer than all others
 PHASE_ORDER = ("rollout", "hand_over", "advantages", "log_probs", "update", "sync", "checkpoint", "evaluate")
 
 
@@ -109,12 +111,12 @@ def figures_of(runs: Sequence[Run]) -> dict[str, list[Figure]]:
     """Section title to its figures; the last section, "All other metrics", has one figure for each."""
     sections: dict[str, list[Figure]] = {}
     shown: set[str] = set()
-    for title, plans in SECTIONS.items():
+    for title, specs in SECTIONS.items():
         figures = []
-        for plan in plans:
-            names = _expand(plan, runs)
+        for spec in specs:
+            names = _expand(spec, runs)
             shown.update(names)
-            figures.append(_figure(plan, names, runs))
+            figures.append(_figure(spec, names, runs))
         sections[title] = [figure for figure in figures if any(figure.runs)]
     rest = dict.fromkeys(name for run in runs for name in run.metrics if not _is_shown(name, shown))
     others = [_figure(_single(name), {name: name}, runs) for name in rest]
@@ -126,15 +128,15 @@ def _is_shown(name: str, shown: set[str]) -> bool:
     return name in shown or name.removesuffix("_low").removesuffix("_high") in shown or name == "time/step"
 
 
-def _single(name: str) -> Plan:
-    return Plan(re.sub(r"\W+", "-", name), name, "", {name: name}, "percent" if "share" in name else "number")
+def _single(name: str) -> FigureSpec:
+    return FigureSpec(re.sub(r"\W+", "-", name), name, "", {name: name}, "percent" if "share" in name else "number")
 
 
-def _expand(plan: Plan, runs: Sequence[Run]) -> dict[str, str]:
-    """Metric to label, in the order of the plan; what a pattern matches is in a fixed order."""
+def _expand(spec: FigureSpec, runs: Sequence[Run]) -> dict[str, str]:
+    """Metric to label, in the order of the spec; the matches of a pattern are sorted."""
     known = dict.fromkeys(name for run in runs for name in run.metrics)
     names: dict[str, str] = {}
-    for metric, label in plan.metrics.items():
+    for metric, label in spec.metrics.items():
         if not metric.endswith("*"):
             if metric in known:
                 names[metric] = label
@@ -152,7 +154,7 @@ def _expand(plan: Plan, runs: Sequence[Run]) -> dict[str, str]:
 
 
 def _repeats_avg(name: str, known: Iterable[str]) -> bool:
-    """pass@1 is avg@k: the same line twice would hide one of them."""
+    """pass@1 equals avg@k; drawing both would hide one."""
     prefix = name.removesuffix("pass@1")
     return prefix != name and any(other.startswith(f"{prefix}avg@") for other in known)
 
@@ -164,10 +166,10 @@ def _rank(label: str) -> tuple[int, str]:
     return (len(PHASE_ORDER) + 1, "") if label == "other" else (len(PHASE_ORDER), label)
 
 
-def _figure(plan: Plan, names: dict[str, str], runs: Sequence[Run]) -> Figure:
-    build = _stack if plan.stacked else _lines
+def _figure(spec: FigureSpec, names: dict[str, str], runs: Sequence[Run]) -> Figure:
+    build = _stack if spec.stacked else _lines
     return Figure(
-        plan.id, plan.title, plan.note, plan.format, plan.stacked, plan.log, plan.zero,
+        spec.id, spec.title, spec.note, spec.format, spec.stacked, spec.log, spec.zero,
         [build(run, names) for run in runs],
     )  # fmt: skip
 
@@ -192,12 +194,12 @@ def _aligned(run: Run, name: str, x: Sequence[int]) -> list[float | None] | None
 
 
 def _stack(run: Run, names: dict[str, str]) -> list[Series]:
-    """One value for every step in every series: 0 where a metric was not recorded."""
+    """One value per step in every series; 0 if the metric was not recorded."""
     x = [record.step for record in run.steps]
-    rows = {label: [record.metrics.get(name, 0.0) for record in run.steps] for name, label in names.items()}
+    stacks = {label: [record.metrics.get(name, 0.0) for record in run.steps] for name, label in names.items()}
     width = max(1, math.ceil(len(x) / MOST_POINTS))
     found = []
-    for label, values in rows.items():
+    for label, values in stacks.items():
         finite = [value if math.isfinite(value) else 0.0 for value in values]
         means = [fmean(finite[i : i + width]) for i in range(0, len(x), width)]
         if any(means):
@@ -206,18 +208,18 @@ def _stack(run: Run, names: dict[str, str]) -> list[Series]:
 
 
 def thin(values: Sequence[float], most: int = MOST_POINTS) -> list[int]:
-    """Indices to draw: all, or the lowest and highest of each stretch, so that no spike is lost."""
+    """Indices to draw: all, or the lowest and highest of each interval, so that no spike is lost."""
     if len(values) <= most:
         return list(range(len(values)))
     width = math.ceil(2 * len(values) / most)
     kept: set[int] = {0, len(values) - 1}
     for start in range(0, len(values), width):
-        stretch = [i for i in range(start, min(start + width, len(values))) if math.isfinite(values[i])]
-        if stretch:
-            kept |= {min(stretch, key=values.__getitem__), max(stretch, key=values.__getitem__)}
+        interval = [i for i in range(start, min(start + width, len(values))) if math.isfinite(values[i])]
+        if interval:
+            kept |= {min(interval, key=values.__getitem__), max(interval, key=values.__getitem__)}
     return sorted(kept)
 
 
 def _clean(values: Iterable[float]) -> list[float | None]:
-    """Six digits are more than a screen shows, and keep the file small."""
+    """Six digits: more than a screen shows, and a small file."""
     return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]

@@ -1,4 +1,4 @@
-"""What a person wants to see of one step, as short texts: the same columns for the live display and plain lines."""
+"""Short texts for the consoles: numbers, percentages, durations, and the summary of one step."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from megatron_dapo.observe.metric_names import filter_yield, response_length, update_speed
 
 
-def step_row(metrics: Mapping[str, float]) -> dict[str, str]:
-    """Column title to text, without the columns whose metrics are absent."""
+def step_summary(metrics: Mapping[str, float]) -> dict[str, str]:
+    """Column title to text. Columns whose metrics are absent are left out."""
     columns = {
         "reward": number(metrics.get("reward/mean")),
         "accuracy": percent(metrics.get("reward/accuracy")),
@@ -25,7 +25,7 @@ def step_row(metrics: Mapping[str, float]) -> dict[str, str]:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Short: 0.412, 12.3, 8.1k, 3e-06."""
+    """Examples: 0.412, 12.3, 8.1k, 3e-06."""
     if value is None:
         return ""
     if not math.isfinite(value):

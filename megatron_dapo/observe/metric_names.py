@@ -1,26 +1,30 @@
-"""The names of metrics, and what follows from them: which are wall-clock times, which groups a filter dropped."""
+"""What a metric's name implies: whether it is a wall-clock time, and which groups a filter dropped.
+
+A new metric needs no entry here or in `figures`: metrics.jsonl, the trackers and the report (under "All other
+metrics") take any name.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 DROPPED = "rollout/dropped/"
-# Groups that left the step for another reason than what the filter thought of them.
+# Groups that were not trained on for a reason other than the filter.
 NOT_FILTERED = ("unfinished", "stale", "surplus")
 
 
 def is_wall_clock(name: str) -> bool:
-    """Whether a metric measures the machine, so that two runs of the same training may differ in it."""
+    """Whether a metric measures time, so that it may differ between two runs of the same training."""
     return name.startswith("time/") or name.endswith(("seconds", "per_second"))
 
 
 def dropped_groups(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Groups by the reason for which they were not trained on."""
+    """Groups by the reason why they were not trained on."""
     return {name.removeprefix(DROPPED): value for name, value in metrics.items() if name.startswith(DROPPED)}
 
 
 def filter_yield(metrics: Mapping[str, float]) -> float | None:
-    """Kept groups per group that the filter judged; None where there were none."""
+    """Kept groups per group that the filter judged; None if it judged none."""
     kept = metrics.get("rollout/groups_kept")
     if kept is None:
         return None
@@ -28,15 +32,8 @@ def filter_yield(metrics: Mapping[str, float]) -> float | None:
     return kept / judged if judged > 0 else None
 
 
-def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Seconds by phase; they add up to time/step."""
-    found = {name.removeprefix("time/"): value for name, value in metrics.items() if name.startswith("time/")}
-    found.pop("step", None)
-    return found
-
-
 def response_length(metrics: Mapping[str, float]) -> float | None:
-    """Mean tokens per trained answer."""
+    """Mean tokens per trained response."""
     return metrics.get("rollout/length_trained")
 
 

@@ -1,8 +1,8 @@
-"""metrics.jsonl: one line per step or evaluation, on disk before the run goes on.
+"""metrics.jsonl: one line per step or evaluation, on disk before the run continues.
 
-A line is `{"step": 3, "kind": "step" | "eval", "metrics": {...}}` and counts once its newline is there: what a crash
-left half-written is ignored by readers and cut off by the next writer. Steps only grow. A NaN or infinity is written
-as text ("nan", "inf", "-inf"), because JSON has no number for it, and read back as the number.
+A line is `{"step": 3, "kind": "step" | "eval", "metrics": {...}}`. It counts once its newline is written: readers
+ignore an incomplete last line, and the next writer removes it. Steps only increase. JSON has no NaN or infinity, so
+they are written as text ("nan", "inf", "-inf") and read back as numbers.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo.errors import UserError
+from megatron_dapo.observe.append_file import AppendFile
 
 STEP, EVAL = "step", "eval"
 
@@ -48,7 +49,7 @@ def _number(value: Any) -> float:
 
 
 def plain_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Python numbers, whatever the caller's scalars are (numpy, 0-d tensors); integers stay integers."""
+    """Converts numpy scalars and 0-d tensors to Python numbers; integers stay integers."""
     found: dict[str, float] = {}
     for name, value in metrics.items():
         try:
@@ -59,38 +60,42 @@ def plain_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 class MetricsFile:
-    """Appends records. `records` holds what is on disk; opening the file cuts off a half-written last line."""
+    """Appends records. `records` holds what is on disk. Opening the file removes an incomplete last line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.records = read_records(path) if path.exists() else []
-        _cut_half_line(path)
-        self._file = path.open("ab")
+        try:  # a directory that cannot be written is an error at the start of the run
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+            _remove_incomplete_line(path)
+        except OSError as error:
+            raise RecordError(f"{path}: cannot be written: {error}") from error
+        self.records = read_records(path)
+        self._file = AppendFile(path, sync=True)
 
     def append(self, record: Record) -> None:
-        """On disk when this returns."""
+        """On disk when this returns. Raises RecordError if it cannot be written; the file is then unchanged."""
         if record.kind == STEP and record.step <= self.last_step:
             raise ValueError(
-                f"step {record.step} after step {self.last_step} in {self.path}: rewind({record.step - 1}) comes first"
+                f"step {record.step} after step {self.last_step} in {self.path}: call rewind({record.step - 1}) first"
             )
         try:
             self._file.write(record.to_line().encode())
-            self._file.flush()
-            os.fsync(self._file.fileno())
         except OSError as error:
             raise RecordError(f"{self.path}: cannot write the metrics of step {record.step}: {error}") from error
         self.records.append(record)
 
     def rewind(self, step: int) -> None:
-        """Forgets every record after `step`; the file is replaced in one move, or untouched."""
+        """Removes every record after `step` in one operation, which needs no free space."""
         kept = [record for record in self.records if record.step <= step]
         if len(kept) == len(self.records):
             return
-        self._file.close()
-        write_atomically(self.path, "".join(record.to_line() for record in kept).encode())
+        if kept == self.records[: len(kept)]:
+            self._file.truncate(_end_of_line(self.path, len(kept)))
+        else:  # steps out of order: somebody edited the file
+            self._file.close()
+            write_atomically(self.path, "".join(record.to_line() for record in kept).encode())
         self.records = kept
-        self._file = self.path.open("ab")
 
     @property
     def last_step(self) -> int:
@@ -107,7 +112,7 @@ def read_records(path: Path) -> list[Record]:
     except OSError as error:
         raise RecordError(f"{path}: cannot be read ({error.strerror})") from None
     records = []
-    for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline is half a line, or nothing
+    for number, line in enumerate(lines[:-1], start=1):  # after the last newline: an incomplete line, or nothing
         if not line.strip():
             continue
         try:
@@ -121,12 +126,16 @@ def read_records(path: Path) -> list[Record]:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """The new content or the old one, never a part, whenever the power fails."""
+    """Replaces the file with the new content, or leaves it as it was, also after a power failure."""
     temporary = path.with_name(f".{path.name}.new")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        temporary.unlink(missing_ok=True)  # on a full disk its space is needed
+        raise
     temporary.replace(path)
     directory = os.open(path.parent, os.O_RDONLY)
     try:
@@ -135,9 +144,19 @@ def write_atomically(path: Path, content: bytes) -> None:
         os.close(directory)
 
 
-def _cut_half_line(path: Path) -> None:
-    if not path.exists():
-        return
+def _end_of_line(path: Path, records: int) -> int:
+    """Size of the file up to and including so many records."""
+    size = found = 0
+    with path.open("rb") as file:
+        for line in file:
+            if found == records:
+                break
+            size += len(line)
+            found += bool(line.strip())
+    return size
+
+
+def _remove_incomplete_line(path: Path) -> None:
     content = path.read_bytes()
     complete = content.rfind(b"\n") + 1
     if complete < len(content):

@@ -1,8 +1,7 @@
-"""The report: one HTML file, readable without a network, that shows one run or compares several.
+"""The report: one HTML file that shows one run or compares several, and needs no network.
 
-Everything is inside the file: style, script and data. Its content security policy allows this one script and no
-request at all, so nothing that a model wrote into an answer can run or call home; texts reach the page as JSON and are
-shown as text.
+Style, script and data are inside the file. Its content security policy allows this one script and no requests, so
+nothing that a model writes into a response can run or send anything. Texts are embedded as JSON and shown as text.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ SUMMARY = (
 
 
 def write_report(run_dirs: Sequence[str | Path], output: str | Path, png: bool = True) -> list[Path]:
-    """Writes the page to `output` and, with `png`, curves.png beside it. Returns what was written."""
+    """Writes the page to `output` and, with `png`, curves.png to the same folder. Returns the written paths."""
     runs = load_runs(run_dirs)
     target = Path(output)
     if target.is_dir():
@@ -67,7 +66,7 @@ def render(runs: Sequence[Run]) -> str:
         "SCRIPT": script,
     }
     page = _asset("report.html")
-    pieces = page.split("@@")  # literal text and placeholders take turns: a value is never searched for placeholders
+    pieces = page.split("@@")  # text and placeholders alternate; values are not searched for placeholders
     return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
 
 
@@ -76,7 +75,7 @@ def _asset(name: str) -> str:
 
 
 def embed_json(value: Any) -> str:
-    """JSON that cannot end the script element it stands in: ASCII, without <, > and &."""
+    """JSON that cannot close the script element around it: ASCII, without <, > and &."""
     text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -113,12 +112,12 @@ def _run(run: Run) -> dict[str, Any]:
 
 
 def _summary(run: Run) -> list[dict[str, Any]]:
-    """First and last value, each a mean over up to five steps; evaluations as they are."""
-    rows = [(label, metric, form) for label, metric, form in SUMMARY]
+    """First and last value, each a mean over up to five steps; evaluations are not averaged."""
+    shown = list(SUMMARY)
     scores = [name for name in run.metrics if name.startswith("eval/") and "avg@" in name]
-    rows += [(name.removeprefix("eval/"), name, "percent") for name in scores if name.split("@")[1].isdigit()]
+    shown += [(name.removeprefix("eval/"), name, "percent") for name in scores if name.split("@")[1].isdigit()]
     found = []
-    for label, metric, form in rows:
+    for label, metric, form in shown:
         values = _finite(run.series(metric)[1])
         if values:
             width = 1 if metric.startswith("eval/") else max(1, min(5, len(values) // 4))
@@ -133,7 +132,7 @@ def _finite(values: Sequence[float]) -> list[float]:
 
 
 def choose_transcripts(items: Sequence[Transcript]) -> tuple[list[Transcript], int]:
-    """Those of at most STEPS_WITH_TRANSCRIPTS steps, spread evenly from first to last; and how many steps are not."""
+    """Transcripts of at most STEPS_WITH_TRANSCRIPTS steps, spread evenly; and the number of steps left out."""
     steps = sorted({item.step for item in items})
     if len(steps) <= STEPS_WITH_TRANSCRIPTS:
         return list(items), 0
@@ -143,14 +142,14 @@ def choose_transcripts(items: Sequence[Transcript]) -> tuple[list[Transcript], i
 
 
 def _transcript(item: Transcript) -> dict[str, Any]:
-    record = asdict(item) | {"prompt": _shortened(item.prompt), "text": _shortened(item.text)}
-    if item.score is not None and item.score - item.score != 0:  # a user's grader may give NaN
-        record["score"] = None
-    return record
+    shown = asdict(item) | {"prompt": _shortened(item.prompt), "text": _shortened(item.text)}
+    if item.score is not None and item.score - item.score != 0:  # a custom grader may return NaN
+        shown["score"] = None
+    return shown
 
 
 def _shortened(text: str) -> str:
-    """Beginning and end of a very long text; samples/ has all of it."""
+    """Beginning and end of a very long text; samples/ has the whole text."""
     if len(text) <= LONGEST_TEXT:
         return text
     half = LONGEST_TEXT // 2

@@ -1,18 +1,19 @@
-"""The live display on a terminal: one line per step that stays, and below it the phase that runs, with its progress."""
+"""The console on a terminal: one permanent line per step, and below it the running phases with their progress."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
 
-from rich.console import Console, Group
+from rich.console import Console as Terminal
+from rich.console import Group
 from rich.live import Live
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from megatron_dapo.observe.console import Display, SamplingProgress, evaluation_text
-from megatron_dapo.observe.formatting import duration, number, step_row
+from megatron_dapo.observe.console import Console, SamplingProgress, evaluation_text
+from megatron_dapo.observe.formatting import duration, number, step_summary
 
 HEADER_EVERY = 20
 
@@ -21,37 +22,41 @@ def _width(title: str) -> int:
     return max(6, len(title)) + 3
 
 
-class LiveDisplay(Display):
-    """Redraws a few times a second; whoever reports progress only stores it."""
+class RichConsole(Console):
+    """Redraws a few times a second; reporting progress only stores it."""
 
-    def __init__(self, title: str, console: Console | None = None) -> None:
-        self._console = console or Console(highlight=False)
+    def __init__(self, title: str, terminal: Terminal | None = None) -> None:
+        self._terminal = terminal or Terminal(highlight=False)
         self._title = title
         self._run = Progress(
             TextColumn("[bold]{task.description}"), BarColumn(bar_width=None), TextColumn("{task.fields[text]}"),
-            expand=True, console=self._console,
+            expand=True, console=self._terminal,
         )  # fmt: skip
         self._phases = Progress(
             TextColumn("  [cyan]{task.description:<10}"), BarColumn(bar_width=24), TextColumn("{task.fields[text]}"),
-            TimeElapsedColumn(), console=self._console,
+            TimeElapsedColumn(), console=self._terminal,
         )  # fmt: skip
         self._steps = self._run.add_task(escape(title), total=None, text="starting")
         self._tasks: dict[str, TaskID] = {}
-        self._rows, self._columns = 0, list[str]()
+        self._lines, self._columns = 0, list[str]()  # since the last header; its titles
         self._live = Live(
-            Group(self._run, self._phases), console=self._console, refresh_per_second=5, transient=True,
+            Group(self._run, self._phases), console=self._terminal, refresh_per_second=5, transient=True,
             redirect_stdout=True, redirect_stderr=True,
         )  # fmt: skip
         self._live.start()
 
     def phase_started(self, name: str) -> None:
-        if name not in self._tasks:  # it may have begun behind another phase
+        if name not in self._tasks:  # `sampling` may have started it
             self._tasks[name] = self._phases.add_task(escape(name), total=None, text="")
 
     def phase_ended(self, name: str) -> None:
         task = self._tasks.pop(name, None)
         if task is not None:
             self._phases.remove_task(task)
+
+    def note(self, name: str, text: str) -> None:
+        if name in self._tasks:
+            self._phases.update(self._tasks[name], text=escape(text))
 
     def progress(self, name: str, done: float, total: float, text: str) -> None:
         if name in self._tasks:
@@ -68,21 +73,21 @@ class LiveDisplay(Display):
         self._phases.update(self._tasks["rollout"], completed=progress.kept, total=progress.needed, text=text)
 
     def step(self, step: int, total: int, metrics: Mapping[str, float], remaining: float | None) -> None:
-        cells = self._fitting({"step": str(step), **step_row(metrics)})
-        if self._rows % HEADER_EVERY == 0 or list(cells) != self._columns:
-            self._rows, self._columns = 0, list(cells)
+        cells = self._fitting({"step": str(step), **step_summary(metrics)})
+        if self._lines % HEADER_EVERY == 0 or list(cells) != self._columns:
+            self._lines, self._columns = 0, list(cells)
             self._live.console.print(Text("".join(title.rjust(_width(title)) for title in cells), style="dim"))
-        self._rows += 1
+        self._lines += 1
         self._live.console.print(Text("".join(text.rjust(_width(title)) for title, text in cells.items())))
         text = f"step {step}/{total}" + (f"  ETA {duration(remaining)}" if remaining else "")
         self._run.update(self._steps, completed=step, total=total, text=text)
 
     def _fitting(self, cells: Mapping[str, str]) -> dict[str, str]:
-        """The columns for which the terminal is wide enough; reward and accuracy come first."""
-        room, found = self._console.width, {}
+        """The columns that fit the terminal, from the left."""
+        space, found = self._terminal.width, {}
         for title, text in cells.items():
-            room -= _width(title)
-            if room < 0:
+            space -= _width(title)
+            if space < 0:
                 break
             found[title] = text
         return found
@@ -95,4 +100,4 @@ class LiveDisplay(Display):
 
     def close(self, status: str) -> None:
         self._live.stop()
-        self._console.print(f"{escape(self._title)}: {escape(status)} at {time.strftime('%H:%M:%S')}")
+        self._terminal.print(f"{escape(self._title)}: {escape(status)} at {time.strftime('%H:%M:%S')}")

@@ -1,4 +1,4 @@
-"""Reading run directories: what the report and the curves are drawn from, of a run that goes on or has ended."""
+"""Reads run directories, finished or running, for the report and the curves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WARNINGS_SHOWN = 200
 
 
 class ReportError(UserError):
-    """A run directory that has nothing to show; the message says what is missing."""
+    """A run directory without anything to show; the message says what is missing."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -31,17 +31,17 @@ class Run:
     config: dict[str, str]  # dotted key to text
     transcripts: list[Transcript]
     findings: list[Finding]
-    warnings: list[str]  # logs/warnings.log: what the run itself said
+    warnings: list[str]  # logs/warnings.log
 
     def series(self, metric: str) -> tuple[list[int], list[float]]:
-        """Steps and values of one metric, where it was recorded."""
+        """Steps and values of one metric; steps without it are left out."""
         records = self.evaluations if metric.startswith("eval/") else self.steps
         found = [(r.step, r.metrics[metric]) for r in records if metric in r.metrics]
         return [step for step, _ in found], [value for _, value in found]
 
     @property
     def metrics(self) -> list[str]:
-        """Every metric's name, in the order in which they first appear."""
+        """The names of all metrics, in order of first appearance."""
         return list(dict.fromkeys(name for record in [*self.steps, *self.evaluations] for name in record.metrics))
 
 
@@ -85,7 +85,7 @@ def _with_derived(record: Record) -> Record:
 
 
 def distinct_names(paths: Sequence[Path]) -> list[str]:
-    """The directories' names, with as many parents as it takes to tell them apart."""
+    """The names of the directories, with as many parents as needed to distinguish them."""
     parts = [path.resolve().parts for path in paths]
     for depth in range(1, max(map(len, parts)) + 1):
         names = ["/".join(p[-depth:]) for p in parts]
@@ -100,14 +100,14 @@ def distinct_names(paths: Sequence[Path]) -> list[str]:
 
 
 def config_differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """Keys whose values differ between the runs, with each run's value; "—" where a run does not have the key."""
+    """Keys whose values differ between runs, with the value of each run; "—" if a run does not have the key."""
     keys = dict.fromkeys(key for run in runs for key in run.config)
-    rows = [(key, [run.config.get(key, "—") for run in runs]) for key in keys]
-    return [(key, values) for key, values in rows if len(set(values)) > 1]
+    values_of = [(key, [run.config.get(key, "—") for run in runs]) for key in keys]
+    return [(key, values) for key, values in values_of if len(set(values)) > 1]
 
 
 def _config(path: Path) -> dict[str, str]:
-    """Flat; empty where there is no readable config.yaml, because the curves can be shown without it."""
+    """Flat. Empty if there is no readable config.yaml: the curves can be shown without it."""
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):

@@ -1,7 +1,7 @@
-"""Transcripts: now and then some answers of a step, in samples/.
+"""Transcripts: some responses of every n-th step, in samples/.
 
-`step_000010.txt` is for reading, `step_000010.jsonl` holds the same for the report. Which answers are shown depends on
-the batch alone, so a resumed run writes the same files as an uninterrupted one.
+`step_000010.txt` is for reading; `step_000010.jsonl` holds the same for the report. The choice of responses depends
+only on the batch, so a resumed run writes the same files as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ VERDICTS = {True: "right", False: "wrong", None: "ungraded"}
 
 @dataclass(slots=True, frozen=True)
 class Transcript:
-    """One answer as it is shown."""
+    """One response as it is shown."""
 
     step: int
     prompt_id: str
     prompt: str
     reference: str
-    group: str  # how the whole group did: "3 of 8 right"
+    group: str  # the result of the whole group: "3 of 8 right"
     index: int
     verdict: str
     reason: str
@@ -44,14 +44,16 @@ def is_due(step: int, every: int) -> bool:
     return every > 0 and (step <= 1 or step % every == 0)
 
 
-def choose(step: int, groups: Sequence[Group], prompts: int, answers: int) -> list[Transcript]:
-    """Some answers of the first groups; right and wrong ones take turns, so that both are seen."""
+def choose(step: int, groups: Sequence[Group], prompts: int, responses: int) -> list[Transcript]:
+    """Some responses of the first groups; right and wrong ones alternate, so that both are shown."""
     return [
-        _transcript(step, group, sample) for group in groups[:prompts] for sample in _mixed(group.samples)[:answers]
+        _transcript(step, group, sample)
+        for group in groups[:prompts]
+        for sample in _alternating(group.samples)[:responses]
     ]
 
 
-def _mixed(samples: Sequence[Sample]) -> list[Sample]:
+def _alternating(samples: Sequence[Sample]) -> list[Sample]:
     right = [s for s in samples if s.grade is not None and s.grade.correct]
     others = [s for s in samples if not (s.grade is not None and s.grade.correct)]
     return [s for pair in zip_longest(right, others) for s in pair if s is not None]
@@ -79,14 +81,14 @@ def _transcript(step: int, group: Group, sample: Sample) -> Transcript:
 
 def write(folder: Path, step: int, transcripts: Sequence[Transcript]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(asdict(item)) + "\n" for item in transcripts]  # ASCII: any text survives, lone surrogates too
+    lines = [json.dumps(asdict(item)) + "\n" for item in transcripts]  # ASCII, so that lone surrogates survive
     readable = _readable(step, transcripts).encode("utf-8", errors="backslashreplace")
     write_atomically(folder / f"step_{step:06d}.jsonl", "".join(lines).encode())
     write_atomically(folder / f"step_{step:06d}.txt", readable)
 
 
 def read(folder: Path) -> list[Transcript]:
-    """All transcripts, oldest step first. Files that are not transcripts are left alone."""
+    """All transcripts, oldest step first. Lines that are not transcripts are skipped."""
     found: list[Transcript] = []
     for path in sorted(folder.glob("step_*.jsonl")):
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -94,7 +96,7 @@ def read(folder: Path) -> list[Transcript]:
                 raw: dict[str, Any] = json.loads(line)
                 found.append(Transcript(**raw))
             except (ValueError, TypeError):
-                continue  # not ours
+                continue
     return sorted(found, key=lambda item: item.step)
 
 
@@ -114,6 +116,6 @@ def _readable(step: int, transcripts: Sequence[Transcript]) -> str:
             shown = item.prompt_id
             title = f"step {step} · prompt {item.prompt_id} · {item.group} · reference {item.reference}"
             lines += ["=" * 100, title, "=" * 100, item.prompt]
-        head = f"answer {item.index}: {item.verdict} ({item.reason}), {item.tokens} tokens, {item.finish_reason}"
+        head = f"response {item.index}: {item.verdict} ({item.reason}), {item.tokens} tokens, {item.finish_reason}"
         lines += ["", "-" * 100, f"{head}, extracted: {item.extracted}", "-" * 100, item.text, ""]
     return "\n".join(lines) + "\n"

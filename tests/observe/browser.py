@@ -25,7 +25,7 @@ class Tab:
     """One page. `events` holds everything the browser reported about it."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
-        self._socket, self._next, self._answers = socket, 0, {}
+        self._socket, self._next, self._replies = socket, 0, {}
         self.events: list[dict[str, Any]] = []
         self._reader = asyncio.create_task(self._read())
 
@@ -33,15 +33,15 @@ class Tab:
         async for message in self._socket:
             data = json.loads(message.data)
             if "id" in data:
-                self._answers.pop(data["id"]).set_result(data)
+                self._replies.pop(data["id"]).set_result(data)
             else:
                 self.events.append(data)
 
     async def call(self, method: str, **params: Any) -> dict[str, Any]:
         self._next += 1
-        self._answers[self._next] = answer = asyncio.get_running_loop().create_future()
+        self._replies[self._next] = reply = asyncio.get_running_loop().create_future()
         await self._socket.send_json({"id": self._next, "method": method, "params": params})
-        data = await asyncio.wait_for(answer, 30)
+        data = await asyncio.wait_for(reply, 30)
         assert "error" not in data, f"{method}: {data['error']}"
         return data["result"]
 
@@ -108,8 +108,8 @@ async def chromium():
             ):
 
                 async def new_tab() -> Tab:
-                    async with session.put("/json/new?about:blank") as answer:
-                        target = json.loads(await answer.text())
+                    async with session.put("/json/new?about:blank") as reply:
+                        target = json.loads(await reply.text())
                     socket = await stack.enter_async_context(
                         session.ws_connect(target["webSocketDebuggerUrl"], max_msg_size=0)
                     )

@@ -1,4 +1,4 @@
-"""Run directories made of numbers: what a training would have left, in milliseconds and always the same."""
+"""Synthetic run directories: the files of a training, deterministic and made in milliseconds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HOSTILE = (
 
 
 def step_metrics(step: int, steps: int, seed: int, *, clip_higher: bool = True) -> dict[str, float]:
-    """Looks like DAPO on a task that is learnt; without clip-higher the entropy collapses."""
+    """Resembles DAPO on a task that is learnt; without clip-higher the entropy collapses."""
     noise = random.Random(seed * 100_003 + step)
     share = step / max(20, steps)
     learnt = 1 - math.exp(-3 * share)

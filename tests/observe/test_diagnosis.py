@@ -1,4 +1,4 @@
-"""Diagnosis: each rule speaks when it should, once, names its section, and is silent on a healthy run."""
+"""Diagnosis: each rule warns once, at the right step, names its section, and is silent on a healthy run."""
 
 import math
 import re
@@ -26,7 +26,7 @@ def groups(kept: int, **dropped: int) -> dict[str, float]:
     return {"rollout/groups_kept": kept, **{f"rollout/dropped/{k.replace('_', '-')}": v for k, v in dropped.items()}}
 
 
-# rule, the steps of a run, the step at which the rule speaks
+# rule, the steps of a run, the step at which the rule warns
 CASES = [
     ("entropy-collapse", series("train/entropy", 0.8, 1.0, 1.2, 0.24, 0.24, 0.24), 6),
     ("entropy-explosion", series("train/entropy", 0.4, 0.4, 0.4, 1.3, 1.3, 1.3), 6),
@@ -51,7 +51,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("rule", "steps", "when"), CASES)
-def test_a_rule_speaks_at_its_step_and_no_other_rule_does(rule, steps, when):
+def test_a_rule_warns_at_its_step_and_no_other_rule_does(rule, steps, when):
     assert findings(*steps, steps[-1], steps[-1]) == [(when, rule)]
 
 
@@ -65,7 +65,7 @@ NEAR_MISSES = [
     series("train/entropy", 1.0, 1.0, 1.0, 0.1, 0.1, 1.0, 0.1, 0.1, 1.0),  # never three in a row
     series("train/mismatch_kl", *[2e-4] * 8, 9e-3),  # a jump, but small
     series("train/clip_fraction_high", *[0.19] * 6),
-    series("rollout/truncated_share", *[0.3] * 8),  # much, but it was so at the start
+    series("rollout/truncated_share", *[0.3] * 8),  # high, but not higher than at the start
     series("train/grad_norm", 5.0, 0.1, 0.1, 0.1),  # too early to know what is normal
     series("train/grad_norm", *[0.1] * 6, 0.9),
     [groups(2, all_wrong=17, surplus=400)] * 4,  # surplus is not the filter's verdict
@@ -75,7 +75,7 @@ NEAR_MISSES = [
 
 
 @pytest.mark.parametrize("steps", NEAR_MISSES)
-def test_what_is_nearly_unhealthy_is_not_reported(steps):
+def test_values_just_within_the_limits_give_no_warning(steps):
     assert findings(*steps) == []
 
 
@@ -91,7 +91,7 @@ def test_a_warning_is_repeated_only_after_five_healthy_steps():
     assert findings(bad, *[good] * 5, bad) == [(1, "mismatch"), (7, "mismatch")]
 
 
-def test_the_message_says_what_why_and_where():
+def test_the_message_names_finding_causes_and_section():
     (finding,) = Watch().observe(7, groups(0, ungraded=12))
     assert finding.message == (
         "every group was dropped (12 ungraded). Likely: the grader fails or reads the wrong answer field, or the "
@@ -99,7 +99,7 @@ def test_the_message_says_what_why_and_where():
     )
 
 
-def test_one_nan_does_not_blind_the_watch():
+def test_rules_still_work_after_a_nan():
     steps = series("train/entropy", 1.0, math.nan, 1.0, 1.0, 0.1, 0.1, 0.1)
     assert findings(*steps) == [(2, "not-finite"), (7, "entropy-collapse")]
 

@@ -1,4 +1,4 @@
-"""metrics.jsonl: what is acknowledged is on disk, what is half-written is not there, and rewinding is one move."""
+"""metrics.jsonl: acknowledged records are on disk, incomplete lines do not count, and rewinding is one operation."""
 
 import json
 import math
@@ -50,18 +50,21 @@ def test_kill_9_loses_no_acknowledged_step(tmp_path):
     assert steps[:acknowledged] == list(range(1, acknowledged + 1))
 
 
-def test_a_half_written_line_is_ignored_and_cut_off(tmp_path):
+def test_an_incomplete_line_is_ignored_and_removed(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write(path, 1, 2).close()
     whole = path.read_text()
-    for half in ('{"step": 3, "ki', '{"step": 3, "kind": "step", "metrics": {}}'):  # the second lacks only its newline
-        path.write_text(whole + half)
+    for incomplete in (
+        '{"step": 3, "ki',
+        '{"step": 3, "kind": "step", "metrics": {}}',
+    ):  # the second lacks only its newline
+        path.write_text(whole + incomplete)
         assert [r.step for r in read_records(path)] == [1, 2]
         write(path, 3).close()
         assert path.read_text().startswith(whole) and [r.step for r in read_records(path)] == [1, 2, 3]
 
 
-def test_nan_and_infinity_are_valid_json_and_come_back(tmp_path):
+def test_nan_and_infinity_are_written_as_valid_json_and_read_back(tmp_path):
     path = tmp_path / "metrics.jsonl"
     MetricsFile(path).append(Record(1, STEP, {"a": math.nan, "b": -math.inf, "c": 1.5}))
 
@@ -84,12 +87,12 @@ def test_a_damaged_line_in_the_middle_is_an_error_that_names_it(tmp_path):
 
 def test_a_step_is_recorded_once(tmp_path):
     file = write(tmp_path / "metrics.jsonl", 1, 2)
-    with pytest.raises(ValueError, match=r"step 2 after step 2.*rewind\(1\)"):
+    with pytest.raises(ValueError, match=r"step 2 after step 2.*call rewind\(1\) first"):
         file.append(Record(2, STEP, {}))
     file.append(Record(2, EVAL, {"eval/avg@8": 0.5}))  # an evaluation belongs to a step
 
 
-def test_rewind_forgets_later_steps_and_evaluations(tmp_path):
+def test_rewind_removes_later_steps_and_evaluations(tmp_path):
     path = tmp_path / "metrics.jsonl"
     file = write(path, 1, 2)
     two = path.read_bytes()
@@ -110,7 +113,7 @@ def test_a_rewind_that_is_interrupted_changes_nothing(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "replace", killed)
+        patch.setattr(os, "ftruncate", killed)
         with pytest.raises(KeyboardInterrupt):
             file.rewind(1)
     assert path.read_bytes() == before
@@ -119,7 +122,7 @@ def test_a_rewind_that_is_interrupted_changes_nothing(tmp_path, monkeypatch):
     assert [r.step for r in read_records(path)] == [1]
 
 
-def test_numbers_of_any_kind_become_plain_ones_and_others_are_refused():
+def test_scalars_become_python_numbers_and_other_types_are_refused():
     import numpy as np
 
     found = plain_numbers({"a": np.float32(0.5), "b": 3, "c": True, "d": np.int64(4)})
@@ -127,3 +130,22 @@ def test_numbers_of_any_kind_become_plain_ones_and_others_are_refused():
     assert type(found["b"]) is int and type(found["a"]) is float
     with pytest.raises(TypeError, match="metric 'x': expected a number, found 'high'"):
         plain_numbers({"x": "high"})
+
+
+def test_rewind_keeps_blank_lines_and_handles_steps_out_of_order(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = [Record(step, STEP, {}).to_line() for step in (1, 2, 3)]
+    path.write_text(lines[0] + "\n" + lines[1] + lines[2])
+    MetricsFile(path).rewind(2)
+    assert path.read_text() == lines[0] + "\n" + lines[1]
+    path.write_text(lines[0] + lines[2] + lines[1])
+    file = MetricsFile(path)
+    file.rewind(2)
+    file.append(Record(3, STEP, {}))
+    assert path.read_text() == "".join(lines)
+
+
+def test_a_folder_that_cannot_be_created_is_an_error_with_its_name(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RecordError, match=r"file/run/metrics\.jsonl: cannot be written: .*Not a directory"):
+        MetricsFile(tmp_path / "file" / "run" / "metrics.jsonl")

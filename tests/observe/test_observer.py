@@ -1,8 +1,9 @@
-"""The observer's promises: exact files after a resume, times that add up, and nothing in it that can end a run."""
+"""The observer's promises: exact files after a resume, times that add up, and no failure of it ends a run."""
 
 import io
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -12,9 +13,9 @@ from synthetic_runs import make_groups, step_metrics
 
 from megatron_dapo.config.observe import ObserveConfig
 from megatron_dapo.observe import NullObserver, Observer, is_wall_clock
-from megatron_dapo.observe.console import PlainDisplay
+from megatron_dapo.observe.console import PlainConsole
 from megatron_dapo.observe.metrics_file import STEP, read_records
-from megatron_dapo.observe.rich_console import LiveDisplay
+from megatron_dapo.observe.rich_console import RichConsole
 from megatron_dapo.rollout.accounting import Progress
 
 QUIET = ObserveConfig(console="off", samples_every=2, report=False)
@@ -38,7 +39,7 @@ def train(watched: Observer, steps: range) -> None:
 
 
 def contents(folder: Path) -> tuple[list[tuple[int, str, dict[str, float]]], dict[str, bytes]]:
-    """Everything but the wall clock."""
+    """All records without wall-clock metrics, and all transcripts."""
     records = [
         (r.step, r.kind, {name: value for name, value in r.metrics.items() if not is_wall_clock(name)})
         for r in read_records(folder / "metrics.jsonl")
@@ -47,7 +48,7 @@ def contents(folder: Path) -> tuple[list[tuple[int, str, dict[str, float]]], dic
 
 
 @pytest.mark.parametrize("dies_after", [4, 5, 6, 7])
-def test_a_resumed_run_leaves_what_an_uninterrupted_one_leaves(tmp_path, dies_after):
+def test_a_resumed_run_leaves_the_same_files_as_an_uninterrupted_one(tmp_path, dies_after):
     straight = observer(tmp_path / "straight")
     train(straight, range(1, 9))
     first = observer(tmp_path / "resumed")
@@ -63,14 +64,14 @@ def test_a_resumed_run_leaves_what_an_uninterrupted_one_leaves(tmp_path, dies_af
     assert [step for step, kind, _ in contents(tmp_path / "straight")[0] if kind == STEP] == list(range(1, 9))
 
 
-def test_a_run_that_died_before_its_first_checkpoint_begins_anew(tmp_path):
+def test_a_run_that_died_before_its_first_checkpoint_starts_again(tmp_path):
     straight = observer(tmp_path / "straight")
     straight.evaluation(0, {"eval/avg@8": 0.1})
     train(straight, range(1, 5))
     died = observer(tmp_path / "again")
     died.evaluation(0, {"eval/avg@8": 0.1})
     train(died, range(1, 4))
-    again = observer(tmp_path / "again")  # nobody rewinds: there is no checkpoint
+    again = observer(tmp_path / "again")  # no rewind: there is no checkpoint
     again.evaluation(0, {"eval/avg@8": 0.1})
     train(again, range(1, 5))
     assert contents(tmp_path / "again") == contents(tmp_path / "straight")
@@ -91,9 +92,9 @@ def test_an_evaluation_that_is_repeated_after_a_resume_is_recorded_once(tmp_path
 
 def test_phases_add_up_to_the_step_and_nested_seconds_count_once(tmp_path, monkeypatch):
     clock = [100.0]
-    monkeypatch.setattr("megatron_dapo.observe.observer.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("megatron_dapo.observe.phases.time.monotonic", lambda: clock[0])
     watched = observer(tmp_path)
-    clock[0] += 50  # before the first phase: not of any step
+    clock[0] += 50  # before the first phase: part of no step
     with watched.phase("update"):
         clock[0] += 3
         with watched.phase("log_probs"):
@@ -120,11 +121,11 @@ def test_phases_add_up_to_the_step_and_nested_seconds_count_once(tmp_path, monke
     [("time/update", True), ("rollout/seconds", True), ("train/update_seconds", True), ("rollout/dropped/stale", False),
      ("rollout/tokens_per_second", True), ("train/loss", False), ("rollout/groups_kept", False)],
 )  # fmt: skip
-def test_wall_clock_metrics_are_known_by_name(name, wall):
+def test_wall_clock_metrics_are_recognised_by_name(name, wall):
     assert is_wall_clock(name) is wall
 
 
-def test_plain_lines_say_what_matters(tmp_path, capsys):
+def test_plain_console_prints_steps_evaluations_and_warnings(tmp_path, capsys):
     watched = observer(tmp_path, ObserveConfig(console="plain", report=False))
     metrics = {
         "reward/mean": 0.4123, "reward/accuracy": 0.5, "train/entropy": 0.25, "rollout/length_trained": 812.4,
@@ -149,31 +150,101 @@ def test_off_is_silent_and_auto_is_plain_without_a_terminal(tmp_path, capsys):
     assert capsys.readouterr().out == "step 1/8  reward 1.00  time 0.0s\n"
 
 
-def test_a_long_rollout_says_now_and_then_that_it_lives(monkeypatch):
-    clock, stream = [0.0], io.StringIO()
-    monkeypatch.setattr("megatron_dapo.observe.console.time.monotonic", lambda: clock[0])
-    display = PlainDisplay(stream)
+@pytest.fixture
+def clock(monkeypatch):
+    """The time that consoles see, in seconds; no thread prints by itself."""
+    now = [0.0]
+    monkeypatch.setattr("megatron_dapo.observe.console.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(PlainConsole, "_watch", lambda self: None)
+    return now
+
+
+def test_a_long_rollout_is_reported_once_a_minute(clock):
+    stream = io.StringIO()
+    console = PlainConsole(stream)
     for _ in range(100):
         clock[0] += 2
-        display.sampling(Progress(1, 64, 12, {"all-wrong": 3, "surplus": 0}, 5, 80, 100, 9000, 3.0))
-    assert stream.getvalue().splitlines() == ["  rollout: 12/64 groups, 3 all-wrong, 80 running, 3000 tok/s"] * 3
+        console.sampling(Progress(1, 64, 12, {"all-wrong": 3, "surplus": 0}, 5, 80, 100, 9000, 3.0))
+    state = "12/64 groups, 3 all-wrong, 80 running, 3000 tok/s"
+    assert stream.getvalue().splitlines() == [
+        f"[60.0s] rollout for 58.0s: {state}", f"[2min] rollout for 2min: {state}", f"[3min] rollout for 3min: {state}",
+    ]  # fmt: skip
 
 
-def test_the_live_display_shows_phases_progress_and_rows():
+def test_plain_console_says_what_a_starting_run_waits_for(clock):
     stream = io.StringIO()
-    display = LiveDisplay("a [run]", Console(file=stream, force_terminal=True, width=160, color_system=None))
-    display.phase_started("rollout")
-    display.sampling(Progress(3, 64, 12, {"all-wrong": 5}, 5, 80, 100, 9000, 3.0))
-    display.phase_started("update")
-    display.progress("update", 3, 16, "updates [of 16]")
-    display._live.refresh()
-    display.step(3, 20, {"reward/mean": 0.5, "train/entropy": 0.25}, remaining=7200)
-    display.phase_ended("update")
-    display.warn("entropy [fell]")
-    display.close("finished")
+    console = PlainConsole(stream)
+    console.phase_started("start")
+    console.note("start", "starting 2 SGLang servers")
+    for _ in range(30):
+        clock[0] += 5
+        console.print_long_phase()  # the console's thread does this: the phase itself reports nothing
+    console.note("start", "loading weights")
+    console.phase_ended("start")
+    console.phase_started("evaluate")
+    clock[0] += 70
+    console.progress("evaluate", 300, 1319, "")
+    console.phase_ended("evaluate")
+    console.step(1, 8, {}, None)
+    console.phase_started("rollout")  # after the first step only long phases are printed
+    console.note("rollout", "batch 2")
+    assert stream.getvalue().splitlines() == [
+        "[0.0s] start",
+        "[0.0s] start: starting 2 SGLang servers",
+        "[60.0s] start for 60.0s: starting 2 SGLang servers",
+        "[2min] start for 2min: starting 2 SGLang servers",
+        "[2min] start: loading weights",
+        "[2min] evaluate",
+        "[4min] evaluate for 70.0s: 300/1319",
+        "step 1/8",
+    ]
+
+
+def test_the_plain_console_prints_a_long_phase_from_its_own_thread(monkeypatch):
+    printed = threading.Event()
+    monkeypatch.setattr(PlainConsole, "CHECK_EVERY", 0.001)
+    monkeypatch.setattr(PlainConsole, "HEARTBEAT", 0.0)
+
+    class Stream(io.StringIO):
+        def write(self, text: str) -> int:
+            if "update for" in text:
+                printed.set()
+            return super().write(text)
+
+    console = PlainConsole(Stream())
+    console.phase_started("update")
+    assert printed.wait(timeout=60), "nothing was printed while the main thread was busy"
+    console.close("finished")
+
+
+def test_phases_pass_notes_to_the_console(tmp_path, capsys):
+    watched = observer(tmp_path, ObserveConfig(console="plain", report=False))
+    with watched.phase("start") as phase:
+        phase.note("loading weights")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("] ")[1] for line in lines] == ["start", "start: loading weights"]
+
+
+def test_the_rich_console_shows_phases_progress_and_steps():
+    stream = io.StringIO()
+    console = RichConsole("a [run]", Console(file=stream, force_terminal=True, width=160, color_system=None))
+    console.phase_started("rollout")
+    console.sampling(Progress(3, 64, 12, {"all-wrong": 5}, 5, 80, 100, 9000, 3.0))
+    console.phase_started("start")
+    console.note("start", "loading [weights]")
+    console._live.refresh()
+    console.phase_ended("start")
+    console.phase_started("update")
+    console.progress("update", 3, 16, "updates [of 16]")
+    console._live.refresh()
+    console.step(3, 20, {"reward/mean": 0.5, "train/entropy": 0.25}, remaining=7200)
+    console.phase_ended("update")
+    console.warn("entropy [fell]")
+    console.close("finished")
     shown = stream.getvalue()
     for text in (
-        "a [run]", "12/64 groups", "all-wrong 5", "running 80", "3000 tok/s", "3/16 updates [of 16]",
+        "a [run]", "loading [weights]", "12/64 groups", "all-wrong 5", "running 80", "3000 tok/s",
+        "3/16 updates [of 16]",
         "reward   entropy\n",
         "     3    0.500     0.250\n", "ETA 2h00", "entropy [fell]", "finished",
     ):  # fmt: skip
@@ -185,7 +256,7 @@ class BrokenTerminal(io.StringIO):
         raise BrokenPipeError
 
 
-def test_a_terminal_that_is_gone_does_not_end_the_run(tmp_path, monkeypatch):
+def test_a_closed_terminal_does_not_end_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stdout", BrokenTerminal())
     for kind in ("plain", "rich"):
         watched = observer(tmp_path / kind, ObserveConfig(console=kind, report=False))
@@ -197,7 +268,7 @@ def test_a_terminal_that_is_gone_does_not_end_the_run(tmp_path, monkeypatch):
         assert len(read_records(tmp_path / kind / "metrics.jsonl")) == 1
 
 
-def test_the_null_observer_has_every_method_and_leaves_nothing(tmp_path, monkeypatch):
+def test_the_null_observer_has_every_method_and_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     silent = NullObserver()
     public = {name for name in vars(Observer) if not name.startswith("_")}
@@ -208,13 +279,14 @@ def test_the_null_observer_has_every_method_and_leaves_nothing(tmp_path, monkeyp
     silent.step(1, {"a": 1.0}, make_groups(1))
     silent.evaluation(1, {})
     silent.warn("x")
+    silent.log("x")
     silent.rewind(0)
     silent.restore(silent.state())
     silent.close("finished")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_warning_is_said_once_kept_and_not_said_again_after_a_resume(tmp_path, capsys):
+def test_a_warning_is_printed_once_logged_and_not_repeated_after_a_resume(tmp_path, capsys):
     config = ObserveConfig(console="plain", report=False)
     watched = observer(tmp_path, config)
     for step, entropy in enumerate([1, 1, 1, 0.1, 0.1, 0.1, 0.1], start=1):
@@ -231,14 +303,14 @@ def test_a_warning_is_said_once_kept_and_not_said_again_after_a_resume(tmp_path,
     resumed.rewind(4)
     for step in (5, 6):
         resumed.step(step, {"train/entropy": 0.1})
-    assert capsys.readouterr().out.count("#entropy-collapse") == 1, "the beginning is remembered across a resume"
+    assert capsys.readouterr().out.count("#entropy-collapse") == 1, "the start values are kept across a resume"
     silent = observer(tmp_path / "off", config.model_copy(update={"warnings": False}))
     for step, entropy in enumerate([1, 1, 1, 0.1, 0.1, 0.1, 0.1], start=1):
         silent.step(step, {"train/entropy": entropy})
     assert "WARNING" not in capsys.readouterr().out
 
 
-def test_close_writes_the_report_and_survives_one_that_fails(tmp_path, monkeypatch, capsys):
+def test_close_writes_the_report_and_a_failing_report_is_a_warning(tmp_path, monkeypatch, capsys):
     config = ObserveConfig(console="plain")
     good = observer(tmp_path / "good", config)
     good.step(1, {"reward/mean": 0.5})
@@ -247,13 +319,13 @@ def test_close_writes_the_report_and_survives_one_that_fails(tmp_path, monkeypat
     assert (tmp_path / "good" / "report.html").stat().st_size > 10_000
 
     def fail(*args: object, **options: object) -> None:
-        raise RuntimeError("no ink")
+        raise RuntimeError("no matplotlib")
 
     monkeypatch.setattr("megatron_dapo.observe.report.write_report", fail)
     bad = observer(tmp_path / "bad", config)
     bad.step(1, {"reward/mean": 0.5})
     bad.close("finished")
-    assert "WARNING: no report: RuntimeError: no ink" in capsys.readouterr().out
+    assert "WARNING: no report: RuntimeError: no matplotlib" in capsys.readouterr().out
 
 
 def test_observing_needs_no_torch_and_no_tracker():

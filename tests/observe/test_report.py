@@ -1,4 +1,4 @@
-"""The report's file: self-contained, safe with whatever an answer holds, and made of any run that has a step."""
+"""The report: self-contained, safe with any response, and possible for any run that has a step."""
 
 import json
 import math
@@ -43,7 +43,7 @@ def test_the_page_needs_nothing_but_itself(tmp_path):
     assert not re.search(r"\b(?:fetch|XMLHttpRequest|WebSocket|import|innerHTML|eval)\b", code)
 
 
-def test_every_asked_for_curve_is_there(tmp_path):
+def test_the_report_has_every_required_figure(tmp_path):
     runs = load_runs([make_run(tmp_path / "run", steps=30)])
     found = {f.id: [s.label for s in f.runs[0]] for figures in figures_of(runs).values() for f in figures}
     expected = {
@@ -69,7 +69,7 @@ def test_every_metric_is_shown_somewhere_once(tmp_path):
     assert [s.label for s in figure(load_runs([run]), "phases").runs[0]] == ["update"]
 
 
-def test_hostile_answers_come_out_as_they_went_in(tmp_path):
+def test_hostile_responses_are_shown_unchanged_as_text(tmp_path):
     run = make_run(tmp_path / "<script>alert(1)</script>", steps=1, hostile=True)
     (page,) = write_report([run], tmp_path / "report.html", png=False)
     text = page.read_text()
@@ -85,7 +85,7 @@ def test_embedded_json_cannot_end_its_element():
     assert json.loads(text) == {"a": "</script><!--&\u2028\ud800"}
 
 
-def test_a_run_that_goes_on_with_a_half_written_line(tmp_path):
+def test_a_running_run_with_an_incomplete_last_line_can_be_reported(tmp_path):
     run = make_run(tmp_path / "run", steps=3)
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "kind": "st')
@@ -93,7 +93,7 @@ def test_a_run_that_goes_on_with_a_half_written_line(tmp_path):
     assert data_of(page.read_text())["runs"][0]["last_step"] == 3
 
 
-def test_nan_is_a_gap_and_a_metric_of_nothing_else_is_left_out(tmp_path):
+def test_nan_is_a_gap_and_a_metric_that_is_always_nan_is_left_out(tmp_path):
     run = run_of(
         tmp_path / "r",
         {"train/entropy": 0.5, "train/loss": math.nan, "time/update": math.nan, "time/rollout": 2.0},
@@ -154,7 +154,7 @@ def test_comparison_shows_what_differs_and_only_that(tmp_path):
     assert found["algorithm.objective"] == ["dapo", "—"]
 
 
-def test_runs_are_told_apart_by_as_much_of_their_path_as_it_takes(tmp_path):
+def test_run_names_have_as_many_parents_as_needed(tmp_path):
     paths = [tmp_path / "seed1" / "run", tmp_path / "seed2" / "run"]
     assert distinct_names(paths) == ["seed1/run", "seed2/run"]
     assert distinct_names([paths[0], paths[0]]) == ["run", "run (2)"]
@@ -178,7 +178,7 @@ def test_transcripts_of_a_long_run_are_spread_and_counted(tmp_path):
     assert (steps[0], steps[-1], len(steps), left_out) == (10, 1000, STEPS_WITH_TRANSCRIPTS, 100 - len(steps))
 
 
-def test_a_very_long_answer_is_shortened_in_the_page_and_whole_in_samples(tmp_path):
+def test_a_very_long_response_is_shortened_in_the_report_and_complete_in_samples(tmp_path):
     run = run_of(tmp_path / "r", {"reward/mean": 1.0})
     transcripts.write(run / "samples", 1, transcripts.choose(1, make_groups(1, "a" * 50_000 + "END"), 1, 1))
     (item,) = payload(load_runs([run]))["runs"][0]["transcripts"]
@@ -188,8 +188,8 @@ def test_a_very_long_answer_is_shortened_in_the_page_and_whole_in_samples(tmp_pa
     assert "a" * 50_000 + "END" in (run / "samples" / "step_000001.txt").read_text()
 
 
-def test_transcripts_show_right_and_wrong_answers_in_turn():
-    chosen = transcripts.choose(1, make_groups(1), prompts=2, answers=3)
+def test_transcripts_alternate_right_and_wrong_responses():
+    chosen = transcripts.choose(1, make_groups(1), prompts=2, responses=3)
     assert [(item.prompt_id, item.verdict, item.index) for item in chosen] == [
         (f"sum-1-{n}", verdict, index) for n in (1, 2) for verdict, index in (("right", 1), ("wrong", 0), ("right", 3))
     ]

@@ -1,6 +1,6 @@
-"""The report in a real browser: every figure has real paths, nothing complains, no request leaves the page.
+"""The report in a real browser: every figure has real paths, no error is logged, no request leaves the page.
 
-Chromium costs seconds to start, so one browser answers all questions; each test states one of them.
+Chromium takes seconds to start, so one browser serves all tests.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ MOVE = """(selector, x) => {
 
 @dataclass
 class Visit:
-    """What was seen of one page."""
+    """What the browser reported about one page."""
 
     figures: list[dict[str, Any]]
     complaints: list[str]
@@ -77,7 +77,9 @@ THREE = {
     "hidden": f"{CLICK_RUN}, {REWARD_LINES}",
     "shown_again": f"{CLICK_RUN}, {REWARD_LINES}",
     "differences": "[...document.querySelectorAll('#differences tbody tr')].map((row) => row.innerText)",
-    "transcript": f"({CHOOSE})('#transcripts select', 2, 'change'), document.querySelector('.answer pre').textContent",
+    "transcript": (
+        f"({CHOOSE})('#transcripts select', 2, 'change'), document.querySelector('.response pre').textContent"
+    ),
     "findings": "document.querySelector('#findings').innerText",
     "dark": f"document.getElementById('theme').click(), {BACKGROUND}",
 }
@@ -103,7 +105,7 @@ async def visit_all(folder: Path) -> dict[str, Visit]:
             (page,) = write_report(runs, folder / f"{name}.html", png=False)
             asked = THREE if name == "three" else {key: THREE[key] for key in ("background", "overflow", "columns")}
             seen[name] = await visit(await new_tab(), page, asked, **options)
-        tab = await new_tab()  # the same instruments on a page that does everything wrong
+        tab = await new_tab()  # the same checks on a page that fails all of them
         (folder / "bad.html").write_text(
             "<script>console.error('a'); setTimeout(() => missing(), 0)</script><img src='http://127.0.0.1:9/x.png'>"
         )
@@ -128,7 +130,7 @@ def test_no_console_error_and_no_request_leaves_the_page(seen, page):
     )
 
 
-def test_the_instruments_would_have_noticed(seen):
+def test_the_checks_fail_on_a_bad_page(seen):
     complaints = " ".join(seen["bad"].complaints)
     assert "'a'" in complaints and "missing is not defined" in complaints
     assert "http://127.0.0.1:9/x.png" in seen["bad"].requests
@@ -160,14 +162,14 @@ def test_the_paths_hold_every_point(seen):
     assert gaps["figure-grad_norm"].count("L") == 1, "so is what a logarithmic axis cannot show"
 
 
-def test_a_single_step_stands_in_the_middle(seen):
+def test_a_single_step_is_drawn_in_the_middle(seen):
     for figure in seen["single_step"].figures:
         for panel in figure["panels"]:
             middle = (50 + panel["svg"] - 12) / 2
             assert all(abs(x + width / 2 - middle) < 1 for x, _, width, _ in panel["boxes"]), figure["id"]
 
 
-def test_hovering_reads_out_the_numbers_of_every_run(seen):
+def test_hovering_shows_the_values_of_every_run(seen):
     facts = seen["three"].facts
     assert re.search(r"step \d+", facts["tip"]) and all(
         name in facts["tip"] for name in ("dapo", "naive-grpo", "seed-2")
@@ -192,7 +194,7 @@ def test_runs_are_compared(seen):
     assert "naive-grpo: entropy is" in seen["three"].facts["findings"]
 
 
-def test_a_hostile_answer_is_text(seen):
+def test_a_hostile_response_is_shown_as_text(seen):
     facts = seen["three"].facts
     assert facts["hacked"] == "undefined"
     shown = HOSTILE

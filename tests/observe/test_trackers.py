@@ -1,6 +1,7 @@
-"""wandb and TensorBoard: optional, named when missing, one run across resumes, and never the end of a training."""
+"""wandb and TensorBoard: optional, named if missing, one run across resumes, and a failure never ends a training."""
 
 import importlib.util
+import os
 import sys
 import types
 from typing import Any
@@ -15,7 +16,7 @@ from megatron_dapo.observe.trackers import TensorBoard
 
 
 class FakeWandb(types.ModuleType):
-    """Remembers what it was told, in the order in which it was told."""
+    """Records the calls in order."""
 
     def __init__(self) -> None:
         super().__init__("wandb")
@@ -65,7 +66,7 @@ def test_a_missing_package_is_named_with_its_extra_before_anything_is_written(tm
     assert not (tmp_path / "run").exists()
 
 
-def test_wandb_goes_on_with_the_run_of_the_checkpoint(tmp_path, wandb):
+def test_a_resumed_training_continues_its_wandb_run(tmp_path, wandb):
     first = observer(tmp_path, offline())
     first.step(1, {"reward/mean": 0.5})
     first.evaluation(1, {"eval/avg@8": 0.5})
@@ -90,7 +91,7 @@ def test_two_runs_have_two_ids(tmp_path, wandb):
     assert observer(tmp_path / "a", offline()).state() != observer(tmp_path / "b", offline()).state()
 
 
-def test_a_tracker_that_fails_is_left_alone_and_the_training_goes_on(tmp_path, wandb, monkeypatch):
+def test_a_failing_tracker_is_not_tried_at_every_step_and_the_training_goes_on(tmp_path, wandb, monkeypatch):
     tries = []
 
     def fail(values: dict[str, float]) -> None:
@@ -102,7 +103,7 @@ def test_a_tracker_that_fails_is_left_alone_and_the_training_goes_on(tmp_path, w
     for step in (1, 2, 3):
         watched.step(step, {"reward/mean": 0.5})
     assert len(tries) == 1 and len(read_records(tmp_path / "metrics.jsonl")) == 3
-    assert "wandb failed and is switched off: ConnectionError: no route" in (tmp_path / "logs/warnings.log").read_text()
+    assert "wandb failed: ConnectionError: no route. The run goes on" in (tmp_path / "logs/warnings.log").read_text()
     assert "id" in watched.state()["wandb"], "a resumed run tries again, with the same id"
 
 
@@ -130,3 +131,30 @@ def test_tensorboard_holds_each_step_once_after_a_resume(tmp_path):
     second.close("finished")
     events = EventAccumulator(str(tmp_path)).Reload().Scalars("reward/mean")
     assert [(e.step, round(e.value, 6)) for e in events] == [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4)]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="tensorboard is not installed")
+def test_tensorboard_holds_each_step_once_after_a_failed_write(tmp_path, monkeypatch):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = ObserveConfig(console="off", report=False, tensorboard=True)
+    watched = observer(tmp_path, config)
+    watched.step(1, {"reward/mean": 0.1})
+    write = os.write
+
+    def nearly_full(fd: int, data: Any) -> int:
+        """Takes ten bytes, then none."""
+        if len(data) > 100:
+            return write(fd, bytes(data[:10]))
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", nearly_full)
+        watched.step(2, {"reward/mean": 0.2})
+    for step in range(3, 9):
+        watched.step(step, {"reward/mean": step / 10})
+    watched.close("finished")
+    folder = tmp_path / "logs" / "tensorboard"
+    events = EventAccumulator(str(folder)).Reload().Scalars("reward/mean")
+    assert [(e.step, round(e.value, 6)) for e in events] == [(step, step / 10) for step in range(1, 9)]
+    assert "tensorboard works again" in (tmp_path / "logs" / "warnings.log").read_text()

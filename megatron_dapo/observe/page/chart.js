@@ -1,7 +1,7 @@
 "use strict";
-// Charts in SVG, without a library: lines with gaps, confidence bands, stacks; axes with round numbers; a read-out
-// under the pointer or the arrow keys that all charts of the page share. Colours are CSS variables, so that a change
-// of theme needs no redrawing.
+// Charts in SVG, without a library: lines with gaps, confidence bands, stacks, axes with round numbers. All charts of
+// the page share one cursor, moved by the pointer or the arrow keys. Colours are CSS variables: changing the theme needs
+// no redrawing.
 
 const SVG = "http://www.w3.org/2000/svg";
 const MARGIN = { top: 10, right: 12, bottom: 26, left: 50 };
@@ -86,7 +86,7 @@ function logTicks(low, high) {
   return finer.filter(inside);
 }
 
-// Exponential moving average without the bias of its start; a gap stays a gap.
+// Exponential moving average with bias correction; gaps are kept.
 function smooth(values, weight) {
   if (!weight) return values;
   let sum = 0, norm = 0;
@@ -131,7 +131,7 @@ function bandPath(x, low, high, sx, sy) {
   return `M${up.join("L")}L${down.join("L")}Z`;
 }
 
-// Bars while each can be seen, areas beyond that.
+// Bars if each is wide enough to be seen, areas otherwise.
 function stackPath(x, bottom, top, sx, sy, bar) {
   if (bar) {
     return x.map((s, i) => top[i] > bottom[i]
@@ -211,7 +211,7 @@ class Panel {
     Object.assign(this, { low, high });
   }
 
-  // Width of a bar, 0 where areas are drawn.
+  // Width of a bar; 0 if areas are drawn.
   bars(room) {
     const count = this.page.steps[1] - this.page.steps[0] + 1;
     return count <= 60 ? Math.max(2, Math.min(34, (room / count) * 0.78)) : 0;

@@ -1,5 +1,5 @@
-// The page: header with runs and controls, summary, findings, figures, transcripts, configuration. Whatever comes from
-// a run reaches the page as text, never as markup.
+// The page: header with runs and controls, summary, findings, figures, transcripts, configuration. Everything
+// from a run is inserted as text, never as markup.
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const MANY = DATA.runs.length > 1;
@@ -37,8 +37,8 @@ function allSteps() {
   return Number.isFinite(first) ? [first, last] : [0, 1];
 }
 
-// Text that a model wrote: characters that would be invisible, or turn the line around, are made visible.
-function visible(text) {
+// Text that a model wrote: invisible characters and changes of direction are shown as their code points.
+function escapeInvisible(text) {
   return text.replace(/[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]/gu,
     (c) => `⟨U+${c.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`);
 }
@@ -111,7 +111,7 @@ function comparison() {
   return block("summary", "Comparison", html("div", { class: "scroll card" }, html("table", { class: "data" }, html("thead", {}, head), html("tbody", {}, ...rows))));
 }
 
-// What one rule found several times is one entry: the latest, with the steps.
+// Several findings of one rule become one entry: the latest finding, with all steps.
 function repeated(findings) {
   const rules = [...new Set(findings.map((finding) => finding.rule))];
   return rules.map((rule) => {
@@ -127,7 +127,7 @@ function findings() {
   const items = found.map((finding) => html("li", { "data-run": finding.index },
     html("span", { class: "when", text: finding.when }),
     html("div", {}, html("b", { text: (MANY ? `${finding.run.name}: ` : "") + finding.seen + "." }), ` Likely: ${finding.causes}. `, html("code", { text: `docs/diagnosis.md#${finding.rule}` }))));
-  const log = said.length ? html("details", {}, html("summary", { text: `What the run itself said (${said.length})` }), html("pre", { class: "text", text: visible(said.join("\n")) })) : null;
+  const log = said.length ? html("details", {}, html("summary", { text: `Warnings of the run (${said.length})` }), html("pre", { class: "text", text: escapeInvisible(said.join("\n")) })) : null;
   return block("findings", `Findings (${found.length})`, html("div", { class: "card findings" }, html("ul", {}, ...items), log));
 }
 
@@ -137,7 +137,7 @@ function block(id, title, ...children) {
   return html("section", { id, class: "block" }, html("h2", { text: title }), ...children);
 }
 
-// Colour tells runs apart, and the dash pattern the series; a single run uses colours for its series.
+// With several runs, colour distinguishes the runs and the dash pattern the series. A single run uses colours for its series.
 function linesOf(figure, run) {
   const labels = [...new Set(figure.runs.flat().map((series) => series.label))];
   return figure.runs[run].map((series) => {
@@ -184,7 +184,7 @@ function figures() {
   return DATA.sections.map((section, index) => {
     const cards = section.figures.map(figureCard);
     const narrow = cards.filter((card) => !card.classList.contains("wide"));
-    if (narrow.length % 2) narrow[narrow.length - 1].classList.add("wide"); // no hole in the grid
+    if (narrow.length % 2) narrow[narrow.length - 1].classList.add("wide"); // no gap in the grid
     const grid = html("div", { class: "figures" }, ...cards);
     if (index < DATA.sections.length - 1 || section.title !== "All other metrics") return block(`section-${index}`, section.title, grid);
     return html("details", { class: "block", id: "others", ontoggle: () => page.redraw() }, html("summary", {}, html("h2", { text: `${section.title} (${section.figures.length})` })), grid);
@@ -202,7 +202,7 @@ function transcripts() {
     ...withText.map((run, i) => html("option", { value: i, text: run.name })));
   const steps = html("select", { "aria-label": "step", onchange: (event) => { picked.step = Number(event.target.value); show(); } });
   const verdicts = html("select", { "aria-label": "verdict", onchange: (event) => { picked.verdict = event.target.value; show(); } },
-    ...["all", "right", "wrong", "ungraded"].map((text) => html("option", { value: text, text: text === "all" ? "all answers" : text })));
+    ...["all", "right", "wrong", "ungraded"].map((text) => html("option", { value: text, text: text === "all" ? "all responses" : text })));
   const note = html("small", {});
   function show() {
     const known = [...new Set(picked.run.transcripts.map((item) => item.step))];
@@ -212,7 +212,7 @@ function transcripts() {
     const items = picked.run.transcripts.filter((item) => item.step === picked.step && (picked.verdict === "all" || item.verdict === picked.verdict));
     const prompts = [...new Set(items.map((item) => item.prompt_id))];
     body.replaceChildren(...prompts.map((id) => promptCard(items.filter((item) => item.prompt_id === id))));
-    if (!prompts.length) body.append(html("p", { class: "empty", text: "No such answer in this step." }));
+    if (!prompts.length) body.append(html("p", { class: "empty", text: "No such response in this step." }));
   }
   show();
   return block("transcripts", "Transcripts", html("div", { class: "picker" }, withText.length > 1 ? runs : null, steps, verdicts, note), body);
@@ -221,12 +221,12 @@ function transcripts() {
 function promptCard(items) {
   const first = items[0];
   return html("article", { class: "card prompt" },
-    html("header", {}, html("b", { text: `prompt ${first.prompt_id}` }), html("span", { text: first.group }), html("span", {}, "reference ", html("code", { text: visible(first.reference) }))),
-    html("pre", { class: "text question", text: visible(first.prompt) }),
-    ...items.map((item, i) => html("details", { class: "answer", open: i < 2 },
-      html("summary", {}, html("span", { class: `badge ${item.verdict}`, text: item.verdict }), ` answer ${item.index} · ${item.tokens} tokens · ${item.finish_reason}`,
-        item.extracted === null ? null : html("span", {}, " · extracted ", html("code", { text: visible(item.extracted) }))),
-      html("pre", { class: "text", text: visible(item.text) || "(empty)" }))));
+    html("header", {}, html("b", { text: `prompt ${first.prompt_id}` }), html("span", { text: first.group }), html("span", {}, "reference ", html("code", { text: escapeInvisible(first.reference) }))),
+    html("pre", { class: "text question", text: escapeInvisible(first.prompt) }),
+    ...items.map((item, i) => html("details", { class: "response", open: i < 2 },
+      html("summary", {}, html("span", { class: `badge ${item.verdict}`, text: item.verdict }), ` response ${item.index} · ${item.tokens} tokens · ${item.finish_reason}`,
+        item.extracted === null ? null : html("span", {}, " · extracted ", html("code", { text: escapeInvisible(item.extracted) }))),
+      html("pre", { class: "text", text: escapeInvisible(item.text) || "(empty)" }))));
 }
 
 // Configuration -----------------------------------------------------------------------------------------------------
@@ -235,14 +235,14 @@ function configuration() {
   const parts = [];
   if (MANY && DATA.differences.length) {
     const head = html("tr", {}, html("th", { text: "setting" }), ...DATA.runs.map((run) => html("th", { text: run.name })));
-    const rows = DATA.differences.map((row) => html("tr", {}, html("th", { scope: "row" }, html("code", { text: row.key })), ...row.values.map((text) => html("td", {}, html("code", { text: visible(text) })))));
+    const rows = DATA.differences.map((row) => html("tr", {}, html("th", { scope: "row" }, html("code", { text: row.key })), ...row.values.map((text) => html("td", {}, html("code", { text: escapeInvisible(text) })))));
     parts.push(html("div", { class: "scroll card", id: "differences" }, html("h3", { text: "What differs" }), html("table", { class: "data" }, html("thead", {}, head), html("tbody", {}, ...rows))));
   } else if (MANY && DATA.runs.some((run) => run.config.length)) {
     parts.push(html("p", { class: "empty", text: "The runs have the same configuration." }));
   }
   for (const run of DATA.runs) {
     if (!run.config.length) continue;
-    const rows = run.config.map(([key, value]) => html("tr", {}, html("th", { scope: "row" }, html("code", { text: key })), html("td", {}, html("code", { text: visible(value) }))));
+    const rows = run.config.map(([key, value]) => html("tr", {}, html("th", { scope: "row" }, html("code", { text: key })), html("td", {}, html("code", { text: escapeInvisible(value) }))));
     parts.push(html("details", { class: "card config" }, html("summary", { text: MANY ? `config.yaml of ${run.name}` : `config.yaml (${rows.length} settings)` }), html("table", { class: "data" }, html("tbody", {}, ...rows))));
   }
   return parts.length ? block("configuration", "Configuration", ...parts) : null;
