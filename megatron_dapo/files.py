@@ -1,29 +1,214 @@
-"""The head of a safetensors file: what both sides that write such files, converters and weight snapshots, agree on."""
+"""Files that several rooms read or write: the one atomic write, and the one reader and writer of safetensors headers.
+
+Imports no torch, so that configuration checks, reports and the launcher can use it. Dtypes are torch's names without
+the prefix ("bfloat16"). The headers are read here and not with the safetensors library because its errors name neither
+the file nor the tensor, and because the converters need the position of every tensor's bytes.
+"""
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
+import secrets
+import struct
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import torch
+from megatron_dapo.errors import UserError
 
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+ITEM_SIZES = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
+    "uint8": 1, "bool": 1,
 }  # fmt: skip
-CODES = {dtype: code for code, dtype in DTYPES.items()}
+_DTYPE_OF_CODE = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
+    "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
+}  # fmt: skip
+_CODE_OF_DTYPE = {dtype: code for code, dtype in _DTYPE_OF_CODE.items()}
+_MAX_HEADER = 100 * 2**20
 
 
-def safetensors_header(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> bytes:
-    """For tensors whose bytes follow one after the other; its length is a multiple of 8."""
+class DamagedFile(UserError):
+    """A weight file that is missing, truncated or inconsistent; the message names the file and the tensor."""
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+def write_atomically(path: str | Path, content: bytes | str, *, fsync: bool = True, mode: int = 0o666) -> None:
+    """Replace `path` by `content`: after any crash the file has its old or its new content, never a part.
+
+    `fsync`: wait until the content is on disk, so that this also holds after a power failure. `mode`: permissions of
+    the new file, reduced by the umask. A failed write (a full disk) leaves the old file and no temporary one.
+    """
+    path = Path(path)
+    data = content.encode() if isinstance(content, str) else content
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            if fsync:
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if fsync:
+        fsync_path(path.parent)
+
+
+def fsync_path(path: str | Path) -> None:
+    """Flush a file or a directory to disk. File systems that cannot flush directories are tolerated."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def fsync_tree(directory: str | Path) -> None:
+    """Flush every file and folder below `directory`, and `directory` itself."""
+    for root, _, names in os.walk(directory):
+        for name in names:
+            fsync_path(Path(root) / name)
+        fsync_path(root)
+
+
+# -- safetensors ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a file: contiguous and row-major, in bytes [offset, offset + nbytes) of `file`."""
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * ITEM_SIZES[self.dtype]
+
+
+def safetensors_header(tensors: Iterable[tuple[str, Any, Sequence[int]]]) -> bytes:
+    """The header for (name, dtype, shape) of tensors whose bytes follow it in this order; a multiple of 8 bytes.
+
+    `dtype`: a torch dtype or its name.
+    """
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, dtype, shape in tensors:
-        end = at + math.prod(shape) * dtype.itemsize
-        entries[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [at, end]}
+        dtype_name = str(dtype).removeprefix("torch.")
+        end = at + math.prod(shape) * ITEM_SIZES[dtype_name]
+        entries[name] = {"dtype": _CODE_OF_DTYPE[dtype_name], "shape": list(shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+def read_safetensors_header(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of one file; no tensor data is read. A truncated or damaged file is an error that says so."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            head = file.read(8)
+            length = struct.unpack("<Q", head)[0] if len(head) == 8 else -1
+            if length < 2 or length > _MAX_HEADER or 8 + length > size:
+                raise DamagedFile(f"{path}: truncated or not a safetensors file ({size} bytes); download it again")
+            header = json.loads(file.read(length))
+    except FileNotFoundError:
+        raise DamagedFile(f"{path} is missing; download it again") from None
+    except OSError as error:
+        raise DamagedFile(f"{path}: cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise DamagedFile(f"{path}: the safetensors header is damaged ({error}); download the file again") from None
+    if not isinstance(header, dict):
+        raise DamagedFile(f"{path}: the safetensors header is damaged (not an object); download the file again")
+    entries = [(name, item) for name, item in header.items() if name != "__metadata__"]
+    found = [_entry(path, 8 + length, name, item) for name, item in entries]
+    _check_contiguous(path, found, 8 + length, size)
+    return {stored.name: stored for stored in found}
+
+
+def read_safetensors_directory(path: str | Path) -> dict[str, StoredTensor]:
+    """Every tensor of an HF model directory, from its index and the headers; the two must agree exactly."""
+    path = Path(path)
+    if not path.is_dir():
+        raise DamagedFile(f"{path} is not a directory; expected a HF model directory with {SINGLE} or {INDEX}")
+    if not (path / INDEX).exists():
+        if not (path / SINGLE).exists():
+            raise DamagedFile(f"{path}: neither {INDEX} nor {SINGLE} found; only safetensors checkpoints are read")
+        return read_safetensors_header(path / SINGLE)
+    file_of = _read_index(path / INDEX)
+    missing = [file for file in sorted(set(file_of.values())) if not (path / file).exists()]
+    if missing:
+        more = f" ({len(missing)} files are missing: {', '.join(missing[:5])}…)" if len(missing) > 1 else ""
+        raise DamagedFile(f"{path / missing[0]} is missing, but {INDEX} lists it; download it again{more}")
+    found: dict[str, StoredTensor] = {}
+    for file in sorted(set(file_of.values())):
+        for name, stored in read_safetensors_header(path / file).items():
+            if file_of.get(name) != file:
+                raise DamagedFile(f"{path / file}: tensor {name}: {INDEX} places it in {file_of.get(name, 'no file')}")
+            found[name] = stored
+    for name, file in file_of.items():
+        if name not in found:
+            raise DamagedFile(f"{path / file}: tensor {name} is missing, but {INDEX} says the file holds it")
+    return found
+
+
+def _read_index(file: Path) -> dict[str, str]:
+    try:
+        file_of = json.loads(file.read_bytes())["weight_map"]
+        entries = list(file_of.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedFile(f"{file}: damaged index ({type(error).__name__}: {error}); download it again") from None
+    for name, target in entries:
+        if not isinstance(target, str) or Path(target).name != target:
+            raise DamagedFile(f"{file}: tensor {name}: {target!r} is not a file name in this directory")
+    return dict(entries)
+
+
+def _entry(path: Path, base: int, name: str, item: Any) -> StoredTensor:
+    try:
+        begin, end = (int(x) for x in item["data_offsets"])
+        shape, code = tuple(int(x) for x in item["shape"]), item["dtype"]
+    except (TypeError, KeyError, ValueError):
+        raise DamagedFile(f"{path}: tensor {name}: damaged header entry; download the file again") from None
+    if code not in _DTYPE_OF_CODE:
+        raise DamagedFile(f"{path}: tensor {name}: dtype {code!r} is not supported; use the bf16 checkpoint")
+    stored = StoredTensor(name, path, _DTYPE_OF_CODE[code], shape, base + begin)
+    if min(shape, default=0) < 0 or begin < 0 or end - begin != stored.nbytes:
+        raise DamagedFile(
+            f"{path}: tensor {name}: {end - begin} bytes cannot hold {code} of shape {shape}; download the file again"
+        )
+    return stored
+
+
+def _check_contiguous(path: Path, found: list[StoredTensor], start: int, size: int) -> None:
+    """The tensors follow each other without gap or overlap and end where the file ends."""
+    at = start
+    for stored in sorted(found, key=lambda s: (s.offset, s.nbytes)):
+        if stored.offset != at:
+            raise DamagedFile(f"{path}: tensor {stored.name}: starts at byte {stored.offset}, expected {at}")
+        at += stored.nbytes
+        if at > size:
+            raise DamagedFile(
+                f"{path}: truncated inside tensor {stored.name}: it ends at byte {at}, the file has {size}; "
+                "download the file again"
+            )
+    if at != size:
+        raise DamagedFile(f"{path}: {size - at} bytes after the last tensor; download the file again")

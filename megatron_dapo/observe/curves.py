@@ -6,8 +6,8 @@ import io
 from pathlib import Path
 from typing import Any
 
+from megatron_dapo.files import write_atomically
 from megatron_dapo.observe.figures import Figure, figures_of
-from megatron_dapo.observe.metrics_file import write_atomically
 from megatron_dapo.observe.runs import Run
 
 COLOURS = ("#0b6bb8", "#cf4f00", "#008f68", "#b0559a", "#b98600", "#4b4fb8", "#6d6d6d", "#9c3b3b")

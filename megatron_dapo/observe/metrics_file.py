@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo.errors import UserError
+from megatron_dapo.files import write_atomically
 from megatron_dapo.observe.append_file import AppendFile
 
 STEP, EVAL = "step", "eval"
@@ -123,25 +124,6 @@ def read_records(path: Path) -> list[Record]:
                 "remove the line, or restore the file"
             ) from None
     return records
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Replaces the file with the new content, or leaves it as it was, also after a power failure."""
-    temporary = path.with_name(f".{path.name}.new")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError:
-        temporary.unlink(missing_ok=True)  # on a full disk its space is needed
-        raise
-    temporary.replace(path)
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
 
 
 def _end_of_line(path: Path, records: int) -> int:

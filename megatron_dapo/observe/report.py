@@ -18,8 +18,8 @@ from statistics import fmean
 from typing import Any
 
 from megatron_dapo import __version__
+from megatron_dapo.files import write_atomically
 from megatron_dapo.observe.figures import figures_of
-from megatron_dapo.observe.metrics_file import write_atomically
 from megatron_dapo.observe.runs import ReportError, Run, config_differences, load_runs
 from megatron_dapo.observe.transcripts import Transcript
 

@@ -14,7 +14,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.observe.metrics_file import write_atomically
+from megatron_dapo.files import write_atomically
 from megatron_dapo.types import Group, Sample
 
 FILE = re.compile(r"step_(\d+)\.(?:txt|jsonl)")

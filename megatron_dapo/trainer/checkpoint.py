@@ -10,7 +10,6 @@ the next one. The newest ones are kept, and the best. Loading the newest one con
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import time
@@ -25,6 +24,7 @@ import torch.distributed as dist
 
 from megatron_dapo import fault_points
 from megatron_dapo.config.trainer import CheckpointConfig
+from megatron_dapo.files import fsync_path, fsync_tree, write_atomically
 from megatron_dapo.policy.checkpoint import CheckpointError, load_policy, save_policy
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.policy.runtime import Runtime
@@ -99,7 +99,7 @@ class Checkpoints:
         fault_points.reach("checkpoint/after_write")
         dist.barrier()
         if self.runtime.rank == 0:
-            _fsync_tree(building)
+            fsync_tree(building)
             fault_points.reach("checkpoint/before_publish")
             self._publish(building, self.folder / name)
             fault_points.reach("checkpoint/before_prune")
@@ -146,7 +146,7 @@ class Checkpoints:
         if target.exists():
             target.rename(aside)
         building.rename(target)
-        _fsync(self.folder)
+        fsync_path(self.folder)
         shutil.rmtree(aside, ignore_errors=True)
 
     def _prune(self) -> None:
@@ -167,9 +167,7 @@ class Checkpoints:
         return self._scores().get(path.name, self._read(path / STATE)["score"])
 
     def _write(self, path: Path, value: dict[str, Any]) -> None:
-        temporary = path.with_name(path.name + ".part")
-        temporary.write_bytes(orjson.dumps(value, default=json_default))
-        temporary.rename(path)
+        write_atomically(path, orjson.dumps(value, default=json_default), fsync=False)
 
     def _read(self, path: Path) -> Any:
         try:
@@ -218,16 +216,3 @@ def _set_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(tensor(state["torch"]))
     if torch.cuda.is_available() and "cuda" in state:
         torch.cuda.set_rng_state(tensor(state["cuda"]))
-
-
-def _fsync_tree(folder: Path) -> None:
-    for path in [*folder.rglob("*"), folder]:
-        _fsync(path)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

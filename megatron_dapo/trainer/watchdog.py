@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megatron_dapo.config.trainer import HeartbeatConfig
+from megatron_dapo.files import write_atomically
 
 HUNG = 76  # exit code: some rank hung, see heartbeat/ended
 
@@ -96,8 +97,7 @@ class Watchdog:
         path = self._folder / f"rank_{self._rank}.json"
         record = {"beats": self._beats, "marks": self._marks, "doing": self._doing, "where": self._where(),
                   "host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}  # fmt: skip
-        path.with_suffix(".part").write_text(json.dumps(record))
-        path.with_suffix(".part").rename(path)
+        write_atomically(path, json.dumps(record), fsync=False)
 
     def _where(self) -> str:
         """The innermost frame of the main thread: tells who waits for others from who does not come."""
@@ -128,8 +128,7 @@ class Watchdog:
         if not ended.exists():
             rows = [(rank, self._read(rank)) for rank in range(self._world_size)]
             table = [f"  rank {rank}: mark {r['marks']}, {r['doing']}, in {r['where']}" for rank, r in rows if r]
-            ended.with_suffix(f".{self._rank}").write_text("\n".join([f"hanging: {reason}", *table]) + "\n")
-            ended.with_suffix(f".{self._rank}").rename(ended)
+            write_atomically(ended, "\n".join([f"hanging: {reason}", *table]) + "\n", fsync=False)
         print(f"rank {self._rank} ends: {reason}; its stacks are in {self._stacks_path}", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(file=self._stacks, all_threads=True)
         os._exit(HUNG)

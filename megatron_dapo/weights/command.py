@@ -1,4 +1,4 @@
-"""`megatron-dapo convert …`: runs a conversion with a progress bar and says what came of it."""
+"""The `megatron-dapo convert` commands: run a conversion with a progress bar and print the result."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHOWN = 20
 
 @contextlib.contextmanager
 def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Bytes done, bytes/s and time left, on stderr; nothing when it is not a terminal."""
+    """A progress bar on stderr with bytes, bytes/s and time left; nothing if stderr is not a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
                TimeRemainingColumn())  # fmt: skip

@@ -146,13 +146,13 @@ def _one_dtype(weights: HFReader, names: tuple[str, ...], dtype: str | None) -> 
     if dtype:
         return DTYPES[dtype]
     first = weights.stored[names[0]]
-    for name in names[1:]:
-        if weights.dtype(name) != first.dtype:
+    for other in (weights.stored[name] for name in names[1:]):
+        if other.dtype != first.dtype:
             raise WeightsError(
-                f"{weights.stored[name].file}: tensor {name} is {weights.dtype(name)}, but {first.name} of the same "
-                f"Megatron tensor is {first.dtype}; pass --dtype to convert both"
+                f"{other.file}: tensor {other.name} is {other.dtype}, but {first.name} of the same Megatron tensor is "
+                f"{first.dtype}; pass --dtype to convert both"
             )
-    return first.dtype
+    return weights.dtype(first.name)
 
 
 def _check_tied(weights: HFReader) -> None:

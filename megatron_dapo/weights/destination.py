@@ -1,19 +1,19 @@
-"""A directory that appears complete or not at all.
+"""An output directory that appears complete or not at all.
 
-Everything is written under a hidden temporary name beside the destination, flushed, and renamed. What an interrupted
-run left behind is recognised by that name and removed by the next one; a lock keeps two runs from sharing it.
+Everything is written under a hidden temporary name beside the destination, flushed to disk and renamed. The next run
+recognises what an interrupted one left by that name, and removes it. A lock keeps two runs from writing at once.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron_dapo.files import fsync_path, fsync_tree
 from megatron_dapo.weights.sharding import WeightsError
 
 _MARKS = ("metadata.json", ".metadata", "config.json", "model.safetensors", "model.safetensors.index.json")
@@ -21,7 +21,7 @@ _MARKS = ("metadata.json", ".metadata", "config.json", "model.safetensors", "mod
 
 @contextlib.contextmanager
 def new_directory(path: Path, need: int, *, overwrite: bool = False) -> Iterator[Path]:
-    """Yields a temporary directory that becomes `path` if the block ends without an error. `need`: bytes to come."""
+    """Yields a temporary directory that becomes `path` if the block ends without error. `need`: bytes to be written."""
     path = path.absolute()
     temporary, old = (path.with_name(f".{path.name}.{suffix}") for suffix in ("incomplete", "replaced"))
     lock = None
@@ -34,7 +34,7 @@ def new_directory(path: Path, need: int, *, overwrite: bool = False) -> Iterator
         temporary.mkdir()
         try:
             yield temporary
-            _flush(temporary)
+            fsync_tree(temporary)
             _publish(temporary, path, old)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -47,14 +47,14 @@ def new_directory(path: Path, need: int, *, overwrite: bool = False) -> Iterator
 
 
 def check_free(path: Path, overwrite: bool) -> None:
-    """An existing destination needs --overwrite, and must look like a checkpoint before we replace it."""
+    """An existing destination needs --overwrite and is replaced only if it looks like a checkpoint."""
     if not os.path.lexists(path) or (path.is_dir() and not path.is_symlink() and not any(path.iterdir())):
         return
     if not overwrite:
         raise WeightsError(f"{path} exists; choose another destination or pass --overwrite to replace it")
     if path.is_symlink() or not path.is_dir() or not any((path / mark).exists() for mark in _MARKS):
         raise WeightsError(
-            f"{path} does not look like a checkpoint; it is not replaced. Remove it yourself if you mean it"
+            f"{path} does not look like a checkpoint; it is not replaced. Remove it yourself if you want that"
         )
 
 
@@ -63,19 +63,8 @@ def check_space(parent: Path, need: int) -> None:
     if need > free:
         raise WeightsError(
             f"{parent}: no space: {need / 1e9:.2f} GB are needed and {free / 1e9:.2f} GB are free; "
-            "free some or choose another destination"
+            "free some space or choose another destination"
         )
-
-
-def flush_file(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot flush directories
-            raise
-    finally:
-        os.close(fd)
 
 
 def _lock_name(path: Path) -> Path:
@@ -87,7 +76,7 @@ def _lock(path: Path) -> int:
     fd = os.open(name, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        taken = not name.exists() or name.stat().st_ino != os.fstat(fd).st_ino  # removed by its last holder meanwhile
+        taken = not name.exists() or name.stat().st_ino != os.fstat(fd).st_ino  # its last holder has removed it
     except BlockingIOError:
         taken = True
     except OSError:  # a file system without locks
@@ -105,7 +94,7 @@ def _unlock(path: Path, fd: int) -> None:
 
 
 def _clean(path: Path, temporary: Path, old: Path) -> None:
-    """Finish or undo what an interrupted run left."""
+    """Finish or undo what an interrupted run left behind."""
     if temporary.exists():
         shutil.rmtree(temporary)
     if old.exists():
@@ -113,13 +102,6 @@ def _clean(path: Path, temporary: Path, old: Path) -> None:
             shutil.rmtree(old)
         else:
             os.rename(old, path)
-
-
-def _flush(directory: Path) -> None:
-    for root, _, files in os.walk(directory):
-        for name in files:
-            flush_file(Path(root) / name)
-        flush_file(Path(root))
 
 
 def _publish(temporary: Path, path: Path, old: Path) -> None:
@@ -134,6 +116,6 @@ def _publish(temporary: Path, path: Path, old: Path) -> None:
         if replaced:
             os.rename(old, path)
         raise
-    flush_file(path.parent)
+    fsync_path(path.parent)
     if replaced:
         shutil.rmtree(old)

@@ -95,7 +95,7 @@ def _open(path: Path, config: Path | None) -> tuple[CheckpointReader, dict[str, 
     if torch_dist_in(path) is None:
         weights = HFReader(path)
         entries = {
-            name: Entry(stored.shape, stored.dtype, (RowRange(name, 0, stored.shape[0] if stored.shape else 1),))
+            name: Entry(stored.shape, weights.dtype(name), (RowRange(name, 0, stored.shape[0] if stored.shape else 1),))
             for name, stored in weights.stored.items()
         }
         if config is not None and "lm_head.weight" in entries and ModelShape.from_dir(config).tied_embeddings:

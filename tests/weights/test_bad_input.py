@@ -65,7 +65,7 @@ def shift_offsets(folder):
 UP = "model.layers.2.mlp.up_proj.weight"
 
 CASES = {
-    "truncated file": (truncate, ["model.safetensors", "truncated inside tensor", "fetch"]),
+    "truncated file": (truncate, ["model.safetensors", "truncated inside tensor", "download"]),
     "truncated header": (cut_header, ["model.safetensors", "truncated"]),
     "overlapping tensors": (shift_offsets, ["model.safetensors", "tensor", "starts at byte"]),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), ["model.safetensors.index.json", "found"]),

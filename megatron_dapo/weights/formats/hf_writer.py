@@ -11,9 +11,8 @@ from pathlib import Path
 import torch
 
 from megatron_dapo.config.model import ModelShape
-from megatron_dapo.files import safetensors_header
+from megatron_dapo.files import INDEX, SINGLE, safetensors_header
 from megatron_dapo.weights.copy import OutputFile, RowRange, TensorWrite
-from megatron_dapo.weights.formats.hf_reader import INDEX, SINGLE
 from megatron_dapo.weights.mapping import ParameterMapping, stored_mappings
 
 MAX_SHARD = 5 * 10**9

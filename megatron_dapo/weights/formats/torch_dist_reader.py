@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from megatron_dapo.config.model import ModelShape
-from megatron_dapo.weights.formats.hf_reader import Stored, map_file, release_pages, tensor_over
+from megatron_dapo.files import StoredTensor
+from megatron_dapo.weights.formats.hf_reader import map_file, release_pages, tensor_over
 from megatron_dapo.weights.formats.safe_pickle import PickledObject, UnsafePickle, load_metadata
 from megatron_dapo.weights.formats.torch_zip import BadArchive, read_archive
 from megatron_dapo.weights.mapping import ParameterMapping, stored_mappings
@@ -71,7 +72,7 @@ class Piece:
     column: int
     rows: int
     columns: int
-    stored: Stored
+    stored: StoredTensor
 
 
 class TorchDistReader:
@@ -119,7 +120,7 @@ class TorchDistReader:
         """Drop rows that were read from this process's memory; they stay in the page cache."""
         for p in self._overlapping(name, start, count):
             low, high = max(start, p.row) - p.row, min(start + count, p.row + p.rows) - p.row
-            width = p.columns * p.stored.dtype.itemsize
+            width = p.columns * self.dtypes[name].itemsize
             release_pages(self._map(p.stored.file), p.stored.offset + low * width, (high - low) * width)
 
     def _overlapping(self, name: str, start: int, count: int) -> list[Piece]:
@@ -205,7 +206,7 @@ class TorchDistReader:
             skip = skip * chunk.sizes[axis] + index[axis] - chunk.offsets[axis]
         offset = chunk.at + item.data_offset + skip * math.prod(inner) * item.dtype.itemsize
         row, column = chunk.offsets[depth], sum(chunk.offsets[depth + 1 :])
-        stored = Stored(tensor.key, chunk.file, item.dtype, inner, offset)
+        stored = StoredTensor(tensor.key, chunk.file, str(item.dtype).removeprefix("torch."), inner, offset)
         return Piece(at + row, column, inner[0], math.prod(inner[1:]), stored)
 
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from safetensors import safe_open
-
 from megatron_dapo.engines.protocol import Bucket
+from megatron_dapo.files import read_safetensors_header
 
 
 class ExpectedTensors:
@@ -19,8 +18,7 @@ class ExpectedTensors:
     def __init__(self, model: str | Path) -> None:
         self._shapes: dict[str, tuple[int, ...]] = {}
         for path in sorted(Path(model).glob("*.safetensors")) if str(model) else []:
-            with safe_open(path, framework="pt") as file:
-                self._shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            self._shapes |= {name: stored.shape for name, stored in read_safetensors_header(path).items()}
         config = Path(model) / "config.json"
         self._tied = config.is_file() and bool(json.loads(config.read_text()).get("tie_word_embeddings"))
         self._seen: set[str] = set()
