@@ -18,7 +18,14 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from megatron_dapo.errors import UserError
 from megatron_dapo.policy import cpu
-from megatron_dapo.policy.optimizer_state import SHARDING, whole_parameters
+from megatron_dapo.policy.optimizer_state import (
+    SHARDING,
+    adapt_step,
+    initialize_state,
+    saved_step,
+    set_step,
+    whole_parameters,
+)
 from megatron_dapo.policy.policy import Policy
 
 
@@ -31,7 +38,7 @@ def save_policy(policy: Policy, directory: str | os.PathLike[str]) -> None:
     cpu.install()
     Path(directory).mkdir(parents=True, exist_ok=True)
     _collect_results_in_this_process()
-    cpu.prime_adam_state(policy.optimizer)  # before the first step there is none, and Megatron expects some
+    initialize_state(policy.optimizer)
     with whole_parameters():
         state = _sharded_state(policy, is_loading=False)
     dist_checkpointing.save(state, str(directory), content_metadata=_metadata(policy))
@@ -41,13 +48,24 @@ def load_policy(policy: Policy, directory: str | os.PathLike[str]) -> None:
     """Collective. Weights, optimizer and update count of a checkpoint that `save_policy` wrote, at any layout."""
     cpu.install()
     _require(directory)
-    cpu.prime_adam_state(policy.optimizer)
+    initialize_state(policy.optimizer)
     with whole_parameters():
-        wanted = _sharded_state(policy, is_loading=True)
-    state = _load(wanted, directory)
-    _set_weights(policy, state)
-    policy.optimizer.load_state_dict(state["optimizer"])
-    policy.updates = int(state["updates"])
+        state = _load(_sharded_state(policy, is_loading=True), directory)
+        _set_weights(policy, state)
+        policy.updates = int(state["updates"])
+        step = _step(state, directory)
+        adapt_step(policy.optimizer, state["optimizer"], step)
+        policy.optimizer.load_state_dict(state["optimizer"])
+    set_step(policy.optimizer, step)
+
+
+def _step(state: dict[str, Any], directory: str | os.PathLike[str]) -> int:
+    """A checkpoint without a step count has made as many optimizer steps as updates."""
+    try:
+        step = saved_step(state["optimizer"])
+    except ValueError as error:
+        raise CheckpointError(f"{directory} cannot be loaded: {error}") from error
+    return int(state["updates"]) if step is None else step
 
 
 def load_weights(policy: Policy, directory: str | os.PathLike[str]) -> None:

@@ -41,7 +41,6 @@ def install() -> None:
         _keep_rng_on_the_host,
         _bind_missing_moe_names,
         _split_sizes_as_numbers,
-        _one_step_counter_per_parameter,
     ):
         patch()
 
@@ -175,36 +174,3 @@ def _split_sizes_as_numbers() -> None:
         return move(tensor, as_numpy, record_stream)
 
     token_dispatcher.maybe_move_tensor_to_cpu = move_as_numbers
-
-
-def _one_step_counter_per_parameter() -> None:
-    """Loading the distributed optimizer forgets torch AdamW's step, then shares one counter between parameters."""
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    original = DistributedOptimizer._set_main_param_and_optimizer_states
-
-    def set_states(self: Any, model_param: torch.Tensor, tensors: dict[str, Any]) -> Any:
-        group, order = self.model_param_group_index_map[model_param]
-        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
-        if "step" in state and "step" not in tensors:
-            state["step"] = state["step"].clone()
-            tensors = {**tensors, "step": state["step"]}
-        return original(self, model_param, tensors)
-
-    DistributedOptimizer._set_main_param_and_optimizer_states = set_states
-
-
-def prime_adam_state(optimizer: Any) -> None:
-    """Gives torch AdamW its (zero) state before the first step, as loading a distributed optimizer expects."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        adam = getattr(part, "optimizer", None)
-        if not isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
-            continue
-        for group in adam.param_groups:
-            for parameter in group["params"]:
-                if not adam.state[parameter]:
-                    adam.state[parameter] = {
-                        "step": torch.tensor(0.0),
-                        "exp_avg": torch.zeros_like(parameter),
-                        "exp_avg_sq": torch.zeros_like(parameter),
-                    }

@@ -1,18 +1,23 @@
-"""The distributed optimizer's state as whole parameters, which any layout can read.
+"""The optimizer state as whole parameters, which any layout and any Adam that Megatron may pick can read.
 
-Every rank of a data-parallel group holds a slice of each bucket of parameters. A parameter is written by one of the
-ranks that hold a piece of it, the one that has least to write so far, after the others have sent it theirs; when
-loading, every rank reads the parameters of which it holds a piece.
-
-Keys and shapes in the checkpoint are those of Megatron's `fully_reshardable`, which makes them in another way: all
-ranks gather all state in host memory, the first one writes, and each reads everything. Besides (0.16.1, 0.19.2) it
-joins buckets without the padding at their ends but cuts parameters out at offsets that count it, so that the state of
+Distribution. Every rank of a data-parallel group holds a slice of each bucket of parameters. One of the ranks that
+hold a piece of a parameter writes all of it, after the others have sent their pieces; the rank with the least to write
+so far is chosen. When loading, every rank reads the parameters of which it holds a piece. Keys and shapes in the
+checkpoint are those of Megatron's `fully_reshardable`. Megatron's own implementation gathers all state in the host
+memory of all ranks, writes it on the first one, and reads everything everywhere. It also (0.16.1, 0.19.2) joins
+buckets without the padding at their ends but cuts parameters out at offsets that count the padding, so the state of
 later buckets is shifted and the last elements become zeros.
+
+Step count. Adam's bias correction needs the number of updates. torch's AdamW keeps it as a tensor per parameter;
+Transformer Engine's and apex's FusedAdam keep it as an integer per parameter group. All parameters are updated
+together, so the checkpoint holds one number (in the parameter groups, as Megatron writes it), and `set_step` gives it
+to whichever optimizer is in use. Megatron alone fails to load torch's AdamW: it looks for `step` among the saved
+tensors, and it shares one counter between all parameters, which then counts every parameter's update.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -28,48 +33,155 @@ from torch import Tensor
 KEYS = ("param", "exp_avg", "exp_avg_sq")  # the fp32 parameter and Adam's moments
 SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 Pieces = dict[int, slice]  # rank of the data-parallel group: its part of the flattened parameter
+ToHost = Callable[[Tensor], Tensor]
 
 
 @contextmanager
-def whole_parameters() -> Iterator[None]:
-    """Within, distributed optimizers describe their state in the way above."""
-    original = DistributedOptimizer.sharded_param_state_fully_reshardable
-    DistributedOptimizer.sharded_param_state_fully_reshardable = _parameter_states
+def whole_parameters(to_host: ToHost = Tensor.cpu) -> Iterator[None]:
+    """Within, distributed optimizers describe and load their state as above. `to_host` copies a joined parameter out
+    of device memory at once, because the device has no room for all of them."""
+    replaced = ("sharded_param_state_fully_reshardable", "_set_main_param_and_optimizer_states")
+    originals = {name: getattr(DistributedOptimizer, name) for name in replaced}
+
+    def describe(self: Any, model_state: dict[str, Any], is_loading: bool = False, metadata: Any = None) -> Any:
+        return _to_read(self, model_state) if is_loading else _to_write(self, model_state, to_host)
+
+    def set_state(self: Any, parameter: Tensor, tensors: dict[str, Any]) -> Any:
+        """Megatron copies every tensor of the optimizer's state from `tensors`; those not saved keep their value."""
+        group, order = self.model_param_group_index_map[parameter]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        return originals[replaced[1]](self, parameter, {**state, **tensors})
+
     try:
+        for name, function in zip(replaced, (describe, set_state), strict=True):
+            setattr(DistributedOptimizer, name, function)
         yield
     finally:
-        DistributedOptimizer.sharded_param_state_fully_reshardable = original
+        for name, function in originals.items():
+            setattr(DistributedOptimizer, name, function)
 
 
-def _parameter_states(
-    optimizer: Any, model_state: dict[str, Any], is_loading: bool = False, metadata: Any = None
-) -> dict[int, dict[str, Any]]:
-    """Collective when saving. Sharded tensors of parameter 0, 1, …: those that this rank writes, or is to read."""
-    group = optimizer.data_parallel_group
-    described = {entry.data: entry for entry in nested_values(extract_sharded_tensors_and_factories(model_state)[0])}
-    if not is_loading:
-        _connect(optimizer)
-    to_write = [0] * group.size()
-    places = [(buffer, *place) for buffer in optimizer.buffers for place in buffer.param_index_map.items()]
-    states: dict[int, dict[str, Any]] = {}
-    for index, (buffer, parameter, (start, end, bucket)) in enumerate(places):
-        pieces = _pieces(buffer.buckets[bucket], start, end, group.size())
+def inner_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
+    """The torch, Transformer Engine or apex optimizers inside Megatron's."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        yield part.optimizer
+
+
+def initialize_state(optimizer: Any) -> None:
+    """Creates zero state where there is none: before the first update Adam has no state to save or to load into."""
+    for adam in inner_optimizers(optimizer):
+        for group in adam.param_groups:
+            for parameter in group["params"]:
+                if not adam.state[parameter]:
+                    state = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+                    if _counts_per_parameter(adam):
+                        state["step"] = torch.tensor(0.0)
+                    adam.state[parameter] = state
+
+
+def saved_step(optimizer_state: Any) -> int | None:
+    """The step count in the optimizer's part of a loaded checkpoint; None where none was saved."""
+    found = set(_steps(optimizer_state))
+    if len(found) > 1:
+        raise ValueError(f"the optimizer has different step counts for different parameters: {sorted(found)}")
+    return found.pop() if found else None
+
+
+def _steps(state: Any) -> Iterator[int]:
+    if isinstance(state, dict):
+        yield from (int(value) for key, value in state.items() if key in ("step", "common_step"))
+    for value in state.values() if isinstance(state, dict) else state if isinstance(state, list) else ():
+        yield from _steps(value)
+
+
+def adapt_step(optimizer: Any, optimizer_state: Any, step: int) -> None:
+    """Puts the step count of a loaded checkpoint where Megatron looks for it when it loads this kind of optimizer."""
+    per_parameter = all(_counts_per_parameter(adam) for adam in inner_optimizers(optimizer))
+    _adapt_step(optimizer_state, step, per_parameter)
+
+
+def _adapt_step(state: Any, step: int, per_parameter: bool) -> None:
+    if not isinstance(state, dict):
+        return
+    for group in state.get("param_groups", []):
+        group["step"] = step
+    if "param_groups" in state and "state" in state:  # without the distributed optimizer
+        state["state"].pop("common_step", None)
+        if per_parameter:
+            state["state"]["common_step"] = torch.tensor(float(step))
+    for value in state.values():
+        _adapt_step(value, step, per_parameter)
+
+
+def set_step(optimizer: Any, step: int) -> None:
+    """Every parameter has made `step` updates. Each of torch's counters is a tensor of its own."""
+    for adam in inner_optimizers(optimizer):
+        for group in adam.param_groups:
+            if not _counts_per_parameter(adam):
+                group["step"] = step
+                continue
+            group.pop("step", None)  # Megatron's, from the checkpoint
+            for parameter in group["params"]:
+                device = parameter.device if group.get("capturable") or group.get("fused") else "cpu"
+                adam.state[parameter]["step"] = torch.tensor(float(step), device=device)
+
+
+def _counts_per_parameter(adam: torch.optim.Optimizer) -> bool:
+    return isinstance(adam, torch.optim.Adam | torch.optim.AdamW)
+
+
+def _positions(optimizer: Any) -> Iterator[tuple[int, Tensor, int, Pieces]]:
+    """(index, parameter, number of elements, pieces) in the order in which Megatron numbers the parameters."""
+    ranks, index = optimizer.data_parallel_group.size(), 0
+    for buffer in optimizer.buffers:
+        for parameter, (start, end, bucket) in buffer.param_index_map.items():
+            yield index, parameter, end - start, _pieces(buffer.buckets[bucket], start, end, ranks)
+            index += 1
+
+
+def _writers(optimizer: Any) -> Iterator[tuple[int, Tensor, int, Pieces, int]]:
+    """As `_positions`, with the rank of the data-parallel group that writes the parameter. The same on every rank."""
+    to_write = [0] * optimizer.data_parallel_group.size()
+    for index, parameter, size, pieces in _positions(optimizer):
         writer = min(pieces, key=lambda rank: to_write[rank])
-        to_write[writer] += end - start
-        whole: dict[str, Tensor] = {}
-        if not is_loading:
-            whole = _joined(optimizer, parameter, pieces, writer)
-        elif group.rank() in pieces:
-            whole = {key: torch.empty(end - start, dtype=torch.float32, device="cpu") for key in KEYS}
-        if whole:
-            entry = described[parameter]
-            assert entry.replica_id[-1] == group.rank()
-            replica = (*entry.replica_id[:-1], 0 if writer == group.rank() else 1 + group.rank())
-            states[index] = {
-                key: _like(entry, f"optimizer.state.{key}.{entry.key}", state.view(parameter.shape), replica)
-                for key, state in whole.items()
-            }
+        to_write[writer] += size
+        yield index, parameter, size, pieces, writer
+
+
+def _to_write(optimizer: Any, model_state: dict[str, Any], to_host: ToHost) -> dict[int, dict[str, Any]]:
+    """Collective. Sharded tensors of the parameters that this rank writes, by parameter number."""
+    described, me = _described(model_state), optimizer.data_parallel_group.rank()
+    _connect(optimizer)
+    states = {}
+    for index, parameter, _, pieces, writer in _writers(optimizer):
+        whole = _joined(optimizer, parameter, pieces, writer, to_host)
+        if writer == me:
+            states[index] = _sharded(described[parameter], parameter, whole, me, is_writer=True)
     return states
+
+
+def _to_read(optimizer: Any, model_state: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """Sharded tensors of the parameters of which this rank holds a piece, by parameter number."""
+    described, me = _described(model_state), optimizer.data_parallel_group.rank()
+    states = {}
+    for index, parameter, size, pieces, writer in _writers(optimizer):
+        if me in pieces:
+            empty = {key: torch.empty(size, dtype=torch.float32, device="cpu") for key in KEYS}
+            states[index] = _sharded(described[parameter], parameter, empty, me, is_writer=writer == me)
+    return states
+
+
+def _described(model_state: dict[str, Any]) -> dict[Tensor, Any]:
+    return {entry.data: entry for entry in nested_values(extract_sharded_tensors_and_factories(model_state)[0])}
+
+
+def _sharded(entry: Any, parameter: Tensor, whole: dict[str, Tensor], me: int, *, is_writer: bool) -> dict[str, Any]:
+    assert entry.replica_id[-1] == me
+    replica = (*entry.replica_id[:-1], 0 if is_writer else 1 + me)
+    return {
+        key: _like(entry, f"optimizer.state.{key}.{entry.key}", state.view(parameter.shape), replica)
+        for key, state in whole.items()
+    }
 
 
 def _like(entry: Any, key: str, state: Tensor, replica: tuple[int, ...]) -> Any:
@@ -79,7 +191,7 @@ def _like(entry: Any, key: str, state: Tensor, replica: tuple[int, ...]) -> Any:
 
 
 def _pieces(bucket: Any, start: int, end: int, ranks: int) -> Pieces:
-    """Which ranks hold which part of the parameter at [start, end) of the buffer: each has one slice of the bucket."""
+    """Which rank holds which part of the parameter at [start, end) of the buffer: each has one slice of the bucket."""
     share = bucket.grad_data.numel() // ranks
     first, last = start - bucket.offset, end - bucket.offset
     return {
@@ -88,7 +200,7 @@ def _pieces(bucket: Any, start: int, end: int, ranks: int) -> Pieces:
     }
 
 
-def _joined(optimizer: Any, parameter: Tensor, pieces: Pieces, writer: int) -> dict[str, Tensor]:
+def _joined(optimizer: Any, parameter: Tensor, pieces: Pieces, writer: int, to_host: ToHost) -> dict[str, Tensor]:
     """On the writer the whole state of a parameter, flat; on the others nothing."""
     group = optimizer.data_parallel_group
     me = group.rank()
@@ -112,7 +224,7 @@ def _joined(optimizer: Any, parameter: Tensor, pieces: Pieces, writer: int) -> d
                 peer = dist.get_global_rank(group, rank)
                 receiving.append(dist.P2POp(dist.irecv, whole[key][part], peer, group))
     _wait(receiving)
-    return {key: joined.cpu() for key, joined in whole.items()}
+    return {key: to_host(joined) for key, joined in whole.items()}
 
 
 def _wait(operations: list[dist.P2POp]) -> None:
@@ -121,6 +233,6 @@ def _wait(operations: list[dist.P2POp]) -> None:
 
 
 def _connect(optimizer: Any) -> None:
-    """NCCL wants all ranks of a group in its first call; in those that send pieces, only some take part."""
+    """NCCL wants all ranks of a group in its first call; only some take part in those that send pieces."""
     device = optimizer.buffers[0].grad_data.device
     dist.all_reduce(torch.zeros(1, device=device), group=optimizer.data_parallel_group)

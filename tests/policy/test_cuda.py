@@ -278,3 +278,66 @@ def test_transformer_engine_and_torch_layers_agree():
     ours, theirs = (run_ranks(1, scored, with_te)[0] for with_te in (False, True))
     gap = abs(ours - theirs)
     assert 1e-4 < gap.mean() < 0.03 and gap.max() < 0.3
+
+
+def resumable(rendezvous, distributed):
+    from megatron_dapo.config import parse_config
+    from megatron_dapo.policy.policy import Policy
+    from megatron_dapo.policy.runtime import initialize
+    from megatron_dapo.selfcheck.synthetic import synthetic_shape
+
+    config = parse_config(
+        {
+            "policy": {"micro_batch_tokens": 256, "distributed_optimizer": distributed},
+            "rollout": {"max_prompt_tokens": 16, "max_response_tokens": 32},
+        }
+    )
+    return Policy(config, synthetic_shape("dense"), initialize(config.policy, rendezvous=rendezvous))
+
+
+def continued(policy):
+    """Two more updates: their losses, all weights, and the whole optimizer state, on the host."""
+    from megatron_dapo.policy.optimizer_state import inner_optimizers
+    from megatron_dapo.selfcheck.synthetic import awkward_batch
+
+    losses = [policy.update(awkward_batch(policy.shape, seed))["loss"] for seed in (3, 4)]
+    tensors = [parameter.detach().cpu() for chunk in policy.model for parameter in chunk.parameters()]
+    for inner in inner_optimizers(policy.optimizer):
+        for group in inner.param_groups:
+            tensors += [parameter.detach().cpu() for parameter in group["params"]]
+            tensors += [state.cpu() for p in group["params"] for _, state in sorted(inner.state[p].items())]
+    steps = {group.get("step") for inner in inner_optimizers(policy.optimizer) for group in inner.param_groups}
+    return losses, tensors, steps
+
+
+def save_and_continue(rendezvous, distributed, folder):
+    from megatron_dapo.policy.checkpoint import save_policy
+    from megatron_dapo.selfcheck.synthetic import awkward_batch, random_hf_weights
+
+    policy = resumable(rendezvous, distributed)
+    policy.load_hf(random_hf_weights(policy.shape))
+    for seed in range(3):
+        policy.update(awkward_batch(policy.shape, seed))
+    save_policy(policy, folder)
+    return continued(policy)
+
+
+def load_and_continue(rendezvous, distributed, folder):
+    from megatron_dapo.policy.checkpoint import load_policy
+
+    policy = resumable(rendezvous, distributed)
+    load_policy(policy, folder)
+    assert policy.updates == 3
+    return continued(policy)
+
+
+@pytest.mark.parametrize("distributed", [True, False], ids=["distributed optimizer", "plain optimizer"])
+def test_a_loaded_policy_continues_bit_for_bit(distributed, tmp_path):
+    """With the optimizer that Megatron picks here: Transformer Engine's, apex's or torch's."""
+    import torch
+
+    losses, tensors, steps = run_ranks(1, save_and_continue, distributed, tmp_path / "c")[0]
+    found_losses, found, found_steps = run_ranks(1, load_and_continue, distributed, tmp_path / "c")[0]
+    assert found_losses == losses and found_steps == steps
+    assert len(found) == len(tensors)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, tensors, strict=True))

@@ -1,0 +1,139 @@
+"""Every Adam that Megatron may pick saves and loads its moments and its step count exactly."""
+
+import fused_adam
+import pytest
+import torch
+from megatron.core import dist_checkpointing
+
+from megatron_dapo.policy import checkpoint
+from megatron_dapo.policy.checkpoint import CheckpointError, load_policy, save_policy
+from megatron_dapo.policy.fork_ranks import run_ranks
+from megatron_dapo.policy.optimizer_state import inner_optimizers, saved_step
+from megatron_dapo.policy.policy import Policy
+from megatron_dapo.policy.runtime import initialize
+from megatron_dapo.selfcheck.layouts import LayoutSpec, check_config, gather_full
+from megatron_dapo.selfcheck.synthetic import awkward_batch, random_hf_weights, synthetic_shape
+
+KINDS = ["torch", "transformer_engine", "apex"]
+SHAPE = synthetic_shape("dense")
+
+
+def make(rendezvous, layout, kind):
+    fused_adam.use(kind)
+    config = check_config(LayoutSpec.parse(layout))
+    policy = Policy(config, SHAPE, initialize(config.policy, rendezvous=rendezvous))
+    expected = torch.optim.AdamW if kind == "torch" else fused_adam.FusedAdam
+    assert all(type(inner) is expected for inner in inner_optimizers(policy.optimizer))
+    return policy
+
+
+def steps(policy):
+    """Every step count that the next update will read, as the kind of optimizer keeps it."""
+    for inner in inner_optimizers(policy.optimizer):
+        for group in inner.param_groups:
+            if isinstance(inner, fused_adam.FusedAdam):
+                yield group.get("step", 0)
+            else:
+                yield from (inner.state[parameter]["step"].item() for parameter in group["params"])
+
+
+def update(policy, seeds):
+    losses = [policy.update(awkward_batch(policy.shape, seed))["loss"] for seed in seeds]
+    return losses, gather_full(policy, policy.runtime, gradient=False), set(steps(policy))
+
+
+def save_after(rendezvous, layout, kind, folder, updates):
+    policy = make(rendezvous, layout, kind)
+    policy.load_hf(random_hf_weights(SHAPE))
+    for seed in range(updates):
+        policy.update(awkward_batch(SHAPE, seed))
+    save_policy(policy, folder)
+    return update(policy, (7, 8))
+
+
+def load_and_update(rendezvous, layout, kind, folder, updates):
+    policy = make(rendezvous, layout, kind)
+    policy.load_hf(random_hf_weights(SHAPE, seed=5))
+    policy.update(awkward_batch(SHAPE, 9))  # state that loading must replace
+    load_policy(policy, folder)
+    assert policy.updates == updates and set(steps(policy)) == {updates}
+    return update(policy, (7, 8))
+
+
+def run(function, layout, *args):
+    return run_ranks(LayoutSpec.parse(layout).world_size, function, layout, *args)[0]
+
+
+def assert_same(found, expected):
+    assert found[0] == expected[0] and found[2] == expected[2]
+    assert all(torch.equal(found[1][name], weight) for name, weight in expected[1].items())
+
+
+@pytest.mark.parametrize("layout", ["do", "single", "dp2do"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_continues_bit_for_bit(kind, layout, tmp_path):
+    expected = run(save_after, layout, kind, tmp_path / "c", 3)
+    assert expected[2] == {5}
+    assert_same(run(load_and_update, layout, kind, tmp_path / "c", 3), expected)
+
+
+@pytest.mark.parametrize("layout", ["do", "single"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_from_before_the_first_update(kind, layout, tmp_path):
+    """A run that is stopped while it samples its first batch saves this."""
+    expected = run(save_after, layout, kind, tmp_path / "c", 0)
+    assert expected[2] == {2}
+    assert_same(run(load_and_update, layout, kind, tmp_path / "c", 0), expected)
+
+
+@pytest.mark.parametrize("layout", ["do", "single"])
+@pytest.mark.parametrize(("saved", "loaded"), [("torch", "transformer_engine"), ("apex", "torch")])
+def test_another_optimizer_continues_with_the_step_count(saved, loaded, layout, tmp_path):
+    """Transformer Engine was installed or removed between two runs. The kernels round differently."""
+    losses, weights, counts = run(save_after, layout, saved, tmp_path / "c", 3)
+    found_losses, found, found_counts = run(load_and_update, layout, loaded, tmp_path / "c", 3)
+    assert found_losses == pytest.approx(losses, rel=1e-5) and found_counts == counts
+    assert all((found[name] - weight).abs().max() <= 1e-5 for name, weight in weights.items())
+
+
+def without_steps(state):
+    if isinstance(state, dict):
+        return {key: without_steps(value) for key, value in state.items() if key not in ("step", "common_step")}
+    return [without_steps(value) for value in state] if isinstance(state, list) else state
+
+
+def load_without_step(rendezvous, layout, kind, folder, updates):
+    load = dist_checkpointing.load
+    checkpoint.dist_checkpointing.load = lambda *args, **kwargs: without_steps(load(*args, **kwargs))
+    return load_and_update(rendezvous, layout, kind, folder, updates)
+
+
+@pytest.mark.parametrize("layout", ["do", "single"])
+@pytest.mark.parametrize("kind", ["torch", "apex"])
+def test_a_checkpoint_without_a_step_count_has_one_step_per_update(kind, layout, tmp_path):
+    expected = run(save_after, layout, kind, tmp_path / "c", 3)
+    assert_same(run(load_without_step, layout, kind, tmp_path / "c", 3), expected)
+
+
+def load_with_two_steps(rendezvous, layout, kind, folder):
+    load = dist_checkpointing.load
+
+    def altered(*args, **kwargs):
+        state = load(*args, **kwargs)
+        state["optimizer"]["optimizer"]["param_groups"][0]["step"] = 99
+        return state
+
+    checkpoint.dist_checkpointing.load = altered
+    with pytest.raises(CheckpointError, match=r"c cannot be loaded: .* different step counts .*: \[3, 99\]"):
+        load_policy(make(rendezvous, layout, kind), folder)
+
+
+def test_different_step_counts_are_an_error(tmp_path):
+    run(save_after, "do", "torch", tmp_path / "c", 3)
+    run(load_with_two_steps, "do", "torch", tmp_path / "c")
+
+
+def test_the_step_count_is_found_wherever_megatron_keeps_it():
+    assert saved_step({"optimizer": {"param_groups": [{"step": 4.0}, {"step": 4}]}, "param_state": {0: {}}}) == 4
+    assert saved_step({"state": {"common_step": torch.tensor(6.0)}, "param_groups": [{"lr": 1e-3}]}) == 6
+    assert saved_step({"param_groups": [{"lr": 1e-3}]}) is None
