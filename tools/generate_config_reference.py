@@ -16,7 +16,7 @@ import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -88,6 +88,8 @@ def _row(path: str, name: str, field: FieldInfo) -> str:
 
 def _type(annotation: Any) -> str:
     origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _type(args[0])
     if origin is Literal:
         return " or ".join(f"`{value}`" for value in args)
     if origin in (Union, types.UnionType):

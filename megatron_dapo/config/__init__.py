@@ -1,4 +1,12 @@
-"""The configuration: one schema, unknown keys are errors. Imports no torch."""
+"""The configuration: one schema, unknown keys are errors. Imports no torch.
+
+- `load`       YAML file and `--set` overrides to a `Config`; the error messages
+- `yaml12`     the YAML 1.2 reader and writer
+- `base`       `Section`, the base of all sections; field types for paths and texts
+- `schema`     `Config`, and the checks across sections, against the model and against the number of ranks
+- `model`      the shape of a Qwen model, from its config.json (`ModelShape`)
+- one file per section: `policy`, `rollout`, `reward`, `data`, `algorithm`, `evaluate`, `trainer`, `observe`, `slurm`
+"""
 
 from megatron_dapo.config.base import ConfigError, Section
 from megatron_dapo.config.load import dump_config, load_config, parse_config

@@ -6,13 +6,13 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from megatron_dapo.config.base import Section
+from megatron_dapo.config.base import PathText, Section
 
 BUILT_IN_TEMPLATES = ("dapo", "plain", "chat", "dapo+chat")
 
 
 class DataConfig(Section):
-    path: str = Field("", description="jsonl or parquet file, or a hub dataset name (owner/name).")
+    path: PathText = Field("", description="jsonl or parquet file, or a hub dataset name (owner/name).")
     split: str = Field("train", description="Of a hub dataset: the split to read.")
     template: str = Field(
         "dapo",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from megatron_dapo.config.base import Section
+from megatron_dapo.config.base import NonEmptyText, Section
 from megatron_dapo.config.data import DataConfig
 
 
@@ -21,7 +21,7 @@ class EvalConfig(Section):
         0.7, gt=0, le=1, description="As rollout.top_p; 0.7 is what the published AIME scores were sampled with."
     )
     top_k: int = Field(-1, ge=-1, description="As rollout.top_k; -1: the whole vocabulary.")
-    stop: list[str] | None = Field(None, description="Texts that end an answer; null: rollout.stop.")
+    stop: list[NonEmptyText] | None = Field(None, description="Texts that end an answer; null: rollout.stop.")
     max_response_tokens: int | None = Field(
         None, gt=0, description="Longest answer, in tokens; null: rollout.max_response_tokens."
     )

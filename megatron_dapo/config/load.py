@@ -1,20 +1,19 @@
-"""Reading a configuration: YAML file, then `--set a.b=c` overrides, then one readable error if anything is off."""
+"""Reads a configuration: the YAML file, then `--set a.b=c` overrides. Every mistake is an error with a remedy."""
 
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, get_args
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
-from megatron_dapo.config.base import ConfigError
+from megatron_dapo.config.base import ConfigError, admits
 from megatron_dapo.config.schema import Config
+from megatron_dapo.config.yaml12 import YamlError, dump_yaml, parse_yaml
 
-# What other tools call our keys (docs/migration.md): an unknown key with one of these names is answered with ours.
+# Our keys by the names that other tools, or earlier versions, use (docs/migration.md): the error names ours.
 KNOWN_ELSEWHERE = {
     name: ours
     for ours, names in {
@@ -62,29 +61,22 @@ KNOWN_ELSEWHERE = {
 }
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML in which only true and false are booleans: `console: off` means the word, as everybody reads it."""
-
-
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, regexp) for tag, regexp in found if tag != "tag:yaml.org,2002:bool"]
-    for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
-)
-
-
 def load_config(path: str | Path | None, overrides: Iterable[str] = ()) -> Config:
     """The configuration in `path` (None: all defaults) with `key.path=value` overrides applied."""
     raw: Any = {}
     where = str(path) if path else "config"
     if path is not None:
         try:
-            raw = yaml.load(Path(path).read_text(), _Loader) or {}
+            raw = parse_yaml(Path(path).expanduser().read_text(encoding="utf-8-sig")) or {}
         except FileNotFoundError:
             raise ConfigError(f"{path}: no such file") from None
-        except yaml.YAMLError as error:
+        except IsADirectoryError:
+            raise ConfigError(f"{path} is a directory; expected a YAML file") from None
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path} is not UTF-8 text (byte {error.start}); expected a YAML file") from None
+        except YamlError as error:
             raise ConfigError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{where}: expected sections at the top level, found {type(raw).__name__}")
@@ -102,7 +94,7 @@ def parse_config(raw: dict[str, Any], where: str = "config") -> Config:
 
 
 def apply_override(raw: dict[str, Any], item: str) -> None:
-    """`a.b=c` sets raw["a"]["b"]; the value is read as YAML, so numbers, true, null and lists work."""
+    """`a.b=c` sets raw["a"]["b"]. The value is read as YAML, unless the key takes text: then it is the text."""
     key, equals, text = item.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):
@@ -115,15 +107,19 @@ def apply_override(raw: dict[str, Any], item: str) -> None:
         if not isinstance(child, dict):
             raise ConfigError(f"--set {item!r}: {part!r} is a value, not a section")
         node = child
+    takes_text = admits(_annotation(parts), str)
     try:
-        node[parts[-1]] = _number(yaml.load(text, _Loader))
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--set {item!r}: the value is not valid YAML: {error}") from None
+        value = parse_yaml(text)
+    except YamlError as error:
+        if not takes_text:
+            raise ConfigError(f"--set {item!r}: the value is not valid YAML: {error}") from None
+        value = text.strip()
+    node[parts[-1]] = text.strip() if takes_text and not isinstance(value, str | None) else value
 
 
 def dump_config(config: Config) -> str:
     """The resolved configuration as YAML, every key written out."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return dump_yaml(config.model_dump(mode="json"))
 
 
 def known_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
@@ -135,14 +131,14 @@ def known_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[st
         yield f"{prefix}{name}"
 
 
-def _number(value: Any) -> Any:
-    """YAML 1.1 reads 1e-6 as text; people mean the number."""
-    if isinstance(value, str):
-        try:
-            return float(value) if "e" in value.lower() and value[:1] in "+-.0123456789" else value
-        except ValueError:
-            return value
-    return value
+def _annotation(parts: list[str]) -> Any:
+    """The type of a dotted key; None if there is no such key."""
+    model: type[BaseModel] | None = Config
+    for part in parts[:-1]:
+        field = model.model_fields.get(part) if model else None
+        model = _section_of(field.annotation) if field else None
+    field = model.model_fields.get(parts[-1]) if model else None
+    return field.annotation if field else None
 
 
 def _section_of(annotation: Any) -> type[BaseModel] | None:
@@ -159,7 +155,10 @@ def _explain(error: Any) -> str:
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "value_error":
         return f"{path}: {message}" if path else message
-    return f"{path}: {message} (found {error['input']!r})"
+    if error["type"] == "model_type":
+        return f"{path}: expected a section with keys of its own (found {error['input']!r})"
+    hint = "; put it in quotes" if error["type"] == "string_type" and isinstance(error["input"], bool) else ""
+    return f"{path}: {message} (found {error['input']!r}{hint})"
 
 
 def _suggestion(path: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,61 +49,110 @@ class ModelShape:
     def from_dir(cls, path: str | Path) -> ModelShape:
         file = Path(path) / "config.json"
         try:
-            config = json.loads(file.read_text())
+            config = json.loads(file.read_bytes())
         except FileNotFoundError:
             raise ConfigError(f"{file} not found: {path} is not a HF model directory") from None
-        except json.JSONDecodeError as error:
+        except OSError as error:
+            raise ConfigError(f"{file} cannot be read ({error.strerror})") from None
+        except ValueError as error:
             raise ConfigError(f"{file} is not valid JSON: {error}") from None
         return cls.from_hf(config, str(file))
 
     @classmethod
     def from_hf(cls, config: dict[str, Any], where: str = "config") -> ModelShape:
-        names = config.get("architectures") or [None]
-        kind = ARCHITECTURES.get(names[0] or "")
+        if not isinstance(config, dict):
+            raise ConfigError(f"{where}: expected a JSON object, found {type(config).__name__}")
+        names = config.get("architectures")
+        name = names[0] if isinstance(names, list) and names else names
+        kind = ARCHITECTURES.get(name) if isinstance(name, str) else None
         if kind is None:
             raise ConfigError(
-                f"{where}: architecture {names[0]!r} is not supported; supported are {', '.join(ARCHITECTURES)}"
+                f"{where}: architecture {name!r} is not supported; supported are {', '.join(ARCHITECTURES)}"
             )
-
-        def need(key: str) -> Any:
-            if config.get(key) is None:
-                raise ConfigError(f"{where}: {key!r} is missing; a {names[0]} config must have it")
-            return config[key]
-
         _refuse_unsupported(config, where, kind)
-        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        heads = need("num_attention_heads")
-        moe: dict[str, Any] = {}
-        if kind == "qwen3_moe":
-            moe = {
-                "experts": config.get("num_experts") or need("num_local_experts"),  # newer files use the second name
-                "experts_per_token": need("num_experts_per_tok"),
-                "expert_ffn_hidden": need("moe_intermediate_size"),
-                "norm_topk_prob": bool(config.get("norm_topk_prob", False)),
-            }
-        return cls(
+        read = _Reader(config, where, str(name))
+        heads = read.integer("num_attention_heads")
+        hidden = read.integer("hidden_size")
+        shape = cls(
             architecture=kind,
-            layers=need("num_hidden_layers"),
-            hidden=need("hidden_size"),
-            ffn_hidden=need("intermediate_size"),
+            layers=read.integer("num_hidden_layers"),
+            hidden=hidden,
+            ffn_hidden=read.integer("intermediate_size"),
             heads=heads,
-            kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or need("hidden_size") // heads,
-            vocab=need("vocab_size"),
-            max_positions=config.get("max_position_embeddings", 32768),
-            rope_theta=float(config.get("rope_theta") or rope.get("rope_theta") or 10000.0),
-            norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-            qkv_bias=kind == "qwen2" or bool(config.get("attention_bias", False)),
+            kv_heads=read.integer("num_key_value_heads", default=heads),
+            head_dim=read.integer("head_dim", default=hidden // heads),
+            vocab=read.integer("vocab_size"),
+            max_positions=read.integer("max_position_embeddings", default=32768),
+            rope_theta=read.rope_theta(),
+            norm_eps=read.number("rms_norm_eps", default=1e-6),
+            tied_embeddings=read.flag("tie_word_embeddings"),
+            qkv_bias=kind == "qwen2" or read.flag("attention_bias"),
             qk_norm=kind != "qwen2",
             dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
-            **moe,
+            **(read.experts() if kind == "qwen3_moe" else {}),
         )
+        if shape.heads % shape.kv_heads:
+            raise ConfigError(
+                f"{where}: num_attention_heads ({shape.heads}) must be a multiple of num_key_value_heads "
+                f"({shape.kv_heads})"
+            )
+        return shape
+
+
+class _Reader:
+    """Reads values of a config.json with the type that the key must have."""
+
+    def __init__(self, config: dict[str, Any], where: str, name: str) -> None:
+        self._config, self._where, self._name = config, where, name
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        value = self._config.get(key)
+        if value is None and default is not None:
+            return default
+        if value is None:
+            raise ConfigError(f"{self._where}: {key!r} is missing; a {self._name} config must have it")
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{self._where}: {key!r} must be a positive integer (found {value!r})")
+        return value
+
+    def number(self, key: str, default: float, source: dict[str, Any] | None = None) -> float:
+        value = (self._config if source is None else source).get(key)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ConfigError(f"{self._where}: {key!r} must be a positive number (found {value!r})")
+        return float(value)
+
+    def flag(self, key: str) -> bool:
+        value = self._config.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise ConfigError(f"{self._where}: {key!r} must be true or false (found {value!r})")
+        return bool(value)
+
+    def rope_theta(self) -> float:
+        """Newer files have it in rope_parameters."""
+        return self.number("rope_theta", self.number("rope_theta", 10000.0, _rope(self._config, self._where)))
+
+    def experts(self) -> dict[str, Any]:
+        newer = "num_experts" if self._config.get("num_experts") is not None else "num_local_experts"
+        return {
+            "experts": self.integer(newer),
+            "experts_per_token": self.integer("num_experts_per_tok"),
+            "expert_ffn_hidden": self.integer("moe_intermediate_size"),
+            "norm_topk_prob": self.flag("norm_topk_prob"),
+        }
+
+
+def _rope(config: dict[str, Any], where: str) -> dict[str, Any]:
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise ConfigError(f"{where}: 'rope_parameters' and 'rope_scaling' must be objects (found {rope!r})")
+    return rope
 
 
 def _refuse_unsupported(config: dict[str, Any], where: str, kind: str) -> None:
     """Features that would change the numbers if they were ignored are errors."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = _rope(config, where)
     rope_type = rope.get("rope_type") or rope.get("type") or "default"
     if rope_type != "default":
         raise ConfigError(f"{where}: rope type {rope_type!r} is not supported; only the default RoPE is")

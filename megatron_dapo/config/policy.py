@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from megatron_dapo.config.base import Section
+from megatron_dapo.config.base import PathText, Section
 
 HEAD_LOGITS_BYTES = 1200 << 20  # 4096 tokens of a 152 k vocabulary in bf16
 
@@ -36,8 +36,8 @@ class OptimizerConfig(Section):
 
 
 class PolicyConfig(Section):
-    model: str = Field("", description="HF directory (config.json, safetensors, tokenizer) of a Qwen model.")
-    megatron_checkpoint: str | None = Field(
+    model: PathText = Field("", description="HF directory (config.json, safetensors, tokenizer) of a Qwen model.")
+    megatron_checkpoint: PathText | None = Field(
         None,
         description="A converted torch_dist directory to start from; null: load the HF weights directly.",
     )

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from megatron_dapo.config.base import Section
+from megatron_dapo.config.base import NonEmptyText, PathText, Section
 
 
 class EmbeddedConfig(Section):
@@ -35,7 +35,7 @@ class ServerConfig(Section):
     device: Literal["cuda", "cpu"] = Field(
         "cuda", description="What servers that this run starts compute on; cpu is for tests with small models."
     )
-    python: str = Field("", description="The Python that has sglang installed; empty: the one that runs this.")
+    python: PathText = Field("", description="The Python that has sglang installed; empty: the one that runs this.")
     host: str = Field("127.0.0.1", description="Interface to bind to; anything but loopback needs api_key_env.")
     port: int = Field(30000, ge=1024, le=65535, description="First port; a port in use is skipped.")
     dtype: str = Field(
@@ -72,7 +72,7 @@ class WeightTransportConfig(Section):
     transport: Literal["disk", "tensor", "distributed"] = Field(
         "disk", description="disk: safetensors both sides can read. tensor: same host. distributed: NCCL or gloo."
     )
-    directory: str = Field("/dev/shm", description="Where disk updates (and snapshots) are written.")
+    directory: PathText = Field("/dev/shm", description="Where disk updates (and snapshots) are written.")
     keep_snapshot: bool = Field(
         True, description="Also write tensor and distributed updates to `directory`, so a restarted server can load."
     )
@@ -151,7 +151,7 @@ class RolloutConfig(Section):
     min_p: float = Field(
         0.0, ge=0, lt=1, description="Leave out tokens less likely than this share of the likeliest one; 0: none."
     )
-    stop: list[str] = Field(
+    stop: list[NonEmptyText] = Field(
         default_factory=list, description="Texts that end an answer, besides the model's own end tokens."
     )
     stop_token_ids: list[int] = Field(

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from megatron_dapo.config.base import Section
+from megatron_dapo.config.base import PathText, Section
 
 # What sbatch --time takes: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]].
 TIME = re.compile(r"(\d+-\d{1,2}(:\d{1,2}){0,2}|\d+(:\d{1,2}){0,2})|UNLIMITED|INFINITE", re.IGNORECASE)
@@ -57,7 +57,7 @@ class SlurmConfig(Section):
     end_seconds: int = Field(120, ge=1, description="Time that the other ranks have once one rank has ended.")
 
     setup: list[str] = Field(default_factory=list, description="Shell lines to run first, e.g. module load.")
-    python: str = Field("", description="Python with megatron-dapo; empty: this one, or python3 in a container.")
+    python: PathText = Field("", description="Python with megatron-dapo; empty: this one, or python3 in a container.")
     environment: dict[str, str] = Field(
         default_factory=dict,
         description="Exported to all processes, e.g. NCCL_*. No secrets: export them in the shell you submit from.",

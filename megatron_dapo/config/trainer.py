@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from megatron_dapo.config.base import Section
+from megatron_dapo.config.base import PathText, Section
 
 
 class CheckpointConfig(Section):
@@ -49,7 +49,7 @@ class HeartbeatConfig(Section):
 
 
 class TrainerConfig(Section):
-    run_dir: str = Field("runs/default", description="Everything of the run; an existing run is resumed.")
+    run_dir: PathText = Field("runs/default", description="Everything of the run; an existing run is resumed.")
     ranks: int | None = Field(
         None, ge=1, description="Ranks to start on this machine; null: all GPUs, or as many as the layout needs."
     )

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from megatron_dapo.config.yaml12 import parse_yaml
 from megatron_dapo.errors import UserError
 from megatron_dapo.observe import transcripts
 from megatron_dapo.observe.diagnosis import Finding, Watch
@@ -109,8 +108,8 @@ def config_differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 def _config(path: Path) -> dict[str, str]:
     """Flat. Empty if there is no readable config.yaml: the curves can be shown without it."""
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+        raw = parse_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return {}
     return dict(_flatten(raw)) if isinstance(raw, Mapping) else {}
 

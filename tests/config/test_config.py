@@ -245,3 +245,115 @@ def test_every_key_is_described():
     poor = {key: said for key, said in found.items() if len(said.split()) < 4 or said.startswith(("null", "Empty"))}
     assert not poor
     assert not {key: said for key, said in found.items() if not said.endswith(".")}
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"\xff\xfea\x00", "is not UTF-8 text (byte 0)"),
+        ("trainer:\n  steps: 1\n  steps: 2\n", "'steps' occurs twice, first in line 2 (line 3, column 3)"),
+        ("trainer: {steps: true}", "trainer.steps: expected a number, found true"),
+        ("rollout: {stop_token_ids: [5, false]}", "rollout.stop_token_ids: expected a number, found false"),
+        ("policy: {optimizer: {lr: .inf}}", "policy.optimizer.lr: Input should be a finite number (found inf)"),
+        ("policy: {optimizer: {lr: .nan}}", "policy.optimizer.lr: Input should be a finite number (found nan)"),
+        ('rollout: {stop: [""]}', "rollout.stop.0: expected a text, found an empty one: remove it"),
+        ('evaluate: {stop: [""]}', "evaluate.stop.0: expected a text, found an empty one: remove it"),
+        ("policy: {model: ~nobody-of-that-name/x}", "the home directory of '~nobody-of-that-name' is not known"),
+        ("trainer: {run_dir: true}", "trainer.run_dir: Input should be a valid string (found True; put it in quotes)"),
+        ("trainer: 5", "trainer: expected a section with keys of its own (found 5)"),
+        ("1: 2", "Keys should be strings"),
+        ("trainer: {steps: 1.5}", "trainer.steps: Input should be a valid integer"),
+        ("a: &a [*a]", "unknown key 'a'"),
+    ],
+)
+def test_bad_files_are_one_line(tmp_path, content, said):
+    file = tmp_path / "c.yaml"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ConfigError) as error:
+        load_config(file)
+    assert said in str(error.value) and "\n" not in str(error.value) and str(file) in str(error.value)
+
+
+def test_a_directory_or_an_unreadable_file_is_one_line(tmp_path):
+    with pytest.raises(ConfigError, match="is a directory; expected a YAML file"):
+        load_config(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"cannot be read \(Not a directory\)"):
+        load_config(tmp_path / "file" / "c.yaml")
+
+
+def test_text_keys_take_a_value_as_it_is_written(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("trainer: {run_dir: 007}\nslurm: {memory: 0, environment: {A: 1e5}}\nrollout: {stop: [1.50]}\n")
+    config = load_config(file)
+    assert (config.trainer.run_dir, config.slurm.memory, config.rollout.stop) == ("007", "0", ["1.50"])
+    assert config.slurm.environment == {"A": "1e5"}
+    overrides = [
+        "trainer.run_dir=1e5",
+        "data.template={question} = ?",
+        "policy.megatron_checkpoint=null",
+        "data.path=on",
+    ]
+    config = load_config(file, overrides)
+    assert (config.trainer.run_dir, config.data.template, config.data.path) == ("1e5", "{question} = ?", "on")
+    assert config.policy.megatron_checkpoint is None
+    file.write_text(dump_config(config))
+    assert load_config(file) == config
+
+
+def test_numbers_are_plain_numbers(tmp_path):
+    config = load_config(None, ["trainer.steps=010", "policy.optimizer.lr=1e-5", "trainer.prompts_per_step=0x40"])
+    assert (config.trainer.steps, config.policy.optimizer.lr, config.trainer.prompts_per_step) == (10, 1e-5, 64)
+    assert type(config.trainer.steps) is int and type(config.policy.optimizer.lr) is float
+
+
+def test_the_home_directory_is_expanded_in_paths(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    keys = ["policy.model", "policy.megatron_checkpoint", "data.path", "evaluate.data.path", "trainer.run_dir",
+            "rollout.servers.python", "rollout.weights.directory", "slurm.python"]  # fmt: skip
+    config = load_config(None, [f"{key}=~/x" for key in keys]).model_dump()
+    for key in keys:
+        value = config
+        for part in key.split("."):
+            value = value[part]
+        assert value == "/home/me/x", key
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"num_hidden_layers": "three"}, "'num_hidden_layers' must be a positive integer (found 'three')"),
+        ({"num_hidden_layers": True}, "'num_hidden_layers' must be a positive integer (found True)"),
+        ({"hidden_size": 51.2}, "'hidden_size' must be a positive integer (found 51.2)"),
+        ({"vocab_size": 0}, "'vocab_size' must be a positive integer (found 0)"),
+        ({"num_attention_heads": []}, "'num_attention_heads' must be a positive integer (found [])"),
+        ({"num_key_value_heads": 7}, "num_attention_heads (40) must be a multiple of num_key_value_heads (7)"),
+        ({"rope_theta": "1e6"}, "'rope_theta' must be a positive number (found '1e6')"),
+        ({"rms_norm_eps": -1}, "'rms_norm_eps' must be a positive number (found -1)"),
+        ({"tie_word_embeddings": "no"}, "'tie_word_embeddings' must be true or false (found 'no')"),
+        ({"rope_scaling": "yarn"}, "must be objects (found 'yarn')"),
+        ({"architectures": "LlamaForCausalLM"}, "architecture 'LlamaForCausalLM' is not supported"),
+        ({"architectures": [3]}, "architecture 3 is not supported"),
+    ],
+)
+def test_a_wrong_type_in_config_json_is_one_line(tmp_path, change, said):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN2 | change))
+    with pytest.raises(ConfigError) as error:
+        ModelShape.from_dir(tmp_path)
+    assert said in str(error.value) and str(tmp_path) in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"{", "is not valid JSON"),
+        (b"\xff\xfe\xfa", "is not valid JSON"),
+        (b"[]", "expected a JSON object, found list"),
+        (b"", "is not valid JSON"),
+    ],
+)
+def test_a_damaged_config_json_is_one_line(tmp_path, content, said):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ConfigError) as error:
+        ModelShape.from_dir(tmp_path)
+    assert said in str(error.value) and "\n" not in str(error.value)
