@@ -108,6 +108,11 @@ class Observer:
             self._track(record)
         self._show(lambda console: console.evaluation(step, record.metrics))
 
+    def has_evaluation(self, step: int) -> bool:
+        """Whether scores after `step` are recorded, which is so if a run was stopped after evaluating and resumed."""
+        recorded = (*self._file.records, *self._records.waiting)
+        return self._aligned and any((r.step, r.kind) == (step, EVAL) for r in recorded)
+
     def warn(self, message: str) -> None:
         """Shown, and written to logs/warnings.log."""
         self._show(lambda console: console.warn(message))
@@ -227,6 +232,9 @@ class NullObserver(Observer):
     def step(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group] = ()) -> None: ...
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def has_evaluation(self, step: int) -> bool:
+        return False
 
     def warn(self, message: str) -> None: ...
 
