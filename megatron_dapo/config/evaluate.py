@@ -1,4 +1,4 @@
-"""`evaluate`: which benchmark is answered, how often each problem, and with which sampling."""
+"""`evaluate`: the benchmark, the number of responses per problem, and how they are sampled."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from megatron_dapo.config.data import DataConfig
 
 class EvalConfig(Section):
     data: DataConfig = DataConfig()
-    every: int = Field(5, ge=0, description="Evaluate every this many rollout steps of training; 0: never.")
-    samples: int = Field(32, ge=1, description="k: answers per problem, for avg@k, pass@k and maj@k.")
+    every: int = Field(5, ge=0, description="Evaluate after every this many training steps; 0: never.")
+    samples: int = Field(32, ge=1, description="k: responses per problem, for avg@k, pass@k and maj@k.")
     temperature: float = Field(
         1.0,
         ge=0,
-        description="Of the answers to the benchmark; 0: always the likeliest token, so one is enough.",
+        description="As rollout.temperature; 0: always the most likely token, so samples: 1 is enough.",
     )
     top_p: float = Field(
-        0.7, gt=0, le=1, description="As rollout.top_p; 0.7 is what the published AIME scores were sampled with."
+        0.7, gt=0, le=1, description="As rollout.top_p; the published AIME scores were sampled with 0.7."
     )
-    top_k: int = Field(-1, ge=-1, description="As rollout.top_k; -1: the whole vocabulary.")
-    stop: list[NonEmptyText] | None = Field(None, description="Texts that end an answer; null: rollout.stop.")
+    top_k: int = Field(-1, ge=-1, description="As rollout.top_k; -1: all tokens.")
+    stop: list[NonEmptyText] | None = Field(None, description="Strings that end a response; null: rollout.stop.")
     max_response_tokens: int | None = Field(
-        None, gt=0, description="Longest answer, in tokens; null: rollout.max_response_tokens."
+        None, gt=0, description="Longest response, in tokens; null: rollout.max_response_tokens."
     )
-    concurrency: int = Field(512, ge=1, description="Answers in flight at one time.")
-    confidence: float = Field(0.95, gt=0, lt=1, description="Level of the confidence interval of avg@k.")
+    concurrency: int = Field(512, ge=1, description="Responses generated at one time.")
+    confidence: float = Field(0.95, gt=0, lt=1, description="Confidence level of the interval of avg@k.")
     pass_at: list[int] = Field(
         default_factory=list, description="The k of pass@k; empty: the powers of two up to samples."
     )

@@ -60,6 +60,9 @@ KNOWN_ELSEWHERE = {
     for name in names.split()
 }
 
+# Keys of earlier versions whose last part is a key elsewhere, or says too little to be recognised by itself.
+RENAMED = {"rollout.sampler.max_staleness": "rollout.sampler.max_carryover_staleness"}
+
 
 def load_config(path: str | Path | None, overrides: Iterable[str] = ()) -> Config:
     """The configuration in `path` (None: all defaults) with `key.path=value` overrides applied."""
@@ -163,6 +166,8 @@ def _explain(error: Any) -> str:
 
 def _suggestion(path: str) -> str:
     parent, _, leaf = path.rpartition(".")
+    if path in RENAMED:
+        return f"; it is now called {RENAMED[path]!r}"
     if leaf in KNOWN_ELSEWHERE:
         return f"; here it is called {KNOWN_ELSEWHERE[leaf]!r}"
     keys = list(known_keys())

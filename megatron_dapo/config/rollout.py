@@ -1,4 +1,4 @@
-"""`rollout`: how answers are sampled, and the engines that sample them."""
+"""`rollout`: how responses are sampled, and the engines that generate them."""
 
 from __future__ import annotations
 
@@ -93,35 +93,44 @@ class SamplerConfig(Section):
     """Dynamic sampling: which groups make a batch, and what happens to the rest."""
 
     oversampling: float = Field(
-        1.0, ge=1, description="Groups in flight for each one that is missing; 3 with waves of 512 is the paper's."
+        1.0, ge=1, description="Groups in flight for each missing group; the paper uses 3, in waves of 512."
     )
     order: Literal["completion", "prompt"] = Field(
         "prompt",
-        description="completion: the first groups to finish fill the batch (faster, favours short answers). prompt: "
-        "groups are taken in the order of their prompts, so timing cannot change the batch.",
+        description="completion: the first groups to finish fill the batch (faster, but prefers short responses). "
+        "prompt: groups are taken in the order of their prompts, so timing does not change the batch.",
     )
     fill: Literal["full", "dynamic"] = Field(
-        "full", description="dynamic: stop once kept + dropped reach the batch size and train on the kept ones."
+        "full",
+        description="full: sample until the batch is full. dynamic: stop once kept and dropped groups together reach "
+        "the batch size, and train on the kept ones.",
     )
     max_generation_batches: int | None = Field(
-        10, ge=1, description="Bound on prompts per step, in batches of oversampling × prompts_per_step; null: none."
+        10,
+        ge=1,
+        description="Limit on prompts per step, in batches of oversampling × prompts_per_step; null: no limit.",
     )
     max_resample_times: int | None = Field(
-        None, ge=0, description="The same bound counted in extra batches after the first (max_generation_batches - 1)."
+        None, ge=0, description="The same limit, counted in extra batches after the first (max_generation_batches - 1)."
     )
     on_limit: Literal["train", "fill", "continue", "stop"] = Field(
         "train",
-        description="At the bound: train on the kept groups, fill the batch with dropped ones, go on, or stop the run "
-        "(the kept groups are in the checkpoint).",
+        description="At the limit: train on the kept groups, fill the batch with dropped ones, continue, or stop the "
+        "run (the kept groups are saved and count when it resumes).",
     )
     unfinished: Literal["continue", "finish", "restart", "drop"] = Field(
         "finish",
-        description="Samples that run when the batch is full. continue: cut now, go on next step with the new weights "
-        "(partial rollouts). finish: wait for them. restart: sample them anew next step. drop: throw them away.",
+        description="Samples that are running when the batch is full. continue: abort them and continue in the next "
+        "step with the new weights (partial rollouts). finish: wait for them. restart: sample them again from the "
+        "start in the next step. drop: discard them.",
     )
-    surplus: Literal["keep", "drop"] = Field("keep", description="Complete kept groups beyond the batch.")
-    max_staleness: int = Field(1, ge=0, description="Weight versions that a carried-over token may lag behind.")
-    max_failed_groups: int = Field(8, ge=0, description="Groups per step that may fail before the run stops.")
+    surplus: Literal["keep", "drop"] = Field(
+        "keep", description="Kept groups beyond the batch: keep them for the next step, or drop them."
+    )
+    max_carryover_staleness: int = Field(
+        1, ge=0, description="Weight versions that a carried-over token may lag behind."
+    )
+    max_failed_groups: int = Field(8, ge=0, description="Groups that may fail in one step before the run stops.")
     stall_timeout: float = Field(7200.0, gt=0, description="Seconds in which at least one sample must finish.")
 
     @property
@@ -135,36 +144,42 @@ class RolloutConfig(Section):
     )
     samples_per_prompt: int = Field(16, ge=1, description="G: responses per prompt.")
     max_prompt_tokens: int = Field(
-        2048, gt=0, description="Longest prompt, in tokens; data.too_long says what happens to longer ones."
+        2048, gt=0, description="Longest prompt, in tokens; data.too_long decides about longer ones."
     )
     max_response_tokens: int = Field(
-        20480, gt=0, description="Longest answer, in tokens; one that reaches it is cut there and counts as truncated."
+        20480, gt=0, description="Longest response, in tokens; one that reaches it ends there and counts as truncated."
     )
     temperature: float = Field(
-        1.0, gt=0, description="Divides the logits while sampling; with another than 1 the engine's log-probs are not "
-        "the policy's own."
+        1.0, gt=0, description="Divides the logits while sampling; unless it is 1, the engine's log-probs differ from "
+        "the policy's."
     )  # fmt: skip
     top_p: float = Field(
-        1.0, gt=0, le=1, description="Sample from the likeliest tokens that together reach this probability; 1: all."
+        1.0,
+        gt=0,
+        le=1,
+        description="Sample from the most likely tokens that together reach this probability; 1: all tokens.",
     )
-    top_k: int = Field(-1, ge=-1, description="Sample from so many of the likeliest tokens; -1: the whole vocabulary.")
+    top_k: int = Field(-1, ge=-1, description="Sample from this many of the most likely tokens; -1: all tokens.")
     min_p: float = Field(
-        0.0, ge=0, lt=1, description="Leave out tokens less likely than this share of the likeliest one; 0: none."
+        0.0,
+        ge=0,
+        lt=1,
+        description="Exclude tokens less likely than this share of the most likely one; 0: exclude none.",
     )
     stop: list[NonEmptyText] = Field(
-        default_factory=list, description="Texts that end an answer, besides the model's own end tokens."
+        default_factory=list, description="Strings that end a response, besides the model's own end tokens."
     )
     stop_token_ids: list[int] = Field(
-        default_factory=list, description="Tokens that end an answer, besides the model's own."
+        default_factory=list, description="Tokens that end a response, besides the model's own."
     )
-    dynamic_sampling: bool = Field(True, description="Drop groups that group_filter rejects and sample others.")
+    dynamic_sampling: bool = Field(True, description="Drop groups that group_filter rejects, and sample others.")
     group_filter: str = Field(
         "accuracy",
-        description="accuracy: keep 0 < correct < G. reward-range: keep max ≠ min of the scores. "
-        "python:module.function: your own, Group -> (keep, reason) or bool.",
+        description="accuracy: keep groups with 0 < correct < G. reward-range: keep groups whose scores differ. "
+        "python:module.function: your own function, Group -> (keep, reason) or bool.",
     )
     max_staleness: int = Field(
-        0, ge=0, le=1, description="1: the next batch is generated while this one trains, with weights one step older."
+        0, ge=0, le=1, description="1: the next batch is generated while this one trains, from weights one step older."
     )
     sampler: SamplerConfig = SamplerConfig()
     embedded: EmbeddedConfig = EmbeddedConfig()
@@ -179,8 +194,8 @@ class RolloutConfig(Section):
     def _options(self) -> RolloutConfig:
         if self.servers.share_gpus and self.max_staleness:
             raise ValueError(
-                "servers.share_gpus is on and max_staleness is 1: engines cannot generate while the trainer has their "
-                "GPUs; set one of them back"
+                "servers.share_gpus is on and max_staleness is 1: engines cannot generate while the trainer uses their "
+                "GPUs; change one of the two"
             )
         if self.top_k == 0:
             raise ValueError("top_k is 0: use -1 for the whole vocabulary, or a positive number")

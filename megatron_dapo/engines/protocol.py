@@ -37,6 +37,11 @@ class WeightUpdateError(EngineError):
     """No server holds the new version. Nothing is served until an update succeeds."""
 
 
+class ForeignWeightsError(EngineError):
+    """A server generated with a weight version that this run has not sent: another program updates its weights. The
+    batch must not be used; sampling ends at once."""
+
+
 @dataclass(slots=True, frozen=True)
 class SamplingParams:
     """`temperature` 0 is greedy. `top_k` -1 means the whole vocabulary. `seed` fixes the sample, see Capabilities."""
@@ -65,6 +70,7 @@ class Completion:
     finish_reason: FinishReason
     text: str = ""
     weight_spans: list[WeightSpan] = field(default_factory=list)
+    server: str = ""  # which server generated it, for error messages
 
 
 @dataclass(slots=True, frozen=True)

@@ -1,1 +1,15 @@
-"""Rollout: prompts in, graded groups out. Engines, the servers behind them, and the sampler. Imports no megatron."""
+"""Rollout: which prompts are sampled, and which of their groups make a batch. Never imports megatron.
+
+    sampler.py           Sampler: one batch per training step; its state is saved with every checkpoint
+    step_collector.py    StepCollector: collects the batch of one step
+    carry_over.py        CarryOver: everything a step leaves for the next one
+    fill_policy.py       FillPolicy: how many groups are in flight, and when sampling stops
+    interrupted_step.py  InterruptedStep: what a cancelled step needs to continue
+    pending_group.py     PendingGroup and its states
+    running_groups.py    RunningGroups: waits for the groups that are in flight, or aborts them
+    group_runner.py      GroupRunner: generates and grades the samples of a group
+    accounting.py        StepAccounting: every sample that enters a step leaves it exactly once
+
+A prompt moves from the data cursor through `Sampler.collect` into a `StepBatch`. Engines are in `engines/`, graders in
+`reward/`, group filters in `algorithm/`. `trainer/rollout_driver.py` runs the sampler in a thread of rank 0.
+"""

@@ -1,8 +1,8 @@
-"""What the sampler counts in one step. Every sample that enters the step leaves it exactly once:
+"""The sample counts of one step. Every sample that enters the step leaves it exactly once:
 
     submitted + carried in  =  trained + dropped (by reason) + failed + carried over
 
-`check` raises when this does not hold, so a lost or doubled sample cannot pass unnoticed.
+`check` raises if this does not hold, so a lost or doubled sample ends the run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SURPLUS = "surplus"
 
 @dataclass(slots=True, frozen=True)
 class Progress:
-    """A moment of `Sampler.collect`, for whoever draws it. Groups, except where the name says otherwise."""
+    """The progress of `Sampler.collect`, for displays. Counts are groups unless the name says otherwise."""
 
     step: int
     needed: int
@@ -39,8 +39,8 @@ class Progress:
 
 
 @dataclass(slots=True)
-class Tally:
-    """Counts of one step: samples in the ledger, groups in `dropped_groups`, tokens where named."""
+class StepAccounting:
+    """Counts of one step: samples unless the name says groups or tokens."""
 
     submitted: int = 0
     carried_in: int = 0
@@ -58,11 +58,11 @@ class Tally:
     _lengths: dict[str, list[int]] = field(default_factory=lambda: {"trained": [], "dropped": [], "cut": []})
 
     def to_state(self) -> dict[str, Any]:
-        found = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {name: dict(value) if isinstance(value, Counter) else value for name, value in found.items()}
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: dict(value) if isinstance(value, Counter) else value for name, value in values.items()}
 
     @classmethod
-    def from_state(cls, state: dict[str, Any]) -> Tally:
+    def from_state(cls, state: dict[str, Any]) -> StepAccounting:
         reasons = {name: Counter(state[name]) for name in ("dropped", "dropped_groups")}
         return cls(**{**state, **reasons})
 
@@ -83,7 +83,7 @@ class Tally:
             self._lengths["dropped"] += [sample.length for sample in group.samples]
 
     def undrop(self, group: Group, reason: str) -> None:
-        """A dropped group that fills up the batch after all."""
+        """A rejected group is used after all, to fill the batch."""
         self.dropped[reason] -= len(group.samples)
         self.dropped_groups[reason] -= 1
         self.wasted_tokens -= sum(sample.length for sample in group.samples)
@@ -105,6 +105,11 @@ class Tally:
         left = self.trained + self.dropped.total() + self.failed + self.carried_over
         if entered != left:
             raise AssertionError(f"sampler: {entered} samples entered the step and {left} left it: {self}")
+
+    @property
+    def unused_groups(self) -> int:
+        """Groups of this step that were rejected or failed."""
+        return self.dropped_groups.total() - self.dropped_groups[STALE] + self.failed_groups
 
     def metrics(self, groups: list[Group], seconds: float) -> dict[str, float]:
         samples = [sample for group in groups for sample in group.samples]

@@ -1,72 +1,36 @@
-"""Running one group: G samples of one prompt, each generated, continued where it was cut, and graded at once.
+"""Runs one group: generates the samples of one prompt, continues those that were aborted, and grades each at once.
 
-A sample is finished when it is graded. One that was cut has finish reason ABORT and the tokens it has so far.
-Continuing sends prompt + tokens so far with the same seed, and each piece keeps its own weight version.
+A sample is finished when it is graded. An aborted sample has finish reason ABORT and the tokens it has so far. To
+continue it, the runner sends prompt and tokens so far with the same seed. Each part keeps its own weight version.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from megatron_dapo.config.rollout import RolloutConfig
-from megatron_dapo.engines.protocol import Completion, Engine, EngineError, SamplingParams
-from megatron_dapo.types import FinishReason, Grade, Group, Prompt, Sample, WeightSpan, as_logprobs, as_tokens
+from megatron_dapo.engines.protocol import Completion, Engine, EngineError, ForeignWeightsError, SamplingParams
+from megatron_dapo.rollout.pending_group import PendingGroup
+from megatron_dapo.types import FinishReason, Grade, Prompt, Sample, WeightSpan
 
 Grader = Callable[[Prompt, Sample], Awaitable[Grade]]
 Decoder = Callable[[Any], str]
 
-# An engine that keeps aborting a sample without adding a token, while nobody asked it to, is broken.
+# An engine that repeatedly aborts a sample without adding a token, although nobody asked for it, is broken.
 MAX_EMPTY_ABORTS = 20
 EMPTY_ABORT_PAUSE = 0.5
 
 
-@dataclass(slots=True, eq=False)
-class PendingGroup:
-    """A group on its way. `serial` counts prompts as they were drawn; `step` is the one whose seeds it uses."""
-
-    serial: int
-    step: int
-    group: Group
-
-    @property
-    def finished(self) -> bool:
-        return not self.unfinished_samples
-
-    @property
-    def unfinished_samples(self) -> list[Sample]:
-        return [sample for sample in self.group.samples if sample.grade is None]
-
-    @property
-    def has_tokens(self) -> bool:
-        return any(sample.length for sample in self.group.samples)
-
-    @property
-    def oldest_version(self) -> int:
-        """Of the tokens there are; meaningless without tokens."""
-        return min(sample.oldest_version for sample in self.group.samples if sample.length)
-
-    def to_state(self) -> dict[str, Any]:
-        return {"serial": self.serial, "step": self.step, "group": self.group.to_state()}
-
-    @classmethod
-    def from_state(cls, state: dict[str, Any]) -> PendingGroup:
-        return cls(state["serial"], state["step"], Group.from_state(state["group"]))
-
-
-def new_samples(prompt: Prompt, seeds: list[int]) -> list[Sample]:
-    none_yet = as_tokens([]), as_logprobs([]), FinishReason.ABORT
-    return [Sample(prompt.id, index, prompt.tokens, *none_yet, seed=seed) for index, seed in enumerate(seeds)]
-
-
 class GroupRunner:
-    """Shared by all groups of one step; after `stop()`, cut samples stay unfinished instead of being continued.
+    """Shared by all groups of one step. After `stop`, aborted samples stay unfinished instead of being continued.
 
-    `on_piece` is told of new tokens, and of each sample that has been graded.
+    `on_piece(tokens, finished)` is called for each generated part and for each graded sample. `foreign_weights`
+    receives the first ForeignWeightsError as soon as it happens: the step must end before the other samples do.
     """
 
     def __init__(
@@ -85,13 +49,14 @@ class GroupRunner:
             stop_token_ids=tuple(config.stop_token_ids),
         )  # fmt: skip
         self._stopping = False
-        self.running = 0
+        self.running = self.finished_samples = 0
+        self.foreign_weights: asyncio.Future[ForeignWeightsError] = asyncio.get_running_loop().create_future()
 
     def stop(self) -> None:
         self._stopping = True
 
     async def run(self, pending: PendingGroup) -> None:
-        """Finishes every sample of the group, or leaves some unfinished after `stop`. The first error is raised."""
+        """Finishes every sample of the group, or leaves some unfinished after `stop`. Raises the first error."""
         todo = pending.unfinished_samples
         results = await asyncio.gather(*(self._run_sample(pending, s) for s in todo), return_exceptions=True)
         for result in results:
@@ -101,7 +66,7 @@ class GroupRunner:
     async def _run_sample(self, pending: PendingGroup, sample: Sample) -> None:
         sample_id = f"step{pending.step}-group{pending.serial}-sample{sample.index}"
         empty = piece = 0
-        self._give_back_possible_stop(sample)
+        self._remove_possible_stop(sample)
         while sample.finish_reason is FinishReason.ABORT:
             room = self._config.max_response_tokens - sample.length
             if room <= 0:
@@ -119,6 +84,7 @@ class GroupRunner:
         if self._decode is not None:
             sample.text = self._decode(sample.response_tokens)
         sample.grade = await self._grade(pending.group.prompt, sample)
+        self.finished_samples += 1
         self._on_piece(0, True)
 
     async def _extend(self, sample: Sample, request_id: str, room: int) -> None:
@@ -129,19 +95,24 @@ class GroupRunner:
             completion = await self._engine.generate(
                 request_id, sample.prompt_tokens if context is None else context, params
             )
+            check_versions(completion, self._engine.weight_version, request_id)
+        except ForeignWeightsError as error:
+            if not self.foreign_weights.done():
+                self.foreign_weights.set_result(error)
+            raise
         finally:
             self.running -= 1
         append_completion(sample, completion)
         self._on_piece(len(completion.tokens), False)
 
-    def _give_back_possible_stop(self, sample: Sample) -> None:
-        """Forgets the last few tokens of a cut sample: a stop string that began in them must be seen whole.
+    def _remove_possible_stop(self, sample: Sample) -> None:
+        """Removes the last tokens of an aborted sample, in which a stop string may have begun.
 
-        Engines look for stop strings in what they generate, not in the prompt they are given.
+        Engines search for stop strings in what they generate, not in the prompt they are given.
         """
         if self._params.stop and sample.length and sample.finish_reason is FinishReason.ABORT:
             kept = max(0, sample.length - max(map(len, self._params.stop)))
-            self._on_piece(kept - sample.length, False)  # they are counted when they come again
+            self._on_piece(kept - sample.length, False)  # they are counted again when they are generated again
             sample.response_tokens = sample.response_tokens[:kept]
             sample.engine_logprobs = sample.engine_logprobs[:kept]
             spans = (WeightSpan(s.version, s.start, min(s.end, kept)) for s in sample.weight_spans)
@@ -154,8 +125,19 @@ class GroupRunner:
         await asyncio.sleep(EMPTY_ABORT_PAUSE)
 
 
+def check_versions(completion: Completion, current: int, request_id: str) -> None:
+    """No token may come from weights that the trainer has not sent yet."""
+    newest = max((span.version for span in completion.weight_spans), default=current)
+    if newest > current:
+        raise ForeignWeightsError(
+            f"server {completion.server or 'unknown'}: request {request_id} was generated with weight version "
+            f"{newest}, but the newest version that this run has sent is {current}. Another program updates this "
+            "server's weights: give each run its own servers, or protect them with rollout.servers.api_key_env"
+        )
+
+
 def append_completion(sample: Sample, completion: Completion) -> None:
-    """Adds one piece; log-probs must be finite, since a NaN would poison the loss far from its source."""
+    """Adds one part. Log-probs must be finite: a NaN would otherwise show up only in the loss."""
     if not np.isfinite(completion.logprobs).all():
         where = int(np.flatnonzero(~np.isfinite(completion.logprobs))[0])
         raise EngineError(

@@ -1,43 +1,44 @@
-"""A step that was cut short before its batch was full, and goes on where it was: in this process or after a resume.
+"""A step that was cancelled before its batch was full. It continues later, in this process or after a resume.
 
-Its groups are the sampler's (accepted ones are surplus, the others unfinished). Here is what else the step knew, so
-that the whole step decides and counts what it would have without the interruption.
+The groups themselves are in `CarryOver`: accepted ones are surplus, all others are unfinished. This is the rest of what
+the step needs to make the same decisions and the same counts as without the interruption.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_dapo.rollout.accounting import Tally
-from megatron_dapo.rollout.group_runner import PendingGroup
+from megatron_dapo.rollout.accounting import StepAccounting
+from megatron_dapo.rollout.pending_group import PendingGroup
 
 
 @dataclass(slots=True)
-class CutStep:
+class InterruptedStep:
     step: int
-    tally: Tally
+    accounting: StepAccounting
     seconds: float
     running: list[int]  # serials of the groups that were started and not yet decided
-    rejected: list[tuple[PendingGroup, str]]  # for on_limit: fill
-    repeats: Counter[str]  # how often a prompt was drawn in this step; part of its seeds
-    last_failure: str = ""  # of a group, in words
+    rejected: list[tuple[PendingGroup, str]]  # with the reason; for on_limit: fill
+    last_failure: str = ""  # message of the last group that failed
 
     def to_state(self) -> dict[str, Any]:
         return {
             "step": self.step,
-            "tally": self.tally.to_state(),
+            "accounting": self.accounting.to_state(),
             "seconds": self.seconds,
             "running": self.running,
             "rejected": [[pending.to_state(), reason] for pending, reason in self.rejected],
-            "repeats": dict(self.repeats),
             "last_failure": self.last_failure,
         }
 
     @classmethod
-    def from_state(cls, state: dict[str, Any]) -> CutStep:
-        rejected = [(PendingGroup.from_state(pending), reason) for pending, reason in state["rejected"]]
-        tally, repeats = Tally.from_state(state["tally"]), Counter(state["repeats"])
-        running, last_failure = state["running"], state.get("last_failure", "")
-        return cls(state["step"], tally, state["seconds"], running, rejected, repeats, last_failure)
+    def from_state(cls, state: dict[str, Any]) -> InterruptedStep:
+        return cls(
+            step=state["step"],
+            accounting=StepAccounting.from_state(state["accounting"]),
+            seconds=state["seconds"],
+            running=state["running"],
+            rejected=[(PendingGroup.from_state(pending), reason) for pending, reason in state["rejected"]],
+            last_failure=state.get("last_failure", ""),
+        )

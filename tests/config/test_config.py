@@ -16,7 +16,7 @@ from megatron_dapo.config import (
     load_config,
     parse_config,
 )  # fmt: skip
-from megatron_dapo.config.load import KNOWN_ELSEWHERE, known_keys
+from megatron_dapo.config.load import KNOWN_ELSEWHERE, RENAMED, known_keys
 from megatron_dapo.config.schema import check_model, check_world
 
 
@@ -65,6 +65,7 @@ def test_the_resolved_configuration_reads_back_as_itself(tmp_path):
         ({"policy": {"tensor_paralel": 2}}, "'policy.tensor_paralel'; did you mean 'policy.tensor_parallel'?"),
         ({"algoritm": {}}, "did you mean 'algorithm'?"),
         ({"algorithm": {"epsilon_high": 0.3}}, "here it is called 'algorithm.clip_high'"),
+        ({"rollout": {"sampler": {"max_staleness": 2}}}, "is now called 'rollout.sampler.max_carryover_staleness'"),
         ({"policy": {"lr": 1e-6}}, "did you mean 'policy.optimizer.lr'?"),
         ({"policy": {"tensor_parallel": "many"}}, "policy.tensor_parallel"),
         ({"policy": {"tensor_parallel": 0}}, "greater than or equal to 1"),
@@ -111,6 +112,7 @@ def test_several_mistakes_are_all_named():
 
 def test_names_from_other_tools_point_to_keys_that_exist():
     assert set(KNOWN_ELSEWHERE.values()) <= set(known_keys())
+    assert set(RENAMED.values()) <= set(known_keys()) and not set(RENAMED) & set(known_keys())
 
 
 @pytest.mark.parametrize("item", ["a", "=1", "policy.tensor_parallel", "policy..x=1"])

@@ -235,7 +235,7 @@ def test_partial_rollouts_over_real_updates_carry_the_version_of_every_token(sub
     weights its span names. Three steps, or more until some sample has been cut and continued."""
     config = settings(
         samples_per_prompt=2, max_response_tokens=160, dynamic_sampling=False, stop_token_ids=[3, 77],
-        sampler={"oversampling": 3, "order": "completion", "unfinished": "continue", "max_staleness": 9},
+        sampler={"oversampling": 3, "order": "completion", "unfinished": "continue", "max_carryover_staleness": 9},
     )  # fmt: skip
 
     async def grade(prompt, sample):

@@ -1,22 +1,39 @@
-"""A virtual clock for asyncio, and an engine whose requests take virtual time: hours of rollout in milliseconds."""
+"""Simulated rollouts: a virtual clock for asyncio, an engine whose requests take virtual time, and sampler helpers.
+
+Hours of rollout take milliseconds.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import selectors
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import numpy as np
+import pytest
 
+from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.engines.embedded.token_sampling import uniform
 from megatron_dapo.engines.protocol import Capabilities, Completion, EngineError, SamplingParams
-from megatron_dapo.types import FinishReason, Grade, Prompt, Sample, WeightSpan, as_logprobs, as_tokens
+from megatron_dapo.rollout.sampler import Sampler
+from megatron_dapo.types import (
+    FinishReason,
+    Grade,
+    Group,
+    Prompt,
+    Sample,
+    WeightSpan,
+    as_logprobs,
+    as_tokens,
+    json_default,
+)
 
 
 class _Selector(selectors.SelectSelector):
-    """Instead of waiting, moves the clock. With nothing scheduled there is nothing that could ever happen."""
+    """Moves the clock instead of waiting. If nothing is scheduled, nothing can ever happen: a deadlock."""
 
     now = 0.0
 
@@ -47,7 +64,7 @@ def run_virtual(main: Coroutine[Any, Any, Any]) -> Any:
 
 
 def response_of(seed: int, longest: int) -> tuple[list[int], list[float]]:
-    """The whole response that the simulated engine gives for a seed: long-tailed length, tokens and log-probs."""
+    """The complete response of the simulated engine to a seed: tokens and log-probs; lengths have a long tail."""
     number = uniform(np.array([seed], np.uint64), np.array([0], np.uint64))[0]
     length = int(min(longest, 1 + 6 / (1.02 - number)))
     numbers = uniform(np.full(length, seed, np.uint64), np.arange(1, length + 1, dtype=np.uint64))
@@ -55,8 +72,9 @@ def response_of(seed: int, longest: int) -> tuple[list[int], list[float]]:
 
 
 class SimulatedEngine:
-    """One token per `token_seconds` for each of `slots` running requests; the rest queue. Tokens depend on the seed
-    alone, so a sample that was cut and continued must equal the whole one. `fault` may raise for a request."""
+    """One token per `token_seconds` for each of `slots` running requests; other requests queue. Tokens depend only on
+    the seed, so a sample that was aborted and continued must equal the complete one. `fault` may raise for a
+    request."""
 
     def __init__(
         self,
@@ -68,7 +86,7 @@ class SimulatedEngine:
     ) -> None:
         self.weight_version, self.longest, self.token_seconds = 0, longest, token_seconds
         self._slots = asyncio.Semaphore(slots)
-        self._cut: dict[str, asyncio.Event] = {}
+        self._aborts: dict[str, asyncio.Event] = {}
         self._fault, self._jitter = fault, random.Random(jitter) if jitter else None
         self.most_running = self.running = 0
         self.requests: list[str] = []
@@ -77,24 +95,24 @@ class SimulatedEngine:
         return Capabilities("simulated", seeded=True)
 
     async def generate(self, request_id: str, prompt, params: SamplingParams) -> Completion:
-        assert request_id not in self._cut, f"request id {request_id} is in use"
+        assert request_id not in self._aborts, f"request id {request_id} is in use"
         self.requests.append(request_id)
-        cut = self._cut[request_id] = asyncio.Event()
+        aborted = self._aborts[request_id] = asyncio.Event()
         try:
-            queued, stopped = asyncio.ensure_future(self._slots.acquire()), asyncio.ensure_future(cut.wait())
+            queued, stopped = asyncio.ensure_future(self._slots.acquire()), asyncio.ensure_future(aborted.wait())
             await asyncio.wait([queued, stopped], return_when=asyncio.FIRST_COMPLETED)
             stopped.cancel()
             if not queued.done():
                 queued.cancel()
                 return Completion(as_tokens([]), as_logprobs([]), FinishReason.ABORT)
             try:
-                return await self._run(request_id, prompt, params, cut)
+                return await self._run(request_id, prompt, params, aborted)
             finally:
                 self._slots.release()
         finally:
-            del self._cut[request_id]
+            del self._aborts[request_id]
 
-    async def _run(self, request_id: str, prompt, params: SamplingParams, cut: asyncio.Event) -> Completion:
+    async def _run(self, request_id: str, prompt, params: SamplingParams, aborted: asyncio.Event) -> Completion:
         self._fault(request_id)
         tokens, logprobs = response_of(params.seed, self.longest)
         known = len(prompt) - int(prompt[0])  # a prompt's first token is its length
@@ -105,7 +123,7 @@ class SimulatedEngine:
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         try:
-            await asyncio.wait_for(cut.wait(), pace * len(left))
+            await asyncio.wait_for(aborted.wait(), pace * len(left))
         except TimeoutError:
             ended = known + len(left) == len(tokens) and len(tokens) < self.longest
             reason, made = FinishReason.STOP if ended else FinishReason.LENGTH, len(left)
@@ -118,13 +136,13 @@ class SimulatedEngine:
         return Completion(as_tokens(left[:made]), as_logprobs(logs[:made]), reason, "", spans)
 
     async def abort(self, request_id: str | None = None) -> None:
-        for name, event in self._cut.items():
+        for name, event in self._aborts.items():
             if request_id in (None, name):
                 event.set()
 
 
 class Prompts:
-    """p0, p1, …; each is drawn once."""
+    """p0, p1, …, each drawn once."""
 
     def __init__(self, count: int | None = None, start: int = 0) -> None:
         self.count, self.drawn = count, start
@@ -156,3 +174,52 @@ def failing(names: set[str]) -> Callable[[str], None]:
             raise EngineError(f"server http://simulated: generate {request_id}: gone")
 
     return fault
+
+
+def as_json(state) -> str:
+    return json.dumps(state, default=json_default)
+
+
+def through_json(state):
+    return json.loads(as_json(state))
+
+
+def rollout(samples=3, longest=60, stop=(), **sampler):
+    return RolloutConfig(samples_per_prompt=samples, max_response_tokens=longest, stop=list(stop), sampler=sampler)
+
+
+def collect(config, steps=1, *, needed=4, share=0.5, slots=8, prompts=None, engine=None, between=None, seed=0, **more):
+    """(batches, sampler, prompts, engine) after several steps, each with a new weight version."""
+
+    async def main():
+        server = engine() if engine else SimulatedEngine(slots, longest=config.max_response_tokens)
+        source = prompts or Prompts()
+        grade = more.pop("grade", None) or coin_grader(share)
+        sampler = Sampler(server, grade, source, config, groups_per_step=needed, seed=seed, **more)
+        batches = []
+        for step in range(steps):
+            server.weight_version = step
+            batches.append(await sampler.collect(step))
+            if between:
+                sampler = between(sampler, server, grade, source)
+        return batches, sampler, source, server
+
+    return run_virtual(main())
+
+
+def assert_whole(group: Group, longest: int) -> None:
+    """Each sample equals the uninterrupted response to its seed, and its spans cover it without gap or overlap."""
+    for sample in group.samples:
+        tokens, logprobs = response_of(sample.seed, longest)
+        assert sample.response_tokens.tolist() == tokens
+        assert sample.engine_logprobs == pytest.approx(np.float32(logprobs))
+        assert sample.finish_reason is (FinishReason.LENGTH if len(tokens) == longest else FinishReason.STOP)
+        edges = [0, *(span.end for span in sample.weight_spans)]
+        assert [span.start for span in sample.weight_spans] == edges[:-1] and edges[-1] == len(tokens)
+        assert sample.grade is not None
+
+
+def carried(sampler) -> list[dict]:
+    """The states of all groups that the sampler carries over."""
+    state = sampler.state()
+    return [pending["group"] for pending in (*state["surplus"], *state["unfinished"])]

@@ -1,0 +1,58 @@
+"""Everything that one step of the sampler leaves for the next one. It is the sampler's whole persistent state."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_dapo.rollout.interrupted_step import InterruptedStep
+from megatron_dapo.rollout.pending_group import PendingGroup
+
+
+@dataclass(slots=True)
+class DrawnPrompts:
+    """How often each prompt was drawn in `step`. The count is part of a sample's seed, so that a step that is repeated
+    after an error does not sample the same responses again."""
+
+    step: int = -1
+    counts: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(slots=True)
+class CarryOver:
+    next_serial: int = 0
+    surplus: list[PendingGroup] = field(default_factory=list)  # accepted by the group filter, not yet trained
+    unfinished: list[PendingGroup] = field(default_factory=list)  # all others
+    drawn: DrawnPrompts = field(default_factory=DrawnPrompts)  # of a step that did not complete
+    interrupted: InterruptedStep | None = None  # of a step that was cancelled
+
+    def to_state(self) -> dict[str, Any]:
+        return {
+            "next_serial": self.next_serial,
+            "surplus": [pending.to_state() for pending in self.surplus],
+            "unfinished": [pending.to_state() for pending in self.unfinished],
+            "drawn": {"step": self.drawn.step, "counts": dict(self.drawn.counts)},
+            "interrupted": self.interrupted.to_state() if self.interrupted else None,
+        }
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> CarryOver:
+        state = _from_older_format(state)
+        drawn, interrupted = state.get("drawn"), state.get("interrupted")
+        return cls(
+            next_serial=state["next_serial"],
+            surplus=[PendingGroup.from_state(pending) for pending in state["surplus"]],
+            unfinished=[PendingGroup.from_state(pending) for pending in state["unfinished"]],
+            drawn=DrawnPrompts(drawn["step"], Counter(drawn["counts"])) if drawn else DrawnPrompts(),
+            interrupted=InterruptedStep.from_state(interrupted) if interrupted else None,
+        )
+
+
+def _from_older_format(state: dict[str, Any]) -> dict[str, Any]:
+    """Checkpoints once held an interrupted step under `cut`, its accounting under `tally`, and `repeats` inside it."""
+    cut = state.get("cut")
+    if not cut:
+        return state
+    drawn = {"step": cut["step"], "counts": cut["repeats"]}
+    return {**state, "drawn": drawn, "interrupted": {**cut, "accounting": cut["tally"]}}

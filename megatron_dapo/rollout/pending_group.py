@@ -1,0 +1,102 @@
+"""A group that a step is working on, and its state.
+
+A `GroupTable` holds the groups of one step. Each group is in exactly one state, so a group can be neither lost between
+two lists nor counted in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from megatron_dapo.types import FinishReason, Group, Prompt, Sample, as_logprobs, as_tokens
+
+
+class GroupState(Enum):
+    WAITING = "waiting"  # carried over, not started in this step
+    RUNNING = "running"  # samples are being generated or graded
+    ENDED = "ended"  # nothing runs any more; not decided yet
+    KEPT = "kept"  # accepted by the group filter
+    REJECTED = "rejected"  # rejected by the group filter; `on_limit: fill` may still use it
+    UNFINISHED = "unfinished"  # the batch was full before all of its samples were finished
+
+
+UNDECIDED = (GroupState.RUNNING, GroupState.ENDED)
+
+
+@dataclass(slots=True, eq=False)
+class PendingGroup:
+    """`serial` numbers the prompts in the order in which they were drawn. `step` is the step its seeds belong to."""
+
+    serial: int
+    step: int
+    group: Group
+
+    @property
+    def finished(self) -> bool:
+        return not self.unfinished_samples
+
+    @property
+    def unfinished_samples(self) -> list[Sample]:
+        return [sample for sample in self.group.samples if sample.grade is None]
+
+    @property
+    def has_tokens(self) -> bool:
+        return any(sample.length for sample in self.group.samples)
+
+    @property
+    def tokens(self) -> int:
+        return sum(sample.length for sample in self.group.samples)
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest weight version of its tokens. Call only if `has_tokens`."""
+        return min(sample.oldest_version for sample in self.group.samples if sample.length)
+
+    def to_state(self) -> dict[str, Any]:
+        return {"serial": self.serial, "step": self.step, "group": self.group.to_state()}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> PendingGroup:
+        return cls(state["serial"], state["step"], Group.from_state(state["group"]))
+
+
+class GroupTable:
+    """The groups of one step by serial, each in exactly one state."""
+
+    def __init__(self) -> None:
+        self._groups: dict[GroupState, dict[int, PendingGroup]] = {state: {} for state in GroupState}
+        self._state_of: dict[int, GroupState] = {}
+
+    def put(self, pending: PendingGroup, state: GroupState) -> None:
+        """Adds a group, or moves it to another state."""
+        if pending.serial in self._state_of:
+            self.remove(pending)
+        self._groups[state][pending.serial] = pending
+        self._state_of[pending.serial] = state
+
+    def remove(self, pending: PendingGroup) -> None:
+        del self._groups[self._state_of.pop(pending.serial)][pending.serial]
+
+    def unordered(self, state: GroupState) -> Collection[PendingGroup]:
+        return self._groups[state].values()
+
+    def ordered(self, *states: GroupState) -> list[PendingGroup]:
+        """The groups in these states, in the order of their prompts."""
+        found = {serial: pending for state in states for serial, pending in self._groups[state].items()}
+        return [found[serial] for serial in sorted(found)]
+
+    def first(self, *states: GroupState) -> PendingGroup | None:
+        """The group of the earliest prompt in these states."""
+        groups = (self._groups[state] for state in states if self._groups[state])
+        return min((found[min(found)] for found in groups), key=lambda pending: pending.serial, default=None)
+
+    def count(self, *states: GroupState) -> int:
+        return sum(len(self._groups[state]) for state in states)
+
+
+def new_samples(prompt: Prompt, seeds: list[int]) -> list[Sample]:
+    empty = as_tokens([]), as_logprobs([]), FinishReason.ABORT
+    return [Sample(prompt.id, index, prompt.tokens, *empty, seed=seed) for index, seed in enumerate(seeds)]

@@ -1,0 +1,340 @@
+"""Collects the batch of one step: starts groups, decides the ones that end, and settles the rest.
+
+A collector is used once. It takes over a `CarryOver` and leaves another one in `carry_over`, whether `collect` returns
+or raises. See `pending_group.GroupState` for the states of a group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron_dapo.algorithm import GroupFilter
+from megatron_dapo.config.rollout import RolloutConfig
+from megatron_dapo.engines.protocol import Engine, EngineError, ForeignWeightsError, derive_seed
+from megatron_dapo.errors import UserError
+from megatron_dapo.rollout.accounting import STALE, SURPLUS, UNFINISHED, Progress, StepAccounting
+from megatron_dapo.rollout.carry_over import CarryOver, DrawnPrompts
+from megatron_dapo.rollout.fill_policy import FillPolicy
+from megatron_dapo.rollout.group_runner import Decoder, Grader, GroupRunner
+from megatron_dapo.rollout.interrupted_step import InterruptedStep
+from megatron_dapo.rollout.pending_group import UNDECIDED, GroupState, GroupTable, PendingGroup, new_samples
+from megatron_dapo.rollout.running_groups import ABORT_TIMEOUT, RunningGroups
+from megatron_dapo.types import Group, Prompt, StepBatch
+
+
+class SamplingLimitError(UserError):
+    """The limit on sampled prompts was reached, and the step may not train on what it has."""
+
+
+@dataclass(slots=True, frozen=True)
+class SamplerSetup:
+    """What every step of a sampler uses; see `Sampler`."""
+
+    engine: Engine
+    grade: Grader
+    next_prompt: Callable[[], Prompt]
+    config: RolloutConfig
+    groups_per_step: int
+    seed: int
+    decode: Decoder | None
+    group_filter: GroupFilter
+    on_progress: Callable[[Progress], None] | None
+
+
+class StepCollector:
+    def __init__(self, setup: SamplerSetup, step: int, carried: CarryOver) -> None:
+        self.carry_over = carried
+        self._setup, self._step, self._needed = setup, step, setup.groups_per_step
+        self._options, self._group_size = setup.config.sampler, setup.config.samples_per_prompt
+        self._policy = FillPolicy(setup.config.sampler, setup.groups_per_step)
+        self._accounting = StepAccounting()
+        self._groups = GroupTable()
+        self._errors: dict[int, BaseException | None] = {}  # by serial, of ended groups
+        self._reasons: dict[int, str] = {}  # by serial, of rejected groups
+        self._next_serial = carried.next_serial
+        self._drawn = carried.drawn if carried.drawn.step == step else DrawnPrompts(step)
+        self._exhausted = False
+        self._last_failure = ""
+        self._runner = GroupRunner(setup.engine, setup.grade, setup.config, setup.decode, self._on_piece)
+        self._running = RunningGroups(step, setup.engine, self._runner, self._options.stall_timeout, self._on_end)
+        self._clock = asyncio.get_running_loop().time
+        self._began = self._clock()
+
+    async def collect(self) -> StepBatch:
+        try:
+            self._take_over()
+            while not self._complete():
+                self._refill()
+                if not self._groups.count(*UNDECIDED):
+                    break
+                await self._running.wait_for_one()
+                self._decide_ended()
+                self._report()
+            self._apply_limit()
+            await self._end_running()
+            return self._finish()
+        except BaseException as error:
+            try:
+                await self._stop_running()
+            finally:
+                self._keep_everything(cancelled=isinstance(error, asyncio.CancelledError))
+            raise
+
+    # ---- start ----
+
+    def _take_over(self) -> None:
+        """Accepted groups count as kept at once. The others start before any new prompt, oldest first."""
+        for groups, state in (
+            (self.carry_over.surplus, GroupState.KEPT),
+            (self.carry_over.unfinished, GroupState.WAITING),
+        ):
+            for pending in groups:
+                self._groups.put(pending, state)
+        interrupted = self.carry_over.interrupted
+        if interrupted is not None and interrupted.step == self._step:
+            self._continue(interrupted)
+            return
+        for pending in self._groups.ordered(GroupState.KEPT, GroupState.WAITING):
+            self._accounting.carried_in += self._group_size
+            if pending.has_tokens and self._policy.too_stale(self._staleness(pending)):
+                self._accounting.drop(pending.group, STALE, self._group_size)
+                self._groups.remove(pending)
+        for pending in self._groups.ordered(GroupState.WAITING):
+            if self._due(pending):
+                self._start(pending)
+
+    def _continue(self, interrupted: InterruptedStep) -> None:
+        """Restores the step as it was when it was cancelled. Groups that were running run again."""
+        self._accounting, self._last_failure = interrupted.accounting, interrupted.last_failure
+        self._began -= interrupted.seconds
+        for pending, reason in interrupted.rejected:
+            self._reject(pending, reason)
+        running = set(interrupted.running)
+        for pending in self._groups.ordered(GroupState.WAITING):
+            if pending.serial in running:
+                self._start(pending)
+
+    def _refill(self) -> None:
+        """Keeps `oversampling` groups in flight for each missing one."""
+        while self._groups.count(*UNDECIDED) < self._wanted_in_flight():
+            pending = self._groups.first(GroupState.WAITING) or self._new_group()
+            if pending is None:
+                return
+            self._start(pending)
+
+    def _wanted_in_flight(self) -> int:
+        return self._policy.wanted_in_flight(self._groups.count(GroupState.KEPT), self._accounting.unused_groups)
+
+    def _new_group(self) -> PendingGroup | None:
+        if self._exhausted or self._policy.limit_reached(self._accounting.submitted_groups):
+            return None
+        try:
+            prompt = self._setup.next_prompt()
+        except StopIteration:
+            self._exhausted = True
+            return None
+        pending = PendingGroup(self._next_serial, self._step, Group(prompt, []))
+        self._next_serial += 1
+        self._accounting.submit(self._group_size)
+        return pending
+
+    def _start(self, pending: PendingGroup) -> None:
+        self._groups.put(pending, GroupState.RUNNING)
+        if not pending.group.samples:
+            prompt, pending.step = pending.group.prompt, self._step
+            repeat = self._drawn.counts[prompt.id]
+            self._drawn.counts[prompt.id] += 1
+            seeds = [derive_seed(self._setup.seed, self._step, prompt.id, i, repeat) for i in range(self._group_size)]
+            pending.group.samples = new_samples(prompt, seeds)
+        self._running.start(pending)
+
+    # ---- middle ----
+
+    def _complete(self) -> bool:
+        """The batch is full, and no running group would be too stale in the next step."""
+        if self._wanted_in_flight() > 0:
+            return False
+        return not any(self._due(pending) for pending in self._groups.unordered(GroupState.RUNNING))
+
+    def _due(self, pending: PendingGroup) -> bool:
+        """The group is from an earlier step, and this is the last step in which it can finish."""
+        if pending.step == self._step or not pending.has_tokens:
+            return False
+        return self._policy.must_finish_now(self._staleness(pending))
+
+    def _staleness(self, pending: PendingGroup) -> int:
+        return self._setup.engine.weight_version - pending.oldest_version
+
+    def _on_end(self, pending: PendingGroup, error: BaseException | None) -> None:
+        self._errors[pending.serial] = error
+        self._groups.put(pending, GroupState.ENDED)
+
+    def _decide_ended(self) -> None:
+        """Decides ended groups: at once, or (order: prompt) after every earlier prompt has been decided."""
+        in_order = self._policy.in_prompt_order
+        for pending in self._groups.ordered(GroupState.ENDED):
+            if in_order and pending is not self._groups.first(*UNDECIDED):
+                break
+            self._decide(pending)
+            # With order: prompt, the decisions alone determine what is submitted: refill after each of them.
+            if in_order and not self._complete():
+                self._refill()
+
+    def _decide(self, pending: PendingGroup) -> None:
+        """If this raises, the group stays ENDED and is carried over."""
+        error = self._errors[pending.serial]
+        if error is not None:
+            self._fail(pending, error)
+        elif not pending.finished:
+            self._groups.put(pending, GroupState.UNFINISHED)
+        else:
+            keep, reason = self._setup.group_filter(pending.group)
+            if keep:
+                self._groups.put(pending, GroupState.KEPT)
+            else:
+                self._accounting.drop(pending.group, reason)
+                self._reject(pending, reason)
+        del self._errors[pending.serial]
+
+    def _reject(self, pending: PendingGroup, reason: str) -> None:
+        self._groups.put(pending, GroupState.REJECTED)
+        self._reasons[pending.serial] = reason
+
+    def _fail(self, pending: PendingGroup, error: BaseException) -> None:
+        if not isinstance(error, EngineError) or isinstance(error, ForeignWeightsError):
+            raise error
+        self._last_failure = str(error)
+        self._accounting.fail(self._group_size)
+        if self._accounting.failed_groups > self._options.max_failed_groups:
+            raise EngineError(
+                f"step {self._step}: {self._accounting.failed_groups} groups failed "
+                f"(rollout.sampler.max_failed_groups is {self._options.max_failed_groups}); the last: {error}"
+            )
+        self._groups.remove(pending)
+
+    # ---- end ----
+
+    def _apply_limit(self) -> None:
+        """Applies `on_limit` if the batch is not full: no more prompts may be sampled, or there are none."""
+        if self._wanted_in_flight() <= 0:
+            return
+        if self._options.on_limit == "stop":
+            kept = self._groups.count(GroupState.KEPT)
+            raise SamplingLimitError(
+                f"{self._limit_message()}. rollout.sampler.on_limit is stop. The {kept} kept groups are carried over: "
+                "they are saved with the run and count when it resumes."
+            )
+        if self._options.on_limit == "fill":
+            missing = self._needed - self._groups.count(GroupState.KEPT)
+            for pending in self._groups.ordered(GroupState.REJECTED)[:missing]:
+                self._accounting.undrop(pending.group, self._reasons.pop(pending.serial))
+                self._groups.put(pending, GroupState.KEPT)
+        if not self._groups.count(GroupState.KEPT):
+            raise SamplingLimitError(
+                f"{self._limit_message()}. There is nothing to train on: check the grader and the group filter."
+            )
+
+    def _limit_message(self) -> str:
+        found = self._accounting
+        cause = "the prompts ran out" if self._exhausted else f"{found.submitted_groups} prompts were sampled"
+        return (
+            f"step {self._step}: {cause} and {self._groups.count(GroupState.KEPT)} of {self._needed} groups were kept; "
+            f"dropped: {dict(found.dropped_groups) or 'none'}, failed: {found.failed_groups}"
+            + (f" (the last: {self._last_failure})" if self._last_failure else "")
+        )
+
+    async def _end_running(self) -> None:
+        """Finishes or aborts the running groups, then decides them."""
+        if self._options.unfinished == "finish":
+            while self._running:
+                await self._running.wait_for_one()
+                self._report()
+        elif self._running:
+            await self._running.abort()
+            undecided = self._groups.ordered(*UNDECIDED)
+            self._accounting.cut(sample for pending in undecided for sample in pending.unfinished_samples)
+        for pending in self._groups.ordered(GroupState.ENDED):
+            self._decide(pending)
+
+    def _finish(self) -> StepBatch:
+        kept = self._groups.ordered(GroupState.KEPT)
+        groups = [pending.group for pending in kept[: self._needed]]
+        surplus = kept[self._needed :]
+        if self._options.surplus == "drop":
+            for pending in surplus:
+                self._accounting.drop(pending.group, SURPLUS)
+            surplus = []
+        self._accounting.carry(sum(len(pending.group.samples) for pending in surplus))
+        unfinished = self._settle_unfinished()
+        self._accounting.train(groups)
+        self._accounting.check()
+        metrics = self._accounting.metrics(groups, self._clock() - self._began)
+        version = self._setup.engine.weight_version
+        metrics["rollout/staleness"] = sum(version - g.oldest_version for g in groups) / max(1, len(groups))
+        self._report()
+        self.carry_over = CarryOver(self._next_serial, surplus, unfinished)
+        return StepBatch(self._step, groups, metrics)
+
+    def _settle_unfinished(self) -> list[PendingGroup]:
+        """Applies `unfinished` to the groups that were cut and to those that never started; returns the carried."""
+        carried = []
+        for pending in self._groups.ordered(GroupState.UNFINISHED, GroupState.WAITING):
+            if self._options.unfinished == "drop" and pending.group.samples:
+                self._accounting.drop(pending.group, UNFINISHED)
+                continue
+            if self._options.unfinished == "restart":
+                self._accounting.wasted_tokens += pending.tokens
+                pending.group.samples = []
+            self._accounting.carry(self._group_size)
+            carried.append(pending)
+        return carried
+
+    # ---- error or cancellation ----
+
+    async def _stop_running(self) -> None:
+        try:
+            with contextlib.suppress(Exception):  # the error that ended the step is the one to raise
+                await asyncio.wait_for(self._running.abort(), ABORT_TIMEOUT)
+        finally:
+            self._running.cancel()
+
+    def _keep_everything(self, cancelled: bool) -> None:
+        """Accepted groups become surplus. All other groups are carried over as they are, including partial samples."""
+        self.carry_over = CarryOver(
+            self._next_serial,
+            surplus=self._groups.ordered(GroupState.KEPT),
+            unfinished=self._groups.ordered(*UNDECIDED, GroupState.WAITING, GroupState.UNFINISHED),
+            drawn=self._drawn,
+        )
+        if cancelled:
+            self.carry_over.interrupted = InterruptedStep(
+                self._step,
+                self._accounting,
+                seconds=self._clock() - self._began,
+                running=[pending.serial for pending in self._groups.ordered(*UNDECIDED)],
+                rejected=[(p, self._reasons[p.serial]) for p in self._groups.ordered(GroupState.REJECTED)],
+                last_failure=self._last_failure,
+            )
+
+    # ---- progress ----
+
+    def _on_piece(self, tokens: int, finished: bool) -> None:
+        self._accounting.response_tokens += tokens
+        self._accounting.finished_samples += finished
+        if finished:
+            self._report()
+
+    def _report(self) -> None:
+        if self._setup.on_progress is not None:
+            self._setup.on_progress(
+                Progress(
+                    step=self._step, needed=self._needed, kept=self._groups.count(GroupState.KEPT),
+                    dropped={reason: n for reason, n in self._accounting.dropped_groups.items() if n},
+                    in_flight=self._groups.count(*UNDECIDED), running_requests=self._runner.running,
+                    finished_samples=self._accounting.finished_samples,
+                    response_tokens=self._accounting.response_tokens, seconds=self._clock() - self._began,
+                )
+            )  # fmt: skip

@@ -1,0 +1,334 @@
+"""Steps of the sampler that reach a limit, fail or are cancelled: nothing is lost, and the next attempt continues."""
+
+import asyncio
+import contextlib
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from simulation import (
+    Prompts,
+    SimulatedEngine,
+    as_json,
+    carried,
+    coin_grader,
+    collect,
+    failing,
+    rollout,
+    run_virtual,
+    through_json,
+)
+
+from megatron_dapo.algorithm import keep_group
+from megatron_dapo.engines.protocol import Completion, EngineError, ForeignWeightsError
+from megatron_dapo.errors import UserError
+from megatron_dapo.observe.metric_names import is_wall_clock
+from megatron_dapo.rollout.accounting import StepAccounting
+from megatron_dapo.rollout.sampler import Sampler, SamplingLimitError
+from megatron_dapo.types import FinishReason, Grade, Group, WeightSpan, as_logprobs, as_tokens
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    cuts=st.lists(st.floats(0.05, 8.0), min_size=1, max_size=5), jitter=st.floats(0.01, 1.0), reload=st.booleans(),
+    in_order=st.sampled_from([(1.0, "completion"), (1.0, "prompt"), (2.5, "prompt")]), share=st.floats(0.15, 0.85),
+    fill=st.sampled_from(["full", "dynamic"]), limit=st.sampled_from([None, 1, 2]), faults=st.booleans(),
+    on_limit=st.sampled_from(["train", "fill", "continue"]), stop=st.sampled_from([(), ("END",)]),
+    repeated=st.booleans(),
+)  # fmt: skip
+@example(
+    cuts=[2.0, 2.0, 2.0], jitter=0.5, reload=False, in_order=(1.0, "completion"), share=0.75, fill="full", limit=1,
+    faults=True, on_limit="train", stop=(), repeated=False,
+)  # lost the message of a failure  # fmt: skip
+def test_a_cancelled_step_continues_with_the_same_decisions_and_counts(
+    cuts, jitter, reload, in_order, share, fill, limit, faults, on_limit, stop, repeated
+):
+    """Cancelled at any moments, restored or not: the batches and counts of an uninterrupted step."""
+    oversampling, order = in_order
+    config = rollout(
+        longest=60, stop=stop, oversampling=oversampling, order=order, fill=fill, max_generation_batches=limit,
+        on_limit=on_limit, max_failed_groups=10**6,
+    )  # fmt: skip
+
+    async def main(cuts, jitter):
+        fault = failing({"group2-", "group7-sample1"}) if faults else (lambda request_id: None)
+        engine, grade = SimulatedEngine(9, longest=60, fault=fault, jitter=jitter), coin_grader(share)
+        prompts = Prompts()
+        source = (lambda: replace(prompts(), id="the same")) if repeated else prompts
+        make = lambda: Sampler(engine, grade, source, config, groups_per_step=4, seed=3)  # noqa: E731
+        sampler, found, cuts = make(), [], list(cuts)
+        for step in range(3):
+            engine.weight_version = step
+            try:
+                while (task := asyncio.ensure_future(sampler.collect(step))) and cuts:
+                    await asyncio.wait({task}, timeout=cuts.pop(0))
+                    if task.done():
+                        break
+                    task.cancel()
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await task
+                    state = through_json(sampler.state())
+                    if reload:
+                        sampler = make()
+                        sampler.restore(state)
+                batch = await task
+            except SamplingLimitError as error:
+                return [*found, str(error)]
+            metrics = {name: value for name, value in batch.metrics.items() if not is_wall_clock(name)}
+            found.append((metrics, as_json([group.to_state() for group in batch.groups])))
+        return found
+
+    assert run_virtual(main(cuts, jitter)) == run_virtual(main([], 0.0))
+
+
+def test_a_finished_group_is_filtered_after_an_error_too():
+    """p1 is finished and waits for p0, whose grader fails. In the next attempt p1 must still pass the filter."""
+
+    async def grade(prompt, sample):
+        if prompt.id == "p0" and not repaired:
+            await asyncio.sleep(1000)
+            raise ZeroDivisionError("the grader has a bug")
+        return Grade(prompt.id == "p1" or sample.index == 0, 1.0)
+
+    async def main():
+        config = rollout(oversampling=2, order="prompt")
+        sampler = Sampler(SimulatedEngine(slots=50), grade, Prompts(), config, groups_per_step=2)
+        with pytest.raises(ZeroDivisionError):
+            await sampler.collect(0)
+        repaired.append(True)
+        batch = await sampler.collect(0)
+        assert [group.prompt.id for group in batch.groups] == ["p0", "p2"]
+        assert batch.metrics["rollout/dropped/all-correct"] == 1
+
+    repaired: list[bool] = []
+    run_virtual(main())
+
+
+async def only_p5_is_mixed(prompt, sample):
+    return Grade(prompt.id != "p5" or sample.index == 0, 1.0)
+
+
+@pytest.mark.parametrize(("on_limit", "groups"), [("train", 1), ("fill", 4)])
+def test_the_limit_loses_no_accepted_group(on_limit, groups):
+    config = rollout(samples=2, max_generation_batches=2, on_limit=on_limit)
+    (batch,), _, prompts, _ = collect(config, grade=only_p5_is_mixed, needed=4)
+    assert prompts.drawn == 8 and len(batch.groups) == groups
+    assert [group.prompt.id for group in batch.groups if keep_group(group)[0]] == ["p5"]
+    assert batch.metrics["rollout/samples_trained"] + batch.metrics["rollout/samples_dropped"] == 16
+
+
+def test_on_limit_stop_carries_every_kept_group_over():
+    """The state after the error, saved and restored, gives the next attempt all that was kept, and trains it once."""
+
+    async def main():
+        def make(on_limit):
+            config = rollout(samples=2, max_generation_batches=2, on_limit=on_limit)
+            return Sampler(SimulatedEngine(), one_in_four_is_mixed, prompts, config, groups_per_step=4)
+
+        prompts, kept = Prompts(), ["p1", "p5"]
+        sampler = make("stop")
+        with pytest.raises(SamplingLimitError, match="8 prompts were sampled and 2 of 4 groups were kept") as error:
+            await sampler.collect(0)
+        assert "The 2 kept groups are carried over" in str(error.value)
+        state = sampler.state()
+        assert [pending["group"]["prompt"]["id"] for pending in state["surplus"]] == kept
+        assert state["unfinished"] == [] and state["interrupted"] is None
+        before = as_json([pending["group"] for pending in state["surplus"]])
+
+        resumed = make("train")
+        resumed.restore(through_json(state))
+        batch = await resumed.collect(0)
+        assert [group.prompt.id for group in batch.groups] == ["p1", "p5", "p9", "p13"]
+        assert as_json([group.to_state() for group in batch.groups[:2]]) == before
+        assert batch.metrics["rollout/samples_carried_in"] == 4
+        assert resumed.state()["surplus"] == []
+
+    async def one_in_four_is_mixed(prompt, sample):
+        return Grade(int(prompt.id[1:]) % 4 != 1 or sample.index == 0, 1.0)
+
+    run_virtual(main())
+
+
+def test_a_step_that_is_repeated_after_an_error_samples_no_seed_twice():
+    """The same prompt is drawn again and again. The second attempt must not repeat the seeds of the first."""
+    prompts, repaired = Prompts(), []
+
+    async def grade(prompt, sample):
+        if prompt.answer == "3" and not repaired:
+            raise ZeroDivisionError("the grader has a bug")
+        return Grade(sample.index == 0, 1.0)
+
+    async def main():
+        def make(groups):
+            source = lambda: replace(prompts(), id="the same", answer=str(prompts.drawn))  # noqa: E731
+            return Sampler(SimulatedEngine(), grade, source, rollout(), groups_per_step=groups)
+
+        sampler, resumed = make(5), make(8)
+        with pytest.raises(ZeroDivisionError):
+            await sampler.collect(0)
+        resumed.restore(through_json(sampler.state()))
+        repaired.append(True)
+        batch = await resumed.collect(0)
+        seeds = [sample.seed for sample in batch.samples]
+        assert len(seeds) == len(set(seeds)) == 8 * 3
+
+    run_virtual(main())
+
+
+def test_on_limit_continue_samples_beyond_the_limit():
+    config = rollout(samples=2, max_generation_batches=1, on_limit="continue")
+    (batch,), _, prompts, _ = collect(config, share=0.9, needed=4)
+    assert len(batch.groups) == 4 and prompts.drawn > 8
+
+
+def test_max_resample_times_counts_batches_after_the_first():
+    config = rollout(samples=2, max_resample_times=2, on_limit="fill")
+    (batch,), _, prompts, _ = collect(config, share=1.0, needed=4)
+    assert prompts.drawn == 12 and len(batch.groups) == 4
+
+
+def test_prompts_may_run_out():
+    config = rollout(samples=2)
+    (batch,), *_ = collect(config, needed=4, prompts=Prompts(3), share=0.5)
+    assert 1 <= len(batch.groups) <= 3
+    with pytest.raises(UserError, match="the prompts ran out and 0 of 4 groups were kept"):
+        collect(config, needed=4, prompts=Prompts(3), share=1.0)
+
+
+def test_a_broken_grader_ends_the_step_and_nothing_is_lost():
+    async def main():
+        prompts = Prompts()
+        grade = coin_grader(0.5, broken=lambda prompt: prompt.id == "p6")
+        engine = SimulatedEngine(slots=4)
+        sampler = Sampler(engine, grade, prompts, rollout(), groups_per_step=8)
+        with pytest.raises(ZeroDivisionError):
+            await sampler.collect(0)
+        waiting = [group["prompt"]["id"] for group in carried(sampler)]
+        assert "p6" in waiting and engine.running == 0
+        assert len(set(waiting)) == len(waiting)
+
+    run_virtual(main())
+
+
+def test_failed_groups_are_counted_and_limited():
+    broken = failing({"group1-sample2", "group2-"})
+    config = rollout(max_failed_groups=2)
+    (batch,), *_ = collect(config, engine=lambda: SimulatedEngine(fault=broken))
+    assert len(batch.groups) == 4 and batch.metrics["rollout/groups_failed"] == 2
+    assert not {"p1", "p2"} & {group.prompt.id for group in batch.groups}
+    with pytest.raises(EngineError, match=r"2 groups failed .* server http://simulated: generate step0-group"):
+        collect(rollout(max_failed_groups=1), engine=lambda: SimulatedEngine(fault=broken))
+
+
+def test_a_stalled_engine_is_an_error_that_names_the_prompts():
+    config = rollout(stall_timeout=50, longest=1000)
+    with pytest.raises(EngineError, match=r"no sample finished within 50 s .*'p0'"):
+        collect(config, engine=lambda: SimulatedEngine(token_seconds=100, longest=1000))
+
+
+def test_accounting_finds_a_lost_sample():
+    counts = StepAccounting(submitted=4, trained=3)
+    with pytest.raises(AssertionError, match="4 samples entered the step and 3 left it"):
+        counts.check()
+
+
+@pytest.mark.parametrize("order", ["completion", "prompt"])
+@pytest.mark.parametrize("named_by", ["engine", "spans"])
+def test_foreign_weights_end_the_step_at_once(order, named_by):
+    """p0 and the other samples of p2 would run for an hour; the step must not wait for them."""
+
+    class Updated(SimulatedEngine):
+        """One sample of p2 comes from a server that another program has updated to version 99."""
+
+        async def generate(self, request_id, prompt, params):
+            if "group2-sample1" in request_id:
+                await asyncio.sleep(1)
+                if named_by == "engine":
+                    raise ForeignWeightsError("server http://b: weight version 99 was never sent")
+                span = WeightSpan(99, 0, 1)
+                return Completion(as_tokens([1]), as_logprobs([-1.0]), FinishReason.STOP, "", [span], "http://b")
+            return await super().generate(request_id, prompt, params)
+
+    async def main():
+        engine = Updated(slots=50, token_seconds=600)
+        config = rollout(oversampling=2, order=order, max_failed_groups=100)
+        sampler = Sampler(engine, coin_grader(0.5), Prompts(), config, groups_per_step=4)
+        with pytest.raises(ForeignWeightsError, match=r"server http://b: .*99") as error:
+            await sampler.collect(0)
+        assert named_by == "engine" or "the newest version that this run has sent is 0" in str(error.value)
+        assert asyncio.get_running_loop().time() < 60 and engine.running == 0
+        groups = [Group.from_state(group) for group in carried(sampler)]
+        assert [group.prompt.id for group in groups] == [f"p{i}" for i in range(8)]
+        assert {span.version for group in groups for s in group.samples for span in s.weight_spans} <= {0}
+
+    run_virtual(main())
+
+
+def test_foreign_weights_found_while_aborting_are_not_a_failed_group():
+    class Late(SimulatedEngine):
+        async def generate(self, request_id, prompt, params):
+            made = await super().generate(request_id, prompt, params)
+            if made.finish_reason is FinishReason.ABORT and len(made.tokens):
+                made.weight_spans = [WeightSpan(7, 0, len(made.tokens))]
+            return made
+
+    config = rollout(oversampling=3, order="completion", unfinished="continue", max_failed_groups=100)
+    with pytest.raises(ForeignWeightsError, match="weight version 7"):
+        collect(config, steps=3, engine=lambda: Late(slots=50))
+
+
+def test_a_second_cancellation_while_requests_are_aborted_loses_nothing():
+    class Stubborn(SimulatedEngine):
+        async def abort(self, request_id=None):
+            await asyncio.sleep(10)
+
+    async def main():
+        engine = Stubborn(slots=50, token_seconds=600)
+        sampler = Sampler(engine, coin_grader(0.5), Prompts(), rollout(), groups_per_step=4)
+        task = asyncio.ensure_future(sampler.collect(0))
+        for _ in range(2):
+            await asyncio.sleep(5)
+            task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert [group["prompt"]["id"] for group in carried(sampler)] == ["p0", "p1", "p2", "p3"]
+        await asyncio.sleep(0.1)
+        assert engine.running == 0
+
+    run_virtual(main())
+
+
+def test_carried_over_groups_that_have_not_started_survive_a_cancellation():
+    async def main():
+        engine, prompts = SimulatedEngine(slots=50), Prompts()
+        many = rollout(oversampling=3, order="completion", unfinished="continue")
+        first = Sampler(engine, coin_grader(0.5), prompts, many, groups_per_step=4)
+        await first.collect(0)
+        second = Sampler(engine, coin_grader(0.5), prompts, rollout(unfinished="continue"), groups_per_step=1)
+        second.restore({**first.state(), "surplus": []})
+        waiting = [pending["group"]["prompt"]["id"] for pending in first.state()["unfinished"]]
+        assert len(waiting) > 2
+        task = asyncio.ensure_future(second.collect(1))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert [group["prompt"]["id"] for group in carried(second)] == waiting
+
+    run_virtual(main())
+
+
+def test_the_state_cannot_be_read_while_a_batch_is_collected():
+    async def main():
+        sampler = Sampler(SimulatedEngine(), coin_grader(0.5), Prompts(), rollout(), groups_per_step=4)
+        task = asyncio.ensure_future(sampler.collect(0))
+        await asyncio.sleep(0.1)
+        with pytest.raises(RuntimeError, match="while a batch is being collected"):
+            sampler.state()
+        with pytest.raises(RuntimeError, match=r"collect\(1\) was called while another batch"):
+            await sampler.collect(1)
+        await task
+        assert sampler.state()["next_serial"] >= 4
+
+    run_virtual(main())
