@@ -36,7 +36,7 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 unit: $(STAMP) sglang-cpu
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations=25
 
 # SGLang pins other packages than we do, so it has its own environments. They borrow torch and whatever else fits from
 # .venv, and the newer one borrows from the older, so that the second costs 20 s and 0.2 GB instead of 2 GB.
