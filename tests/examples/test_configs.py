@@ -129,20 +129,15 @@ def readme_plans():
 
 @pytest.mark.parametrize(("readme", "command"), readme_plans())
 def test_plan_as_the_readme_says(readme, command, workplace, capsys):
-    """The command fits, and the README's figures are what it prints, give or take what a better planner changes."""
+    """The plan fits, and the README's table has exactly its figures."""
     assert main([*shlex.split(command)[1:], "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["fits"]
-    text = " ".join((ROOT / readme).read_text().split())
-    memory = plan["trainer_bytes"]["total"] / 2**30
-    figures = {
-        "GiB of the trainer": (memory, re.findall(r"([\d.]+)(?: of [\d.]+)? GiB", text)),
-        "seconds of a step": (plan["step_seconds"], re.findall(r"(?:step )?([\d.,]+) s\b", text)),
-    }
-    for what, (value, quoted) in figures.items():
-        numbers = [float(number.replace(",", "").rstrip(".")) for number in quoted]
-        near = [number for number in numbers if number == pytest.approx(value, rel=0.1)]
-        assert near, f"{readme}: {what}: {command} prints {value:.1f}, the page has {quoted}"
+    used, limit = plan["trainer_bytes"]["total"] / 2**30, plan["limit_bytes"] / 2**30
+    phases = [plan["phases"].get(name) for name in ("generation", "log-probs", "training", "weight sync", "hand-over")]
+    seconds = ["" if value is None else f"{value:,.1f} s" for value in [*phases, plan["step_seconds"]]]
+    row = f"| {plan['layout']} | {used:.1f} of {limit:.1f} GiB | {' | '.join(seconds)} |".replace("|  |", "| |")
+    assert row in (ROOT / readme).read_text().splitlines(), f"{readme}: {command} calculates\n{row}"
 
 
 def test_a_cluster_needs_its_layout(workplace):

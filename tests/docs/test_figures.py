@@ -1,0 +1,98 @@
+"""Every figure with a unit that README quotes is in benchmarks/RESULTS.md, with the same unit and digits."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+README, RESULTS = (ROOT / "README.md").read_text(), (ROOT / "benchmarks" / "RESULTS.md").read_text()
+
+UNITS = r"k tokens/s|tokens/s|GB/s|GiB|GB|MiB|TFLOP/s|nats|ms|min|%|×|s"
+NUMBER = r"\d+(?:\.\d+)?(?:e-?\d+)?"
+# "1.06 to 1.11 ×", "54.7 % → 70.9 %", "38.0%", "MFU 0.59 to 0.65"
+WITH_UNIT = re.compile(rf"(?<![\w.-])({NUMBER})(?:\s(?:to|–|→)\s({NUMBER}))?\s?({UNITS})(?![\w/])")
+MFU = re.compile(rf"MFU ({NUMBER})(?: to ({NUMBER}))?")
+
+
+def figures(text: str) -> set[tuple[str, str]]:
+    """(number, unit) of everything in `text` that is outside tables or names its unit in a table's cell."""
+    text = re.sub(r"```(?:mermaid|python).*?```", "", text, flags=re.S).replace("**", "").replace("|", " | ")
+    found = {(number, match[3]) for match in WITH_UNIT.finditer(text) for number in match.group(1, 2) if number}
+    return found | {(number, "MFU") for match in MFU.finditer(text) for number in match.groups() if number}
+
+
+def cells_with_header(text: str) -> set[tuple[str, str]]:
+    """(number, unit) of table cells that hold a bare number; the unit is in the column's header."""
+    found, header = set(), []
+    for line in text.replace("**", "").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
+        if not cells or len(cells) != len(header):
+            header = cells
+            continue
+        for title, cell in zip(header, cells, strict=True):
+            unit = next((unit for unit in ("×", "MFU", "tokens/s") if unit in title), None)
+            number = re.fullmatch(rf"({NUMBER})( k)?", cell)
+            if unit and number:
+                found.add((number[1], f"k {unit}" if number[2] else unit))
+    return found
+
+
+MEASURED = figures(RESULTS) | cells_with_header(RESULTS)
+
+
+@pytest.mark.parametrize(("number", "unit"), sorted(figures(README)))
+def test_a_figure_of_the_readme_is_in_the_results(number, unit):
+    assert (number, unit) in MEASURED, f"README quotes {number} {unit}, which benchmarks/RESULTS.md does not have"
+
+
+def result(section: str, row: str, column: str) -> str:
+    """The cell of a table in RESULTS.md: the first row of that section that contains `row`."""
+    body = next(part for part in RESULTS.replace("**", "").split("\n## ") if part.startswith(section))
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in body.splitlines() if line[:1] == "|"]
+    (found,) = [cells for cells in table if row in " | ".join(cells)][:1]
+    header = next(cells for cells in table if column in cells)
+    return found[header.index(column)]
+
+
+def test_readme_quotes_the_right_rows():
+    """A figure of another row would also be in RESULTS.md; these sentences are tied to their rows."""
+    text = " ".join(README.replace("**", "").split())
+    update = "8 × 2048 tokens: DAPO update"
+    for layers, words in (("torch", "torch layers"), ("TE 2.20.2", "Transformer Engine")):
+        row = f"{update} | {layers}"
+        speed, mfu = (result("step.py", row, column) for column in ("tokens/s", "MFU"))
+        assert f"{speed} tokens/s and MFU {mfu} with {words}" in text
+    best = result("step.py", f"{update} | torch", "× cross-entropy")
+    recomputed = result("step.py", "full recompute: DAPO update", "MFU")
+    top = result("step.py", f"{update} | TE", "MFU")
+    assert f"to {best} × the speed of plain cross-entropy, MFU 0.59 to {top} (MFU {recomputed} with full" in text
+    head, memory = (result("head.py", "ours, one pass", column) for column in ("× limit", "extra memory"))
+    assert f"output layer with loss: {head} × the time of its three matrix products, {memory} of extra memory" in text
+    hand_over = result("examples/gsm8k_1gpu on one H200", "6.4 s (41.2 k tokens/s)", "hand-over")
+    assert f"a hand-over takes {hand_over}" in text
+    scores = [result("examples/quickstart", row, "held-out avg@8") for row in ("shared with", "another CPU")]
+    assert f"held-out avg@8: {scores[0]}" in text and f"the same seed gave {scores[1]} on another one" in text
+
+
+def test_the_figures_that_matter_are_found():
+    """The patterns above see what they should: a figure that they miss would go unchecked."""
+    seen = figures(README)
+    for figure in [("1.05", "×"), ("0.62", "MFU"), ("0.65", "MFU"), ("0.59", "MFU"), ("50.3", "k tokens/s"),
+                   ("38.0", "%"), ("90.0", "%"), ("70.9", "%"), ("223", "s"), ("1.2", "GiB"), ("5", "%")]:  # fmt: skip
+        assert figure in seen, figure
+    assert len(seen) >= 18
+    assert figures("1.06 to 1.11 × and MFU 0.4 to 0.5, 3 s, 12 steps, 0.5.18 on") == {
+        ("1.06", "×"), ("1.11", "×"), ("0.4", "MFU"), ("0.5", "MFU"), ("3", "s"),
+    }  # fmt: skip
+
+
+def test_a_wrong_figure_would_be_found():
+    assert ("0.95", "MFU") not in MEASURED and ("2.05", "×") not in MEASURED
+    assert not figures("a GSM8K step: 1.99 × the speed") <= MEASURED
+
+
+def test_seconds_in_the_readme_have_no_second_meaning():
+    """README says no speed, memory or accuracy in words that the patterns cannot read."""
+    vague = re.findall(r"\b(?:half a second|twice as|a third|nearly \d|about \d+ (?:s|%|GiB))\b", README)
+    assert not vague, vague
