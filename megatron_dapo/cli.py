@@ -103,7 +103,7 @@ def _add_eval(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
     parser = add_command(
         sub, "eval", run,
-        "Answer every problem of a benchmark k times and report avg@k, pass@k and maj@k.",
+        "Generate k responses to every problem of a benchmark and report avg@k, pass@k and maj@k.",
         "examples:\n  megatron-dapo eval run.yaml --data aime_2024.jsonl --samples 32 --out results/aime\n"
         "  megatron-dapo eval run.yaml --model RUN/hf --set evaluate.top_p=1.0",
     )  # fmt: skip
@@ -111,9 +111,9 @@ def _add_eval(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting")
     parser.add_argument("--model", metavar="DIR", help="HF model directory (policy.model)")
     parser.add_argument("--data", metavar="FILE", help="benchmark, jsonl or parquet (evaluate.data.path)")
-    parser.add_argument("--samples", type=int, metavar="K", help="answers per problem (evaluate.samples)")
-    parser.add_argument("--out", metavar="DIR", help="where results.json and answers/ go (default: RUN_DIR/eval)")
-    parser.add_argument("--seed", type=int, default=0, help="of the sampled answers (default 0)")
+    parser.add_argument("--samples", type=int, metavar="K", help="responses per problem (evaluate.samples)")
+    parser.add_argument("--out", metavar="DIR", help="where results.json and responses/ go (default: RUN_DIR/eval)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the responses (default 0)")
 
 
 def _add_convert(sub: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -1,4 +1,4 @@
-"""Evaluation against closed forms, with an engine whose answers are known in advance."""
+"""Evaluation against closed forms, with an engine whose responses are known in advance."""
 
 import asyncio
 import io
@@ -13,16 +13,14 @@ from megatron_dapo.config.evaluate import EvalConfig
 from megatron_dapo.config.reward import RewardConfig
 from megatron_dapo.engines.protocol import Completion, EngineError, SamplingParams
 from megatron_dapo.evaluate import (
-    Answer,
     EvaluationError,
     ProblemResult,
-    clustered_interval,
+    Response,
     evaluate,
     majority,
-    pass_at_k,
-    student_t,
     summarise,
 )
+from megatron_dapo.evaluation_statistics import clustered_interval, pass_at_k, student_t
 from megatron_dapo.reward import RewardPool
 from megatron_dapo.types import FinishReason, Grade, Prompt, as_logprobs, as_tokens
 
@@ -33,10 +31,10 @@ def problem(index: int) -> Prompt:
 
 
 class KnownEngine:
-    """Problem i: answer j is right when j < right[i]; wrong ones say 1, 2, 1, 2, …; `cut` of them are truncated."""
+    """Problem i: response j is right if j < right[i]; the wrong answers are 1, 2, 1, 2, …; `truncated` per problem."""
 
-    def __init__(self, right: list[int], cut: int = 0) -> None:
-        self.right, self.cut = right, cut
+    def __init__(self, right: list[int], truncated: int = 0) -> None:
+        self.right, self.truncated = right, truncated
         self.requests: dict[str, SamplingParams] = {}
         self.in_flight = self.most_in_flight = 0
 
@@ -49,8 +47,11 @@ class KnownEngine:
         i, j = int(prompt[0]), int(request_id.rsplit("-", 1)[1])
         text = f"Answer: {100 + i}" if j < self.right[i] else f"Answer: {1 + j % 2}"
         tokens = as_tokens(range(10 + j))
-        reason = FinishReason.LENGTH if j < self.cut else FinishReason.STOP
+        reason = FinishReason.LENGTH if j < self.truncated else FinishReason.STOP
         return Completion(tokens, as_logprobs([0.0] * len(tokens)), reason, text)
+
+    async def abort(self, request_id=None):
+        pass
 
 
 def run(engine, count, config, seed=0, **more):
@@ -66,7 +67,7 @@ CONFIG = EvalConfig(samples=32, max_response_tokens=64)
 
 def test_avg_at_32_of_a_deterministic_engine_is_exact():
     right = [0, 1, 8, 16, 20, 32]
-    engine = KnownEngine(right, cut=4)
+    engine = KnownEngine(right, truncated=4)
     result = run(engine, 6, CONFIG)
     assert result.avg == sum(right) / (6 * 32) == 77 / 192
     assert result.mean_tokens == 10 + 31 / 2
@@ -79,10 +80,10 @@ def test_avg_at_32_of_a_deterministic_engine_is_exact():
     assert (result.ungraded, result.unusable) == (0, 0)
 
 
-def test_every_answer_has_its_own_seed_which_depends_on_nothing_else():
+def test_the_seed_of_a_response_depends_only_on_run_problem_and_index():
     one, same, other, fewer = (KnownEngine([1] * 3) for _ in range(4))
     first = run(one, 3, CONFIG, seed=7)
-    assert run(same, 3, CONFIG, seed=7).to_record()["problems"] == first.to_record()["problems"]
+    assert run(same, 3, CONFIG, seed=7).to_json()["problems"] == first.to_json()["problems"]
     run(other, 3, CONFIG, seed=8)
     run(fewer, 2, EvalConfig(samples=4, max_response_tokens=64), seed=7)
     seeds = {key: params.seed for key, params in one.requests.items()}
@@ -116,41 +117,44 @@ def test_the_configured_sampling_reaches_the_engine():
     assert (own.max_response_tokens, own.stop) == (5, [])
 
 
-@pytest.mark.parametrize("answers", [1, 5, 8])
-def test_pass_at_k_is_the_share_of_draws_with_a_right_answer(answers):
+@pytest.mark.parametrize("responses", [1, 5, 8])
+def test_pass_at_k_is_the_share_of_draws_with_a_right_response(responses):
     from itertools import combinations
 
-    for right in range(answers + 1):
-        for k in range(1, answers + 1):
-            draws = list(combinations([True] * right + [False] * (answers - right), k))
-            assert pass_at_k(answers, right, k) == pytest.approx(sum(map(any, draws)) / len(draws), abs=1e-12)
+    for right in range(responses + 1):
+        for k in range(1, responses + 1):
+            draws = list(combinations([True] * right + [False] * (responses - right), k))
+            assert pass_at_k(responses, right, k) == pytest.approx(sum(map(any, draws)) / len(draws), abs=1e-12)
 
 
-def answer(correct: bool | None, extracted: str | None = None) -> Answer:
-    return Answer("", 1, "stop", correct, extracted, "")
+def response(correct: bool | None, extracted: str | None = None) -> Response:
+    return Response("", 1, "stop", correct, extracted, "")
 
 
 @pytest.mark.parametrize(
-    ("answers", "expected"),
+    ("responses", "expected"),
     [
-        ([answer(True, "42"), answer(True, "42.0"), answer(False, "7")], 1.0),  # right ones are one answer
-        ([answer(True, "42"), answer(False, "7"), answer(False, " 7 ")], 0.0),
-        ([answer(True, "42"), answer(False, "7")], 0.5),
-        ([answer(True, "42"), answer(False, "7"), answer(False, "8")], 1 / 3),
-        ([answer(True, "42"), answer(False), answer(False)], 1.0),  # no answer is no vote
-        ([answer(False), answer(False)], 0.0),
-        ([answer(False, "7"), answer(False, "8"), answer(False, "8")], 0.0),
+        (
+            [response(True, "42"), response(True, "42.0"), response(False, "7")],
+            1.0,
+        ),  # all right ones count as one answer
+        ([response(True, "42"), response(False, "7"), response(False, " 7 ")], 0.0),
+        ([response(True, "42"), response(False, "7")], 0.5),
+        ([response(True, "42"), response(False, "7"), response(False, "8")], 1 / 3),
+        ([response(True, "42"), response(False), response(False)], 1.0),  # no answer is no vote
+        ([response(False), response(False)], 0.0),
+        ([response(False, "7"), response(False, "8"), response(False, "8")], 0.0),
     ],
 )
-def test_majority(answers, expected):
-    assert majority(answers) == pytest.approx(expected)
+def test_majority(responses, expected):
+    assert majority(responses) == pytest.approx(expected)
 
 
 def test_majority_of_a_binomial_closed_form():
     """Two candidates, n odd: maj@n is 1 exactly when more than half are right."""
     for n in (1, 3, 7, 31):
         for right in range(n + 1):
-            votes = [answer(True, "1")] * right + [answer(False, "0")] * (n - right)
+            votes = [response(True, "1")] * right + [response(False, "0")] * (n - right)
             assert majority(votes) == float(right > n / 2)
 
 
@@ -161,7 +165,7 @@ def test_student_t_against_the_tables():
 
 
 def test_the_interval_is_clustered_by_problem():
-    """Two problems, one always and one never right: 64 answers, but only two independent facts."""
+    """Two problems, one always and one never right: 64 responses, but only two independent facts."""
     result = run(KnownEngine([32, 0]), 2, CONFIG)
     assert result.interval == (0.0, 1.0)
     assert result.sampling_error == 0.0
@@ -174,28 +178,28 @@ def test_the_interval_is_clustered_by_problem():
     assert clustered_interval([1.0] * 10, 0.95) == pytest.approx((0.6915, 1.0), abs=1e-4)
 
 
-def test_the_sampling_error_is_that_of_the_answers():
+def test_the_sampling_error_by_hand():
     """One problem, 8 of 32 right: s²/n with s² = n/(n−1)·p(1−p)."""
     result = run(KnownEngine([8]), 1, CONFIG)
     assert result.sampling_error == pytest.approx(math.sqrt(0.25 * 0.75 / 31))
     assert result.interval is None
 
 
-def test_ungraded_answers_are_left_out_and_counted():
+def test_ungraded_responses_are_excluded_and_counted():
     config = EvalConfig(samples=4, max_response_tokens=1)
-    half = ProblemResult("a", "", "", [answer(True, "1"), answer(False, "0"), answer(None), answer(None)])
-    none = ProblemResult("b", "", "", [answer(None)] * 4)
-    full = ProblemResult("c", "", "", [answer(True, "1")] * 4)
+    half = ProblemResult("a", "", "", [response(True, "1"), response(False, "0"), response(None), response(None)])
+    none = ProblemResult("b", "", "", [response(None)] * 4)
+    full = ProblemResult("c", "", "", [response(True, "1")] * 4)
     result = summarise([half, none, full], config, 0, 0.0)
     assert result.avg == (0.5 + 1.0) / 2  # not 5/12, not 5/8
     assert (result.ungraded, result.unusable) == (6, 1)
     assert result.pass_at[4] == 1.0
-    with pytest.raises(EvaluationError, match="not one of 4 answers could be graded"):
+    with pytest.raises(EvaluationError, match="none of 4 responses could be graded"):
         summarise([none], config, 0, 0.0)
 
 
 def test_a_grader_that_extracts_nothing_has_no_majority():
-    result = summarise([ProblemResult("a", "", "", [answer(True), answer(False)])], EvalConfig(samples=2), 0, 0.0)
+    result = summarise([ProblemResult("a", "", "", [response(True), response(False)])], EvalConfig(samples=2), 0, 0.0)
     assert result.majority is None and "eval/maj@2" not in result.metrics()
 
 
@@ -212,39 +216,163 @@ def test_errors_end_the_evaluation():
 
     with pytest.raises(EngineError, match="server 2"):
         run(Broken([1] * 3), 3, CONFIG)
-    with pytest.raises(EvaluationError, match="aborted answer 0 of problem p0"):
+    with pytest.raises(EvaluationError, match=r"aborted response \d+ to problem p0 3 times"):
         run(Aborting([1]), 1, CONFIG)
     with pytest.raises(EvaluationError, match="no problem to evaluate"):
         run(KnownEngine([]), 0, CONFIG)
 
 
-def test_what_is_written_and_shown(tmp_path):
+def test_results_are_written_and_shown(tmp_path):
     result = run(KnownEngine([1, 2]), 2, EvalConfig(samples=2, max_response_tokens=64))
     result.write(tmp_path / "out")
     record = json.loads((tmp_path / "out" / "results.json").read_text())
     assert record["avg"] == 0.75 and record["pass_at"] == {"1": 0.75, "2": 1.0} and record["samples"] == 2
     assert "clustered by problem" in record["interval_kind"]
-    assert [a["extracted"] for a in record["problems"][0]["answers"]] == ["100", "2"]
-    files = sorted((tmp_path / "out" / "answers").iterdir())
+    assert [a["extracted"] for a in record["problems"][0]["responses"]] == ["100", "2"]
+    files = sorted((tmp_path / "out" / "responses").iterdir())
     assert [f.name for f in files] == ["0001-p0.txt", "0002-p1.txt"]
     text = files[0].read_text()
     assert "1 of 2 right, reference 100" in text and "question 0" in text and "template" not in text
-    assert "answer 2: wrong (different number), 11 tokens, stop, extracted: 2" in text and "Answer: 2" in text
+    assert "response 2: wrong (different number), 11 tokens, stop, extracted: 2" in text and "Answer: 2" in text
     console = Console(width=140, record=True, file=io.StringIO())
     console.print(result.table("AIME"))
     shown = console.export_text()
-    for part in ("AIME: 2 problems × 2 answers", "avg@2", "75.00%", "pass@1", "maj@2", "mean length", "95% interval"):
+    for part in ("AIME: 2 problems × 2 responses", "avg@2", "75.00%", "pass@1", "maj@2", "mean length", "95% interval"):
         assert part in shown
     assert result.metrics()["eval/avg@2"] == 0.75
 
 
+class Waiting(KnownEngine):
+    """Requests run until they are aborted; aborting takes effect at the second attempt, as with a late request."""
+
+    def __init__(self, right, refuse=False) -> None:
+        super().__init__(right)
+        self.refuse, self.running, self.aborts, self.ended = refuse, {}, 0, 0
+
+    async def generate(self, request_id, prompt, params):
+        self.requests[request_id] = params
+        self.running[request_id] = asyncio.Event()
+        try:
+            await self.running[request_id].wait()
+            return Completion(as_tokens([1]), as_logprobs([0.0]), FinishReason.ABORT)
+        finally:
+            del self.running[request_id]
+            self.ended += 1
+
+    async def abort(self, request_id=None):
+        self.aborts += 1
+        if self.refuse:
+            raise EngineError("server 1: connection refused")
+        if self.aborts > 1:
+            for event in self.running.values():
+                event.set()
+
+
+@pytest.fixture
+def quick_aborts(monkeypatch):
+    monkeypatch.setattr("megatron_dapo.evaluate.ABORT_REPEAT", 0.01)
+    monkeypatch.setattr("megatron_dapo.evaluate.ABORT_TIMEOUT", 0.2)
+
+
+@pytest.mark.parametrize("refuse", [False, True], ids=["aborts", "a server that is gone"])
+def test_a_cancelled_evaluation_aborts_its_requests_and_starts_no_more(refuse, quick_aborts):
+    engine = Waiting([1] * 4, refuse)
+
+    async def main():
+        config = EvalConfig(samples=8, max_response_tokens=64, concurrency=5)
+        task = asyncio.ensure_future(evaluate(engine, [problem(i) for i in range(4)], None, config, 0))
+        while len(engine.running) < 5:
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert engine.running == {} and engine.ended == 5 and len(engine.requests) == 5
+        assert len(asyncio.all_tasks()) == 1
+        assert engine.aborts >= 2
+
+    asyncio.run(main())
+
+
+def test_an_error_aborts_the_other_requests(quick_aborts):
+    class Half(Waiting):
+        async def generate(self, request_id, prompt, params):
+            if request_id == "eval-p0-3":
+                await asyncio.sleep(0.01)
+                raise EngineError("server 2: connection refused")
+            return await super().generate(request_id, prompt, params)
+
+    engine = Half([1])
+    with pytest.raises(EngineError, match="server 2"):
+        run(engine, 1, EvalConfig(samples=8, max_response_tokens=64))
+    assert engine.running == {} and engine.ended == 7
+
+
+def test_a_response_that_the_engine_aborts_by_itself_is_generated_again():
+    class Restarting(KnownEngine):
+        async def generate(self, request_id, prompt, params):
+            if request_id == "eval-p0-1":
+                self.requests[request_id] = params
+                return Completion(as_tokens([1]), as_logprobs([0.0]), FinishReason.ABORT)
+            return await super().generate(request_id.removesuffix("-try1"), prompt, params)
+
+    engine = Restarting([2])
+    result = run(engine, 1, EvalConfig(samples=2, max_response_tokens=64))
+    assert result.avg == 1.0 and [r.finish_reason for r in result.problems[0].responses] == ["stop", "stop"]
+
+
+def one_result(*ids):
+    problems = [ProblemResult(name, "q", "1", [Response("text", 1, "stop", True, "1", "")]) for name in ids]
+    return summarise(problems, EvalConfig(samples=1), 0, 0.0)
+
+
+def test_results_json_exists_only_if_everything_was_written(tmp_path, monkeypatch):
+    one_result("a", "b").write(tmp_path)
+
+    def full_disk(number, problem):
+        if number == 2:
+            raise OSError(28, "No space left on device")
+        return "text"
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
+        patch.setattr("megatron_dapo.evaluate._readable", full_disk)
+        one_result("c", "d").write(tmp_path)
+    assert not (tmp_path / "results.json").exists()
+    one_result("e").write(tmp_path)
+    assert (tmp_path / "results.json").exists()
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["0001-e.txt", "responses", "results.json"]
+
+
+def test_a_problem_id_is_never_a_path(tmp_path):
+    one_result("algebra/12", "../up", "x" * 300).write(tmp_path)
+    names = sorted(path.name for path in (tmp_path / "responses").iterdir())
+    assert names == ["0001-algebra_12.txt", "0002-.._up.txt", f"0003-{'x' * 100}.txt"]
+
+
+def test_an_output_that_cannot_be_written_is_found_before_anything_is_generated(tmp_path, tiny_model, capsys):
+    from megatron_dapo.cli import main
+
+    (tmp_path / "file").write_text("")
+    (tmp_path / "run.yaml").write_text(
+        f"policy: {{model: {tiny_model}, micro_batch_tokens: 64}}\n"
+        "rollout: {engine: embedded, max_prompt_tokens: 16, max_response_tokens: 6}\n"
+        f"trainer: {{run_dir: {tmp_path / 'run'}}}\n"
+    )
+    # The benchmark does not exist either: the output is checked first.
+    arguments = ["eval", str(tmp_path / "run.yaml"), "--data", str(tmp_path / "none.jsonl")]
+    for out in (tmp_path / "file", tmp_path / "file" / "deeper"):
+        assert main([*arguments, "--out", str(out)]) == 2
+        shown = capsys.readouterr()
+        assert f"--out {out}: cannot write results there" in shown.err
+        assert len(shown.err.strip().splitlines()) == 1 and "Traceback" not in shown.err
+
+
 def test_lone_surrogates_do_not_break_the_files(tmp_path):
-    broken = ProblemResult("a", "q", "1", [Answer("bad \ud800", 1, "stop", False, "bad \ud800", "")])
+    broken = ProblemResult("a", "q", "1", [Response("bad \ud800", 1, "stop", False, "bad \ud800", "")])
     summarise([broken], EvalConfig(samples=1), 0, 0.0).write(tmp_path)
     assert json.loads((tmp_path / "results.json").read_text())["problems"][0]["right"] == 0
 
 
-def test_the_configuration():
+def test_the_values_of_k():
     with pytest.raises(ConfigError, match=r"evaluate: pass_at has 64, but needs 1 ≤ k ≤ samples \(32\)"):
         parse_config({"evaluate": {"pass_at": [64]}})
     assert EvalConfig(samples=10).pass_at_values == [1, 2, 4, 8, 10]
@@ -296,10 +424,10 @@ def test_the_command(tmp_path, tiny_model, capsys):
     arguments = ["eval", str(tmp_path / "run.yaml"), "--data", str(tmp_path / "sums.jsonl"), "--samples", "4"]
     assert main(arguments) == 0
     shown = capsys.readouterr().out
-    assert "sums: 3 problems × 4 answers" in shown and "avg@4" in shown
+    assert "sums: 3 problems × 4 responses" in shown and "avg@4" in shown
     first = json.loads((tmp_path / "run" / "eval" / "results.json").read_text())
-    assert len(first["problems"]) == 3 and all(len(p["answers"]) == 4 for p in first["problems"])
-    assert len(list((tmp_path / "run" / "eval" / "answers").iterdir())) == 3
+    assert len(first["problems"]) == 3 and all(len(p["responses"]) == 4 for p in first["problems"])
+    assert len(list((tmp_path / "run" / "eval" / "responses").iterdir())) == 3
     assert main([*arguments, "--out", str(tmp_path / "again")]) == 0
     assert json.loads((tmp_path / "again" / "results.json").read_text())["problems"] == first["problems"]
     assert main([*arguments, "--model", "/nowhere"]) == 2
