@@ -5,6 +5,7 @@ A console never ends a run: it goes silent when the terminal is gone.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -111,6 +112,11 @@ class PlainConsole(Console):
     def close(self, status: str) -> None:
         self._closed.set()
         self._say(f"run {status}")
+        try:
+            self._stream.flush()
+        except (OSError, ValueError):
+            if self._stream is sys.stdout:  # Python would try again at exit, fail, and change the exit code to 120
+                sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
     def print_long_phase(self) -> None:
         """Prints the innermost phase if nothing was printed for `HEARTBEAT` seconds."""

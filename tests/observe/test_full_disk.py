@@ -8,6 +8,7 @@ import importlib.util
 import io
 import os
 import resource
+import subprocess
 import sys
 import types
 from contextlib import contextmanager
@@ -153,6 +154,21 @@ def test_a_console_on_a_full_disk_does_not_end_the_run(tmp_path, monkeypatch):
     watched.step(1, {"x": 1.0})
     watched.warn("x")
     assert [step for step, _ in steps_of(tmp_path)] == [1]
+
+
+def test_a_full_disk_behind_stdout_does_not_change_the_exit_code():
+    script = (
+        "from megatron_dapo.observe.console import PlainConsole\n"
+        "console = PlainConsole()\n"
+        "console.warn('x')\n"
+        "console.close('finished')"
+    )
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", script], stdout=full, stderr=subprocess.PIPE, text=True, env=buffered
+        )
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_block_is_whole_or_absent_even_if_it_cannot_be_removed_at_once(tmp_path, monkeypatch):
