@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from pydantic import model_validator
@@ -17,6 +18,9 @@ from megatron_dapo.config.reward import RewardConfig
 from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.config.slurm import SlurmConfig
 from megatron_dapo.config.trainer import TrainerConfig
+
+# Names of environment variables that hold a secret.
+SECRET = re.compile(r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$", re.IGNORECASE)
 
 
 class Config(Section):
@@ -50,9 +54,27 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _across_sections(self) -> Config:
-        for check in (self._check_groups, self._check_lengths, self._check_overlong):
+        checks = (
+            self._check_groups, self._check_lengths, self._check_overlong, self._check_stops, self._check_environment,
+        )  # fmt: skip
+        for check in checks:
             check()
         return self
+
+    def _check_stops(self) -> None:
+        if any(token < 0 for token in self.rollout.stop_token_ids):
+            raise ValueError(f"rollout.stop_token_ids is {self.rollout.stop_token_ids}: tokens are not negative")
+
+    def _check_environment(self) -> None:
+        """Both dictionaries are written into the run directory, and into the batch script."""
+        servers, slurm = self.rollout.servers.environment, self.slurm.environment
+        for key, variables in (("rollout.servers.environment", servers), ("slurm.environment", slurm)):
+            for name in variables:
+                if SECRET.search(name):
+                    raise ValueError(
+                        f"{key} has {name}, which looks like a secret and would be readable in the run directory: "
+                        "export it in the shell that starts the run instead"
+                    )
 
     def _check_groups(self) -> None:
         if self.rollout.samples_per_prompt < 2:
@@ -75,7 +97,7 @@ class Config(Section):
             if overlong.cache_length >= self.overlong_max_length:
                 raise ValueError(
                     f"algorithm.overlong.cache_length ({overlong.cache_length}) must be smaller than L_max "
-                    f"({self.overlong_max_length}): lower it, or every response is punished"
+                    f"({self.overlong_max_length}): lower it, or every response is penalised"
                 )
             if self.overlong_max_length - overlong.cache_length >= response:
                 raise ValueError(
@@ -114,7 +136,7 @@ def check_model(policy: PolicyConfig, shape: ModelShape, max_tokens: int | None 
         )
     if max_tokens is not None and max_tokens > shape.max_positions:
         raise ConfigError(
-            f"rollout.max_prompt_tokens + rollout.max_response_tokens is {max_tokens}, but the model was made for "
+            f"rollout.max_prompt_tokens + rollout.max_response_tokens is {max_tokens}, but the model has "
             f"{shape.max_positions} positions (max_position_embeddings): lower one of them"
         )
 
@@ -146,6 +168,11 @@ def check_config(config: Config, world_size: int | None = None) -> ModelShape | 
         raise ConfigError(f"policy.model: {config.policy.model} is not a directory")
     shape = ModelShape.from_dir(config.policy.model)
     check_model(config.policy, shape, config.rollout.max_prompt_tokens + config.rollout.max_response_tokens)
+    outside = [token for token in config.rollout.stop_token_ids if token >= shape.vocab]
+    if outside:
+        raise ConfigError(
+            f"rollout.stop_token_ids has {outside[0]}, but the model's vocabulary has {shape.vocab} tokens: remove it"
+        )
     return shape
 
 

@@ -1,58 +1,69 @@
-"""`megatron-dapo train`: joins the job it is started in (torchrun, srun), or starts ranks on this machine itself."""
+"""`megatron-dapo train`: joins the job it is started in (torchrun, srun), or starts ranks on this machine.
+
+Everything that can be checked without training is checked first, by rank 0, and is exit code 2 when it fails: a
+launcher does not repeat that. An error after that is exit code 1, because it may not occur again.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from megatron_dapo.config import Config, ConfigError, ModelShape, check_config, check_world, dump_config
+from megatron_dapo.config import Config, ConfigError, ModelShape, check_config, dump_config
 from megatron_dapo.errors import UserError
 from megatron_dapo.policy.gpu_count import gpu_count
 
+SETUP_ERROR = "setup_error"  # in the log folder; the batch script does not queue a job again that has it
+
 
 def run_training(config: Config, *, dry_run: bool = False) -> int:
-    """Validates everything that can be validated without training, then trains or resumes; returns the exit code."""
+    """Checks the set-up, then trains or resumes; returns the exit code."""
     from megatron_dapo.policy.fork_ranks import run_ranks
     from megatron_dapo.policy.runtime import Rendezvous
 
-    place = Rendezvous.from_environment()
-    in_job = place.world_size > 1
-    ranks = place.world_size if in_job else local_ranks(config)
+    rendezvous = Rendezvous.from_environment()
+    in_job = rendezvous.world_size > 1
+    ranks = rendezvous.world_size if in_job else local_ranks(config)
     shape = check_run(config, ranks)
-    if place.rank == 0:
+    if rendezvous.rank == 0:
+        # Ranks are forked from this process: threads of tokenizers or plugins must not be in it.
+        report = _check_setup(config, shape, forked=not in_job and ranks > 1)
         print_plan(config, shape, ranks)
+        print(report, file=sys.stderr)
     if dry_run:
-        if place.rank == 0:
+        if rendezvous.rank == 0:
             write_resolved(config)
         return 0
     try:
         if in_job or ranks == 1:
-            return _train(place if in_job else None, config, shape)
+            return _train(rendezvous if in_job else None, config, shape)
         return max(run_ranks(ranks, _train, config, shape, timeout=None))
     except UserError as error:
-        # The configuration was fine: what fails now may not fail again, and a launcher reads that from the code.
         print(f"megatron-dapo: {error}", file=sys.stderr)
         return 1
 
 
-def _train(place: Any, config: Config, shape: ModelShape) -> int:
+def _train(rendezvous: Any, config: Config, shape: ModelShape) -> int:
     from megatron_dapo.trainer.loop import train
 
-    return train(config, shape, place)
+    return train(config, shape, rendezvous)
 
 
 def local_ranks(config: Config) -> int:
-    """As configured; or every GPU; or, without a GPU, what the layout needs."""
+    """As configured; else one per GPU; without GPUs, as many as the layout needs."""
     return config.trainer.ranks or gpu_count() or config.policy.model_ranks
 
 
 def check_run(config: Config, ranks: int) -> ModelShape:
-    """Everything that would fail later and can be known now."""
+    """The configuration against the model's config.json and the number of ranks. Opens no other file."""
     if not config.policy.model:
         raise ConfigError("policy.model is empty: name the HF directory of the model to train")
     if not config.data.path:
@@ -61,17 +72,59 @@ def check_run(config: Config, ranks: int) -> ModelShape:
         looks_local = path.endswith((".jsonl", ".json", ".parquet")) or path.startswith((".", "/"))
         if path and looks_local and not Path(path).exists():
             raise ConfigError(f"{key}: {path} does not exist")
-    check_world(config.policy, ranks)
     shape = check_config(config, ranks)
     assert shape is not None
     return shape
+
+
+def _check_setup(config: Config, shape: ModelShape, forked: bool) -> str:
+    """`preflight.check_setup`; in a Slurm job an error is also left in the log folder for the batch script."""
+    from megatron_dapo.trainer.preflight import check_setup
+    from megatron_dapo.trainer.watchdog import log_folder
+
+    try:
+        return _in_child(check_setup, config, shape) if forked else check_setup(config, shape)
+    except UserError as error:
+        folder = log_folder(config.trainer.run_dir)
+        if "SLURM_PROCID" in os.environ and folder.is_dir():
+            (folder / SETUP_ERROR).write_text(f"{error}\n")
+        raise
+
+
+def _in_child(function: Any, *arguments: Any) -> Any:
+    """The function's result, computed in a forked process. Its UserError is raised here."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+
+    def main() -> None:
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_DFL)
+        try:
+            sender.send((True, function(*arguments)))
+        except UserError as error:
+            sender.send((False, str(error)))
+        except BaseException:
+            sender.send((False, traceback.format_exc()))
+
+    child = context.Process(target=main, daemon=True)
+    child.start()
+    sender.close()
+    try:
+        ok, result = receiver.recv()
+    except EOFError:
+        child.join()
+        raise UserError(f"the check of the set-up ended with exit code {child.exitcode}") from None
+    child.join()
+    if not ok:
+        raise UserError(result)
+    return result
 
 
 def print_plan(config: Config, shape: ModelShape, ranks: int) -> None:
     policy, trainer, rollout = config.policy, config.trainer, config.rollout
     data_parallel = ranks // policy.model_ranks
     resume = sorted(Path(trainer.run_dir, "checkpoints").glob("step_*")) if os.path.isdir(trainer.run_dir) else []
-    rows = {
+    lines = {
         "run": f"{trainer.run_dir} ({'resumes' if resume else 'new'}), {trainer.steps} steps",
         "model": f"{policy.model}, {shape.architecture}, {shape.layers} layers × {shape.hidden}, {policy.precision}",
         "layout": f"{ranks} ranks = TP {policy.tensor_parallel} × PP {policy.pipeline_parallel} × CP "
@@ -83,13 +136,12 @@ def print_plan(config: Config, shape: ModelShape, ranks: int) -> None:
         f"+{config.algorithm.clip_high}",
     }
     table = Table(show_header=False, box=None, pad_edge=False)
-    for name, text in rows.items():
+    for name, text in lines.items():
         table.add_row(f"[bold]{name}[/]", text)
     Console(file=sys.stderr).print(table)
 
 
 def write_resolved(config: Config) -> None:
     target = Path(config.trainer.run_dir) / "config.yaml"
-    target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(dump_config(config))
     print(f"valid; the resolved configuration is in {target}")

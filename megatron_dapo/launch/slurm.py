@@ -13,17 +13,19 @@ from megatron_dapo.config import Config, dump_config
 from megatron_dapo.launch.slurm_checks import Ask, SlurmError, ask, check_cluster, check_job, check_submission
 from megatron_dapo.launch.slurm_script import API_KEY, Job, render
 from megatron_dapo.launch.slurm_status import remember
+from megatron_dapo.trainer.preflight import check_setup
 
 
 def run_slurm(config: Config, *, dry_run: bool = False, chain: int = 1, ask: Ask = ask) -> int:
     job = Job(config, Path(config.trainer.run_dir).resolve(), Path.cwd(), chained=chain > 1)
-    check_job(job)
+    shape = check_job(job)
     absent = why_no_cluster(ask) if dry_run else ""
     if not absent:
         check_cluster(config, ask)
+    report = check_setup(config, shape)
     write(job)
     expected = f"Slurm was not asked: {absent}" if absent else check_submission(job.script, ask)
-    print(describe(job))
+    print(f"{describe(job)}\n{report}")
     if dry_run:
         print(job.script.read_text())
         print(f"valid, not submitted: {job.script} ({expected})")

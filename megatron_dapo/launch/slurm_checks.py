@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_dapo.config import Config, ConfigError
+from megatron_dapo.config import Config, ConfigError, ModelShape
 from megatron_dapo.errors import UserError
 from megatron_dapo.launch.local import check_run
 from megatron_dapo.launch.slurm_script import Job, seconds_of
@@ -34,17 +34,18 @@ def ask(*command: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str
         raise SlurmError(f"{command[0]} did not reply within {timeout:g} s: is the Slurm controller up?") from None
 
 
-def check_job(job: Job) -> None:
-    """All checks that need no cluster."""
+def check_job(job: Job) -> ModelShape:
+    """The checks of the configuration, which need no cluster."""
     config = job.config
     if config.trainer.ranks and config.trainer.ranks != config.slurm.ranks:
         raise ConfigError(
             f"trainer.ranks is {config.trainer.ranks}, but the job has {config.slurm.trainer_nodes} trainer nodes × "
             f"{config.slurm.ranks_per_node} tasks = {config.slurm.ranks} ranks: leave trainer.ranks out"
         )
-    check_run(config, config.slurm.ranks)
+    shape = check_run(config, config.slurm.ranks)
     _check_time(config)
     _check_engines(job)
+    return shape
 
 
 def _check_time(config: Config) -> None:

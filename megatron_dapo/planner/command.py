@@ -37,7 +37,7 @@ def run(
     """0: the given layout fits (or, without one, some layout does). 1: it does not."""
     loaded = load_config(config, [*set, *([f"policy.model={model}"] if model else [])])
     shape = _shape(loaded)
-    per_node = gpus_per_node or loaded.slurm.gpus_per_node or 8
+    per_node = gpus_per_node or loaded.slurm.gpus_per_node or 8  # the arguments are at least 1 where given
     total = gpus or loaded.slurm.nodes * per_node
     apart = loaded.slurm.engine_nodes * per_node if engine_gpus is None else engine_gpus
     cluster = Cluster(find_gpu(gpu, gpu_memory), total, per_node, apart)

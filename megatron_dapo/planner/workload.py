@@ -47,7 +47,7 @@ class Workload:
             mean_response=max(1, rollout.max_response_tokens // 4) if mean_response is None else mean_response,
             max_prompt=rollout.max_prompt_tokens,
             max_response=rollout.max_response_tokens,
-            kept=kept or (0.5 if rollout.dynamic_sampling else 1.0),
+            kept=(0.5 if rollout.dynamic_sampling else 1.0) if kept is None else kept,
             log_prob_passes=int(trainer.recomputes_old_logprobs) + reference,
         )
 

@@ -86,7 +86,7 @@ def test_the_resolved_configuration_reads_back_as_itself(tmp_path):
         ),
         (
             {"rollout": {"max_response_tokens": 4096}, "algorithm": {"overlong": {"penalty": "soft"}}},
-            "or every response is punished",
+            "or every response is penalised",
         ),
         (
             {
@@ -205,7 +205,7 @@ def test_the_model_directory_is_checked(tmp_path):
     with pytest.raises(ConfigError, match=r"config\.json not found"):
         check_config(parse_config({"policy": {"model": str(tmp_path)}}))
     (tmp_path / "config.json").write_text(json.dumps(QWEN2 | {"max_position_embeddings": 4096}))
-    with pytest.raises(ConfigError, match="made for 4096 positions"):
+    with pytest.raises(ConfigError, match="has 4096 positions"):
         check_config(parse_config({"policy": {"model": str(tmp_path)}}))
 
 

@@ -1,13 +1,16 @@
 """Every YAML file in examples/ is a run that could start: `train --dry-run` and `plan` accept it with the paths that it
-names, on as many GPUs as its README says; what the READMEs say about keys and values is what the files hold."""
+names, on as many GPUs as its README says. The keys and values in the READMEs are those of the files."""
 
 import json
 import re
 import shlex
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
+from sparse_model import write_sparse_model
 
 from megatron_dapo.cli import main
 from megatron_dapo.config import load_config
@@ -32,7 +35,7 @@ MODELS = {  # by the directory that a configuration names; the sizes of the publ
     "models/Qwen2.5-32B": shape("Qwen2ForCausalLM", 5120, 27648, 64, 40, 8, 152064, False),
     "models/Qwen2.5-1.5B": shape("Qwen2ForCausalLM", 1536, 8960, 28, 12, 2, 151936, True),
     "models/Qwen3-30B-A3B-Base": shape("Qwen3MoeForCausalLM", 2048, 6144, 48, 32, 4, 151936, False, **EXPERTS),
-    "runs/quickstart/start": shape("Qwen2ForCausalLM", 96, 256, 3, 4, 2, 100, True),
+    "runs/quickstart/start": shape("Qwen2ForCausalLM", 96, 256, 3, 4, 2, 300, True),
 }
 GPUS = {  # of the trainer, and of engines that have their own; a new file without an entry fails
     "examples/quickstart/config.yaml": (1, 0),
@@ -50,19 +53,35 @@ FILLED_IN = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    for name, config in MODELS.items():
+        write_sparse_model(folder / name, config)
+    return folder
+
+
+def write_problems(path):
+    rows = [{"question": f"{i}+1=", "answer": str(i + 1)} for i in range(512)]  # the largest step
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 @pytest.fixture
-def workplace(tmp_path, monkeypatch):
+def workplace(tmp_path, monkeypatch, models):
     """A directory with examples/ and every model and data file that they name, seen by a machine without GPUs."""
     (tmp_path / "examples").symlink_to(EXAMPLES)
-    for name, config in MODELS.items():
-        (tmp_path / name).mkdir(parents=True)
-        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    for name in MODELS:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).symlink_to(models / name)
     for file in FILES:
         config = load_config(ROOT / file, FILLED_IN.get(file, []))
         for path in (config.data.path, config.evaluate.data.path):
             assert path and not Path(path).is_absolute(), f"{file} names {path!r}: expected a relative path"
             (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / path).write_text('{"question": "1+1=", "answer": "2"}\n')
+            write_problems(tmp_path / path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     return tmp_path

@@ -93,10 +93,13 @@ def test_attempts_of_an_earlier_job_do_not_count(tmp_path):
     assert "2 crashes without a new checkpoint" in job.attempt("exit 1", job=8)
 
 
-def test_a_wrong_configuration_is_not_queued_again(tmp_path):
+@pytest.mark.parametrize("trainer", ["exit 2", "echo wrong > run/logs/latest/setup_error; exit 143"])
+def test_a_wrong_set_up_is_not_queued_again(trainer, tmp_path):
+    """Rank 0 exits with 2; srun may report the signal that ended the other ranks instead."""
     job = StubJob(tmp_path)
-    assert "queueing" not in job.attempt("exit 2")
-    assert not (tmp_path / "asked").exists()
+    script = job.start(trainer)
+    assert "queueing" not in script.communicate(timeout=60)[0]
+    assert script.returncode == 2 and not (tmp_path / "asked").exists()
 
 
 @pytest.mark.parametrize("saves", [True, False])

@@ -1,13 +1,15 @@
 """The batch script: its content, that bash accepts it, and that wrong configurations fail before submission."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from mini_slurm import processes_of_job, wait_for
+from sparse_model import write_sparse_model
 
-from megatron_dapo.config import ConfigError, ModelShape, parse_config
+from megatron_dapo.config import ConfigError, parse_config
 from megatron_dapo.launch import slurm as launch
 from megatron_dapo.launch.slurm_checks import SlurmError, check_cluster, check_job, check_submission
 from megatron_dapo.launch.slurm_script import Job, render, seconds_of
@@ -15,28 +17,29 @@ from megatron_dapo.launch.slurm_status import submitted
 
 MODEL = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128,
-    "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 128,
+    "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 320,
     "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False,
 }  # fmt: skip
 
 
-@pytest.fixture
-def raw(tmp_path):
-    import json
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_sparse_model(tmp_path_factory.mktemp("model"), MODEL)
 
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model/config.json").write_text(json.dumps(MODEL))
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
-    assert ModelShape.from_dir(tmp_path / "model").layers == 4
+
+@pytest.fixture
+def raw(tmp_path, model):
+    prompts = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(32)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
     return {
-        "policy": {"model": str(tmp_path / "model"), "tensor_parallel": 4, "micro_batch_tokens": 4096},
+        "policy": {"model": str(model), "tensor_parallel": 4, "micro_batch_tokens": 4096},
         "rollout": {
             "max_prompt_tokens": 1024, "max_response_tokens": 2048,
             "servers": {"tensor_parallel": 4}, "weights": {"directory": "/shared/weights"},
         },
         "algorithm": {"overlong": {"penalty": "none"}},
         "data": {"path": str(tmp_path / "prompts.jsonl")},
-        "trainer": {"run_dir": str(tmp_path / "run")},
+        "trainer": {"run_dir": str(tmp_path / "run"), "prompts_per_step": 32},
         "slurm": {"nodes": 4, "mode": "disaggregated", "engine_nodes": 1, "partition": "h100"},
     }  # fmt: skip
 

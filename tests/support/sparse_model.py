@@ -1,0 +1,31 @@
+"""A model directory that passes every check but takes no space: real headers, weights that are holes in the file."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny_model import byte_tokenizer
+
+from megatron_dapo.config import ModelShape
+from megatron_dapo.files import safetensors_header
+from megatron_dapo.weights.mapping import hf_shapes
+
+CHAT = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}<assistant>"
+
+
+def write_sparse_model(folder: Path, config: dict[str, Any]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    shapes = hf_shapes(ModelShape.from_hf(config))
+    header = safetensors_header([(name, torch.bfloat16, shape) for name, shape in shapes.items()])
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(header)
+        file.truncate(len(header) + 2 * sum(math.prod(shape) for shape in shapes.values()))
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(folder)
+    return folder

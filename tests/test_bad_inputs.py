@@ -1,0 +1,403 @@
+"""Wrong input of every command: exit code 2 and one line on stderr that names the mistake, before anything starts."""
+
+import copy
+import json
+import shutil
+import sys
+from dataclasses import dataclass, field
+
+import pytest
+import yaml
+from tiny_run import raw_config
+
+from megatron_dapo.cli import main
+
+DATA = "data.path"
+
+
+@pytest.fixture(scope="module")
+def complete(tmp_path_factory):
+    """A folder with a tiny model and data, and the configuration of a run that works."""
+    folder = tmp_path_factory.mktemp("complete")
+    return folder, raw_config(folder / "model", folder / "run")
+
+
+class Place:
+    """A run's files, which a case may damage: model/, prompts.jsonl and the configuration."""
+
+    def __init__(self, folder, complete):
+        source, raw = complete
+        self.folder, self.model, self.raw = folder, folder / "model", copy.deepcopy(raw)
+        shutil.copytree(source / "model", self.model)
+        self.raw["policy"]["model"] = str(self.model)
+        self.raw["data"]["path"] = str(self.model / "prompts.jsonl")
+        self.raw["trainer"]["run_dir"] = str(folder / "run")
+
+    def set(self, key, value):
+        *sections, name = key.split(".")
+        node = self.raw
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[name] = value
+
+    def edit_model(self, **changes):
+        file = self.model / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+    def rows(self, *rows):
+        (self.folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        self.set(DATA, str(self.folder / "rows.jsonl"))
+
+    def write(self):
+        file = self.folder / "run.yaml"
+        file.write_text(yaml.safe_dump(self.raw))
+        return str(file)
+
+
+@dataclass
+class Case:
+    name: str
+    expect: str  # in the message
+    settings: dict = field(default_factory=dict)  # dotted keys of the configuration
+    damage: object = None  # called with the Place
+    arguments: list = field(default_factory=lambda: ["train", "CONFIG", "--dry-run"])  # CONFIG: the file's path
+
+
+def setting(key, value, expect, name=None):
+    return Case(name or f"{key}={value}", expect, {key: value})
+
+
+def override(item, expect):
+    return Case(f"--set {item}", expect, arguments=["train", "CONFIG", "--dry-run", "--set", item])
+
+
+def command(line, expect):
+    return Case(line, expect, arguments=line.split())
+
+
+def config_file(data):
+    def damage(place):
+        (place.folder / "bad.yaml").write_bytes(data)
+
+    return damage
+
+
+BAD_FILE = ["train", "bad.yaml", "--dry-run"]
+CONFIG_FILES = [
+    Case("missing file", "no such file", arguments=["train", "none.yaml"]),
+    Case("a directory as configuration", "directory", arguments=["train", "."]),
+    Case("not UTF-8", "UTF-8", damage=config_file(b"policy: {model: \xff\xfe}\n"), arguments=BAD_FILE),
+    Case("not YAML", "line 3", damage=config_file(b"policy:\n  model: [a\ndata: }\n"), arguments=BAD_FILE),
+    Case("tabs", "YAML", damage=config_file(b"policy:\n\tmodel: a\n"), arguments=BAD_FILE),
+    Case("a list", "sections", damage=config_file(b"- a\n- b\n"), arguments=BAD_FILE),
+    Case("a text", "sections", damage=config_file(b"policy\n"), arguments=BAD_FILE),
+    Case("a section that is a value", "policy", damage=config_file(b"policy: 3\n"), arguments=BAD_FILE),
+    Case("duplicate keys", "twice", damage=config_file(b"trainer:\n  steps: 3\n  steps: 4\n"), arguments=BAD_FILE),
+    Case("duplicate sections", "twice", damage=config_file(b"trainer: {}\ntrainer: {}\n"), arguments=BAD_FILE),
+]
+OVERRIDES = [
+    override("trainer.steps", "section.key=value"),
+    override("=3", "section.key=value"),
+    override("trainer.steps.more=3", "steps"),
+    override("trainer.stepz=3", "did you mean 'trainer.steps'"),
+    override("algorithm.epsilon_high=0.3", "algorithm.clip_high"),
+    override("trainer.steps=[1", "YAML"),
+]
+VALUES = [
+    setting("policy.optimizer.lr", float("inf"), "policy.optimizer.lr"),
+    setting("policy.optimizer.lr", float("nan"), "policy.optimizer.lr"),
+    setting("policy.optimizer.lr", -1e-6, "policy.optimizer.lr"),
+    setting("rollout.temperature", float("inf"), "rollout.temperature"),
+    setting("trainer.steps", True, "trainer.steps"),
+    setting("trainer.steps", 2.5, "trainer.steps"),
+    setting("trainer.steps", "many", "trainer.steps"),
+    setting("trainer.seed", False, "trainer.seed"),
+    setting("evaluate.pass_at", [True], "evaluate.pass_at"),
+    setting("rollout.stop", [""], "rollout.stop"),
+    setting("evaluate.stop", ["a", ""], "evaluate.stop"),
+    setting("rollout.stop_token_ids", [-1], "rollout.stop_token_ids"),
+    setting("rollout.stop_token_ids", [10**6], "vocabulary"),
+    setting("rollout.group_filter", "nonsense", "rollout.group_filter"),
+    setting("rollout.samples_per_prompt", 1, "use 2 or more"),
+    setting("trainer.checkpoint.best_metric", "nonsense", "best_metric"),
+    Case(
+        "best_metric that the evaluation does not have",
+        "eval/avg@32",
+        {"trainer.checkpoint.best_metric": "eval/avg@8", "evaluate.data.path": "model/problems.jsonl"},
+    ),
+    setting("trainer.mini_batch_prompts", 3, "mini_batch_prompts"),
+    Case(
+        "more prompts a step than the file has",
+        "64 usable prompts",
+        {"trainer.prompts_per_step": 100, "trainer.mini_batch_prompts": 50},
+    ),
+    Case(
+        "heads not divisible", "policy.tensor_parallel", {"policy.tensor_parallel": 3, "policy.micro_batch_tokens": 258}
+    ),
+    Case("experts of a dense model", "no experts", {"policy.expert_parallel": 2, "trainer.ranks": 2}),
+    Case(
+        "ranks that the layout does not divide",
+        "multiple of 2",
+        {"trainer.ranks": 3, "policy.tensor_parallel": 2, "policy.micro_batch_tokens": 256},
+    ),
+    setting("rollout.max_response_tokens", 4000, "policy.micro_batch_tokens"),
+    setting("reward.grader", "best", "grader"),
+    setting("data.template", "none", "template"),
+    setting("slurm.partition", "a\n#SBATCH --account=b", "line break"),
+    setting("slurm.environment", {"WANDB_API_KEY": "x"}, "secret"),
+    setting("rollout.servers.environment", {"HF_TOKEN": "x"}, "secret"),
+    setting("policy.model", "", "policy.model is empty"),
+    setting("policy.model", "nowhere", "not a directory"),
+    setting("data.path", "", "data.path is empty"),
+]
+
+
+def without(*names):
+    return lambda place: [(place.model / name).unlink() for name in names]
+
+
+def shape(**changes):
+    return lambda place: place.edit_model(**changes)
+
+
+def cut_weights(place):
+    file = place.model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def more_tokens(place):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(place.model)
+    tokenizer.add_tokens([f"<extra{i}>" for i in range(50)])
+    tokenizer.save_pretrained(place.model)
+
+
+def lost_shard(place):
+    (place.model / "model.safetensors").unlink()
+    index = {"weight_map": {"lm_head.weight": "model-00001-of-00001.safetensors"}}
+    (place.model / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def without_tokenizer(place):
+    for file in place.model.glob("*token*"):
+        file.unlink()
+
+
+MODELS = [
+    Case("no config.json", "config.json", damage=without("config.json")),
+    Case("config.json is no JSON", "JSON", damage=lambda p: (p.model / "config.json").write_text("{")),
+    Case("config.json is a list", "object", damage=lambda p: (p.model / "config.json").write_text("[]")),
+    Case("num_hidden_layers is a word", "num_hidden_layers", damage=shape(num_hidden_layers="three")),
+    Case("hidden_size is negative", "hidden_size", damage=shape(hidden_size=-1)),
+    Case("vocab_size is a fraction", "vocab_size", damage=shape(vocab_size=1.5)),
+    Case("rope_theta is a word", "rope_theta", damage=shape(rope_theta="big")),
+    Case("another architecture", "GPT2LMHeadModel", damage=shape(architectures=["GPT2LMHeadModel"])),
+    Case("architectures is a number", "not supported", damage=shape(architectures=5)),
+    Case("no tokenizer", "no tokenizer", damage=without_tokenizer),
+    Case("damaged tokenizer", "tokenizer", damage=lambda p: (p.model / "tokenizer.json").write_text("{")),
+    Case("tokenizer larger than the vocabulary", "different models", damage=more_tokens),
+    Case("no weights", "model.safetensors", damage=without("model.safetensors")),
+    Case("truncated weights", "truncated", damage=cut_weights),
+    Case("missing weight file", "model-00001-of-00001.safetensors", damage=lost_shard),
+    Case("missing Megatron checkpoint", "megatron_checkpoint", {"policy.megatron_checkpoint": "nowhere"}),
+    Case(
+        "a Megatron checkpoint that is none",
+        "megatron_checkpoint",
+        {"policy.megatron_checkpoint": "empty"},
+        damage=lambda p: (p.folder / "empty").mkdir(),
+    ),
+]
+
+
+def rows(*items):
+    return lambda place: place.rows(*items)
+
+
+GOOD = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(8)]
+DATA_FILES = [
+    setting(DATA, "none.jsonl", "does not exist"),
+    setting(DATA, "model/config.txt", "data.path"),
+    Case("unknown ending", "expected one of", {DATA: "rows.txt"}, lambda p: (p.folder / "rows.txt").write_text("a")),
+    Case("empty file", "usable", damage=rows()),
+    Case("no such columns", "question_column", damage=rows({"a": 1}, {"a": 2})),
+    Case("most rows broken", "59 of 64 rows", damage=rows(*GOOD[:5], *[{"prompt": "", "answer": "1"}] * 59)),
+    Case(
+        "most prompts too long", "max_prompt_tokens", {"rollout.max_prompt_tokens": 5},
+        rows(*[{"prompt": f"{i}+{i}=", "answer": "1"} for i in range(5, 21)]),
+    ),
+    Case(
+        "all prompts too long", "too long", {"rollout.max_prompt_tokens": 3},
+        rows(*[{"prompt": f"{i}+{i}=", "answer": "1"} for i in range(5, 21)]),
+    ),
+    Case("no chat template", "chat template", {"data.template": "chat"}, without("chat_template.jinja")),
+    Case("not parquet", "parquet", {DATA: "x.parquet"}, lambda p: (p.folder / "x.parquet").write_text("no")),
+    Case("evaluation data missing", "evaluate.data.path", {"evaluate.data.path": "none.jsonl"}),
+    Case(
+        "evaluation data broken", "evaluate.data", {"evaluate.data.path": "e.jsonl", "evaluate.data.template": "plain"},
+        lambda p: (p.folder / "e.jsonl").write_text('{"a": 1}\n{"prompt": "1+1=", "answer": "2"}\n{"a": 1}\n'),
+    ),
+]  # fmt: skip
+
+
+def module(text):
+    return lambda place: (place.folder / "bad_plugin.py").write_text(text)
+
+
+PLUGINS = [
+    setting("reward.grader", "python:no_such_module.grade", "reward.grader"),
+    setting("reward.grader", "python:json.no_such_function", "no_such_function"),
+    setting("reward.grader", "python:grade", "python:module.function"),
+    setting("rollout.group_filter", "python:no_such_module.keep", "rollout.group_filter"),
+    Case("syntax error", "SyntaxError", {"reward.grader": "python:bad_plugin.grade"}, module("def grade(:\n")),
+    Case("raises", "ZeroDivisionError", {"reward.grader": "python:bad_plugin.grade"}, module("1 / 0\n")),
+]
+TRACKERS = [
+    setting("observe.tensorboard", True, "tensorboard", "tensorboard is not installed"),
+    setting("observe.wandb", {"mode": "offline"}, "wandb", "wandb is not installed"),
+    setting("observe.wandb", {"mode": "sometimes"}, "observe.wandb.mode", "wandb mode"),
+]
+
+
+def file_at(name):
+    return lambda place: (place.folder / name).write_text("")
+
+
+GRADER = {"reward.grader": "python:no_such_module.grade"}
+REAL_STARTS = [  # not a dry run: the same checks come first
+    Case("start with a wrong grader", "reward.grader", GRADER, arguments=["train", "CONFIG"]),
+    Case("start of two ranks", "reward.grader", GRADER | {"trainer.ranks": 2}, arguments=["train", "CONFIG"]),
+    Case("start without a tokenizer", "no tokenizer", damage=without_tokenizer, arguments=["train", "CONFIG"]),
+    Case("start without usable data", "usable", damage=rows(), arguments=["train", "CONFIG"]),
+    Case("submission with a wrong grader", "reward.grader", GRADER | {"slurm.gpus_per_node": 0},
+         arguments=["slurm", "CONFIG", "--dry-run"]),
+]  # fmt: skip
+RUN_DIRECTORIES = [
+    Case("run_dir is a file", "trainer.run_dir", {"trainer.run_dir": "taken"}, file_at("taken")),
+    Case("run_dir below a file", "trainer.run_dir", {"trainer.run_dir": "taken/run"}, file_at("taken")),
+    setting("trainer.run_dir", "/proc/run", "trainer.run_dir"),
+    Case("slurm run_dir below a file", "trainer.run_dir", {"trainer.run_dir": "taken/run", "slurm.gpus_per_node": 0},
+         file_at("taken"), ["slurm", "CONFIG", "--dry-run"]),
+]  # fmt: skip
+COMMANDS = [
+    command("train", "CONFIG"),
+    command("trian CONFIG", "trian"),
+    command("train CONFIG --no-such-option", "--no-such-option"),
+    command("plan CONFIG --gpus 0", "--gpus"),
+    command("plan CONFIG --gpus -8", "--gpus"),
+    command("plan CONFIG --gpus many", "--gpus"),
+    command("plan CONFIG --gpus 8 --gpus-per-node 0", "--gpus-per-node"),
+    command("plan CONFIG --gpus 8 --engine-gpus 8", "--engine-gpus"),
+    command("plan CONFIG --gpu h1000", "h1000"),
+    command("plan CONFIG --gpu-memory -1", "--gpu-memory"),
+    command("plan CONFIG --mfu 2", "--mfu"),
+    command("plan CONFIG --mfu nan", "--mfu"),
+    command("plan CONFIG --kept 0", "--kept"),
+    command("plan CONFIG --kept 1.5", "--kept"),
+    command("plan CONFIG --mean-response 0", "--mean-response"),
+    command("plan CONFIG --mean-prompt 9999", "--mean-prompt"),
+    command("plan CONFIG --top 0", "--top"),
+    command("plan --gpus 8", "policy.model"),
+    command("plan --model nowhere --gpus 8", "not a directory"),
+    command("ablate CONFIG --seeds 0", "--seeds"),
+    command("ablate CONFIG --seeds -1", "--seeds"),
+    command("ablate CONFIG", "evaluate.data.path"),
+    command("slurm", "CONFIG"),
+    command("slurm CONFIG --nodes 0", "--nodes"),
+    command("slurm CONFIG --chain 0 --dry-run", "--chain"),
+    command("slurm --status nowhere", "nowhere"),
+    command("slurm CONFIG --dry-run --set slurm.time=soon", "slurm.time"),
+    command("doctor CONFIG --only heart", "heart"),
+    command("doctor CONFIG --timeout 0 --only python", "--timeout"),
+    command("doctor none.yaml", "no such file"),
+    command("report nowhere", "nowhere"),
+    command("convert hf-to-megatron nowhere out", "nowhere"),
+    command("convert verify nowhere model", "nowhere"),
+    command("eval none.yaml", "no such file"),
+    command("eval CONFIG --samples 0", "evaluate.samples"),
+    command("eval CONFIG", "data.path"),
+]
+CASES = [
+    *CONFIG_FILES, *OVERRIDES, *VALUES, *MODELS, *DATA_FILES, *PLUGINS, *TRACKERS, *REAL_STARTS, *RUN_DIRECTORIES,
+    *COMMANDS,
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def surroundings(monkeypatch):
+    """No GPU, no Slurm, no wandb, whatever this machine has."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # a plugin's folder is added to it
+    monkeypatch.setattr(sys, "modules", {**sys.modules})
+
+
+def run(arguments):
+    try:
+        return main(arguments)
+    except SystemExit as exit:  # argparse
+        return exit.code
+
+
+def place_of(case, complete, tmp_path, monkeypatch):
+    place = Place(tmp_path, complete)
+    monkeypatch.chdir(tmp_path)
+    for key, value in case.settings.items():
+        place.set(key, value)
+    if case.damage is not None:
+        case.damage(place)
+    return place
+
+
+def test_the_table_is_long_enough():
+    assert len({case.name for case in CASES}) == len(CASES) >= 60
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_bad_input_is_one_line_and_exit_code_2(case, complete, tmp_path, monkeypatch, capsys):
+    place = place_of(case, complete, tmp_path, monkeypatch)
+    config = place.write()
+    code = run([config if word == "CONFIG" else word for word in case.arguments])
+    lines = capsys.readouterr().err.splitlines()
+    assert code == 2, lines
+    assert len(lines) == 1 and lines[0].startswith("megatron-dapo"), lines
+    assert case.expect in lines[0], lines[0]
+
+
+def test_rank_0_leaves_the_reason_for_the_batch_script(complete, tmp_path, monkeypatch, capsys):
+    place = place_of(Case("", "", GRADER), complete, tmp_path, monkeypatch)
+    config = place.write()
+    (tmp_path / "run/logs/attempt_0").mkdir(parents=True)
+    (tmp_path / "run/logs/latest").symlink_to("attempt_0")
+    for name, value in {"PROCID": "0", "NTASKS": "2", "LOCALID": "0"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    assert run(["train", config]) == 2
+    reason = (tmp_path / "run/logs/attempt_0/setup_error").read_text()
+    assert reason.startswith("reward.grader") and reason.strip() in capsys.readouterr().err
+
+
+def test_the_complete_run_is_accepted(complete, tmp_path, monkeypatch, capsys):
+    """Otherwise the cases above would show nothing."""
+    place = place_of(Case("", ""), complete, tmp_path, monkeypatch)
+    assert run(["train", place.write(), "--dry-run"]) == 0
+    said = capsys.readouterr()
+    assert "valid" in said.out and "64 prompts of 64 rows" in said.err
+
+
+def test_the_data_report_names_dropped_rows(complete, tmp_path, monkeypatch, capsys):
+    place = place_of(Case("", "", damage=rows(*GOOD, {"prompt": "", "answer": "1"})), complete, tmp_path, monkeypatch)
+    assert run(["train", place.write(), "--dry-run"]) == 0
+    said = capsys.readouterr().err
+    assert "8 prompts of 9 rows" in said and "line 9: prompt: the prompt is empty" in said
+
+
+def test_home_directories_are_expanded(complete, tmp_path, monkeypatch, capsys):
+    place = place_of(Case("", ""), complete, tmp_path, monkeypatch)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    place.set("policy.model", "~/model")
+    place.set(DATA, "~/model/prompts.jsonl")
+    place.set("trainer.run_dir", "~/elsewhere")
+    assert run(["train", place.write(), "--dry-run"]) == 0
+    assert (tmp_path / "elsewhere/config.yaml").exists()
