@@ -1,16 +1,16 @@
-"""The quickstart: from nothing to a trained model, on two CPU cores, in a few minutes.
+"""The quickstart: a complete DAPO run with a tiny model, on two CPU cores, in a few minutes.
 
     make quickstart                                    # or: python examples/quickstart/quickstart.py --seed 1
 
-1. makes a tiny Qwen2 model and warms it up on two-digit sums, with some wrong answers among the examples, so that it
-   knows the task but is unsure;
+1. creates a tiny Qwen2 model and pre-trains it on two-digit sums. Some of the examples are wrong, so that it knows the
+   task but is not certain;
 2. converts it from HF to Megatron;
 3. trains it with DAPO on Megatron-Core: dynamic sampling, clip-higher, token-level loss, exact resume;
-4. converts the result back to HF, and compares both models on problems that neither has seen;
-5. draws the report.
+4. converts the result back to HF and evaluates both models on held-out problems;
+5. writes the report.
 
-Everything after step 1 is what a 32B run does, through the same commands; `config.yaml` beside this file is the
-configuration. A call that was interrupted is resumed by the next one; a finished one is done again.
+From step 2 on, everything is done as in a 32B run, with the same functions; the configuration is `config.yaml` in this
+folder. An interrupted quickstart is resumed by the next call; a finished one starts again.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from megatron_dapo.observe.report import write_report
 from megatron_dapo.weights.convert import hf_to_megatron, megatron_to_hf
 
 LEVEL = 2
-WARM_UP_UPDATES = 1500  # at most
-WARM_UP_BATCH = 128
-WRONG_SHARE = 0.4  # of the warm-up's answers: what makes the model unsure
-ENOUGH = 0.36  # mean probability of the right answer at which the warm-up ends
+PRETRAINING_UPDATES = 1500  # at most
+PRETRAINING_BATCH = 128
+WRONG_SHARE = 0.4  # of the pre-training examples
+ENOUGH = 0.36  # mean probability of the right answer at which pre-training ends
 console = Console(stderr=True)
 
 
-def make_model(folder: Path, seed: int, updates: int = WARM_UP_UPDATES) -> None:
-    """A Qwen2 of 0.3 M parameters, warmed up by supervised learning; written as a regular HF directory."""
+def make_model(folder: Path, seed: int, updates: int = PRETRAINING_UPDATES) -> None:
+    """A Qwen2 of 0.3 M parameters, pre-trained with cross-entropy, written as an HF directory."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     tokenizer = arithmetic_tokenizer()
@@ -61,7 +61,7 @@ def make_model(folder: Path, seed: int, updates: int = WARM_UP_UPDATES) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: min(1.0, (update + 1) / 20))
     for update in range(1, updates + 1):
-        inputs, labels = warm_up_batch(rng.choices(problems, k=WARM_UP_BATCH), tokenizer, rng, WRONG_SHARE)
+        inputs, labels = pretraining_batch(rng.choices(problems, k=PRETRAINING_BATCH), tokenizer, rng, WRONG_SHARE)
         loss = model(input_ids=inputs, labels=labels).loss
         optimizer.zero_grad()
         loss.backward()
@@ -70,7 +70,7 @@ def make_model(folder: Path, seed: int, updates: int = WARM_UP_UPDATES) -> None:
         schedule.step()
         if update % 25 == 0:
             right = probability_of_right_answers(model, problems[:100], tokenizer)
-            console.print(f"  warm-up {update}: a right answer has probability {right:.2f}", highlight=False)
+            console.print(f"  pre-training {update}: the right answer has probability {right:.2f}", highlight=False)
             if right >= ENOUGH:
                 break
     model.save_pretrained(folder)
@@ -79,32 +79,32 @@ def make_model(folder: Path, seed: int, updates: int = WARM_UP_UPDATES) -> None:
 
 @torch.no_grad()
 def probability_of_right_answers(model, problems, tokenizer) -> float:
-    inputs, labels = warm_up_batch(problems, tokenizer, random.Random(0), wrong_share=0.0)
+    inputs, labels = pretraining_batch(problems, tokenizer, random.Random(0), wrong_share=0.0)
     logprobs = model(input_ids=inputs).logits[:, :-1].log_softmax(-1)
     wanted = labels[:, 1:]
     picked = logprobs.gather(2, wanted.clamp_min(0)[..., None]).squeeze(2)
     return float(torch.where(wanted >= 0, picked, 0.0).sum(1).exp().mean())
 
 
-def warm_up_batch(problems, tokenizer, rng, wrong_share):
-    """Question and answer; the loss is on the answer, which is wrong by a little now and then."""
-    rows, marks = [], []
+def pretraining_batch(problems, tokenizer, rng, wrong_share):
+    """Questions and answers; the loss is on the answer. A share of the answers is slightly wrong."""
+    sequences, targets = [], []
     for problem in problems:
         answer = problem.answer
         if rng.random() < wrong_share:
             answer = str(max(0, int(answer) + rng.choice((-10, -2, -1, 1, 2, 10))))
         question = tokenizer(problem.question, add_special_tokens=False)["input_ids"]
         response = [*tokenizer(answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-        rows.append(question + response)
-        marks.append([-100] * len(question) + response)
-    width = max(map(len, rows))
+        sequences.append(question + response)
+        targets.append([-100] * len(question) + response)
+    width = max(map(len, sequences))
     pad = tokenizer.pad_token_id
-    inputs = torch.tensor([row + [pad] * (width - len(row)) for row in rows])
-    return inputs, torch.tensor([mark + [-100] * (width - len(mark)) for mark in marks])
+    inputs = torch.tensor([tokens + [pad] * (width - len(tokens)) for tokens in sequences])
+    return inputs, torch.tensor([labels + [-100] * (width - len(labels)) for labels in targets])
 
 
 class Phases:
-    """Says what is being done, and keeps the seconds."""
+    """Prints and times the phases of the quickstart."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -144,7 +144,7 @@ def main() -> int:
         f"evaluate.data.path={run_dir / 'held_out.jsonl'}", *args.set,
     ]  # fmt: skip
     if not (start / "config.json").exists():
-        with phase("warm_up", "1. making a tiny Qwen2 and warming it up"):
+        with phase("pretraining", "1. creating and pre-training a tiny Qwen2"):
             write_arithmetic(run_dir / "prompts.jsonl", arithmetic_problems(LEVEL, 700, seed=0))
             write_arithmetic(run_dir / "held_out.jsonl", arithmetic_problems(LEVEL, 100, seed=0, split="held-out"))
             make_model(start, args.seed)
@@ -155,13 +155,13 @@ def main() -> int:
         code = run_training(config)
         if code:
             return code
-    with phase("convert_out", "4. Megatron → HF, and both models on held-out problems"):
+    with phase("convert_out", "4. Megatron → HF, evaluation of both models on held-out problems"):
         newest = run_dir / "checkpoints" / f"step_{config.trainer.steps}"
         megatron_to_hf(newest, trained, reference=start, overwrite=True)
     with phase("evaluate", ""):
         before = accuracy(config_file, settings, start, run_dir / "eval_before")
         after = accuracy(config_file, settings, trained, run_dir / "eval_after")
-    with phase("report", "5. the report"):
+    with phase("report", "5. report"):
         write_report([run_dir], run_dir / "report.html", png=True)
     summary = {"accuracy_before": before, "accuracy_after": after, "seed": args.seed, "seconds": phase.seconds}
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
