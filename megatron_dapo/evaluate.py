@@ -4,7 +4,8 @@ avg@k is the mean over problems of the share of correct responses. Its confidenc
 (Student's t over the problems' means), because the k responses to one problem are not independent. The interval holds
 for problems of the same kind; `sampling_error` is the standard error for exactly these problems. pass@k is the unbiased
 estimator. maj@k is the majority vote of all k responses; a tie counts in part. Ungraded responses are excluded and
-counted.
+counted. lenient@k, for benchmarks whose answers are numbers, is the share of responses whose last number is the answer,
+however it is marked: the gap to avg@k is what the required format costs.
 
 `evaluate` can be cancelled at any time: it aborts its requests and returns when none is running.
 """
@@ -31,6 +32,7 @@ from megatron_dapo.engines.protocol import Completion, SamplingParams, derive_se
 from megatron_dapo.errors import UserError
 from megatron_dapo.evaluation_statistics import clustered_interval, pass_at_k
 from megatron_dapo.files import write_atomically
+from megatron_dapo.reward.equivalence import last_number_matches
 from megatron_dapo.types import FinishReason, Grade, Prompt, Sample, Tokens
 
 if TYPE_CHECKING:
@@ -107,6 +109,7 @@ class EvalResult:
     sampling_error: float  # standard error of avg for exactly these problems
     pass_at: dict[int, float]
     majority: float | None  # None if the grader extracts no answers
+    lenient: float | None  # share of responses whose last number is the reference; None unless all are numbers
     mean_tokens: float
     truncation_rate: float
     ungraded: int
@@ -123,6 +126,8 @@ class EvalResult:
             found |= {f"eval/avg@{k}_low": self.interval[0], f"eval/avg@{k}_high": self.interval[1]}
         if self.majority is not None:
             found[f"eval/maj@{k}"] = self.majority
+        if self.lenient is not None:
+            found[f"eval/lenient@{k}"] = self.lenient
         return found | {
             "eval/mean_tokens": self.mean_tokens, "eval/truncation_rate": self.truncation_rate,
             "eval/ungraded": float(self.ungraded), "eval/seconds": self.seconds,
@@ -141,6 +146,8 @@ class EvalResult:
         for n, value in self.pass_at.items():
             table.add_row(f"pass@{n}", f"{value:.2%}", "unbiased" if n < k else "")
         table.add_row(f"maj@{k}", "—" if self.majority is None else f"{self.majority:.2%}", "")
+        if self.lenient is not None:
+            table.add_row(f"lenient@{k}", f"{self.lenient:.2%}", "last number in the response, in any format")
         table.add_row("mean length", f"{self.mean_tokens:.1f}", "tokens")
         table.add_row("truncated", f"{self.truncation_rate:.2%}", "")
         if self.ungraded:
@@ -307,6 +314,7 @@ def summarise(problems: list[ProblemResult], config: EvalConfig, seed: int, seco
         sampling_error=math.sqrt(noise) / len(usable),
         pass_at={k: fmean(pass_at_k(len(p.graded), p.right, k) for p in usable) for k in config.pass_at_values},
         majority=fmean(majority(p.graded) for p in usable) if votes else None,
+        lenient=lenient_score(problems),
         mean_tokens=fmean(r.tokens for r in responses),
         truncation_rate=fmean(r.finish_reason == FinishReason.LENGTH for r in responses),
         ungraded=len(responses) - sum(len(p.graded) for p in problems),
@@ -315,6 +323,11 @@ def summarise(problems: list[ProblemResult], config: EvalConfig, seed: int, seco
         seconds=seconds,
         problems=problems,
     )
+
+
+def lenient_score(problems: Sequence[ProblemResult]) -> float | None:
+    matches = [last_number_matches(p.reference, r.text) for p in problems for r in p.responses]
+    return None if None in matches else fmean(bool(match) for match in matches)
 
 
 def majority(responses: Sequence[Response]) -> float:

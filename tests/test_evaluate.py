@@ -198,6 +198,17 @@ def test_ungraded_responses_are_excluded_and_counted():
         summarise([none], config, 0, 0.0)
 
 
+def test_the_lenient_score_counts_right_numbers_without_the_required_format():
+    texts = ["Answer: 18", "so she earns $18", "18 is wrong, it is 20"]
+    responses = [Response(text, 5, "stop", text.startswith("Answer"), None, "") for text in texts]
+    config = EvalConfig(samples=3)
+    result = summarise([ProblemResult("a", "", "18", responses)], config, 0, 0.0)
+    assert (result.avg, result.lenient) == (1 / 3, 2 / 3)
+    assert result.metrics()["eval/lenient@3"] == 2 / 3
+    words = summarise([ProblemResult("a", "", "blue", responses)], config, 0, 0.0)
+    assert words.lenient is None and "eval/lenient@3" not in words.metrics()
+
+
 def test_a_grader_that_extracts_nothing_has_no_majority():
     result = summarise([ProblemResult("a", "", "", [response(True), response(False)])], EvalConfig(samples=2), 0, 0.0)
     assert result.majority is None and "eval/maj@2" not in result.metrics()

@@ -41,6 +41,8 @@ _LETTER = re.compile(r"(?:\\text\s?\{)?\(?([A-Za-z])\)?\}?")
 _NUMBERS_IN_A_ROW = re.compile(r"\d(?:\s|\\[,;: ]|\\quad)+\d")
 _ASSIGNMENT = re.compile(r"\\?[A-Za-z][A-Za-z_0-9{}()]{0,20}\s*=\s*")
 _SPACE = re.compile(r"(?:\s|\\[,;:! ])+")
+_ANY_NUMBER = re.compile(r"(?<![\d.])-?\d{1,40}(?:,\d{3})*(?:\.\d{1,40})?")
+LENIENT_WINDOW = 2000  # characters at the end of a response
 
 
 def decide(reference: str, answer: str) -> tuple[bool, str] | None:
@@ -112,6 +114,18 @@ def number(text: str) -> Fraction | None:
     if not int(bottom):
         return None
     return Fraction(int(top), int(bottom)) * (-1 if ratio[1] == "-" else 1)
+
+
+def last_number_matches(reference: str, response: str) -> bool | None:
+    """Whether the last number anywhere in the response is the reference; None if the reference is not a number.
+
+    The lenient score of a benchmark: it ignores whether the response marks its final answer as it was asked to.
+    """
+    expected = number(reference)
+    if expected is None:
+        return None
+    numbers = _ANY_NUMBER.findall(response[-LENIENT_WINDOW:])
+    return bool(numbers) and number(numbers[-1]) == expected
 
 
 def same_text(reference: str, answer: str) -> bool:

@@ -10,6 +10,7 @@ from judged_answers import JUDGED
 from megatron_dapo.config import ConfigError, parse_config
 from megatron_dapo.config.reward import RewardConfig
 from megatron_dapo.errors import UserError
+from megatron_dapo.reward.equivalence import last_number_matches
 from megatron_dapo.reward.extract import final_answer
 from megatron_dapo.reward.grader import QuickGrader, load_grader
 from megatron_dapo.types import Grade, Prompt, as_tokens
@@ -161,3 +162,20 @@ def test_unknown_graders_are_refused_early(user_module):
         parse_config({"reward": {"grader": "maths"}})
     with pytest.raises(UserError, match="has no function 'missing'"):
         load_grader(RewardConfig(grader=user_module + "missing"))
+
+
+@pytest.mark.parametrize(
+    "reference, response, expected",
+    [
+        ("18", "She makes 9 * 2 = $18 every day.", True),
+        ("18", "9 * 2 = 18. That is 2 less than 20.", False),
+        ("18", "no number at all", False),
+        ("1,000", "In total 1000 eggs", True),
+        ("2.5", "so 2.50 hours", True),
+        ("5", "10-5", True),
+        ("-5", "the change is -5.", True),
+        ("blue", "blue 5", None),
+    ],
+)
+def test_the_lenient_score_compares_the_last_number(reference, response, expected):
+    assert last_number_matches(reference, response) is expected
