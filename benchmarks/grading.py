@@ -124,7 +124,7 @@ async def hostile(cpu_seconds: float, memory_mb: int) -> None:
     async def watch() -> None:
         nonlocal most
         while True:
-            for process in psutil.Process().children():
+            for process in psutil.Process().children(recursive=True):
                 try:
                     most = max(most, process.memory_info().rss)
                 except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""`reward`: which grader scores the answers, and the processes it runs in."""
+"""`reward`: which grader scores the responses, and the processes it runs in."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RewardConfig(Section):
         "exact: the same text. python:module.function: your own.",
     )
     scores: Literal["plus-minus-one", "zero-one"] = Field(
-        "plus-minus-one", description="What right and wrong answers score: +1/−1, or 1/0."
+        "plus-minus-one", description="Scores of correct and wrong responses: +1/−1, or 1/0."
     )
     dapo_rule: Literal["answer", "answer-or-box", "strict-box"] = Field(
         "answer",
@@ -28,15 +28,22 @@ class RewardConfig(Section):
     )
     workers: int | None = Field(None, ge=1, description="Grading processes; null: half the cores, at most 8.")
     cpu_seconds: float = Field(
-        5.0, gt=0, description="CPU time (not wall time) one answer may use; a retry may use twice that."
+        5.0, gt=0, description="CPU time (not wall time) that grading one response may use; a retry may use twice that."
     )
-    memory_mb: int = Field(1024, ge=128, description="Resident memory one grading process may use.")
+    memory_mb: int = Field(1024, ge=128, description="Resident memory that one grading process may use.")
     stuck_seconds: float = Field(
         120.0, gt=0, description="A grading process that sleeps this long without using CPU time is replaced."
     )
-    retries: int = Field(1, ge=0, description="How often an answer that hit a limit is tried again.")
-    max_errors: int = Field(10, ge=1, description="The run stops when the grader has raised this many times.")
-    concurrency: int = Field(64, ge=1, description="Answers one process grades at a time when the function is async.")
+    retries: int = Field(1, ge=0, description="How often a response that hit a limit is graded again.")
+    max_errors: int = Field(
+        10, ge=1, description="The run stops when the grader raises this many times within error_window_seconds."
+    )
+    error_window_seconds: float = Field(
+        3600.0, gt=0, description="Errors of the grader older than this no longer count towards max_errors."
+    )
+    concurrency: int = Field(
+        64, ge=1, description="Responses that one process grades at a time if the function is async."
+    )
 
     @property
     def worker_count(self) -> int:

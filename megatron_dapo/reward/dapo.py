@@ -1,7 +1,7 @@
-r"""The rules by which the published DAPO run graded, so that a reproduction can be compared with it.
+r"""The grading rules of the published DAPO run, so that a reproduction can be compared with it.
 
-They are kept as they were, mistakes included: `42.`, `42.0`, `**42**`, `\dfrac`, `007` and an answer more than 300
-characters before the end are wrong, `42, 43` is read as 4243. Use the `math` grader for a fair verdict.
+They are unchanged, mistakes included: `42.`, `42.0`, `**42**`, `\dfrac`, `007` and an answer more than 300 characters
+before the end are wrong, and `42, 43` is read as 4243. The `math` grader does not make these mistakes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ WINDOW = 300
 STRICT_WINDOW = 100
 
 _ANSWER = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
-# Order matters: a later rule sees what the earlier ones left.
+# The order matters: each rule applies to the result of the earlier ones.
 _REPLACED = (
     ("an ", ""), ("a ", ""), (".$", "$"), (r"\$", ""), ("\\ ", ""), (" ", ""),
     ("mbox", "text"), (r",\text{and}", ","), (r"\text{and}", ","), (r"\text{m}", r"\text{}"),
@@ -35,7 +35,7 @@ _REWRITTEN = (
 
 
 def published_answer(response: str, rule: str) -> str | None:
-    """What the published rules compare with the reference; None when they find no answer."""
+    """The answer that the published rules compare with the reference; None if they find none."""
     if rule == "strict-box":
         return _last_box(response[-STRICT_WINDOW:])
     tail = response[-WINDOW:]

@@ -1,8 +1,8 @@
-r"""Whether two answers mean the same: decided at once where both are plain, by math-verify where they are not.
+r"""Whether two answers are equivalent: string rules where both are plain, math-verify where they are not.
 
-`decide` needs a few microseconds, imports nothing heavy, and answers most cases of integer data: `007`, `42.0`,
-`1,234` and `\$42` are numbers, `42, 43` is a list and no number at all. What it leaves open (None) goes to
-`equivalent`, which may take seconds or never end, so it runs in a process with limits (`reward.pool`).
+`decide` takes a few microseconds, imports nothing heavy, and decides most cases of integer data: `007`, `42.0`,
+`1,234` and `\$42` are numbers, `42, 43` is a list and not a number. Where it returns None, `equivalent` decides; that
+may take seconds or never end, so it runs in a process with limits (`reward.pool`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 MAX_ANSWER_CHARS = 1000
 MAX_DIGITS = 400
-MAX_DEPTH = 20  # of brackets; parsers need exponential time for what is nested deeper
+MAX_DEPTH = 20  # of brackets; parsers take exponential time for deeper nesting
 
 _GROUP = r"(?:,|\{,\}|\\,|,\\!|\\ |\\;|\s)"
 _PLAIN = rf"[+-]?\s?(?:\d{{1,3}}(?:{_GROUP}\d{{3}})+|\d+)(?:\.\d*)?|[+-]?\.\d+"
@@ -27,7 +27,7 @@ _UNIT = re.compile(
     r"[A-Za-z][A-Za-z\s./-]+)(?:\^\{?[23]\}?|²|³)?"
 )
 _DEGREES = re.compile(r"\s?(?:\^\s?\{?\s?\\circ\s?\}?|°)$")
-# Words that change the value, or join two answers: a number followed by one of them is no number with a unit.
+# Words that change the value or join two answers: a number followed by one of them is not a number with a unit.
 _NOT_UNITS = re.compile(
     r"(?i)hundred|thousand|million|billion|trillion|dozen|half|halves|third|quarter|percent|score|pair|pi\b|sqrt|"
     r"\bor\b|\band\b|\bmod\b|\bto\b|\btimes\b|\bplus\b|\bminus\b|\bover\b|\bi\b|\be\b|\bnot\b|\bless\b|\bmore\b|"
@@ -46,10 +46,10 @@ LENIENT_WINDOW = 2000  # characters at the end of a response
 
 
 def decide(reference: str, answer: str) -> tuple[bool, str] | None:
-    """(correct, reason) where plain reading settles it; None where it takes mathematics."""
+    """(correct, reason) if string rules are enough; None if it takes mathematics."""
     if not answer:
         return False, "empty answer"
-    if reference.isdecimal() and answer.isdecimal() and len(answer) <= MAX_DIGITS:  # most answers, by far
+    if reference.isdecimal() and answer.isdecimal() and len(answer) <= MAX_DIGITS:  # by far the most frequent case
         same = int(reference) == int(answer)
         return same, "same number" if same else "different number"
     if same_text(reference, answer):
@@ -74,12 +74,12 @@ def decide(reference: str, answer: str) -> tuple[bool, str] | None:
     if expected is not None and _is_number_list(answer):
         return False, "several numbers where one is expected"
     if found is None and _NUMBERS_IN_A_ROW.search(answer) and not _MIXED.search(answer):
-        return False, "numbers side by side"
+        return False, "several numbers in a row"
     return None
 
 
 def equivalent(reference: str, answer: str) -> tuple[bool, str]:
-    """math-verify's verdict on the two as LaTeX. Unbounded: call it only in a process with limits."""
+    """What math-verify says about the two as LaTeX. Takes unbounded time: call it only in a process with limits."""
     expected, found = _parse(_latex(reference)), _parse(_latex(answer))
     if not expected:
         return False, "the reference cannot be read as mathematics, and the text differs"
@@ -135,7 +135,7 @@ def same_text(reference: str, answer: str) -> bool:
 
 
 def is_words(reference: str) -> bool:
-    """A reference such as `Monday` or `\\text{even}`: compared as text, never as a product of letters."""
+    """Whether the reference is text such as `Monday` or `\\text{even}`, never read as a product of letters."""
     plain = _unwrapped(reference)
     if not _WORDS.fullmatch(plain):
         return False
@@ -148,7 +148,7 @@ def _unwrapped(text: str) -> str:
 
 
 def _compact(text: str) -> str:
-    """Without the space that carries no meaning (`3 4` is not 34), sizes of brackets, styles of fractions."""
+    """Without meaningless space (but `3 4` is not 34), bracket sizes and fraction styles."""
 
     def space(match: re.Match[str]) -> str:
         before, after = text[max(match.start() - 1, 0) : match.start()], text[match.end() : match.end() + 1]
@@ -159,7 +159,7 @@ def _compact(text: str) -> str:
 
 
 def _exact(text: str) -> bool:
-    """Plain decimals say exactly what they mean; 0.333333 for 1/3 is left to math-verify's rounding."""
+    """Plain decimals are exact; 0.333333 for 1/3 is left to math-verify's rounding."""
     return "/" not in text and "frac" not in text
 
 
@@ -180,7 +180,7 @@ def _is_number_list(answer: str) -> bool:
 
 
 def _latex(text: str) -> str:
-    """LaTeX that math-verify reads: no stray dollar signs, units and plain-text operators in LaTeX's words."""
+    """LaTeX that math-verify reads: no stray dollar signs; units and plain-text operators as LaTeX commands."""
     text = re.sub(r"\\?\$", "", text)
     text = re.sub(r"(?<!\\)%", r"\\%", text).replace("π", r"\pi ").replace("×", r"\times ")
     text = re.sub(r"√\s?(?:\(([^()]*)\)|(\d+(?:\.\d+)?|[A-Za-z]))", r"\\sqrt{\1\2}", text)

@@ -1,7 +1,7 @@
 r"""The final answer of a response: the last `Answer:` line or the last `\boxed{}`, whichever comes later.
 
-Every function here is linear in the length of its input, whatever the input is: responses come from a policy that
-may emit anything. What is returned is free of special tokens, control characters, Markdown and math delimiters.
+Every function takes time linear in the length of its input, because a policy may generate anything. Special tokens,
+control characters, Markdown and math delimiters are removed from the result.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _WRAPPERS = [
 ]  # fmt: skip
 _ONE_FORMULA = re.compile(r"[^$\d]*(?<!\\)\$([^$]+)(?<!\\)\$[^$\d]*")
 SHORT_LINE = 60
-WINDOW = 1000  # characters at the end that are searched first: most answers stand there
+WINDOW = 1000  # characters at the end, searched first: most answers are there
 
 
 def final_answer(response: str) -> str | None:
-    """The answer as written, cleaned; None when the response gives none. A lone short line is its own answer."""
+    """The answer as written, cleaned; None if there is none. A response of one short line is its own answer."""
     found = _find(_visible(response[-WINDOW:]))
     if found is None and len(response) > WINDOW:
         found = _find(_visible(response))
@@ -50,7 +50,7 @@ def _find(text: str) -> str | None:
 
 
 def _last_marker(text: str) -> re.Match[str] | None:
-    """The last `Answer:`. Looks from the end, which is several times faster than going through all of them."""
+    """The last `Answer:`. Searches from the end, which is several times faster than finding all of them."""
     if not text.isascii():  # lower() may change the length
         return max(_MARKER.finditer(text), key=re.Match.start, default=None)
     lower = text.lower()
@@ -72,14 +72,14 @@ def _visible(text: str) -> str:
 
 
 def clean(answer: str) -> str:
-    """An answer without what surrounds it: delimiters, emphasis, a closing full stop, "the answer is"."""
+    """The answer without delimiters, emphasis, a final full stop and "the answer is"."""
     if answer.isdigit():
         return answer
     answer = _PREAMBLE.sub("", answer.strip(), count=1) if answer[:40].lower().count("answer") else answer.strip()
     for _ in range(8):
         before = answer
         answer = answer.strip().rstrip(".,;:").rstrip() if not answer.endswith(("\\,", "\\;", "\\!")) else answer[:-2]
-        answer = answer.removesuffix("\\\\").strip().strip("*_")  # emphasis, of which the marker may have eaten half
+        answer = answer.removesuffix("\\\\").strip().strip("*_")  # emphasis; the marker may have consumed half of it
         for wrapper in _WRAPPERS:
             whole = wrapper.fullmatch(answer)
             if whole and _balanced(whole[1]):
@@ -93,7 +93,7 @@ def clean(answer: str) -> str:
 
 
 def _line_after(text: str, start: int) -> str:
-    """The rest of the line; a display formula that starts there is taken whole."""
+    """The rest of the line; if a display formula starts there, all of it."""
     for opening, closing in (("\\[", "\\]"), ("$$", "$$")):
         if text.startswith(opening, start):
             end = text.find(closing, start + 2)
@@ -104,7 +104,7 @@ def _line_after(text: str, start: int) -> str:
 
 
 def _last_boxes(text: str) -> tuple[int, str] | None:
-    """Start and content of the last balanced box; boxes that follow one another (`and`, commas) count as a list."""
+    """Start and content of the last balanced box; adjacent boxes (`and`, commas) are a list."""
     open_braces: list[int | None] = []
     boxes: list[tuple[int, int, int]] = []  # start, start of the content, end of the content
     starts: list[int] = []

@@ -1,9 +1,10 @@
-"""Graders: what turns a response into a `Grade`.
+"""Graders: they turn a response into a `Grade`.
 
-Built in are `math` (equivalence), `dapo` (the published run's rules) and `exact` (the same text); anything else is the
+Built in are `math` (equivalence), `dapo` (the published run's rules) and `exact` (the same text). Anything else is the
 user's own function, `python:module.function`, called with the prompt and the response text. It may be async and may
-return a Grade, a bool or a float. A built-in grader also has `quick`: bounded, cheap string work that settles most
-answers where it is called; what it returns None for goes to a grading process, because it may take long or never end.
+return a Grade, a bool or a float. A built-in grader also has `quick`: bounded string operations that decide most
+responses in the calling process. Where `quick` returns None, `grade` may take long or never end, so it runs in a
+grading process (`reward.pool`).
 """
 
 from __future__ import annotations
@@ -31,16 +32,19 @@ class Grader(Protocol):
 @runtime_checkable
 class QuickGrader(Grader, Protocol):
     def quick(self, prompt: Prompt, response: str) -> Grade | None:
-        """The verdict where cheap string work gives one; None where `grade` has to be asked."""
+        """The grade if string operations are enough; None if `grade` must decide."""
         ...
 
 
 class GraderError(UserError):
-    """The grader raised, or returned something that is no grade; the message carries its traceback."""
+    """The grader is broken: it raised too often, its processes crash or cannot start. The message has its traceback.
+
+    The policy's weights are consistent when this is raised, so the trainer saves a checkpoint before it ends.
+    """
 
 
 class Scores:
-    """What right and wrong are worth."""
+    """The scores of correct and wrong responses."""
 
     def __init__(self, config: RewardConfig) -> None:
         self.right = 1.0
@@ -50,7 +54,7 @@ class Scores:
         return Grade(correct, self.right if correct else self.wrong, extracted, reason)
 
     def adopt(self, result: Any) -> Grade:
-        """A user function's result as a Grade. A float is the score; above the middle of the scale it is correct."""
+        """A user function's result as a Grade. A float is the score; it is correct above the middle of the scale."""
         if isinstance(result, Grade) and math.isfinite(result.score):
             return result
         if isinstance(result, bool):
@@ -62,12 +66,12 @@ class Scores:
 
 @lru_cache(maxsize=65536)
 def _reference(answer: str) -> str:
-    """Every sample of a prompt is compared with the same reference; it is cleaned once."""
+    """The cleaned reference answer. Cached, because all samples of a prompt are compared with it."""
     return clean(answer)
 
 
 class MathGrader:
-    """Same value or same text, however it is written."""
+    """Correct if the answer has the reference's value or text, however it is written."""
 
     def __init__(self, config: RewardConfig) -> None:
         self._scores = Scores(config)
@@ -89,7 +93,7 @@ class MathGrader:
 
 
 class DapoGrader:
-    """The published rules; all of them are quick."""
+    """The published run's rules; all of them are string operations."""
 
     def __init__(self, config: RewardConfig) -> None:
         self._scores, self._rule = Scores(config), config.dapo_rule
@@ -105,7 +109,7 @@ class DapoGrader:
 
 
 class ExactGrader:
-    """The final answer is the reference, letter by letter; only white space around and between words is free."""
+    """Correct if the final answer is the reference, character by character; only white space may differ."""
 
     def __init__(self, config: RewardConfig) -> None:
         self._scores = Scores(config)

@@ -1,12 +1,14 @@
-"""The reward pool: grades answers from asyncio, thousands at a time, and survives whatever the answers contain.
+"""The reward pool: grades responses from asyncio, thousands at a time, whatever the responses contain.
 
-What cheap string work can settle is settled where it is asked (`QuickGrader.quick`); the rest goes to grading
-processes with limits on CPU time and memory. A process that hits a limit is replaced and the answer tried again;
-an answer that cannot be graded comes back *ungraded* (`correct is None`, score 0, the reason) and is counted, never
-scored as wrong. A grader that raises makes its answer ungraded too, and after `reward.max_errors` of them every call
-raises `GraderError` with the last traceback: a broken grader stops the run instead of looking like a hard task.
+`QuickGrader.quick` decides in this process what needs only string operations. The rest goes to grading processes with
+limits on CPU time and memory. A process that hits a limit is replaced and the response tried again. A response that
+cannot be graded is *ungraded* (`correct is None`, score 0, the reason); it is counted and never scored as wrong.
 
-One thread per process does the talking. Counters and futures are touched by the event loop's thread only.
+If the grader raises, the response is ungraded too. After `reward.max_errors` errors within
+`reward.error_window_seconds` the grader counts as broken: every call raises `GraderError` with the last traceback.
+This is the only type that `grade` raises because grading cannot go on, so the trainer can save first.
+
+One thread per process exchanges messages with it. Only the event loop's thread changes counters and futures.
 """
 
 from __future__ import annotations
@@ -21,16 +23,15 @@ from types import TracebackType
 from typing import Any, Self
 
 from megatron_dapo.config.reward import RewardConfig
-from megatron_dapo.errors import UserError
 from megatron_dapo.reward.grader import FunctionGrader, GraderError, QuickGrader, load_grader
-from megatron_dapo.reward.process import GradingProcess, Item, WorkerDied
+from megatron_dapo.reward.process import GradingProcess, GradingRequest, WorkerDied
 from megatron_dapo.types import Grade, Prompt, Sample
 
-BATCH = 64  # most answers one message to a process carries
+BATCH = 64  # most responses in one message to a process
 
 
 @dataclass(slots=True, eq=False)
-class _Job(Item):
+class _Job(GradingRequest):
     future: asyncio.Future[Grade] | None = None
 
 
@@ -49,9 +50,11 @@ class RewardPool:
         self._idle = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: set[asyncio.Future[Grade]] = set()
-        self._failure: UserError | None = None
+        self._failure: GraderError | None = None
         self._counts: Counter[str] = Counter()
-        self._errors = self._crashes_in_a_row = 0
+        self._crashes_in_a_row = 0
+        self._error_times: deque[float] = deque()
+        self._clock = time.monotonic
         self._seconds = 0.0
 
     async def __aenter__(self) -> Self:
@@ -70,36 +73,36 @@ class RewardPool:
         await asyncio.gather(*(asyncio.to_thread(thread.join) for thread in self._threads))
 
     async def grade(self, prompt: Prompt, sample: Sample) -> Grade:
-        """The grade of `sample.text`. Raises GraderError once the grader has failed too often."""
+        """The grade of `sample.text`. Raises GraderError once the grader counts as broken."""
         if self._failure is not None:
             raise self._failure
         if self._loop is None or self._stopping.is_set():
-            raise RuntimeError("RewardPool.grade outside of `async with pool`")
-        grade = self._grade_here(prompt, sample.text) or await self._grade_elsewhere(prompt, sample.text)
+            raise RuntimeError("RewardPool.grade was called outside of `async with pool`")
+        grade = self._grade_quickly(prompt, sample.text) or await self._grade_in_process(prompt, sample.text)
         self._counts["graded" if grade.correct is not None else "ungraded"] += 1
         self._counts["correct"] += grade.correct is True
         return grade
 
     def metrics(self) -> dict[str, float]:
-        """Counts since the pool was made; `reward/seconds` is the time spent grading, over all processes."""
+        """Counts since the pool was created; `reward/seconds` is the CPU time spent on grading, over all processes."""
         names = ("graded", "correct", "ungraded", "quick", "errors", "retries", "restarts")
         reasons = sorted(name for name in self._counts if name.startswith("ungraded/"))
         counted = {f"reward/{name}": float(self._counts[name]) for name in (*names, *reasons)}
         return {**counted, "reward/seconds": self._seconds}
 
-    def _grade_here(self, prompt: Prompt, response: str) -> Grade | None:
+    def _grade_quickly(self, prompt: Prompt, response: str) -> Grade | None:
         if self._quick is None:
             return None
         started = time.perf_counter()
         try:
             grade = self._quick(prompt, response)
-        except Exception:  # the grading process meets the same error, and reports it with its traceback
+        except Exception:  # the grading process will raise the same error and report its traceback
             return None
         self._counts["quick"] += grade is not None
         self._seconds += time.perf_counter() - started
         return grade
 
-    async def _grade_elsewhere(self, prompt: Prompt, response: str) -> Grade:
+    async def _grade_in_process(self, prompt: Prompt, response: str) -> Grade:
         assert self._loop is not None
         job = _Job(prompt, response, future=self._loop.create_future())
         assert job.future is not None
@@ -122,7 +125,7 @@ class RewardPool:
             self._changed.notify(len(jobs))
 
     def _next_batch(self) -> list[_Job]:
-        """Waits for work; empty when the pool stops. A short queue is spread over the processes, not batched."""
+        """Waits for jobs; empty when the pool stops. A short queue is spread over the processes, not batched."""
         with self._changed:
             self._idle += 1
             self._changed.wait_for(lambda: self._jobs or self._stopping.is_set())
@@ -144,23 +147,23 @@ class RewardPool:
         process: GradingProcess | None = None
         try:
             while not self._stopping.is_set():
-                process = process or GradingProcess(self._config, self._stopping)  # work piles up while it starts
+                process = process or GradingProcess(self._config, self._stopping)  # jobs queue while it starts
                 batch = self._next_batch()
                 wanted = [job for job in batch if job.future is not None and not job.future.cancelled()]
                 if wanted:
                     process = self._run(process, wanted)
-        except WorkerDied:  # while it was starting, because the pool stops
+        except WorkerDied:  # the pool stopped while the process was starting
             pass
-        except UserError as error:
+        except GraderError as error:
             self._tell(self._fail, error)
-        except Exception:  # no process, no descriptor left, …: whoever waits must hear of it
+        except Exception:  # e.g. no process or descriptor left: the callers that wait must be told
             self._tell(self._fail, GraderError(f"grading cannot go on:\n{traceback.format_exc()}"))
         finally:
             if process is not None:
                 process.close()
 
     def _run(self, process: GradingProcess, batch: list[_Job]) -> GradingProcess | None:
-        """Grades the batch; returns the process, or None where it has to be replaced."""
+        """Grades the batch; returns the process, or None if it must be replaced."""
         outstanding = dict(enumerate(batch))
         worn_out = False
         try:
@@ -184,7 +187,7 @@ class RewardPool:
         assert self._loop is not None
         try:
             self._loop.call_soon_threadsafe(function, *arguments)
-        except RuntimeError:  # the loop is closed: nobody waits for this answer any more
+        except RuntimeError:  # the loop is closed: nothing waits for this grade any more
             self._stopping.set()
 
     # -- back in the event loop --------------------------------------------------------------------------
@@ -201,38 +204,41 @@ class RewardPool:
         self._answer(job, grade)
 
     def _raised(self, job: _Job, trace: str) -> None:
-        self._errors += 1
         self._counts["errors"] += 1
         self._counts["ungraded/raised"] += 1
         self._answer(job, Grade(None, 0.0, None, f"the grader raised {trace.strip().splitlines()[-1]}"))
-        if self._errors >= self._config.max_errors:
+        now, window = self._clock(), self._config.error_window_seconds
+        self._error_times.append(now)
+        while now - self._error_times[0] > window:
+            self._error_times.popleft()
+        if (errors := len(self._error_times)) >= self._config.max_errors:
             self._fail(
                 GraderError(
-                    f"the grader {self._config.grader!r} raised {self._errors} times (reward.max_errors is "
-                    f"{self._config.max_errors}), last on prompt {job.prompt.id} with the response "
-                    f"{job.response[-200:]!r}:\n{trace}"
+                    f"the grader {self._config.grader!r} raised {errors} times within {window:g} s "
+                    f"(reward.max_errors is {self._config.max_errors}), last on prompt {job.prompt.id} with the "
+                    f"response {job.response[-200:]!r}:\n{trace}"
                 )
             )
 
     def _after_death(self, jobs: list[_Job], reason: str) -> None:
-        """The process died. One after another: the first is to blame. Together: each is tried again by itself."""
+        """The process died. If it graded one by one, the first job is the cause; if together, each is tried alone."""
         self._counts["restarts"] += 1
         self._crashes_in_a_row = self._crashes_in_a_row + 1 if reason == "crashed" else 0
         if self._crashes_in_a_row >= self._config.max_errors:
             self._fail(
                 GraderError(
                     f"grading processes crashed {self._crashes_in_a_row} times in a row without grading anything in "
-                    f"between (grader {self._config.grader!r}); look at their output above, or raise reward.memory_mb"
+                    f"between (grader {self._config.grader!r}); see their output above, or raise reward.memory_mb"
                 )
             )
             return
-        blamed = jobs[:1] if not self._is_async or len(jobs) == 1 else []
-        innocent = jobs[len(blamed) :]
-        for job in innocent:
+        causes = jobs[:1] if not self._is_async or len(jobs) == 1 else []
+        others = jobs[len(causes) :]
+        for job in others:
             job.alone = self._is_async
-        if innocent:
-            self._enqueue(innocent)
-        for job in blamed:
+        if others:
+            self._enqueue(others)
+        for job in causes:
             self._try_again(job, reason)
 
     def _try_again(self, job: _Job, reason: str) -> None:
@@ -249,8 +255,8 @@ class RewardPool:
         if job.future is not None and not job.future.done():
             job.future.set_result(grade)
 
-    def _fail(self, error: UserError) -> None:
-        """From now on every call raises `error`, and so does every call that is waiting."""
+    def _fail(self, error: GraderError) -> None:
+        """From now on every call raises `error`; so do the calls that are waiting."""
         self._failure = self._failure or error
         for future in self._waiting:
             if not future.done():

@@ -1,8 +1,9 @@
-"""One grading process as its parent sees it: start, send a batch, collect replies, notice why it died.
+"""One grading process as its parent sees it: start it, send a batch, collect replies, find out why it died.
 
-A process is judged by what it uses, not by the clock: CPU time is limited by the kernel inside it (`reward.worker`),
-resident memory is watched here, and it counts as stuck only after sleeping for `stuck_seconds` without using CPU.
-Waiting for a turn on an overloaded machine is none of these.
+A process is judged by what it uses, not by the clock. The kernel limits CPU time inside it (`reward.worker`), resident
+memory is watched here, and it counts as stuck only after `stuck_seconds` of sleep without using CPU time. Waiting for
+a core on an overloaded machine is none of these. Each process runs under a supervisor (`reward.supervisor`) that
+kills whatever the grader started when the process ends, for whatever reason.
 """
 
 from __future__ import annotations
@@ -18,79 +19,85 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import psutil
 
 from megatron_dapo.config.reward import RewardConfig
-from megatron_dapo.errors import UserError
+from megatron_dapo.reward.grader import GraderError
 from megatron_dapo.types import Prompt, json_default
 
 POLL_SECONDS = 0.05
 START_SECONDS = 120.0
+END_SECONDS = 30.0  # until the supervisor must have killed all descendants
+_SUPERVISOR = Path(__file__).with_name("supervisor.py")
+_CPU_TIME_EXIT = 128 + signal.SIGPROF
 
 
 class WorkerDied(Exception):
-    """The process is gone; `reason` is one of cpu-time, memory, stuck, crashed, stopping."""
+    """The process has ended; `reason` is one of cpu-time, memory, stuck, crashed, stopping."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
 
 
-class WorkerStartError(UserError):
-    """A grading process does not come up; the message carries what it printed."""
+class WorkerStartError(GraderError):
+    """A grading process cannot start; the message has its traceback."""
 
 
 @dataclass(slots=True, eq=False)
-class Item:
-    """One answer on its way: what the process needs to grade it, and how often that has failed."""
+class GradingRequest:
+    """One response to grade, and how often that has failed."""
 
     prompt: Prompt
     response: str
     failures: int = 0
-    alone: bool = False  # graded by itself, because it shared a batch with whatever killed the process
+    alone: bool = False  # graded in a batch of its own, because its last batch killed the process
 
-    def to_record(self, index: int) -> dict[str, Any]:
+    def to_message(self, index: int) -> dict[str, Any]:
         return {"index": index, "prompt": self.prompt.to_state(), "response": self.response}
 
 
 class GradingProcess:
-    """Owned by one thread. Every method may raise WorkerDied, after which the object is used up."""
+    """Owned by one thread. Every method may raise WorkerDied; after that the object cannot be used again."""
 
     def __init__(self, config: RewardConfig, stopping: threading.Event) -> None:
         self._config, self._stopping = config, stopping
         ours, theirs = socket.socketpair()
-        # The interpreter is started afresh: no fork of a process with threads and GPUs, and no import of __main__.
+        # A new interpreter: no fork of a process with threads and GPUs, and no import of __main__.
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(sys.path),
             "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
         }  # fmt: skip
+        descriptor = str(theirs.fileno())
+        command = [sys.executable, "-m", "megatron_dapo.reward.worker", descriptor]
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "megatron_dapo.reward.worker", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL,
+                [sys.executable, "-I", "-S", str(_SUPERVISOR), str(os.getpid()), descriptor, *command],
+                pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
         self._connection = Connection(ours.detach())
-        self._usage = psutil.Process(self._process.pid)
         self._closed = False
         self._connection.send_bytes(config.model_dump_json().encode())
-        self._wait_until_ready()
+        self._usage = psutil.Process(self._wait_until_ready())
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        """Of the process that grades."""
+        return self._usage.pid
 
-    def grade(self, items: list[Item]) -> Iterator[tuple[int, dict[str, Any]]]:
-        """(index, reply) of every item as it is finished; raises WorkerDied if the process ends before the last."""
-        failures = max(item.failures for item in items)
+    def grade(self, requests: list[GradingRequest]) -> Iterator[tuple[int, dict[str, Any]]]:
+        """(index, reply) of every request when it is finished; raises WorkerDied if the process ends before that."""
+        failures = max(request.failures for request in requests)
         message = {
             "cpu_seconds": self._config.cpu_seconds * (1 + failures),
-            "items": [item.to_record(index) for index, item in enumerate(items)],
+            "requests": [request.to_message(index) for index, request in enumerate(requests)],
         }
         try:
             self._connection.send_bytes(json.dumps(message, default=json_default).encode())
-            for _ in items:
+            for _ in requests:
                 self._wait_for_reply()
                 reply = json.loads(self._connection.recv_bytes())
                 yield reply["index"], reply
@@ -98,34 +105,44 @@ class GradingProcess:
             raise WorkerDied(self._reason_of_death()) from None
 
     def close(self) -> None:
-        """Ends the process, gently if it is idle. Safe to call twice."""
+        """End the process and all its descendants; an idle one may exit by itself. Safe to call twice."""
         if self._closed:
             return
         self._closed = True
         self._connection.close()
-        try:
-            self._process.wait(0.5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._end(grace=0.5)
 
-    def _wait_until_ready(self) -> None:
+    def _end(self, grace: float = 0.0) -> int:
+        """Wait `grace` seconds for the process, then kill it with all its descendants. Returns the exit code."""
+        try:
+            return self._process.wait(grace)
+        except subprocess.TimeoutExpired:
+            self._process.terminate()
+        try:
+            return self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:  # a descendant that cannot be killed, e.g. one that waits for a dead disk
+            self._process.kill()
+            return self._process.wait()
+
+    def _wait_until_ready(self) -> int:
+        """Returns the pid of the grading process, which is the supervisor's child."""
         deadline = time.monotonic() + START_SECONDS
         try:
             while not self._connection.poll(POLL_SECONDS):
                 if self._stopping.is_set():
                     self._kill("stopping")
                 if time.monotonic() > deadline:
+                    self.close()
                     raise WorkerStartError(f"a grading process did not start within {START_SECONDS:.0f} s")
-            problem = json.loads(self._connection.recv_bytes())["problem"]
+            ready = json.loads(self._connection.recv_bytes())
         except (EOFError, ConnectionError):
-            problem = f"it exited with code {self._process.wait()}; what it printed is on stderr"
-        except WorkerStartError:
+            ready = {"problem": f"it exited with code {self._process.wait()}; its output is on stderr"}
+        if ready["problem"]:
             self.close()
-            raise
-        if problem:
-            self.close()
-            raise WorkerStartError(f"a grading process (grader {self._config.grader!r}) could not start:\n{problem}")
+            raise WorkerStartError(
+                f"a grading process (grader {self._config.grader!r}) could not start:\n{ready['problem']}"
+            )
+        return int(ready["pid"])
 
     def _wait_for_reply(self) -> None:
         cpu_before, asleep_since = -1.0, time.monotonic()
@@ -146,14 +163,9 @@ class GradingProcess:
                 self._kill("stuck")
 
     def _kill(self, reason: str) -> None:
-        self._process.kill()
-        self._process.wait()
+        self._end()
         raise WorkerDied(reason)
 
     def _reason_of_death(self) -> str:
-        try:
-            code = self._process.wait(5.0)
-        except subprocess.TimeoutExpired:  # it closed the socket but lives on: a grader that meddles with descriptors
-            self._process.kill()
-            code = self._process.wait()
-        return "cpu-time" if code == -signal.SIGPROF else "crashed"
+        """It may have closed the socket and still run: a grader that closes descriptors. Then it is killed."""
+        return "cpu-time" if self._end(grace=5.0) == _CPU_TIME_EXIT else "crashed"

@@ -1,9 +1,11 @@
-"""User graders that misbehave, loaded by grading processes in test_pool.py."""
+"""User graders that misbehave, loaded by the grading processes of test_pool.py and test_descendants.py."""
 
 import asyncio
 import mmap
 import os
+import subprocess
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -11,7 +13,7 @@ from megatron_dapo.types import Grade
 
 
 def by_response(prompt, response):
-    """Does what the response says, once it is asked to."""
+    """Does what the response says."""
     if response == "spin":
         while True:
             pass
@@ -31,10 +33,29 @@ def by_response(prompt, response):
     if response == "exit":
         raise SystemExit(3)
     if response == "raise":
-        raise ValueError("what a strange answer")
+        raise ValueError("what a strange response")
     if response == "shrug":
         return Grade(None, 0.0, None, "cannot say")
     return response == prompt.answer
+
+
+def start_programs(prompt, response):
+    """Starts programs that never end, lists their pids in the file `response`, then does what the answer says."""
+    shell = "setsid sleep 1000 & echo $!; (sleep 1000 & echo $!)"  # orphans: their parent, the shell, ends at once
+    subprocess.run(["sh", "-c", f"({shell}) > {response}.orphans"], check=True, timeout=10)
+    programs = [
+        subprocess.Popen(["sleep", "1000"]),
+        subprocess.Popen(["sleep", "1000"], start_new_session=True),
+        subprocess.Popen(["sh", "-c", "trap '' TERM HUP INT; sleep 1000; sleep 1000"], start_new_session=True),
+    ]
+    forked = os.fork()  # has a copy of the socket to the parent
+    if forked == 0:
+        os.setsid()
+        time.sleep(1000)
+    pids = [*Path(f"{response}.orphans").read_text().split(), *(program.pid for program in programs), forked]
+    Path(f"{response}.part").write_text(" ".join(map(str, pids)))
+    Path(f"{response}.part").rename(response)
+    return by_response(prompt, prompt.answer)
 
 
 def die_once(prompt, response):
