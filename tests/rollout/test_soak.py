@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import aiohttp
-from aiohttp import web
 import pytest
+from aiohttp import web
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
