@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from megatron_dapo.algorithm import token_weights
+from megatron_dapo.algorithm import PolicyLoss, Scores, TokenBatch, token_weights
 from megatron_dapo.config.algorithm import AlgorithmConfig
 from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.policy.head.fused import HeadRequest, one_pass, two_pass
-from megatron_dapo.policy.loss_func import LossTokens, OnePassLoss, make_loss_func
+from megatron_dapo.policy.loss_func import OnePassLoss, make_loss_func
 
-CONFIG = AlgorithmConfig()
+LOSS = PolicyLoss(AlgorithmConfig())
 
 
 class Case:
@@ -42,7 +42,7 @@ class Case:
         self.ids = torch.arange(args.tokens, device="cuda") // 1024
         mask = torch.rand(args.tokens, **kind) > 0.05
         weights, counts = token_weights("token-mean", mask, self.ids, int(self.ids.max()) + 1)
-        self.known = LossTokens(self.old, self.advantages, mask, weights, counts, self.ids, int(self.ids.max()) + 1)
+        self.known = TokenBatch(self.old, self.advantages, mask, weights, counts, self.ids, int(self.ids.max()) + 1)
         self.chunk = args.chunk or PolicyConfig().head_chunk(args.vocab)
 
 
@@ -53,7 +53,7 @@ def three_products(case: Case) -> None:
 
 
 def ours_one_pass(case: Case) -> None:
-    loss = OnePassLoss(case.known, CONFIG)
+    loss = OnePassLoss(case.known, LOSS)
     vocab = case.weight.shape[0]
     request = HeadRequest(case.ids, case.targets, vocab, 1.0, case.chunk, loss, "added-shared")
     loss.loss_func(one_pass(case.hidden, case.weight, request, dist.group.WORLD))[0].backward()
@@ -62,20 +62,20 @@ def ours_one_pass(case: Case) -> None:
 def ours_two_pass(case: Case) -> None:
     request = HeadRequest(case.ids, case.targets, case.weight.shape[0], 1.0, case.chunk)
     output = torch.stack(two_pass(case.hidden, case.weight, request, dist.group.WORLD))
-    make_loss_func(case.known, CONFIG)(output)[0].backward()
+    make_loss_func(case.known, LOSS)(output)[0].backward()
 
 
 def fp32_logits(case: Case) -> None:
     logits = (case.hidden @ case.weight.t()).float()
     logp = -F.cross_entropy(logits, case.targets, reduction="none")
-    make_loss_func(case.known, CONFIG, read_output=lambda x: (x, None))(logp)[0].backward()
+    make_loss_func(case.known, LOSS, read_output=Scores)(logp)[0].backward()
 
 
 def cut_cross_entropy(case: Case) -> None:
     from cut_cross_entropy import linear_cross_entropy
 
     logp = -linear_cross_entropy(case.hidden, case.weight, case.targets, reduction="none").float()
-    make_loss_func(case.known, CONFIG, read_output=lambda x: (x, None))(logp)[0].backward()
+    make_loss_func(case.known, LOSS, read_output=Scores)(logp)[0].backward()
 
 
 def liger_grpo(case: Case) -> None:

@@ -23,10 +23,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
-from megatron_dapo.algorithm import group_advantages, token_weights
+from megatron_dapo.algorithm import PolicyLoss, TokenBatch, group_advantages, token_weights
 from megatron_dapo.config.algorithm import AlgorithmConfig
 from megatron_dapo.policy import cpu
-from megatron_dapo.policy.loss_func import LossTokens, check_transformer_config, from_cross_entropy, make_loss_func
+from megatron_dapo.policy.loss_func import check_transformer_config, from_cross_entropy, make_loss_func
 
 VOCAB, PROMPT, RESPONSE, GROUPS, GROUP_SIZE = 64, 4, 12, 8, 8
 
@@ -71,7 +71,7 @@ def dapo_tokens(tokens, rewards, old_logprobs, config):
     mask = positions_of(tokens[:, 1:]) >= PROMPT - 1
     ids = torch.arange(samples, device=tokens.device).repeat_interleave(width)
     weights, counts = token_weights(config.aggregation, mask.flatten(), ids, samples)
-    return LossTokens(old_logprobs, advantages.repeat_interleave(width), mask.flatten(), weights, counts, ids, samples)
+    return TokenBatch(old_logprobs, advantages.repeat_interleave(width), mask.flatten(), weights, counts, ids, samples)
 
 
 def main():
@@ -89,6 +89,7 @@ def main():
     model_parallel_cuda_manual_seed(1)
     model, optimizer = build(args.tensor_parallel)
     config = AlgorithmConfig()
+    loss = PolicyLoss(config)
     device = torch.cuda.current_device()
     generator = torch.Generator(device).manual_seed(parallel_state.get_data_parallel_rank())
     run = get_forward_backward_func()
@@ -103,7 +104,7 @@ def main():
 
         def forward_step(_, model, inputs=inputs, labels=labels, known=known):
             output = model(inputs, positions_of(inputs), None, labels=labels)  # cross-entropy of every token
-            return output, make_loss_func(known, config, read_output=from_cross_entropy)
+            return output, make_loss_func(known, loss, read_output=from_cross_entropy)
 
         model.zero_grad_buffer()
         optimizer.zero_grad()

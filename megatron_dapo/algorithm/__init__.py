@@ -1,4 +1,15 @@
-"""What DAPO computes, as pure functions on tensors: no process groups, no megatron, nothing of the loop."""
+"""What the algorithm computes, as pure functions on tensors: no process groups, no megatron, no training loop.
+
+advantages.py    group-relative advantages
+aggregation.py   token weights and counts: how token losses become one number
+filtering.py     group filters of dynamic sampling
+kl.py            estimators of a KL divergence
+loss.py          the policy loss: sums of token losses, and metrics
+objective.py     what an objective is, and how the configuration names one
+objectives/      dapo, gspo, cispo: one file each
+overlong.py      length penalties, and which samples carry loss
+token_batch.py   the records that a loss reads: TokenBatch and Scores
+"""
 
 from megatron_dapo.algorithm.advantages import group_advantages
 from megatron_dapo.algorithm.aggregation import token_weights
@@ -11,7 +22,8 @@ from megatron_dapo.algorithm.filtering import (
     reward_std,
 )
 from megatron_dapo.algorithm.kl import kl_estimate
-from megatron_dapo.algorithm.loss import LossInputs, LossOutputs, policy_loss, policy_loss_sum, token_loss
+from megatron_dapo.algorithm.loss import LossOutputs, PolicyLoss, policy_loss
+from megatron_dapo.algorithm.objective import Needs, Objective, TokenMetrics, load_objective
 from megatron_dapo.algorithm.overlong import (
     carries_loss,
     length_penalty,
@@ -19,11 +31,17 @@ from megatron_dapo.algorithm.overlong import (
     relative_overlong_penalty,
     soft_overlong_penalty,
 )
+from megatron_dapo.algorithm.token_batch import Scores, TokenBatch
 
 __all__ = [
     "GroupFilter",
-    "LossInputs",
     "LossOutputs",
+    "Needs",
+    "Objective",
+    "PolicyLoss",
+    "Scores",
+    "TokenBatch",
+    "TokenMetrics",
     "carries_loss",
     "group_advantages",
     "keep_all",
@@ -32,12 +50,11 @@ __all__ = [
     "length_penalty",
     "linear_overlong_penalty",
     "load_group_filter",
+    "load_objective",
     "policy_loss",
-    "policy_loss_sum",
     "relative_overlong_penalty",
     "reward_range",
     "reward_std",
     "soft_overlong_penalty",
-    "token_loss",
     "token_weights",
 ]

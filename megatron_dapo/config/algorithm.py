@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from megatron_dapo.config.base import Section
+from megatron_dapo.plugins import is_plugin
 
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+
+
+ObjectiveOption = bool | int | float | str
+OBJECTIVE_FILES = Path(__file__).resolve().parents[1] / "algorithm" / "objectives"
+
+
+def built_in_objectives() -> list[str]:
+    """Their file names: the modules themselves import torch, which the configuration must not."""
+    return sorted(path.stem for path in OBJECTIVE_FILES.glob("[!_]*.py"))
 
 
 class KLConfig(Section):
@@ -54,9 +65,13 @@ class OverlongConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    objective: Literal["dapo", "gspo", "cispo"] = Field(
+    objective: str = Field(
         "dapo",
-        description="dapo: token ratio, decoupled clip. gspo: sequence-level ratio. cispo: clipped weight.",
+        description="dapo: token ratio, decoupled clip. gspo: sequence-level ratio. cispo: clipped weight. "
+        "python:module.name: your own class, derived from megatron_dapo.algorithm.Objective.",
+    )
+    objective_options: dict[str, ObjectiveOption] = Field(
+        default_factory=dict, description="Options of your own objective; the built-in ones have none."
     )
     clip_low: float = Field(0.2, ge=0, description="ε_low: the ratio is clipped below at 1 − clip_low.")
     clip_high: float = Field(0.28, ge=0, description="ε_high: the ratio is clipped above at 1 + clip_high.")
@@ -81,6 +96,14 @@ class AlgorithmConfig(Section):
     kl: KLConfig = KLConfig()
     importance_sampling: ImportanceSamplingConfig = ImportanceSamplingConfig()
     overlong: OverlongConfig = OverlongConfig()
+
+    @field_validator("objective")
+    @classmethod
+    def _known_objective(cls, name: str) -> str:
+        known = built_in_objectives()
+        if name not in known and not is_plugin(name):
+            raise ValueError(f"expected {', '.join(known)}, or python:module.name for your own; found {name!r}")
+        return name
 
     @model_validator(mode="after")
     def _bounds(self) -> AlgorithmConfig:

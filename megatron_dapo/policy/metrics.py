@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_dapo.algorithm import LossInputs, policy_loss
-from megatron_dapo.config.algorithm import AlgorithmConfig
+from megatron_dapo.algorithm import PolicyLoss, Scores, TokenBatch
 from megatron_dapo.policy.runtime import Runtime
 
 
@@ -26,10 +25,9 @@ class MetricReducer:
     once, by running the (pure) loss on one token, so that every rank knows how many numbers to expect.
     """
 
-    def __init__(self, config: AlgorithmConfig, runtime: Runtime, *, reference: bool, engine: bool) -> None:
+    def __init__(self, loss: PolicyLoss, runtime: Runtime, *, reference: bool, engine: bool) -> None:
         one = torch.zeros(1)
-        probe = LossInputs(
-            logprobs=one,
+        batch = TokenBatch(
             old_logprobs=one,
             advantages=one,
             mask=one.bool(),
@@ -37,11 +35,10 @@ class MetricReducer:
             counts=one.long(),
             sequence_ids=one.long(),
             sequences=1,
-            entropy=one,
             ref_logprobs=one if reference else None,
             engine_logprobs=one if engine else None,
         )
-        result = policy_loss(probe, config)
+        result = loss(Scores(one, one), batch)
         self.sums = ["loss_sum", "denominator", *result.sums]
         self.maxima = list(result.maxima)
         self.runtime = runtime

@@ -18,6 +18,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
+from megatron_dapo.algorithm import Needs
 from megatron_dapo.config import Config, ModelShape
 from megatron_dapo.errors import UserError
 from megatron_dapo.policy.batch import Floats, TrainBatch
@@ -72,6 +73,11 @@ class Policy:
             params_dtype=DTYPES[precision],
             use_distributed_optimizer=self.config.policy.distributed_optimizer,
         )
+
+    @property
+    def needs(self) -> Needs:
+        """What the configured loss reads."""
+        return self.step.loss.needs
 
     @property
     def updates(self) -> int:

@@ -19,13 +19,13 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megatron_dapo.algorithm import token_weights
+from megatron_dapo.algorithm import PolicyLoss, TokenBatch, token_weights
 from megatron_dapo.config import Config, ModelShape
 from megatron_dapo.errors import UserError
 from megatron_dapo.policy.batch import TrainBatch
 from megatron_dapo.policy.head.fused import HeadRequest
 from megatron_dapo.policy.learning_rate import learning_rate, set_learning_rate
-from megatron_dapo.policy.loss_func import LossTokens, OnePassLoss, is_per_token, make_loss_func
+from megatron_dapo.policy.loss_func import OnePassLoss, make_loss_func
 from megatron_dapo.policy.metrics import MetricReducer
 from megatron_dapo.policy.model.gpt import PolicyModel
 from megatron_dapo.policy.packing import Layout, PackedMicroBatch, pack
@@ -55,6 +55,7 @@ class UpdateStep:
         self.config, self.shape, self.runtime = config, shape, runtime
         self.chunks, self.optimizer = chunks, optimizer
         self.updates = 0
+        self.loss = PolicyLoss(config.algorithm)
         self.layout = Layout.of(config.policy, runtime.groups.cp.rank())
         self.forward_backward = get_forward_backward_func()
         self._weight_gradient = _weight_gradient(model[-1])
@@ -88,13 +89,18 @@ class UpdateStep:
         error: Exception | None = None
         try:
             batch.validate(self.shape.vocab, self.config.policy.micro_batch_tokens)
-            if to_train and batch.behaviour_logprobs is None:
-                raise UserError("the mini-batch has neither old_logprobs nor engine_logprobs: the ratio needs one")
-            if to_train and self.config.algorithm.kl.coefficient and batch.ref_logprobs is None:
-                raise UserError("algorithm.kl.coefficient is set, but the mini-batch has no ref_logprobs")
+            if to_train:
+                self._check_needs(batch)
         except UserError as found:
             error = found
         self.runtime.raise_together(error, doing)
+
+    def _check_needs(self, batch: TrainBatch) -> None:
+        if batch.behaviour_logprobs is None:
+            raise UserError("the mini-batch has neither old_logprobs nor engine_logprobs: the ratio needs one")
+        for name, needed in (("ref_logprobs", self.loss.needs.reference), ("engine_logprobs", self.loss.needs.engine)):
+            if needed and getattr(batch, name) is None:
+                raise UserError(f"the loss of section algorithm reads {name}, but the mini-batch has no {name}")
 
     def pack(self, batch: TrainBatch) -> list[PackedMicroBatch]:
         """This data-parallel rank's micro-batches."""
@@ -144,17 +150,15 @@ class UpdateStep:
         """Made once for each kind of batch: the metric names depend on nothing else."""
         kind = (reference, engine)
         if kind not in self._reducers:
-            self._reducers[kind] = MetricReducer(
-                self.config.algorithm, self.runtime, reference=reference, engine=engine
-            )
+            self._reducers[kind] = MetricReducer(self.loss, self.runtime, reference=reference, engine=engine)
         return self._reducers[kind]
 
     def _loss_func_maker(self, batch: TrainBatch) -> MakeLossFunc:
         """Weights and counts are computed here, on the whole mini-batch, before anything is split."""
-        algorithm, device = self.config.algorithm, self.runtime.device
+        device = self.runtime.device
         sample_of = np.repeat(np.arange(batch.samples), batch.response_lengths)
         weights, counts = token_weights(
-            algorithm.aggregation,
+            self.config.algorithm.aggregation,
             torch.from_numpy(batch.loss_mask),
             torch.from_numpy(sample_of),
             batch.samples,
@@ -165,7 +169,7 @@ class UpdateStep:
             return None if values is None else torch.as_tensor(values[micro.slots]).to(device, non_blocking=True)
 
         def make(micro: PackedMicroBatch) -> Any:
-            tokens = LossTokens(
+            tokens = TokenBatch(
                 old_logprobs=pick(batch.behaviour_logprobs, micro),
                 advantages=pick(batch.advantages[sample_of], micro),
                 mask=pick(batch.loss_mask, micro),
@@ -176,9 +180,9 @@ class UpdateStep:
                 ref_logprobs=pick(batch.ref_logprobs, micro),
                 engine_logprobs=pick(batch.engine_logprobs, micro),
             )
-            if is_per_token(algorithm):
-                return OnePassLoss(tokens, algorithm)
-            return make_loss_func(tokens, algorithm, cp_group=self.runtime.groups.cp)
+            if self.loss.needs.whole_sequences:
+                return make_loss_func(tokens, self.loss, cp_group=self.runtime.groups.cp)
+            return OnePassLoss(tokens, self.loss)
 
         return make
 

@@ -108,7 +108,7 @@ class Trainer:
                 self.together.wait(opening, "starting the engine")
                 self.turns.to_trainer(self.rollouts)
             self.policy.load_hf(self._first_weights())
-            if self.config.algorithm.kl.coefficient:
+            if self.policy.needs.reference:
                 self.policy.keep_reference()
             state = self.checkpoints.load(self.policy, resume) if resume else None
             self.stream = self.policy.weight_buckets(self.config.rollout.weights.bucket_bytes)
@@ -187,7 +187,7 @@ class Trainer:
                     self._pass_gate(work, logprobs)
                 if recompute:
                     work.batch.old_logprobs = logprobs
-            if self.config.algorithm.kl.coefficient:
+            if self.policy.needs.reference:
                 work.batch.ref_logprobs = self.policy.reference_log_probs(work.batch)
 
     def _pass_gate(self, work: Work, logprobs: Floats) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_dapo.algorithm import LossInputs, token_weights
+from megatron_dapo.algorithm import Scores, TokenBatch, token_weights
 from megatron_dapo.config.algorithm import AlgorithmConfig
 
 NAN, INF = math.nan, math.inf
@@ -35,12 +35,38 @@ class Sequence:
         return torch.tensor(values, dtype=dtype).log()
 
 
+@dataclass
+class Inputs:
+    """What a loss reads. `logprobs` and `entropy` are the model's scores; everything else is in `batch`."""
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor | None
+    batch: TokenBatch
+
+    @property
+    def scores(self) -> Scores:
+        return Scores(self.logprobs, self.entropy)
+
+    @property
+    def mask(self) -> torch.Tensor:
+        return self.batch.mask
+
+    def get(self, name: str) -> torch.Tensor | None:
+        return getattr(self._owner(name), name)
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        setattr(self._owner(name), name, tensor)
+
+    def _owner(self, name: str) -> object:
+        return self if name in ("logprobs", "entropy") else self.batch
+
+
 def pack(
     sequences: list[Sequence],
     config: AlgorithmConfig,
     dtype: torch.dtype = torch.float64,
     extras: tuple[str, ...] = ("entropy", "ref_logprobs", "engine_logprobs"),
-) -> LossInputs:
+) -> Inputs:
     """The sequences one after the other; `logprobs` and `entropy` are leaves that want a gradient."""
     old = torch.cat([torch.full((len(s.ratios),), s.old, dtype=dtype) for s in sequences])
     logprobs = old + torch.cat([s.logs("ratios", dtype) for s in sequences])
@@ -55,8 +81,8 @@ def pack(
     optional = {name: available[name] for name in extras}
     if "entropy" in optional:
         optional["entropy"].requires_grad_()
-    return LossInputs(
-        logprobs=logprobs.requires_grad_(),
+    entropy = optional.pop("entropy", None)
+    batch = TokenBatch(
         old_logprobs=old,
         advantages=torch.tensor([s.advantage for s in sequences for _ in s.ratios], dtype=dtype),
         mask=mask,
@@ -66,14 +92,15 @@ def pack(
         sequences=len(sequences),
         **optional,
     )
+    return Inputs(logprobs.requires_grad_(), entropy, batch)
 
 
-def poison(inputs: LossInputs) -> LossInputs:
+def poison(inputs: Inputs) -> Inputs:
     """NaN and infinities at every masked position of every float tensor, as padding and prompts may hold."""
     junk = torch.tensor([NAN, INF, -INF]).repeat(len(inputs.mask))[: len(inputs.mask)]
     for name in ("logprobs", "old_logprobs", "advantages", "weights", "entropy", "ref_logprobs", "engine_logprobs"):
-        tensor = getattr(inputs, name)
+        tensor = inputs.get(name)
         if tensor is not None:
             poisoned = torch.where(inputs.mask, tensor.detach(), junk.to(tensor.dtype))
-            setattr(inputs, name, poisoned.requires_grad_(tensor.requires_grad))
+            inputs.put(name, poisoned.requires_grad_(tensor.requires_grad))
     return inputs

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loss_cases import Sequence, pack, poison
+from loss_cases import Inputs, Sequence, pack, poison
 
-from megatron_dapo.algorithm import LossInputs, LossOutputs, policy_loss
+from megatron_dapo.algorithm import LossOutputs, policy_loss
 from megatron_dapo.config.algorithm import AlgorithmConfig
 
 MASKED = Sequence([1.5, 0.2, 1.0], 2.0, active=[False] * 3)
@@ -53,7 +53,7 @@ class Total:
         self.maxima: dict[str, torch.Tensor] = {}
         self.gradients: dict[int, tuple[float, float]] = {}
 
-    def add(self, inputs: LossInputs, outputs: LossOutputs, tokens: list[int]) -> None:
+    def add(self, inputs: Inputs, outputs: LossOutputs, tokens: list[int]) -> None:
         outputs.loss_sum.backward()
         sums = outputs.sums | {"loss_sum": outputs.loss_sum.detach(), "denominator": outputs.denominator}
         for name, value in sums.items():
@@ -74,7 +74,7 @@ class Total:
 
 def whole(batch: list[Sequence], config: AlgorithmConfig) -> Total:
     total, inputs = Total(), pack(batch, config)
-    total.add(inputs, policy_loss(inputs, config), list(range(len(inputs.mask))))
+    total.add(inputs, policy_loss(inputs.scores, inputs.batch, config), list(range(len(inputs.mask))))
     return total
 
 
@@ -87,14 +87,11 @@ def starts(batch: list[Sequence]) -> list[list[int]]:
     return places
 
 
-def take(inputs: LossInputs, tokens: list[int]) -> LossInputs:
+def take(inputs: Inputs, tokens: list[int]) -> Inputs:
     """These tokens of the packed batch, as fresh leaves."""
-    index, taken = torch.tensor(tokens, dtype=torch.int64), {}
-    for field in fields(inputs):
-        value = getattr(inputs, field.name)
-        if isinstance(value, torch.Tensor):
-            taken[field.name] = value.detach()[index].requires_grad_(value.requires_grad)
-    return replace(inputs, **taken)
+    index = torch.tensor(tokens, dtype=torch.int64)
+    batch = replace(inputs.batch, **{name: tensor[index] for name, tensor in inputs.batch.tensors.items()})
+    return Inputs(*(leaf.detach()[index].requires_grad_() for leaf in inputs.scores), batch)
 
 
 @quick
@@ -105,7 +102,9 @@ def test_order_and_micro_batches_of_sequences(batch, config, random):
     cut, places, total = random.randint(1, len(batch) - 1), starts(batch), Total()
     for part in (order[:cut], order[cut:]):
         inputs = poison(pack([batch[i] for i in part], config))
-        total.add(inputs, policy_loss(inputs, config), [token for i in part for token in places[i]])
+        total.add(
+            inputs, policy_loss(inputs.scores, inputs.batch, config), [token for i in part for token in places[i]]
+        )
     total.assert_same(whole(batch, config))
 
 
@@ -116,7 +115,7 @@ def test_packing_order_of_tokens(batch, config, random):
     inputs = pack(batch, config)
     order = random.sample(range(len(inputs.mask)), len(inputs.mask))
     shuffled, total = take(inputs, order), Total()
-    total.add(shuffled, policy_loss(shuffled, config), order)
+    total.add(shuffled, policy_loss(shuffled.scores, shuffled.batch, config), order)
     total.assert_same(whole(batch, config))
 
 
@@ -130,7 +129,8 @@ def test_sequences_shared_between_two_ranks(batch, config, random):
 
     contributions: list[list[torch.Tensor]] = [[], []]
     for rank, share in enumerate(shares):
-        policy_loss(take(inputs, share), config, lambda t, mine=contributions[rank]: mine.append(t.clone()) or t)
+        part = take(inputs, share)
+        policy_loss(part.scores, part.batch, config, lambda t, mine=contributions[rank]: mine.append(t.clone()) or t)
     assert len(contributions[0]) == len(contributions[1]) <= 1
 
     def all_reduce(tensor: torch.Tensor) -> torch.Tensor:
@@ -140,7 +140,7 @@ def test_sequences_shared_between_two_ranks(batch, config, random):
     total = Total()
     for share in shares:
         part = take(inputs, share)
-        total.add(part, policy_loss(part, config, all_reduce), share)
+        total.add(part, policy_loss(part.scores, part.batch, config, all_reduce), share)
     total.assert_same(whole(batch, config))
 
 
@@ -148,6 +148,7 @@ def test_a_mean_per_micro_batch_is_another_number():
     """One token with loss 1 beside nine with loss 0: globally 1/10; averaged per micro-batch (1 + 0)/2."""
     config = AlgorithmConfig()
     parts = [[Sequence([1.0], -1.0), MASKED], [Sequence([1.0] * 9, 0.0), MASKED]]
-    outputs = [policy_loss(pack(part, config), config) for part in parts]
+    packed = [pack(part, config) for part in parts]
+    outputs = [policy_loss(part.scores, part.batch, config) for part in packed]
     assert sum(o.loss_sum.item() for o in outputs) / sum(o.denominator.item() for o in outputs) == pytest.approx(0.1)
     assert [o.denominator.item() for o in outputs] == [1, 9]

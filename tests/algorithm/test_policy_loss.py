@@ -6,7 +6,7 @@ import pytest
 import torch
 from loss_cases import INF, NAN, Sequence, pack, poison
 
-from megatron_dapo.algorithm import LossInputs, policy_loss, token_loss, token_weights
+from megatron_dapo.algorithm import PolicyLoss, Scores, TokenBatch, policy_loss, token_weights
 from megatron_dapo.config.algorithm import AlgorithmConfig
 
 ln = math.log
@@ -29,7 +29,7 @@ def run(sequences, extras=(), dtype=torch.float64, **settings):
     """(outputs, inputs) with gradients filled in and junk at every masked position."""
     config = AlgorithmConfig(**settings)
     inputs = poison(pack(sequences, config, dtype, extras))
-    outputs = policy_loss(inputs, config)
+    outputs = policy_loss(inputs.scores, inputs.batch, config)
     outputs.loss_sum.backward()
     return outputs, inputs
 
@@ -201,7 +201,7 @@ def test_gspo_gradient_is_that_of_the_sequence_ratio():
     sequences = [Sequence([1.2, 0.9, 1.1], 1.5), Sequence([1.1, 0.8], -0.5), MASKED]
     _, inputs = run(sequences, objective="gspo", aggregation="seq-mean-token-mean")
     direct = inputs.logprobs.detach().nan_to_num(0.0).requires_grad_()
-    difference = direct - inputs.old_logprobs
+    difference = direct - inputs.batch.old_logprobs
     loss = -1.5 * difference[:3].mean().exp() + 0.5 * difference[3:5].mean().exp()
     (expected,) = torch.autograd.grad(loss, direct)
     torch.testing.assert_close(inputs.logprobs.grad, expected.where(inputs.mask, 0))
@@ -243,8 +243,8 @@ def test_no_tokens_at_all(objective):
     empty, ids = torch.zeros(0, requires_grad=True), torch.zeros(0, dtype=torch.int64)
     mask = torch.zeros(0, dtype=torch.bool)
     weights, counts = token_weights("token-mean", mask, ids, 2)
-    inputs = LossInputs(empty, empty.detach(), empty.detach(), mask, weights, counts, ids, 2)
-    outputs = policy_loss(inputs, AlgorithmConfig(objective=objective))
+    batch = TokenBatch(empty.detach(), empty.detach(), mask, weights, counts, ids, 2)
+    outputs = policy_loss(Scores(empty), batch, AlgorithmConfig(objective=objective))
     outputs.loss_sum.backward()
     assert outputs.loss_sum.item() == 0
     assert outputs.maxima["ratio_max"].item() == 0
@@ -255,7 +255,7 @@ def test_masked_junk_changes_nothing(objective):
     """run() poisons masked positions; the clean case gives the same, bit for bit."""
     config = AlgorithmConfig(objective=objective, **EVERYTHING)
     clean = pack(CASE, config)
-    expected = policy_loss(clean, config)
+    expected = policy_loss(clean.scores, clean.batch, config)
     expected.loss_sum.backward()
     outputs, inputs = run(CASE, EXTRAS, objective=objective, **EVERYTHING)
     assert outputs.loss_sum == expected.loss_sum
@@ -272,10 +272,10 @@ def test_masked_junk_changes_nothing(objective):
 def test_nonfinite_values_at_active_tokens_are_counted(name, junk):
     config = AlgorithmConfig(kl={"coefficient": 0.1}, entropy_coefficient=0.1, importance_sampling={"level": "token"})
     inputs = pack(CASE, config)
-    broken = getattr(inputs, name).detach().clone()
+    broken = inputs.get(name).detach().clone()
     broken[1] = junk
-    setattr(inputs, name, broken)
-    outputs = policy_loss(inputs, config)
+    inputs.put(name, broken)
+    outputs = policy_loss(inputs.scores, inputs.batch, config)
     assert outputs.sums["nonfinite_tokens"] == 1
     if math.isnan(junk):
         assert outputs.loss_sum.isnan()
@@ -284,8 +284,8 @@ def test_nonfinite_values_at_active_tokens_are_counted(name, junk):
 def test_engine_logprobs_that_only_feed_metrics_do_not_stop_the_run():
     config = AlgorithmConfig()
     inputs = pack(CASE, config)
-    inputs.engine_logprobs[1] = NAN
-    outputs = policy_loss(inputs, config)
+    inputs.batch.engine_logprobs[1] = NAN
+    outputs = policy_loss(inputs.scores, inputs.batch, config)
     assert outputs.sums["nonfinite_tokens"] == 0
     assert outputs.loss_sum.isfinite()
     assert outputs.sums["mismatch_mean"].isnan()
@@ -295,30 +295,24 @@ def test_count_of_a_token_masked_later_is_not_kept():
     """Weights made before a sample was masked: its tokens still leave the denominator."""
     config = AlgorithmConfig()
     inputs = pack([GOOD, Sequence([1, 1, 1], 1.0), MASKED], config)
-    inputs.mask = inputs.mask & (inputs.sequence_ids != 1)
-    assert policy_loss(inputs, config).denominator == 4
+    inputs.batch.mask = inputs.mask & (inputs.batch.sequence_ids != 1)
+    assert policy_loss(inputs.scores, inputs.batch, config).denominator == 4
 
 
-def test_token_loss_is_elementwise():
+def test_token_losses_are_elementwise():
     """Any slice of tokens gives that slice of losses and gradients: what a chunked head relies on."""
     config = AlgorithmConfig(kl={"coefficient": 0.1}, entropy_coefficient=0.1)
-    inputs = pack([GOOD, BAD], config)
-    assert inputs.ref_logprobs is not None
+    inputs, loss = pack([GOOD, BAD], config), PolicyLoss(config)
 
     def losses(part: slice) -> torch.Tensor:
-        return token_loss(
-            inputs.logprobs[part],
-            inputs.entropy[part],
-            old_logprobs=inputs.old_logprobs[part],
-            advantages=inputs.advantages[part],
-            config=config,
-            ref_logprobs=inputs.ref_logprobs[part],
-        )
+        return loss.token_losses(inputs.scores.part(part), inputs.batch.part(part))
 
     whole = losses(slice(None))
     assert torch.equal(torch.cat([losses(slice(0, 3)), losses(slice(3, None))]), whole)
-    total = (whole * inputs.weights).sum()
-    torch.testing.assert_close(total, policy_loss(inputs, config).loss_sum)
+    total = (whole * inputs.batch.weights).sum()
+    torch.testing.assert_close(total, loss(inputs.scores, inputs.batch).loss_sum)
+    halves = [loss.sum(inputs.scores.part(p), inputs.batch.part(p)) for p in (slice(0, 3), slice(3, None))]
+    torch.testing.assert_close(sum(halves), total)
 
 
 @pytest.mark.parametrize("objective", ["dapo", "gspo", "cispo"])
@@ -329,13 +323,12 @@ def test_never_waits_for_the_device(objective, level):
         objective=objective, kl={"coefficient": 0.1}, entropy_coefficient=0.1, importance_sampling={"level": level}
     )
     inputs = pack(CASE, config)
-    for name in inputs.__slots__:
-        value = getattr(inputs, name)
-        if isinstance(value, torch.Tensor):
-            setattr(inputs, name, value.detach().to("meta"))
+    batch = inputs.batch
+    for name in ("logprobs", "entropy", *batch.tensors):
+        inputs.put(name, inputs.get(name).detach().to("meta"))
     for aggregation in ("token-mean", "seq-mean-token-mean"):
-        inputs.weights, inputs.counts = token_weights(aggregation, inputs.mask, inputs.sequence_ids, inputs.sequences)
-        assert policy_loss(inputs, config).loss_sum.shape == ()
+        batch.weights, batch.counts = token_weights(aggregation, batch.mask, batch.sequence_ids, batch.sequences)
+        assert policy_loss(inputs.scores, inputs.batch, config).loss_sum.shape == ()
 
 
 @pytest.mark.parametrize(
@@ -346,9 +339,9 @@ def test_never_waits_for_the_device(objective, level):
 def test_wrong_length_names_the_tensor(name):
     config = AlgorithmConfig()
     inputs = pack(CASE, config)
-    setattr(inputs, name, getattr(inputs, name).detach()[:-1])
+    inputs.put(name, inputs.get(name).detach()[:-1])
     with pytest.raises(ValueError, match=rf"^{name}: expected shape \(10,\) like logprobs, found \(9,\)"):
-        policy_loss(inputs, config)
+        policy_loss(inputs.scores, inputs.batch, config)
 
 
 def test_wrong_types_and_ranks_name_the_tensor():
@@ -360,9 +353,9 @@ def test_wrong_types_and_ranks_name_the_tensor():
         ("logprobs", lambda t: t[None], r"logprobs: expected shape \(10,\) like logprobs, found \(1, 10\)"),
     ]:
         inputs = pack(CASE, config)
-        setattr(inputs, name, change(getattr(inputs, name)))
+        inputs.put(name, change(inputs.get(name)))
         with pytest.raises(ValueError, match=message):
-            policy_loss(inputs, config)
+            policy_loss(inputs.scores, inputs.batch, config)
 
 
 @pytest.mark.parametrize(
@@ -376,4 +369,5 @@ def test_wrong_types_and_ranks_name_the_tensor():
 def test_missing_inputs_name_the_setting(name, settings):
     config = AlgorithmConfig(**settings)
     with pytest.raises(ValueError, match=rf"{name}: expected a tensor because algorithm\..*, found None"):
-        policy_loss(pack(CASE, config, extras=()), config)
+        inputs = pack(CASE, config, extras=())
+        policy_loss(inputs.scores, inputs.batch, config)

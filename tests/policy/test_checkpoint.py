@@ -7,12 +7,13 @@ from megatron_dapo.policy.checkpoint import CheckpointError, load_policy, save_p
 from megatron_dapo.policy.fork_ranks import run_ranks
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.policy.runtime import initialize
-from megatron_dapo.selfcheck.layouts import LayoutSpec, check_config, gather_full
+from megatron_dapo.selfcheck.layout_spec import LayoutSpec, selfcheck_config
 from megatron_dapo.selfcheck.synthetic import awkward_batch, random_hf_weights, synthetic_shape
+from megatron_dapo.selfcheck.trace import gather_full
 
 
 def make(rendezvous, layout, model):
-    config = check_config(LayoutSpec.parse(layout))
+    config = selfcheck_config(LayoutSpec.parse(layout))
     return Policy(config, synthetic_shape(model), initialize(config.policy, rendezvous=rendezvous))
 
 

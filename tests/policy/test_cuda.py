@@ -7,7 +7,8 @@ import pytest
 
 from megatron_dapo.policy.fork_ranks import run_ranks
 from megatron_dapo.policy.gpu_count import gpu_count
-from megatron_dapo.selfcheck.layouts import LayoutSpec, compare, trace_updates
+from megatron_dapo.selfcheck.layout_spec import LayoutSpec
+from megatron_dapo.selfcheck.trace import compare, trace_updates
 
 pytestmark = pytest.mark.skipif(gpu_count() == 0, reason="needs an NVIDIA GPU; this machine has none")
 SINGLE = LayoutSpec.parse("single")

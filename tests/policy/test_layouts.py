@@ -14,20 +14,18 @@ import pytest
 import torch
 from reference_models import hf_model, hf_weights
 
+from megatron_dapo.algorithm import Needs
+from megatron_dapo.algorithm.objectives.dapo import DAPO
 from megatron_dapo.policy import step
 from megatron_dapo.policy.fork_ranks import run_ranks
 from megatron_dapo.policy.loss_func import OnePassLoss
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.policy.runtime import RankError, initialize
-from megatron_dapo.selfcheck import layouts as selfcheck
-from megatron_dapo.selfcheck.layouts import (
-    DEFAULT_LAYOUTS,
-    LayoutSpec,
-    compare,
-    gather_full,
-    trace_updates,
-)
-from megatron_dapo.selfcheck.synthetic import awkward_batch, synthetic_shape
+from megatron_dapo.selfcheck import trace
+from megatron_dapo.selfcheck.layout_spec import LayoutSpec, selfcheck_config
+from megatron_dapo.selfcheck.layouts import DEFAULT_LAYOUTS, run_layouts
+from megatron_dapo.selfcheck.synthetic import awkward_batch, random_hf_weights, synthetic_shape
+from megatron_dapo.selfcheck.trace import compare, gather_full, trace_updates
 
 UPDATES = 3
 
@@ -86,9 +84,9 @@ def _metrics(place):
 
 
 def _policy(place, layout, model, folder=None):
-    config = selfcheck.check_config(LayoutSpec.parse(layout))
+    config = selfcheck_config(LayoutSpec.parse(layout))
     policy = Policy(config, synthetic_shape(model), initialize(config.policy, rendezvous=place))
-    policy.load_hf(folder or selfcheck.random_hf_weights(synthetic_shape(model)))
+    policy.load_hf(folder or random_hf_weights(synthetic_shape(model)))
     return policy
 
 
@@ -127,7 +125,7 @@ def oracle(request, tmp_path_factory):
     shape = synthetic_shape(request.param)
     model = hf_model(shape)
     folder = hf_weights(model, tmp_path_factory.mktemp("oracle"))
-    config = selfcheck.check_config(LayoutSpec.parse("single"))
+    config = selfcheck_config(LayoutSpec.parse("single"))
     loss, gradients = naive_gradients(model, awkward_batch(shape, 0), config)
     return request.param, folder, loss, gradients
 
@@ -142,7 +140,7 @@ def difference_to_oracle(layout, oracle):
     model, folder, loss, gradients = oracle
     world = LayoutSpec.parse(layout).world_size
     found_loss, found = run_ranks(world, _loss_and_gradients, layout, model, folder)[0]
-    worst, _ = selfcheck._largest(found, gradients)
+    worst, _ = trace._largest(found, gradients)
     return max(worst, abs(found_loss - loss) / abs(loss))
 
 
@@ -179,7 +177,7 @@ def masked_sample_counts_one_token(monkeypatch):
 def mean_per_micro_batch(monkeypatch):
     class Averaged(OnePassLoss):
         def __call__(self, *args):
-            return super().__call__(*args) / self._tokens.counts.sum().clamp(min=1)
+            return super().__call__(*args) / self.batch.counts.sum().clamp(min=1)
 
         def loss_func(self, output):
             loss, count, metrics = super().loss_func(output)
@@ -217,23 +215,23 @@ def test_a_missing_context_factor_is_seen(oracle, monkeypatch):
     missing_context_factor(monkeypatch)
     with pytest.raises(RankError, match="per-token path must be on"):
         difference_to_oracle("cp2", oracle)
-    monkeypatch.setattr(step, "is_per_token", lambda config: False)
+    monkeypatch.setattr(DAPO, "needs", Needs(whole_sequences=True))
     assert difference_to_oracle("cp2", oracle) > 1e-3
 
 
 def test_the_two_pass_head_gives_the_same_gradients(oracle, monkeypatch):
-    monkeypatch.setattr(step, "is_per_token", lambda config: False)
+    monkeypatch.setattr(DAPO, "needs", Needs(whole_sequences=True))
     assert difference_to_oracle("tp2pp2", oracle) <= 1e-5
 
 
 def test_the_command_fails_on_a_planted_error(monkeypatch, capsys):
     mean_per_micro_batch(monkeypatch)
-    assert selfcheck.run_layouts(["dp2"], tolerance=1e-5, updates=1) == 1
+    assert run_layouts(["dp2"], tolerance=1e-5, updates=1) == 1
     assert "FAIL" in capsys.readouterr().out
 
 
 def test_the_command_passes_and_says_what_it_compared(capsys):
-    assert selfcheck.run_layouts(["tp2"], tolerance=1e-5, updates=1) == 0
+    assert run_layouts(["tp2"], tolerance=1e-5, updates=1) == 0
     printed = capsys.readouterr().out
     assert "tp2" in printed and "ok" in printed and "FAIL" not in printed
 
@@ -242,7 +240,7 @@ def test_a_diverged_replica_is_an_error():
     shard = torch.ones(3)
     held = [{"w": (0, shard)}, {"w": (0, shard + 1e-7)}]
     with pytest.raises(Exception, match="rank 1 holds other values of w"):
-        selfcheck._one_of_each("w", held)
+        trace._one_of_each("w", held)
 
 
 @pytest.mark.parametrize("name", ["xp2", "tp", "2tp", ""])

@@ -8,8 +8,7 @@ from megatron_dapo.policy.fork_ranks import run_ranks
 from megatron_dapo.policy.offload import Offloader
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.policy.runtime import initialize
-from megatron_dapo.selfcheck import layouts as selfcheck
-from megatron_dapo.selfcheck.layouts import LayoutSpec
+from megatron_dapo.selfcheck.layout_spec import LayoutSpec, selfcheck_config
 from megatron_dapo.selfcheck.synthetic import awkward_batch, random_hf_weights, synthetic_shape
 
 CPU = torch.device("cpu")
@@ -46,7 +45,7 @@ def test_without_keep_only_the_size_is_restored():
 
 def updates(rendezvous, layout, kind, precision, offload):
     shape = synthetic_shape(kind)
-    raw = selfcheck.check_config(LayoutSpec.parse(layout)).model_dump(mode="json")
+    raw = selfcheck_config(LayoutSpec.parse(layout)).model_dump(mode="json")
     raw["policy"]["precision"] = precision
     config = parse_config(raw)
     policy = Policy(config, shape, initialize(config.policy, rendezvous=rendezvous))

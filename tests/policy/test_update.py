@@ -12,15 +12,15 @@ from megatron_dapo.policy.learning_rate import learning_rate
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.policy.runtime import RankError, initialize
 from megatron_dapo.policy.step import NonFiniteError
-from megatron_dapo.selfcheck import layouts as selfcheck
-from megatron_dapo.selfcheck.layouts import LayoutSpec
+from megatron_dapo.selfcheck.layout_spec import LayoutSpec, selfcheck_config
 from megatron_dapo.selfcheck.synthetic import awkward_batch, random_hf_weights, synthetic_shape
+from megatron_dapo.selfcheck.trace import gather_full
 
 SHAPE = synthetic_shape("dense")
 
 
 def make_policy(place, layout="single", **changes):
-    raw = selfcheck.check_config(LayoutSpec.parse(layout)).model_dump(mode="json")
+    raw = selfcheck_config(LayoutSpec.parse(layout)).model_dump(mode="json")
     for key, value in changes.items():
         section, name = key.split("__")
         raw[section][name] = raw[section][name] | value if isinstance(value, dict) else value
@@ -31,7 +31,7 @@ def make_policy(place, layout="single", **changes):
 
 
 def weights_of(policy):
-    return selfcheck.gather_full(policy, policy.runtime, gradient=False)
+    return gather_full(policy, policy.runtime, gradient=False)
 
 
 # ---- nothing to train on ----

@@ -6,13 +6,13 @@ import torch
 from megatron_dapo.policy.fork_ranks import run_ranks
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.policy.runtime import initialize
-from megatron_dapo.selfcheck.layouts import LayoutSpec, check_config
+from megatron_dapo.selfcheck.layout_spec import LayoutSpec, selfcheck_config
 from megatron_dapo.selfcheck.synthetic import random_hf_weights, synthetic_shape
 from megatron_dapo.weights import sync
 
 
 def synced(place, layout, model, bucket_bytes, rounds):
-    config = check_config(LayoutSpec.parse(layout))
+    config = selfcheck_config(LayoutSpec.parse(layout))
     runtime = initialize(config.policy, rendezvous=place)
     policy = Policy(config, synthetic_shape(model), runtime)
     weights = policy.weight_buckets(bucket_bytes)
@@ -56,7 +56,7 @@ def test_a_shard_nobody_holds_is_an_error(monkeypatch):
 
 
 def without_one_parameter(place):
-    config = check_config(LayoutSpec.parse("single"))
+    config = selfcheck_config(LayoutSpec.parse("single"))
     policy = Policy(config, synthetic_shape("dense"), initialize(config.policy, rendezvous=place))
     real = sync.live_mappings
     sync.live_mappings = lambda *args: list(real(*args))[:-1]

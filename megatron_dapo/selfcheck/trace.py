@@ -1,0 +1,158 @@
+"""A trace: losses, gradient norms, gradients and weights of a few updates, and the difference of two traces.
+
+Gradients and weights are gathered into full HF-named tensors, so two layouts are compared tensor by tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_dapo.errors import UserError
+from megatron_dapo.policy.policy import Policy
+from megatron_dapo.policy.runtime import Rendezvous, Runtime, initialize
+from megatron_dapo.selfcheck.layout_spec import LayoutSpec, selfcheck_config
+from megatron_dapo.selfcheck.synthetic import awkward_batch, random_hf_weights, synthetic_shape
+from megatron_dapo.weights.mapping import OUTPUT, parameter_mappings
+from megatron_dapo.weights.model_weights import live_mappings
+from megatron_dapo.weights.sharding import hf_tensors, unshard
+
+WEIGHTS_TOLERANCE_FACTOR = 10  # Adam divides by the gradient's size: rounding in a tiny gradient is amplified
+
+
+@dataclass(slots=True)
+class Trace:
+    """What a few updates produced. Gradients and weights are full HF-named tensors, on rank 0 only."""
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Difference:
+    """Largest relative difference of each kind, and the tensor that has it."""
+
+    loss: float
+    grad_norm: float
+    gradients: float
+    gradients_at: str
+    weights: float
+    weights_at: str
+
+    def within(self, tolerance: float) -> bool:
+        bounds = (self.loss, self.grad_norm, self.gradients, self.weights / WEIGHTS_TOLERANCE_FACTOR)
+        return all(x <= tolerance for x in bounds)  # NaN is not within
+
+
+def trace_updates(
+    rendezvous: Rendezvous | None, layout: LayoutSpec, updates: int, model: str, **algorithm: Any
+) -> Trace:
+    """Runs the updates in this rank; rank 0 gets the gathered tensors, the others none.
+
+    The ranks stay connected: the next layout needs only other model-parallel groups.
+    """
+    config, shape = selfcheck_config(layout, **algorithm), synthetic_shape(model)
+    torch.set_num_threads(1)
+    runtime = initialize(config.policy, seed=1, rendezvous=rendezvous)
+    policy = Policy(config, shape, runtime)
+    policy.load_hf(random_hf_weights(shape))
+    trace = Trace()
+    for update in range(updates):
+        batch = awkward_batch(shape, seed=update)
+        policy.gradients(batch)
+        trace.gradients.append(gather_full(policy, runtime, gradient=True))
+        metrics = policy.update(batch)
+        trace.losses.append(metrics["loss"])
+        trace.grad_norms.append(metrics["grad_norm"])
+    trace.weights = gather_full(policy, runtime, gradient=False)
+    return trace
+
+
+def gather_full(policy: Policy, runtime: Runtime, *, gradient: bool) -> dict[str, Tensor]:
+    """Collective. Full HF-named tensors on rank 0; {} elsewhere. For small models: everything is in memory at once."""
+    if gradient and policy.config.policy.distributed_optimizer:
+        _complete_gradient_buffers(policy)
+    position = policy.position
+    mine = {
+        mapping.name: (position.tp_rank, (parameter.main_grad if gradient else parameter.data).detach().cpu().clone())  # type: ignore[attr-defined]
+        for mapping, parameter in live_mappings(policy.model, policy.shape, position)
+    }
+    everyone: list[Any] | None = [None] * runtime.world_size if runtime.rank == 0 else None
+    dist.gather_object(mine, everyone)
+    if everyone is None:
+        return {}
+    full: dict[str, Tensor] = {}
+    for name, mapping in parameter_mappings(policy.shape).items():
+        shards = _one_of_each(name, everyone)
+        if not shards and name == OUTPUT and policy.shape.tied_embeddings:
+            continue  # one stage holds embedding and head: there is no second copy
+        # Experts are whole on each of their ranks; others are split over tensor-parallel ranks.
+        parts = [shards[min(shards)]] if mapping.expert is not None else [shards[rank] for rank in sorted(shards)]
+        full |= hf_tensors(mapping, unshard(mapping, parts))
+    return full
+
+
+def _one_of_each(name: str, everyone: list[dict[str, tuple[int, Tensor]]]) -> dict[int, Tensor]:
+    """Tensor-parallel rank to its shard; replicas (data, context, expert-tensor ranks) must hold the same bits."""
+    shards: dict[int, Tensor] = {}
+    for rank, held in enumerate(everyone):
+        if name in held:
+            tp_rank, tensor = held[name]
+            if not torch.equal(_bits(shards.setdefault(tp_rank, tensor)), _bits(tensor)):
+                raise UserError(f"rank {rank} holds other values of {name} than its replicas: they have diverged")
+    return shards
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def _complete_gradient_buffers(policy: Policy) -> None:
+    """Under the distributed optimizer each data-parallel rank holds only its reduced shard: collect the others'."""
+    for chunk in policy.chunks:
+        for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
+            group = buffer.data_parallel_group
+            for bucket in buffer.buckets:
+                shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
+
+
+def compare(found: Trace, reference: Trace) -> Difference:
+    gradients = [_largest(a, b) for a, b in zip(found.gradients, reference.gradients, strict=True)]
+    gradient, gradient_at = max(gradients, key=lambda pair: _nan_first(pair[0]))
+    weight, weight_at = _largest(found.weights, reference.weights)
+    return Difference(
+        loss=_largest_number(found.losses, reference.losses),
+        grad_norm=_largest_number(found.grad_norms, reference.grad_norms),
+        gradients=gradient,
+        gradients_at=gradient_at,
+        weights=weight,
+        weights_at=weight_at,
+    )
+
+
+def _nan_first(x: float) -> float:
+    return float("inf") if x != x else x
+
+
+def _largest_number(found: Sequence[float], reference: Sequence[float]) -> float:
+    return max((_nan_first(abs(a - b) / abs(b)) for a, b in zip(found, reference, strict=True)), default=0.0)
+
+
+def _largest(found: dict[str, Tensor], reference: dict[str, Tensor]) -> tuple[float, str]:
+    """‖a − b‖ / ‖b‖ of the worst tensor; a tensor that only one side has is infinitely different."""
+    if found.keys() != reference.keys():
+        return float("inf"), ", ".join(sorted(found.keys() ^ reference.keys()))
+    differences = {
+        name: _nan_first(float((found[name].double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)))
+        for name, b in reference.items()
+    }
+    worst = max(differences, key=lambda name: differences[name])
+    return differences[worst], worst
