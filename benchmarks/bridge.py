@@ -23,7 +23,7 @@ import orjson
 
 from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.engines.protocol import SamplingParams
-from megatron_dapo.engines.sglang.client import SGLangServer
+from megatron_dapo.engines.sglang.client import SGLangClient
 from megatron_dapo.engines.sglang.engine import SGLangEngine
 from megatron_dapo.types import as_tokens
 
@@ -93,7 +93,7 @@ async def measure(ask: Ask, samples: int, at_once: int) -> tuple[float, float, t
 
 async def ours(url: str, samples: int, at_once: int) -> tuple[float, float, tuple[Any, Any]]:
     config = RolloutConfig(servers={"max_running": at_once})
-    server = SGLangServer(url, config.servers)
+    server = SGLangClient(url, config.servers)
     server.serves = 0
     engine = SGLangEngine([server], config)
     prompt, params = as_tokens(range(400)), SamplingParams(20480, seed=1)

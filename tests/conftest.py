@@ -1,17 +1,19 @@
 """What all tests share: real SGLang servers, one per installed version, and how tests are spread over two workers."""
 
 import asyncio
+import os
 import socket
 
 import pytest
 import torch
-from installed_sglang import SGLANG_VERSIONS, RealServer, sglang_python
+from installed_sglang import API_KEY_VARIABLE, SGLANG_VERSIONS, RealServer, sglang_python
 
 SHARED_SETUPS = {"cluster": "slurm", "sglang_server": "sglang", "sglang_servers": "sglang"}  # fixture: xdist group
 
 
 def pytest_configure() -> None:
     torch.set_num_threads(1)
+    os.environ.setdefault(API_KEY_VARIABLE, "key-of-the-test-servers")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -32,7 +34,6 @@ def sglang_servers(tmp_path_factory):
     from tiny_model import tiny_model, write_model
 
     from megatron_dapo.config.rollout import ServerConfig
-    from megatron_dapo.engines.sglang.client import SGLangServer
     from megatron_dapo.engines.sglang.server_process import ServerProcess
 
     directory = write_model(tmp_path_factory.mktemp("tiny-qwen3"))
@@ -41,16 +42,18 @@ def sglang_servers(tmp_path_factory):
         with socket.socket() as found:
             found.bind(("127.0.0.1", 0))
             port = found.getsockname()[1]
+        # SGLang's own keep-alive, so that tests meet what an external server does.
         config = ServerConfig(
-            device="cpu", python=str(sglang_python(version)), dtype="float32", port=port, start_timeout=240
-        )
+            device="cpu", python=str(sglang_python(version)), dtype="float32", port=port, start_timeout=240,
+            api_key_env=API_KEY_VARIABLE, environment={"SGLANG_TIMEOUT_KEEP_ALIVE": "5"},
+        )  # fmt: skip
         process = ServerProcess(str(directory), config, index, tmp_path_factory.mktemp(f"sglang-{version}"))
         process.spawn()
-        servers[version] = RealServer(process, directory, tiny_model())
+        servers[version] = RealServer(process, config, directory, tiny_model())
 
     async def ready() -> None:
         for server in servers.values():
-            client = SGLangServer(server.process.url, server.process._config)
+            client = server.process.client()
             await server.process.wait_ready(client)
             await client.close()
 

@@ -1,12 +1,13 @@
 #!/usr/bin/env python
-"""Starts an SGLang server without a GPU for a model directory, to look at it or to try a client against it.
+"""Starts an SGLang server without a GPU for a model directory, to try it or to try a client against it.
 
     make sglang-cpu                                            # once: installs SGLang for the CPU
-    python tools/serve_sglang_on_cpu.py MODEL_DIR              # prints the URL, serves until Ctrl-C
-    curl -s URL/generate --json '{"text": "1+1=", "sampling_params": {"max_new_tokens": 8}}'
+    python tools/serve_sglang_on_cpu.py MODEL_DIR              # prints URL and HEADER_FILE, serves until Ctrl-C
+    curl -s -H @HEADER_FILE URL/generate --json '{"text": "1+1=", "sampling_params": {"max_new_tokens": 8}}'
 
-MODEL_DIR is an HF directory (config.json, safetensors, tokenizer) of a small Qwen model: a CPU core makes a few
-hundred tokens a second of a model with a million parameters. The server listens on loopback only.
+MODEL_DIR is an HF directory (config.json, safetensors, tokenizer) of a small Qwen model: a CPU core generates a few
+hundred tokens a second with a million parameters. The server listens on loopback only and has a random API key, which
+is in HEADER_FILE; only you can read that file.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from pathlib import Path
 
 from megatron_dapo.config.rollout import ServerConfig
 from megatron_dapo.engines.protocol import EngineError
-from megatron_dapo.engines.sglang.client import SGLangServer
 from megatron_dapo.engines.sglang.server_process import ServerProcess
 from megatron_dapo.errors import UserError
 
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def find_python(version: str | None) -> str:
-    """The Python of the newest environment that `make sglang-cpu` made, or of the given version."""
+    """The Python of the newest environment from `make sglang-cpu`, or of the given version."""
     found = sorted(ROOT.glob(f".venv-sglang-{version or '*'}/bin/python"))
     if not found:
         raise EngineError(f"SGLang {version or ''} for the CPU is not installed: run `make sglang-cpu` in {ROOT}")
@@ -39,11 +39,14 @@ async def serve(model: str, config: ServerConfig, log_dir: Path) -> None:
         raise EngineError(f"{model} is not an HF model directory: it has no config.json")
     process = ServerProcess(model, config, 0, log_dir)
     process.spawn()
-    client = SGLangServer(process.url, config)
+    client = process.client()
+    header = log_dir / "header"
+    header.touch(mode=0o600)
+    header.write_text(f"Authorization: Bearer {process.keys.api}\n")
     try:
         print(f"starting {model}; log: {process.log}", file=sys.stderr)
         await process.wait_ready(client)
-        print(process.url, flush=True)
+        print(f"{process.url} {header}", flush=True)
         while process.alive():
             await asyncio.sleep(1)
         raise EngineError(f"the server ended; {process.log_tail()}")

@@ -61,7 +61,11 @@ KNOWN_ELSEWHERE = {
 }
 
 # Keys of earlier versions whose last part is a key elsewhere, or says too little to be recognised by itself.
-RENAMED = {"rollout.sampler.max_staleness": "rollout.sampler.max_carryover_staleness"}
+RENAMED = {
+    "rollout.sampler.max_staleness": "rollout.sampler.max_carryover_staleness",
+    "rollout.embedded.rows": "rollout.embedded.batch_tokens",
+    "rollout.servers.request_timeout": "rollout.servers.sample_timeout",
+}
 
 
 def load_config(path: str | Path | None, overrides: Iterable[str] = ()) -> Config:

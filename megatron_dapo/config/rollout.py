@@ -8,32 +8,36 @@ from pydantic import Field, model_validator
 
 from megatron_dapo.config.base import NonEmptyText, PathText, Section
 
+# The default of rollout.servers.sample_timeout: a fixed part for queueing, and a rate that no working server is below.
+SAMPLE_SECONDS, SLOWEST_TOKENS_PER_SECOND = 300.0, 5.0
+
 
 class EmbeddedConfig(Section):
     """The engine inside the trainer's process: transformers on the CPU, for small models and tests."""
 
-    rows: int = Field(
-        64, ge=32, le=1024, multiple_of=32, description="Tokens computed in one forward pass; also running requests."
-    )
+    batch_tokens: int = Field(
+        64, ge=32, le=1024, multiple_of=32,
+        description="Tokens computed in one forward pass; also the most requests that run at a time.",
+    )  # fmt: skip
     prompt_cache: int = Field(64, ge=0, description="Prompts whose keys and values are kept until the weights change.")
 
 
 class ServerConfig(Section):
-    """SGLang servers: those given by URL, or those that this run starts and watches."""
+    """SGLang servers: external ones by URL, or servers that this run starts and restarts."""
 
-    urls: list[str] = Field(default_factory=list, description="Servers that already run; empty: start `count`.")
-    router_url: str | None = Field(None, description="sglang-router in front of them; takes the generate requests.")
+    urls: list[str] = Field(default_factory=list, description="External servers; empty: start `count` servers.")
+    router_url: str | None = Field(None, description="sglang-router in front of them; it gets the generate requests.")
     count: int = Field(1, ge=1, description="Servers to start on this node.")
     tensor_parallel: int = Field(
         1, ge=1, description="GPUs of each server (SGLang's --tp-size); the model must fit on them."
     )
     share_gpus: bool = Field(
         False,
-        description="Engines and trainer take turns on the same GPUs: engines release weights and KV cache while the "
-        "trainer works, its state waits in host memory while they generate.",
+        description="Engines and trainer are colocated on the same GPUs: engines release weights and KV cache while "
+        "the trainer works, and the trainer's state is offloaded to host memory while they generate.",
     )
     device: Literal["cuda", "cpu"] = Field(
-        "cuda", description="What servers that this run starts compute on; cpu is for tests with small models."
+        "cuda", description="Device of the servers that this run starts; cpu is for tests with small models."
     )
     python: PathText = Field("", description="The Python that has sglang installed; empty: the one that runs this.")
     host: str = Field("127.0.0.1", description="Interface to bind to; anything but loopback needs api_key_env.")
@@ -45,15 +49,34 @@ class ServerConfig(Section):
     environment: dict[str, str] = Field(
         default_factory=dict, description="More environment variables for the servers, e.g. NCCL_* or SGLANG_*."
     )
-    api_key_env: str | None = Field(None, description="Environment variable that holds the API key.")
+    api_key_env: str | None = Field(
+        None, description="Environment variable that holds the API key; null: started servers get a random key."
+    )
     admin_key_env: str | None = Field(None, description="Environment variable that holds the admin API key.")
     max_running: int = Field(256, ge=1, description="Requests that one server is given at a time.")
     start_timeout: float = Field(900.0, gt=0, description="Seconds until a started server must be ready.")
-    request_timeout: float = Field(3600.0, gt=0, description="Seconds for one sample.")
-    control_timeout: float = Field(60.0, gt=0, description="Seconds for anything that is not a sample or weights.")
-    heartbeat: float = Field(5.0, gt=0, description="Seconds between two looks at a server.")
-    attempts: int = Field(4, ge=1, description="Tries of one request before it fails; each on the least busy server.")
-    restarts: int = Field(3, ge=0, description="Times that one server is started again after it died.")
+    sample_timeout: float | None = Field(
+        None, gt=0,
+        description="Seconds for one sample on one server; then it is sent to another one. "
+        "null: 300 s and 0.2 s for each token that it may have.",
+    )  # fmt: skip
+    control_timeout: float = Field(60.0, gt=0, description="Seconds for a call that is neither a sample nor weights.")
+    heartbeat: float = Field(5.0, gt=0, description="Seconds between two checks of a server.")
+    health_interval: float = Field(
+        60.0, gt=0,
+        description="Seconds without a completed sample after which a server must prove that it still generates.",
+    )  # fmt: skip
+    attempts: int = Field(
+        4, ge=1, description="Tries of one request before it fails, each on another server if possible."
+    )
+    restarts: int = Field(3, ge=0, description="Times that one server is restarted after it failed.")
+    restart_recovery: float = Field(
+        1800.0, gt=0, description="Seconds of service after which a server may be restarted once more."
+    )
+
+    def sample_seconds(self, tokens: int) -> float:
+        """How long one server may take for a sample of at most so many tokens."""
+        return self.sample_timeout or SAMPLE_SECONDS + tokens / SLOWEST_TOKENS_PER_SECOND
 
     @model_validator(mode="after")
     def _reachable(self) -> ServerConfig:
@@ -67,25 +90,26 @@ class ServerConfig(Section):
 
 
 class WeightTransportConfig(Section):
-    """How new weights reach the engines. Each transport proves that they arrived."""
+    """How new weights get to the engines, and how that is verified."""
 
     transport: Literal["disk", "tensor", "distributed"] = Field(
-        "disk", description="disk: safetensors both sides can read. tensor: same host. distributed: NCCL or gloo."
+        "disk", description="disk: files that both sides can read. tensor: same host. distributed: NCCL or gloo."
     )
     directory: PathText = Field("/dev/shm", description="Where disk updates (and snapshots) are written.")
     keep_snapshot: bool = Field(
-        True, description="Also write tensor and distributed updates to `directory`, so a restarted server can load."
+        True,
+        description="Also write tensor and distributed updates to `directory`, for servers that are restarted.",
     )
     backend: Literal["nccl", "gloo"] = Field(
-        "nccl", description="Of the distributed transport: nccl between GPUs, gloo where there are none."
+        "nccl", description="Backend of the distributed transport: nccl between GPUs, gloo between CPUs."
     )
-    master_address: str = Field("127.0.0.1", description="This process as the servers reach it (distributed).")
-    bucket_bytes: int = Field(512 << 20, gt=0, description="Upper bound of one bucket of tensors.")
-    timeout: float = Field(600.0, gt=0, description="Seconds for one update to arrive everywhere.")
+    master_address: str = Field("127.0.0.1", description="Address of this process for the servers (distributed).")
+    bucket_bytes: int = Field(512 << 20, gt=0, description="Largest size of one bucket of tensors.")
+    timeout: float = Field(600.0, gt=0, description="Seconds for one weight update call.")
     proof: Literal["checksum", "probe", "version"] = Field(
         "probe",
-        description="Besides the acknowledged version. probe: log-probs of a fixed text agree between the servers. "
-        "checksum: every tensor's checksum does (where servers have them, else probe). version: nothing more.",
+        description="Checked besides the version that a server reports. probe: the servers agree on the log-probs of a "
+        "fixed text. checksum: they agree on every tensor's checksum (probe where they have none). version: nothing.",
     )
 
 

@@ -1,1 +1,8 @@
-"""."""
+"""Engines generate responses. The rest of the project sees one protocol; two engines implement it.
+
+- protocol.py        what an engine is: generate, abort, pause, weight updates; the errors and data types
+- factory.py         opens the engine that the configuration names
+- bucket_reader.py   reads weight buckets in a worker thread while the event loop runs
+- embedded/          transformers on the CPU, inside this process, exact to the bit
+- sglang/            SGLang servers over HTTP: started here or external
+"""

@@ -1,4 +1,4 @@
-"""The engine that the configuration names, ready to serve; `engine.close()` ends whatever was started for it."""
+"""Opens the engine that the configuration names, ready to serve; `engine.close()` ends everything it started."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_dapo.engines.protocol import Engine
 
 
 async def open_engine(config: RolloutConfig, model: str, log_dir: str | Path) -> Engine:
-    """`model`: the HF directory. `log_dir`: where the servers that are started write their logs."""
+    """`model`: the HF directory. `log_dir`: for the logs of servers that are started."""
     if config.engine == "embedded":
         from megatron_dapo.engines.embedded.engine import EmbeddedEngine
 

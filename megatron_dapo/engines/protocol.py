@@ -1,14 +1,14 @@
 """The engine protocol: what the sampler, the evaluation and weight sync need of anything that generates text.
 
-An engine answers one request at a time and many at once (asyncio); it never invents a token or a log-prob.
-`generate` either returns a whole `Completion` (possibly with finish reason ABORT and what was made so far) or
-raises `EngineError`, which names the server and the cause.
+`generate` handles one request; many run at once (asyncio). It returns a whole `Completion`, possibly with finish reason
+ABORT and the tokens so far, or raises `EngineError`, which names the server and the cause. It never invents a token
+or a log-prob.
 
 A log-prob is that of the sampled token under softmax(logits / temperature), over the whole vocabulary: top-p, top-k
-and min-p cut what may be sampled but do not renormalise what is reported. At temperature 0 (greedy) it is that of
-softmax(logits). This is what SGLang reports, and the embedded engine does the same.
+and min-p restrict what may be sampled but do not renormalise what is reported. At temperature 0 (greedy) it is that of
+softmax(logits). SGLang reports this, and so does the embedded engine.
 
-An engine serves a weight version only after it has acknowledged all of it; every token carries its version.
+An engine serves a weight version only after all of it has arrived; every token carries its version.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from megatron_dapo.types import FinishReason, LogProbs, Tokens, WeightSpan
 if TYPE_CHECKING:
     from torch import Tensor
 
-# One piece of a weight update: tensors under the names of the HF checkpoint.
+# A part of a weight update: tensors under the names of the HF checkpoint.
 Bucket = Sequence[tuple[str, "Tensor"]]
 
 
 class EngineError(UserError):
-    """An engine failed; the message says which one, doing what, and why."""
+    """An engine failed; the message names the server, the operation and the cause."""
 
 
 class WeightUpdateError(EngineError):
-    """No server holds the new version. Nothing is served until an update succeeds."""
+    """No server holds the new version. Nothing is served until an update succeeds; sending it again may succeed."""
 
 
 class ForeignWeightsError(EngineError):
@@ -61,8 +61,8 @@ class SamplingParams:
 class Completion:
     """`tokens` and `logprobs` have the same length; `weight_spans` cover every token, relative to `tokens`.
 
-    The token that ended the sample (EOS, a stop token, the end of a stop string) is among `tokens`; `text` is for
-    reading and leaves it out.
+    The token that ended the sample (EOS, a stop token, the end of a stop string) is one of the `tokens`; `text` is for
+    reading and does not contain it.
     """
 
     tokens: Tokens
@@ -75,20 +75,20 @@ class Completion:
 
 @dataclass(slots=True, frozen=True)
 class Capabilities:
-    """What an engine can do, asked of it at start-up rather than guessed from a version."""
+    """What an engine can do, found by asking it rather than from its version number."""
 
     engine: str
     version: str = ""
-    seeded: bool = False  # the same seed gives the same sample, whatever else is running
-    bracketed_updates: bool = False  # tensor and distributed updates go between begin_ and end_weight_update
+    seeded: bool = False  # the same seed gives the same sample, whatever else runs
+    bracketed_updates: bool = False  # tensor and distributed updates need begin_ and end_weight_update around them
     checksums: bool = False
-    releases_memory: bool = True  # or has none on a GPU
+    releases_memory: bool = True  # can free its GPU memory, or uses none
     max_tokens: int | None = None  # prompt and response together
 
 
 @dataclass(slots=True, frozen=True)
 class WeightReport:
-    """What a weight update did: `failed` maps a server's name to the reason why it does not serve `version`."""
+    """The result of a weight update. `failed` maps a server's name to the reason why it does not serve `version`."""
 
     version: int
     served_by: tuple[str, ...]
@@ -114,7 +114,7 @@ class Engine(Protocol):
         ...
 
     async def pause(self) -> None:
-        """Aborts what runs, as `abort` does; requests that come later wait until `resume`."""
+        """Aborts all requests, as `abort` does; later requests wait until `resume`."""
         ...
 
     async def resume(self) -> None: ...
@@ -140,7 +140,7 @@ class Engine(Protocol):
         ...
 
     async def release_memory(self) -> None:
-        """Aborts what runs and frees the GPU memory of weights and KV cache, for a trainer on the same GPUs.
+        """Aborts all requests and frees the GPU memory of weights and KV cache, for a trainer on the same GPUs.
         `load_weights` takes the memory of the weights again, `serve_weights` that of the KV cache."""
         ...
 
@@ -152,6 +152,6 @@ class Engine(Protocol):
 
 
 def derive_seed(run_seed: int, step: int, prompt_id: str, index: int, repeat: int = 0) -> int:
-    """The seed of one sample, in [0, 2^63). `repeat` counts how often this step has drawn the same prompt before."""
+    """The seed of one sample, in [0, 2^63). `repeat`: how often this step has used the same prompt before."""
     key = f"{run_seed}/{step}/{repeat}/{index}/{prompt_id}".encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1

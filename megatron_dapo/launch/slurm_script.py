@@ -23,6 +23,7 @@ import jinja2
 from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.config.rollout import ServerConfig
 from megatron_dapo.config.slurm import NAME
+from megatron_dapo.engines.sglang.keys import command_with_keys
 
 API_KEY = "MEGATRON_DAPO_API_KEY"
 WIDTH = 118  # columns of a wrapped command
@@ -116,10 +117,12 @@ class Job:
 
         servers = self.config.rollout.servers
         update = {"host": "0.0.0.0", "api_key_env": self.api_key, "python": servers.python or self.python}
-        command, environment = sglang_command(self.config.policy.model, servers.model_copy(update=update), 0, 0)
-        later = {"--port": '"$2"', "--base-gpu-id": '"$3"', "--api-key": f'"${self.api_key}"'}
         if servers.admin_key_env:
-            later["--admin-api-key"] = f'"${variable(servers.admin_key_env)}"'
+            update["admin_key_env"] = variable(servers.admin_key_env)
+        command, environment = sglang_command(
+            self.config.policy.model, servers.model_copy(update=update), 0, 0, has_package=not servers.python
+        )
+        later = {"--port": '"$2"', "--base-gpu-id": '"$3"'}
         words = [
             Shell(later[before]) if before in later else word
             for before, word in zip(["", *command], command, strict=False)
@@ -129,18 +132,20 @@ class Job:
     def router_command(self) -> list[str]:
         servers, slurm = self.config.rollout.servers, self.config.slurm
         return [
-            *router_command(servers.python or self.python, slurm.router_port, servers),
-            "--api-key", Shell(f'"${self.api_key}"'), "--worker-urls", Shell("${URLS//,/ }"),
+            *router_command(servers.python or self.python, slurm.router_port, servers, self.api_key),
+            "--worker-urls", Shell("${URLS//,/ }"),
         ]  # fmt: skip
 
 
-def router_command(python: str, port: int, servers: ServerConfig) -> list[str]:
-    """Without the servers and the key. The router's timeouts are not shorter than ours. Its default policy compares
-    texts and, given tokens only, sends everything to one server; its metrics need a port of their own."""
+def router_command(python: str, port: int, servers: ServerConfig, key: str) -> list[str]:
+    """Without the servers. `key`: the environment variable with the API key. The router's timeouts are not shorter than
+    ours. Its default policy compares texts and, given tokens only, sends everything to one server; its metrics need a
+    port of their own."""
     return [
-        python, "-m", "sglang_router.launch_router", "--host", "0.0.0.0", "--port", str(port),
+        *command_with_keys(python, "sglang_router.launch_router", {"api-key": key}, has_package=not servers.python),
+        "--host", "0.0.0.0", "--port", str(port),
         "--prometheus-port", str(port + 1), "--log-level", "warn", "--policy", "power_of_two",
-        "--request-timeout-secs", f"{servers.request_timeout:.0f}",
+        "--request-timeout-secs", f"{servers.sample_timeout or 86400:.0f}",
         "--worker-startup-timeout-secs", f"{servers.start_timeout:.0f}", "--worker-startup-check-interval", "5",
     ]  # fmt: skip
 

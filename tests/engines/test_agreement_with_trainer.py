@@ -10,6 +10,7 @@ from concurrent.futures import Future
 
 import numpy as np
 import pytest
+from installed_sglang import API_KEY_VARIABLE
 
 from megatron_dapo.config import ModelShape, parse_config
 from megatron_dapo.engines.protocol import SamplingParams
@@ -32,7 +33,7 @@ def config_for(transport, layout, folder):
             },
             "rollout": {
                 "max_prompt_tokens": 32, "max_response_tokens": 24, "temperature": 0.8,
-                "servers": {"device": "cpu"},
+                "servers": {"device": "cpu", "api_key_env": API_KEY_VARIABLE},
                 "weights": {
                     "transport": transport, "directory": str(folder), "backend": "gloo", "bucket_bytes": 40_000,
                 },

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 import torch
-from installed_sglang import SGLANG_VERSIONS, RealServer, sglang_python
+from installed_sglang import API_KEY_VARIABLE, SGLANG_VERSIONS, RealServer, sglang_python
 from simulation import Prompts
 from tiny_model import byte_tokenizer, changed_weights, reference_logprobs, tiny_model
 
@@ -26,7 +26,9 @@ PROMPT = as_tokens([72, 101, 108, 108, 111, 44, 32, 119])
 
 def settings(transport="disk", **more):
     return RolloutConfig(
-        servers={"request_timeout": 60, "control_timeout": 30, "max_running": 16},
+        servers={
+            "sample_timeout": 60, "control_timeout": 30, "max_running": 16, "api_key_env": API_KEY_VARIABLE,
+        },
         weights={"transport": transport, "backend": "gloo", "timeout": 60}, **more,
     )  # fmt: skip
 
@@ -45,7 +47,7 @@ class Subject:
     @asynccontextmanager
     async def open(self, transport="disk", config=None):
         if self.server is None:
-            engine = EmbeddedEngine(_copy(self.model), byte_tokenizer(), EmbeddedConfig(rows=32))
+            engine = EmbeddedEngine(_copy(self.model), byte_tokenizer(), EmbeddedConfig(batch_tokens=32))
         else:
             engine = await SGLangEngine.connect(
                 [self.server.process.url], config or settings(transport),
@@ -272,7 +274,7 @@ def test_partial_rollouts_over_real_updates_carry_the_version_of_every_token(sub
     ("spoil", "cause"),
     [
         (lambda pairs: [*pairs[:-1], (pairs[-1][0], pairs[-1][1][:, :3])], "has shape"),
-        (lambda pairs: pairs[:-1], "did not come"),
+        (lambda pairs: pairs[:-1], "are missing"),
         (lambda pairs: [*pairs, ("model.nonsense", torch.zeros(3))], "no tensor 'model.nonsense'"),
     ],
 )
@@ -335,8 +337,8 @@ def test_a_real_server_killed_in_mid_batch_comes_back_with_the_current_weights(s
     subject = Subject(sglang_server)
     config = settings(
         samples_per_prompt=4, max_response_tokens=64, dynamic_sampling=False,
-    ).model_copy(update={"servers": sglang_server.process._config.model_copy(
-        update={"heartbeat": 0.5, "attempts": 30, "request_timeout": 60.0})})  # fmt: skip
+    ).model_copy(update={"servers": sglang_server.config.model_copy(
+        update={"heartbeat": 0.5, "attempts": 30, "sample_timeout": 60.0})})  # fmt: skip
 
     async def grade(prompt, sample):
         return Grade(True, 1.0)

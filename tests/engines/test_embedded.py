@@ -10,11 +10,11 @@ from tiny_model import byte_tokenizer, changed_weights, reference_logprobs, tiny
 
 from megatron_dapo.config.rollout import EmbeddedConfig
 from megatron_dapo.engines.embedded.engine import EmbeddedEngine
-from megatron_dapo.engines.embedded.token_sampling import draw, uniform
+from megatron_dapo.engines.embedded.token_sampling import sample_tokens, uniform
 from megatron_dapo.engines.protocol import EngineError, SamplingParams, WeightUpdateError, derive_seed
 from megatron_dapo.types import FinishReason, WeightSpan, as_tokens
 
-SMALL = EmbeddedConfig(rows=32, prompt_cache=4)
+SMALL = EmbeddedConfig(batch_tokens=32, prompt_cache=4)
 
 
 def run(coroutine):
@@ -176,8 +176,8 @@ def test_an_update_changes_the_distribution_and_the_version():
 @pytest.mark.parametrize(
     ("spoil", "cause"),
     [
-        (lambda pairs: pairs[:-1], "did not come"),
-        (lambda pairs: [*pairs, pairs[0]], "came twice"),
+        (lambda pairs: pairs[:-1], "are missing"),
+        (lambda pairs: [*pairs, pairs[0]], "sent twice"),
         (lambda pairs: [*pairs, ("model.nonsense", torch.zeros(1))], "no tensor 'model.nonsense'"),
         (lambda pairs: [(pairs[0][0], pairs[0][1][:-1]), *pairs[1:]], "has shape"),
     ],
@@ -216,7 +216,7 @@ def test_draw_follows_the_distribution_and_the_cuts():
     numbers = uniform(np.arange(rows, dtype=np.uint64), np.full(rows, 17, dtype=np.uint64))
 
     def frequencies(**params):
-        tokens, logprobs = draw(logits.repeat(rows, 1), [SamplingParams(1, **params)] * rows, numbers)
+        tokens, logprobs = sample_tokens(logits.repeat(rows, 1), [SamplingParams(1, **params)] * rows, numbers)
         expected = torch.log_softmax(logits / (params.get("temperature") or 1.0), -1)
         assert torch.allclose(logprobs, expected[tokens])
         return np.bincount(tokens.numpy(), minlength=5) / rows

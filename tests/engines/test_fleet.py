@@ -29,7 +29,7 @@ def fleet_settings(**servers):
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    chosen = {"port": port, "heartbeat": 0.2, "start_timeout": 30, "request_timeout": 10, "attempts": 8, **servers}
+    chosen = {"port": port, "heartbeat": 0.2, "start_timeout": 30, "sample_timeout": 10, "attempts": 8, **servers}
     return settings(**chosen)
 
 
@@ -50,10 +50,10 @@ def test_killed_in_mid_batch_the_server_comes_back_with_the_weights(tmp_path):
         assert {span.version for sample in batch.samples for span in sample.weight_spans} == {3}
         deadline = time.monotonic() + 20
         while engine.servers[0].serves != 3:
-            assert time.monotonic() < deadline, engine.servers[0].trouble
+            assert time.monotonic() < deadline, engine.servers[0].unavailable
             await asyncio.sleep(0.1)
         assert await engine.servers[0].version_label() == "3", "it serves before it has the weights"
-        assert fleet.processes[0].pid != victim and fleet.processes[0].restarts == 1
+        assert fleet.processes[0].pid != victim and fleet.supervisors[engine.servers[0].name].restarts == 1
         pids = [process.pid for process in fleet.processes]
         await engine.close()
         for pid in pids:
@@ -79,7 +79,8 @@ def test_killed_while_the_trainer_has_its_gpu_the_server_waits_for_its_turn(tmp_
         await asyncio.sleep(1.5)
         assert not process.alive(), "it was started while the trainer had the GPU"
         report = await engine.update_weights(2, [WEIGHTS])
-        assert not report.failed and process.alive() and process.pid != victim and process.restarts == 1
+        assert not report.failed and process.alive() and process.pid != victim
+        assert fleet.supervisors[engine.servers[0].name].restarts == 1
         assert (await engine.generate("r", PROMPT, SamplingParams(8))).finish_reason == FinishReason.STOP
         await engine.close()
 
@@ -88,11 +89,11 @@ def test_killed_while_the_trainer_has_its_gpu_the_server_waits_for_its_turn(tmp_
 
 def test_a_server_that_stops_answering_is_replaced(tmp_path):
     async def main():
-        config = fleet_settings(count=1, control_timeout=0.5, request_timeout=3)
+        config = fleet_settings(count=1, control_timeout=0.5, sample_timeout=3)
         fleet = Fleet(config, str(tmp_path), tmp_path, make_command=fake_command(0.0))
         engine = await fleet.start()
         first = fleet.processes[0].pid
-        os.kill(first, signal.SIGSTOP)
+        os.killpg(first, signal.SIGSTOP)
         await fill_batch(engine, config)
         assert fleet.processes[0].pid != first
         await engine.close()

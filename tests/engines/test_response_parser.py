@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dapo.engines.sglang.http import ServerFailure
-from megatron_dapo.engines.sglang.response_parser import _parse_flat, _parse_plain, parse_completion
+from megatron_dapo.engines.sglang.response_parser import _parse_fast, _parse_general, parse_completion
 from megatron_dapo.types import FinishReason, WeightSpan
 
 
@@ -28,7 +28,7 @@ texts = st.text() | st.sampled_from(['"output_token_logprobs":[[1,2,null]]', '"o
 @given(pairs, texts, st.sampled_from(["stop", "length"]))
 def test_the_short_way_reads_what_the_plain_way_reads(rows, text, reason):
     content = orjson.dumps(answer([r[0] for r in rows], [r[1] for r in rows], text, reason))
-    short, plain = _parse_flat(content, "here"), _parse_plain(content, "here")
+    short, plain = _parse_fast(content, "here"), _parse_general(content, "here")
     assert short is not None, "SGLang's own form must take the short way"
     assert short.tokens.tolist() == plain.tokens.tolist() == [r[1] for r in rows]
     assert short.logprobs.tobytes() == plain.logprobs.tobytes() == np.float32([r[0] for r in rows]).tobytes()
@@ -42,7 +42,7 @@ def test_the_short_way_reads_what_the_plain_way_reads(rows, text, reason):
 
 def test_other_json_writers_are_understood():
     content = json.dumps(answer([-1.0, -2.0], [5, 6])).encode()
-    assert _parse_flat(content, "here") is None
+    assert _parse_fast(content, "here") is None
     assert parse_completion(content, "here").tokens.tolist() == [5, 6]
 
 
@@ -56,7 +56,7 @@ def test_other_json_writers_are_understood():
         (lambda a: a["meta_info"]["finish_reason"].update(type="bored"), "bored"),
         (lambda a: a["meta_info"].update(weight_version="updating-to-4"), "labelled 'updating-to-4'"),
         (lambda a: a["meta_info"].update(weight_versions=[{"version": "3", "start": 0, "end": 2}]), "do not cover"),
-        (lambda a: a["meta_info"]["finish_reason"].update(type="abort", status_code=503), "gave up"),
+        (lambda a: a["meta_info"]["finish_reason"].update(type="abort", status_code=503), "gave it up"),
     ],
 )
 def test_an_odd_answer_is_a_failure_that_names_its_place(spoil, cause):

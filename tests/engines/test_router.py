@@ -65,8 +65,10 @@ def test_generation_goes_through_the_router_and_is_what_the_server_said(tmp_path
         for server in servers:
             server.label = "0"
         config = settings([server.url for server in servers], port, start_timeout=60)
-        command = router_command(python, port, config.servers)
-        router = subprocess.Popen([*command, "--api-key", KEY, "--worker-urls", *config.servers.urls])
+        command = router_command(python, port, config.servers.model_copy(update={"python": python}), "ROUTER_TEST_KEY")
+        with (tmp_path / "router.log").open("w") as log:
+            router = subprocess.Popen([*command, "--worker-urls", *config.servers.urls], stdout=log, stderr=log)
+        assert KEY not in Path(f"/proc/{router.pid}/cmdline").read_text()
         try:
             engine = await open_engine(config, str(tmp_path), tmp_path)
             assert not any("/generate" in server.calls for server in servers)  # it waited for the router instead
@@ -84,6 +86,7 @@ def test_generation_goes_through_the_router_and_is_what_the_server_said(tmp_path
         served = [server.calls.count("/generate") for server in servers]
         assert sum(served) == 40 and min(served) > 0, served
         assert not any("refused" in server.calls for server in servers)
+        assert KEY not in (tmp_path / "router.log").read_text()
 
     asyncio.run(main())
 

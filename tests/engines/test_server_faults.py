@@ -40,8 +40,8 @@ def other_tokens(answer):
 
 
 FAULTS = {
-    "hangs": (sleep_for_ever, "did not answer within 1 s"),
-    "answers 500": (nothing_but(500), "answered 500: out of order"),
+    "hangs": (sleep_for_ever, "did not reply within 1 s"),
+    "answers 500": (nothing_but(500), "replied 500: out of order"),
     "garbage": (changed(lambda answer: "<html>proxy error</html>"), "not JSON"),
     "empty object": (changed(lambda answer: "{}"), "lacks 'meta_info'"),
     "truncated body": (lambda server, body: "truncate", "/generate failed"),
@@ -71,7 +71,7 @@ def test_one_bad_server_of_two_costs_no_sample(name):
 def test_a_bad_server_alone_is_named_with_its_cause(name):
     async def main():
         bad = await FakeServer(fault=FAULTS[name][0]).start()
-        config = settings(attempts=2, request_timeout=1.0)
+        config = settings(attempts=2, sample_timeout=1.0)
         engine = await SGLangEngine.connect([bad.url], config)
         began = time.monotonic()
         with pytest.raises(EngineError, match=FAULTS[name][1]) as caught:
@@ -88,7 +88,7 @@ def test_a_refusal_is_final_and_not_repeated():
     async def main():
         server = await FakeServer(fault=nothing_but(400)).start()
         engine = await SGLangEngine.connect([server.url], settings())
-        with pytest.raises(EngineError, match="answered 400"):
+        with pytest.raises(EngineError, match="replied 400"):
             await engine.generate("r1", PROMPT, SamplingParams(8))
         assert server.calls.count("/generate") == 1
         await engine.close()
@@ -138,7 +138,7 @@ def test_requests_never_exceed_the_bound_and_prompts_stay_together():
 def test_abort_reaches_running_and_queued_requests():
     async def main():
         server = await FakeServer(seconds=30).start()
-        engine = await SGLangEngine.connect([server.url], settings(max_running=3, request_timeout=60))
+        engine = await SGLangEngine.connect([server.url], settings(max_running=3, sample_timeout=60))
         tasks = [asyncio.ensure_future(engine.generate(f"r{i}", PROMPT, SamplingParams(8))) for i in range(10)]
         await asyncio.sleep(0.2)
         await engine.abort("r0")
@@ -159,7 +159,7 @@ def test_behind_a_router_generation_goes_to_it_and_the_rest_to_the_servers():
         router = await FakeServer(seconds=30).start()
         servers = [await FakeServer().start() for _ in range(2)]
         urls = [server.url for server in servers]
-        engine = await SGLangEngine.connect(urls, settings(router_url=router.url, urls=urls, request_timeout=60))
+        engine = await SGLangEngine.connect(urls, settings(router_url=router.url, urls=urls, sample_timeout=60))
         task = asyncio.ensure_future(engine.generate("r1", PROMPT, SamplingParams(8)))
         await asyncio.sleep(0.1)
         await engine.abort("r1")
@@ -176,7 +176,7 @@ def test_behind_a_router_generation_goes_to_it_and_the_rest_to_the_servers():
 def test_a_cancelled_request_is_aborted_on_the_server():
     async def main():
         server = await FakeServer(seconds=30).start()
-        engine = await SGLangEngine.connect([server.url], settings(request_timeout=60))
+        engine = await SGLangEngine.connect([server.url], settings(sample_timeout=60))
         task = asyncio.ensure_future(engine.generate("r1", PROMPT, SamplingParams(8)))
         await asyncio.sleep(0.1)
         task.cancel()

@@ -16,7 +16,7 @@ import torch
 from megatron_dapo.config.rollout import WeightTransportConfig
 from megatron_dapo.engines.bucket_reader import BucketReader
 from megatron_dapo.engines.sglang.weights.snapshot import Snapshot
-from megatron_dapo.engines.sglang.weights.transports import StreamTransport, TensorChannel
+from megatron_dapo.engines.sglang.weights.transports import DirectTransport, TensorChannel
 from megatron_dapo.policy.offload import Offloader
 
 ON_GPU = torch.cuda.is_available()
@@ -51,9 +51,8 @@ class Server:
     def __init__(self, pipe):
         self.pipe, self.sums = pipe, {}
 
-    async def update_call(self, path, body, timeout):
-        assert path == "/update_weights_from_tensor"
-        self.sums |= await asyncio.to_thread(self._talk, body["serialized_named_tensors"][0])
+    async def load_tensors(self, payload, timeout):
+        self.sums |= await asyncio.to_thread(self._talk, payload)
 
     def _talk(self, payload):
         self.pipe.send(payload)
@@ -97,7 +96,7 @@ def test_every_update_arrives_while_weights_come_and_go(server, tmp_path):
 
     async def update(version):
         kept = snapshot if version % 2 else None
-        transport = StreamTransport(kept, TensorChannel(WeightTransportConfig()), Everything())
+        transport = DirectTransport(kept, TensorChannel(WeightTransportConfig()), Everything())
         async with BucketReader(buckets(), transport.prepare, transport.release) as reader:
             return await transport.send(version, [server], reader)
 

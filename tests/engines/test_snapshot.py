@@ -9,7 +9,11 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_dapo.engines.protocol import EngineError
-from megatron_dapo.engines.sglang.weights.snapshot import Snapshot, write_safetensors
+from megatron_dapo.engines.sglang.weights.snapshot import LOCK, Snapshot, write_safetensors
+
+
+def versions(snapshot):
+    return [path.name for path in snapshot._root.iterdir() if path.name != LOCK]
 
 
 def test_any_mixture_of_tensors_is_read_back_bit_for_bit(tmp_path):
@@ -44,7 +48,7 @@ def test_a_version_replaces_the_one_before_and_names_every_tensor(tmp_path):
     assert index["metadata"]["total_size"] == 24 and set(index["weight_map"]) == {"a", "b"}
     assert load_file(path / index["weight_map"]["a"])["a"].tolist() == [2.0] * 4
     snapshot._wait_for_removal()
-    assert [p.name for p in path.parent.iterdir()] == ["version-2"]
+    assert versions(snapshot) == ["version-2"]
     snapshot.close()
     assert not path.exists()
 
@@ -59,4 +63,4 @@ def test_a_full_disk_is_an_error_that_names_the_key(tmp_path, monkeypatch):
     with pytest.raises(EngineError, match=r"rollout\.weights\.directory.*No space left"):
         snapshot.add([("a", torch.ones(4))])
     snapshot.discard()
-    assert snapshot.current is None and not list(snapshot._root.iterdir())
+    assert snapshot.current is None and not versions(snapshot)

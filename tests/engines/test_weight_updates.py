@@ -77,7 +77,7 @@ def test_memory_is_released_when_idle_and_comes_back_around_the_weights(tmp_path
         await asyncio.sleep(0.1)
         await engine.release_memory()
         assert (await running).finish_reason == FinishReason.ABORT
-        assert [server.memory for server in servers] == [set(), set()] and engine.resting
+        assert [server.memory for server in servers] == [set(), set()] and engine.memory_released
         engine.patience = 0.3
         with pytest.raises(EngineError, match="the trainer has its GPUs"):
             await engine.generate("s", PROMPT, SamplingParams(8))
@@ -85,7 +85,7 @@ def test_memory_is_released_when_idle_and_comes_back_around_the_weights(tmp_path
             server.seconds = 0
             server.calls.clear()
         report = await engine.update_weights(1, [WEIGHTS])
-        assert not report.failed and not engine.resting
+        assert not report.failed and not engine.memory_released
         for server in servers:
             order = [
                 server.calls.index(path)

@@ -222,8 +222,8 @@ def lost_engine(cluster, folder):
         },
     )  # fmt: skip
     run.until(lambda: run.steps() >= 3, 2 * START, "three steps")
-    serves = f"{python[-1]} -m sglang.launch_server"
-    engine = next(p.pid for p in run.processes() if p.command.startswith(serves))
+    serves = rf"{re.escape(str(python[-1]))} \S+run_with_keys.py sglang.launch_server"
+    engine = next(p.pid for p in run.processes() if re.match(serves, p.command))
     family = {engine, *descendants(engine)}
     began, before = time.monotonic(), run.steps()
     os.kill(engine, signal.SIGKILL)

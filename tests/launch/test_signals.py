@@ -16,12 +16,14 @@ from mini_slurm import signals, wait_for
 from megatron_dapo.config import parse_config
 from megatron_dapo.config.reward import RewardConfig
 from megatron_dapo.config.rollout import ServerConfig
+from megatron_dapo.engines.sglang.guard import members
 from megatron_dapo.engines.sglang.server_process import ServerProcess
 from megatron_dapo.launch.slurm_script import Job, render
 from megatron_dapo.reward import RewardPool
 from megatron_dapo.types import FinishReason, Prompt, Sample, as_logprobs, as_tokens
 
 SENT = (signal.SIGUSR1, signal.SIGTERM)
+USER = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 @pytest.mark.parametrize("number", SENT)
@@ -73,7 +75,11 @@ def test_servers_that_the_trainer_starts_do_too(tmp_path):
     server = ServerProcess("", ServerConfig(), 0, tmp_path, make_command=lambda *_: (["sleep", "30"], {}))
     with ThreadPoolExecutor(1) as fleet:  # it lives in a thread of its own, and its children end with it
         fleet.submit(server.spawn).result()
-        assert signals(server.pid, "SigIgn", signal.SIGUSR1, signal.SIGUSR2)
+        for number in (signal.SIGUSR1, signal.SIGUSR2):  # blocked at first, then ignored
+            os.killpg(server.pid, number)
+        wait_for(lambda: len(members(server.pid)) == 2, 20, "the server and its guard")
+        wait_for(lambda: all(signals(pid, "SigIgn", *USER) for pid in members(server.pid)), 20, "the signals")
+        assert server.alive()
         asyncio.run(server.end())
 
 

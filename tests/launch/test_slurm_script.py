@@ -86,7 +86,8 @@ def test_the_script_makes_the_key_and_no_file_holds_it(raw, tmp_path):
     job = job_of(raw)
     launch.write(job)
     assert 'export MEGATRON_DAPO_API_KEY="${MEGATRON_DAPO_API_KEY:-$(od ' in job.script.read_text()
-    assert '--api-key "$MEGATRON_DAPO_API_KEY"' in job.script.read_text()
+    assert "--key-from api-key=MEGATRON_DAPO_API_KEY" in job.script.read_text()
+    assert "$MEGATRON_DAPO_API_KEY" not in job.script.read_text()  # it is on no command line
     assert "api_key_env: MEGATRON_DAPO_API_KEY" in job.settings.read_text()
 
 
@@ -113,7 +114,9 @@ def test_every_step_runs_in_the_container(raw):
     assert "--container-image=nvcr.io#nvidia/pytorch:25.09" in text and "--container-mounts=/data:/data:ro" in text
     sruns = [line for line in text.splitlines() if line.lstrip().startswith("srun ")]
     assert len(sruns) == 2 and all('"${CONTAINER[@]}"' in line for line in sruns)
-    assert "python3 -u -m megatron_dapo.cli train" in text and "python3 -m sglang.launch_server" in text
+    assert "python3 -u -m megatron_dapo.cli train" in text
+    words = " ".join(text.replace("\\\n", " ").split())
+    assert "python3 -m megatron_dapo.engines.sglang.run_with_keys sglang.launch_server" in words
     assert sys.executable not in text  # the container has its own Python
 
 
@@ -285,7 +288,7 @@ def test_gpu_assignment_on_a_real_cluster(mode, cluster, monkeypatch, raw, tmp_p
     for node in nodes:
         for index in range(2):
             said = (logs / f"engine_{node}_{30000 + index}.log").read_text()
-            assert said.startswith(f"{node}, task 0 of 1, GPUs 0,1,2,3: -m sglang.launch_server ")
+            assert said.startswith(f"{node}, task 0 of 1, GPUs 0,1,2,3: -m megatron_dapo.engines.sglang.run_with_keys ")
             assert f"--port {30000 + index} --tp-size 2" in said and f"--base-gpu-id {2 * index}" in said
             assert f"http://{node}:{30000 + index}" in ranks[0]
 

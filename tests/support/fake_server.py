@@ -1,6 +1,6 @@
 """A server that speaks SGLang's protocol and fails on demand. Runs inside a test, or as a process:
 
-python fake_server.py PORT [seconds per answer]
+python fake_server.py PORT [seconds per response]
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ Fault = Callable[["FakeServer", dict[str, Any]], Any]
 
 
 class FakeServer:
-    """`fault(server, request)` may answer a /generate request itself; None lets it succeed. Fields may be set."""
+    """`fault(server, request)` may reply to a /generate request itself; None lets it succeed.
+
+    `drop[path] = ["before", "after", …]` breaks the connection of the next calls of that path: before the call runs, or
+    after it ran and before the reply. Where the real server ends because of a wrong call, this one counts a `crash`.
+    """
 
     def __init__(self, seconds: float = 0.0, fault: Fault | None = None) -> None:
         self.seconds, self.fault = seconds, fault
@@ -25,12 +29,18 @@ class FakeServer:
         self.paused = False
         self.calls: list[str] = []
         self.served: list[str] = []
+        self.crashes: list[str] = []
         self.broken_calls: dict[str, Any] = {}  # path -> (status, body)
+        self.drop: dict[str, list[str]] = {}
+        self.hanging: set[str] = set()  # paths that never reply
         self.memory_saver, self.busy = True, 0  # busy: how often /flush_cache is still refused
         self.memory = {"kv_cache", "weights"}
         self.bias, self.checksum = 0.0, "00"
+        self.brackets = self.session = False
         self._running: dict[str, asyncio.Event] = {}
         self.updates = self.most_updates = 0
+        self.update_seconds = 0.02
+        self.loaded: list[str] = []
         self.url = ""
 
     async def start(self, port: int = 0) -> FakeServer:
@@ -50,6 +60,20 @@ class FakeServer:
         path = request.path
         body = await request.json() if request.can_read_body else {}
         self.calls.append(path)
+        drop = self.drop[path].pop(0) if self.drop.get(path) else ""
+        if drop == "before":
+            return self._break(request)
+        if path in self.hanging:
+            await asyncio.sleep(1000)
+        reply = await self._reply(path, request, body)
+        return self._break(request) if drop == "after" else reply
+
+    def _break(self, request: web.Request) -> web.Response:
+        assert request.transport is not None
+        request.transport.abort()
+        return web.Response()
+
+    async def _reply(self, path: str, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         if path in self.broken_calls:
             status, reply = self.broken_calls[path]
             return web.json_response(reply, status=status)
@@ -57,47 +81,77 @@ class FakeServer:
             "/generate": self._generate, "/abort_request": self._abort, "/pause_generation": self._pause,
             "/continue_generation": self._continue, "/update_weight_version": self._label,
             "/update_weights_from_disk": self._update, "/flush_cache": self._flush,
-            "/release_memory_occupation": self._release, "/resume_memory_occupation": self._take,
+            "/release_memory_occupation": self._release, "/resume_memory_occupation": self._resume,
+            "/begin_weight_update": self._begin, "/end_weight_update": self._end,
+            "/health_generate": self._health,
         }.get(path)  # fmt: skip
         if handler:
             return await handler(request, body)
+        brackets = {"/begin_weight_update": {}} if self.brackets else {}
         fixed: dict[str, Any] = {
             "/server_info": {"version": "0.5.23", "tp_size": 1, "context_length": 4096,
                              "enable_memory_saver": self.memory_saver},
-            "/openapi.json": {"paths": {"/generate": {}, "/weights_checker": {}}},
+            "/openapi.json": {"paths": {"/generate": {}, "/weights_checker": {}} | brackets},
             "/weights_checker": {"success": True, "ranks": [{"checksums": {"a.weight": self.checksum}}]},
             "/model_info": {"weight_version": self.label},
             "/health": {},
         }  # fmt: skip
         return web.json_response(fixed[path]) if path in fixed else web.json_response({}, status=404)
 
+    async def _health(self, request: web.Request, body: dict[str, Any]) -> web.Response:
+        return web.Response(status=503 if self.paused else 200)
+
     async def _flush(self, request: web.Request, body: dict[str, Any]) -> web.Response:
+        while self.updates:  # it passes through the scheduler, after what came before
+            await asyncio.sleep(0.005)
         self.busy -= 1
         return web.json_response({}, status=400 if self.busy >= 0 else 200)
 
+    def _crash(self, cause: str) -> web.Response:
+        self.crashes.append(cause)
+        return web.Response(status=500, text=cause)
+
     async def _release(self, request: web.Request, body: dict[str, Any]) -> web.Response:
-        assert self.busy < 0 and not self._running, "the real one ends when it is not idle"
+        if self.busy >= 0 or self._running:
+            return self._crash("memory released while it was not idle")
+        if not set(body["tags"]) <= self.memory:
+            return self._crash("memory released twice")
         self.memory -= set(body["tags"])
         return web.Response()
 
-    async def _take(self, request: web.Request, body: dict[str, Any]) -> web.Response:
-        assert not self.memory & set(body["tags"]), "the real one ends when it has the memory already"
+    async def _resume(self, request: web.Request, body: dict[str, Any]) -> web.Response:
+        if self.memory & set(body["tags"]):
+            return self._crash("memory resumed that was not released")
         self.memory |= set(body["tags"])
         self.calls[-1] += " " + " ".join(body["tags"])
         return web.Response()
 
+    async def _begin(self, request: web.Request, body: dict[str, Any]) -> web.Response:
+        if self.session:
+            return web.json_response({"success": False, "message": "a session is open"}, status=400)
+        self.session = True
+        return web.json_response({"success": True})
+
+    async def _end(self, request: web.Request, body: dict[str, Any]) -> web.Response:
+        if not self.session:
+            return web.json_response({"success": False, "message": "no session is open"}, status=400)
+        self.session = False
+        return web.json_response({"success": True})
+
     async def _generate(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         if self.fault is not None:
-            answer = self.fault(self, body)
-            if asyncio.iscoroutine(answer):
-                answer = await answer
-            if isinstance(answer, web.StreamResponse):
-                return answer
-            if answer == "truncate":
+            reply = self.fault(self, body)
+            if asyncio.iscoroutine(reply):
+                reply = await reply
+            if isinstance(reply, web.StreamResponse):
+                return reply
+            if reply == "truncate":
                 return await self._truncated(request)
         if body.get("logprob_start_len") == 0:
-            rows = [[None, 0, None]] + [[-1.0 - self.bias, t, None] for t in body["input_ids"][1:]]
-            return web.json_response({"meta_info": {"input_token_logprobs": rows}})
+            entries = [[None, 0, None]] + [[-1.0 - self.bias, t, None] for t in body["input_ids"][1:]]
+            return web.json_response({"meta_info": {"input_token_logprobs": entries}})
+        while self.paused:
+            await asyncio.sleep(0.01)
         rid, wanted = body["rid"], min(body["sampling_params"]["max_new_tokens"], 8)
         cut = self._running[rid] = asyncio.Event()
         try:
@@ -110,10 +164,11 @@ class FakeServer:
             self._running.pop(rid, None)
         if reason == "stop":
             self.served.append(rid)
-        return web.json_response(answer_of(made, reason, self.label, body["sampling_params"].get("sampling_seed", 0)))
+        seed = body["sampling_params"].get("sampling_seed", 0)
+        return web.json_response(response_of(made, reason, self.label, seed))
 
     async def _truncated(self, request: web.Request) -> web.StreamResponse:
-        """Promises a long body and closes the connection after half a sentence."""
+        """Promises a long body and closes the connection in the middle of it."""
         response = web.StreamResponse(headers={"Content-Length": "100000", "Content-Type": "application/json"})
         await response.prepare(request)
         await response.write(b'{"text": "half a sen')
@@ -136,11 +191,13 @@ class FakeServer:
         return web.Response()
 
     async def _update(self, request: web.Request, body: dict[str, Any]) -> web.Response:
-        assert "weights" in self.memory
+        if "weights" not in self.memory:
+            return self._crash("weights written to released memory")
         self.updates += 1
         self.most_updates = max(self.most_updates, self.updates)
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(self.update_seconds)
         self.updates -= 1
+        self.loaded.append(body["model_path"])
         return web.json_response({"success": True})
 
     async def _label(self, request: web.Request, body: dict[str, Any]) -> web.Response:
@@ -148,7 +205,7 @@ class FakeServer:
         return web.json_response({"success": True})
 
 
-def answer_of(count: int, reason: str, label: str, seed: int = 0) -> dict[str, Any]:
+def response_of(count: int, reason: str, label: str, seed: int = 0) -> dict[str, Any]:
     tokens = [(seed + i) % 250 for i in range(count)]
     return {
         "text": "x" * count, "output_ids": tokens,
@@ -160,12 +217,13 @@ def answer_of(count: int, reason: str, label: str, seed: int = 0) -> dict[str, A
 
 
 def changed(edit: Callable[[dict[str, Any]], Any]) -> Fault:
-    """A fault that answers 200 with a damaged body."""
+    """A fault that replies 200 with a damaged body."""
 
     def fault(server: FakeServer, body: dict[str, Any]) -> web.Response:
-        answer = answer_of(8, "stop", server.label)
-        text = edit(answer)
-        return web.Response(text=text if isinstance(text, str) else json.dumps(answer), content_type="application/json")
+        response = response_of(8, "stop", server.label)
+        text = edit(response)
+        text = text if isinstance(text, str) else json.dumps(response)
+        return web.Response(text=text, content_type="application/json")
 
     return fault
 

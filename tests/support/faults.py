@@ -1,4 +1,4 @@
-"""What the tests of failing servers share: quick settings, a prompt, some weights, and a batch that must be whole."""
+"""Shared by the tests of failing servers: settings with short timeouts, a prompt, weights, a complete batch."""
 
 import asyncio
 
@@ -20,7 +20,7 @@ def run(coroutine, seconds=40):
 def settings(**servers):
     return RolloutConfig(
         samples_per_prompt=4, max_response_tokens=8, dynamic_sampling=False,
-        servers={"request_timeout": 1.0, "control_timeout": 2.0, "attempts": 5, **servers},
+        servers={"sample_timeout": 1.0, "control_timeout": 2.0, "attempts": 5, **servers},
         weights={"timeout": 5.0},
     )  # fmt: skip
 

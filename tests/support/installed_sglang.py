@@ -1,4 +1,4 @@
-"""Which SGLang versions are installed for the tests, and what a running server of one is."""
+"""The SGLang versions that the tests use, and a running server of one."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,6 +6,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 SGLANG_VERSIONS = ("0.5.18", "0.5.23")
+API_KEY_VARIABLE = "MEGATRON_DAPO_TEST_KEY"  # environment variable with the key of these servers
 
 
 def sglang_python(version: str) -> Path:
@@ -17,6 +18,7 @@ class RealServer:
     """A running server, the HF directory it was started with, and the transformers model with its current weights."""
 
     process: Any
+    config: Any
     directory: Path
     model: Any
     version: int = 0

@@ -13,7 +13,7 @@ from transformers.models.qwen3 import Qwen3Config
 from transformers.models.qwen3_moe import Qwen3MoeConfig
 
 EOS = "<|endoftext|>"
-VOCABULARY = 320  # 256 bytes, the EOS token, and rows that no text uses
+VOCABULARY = 320  # 256 bytes, the EOS token, and ids that no text uses
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -45,7 +45,7 @@ def tiny_config(kind: str = "qwen3", *, hidden: int = 64, layers: int = 2, inter
 
 
 def tiny_model(kind: str = "qwen3", seed: int = 0, **shape: int):
-    """Random weights, larger than the usual start so that the distributions are far from uniform."""
+    """Random weights, larger than the usual initialisation, so that the distributions are far from uniform."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(tiny_config(kind, **shape), dtype=torch.float32)
     with torch.no_grad():
@@ -73,7 +73,7 @@ def reference_logprobs(model, prompt, response, temperature: float = 1.0) -> np.
 
 
 def changed_weights(model, seed: int) -> list[tuple[str, torch.Tensor]]:
-    """The model's checkpoint tensors, each moved by a little noise: a training step, as far as an engine can tell."""
+    """The model's checkpoint tensors with a little noise added: what an engine receives after a training step."""
     generator = torch.Generator().manual_seed(seed)
     state = model.state_dict()
     return [(n, t + 0.1 * t.abs().mean() * torch.randn(t.shape, generator=generator)) for n, t in state.items()]

@@ -1,12 +1,13 @@
-"""A Qwen of transformers, computed in tiles: every forward pass has the same number of rows, whatever they are.
+"""A Qwen model of transformers whose results do not depend on what else is in the batch.
 
-A row is one token of one sequence at one position. Because each matrix product has the same shape in every pass, and
-attention runs over key pages of fixed size, what a row computes depends on the weights and on the tokens before it in
-its own sequence, and on nothing else: not on the other rows, not on its place in the tile, not on whether the token
-is part of a prompt or has just been sampled. Bit for bit, so a sample can be cut and continued, or repeated in
-another company, and comes out the same (tests/engines/test_embedded.py).
+Every forward pass has `batch_tokens` tokens, each a token of some sequence at some position, padded where there is less
+to compute. Because all matrix products have the same shape in every pass, and attention runs over key pages of fixed
+size, a token's result depends on the weights and on the tokens before it in its own sequence, and on nothing else: not
+on the other sequences, not on its index in the batch, not on whether it belongs to a prompt or was just sampled. This
+holds bit for bit, so a sample can be interrupted and continued, or repeated in another batch, and stays the same
+(tests/engines/test_embedded.py).
 
-Keys and values live in pages of PAGE positions. Page 0 belongs to nobody: rows without work write there.
+Keys and values are stored in pages of PAGE positions. Page 0 belongs to no sequence: padding writes there.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class PagedCache:
         if not self.free:
             self._grow()
         page = self.free.pop()
-        # What an earlier owner left must be finite: masked positions are multiplied by zero, not skipped.
+        # Values of an earlier sequence must be finite: masked positions are multiplied by zero, not skipped.
         self.keys[:, page].zero_()
         self.values[:, page].zero_()
         return page
@@ -44,11 +45,11 @@ class PagedCache:
         self.free.extend(pages)
 
     def copy(self, pages: list[int]) -> list[int]:
-        made = [self.allocate() for _ in pages]
+        copies = [self.allocate() for _ in pages]
         if pages:
-            self.keys[:, made] = self.keys[:, pages]
-            self.values[:, made] = self.values[:, pages]
-        return made
+            self.keys[:, copies] = self.keys[:, pages]
+            self.values[:, copies] = self.values[:, pages]
+        return copies
 
     def _grow(self) -> None:
         count = self.keys.shape[1]
@@ -60,10 +61,10 @@ class PagedCache:
         self.free.extend(range(count + more - 1, count - 1, -1))
 
 
-class TileModel:
-    """`forward` maps [rows] tokens to [rows, vocabulary] logits, reading and writing the paged cache."""
+class BatchInvariantModel:
+    """`forward` maps [batch_tokens] tokens to [batch_tokens, vocabulary] logits, using the paged cache."""
 
-    def __init__(self, model: Any, rows: int) -> None:
+    def __init__(self, model: Any, batch_tokens: int) -> None:
         config = model.config
         if config.model_type not in ("qwen2", "qwen3", "qwen3_moe"):
             raise EngineError(
@@ -71,7 +72,7 @@ class TileModel:
             )
         if getattr(config, "use_sliding_window", False):
             raise EngineError("embedded engine: sliding-window attention is not supported (use_sliding_window)")
-        self.model, self.rows = model.eval(), rows
+        self.model, self.batch_tokens = model.eval(), batch_tokens
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.heads
         self.max_tokens: int = config.max_position_embeddings
@@ -83,18 +84,21 @@ class TileModel:
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, positions: Tensor, pages: Tensor) -> Tensor:
-        """tokens [rows], positions [rows], pages [rows, blocks] (page ids, 0 beyond a sequence's own) -> logits."""
+        """tokens [batch_tokens], positions [batch_tokens], pages [batch_tokens, blocks] -> logits.
+
+        `pages` are the page ids of each token's sequence, 0 beyond its end.
+        """
         body = self.model.model
         hidden = body.embed_tokens(tokens)
         cos, sin = (part[0].unsqueeze(1) for part in body.rotary_emb(hidden, positions.unsqueeze(0)))
         write = (pages.gather(1, (positions // PAGE).unsqueeze(1)).squeeze(1), positions % PAGE)
-        unseen = torch.arange(pages.shape[1] * PAGE).view(-1, 1, 1, PAGE) > positions.view(1, -1, 1, 1)
+        masked = torch.arange(pages.shape[1] * PAGE).view(-1, 1, 1, PAGE) > positions.view(1, -1, 1, 1)
         for index, layer in enumerate(body.layers):
             normed = layer.input_layernorm(hidden)
             query, key, value = self._heads(layer.self_attn, normed, cos, sin)
             self.cache.keys[index][write[0], :, write[1]] = key
             self.cache.values[index][write[0], :, write[1]] = value
-            attended = self._attend(index, query, pages, unseen)
+            attended = self._attend(index, query, pages, masked)
             hidden = hidden + layer.self_attn.o_proj(attended)
             normed = layer.post_attention_layernorm(hidden)
             hidden = hidden + _feed_forward(layer.mlp, normed)
@@ -102,24 +106,24 @@ class TileModel:
         return logits
 
     def _heads(self, attention: Any, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        query = attention.q_proj(hidden).view(self.rows, self.heads, self.head_dim)
-        key = attention.k_proj(hidden).view(self.rows, self.kv_heads, self.head_dim)
-        value = attention.v_proj(hidden).view(self.rows, self.kv_heads, self.head_dim)
+        query = attention.q_proj(hidden).view(self.batch_tokens, self.heads, self.head_dim)
+        key = attention.k_proj(hidden).view(self.batch_tokens, self.kv_heads, self.head_dim)
+        value = attention.v_proj(hidden).view(self.batch_tokens, self.kv_heads, self.head_dim)
         if hasattr(attention, "q_norm"):
             query, key = attention.q_norm(query), attention.k_norm(key)
         return _rotate(query, cos, sin), _rotate(key, cos, sin), value
 
-    def _attend(self, layer: int, query: Tensor, pages: Tensor, unseen: Tensor) -> Tensor:
+    def _attend(self, layer: int, query: Tensor, pages: Tensor, masked: Tensor) -> Tensor:
         """Softmax over pages with a running maximum; a page with no visible key changes nothing, not even rounding."""
         keys, values = self.cache.keys[layer].flatten(1), self.cache.values[layer].flatten(1)
-        batch, group = self.rows * self.kv_heads, self.heads // self.kv_heads
+        batch, group = self.batch_tokens * self.kv_heads, self.heads // self.kv_heads
         query = (query * self.head_dim**-0.5).reshape(batch, group, self.head_dim)
         peak = total = mixed = None
         for block in range(pages.shape[1]):
             page = pages[:, block]
             scores = torch.bmm(query, keys.index_select(0, page).view(batch, PAGE, self.head_dim).transpose(1, 2))
-            scores = scores.view(self.rows, self.kv_heads, group, PAGE)
-            scores = scores.masked_fill_(unseen[block].unsqueeze(1), -torch.inf).view(batch, group, PAGE)
+            scores = scores.view(self.batch_tokens, self.kv_heads, group, PAGE)
+            scores = scores.masked_fill_(masked[block].unsqueeze(1), -torch.inf).view(batch, group, PAGE)
             block_peak = scores.amax(-1, keepdim=True)
             new_peak = block_peak if peak is None else torch.maximum(peak, block_peak)
             weights = (scores - new_peak).exp_()
@@ -133,7 +137,7 @@ class TileModel:
                 total, mixed = total * shrink + block_total, mixed * shrink + block_mixed
             peak = new_peak
         assert total is not None and mixed is not None
-        return (mixed / total).view(self.rows, self.heads * self.head_dim)
+        return (mixed / total).view(self.batch_tokens, self.heads * self.head_dim)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -145,7 +149,7 @@ def _feed_forward(mlp: Any, hidden: Tensor) -> Tensor:
     if not hasattr(mlp, "experts"):
         out: Tensor = mlp(hidden)
         return out
-    # Every expert sees every row: the number of rows an expert would be sent depends on the other rows.
+    # Every expert computes every token: how many tokens the router sends to an expert depends on the batch.
     _, scores, chosen = mlp.gate(hidden)
     experts = mlp.experts
     share = torch.zeros(hidden.shape[0], experts.num_experts, dtype=hidden.dtype).scatter_(1, chosen, scores)

@@ -1,9 +1,9 @@
 """The embedded engine: transformers' Qwen in this process, for machines without SGLang and for most tests.
 
-Requests are batched continuously: a worker thread runs one tile (tile.py) after another, and each tile takes the next
-token of every running request and fills the remaining rows with prompts. The same request with the same seed and the
-same weights gives the same tokens and the same log-probs, bit for bit, whatever else is running and wherever it was
-cut and continued; exact resume rests on this. (The number of threads torch uses and `rows` must be the same too.)
+Continuous batching: a worker thread runs one forward pass after another. Each pass computes the next token of every
+running request and fills the rest of the batch with prompt tokens. The same request with the same seed and the same
+weights gives the same tokens and log-probs, bit for bit, whatever else runs and wherever the sample was interrupted;
+exact resume depends on this. (`batch_tokens` and the number of torch threads must be the same too.)
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import asyncio
 import concurrent.futures
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -24,8 +23,9 @@ import torch
 
 from megatron_dapo.config.rollout import EmbeddedConfig
 from megatron_dapo.engines.bucket_reader import BucketReader
-from megatron_dapo.engines.embedded.batch_invariant_model import PAGE, PagedCache, TileModel
-from megatron_dapo.engines.embedded.token_sampling import draw, uniform
+from megatron_dapo.engines.embedded.batch_invariant_model import PAGE, BatchInvariantModel
+from megatron_dapo.engines.embedded.prompt_cache import PromptCache
+from megatron_dapo.engines.embedded.token_sampling import sample_tokens, uniform
 from megatron_dapo.engines.embedded.weight_loader import WeightLoader
 from megatron_dapo.engines.protocol import (
     Bucket,
@@ -38,7 +38,7 @@ from megatron_dapo.engines.protocol import (
 )
 from megatron_dapo.types import FinishReason, Tokens, WeightSpan, as_logprobs, as_tokens
 
-IDLE = SamplingParams(max_new_tokens=1, temperature=0.0)
+PADDING = SamplingParams(max_new_tokens=1, temperature=0.0)
 STOP_TIMEOUT = 60.0
 
 
@@ -49,7 +49,7 @@ class _Request:
     params: SamplingParams
     seed: int
     future: concurrent.futures.Future[Completion]
-    made: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     computed: int = 0  # positions whose keys and values are in the cache
@@ -59,13 +59,13 @@ class _Request:
     def prompt_key(self) -> bytes:
         return np.asarray(self.prompt, dtype=np.int32).tobytes()
 
-    def token(self, position: int) -> int:
+    def token_at(self, position: int) -> int:
         known = len(self.prompt)
-        return self.prompt[position] if position < known else self.made[position - known]
+        return self.prompt[position] if position < known else self.tokens[position - known]
 
     @property
     def length(self) -> int:
-        return len(self.prompt) + len(self.made)
+        return len(self.prompt) + len(self.tokens)
 
 
 class EmbeddedEngine:
@@ -74,14 +74,14 @@ class EmbeddedEngine:
     ) -> None:
         """`model` is a transformers Qwen*ForCausalLM on the CPU; the engine owns it from now on."""
         config = config or EmbeddedConfig()
-        self._tile = TileModel(model, config.rows)
+        self._model = BatchInvariantModel(model, config.batch_tokens)
         self._tokenizer, self._version = tokenizer, version
         self._eos = _eos_token_ids(model, tokenizer)
-        self._prompts = _PromptCache(config.prompt_cache, self._tile.cache)
+        self._prompts = PromptCache(config.prompt_cache, self._model.cache)
         self._waiting: list[_Request] = []
         self._running: list[_Request] = []
         self._paused = self._closed = False
-        self._broken = ""
+        self._broken = ""  # why it can serve nothing
         self._loaded: tuple[int, WeightLoader, float] | None = None  # version, tensors, start: for serve_weights
         self._random_seeds = np.random.default_rng()
         self._changed = threading.Condition()
@@ -92,7 +92,7 @@ class EmbeddedEngine:
     def from_directory(
         cls, path: str | Path, config: EmbeddedConfig | None = None, *, dtype: torch.dtype = torch.float32
     ) -> EmbeddedEngine:
-        """The model and tokenizer of a HF directory."""
+        """An engine for the model and tokenizer of an HF directory."""
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         try:
@@ -107,15 +107,15 @@ class EmbeddedEngine:
         return self._version
 
     async def capabilities(self) -> Capabilities:
-        return Capabilities(engine="embedded", seeded=True, max_tokens=self._tile.max_tokens)
+        return Capabilities(engine="embedded", seeded=True, max_tokens=self._model.max_tokens)
 
     async def generate(self, request_id: str, prompt: Tokens, params: SamplingParams) -> Completion:
         if not len(prompt):
             raise EngineError(f"embedded engine, request {request_id}: the prompt is empty")
-        if len(prompt) + params.max_new_tokens > self._tile.max_tokens:
+        if len(prompt) + params.max_new_tokens > self._model.max_tokens:
             raise EngineError(
                 f"embedded engine, request {request_id}: {len(prompt)} prompt tokens + max_new_tokens "
-                f"{params.max_new_tokens} exceed the model's {self._tile.max_tokens} positions"
+                f"{params.max_new_tokens} exceed the model's {self._model.max_tokens} positions"
             )
         if params.stop and self._tokenizer is None:
             raise EngineError(f"embedded engine, request {request_id}: stop strings need a tokenizer")
@@ -158,9 +158,9 @@ class EmbeddedEngine:
             self._changed.notify()
 
     async def load_weights(self, version: int, buckets: Iterable[Bucket], executor: Executor | None = None) -> None:
-        began, was_paused = time.monotonic(), self._paused
+        started, was_paused = time.monotonic(), self._paused
         await self.pause()
-        loader = WeightLoader(self._tile.model)
+        loader = WeightLoader(self._model.model)
         self._broken = f"the update to weight version {version} has not ended"
         failure = ""
         async with BucketReader(buckets, executor=executor) as reader:
@@ -175,17 +175,17 @@ class EmbeddedEngine:
         if failure:
             self._broken = f"the update to weight version {version} failed: {failure}"
             raise WeightUpdateError(f"embedded engine: {self._broken}; it serves nothing until an update succeeds")
-        self._loaded = (version, loader, began)
+        self._loaded = (version, loader, started)
 
     async def serve_weights(self, version: int) -> WeightReport:
         if self._loaded is None or self._loaded[0] != version:
             raise WeightUpdateError(f"embedded engine: weight version {version} has not been loaded")
-        _, loader, began = self._loaded
+        _, loader, started = self._loaded
         self._loaded = None
         self._prompts.clear()
         self._version, self._broken = version, ""
         await self._wake()
-        seconds = time.monotonic() - began
+        seconds = time.monotonic() - started
         proof = f"all {loader.count} tensors of the model were set"
         return WeightReport(version, ("embedded",), {}, loader.count, loader.bytes, seconds, proof)
 
@@ -194,7 +194,7 @@ class EmbeddedEngine:
         return await self.serve_weights(version)
 
     async def release_memory(self) -> None:
-        """It has none on a GPU."""
+        """Nothing to do: all of its memory is on the host."""
 
     async def health(self) -> None:
         with self._changed:
@@ -238,7 +238,7 @@ class EmbeddedEngine:
 
     def _fail_all(self, error: EngineError) -> None:
         for request in (*self._running, *self._waiting):
-            self._tile.cache.release(request.pages)
+            self._model.cache.release(request.pages)
             request.future.set_exception(error)
         self._running, self._waiting = [], []
 
@@ -253,10 +253,10 @@ class EmbeddedEngine:
         """Starts waiting requests. Samples of one prompt wait until the first of them has computed it."""
         if self._paused or not self._waiting:
             return
-        computing = {r.prompt_key for r in self._running if not r.made} if self._prompts.size else set()
+        computing = {r.prompt_key for r in self._running if not r.tokens} if self._prompts.size else set()
         kept: list[_Request] = []
         for request in self._waiting:
-            full = len(self._running) >= self._tile.rows
+            full = len(self._running) >= self._model.batch_tokens
             key = request.prompt_key
             if full or key in computing:
                 kept.append(request)
@@ -270,110 +270,86 @@ class EmbeddedEngine:
         self._waiting = kept
 
     def _step(self) -> None:
-        rows = self._tile.rows
-        placed = self._place_rows()
-        tokens, positions = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
-        pages = np.zeros((rows, max(len(request.pages) for request, _, _ in placed)), np.int64)
+        """One forward pass, and one sampled token for each request whose sequence it computed to the end."""
+        size = self._model.batch_tokens
+        pieces = self._next_pieces()
+        tokens, positions = np.zeros(size, np.int64), np.zeros(size, np.int64)
+        pages = np.zeros((size, max(len(request.pages) for request, _, _ in pieces)), np.int64)
         last: list[tuple[int, _Request]] = []
-        row = 0
-        for request, start, end in placed:
-            tokens[row : row + end - start] = [request.token(p) for p in range(start, end)]
-            positions[row : row + end - start] = range(start, end)
-            pages[row : row + end - start, : len(request.pages)] = request.pages
-            row += end - start
+        index = 0
+        for request, start, end in pieces:
+            here = slice(index, index + end - start)
+            tokens[here] = [request.token_at(p) for p in range(start, end)]
+            positions[here] = range(start, end)
+            pages[here, : len(request.pages)] = request.pages
+            index = here.stop
             request.computed = end
             if end == request.length:
-                last.append((row - 1, request))
-        logits = self._tile.forward(*(torch.from_numpy(a) for a in (tokens, positions, pages)))
-        self._draw(logits, last)
+                last.append((index - 1, request))
+        logits = self._model.forward(*(torch.from_numpy(a) for a in (tokens, positions, pages)))
+        self._sample(logits, last)
 
-    def _place_rows(self) -> list[tuple[_Request, int, int]]:
-        """(request, first position, end) of each request's rows: one for each that decodes, the rest for prompts."""
-        spare = self._tile.rows - len(self._running)
-        placed = []
+    def _next_pieces(self) -> list[tuple[_Request, int, int]]:
+        """(request, first position, end) of what each running request computes: one token, and more for prompts."""
+        spare = self._model.batch_tokens - len(self._running)
+        pieces = []
         for request in self._running:
             more = min(spare, request.length - request.computed - 1)
             spare -= more
             end = request.computed + 1 + more
             while len(request.pages) * PAGE < end:
-                request.pages.append(self._tile.cache.allocate())
-            placed.append((request, request.computed, end))
-        return placed
+                request.pages.append(self._model.cache.allocate())
+            pieces.append((request, request.computed, end))
+        return pieces
 
-    def _draw(self, logits: torch.Tensor, last: list[tuple[int, _Request]]) -> None:
-        rows = self._tile.rows
-        params = [IDLE] * rows
-        seeds, positions = np.zeros(rows, np.uint64), np.zeros(rows, np.uint64)
-        for row, request in last:
-            params[row], seeds[row], positions[row] = request.params, request.seed, request.length
-        tokens, logprobs = draw(logits, params, uniform(seeds, positions))
+    def _sample(self, logits: torch.Tensor, last: list[tuple[int, _Request]]) -> None:
+        """`last`: index in the batch of each request's last token."""
+        size = self._model.batch_tokens
+        params = [PADDING] * size
+        seeds, positions = np.zeros(size, np.uint64), np.zeros(size, np.uint64)
+        for index, request in last:
+            params[index], seeds[index], positions[index] = request.params, request.seed, request.length
+        tokens, logprobs = sample_tokens(logits, params, uniform(seeds, positions))
         token_list, logprob_list = tokens.tolist(), logprobs.tolist()
-        for row, request in last:
-            if not request.made:
+        for index, request in last:
+            if not request.tokens:
                 self._prompts.store(request.prompt_key, request.pages)
-            request.made.append(token_list[row])
-            request.logprobs.append(logprob_list[row])
+            request.tokens.append(token_list[index])
+            request.logprobs.append(logprob_list[index])
             reason = self._finish_reason(request)
             if reason is not None:
                 self._finish(request, reason)
 
     def _finish_reason(self, request: _Request) -> FinishReason | None:
-        params, token = request.params, request.made[-1]
+        params, token = request.params, request.tokens[-1]
         if params.stop and self._stop_index(request) is not None:
             return FinishReason.STOP
         if not params.ignore_eos and (token in self._eos or token in params.stop_token_ids):
             return FinishReason.STOP
-        return FinishReason.LENGTH if len(request.made) >= params.max_new_tokens else None
+        return FinishReason.LENGTH if len(request.tokens) >= params.max_new_tokens else None
 
     def _stop_index(self, request: _Request) -> int | None:
-        """Where a stop string begins in the text of the last tokens, or None."""
-        tail = request.made[-(max(map(len, request.params.stop)) + 4) :]
+        """Index of the first stop string in the text of the last tokens, or None."""
+        tail = request.tokens[-(max(map(len, request.params.stop)) + 4) :]
         text = self._tokenizer.decode(tail)
         return min((text.find(stop) for stop in request.params.stop if stop in text), default=None)
 
     def _finish(self, request: _Request, reason: FinishReason) -> None:
         self._running.remove(request)
-        self._tile.cache.release(request.pages)
+        self._model.cache.release(request.pages)
         request.future.set_result(self._completion(request, reason))
 
     def _completion(self, request: _Request, reason: FinishReason) -> Completion:
-        text = self._tokenizer.decode(request.made, skip_special_tokens=True) if self._tokenizer else ""
+        text = self._tokenizer.decode(request.tokens, skip_special_tokens=True) if self._tokenizer else ""
         if reason is FinishReason.STOP and request.params.stop:
             text = text[: min((text.find(s) for s in request.params.stop if s in text), default=len(text))]
-        count = len(request.made)
+        count = len(request.tokens)
         spans = [WeightSpan(self._version, 0, count)] if count else []
-        return Completion(as_tokens(request.made), as_logprobs(request.logprobs), reason, text, spans)
-
-
-class _PromptCache:
-    """Pages of prompts computed with the current weights, so that the G samples of a prompt compute it once."""
-
-    def __init__(self, size: int, cache: PagedCache) -> None:
-        self.size, self._cache = size, cache
-        self._pages: OrderedDict[bytes, list[int]] = OrderedDict()
-
-    def copy(self, key: bytes) -> list[int]:
-        """A copy of the prompt's pages for one request; empty when the prompt is not here."""
-        if key not in self._pages:
-            return []
-        self._pages.move_to_end(key)
-        return self._cache.copy(self._pages[key])
-
-    def store(self, key: bytes, pages: list[int]) -> None:
-        if not self.size or key in self._pages:
-            return
-        while len(self._pages) >= self.size:
-            self._cache.release(self._pages.popitem(last=False)[1])
-        self._pages[key] = self._cache.copy(pages)
-
-    def clear(self) -> None:
-        for pages in self._pages.values():
-            self._cache.release(pages)
-        self._pages.clear()
+        return Completion(as_tokens(request.tokens), as_logprobs(request.logprobs), reason, text, spans)
 
 
 def _eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Every token that ends a sample, as SGLang collects them: configuration, generation configuration, tokenizer."""
+    """Every token that ends a sample, from the places SGLang reads: model, generation and tokenizer configuration."""
     found: set[int] = set()
     for source in (model.config, getattr(model, "generation_config", None), tokenizer):
         value = getattr(source, "eos_token_id", None)

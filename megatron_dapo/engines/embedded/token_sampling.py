@@ -1,7 +1,8 @@
-"""Drawing tokens: the distribution that SGLang samples from, with a random number per (seed, position).
+"""Samples tokens from the distribution that SGLang samples from, with one random number per (seed, position).
 
-Rows are independent of each other, so a request's tokens do not depend on its company. A position's number is a hash
-of the request's seed and the position in the whole sequence: a sample that is cut and continued draws the same.
+Sequences are independent of each other, so a request's tokens do not depend on the batch. The random number of a
+position is a hash of the request's seed and the position in the whole sequence: a sample that is interrupted and
+continued gets the same tokens.
 """
 
 from __future__ import annotations
@@ -33,30 +34,32 @@ def _splitmix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 @torch.inference_mode()
-def draw(logits: Tensor, params: Sequence[SamplingParams], numbers: NDArray[np.float64]) -> tuple[Tensor, Tensor]:
-    """logits [rows, vocabulary] -> (token, log-prob), each [rows]; log-probs as engine.py defines them."""
+def sample_tokens(
+    logits: Tensor, params: Sequence[SamplingParams], numbers: NDArray[np.float64]
+) -> tuple[Tensor, Tensor]:
+    """logits [tokens, vocabulary] -> (token, log-prob), each [tokens]; log-probs as protocol.py defines them."""
     temperatures = torch.tensor([p.temperature if p.temperature > 0 else 1.0 for p in params])
     logprobs = torch.log_softmax(logits.float() / temperatures.unsqueeze(1), dim=-1)
     weights = logprobs.exp().double()
     if any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params):
-        weights = _cut(weights, params)
+        weights = _truncate(weights, params)
     ends = weights.cumsum(-1)
-    marks = torch.from_numpy(numbers).unsqueeze(1) * ends[:, -1:]
-    tokens = (ends <= marks).sum(-1)
+    thresholds = torch.from_numpy(numbers).unsqueeze(1) * ends[:, -1:]
+    tokens = (ends <= thresholds).sum(-1)
     greedy = torch.tensor([p.temperature == 0 for p in params])
-    # A mark that rounds up to the total would fall off the end: take the most likely token instead.
+    # A threshold that rounds up to the total lies beyond the last token: take the most likely one instead.
     tokens = torch.where(greedy | (tokens >= logits.shape[1]), logprobs.argmax(-1), tokens)
     return tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
 
 
-def _cut(weights: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Zero weight outside top-k, top-p and min-p, all measured on the uncut distribution."""
+def _truncate(weights: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Sets weights outside top-k, top-p and min-p to zero; all three are measured on the full distribution."""
     ordered, order = weights.sort(dim=-1, descending=True, stable=True)
     before = ordered.cumsum(-1) - ordered
     top_k = torch.tensor([p.top_k if p.top_k > 0 else weights.shape[1] for p in params]).unsqueeze(1)
     top_p = torch.tensor([p.top_p for p in params], dtype=weights.dtype).unsqueeze(1)
     min_p = torch.tensor([p.min_p for p in params], dtype=weights.dtype).unsqueeze(1)
-    out = torch.arange(weights.shape[1]).unsqueeze(0) >= top_k
-    out |= (before > top_p) & (top_p < 1)
-    out |= ordered < ordered[:, :1] * min_p
-    return torch.zeros_like(weights).scatter_(1, order, ordered.masked_fill(out, 0.0))
+    excluded = torch.arange(weights.shape[1]).unsqueeze(0) >= top_k
+    excluded |= (before > top_p) & (top_p < 1)
+    excluded |= ordered < ordered[:, :1] * min_p
+    return torch.zeros_like(weights).scatter_(1, order, ordered.masked_fill(excluded, 0.0))

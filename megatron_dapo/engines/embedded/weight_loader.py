@@ -1,7 +1,7 @@
-"""Filling a transformers model from HF-named tensors that arrive in buckets: every tensor exactly once, or an error.
+"""Copies buckets of HF-named tensors into a transformers model: every tensor exactly once, or an error.
 
-Names are those of the checkpoint on disk. transformers keeps the experts of a MoE layer in one tensor each for
-gate/up and down; checkpoints have one tensor per expert, and that is what arrives here.
+Names are those of the checkpoint on disk. transformers keeps all experts of a MoE layer in one tensor for gate/up and
+one for down; checkpoints, and so the buckets, have one tensor per expert.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron_dapo.engines.protocol import Bucket
 
 
 class WeightLoader:
-    """`load` and `missing` return what is wrong, or an empty string."""
+    """`load` and `missing` return an error message, or an empty string."""
 
     def __init__(self, model: Any) -> None:
         self._targets = dict(_targets(model))
@@ -33,9 +33,9 @@ class WeightLoader:
             if target is None:
                 return f"the model has no tensor {name!r}"
             if name in self._seen:
-                return f"tensor {name!r} came twice"
+                return f"tensor {name!r} was sent twice"
             if target.shape != tensor.shape:
-                return f"tensor {name!r} has shape {tuple(tensor.shape)}, the model's has {tuple(target.shape)}"
+                return f"tensor {name!r} has shape {tuple(tensor.shape)}, expected {tuple(target.shape)}"
             with torch.no_grad():
                 target.copy_(tensor)
             self._seen.add(name)
@@ -44,11 +44,11 @@ class WeightLoader:
 
     def missing(self) -> str:
         absent = sorted(set(self._targets) - self._seen - ({"lm_head.weight"} if self._tied else set()))
-        return f"{len(absent)} tensors did not come, the first is {absent[0]!r}" if absent else ""
+        return f"{len(absent)} tensors are missing, the first is {absent[0]!r}" if absent else ""
 
 
 def _targets(model: Any) -> list[tuple[str, Tensor]]:
-    """(checkpoint name, the memory it fills) of every tensor of the model."""
+    """Every tensor of the model under its name in a checkpoint."""
     found: list[tuple[str, Tensor]] = []
     for name, parameter in model.state_dict(keep_vars=True).items():
         data = parameter.data

@@ -1,56 +1,81 @@
-"""One SGLang server: what it can do, generation, and the calls that weight updates are made of."""
+"""One SGLang server as seen from here: its capabilities, generation, and the control calls.
+
+Every control call says at its definition whether it may run twice on the server. Those that may are repeated when the
+connection breaks; the others raise `OutcomeUnknown`, and only a restart makes the server's state known again.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import os
+import contextlib
+import logging
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from megatron_dapo.config.rollout import ServerConfig
 from megatron_dapo.engines.protocol import Capabilities, Completion, EngineError, SamplingParams
-from megatron_dapo.engines.sglang.http import Connection, ServerFailure
+from megatron_dapo.engines.sglang.http import (
+    BrokenConnection,
+    Connection,
+    OutcomeUnknown,
+    RequestRefused,
+    ServerFailure,
+)
+from megatron_dapo.engines.sglang.keys import Keys
 from megatron_dapo.engines.sglang.response_parser import parse_completion, version_number
 from megatron_dapo.types import LogProbs, Tokens
 
+log = logging.getLogger(__name__)
+
 OLDEST_VERSION = (0, 5, 17)
-MEMORY = ("kv_cache", "weights")  # SGLang's names for what it can release
+MEMORY_TAGS = ("kv_cache", "weights")  # SGLang's names for the GPU memory that it can release
+HEALTH_SECONDS = 30.0  # SGLang's own health check gives up after 20
 
 
-class SGLangServer:
-    """`serves` is the weight version this server may answer with, or None while it must not be asked."""
+class SGLangClient:
+    """`serves` is the weight version that this server may generate with, or None while it must get no requests."""
 
-    def __init__(self, url: str, config: ServerConfig, *, generate_url: str | None = None) -> None:
-        api, admin = read_key(config.api_key_env), read_key(config.admin_key_env)
-        self.connection = Connection(url, api_key=api, admin_key=admin, timeout=config.control_timeout)
-        self._front = Connection(generate_url, api_key=api, admin_key=admin) if generate_url else self.connection
+    def __init__(
+        self, url: str, config: ServerConfig, *, keys: Keys | None = None, generate_url: str | None = None
+    ) -> None:
+        keys = keys or Keys.of_external_servers(config)
+        connect = partial(Connection, api_key=keys.api, admin_key=keys.admin, timeout=config.control_timeout)
+        self.connection = connect(url)
+        self._generate = connect(generate_url) if generate_url else self.connection
         self.name, self.config = self.connection.url, config
         self.serves: int | None = None
-        self.trouble = ""  # why it serves nothing
+        self.unavailable = ""  # why it serves nothing
         self.in_flight = 0
-        self.resting_until, self.failures = 0.0, 0
-        self._capabilities: Capabilities | None = None
+        self.backoff_until, self.failures = 0.0, 0  # the load balancer's
+        self.last_completion = time.monotonic()
         self.tensor_parallel = 1
-        self._released: set[str] = set()  # what of its GPU memory is the trainer's at the moment
+        self.recovering = False  # its supervisor is working on it
+        self.incarnation = 0  # counts the processes that have served at this URL, as far as was noticed
+        self._labels: set[str] = set()  # what its version label can be if it is still the same process
+        self._capabilities: Capabilities | None = None
+        self._released: set[str] = set()  # memory tags that it has released
+
+    # ---- what it is ----
 
     async def capabilities(self) -> Capabilities:
         if self._capabilities is None:
-            self._capabilities = await self._ask_capabilities()
+            self._capabilities = await self._read_capabilities()
         return self._capabilities
 
-    async def _ask_capabilities(self) -> Capabilities:
+    async def _read_capabilities(self) -> Capabilities:
         info = await self.connection.get("/server_info")
         version = str(info.get("version", ""))
         if _numbers(version) < OLDEST_VERSION:
-            raise EngineError(f"server {self.name}: it is SGLang {version}; 0.5.17 or newer is needed")
+            raise EngineError(f"server {self.name} runs SGLang {version}; expected 0.5.17 or newer")
         self.tensor_parallel = int(info.get("tp_size") or 1)
         try:
             paths = set((await self.connection.get("/openapi.json"))["paths"])
         except (EngineError, KeyError, TypeError):
-            # The list of calls may be switched off; then ask for the one that differs.
+            # The list of endpoints may be switched off; then ask for the one that differs between versions.
             paths = {"/begin_weight_update"} if await self._has("/begin_weight_update") else set()
         return Capabilities(
             engine="sglang", version=version, seeded=bool(info.get("enable_deterministic_inference")),
@@ -63,8 +88,8 @@ class SGLangServer:
     async def _has(self, path: str) -> bool:
         try:
             await self.connection.get(path)
-        except EngineError as error:
-            return " answered 404" not in str(error)
+        except (RequestRefused, ServerFailure) as error:
+            return error.status != 404
         return True
 
     async def _can_checksum(self) -> bool:
@@ -74,12 +99,28 @@ class SGLangServer:
             return False
         return True
 
+    async def notice_restart(self) -> None:
+        """Compares its version label with the one it was given last: a restarted SGLang has the label `default`."""
+        label = await self.version_label()
+        if self._labels and label not in self._labels:
+            self.restarted()
+        self._labels = {label}
+
+    def restarted(self) -> None:
+        """A new process serves at this URL: it is in no process group and holds all of its memory."""
+        self.incarnation += 1
+        self._capabilities, self._released, self._labels = None, set(), set()
+
+    # ---- generation ----
+
     async def generate(self, request_id: str, prompt: Tokens, params: SamplingParams) -> Completion:
+        """One try; the engine repeats it, here or elsewhere."""
         body = {
             "rid": request_id, "input_ids": prompt, "sampling_params": _sampling(params),
             "return_logprob": True, "logprob_start_len": -1,
         }  # fmt: skip
-        content = await self._front.call("POST", "/generate", body, timeout=self.config.request_timeout)
+        content = await self._generate.generate(body, self.config.sample_seconds(params.max_new_tokens))
+        self.last_completion = time.monotonic()
         return parse_completion(content, f"server {self.name}, request {request_id}")
 
     async def logprobs_of(self, tokens: Sequence[int]) -> LogProbs:
@@ -90,20 +131,24 @@ class SGLangServer:
         }  # fmt: skip
         reply = await self.connection.post("/generate", body)
         try:
-            rows = reply["meta_info"]["input_token_logprobs"][1:]
-            found = np.array([row[0] for row in rows], dtype=np.float32)
+            entries = reply["meta_info"]["input_token_logprobs"][1:]
+            found = np.array([entry[0] for entry in entries], dtype=np.float32)
         except (KeyError, TypeError, IndexError) as error:
-            raise ServerFailure(f"server {self.name}: the log-prob probe's answer lacks {error}") from error
+            raise ServerFailure(f"server {self.name}: the reply to the log-prob probe lacks {error}") from error
         if len(found) != len(tokens) - 1 or not np.isfinite(found).all():
             raise ServerFailure(f"server {self.name}: the log-prob probe gave {found} for {len(tokens)} tokens")
         return found
 
     async def abort(self, request_id: str | None = None) -> None:
-        await self._order("/abort_request", {"rid": request_id} if request_id else {"abort_all": True})
+        """Repeatable: aborting a request that is gone does nothing."""
+        await self._control("/abort_request", {"rid": request_id} if request_id else {"abort_all": True})
 
     async def pause(self) -> None:
-        """Aborts what runs and waits until it has come back, under the label of the weights that made it."""
-        await self._order("/pause_generation", {"mode": "abort"})
+        """Aborts all requests and waits until they have returned, under the label of the weights that generated them.
+
+        Repeatable: a paused server pauses again.
+        """
+        await self._control("/pause_generation", {"mode": "abort"})
         deadline = time.monotonic() + self.config.control_timeout
         while self.in_flight:
             if time.monotonic() > deadline:
@@ -114,14 +159,18 @@ class SGLangServer:
             await asyncio.sleep(0.005)
 
     async def resume(self) -> None:
-        await self._order("/continue_generation", {})
+        """Repeatable: a server that is not paused ignores it."""
+        await self._control("/continue_generation", {})
 
-    async def flush_cache(self) -> None:
-        await self._order("/flush_cache", {})
+    async def flush_cache(self, timeout: float | None = None) -> None:
+        """Repeatable. It passes through the scheduler, so its reply comes after everything sent before has run."""
+        await self._control("/flush_cache", {}, timeout)
+
+    # ---- GPU memory ----
 
     async def release_memory(self) -> None:
-        """Weights and KV cache are gone until `take_memory`. The order comes when the server is idle, since it would
-        end one that is not."""
+        """Weights and KV cache are gone until `resume_memory`. Waits until the server is idle: SGLang exits if it is
+        not. Not repeatable: releasing memory twice ends the process (torch_memory_saver)."""
         if not (await self.capabilities()).releases_memory:
             raise EngineError(
                 f"server {self.name} cannot release its GPU memory (rollout.servers.share_gpus): start it with "
@@ -129,33 +178,47 @@ class SGLangServer:
             )
         await self.pause()
         await self._until_idle()
-        await self._order("/release_memory_occupation", {"tags": list(MEMORY)})
-        self._released = set(MEMORY)
+        self._released = set(MEMORY_TAGS)  # also if the reply is lost: the request was sent, and most likely ran
+        await self._control("/release_memory_occupation", {"tags": list(MEMORY_TAGS)}, repeatable=False)
 
-    async def take_memory(self, part: str) -> None:
-        """Gets `part` of the memory back, if it was released; its contents are not what they were."""
-        if part in self._released:
-            await self._order("/resume_memory_occupation", {"tags": [part]})
-            self._released.remove(part)
+    async def resume_memory(self, tag: str) -> None:
+        """Takes the memory of `tag` back, if it was released; its contents are undefined.
+
+        Not repeatable: resuming what is not released raises KeyError in SGLang's scheduler, which ends the process. If
+        the connection breaks, the call most likely ran, so the update goes on; if it did not run, the server fails at
+        the next call that uses the memory.
+        """
+        if tag not in self._released:
+            return
+        self._released.remove(tag)
+        try:
+            await self._control("/resume_memory_occupation", {"tags": [tag]}, repeatable=False)
+        except OutcomeUnknown as error:
+            if not isinstance(error.__cause__, BrokenConnection):
+                raise
+            log.warning("%s; going on as if it had run", error)
 
     async def _until_idle(self) -> None:
-        """An aborted request has come back before the scheduler has forgotten it."""
+        """An aborted request returns a moment before the scheduler has removed it."""
         deadline = time.monotonic() + self.config.control_timeout
         while True:
             try:
-                return await self.flush_cache()  # refused (4xx) while anything runs
-            except EngineError as error:
-                if isinstance(error, ServerFailure) or time.monotonic() > deadline:
+                return await self.flush_cache()
+            except RequestRefused:  # something still runs
+                if time.monotonic() > deadline:
                     raise
             await asyncio.sleep(0.02)
 
-    def forget_memory(self) -> None:
-        """It was started again, and holds all of its memory."""
-        self._released = set()
+    # ---- health and version ----
 
-    async def health(self) -> None:
-        """Answers without generating anything."""
-        await self.connection.get("/model_info")
+    async def answers(self, tries: int = 4) -> None:
+        """Raises ServerFailure when its HTTP server does not reply. Generates nothing."""
+        await self.connection.get("/model_info", tries=tries)
+
+    async def generates(self) -> None:
+        """Raises ServerFailure unless a token comes out of it. A busy server proves it with the tokens of its requests,
+        so this never waits in its queue. Fails while the server is paused."""
+        await self.connection.control("GET", "/health_generate", None, timeout=HEALTH_SECONDS)
 
     async def version_label(self) -> str:
         return str((await self.connection.get("/model_info")).get("weight_version"))
@@ -164,27 +227,83 @@ class SGLangServer:
         return version_number(await self.version_label(), f"server {self.name}")
 
     async def set_version_label(self, label: str) -> None:
-        await self._order("/update_weight_version", {"new_version": label, "abort_all_requests": False})
+        """Repeatable: the same label again."""
+        self._labels.add(label)
+        await self._control("/update_weight_version", {"new_version": label, "abort_all_requests": False})
+        self._labels = {label}
 
     async def checksums(self) -> dict[str, str]:
-        """Its own checksum of each tensor it holds, over all ranks."""
-        reply = await self._order("/weights_checker", {"action": "checksum"})
+        """Its own checksum of each tensor, over all ranks. Repeatable: it only reads."""
+        reply = await self._control("/weights_checker", {"action": "checksum"})
         ranks = reply.get("ranks") or []
         return {
             f"{index}.{name}": value for index, rank in enumerate(ranks) for name, value in rank["checksums"].items()
         }
 
-    async def update_call(self, path: str, body: dict[str, Any], timeout: float) -> None:
-        await self._order(path, body, timeout)
+    # ---- weights ----
+
+    async def begin_update(self, timeout: float) -> None:
+        """Opens a session for tensor and distributed updates. Repeatable together with closing the session first."""
+        close = partial(self.close_update_session, timeout)
+        await close()
+        await self._control("/begin_weight_update", {}, timeout, before_repeat=close)
+
+    async def close_update_session(self, timeout: float) -> None:
+        """Closes a session that an earlier update left open; SGLang would refuse the next update. Repeatable."""
+        with contextlib.suppress(RequestRefused):
+            await self._control("/end_weight_update", {}, timeout)
+
+    async def end_update(self, timeout: float) -> None:
+        """Repeatable: if the first try closed the session, the second is refused, which then means success."""
+        try:
+            await self._control("/end_weight_update", {}, timeout)
+        except RequestRefused as error:
+            if not error.repeated:
+                raise
+
+    async def load_from_disk(self, path: str, timeout: float) -> None:
+        """Repeatable, but not while the first try still runs: two disk updates at once end SGLang. `flush_cache` waits
+        for it."""
+        body, wait = {"model_path": path}, partial(self.flush_cache, timeout)
+        await self._control("/update_weights_from_disk", body, timeout, before_repeat=wait)
+
+    async def load_tensors(self, payload: str, timeout: float) -> None:
+        """Repeatable while the shared memory behind `payload` exists: the same values are copied again."""
+        body = {"serialized_named_tensors": [payload] * self.tensor_parallel, "flush_cache": False}
+        await self._control("/update_weights_from_tensor", body, timeout)
+
+    async def join_group(self, body: dict[str, Any], timeout: float) -> None:
+        """Not repeatable: all members of a process group meet once. A new group under a new name can be made."""
+        await self._control("/init_weights_update_group", body, timeout, repeatable=False)
+
+    async def leave_group(self, name: str) -> None:
+        await self._control("/destroy_weights_update_group", {"group_name": name}, 10.0)
+
+    async def receive_broadcast(self, body: dict[str, Any], label: str, timeout: float) -> None:
+        """Not repeatable: a broadcast is a collective. The call sets the version label to `label` when it has run, so
+        after a lost reply the label tells whether it has."""
+        self._labels.add(label)
+        try:
+            await self._control(
+                "/update_weights_from_distributed", body | {"weight_version": label}, timeout, repeatable=False
+            )
+        except ServerFailure as error:
+            if error.status is not None or await self.version_label() != label:
+                raise
+        self._labels = {label}
+
+    # ---- ----
 
     async def close(self) -> None:
         await self.connection.close()
-        if self._front is not self.connection:
-            await self._front.close()
+        if self._generate is not self.connection:
+            await self._generate.close()
 
-    async def _order(self, path: str, body: dict[str, Any], timeout: float | None = None) -> dict[str, Any]:
+    async def _control(
+        self, path: str, body: dict[str, Any], timeout: float | None = None, **options: Any
+    ) -> dict[str, Any]:
         """A control call; `success: false` is a failure whatever the status says."""
-        content = await self.connection.call("POST", path, body, timeout=timeout, admin=True)
+        content = await self.connection.control("POST", path, body, timeout=timeout, admin=True, **options)
         if content[:1] != b"{":
             return {}
         reply = self.connection.decode(path, content)
@@ -205,15 +324,6 @@ def _sampling(params: SamplingParams) -> dict[str, Any]:
     if params.seed is not None:
         found["sampling_seed"] = params.seed
     return found
-
-
-def read_key(variable: str | None) -> str | None:
-    if variable is None:
-        return None
-    key = os.environ.get(variable)
-    if not key:
-        raise EngineError(f"rollout.servers names the key in the environment variable {variable}, which is not set")
-    return key
 
 
 def _numbers(version: str) -> tuple[int, ...]:

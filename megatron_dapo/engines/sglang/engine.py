@@ -2,16 +2,18 @@
 
 - A request goes to the least busy server that serves the current weight version; samples of one prompt prefer the
   same server, whose cache then holds the prompt.
-- Generating is safe to repeat: a request that a server failed is sent again, elsewhere if possible. What a server
-  refuses (4xx) is final.
-- A server whose answer carries another weight version than ours (it restarted, someone else updated it) serves
-  nothing until it has ours.
+- A request that a server failed is sent again, to another server if there is one. A refusal (4xx) is final.
+- A server that fails a control call serves nothing until the supervision has recovered it: admitted it again with the
+  current weights, or restarted it. A failed server is an error only when no server is left that could recover.
+- A completion with an older weight version (the server restarted) is not used, and the server gets the current weights.
+  A version that was never sent to it is a `ForeignWeightsError`: somebody else updates the server.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import zlib
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
@@ -21,56 +23,92 @@ from typing import Any
 import numpy as np
 
 from megatron_dapo.config.rollout import RolloutConfig
-from megatron_dapo.engines.protocol import Bucket, Capabilities, Completion, EngineError, SamplingParams, WeightReport
-from megatron_dapo.engines.sglang.client import SGLangServer
-from megatron_dapo.engines.sglang.http import ServerFailure, failures, wait_all
-from megatron_dapo.engines.sglang.load_balancer import Admission
+from megatron_dapo.engines.protocol import (
+    Bucket,
+    Capabilities,
+    Completion,
+    EngineError,
+    ForeignWeightsError,
+    SamplingParams,
+    WeightReport,
+)
+from megatron_dapo.engines.sglang.client import SGLangClient
+from megatron_dapo.engines.sglang.http import (
+    OutcomeUnknown,
+    RequestRefused,
+    ServerFailure,
+    failures,
+    nobody_listens,
+    wait_all,
+)
+from megatron_dapo.engines.sglang.load_balancer import LoadBalancer
+from megatron_dapo.engines.sglang.response_parser import UnfinishedUpdate, UnknownLabel
+from megatron_dapo.engines.sglang.supervision import Supervision, Unsupervised
 from megatron_dapo.engines.sglang.weights.snapshot import Snapshot
-from megatron_dapo.engines.sglang.weights.update import WeightUpdate
+from megatron_dapo.engines.sglang.weights.update import WeightUpdater
 from megatron_dapo.types import FinishReason, LogProbs, Tokens, as_logprobs, as_tokens
+
+log = logging.getLogger(__name__)
 
 NO_SERVER_PATIENCE = 30.0
 
 
-async def _nothing_to_wait_for() -> None:
-    pass
-
-
 class SGLangEngine:
     def __init__(
-        self, servers: Sequence[SGLangServer], config: RolloutConfig, *, model: str = "", version: int = 0
+        self, servers: Sequence[SGLangClient], config: RolloutConfig, *, model: str = "", version: int = 0
     ) -> None:
         """`model` is the HF directory that servers were started with; disk updates copy its configuration files."""
         self.servers, self.config, self._version = list(servers), config, version
+        self._sent_versions = {0, version}  # 0: the weights that a server starts with
         self.snapshot = Snapshot(config.weights.directory, model)
-        self._update = WeightUpdate(config.weights, self.snapshot)
+        self._update = WeightUpdater(config.weights, self.snapshot)
         self.patience = NO_SERVER_PATIENCE  # how long a request waits for any server to serve; the fleet raises it
-        self._admission = Admission(self.servers, config.servers.max_running)
-        self._changing = asyncio.Lock()  # two updates of one server at a time can end it
-        self._epoch = 0
-        self.resting = False  # the trainer has the GPUs
-        self._where: dict[str, tuple[SGLangServer, str]] = {}
+        self.supervision: Supervision = Unsupervised()
+        self._balancer = LoadBalancer(
+            self.servers, config.servers.max_running, lambda: self.supervision.recovering() and not self.memory_released
+        )
+        self._changing = asyncio.Lock()  # held while servers change weights or memory: two updates at once end SGLang
+        self._epoch = 0  # counts the times that all requests were aborted
+        self.memory_released = False  # the trainer has the GPUs
+        self._updating = False  # between the start of `load_weights` and the end of the update
+        self._running: dict[str, tuple[SGLangClient, str]] = {}  # request -> its server, and its name there
         self._aborted: set[str] = set()
         self._background: set[asyncio.Task[Any]] = set()
-        self.on_close: Callable[[], Awaitable[None]] | None = None
-        self.all_up: Callable[[], Awaitable[None]] = _nothing_to_wait_for  # servers that died while they rested
-        self.on_failure: Callable[[SGLangServer], None] = lambda server: None  # whoever watches may look at once
 
     @classmethod
     async def connect(
         cls, urls: Sequence[str], config: RolloutConfig, *, model: str = "", version: int = 0
     ) -> SGLangEngine:
-        """An engine over servers that already run."""
+        """An engine over servers that already run, without supervision."""
         router = config.servers.router_url
-        engine = cls([SGLangServer(url, config.servers, generate_url=router) for url in urls], config,
-                     model=model, version=version)  # fmt: skip
+        clients = [SGLangClient(url, config.servers, generate_url=router) for url in urls]
+        engine = cls(clients, config, model=model, version=version)
         results = await wait_all({server.name: engine.admit(server) for server in engine.servers})
         for error in failures(results).values():
             await engine.close()
             raise error
         return engine
 
-    async def admit(self, server: SGLangServer) -> None:
+    @property
+    def weight_version(self) -> int:
+        return self._version
+
+    @property
+    def gpus_in_use(self) -> bool:
+        """Whether a trainer on the same GPUs needs memory that a starting server would take."""
+        return self.memory_released or (self.config.servers.share_gpus and self._updating)
+
+    @property
+    def generating(self) -> bool:
+        """Whether servers accept requests now: not paused, not updating, GPUs not with the trainer."""
+        return self._balancer.open and not self._changing.locked() and not self.gpus_in_use
+
+    async def capabilities(self) -> Capabilities:
+        return await self.servers[0].capabilities()
+
+    # ---- servers that come and fail ----
+
+    async def admit(self, server: SGLangClient) -> None:
         """Lets a server serve, if it holds the current version or can be given it."""
         while True:
             async with self._changing:
@@ -79,178 +117,230 @@ class SGLangEngine:
                         await self._admit(server)
                     break
             await asyncio.sleep(0.05)  # between load and serve the trainer may still use the KV cache's memory
-        self._admission.wake_all()
+        self._balancer.wake_all()
 
-    async def _admit(self, server: SGLangServer) -> None:
+    async def _admit(self, server: SGLangClient) -> None:
+        await server.notice_restart()
         await server.capabilities()
         try:
             held: int | None = await server.version()
-        except ServerFailure:
+        except (UnfinishedUpdate, UnknownLabel):
             held = None
         if held != self._version:
             if self.snapshot.current is None:
-                server.trouble = f"it holds weight version {held}, current is {self._version}"
+                server.unavailable = f"it holds weight version {held}, current is {self._version}"
                 return
             await self._update.from_snapshot(self._version, server)
-        server.serves, server.trouble, server.resting_until, server.failures = self._version, "", 0.0, 0
+        else:
+            await server.resume()  # a pause whose reply was lost may have left it paused
+        server.serves, server.unavailable, server.backoff_until, server.failures = self._version, "", 0.0, 0
 
-    @property
-    def weight_version(self) -> int:
-        return self._version
-
-    async def capabilities(self) -> Capabilities:
-        return await self.servers[0].capabilities()
+    def _fail(self, server: SGLangClient, cause: BaseException) -> None:
+        """It gets no requests until the supervision has recovered it."""
+        server.serves, server.unavailable = None, str(cause)
+        self.supervision.recover(server, cause)
 
     # ---- generation ----
 
     async def generate(self, request_id: str, prompt: Tokens, params: SamplingParams) -> Completion:
         epoch, failure = self._epoch, ""
         key = zlib.crc32(np.ascontiguousarray(prompt[:256]).tobytes())
+        failed_on: set[SGLangClient] = set()
 
         def aborted() -> bool:
             return self._epoch != epoch or request_id in self._aborted
 
         for attempt in range(self.config.servers.attempts):
             version = self._version
-            server = await self._admission.acquire(key, version, aborted, self.patience)
+            server = await self._balancer.acquire(key, version, aborted, self.patience, failed_on)
             if server is None:
                 self._aborted.discard(request_id)
                 return Completion(as_tokens([]), as_logprobs([]), FinishReason.ABORT)
             name = f"{request_id}-try{attempt}" if attempt else request_id
-            self._where[request_id] = (server, name)
+            self._running[request_id] = (server, name)
             try:
                 completion = await server.generate(name, prompt, params)
                 self._check_version(server, completion, version)
-                server.failures = 0
+                server.failures, completion.server = 0, server.name
                 return completion
+            except UnknownLabel as error:
+                raise self._foreign(server, str(error)) from error
             except ServerFailure as error:
                 failure = str(error)
-                self._admission.let_rest(server)
-                self.on_failure(server)
+                failed_on.add(server)
+                self._balancer.back_off(server)
+                self.supervision.check(server)
                 self._in_background(partial(server.abort, name))
             except asyncio.CancelledError:
                 self._in_background(partial(server.abort, name))
                 raise
             finally:
-                self._where.pop(request_id, None)
+                self._running.pop(request_id, None)
                 self._aborted.discard(request_id)
-                self._admission.release(server)
+                self._balancer.release(server)
         tries = self.config.servers.attempts
         raise EngineError(f"request {request_id}: {tries} tries failed (rollout.servers.attempts); the last: {failure}")
 
-    def _check_version(self, server: SGLangServer, completion: Completion, version: int) -> None:
+    def _check_version(self, server: SGLangClient, completion: Completion, version: int) -> None:
         """`version` is the one that was current when the request was sent."""
-        strange = {span.version for span in completion.weight_spans} - {version}
-        if strange:
-            trouble = f"it answered with weight version {min(strange)}, expected {version}"
+        others = {span.version for span in completion.weight_spans} - {version}
+        if others - self._sent_versions:
+            found = min(others - self._sent_versions)
+            raise self._foreign(server, f"server {server.name}: it generated with weight version {found}")
+        if others:
+            cause = f"it generated with weight version {min(others)}, expected {version}"
             if server.serves == version:
-                server.serves, server.trouble = None, trouble
-                self._in_background(partial(self.admit, server))
-            raise ServerFailure(f"server {server.name}: {trouble}; was it restarted?")
+                server.serves, server.unavailable = None, cause
+                self._in_background(partial(self._readmit, server))
+            raise ServerFailure(f"server {server.name}: {cause}; was it restarted?")
+
+    def _foreign(self, server: SGLangClient, found: str) -> ForeignWeightsError:
+        server.serves = None
+        server.unavailable = (
+            f"{found}, which this run has never sent; current is {self._version}. Somebody else updates this server: "
+            "give each run its own servers, or protect them with a key (rollout.servers.api_key_env)"
+        )
+        return ForeignWeightsError(server.unavailable)
+
+    async def _readmit(self, server: SGLangClient) -> None:
+        try:
+            await self.admit(server)
+        except EngineError as error:
+            self._fail(server, error)
 
     # ---- control ----
 
     async def abort(self, request_id: str | None = None) -> None:
         if request_id is not None:
             self._aborted.add(request_id)
-            if request_id in self._where:
-                server, name = self._where[request_id]
-                # Behind a router nobody knows who has the request: ask all.
+            if request_id in self._running:
+                server, name = self._running[request_id]
+                # Only the router knows which server has the request: ask all.
                 asked = self.servers if self.config.servers.router_url else [server]
                 await wait_all({other.name: other.abort(name) for other in asked})
-            self._admission.wake_all()
+            self._balancer.wake_all()
             return
-        self._epoch += 1
-        self._admission.wake_all()
+        self._abort_waiting()
         busy = [server for server in self.servers if server.in_flight or self.config.servers.router_url]
         await wait_all({server.name: server.abort() for server in busy})
 
-    async def pause(self) -> None:
-        self._admission.open = False
+    def _abort_waiting(self) -> None:
         self._epoch += 1
-        self._admission.wake_all()
-        await self._to_serving("pause")
+        self._balancer.wake_all()
+
+    async def pause(self) -> None:
+        self._balancer.open = False
+        self._abort_waiting()
+        await self._tell_serving(SGLangClient.pause)
 
     async def resume(self) -> None:
-        await self._to_serving("resume")
-        self._admission.open = True
-        self._admission.wake_all()
+        await self._tell_serving(SGLangClient.resume)
+        self._balancer.open = True
+        self._balancer.wake_all()
 
-    async def _to_serving(self, order: str) -> None:
-        """A server that cannot be paused or resumed serves nothing until it has been admitted again."""
+    async def _tell_serving(self, call: Callable[[SGLangClient], Awaitable[None]]) -> None:
         serving = [server for server in self.servers if server.serves is not None]
-        failed = failures(await wait_all({server.name: getattr(server, order)() for server in serving}))
+        failed = failures(await wait_all({server.name: call(server) for server in serving}))
         for server in serving:
             if server.name in failed:
-                server.serves, server.trouble = None, str(failed[server.name])
+                self._fail(server, failed[server.name])
 
     async def load_weights(self, version: int, buckets: Iterable[Bucket], executor: Executor | None = None) -> None:
-        if self.resting:
-            self.resting = False
-            await self.all_up()
-        async with self._changing:
-            self._epoch += 1
-            self._admission.wake_all()
-            self._version = version
-            with self._closed_for_requests():
-                await self._update.load(version, self.servers, buckets, executor)
+        if not self._update.keeps_snapshot:
+            self.memory_released = False
+            await self.supervision.recovered()  # without a snapshot, servers that come later cannot get the weights
+        self._updating, self.memory_released = True, False
+        try:
+            async with self._changing:
+                self._abort_waiting()
+                self._version = version
+                self._sent_versions.add(version)
+                with self._closed_for_requests():
+                    await self._update.load(version, self.servers, buckets, executor)
+        except BaseException:
+            self._updating = False
+            raise
 
     async def serve_weights(self, version: int) -> WeightReport:
-        async with self._changing:
-            with self._closed_for_requests():
-                return await self._update.serve(version)
-
-    @contextlib.contextmanager
-    def _closed_for_requests(self) -> Iterator[None]:
-        was_open, self._admission.open = self._admission.open, False
-        try:
-            yield
-        finally:
-            if was_open:
-                self._admission.open = True
-                self._admission.wake_all()
+        with self._closed_for_requests():
+            try:
+                async with self._changing:
+                    failed = await self._update.serve(version)
+            finally:
+                self._updating = False
+            for server in self.servers:
+                if server.name in failed:
+                    self._fail(server, failed[server.name])
+            if len(failed) == len(self.servers):
+                await self.supervision.recovered()
+            return self._update.report()
 
     async def update_weights(self, version: int, buckets: Iterable[Bucket]) -> WeightReport:
         await self.load_weights(version, buckets)
         return await self.serve_weights(version)
 
+    @contextlib.contextmanager
+    def _closed_for_requests(self) -> Iterator[None]:
+        was_open, self._balancer.open = self._balancer.open, False
+        try:
+            yield
+        finally:
+            if was_open:
+                self._balancer.open = True
+                self._balancer.wake_all()
+
     async def release_memory(self) -> None:
+        self.memory_released = True  # from now on no server is started
+        recovering = [server for server in self.servers if server.recovering]
+        not_ended = await self.supervision.end(recovering)
         async with self._changing:
-            self._epoch += 1
-            self._admission.wake_all()
-            self.resting = True
+            self._abort_waiting()
             for server in self.servers:
-                server.serves, server.trouble = None, "the trainer has its GPUs"
-            results = await wait_all({server.name: server.release_memory() for server in self.servers})
-        for error in failures(results).values():
+                server.serves, server.unavailable = None, "the trainer has its GPUs"
+            up = [server for server in self.servers if server not in recovering or server in not_ended]
+            results = await wait_all({server.name: server.release_memory() for server in up})
+        for server in up:
+            if isinstance(error := results[server.name], BaseException):
+                await self._free_gpus_of(server, error)
+
+    async def _free_gpus_of(self, server: SGLangClient, error: BaseException) -> None:
+        """It has not released its memory, or it is not known whether it has. When it has ended, it has."""
+        if not isinstance(error, ServerFailure | RequestRefused):
+            raise error
+        log.warning("server %s did not release its GPU memory: %s", server.name, error)
+        self._fail(server, error)
+        if not await self.supervision.end([server]):
+            return
+        # It is not ours to end. A lost reply most likely means that the call ran.
+        if not (isinstance(error, OutcomeUnknown) or nobody_listens(error)):
             raise error
 
     async def logprobs_of(self, tokens: Sequence[int]) -> dict[str, LogProbs]:
-        """What each serving server gives for a fixed text, so that a trainer can compare it with its own."""
+        """The log-probs of a text on each serving server, for a trainer to compare with its own."""
         serving = [server for server in self.servers if server.serves == self._version]
         return {server.name: await server.logprobs_of(tokens) for server in serving}
 
     async def health(self) -> None:
-        results = await wait_all({server.name: server.health() for server in self.servers})
+        results = await wait_all({server.name: server.answers() for server in self.servers})
         well = [s for s in self.servers if s.serves == self._version and not isinstance(results[s.name], BaseException)]
         if not well:
-            causes = "; ".join(f"{s.name}: {s.trouble or results[s.name]}" for s in self.servers)
+            causes = "; ".join(f"{s.name}: {s.unavailable or results[s.name]}" for s in self.servers)
             raise EngineError(f"no server serves weight version {self._version}: {causes}")
 
     async def close(self) -> None:
+        await self.supervision.stop()
         for task in self._background:
             task.cancel()
         await self._update.close()
         await wait_all({server.name: server.close() for server in self.servers})
         self.snapshot.close()
-        if self.on_close is not None:
-            await self.on_close()
+        await self.supervision.close()
 
     def _in_background(self, work: Callable[[], Awaitable[None]]) -> None:
-        async def quietly() -> None:
-            with contextlib.suppress(EngineError):
+        async def run() -> None:
+            with contextlib.suppress(EngineError):  # an abort that fails: the request is over anyway
                 await work()
 
-        task = asyncio.ensure_future(quietly())
+        task = asyncio.ensure_future(run())
         self._background.add(task)
         task.add_done_callback(self._background.discard)

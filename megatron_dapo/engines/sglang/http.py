@@ -1,9 +1,18 @@
-"""JSON over HTTP to one server. Every call has a timeout; every failure names the server, the call and the cause."""
+"""JSON over HTTP to one server. Every call has a timeout; every error names the server, the call and the cause.
+
+Two connection pools. Samples (`generate`) use keep-alive connections that are dropped after KEEP_ALIVE idle seconds,
+earlier than any server drops them: a request sent on a connection that the server is closing is lost. Control calls
+open a connection each, so for them a broken connection always means that something failed.
+
+A control call whose connection breaks is sent again a few times. Whether it may run twice is the caller's knowledge
+(`repeatable`). If it may not, it is sent again only when the server cannot have received it; otherwise the outcome is
+unknown and the error is `OutcomeUnknown`.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import aiohttp
@@ -11,14 +20,40 @@ import orjson
 
 from megatron_dapo.engines.protocol import EngineError
 
-LOOK = 300  # characters of a reply that an error message quotes
+QUOTED = 300  # characters of a reply that an error message quotes
+KEEP_ALIVE = 2.0  # seconds; uvicorn, and with it SGLang, closes idle connections after 5
+PAUSES = (0.1, 0.4, 1.5)  # seconds before the second, third and last try of a control call
 
 
 class ServerFailure(EngineError):
-    """The server (or the way to it) failed: unreachable, 5xx, too slow, or an answer that makes no sense.
+    """The server or the network failed: unreachable, 5xx, too slow, or a reply that makes no sense.
 
-    The same request may succeed elsewhere or later. A refusal (4xx) is a plain EngineError and is final.
+    The same request may succeed later or on another server. `status`: of the HTTP reply, if there was one.
     """
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class NotSent(ServerFailure):
+    """No connection: the server has not received the request."""
+
+
+class BrokenConnection(ServerFailure):
+    """The connection broke before the reply was complete: the server may or may not have run the call."""
+
+
+class OutcomeUnknown(ServerFailure):
+    """A call that must not run twice got no reply: the server is in one of two states."""
+
+
+class RequestRefused(EngineError):
+    """A 4xx reply: the same request would be refused again. `repeated`: an earlier try of this call broke off."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status, self.repeated = status, False
 
 
 class Connection:
@@ -27,59 +62,104 @@ class Connection:
     ) -> None:
         self.url = url.rstrip("/")
         self._api_key, self._admin_key, self._timeout = api_key, admin_key or api_key, timeout
-        self._session: aiohttp.ClientSession | None = None
+        self._sessions: dict[bool, aiohttp.ClientSession] = {}  # keep-alive or not -> session
 
-    async def get(self, path: str, *, timeout: float | None = None) -> Any:
-        return self.decode(path, await self.call("GET", path, None, timeout=timeout))
+    async def get(self, path: str, *, timeout: float | None = None, tries: int = len(PAUSES) + 1) -> Any:
+        return self.decode(path, await self.control("GET", path, None, timeout=timeout, tries=tries))
 
-    async def post(self, path: str, body: Any, *, timeout: float | None = None, admin: bool = False) -> Any:
-        return self.decode(path, await self.call("POST", path, body, timeout=timeout, admin=admin))
+    async def post(self, path: str, body: Any, *, timeout: float | None = None) -> Any:
+        return self.decode(path, await self.control("POST", path, body, timeout=timeout))
 
-    async def call(
-        self, method: str, path: str, body: Any, *, timeout: float | None = None, admin: bool = False
+    async def generate(self, body: Any, timeout: float) -> bytes:
+        """One try, on a keep-alive connection."""
+        return await self._call("POST", "/generate", body, timeout, self._api_key, keep_alive=True)
+
+    async def control(
+        self,
+        method: str,
+        path: str,
+        body: Any,
+        *,
+        timeout: float | None = None,
+        admin: bool = False,
+        repeatable: bool = True,
+        before_repeat: Callable[[], Awaitable[None]] | None = None,
+        tries: int = len(PAUSES) + 1,
     ) -> bytes:
-        """The body of a 2xx reply."""
-        seconds = timeout or self._timeout
-        headers = {"Content-Type": "application/json"} | self._authorization(admin)
+        """The body of a 2xx reply. `before_repeat` is awaited before a call that may have run is sent again."""
+        key = self._admin_key if admin else self._api_key
+        repeated = False
+        for pause in (*PAUSES[: tries - 1], None):
+            try:
+                return await self._call(method, path, body, timeout or self._timeout, key, keep_alive=False)
+            except RequestRefused as error:
+                error.repeated = repeated
+                raise
+            except NotSent:
+                if pause is None:
+                    raise
+            except ServerFailure as error:
+                if not repeatable and error.status is None:
+                    raise OutcomeUnknown(f"{error}; it must not run twice, so it is not repeated") from error
+                if pause is None or not isinstance(error, BrokenConnection):
+                    raise
+                repeated = True
+            await asyncio.sleep(pause)
+            if repeated and before_repeat is not None:
+                await before_repeat()
+        raise AssertionError("unreachable")
+
+    async def _call(
+        self, method: str, path: str, body: Any, seconds: float, key: str | None, *, keep_alive: bool
+    ) -> bytes:
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         try:
-            async with self._open().request(
+            async with self._session(keep_alive).request(
                 method, self.url + path, data=data, headers=headers, timeout=aiohttp.ClientTimeout(total=seconds)
-            ) as response:
-                content = await response.read()
-                status = response.status
+            ) as reply:
+                content, status = await reply.read(), reply.status
         except TimeoutError as error:
-            raise ServerFailure(f"server {self.url}: {path} did not answer within {seconds:g} s") from error
+            raise ServerFailure(f"server {self.url}: {path} did not reply within {seconds:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
+            kind = NotSent if isinstance(error, aiohttp.ClientConnectorError) else BrokenConnection
             cause = str(error) or type(error).__name__
-            raise ServerFailure(f"server {self.url}: {path} failed: {type(error).__name__}: {cause}") from error
+            raise kind(f"server {self.url}: {path} failed: {type(error).__name__}: {cause}") from error
         if status >= 300:
-            kind = ServerFailure if status >= 500 else EngineError
-            raise kind(f"server {self.url}: {path} answered {status}: {_message(content)}")
+            refused: type[ServerFailure | RequestRefused] = ServerFailure if status >= 500 else RequestRefused
+            raise refused(f"server {self.url}: {path} replied {status}: {_message(content)}", status)
         return content
 
     def decode(self, path: str, content: bytes) -> Any:
         try:
             return orjson.loads(content) if content else None
         except orjson.JSONDecodeError as error:
-            look = content[:LOOK].decode("utf-8", "replace")
-            raise ServerFailure(f"server {self.url}: {path} answered something that is not JSON: {look!r}") from error
+            quoted = content[:QUOTED].decode("utf-8", "replace")
+            raise ServerFailure(f"server {self.url}: the reply to {path} is not JSON: {quoted!r}") from error
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        sessions, self._sessions = self._sessions, {}
+        for session in sessions.values():
+            await session.close()
 
-    def _authorization(self, admin: bool) -> dict[str, str]:
-        key = self._admin_key if admin else self._api_key
-        return {"Authorization": f"Bearer {key}"} if key else {}
+    def _session(self, keep_alive: bool) -> aiohttp.ClientSession:
+        session = self._sessions.get(keep_alive)
+        if session is None or session.closed:
+            # No limit here: the load balancer bounds concurrency, and a second bound would hide requests from it.
+            connector = (
+                aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE)
+                if keep_alive
+                else aiohttp.TCPConnector(limit=0, force_close=True)
+            )
+            session = aiohttp.ClientSession(connector=connector, read_bufsize=1 << 20, auto_decompress=True)
+            self._sessions[keep_alive] = session
+        return session
 
-    def _open(self) -> aiohttp.ClientSession:
-        if self._session is None or self._session.closed:
-            # The engine bounds concurrency; a second bound here would only hide requests from it.
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
-            self._session = aiohttp.ClientSession(connector=connector, read_bufsize=1 << 20, auto_decompress=True)
-        return self._session
+
+def nobody_listens(error: BaseException) -> bool:
+    """Whether the server's port refused the connection: no process has it open."""
+    cause = error.__cause__
+    return isinstance(cause, aiohttp.ClientConnectorError) and isinstance(cause.os_error, ConnectionRefusedError)
 
 
 def _message(content: bytes) -> str:
@@ -88,22 +168,22 @@ def _message(content: bytes) -> str:
         found = orjson.loads(content)
         error = found.get("error", found)
         message = error.get("message", error) if isinstance(error, dict) else error
-        return str(message)[: 2 * LOOK]
+        return str(message)[: 2 * QUOTED]
     except (orjson.JSONDecodeError, AttributeError):
-        return content[:LOOK].decode("utf-8", "replace")
+        return content[:QUOTED].decode("utf-8", "replace")
 
 
-async def wait_all(calls: dict[str, Any]) -> dict[str, BaseException | Any]:
+async def wait_all(calls: Mapping[str, Awaitable[Any]]) -> dict[str, BaseException | Any]:
     """Awaits every call; its result or its exception under the same name."""
     results = await asyncio.gather(*calls.values(), return_exceptions=True)
     return dict(zip(calls, results, strict=True))
 
 
 def failures(results: Mapping[str, object]) -> dict[str, BaseException]:
-    """Of what `wait_all` returns, the exceptions."""
+    """The exceptions among the results of `wait_all`."""
     return {name: result for name, result in results.items() if isinstance(result, BaseException)}
 
 
-def reasons(results: Mapping[str, object]) -> dict[str, str]:
-    """The same in words."""
+def error_messages(results: Mapping[str, object]) -> dict[str, str]:
+    """Error messages by name, of the calls that failed."""
     return {name: str(error) or repr(error) for name, error in failures(results).items()}

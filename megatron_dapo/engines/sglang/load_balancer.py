@@ -1,7 +1,7 @@
-"""Which server a request goes to, and who waits when none has room.
+"""Chooses the server for each request, and queues requests when no server has room.
 
-Thousands of requests wait at one time, so a freed slot wakes one of them, the oldest; only a change that concerns all
-(an abort, a resume, a server that is back) wakes all.
+Thousands of requests may wait at a time, so a freed slot wakes one of them, the oldest. Only a change that concerns all
+of them (an abort, a resume, a server that is back) wakes all.
 """
 
 from __future__ import annotations
@@ -9,33 +9,46 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from megatron_dapo.engines.protocol import EngineError
-from megatron_dapo.engines.sglang.client import SGLangServer
+from megatron_dapo.engines.sglang.client import SGLangClient
 
-SAME_SERVER_SLACK = 8  # requests by which a prompt's own server may be busier than the least busy one
-REST = (0.25, 8.0)  # seconds that a failing server is left alone: first, longest
-TICK = 0.25  # seconds after which the oldest waiting request looks again by itself
+AFFINITY_SLACK = 8  # requests by which a prompt's own server may be busier than the least busy one
+BACKOFF = (0.25, 8.0)  # seconds without requests after a failure: the first time, at most
+TICK = 0.25  # seconds after which the oldest waiting request checks again by itself
 
 
-class Admission:
-    def __init__(self, servers: Sequence[SGLangServer], max_running: int) -> None:
-        self._servers, self._max_running = servers, max_running
+class LoadBalancer:
+    """`open` is False while no request may start. While `recovering()`, requests wait without a limit: servers are
+    being restarted, which has limits of its own."""
+
+    def __init__(
+        self, servers: Sequence[SGLangClient], max_running: int, recovering: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._servers, self._max_running, self._recovering = servers, max_running, recovering
         self._waiting: deque[asyncio.Future[None]] = deque()
-        self._nobody_since: float | None = None
+        self._none_since: float | None = None
         self._ticking = False
         self.open = True
 
     async def acquire(
-        self, key: int, version: int, cancelled: Callable[[], bool], patience: float
-    ) -> SGLangServer | None:
-        """A server that serves `version` and has room, its slot taken; None once `cancelled()`. `key` is the same for
-        requests that should share a server. Raises when no server has served the version for `patience` seconds."""
+        self,
+        key: int,
+        version: int,
+        cancelled: Callable[[], bool],
+        patience: float,
+        avoid: Collection[SGLangClient] = (),
+    ) -> SGLangClient | None:
+        """A server that serves `version`, with a slot reserved for the caller; None once `cancelled()`.
+
+        Requests with the same `key` share a server where possible. Servers in `avoid` are taken only if no other
+        serves. Raises when no server has served the version for `patience` seconds.
+        """
         first = True
         while not cancelled():
-            # Who comes first goes first: a new request does not overtake those that wait.
-            server = self._choose(key, version) if self.open and not (first and self._waiting) else None
+            # First come, first served: a new request does not overtake those that wait.
+            server = self._choose(key, version, avoid) if self.open and not (first and self._waiting) else None
             if server is not None:
                 server.in_flight += 1
                 return server
@@ -45,17 +58,17 @@ class Admission:
         self.wake_one()
         return None
 
-    def release(self, server: SGLangServer) -> None:
+    def release(self, server: SGLangClient) -> None:
         server.in_flight -= 1
         self.wake_one()
 
-    def let_rest(self, server: SGLangServer) -> None:
-        """Leaves a failing server alone for a while, longer each time until it has served again."""
-        now, (first, longest) = asyncio.get_running_loop().time(), REST
-        if server.resting_until > now:
-            return  # many requests fail at the same moment: that is one failure
+    def back_off(self, server: SGLangClient) -> None:
+        """Sends a failing server nothing for a while, longer each time until it has completed a request."""
+        now, (first, longest) = asyncio.get_running_loop().time(), BACKOFF
+        if server.backoff_until > now:
+            return  # requests that fail together count as one failure
         server.failures += 1
-        server.resting_until = now + min(longest, first * 2 ** (server.failures - 1)) * random.uniform(0.5, 1.0)
+        server.backoff_until = now + min(longest, first * 2 ** (server.failures - 1)) * random.uniform(0.5, 1.0)
 
     def wake_one(self) -> None:
         while self._waiting:
@@ -70,46 +83,47 @@ class Admission:
             if not waiter.done():
                 waiter.set_result(None)
 
-    def _choose(self, key: int, version: int) -> SGLangServer | None:
+    def _choose(self, key: int, version: int, avoid: Collection[SGLangClient]) -> SGLangClient | None:
         now = asyncio.get_running_loop().time()
-        able = [s for s in self._servers if s.serves == version and s.resting_until <= now]
-        able = [s for s in able if s.in_flight < self._max_running]
+        serving = [s for s in self._servers if s.serves == version]
+        serving = [s for s in serving if s not in avoid] or serving
+        able = [s for s in serving if s.backoff_until <= now and s.in_flight < self._max_running]
         if not able:
             return None
         least = min(able, key=lambda server: server.in_flight)
         own = self._servers[key % len(self._servers)]
-        return own if own in able and own.in_flight <= least.in_flight + SAME_SERVER_SLACK else least
+        return own if own in able and own.in_flight <= least.in_flight + AFFINITY_SLACK else least
 
     def _check_patience(self, version: int, patience: float) -> None:
         now = asyncio.get_running_loop().time()
-        if not self.open or any(server.serves == version for server in self._servers):
-            self._nobody_since = None
+        if not self.open or self._recovering() or any(server.serves == version for server in self._servers):
+            self._none_since = None
             return
-        self._nobody_since = self._nobody_since if self._nobody_since is not None else now
-        if now - self._nobody_since > patience:
-            self.wake_one()  # it is as hopeless for the next
-            causes = "; ".join(f"{server.name}: {server.trouble or 'down'}" for server in self._servers)
+        self._none_since = self._none_since if self._none_since is not None else now
+        if now - self._none_since > patience:
+            self.wake_one()  # the next request fails for the same reason
+            causes = "; ".join(f"{server.name}: {server.unavailable or 'down'}" for server in self._servers)
             raise EngineError(f"waited {patience:g} s and no server serves weight version {version} ({causes})")
 
     async def _wait(self, at_front: bool) -> None:
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.appendleft(waiter) if at_front else self._waiting.append(waiter)
-        self._tick_later()
+        self._schedule_tick()
         try:
             await waiter
         except asyncio.CancelledError:
             if waiter.done() and not waiter.cancelled():
-                self.wake_one()  # the wake-up was meant for whoever can use it
+                self.wake_one()  # pass the wake-up on to a request that can use it
             raise
 
-    def _tick_later(self) -> None:
+    def _schedule_tick(self) -> None:
         if not self._ticking:
             self._ticking = True
             asyncio.get_running_loop().call_later(TICK, self._tick)
 
     def _tick(self) -> None:
-        """Rests end and patience runs out without anyone calling."""
+        """A back-off ends and patience runs out without any call here."""
         self._ticking = False
         if self._waiting:
-            self._tick_later()
+            self._schedule_tick()
             self.wake_one()

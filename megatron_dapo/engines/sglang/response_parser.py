@@ -1,8 +1,12 @@
-"""Reading SGLang's answer to `/generate`: either every token has a finite log-prob, or it is a ServerFailure.
+"""Parses SGLang's reply to `/generate`: either every token has a finite log-prob, or it is a ServerFailure.
 
-A training step of a 32B model brings gigabytes of these answers, nearly all of it log-probs, so this is the bridge's
-hot path. The log-probs are cut out and read as one flat list: a list per token would cost more in Python's garbage
-collector than in parsing. Anything unexpected takes the plain way, which knows what to say about it.
+A training step of a 32B model receives gigabytes of these replies, nearly all of it log-probs, so this is the client's
+hot path. The fast parser cuts the log-probs out and reads them as one flat list: a list per token would cost more in
+Python's garbage collector than in parsing. Whatever it does not expect goes to the general parser, which finds out
+what is wrong.
+
+Version labels: SGLang calls the weights it started with `default`; versions of this run are numbers; a server in the
+middle of an update is labelled `updating-to-N`.
 """
 
 from __future__ import annotations
@@ -13,33 +17,33 @@ import numpy as np
 import orjson
 
 from megatron_dapo.engines.protocol import Completion
-from megatron_dapo.engines.sglang.http import LOOK, ServerFailure
+from megatron_dapo.engines.sglang.http import QUOTED, ServerFailure
 from megatron_dapo.types import FinishReason, LogProbs, Tokens, WeightSpan
 
-_ROWS, _IDS = b'"output_token_logprobs":[[', b'"output_ids":['
+_LOGPROBS, _IDS = b'"output_token_logprobs":[[', b'"output_ids":['
 
 
 def parse_completion(content: bytes, where: str) -> Completion:
     """`where` names the server and the request, for errors."""
-    return _parse_flat(content, where) or _parse_plain(content, where)
+    return _parse_fast(content, where) or _parse_general(content, where)
 
 
-def _parse_flat(content: bytes, where: str) -> Completion | None:
-    """None when the answer is not exactly as SGLang writes it."""
-    ids, rows = content.find(_IDS) + len(_IDS), content.find(_ROWS) + len(_ROWS)
-    # From the back: little follows the log-probs, and if it has such brackets too, the counts below do not match.
-    ids_end, rows_end = content.find(b"]", ids), content.rfind(b"]]", rows)
-    if not len(_IDS) <= ids < ids_end < rows - len(_ROWS) < rows_end:
+def _parse_fast(content: bytes, where: str) -> Completion | None:
+    """None when the reply is not exactly as SGLang writes it."""
+    ids, entries = content.find(_IDS) + len(_IDS), content.find(_LOGPROBS) + len(_LOGPROBS)
+    # Searched from the end: little follows the log-probs, and if that has brackets too, the counts below differ.
+    ids_end, entries_end = content.find(b"]", ids), content.rfind(b"]]", entries)
+    if not len(_IDS) <= ids < ids_end < entries - len(_LOGPROBS) < entries_end:
         return None
     try:
-        flat = orjson.loads(b"[" + content[rows:rows_end].translate(None, b"[]") + b"]")
+        flat = orjson.loads(b"[" + content[entries:entries_end].translate(None, b"[]") + b"]")
         first, last = content[ids:ids_end].split(b",", 1)[0], content[ids:ids_end].rsplit(b",", 1)[-1]
         count = content.count(b",", ids, ids_end) + 1
         if len(flat) != 3 * count or (flat[1], flat[-2]) != (int(first), int(last)):
             return None
         logprobs = np.array(flat[0::3], np.float32)
         tokens = np.array(flat[1::3], np.int32)
-        reply = orjson.loads(content[:ids] + content[ids_end : rows - 1] + content[rows_end + 1 :])
+        reply = orjson.loads(content[:ids] + content[ids_end : entries - 1] + content[entries_end + 1 :])
         meta = reply["meta_info"]
         reason = FinishReason(meta["finish_reason"]["type"])
         if reason is FinishReason.ABORT or not np.isfinite(logprobs).all():
@@ -49,48 +53,48 @@ def _parse_flat(content: bytes, where: str) -> Completion | None:
     return Completion(tokens, logprobs, reason, reply.get("text", ""), _spans(meta, count, where))
 
 
-def _parse_plain(content: bytes, where: str) -> Completion:
+def _parse_general(content: bytes, where: str) -> Completion:
     try:
         reply = orjson.loads(content)
         meta = reply["meta_info"]
         finish = meta["finish_reason"]
         reason = FinishReason(finish["type"])
-        rows, ids = meta["output_token_logprobs"], reply["output_ids"]
+        entries, ids = meta["output_token_logprobs"], reply["output_ids"]
         text = reply.get("text", "")
     except orjson.JSONDecodeError as error:
-        look = content[:LOOK].decode("utf-8", "replace")
-        raise ServerFailure(f"{where}: the answer is not JSON ({error}): {look!r}") from error
+        quoted = content[:QUOTED].decode("utf-8", "replace")
+        raise ServerFailure(f"{where}: the reply is not JSON ({error}): {quoted!r}") from error
     except (KeyError, TypeError, ValueError) as error:
-        look = content[:LOOK].decode("utf-8", "replace")
-        raise ServerFailure(f"{where}: the answer lacks {error}: {look!r}") from error
+        quoted = content[:QUOTED].decode("utf-8", "replace")
+        raise ServerFailure(f"{where}: the reply lacks {error}: {quoted!r}") from error
     if reason is FinishReason.ABORT and finish.get("status_code"):
-        raise ServerFailure(f"{where}: the server gave up ({finish['status_code']}): {finish.get('message')}")
-    tokens, logprobs = _columns(rows, ids, where)
+        raise ServerFailure(f"{where}: the server gave it up ({finish['status_code']}): {finish.get('message')}")
+    tokens, logprobs = _columns(entries, ids, where)
     return Completion(tokens, logprobs, reason, text, _spans(meta, len(tokens), where))
 
 
-def _columns(rows: list[list[Any]], ids: list[int], where: str) -> tuple[Tokens, LogProbs]:
-    if len(rows) != len(ids):
-        raise ServerFailure(f"{where}: {len(ids)} tokens but {len(rows)} log-probs")
-    if not rows:
+def _columns(entries: list[list[Any]], ids: list[int], where: str) -> tuple[Tokens, LogProbs]:
+    if len(entries) != len(ids):
+        raise ServerFailure(f"{where}: {len(ids)} tokens but {len(entries)} log-probs")
+    if not entries:
         return np.empty(0, np.int32), np.empty(0, np.float32)
     try:
-        logprobs = np.fromiter([row[0] for row in rows], np.float32, len(rows))
+        logprobs = np.fromiter([entry[0] for entry in entries], np.float32, len(entries))
         tokens = np.fromiter(ids, np.int32, len(ids))
-        same = rows[0][1] == ids[0] and rows[-1][1] == ids[-1]
+        same = entries[0][1] == ids[0] and entries[-1][1] == ids[-1]
     except (TypeError, IndexError, ValueError) as error:
-        broken = next((i for i, row in enumerate(rows) if not row or not isinstance(row[0], float | int)), 0)
-        raise ServerFailure(f"{where}: log-prob {broken} of {len(rows)} is {rows[broken]!r}: {error}") from error
+        broken = next((i for i, entry in enumerate(entries) if not entry or not isinstance(entry[0], float | int)), 0)
+        raise ServerFailure(f"{where}: log-prob {broken} of {len(entries)} is {entries[broken]!r}: {error}") from error
     if not np.isfinite(logprobs).all():
         broken = int(np.flatnonzero(~np.isfinite(logprobs))[0])
-        raise ServerFailure(f"{where}: log-prob {broken} of {len(rows)} is {logprobs[broken]}")
+        raise ServerFailure(f"{where}: log-prob {broken} of {len(entries)} is {logprobs[broken]}")
     if not same:
         raise ServerFailure(f"{where}: the log-probs belong to other tokens than output_ids")
     return tokens, logprobs
 
 
 def _spans(meta: dict[str, Any], count: int, where: str) -> list[WeightSpan]:
-    """Newer servers say which version made which tokens; older ones give the version at the end."""
+    """Newer servers report the version of each token span; older ones one version for the whole reply."""
     if not count:
         return []
     pieces = meta.get("weight_versions") or [{"version": meta.get("weight_version"), "start": 0, "end": count}]
@@ -101,11 +105,31 @@ def _spans(meta: dict[str, Any], count: int, where: str) -> list[WeightSpan]:
     return spans
 
 
+class UnfinishedUpdate(ServerFailure):
+    """An update to this server has not ended: it holds no version."""
+
+
+class UnknownLabel(ServerFailure):
+    """Weights with a label that this project does not give."""
+
+
+def updating_label(version: int, bucket: int | None = None) -> str:
+    """Of a server that is receiving `version`; `bucket`: the last one it has received, where that is recorded."""
+    return f"updating-to-{version}" if bucket is None else f"updating-to-{version}.{bucket}"
+
+
+def is_updating_label(label: str, version: int | None = None) -> bool:
+    """To this version, or to any."""
+    prefix, _, rest = label.partition("updating-to-")
+    number = rest.partition(".")[0]
+    return not prefix and number.isdigit() and version in (None, int(number))
+
+
 def version_number(label: Any, where: str) -> int:
-    """SGLang calls the weights it started with `default`; ours are numbers."""
     if label in (None, "default"):
         return 0
     try:
         return int(label)
     except (TypeError, ValueError):
-        raise ServerFailure(f"{where}: its weights are labelled {label!r}, not with a version of this run") from None
+        kind = UnfinishedUpdate if is_updating_label(str(label)) else UnknownLabel
+        raise kind(f"{where}: its weights are labelled {label!r}, not with a version of this run") from None

@@ -1,4 +1,4 @@
-"""sglang-router in front of the servers: it takes the generate requests, once it knows every server."""
+"""Waits for sglang-router, which distributes the generate requests over the servers."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ from typing import Any
 
 from megatron_dapo.config.rollout import ServerConfig
 from megatron_dapo.engines.protocol import EngineError
-from megatron_dapo.engines.sglang.client import read_key
 from megatron_dapo.engines.sglang.http import Connection, ServerFailure
+from megatron_dapo.engines.sglang.keys import Keys
 
 
 async def wait_for_router(config: ServerConfig) -> None:
-    """Until the router counts all servers as healthy. It looks for them at times of its own, so it may be the last to
-    know; a request that comes too early is refused and counts as failed."""
+    """Until the router counts all servers as healthy. Until then it refuses requests."""
     assert config.router_url is not None
-    router = Connection(config.router_url, api_key=read_key(config.api_key_env), timeout=config.control_timeout)
+    router = Connection(config.router_url, api_key=Keys.of_external_servers(config).api, timeout=config.control_timeout)
     deadline, wanted = time.monotonic() + config.start_timeout, len(config.urls)
     try:
         while True:
             try:
-                known = _healthy(await router.get("/readiness"), wanted)
+                known = _healthy(await router.get("/readiness", tries=1), wanted)
                 if known >= wanted:
                     return
                 last = f"it knows {known} of {wanted} servers"
@@ -38,5 +37,5 @@ async def wait_for_router(config: ServerConfig) -> None:
 
 
 def _healthy(reply: Any, wanted: int) -> int:
-    """A router that does not count counts as complete."""
+    """A router that reports no number is taken to know all."""
     return int(reply.get("healthy_workers", wanted)) if isinstance(reply, dict) else wanted

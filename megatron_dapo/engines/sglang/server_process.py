@@ -1,44 +1,50 @@
-"""One SGLang server as a child process: the command, its log, and its end.
+"""One SGLang server as a child process: its command, its log, and its end.
 
-Only this process and its own children are ever ended: the child leads a process group of its own. When this process
-dies, however it dies, the kernel ends the child.
+The server runs under guard.py in a session of its own. Nothing outside that session is ever ended, and when this
+process dies, however it dies, the whole session ends. The server gets its API keys in its environment.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megatron_dapo.config.rollout import ServerConfig
 from megatron_dapo.engines.protocol import EngineError
-from megatron_dapo.engines.sglang.client import SGLangServer
+from megatron_dapo.engines.sglang.client import SGLangClient
+from megatron_dapo.engines.sglang.guard import IGNORED_SIGNALS, kill_session
+from megatron_dapo.engines.sglang.keys import Keys, command_with_keys, key_variables
 
 LOG_TAIL = 25  # lines of a server's log that an error quotes
 CPU_STUBS = Path(__file__).parent / "cpu_stubs"
-PR_SET_PDEATHSIG = 1
+GUARD = Path(__file__).parent / "guard.py"
+# Seconds that a server keeps an idle connection, instead of SGLang's 5: longer than any client of ours.
+SERVER_KEEP_ALIVE = 60
 
-# (model, configuration, index of the server, port) -> command and what it adds to the environment
+# (model, configuration, index of the server, port) -> command and additions to the environment
 CommandMaker = Callable[[str, ServerConfig, int, int], tuple[list[str], dict[str, str]]]
 
 
-def sglang_command(model: str, config: ServerConfig, index: int, port: int) -> tuple[list[str], dict[str, str]]:
+def sglang_command(
+    model: str, config: ServerConfig, index: int, port: int, *, has_package: bool | None = None
+) -> tuple[list[str], dict[str, str]]:
+    """The keys are not part of it: the environment of the process must hold the variables of `key_variables`."""
+    python, has_package = config.python or sys.executable, not config.python if has_package is None else has_package
     command = [
-        config.python or sys.executable, "-m", "sglang.launch_server", "--model-path", model, "--host", config.host,
-        "--port", str(port), "--tp-size", str(config.tensor_parallel), "--dtype", config.dtype,
+        *command_with_keys(python, "sglang.launch_server", key_variables(config), has_package=has_package),
+        "--model-path", model, "--host", config.host, "--port", str(port), "--tp-size", str(config.tensor_parallel),
+        "--dtype", config.dtype,
     ]  # fmt: skip
-    for option, variable in (("--api-key", config.api_key_env), ("--admin-api-key", config.admin_key_env)):
-        if variable:
-            command += [option, os.environ.get(variable, "")]
-    environment = {"HF_HUB_OFFLINE": "1"}
+    environment = {"HF_HUB_OFFLINE": "1", "SGLANG_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEP_ALIVE)}
     if config.device == "cpu":
         command += [
             "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch",
@@ -52,7 +58,7 @@ def sglang_command(model: str, config: ServerConfig, index: int, port: int) -> t
     return [*command, *config.arguments], environment | config.environment
 
 
-def end_of(log: Path) -> str:
+def log_tail(log: Path) -> str:
     try:
         lines = log.read_text(errors="replace").splitlines()[-LOG_TAIL:]
     except OSError as error:
@@ -61,14 +67,23 @@ def end_of(log: Path) -> str:
 
 
 class ServerProcess:
+    ours = True  # this process may end it
+
     def __init__(
-        self, model: str, config: ServerConfig, index: int, log_dir: Path, make_command: CommandMaker = sglang_command
+        self,
+        model: str,
+        config: ServerConfig,
+        index: int,
+        log_dir: Path,
+        make_command: CommandMaker = sglang_command,
+        *,
+        keys: Keys | None = None,
     ) -> None:
         self._model, self._config, self._index, self._make_command = model, config, index, make_command
         self._log_dir = log_dir
+        self.keys = keys or Keys.of_started_servers(config)
         self.port = 0
         self._process: subprocess.Popen[bytes] | None = None
-        self.restarts = 0
 
     @property
     def url(self) -> str:
@@ -76,6 +91,7 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
+        """Of the guard, which is also the number of the session."""
         assert self._process is not None
         return self._process.pid
 
@@ -83,64 +99,103 @@ class ServerProcess:
     def log(self) -> Path:
         return self._log_dir / f"server-{self._index}.log"
 
+    def client(self, generate_url: str | None = None) -> SGLangClient:
+        return SGLangClient(self.url, self._config, keys=self.keys, generate_url=generate_url)
+
     def spawn(self, taken: set[int] | None = None) -> None:
-        """Starts the child on the first free port at or after the configured one (its old one, the second time)."""
+        """Starts the server on the first free port at or after the configured one; a restart uses the same port."""
         self.port = self.port or _free_port(self._config.host, self._config.port, taken or set())
         command, extra = self._make_command(self._model, self._config, self._index, self.port)
+        if shutil.which(command[0]) is None:
+            raise EngineError(
+                f"cannot start a server with {command[0]} (rollout.servers.python): no such file, or not executable"
+            )
         self._log_dir.mkdir(parents=True, exist_ok=True)
+        guarded = [sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), *command]
+        environment = {**os.environ, **extra, **self.keys.environment(self._config)}
         try:
-            with self.log.open("ab") as log:
+            with open(self.log, "ab", opener=_private) as log, _blocked(IGNORED_SIGNALS):
                 self._process = subprocess.Popen(
-                    command, env={**os.environ, **extra}, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                    start_new_session=True, preexec_fn=_end_with_parent,
-                )  # fmt: skip
-        except OSError as error:
-            raise EngineError(f"cannot start a server with {command[0]} (rollout.servers.python): {error}") from error
-
-    async def wait_ready(self, server: SGLangServer) -> None:
-        """Until the server has answered a first request; an error that quotes its log if it ends or takes too long."""
-        began = time.monotonic()
-        asking: asyncio.Task[bytes] | None = None
-        while True:
-            if not self.alive():
-                raise EngineError(f"server {self.url} ended with {self._status()} while starting; {self.log_tail()}")
-            # A first generation may take long, and another program's port may accept and never answer.
-            asking = asking or asyncio.ensure_future(server.connection.call("GET", "/health", None, timeout=60))
-            done, _ = await asyncio.wait([asking], timeout=0.25)
-            if done:
-                if asking.exception() is None:
-                    return
-                asking = None
-            if time.monotonic() - began > self._config.start_timeout:
-                raise EngineError(
-                    f"server {self.url} was not ready after {self._config.start_timeout:g} s "
-                    f"(rollout.servers.start_timeout); {self.log_tail()}"
+                    guarded, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
                 )
-            await asyncio.sleep(0.25)
+        except OSError as error:
+            raise EngineError(f"cannot start a server with {command[0]}: {error}") from error
+
+    async def wait_ready(self, server: SGLangClient) -> None:
+        """Until the server has generated a first token; an error that quotes its log if it ends or takes too long."""
+        started = time.monotonic()
+        asking: asyncio.Task[bytes] | None = None
+        try:
+            while True:
+                if not self.alive():
+                    raise EngineError(
+                        f"server {self.url} ended with {self._status()} while starting; {self.log_tail()}"
+                    )
+                # The first token may take long, and another program's port may accept and never reply.
+                asking = asking or asyncio.ensure_future(
+                    server.connection.control("GET", "/health", None, timeout=60, tries=1)
+                )
+                done, _ = await asyncio.wait([asking], timeout=0.25)
+                if done:
+                    if asking.exception() is None:
+                        return
+                    asking = None
+                if time.monotonic() - started > self._config.start_timeout:
+                    raise EngineError(
+                        f"server {self.url} was not ready after {self._config.start_timeout:g} s "
+                        f"(rollout.servers.start_timeout); {self.log_tail()}"
+                    )
+                await asyncio.sleep(0.25)
+        finally:
+            if asking is not None:
+                asking.cancel()
 
     def alive(self) -> bool:
-        return self._process is not None and self._process.poll() is None
+        """Whether the server's main process runs. When it has ended, so has everything it started."""
+        process = self._process
+        if process is None or process.returncode is not None:
+            return False
+        if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            return True
+        kill_session(process.pid)  # before the process is reaped: until then its number is nobody else's
+        process.wait()
+        return False
 
     def log_tail(self) -> str:
-        return end_of(self.log)
+        return log_tail(self.log)
 
     async def end(self, patience: float = 10.0) -> None:
-        """Asks the child to end, then insists; the whole process group, which is the child's own."""
-        process = self._process
-        if process is None:
-            return
-        for order, seconds in ((signal.SIGTERM, patience), (signal.SIGKILL, patience)):
-            # Its workers live in the same group and may outlive it.
+        """SIGTERM to all processes of the server; SIGKILL to those that remain after `patience` seconds."""
+        if self.alive():
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, order)
-            deadline = time.monotonic() + seconds
-            while process.poll() is None and time.monotonic() < deadline:
+                os.killpg(self.pid, signal.SIGTERM)
+            deadline = time.monotonic() + patience
+            while self.alive() and time.monotonic() < deadline:
                 await asyncio.sleep(0.05)
+        if self.alive():
+            kill_session(self.pid)
+            while self.alive():
+                await asyncio.sleep(0.01)
         self._process = None
 
     def _status(self) -> str:
-        code = self._process.poll() if self._process else None
+        code = self._process.returncode if self._process else None
         return f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+
+
+@contextlib.contextmanager
+def _blocked(signals: tuple[signal.Signals, ...]) -> Iterator[None]:
+    """A child that is started meanwhile inherits the mask; the guard lifts it once it ignores these signals."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _private(path: str, flags: int) -> int:
+    """Only the owner may read a server's log: it may quote requests."""
+    return os.open(path, flags, 0o600)
 
 
 def _free_port(host: str, first: int, taken: set[int]) -> int:
@@ -155,9 +210,3 @@ def _free_port(host: str, first: int, taken: set[int]) -> int:
                 continue
         return port
     raise EngineError(f"no free port on {host} from {first} on (rollout.servers.port)")
-
-
-def _end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    for number in (signal.SIGUSR1, signal.SIGUSR2):  # Slurm sends them to all of a step; they mean the trainer
-        signal.signal(number, signal.SIG_IGN)

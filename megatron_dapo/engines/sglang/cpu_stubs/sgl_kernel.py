@@ -1,4 +1,4 @@
-"""Stands in for SGLang's kernel package, which is published for CUDA only."""
+"""CPU stub for SGLang's kernel package, which is published for CUDA only."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ SUBMODULES = ("elementwise", "flash_attn", "kvcacheio", "scalar_type", "speculat
 def assign_req_to_token_pool_cpu(
     requests: Tensor, token_pool: Tensor, starts: Tensor, ends: Tensor, locations: Tensor, width: int
 ) -> None:
-    """Row `requests[i]` of the pool gets the next cache locations in columns [starts[i], ends[i])."""
+    """Writes the next cache locations to columns [starts[i], ends[i]) of line `requests[i]` of the pool."""
     used = 0
-    for row, start, end in zip(requests.tolist(), starts.tolist(), ends.tolist(), strict=True):
-        token_pool[row, start:end] = locations[used : used + end - start].to(token_pool.dtype)
+    for line, start, end in zip(requests.tolist(), starts.tolist(), ends.tolist(), strict=True):
+        token_pool[line, start:end] = locations[used : used + end - start].to(token_pool.dtype)
         used += end - start
 
 
 class _Names:
-    """`scalar_types.<anything>`: quantised kernels look their types up when they are imported."""
+    """`scalar_types.<any name>`: quantised kernels look up their types when they are imported."""
 
     def __getattr__(self, name: str) -> str:
         if name.startswith("__"):
@@ -40,7 +40,7 @@ def _lacking(name: str) -> Any:
         raise AttributeError(name)
 
     def call(*_: Any, **__: Any) -> Any:
-        raise NotImplementedError(f"sgl_kernel.{name} needs a GPU; this server runs on the CPU with a stand-in")
+        raise NotImplementedError(f"sgl_kernel.{name} needs a GPU; this server runs on the CPU with a stub")
 
     call.__name__ = name
     return call
@@ -55,9 +55,9 @@ def _submodule(name: str) -> ModuleType:
 
 
 def _define_arm64_operators() -> None:
-    """On an aarch64 CPU SGLang calls these two at start-up, without asking whether the kernels are there.
+    """On an aarch64 CPU SGLang calls these two at start-up without checking whether the kernels exist.
 
-    They bind threads to cores and open shared memory for its own all-reduce; doing neither is correct, only slower.
+    They bind threads to cores and open shared memory for SGLang's all-reduce; without them it is correct, only slower.
     """
     library = torch.library.Library("sgl_kernel", "FRAGMENT")
     library.define("init_cpu_threads_env(str cores) -> str")

@@ -1,6 +1,6 @@
-"""Stands in for torchvision, whose published build is linked against CUDA and does not load beside a CPU torch.
+"""CPU stub for torchvision, whose published build is linked against CUDA and cannot be imported with a CPU torch.
 
-Language models need none of it; SGLang and transformers import it for images.
+Language models do not use it; SGLang and transformers import it for images.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class InterpolationMode(Enum):
 
 
 def _lacking(name: str) -> Any:
-    """A class, because some of the names are inherited from."""
+    """A class, because some of these names are used as base classes."""
     if name.startswith("__"):
         raise AttributeError(name)
 
     def refuse(*_: Any, **__: Any) -> None:
-        raise NotImplementedError(f"torchvision's {name} is not here: this server runs with a stand-in")
+        raise NotImplementedError(f"torchvision's {name} is not available: this server runs with a CPU stub")
 
     return type(name, (), {"__init__": refuse})
 

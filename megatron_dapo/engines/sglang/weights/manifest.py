@@ -1,6 +1,6 @@
-"""The tensors that an update must bring: exactly those of the model that the servers were started with.
+"""The tensors that an update must contain: exactly those of the model that the servers were started with.
 
-SGLang ignores a name it does not know and dies of a wrong shape, so this is checked here, before anything is sent.
+SGLang ignores a name it does not know and exits on a wrong shape, so buckets are checked here before they are sent.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from megatron_dapo.engines.protocol import Bucket
 from megatron_dapo.files import read_safetensors_header
 
 
-class ExpectedTensors:
-    """Names and shapes from the safetensors headers of an HF directory; without one, nothing is expected."""
+class WeightManifest:
+    """Names and shapes from the safetensors headers of an HF directory. Without a directory everything is accepted."""
 
     def __init__(self, model: str | Path) -> None:
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -30,16 +30,16 @@ class ExpectedTensors:
         """What is wrong with the bucket, or an empty string."""
         for name, tensor in bucket:
             if name in self._seen:
-                return f"tensor {name!r} came twice"
+                return f"tensor {name!r} was sent twice"
             self._seen.add(name)
-            wanted = self._shapes.get(name)
-            if self._shapes and wanted is None and not (self._tied and name == "lm_head.weight"):
+            expected = self._shapes.get(name)
+            if self._shapes and expected is None and not (self._tied and name == "lm_head.weight"):
                 return f"the model has no tensor {name!r}"
-            if wanted is not None and wanted != tuple(tensor.shape):
-                return f"tensor {name!r} has shape {tuple(tensor.shape)}, the model's has {wanted}"
+            if expected is not None and expected != tuple(tensor.shape):
+                return f"tensor {name!r} has shape {tuple(tensor.shape)}, expected {expected}"
         return ""
 
     def missing(self) -> str:
         optional = {"lm_head.weight"} if self._tied else set()
         absent = sorted(set(self._shapes) - self._seen - optional)
-        return f"{len(absent)} tensors did not come, the first is {absent[0]!r}" if absent else ""
+        return f"{len(absent)} tensors are missing, the first is {absent[0]!r}" if absent else ""

@@ -1,7 +1,8 @@
 """The process group over which this process broadcasts weights to the ranks of SGLang servers.
 
-It stands beside the trainer's own groups and does not touch them. Every step has a timeout, and an error that a
-server reports over HTTP ends the wait for the collective it will never join.
+It is separate from the trainer's own groups. Every step has a timeout, and an error that a server reports over HTTP
+ends the wait for a collective that the server will never join. Members are identified by URL and incarnation: a
+restarted server has the same URL but is in no group.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from itertools import count
@@ -20,23 +21,27 @@ import torch.distributed as dist
 
 from megatron_dapo.config.rollout import WeightTransportConfig
 from megatron_dapo.engines.protocol import Bucket, EngineError
-from megatron_dapo.engines.sglang.client import SGLangServer
+from megatron_dapo.engines.sglang.client import SGLangClient
 from megatron_dapo.engines.sglang.http import wait_all
 
 _serial = count()
 
 
-class UpdateGroup:
-    def __init__(self, config: WeightTransportConfig, servers: Sequence[SGLangServer]) -> None:
+def members_of(servers: Sequence[SGLangClient]) -> list[tuple[str, int]]:
+    return [(server.name, server.incarnation) for server in servers]
+
+
+class WeightProcessGroup:
+    def __init__(self, config: WeightTransportConfig, servers: Sequence[SGLangClient]) -> None:
         self._config, self._servers = config, list(servers)
-        self.members = [server.name for server in servers]
+        self.members = members_of(servers)
         self.name = f"megatron-dapo-weights-{next(_serial)}"
         self._group: Any = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weight-broadcast")
         self._device = "cuda" if config.backend == "nccl" else "cpu"
 
     async def join(self) -> None:
-        """All ranks of all servers and this process, which is rank 0."""
+        """Joins all ranks of all servers and this process, which is rank 0."""
         port = _free_port(self._config.master_address)
         world = 1 + sum(server.tensor_parallel for server in self._servers)
         calls, offset = {}, 1
@@ -45,30 +50,30 @@ class UpdateGroup:
                 "master_address": self._config.master_address, "master_port": port, "rank_offset": offset,
                 "world_size": world, "group_name": self.name, "backend": self._config.backend,
             }  # fmt: skip
-            calls[server.name] = server.update_call("/init_weights_update_group", body, self._config.timeout)
+            calls[server.name] = server.join_group(body, self._config.timeout)
             offset += server.tensor_parallel
-        await self._together("joining the weight update group", calls, lambda: self._make(port, world))
+        await self._both_sides("joining the weight process group", calls, lambda: self._create(port, world))
 
-    async def broadcast(self, bucket: Bucket, body: dict[str, Any]) -> None:
-        path, timeout = "/update_weights_from_distributed", self._config.timeout
-        calls = {server.name: server.update_call(path, body, timeout) for server in self._servers}
-        await self._together("broadcasting weights", calls, lambda: self._send(bucket))
+    async def broadcast(self, bucket: Bucket, body: dict[str, Any], label: str) -> None:
+        """`label`: the servers' version label once they have the bucket."""
+        calls = {s.name: s.receive_broadcast(body, label, self._config.timeout) for s in self._servers}
+        await self._both_sides("broadcasting weights", calls, lambda: self._send(bucket))
 
     async def leave(self) -> None:
-        """Best effort: a server that is gone cannot leave."""
-        body = {"group_name": self.name}
-        calls = {s.name: s.update_call("/destroy_weights_update_group", body, 10.0) for s in self._servers}
-        await wait_all(calls)
+        """Best effort: a server that is down cannot leave."""
+        # A server that restarted was never in this group, and one that left is not asked again.
+        still = [s for s, member in zip(self._servers, self.members, strict=True) if (s.name, s.incarnation) == member]
+        await wait_all({server.name: server.leave_group(self.name) for server in still})
         if self._group is not None:
             group, self._group = self._group, None
             with contextlib.suppress(Exception):
                 dist.destroy_process_group(group)
         self._thread.shutdown(wait=False)
 
-    async def _together(self, doing: str, calls: dict[str, Any], ours: Any) -> None:
-        """Our part in a thread, the servers' over HTTP; the first failure of either ends the wait."""
+    async def _both_sides(self, doing: str, calls: Mapping[str, Awaitable[None]], ours: Callable[[], None]) -> None:
+        """Runs our side in a thread and the servers' over HTTP; the first failure of either ends the wait."""
         mine = asyncio.get_running_loop().run_in_executor(self._thread, ours)
-        tasks = {asyncio.ensure_future(call): name for name, call in calls.items()}
+        tasks: dict[asyncio.Future[None], str] = {asyncio.ensure_future(call): name for name, call in calls.items()}
         done, pending = await asyncio.wait(
             {*tasks, mine}, timeout=self._config.timeout, return_when=asyncio.FIRST_EXCEPTION
         )
@@ -84,12 +89,12 @@ class UpdateGroup:
             + ("; ".join(broken) or f"waited {self._config.timeout:g} s for {waiting} (rollout.weights.timeout)")
         )
 
-    def _make(self, port: int, world: int) -> None:
+    def _create(self, port: int, world: int) -> None:
         timeout = timedelta(seconds=self._config.timeout)
         address = f"tcp://{self._config.master_address}:{port}"
         store, rank, size = next(dist.rendezvous(address, 0, world, timeout=timeout))
         store.set_timeout(timeout)
-        # Servers build their side with the same helper; torch has no public call that leaves the default group alone.
+        # Servers create their side with the same helper; torch has no public call that leaves the default group alone.
         self._group, _ = dist.distributed_c10d._new_process_group_helper(
             size, rank, [], dist.Backend(self._config.backend), dist.PrefixStore(self.name, store),
             group_name=dist.distributed_c10d.GroupName(self.name), timeout=timeout,

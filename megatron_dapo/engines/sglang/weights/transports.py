@@ -1,7 +1,7 @@
-"""Three ways for buckets of weights to reach SGLang servers: disk, tensor, distributed.
+"""Three transports for buckets of weights to SGLang servers: disk, tensor, distributed.
 
-`send` gives every server every bucket, reads the buckets to their end whatever happens, and returns the servers that
-did not get all of them with the reason. It promises nothing about which version a server serves: sglang.py does.
+`send` gives every bucket to every server, reads the buckets to their end whatever happens, and returns the errors of
+the servers that did not receive all of them. Which version a server then serves is decided in update.py.
 """
 
 from __future__ import annotations
@@ -21,69 +21,71 @@ from torch.multiprocessing.reductions import reduce_tensor
 from megatron_dapo.config.rollout import WeightTransportConfig
 from megatron_dapo.engines.bucket_reader import BucketReader
 from megatron_dapo.engines.protocol import Bucket, EngineError
-from megatron_dapo.engines.sglang.client import SGLangServer
-from megatron_dapo.engines.sglang.http import reasons, wait_all
-from megatron_dapo.engines.sglang.weights.manifest import ExpectedTensors
-from megatron_dapo.engines.sglang.weights.process_group import UpdateGroup
+from megatron_dapo.engines.sglang.client import SGLangClient
+from megatron_dapo.engines.sglang.http import failures, wait_all
+from megatron_dapo.engines.sglang.response_parser import updating_label
+from megatron_dapo.engines.sglang.weights.manifest import WeightManifest
+from megatron_dapo.engines.sglang.weights.process_group import WeightProcessGroup, members_of
 from megatron_dapo.engines.sglang.weights.snapshot import Snapshot, bucket_bytes, dtype_name
+
+Errors = dict[str, BaseException]  # by the server's name
 
 DEVICE_ARGUMENT = 6  # of torch's rebuild_cuda_tensor
 
 
 @dataclass(slots=True)
-class Sent:
-    failed: dict[str, str] = field(default_factory=dict)
+class Transfer:
+    """What has been sent, and which servers failed. `bucket_error`: what is wrong with the buckets themselves."""
+
+    failed: Errors = field(default_factory=dict)
     tensors: int = 0
     bytes: int = 0
-    wrong: str = ""  # what is the matter with the buckets themselves
+    bucket_error: str = ""
 
-    def count(self, bucket: Bucket, expected: ExpectedTensors) -> None:
-        self.wrong = self.wrong or expected.check(bucket)
+    def count(self, bucket: Bucket, manifest: WeightManifest) -> None:
+        self.bucket_error = self.bucket_error or manifest.check(bucket)
         self.tensors += len(bucket)
         self.bytes += bucket_bytes(bucket)
 
-    def complete(self, expected: ExpectedTensors, servers: Sequence[SGLangServer]) -> bool:
+    def finish(self, manifest: WeightManifest, servers: Sequence[SGLangClient]) -> bool:
         """Whether the buckets were the whole model; if not, no server has it."""
-        self.wrong = self.wrong or expected.missing()
-        if self.wrong:
-            self.failed |= {server.name: self.wrong for server in servers}
-        return not self.wrong
+        self.bucket_error = self.bucket_error or manifest.missing()
+        if self.bucket_error:
+            self.failed |= {server.name: EngineError(self.bucket_error) for server in servers}
+        return not self.bucket_error
 
-    def note(self, results: dict[str, object]) -> None:
-        self.failed |= reasons(results)
-
-    def reached(self, servers: Sequence[SGLangServer]) -> list[SGLangServer]:
+    def remaining(self, servers: Sequence[SGLangClient]) -> list[SGLangClient]:
         return [server for server in servers if server.name not in self.failed]
 
 
 class Transport(Protocol):
     def prepare(self, bucket: Bucket) -> Any:
-        """What `send` needs besides the bucket; called in the thread that makes buckets."""
+        """What `send` needs besides the bucket; called in the thread that produces buckets."""
         ...
 
     def release(self, prepared: Any) -> None:
         """Called in the same thread, once the bucket has been sent."""
         ...
 
-    async def send(self, version: int, servers: Sequence[SGLangServer], reader: BucketReader) -> Sent: ...
+    async def send(self, version: int, servers: Sequence[SGLangClient], reader: BucketReader) -> Transfer: ...
 
     async def close(self) -> None: ...
 
 
 def make_transport(config: WeightTransportConfig, snapshot: Snapshot) -> Transport:
-    expected = ExpectedTensors(snapshot.model)
+    manifest = WeightManifest(snapshot.model)
     if config.transport == "disk":
-        return DiskTransport(config, snapshot, expected)
+        return DiskTransport(config, snapshot, manifest)
     kept = snapshot if config.keep_snapshot else None
     channel = TensorChannel(config) if config.transport == "tensor" else DistributedChannel(config)
-    return StreamTransport(kept, channel, expected)
+    return DirectTransport(kept, channel, manifest)
 
 
 class DiskTransport:
     """Buckets become a checkpoint that servers load; works with every server that can read the directory."""
 
-    def __init__(self, config: WeightTransportConfig, snapshot: Snapshot, expected: ExpectedTensors) -> None:
-        self._config, self._snapshot, self._expected = config, snapshot, expected
+    def __init__(self, config: WeightTransportConfig, snapshot: Snapshot, manifest: WeightManifest) -> None:
+        self._config, self._snapshot, self._manifest = config, snapshot, manifest
 
     def prepare(self, bucket: Bucket) -> None:
         pass
@@ -91,52 +93,45 @@ class DiskTransport:
     def release(self, prepared: None) -> None:
         pass
 
-    async def send(self, version: int, servers: Sequence[SGLangServer], reader: BucketReader) -> Sent:
-        sent = Sent()
-        self._expected.begin()
+    async def send(self, version: int, servers: Sequence[SGLangClient], reader: BucketReader) -> Transfer:
+        transfer = Transfer()
+        self._manifest.begin()
         self._snapshot.begin(version)
         async for bucket, _ in reader:
-            sent.count(bucket, self._expected)
-            if not sent.wrong:
+            transfer.count(bucket, self._manifest)
+            if not transfer.bucket_error:
                 await asyncio.to_thread(self._snapshot.add, bucket)
-        if sent.complete(self._expected, servers):
-            self._snapshot.commit()
-        else:
+        if not transfer.finish(self._manifest, servers):
             self._snapshot.discard()
-            return sent
-        calls = {server.name: load_from_disk(server, self._snapshot, self._config.timeout) for server in servers}
-        sent.note(await wait_all(calls))
-        return sent
+            return transfer
+        path = str(self._snapshot.commit())
+        calls = {server.name: server.load_from_disk(path, self._config.timeout) for server in servers}
+        transfer.failed |= failures(await wait_all(calls))
+        return transfer
 
     async def close(self) -> None:
         pass
 
 
-async def load_from_disk(server: SGLangServer, snapshot: Snapshot, timeout: float) -> None:
-    if snapshot.current is None:
-        raise EngineError(f"server {server.name}: there is no snapshot of the weights to load")
-    await server.update_call("/update_weights_from_disk", {"model_path": str(snapshot.current)}, timeout)
-
-
 class Channel(Protocol):
-    """How one bucket travels."""
+    """How one bucket gets from here to the servers."""
 
-    async def open(self, servers: Sequence[SGLangServer]) -> dict[str, object]: ...
+    async def open(self, version: int, servers: Sequence[SGLangClient]) -> Errors: ...
 
     def prepare(self, bucket: Bucket) -> Any: ...
 
-    async def send(self, bucket: Bucket, prepared: Any, servers: Sequence[SGLangServer]) -> dict[str, object]: ...
+    async def send(self, bucket: Bucket, prepared: Any, servers: Sequence[SGLangClient]) -> Errors: ...
 
     def release(self, prepared: Any) -> None: ...
 
     async def close(self) -> None: ...
 
 
-class StreamTransport:
-    """Sends each bucket while the next is being made; keeps a snapshot on the way where there is one to keep."""
+class DirectTransport:
+    """Sends each bucket while the next is produced; also writes a snapshot where one is kept."""
 
-    def __init__(self, snapshot: Snapshot | None, channel: Channel, expected: ExpectedTensors) -> None:
-        self._snapshot, self._channel, self._expected = snapshot, channel, expected
+    def __init__(self, snapshot: Snapshot | None, channel: Channel, manifest: WeightManifest) -> None:
+        self._snapshot, self._channel, self._manifest = snapshot, channel, manifest
 
     def prepare(self, bucket: Bucket) -> Any:
         return self._channel.prepare(bucket)
@@ -144,28 +139,28 @@ class StreamTransport:
     def release(self, prepared: Any) -> None:
         self._channel.release(prepared)
 
-    async def send(self, version: int, servers: Sequence[SGLangServer], reader: BucketReader) -> Sent:
-        sent = Sent()
-        self._expected.begin()
+    async def send(self, version: int, servers: Sequence[SGLangClient], reader: BucketReader) -> Transfer:
+        transfer = Transfer()
+        self._manifest.begin()
         if self._snapshot:
             self._snapshot.begin(version)
-        sent.note(await self._channel.open(servers))
+        transfer.failed |= await self._channel.open(version, servers)
         async for bucket, prepared in reader:
-            sent.count(bucket, self._expected)
-            reached = sent.reached(servers)
-            if sent.wrong or not (reached or self._snapshot):
+            transfer.count(bucket, self._manifest)
+            remaining = transfer.remaining(servers)
+            if transfer.bucket_error or not (remaining or self._snapshot):
                 continue
             writing = asyncio.ensure_future(asyncio.to_thread(self._snapshot.add, bucket)) if self._snapshot else None
             try:
-                if reached:
-                    sent.note(await self._channel.send(bucket, prepared, reached))
+                if remaining:
+                    transfer.failed |= await self._channel.send(bucket, prepared, remaining)
             finally:
                 if writing is not None:
                     await writing
-        complete = sent.complete(self._expected, servers)
+        complete = transfer.finish(self._manifest, servers)
         if self._snapshot:
             self._snapshot.commit() if complete else self._snapshot.discard()
-        return sent
+        return transfer
 
     async def close(self) -> None:
         await self._channel.close()
@@ -177,36 +172,33 @@ class TensorChannel:
     def __init__(self, config: WeightTransportConfig) -> None:
         self._timeout = config.timeout
 
-    async def open(self, servers: Sequence[SGLangServer]) -> dict[str, object]:
+    async def open(self, version: int, servers: Sequence[SGLangClient]) -> Errors:
         return {}
 
-    def prepare(self, bucket: Bucket) -> _Shared:
-        return _by_reference(bucket)
+    def prepare(self, bucket: Bucket) -> _SharedBucket:
+        return _share(bucket)
 
-    async def send(self, bucket: Bucket, prepared: _Shared, servers: Sequence[SGLangServer]) -> dict[str, object]:
-        return await wait_all({server.name: self._send_one(server, prepared.payload) for server in servers})
+    async def send(self, bucket: Bucket, prepared: _SharedBucket, servers: Sequence[SGLangClient]) -> Errors:
+        calls = {server.name: server.load_tensors(prepared.payload, self._timeout) for server in servers}
+        return failures(await wait_all(calls))
 
-    def release(self, prepared: _Shared) -> None:
+    def release(self, prepared: _SharedBucket) -> None:
         prepared.memory.clear()
-
-    async def _send_one(self, server: SGLangServer, payload: str) -> None:
-        body = {"serialized_named_tensors": [payload] * server.tensor_parallel, "flush_cache": False}
-        await server.update_call("/update_weights_from_tensor", body, self._timeout)
 
     async def close(self) -> None:
         pass
 
 
 @dataclass(slots=True)
-class _Shared:
+class _SharedBucket:
     """A pickle, and the memory it refers to, which must outlive the requests."""
 
     payload: str
     memory: list[torch.Tensor]
 
 
-def _by_reference(bucket: Bucket) -> _Shared:
-    """The bucket copied into one piece of memory per dtype, and the pickle that refers to it."""
+def _share(bucket: Bucket) -> _SharedBucket:
+    """Copies the bucket into one block of memory per dtype, and pickles a reference to it."""
     flats: list[torch.Tensor] = []
     views: dict[str, torch.Tensor] = {}
     for dtype in dict.fromkeys(tensor.dtype for _, tensor in bucket):
@@ -215,7 +207,7 @@ def _by_reference(bucket: Bucket) -> _Shared:
         parts = flat.split([tensor.numel() for _, tensor in same])
         views |= {name: part.view(tensor.shape) for (name, tensor), part in zip(same, parts, strict=True)}
         flats.append(flat)
-    # By file name: a file descriptor would have to be sent over a socket that the server does not have.
+    # Shared by file name: a file descriptor would have to be sent over a socket, and there is none to the server.
     before = torch.multiprocessing.get_sharing_strategy()
     torch.multiprocessing.set_sharing_strategy("file_system")
     try:
@@ -223,11 +215,11 @@ def _by_reference(bucket: Bucket) -> _Shared:
         _Pickler(buffer).dump([(name, views[name]) for name, _ in bucket])
     finally:
         torch.multiprocessing.set_sharing_strategy(before)
-    return _Shared(base64.b64encode(buffer.getvalue()).decode(), flats)
+    return _SharedBucket(base64.b64encode(buffer.getvalue()).decode(), flats)
 
 
 class _Pickler(ForkingPickler):
-    """Names a GPU by its UUID, which SGLang reads: its number may be another one in the server's process."""
+    """Names a GPU by its UUID, which SGLang reads: the server's process may number the GPUs differently."""
 
     def reducer_override(self, value: Any) -> Any:
         if not (isinstance(value, torch.Tensor) and value.is_cuda):
@@ -238,25 +230,31 @@ class _Pickler(ForkingPickler):
 
 
 class DistributedChannel:
-    """This process broadcasts to all ranks of all servers: NCCL between GPUs, gloo between CPUs."""
+    """Broadcasts from this process to all ranks of all servers: NCCL between GPUs, gloo between CPUs."""
 
     def __init__(self, config: WeightTransportConfig) -> None:
         self._config = config
-        self._group: UpdateGroup | None = None
+        self._group: WeightProcessGroup | None = None
+        self._version = self._sent = 0
 
-    async def open(self, servers: Sequence[SGLangServer]) -> dict[str, object]:
-        """Joins the servers into a group; a group of the same servers is used again."""
-        if self._group is not None and self._group.members == [server.name for server in servers]:
+    async def open(self, version: int, servers: Sequence[SGLangClient]) -> Errors:
+        """Joins the servers into a group. A group with the same members, none of them restarted, is used again."""
+        self._version, self._sent = version, 0
+        if not servers or (self._group is not None and self._group.members == members_of(servers)):
             return {}
         await self.close()
-        group = UpdateGroup(self._config, servers)
-        try:
-            await group.join()
-        except EngineError as error:
-            await group.leave()
-            return {server.name: error for server in servers}
-        self._group = group
-        return {}
+        failed: Errors = {}
+        for _ in range(2):  # a join cannot be repeated, but a second group can be made
+            group = WeightProcessGroup(self._config, servers)
+            try:
+                await group.join()
+            except EngineError as error:
+                await group.leave()
+                failed = {server.name: error for server in servers}
+                continue
+            self._group = group
+            return {}
+        return failed
 
     def prepare(self, bucket: Bucket) -> None:
         pass
@@ -264,17 +262,18 @@ class DistributedChannel:
     def release(self, prepared: None) -> None:
         pass
 
-    async def send(self, bucket: Bucket, prepared: None, servers: Sequence[SGLangServer]) -> dict[str, object]:
+    async def send(self, bucket: Bucket, prepared: None, servers: Sequence[SGLangClient]) -> Errors:
         assert self._group is not None
         body = {
             "names": [name for name, _ in bucket], "dtypes": [dtype_name(tensor.dtype) for _, tensor in bucket],
             "shapes": [list(tensor.shape) for _, tensor in bucket], "group_name": self._group.name,
             "flush_cache": False,
         }  # fmt: skip
+        self._sent += 1
         try:
-            await self._group.broadcast(bucket, body)
+            await self._group.broadcast(bucket, body, updating_label(self._version, self._sent))
         except EngineError as error:
-            # A collective fails for all: whoever got the bucket cannot be told from who did not.
+            # A failed broadcast leaves it unknown which servers have the bucket.
             await self.close()
             return {server.name: error for server in servers}
         return {}

@@ -1,0 +1,201 @@
+"""Keeps one server working: checks it, restarts it when it fails, and lets it serve only with the current weights.
+
+A server fails when its process ends, when its HTTP server does not reply, when it generates no token, or when the
+engine reports a failed control call. If it still replies it is admitted again as it is; otherwise, or if that fails,
+it is restarted. The number of restarts is limited by a budget that refills while the server works.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+
+from megatron_dapo.config.rollout import ServerConfig
+from megatron_dapo.engines.protocol import EngineError
+from megatron_dapo.engines.sglang.client import SGLangClient
+from megatron_dapo.engines.sglang.engine import SGLangEngine
+from megatron_dapo.engines.sglang.external_server import ExternalServer
+from megatron_dapo.engines.sglang.http import ServerFailure, nobody_listens
+from megatron_dapo.engines.sglang.server_process import ServerProcess
+
+log = logging.getLogger(__name__)
+
+MISSED_CHECKS = 3  # in a row; then the server has failed
+POLL = 0.05
+KILL_SECONDS = 2.0
+
+
+class RestartBudget:
+    """`limit` restarts; one more for each `recovery` seconds of service, up to the limit."""
+
+    def __init__(self, limit: int, recovery: float) -> None:
+        self._limit, self._recovery = limit, recovery
+        self.used = 0
+        self._serving_since: float | None = None
+
+    def serving(self) -> None:
+        self._serving_since = time.monotonic()
+
+    def spend(self) -> bool:
+        """False when no restart is left."""
+        if self._serving_since is not None:
+            served, self._serving_since = time.monotonic() - self._serving_since, None
+            self.used = max(0, self.used - int(served / self._recovery))
+        if self.used >= self._limit:
+            return False
+        self.used += 1
+        return True
+
+
+class Supervisor:
+    def __init__(
+        self,
+        process: ServerProcess | ExternalServer,
+        server: SGLangClient,
+        engine: SGLangEngine,
+        config: ServerConfig,
+    ) -> None:
+        self._process, self._server, self._engine, self._config = process, server, engine, config
+        self.budget = RestartBudget(config.restarts, config.restart_recovery)
+        self.budget.serving()
+        self.restarts = 0
+        self._check_now = asyncio.Event()
+        self._failure: BaseException | None = None  # reported by the engine
+        self._missed = 0
+        self._attempt: asyncio.Task[None] | None = None  # a restart in progress
+        self._task = asyncio.ensure_future(self._run())
+
+    # ---- what the engine reports ----
+
+    def check(self) -> None:
+        self._check_now.set()
+
+    def recover(self, cause: BaseException) -> None:
+        if self._task.done():
+            return  # given up
+        self._failure, self._server.recovering = cause, True
+        self._check_now.set()
+
+    async def end_process(self) -> bool:
+        """Ends the server and whatever is being done to restart it; False if it is not ours to end. The restart goes
+        on when the engine has the GPUs."""
+        attempt = self._attempt
+        if attempt is not None:
+            attempt.cancel()
+            await asyncio.wait([attempt])
+        await self._process.end(KILL_SECONDS)
+        return self._process.ours
+
+    async def stop(self) -> None:
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+    # ---- the loop ----
+
+    async def _run(self) -> None:
+        while True:
+            requested = self._check_now.is_set()
+            if not requested:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._check_now.wait(), self._config.heartbeat)
+                requested = self._check_now.is_set()
+            self._check_now.clear()
+            cause = await self._diagnose(requested)
+            if cause is None:
+                continue
+            self._missed, self._server.recovering = 0, True
+            self._server.serves, self._server.unavailable = None, f"{cause}; {self._process.log_tail()}"
+            log.warning("server %s has failed: %s", self._server.name, cause)
+            try:
+                if not await self._recover():
+                    return
+            finally:
+                self._failure, self._server.recovering = None, False
+
+    async def _diagnose(self, requested: bool) -> str | None:
+        """Why the server counts as failed, or None."""
+        if not self._process.alive():
+            return "its process ended"
+        if self._failure is not None:
+            return str(self._failure)
+        try:
+            await self._server.answers(tries=1)
+            if self._must_prove_generation():
+                await self._generates()
+            self._missed = 0
+        except EngineError as error:
+            # A check between heartbeats must not make a slow server look like one that missed several.
+            self._missed += MISSED_CHECKS if nobody_listens(error) else 0 if requested else 1
+            if self._missed >= MISSED_CHECKS or not self._process.alive():
+                return str(error)
+        return None
+
+    def _must_prove_generation(self) -> bool:
+        idle = time.monotonic() - self._server.last_completion
+        serving = self._server.serves == self._engine.weight_version and self._engine.generating
+        return serving and idle > self._config.health_interval
+
+    async def _generates(self) -> None:
+        version = self._engine.weight_version
+        try:
+            await self._server.generates()
+            self._server.last_completion = time.monotonic()
+        except ServerFailure:
+            # A pause or an update that began meanwhile makes the check fail.
+            if self._server.serves == version and self._engine.generating:
+                raise
+
+    # ---- recovery ----
+
+    async def _recover(self) -> bool:
+        """False when the server is given up; `unavailable` then says why, and requests go to the other servers."""
+        if self._process.alive() and not self._engine.gpus_in_use and await self._admit_as_it_is():
+            return True
+        while self.budget.spend():
+            self.restarts += 1
+            try:
+                await self._restart()
+                log.warning("server %s is back (restart %d)", self._server.name, self.restarts)
+                self.budget.serving()
+                return True
+            except EngineError as error:
+                self._server.unavailable = str(error)
+                with contextlib.suppress(EngineError):
+                    await self._process.end(KILL_SECONDS)
+        self._server.unavailable += f"; given up after {self.budget.used} restarts (rollout.servers.restarts)"
+        log.error("server %s: %s", self._server.name, self._server.unavailable)
+        return False
+
+    async def _admit_as_it_is(self) -> bool:
+        """Whether the server replies and could be admitted without a restart."""
+        try:
+            await self._server.answers(tries=1)
+            await self._engine.admit(self._server)
+        except EngineError as error:
+            log.warning("server %s cannot go on as it is: %s", self._server.name, error)
+            return False
+        return True
+
+    async def _restart(self) -> None:
+        """One restart, started over when the trainer needs the GPUs meanwhile."""
+        while True:
+            self._attempt = asyncio.ensure_future(self._start_and_admit())
+            try:
+                await asyncio.wait([self._attempt])
+                if not self._attempt.cancelled():
+                    return self._attempt.result()
+            finally:
+                attempt, self._attempt = self._attempt, None
+                attempt.cancel()
+
+    async def _start_and_admit(self) -> None:
+        await self._process.end(KILL_SECONDS)
+        while self._engine.gpus_in_use:  # a new server would take memory that the trainer is using
+            await asyncio.sleep(POLL)
+        self._process.spawn()
+        if self._process.ours:
+            self._server.restarted()
+        await self._process.wait_ready(self._server)
+        await self._engine.admit(self._server)
