@@ -1,4 +1,12 @@
-"""Will it fit, how long will it take: parameters, memory per rank, time per phase, layouts. Imports no torch."""
+"""`megatron-dapo plan`: predicts whether a run fits its GPUs and how long a step takes. Imports no torch.
+
+- `command.py`: the command; `report.py`: its tables and JSON.
+- `plan.py`: joins trainer and engine into a `Plan`; `search.py`: the legal layouts, ranked.
+- `memory.py`, `activations.py`, `parameters.py`: memory of the trainer's fullest rank.
+- `timing.py`: seconds of the trainer's phases; `engine.py`: memory and speed of the engines.
+- `hardware.py`: data sheets of GPUs; `workload.py`: samples and lengths of one step.
+- `assumptions.py`: the numbers that are neither measured nor configured.
+"""
 
 from megatron_dapo.planner.activations import Layers
 from megatron_dapo.planner.engine import EnginePlan, plan_engine

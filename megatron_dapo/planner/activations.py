@@ -1,10 +1,11 @@
-"""Memory that a packed micro-batch takes on one rank: what layers save for the backward pass, and working space.
+"""Memory of a packed micro-batch on one rank: activations saved for the backward pass, and working space.
 
-Each number is a list of the tensors that the layer really saves, so that it can be compared with the code. Two kinds
-of layers: Transformer Engine's (`te`: norm and matrix product are one module, attention is fused), and ours on torch
-(`local`: the norm saves its own fp32 copy and normalised values, packed attention is concatenated once more).
+Each number sums the tensors that the layer saves, so it can be compared with the code. There are two kinds of layers:
+Transformer Engine's (`te`: norm and matrix product are one module, attention is fused), and ours on torch (`local`: the
+norm saves an fp32 copy and the normalised values, the output of packed attention is concatenated once more).
 
-`t` below is the tokens of a rank: micro_batch_tokens / context_parallel; `ts` is its share under sequence parallelism.
+`t` is the number of tokens on a rank, micro_batch_tokens / context_parallel; `ts` is its share under sequence
+parallelism.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from megatron_dapo.config import ModelShape
 from megatron_dapo.config.policy import PolicyConfig
 
 Layers = Literal["te", "local"]
-# A router spreads tokens unevenly: the fullest rank gets this many times the mean.
+# A router distributes tokens unevenly: the fullest rank gets this many times the mean.
 EXPERT_IMBALANCE = 1.25
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Widths and token counts as one rank sees them."""
+    """Widths and token counts on one rank."""
 
     t: int
     ts: int
@@ -61,39 +62,38 @@ def layer_saved(shape: ModelShape, policy: PolicyConfig, layers: Layers) -> dict
         "attention": _attention(s, shape.qk_norm, layers),
         "mlp": _experts(shape, s) if shape.is_moe else s.t * 3 * s.ffn * s.bytes,
     }
-    if policy.recompute == "selective":  # the core attention runs again: its statistics are not kept
+    if policy.recompute == "selective":  # the core attention is recomputed: its statistics are not saved
         saved["attention"] -= s.t * s.heads * 4
     return saved
 
 
 def _attention(s: Sizes, qk_norm: bool, layers: Layers) -> float:
-    """q, k, v after RoPE, the output (also the input of the projection), and one fp32 statistic per head."""
+    """q, k, v after RoPE, the output (the input of the projection), and one fp32 statistic per head."""
     saved = s.t * (2 * s.q + 2 * s.kv) * s.bytes + s.t * s.heads * 4
     if layers == "local":
-        # v is a view that keeps the whole q, k, v product alive; the sequences' outputs are concatenated once more.
-        # RoPE's table is one for all layers.
+        # v is a view that keeps the whole q, k, v product in memory; the outputs of the sequences are concatenated once
+        # more. All layers share one RoPE table.
         saved += s.t * (2 * s.q + s.kv) * s.bytes
     if qk_norm:
-        # Its input, which for k is part of the product above where that is kept. The output goes on into RoPE, which
-        # keeps nothing of it.
+        # The input of the norm; for k it is part of the product above where that is kept. RoPE does not save its input.
         saved += s.t * (s.q + (s.kv if layers == "te" else 0)) * s.bytes
     return saved
 
 
 def _experts(shape: ModelShape, s: Sizes) -> float:
-    """Every token `experts_per_token` times: input of fc1, its output, input of fc2; fp32 router probabilities."""
+    """For each of `experts_per_token` copies of a token: fc1's input and output, fc2's input; fp32 router scores."""
     routed = s.ts * shape.experts_per_token * EXPERT_IMBALANCE
     return routed * (s.hidden + 3 * shape.expert_ffn_hidden) * s.bytes + s.ts * shape.experts * 4 * 2
 
 
 def checkpoint_saved(shape: ModelShape, policy: PolicyConfig) -> float:
-    """Bytes per layer under full recomputation: its input."""
+    """Bytes per layer under full recomputation, which saves only the layer's input."""
     s = Sizes.of(shape, policy)
     return s.ts * s.hidden * s.bytes
 
 
 def layer_work(shape: ModelShape, policy: PolicyConfig) -> float:
-    """Gradients and gathered activations that exist while one layer is being differentiated."""
+    """Gradients and gathered activations during the backward pass of one layer."""
     s = Sizes.of(shape, policy)
     if shape.is_moe:
         routed = s.ts * shape.experts_per_token * EXPERT_IMBALANCE
@@ -104,7 +104,7 @@ def layer_work(shape: ModelShape, policy: PolicyConfig) -> float:
 
 
 def in_flight(policy: PolicyConfig, stage: int, micro_batches: int) -> float:
-    """Micro-batches whose activations one stage holds at the peak, in units of the stage's whole share of layers."""
+    """Micro-batches whose activations a stage holds at the peak, in units of all layers of the stage."""
     pp, vpp = policy.pipeline_parallel, policy.virtual_pipeline
     if vpp == 1:
         return float(min(pp - stage, micro_batches))
@@ -114,11 +114,11 @@ def in_flight(policy: PolicyConfig, stage: int, micro_batches: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The output layer on the last stage, in bytes. See policy/head/fused.py."""
+    """Bytes of the output layer on the last stage. See policy/head/fused.py."""
 
     saved: float  # the scored hidden states, from forward to backward
     work: float  # logits of a chunk and gradients, in the backward pass
-    kept_gradient: float  # a tied embedding's gradient waits for the embedding's own backward pass
+    kept_gradient: float  # a tied weight's gradient is kept until the embedding's backward pass
 
 
 def head_memory(shape: ModelShape, policy: PolicyConfig) -> Head:
@@ -126,8 +126,8 @@ def head_memory(shape: ModelShape, policy: PolicyConfig) -> Head:
     chunk = min(policy.head_chunk(shape.vocab), s.t)
     table = s.columns * s.hidden
     tied_here = shape.tied_embeddings and policy.pipeline_parallel == 1
-    # The one-pass head: one buffer of logits, over which their gradient is written; the gradient of
-    # the hidden states; and, unless the embedding brings one, a placeholder for the weight's gradient.
+    # The one-pass head needs one buffer of logits, in which their gradient replaces them; the gradient of the hidden
+    # states; and, unless the weight is tied, a placeholder for the weight's gradient.
     placeholder = 0 if tied_here else table * s.bytes
     return Head(
         saved=s.t * s.hidden * s.bytes,

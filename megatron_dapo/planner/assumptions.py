@@ -1,4 +1,4 @@
-"""Every number of a plan that was not derived from the model or the configuration, in words."""
+"""The assumptions of a plan: every number that follows from neither the model nor the configuration."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _machine(task: Task) -> list[str]:
             f"{gpu.name}: {gpu.memory_gib:g} GiB, {gpu.tflops:g} TFLOP/s bf16, {gpu.bandwidth:g} TB/s, "
             f"{gpu.nvlink:g} GB/s inside a node of {cluster.gpus_per_node}, {gpu.network:g} GB/s between nodes"
         ),
-        f"collectives reach {timing.WIRE_SHARE:.0%} of the wire",
+        f"collectives reach {timing.WIRE_SHARE:.0%} of that bandwidth",
     ]
 
 
@@ -28,7 +28,7 @@ def _workload(task: Task, config: Config) -> list[str]:
     lines = [
         (
             f"lengths: prompts {work.mean_prompt} tokens on average (at most {work.max_prompt}), responses "
-            f"{work.mean_response} (at most {work.max_response}); memory is counted with the greatest"
+            f"{work.mean_response} (at most {work.max_response}); memory is planned for the maximum"
         ),
         (
             f"{work.kept:.0%} of the sampled groups are kept: {work.generated} samples are generated for "
@@ -36,19 +36,19 @@ def _workload(task: Task, config: Config) -> list[str]:
         ),
     ]
     if config.algorithm.kl.coefficient:
-        lines.append("the reference model costs one more log-prob pass; its weights are in host memory")
+        lines.append("the reference model adds one log-prob pass; its weights are in host memory")
     return lines
 
 
 def _trainer(task: Task) -> list[str]:
     layers = "Transformer Engine, fused attention" if task.layers == "te" else "torch (no Transformer Engine)"
     lines = [
-        f"MFU {task.mfu:g} of the kernels; recomputation, bubbles and exposed collectives come on top",
+        f"kernels reach an MFU of {task.mfu:g}; recomputation, bubbles and exposed collectives are added",
         (
             f"{timing.EXPOSED_CONTEXT:.0%} of the context-parallel exchange is not hidden; packing fills "
             f"{timing.FILL:.0%} of a micro-batch; the busiest rank has {timing.IMBALANCE:g} times the mean tokens"
         ),
-        f"layers: {layers}; the head holds one chunk of logits and writes their gradient over them",
+        f"layers: {layers}; the head holds one chunk of logits, which their gradient replaces",
         (
             f"reserve: {memory.CONTEXT_BYTES / GIB:g} GiB CUDA, {memory.NCCL_BYTES / GIB:g} GiB NCCL, "
             f"{memory.FRAGMENTATION:.0%} of activations and working space lost to fragmentation"
@@ -64,27 +64,27 @@ def _engine(task: Task, config: Config) -> list[str]:
     if config.rollout.engine == "embedded":
         return ["the embedded engine runs on the CPU: no memory on the GPU, and its time is not predicted"]
     if servers.urls:
-        place = f"engines run elsewhere ({len(servers.urls)} URLs), on GPUs of the same kind"
+        where = f"{len(servers.urls)} external servers, on GPUs of the same kind"
     elif task.cluster.colocated:
-        place = (
-            "colocated, side by side: the engine keeps its share of the GPU, the trainer has the rest"
-            if not engine.takes_turns(config.rollout)
-            else "colocated, in turns (rollout.servers.share_gpus must be true): engines release weights and KV cache "
-            f"while the trainer works ({engine.OVERHEAD_BYTES / GIB:g} GiB stay), its state is in host memory while "
-            f"they generate ({task.kept / GIB:.1f} GiB stay)"
+        where = (
+            "colocated with a fixed split: the engine keeps its share of the GPU, the trainer has the rest"
+            if not engine.hands_over(config.rollout)
+            else "colocated with hand-over (rollout.servers.share_gpus must be true): engines release weights and KV "
+            f"cache while the trainer works ({engine.OVERHEAD_BYTES / GIB:g} GiB stay), the trainer's state is in host "
+            f"memory while they generate ({task.kept / GIB:.1f} GiB stay)"
         )
     else:
         order = "at the same time (max_staleness 1)" if config.rollout.max_staleness else "one after the other"
-        place = f"disaggregated: {task.cluster.engine_gpus} GPUs only serve, {task.world} only train, {order}"
+        where = f"disaggregated: {task.cluster.engine_gpus} GPUs only serve, {task.world} only train, {order}"
     return [
-        place,
+        where,
         f"an engine takes at most {engine.memory_fraction(servers.arguments):.0%} of a GPU for weights and KV cache",
         (
             f"decoding reaches {engine.BANDWIDTH_SHARE:.0%} of memory bandwidth; "
             f"{engine.SECONDS_PER_LAYER * 1e6:g} µs per layer and {engine.SECONDS_PER_SEQUENCE * 1e6:g} µs per "
-            "sequence come on top (fitted to SGLang, 1.5B, one H200)"
+            "sequence are added (fitted to SGLang, 1.5B, one H200)"
         ),
-        "one answer of the greatest length runs on alone at the end of every step",
+        "every step ends with one response of the maximum length running alone",
         (
             f"weights move at {timing.DISK_BYTES_PER_SECOND / 1e9:g} GB/s (disk: written, then read), "
             f"{timing.IPC_BYTES_PER_SECOND / 1e9:g} GB/s (tensor) or the network's speed (distributed)"

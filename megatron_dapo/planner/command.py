@@ -1,4 +1,4 @@
-"""`megatron-dapo plan`: reads the configuration and the model's config.json, prints the plan. Exit 1: does not fit."""
+"""`megatron-dapo plan`: reads the configuration and the model's config.json and prints the plan."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_dapo.config import Config, ModelShape, load_config
 from megatron_dapo.planner.activations import Layers
 from megatron_dapo.planner.hardware import Cluster, PlanError, find_gpu
 from megatron_dapo.planner.plan import make_plan
-from megatron_dapo.planner.report import plan_record, print_plan
+from megatron_dapo.planner.report import plan_json, print_plan
 from megatron_dapo.planner.workload import Workload
 
 
@@ -34,10 +34,10 @@ def run(
     top: int,
     as_json: bool,
 ) -> int:
-    """0: the given layout fits (or, without one, some layout does). 1: it does not."""
+    """Exit code 0: the layout fits; without a layout, some layout does. 1: it does not."""
     loaded = load_config(config, [*set, *([f"policy.model={model}"] if model else [])])
     shape = _shape(loaded)
-    per_node = gpus_per_node or loaded.slurm.gpus_per_node or 8  # the arguments are at least 1 where given
+    per_node = gpus_per_node or loaded.slurm.gpus_per_node or 8
     total = gpus or loaded.slurm.nodes * per_node
     apart = loaded.slurm.engine_nodes * per_node if engine_gpus is None else engine_gpus
     cluster = Cluster(find_gpu(gpu, gpu_memory), total, per_node, apart)
@@ -45,14 +45,14 @@ def run(
     choose = config is None and not any(item.startswith("policy.") for item in set)
     plan = make_plan(loaded, shape, cluster, work, mfu, layers, choose)
     if as_json:
-        print(json.dumps(plan_record(plan, top), indent=2))
+        print(json.dumps(plan_json(plan, top), indent=2))
     else:
         print_plan(plan, console_for(sys.stdout), top)
     return 0 if plan.fits else 1
 
 
 def console_for(stream: Any) -> Console:
-    """100 columns when the output is no terminal; a terminal's own width otherwise."""
+    """As wide as the terminal; 100 columns elsewhere."""
     return Console(file=stream, width=None if stream.isatty() else 100)
 
 
@@ -63,6 +63,6 @@ def _shape(config: Config) -> ModelShape:
     if not Path(name).is_dir():
         raise PlanError(
             f"policy.model: {name} is not a directory; plan needs a directory with the model's config.json "
-            "(the weights are not read): download it, or give another with --model DIR"
+            "(the weights are not read): download it, or name another with --model DIR"
         )
     return ModelShape.from_dir(name)

@@ -1,8 +1,8 @@
-"""The engine: does it fit at its tensor-parallel size, how much does its KV cache hold, how fast does it decode.
+"""Memory and speed of an engine: whether it fits at its tensor-parallel size, its KV cache, its decoding time.
 
-A decoding step of `running` sequences reads the weights once and every sequence's keys and values, or is bound by
-arithmetic, plus a fixed cost per layer and per sequence. The fixed costs were fitted to SGLang 0.5.17 on an H200 with
-a 1.5B model: 395, 22 800 and 48 400 tokens/s at 1, 64 and 256 running sequences.
+A decoding step of `running` sequences takes the longer of two times: reading the weights and all keys and values, or
+the arithmetic. A fixed cost per layer and per sequence is added. It was fitted to SGLang 0.5.17 on an H200 with a
+1.5B model: 395, 22 800 and 48 400 tokens/s at 1, 64 and 256 running sequences.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from megatron_dapo.planner.parameters import Parameters, count_parameters
 from megatron_dapo.planner.workload import Workload
 
 FRACTION = "--mem-fraction-static"  # of the card, for weights and KV cache
-DEFAULT_FRACTION = 0.88  # what SGLang takes unless it is told
-OVERHEAD_BYTES = 3.0 * GIB  # CUDA context, graphs, activations: outside that fraction; also what stays after a release
-BANDWIDTH_SHARE = 0.8  # of the data sheet's, reached when weights and KV cache are read
+DEFAULT_FRACTION = 0.88  # SGLang's default
+OVERHEAD_BYTES = 3.0 * GIB  # CUDA context, graphs, activations: outside that fraction, and kept after a release
+BANDWIDTH_SHARE = 0.8  # share of the data sheet's that reading weights and KV cache reaches
 DECODE_MFU = 0.5
 SECONDS_PER_LAYER, SECONDS_PER_SEQUENCE = 60e-6, 6e-6
 ALL_REDUCE_SECONDS = 12e-6  # latency of one of the two all-reduces in a layer, at tensor parallel > 1
@@ -27,17 +27,17 @@ DTYPE_BYTES = {"auto": 2, "bfloat16": 2, "float16": 2, "half": 2, "float32": 4, 
 
 @dataclass(frozen=True, slots=True)
 class EnginePlan:
-    """Bytes per GPU unless said otherwise."""
+    """Sizes are bytes per GPU unless stated otherwise."""
 
     tensor_parallel: int
     servers: int
     weights: float
     kv_per_token: float
-    kv_room: float  # what is left for the KV cache
+    kv_room: float  # bytes left for the KV cache
     overhead: float
-    running: int  # sequences that one server decodes at a time, at the mean length
+    running: int  # sequences that one server decodes at once, at the mean length
     longest: int
-    external: int = 0  # servers that were given by URL
+    external: int = 0  # external servers
 
     @property
     def kv_tokens(self) -> int:
@@ -46,7 +46,7 @@ class EnginePlan:
 
     @property
     def kv_least(self) -> float:
-        """KV cache of one sequence of the greatest length: less cannot serve."""
+        """KV cache of one sequence of the maximum length, which an engine must hold."""
         return self.longest * self.kv_per_token
 
     @property
@@ -70,7 +70,7 @@ def plan_engine(
     memory = cluster.gpu.memory
     room = min(fraction * memory, memory - occupied - OVERHEAD_BYTES) - weights
     tokens = max(0.0, room / kv_per_token)
-    # A sequence that has begun grows to its full length: count with what it holds on average, half of its response.
+    # On average a running sequence holds its prompt and half of its response.
     held = work.mean_prompt + work.mean_response / 2
     external = len(rollout.servers.urls)
     servers = external or (cluster.engine_gpus or cluster.gpus) // tp
@@ -88,8 +88,8 @@ def plan_engine(
     )
 
 
-def takes_turns(rollout: RolloutConfig) -> bool:
-    """Whether engines on the trainer's GPUs let their memory go: configured, or nobody gave them a share of it."""
+def hands_over(rollout: RolloutConfig) -> bool:
+    """Whether colocated engines release their memory to the trainer: configured, or no share of it is configured."""
     return rollout.servers.share_gpus or not any(a.startswith(FRACTION) for a in rollout.servers.arguments)
 
 
@@ -114,7 +114,7 @@ def decode_step(
     matrices = parameters.total - parameters.embedding
     if shape.tied_embeddings:
         matrices = parameters.total
-    if shape.is_moe:  # experts that no running token chose are not read
+    if shape.is_moe:  # experts that no running token uses are not read
         unused = (1 - shape.experts_per_token / shape.experts) ** running
         matrices -= round(parameters.mlp * unused)
     bandwidth = gpu.bandwidth * 1e12 * BANDWIDTH_SHARE
@@ -133,7 +133,7 @@ def decode_step(
 def generation_seconds(
     shape: ModelShape, parameters: Parameters, cluster: Cluster, engine: EnginePlan, work: Workload
 ) -> dict[str, float]:
-    """Seconds of one step's generation: prompts, the full batches, and the longest answers that run on alone."""
+    """Seconds of one step's generation: prompts, full batches, and the longest responses at the end."""
     tp = engine.tensor_parallel
     samples = work.generated / engine.servers
     context = work.mean_prompt + work.mean_response / 2

@@ -1,4 +1,4 @@
-"""What a GPU and the wires between GPUs can do, from the vendors' data sheets. Everything is per GPU, one direction."""
+"""GPUs and the links between them, from the vendors' data sheets. All values are per GPU and direction."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ GIB = 1 << 30
 
 
 class PlanError(UserError):
-    """Nothing can be planned from what was given; the message says what to give."""
+    """Wrong or missing input of `plan`; the message says what to change."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
     name: str
-    memory_gib: float  # what CUDA reports as total, not the marketing figure
+    memory_gib: float  # the total that CUDA reports, not the nominal size
     tflops: float  # dense bf16
     bandwidth: float  # device memory, TB/s
     nvlink: float  # GB/s to GPUs of the same node (PCIe where there is no NVLink)
@@ -48,19 +48,19 @@ GPUS = {
 
 
 def find_gpu(name: str, memory_gib: float | None = None) -> Gpu:
-    """The GPU of this name; `memory_gib` replaces its memory (a MIG slice, another board of the family)."""
+    """The GPU of this name; `memory_gib` replaces its memory size (a MIG slice, another board)."""
     key = name.lower().replace("_", "-").replace("nvidia-", "")
     if key not in GPUS:
         near = difflib.get_close_matches(key, GPUS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise PlanError(f"unknown GPU {name!r}{hint} Known: {', '.join(GPUS)}; --gpu-memory sets another size")
+        raise PlanError(f"--gpu: unknown GPU {name!r}{hint} Known: {', '.join(GPUS)}; --gpu-memory sets another size")
     gpu = GPUS[key]
     return gpu if memory_gib is None else replace(gpu, memory_gib=memory_gib)
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """`gpus` in all, of which `engine_gpus` only serve; 0: the engines share the trainer's GPUs (colocated)."""
+    """`engine_gpus` of the `gpus` only serve; 0: the engines share the trainer's GPUs (colocated)."""
 
     gpu: Gpu
     gpus: int
@@ -72,9 +72,9 @@ class Cluster:
             raise PlanError(f"--gpus is {self.gpus}: at least one GPU is needed")
         if not 0 <= self.engine_gpus < self.gpus:
             raise PlanError(
-                f"{self.engine_gpus} of {self.gpus} GPUs would only serve engines (--engine-gpus, or else "
-                "slurm.engine_nodes × GPUs per node): some must be left for the trainer; 0 means that engines and "
-                "trainer share all of them"
+                f"{self.engine_gpus} of {self.gpus} GPUs would only run engines (--engine-gpus, or else "
+                "slurm.engine_nodes × GPUs per node), which leaves none for the trainer; 0 means that engines and "
+                "trainer share all GPUs"
             )
 
     @property

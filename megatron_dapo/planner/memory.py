@@ -1,8 +1,8 @@
 """The trainer's memory on one rank, part by part, for every pipeline stage; the fullest stage decides.
 
-Static parts (weights, fp32 gradients, optimizer) exist all the time. The peak of a forward and backward pass comes
-either at the head (all activations, plus the logits of a chunk) or at the layer after it (all activations, plus the
-gradients inside a layer); the optimizer's step is a third moment. The largest of the three counts.
+Weights, fp32 gradients and optimizer state exist all the time. Beyond them, the peak is the largest of three moments:
+the head (all activations, plus the logits of a chunk), the backward pass of a layer (all activations, plus the
+gradients inside it), and the optimizer's step.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from megatron_dapo.planner.parameters import RankParameters, rank_parameters
 
 # CUDA context, cuBLAS and cuDNN workspaces; NCCL's buffers when there is more than one rank.
 CONTEXT_BYTES, NCCL_BYTES = 1.0 * GIB, 2.0 * GIB
-BUCKET_BYTES = 1.5 * GIB  # of weights that are on their way to an engine
-# Share of what torch allocates that is lost between its blocks: packed micro-batches change their size all the time.
+BUCKET_BYTES = 1.5 * GIB  # weights that are being sent to an engine
+# Share of torch's allocations lost to fragmentation: packed micro-batches differ in size.
 FRAGMENTATION = 0.05
 
 
@@ -37,8 +37,8 @@ class TrainerMemory:
     weights: float
     gradients: float
     optimizer: float
-    activations: float  # what layers save, of all micro-batches in flight
-    layer: float  # recomputed layer and gradients inside a layer
+    activations: float  # saved by the layers, for all micro-batches in flight
+    layer: float  # recomputed layer and its gradients
     head: float
     step: float  # temporaries of the optimizer's step
     reserve: float
@@ -49,12 +49,12 @@ class TrainerMemory:
 
     @property
     def passes(self) -> float:
-        """Beyond the static parts, at the peak of forward and backward. The head and a layer never work together."""
+        """Beyond the static parts, at the peak of forward and backward. The head and a layer never run together."""
         return self.activations + max(self.layer, self.head)
 
     @property
     def allocated(self) -> float:
-        """What torch.cuda.max_memory_allocated should show."""
+        """The prediction for torch.cuda.max_memory_allocated."""
         return self.static + max(self.passes, self.step)
 
     @property
@@ -63,7 +63,7 @@ class TrainerMemory:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Adds up to `total`: of head and layer, the smaller is no part of the peak."""
+        """Adds up to `total`. Of head and layer, only the larger is part of the peak."""
         working = ("head", self.head) if self.head >= self.layer else ("layer", self.layer)
         if self.step > self.passes:
             moment = {"optimizer step": self.step}
@@ -104,14 +104,14 @@ def stage_memory(
 def trainer_memory(
     shape: ModelShape, policy: PolicyConfig, world: int, micro_batches: int, layers: Layers = "te"
 ) -> TrainerMemory:
-    """The fullest stage's memory. Between the first and the last stage nothing is larger than the second."""
+    """The fullest stage's memory. Of the stages in the middle, the second is the largest."""
     stages = sorted({0, min(1, policy.pipeline_parallel - 1), policy.pipeline_parallel - 1})
     memories = [stage_memory(shape, policy, world, micro_batches, stage, layers) for stage in stages]
     return max(memories, key=lambda memory: memory.total)
 
 
 def kept_while_engines_work(world: int) -> float:
-    """What the trainer cannot put away on a GPU that it shares with an engine."""
+    """Bytes that the trainer cannot offload from a GPU that it shares with an engine."""
     return CONTEXT_BYTES + BUCKET_BYTES + (NCCL_BYTES if world > 1 else 0.0)
 
 
@@ -123,7 +123,7 @@ def _optimizer(held: RankParameters, policy: PolicyConfig, world: int, fused: bo
         dense /= stage_ranks // policy.tensor_parallel
         experts /= stage_ranks // policy.expert_parallel
     state = 12 if policy.precision == "bf16" else 8
-    # torch's AdamW, used where Transformer Engine is missing, holds the root of the second moment of all parameters.
+    # torch's AdamW, used without Transformer Engine, holds the root of the second moment of all parameters.
     return state * (dense + experts), 0.0 if fused else 4 * (dense + experts)
 
 

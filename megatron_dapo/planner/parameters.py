@@ -1,9 +1,8 @@
-"""How many parameters a Qwen model has, exactly, and how many of them one rank holds.
+"""The exact number of parameters of a Qwen model, and of those on one rank.
 
-The total is the number of distinct weights (a tied output layer counts once). A rank's count is what Megatron really
-allocates there: norms, the router and q/k norms are whole on every tensor-parallel rank, the vocabulary is padded to
-equal shares, experts are spread over expert-parallel ranks, and with tied embeddings the last pipeline stage has its
-own copy of the embedding.
+The total counts distinct weights (a tied output layer once). A rank's count is what Megatron allocates: norms and
+router are replicated on every tensor-parallel rank, the vocabulary is padded to equal shares, experts are divided among
+expert-parallel ranks, and with tied embeddings the last pipeline stage has its own copy of the embedding.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class Parameters:
     mlp: int  # dense MLPs, or all experts
     router: int
     norms: int
-    active: int  # used by one token: the embedding, the output layer and `experts_per_token` experts included
+    active: int  # used by one token: includes embedding, output layer and `experts_per_token` experts
 
     @property
     def total(self) -> int:
@@ -33,7 +32,7 @@ class Parameters:
 
     @property
     def layer_matrices_active(self) -> int:
-        """What multiplies a token in the layers: 2 FLOPs each in the forward pass."""
+        """Matrix weights that one token uses in the layers: 2 FLOPs each in the forward pass."""
         return self.active - self.embedding - self.output - self.norms
 
 
@@ -79,7 +78,7 @@ def padded_vocab(vocab: int, tensor_parallel: int) -> int:
 
 
 def rank_parameters(shape: ModelShape, policy: PolicyConfig, stage: int) -> RankParameters:
-    """What a rank of pipeline stage `stage` (0 is the first) holds. All tensor-parallel ranks hold equally much."""
+    """Parameters on a rank of pipeline stage `stage` (0 is the first), the same for all tensor-parallel ranks."""
     tp, pp, ep = policy.tensor_parallel, policy.pipeline_parallel, policy.expert_parallel
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     split = shape.hidden * (q + 2 * kv) + q * shape.hidden + (q + 2 * kv if shape.qkv_bias else 0)

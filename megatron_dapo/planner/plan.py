@@ -1,4 +1,4 @@
-"""The whole answer: does the given layout fit, where not, what would, which layouts are best, how long a step takes."""
+"""The plan: whether the layout fits, what to change if not, the fastest layouts, and the time of a step."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from megatron_dapo.planner.engine import (
     OVERHEAD_BYTES,
     EnginePlan,
     generation_seconds,
+    hands_over,
     memory_fraction,
     plan_engine,
-    takes_turns,
 )
 from megatron_dapo.planner.hardware import GIB, Cluster, PlanError
 from megatron_dapo.planner.memory import kept_while_engines_work
@@ -35,7 +35,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A trainer layout with an engine size; `engine` is None where no GPU serves."""
+    """A trainer layout with an engine size; `engine` is None without GPU engines."""
 
     trainer: Candidate
     engine: EnginePlan | None
@@ -65,7 +65,7 @@ class Plan:
     engines: list[Choice]  # the chosen layout with every engine size
     changes: dict[str, Any] | None  # the fewest keys that make it fit; None: it fits, or nothing does
     problems: list[str]
-    limit: float  # bytes that the trainer may take of one GPU
+    limit: float  # bytes of one GPU that the trainer may use
     phases: list[Phase] = field(default_factory=list)
     step_seconds: float = 0.0
     assumptions: list[str] = field(default_factory=list)
@@ -84,38 +84,38 @@ def make_plan(
     layers: Layers = "te",
     choose: bool = False,
 ) -> Plan:
-    """Judges the configuration's layout and engine size, or with `choose` takes the fastest that fit."""
+    """Judges the configured layout and engine size, or with `choose` takes the fastest that fit."""
     if not 0 < mfu <= 1:
-        raise PlanError(f"--mfu is {mfu}: it is a share of the GPU's peak, between 0 and 1; 0.4 is usual")
-    desk = _Desk(config, Task(shape, work, cluster, mfu, layers, *_side_by_side(config, cluster)))
-    found = list(candidates(desk.task, config.policy))
-    reason = None if choose else desk.why_not()
+        raise PlanError(f"--mfu is {mfu}: expected a share of the GPU's peak between 0 and 1, usually 0.4")
+    planner = _Planner(config, Task(shape, work, cluster, mfu, layers, *_shared_gpu(config, cluster)))
+    found = list(candidates(planner.task, config.policy))
+    reason = None if choose else planner.why_not()
     chosen: Choice | None = None
     if choose:
-        chosen = desk.best(found)
+        chosen = planner.best(found)
     elif reason is None:
-        chosen = desk.choice(judge(desk.task, config.policy), config.rollout.servers.tensor_parallel)
-    problems = [reason] if reason else desk.problems(chosen)
+        chosen = planner.choice(judge(planner.task, config.policy), config.rollout.servers.tensor_parallel)
+    problems = [reason] if reason else planner.problems(chosen)
     tp = chosen.engine.tensor_parallel if chosen and chosen.engine else config.rollout.servers.tensor_parallel
-    phases = _phases(desk, chosen) if chosen and not problems else []
+    phases = _phases(planner, chosen) if chosen and not problems else []
     return Plan(
         shape, count_parameters(shape), cluster, work,
         layout=chosen.trainer.policy if chosen else config.policy,
         chosen=chosen,
-        ranking=rank([c for c in found if c.fits and desk.choice(c, tp).fits]),
-        engines=[desk.choice(chosen.trainer, size) for size in desk.engine_sizes()] if chosen else [],
-        changes=desk.smallest_change(found) if problems else None,
+        ranking=rank([c for c in found if c.fits and planner.choice(c, tp).fits]),
+        engines=[planner.choice(chosen.trainer, size) for size in planner.engine_sizes()] if chosen else [],
+        changes=planner.smallest_change(found) if problems else None,
         problems=problems,
-        limit=desk.task.limit,
+        limit=planner.task.limit,
         phases=phases,
         step_seconds=_step_seconds(config, cluster, phases),
-        assumptions=assumptions(desk.task, config),
+        assumptions=assumptions(planner.task, config),
     )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
-class _Desk:
-    """Joins trainer layouts and engine sizes."""
+class _Planner:
+    """Combines trainer layouts and engine sizes."""
 
     config: Config
     task: Task
@@ -129,7 +129,7 @@ class _Desk:
         return [n for n in (1, 2, 4, 8, 16) if n <= cluster.gpus_per_node and heads % n == 0 and gpus % n == 0]
 
     def why_not(self) -> str | None:
-        """Why the configuration is no legal layout, or None."""
+        """Why the configured layout is impossible, or None."""
         servers, cluster = self.config.rollout.servers, self.task.cluster
         gpus, tp = cluster.engine_gpus or cluster.gpus, servers.tensor_parallel
         if self.config.rollout.engine == "sglang" and not servers.urls and (gpus % tp or self.task.shape.heads % tp):
@@ -165,15 +165,15 @@ class _Desk:
         return None if best is None else best.changes(self.config)
 
     def problems(self, chosen: Choice | None) -> list[str]:
-        """Each thing that does not fit, with the part that is too large."""
+        """What does not fit, with the part that is too large."""
         if chosen is None:
-            return [f"no layout on {self.task.cluster.gpus} GPUs fits trainer and engine"]
+            return [f"no layout on {self.task.cluster.gpus} GPUs fits both trainer and engine"]
         problems, mem, serving = [], chosen.trainer.memory, chosen.engine
         if not chosen.trainer.fits:
             part, size = max(mem.parts.items(), key=lambda item: item[1])
             problems.append(
-                f"the trainer needs {mem.total / GIB:.1f} GiB on a rank of pipeline stage {mem.stage}, and "
-                f"{self.task.limit / GIB:.1f} GiB are there; the largest part is {part} with {size / GIB:.1f} GiB"
+                f"the trainer needs {mem.total / GIB:.1f} GiB on a rank of pipeline stage {mem.stage}, but has "
+                f"{self.task.limit / GIB:.1f} GiB; the largest part is {part} with {size / GIB:.1f} GiB"
             )
         if serving and not serving.fits:
             beside = f"the trainer's {self.task.kept / GIB:.1f} GiB and " if self.task.kept else ""
@@ -185,14 +185,14 @@ class _Desk:
         return problems
 
 
-def _side_by_side(config: Config, cluster: Cluster) -> tuple[float, float]:
-    """On a GPU that both use: bytes that the engine holds while the trainer works, and the other way round."""
+def _shared_gpu(config: Config, cluster: Cluster) -> tuple[float, float]:
+    """On a shared GPU: bytes that the engine holds while the trainer works, and the trainer while engines generate."""
     rollout = config.rollout
     if rollout.engine == "embedded" or rollout.servers.urls or not cluster.colocated:
         return 0.0, 0.0
-    if takes_turns(rollout):
+    if hands_over(rollout):
         return OVERHEAD_BYTES, kept_while_engines_work(cluster.trainer_gpus)
-    # The engine has taken its share before the trainer comes, and keeps it.
+    # The engine allocates its share before the trainer starts, and keeps it.
     return memory_fraction(rollout.servers.arguments) * cluster.gpu.memory + OVERHEAD_BYTES, 0.0
 
 
@@ -204,8 +204,8 @@ def _step_seconds(config: Config, cluster: Cluster, phases: list[Phase]) -> floa
     return sum(seconds.values())
 
 
-def _phases(desk: _Desk, chosen: Choice) -> list[Phase]:
-    task, work = desk.task, desk.task.work
+def _phases(planner: _Planner, chosen: Choice) -> list[Phase]:
+    task, work = planner.task, planner.task.work
     phases, serving = [], chosen.engine
     arguments = (task.shape, chosen.trainer.policy, task.cluster, work, task.world, task.mfu)
     if serving is not None:
@@ -224,7 +224,7 @@ def _phases(desk: _Desk, chosen: Choice) -> list[Phase]:
     detail += _seconds({name: getattr(update, name) for name in names})
     phases.append(Phase("training", work.updates * update.total, detail))
     if serving is not None:
-        transport = desk.config.rollout.weights
+        transport = planner.config.rollout.weights
         seconds = timing.sync_seconds(task.shape, transport, task.cluster, task.cluster.gpus)
         size = count_parameters(task.shape).total * 2 / GIB
         phases.append(Phase("weight sync", seconds, f"{size:.1f} GiB by {transport.transport}"))

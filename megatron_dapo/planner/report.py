@@ -1,4 +1,4 @@
-"""A plan for people (tables that fit 100 columns, also when piped) and for programs (JSON)."""
+"""Prints a plan as tables of at most 100 columns, or returns it as JSON values."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from megatron_dapo.planner.plan import Plan
 from megatron_dapo.planner.search import Candidate
 
 NOTES = {
-    "weights": "as the model computes with them",
+    "weights": "in the precision of the computation",
     "gradients": "fp32, Megatron's DDP buffers",
     "optimizer": "fp32 copy and two Adam moments, this rank's shard",
-    "activations": "what layers save, of all micro-batches in flight",
-    "layer": "one layer recomputed or differentiated",
+    "activations": "saved by layers, for all micro-batches in flight",
+    "layer": "backward pass of one layer",
     "head": "logits of one chunk, gradient of the output layer",
     "optimizer step": "temporaries of torch's AdamW",
     "reserve": "CUDA, NCCL, fragmentation",
 }
 
 
-def layout_words(policy: PolicyConfig, world: int) -> str:
-    """TP8 PP2 DP8, and what else is not 1."""
+def layout_name(policy: PolicyConfig, world: int) -> str:
+    """E.g. TP8 PP2 DP8: tensor and pipeline size, and every other size above 1."""
     data = world // policy.model_ranks if world % policy.model_ranks == 0 else 0
     sizes = {
         "TP": policy.tensor_parallel, "PP": policy.pipeline_parallel, "VPP": policy.virtual_pipeline,
@@ -61,12 +61,12 @@ def _print_model(plan: Plan, console: Console) -> None:
 
 def _print_verdict(plan: Plan, console: Console) -> None:
     gpus = f"{plan.cluster.gpus} × {plan.cluster.gpu.name}"
-    layout = layout_words(plan.layout, plan.cluster.trainer_gpus)
+    layout = layout_name(plan.layout, plan.cluster.trainer_gpus)
     if plan.fits and plan.chosen:
-        used, there = plan.chosen.trainer.memory.total / GIB, plan.limit / GIB
+        used, limit = plan.chosen.trainer.memory.total / GIB, plan.limit / GIB
         engine = plan.chosen.engine
         with_engines = f" with engines of TP{engine.tensor_parallel}" if engine else ""
-        line = f"FITS on {gpus} as {layout}{with_engines}: the fullest rank trains with {used:.1f} of {there:.1f} GiB"
+        line = f"FITS on {gpus} as {layout}{with_engines}: the fullest rank uses {used:.1f} of {limit:.1f} GiB"
         console.print(line, style="bold green", highlight=False)
         return
     console.print(f"DOES NOT FIT on {gpus} as {layout}", style="bold red", highlight=False)
@@ -90,7 +90,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _print(table: Table, console: Console) -> None:
-    """An empty line before the table; no trailing spaces, which rich pads titles with."""
+    """Prints an empty line and the table, without the trailing spaces that rich adds to titles."""
     with console.capture() as capture:
         console.print(table)
     console.print()
@@ -112,7 +112,7 @@ def _print_engines(plan: Plan, console: Console) -> None:
     chosen = plan.chosen.engine if plan.chosen else None
     if chosen is None:
         return
-    where = "on GPUs of their own"
+    where = "on separate GPUs"
     if plan.cluster.colocated and not chosen.external:
         where = "on the trainer's GPUs"
     title = f"Engines {where}: GiB per GPU (KV cache: {chosen.longest:,} tokens at least)"
@@ -136,7 +136,7 @@ def _print_time(plan: Plan, console: Console) -> None:
     for phase in plan.phases:
         table.add_row(phase.name, f"{phase.seconds:,.1f}", f"{phase.seconds / total:.0%}", phase.detail)
     table.add_section()
-    table.add_row("step", f"{total:,.1f}", "", f"{total / 60:.1f} minutes; {plan.work.samples} samples train")
+    table.add_row("step", f"{total:,.1f}", "", f"{total / 60:.1f} minutes; trains on {plan.work.samples} samples")
     _print(table, console)
 
 
@@ -151,15 +151,15 @@ def _print_ranking(plan: Plan, console: Console, top: int) -> None:
     for candidate in plan.ranking[:top]:
         policy = candidate.policy
         table.add_row(
-            layout_words(policy, world), f"{policy.micro_batch_tokens:,}", policy.recompute,
+            layout_name(policy, world), f"{policy.micro_batch_tokens:,}", policy.recompute,
             f"{policy.head_chunk_tokens or 'auto'}", f"{candidate.memory.total / GIB:.1f}",
             f"{candidate.seconds:,.1f} s",
         )  # fmt: skip
     _print(table, console)
 
 
-def plan_record(plan: Plan, top: int = 8) -> dict[str, Any]:
-    """Plain values; bytes and seconds."""
+def plan_json(plan: Plan, top: int = 8) -> dict[str, Any]:
+    """The plan as JSON values, in bytes and seconds."""
     p = plan.parameters
     return {
         "fits": plan.fits,
@@ -168,23 +168,23 @@ def plan_record(plan: Plan, top: int = 8) -> dict[str, Any]:
         "parameters": {"total": p.total, "active": p.active, "embedding": p.embedding, "output": p.output},
         "gpu": plan.cluster.gpu.name,
         "gpus": plan.cluster.gpus,
-        "layout": layout_words(plan.layout, plan.cluster.trainer_gpus),
+        "layout": layout_name(plan.layout, plan.cluster.trainer_gpus),
         "limit_bytes": plan.limit,
-        "trainer_bytes": None if plan.chosen is None else _memory_record(plan.chosen.trainer),
-        "engine": None if plan.chosen is None else _engine_record(plan.chosen.engine),
+        "trainer_bytes": None if plan.chosen is None else _memory_json(plan.chosen.trainer),
+        "engine": None if plan.chosen is None else _engine_json(plan.chosen.engine),
         "phases": {phase.name: phase.seconds for phase in plan.phases},
         "step_seconds": plan.step_seconds,
-        "layouts": [_candidate_record(c, plan.cluster.trainer_gpus) for c in plan.ranking[:top]],
+        "layouts": [_candidate_json(c, plan.cluster.trainer_gpus) for c in plan.ranking[:top]],
         "assumptions": plan.assumptions,
     }
 
 
-def _memory_record(candidate: Candidate) -> dict[str, Any]:
+def _memory_json(candidate: Candidate) -> dict[str, Any]:
     memory = candidate.memory
     return {"stage": memory.stage, **memory.parts, "total": memory.total}
 
 
-def _engine_record(engine: EnginePlan | None) -> dict[str, Any] | None:
+def _engine_json(engine: EnginePlan | None) -> dict[str, Any] | None:
     if engine is None:
         return None
     return {
@@ -193,7 +193,7 @@ def _engine_record(engine: EnginePlan | None) -> dict[str, Any] | None:
     }  # fmt: skip
 
 
-def _candidate_record(candidate: Candidate, world: int) -> dict[str, Any]:
+def _candidate_json(candidate: Candidate, world: int) -> dict[str, Any]:
     policy = candidate.policy
     return {
         "tensor_parallel": policy.tensor_parallel, "pipeline_parallel": policy.pipeline_parallel,

@@ -1,4 +1,4 @@
-"""The trainer's layouts: which are legal, which fit, ranked by predicted time, and how far each is from a given one."""
+"""The trainer's layouts: which are legal, which fit, and how fast they are."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ KEYS = (
     "tensor_parallel", "pipeline_parallel", "virtual_pipeline", "context_parallel", "expert_parallel", "recompute",
     "micro_batch_tokens", "head_chunk_tokens",
 )  # fmt: skip
-MODEL_PARALLEL_LIMIT = 16  # of one kind
+MODEL_PARALLEL_LIMIT = 16  # largest pipeline size that is searched
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What a layout is judged by."""
+    """The inputs that a layout is judged with."""
 
     shape: ModelShape
     work: Workload
@@ -54,7 +54,7 @@ class Candidate:
         return world // self.policy.model_ranks
 
     def changes(self, given: PolicyConfig) -> dict[str, Any]:
-        """Dotted keys, and the values that make `given` this layout."""
+        """The settings, by dotted key, that turn `given` into this layout."""
         return {
             f"policy.{key}": getattr(self.policy, key)
             for key in KEYS
@@ -74,7 +74,7 @@ def judge(task: Task, policy: PolicyConfig) -> Candidate:
 
 
 def why_illegal(task: Task, policy: PolicyConfig) -> str | None:
-    """What check forbids this layout, or None."""
+    """Why this layout is impossible, or None."""
     try:
         check_model(policy, task.shape, task.work.longest)
         check_world(policy, task.world)
@@ -83,14 +83,14 @@ def why_illegal(task: Task, policy: PolicyConfig) -> str | None:
     dp = task.world // policy.model_ranks
     if dp > task.work.samples_per_update:
         return (
-            f"{dp} data-parallel ranks share {task.work.samples_per_update} samples of a mini-batch: some would be "
-            "idle; raise trainer.mini_batch_prompts, or tensor, pipeline or context parallelism"
+            f"{dp} data-parallel ranks share {task.work.samples_per_update} samples of a mini-batch, so some would "
+            "be idle: raise trainer.mini_batch_prompts, or tensor, pipeline or context parallelism"
         )
     return None
 
 
 def candidates(task: Task, given: PolicyConfig) -> Iterator[Candidate]:
-    """Every legal layout on this many GPUs. What is not searched (optimizer, precision, …) is as given."""
+    """Every legal layout on these GPUs. Other settings (optimizer, precision, …) are those of `given`."""
     shape, limit = task.shape, MODEL_PARALLEL_LIMIT
     tensor = [n for n in _divisors(shape.kv_heads) if shape.heads % n == 0 and n <= task.cluster.gpus_per_node]
     pipeline = [n for n in _divisors(shape.layers) if n <= limit]
@@ -110,19 +110,19 @@ def candidates(task: Task, given: PolicyConfig) -> Iterator[Candidate]:
 
 
 def _with_budgets(task: Task, given: PolicyConfig, layout: dict[str, Any]) -> Iterator[Candidate]:
-    """The layout with micro-batches of the given size, of the longest sequence, and of one and a half and twice it."""
+    """The layout with micro-batches of the given size, and of 1, 1.5 and 2 times the longest sequence."""
     bare = given.model_copy(update=layout)
     align, longest = bare.pack_alignment, task.work.longest
     sizes = {given.micro_batch_tokens, longest, longest * 3 // 2, longest * 2}
     for tokens in sorted({-(-size // align) * align for size in sizes if size >= longest}):
-        # Legal by construction, so the schema need not check thousands of them again.
+        # model_copy skips validation: these are valid, and there are thousands.
         policy = bare.model_copy(update={"micro_batch_tokens": tokens})
         if why_illegal(task, policy) is None:
             yield judge(task, policy)
 
 
 def rank(found: list[Candidate]) -> list[Candidate]:
-    """Those that fit, fastest first; of one layout only the best micro-batch, recomputation and head chunk."""
+    """The layouts that fit, fastest first, each with its best micro-batch, recomputation and head chunk."""
     best: dict[tuple[int, ...], Candidate] = {}
     for candidate in found:
         if candidate.fits:
@@ -133,7 +133,7 @@ def rank(found: list[Candidate]) -> list[Candidate]:
 
 
 def order(candidate: Candidate) -> tuple[float, float]:
-    """Fastest first; of equally fast ones, the one that needs least."""
+    """Sort key: fastest first, then least memory."""
     return candidate.seconds, candidate.memory.total
 
 

@@ -1,7 +1,7 @@
-"""How long the trainer's phases take: arithmetic at the given MFU, plus what the layout costs on top.
+"""Seconds of the trainer's phases: arithmetic at the given MFU, plus the cost of the layout.
 
-MFU is that of one GPU's kernels on packed sequences (0.41 measured with Transformer Engine). What parallelism costs
-is added: pipeline bubbles, tensor-parallel collectives, exposed context- and data-parallel traffic. All seconds.
+The MFU is that of one GPU's kernels on packed sequences (0.41 measured with Transformer Engine). Pipeline bubbles,
+tensor-parallel collectives and exposed context- and data-parallel traffic are added.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from megatron_dapo.planner.hardware import Cluster
 from megatron_dapo.planner.parameters import Parameters, count_parameters, rank_parameters
 from megatron_dapo.planner.workload import Workload
 
-WIRE_SHARE = 0.7  # of the data sheet's bandwidth that collectives reach
-FILL = 0.9  # how full first-fit packing leaves a micro-batch
-IMBALANCE = 1.05  # the busiest data-parallel rank's tokens, against the mean
+WIRE_SHARE = 0.7  # share of the data sheet's bandwidth that collectives reach
+FILL = 0.9  # share of a micro-batch that first-fit packing fills
+IMBALANCE = 1.05  # tokens of the busiest data-parallel rank, relative to the mean
 EXPOSED_CONTEXT = 0.25  # share of the context-parallel exchange that attention does not hide
 DISK_BYTES_PER_SECOND, IPC_BYTES_PER_SECOND = 2e9, 20e9
 HOST_BYTES_PER_SECOND = 40e9  # between a GPU and pinned host memory; measured on an H200
@@ -26,10 +26,10 @@ HOST_BYTES_PER_SECOND = 40e9  # between a GPU and pinned host memory; measured o
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How one mini-batch falls on data-parallel ranks."""
+    """A mini-batch, split over data-parallel ranks."""
 
     data_parallel: int
-    tokens: float  # of the busiest rank (all its context-parallel ranks together)
+    tokens: float  # on the busiest rank (all its context-parallel ranks together)
     responses: float  # response tokens among them
     micro_batches: int
 
@@ -37,7 +37,7 @@ class Split:
 def split_update(policy: PolicyConfig, work: Workload, world: int) -> Split:
     dp = world // policy.model_ranks
     samples = math.ceil(work.samples_per_update / dp)
-    # The rank with the longest answer has at least that; otherwise balance is nearly perfect.
+    # The rank with the longest response has at least its length; otherwise the balance is nearly perfect.
     tokens = max(samples * work.mean_length * (IMBALANCE if dp > 1 else 1.0), work.longest if dp > 1 else 0)
     micro_batches = max(1, math.ceil(tokens / (policy.micro_batch_tokens * FILL)))
     if policy.virtual_pipeline > 1:
@@ -46,7 +46,7 @@ def split_update(policy: PolicyConfig, work: Workload, world: int) -> Split:
 
 
 def most_micro_batches(policy: PolicyConfig, work: Workload, world: int) -> int:
-    """Micro-batches per update when every sample has the greatest length: the worst case for memory."""
+    """Micro-batches per update when every sample has the maximum length: the worst case for memory."""
     samples = math.ceil(work.samples_per_update / (world // policy.model_ranks))
     return math.ceil(samples / max(1, policy.micro_batch_tokens // work.longest))
 
@@ -86,7 +86,7 @@ def pass_time(
     rate = cluster.gpu.tflops * 1e12 * mfu * tp * cp
     layers = split.tokens * layer_flops(shape, parameters, work.mean_length) * layer_passes / rate
     head = split.responses * 2 * shape.hidden * shape.vocab * head_passes / rate
-    slowest = layers / pp + head  # the last stage has the head, too
+    slowest = layers / pp + head  # the last stage also has the head
     traffic = _Traffic(shape, policy, cluster, split)
     tensor, context, expert = traffic.tensor(train, again), traffic.context(train, again), traffic.expert(train, again)
     per_stage = slowest + tensor + context + expert
@@ -110,20 +110,20 @@ class _Traffic:
         return layers * bytes_ / (self.cluster.wire(span) * WIRE_SHARE)
 
     def tensor(self, train: bool, again: bool) -> float:
-        """Two gathers and two scatters of the activations forward; with weight gradients six backward."""
+        """Two gathers and two scatters of the activations forward, six collectives backward."""
         tp, cp = self.policy.tensor_parallel, self.policy.context_parallel
         times = 4 + (6 if train else 0) + (4 if again else 0)
         return self._seconds(times * self.split.tokens / cp * self.shape.hidden * 2 * (tp - 1) / tp, tp)
 
     def context(self, train: bool, again: bool) -> float:
-        """Keys and values go round the ring, forward; they and their gradients, backward."""
+        """Keys and values pass around the ring forward; they and their gradients backward."""
         tp, cp = self.policy.tensor_parallel, self.policy.context_parallel
         times = 1 + (2 if train else 0) + (1 if again else 0)
         width = 2 * self.shape.kv_heads * self.shape.head_dim / tp
         return EXPOSED_CONTEXT * self._seconds(times * self.split.tokens / cp * width * 2 * (cp - 1), tp * cp)
 
     def expert(self, train: bool, again: bool) -> float:
-        """Tokens go to their experts and back."""
+        """Tokens are sent to their experts and back."""
         ep = self.policy.expert_parallel
         if not self.shape.is_moe or ep == 1:
             return 0.0
@@ -136,7 +136,7 @@ class _Traffic:
 def _data_parallel(
     shape: ModelShape, policy: PolicyConfig, cluster: Cluster, world: int, last_backward: float
 ) -> float:
-    """fp32 gradients are reduced during the last micro-batch's backward pass; new weights are gathered afterwards."""
+    """fp32 gradients are reduced during the backward pass of the last micro-batch; then new weights are gathered."""
     stage_ranks = world // policy.pipeline_parallel
     ranks = stage_ranks // policy.tensor_parallel
     held = rank_parameters(shape, policy, 0)
@@ -151,7 +151,7 @@ def _data_parallel(
 
 
 def sync_seconds(shape: ModelShape, transport: WeightTransportConfig, cluster: Cluster, external_span: int) -> float:
-    """Seconds until all engines have the new weights: they move once, to all engines at the same time."""
+    """Seconds until all engines have the new weights, which are sent once, to all engines at the same time."""
     size = count_parameters(shape).total * 2
     if transport.transport == "disk":
         return 2 * size / DISK_BYTES_PER_SECOND

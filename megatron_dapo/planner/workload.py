@@ -1,4 +1,4 @@
-"""What one step has to do: how many samples of which lengths. Lengths are a forecast; every number is an input."""
+"""The samples of one step and their lengths. Mean lengths are estimates that the user can replace."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Workload:
             if not 1 <= value <= most:
                 raise PlanError(f"{name} is {value}, but must be between 1 and the configured maximum of {most}")
         if not 0 < self.kept <= 1:
-            raise PlanError(f"--kept is {self.kept}: the share of groups that are kept lies between 0 and 1")
+            raise PlanError(f"--kept is {self.kept}: the share of kept groups must be above 0 and at most 1")
 
     @classmethod
     def of(
@@ -61,7 +61,7 @@ class Workload:
 
     @property
     def generated(self) -> int:
-        """Samples that the engines generate, kept or not."""
+        """Samples that the engines generate, including those that are not kept."""
         return round(self.samples / self.kept)
 
     @property

@@ -23,7 +23,7 @@ def test_static_parts_on_one_gpu():
     assert (memory.weights, memory.gradients, memory.optimizer) == (2 * ALL, 4 * ALL, 12 * ALL)
 
 
-def test_fp32_has_no_second_copy():
+def test_fp32_training_has_no_second_copy_of_the_weights():
     memory = trainer_memory(SHAPE, PolicyConfig(micro_batch_tokens=100, precision="fp32"), world=1, micro_batches=1)
     assert (memory.weights, memory.gradients, memory.optimizer) == (4 * ALL, 4 * ALL, 8 * ALL)
 
@@ -47,7 +47,7 @@ def test_expert_optimizer_is_sharded_over_ranks_with_the_same_experts():
     assert memory.optimizer == 12 * (dense / 4 + experts / 2)
 
 
-def test_saved_by_a_transformer_engine_layer():
+def test_activations_saved_by_a_transformer_engine_layer():
     """100 tokens, bf16: two norms keep input and output, 4·800; q, out 800 each, k, v 400 each; fc1 2400, fc2 1200."""
     saved = layer_saved(SHAPE, PolicyConfig(micro_batch_tokens=100), "te")
     assert saved == {
@@ -57,7 +57,7 @@ def test_saved_by_a_transformer_engine_layer():
     }
 
 
-def test_tensor_and_sequence_parallelism_divide_what_they_should():
+def test_tensor_and_sequence_parallelism_divide_activations():
     whole = layer_saved(SHAPE, PolicyConfig(micro_batch_tokens=100), "te")
     halved = layer_saved(SHAPE, PolicyConfig(micro_batch_tokens=100, tensor_parallel=2), "te")
     without = layer_saved(SHAPE, PolicyConfig(micro_batch_tokens=100, tensor_parallel=2, sequence_parallel=False), "te")
@@ -80,7 +80,7 @@ def test_full_recompute_keeps_inputs_and_one_layer():
     assert memory.layer == one + 2 * (3 * 1200 + 2 * 800)
 
 
-def test_head_by_hand():
+def test_head_memory_derived_by_hand():
     """100 tokens in chunks of 40, vocabulary 10, all in bf16: logits, a placeholder for the weight, hidden states."""
     policy = PolicyConfig(micro_batch_tokens=100, head_chunk_tokens=40)
     head = head_memory(SHAPE, policy)
@@ -117,7 +117,7 @@ def test_parts_add_up_to_the_total():
     assert sum(memory.parts.values()) == pytest.approx(memory.total)
 
 
-def test_measured_on_an_h200():
+def test_prediction_agrees_with_an_h200_measurement():
     """1.5B, 8192 tokens, no optimizer, plain cross-entropy, TE: 26 GiB were measured.
 
     Our parts without optimizer, with bf16 instead of fp32 gradients, and the logits of all tokens (bf16 and fp32).

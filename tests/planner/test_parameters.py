@@ -47,12 +47,12 @@ def test_active_parameters_of_the_moe():
     assert round(parameters.active / 1e9, 2) == 3.35
 
 
-def test_dense_models_are_wholly_active():
+def test_all_parameters_of_dense_models_are_active():
     parameters = count_parameters(published("Qwen2.5-7B"))
     assert parameters.active == parameters.total
 
 
-def test_rank_counts_by_hand():
+def test_rank_counts_derived_by_hand():
     """hidden 8, ffn 12, 4 heads of 2, 2 kv heads, vocabulary 11, 2 layers, TP 2, PP 2, tied, q/k norms.
 
     One layer: qkv (8+4+4)·8 = 128, proj 8·8 = 64, mlp 3·8·12 = 288: 480, halved 240; norms 16 and 2·2 whole: 260.
@@ -79,7 +79,7 @@ def test_ranks_of_an_untied_model_add_up():
         assert total == count_parameters(shape).total
 
 
-def test_tied_shape_counts_once():
+def test_a_tied_output_layer_counts_once():
     tied = published("Qwen2.5-0.5B")
     untied = dataclasses.replace(tied, tied_embeddings=False)
     assert count_parameters(untied).total - count_parameters(tied).total == tied.vocab * tied.hidden

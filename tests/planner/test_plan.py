@@ -1,4 +1,4 @@
-"""`megatron-dapo plan`: the published 32B set-up fits, TP 1 does not, and what it says to change does fit."""
+"""`megatron-dapo plan`: the published 32B set-up fits, TP 1 does not, and the suggested change does."""
 
 import json
 import subprocess
@@ -79,23 +79,23 @@ def with_servers(**changes):
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"servers": servers})})
 
 
-def test_in_turns_or_side_by_side():
-    """In turns each has nearly all of the card; side by side the engine's share is gone for the trainer."""
+def test_colocation_with_hand_over_or_with_a_fixed_split():
+    """With hand-over each has nearly all of the GPU; with a fixed split the trainer loses the engine's share."""
     cluster, shape, half = Cluster(find_gpu("h100"), 128), published("Qwen2.5-32B"), ["--mem-fraction-static", "0.5"]
-    turns, side = (
+    shared, split = (
         make_plan(config, shape, cluster, Workload.of(config))
         for config in (with_servers(share_gpus=True), with_servers(arguments=half))
     )
     memory = cluster.gpu.memory
-    assert turns.limit == memory - 3 * GIB and side.limit == pytest.approx(memory / 2 - 3 * GIB)
-    assert "hand-over" in [phase.name for phase in turns.phases]
-    assert side.chosen.engine.kv_room + side.chosen.engine.weights == pytest.approx(memory / 2)
-    assert turns.chosen.engine.kv_room > side.chosen.engine.kv_room
-    assert any("in turns" in line for line in turns.assumptions)
-    assert any("side by side" in line for line in side.assumptions)
+    assert shared.limit == memory - 3 * GIB and split.limit == pytest.approx(memory / 2 - 3 * GIB)
+    assert "hand-over" in [phase.name for phase in shared.phases]
+    assert split.chosen.engine.kv_room + split.chosen.engine.weights == pytest.approx(memory / 2)
+    assert shared.chosen.engine.kv_room > split.chosen.engine.kv_room
+    assert any("with hand-over" in line for line in shared.assumptions)
+    assert any("fixed split" in line for line in split.assumptions)
 
 
-def test_engine_that_does_not_fit_is_a_problem_of_its_own():
+def test_an_engine_that_does_not_fit_is_reported():
     """61 GiB of weights leave no room for a KV cache at TP 1."""
     config = with_servers(tensor_parallel=1, share_gpus=True, arguments=["--mem-fraction-static", "0.8"])
     plan = make_plan(config, published("Qwen2.5-32B"), Cluster(find_gpu("h100"), 128), Workload.of(config))
@@ -104,7 +104,7 @@ def test_engine_that_does_not_fit_is_a_problem_of_its_own():
     assert [choice.engine.tensor_parallel for choice in plan.engines if choice.fits] == [2, 4, 8]
 
 
-def test_disaggregated_engines_leave_the_card_to_the_trainer():
+def test_disaggregated_engines_leave_the_whole_gpu_to_the_trainer():
     shared, apart = plan_32b(**TP8), plan_32b(engine_gpus=64, **TP8)
     assert apart.limit - shared.limit == 3 * GIB
     assert apart.chosen.engine.servers == 16 and apart.cluster.trainer_gpus == 64
@@ -147,7 +147,7 @@ def test_memory_fraction_is_read_from_the_arguments():
     assert memory_fraction([]) == 0.88
 
 
-def test_bad_numbers_are_errors():
+def test_numbers_out_of_range_are_errors():
     with pytest.raises(PlanError, match="did you mean 'h100'"):
         find_gpu("h1000")
     with pytest.raises(PlanError, match="--engine-gpus"):
@@ -172,7 +172,7 @@ def test_command_exit_codes_and_text(model_dir, tmp_path, capsys):
 
 
 def test_engine_gpus_are_those_of_the_job(model_dir, tmp_path, capsys):
-    """slurm.engine_nodes says it; the command line may say otherwise."""
+    """slurm.engine_nodes sets them; --engine-gpus overrides it."""
     slurm = {"nodes": 16, "mode": "disaggregated", "engine_nodes": 6}
     config = tmp_path / "run.yaml"
     policy = {"model": str(model_dir), **TP8}
@@ -185,7 +185,7 @@ def test_engine_gpus_are_those_of_the_job(model_dir, tmp_path, capsys):
         assert main(["plan", str(config), *words]) == 0
         assert expected in " ".join(capsys.readouterr().out.split())
     assert main(["plan", str(config), "--gpus", "48"]) == 2
-    assert "48 of 48 GPUs would only serve engines" in capsys.readouterr().err
+    assert "48 of 48 GPUs would only run engines" in capsys.readouterr().err
 
 
 def test_command_json_and_bare_model(model_dir, capsys):
@@ -198,7 +198,7 @@ def test_command_json_and_bare_model(model_dir, capsys):
     assert main(["plan", "--model", str(model_dir), "--gpus", "1", "--json"]) == 1
 
 
-def test_command_without_a_model_says_what_to_do(tmp_path, capsys):
+def test_the_command_without_a_model_names_the_key_to_set(tmp_path, capsys):
     assert main(["plan", "--gpus", "8"]) == 2
     assert "--model DIR" in capsys.readouterr().err
     assert main(["plan", "--model", str(tmp_path / "none"), "--gpus", "8"]) == 2

@@ -65,7 +65,7 @@ def test_more_data_parallel_ranks_never_need_more_optimizer_memory(shape, tp, wo
 
 
 @given(SHAPES, st.integers(1, 512), st.integers(1, 512))
-def test_a_decoding_step_grows_with_what_runs(shape, a, b):
+def test_a_decoding_step_grows_with_running_sequences_and_context(shape, a, b):
     parameters, cluster = count_parameters(shape), Cluster(find_gpu("h100"), 8)
     few, many = sorted((a, b))
     assert decode_step(shape, parameters, cluster, 1, few, 2048) <= decode_step(
