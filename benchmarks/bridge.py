@@ -1,10 +1,10 @@
-"""What the SGLang client costs: one client process against a stub server that answers at once.
+"""The cost of the SGLang client: one client process against a stub server that replies at once.
 
     python benchmarks/bridge.py [--samples 600] [--tokens 4500]
 
-Every answer has the size of a long one of a 32B model: 4500 tokens with their log-probs, about a quarter of a megabyte
-of JSON. The same requests are made with plain httpx and json in the same run; both must end with the same numpy
-arrays. The stub is a process of its own and hands out prepared bytes.
+Every reply has the size of a long response of a 32B model: 4500 tokens with their log-probs, about a quarter of a
+megabyte of JSON. The same requests are made with plain httpx and json; both must give the same numpy arrays. The stub
+runs in its own process and sends prepared bytes.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from megatron_dapo.engines.sglang.client import SGLangClient
 from megatron_dapo.engines.sglang.engine import SGLangEngine
 from megatron_dapo.types import as_tokens
 
-# A rollout step of the published 32B run: 512 prompts × 16 samples, three times oversampled.
+# A rollout step of the published 32B run: 512 prompts × 16 samples, oversampled three times.
 STEP_SAMPLES = 512 * 16 * 3
 
 
-def canned_answer(tokens: int) -> bytes:
+def prepared_reply(tokens: int) -> bytes:
     rng = random.Random(0)
     ids = [rng.randrange(151_000) for _ in range(tokens)]
     rows = [[float(np.float32(-rng.expovariate(2))), token, None] for token in ids]
@@ -44,9 +44,9 @@ def canned_answer(tokens: int) -> bytes:
 
 
 class Stub(asyncio.Protocol):
-    """Just enough HTTP: reads a request to its end, writes the prepared answer."""
+    """Minimal HTTP: reads a whole request, writes the prepared reply."""
 
-    answer = b""
+    reply = b""
 
     def connection_made(self, transport: Any) -> None:
         self.transport, self.buffer = transport, b""
@@ -60,13 +60,13 @@ class Stub(asyncio.Protocol):
             if len(rest) < length:
                 return
             self.buffer = rest[length:]
-            self.transport.write(self.answer)
+            self.transport.write(self.reply)
 
 
-def serve(answer: bytes, ready: Connection) -> None:
+def serve(reply: bytes, ready: Connection) -> None:
     async def main() -> None:
-        head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(answer)}\r\n\r\n"
-        Stub.answer = head.encode() + answer
+        head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(reply)}\r\n\r\n"
+        Stub.reply = head.encode() + reply
         server = await asyncio.get_running_loop().create_server(Stub, "127.0.0.1", 0)
         ready.send(server.sockets[0].getsockname()[1])
         await server.serve_forever()
@@ -135,9 +135,9 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=64)
     parser.add_argument("--step-seconds", type=float, default=600.0, help="length of a 32B step, for the share")
     args = parser.parse_args()
-    answer = canned_answer(args.tokens)
+    reply = prepared_reply(args.tokens)
     ready, other = multiprocessing.Pipe()
-    stub = multiprocessing.get_context("spawn").Process(target=serve, args=(answer, other), daemon=True)
+    stub = multiprocessing.get_context("spawn").Process(target=serve, args=(reply, other), daemon=True)
     stub.start()
     url = f"http://127.0.0.1:{ready.recv()}"
     try:
@@ -148,7 +148,7 @@ def main() -> None:
         ):
             seconds, cpu, result = asyncio.run(client(url, samples, args.at_once))
             found[name] = (samples / seconds, samples / cpu, result)
-            tokens, megabytes = samples * args.tokens / 1e6, samples * len(answer) / 1e6
+            tokens, megabytes = samples * args.tokens / 1e6, samples * len(reply) / 1e6
             print(
                 f"{name:14s} {samples / seconds:7.0f} samples/s {tokens / seconds:6.2f} M tokens/s "
                 f"{megabytes / seconds:6.0f} MB/s {1e3 * cpu / samples:6.2f} ms CPU per sample"
@@ -159,7 +159,7 @@ def main() -> None:
         stub.terminate()
     (slow, slow_cpu, _), (fast, fast_cpu, _) = found.values()
     print(f"ratio          {fast / slow:.1f} × in wall time, {fast_cpu / slow_cpu:.1f} × in CPU time (goal: 5)")
-    cost, size = STEP_SAMPLES / fast_cpu, STEP_SAMPLES * len(answer) / 1e9
+    cost, size = STEP_SAMPLES / fast_cpu, STEP_SAMPLES * len(reply) / 1e9
     share = 100 * cost / args.step_seconds
     print(
         f"a 32B step     {STEP_SAMPLES} samples, {size:.1f} GB of JSON: {cost:.0f} s of one core, "
