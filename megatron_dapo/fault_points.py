@@ -16,6 +16,7 @@ from collections.abc import Callable
 POINTS = {
     "checkpoint/before_stage": "the save was decided; nothing is copied or written",
     "checkpoint/before_write": "the state is in host memory; this rank has written no file of the checkpoint",
+    "checkpoint/write_file": "one of several threads is about to create the next file of the checkpoint",
     "checkpoint/after_write": "this rank has written and synced all of its files; the checkpoint has no final name",
     "checkpoint/before_publish": "all ranks have written everything; the checkpoint has no final name",
     "checkpoint/before_prune": "the checkpoint has its final name; older ones still exist",

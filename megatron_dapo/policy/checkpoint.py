@@ -1,47 +1,78 @@
-"""Saving and loading the policy: weights and optimizer as a Megatron `torch_dist` checkpoint.
+"""Saves and loads the policy: weights and optimizer as a Megatron `torch_dist` checkpoint.
 
-The format is Megatron's own and does not depend on the layout: what was saved at one TP, PP, DP or EP loads at
-another. Loading is exact or an error: a tensor that the checkpoint lacks, or has and we do not know, is named.
-`trainer.checkpoint` decides where and when; this module only moves the state.
+The format is Megatron's own and does not depend on the layout: a checkpoint of one TP, PP, DP or EP loads at another.
+Loading is exact or an error: a tensor that the checkpoint lacks, or has and we do not know, is named. `policy_files`
+is the part of a save that the training loop waits for; `trainer.checkpoint` decides where, when and in which thread
+the files are written.
 """
 
 from __future__ import annotations
 
 import os
-import queue
 from pathlib import Path
 from typing import Any
 
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.validation import StrictHandling
+from torch import Tensor
 
-from megatron_dapo.errors import UserError
 from megatron_dapo.policy import cpu
+from megatron_dapo.policy.checkpoint_files import CheckpointError, CheckpointFile, write_files
+from megatron_dapo.policy.host_buffers import HostBuffers
 from megatron_dapo.policy.optimizer_state import (
+    KEYS,
     SHARDING,
     adapt_step,
     initialize_state,
+    inner_optimizers,
     saved_step,
     set_step,
     whole_parameters,
 )
 from megatron_dapo.policy.policy import Policy
-
-
-class CheckpointError(UserError):
-    """A checkpoint that cannot be loaded; the message names the directory and what is wrong with it."""
+from megatron_dapo.policy.sharded_files import sharded_files
 
 
 def save_policy(policy: Policy, directory: str | os.PathLike[str]) -> None:
-    """Collective. Writes into an existing or new directory; the caller makes it visible when all is written."""
+    """Collective. Writes the checkpoint and returns when all ranks have written it. The directory may exist."""
+    error: Exception | None = None
+    files = policy_files(policy)
+    try:
+        write_files(Path(directory), files)
+    except CheckpointError as found:
+        error = found
+    policy.runtime.raise_together(error, "writing the checkpoint")
+
+
+def policy_files(policy: Policy, buffers: HostBuffers | None = None) -> list[CheckpointFile]:
+    """Collective. The files of the checkpoint that this rank writes.
+
+    With `buffers` they refer to copies in host memory, and training may go on at once. Without, they refer to the
+    weights and optimizer state themselves, and must be written before either changes."""
     cpu.install()
-    Path(directory).mkdir(parents=True, exist_ok=True)
-    _collect_results_in_this_process()
     initialize_state(policy.optimizer)
-    with whole_parameters():
+    if buffers is not None:
+        buffers.reset()
+        buffers.reserve(host_bytes(policy))
+    with whole_parameters(Tensor.cpu if buffers is None else buffers.copy):
         state = _sharded_state(policy, is_loading=False)
-    dist_checkpointing.save(state, str(directory), content_metadata=_metadata(policy))
+    state["content_metadata"] = dict(SHARDING)
+
+    def to_host(tensor: Tensor) -> Tensor:
+        return tensor if buffers is None or buffers.holds(tensor) else buffers.copy(tensor)
+
+    files = sharded_files(state, policy.runtime, to_host)
+    if buffers is not None:
+        buffers.synchronize()
+    return files
+
+
+def host_bytes(policy: Policy) -> int:
+    """About how much host memory the copies of `policy_files` take on this rank: weights, and three fp32 tensors per
+    parameter that the optimizer holds here."""
+    weights = sum(parameter.nbytes for chunk in policy.model for parameter in chunk.parameters())
+    groups = [group for inner in inner_optimizers(policy.optimizer) for group in inner.param_groups]
+    return weights + len(KEYS) * sum(parameter.nbytes for group in groups for parameter in group["params"])
 
 
 def load_policy(policy: Policy, directory: str | os.PathLike[str]) -> None:
@@ -88,15 +119,6 @@ def _load(state: dict[str, Any], directory: str | os.PathLike[str], weights_only
         return dist_checkpointing.load(state, str(directory), strict=strict)
     except dist_checkpointing.core.CheckpointingException as error:
         raise CheckpointError(f"{directory} does not fit this model: {error}") from error
-
-
-def _collect_results_in_this_process() -> None:
-    """We save synchronously, so the writers' results need no server process of their own.
-
-    Megatron would start one, which outlives a rank that is killed (and where it is spawned, runs __main__ again).
-    """
-    if filesystem_async._results_queue is None:
-        filesystem_async._results_queue = queue.Queue()
 
 
 def _metadata(policy: Policy) -> dict[str, Any]:

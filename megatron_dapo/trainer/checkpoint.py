@@ -1,20 +1,31 @@
-"""Checkpoints of a run: `checkpoints/step_N/` appears complete or not at all, and holds all that step N+1 needs.
+"""Checkpoints of a run: written in the background, complete or absent, checked before they are used.
 
-    policy/          weights and optimizer (Megatron torch_dist, any layout)
-    trainer.json     step, data cursor, unfinished and surplus groups, the batch being trained, observers, the layout
-    rng/rank_N.json  random states
+    checkpoints/step_N/
+        policy/          weights and optimizer (Megatron torch_dist, any layout)
+        trainer.json     step, data cursor, unfinished and surplus groups, the batch being trained, observers, layout
+        trainer.arrays   the numpy arrays of trainer.json
+        rng/rank_N.json  random states
+        manifest.json    size and CRC-32 of every file
 
-A checkpoint in the middle of a step (the run was asked to stop) is called `step_N+K`: step N is done, and K updates of
-the next one. The newest ones are kept, and the best. Loading the newest one continues as if nothing had happened.
+`save` copies the state to host memory and returns; a thread of each rank writes and syncs this rank's files. The
+threads use no collectives: a rank hands in its file list as a file of the unfinished checkpoint, and rank 0's thread
+publishes when all lists are there. `poll`, at every step, tells all ranks how far the save is. One save runs at a
+time: the next one waits for it, and `finish` waits at the end of the run. A killed run leaves an unfinished folder,
+which the next start removes. A failed save (a full disk) is reported and leaves the checkpoints before it.
+
+Host memory: each rank keeps a copy of what it writes, about 14 bytes per parameter of a bf16 model divided by TP, PP
+and, for the optimizer's 12 of them, DP: 24 GB for 1.5B parameters on one GPU, and on each node the sum over its ranks.
+Colocated training holds another such copy while the engines generate. Where a node has too little memory, all ranks
+write from the device instead and the loop waits for the disk; a warning says so.
 """
 
 from __future__ import annotations
 
-import re
-import shutil
+import socket
+import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +35,26 @@ import torch.distributed as dist
 
 from megatron_dapo import fault_points
 from megatron_dapo.config.trainer import CheckpointConfig
-from megatron_dapo.files import fsync_path, fsync_tree, write_atomically
-from megatron_dapo.policy.checkpoint import CheckpointError, load_policy, save_policy
+from megatron_dapo.files import write_atomically
+from megatron_dapo.policy.checkpoint import host_bytes, load_policy, policy_files
+from megatron_dapo.policy.checkpoint_files import (
+    Cancelled,
+    CheckpointError,
+    CheckpointFile,
+    FileRecord,
+    damaged_files,
+    write_files,
+)
+from megatron_dapo.policy.host_buffers import HostBuffers, available_host_memory
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.policy.runtime import Runtime
-from megatron_dapo.types import json_default
+from megatron_dapo.trainer.checkpoint_folder import CheckpointFolder, checkpoint_name
+from megatron_dapo.trainer.random_state import random_state, set_random_state
+from megatron_dapo.trainer.state_files import read_state, state_files
 
-NAME = re.compile(r"step_(\d+)(?:\+(\d+))?")
-STATE, POLICY, RNG, BEST, SCORES = "trainer.json", "policy", "rng", "best.json", "scores.json"
+POLICY, RNG, HANDED_IN = "policy", "rng", "written"
+DRIVER_ONLY = frozenset({"rollouts", "observer", "next_batch", "batch"})  # keys of the state that only rank 0 needs
+MEMORY_TO_SPARE = 4 << 30  # on each node, for everything else
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +63,28 @@ class SaveReport:
 
     path: Path
     error: str | None
-    waited_seconds: float  # for which the loop stood still
+    waited_seconds: float  # for which the loop stood still in `save`
     seconds: float  # from the call of `save` until the checkpoint was published, or the save was given up
+    bytes: int = 0  # of all ranks
+
+
+@dataclass(slots=True)
+class _Save:
+    """A running save on this rank. Its thread sets `error`, `seconds` and `problems`, then `ended`."""
+
+    path: Path
+    bytes: int
+    began: float
+    waited: float = 0.0
+    seconds: float = 0.0
+    cancel: threading.Event = field(default_factory=threading.Event)
+    ended: threading.Event = field(default_factory=threading.Event)
+    error: str | None = None
+    problems: list[str] = field(default_factory=list)  # that do not concern the new checkpoint
 
 
 class Checkpoints:
-    """The checkpoints of one run. `save`, `poll`, `finish`, `newest` and `load` are collective."""
+    """The checkpoints of one run. All methods but `set_score` are collective."""
 
     def __init__(
         self,
@@ -53,20 +92,24 @@ class Checkpoints:
         config: CheckpointConfig,
         runtime: Runtime,
         report: Callable[[SaveReport], None] = lambda report: None,
+        *,
+        warn: Callable[[str], None] = lambda line: None,
+        mark: Callable[[str], None] = lambda doing: None,
     ) -> None:
-        """`report` is called on every rank once for each save, when it has ended: in `save`, `poll` or `finish`."""
-        self.folder = Path(run_dir).resolve() / "checkpoints"
-        self.config, self.runtime = config, runtime
-        self._report = report
+        """`report` is called on every rank once for each save, when it has ended: in `save`, `poll` or `finish`.
+        `warn` is called on rank 0 with what a user should know. `mark` is called while a method waits."""
+        self.runtime = runtime
+        self._folder = CheckpointFolder(run_dir, config)
+        self._report, self._warn, self._mark = report, warn, mark
+        self._buffers = HostBuffers(runtime.device)
+        self._running: _Save | None = None
+        self._last_error: str | None = None
 
-    def newest(self) -> Path | None:
-        """Where to resume; the same on every rank, because rank 0 decides."""
-        found: list[str | None] = [None]
-        if self.runtime.rank == 0:
-            complete = self._complete()
-            found = [str(complete[-1])] if complete else [None]
-        dist.broadcast_object_list(found, src=0)
-        return Path(found[0]) if found[0] else None
+    @property
+    def folder(self) -> Path:
+        return self._folder.path
+
+    # ---- saving ----
 
     def save(
         self,
@@ -79,108 +122,262 @@ class Checkpoints:
         wait: bool = False,
     ) -> Path:
         """Starts a save and returns its path; `step` steps are done, and `updates` of the next one (None: the step is
-        complete). A save that is still running is finished first.
+        complete). Rank 0's `state` is saved: JSON values and numpy arrays. A save that is still running is finished
+        first.
 
         The path exists when the save has ended without error: see `poll`. With `wait` the save has ended on return,
         and a failure is a CheckpointError on every rank."""
         began = time.monotonic()
-        name = f"step_{step}" if updates is None else f"step_{step}+{updates}"
-        building = self.folder / f".{name}.tmp"
+        self._await_running()
         fault_points.reach("checkpoint/before_stage")
-        if self.runtime.rank == 0:
-            shutil.rmtree(building, ignore_errors=True)
-            (building / RNG).mkdir(parents=True)
-        dist.barrier()
-        fault_points.reach("checkpoint/before_write")
-        save_policy(policy, building / POLICY)
-        self._write(building / RNG / f"rank_{self.runtime.rank}.json", _random_state())
-        if self.runtime.rank == 0:
-            self._write(building / STATE, {**state, "step": step, "score": score, "layout": _layout(policy)})
-        fault_points.reach("checkpoint/after_write")
-        dist.barrier()
-        if self.runtime.rank == 0:
-            fsync_tree(building)
-            fault_points.reach("checkpoint/before_publish")
-            self._publish(building, self.folder / name)
-            fault_points.reach("checkpoint/before_prune")
-            self._prune()
-        dist.barrier()
-        seconds = time.monotonic() - began
-        self._report(SaveReport(self.folder / name, None, seconds, seconds))
-        return self.folder / name
+        name = checkpoint_name(step, updates)
+        in_background = not wait and self._has_room(policy)
+        state = {**state, "step": step, "score": score, "layout": _layout(policy)}
+        files = self._files(policy, state, self._buffers if in_background else None)
+        size, error = self._prepare(name, sum(file.size for file in files))
+        self._running = save = _Save(self.folder / name, size, began, error=error)
+        if error is None:
+            facts = {"version": 1, "step": step, "score": score, "world_size": self.runtime.world_size}
+            thread = threading.Thread(target=self._write, args=(save, files, facts), name=f"save {name}", daemon=True)
+            thread.start()
+        else:
+            save.ended.set()
+        if not in_background:
+            self._await_end(save)
+        save.waited = time.monotonic() - began
+        if wait:
+            self.finish()
+        elif error is not None or not in_background:
+            self.poll()
+        return save.path
 
     def poll(self) -> None:
-        """Publishes the running save if all ranks have written their part. Returns at once; call it at every step."""
+        """Reports the running save if it has ended. Does not wait for it; call it at every step."""
+        if (save := self._running) is not None and self._has_ended(save):
+            self._running = None
+            self._conclude(save)
+
+    def _conclude(self, save: _Save) -> None:
+        results: list[Any] = [None] * self.runtime.world_size
+        dist.all_gather_object(results, (save.error, save.seconds))
+        failed = [(rank, error) for rank, (error, _) in enumerate(results) if error]
+        error = None
+        if failed:
+            error = failed[0][1] if self.runtime.world_size == 1 else f"rank {failed[0][0]}: {failed[0][1]}"
+        if self.runtime.rank == 0:
+            for line in save.problems:
+                self._warn(line)
+            if failed:
+                self._folder.discard(save.path.name)
+        self._last_error = error
+        self._report(SaveReport(save.path, error, save.waited, results[0][1], save.bytes))
 
     def finish(self) -> None:
         """Waits until no save is running. If it failed, every rank raises CheckpointError."""
+        if (save := self._running) is None:
+            return
+        self._await_running()
+        if self._last_error is not None:
+            raise CheckpointError(f"{save.path} was not saved: {self._last_error}")
 
     def set_score(self, step: int, score: float) -> None:
         """Rank 0 only. The score of the checkpoint of `step`, known only after the evaluation that follows its save.
         The checkpoint may not be published yet."""
-        self._write(self.folder / SCORES, {**self._scores(), f"step_{step}": score})
-        self._prune()
+        for problem in self._folder.set_score(checkpoint_name(step, None), score):
+            self._warn(problem)
 
-    def _scores(self) -> dict[str, float]:
-        path = self.folder / SCORES
-        return dict(self._read(path)) if path.exists() else {}
+    def _await_running(self) -> None:
+        if (save := self._running) is not None:
+            self._await_end(save)
+            self._running = None
+            self._conclude(save)
+
+    def _await_end(self, save: _Save) -> None:
+        """Short collectives, however long the writing takes: a rank that is gone is found within their timeout."""
+        pause = 0.01
+        while not self._has_ended(save):
+            self._mark(f"writing {save.path.name}")
+            save.ended.wait(pause)
+            pause = min(1.0, 2 * pause)
+
+    def _has_ended(self, save: _Save) -> bool:
+        """Collective. Whether the threads of all ranks have ended; rank 0's ends last. One failure cancels the rest."""
+        flags = torch.tensor([save.error is not None, not save.ended.is_set()], dtype=torch.int32)
+        flags = flags.to(self.runtime.device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        any_failed, any_running = flags.tolist()
+        if any_failed:
+            save.cancel.set()
+        return not any_running
+
+    def _has_room(self, policy: Policy) -> bool:
+        """Whether every node has memory for the copies of its ranks. The same on every rank."""
+        missing = max(0, host_bytes(policy) - self._buffers.held)
+        mine = (socket.gethostname(), missing, available_host_memory())
+        ranks: list[Any] = [mine] * self.runtime.world_size
+        dist.all_gather_object(ranks, mine)
+        for node in sorted({host for host, _, _ in ranks}):
+            needed = sum(missing for host, missing, _ in ranks if host == node)
+            free = min(free for host, _, free in ranks if host == node)
+            if needed and needed + MEMORY_TO_SPARE > free:
+                if self.runtime.rank == 0:
+                    self._warn(
+                        f"checkpoints are not written in the background: {node} has {free / 1e9:.1f} GB of memory "
+                        f"free, the copies need {needed / 1e9:.1f} GB and {MEMORY_TO_SPARE / 1e9:.1f} GB to spare"
+                    )
+                return False
+        return True
+
+    def _files(self, policy: Policy, state: dict[str, Any], buffers: HostBuffers | None) -> list[CheckpointFile]:
+        files = policy_files(policy, buffers)
+        for file in files:
+            file.name = f"{POLICY}/{file.name}"
+        files.append(CheckpointFile(f"{RNG}/rank_{self.runtime.rank}.json", [orjson.dumps(random_state())]))
+        return [*files, *state_files(state)] if self.runtime.rank == 0 else files
+
+    def _prepare(self, name: str, size: int) -> tuple[int, str | None]:
+        """Bytes of all ranks; and why the checkpoint cannot be written, if it cannot."""
+        total = torch.tensor([size], dtype=torch.int64, device=self.runtime.device)
+        dist.all_reduce(total)
+        error: list[str | None] = [None]
+        if self.runtime.rank == 0:
+            try:
+                self._folder.prepare(name, int(total.item()))
+            except (OSError, CheckpointError) as found:
+                error = [str(found)]
+        dist.broadcast_object_list(error, src=0)
+        return int(total.item()), error[0]
+
+    # ---- in the thread of a save ----
+
+    def _write(self, save: _Save, files: Sequence[CheckpointFile], facts: dict[str, Any]) -> None:
+        building = self._folder.building(save.path.name)
+        try:
+            fault_points.reach("checkpoint/before_write")
+            written = write_files(building, files, cancelled=save.cancel.is_set)
+            fault_points.reach("checkpoint/after_write")
+            if self.runtime.rank != 0:
+                self._hand_in(building, written)
+            elif self._collect(building, written, save.cancel):
+                self._folder.publish(save.path.name, written, facts)
+                save.problems = self._folder.prune()
+        except Cancelled:
+            pass
+        except Exception as error:
+            save.error = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        finally:
+            save.seconds = time.monotonic() - save.began
+            save.ended.set()
+
+    def _hand_in(self, building: Path, written: dict[str, FileRecord]) -> None:
+        folder = building / HANDED_IN
+        folder.mkdir(exist_ok=True)
+        content = orjson.dumps({name: record.to_json() for name, record in written.items()})
+        write_atomically(folder / f"rank_{self.runtime.rank}.json", content)
+
+    def _collect(self, building: Path, written: dict[str, FileRecord], cancel: threading.Event) -> bool:
+        """Adds the other ranks' files to `written` as soon as they are handed in. False if the save is given up."""
+        missing = set(range(1, self.runtime.world_size))
+        while missing:
+            for rank in sorted(missing):
+                path = building / HANDED_IN / f"rank_{rank}.json"
+                if path.exists():
+                    for name, record in orjson.loads(path.read_bytes()).items():
+                        written[name] = FileRecord.from_json(record)
+                    path.unlink()
+                    missing.remove(rank)
+            if missing and cancel.wait(0.1):
+                return False
+        if (building / HANDED_IN).exists():
+            (building / HANDED_IN).rmdir()
+        return True
+
+    # ---- loading ----
+
+    def newest(self) -> Path | None:
+        """The newest checkpoint whose files are as they were written; the same on every rank, and each rank reads a
+        part of the files. Damaged ones are named and renamed. If all are damaged, it is an error."""
+        rejected: list[str] = []
+        if self.runtime.rank == 0:
+            self._folder.clean_up()
+        while True:
+            path, problems = self._candidate()
+            if path is None:
+                if rejected:
+                    raise CheckpointError(
+                        f"no checkpoint in {self.folder} can be used: {'; '.join(rejected)}. Restore one, or choose "
+                        "another trainer.run_dir"
+                    )
+                return None
+            if not problems:
+                return path
+            more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+            rejected.append(f"{path} is damaged: {problems[0]}{more}")
+            self._set_aside(path, rejected[-1])
+
+    def _set_aside(self, path: Path, line: str) -> None:
+        error: Exception | None = None
+        if self.runtime.rank == 0:
+            try:
+                now = self._folder.set_aside(path)
+                self._warn(f"{line}. It is now {now.name}; the checkpoint before it is used")
+            except OSError as found:
+                error = CheckpointError(f"{line}. It cannot be renamed ({found.strerror}); remove it")
+        self.runtime.raise_together(error, "looking for a checkpoint")
+
+    def _candidate(self) -> tuple[Path | None, list[str]]:
+        """The newest checkpoint that is left, and what is wrong with it."""
+        found: list[Any] = [None, {}, []]
+        if self.runtime.rank == 0 and (complete := self._folder.complete()):
+            found[0] = complete[-1]
+            try:
+                found[1] = self._folder.files_of(complete[-1]) or _legacy(complete[-1])
+            except CheckpointError as error:
+                found[2] = [str(error)]
+        dist.broadcast_object_list(found, src=0)
+        path, files, problems = found
+        if path is None or problems:
+            return path, problems
+        largest_first = sorted(files, key=lambda name: (-files[name].bytes, name))
+        mine = largest_first[self.runtime.rank :: self.runtime.world_size]
+        lines: list[list[str]] = [[]] * self.runtime.world_size
+        dist.all_gather_object(lines, damaged_files(path, {name: files[name] for name in mine}))
+        return path, [line for part in lines for line in part]
 
     def load(self, policy: Policy, path: Path) -> dict[str, Any]:
-        """Collective. Restores policy and random states; returns the rest."""
-        state: dict[str, Any] = self._read(path / STATE)
+        """Restores policy and random states; returns the rest. Only rank 0 reads it and has all of it; on the other
+        ranks the values of `DRIVER_ONLY`, the bulk, are None."""
+        shared: list[Any] = [None]
+        state: dict[str, Any] = {}
+        error: Exception | None = None
+        if self.runtime.rank == 0:
+            try:
+                state = read_state(path)
+                shared = [_without_driver_only(state)]
+            except CheckpointError as found:
+                error = found
+        self.runtime.raise_together(error, f"reading {path}")
+        dist.broadcast_object_list(shared, src=0)
+        if self.runtime.rank != 0:
+            state = shared[0]
         _check_layout(state["layout"], _layout(policy), path)
         load_policy(policy, path / POLICY)
         mine = path / RNG / f"rank_{self.runtime.rank}.json"
         if state["layout"]["world_size"] == self.runtime.world_size and mine.exists():
-            _set_random_state(self._read(mine))
+            set_random_state(orjson.loads(mine.read_bytes()))
         return state
 
-    def _complete(self) -> list[Path]:
-        """Complete checkpoints, oldest first. What is not renamed yet does not count."""
-        paths = [p for p in self.folder.glob("step_*") if NAME.fullmatch(p.name) and (p / STATE).exists()]
-        return sorted(paths, key=_order)
 
-    def _publish(self, building: Path, target: Path) -> None:
-        aside = self.folder / f".{target.name}.old"
-        shutil.rmtree(aside, ignore_errors=True)
-        if target.exists():
-            target.rename(aside)
-        building.rename(target)
-        fsync_path(self.folder)
-        shutil.rmtree(aside, ignore_errors=True)
-
-    def _prune(self) -> None:
-        complete = self._complete()
-        keep = set(complete[-self.config.keep :])
-        if self.config.keep_best and (best := self._best(complete)) is not None:
-            keep.add(best)
-            self._write(self.folder / BEST, {"checkpoint": best.name, "score": self._score(best)})
-        for path in complete:
-            if path not in keep:
-                shutil.rmtree(path)
-
-    def _best(self, complete: list[Path]) -> Path | None:
-        scored = [(score, _order(p), p) for p in complete if (score := self._score(p)) is not None]
-        return max(scored)[2] if scored else None
-
-    def _score(self, path: Path) -> float | None:
-        return self._scores().get(path.name, self._read(path / STATE)["score"])
-
-    def _write(self, path: Path, value: dict[str, Any]) -> None:
-        write_atomically(path, orjson.dumps(value, default=json_default), fsync=False)
-
-    def _read(self, path: Path) -> Any:
-        try:
-            return orjson.loads(path.read_bytes())
-        except (OSError, orjson.JSONDecodeError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
+def _legacy(path: Path) -> dict[str, FileRecord]:
+    """A checkpoint without manifest has nothing to compare with, but its state must be readable."""
+    read_state(path)
+    return {}
 
 
-def _order(path: Path) -> tuple[int, int]:
-    """A plain step comes before the stops in the middle of the next one."""
-    match = NAME.fullmatch(path.name)
-    assert match is not None
-    return int(match[1]), -1 if match[2] is None else int(match[2])
+def _without_driver_only(state: Any) -> Any:
+    if not isinstance(state, dict):
+        return state
+    return {key: None if key in DRIVER_ONLY else _without_driver_only(value) for key, value in state.items()}
 
 
 def _layout(policy: Policy) -> dict[str, Any]:
@@ -197,22 +394,6 @@ def _check_layout(saved: dict[str, Any], ours: dict[str, Any], path: Path) -> No
     for name, key in (("distributed_optimizer", "distributed_optimizer"), ("experts_are_split", "expert_parallel > 1")):
         if saved[name] != ours[name]:
             raise CheckpointError(
-                f"{path} was saved with policy.{key} {saved[name]}, this run has {ours[name]}: optimizer state cannot "
-                "cross that; use the saved setting"
+                f"{path} was saved with policy.{key} {saved[name]}, this run has {ours[name]}. The optimizer state "
+                "cannot be converted; use the saved setting"
             )
-
-
-def _random_state() -> dict[str, Any]:
-    state = {"torch": torch.get_rng_state().numpy().tobytes().hex()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state().numpy().tobytes().hex()
-    return state
-
-
-def _set_random_state(state: dict[str, Any]) -> None:
-    def tensor(text: str) -> torch.Tensor:
-        return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
-
-    torch.set_rng_state(tensor(state["torch"]))
-    if torch.cuda.is_available() and "cuda" in state:
-        torch.cuda.set_rng_state(tensor(state["cuda"]))

@@ -28,7 +28,7 @@ from megatron_dapo.policy.policy import Policy
 from megatron_dapo.policy.runtime import Rendezvous, initialize, shutdown
 from megatron_dapo.policy.step import NonFiniteError
 from megatron_dapo.trainer.advantages import mini_batches, shape_batch
-from megatron_dapo.trainer.checkpoint import Checkpoints
+from megatron_dapo.trainer.checkpoint import Checkpoints, SaveReport
 from megatron_dapo.trainer.collectives import Together
 from megatron_dapo.trainer.colocation import Turns
 from megatron_dapo.trainer.logprob_gate import check_gate
@@ -62,8 +62,15 @@ class Trainer:
         self.together = Together(self.runtime, stop, watchdog.mark)
         self.policy = Policy(config, shape, self.runtime)
         self.turns = Turns(config.rollout.shares_gpus, self.policy, self.together, self._log)
-        self.checkpoints = Checkpoints(config.trainer.run_dir, config.trainer.checkpoint, self.runtime)
         self.observer: Observer = NullObserver()
+        self.checkpoints = Checkpoints(
+            config.trainer.run_dir,
+            config.trainer.checkpoint,
+            self.runtime,
+            self._saved,
+            warn=lambda line: self.observer.warn(line),
+            mark=watchdog.mark,
+        )
         self.rollouts: Rollouts | None = None
         self.steps_done = 0
         self.skipped_in_a_row = 0
@@ -98,9 +105,9 @@ class Trainer:
 
     def _start(self) -> None:
         """Weights from the model or the newest checkpoint; engines up and serving exactly those weights."""
-        resume = self.checkpoints.newest()
         if self.is_driver:
             self._open_run()
+        resume = self.checkpoints.newest()
         with self.observer.phase("start"):
             self.turns.clear_the_way()
             opening = self.rollouts.start() if self.rollouts else None
@@ -306,6 +313,7 @@ class Trainer:
 
     def _save_when_due(self) -> None:
         """Also when a stop was asked for: the step is complete, so nothing is in the middle."""
+        self.checkpoints.poll()
         every, last = self.config.trainer.checkpoint.every, self.steps_done == self.config.trainer.steps
         stop = self.together.stop_requested() and not last
         if last or stop or (every and self.steps_done % every == 0):
@@ -335,6 +343,15 @@ class Trainer:
                 "current": self._record_current(),
             }
             self.checkpoints.save(self.policy, self.steps_done, updates, state, self.last_score)
+
+    def _saved(self, report: SaveReport) -> None:
+        if report.error is not None:
+            self.observer.warn(f"{report.path} was not saved: {report.error}")
+        else:
+            self._log(
+                f"{report.path.name} saved: {report.bytes / 1e9:.3f} GB in {report.seconds:.1f} s, of which the loop "
+                f"waited {report.waited_seconds:.1f} s"
+            )
 
     def _record_current(self) -> dict[str, Any] | None:
         work = self.current
@@ -377,6 +394,7 @@ class Trainer:
             )
 
     def _finish(self, status: str) -> None:
+        self.checkpoints.finish()
         self.observer.close(status)
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from tiny_run import environment
 
+from megatron_dapo import fault_points
 from megatron_dapo.config import check_config, parse_config
 from megatron_dapo.observe.metric_names import is_wall_clock
 from megatron_dapo.trainer.loop import train
@@ -62,6 +63,11 @@ def at_call(owner: Any, name: str, count: int, action: Callable[[], None] = kill
         setattr(owner, name, planted)
 
     return plant
+
+
+def at_point(name: str, count: int, action: Callable[[], None] = fault_points.kill) -> Callable[[], None]:
+    """Plants `action` at the `count`-th arrival at a fault point."""
+    return lambda: fault_points.on(name, action, count=count)
 
 
 def records(run_dir: Path) -> list[tuple[int, str, dict[str, float]]]:

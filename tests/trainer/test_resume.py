@@ -1,18 +1,17 @@
 """Exact resume: killed at any moment and started again, a run gives the numbers of one that was never interrupted."""
 
+import errno
 import os
 import signal
 import time
 
 import pytest
-from forked import assert_same, at_call, records, run
+from forked import assert_same, at_call, at_point, records, run
 from tiny_run import raw_config
 
 from megatron_dapo.engines.embedded.engine import EmbeddedEngine
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.reward.pool import RewardPool
-from megatron_dapo.trainer import checkpoint
-from megatron_dapo.trainer.checkpoint import Checkpoints
 from megatron_dapo.trainer.loop import REQUEUE
 from megatron_dapo.trainer.rollout_driver import Rollouts
 from megatron_dapo.weights.sync import WeightBuckets
@@ -52,17 +51,24 @@ MOMENTS = {
     "second update of a step": (Policy, "update", 8),
     "old log-probs": (Policy, "log_probs", 4),
     "sync": (WeightBuckets, "_exchange", 3),
-    "saving the policy": (checkpoint, "save_policy", 3),
-    "before the checkpoint appears": (Checkpoints, "_publish", 4),
-    "after the checkpoint appeared": (Checkpoints, "_prune", 4),
+}
+# A checkpoint of this run has seven files.
+SAVING = {
+    "checkpoint/before_stage": 3,
+    "checkpoint/before_write": 3,
+    "checkpoint/write_file": 3 * 7 + 4,
+    "checkpoint/after_write": 4,
+    "checkpoint/before_publish": 4,
+    "checkpoint/before_prune": 4,
 }
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("moment", [*MOMENTS, *SAVING])
 def test_killed_and_resumed_is_the_same_run(moment, straight, tmp_path):
     folder, straight_dir = straight
     raw = config(folder, tmp_path)
-    assert run(raw, at_call(*MOMENTS[moment])) == -signal.SIGKILL
+    plant = at_call(*MOMENTS[moment]) if moment in MOMENTS else at_point(moment, SAVING[moment])
+    assert run(raw, plant) == -signal.SIGKILL
     assert len(records(tmp_path)) < len(records(straight_dir))
     assert run(raw) == 0
     assert_same(tmp_path, straight, STEPS)
@@ -127,6 +133,39 @@ def test_a_batch_that_is_complete_when_the_stop_comes_is_kept(straight, tmp_path
     assert run(raw, plant) == REQUEUE
     assert (tmp_path / "checkpoints" / "step_3+0").is_dir()
     assert run(raw) == 0
+    assert_same(tmp_path, straight, STEPS)
+
+
+def test_a_damaged_checkpoint_costs_its_steps_only(straight, tmp_path):
+    folder, _ = straight
+    raw = config(folder, tmp_path)
+    assert run(raw, at_call(Policy, "update", 9)) == -signal.SIGKILL
+    newest = max((tmp_path / "checkpoints").glob("step_*"), key=lambda p: int(p.name.removeprefix("step_")))
+    content = bytearray((newest / "policy" / "__0_0.distcp").read_bytes())
+    content[len(content) // 3] ^= 1
+    (newest / "policy" / "__0_0.distcp").write_bytes(content)
+    assert run(raw) == 0
+    assert f"{newest} is damaged" in (tmp_path / "logs" / "warnings.log").read_text()
+    assert newest.with_name(f"{newest.name}.damaged").is_dir()
+    assert_same(tmp_path, straight, STEPS)
+
+
+def full_disk():
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_costs_a_checkpoint_and_not_the_run(straight, tmp_path):
+    folder, _ = straight
+    assert run(config(folder, tmp_path), at_point("checkpoint/before_write", 3, full_disk)) == 0
+    assert "step_3 was not saved: " in (tmp_path / "logs" / "warnings.log").read_text()
+    assert_same(tmp_path, straight, STEPS)
+
+
+def test_a_full_disk_at_the_last_checkpoint_is_an_error(straight, tmp_path):
+    folder, _ = straight
+    assert run(config(folder, tmp_path), at_point("checkpoint/before_write", STEPS, full_disk)) == 1
+    assert (tmp_path / "checkpoints" / f"step_{STEPS - 1}").is_dir()
+    assert run(config(folder, tmp_path)) == 0
     assert_same(tmp_path, straight, STEPS)
 
 

@@ -1,0 +1,206 @@
+"""The folder `checkpoints/` of a run, as rank 0 sees it: publishing, pruning, scores, damaged checkpoints.
+
+    step_N/            a complete checkpoint; step_N+K: step N is done, and K updates of the next one
+    .step_N.tmp/       being written
+    .step_N.old/       replaced or pruned, about to be deleted
+    step_N.damaged/    its files are not as they were written; never used, never deleted
+    best.json, scores.json
+
+A checkpoint gets its final name in one rename, after all files and folders are on disk. `manifest.json` lists every
+file with its size and CRC-32; it is written last. Checkpoints of older versions have none and cannot be checked.
+Pruning renames before it deletes, so what is left of an interrupted deletion is never taken for a checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from megatron_dapo import fault_points
+from megatron_dapo.config.trainer import CheckpointConfig
+from megatron_dapo.files import fsync_path, write_atomically
+from megatron_dapo.policy.checkpoint_files import CheckpointError, FileRecord
+from megatron_dapo.trainer.state_files import STATE
+
+NAME = re.compile(r"step_(\d+)(?:\+(\d+))?")
+MANIFEST, BEST, SCORES = "manifest.json", "best.json", "scores.json"
+REPLACED = ".replaced"  # in a checkpoint that was moved away for another one of the same name
+
+
+def checkpoint_name(step: int, updates: int | None) -> str:
+    return f"step_{step}" if updates is None else f"step_{step}+{updates}"
+
+
+class CheckpointFolder:
+    """Used by the loop and by the thread that writes; a lock keeps their changes apart."""
+
+    def __init__(self, run_dir: str | Path, config: CheckpointConfig) -> None:
+        self.path = Path(run_dir).resolve() / "checkpoints"
+        self._config = config
+        self._lock = threading.Lock()
+
+    def building(self, name: str) -> Path:
+        return self.path / f".{name}.tmp"
+
+    def complete(self) -> list[Path]:
+        """Complete checkpoints, oldest first. Files and folders with other names are ignored."""
+        try:
+            named = [path for path in self.path.iterdir() if NAME.fullmatch(path.name)]
+            found = [path for path in named if (path / MANIFEST).is_file() or (path / STATE).is_file()]
+        except OSError:
+            return []
+        return sorted(found, key=_order)
+
+    def clean_up(self) -> None:
+        """After a kill: removes unfinished checkpoints and unfinished deletions. One that was moved away to be
+        replaced, and whose replacement never came, gets its name back."""
+        with self._lock, contextlib.suppress(OSError):
+            for path in list(self.path.glob(".step_*")):
+                name = path.name.removeprefix(".").removesuffix(path.suffix)
+                if path.suffix == ".old" and (path / REPLACED).exists() and not (self.path / name).exists():
+                    (path / REPLACED).unlink()
+                    path.rename(self.path / name)
+                elif path.suffix in (".tmp", ".old"):
+                    shutil.rmtree(path, ignore_errors=True)
+
+    def prepare(self, name: str, size: int) -> Path:
+        """An empty folder for a checkpoint of `size` bytes. OSError where there is no room."""
+        building = self.building(name)
+        shutil.rmtree(building, ignore_errors=True)
+        building.mkdir(parents=True)
+        free = shutil.disk_usage(building).free
+        if free < size:
+            building.rmdir()
+            raise CheckpointError(
+                f"{self.path} has {free / 1e9:.2f} GB free, the checkpoint needs {size / 1e9:.2f} GB; delete "
+                "something there, or lower trainer.checkpoint.keep"
+            )
+        return building
+
+    def discard(self, name: str) -> None:
+        shutil.rmtree(self.building(name), ignore_errors=True)
+
+    def publish(self, name: str, files: Mapping[str, FileRecord], facts: Mapping[str, Any]) -> None:
+        """All files are written and synced. Writes the manifest and gives the checkpoint its name."""
+        building, target, aside = self.building(name), self.path / name, self.path / f".{name}.old"
+        records = {file: files[file].to_json() for file in sorted(files)}
+        write_atomically(building / MANIFEST, orjson.dumps({**facts, "files": records}))
+        for folder, _, _ in os.walk(building):
+            fsync_path(folder)
+        fault_points.reach("checkpoint/before_publish")
+        with self._lock:
+            shutil.rmtree(aside, ignore_errors=True)
+            if target.exists():
+                (target / REPLACED).touch()
+                target.rename(aside)
+            building.rename(target)
+            fsync_path(self.path)
+            shutil.rmtree(aside, ignore_errors=True)
+        fault_points.reach("checkpoint/before_prune")
+
+    def files_of(self, path: Path) -> dict[str, FileRecord]:
+        """What the manifest lists; nothing for a checkpoint of an older version."""
+        if not (path / MANIFEST).exists():
+            return {}
+        try:
+            listed = _read(path / MANIFEST)["files"]
+            return {name: FileRecord.from_json(record) for name, record in listed.items()}
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"{path / MANIFEST} is damaged: {type(error).__name__}: {error}") from error
+
+    def set_aside(self, path: Path) -> Path:
+        """Renames a damaged checkpoint, so that it is neither used nor counted. Returns where it is now."""
+        target = path.with_name(f"{path.name}.damaged")
+        number = 1
+        while target.exists():
+            number += 1
+            target = path.with_name(f"{path.name}.damaged{number}")
+        path.rename(target)
+        return target
+
+    # ---- pruning ----
+
+    def prune(self) -> list[str]:
+        """Keeps the newest checkpoints and the best. Returns a line for everything that could not be done."""
+        problems: list[str] = []
+        with self._lock:
+            complete = self.complete()
+            keep = set(complete[-self._config.keep :])
+            if self._config.keep_best and (best := self._best(complete)) is not None:
+                keep.add(best[1])
+                try:
+                    content = {"checkpoint": best[1].name, "score": best[0]}
+                    write_atomically(self.path / BEST, orjson.dumps(content), fsync=False)
+                except OSError as error:
+                    problems.append(f"{self.path / BEST} cannot be written: {error.strerror or error}")
+            for path in complete:
+                if path not in keep and (problem := self._delete(path)):
+                    problems.append(problem)
+        return problems
+
+    def _delete(self, path: Path) -> str | None:
+        aside = self.path / f".{path.name}.old"
+        try:
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+        except OSError as error:
+            return f"the old checkpoint {path} cannot be removed: {error.strerror or error}"
+        shutil.rmtree(aside, ignore_errors=True)
+        return None
+
+    def set_score(self, name: str, score: float) -> list[str]:
+        """For a score that is known after the checkpoint was saved. Returns problems, as `prune` does."""
+        try:
+            scores = {**self._scores(), name: score}
+            known = {path.name for path in self.complete()} | {name}
+            write_atomically(self.path / SCORES, orjson.dumps({n: s for n, s in scores.items() if n in known}))
+        except OSError as error:
+            return [f"{self.path / SCORES} cannot be written: {error.strerror or error}"]
+        return self.prune()
+
+    def _best(self, complete: list[Path]) -> tuple[float, Path] | None:
+        """Of equal scores the newest."""
+        scores = self._scores()
+        scored = [(score, _order(p), p) for p in complete if (score := self._score(p, scores)) is not None]
+        if not scored:
+            return None
+        score, _, path = max(scored)
+        return score, path
+
+    def _score(self, path: Path, scores: Mapping[str, Any]) -> float | None:
+        """From scores.json, the manifest or, of an older version, the state. A file that cannot be read has none."""
+        with contextlib.suppress(CheckpointError, KeyError, TypeError, ValueError):
+            if path.name in scores:
+                return float(scores[path.name])
+            score = _read(path / (MANIFEST if (path / MANIFEST).exists() else STATE))["score"]
+            return None if score is None else float(score)
+        return None
+
+    def _scores(self) -> dict[str, Any]:
+        try:
+            found = _read(self.path / SCORES) if (self.path / SCORES).exists() else {}
+        except CheckpointError:
+            return {}
+        return found if isinstance(found, dict) else {}
+
+
+def _read(path: Path) -> Any:
+    try:
+        return orjson.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def _order(path: Path) -> tuple[int, int]:
+    """A complete step comes before the stops in the middle of the next one."""
+    match = NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1]), -1 if match[2] is None else int(match[2])
