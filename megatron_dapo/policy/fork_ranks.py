@@ -1,18 +1,20 @@
-"""Ranks on this machine without a launcher: import once, fork one process per rank.
+"""Starts ranks on this machine without torchrun: imports once, then forks one process per rank.
 
 A forked layout starts in a second where torchrun needs forty, because the imports are shared. The parent must not
-have touched CUDA. If a rank fails or the time is up, the others are ended (only the processes started here), and
-the error carries the first failing rank's reason.
+have used CUDA. If a rank fails or the time is up, the other ranks are killed, and the error carries the first failing
+rank's reason. If the parent is killed, even with kill -9, Linux kills the ranks.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -37,7 +39,8 @@ def run_ranks(
         for rank in range(world_size):
             rendezvous = Rendezvous(rank, world_size, rank, f"file://{Path(folder) / 'store'}")
             receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=_rank_main, args=(sender, rendezvous, function, args), daemon=False)
+            arguments = (sender, os.getpid(), rendezvous, function, args)
+            process = context.Process(target=_rank_main, args=arguments, daemon=False)
             process.start()
             sender.close()
             pipes.append(receiver)
@@ -45,7 +48,7 @@ def run_ranks(
         previous = _pass_on_signals(processes)
         try:
             results = _collect(pipes, processes, timeout, grace)
-            for process in processes:  # they have answered; let them end by themselves
+            for process in processes:  # they have sent their results; let them exit by themselves
                 process.join(timeout=grace)
             return results
         finally:
@@ -58,7 +61,7 @@ def run_ranks(
 
 
 def _pass_on_signals(processes: list[ForkProcess]) -> dict[int, Any]:
-    """What asks us to stop, asks our ranks. Returns the handlers to put back; {} outside the main thread."""
+    """Forwards stop signals to the ranks. Returns the handlers to restore; {} outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         return {}
 
@@ -71,7 +74,7 @@ def _pass_on_signals(processes: list[ForkProcess]) -> dict[int, Any]:
 
 
 def _collect(pipes: list[Any], processes: list[ForkProcess], timeout: float | None, grace: float) -> list[Any]:
-    """Waits for every rank; after the first failure the others get `grace` seconds to say why they fail, too."""
+    """Waits for every rank. After the first failure the others have `grace` seconds to report theirs."""
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}
     deadline = math.inf if timeout is None else time.monotonic() + timeout
@@ -105,11 +108,14 @@ def _collect(pipes: list[Any], processes: list[ForkProcess], timeout: float | No
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _rank_main(sender: Any, rendezvous: Rendezvous, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _rank_main(
+    sender: Any, parent: int, rendezvous: Rendezvous, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    _die_with(parent)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
-    # A pool of OpenMP threads does not survive a fork: a parent that computed something would make its ranks hang.
+    # A pool of OpenMP threads does not survive a fork: if the parent has computed anything, its ranks would hang.
     torch.set_num_threads(1)
     try:
         ok, value = True, function(rendezvous, *args)
@@ -117,7 +123,18 @@ def _rank_main(sender: Any, rendezvous: Rendezvous, function: Callable[..., Any]
         ok, value = False, str(error)
     except BaseException:
         ok, value = False, traceback.format_exc()
-    # Plain bytes: multiprocessing would hand tensors over through a server that ends with this process.
+    # Plain bytes: multiprocessing would send tensors through a server that ends with this process.
     sender.send_bytes(pickle.dumps((ok, value)))
     sender.close()
     raise SystemExit(0 if ok else 1)
+
+
+def _die_with(parent: int) -> None:
+    """The kernel sends SIGKILL to this process when its parent ends. Only Linux can; elsewhere ranks of a killed
+    parent end at their next collective timeout."""
+    if sys.platform != "linux":
+        return
+    set_parent_death_signal = 1
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the call
+        os._exit(1)
