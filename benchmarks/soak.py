@@ -96,7 +96,8 @@ def write_run(folder: Path, options: argparse.Namespace) -> Path:
         rollout__engine="sglang", rollout__weights={"transport": options.transport},
         rollout__servers={
             "device": "cpu", "dtype": "float32", "python": str(proxied), "count": 2, "share_gpus": options.colocated,
-            "restarts": 5, "port": random.Random(os.getpid()).randrange(31000, 60000),
+            "restarts": 100, "port": random.Random(os.getpid()).randrange(31000, 60000),
+            "environment": {"SGLANG_TIMEOUT_KEEP_ALIVE": "5"},  # SGLang's default, which external servers have
         },
     )  # fmt: skip
     return write_config(raw, folder / "config.yaml")
@@ -121,7 +122,7 @@ def servers(trainer: psutil.Process) -> list[psutil.Process]:
         return int(line[line.index("--port") + 1])
 
     found = []
-    for process in trainer.children():
+    for process in trainer.children(recursive=True):
         with contextlib.suppress(*GONE):
             if str(PROXY) in process.cmdline():
                 found.append((port(process), process))
@@ -304,6 +305,10 @@ def figures_of(soak: Soak, code: int | None, seconds: float) -> dict[str, Any]:
     numbers = [record["step"] for record in steps]
     if numbers != list(range(1, soak.options.steps + 1)):
         problems.append(f"metrics.jsonl has {len(numbers)} steps, expected 1 to {soak.options.steps} once each")
+    every = soak.options.kill_every
+    expected = (soak.options.steps - 1) // every if every else 0
+    if len(soak.kills) != expected:
+        problems.append(f"{len(soak.kills)} servers were killed, expected {expected}")
     totals = check_accounting(steps, problems)
     check_trained(soak.folder, steps, problems)
     calls = [call for path in sorted((soak.folder / CALLS).iterdir()) for call in read_lines(path)]
