@@ -369,16 +369,16 @@ def run(config: Config, out: str | Path, seed: int) -> EvalResult:
     """`megatron-dapo eval`: loads the benchmark and the policy, evaluates, writes `out` and prints the table."""
     from rich.console import Console
     from rich.progress import Progress as Bar
-    from transformers import AutoTokenizer
 
-    from megatron_dapo.data import load_prompts
+    from megatron_dapo.data import load_prompts, load_tokenizer
     from megatron_dapo.engines.factory import open_engine
     from megatron_dapo.reward import RewardPool
 
-    if check_config(config) is None:
+    shape = check_config(config)
+    if shape is None:
         raise ConfigError("policy.model is empty: name the HF directory of the model to evaluate")
     folder, console, settings = create_output(out), Console(), config.resolved_evaluate
-    tokenizer = AutoTokenizer.from_pretrained(config.policy.model)
+    tokenizer = load_tokenizer(config.policy.model, shape.vocab)
     prompts = load_prompts(settings.data, tokenizer, config.rollout.max_prompt_tokens)
     console.print(prompts.report.summary(), highlight=False, soft_wrap=True)
 

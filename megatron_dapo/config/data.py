@@ -1,4 +1,4 @@
-"""`data`: where prompts come from and how they are written for the model."""
+"""`data`: where prompts come from and which template the model sees them in."""
 
 from __future__ import annotations
 
@@ -28,14 +28,21 @@ class DataConfig(Section):
         None, description="Dotted path; null: reward_model.ground_truth, answer, ground_truth or solution."
     )
     answer_marker: str = Field(
-        "####", description="Where it occurs in an answer, what follows its last occurrence is the answer (GSM8K)."
+        "####", description="If an answer contains it, the answer is what follows its last occurrence (GSM8K)."
     )
-    duplicates: Literal["drop", "keep"] = Field("drop", description="Rows that repeat a question.")
+    duplicates: Literal["drop", "keep"] = Field("drop", description="What to do with rows that repeat a question.")
     conflicts: Literal["drop", "first", "majority"] = Field(
-        "drop", description="Questions whose rows disagree about the answer: leave them out, or which answer to take."
+        "drop", description="Questions whose rows disagree about the answer: drop them, or which answer to take."
     )
     too_long: Literal["drop", "cut-left"] = Field(
-        "drop", description="Prompts longer than rollout.max_prompt_tokens: leave them out, or keep their end."
+        "drop", description="Prompts longer than rollout.max_prompt_tokens: drop them, or keep their end."
+    )
+    max_unusable: float = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="Loading fails if more than this share of the rows (repeated questions aside) is unusable: bad, "
+        "too long, or with conflicting answers.",
     )
 
     @model_validator(mode="after")

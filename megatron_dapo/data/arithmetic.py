@@ -1,7 +1,7 @@
 """A tiny task family for the quickstart and the tests: sums and products whose answers are known.
 
-`37+58=` is a question and `95` its whole response, which every built-in grader reads. Questions are drawn from a
-seed, never twice. Whether a question belongs to training or is held out depends on the question alone, so the two
+`37+58=` is a question and `95` a complete response, which every built-in grader reads. Questions are drawn from a
+seed, each at most once. Whether a question is held out depends on the question alone, so the training and held-out
 splits never overlap, whatever the seeds and counts.
 """
 
@@ -61,8 +61,8 @@ def _three_terms(rng: random.Random) -> tuple[str, int]:
     return f"{a}{'+' if plus else '-'}{b}{'-' if minus else '+'}{c}=", a + (b if plus else -b) + (-c if minus else c)
 
 
-# Harder from level to level. Level 2 suits a quickstart: a model of 0.75 M parameters answers 30 % of its held-out
-# questions after 150 supervised updates of 128 examples, and 90 % after 250.
+# Each level is harder than the one before. Level 2 suits a quickstart: a model of 0.75 M parameters answers 30 % of its
+# held-out questions after 150 supervised updates of 128 examples, and 90 % after 250.
 LEVELS: dict[int, Callable[[random.Random], tuple[str, int]]] = {
     1: _one_digit_sum,
     2: _two_digits_and_one,
@@ -78,7 +78,7 @@ LONGEST_ANSWER = len("-188")
 def arithmetic_problems(
     levels: int | Sequence[int], count: int, seed: int, split: Split = "train"
 ) -> list[ArithmeticProblem]:
-    """`count` different problems, spread evenly over the levels; the same for the same arguments, everywhere."""
+    """`count` different problems, spread evenly over the levels; the same arguments give the same problems."""
     levels = [levels] if isinstance(levels, int) else list(levels)
     unknown = [level for level in levels if level not in LEVELS]
     if unknown or not levels:
@@ -106,7 +106,7 @@ def split_of(question: str) -> Split:
 
 
 def arithmetic_prompts(problems: Sequence[ArithmeticProblem], tokenizer: Any) -> list[Prompt]:
-    """Prompts as `load_prompts` would make them of `write_arithmetic`'s file with the plain template."""
+    """The prompts that `load_prompts` makes of a file of `write_arithmetic` with the plain template."""
     token_lists = tokenizer([p.question for p in problems], add_special_tokens=False)["input_ids"]
     return [
         Prompt(prompt_id(p.question), p.question, as_tokens(tokens), p.answer, "arithmetic", {"level": p.level})
@@ -115,6 +115,6 @@ def arithmetic_prompts(problems: Sequence[ArithmeticProblem], tokenizer: Any) ->
 
 
 def write_arithmetic(path: str | Path, problems: Sequence[ArithmeticProblem]) -> None:
-    """A jsonl file that `data.path` can name."""
+    """Writes a jsonl file for `data.path`."""
     lines = [json.dumps({"question": p.question, "answer": p.answer, "level": p.level}) for p in problems]
     Path(path).write_text("\n".join(lines) + "\n")

@@ -1,9 +1,9 @@
 """The character-level tokenizer of the arithmetic tasks: a regular HF tokenizer directory with 100 tokens.
 
-It is a Qwen tokenizer without merges (byte-level BPE, end of text, padding, ChatML marks and a chat template), so that
-a tiny Qwen2 model goes through the same code as a 32B one, and `transformers` reads the directory in the same way
-with and without a model's config.json in it. Every printable ASCII character is one token, and so is a line break;
-other characters are left out.
+It is a Qwen tokenizer without merges (byte-level BPE, end of text, padding, ChatML marks and a chat template). A tiny
+Qwen2 model therefore uses the same code as a 32B one, and `transformers` reads the directory in the same way with and
+without a model's config.json in it. Every printable ASCII character and the line break are one token each; other
+characters are dropped.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What a row says: the question, the answer and where it comes from, whatever the columns are called.
+"""Finds the question, the answer and the source in a row, whatever the columns are called.
 
-Understood as they are: DAPO-Math-17k and verl's files (`prompt` is a list of messages, the answer is in
-`reward_model.ground_truth`), AIME files (`problem` or `question`, `answer`) and GSM8K (the answer is what follows
-`####`). A question that already carries the DAPO template is unwrapped, so that no template is applied twice and the
-same problem has the same id in every file.
+Known without configuration: DAPO-Math-17k and verl's files (`prompt` is a list of messages, the answer is in
+`reward_model.ground_truth`), AIME files (`problem` or `question`, `answer`) and GSM8K (the answer follows `####`). A
+question that already has the DAPO template is unwrapped, so that no template is applied twice and the same problem
+has the same id in every file.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Problem:
 
 
 class BadRow(ValueError):
-    """What is wrong with a row, in words."""
+    """The row is unusable; the message says why."""
 
 
 class MissingColumn(BadRow):
-    """The column is not there: if that is so in every row, the configuration is wrong, not the data."""
+    """A column is missing. If it is missing in every row, the configuration is wrong, not the data."""
 
 
 def read_problem(row: dict[str, Any], config: DataConfig) -> Problem:
@@ -60,7 +60,7 @@ _ABSENT = object()
 
 
 def _question(value: Any, column: str) -> tuple[str, str]:
-    """The question and the system message, of a text or of a list of messages."""
+    """The question and the system message, from a text or a list of messages."""
     system = ""
     if isinstance(value, list):
         messages = [m for m in value if isinstance(m, dict)]
@@ -99,7 +99,7 @@ def _answer(value: Any, column: str, marker: str) -> str:
 
 
 def _check_encodable(text: str, column: str) -> None:
-    """JSON may escape half of a surrogate pair, which no tokenizer accepts."""
+    """JSON can escape half of a surrogate pair, which no tokenizer accepts."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

@@ -1,7 +1,7 @@
-"""The cursor over a prompt set: a new shuffle every epoch, and a place that can be saved and found again.
+"""The cursor over a prompt set: a new shuffle every epoch, and a position that can be saved and restored.
 
-The order of an epoch is a function of the seed, the epoch and the prompts' ids: not of the file's order, of numpy's
-version, or of how many prompts are taken at a time. A state of another prompt set is refused.
+The order of an epoch depends on the seed, the epoch and the prompts' ids, not on the order of the file, the version of
+numpy, or the number of prompts taken at a time. The saved position of another prompt set is refused.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class PromptCursor:
 
     @property
     def taken(self) -> int:
-        """Prompts handed out since the beginning."""
+        """Prompts returned since the beginning."""
         return self._epoch * len(self._prompts) + self._position
 
     def take(self, count: int) -> list[Prompt]:
-        """The next `count` prompts; where an epoch ends in between, the next one begins."""
+        """The next `count` prompts; at the end of an epoch, the next one begins."""
         taken: list[Prompt] = []
         while len(taken) < count:
             if self._position == len(self._order):
@@ -50,11 +50,11 @@ class PromptCursor:
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes to the saved place. The prompts must be the same ones; seed and shuffling are taken from the state."""
+        """Restores a saved position of the same prompts; seed and shuffling are taken from the state."""
         if state["fingerprint"] != self._fingerprint():
             raise DataError(
-                f"the saved place is in a set of {state['prompts']} prompts, but this set of {len(self._prompts)} is "
-                "another one: use the data file and data settings of the run that you resume"
+                f"the saved position belongs to a set of {state['prompts']} prompts, but this is another set, of "
+                f"{len(self._prompts)}: use the data file and data settings of the run that you resume"
             )
         self._seed, self._shuffle = int(state["seed"]), bool(state["shuffle"])
         self._epoch, self._position = int(state["epoch"]), int(state["position"])

@@ -1,7 +1,8 @@
-"""Prompt sets: every usable question of a file once, as the model will see it, and a report of what was left out.
+"""Prompt sets: every usable question of a file once, as the model will see it, and a report of the rows left out.
 
-A prompt's id is made of its question alone, so it is the same in every file, order and run. Questions count as the
-same when they differ in white space only, answers when they differ in white space, leading zeros or a decimal `.0`.
+A prompt's id is a hash of its question alone, so it is the same in every file, order and run. Two questions are the
+same if they differ only in white space; two answers, if they differ only in white space, leading zeros or a decimal
+`.0`. A file of which more than `data.max_unusable` is unusable is an error.
 """
 
 from __future__ import annotations
@@ -25,19 +26,39 @@ SHOWN = 5  # examples of each kind in the summary
 
 @dataclass(slots=True)
 class LoadReport:
-    """What became of every row: kept + duplicates + in_conflict + bad + too_long = rows."""
+    """Accounts for every row: kept + duplicates + in_conflict + bad + too_long = rows."""
 
     path: str
     rows: int = 0
     kept: int = 0
     duplicates: int = 0  # rows that repeat an earlier question
-    in_conflict: int = 0  # questions left out because their rows disagree about the answer
+    in_conflict: int = 0  # questions dropped because their rows disagree about the answer
     conflicts: dict[str, dict[str, list[int]]] = field(default_factory=dict)  # question -> answer -> lines
     bad: list[tuple[int, str]] = field(default_factory=list)  # line, what is wrong with it
-    too_long: list[tuple[int, int]] = field(default_factory=list)  # line, tokens; left out
+    too_long: list[tuple[int, int]] = field(default_factory=list)  # line, tokens; dropped
     cut: int = 0  # prompts shortened from the left
 
+    @property
+    def unusable(self) -> int:
+        """Rows dropped for another reason than repeating a question."""
+        return len(self.bad) + len(self.too_long) + self.in_conflict
+
+    def reasons(self) -> str:
+        """Why rows are unusable, each reason with its first row; one line."""
+        parts = []
+        if self.bad:
+            line, problem = self.bad[0]
+            parts.append(f"{len(self.bad)} bad, first line {line}: {problem}")
+        if self.too_long:
+            line, tokens = self.too_long[0]
+            parts.append(f"{len(self.too_long)} too long, first line {line}: {tokens} tokens")
+        if self.in_conflict:
+            question, answers = next(iter(self.conflicts.items()))
+            parts.append(f"{self.in_conflict} with conflicting answers, first {question[:40]!r}: {', '.join(answers)}")
+        return "; ".join(parts)
+
     def summary(self) -> str:
+        """The counts in one line, then some examples of every problem."""
         kinds = {
             "duplicates": self.duplicates, "with conflicting answers": len(self.conflicts),
             "bad rows": len(self.bad), "too long": len(self.too_long), "cut": self.cut,
@@ -52,13 +73,13 @@ class LoadReport:
         hidden = sum(max(0, len(kind) - SHOWN) for kind in (self.conflicts, self.bad, self.too_long))
         return "\n".join([*lines, *([f"  … and {hidden} more"] if hidden else [])])
 
-    def to_record(self) -> dict[str, Any]:
+    def to_state(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__slots__}
 
 
 @dataclass(slots=True, frozen=True)
 class PromptSet(Sequence[Prompt]):
-    """The prompts of a file, in file order, and the report of their loading."""
+    """The prompts of a file, in file order, and the report on its rows."""
 
     prompts: tuple[Prompt, ...]
     report: LoadReport
@@ -89,15 +110,27 @@ class _Entry:
 
 
 def load_prompts(config: DataConfig, tokenizer: Any, max_prompt_tokens: int | None = None) -> PromptSet:
-    """The prompts of `config.path`. Raises DataError when nothing usable is left."""
+    """The prompts of `config.path`. Raises DataError if nothing, or too little, of the file is usable."""
     report = LoadReport(config.path)
     entries = _collect(config, report)
     chosen = [(entry, answer) for entry in entries if (answer := _choose(entry, config, report)) is not None]
     prompts = _tokenise(chosen, config, tokenizer, max_prompt_tokens, report)
     report.kept = len(prompts)
-    if not prompts:
-        raise DataError(f"nothing usable is left of {report.summary()}")
+    _check_usable(report, config.max_unusable)
     return PromptSet(tuple(prompts), report)
+
+
+def _check_usable(report: LoadReport, limit: float) -> None:
+    remedy = "repair the file, or change data.question_column, data.answer_column or rollout.max_prompt_tokens"
+    if not report.kept:
+        why = f"its {report.rows} rows are unusable ({report.reasons()})" if report.rows else "it has no rows"
+        raise DataError(f"nothing usable is left of {report.path}: {why}: {remedy}")
+    rows = report.rows - report.duplicates
+    if report.unusable > limit * rows:
+        raise DataError(
+            f"{report.path}: {report.unusable} of {rows} rows are unusable ({report.reasons()}): {remedy}, or raise "
+            f"data.max_unusable ({limit:g})"
+        )
 
 
 def prompt_id(question: str) -> str:
@@ -131,7 +164,7 @@ def _collect(config: DataConfig, report: LoadReport) -> list[_Entry]:
 
 
 def _choose(entry: _Entry, config: DataConfig, report: LoadReport) -> str | None:
-    """The entry's answer; None where its rows disagree and the configuration says to leave it out."""
+    """The entry's answer; None if its rows disagree and the configuration says to drop it."""
     if len(entry.answers) == 1:
         return next(iter(entry.answers))
     report.conflicts[entry.problem.question] = entry.answers
@@ -152,6 +185,9 @@ def _tokenise(
     token_lists = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
     prompts = []
     for (entry, answer), text, tokens in zip(chosen, texts, token_lists, strict=True):
+        if not tokens:
+            report.bad.append((entry.line, "the tokenizer makes no tokens of it"))
+            continue
         if limit is not None and len(tokens) > limit:
             if config.too_long == "drop":
                 report.too_long.append((entry.line, len(tokens)))

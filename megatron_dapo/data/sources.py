@@ -1,7 +1,7 @@
-"""Rows of a prompt file, one after another, with their line numbers: jsonl, parquet, or a dataset of the hub.
+"""Reads the rows of a prompt file with their line numbers: jsonl, parquet, or a dataset of the hub.
 
-A row that cannot be read is yielded as the reason why, so that the caller counts and names it; reading goes on. Files
-are streamed: the hub's DAPO-Math-17k has 1.79 million rows.
+For a row that cannot be read, the reason is yielded instead, so that the caller can count and name it. Files are never
+read as a whole: the hub's DAPO-Math-17k has 1.79 million rows.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ JSONL_ENDINGS = {".jsonl", ".json", ".ndjson"}
 
 
 class DataError(UserError):
-    """A prompt file that cannot be used; the message says what was looked for and what was found."""
+    """A prompt file that cannot be used; the message says what was expected and what was found."""
 
 
 def read_rows(path: str, split: str = "train") -> Iterator[tuple[int, Row | str]]:
-    """(line number from 1, the row or what is wrong with it). In a parquet file, lines are rows."""
+    """(line number from 1, the row or what is wrong with it). In a parquet file, a line is a row."""
     file = Path(path).expanduser()
     if file.is_file():
         if file.suffix in PARQUET_ENDINGS:
@@ -46,7 +46,7 @@ def looks_like_hub_name(path: str) -> bool:
 
 
 def download(name: str, split: str) -> list[Path]:
-    """The parquet files of a split of a hub dataset, in the local cache after the first time."""
+    """The parquet files of a split of a hub dataset, from the local cache if they are there."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
@@ -54,7 +54,7 @@ def download(name: str, split: str) -> list[Path]:
         folder = Path(snapshot_download(name, repo_type="dataset", allow_patterns=["*.parquet", "**/*.parquet"]))
     except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
         raise DataError(
-            f"data.path: {name!r} is no file here, and the hub dataset of that name could not be fetched "
+            f"data.path: {name!r} is not a file, and the hub dataset of that name could not be fetched "
             f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no details'}). Check the name "
             "and the network (HF_HUB_OFFLINE must not be set), or download the parquet file and give its path"
         ) from error
@@ -109,7 +109,7 @@ def _batch_rows(batch: Any) -> Iterator[Row | str]:
         yield from batch.to_pylist()
         return
     except UnicodeDecodeError:
-        pass  # one bad string spoils the whole batch: find its row
+        pass  # one bad string fails the whole batch: find its row
     for index in range(batch.num_rows):
         try:
             yield batch.slice(index, 1).to_pylist()[0]

@@ -1,4 +1,4 @@
-"""How a question is written for the model: the DAPO text, plain, the tokenizer's chat template, or the user's own."""
+"""Prompt templates: the DAPO text, the plain question, the tokenizer's chat template, or the user's own text."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _TEXTS = {"dapo": DAPO_TEMPLATE, "plain": "{question}", "": "{question}"}
 
 
 def render(template: str, question: str, tokenizer: Any, system: str = "") -> str:
-    """The text the model sees. `template` is dapo, plain or the user's text, with `+chat` for the chat template."""
+    """The text for the model. `template` is dapo, plain or the user's text, with `+chat` for the chat template."""
     name, chat = ("", True) if template == "chat" else (template.removesuffix("+chat"), template.endswith("+chat"))
-    text = _TEXTS.get(name, name).replace("{question}", question)  # not str.format: braces are everywhere in LaTeX
+    text = _TEXTS.get(name, name).replace("{question}", question)  # not str.format: LaTeX is full of braces
     if not chat:
         return f"{system}\n\n{text}" if system else text
     if not getattr(tokenizer, "chat_template", None):

@@ -18,17 +18,17 @@ from megatron_dapo.algorithm.filtering import load_group_filter
 from megatron_dapo.config import Config, ConfigError, ModelShape
 from megatron_dapo.config.data import DataConfig
 from megatron_dapo.config.observe import WandbConfig
+from megatron_dapo.data import load_tokenizer
 from megatron_dapo.errors import UserError
 from megatron_dapo.observe.trackers import make_trackers
 from megatron_dapo.reward.grader import load_grader
+from megatron_dapo.weights.check import check_megatron_checkpoint, check_model_directory
 
 if TYPE_CHECKING:
-    from megatron_dapo.data import LoadReport, PromptSet
+    from megatron_dapo.data import PromptSet
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 WANDB_URL = "https://api.wandb.ai"
 STEP_METRICS = ("rollout/", "reward/", "train/")  # prefixes of a step's metrics
-MOST_UNUSABLE = 0.5  # of the rows of a data file
 
 
 def check_setup(config: Config, shape: ModelShape) -> str:
@@ -38,7 +38,7 @@ def check_setup(config: Config, shape: ModelShape) -> str:
     _check_best_metric(config)
     load_grader(config.reward)
     load_group_filter(config.rollout.group_filter)
-    tokenizer = load_tokenizer(config.policy.model, shape)
+    tokenizer = load_tokenizer(config.policy.model, shape.vocab)
     _check_weights(config, shape)
     prompts = _check_data("data", config.data, tokenizer, config)
     if config.trainer.prompts_per_step > len(prompts):
@@ -53,45 +53,13 @@ def check_setup(config: Config, shape: ModelShape) -> str:
     return "\n".join(reports)
 
 
-def load_tokenizer(model: str, shape: ModelShape) -> Any:
-    """The tokenizer of a model directory, whose tokens the model must know."""
-    from transformers import AutoTokenizer
-
-    folder = Path(model)
-    # transformers makes up an empty tokenizer where there is none, and every prompt is then empty.
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        raise ConfigError(
-            f"policy.model: {folder} has no tokenizer (none of {', '.join(TOKENIZER_FILES)}): "
-            "copy the tokenizer files of the model there"
-        )
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # whatever a damaged file makes it raise
-        reason = next(iter(str(error).splitlines()), "no details")
-        raise ConfigError(
-            f"policy.model: the tokenizer in {folder} does not load ({type(error).__name__}: {reason}): "
-            "copy the tokenizer files of the model there again"
-        ) from error
-    if not len(tokenizer):
-        raise ConfigError(f"policy.model: the tokenizer in {folder} has no tokens: copy the model's tokenizer files")
-    if len(tokenizer) > shape.vocab:
-        raise ConfigError(
-            f"policy.model: the tokenizer in {folder} has {len(tokenizer)} tokens, but the model's vocabulary has "
-            f"{shape.vocab}: they belong to different models; use the tokenizer of the weights"
-        )
-    return tokenizer
-
-
 def _check_weights(config: Config, shape: ModelShape) -> None:
     """The index and the headers of all weight files."""
-    from megatron_dapo.weights.convert import open_hf
-    from megatron_dapo.weights.formats.torch_dist_reader import TorchDistAsHF
-
     with _named("policy.model"):
-        open_hf(Path(config.policy.model))
+        check_model_directory(config.policy.model)
     if config.policy.megatron_checkpoint:
         with _named("policy.megatron_checkpoint"):
-            TorchDistAsHF(config.policy.megatron_checkpoint, shape)
+            check_megatron_checkpoint(config.policy.megatron_checkpoint, shape)
 
 
 @contextlib.contextmanager
@@ -105,32 +73,10 @@ def _named(key: str) -> Iterator[None]:
 
 
 def _check_data(key: str, data: DataConfig, tokenizer: Any, config: Config) -> PromptSet:
-    from megatron_dapo.data import DataError, load_prompts
+    from megatron_dapo.data import load_prompts
 
     with _named(f"{key}.path"):
-        prompts = load_prompts(data, tokenizer, config.rollout.max_prompt_tokens)
-    report = prompts.report
-    unusable = len(report.bad) + len(report.too_long) + report.in_conflict
-    if unusable > MOST_UNUSABLE * report.rows:
-        raise DataError(
-            f"{key}.path: {unusable} of {report.rows} rows of {data.path} are unusable "
-            f"({_reasons(report)}): repair the file or the {key} settings"
-        )
-    return prompts
-
-
-def _reasons(report: LoadReport) -> str:
-    """How many rows for each reason, with the first row."""
-    parts = []
-    if report.bad:
-        line, problem = report.bad[0]
-        parts.append(f"{len(report.bad)} bad, first line {line}: {problem}")
-    if report.too_long:
-        line, tokens = report.too_long[0]
-        parts.append(f"{len(report.too_long)} over rollout.max_prompt_tokens, first line {line}: {tokens} tokens")
-    if report.in_conflict:
-        parts.append(f"{report.in_conflict} with conflicting answers")
-    return "; ".join(parts)
+        return load_prompts(data, tokenizer, config.rollout.max_prompt_tokens)
 
 
 def _check_wandb(wandb: WandbConfig) -> None:

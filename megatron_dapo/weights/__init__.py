@@ -1,10 +1,11 @@
 """HF Qwen weights and Megatron weights: one table of names; conversion, comparison, loading and weight sync.
 
-- `mapping`        the table: which HF tensors make up which Megatron parameter (`ParameterMapping`)
+- `mapping`        the table: which HF tensors make up which Megatron parameter (`ParameterMapping`); `WeightsError`
 - `names`          other spellings of Megatron names: Transformer Engine, checkpoints
-- `sharding`       HF tensors to a rank's shard and back; `WeightsError`
+- `sharding`       HF tensors to a rank's shard and back
 - `model_weights`  HF weights into live models (`load_hf_weights`), a rank's coordinates (`RankPosition`)
 - `sync`           live models to buckets of HF tensors on rank 0 (`WeightBuckets`)
+- `check`          model directories and checkpoints, checked from indexes and headers
 - `convert`        HF safetensors to Megatron torch_dist and back
 - `verify`         whether two checkpoints hold the same weights
 - `copy`           copies tensors from files to files on several threads (`copy_tensors`)

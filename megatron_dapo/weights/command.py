@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from megatron_dapo.weights import convert
-from megatron_dapo.weights.sharding import WeightsError
+from megatron_dapo.weights.mapping import WeightsError
 from megatron_dapo.weights.verify import verify as compare
 
 NOT_FINITE = 3

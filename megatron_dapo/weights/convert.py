@@ -14,15 +14,14 @@ from pathlib import Path
 import torch
 
 from megatron_dapo.config.model import ModelShape
+from megatron_dapo.weights.check import check_hf_tensors
 from megatron_dapo.weights.copy import BLOCK, copy_tensors, default_workers
 from megatron_dapo.weights.destination import check_free, new_directory
 from megatron_dapo.weights.formats.hf_reader import HFReader
 from megatron_dapo.weights.formats.hf_writer import MAX_SHARD, HFWriter, copy_side_files
 from megatron_dapo.weights.formats.torch_dist_reader import TorchDistReader
 from megatron_dapo.weights.formats.torch_dist_writer import TorchDistWriter
-from megatron_dapo.weights.mapping import EMBEDDING, hf_shapes, stored_mappings
-from megatron_dapo.weights.model_weights import check_hf_names
-from megatron_dapo.weights.sharding import WeightsError
+from megatron_dapo.weights.mapping import EMBEDDING, WeightsError, stored_mappings
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 HF_FILES = "hf"  # folder in a torch_dist checkpoint: config and tokenizer of the original model
@@ -112,15 +111,8 @@ def megatron_to_hf(
 
 def open_hf(path: Path) -> tuple[ModelShape, HFReader]:
     """Open an HF directory whose tensors are exactly those that its config.json describes."""
-    shape = ModelShape.from_dir(path)
-    weights = HFReader(path)
-    check_hf_names(weights, shape)
-    for name, expected in hf_shapes(shape).items():
-        found = weights.stored[name]
-        if found.shape != expected:
-            raise WeightsError(
-                f"{found.file}: tensor {name}: shape {found.shape}, but {path / 'config.json'} says {expected}"
-            )
+    shape, weights = ModelShape.from_dir(path), HFReader(path)
+    check_hf_tensors(weights.stored, shape, path)
     if shape.tied_embeddings and "lm_head.weight" in weights:
         _check_tied(weights)
     return shape, weights

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron_dapo.weights.formats.torch_zip import TensorArchive
-from megatron_dapo.weights.sharding import WeightsError
+from megatron_dapo.weights.mapping import WeightsError
 
 BLOCK = 4 * 2**20
 _LIBC = ctypes.CDLL(None, use_errno=True)

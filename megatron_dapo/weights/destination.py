@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_dapo.files import fsync_path, fsync_tree
-from megatron_dapo.weights.sharding import WeightsError
+from megatron_dapo.weights.mapping import WeightsError
 
 _MARKS = ("metadata.json", ".metadata", "config.json", "model.safetensors", "model.safetensors.index.json")
 

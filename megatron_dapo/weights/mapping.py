@@ -19,10 +19,15 @@ from enum import StrEnum
 from functools import lru_cache
 
 from megatron_dapo.config.model import ModelShape
+from megatron_dapo.errors import UserError
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
 FINAL_NORM = "decoder.final_layernorm.weight"
+
+
+class WeightsError(UserError):
+    """The weights do not fit the model; the message names the tensor, what was expected and what was found."""
 
 
 class Transform(StrEnum):

@@ -15,10 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from megatron_dapo.config.model import ModelShape
+from megatron_dapo.weights.check import check_hf_names, listed
 from megatron_dapo.weights.formats.hf_reader import HFReader
-from megatron_dapo.weights.mapping import EMBEDDING, FINAL_NORM, OUTPUT, ParameterMapping, hf_shapes, parameter_mappings
+from megatron_dapo.weights.mapping import (
+    EMBEDDING,
+    FINAL_NORM,
+    OUTPUT,
+    ParameterMapping,
+    WeightsError,
+    parameter_mappings,
+)
 from megatron_dapo.weights.names import to_canonical
-from megatron_dapo.weights.sharding import WeightsError, megatron_tensor, shard
+from megatron_dapo.weights.sharding import megatron_tensor, shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +68,7 @@ def load_hf_weights(
     mapping, and when a parameter that this rank should hold does not exist in the model.
     """
     weights = source if isinstance(source, Mapping) else HFReader(source)
-    check_hf_names(weights, shape)
+    check_hf_names(weights, shape, weights.path if isinstance(weights, HFReader) else "")
     found = list(live_mappings(model_chunks, shape, position))
     for mapping, parameter in found:
         _check_shape(mapping, parameter, position)
@@ -95,20 +103,8 @@ def live_mappings(
             yield mappings[name], parameter
         if expected:
             raise WeightsError(
-                f"the model has no parameter for {_list(expected)}; its configuration differs from config.json"
+                f"the model has no parameter for {listed(expected)}; its configuration differs from config.json"
             )
-
-
-def check_hf_names(weights: Mapping[str, Any], shape: ModelShape) -> None:
-    """The source holds exactly this model's tensors (a tied model may also store a copy of its embedding as head)."""
-    expected, found = set(hf_shapes(shape)), set(weights)
-    if shape.tied_embeddings:
-        found.discard("lm_head.weight")
-    where = f"{weights.path}: " if isinstance(weights, HFReader) else ""
-    if missing := expected - found:
-        raise WeightsError(f"{where}missing {_list(missing)}")
-    if extra := found - expected:
-        raise WeightsError(f"{where}unexpected {_list(extra)}; the model that config.json describes does not have it")
 
 
 def _core(chunk: nn.Module) -> Any:
@@ -149,9 +145,3 @@ def _check_shape(mapping: ParameterMapping, parameter: Tensor, position: RankPos
             f"{mapping.name}: tensor-parallel rank {rank} of {size} should hold {tuple(part.shape)}, "
             f"but the live parameter has {tuple(parameter.shape)}"
         )
-
-
-def _list(names: set[str], limit: int = 5) -> str:
-    shown = sorted(names)[:limit]
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return f"tensor{'s' if len(names) > 1 else ''} {', '.join(shown)}{more}"

@@ -10,12 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megatron_dapo.errors import UserError
-from megatron_dapo.weights.mapping import ParameterMapping, Split
-
-
-class WeightsError(UserError):
-    """The weights do not fit the model; the message names the tensor, what was expected and what was found."""
+from megatron_dapo.weights.mapping import ParameterMapping, Split, WeightsError
 
 
 def megatron_tensor(mapping: ParameterMapping, hf: Mapping[str, Tensor]) -> Tensor:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from megatron_dapo.config.model import ModelShape
 from megatron_dapo.engines.protocol import Bucket
-from megatron_dapo.weights.mapping import OUTPUT, ParameterMapping, parameter_mappings
+from megatron_dapo.weights.mapping import OUTPUT, ParameterMapping, WeightsError, parameter_mappings
 from megatron_dapo.weights.model_weights import RankPosition, live_mappings
-from megatron_dapo.weights.sharding import WeightsError, hf_tensors, unshard
+from megatron_dapo.weights.sharding import hf_tensors, unshard
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,7 @@ from megatron_dapo.weights.convert import HF_FILES
 from megatron_dapo.weights.copy import BLOCK, CheckpointReader, RowRange, default_workers
 from megatron_dapo.weights.formats.hf_reader import HFReader
 from megatron_dapo.weights.formats.torch_dist_reader import TorchDistReader, torch_dist_in
-from megatron_dapo.weights.mapping import stored_mappings
-from megatron_dapo.weights.sharding import WeightsError
+from megatron_dapo.weights.mapping import WeightsError, stored_mappings
 
 
 @dataclass(frozen=True, slots=True)

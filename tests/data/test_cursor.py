@@ -64,7 +64,7 @@ def test_without_shuffling():
 def test_a_state_of_other_prompts_is_refused():
     state = PromptCursor(prompts(), seed=0).state_dict()
     for other in (prompts(8), prompts(prefix="q"), [*prompts(6), Prompt("p6", "", as_tokens([]), "another answer")]):
-        with pytest.raises(DataError, match="the saved place is in a set of 7 prompts"):
+        with pytest.raises(DataError, match="the saved position belongs to a set of 7 prompts"):
             PromptCursor(other, seed=0).load_state_dict(state)
     with pytest.raises(DataError, match="at least one prompt"):
         PromptCursor([], seed=0)

@@ -52,10 +52,10 @@ BAD_LINES = [
 
 
 def test_bad_rows_are_counted_and_named_with_their_lines(tmp_path, tokenizer):
-    prompts = load(write(tmp_path / "bad.jsonl", BAD_LINES), tokenizer)
+    prompts = load(write(tmp_path / "bad.jsonl", BAD_LINES), tokenizer, max_unusable=0.9)
     assert [(p.text, p.answer) for p in prompts] == [("1+1=", "2"), ("8+8=", "16")]
     report = prompts.report
-    assert (report.rows, report.kept) == (15, 2)  # the blank line is no row
+    assert (report.rows, report.kept) == (15, 2)  # the blank line is not a row
     assert dict(report.bad) == {
         2: "no question column (prompt, question, problem); the row has answer",
         3: "question: the prompt is empty",
@@ -73,7 +73,7 @@ def test_bad_rows_are_counted_and_named_with_their_lines(tmp_path, tokenizer):
     }
     assert accounted(report)
     assert "line 2: no question column" in report.summary() and "… and 8 more" in report.summary()
-    assert json.loads(json.dumps(report.to_record()))["rows"] == 15
+    assert json.loads(json.dumps(report.to_state()))["rows"] == 15
 
 
 def test_parquet_rows_with_invalid_utf8_and_nulls(tmp_path, tokenizer):
@@ -105,13 +105,33 @@ def test_all_too_long_is_an_error(tmp_path, tokenizer):
         load(write(tmp_path / "long.jsonl", [{"question": "123456", "answer": "1"}]), tokenizer, limit=5)
 
 
+def test_a_file_that_is_mostly_unusable_is_an_error(tmp_path, tokenizer):
+    """Repeated questions count neither as usable nor as unusable."""
+    good = [{"question": f"{i}+1=", "answer": str(i + 1)} for i in range(5)]
+    rows = [*good, *good, *[{"question": f"{i}-1="} for i in range(5)]]
+    assert len(load(write(tmp_path / "half.jsonl", rows), tokenizer)) == 5
+    path = write(tmp_path / "more.jsonl", [*rows, {"question": "123456", "answer": "1"}])
+    with pytest.raises(DataError) as error:
+        load(path, tokenizer, limit=5)
+    assert f"{path}: 6 of 11 rows are unusable (5 bad, first line 11: no answer column" in str(error.value)
+    assert "1 too long, first line 16: 6 tokens" in str(error.value) and "data.max_unusable (0.5)" in str(error.value)
+    assert "\n" not in str(error.value)
+    assert len(load(path, tokenizer, limit=5, max_unusable=0.6)) == 5
+
+
+def test_a_question_without_tokens_is_a_bad_row(tmp_path, tokenizer):
+    rows = [{"question": "日本", "answer": "1"}, {"question": "1+1=", "answer": "2"}]
+    prompts = load(write(tmp_path / "q.jsonl", rows), tokenizer)
+    assert prompts.report.bad == [(1, "the tokenizer makes no tokens of it")] and accounted(prompts.report)
+
+
 @pytest.mark.parametrize("path", ["", "missing.jsonl", "a/b/c", "./x"])
-def test_a_path_that_is_no_file(tokenizer, path):
+def test_a_path_that_is_not_a_file_is_an_error(tokenizer, path):
     with pytest.raises(DataError, match=r"data\.path"):
         load(path, tokenizer)
 
 
-def test_a_file_that_is_neither(tmp_path, tokenizer):
+def test_a_file_that_is_neither_jsonl_nor_parquet_is_an_error(tmp_path, tokenizer):
     (tmp_path / "rows.csv").write_text("question,answer\n1,2\n")
     with pytest.raises(DataError, match=r"ends in '\.csv'; expected one of"):
         load(str(tmp_path / "rows.csv"), tokenizer)
@@ -233,9 +253,7 @@ def test_a_hub_name_without_a_network_says_what_to_do(tokenizer, monkeypatch):
         raise OfflineModeIsEnabled("Cannot reach the hub: offline mode is enabled.")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
-    with pytest.raises(
-        DataError, match=r"'someone/DAPO-Math' is no file here.*offline mode.*download the parquet file"
-    ):
+    with pytest.raises(DataError, match=r"'someone/DAPO-Math' is not a file.*offline mode.*download the parquet file"):
         load("someone/DAPO-Math", tokenizer)
 
 

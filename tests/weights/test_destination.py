@@ -9,7 +9,7 @@ import pytest
 from megatron_dapo.weights import convert, copy
 from megatron_dapo.weights.convert import hf_to_megatron, megatron_to_hf
 from megatron_dapo.weights.destination import new_directory
-from megatron_dapo.weights.sharding import WeightsError
+from megatron_dapo.weights.mapping import WeightsError
 from megatron_dapo.weights.verify import verify
 
 

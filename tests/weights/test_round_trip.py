@@ -69,7 +69,7 @@ def test_dtype_changes_on_request_and_config_says_so(models, tmp_path):
 def test_a_copy_of_the_embedding_as_head_is_accepted_only_if_it_is_one(models, tmp_path):
     from safetensors.torch import save_file
 
-    from megatron_dapo.weights.sharding import WeightsError
+    from megatron_dapo.weights.mapping import WeightsError
 
     found = tensors(models["qwen2-tied"])
     for label, head in (

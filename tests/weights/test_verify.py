@@ -64,7 +64,7 @@ def test_names_shapes_and_dtypes(models, copy_of):
 
 
 def test_two_megatron_checkpoints_need_to_know_the_model(models, tmp_path):
-    from megatron_dapo.weights.sharding import WeightsError
+    from megatron_dapo.weights.mapping import WeightsError
 
     hf_to_megatron(models["qwen3"], tmp_path / "a")
     (tmp_path / "a/hf/config.json").unlink()

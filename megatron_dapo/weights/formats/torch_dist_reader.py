@@ -24,9 +24,8 @@ from megatron_dapo.files import StoredTensor
 from megatron_dapo.weights.formats.hf_reader import map_file, release_pages, tensor_over
 from megatron_dapo.weights.formats.safe_pickle import PickledObject, UnsafePickle, load_metadata
 from megatron_dapo.weights.formats.torch_zip import BadArchive, read_archive
-from megatron_dapo.weights.mapping import ParameterMapping, stored_mappings
+from megatron_dapo.weights.mapping import ParameterMapping, WeightsError, stored_mappings
 from megatron_dapo.weights.names import disk_aliases, disk_locations
-from megatron_dapo.weights.sharding import WeightsError
 
 METADATA = ".metadata"
 CONFIG = "metadata.json"

@@ -21,9 +21,8 @@ from megatron_dapo.config.model import ModelShape
 from megatron_dapo.weights.copy import OutputFile, RowRange, TensorWrite
 from megatron_dapo.weights.formats.torch_dist_reader import CONFIG, METADATA
 from megatron_dapo.weights.formats.torch_zip import ALIGN, TensorArchive
-from megatron_dapo.weights.mapping import ParameterMapping, Transform, stored_mappings
+from megatron_dapo.weights.mapping import ParameterMapping, Transform, WeightsError, stored_mappings
 from megatron_dapo.weights.names import disk_aliases, disk_locations
-from megatron_dapo.weights.sharding import WeightsError
 
 MAX_CHUNK = 128 * 2**20  # a rank that needs part of a chunk reads all of it
 MAX_FILE = 4 * 2**30
