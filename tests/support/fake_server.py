@@ -19,8 +19,9 @@ Fault = Callable[["FakeServer", dict[str, Any]], Any]
 class FakeServer:
     """`fault(server, request)` may reply to a /generate request itself; None lets it succeed.
 
-    `drop[path] = ["before", "after", …]` breaks the connection of the next calls of that path: before the call runs, or
-    after it ran and before the reply. Where the real server ends because of a wrong call, this one counts a `crash`.
+    `drop[path] = ["before", "after", …]` breaks the connection of the next calls of that path: before the call runs,
+    while it runs ("during"), or after it ran and before the reply; "die" ends the server. Where the real server ends because of a wrong call, this
+    one does too and notes the `crashes`. A connection that is used again after `keep_alive` seconds breaks.
     """
 
     def __init__(self, seconds: float = 0.0, fault: Fault | None = None) -> None:
@@ -32,6 +33,9 @@ class FakeServer:
         self.crashes: list[str] = []
         self.broken_calls: dict[str, Any] = {}  # path -> (status, body)
         self.drop: dict[str, list[str]] = {}
+        self.dead = False
+        self.keep_alive = 1000.0
+        self._last_used: dict[Any, float] = {}  # connection -> time
         self.hanging: set[str] = set()  # paths that never reply
         self.memory_saver, self.busy = True, 0  # busy: how often /flush_cache is still refused
         self.memory = {"kv_cache", "weights"}
@@ -57,16 +61,23 @@ class FakeServer:
         await self._runner.cleanup()
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
-        path = request.path
+        path, now = request.path, asyncio.get_running_loop().time()
         body = await request.json() if request.can_read_body else {}
+        idle = now - self._last_used.get(request.transport, now)
+        self._last_used[request.transport] = now
         self.calls.append(path)
         drop = self.drop[path].pop(0) if self.drop.get(path) else ""
-        if drop == "before":
+        self.dead = self.dead or drop == "die"
+        if self.dead or drop == "before" or idle > self.keep_alive:
             return self._break(request)
         if path in self.hanging:
             await asyncio.sleep(1000)
+        if drop == "during":
+            self._left = asyncio.ensure_future(self._reply(path, request, body))
+            await asyncio.sleep(0.01)
+            return self._break(request)
         reply = await self._reply(path, request, body)
-        return self._break(request) if drop == "after" else reply
+        return self._break(request) if drop == "after" or self.dead else reply
 
     def _break(self, request: web.Request) -> web.Response:
         assert request.transport is not None
@@ -83,6 +94,7 @@ class FakeServer:
             "/update_weights_from_disk": self._update, "/flush_cache": self._flush,
             "/release_memory_occupation": self._release, "/resume_memory_occupation": self._resume,
             "/begin_weight_update": self._begin, "/end_weight_update": self._end,
+            "/update_weights_from_tensor": self._load_tensors,
             "/health_generate": self._health,
         }.get(path)  # fmt: skip
         if handler:
@@ -109,7 +121,8 @@ class FakeServer:
 
     def _crash(self, cause: str) -> web.Response:
         self.crashes.append(cause)
-        return web.Response(status=500, text=cause)
+        self.dead = True
+        return web.Response()
 
     async def _release(self, request: web.Request, body: dict[str, Any]) -> web.Response:
         if self.busy >= 0 or self._running:
@@ -198,6 +211,14 @@ class FakeServer:
         await asyncio.sleep(self.update_seconds)
         self.updates -= 1
         self.loaded.append(body["model_path"])
+        return web.json_response({"success": True})
+
+    async def _load_tensors(self, request: web.Request, body: dict[str, Any]) -> web.Response:
+        if "weights" not in self.memory:
+            return self._crash("weights written to released memory")
+        if self.brackets and not self.session:
+            return web.json_response({"success": False, "message": "no session is open"}, status=400)
+        self.loaded.append("tensors")
         return web.json_response({"success": True})
 
     async def _label(self, request: web.Request, body: dict[str, Any]) -> web.Response:
