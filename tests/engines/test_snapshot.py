@@ -2,14 +2,18 @@
 
 import errno
 import json
+import multiprocessing
 import os
+import shutil
+import socket
+import time
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from megatron_dapo.engines.protocol import EngineError
-from megatron_dapo.engines.sglang.weights.snapshot import LOCK, Snapshot, write_safetensors
+from megatron_dapo.engines.sglang.weights.snapshot import LOCK, Snapshot, remove_dead_snapshots, write_safetensors
 
 
 def versions(snapshot):
@@ -64,3 +68,49 @@ def test_a_full_disk_is_an_error_that_names_the_key(tmp_path, monkeypatch):
         snapshot.add([("a", torch.ones(4))])
     snapshot.discard()
     assert snapshot.current is None and not versions(snapshot)
+
+
+def own_a_snapshot(directory, pipe):
+    snapshot = Snapshot(directory, "")
+    snapshot.begin(1)
+    pipe.send(snapshot.commit())
+    time.sleep(100)
+
+
+def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path):
+    context = multiprocessing.get_context("fork")
+    pipes = [context.Pipe() for _ in range(2)]
+    dead, alive = (context.Process(target=own_a_snapshot, args=(tmp_path, theirs)) for _, theirs in pipes)
+    dead.start()
+    alive.start()
+    try:
+        of_dead, of_alive = (ours.recv() for ours, _ in pipes)
+        elsewhere = of_dead.parent.with_name(of_dead.parent.name.replace(socket.gethostname(), "another-host"))
+        shutil.copytree(of_dead.parent, elsewhere)
+        other = tmp_path / "megatron-dapo-weights-without-a-lock"
+        other.mkdir()
+        assert remove_dead_snapshots(tmp_path) == []
+        dead.kill()
+        dead.join()
+        mine = Snapshot(tmp_path, "")
+        mine.begin(1)
+        assert remove_dead_snapshots(tmp_path) == [of_dead.parent]
+        assert not of_dead.exists() and of_alive.is_dir() and elsewhere.is_dir() and other.is_dir()
+        assert mine._root.is_dir()
+        mine.close()
+        assert not mine._root.exists()
+    finally:
+        dead.kill()
+        alive.kill()
+
+
+def test_two_snapshots_of_one_process_do_not_meet(tmp_path):
+    """An evaluation beside a run: closing one leaves the other."""
+    first, second = Snapshot(tmp_path, ""), Snapshot(tmp_path, "")
+    for snapshot in (first, second):
+        snapshot.begin(1)
+        snapshot.add([("a", torch.ones(4))])
+        snapshot.commit()
+    first.close()
+    assert second.current.is_dir() and remove_dead_snapshots(tmp_path) == []
+    second.close()

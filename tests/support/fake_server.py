@@ -20,8 +20,9 @@ class FakeServer:
     """`fault(server, request)` may reply to a /generate request itself; None lets it succeed.
 
     `drop[path] = ["before", "after", …]` breaks the connection of the next calls of that path: before the call runs,
-    while it runs ("during"), or after it ran and before the reply; "die" ends the server. Where the real server ends because of a wrong call, this
-    one does too and notes the `crashes`. A connection that is used again after `keep_alive` seconds breaks.
+    while it runs ("during"), or after it ran and before the reply; "die" ends the server. Where the real server ends
+    because of a wrong call, this one does too and notes the `crashes`. A connection that is used again after
+    `keep_alive` idle seconds breaks.
     """
 
     def __init__(self, seconds: float = 0.0, fault: Fault | None = None) -> None:

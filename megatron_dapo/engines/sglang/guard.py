@@ -46,7 +46,8 @@ def main() -> int:
             continue
     kill_session(session, spare=session)
     if os.WIFSIGNALED(status):
-        signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
+        with contextlib.suppress(OSError):  # SIGKILL has no handler
+            signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
         os.kill(session, os.WTERMSIG(status))
     return os.waitstatus_to_exitcode(status)
 

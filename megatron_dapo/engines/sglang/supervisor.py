@@ -1,8 +1,8 @@
 """Keeps one server working: checks it, restarts it when it fails, and lets it serve only with the current weights.
 
 A server fails when its process ends, when its HTTP server does not reply, when it generates no token, or when the
-engine reports a failed control call. If it still replies it is admitted again as it is; otherwise, or if that fails,
-it is restarted. The number of restarts is limited by a budget that refills while the server works.
+engine reports a failed control call. After a failed control call, a server that still replies is admitted again as it
+is; otherwise, or if that fails, it is restarted. A budget limits the restarts; it refills while the server works.
 """
 
 from __future__ import annotations
@@ -151,7 +151,8 @@ class Supervisor:
 
     async def _recover(self) -> bool:
         """False when the server is given up; `unavailable` then says why, and requests go to the other servers."""
-        if self._process.alive() and not self._engine.gpus_in_use and await self._admit_as_it_is():
+        reported = self._failure is not None and self._process.alive()  # a check that failed leaves no doubt
+        if reported and not self._engine.gpus_in_use and await self._admit_as_it_is():
             return True
         while self.budget.spend():
             self.restarts += 1

@@ -1,0 +1,181 @@
+"""A server's processes: they end together and with their launcher, and nobody else can read their keys."""
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_dapo.config.rollout import ServerConfig
+from megatron_dapo.engines.protocol import EngineError
+from megatron_dapo.engines.sglang.guard import members
+from megatron_dapo.engines.sglang.keys import Keys, command_with_keys
+from megatron_dapo.engines.sglang.server_process import ServerProcess, sglang_command
+
+# A main process with two workers that nothing tells of its death, as SGLang's while they import.
+TREE = """\
+import os, sys, time
+for _ in range(2):
+    if os.fork() == 0:
+        time.sleep(100)
+open(sys.argv[1], "w").close()
+time.sleep(100)
+"""
+
+
+def wait_for(condition, what, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
+        time.sleep(0.01)
+
+
+def tree(tmp_path):
+    command = [sys.executable, "-c", TREE, str(tmp_path / "ready")]
+    process = ServerProcess("", ServerConfig(), 0, tmp_path, make_command=lambda *_: (command, {}))
+    process.spawn()
+    wait_for((tmp_path / "ready").exists, "the workers")
+    assert len(members(process.pid)) == 4  # guard, main, two workers
+    return process
+
+
+def launch(tmp_path):
+    command = [sys.executable, "-c", TREE, str(tmp_path / "ready")]
+    process = ServerProcess("", ServerConfig(), 0, tmp_path, make_command=lambda *_: (command, {}))
+    process.spawn()
+    (tmp_path / "session").write_text(str(process.pid))
+    time.sleep(100)
+
+
+@pytest.mark.parametrize("moment", ["ready", "session"])
+def test_the_whole_tree_dies_with_a_killed_launcher(tmp_path, moment):
+    """Also when the launcher dies before the server has started anything."""
+    launcher = multiprocessing.get_context("fork").Process(target=launch, args=(tmp_path,))
+    launcher.start()
+    wait_for(lambda: (tmp_path / "session").exists() and (tmp_path / "session").read_text(), "the session")
+    wait_for((tmp_path / moment).exists, moment)
+    session = int((tmp_path / "session").read_text())
+    launcher.kill()
+    launcher.join()
+    wait_for(lambda: not members(session), "the end of the server's processes")
+
+
+def test_workers_die_with_a_killed_main_process(tmp_path):
+    process = tree(tmp_path)
+    main = next(pid for pid in members(process.pid) if parent_of(pid) == process.pid)
+    os.kill(main, signal.SIGKILL)
+    wait_for(lambda: not process.alive(), "the end of the server")
+    assert not members(process.pid) and process._status() == "signal 9"
+
+
+def test_workers_die_with_a_killed_guard(tmp_path):
+    """The main process dies by itself; its workers when the launcher notices."""
+    process = tree(tmp_path)
+    os.kill(process.pid, signal.SIGKILL)
+    wait_for(lambda: not process.alive(), "the end of the server")
+    assert not members(process.pid)
+
+
+def test_end_leaves_no_process_even_if_one_ignores_the_request(tmp_path):
+    command = [sys.executable, "-c", f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{TREE}"]
+    process = ServerProcess(
+        "", ServerConfig(), 0, tmp_path, make_command=lambda *_: ([*command, str(tmp_path / "ready")], {})
+    )
+    process.spawn()
+    wait_for((tmp_path / "ready").exists, "the workers")
+    session = process.pid
+    asyncio.run(process.end(patience=0.2))
+    assert not members(session)
+
+
+def test_the_exit_code_is_that_of_the_server(tmp_path):
+    command = [sys.executable, "-c", "raise SystemExit(7)"]
+    process = ServerProcess("", ServerConfig(), 0, tmp_path, make_command=lambda *_: (command, {}))
+    process.spawn()
+    wait_for(lambda: not process.alive(), "the end")
+    assert process._status() == "exit code 7"
+
+
+def parent_of(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+# ---- keys ----
+
+
+MODULE = """\
+import logging, os, sys, time
+logging.basicConfig(level="INFO")
+logging.info(f"server_args={sys.argv}")
+logging.warning("key %s of %s", sys.argv[-1], "args")
+print(__name__, sys.argv[1:-1], sys.argv[-1] == "--api-key=" + open(sys.argv[1]).read(), "THE_KEY" in os.environ)
+sys.stdout.flush()
+time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize("has_package", [True, False])
+def test_a_key_is_on_no_command_line_and_in_no_log(tmp_path, has_package):
+    (tmp_path / "shows_arguments.py").write_text(MODULE)
+    (tmp_path / "key").write_text("a-secret")
+    command = command_with_keys(sys.executable, "shows_arguments", {"api-key": "THE_KEY"}, has_package=has_package)
+    environment = os.environ | {"THE_KEY": "a-secret"}
+    environment["PYTHONPATH"] = f"{tmp_path}:{environment.get('PYTHONPATH', '')}"
+    pipes = {"stdout": subprocess.PIPE, "stderr": (tmp_path / "log").open("w")}
+    process = subprocess.Popen([*command, str(tmp_path / "key"), "--x", "1"], env=environment, text=True, **pipes)
+    try:
+        said = process.stdout.readline()
+        assert "a-secret" not in Path(f"/proc/{process.pid}/cmdline").read_text()
+        log = (tmp_path / "log").read_text()
+    finally:
+        process.kill()
+    assert said == f"__main__ ['{tmp_path / 'key'}', '--x', '1'] True False\n", log
+    assert "a-secret" not in log and log.count("--api-key=***") == 2
+
+
+def test_a_key_that_is_not_set_is_an_error():
+    command = command_with_keys(sys.executable, "this", {"api-key": "NO_SUCH_KEY"}, has_package=False)
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and "NO_SUCH_KEY (for --api-key) is not set" in done.stderr
+
+
+def test_every_started_server_has_a_key(monkeypatch, tmp_path):
+    """Random where none is configured, and the same for no two runs; the configured one otherwise."""
+    config = ServerConfig()
+    first, second = Keys.of_started_servers(config), Keys.of_started_servers(config)
+    assert first.api and second.api and first.api != second.api and len(first.api) >= 32
+    assert first.api not in repr(first)
+    command, _ = sglang_command("model", config, 0, 1)
+    assert "--key-from" in command and first.environment(config) == {"MEGATRON_DAPO_API_KEY": first.api}
+    monkeypatch.setenv("ONE", "api")
+    monkeypatch.setenv("TWO", "admin")
+    chosen = ServerConfig(api_key_env="ONE", admin_key_env="TWO")
+    keys = Keys.of_started_servers(chosen)
+    assert (keys.api, keys.admin) == ("api", "admin") and keys.environment(chosen) == {"ONE": "api", "TWO": "admin"}
+    command, _ = sglang_command("model", chosen, 0, 1)
+    assert [command[i + 1] for i, word in enumerate(command) if word == "--key-from"] == [
+        "api-key=ONE",
+        "admin-api-key=TWO",
+    ]
+    monkeypatch.delenv("TWO")
+    with pytest.raises(EngineError, match="TWO, which is not set"):
+        ServerProcess("", chosen, 0, tmp_path)
+
+
+def test_the_log_of_a_server_is_for_its_owner_only(tmp_path):
+    process = ServerProcess("", ServerConfig(), 0, tmp_path, make_command=lambda *_: (["true"], {}))
+    process.spawn()
+    assert process.log.stat().st_mode & 0o777 == 0o600
+    asyncio.run(process.end())
+
+
+def test_the_servers_keep_idle_connections_longer_than_we_do():
+    _, environment = sglang_command("model", ServerConfig(), 0, 1)
+    assert float(environment["SGLANG_TIMEOUT_KEEP_ALIVE"]) > 5
+    _, environment = sglang_command("model", ServerConfig(environment={"SGLANG_TIMEOUT_KEEP_ALIVE": "7"}), 0, 1)
+    assert environment["SGLANG_TIMEOUT_KEEP_ALIVE"] == "7"

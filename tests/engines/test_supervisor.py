@@ -1,0 +1,284 @@
+"""Supervision: a server that cannot generate is found, a sample has a deadline, restarts are limited but recover."""
+
+import asyncio
+import time
+from typing import ClassVar
+
+import pytest
+from fake_process import fake_fleet
+from fake_server import FakeServer
+from faults import PROMPT, WEIGHTS, fill_batch, run, settings
+
+from megatron_dapo.engines.protocol import ForeignWeightsError, SamplingParams
+from megatron_dapo.engines.sglang import client, load_balancer, supervisor
+from megatron_dapo.engines.sglang.engine import SGLangEngine
+from megatron_dapo.engines.sglang.supervisor import RestartBudget
+from megatron_dapo.engines.sglang.weights import transports
+from megatron_dapo.types import FinishReason
+
+
+@pytest.fixture(autouse=True)
+def short_times(monkeypatch):
+    monkeypatch.setattr(client, "HEALTH_SECONDS", 0.1)
+    monkeypatch.setattr(load_balancer, "BACKOFF", (0.01, 0.05))
+
+
+def config(tmp_path, transport="disk", keep_snapshot=True, **servers):
+    base = settings(**{"heartbeat": 0.02, "health_interval": 0.1, "start_timeout": 5, "sample_timeout": 20, **servers})
+    weights = {"directory": str(tmp_path), "transport": transport, "keep_snapshot": keep_snapshot}
+    return base.model_copy(update={"weights": base.weights.model_copy(update=weights)})
+
+
+async def never(server, body):
+    if body.get("logprob_start_len") != 0:
+        await asyncio.sleep(1000)
+
+
+def test_a_server_that_replies_but_generates_nothing_is_replaced(tmp_path):
+    """Its requests move to the new process, long before their own deadline."""
+
+    async def main():
+        chosen = config(tmp_path)
+        fleet, engine = await fake_fleet(chosen, tmp_path)
+        process = fleet.processes[0]
+        await engine.update_weights(1, [WEIGHTS])
+        process.server.fault, process.server.hanging = never, {"/health_generate"}
+        batch = await asyncio.wait_for(fill_batch(engine, chosen), 10)
+        assert process.starts == 2
+        assert {span.version for sample in batch.samples for span in sample.weight_spans} == {1}
+        await engine.close()
+
+    run(main())
+
+
+def test_a_server_that_completes_samples_is_not_asked_to_prove_it(tmp_path):
+    async def main():
+        fleet, engine = await fake_fleet(config(tmp_path, health_interval=30), tmp_path)
+        for number in range(5):
+            await engine.generate(f"r{number}", PROMPT, SamplingParams(8))
+            await asyncio.sleep(0.03)
+        calls = fleet.processes[0].server.calls
+        assert "/health_generate" not in calls and calls.count("/model_info") > 3
+        await engine.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("state", ["paused", "memory released", "between load and serve"])
+def test_a_server_that_must_not_generate_is_not_asked_to(tmp_path, state):
+    """SGLang's check fails while it is paused: a healthy server would be restarted."""
+
+    async def main():
+        fleet, engine = await fake_fleet(config(tmp_path, share_gpus=True), tmp_path)
+        process = fleet.processes[0]
+        if state == "paused":
+            await engine.pause()
+        else:
+            await engine.release_memory()
+        if state == "between load and serve":
+            await engine.load_weights(1, [WEIGHTS])
+        process.server.calls.clear()
+        await asyncio.sleep(0.4)
+        assert "/health_generate" not in process.server.calls and "/model_info" in process.server.calls
+        assert process.starts == 1 and not process.server.crashes
+        await engine.close()
+
+    run(main())
+
+
+def test_a_pause_that_begins_during_the_check_is_not_a_failure(tmp_path):
+    async def main():
+        fleet, engine = await fake_fleet(config(tmp_path), tmp_path)
+        process = fleet.processes[0]
+        process.server.hanging = {"/health_generate"}
+        while "/health_generate" not in process.server.calls:
+            await asyncio.sleep(0.005)
+        await engine.pause()
+        process.server.hanging = set()
+        await asyncio.sleep(0.3)
+        await engine.resume()
+        assert process.starts == 1
+        assert (await engine.generate("r", PROMPT, SamplingParams(8))).finish_reason is FinishReason.STOP
+        await engine.close()
+
+    run(main())
+
+
+def test_a_sample_that_takes_too_long_moves_to_another_server():
+    """The server works and has lost only this request; the request is aborted there."""
+
+    async def main():
+        servers = [await FakeServer().start() for _ in range(2)]
+        engine = await SGLangEngine.connect([server.url for server in servers], settings(sample_timeout=0.3))
+        lost = []
+
+        async def lose_first(server, body):
+            if not lost:
+                lost.append((server, body["rid"]))
+                await asyncio.sleep(1000)
+
+        for server in servers:
+            server.fault = lose_first
+        completion = await engine.generate("r", PROMPT, SamplingParams(8))
+        [(first, name)] = lost
+        assert completion.finish_reason is FinishReason.STOP and name == "r"
+        other = next(server for server in servers if server is not first)
+        assert other.served == ["r-try1"] and completion.server == other.url
+        await asyncio.sleep(0.05)
+        assert "/abort_request" in first.calls
+        await engine.close()
+        for server in servers:
+            await server.stop()
+
+    run(main())
+
+
+def test_the_deadline_of_a_sample_grows_with_its_tokens():
+    servers = settings(sample_timeout=None).servers
+    assert servers.sample_seconds(0) == 300 and servers.sample_seconds(20_480) == 300 + 4096
+    assert settings(sample_timeout=7).servers.sample_seconds(20_480) == 7
+
+
+def test_restarts_are_limited_and_come_back_with_service(monkeypatch):
+    now = 1000.0
+    monkeypatch.setattr(supervisor.time, "monotonic", lambda: now)
+    budget = RestartBudget(limit=2, recovery=60)
+    budget.serving()
+    assert budget.spend() and budget.spend() and not budget.spend()
+    budget.serving()
+    now += 59
+    assert not budget.spend()  # and a server that is down gains nothing
+    now += 600
+    assert not budget.spend()
+    budget.serving()
+    now += 61
+    assert budget.spend() and not budget.spend()
+    budget.serving()
+    now += 10_000
+    assert budget.spend() and budget.spend() and not budget.spend()  # never more than the limit
+
+
+def test_a_server_that_dies_again_and_again_after_good_service_is_always_restarted(tmp_path):
+    async def main():
+        chosen = config(tmp_path, restarts=1, restart_recovery=0.01)
+        fleet, engine = await fake_fleet(chosen, tmp_path)
+        process = fleet.processes[0]
+        await engine.update_weights(1, [WEIGHTS])
+        for number in range(4):
+            await asyncio.sleep(0.02)
+            process.server.drop["/generate"] = ["die"]
+            completion = await engine.generate(f"r{number}", PROMPT, SamplingParams(8))
+            assert [span.version for span in completion.weight_spans] == [1]
+        assert process.starts == 5
+        await engine.close()
+
+    run(main())
+
+
+def test_requests_wait_as_long_as_a_server_is_being_restarted(tmp_path):
+    """The patience for servers that serve nothing does not run meanwhile."""
+
+    async def main():
+        fleet, engine = await fake_fleet(config(tmp_path), tmp_path)
+        process = fleet.processes[0]
+        ready = process.wait_ready
+
+        async def slowly(server):
+            await asyncio.sleep(0.5)
+            await ready(server)
+
+        process.wait_ready = slowly
+        engine.patience = 0.1
+        process.server.drop["/generate"] = ["die"]
+        completion = await engine.generate("r", PROMPT, SamplingParams(8))
+        assert completion.finish_reason is FinishReason.STOP and process.starts == 2
+        await engine.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("label", ["99", "somebody-elses"])
+def test_weights_that_were_never_sent_stop_the_batch_at_once(tmp_path, label):
+    async def main():
+        chosen = config(tmp_path)
+        _, engine = await fake_fleet(chosen, tmp_path, count=2)
+        await engine.update_weights(1, [WEIGHTS])
+        for process in engine.supervision.processes:
+            process.server.label = label
+            process.server.calls.clear()
+        with pytest.raises(ForeignWeightsError, match=rf"{label}.*never sent.*rollout.servers.api_key_env"):
+            await engine.generate("r", PROMPT, SamplingParams(8))
+        assert sum(process.server.calls.count("/generate") for process in engine.supervision.processes) == 1
+        with pytest.raises(ForeignWeightsError):
+            await fill_batch(engine, chosen)
+        await engine.close()
+
+    run(main())
+
+
+class Group:
+    """A process group that knows which processes joined it."""
+
+    made: ClassVar[list[list[tuple[str, int]]]] = []
+
+    def __init__(self, config, servers):
+        self.members = transports.members_of(servers)
+        self.name = str(len(self.made))
+
+    async def join(self):
+        self.made.append(self.members)
+
+    async def broadcast(self, bucket, body, label):
+        assert body["group_name"] == self.name and label.startswith("updating-to-")
+
+    async def leave(self):
+        pass
+
+
+@pytest.mark.parametrize("noticed", ["restarted by the fleet", "restarted by somebody else"])
+def test_a_restarted_server_joins_a_new_process_group(tmp_path, monkeypatch, noticed):
+    """Its URL is the same, but the new process is in no group: the old group would wait for it for ever."""
+    monkeypatch.setattr(transports, "WeightProcessGroup", Group)
+    monkeypatch.setattr(Group, "made", [])
+    monkeypatch.setattr(supervisor, "KILL_SECONDS", 0.1)
+
+    async def main():
+        chosen = config(tmp_path, transport="distributed")
+        fleet, engine = await fake_fleet(chosen, tmp_path, count=2)
+        urls = [process.url for process in fleet.processes]
+        for version in (1, 2):
+            await update(engine, fleet, version)
+        assert Group.made == [[(urls[0], 0), (urls[1], 0)]]  # one group for both updates
+        if noticed == "restarted by the fleet":
+            fleet.processes[1].server.dead = True
+            while engine.servers[1].incarnation == 0 or engine.servers[1].serves is None:
+                await asyncio.sleep(0.01)
+        else:
+            fleet.processes[1].server.label = "default"
+        await update(engine, fleet, 3)
+        assert Group.made[1:] == [[(urls[0], 0), (urls[1], 1)]]
+        await update(engine, fleet, 4)
+        assert len(Group.made) == 2
+        await engine.close()
+
+    async def update(engine, fleet, version):
+        report = await engine.update_weights(version, [WEIGHTS])
+        assert not report.failed and [process.server.label for process in fleet.processes] == [str(version)] * 2
+
+    run(main())
+
+
+def test_a_started_server_is_watched_between_the_calls(tmp_path):
+    """Nothing is sent to it, and it is back before the next request needs it."""
+
+    async def main():
+        fleet, engine = await fake_fleet(config(tmp_path), tmp_path)
+        await engine.update_weights(1, [WEIGHTS])
+        fleet.processes[0].server.dead = True
+        deadline = time.monotonic() + 10
+        while fleet.processes[0].starts < 2 or engine.servers[0].serves != 1:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.02)
+        await engine.close()
+
+    run(main())
