@@ -1,19 +1,19 @@
 """What a run records and shows.
 
-observer        the interface to the trainer: phases, steps, evaluations, warnings; everything below is behind it
-phases          timed phases of a step
-metrics_file    metrics.jsonl: one record per step or evaluation
-append_file     a file that grows by whole blocks, for metrics, logs and TensorBoard
-retry_queue     keeps what cannot be written and writes it later: a full disk does not end a run
-console         what is printed; rich_console is the version for a terminal
-formatting      numbers and durations as short texts
-metric_names    what a metric's name implies
-diagnosis       warnings about unhealthy metrics, with likely causes (docs/diagnosis.md)
-transcripts     some responses of a step, in samples/
-trackers        Weights & Biases, TensorBoard
-runs            reads run directories
-figures         which metrics each figure of the report shows
-report, page/   report.html; curves draws the same figures as curves.png
+- `observer`       the interface to the trainer: phases, steps, evaluations, warnings; everything below is behind it
+- `phases`         timed phases of a step
+- `metrics_file`   metrics.jsonl: one record per step or evaluation
+- `append_file`    a file that grows by whole blocks, for metrics, logs and TensorBoard
+- `retry_queue`    keeps what cannot be written and writes it later: a full disk does not end a run
+- `console`        what is printed; rich_console is the version for a terminal
+- `formatting`     numbers and durations as short texts
+- `metric_names`   what a metric's name implies
+- `diagnosis`      warnings about unhealthy metrics, with likely causes (docs/diagnosis.md)
+- `transcripts`    some responses of a step, in samples/
+- `trackers`       Weights & Biases, TensorBoard
+- `runs`           reads run directories
+- `figures`        which metrics each figure of the report shows
+- `report`, `page/` report.html; curves draws the same figures as curves.png
 """
 
 from megatron_dapo.observe.metric_names import is_wall_clock
