@@ -1,3 +1,14 @@
-"""megatron-dapo: DAPO reinforcement learning on Megatron-Core, exact under every parallel layout."""
+"""megatron-dapo: DAPO reinforcement learning on Megatron-Core, exact under every parallel layout.
+
+Each folder's `__init__.py` lists its modules; docs/architecture.md explains how they work together. Here:
+
+- `types`                  prompts, samples, groups, batches: what travels between rooms
+- `errors`                 `UserError`, which the command line prints without a traceback
+- `plugins`                `python:module.name` in a configuration
+- `files`                  atomic writes, safetensors headers
+- `fault_points`           named points where tests kill a run
+- `evaluate`               runs a benchmark; `evaluation_statistics` computes avg@k, pass@k and maj@k
+- `cli`                    the `megatron-dapo` command
+"""
 
 __version__ = "0.1.0"
