@@ -25,7 +25,7 @@ ALLOWED_SIDEWAYS = {
     ("cli", "launch"),
 }
 NO_MEGATRON = {"algorithm", "data", "reward", "engines", "rollout"}
-NO_TORCH = {"config", "files", "types", "files", "errors", "fault_points", "planner", "launch"}
+NO_TORCH = {"config", "files", "types", "errors", "fault_points", "planner", "launch"}
 
 
 def imported(path: Path) -> set[str]:
