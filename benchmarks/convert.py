@@ -1,12 +1,12 @@
-"""How fast the converters are, beside `cp` of the same bytes in the same run, and how much memory they take.
+"""Speed of the converters beside `cp` of the same bytes in the same run, and their peak memory.
 
     python benchmarks/convert.py                      # two random-weight bf16 models, about 3.7 and 6.2 GB
     python benchmarks/convert.py --layers 4 8 --rounds 1
 
-Needs about four times the largest model on the disk of --folder, and removes what it wrote. Every measurement is a
-fresh process; source files are in the page cache for `cp` and converter alike; rounds alternate between them and the
-table shows the fastest of each. The converters flush to disk before they return and `cp` does not, so `cp` is shown
-with and without a flush. CPU seconds (user and system, all threads) depend less on what else the machine is doing.
+Needs about four times the size of the largest model on the disk of --folder, and removes what it wrote. Every
+measurement is a new process. Source files are in the page cache for `cp` and the converter; rounds alternate between
+them, and the fastest of each is shown. The converters flush to disk before they return and `cp` does not, so `cp` is
+shown with and without a flush. CPU seconds (user and system, all threads) depend less on the load of the machine.
 """
 
 from __future__ import annotations

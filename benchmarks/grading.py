@@ -1,10 +1,10 @@
-"""Grading: how fast, and whether a busy machine or a hostile answer changes anything.
+"""Speed of grading, grades on an overloaded machine, and the cost of hostile responses.
 
     python benchmarks/grading.py                 # all three, about five minutes on two cores
     python benchmarks/grading.py --only integers
 
 Each figure is printed beside its goal: 10 000 integer answers a second; 500 symbolic answers whose grades are the same
-on an idle and on an overloaded machine; hostile answers that take bounded time and memory while others are graded.
+on an idle and on an overloaded machine; hostile responses that take bounded time and memory.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ async def integers(count: int) -> None:
 
 
 def symbolic(count: int) -> tuple[list[tuple[Prompt, Sample]], list[bool]]:
-    """Right and wrong answers in turn, of eight kinds; every verdict is known from the way the pair is made."""
+    """Correct and wrong answers alternate, of eight kinds; every grade is known from how the pair is made."""
     pairs, right = [], []
     for i in range(count):
         n, off = 2 + i // 16, i % 2
@@ -132,7 +132,7 @@ async def hostile(cpu_seconds: float, memory_mb: int) -> None:
             await asyncio.sleep(0.05)
 
     bound = cpu_seconds * 3
-    print(f"hostile answers: at most {cpu_seconds:g} + {2 * cpu_seconds:g} s of CPU time and {memory_mb} MB each")
+    print(f"hostile responses: at most {cpu_seconds:g} + {2 * cpu_seconds:g} s of CPU time and {memory_mb} MB each")
     async with RewardPool(RewardConfig(workers=2, cpu_seconds=cpu_seconds, memory_mb=memory_mb)) as pool:
         watcher = asyncio.create_task(watch())
         for name, text in HOSTILE.items():
@@ -143,7 +143,7 @@ async def hostile(cpu_seconds: float, memory_mb: int) -> None:
             print(f"  {name:28} {seconds:6.2f} s (CPU bound {bound:g} s)  {word}: {verdict.reason}")
         fine = await grade(pool, symbolic(16)[0])
         watcher.cancel()
-    print(f"  afterwards: {sum(bool(g.correct) for g in fine)} of 8 right answers graded right, goal 8")
+    print(f"  afterwards: {sum(bool(g.correct) for g in fine)} of 8 correct answers graded as correct, goal 8")
     print(f"  largest grading process {most / 2**20:.0f} MB, limit {memory_mb} MB; this process "
           f"{psutil.Process().memory_info().rss / 2**20:.0f} MB")  # fmt: skip
 
@@ -154,7 +154,7 @@ def main() -> None:
     parser.add_argument("--integers", type=int, default=50_000)
     parser.add_argument("--symbolic", type=int, default=500)
     parser.add_argument("--load", type=int, default=4 * (os.cpu_count() or 2), help="busy processes")
-    parser.add_argument("--cpu-seconds", type=float, default=2.0, help="for the hostile answers")
+    parser.add_argument("--cpu-seconds", type=float, default=2.0, help="for the hostile responses")
     args = parser.parse_args()
     if args.only in (None, "integers"):
         asyncio.run(integers(args.integers))

@@ -1,4 +1,4 @@
-"""HF Qwen safetensors to a Megatron torch_dist checkpoint; the same as `megatron-dapo convert hf-to-megatron`.
+"""Converts HF Qwen safetensors to a Megatron torch_dist checkpoint; the same as `megatron-dapo convert hf-to-megatron`.
 
 python tools/convert_hf_to_megatron.py Qwen3-32B /checkpoints/qwen3-32b
 """

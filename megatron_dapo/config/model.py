@@ -10,18 +10,30 @@ from typing import Any
 
 from megatron_dapo.config.base import ConfigError
 
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """What an architecture's name says about the model, beyond the numbers in its config.json."""
+
+    kind: str
+    qkv_bias: bool = False  # always; else where config.json has attention_bias
+    qk_norm: bool = False
+    moe: bool = False
+
+
+# A variant that combines these features is one more line here. New tensors need templates in `weights/mapping.py`.
 ARCHITECTURES = {
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Qwen2ForCausalLM": Architecture("qwen2", qkv_bias=True),
+    "Qwen3ForCausalLM": Architecture("qwen3", qk_norm=True),
+    "Qwen3MoeForCausalLM": Architecture("qwen3_moe", qk_norm=True, moe=True),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Everything about the architecture that the trainer, the converters and the planner need."""
+    """Everything about a model that the trainer, the converters and the planner need."""
 
-    architecture: str  # qwen2 | qwen3 | qwen3_moe
+    architecture: str  # `Architecture.kind`
     layers: int
     hidden: int
     ffn_hidden: int
@@ -64,17 +76,17 @@ class ModelShape:
             raise ConfigError(f"{where}: expected a JSON object, found {type(config).__name__}")
         names = config.get("architectures")
         name = names[0] if isinstance(names, list) and names else names
-        kind = ARCHITECTURES.get(name) if isinstance(name, str) else None
-        if kind is None:
+        architecture = ARCHITECTURES.get(name) if isinstance(name, str) else None
+        if architecture is None:
             raise ConfigError(
                 f"{where}: architecture {name!r} is not supported; supported are {', '.join(ARCHITECTURES)}"
             )
-        _refuse_unsupported(config, where, kind)
+        _refuse_unsupported(config, where, architecture)
         read = _Reader(config, where, str(name))
         heads = read.integer("num_attention_heads")
         hidden = read.integer("hidden_size")
         shape = cls(
-            architecture=kind,
+            architecture=architecture.kind,
             layers=read.integer("num_hidden_layers"),
             hidden=hidden,
             ffn_hidden=read.integer("intermediate_size"),
@@ -86,10 +98,10 @@ class ModelShape:
             rope_theta=read.rope_theta(),
             norm_eps=read.number("rms_norm_eps", default=1e-6),
             tied_embeddings=read.flag("tie_word_embeddings"),
-            qkv_bias=kind == "qwen2" or read.flag("attention_bias"),
-            qk_norm=kind != "qwen2",
+            qkv_bias=architecture.qkv_bias or read.flag("attention_bias"),
+            qk_norm=architecture.qk_norm,
             dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
-            **(read.experts() if kind == "qwen3_moe" else {}),
+            **(read.experts() if architecture.moe else {}),
         )
         if shape.heads % shape.kv_heads:
             raise ConfigError(
@@ -150,8 +162,8 @@ def _rope(config: dict[str, Any], where: str) -> dict[str, Any]:
     return rope
 
 
-def _refuse_unsupported(config: dict[str, Any], where: str, kind: str) -> None:
-    """Features that would change the numbers if they were ignored are errors."""
+def _refuse_unsupported(config: dict[str, Any], where: str, architecture: Architecture) -> None:
+    """A feature that would change the model's results if it were ignored is an error."""
     rope = _rope(config, where)
     rope_type = rope.get("rope_type") or rope.get("type") or "default"
     if rope_type != "default":
@@ -162,6 +174,6 @@ def _refuse_unsupported(config: dict[str, Any], where: str, kind: str) -> None:
         raise ConfigError(f"{where}: hidden_act is {config['hidden_act']!r}; Qwen models use 'silu'")
     if config.get("quantization_config"):
         raise ConfigError(f"{where}: quantised weights are not supported; use the bf16 checkpoint")
-    if kind == "qwen3_moe":
+    if architecture.moe:
         if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
             raise ConfigError(f"{where}: dense layers inside a MoE model are not supported (mlp_only_layers)")

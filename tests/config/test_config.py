@@ -33,7 +33,7 @@ def test_defaults_are_the_published_recipe():
     assert (config.rollout.max_prompt_tokens, config.rollout.max_response_tokens) == (2048, 20480)
 
 
-def test_yaml_and_overrides(tmp_path):
+def test_overrides_replace_values_of_the_file(tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text("policy:\n  tensor_parallel: 4\nalgorithm:\n")
     config = load_config(
@@ -116,12 +116,12 @@ def test_names_from_other_tools_point_to_keys_that_exist():
 
 
 @pytest.mark.parametrize("item", ["a", "=1", "policy.tensor_parallel", "policy..x=1"])
-def test_malformed_overrides(item):
+def test_malformed_overrides_are_refused(item):
     with pytest.raises(ConfigError, match=r"expected section\.key=value"):
         load_config(None, [item])
 
 
-def test_files_that_cannot_be_read(tmp_path):
+def test_files_that_cannot_be_read_are_errors(tmp_path):
     with pytest.raises(ConfigError, match="no such file"):
         load_config(tmp_path / "none.yaml")
     (tmp_path / "bad.yaml").write_text("a: [")
@@ -148,7 +148,7 @@ def test_shape_of_qwen2_5_32b():
     assert (shape.rope_theta, shape.norm_eps) == (1e6, 1e-5)
 
 
-def test_newer_configs_keep_the_rope_base_elsewhere():
+def test_the_rope_base_is_read_from_newer_configs():
     newer = {k: v for k, v in QWEN2.items() if k != "rope_theta"}
     newer["rope_parameters"] = {"rope_type": "default", "rope_theta": 5e6}
     assert ModelShape.from_hf(newer).rope_theta == 5e6
@@ -166,7 +166,7 @@ def test_newer_configs_keep_the_rope_base_elsewhere():
         ({"quantization_config": {"bits": 4}}, "quantised"),
     ],
 )
-def test_models_we_would_get_wrong_are_refused(change, said):
+def test_unsupported_models_are_refused(change, said):
     with pytest.raises(ConfigError) as error:
         ModelShape.from_hf(QWEN2 | change)
     assert said in str(error.value)
@@ -182,14 +182,14 @@ def test_models_we_would_get_wrong_are_refused(change, said):
         ({"expert_parallel": 2}, "the model has no experts"),
     ],
 )
-def test_layouts_that_do_not_divide_the_model(policy, said):
+def test_layouts_that_do_not_divide_the_model_are_refused(policy, said):
     config = parse_config({"policy": policy})
     with pytest.raises(ConfigError) as error:
         check_model(config.policy, ModelShape.from_hf(QWEN2))
     assert said in str(error.value)
 
 
-def test_worlds_that_do_not_hold_the_layout():
+def test_rank_counts_that_do_not_fit_the_layout_are_refused():
     policy = parse_config({"policy": {"tensor_parallel": 4, "pipeline_parallel": 2}}).policy
     check_world(policy, 16)
     with pytest.raises(ConfigError, match="use a multiple of 8 ranks"):
@@ -215,7 +215,7 @@ def test_light_modules_import_without_torch(module):
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_newer_moe_configs_name_the_experts_differently():
+def test_both_names_of_the_expert_count_are_read():
     moe = QWEN2 | {
         "architectures": ["Qwen3MoeForCausalLM"], "num_experts_per_tok": 8, "moe_intermediate_size": 768,
         "num_local_experts": 128, "head_dim": 128,
@@ -224,7 +224,7 @@ def test_newer_moe_configs_name_the_experts_differently():
     assert ModelShape.from_hf(moe | {"num_experts": 64, "num_local_experts": None}).experts == 64
 
 
-def test_off_is_a_word(tmp_path):
+def test_off_is_text_and_not_a_boolean(tmp_path):
     (tmp_path / "c.yaml").write_text("observe: {console: off}\nalgorithm: {overlong: {filter: true}}\n")
     config = load_config(tmp_path / "c.yaml", ["algorithm.importance_sampling.level=off"])
     assert config.observe.console == config.algorithm.importance_sampling.level == "off"

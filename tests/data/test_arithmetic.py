@@ -41,7 +41,7 @@ def test_answers_are_right_and_short(level):
     assert len({p.question for p in problems}) == 60
 
 
-def test_deterministic_and_seeded():
+def test_problems_depend_only_on_the_arguments():
     assert arithmetic_problems([2, 4], 50, seed=5) == arithmetic_problems([2, 4], 50, seed=5)
     assert arithmetic_problems(2, 50, seed=5) != arithmetic_problems(2, 50, seed=6)
     assert arithmetic_problems(2, 3, seed=0)[0].question == "62+3="  # in every process, on every machine
@@ -59,14 +59,14 @@ def test_splits_never_overlap():
         assert train and held and not train & held
 
 
-def test_asking_for_more_than_there_are():
+def test_more_problems_than_exist_is_an_error():
     with pytest.raises(DataError, match=r"levels \[1\] have only about \d+ different train problems, not 500"):
         arithmetic_problems(1, 500, seed=0)
     with pytest.raises(DataError, match="levels are 1, 2, 3, 4, 5, 6; found"):
         arithmetic_problems(9, 5, seed=0)
 
 
-def test_the_graders_read_the_answers():
+def test_every_grader_reads_the_answers():
     tokenizer = arithmetic_tokenizer()
     prompts = arithmetic_prompts(arithmetic_problems([1, 2, 3, 4, 5, 6], 120, seed=0), tokenizer)
     for grader in (load_grader(RewardConfig(grader=name)) for name in ("math", "exact")):

@@ -23,7 +23,7 @@ def test_every_epoch_holds_every_prompt_once_in_another_order():
     assert len({tuple(epoch) for epoch in epochs}) == 4
 
 
-def test_the_order_depends_on_the_seed_and_not_on_portions_or_file_order():
+def test_the_order_depends_on_the_seed_and_not_on_batch_sizes_or_file_order():
     whole = ids(PromptCursor(prompts(), seed=1).take(21))
     portions = PromptCursor(prompts(), seed=1)
     assert ids([p for n in (3, 1, 9, 8) for p in portions.take(n)]) == whole  # 9 crosses an epoch
@@ -36,7 +36,7 @@ def test_the_order_depends_on_the_seed_and_not_on_portions_or_file_order():
 ORDER_OF_SEED_1 = ["p1", "p0", "p3", "p5", "p6", "p2", "p4"]
 
 
-def test_more_than_an_epoch_at_once():
+def test_one_take_may_span_several_epochs():
     cursor = PromptCursor(prompts(3), seed=0)
     taken = ids(cursor.take(8))
     assert sorted(taken[:3]) == sorted(taken[3:6]) == ["p0", "p1", "p2"]
@@ -57,7 +57,7 @@ def test_resume_is_exact(before):
     assert ids(resumed.take(30)) == expected
 
 
-def test_without_shuffling():
+def test_without_shuffling_the_order_is_the_files():
     assert ids(PromptCursor(prompts(3), seed=0, shuffle=False).take(5)) == ["p0", "p1", "p2", "p0", "p1"]
 
 

@@ -200,7 +200,7 @@ TURN = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
         ("Q: {question}+chat", TURN.format(f"Q: {LATEX}")),
     ],
 )
-def test_templates(tmp_path, tokenizer, template, text):
+def test_templates_give_the_expected_text(tmp_path, tokenizer, template, text):
     path = write(tmp_path / "q.jsonl", [{"question": LATEX, "answer": "1"}])
     (prompt,) = load(path, tokenizer, template=template)
     assert prompt.text == text

@@ -30,7 +30,7 @@ def test_the_table_is_large_and_has_no_repeats():
 
 
 @pytest.mark.parametrize(("reference", "response", "right", "published"), JUDGED)
-def test_judged_answers(reference, response, right, published):
+def test_graders_agree_with_hand_judged_responses(reference, response, right, published):
     assert grade("math", reference, response).correct is right
     assert grade("dapo", reference, response).correct is published
 
@@ -51,7 +51,7 @@ def test_integer_data_never_needs_a_process():
     assert quick.quick(prompt("42"), r"Answer: \sqrt{1764}") is None
 
 
-def test_scores():
+def test_scores_follow_the_configured_scale():
     for scores, wrong in (("plus-minus-one", -1.0), ("zero-one", 0.0)):
         for name in ("math", "dapo", "exact"):
             assert grade(name, "42", "Answer: 42", scores=scores).score == 1.0
@@ -96,7 +96,7 @@ def test_the_published_window_is_300_characters():
         ("95", "095", False), ("new  york", "Answer: new york", True), ("New York", "Answer: new york", False),
     ],
 )  # fmt: skip
-def test_exact(reference, response, right):
+def test_exact_compares_the_text(reference, response, right):
     assert grade("exact", reference, response).correct is right
 
 
@@ -143,7 +143,7 @@ def user_module(tmp_path, monkeypatch):
     sys.modules.pop("my_grading", None)
 
 
-def test_user_functions(user_module):
+def test_user_functions_may_return_a_grade_a_bool_or_a_float(user_module):
     assert grade(user_module + "a_bool", "x", "x") == Grade(True, 1.0)
     assert grade(user_module + "a_bool", "x", "y") == Grade(False, -1.0)
     assert grade(user_module + "a_bool", "x", "y", scores="zero-one") == Grade(False, 0.0)

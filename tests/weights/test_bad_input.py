@@ -98,7 +98,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_bad_hf_model(copy_of, tmp_path, capsys, case):
+def test_a_bad_hf_model_is_refused_in_one_line(copy_of, tmp_path, capsys, case):
     damage, words = CASES[case]
     folder, out = copy_of("qwen2"), tmp_path / "out"
     damage(folder)
@@ -118,7 +118,7 @@ def sharded(folder):
     return where
 
 
-def test_missing_shard(copy_of, tmp_path, capsys):
+def test_a_missing_shard_is_named(copy_of, tmp_path, capsys):
     folder, out = copy_of("qwen2"), tmp_path / "out"
     sharded(folder)
     (folder / "model-2-of-2.safetensors").unlink()
@@ -127,7 +127,7 @@ def test_missing_shard(copy_of, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("change", ["moved", "unlisted", "absent", "outside"])
-def test_an_index_that_does_not_fit_its_files(copy_of, tmp_path, capsys, change):
+def test_an_index_that_does_not_match_its_files_is_refused(copy_of, tmp_path, capsys, change):
     folder, out = copy_of("qwen2"), tmp_path / "out"
     where = sharded(folder)
     if change == "moved":
@@ -167,14 +167,14 @@ def test_overflow_in_a_dtype_change_is_warned_about(copy_of, tmp_path, capsys):
     assert UP in capsys.readouterr().err
 
 
-def test_no_space(models, tmp_path, capsys, monkeypatch):
+def test_a_destination_without_space_is_refused(models, tmp_path, capsys, monkeypatch):
     usage = destination_module.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(destination_module.shutil, "disk_usage", lambda path: usage._replace(free=100_000))
     line = refused(capsys, "hf-to-megatron", models["qwen2"], tmp_path / "out")
     assert "no space" in line and "GB are needed" in line and nothing_at(tmp_path / "out")
 
 
-def test_space_that_runs_out_while_writing(models, tmp_path, capsys):
+def test_a_disk_that_fills_up_while_writing_leaves_nothing(models, tmp_path, capsys):
     """A limit on the size of files stands in for a full disk: the system refuses the blocks."""
     import resource
     import signal
@@ -209,7 +209,7 @@ def as_somebody_else(*readable):
             path.chmod(mode)
 
 
-def test_read_only_destination(models, tmp_path, capsys):
+def test_a_read_only_destination_is_one_line(models, tmp_path, capsys):
     locked = tmp_path / "locked"
     locked.mkdir(mode=0o555)
     with as_somebody_else(models["qwen2"], locked):
@@ -218,7 +218,7 @@ def test_read_only_destination(models, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
-def test_unreadable_source(copy_of, tmp_path, capsys, name):
+def test_an_unreadable_source_is_one_line(copy_of, tmp_path, capsys, name):
     folder = copy_of("qwen2")
     with as_somebody_else(folder):
         os.seteuid(0) if os.getuid() == 0 else None
@@ -245,12 +245,12 @@ def checkpoint(models, tmp_path):
     return tmp_path / "megatron"
 
 
-def test_no_reference(checkpoint, tmp_path, capsys):
+def test_a_checkpoint_that_does_not_say_its_model_needs_a_reference(checkpoint, tmp_path, capsys):
     (checkpoint / "hf/config.json").unlink()
     assert "--reference" in refused(capsys, "megatron-to-hf", checkpoint, tmp_path / "out")
 
 
-def test_reference_of_another_model(models, checkpoint, tmp_path, capsys):
+def test_a_reference_of_another_model_is_refused(models, checkpoint, tmp_path, capsys):
     line = refused(capsys, "megatron-to-hf", checkpoint, tmp_path / "out", "--reference", models["qwen3"])
     assert str(checkpoint) in line and "tensor" in line and nothing_at(tmp_path / "out")
     line = refused(capsys, "megatron-to-hf", checkpoint, tmp_path / "out", "--reference", models["qwen2-tied"])
@@ -260,7 +260,7 @@ def test_reference_of_another_model(models, checkpoint, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("damage", ["truncated", "missing", "overwritten"])
-def test_damaged_torch_dist_files(checkpoint, tmp_path, capsys, damage):
+def test_damaged_torch_dist_files_are_named(checkpoint, tmp_path, capsys, damage):
     file = checkpoint / "__0_1.distcp"
     if damage == "truncated":
         with file.open("r+b") as opened:
@@ -274,7 +274,7 @@ def test_damaged_torch_dist_files(checkpoint, tmp_path, capsys, damage):
 
 
 @pytest.mark.parametrize("damage", ["gap", "twice"])
-def test_chunks_that_do_not_cover_their_tensor(checkpoint, tmp_path, capsys, damage):
+def test_chunks_that_do_not_cover_their_tensor_are_refused(checkpoint, tmp_path, capsys, damage):
     key = "decoder.layers.mlp.linear_fc1.weight"
     metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
     chunks = metadata.state_dict_metadata[key].chunks

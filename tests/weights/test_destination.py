@@ -71,7 +71,7 @@ def killed_while_writing(source, out, overwrite=False):
     return temporary
 
 
-def test_kill_and_run_again(models, tmp_path):
+def test_a_killed_conversion_can_be_run_again(models, tmp_path):
     out = tmp_path / "out"
     temporary = killed_while_writing(models["qwen2"], out)
     assert not out.exists() and temporary.exists()
@@ -92,8 +92,8 @@ def test_overwrite_keeps_the_old_checkpoint_until_the_new_one_is_complete(models
     assert verify(models["qwen3"], out).same and beside(out) == []
 
 
-def test_killed_between_the_two_renames_of_an_overwrite(models, tmp_path):
-    """The old checkpoint has been moved aside and the new one is not there yet: the next run puts it back first."""
+def test_a_kill_between_the_two_renames_of_an_overwrite_is_repaired(models, tmp_path):
+    """The old checkpoint has been moved away and the new one is not there yet: the next run restores it first."""
     out = tmp_path / "out"
     hf_to_megatron(models["qwen2"], out)
     out.rename(tmp_path / ".out.replaced")
@@ -102,7 +102,7 @@ def test_killed_between_the_two_renames_of_an_overwrite(models, tmp_path):
     assert verify(models["qwen2"], out).same and beside(out) == []
 
 
-def test_two_conversions_to_one_destination(models, tmp_path):
+def test_a_second_conversion_to_the_same_destination_is_refused(models, tmp_path):
     out = tmp_path / "out"
     with new_directory(out, 0) as first:
         with pytest.raises(WeightsError, match="another conversion is writing it"):
@@ -111,7 +111,7 @@ def test_two_conversions_to_one_destination(models, tmp_path):
     assert out.is_dir() and beside(out) == []
 
 
-def test_an_empty_directory_is_a_fine_destination(models, tmp_path):
+def test_an_empty_directory_is_accepted_as_destination(models, tmp_path):
     out = tmp_path / "deep" / "out"
     out.mkdir(parents=True)
     hf_to_megatron(models["qwen2"], out)

@@ -38,7 +38,7 @@ def test_qkv_is_interleaved_by_query_group():
     assert all(torch.equal(tensor, hf[name]) for name, tensor in hf_tensors(mapping, full).items())
 
 
-def test_gate_lies_above_up_and_every_rank_gets_part_of_both():
+def test_gate_is_above_up_and_every_rank_gets_part_of_both():
     mapping = parameter_mappings(QWEN3)["decoder.layers.0.mlp.linear_fc1.weight"]
     gate, up = torch.arange(24).view(6, 4), torch.arange(24, 48).view(6, 4)
     full = megatron_tensor(mapping, {mapping.hf[0]: gate, mapping.hf[1]: up})
@@ -60,7 +60,7 @@ def test_vocabulary_is_padded_with_zeros_and_padding_is_dropped():
 
 @pytest.mark.parametrize("kind", tiny_qwen.KINDS)
 @pytest.mark.parametrize("size", [1, 2])
-def test_shards_put_together_are_the_hf_tensors(models, kind, size):
+def test_assembled_shards_are_the_hf_tensors(models, kind, size):
     shape, hf = ModelShape.from_dir(models[kind]), HFReader(models[kind])
     for mapping in parameter_mappings(shape).values():
         full = megatron_tensor(mapping, hf)
@@ -90,7 +90,7 @@ def test_a_wrong_shape_is_named():
         ("embedding.word_embeddings.weight", "embedding.word_embeddings.weight"),
     ],
 )
-def test_spellings(te, local):
+def test_names_translate_between_transformer_engine_and_local_modules(te, local):
     assert to_local(te) == local == to_local(local) == to_local(f"module.module.{te}")
     assert to_te(local) == te
 
@@ -105,7 +105,7 @@ def test_live_names_become_global():
 
 
 def test_disk_keys_are_unique():
-    """No two parameters may claim the same place of a checkpoint, in any way of writing it."""
+    """No two parameters have the same location in a checkpoint, whatever options saved it."""
     shape = ModelShape(
         "qwen3_moe", layers=3, hidden=4, ffn_hidden=6, heads=4, kv_heads=2, head_dim=2, vocab=5, max_positions=8,
         rope_theta=1e4, norm_eps=1e-6, tied_embeddings=False, qkv_bias=False, qk_norm=True, experts=2,

@@ -189,7 +189,7 @@ def load_other_model(place, folder, changes):
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_a_model_of_another_shape_is_an_error(models, changes, message):
-    """Live parameters without a mapping, rows without a live parameter, other sizes; and no parameter is touched."""
+    """Live parameters without a mapping, mappings without a live parameter, other sizes; no parameter is changed."""
     with pytest.raises(RankError, match=message):
         run_ranks(1, load_other_model, models["qwen2"], changes)
 

@@ -23,7 +23,7 @@ def tensors(folder):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", tiny_qwen.KINDS)
-def test_bit_exact(kind, dtype, tmp_path):
+def test_a_round_trip_is_bit_exact(kind, dtype, tmp_path):
     source = tiny_qwen.save(tiny_qwen.build(kind, dtype), tmp_path / "hf", shard="200KB")
     hf_to_megatron(source, tmp_path / "megatron")
     megatron_to_hf(tmp_path / "megatron", tmp_path / "again", reference=source, max_shard=150_000)

@@ -82,7 +82,7 @@ def test_common_pt_and_objects_are_never_opened(checkpoint, tmp_path):
     ],
     ids=["eval", "exec", "getattr", "import", "torch.load", "open"],
 )
-def test_names_off_the_list(call):
+def test_names_that_are_not_on_the_list_are_refused(call):
     with pytest.raises(UnsafePickle, match="it asks for"):
         load_metadata(pickle.dumps(call))
     with pytest.raises(UnsafePickle, match="it asks for"):
@@ -90,7 +90,7 @@ def test_names_off_the_list(call):
 
 
 def test_stand_ins_are_inert(checkpoint):
-    """What the reader returns is made of our own records, numbers, strings and dtypes."""
+    """What the reader returns is made of our own stand-ins, numbers, strings and dtypes."""
     found = load_metadata((checkpoint / ".metadata").read_bytes())
     assert type(found).__module__ == "megatron_dapo.weights.formats.safe_pickle"
     properties = next(iter(found["state_dict_metadata"].values()))["properties"]
@@ -116,7 +116,7 @@ def test_paths_may_not_leave_the_checkpoint(checkpoint, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("tensor", [torch.randn(3, 5).bfloat16(), torch.randn(7), torch.randn(1, 2, 33).double()])
-def test_items_are_what_torch_reads_and_writes(tensor):
+def test_archives_are_what_torch_reads_and_writes(tensor):
     data = tensor.contiguous().view(torch.uint8).numpy().tobytes()
     archive = TensorArchive(tensor.dtype, tuple(tensor.shape))
     ours = archive.head + data + archive.tail
@@ -130,7 +130,7 @@ def test_items_are_what_torch_reads_and_writes(tensor):
         assert item[found.data_offset : found.data_offset + len(data)] == data
 
 
-def test_items_that_are_not_one_plain_tensor():
+def test_archives_of_anything_but_one_plain_tensor_are_refused():
     def saved(value):
         buffer = io.BytesIO()
         torch.save(value, buffer)

@@ -50,7 +50,7 @@ def test_buckets_are_the_hf_tensors_bit_for_bit(layout, model):
         assert all(bucket == [] for buckets in rounds for bucket in buckets)
 
 
-def test_a_shard_nobody_holds_is_an_error(monkeypatch):
+def test_a_shard_that_no_rank_holds_is_an_error(monkeypatch):
     with pytest.raises(Exception, match="cannot be assembled"):
         run_ranks(1, without_one_parameter)
 

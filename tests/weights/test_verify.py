@@ -23,7 +23,7 @@ def flip_last_bit(tensors):
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3-moe"])
-def test_one_bit(models, copy_of, tmp_path, capsys, kind):
+def test_one_flipped_bit_is_found(models, copy_of, tmp_path, capsys, kind):
     other = changed(copy_of(kind), flip_last_bit)
     hf_to_megatron(models[kind], tmp_path / "a")
     hf_to_megatron(other, tmp_path / "b")
@@ -50,7 +50,7 @@ def test_a_sign_of_zero_and_a_nan_are_differences(copy_of, models):
         assert verify(other, other).same
 
 
-def test_names_shapes_and_dtypes(models, copy_of):
+def test_differences_in_names_shapes_and_dtypes_are_listed(models, copy_of):
     def change(tensors):
         tensors["model.norm.weight"] = tensors["model.norm.weight"].bfloat16()
         tensors["model.layers.0.input_layernorm.weight"] = torch.ones(3)
