@@ -22,8 +22,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from shapes import QWEN_1_5B
 
 from megatron_dapo.config import parse_config
@@ -82,6 +80,10 @@ def remove(path: Path, rank: int) -> None:
 
 
 def save_with_megatron(policy: Policy, folder: Path) -> None:
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async._results_queue = queue.Queue()  # Megatron would start a server process for it
     initialize_state(policy.optimizer)
     state = checkpoint._sharded_state(policy, is_loading=False)
     folder.mkdir(parents=True, exist_ok=True)
@@ -106,7 +108,6 @@ def our_saves(policy: Policy, folder: Path, repeats: int) -> tuple[list[Result],
 
 
 def measure(rendezvous: Rendezvous, folder: Path, repeats: int) -> tuple[list[Result], float, float]:
-    filesystem_async._results_queue = queue.Queue()  # Megatron would start a server process for it
     shape = QWEN_1_5B if gpu_count() else SMALL
     config = parse_config({"policy": {"precision": "bf16" if gpu_count() else "fp32"}})
     policy = Policy(config, shape, initialize(config.policy, rendezvous=rendezvous))

@@ -1,12 +1,12 @@
-"""What a trainer rank really allocates, beside what `megatron-dapo plan` predicts, part by part.
+"""What a trainer rank allocates, compared with what `megatron-dapo plan` predicts, part by part.
 
     python benchmarks/memory.py                            # one CUDA device, Qwen2.5-1.5B, random weights
     python benchmarks/memory.py --tokens 16384 --recompute full --head-chunk 1024
     python benchmarks/memory.py --dry-run                  # a tiny shape on the CPU: only the static parts are measured
 
-Static parts are the sizes of Megatron's own buffers and optimizer state; peaks are torch.cuda.max_memory_allocated
-around the build, one forward and backward pass, and one step. The first update creates the optimizer's state, so the
-second one is measured. A ratio above 1 means that more was allocated than predicted.
+Static parts are the sizes of Megatron's buffers and optimizer state. Peaks are torch.cuda.max_memory_allocated around
+the build, one forward and backward pass, and one step. The first update creates the optimizer state, so the second one
+is measured. A ratio above 1 means that more was allocated than predicted.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Line:
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=8192, help="of the packed micro-batch (default 8192)")
-    parser.add_argument("--sequences", type=int, default=4, help="that it is packed from (default 4)")
+    parser.add_argument("--sequences", type=int, default=4, help="number of sequences in it (default 4)")
     parser.add_argument("--recompute", choices=["none", "selective", "full"], default="none")
     parser.add_argument("--head-chunk", type=int, default=2048, metavar="TOKENS")
     parser.add_argument("--model", metavar="DIR", help="another model's directory with config.json (default: 1.5B)")
@@ -88,7 +88,7 @@ def make_batch(shape: ModelShape, tokens: int, sequences: int) -> TrainBatch:
 
 
 class Meter:
-    """Peak and present allocation on the device; nothing on the CPU."""
+    """Peak and current allocation on the device; None on the CPU."""
 
     def __init__(self) -> None:
         self.on = torch.cuda.is_available()
@@ -109,7 +109,7 @@ class Meter:
 
 
 def static_bytes(policy: Policy) -> dict[str, float]:
-    """Sizes of what Megatron holds: weights, gradient buffers, optimizer state (fp32 copies and moments)."""
+    """Sizes of weights, gradient buffers and optimizer state (fp32 copies and moments)."""
     buffers = [b for chunk in policy.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     state = 0
     for optimizer in getattr(policy.optimizer, "chained_optimizers", [policy.optimizer]):
@@ -157,7 +157,7 @@ def _lines(
     passes: float | None,
     step: float | None,
 ) -> list[Line]:
-    """Peaks are differences to what was allocated before, so that each line stands for one part."""
+    """Peaks are differences from what was allocated before, so each line is one part."""
 
     def less(a: float | None, b: float | None) -> float | None:
         return None if a is None or b is None else a - b

@@ -1,1 +1,29 @@
-"""The Megatron side: runtime, Qwen model, packing, log-probs, and the DAPO update."""
+"""The policy: a Qwen model on Megatron-Core, its updates, its memory and its checkpoints.
+
+- `policy`            `Policy`: builds the model under Megatron's DDP and optimizer; scores and updates mini-batches
+- `step`              one update: pack, run the pipeline schedule, reduce metrics, step the optimizer
+- `batch`             a mini-batch as flat numpy arrays (`TrainBatch`)
+- `packing`           the samples of a micro-batch as one sequence of tokens
+- `schedule`          which rank trains on which sample, and in which micro-batch
+- `loss_func`         Megatron's loss function, made from DAPO's policy loss
+- `metrics`           training metrics over micro-batches, ranks and updates
+- `learning_rate`     the schedule of the learning rate
+- `runtime`           device, process groups, errors that reach all ranks (`initialize`, `Rendezvous`)
+- `fork_ranks`        ranks on this machine without torchrun
+- `gpu_count`         the number of GPUs, without initialising CUDA
+- `cpu`               Megatron-Core on a machine without CUDA
+- `offload`           device memory to the host and back, for engines on the same GPUs
+- `checkpoint`        saves and loads weights and optimizer state
+- `optimizer_state`   the optimizer state as whole parameters, for every Adam that Megatron may pick
+- `sharded_files`     this rank's files of a torch_dist checkpoint
+- `checkpoint_files`  writes files with checksums and checks them
+- `host_buffers`      pinned host memory for the copies that a background save writes
+- `model/`            the layers
+- `head/`             the output layer fused with log-probs, entropy and loss
+"""
+
+import os
+
+# Megatron asks torch.cuda.is_available() when it is imported. By default that initialises CUDA, and forked ranks could
+# not use it afterwards; with this setting torch asks the driver's management library instead.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")

@@ -2,12 +2,12 @@
 
 Megatron-Core names the device "cuda" throughout. `install()` makes that name mean the CPU in this process:
 
-1. a TorchFunctionMode rewrites every `device="cuda"`, `.cuda()` and `.to("cuda")` that torch is asked for;
-2. the entry points of `torch.cuda` that Megatron calls (streams, RNG, synchronisation) act on the host;
-3. a few places in Megatron-Core that neither can reach are replaced, each by the function below that names it.
+1. A TorchFunctionMode rewrites the device in every torch call with `device="cuda"`, `.cuda()` or `.to("cuda")`.
+2. The functions of `torch.cuda` that Megatron calls (streams, RNG, synchronisation) act on the host.
+3. Code in Megatron-Core that neither reaches is replaced; each patch below names what it replaces and why.
 
-The mode belongs to the thread that installs it: install it in every thread that touches Megatron-Core. On a
-machine with CUDA nothing is installed. This is the only module that knows about the difference.
+The mode belongs to the thread that installs it: call `install` in every thread that uses Megatron-Core. On a machine
+with CUDA it does nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def needed() -> bool:
 
 
 def install() -> None:
-    """Idempotent; a no-op where CUDA exists."""
+    """Idempotent. Does nothing where CUDA exists."""
     global _installed_mode
     if not needed() or _installed_mode is not None:
         return
@@ -61,7 +61,7 @@ class CudaMeansCpu(TorchFunctionMode):
         if func is torch.Tensor.record_stream:
             return None
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            # Megatron's optimizer accepts only parameters whose type is spelt 'torch.cuda.…Tensor'.
+            # Megatron's optimizer accepts only parameters whose type is named 'torch.cuda.…Tensor'.
             return func(*args).replace("torch.", "torch.cuda.", 1)
         if func is torch.Tensor.to and len(args) > 1 and isinstance(args[1], str | torch.device) and _is_cuda(args[1]):
             args = (args[0], CPU, *args[2:])
@@ -73,7 +73,7 @@ class CudaMeansCpu(TorchFunctionMode):
 
 
 class HostStream:
-    """Stands in for a CUDA stream or event: the host runs everything in order."""
+    """Replaces a CUDA stream or event: the host executes in order."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -133,11 +133,11 @@ def _patch_torch_cuda() -> None:
 
 
 def _run_fused_helpers_eagerly() -> None:
-    """Tiny pointwise helpers are wrapped in torch.compile: minutes of C++ compilation here, for nothing."""
+    """Megatron wraps small pointwise functions in torch.compile, which costs minutes of C++ compilation here."""
     from megatron.core import jit
 
     jit.disable_jit_fuser()
-    torch.compiler.set_stance("force_eager")  # for those that were decorated before
+    torch.compiler.set_stance("force_eager")  # for functions that were decorated before
 
 
 class _NoForkWarning(logging.Filter):
@@ -146,7 +146,7 @@ class _NoForkWarning(logging.Filter):
 
 
 def _keep_rng_on_the_host() -> None:
-    """The RNG tracker reaches CUDA generators through torch._C; here both RNGs are the host's, by design."""
+    """The RNG tracker uses CUDA generators through torch._C. Here both RNGs are the host's."""
     from megatron.core.tensor_parallel import random
 
     random._get_cuda_rng_state = _get_rng_state
@@ -155,7 +155,7 @@ def _keep_rng_on_the_host() -> None:
 
 
 def _bind_missing_moe_names() -> None:
-    """0.16's router reads a name that is bound only when Transformer Engine imports."""
+    """The router of 0.16 reads a name that is defined only if Transformer Engine is installed."""
     from megatron.core.transformer.moe import moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):
@@ -163,7 +163,7 @@ def _bind_missing_moe_names() -> None:
 
 
 def _split_sizes_as_numbers() -> None:
-    """The token dispatcher turns split sizes into numbers only for CUDA tensors; gloo needs numbers too."""
+    """The token dispatcher converts split sizes to numbers only for CUDA tensors; gloo needs numbers as well."""
     from megatron.core.transformer.moe import token_dispatcher
 
     move = token_dispatcher.maybe_move_tensor_to_cpu

@@ -1,4 +1,4 @@
-"""How many GPUs this process may use, found without torch and without touching CUDA (ranks are forked later)."""
+"""The number of GPUs that this process may use. Uses neither torch nor CUDA, because ranks may be forked later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The learning rate as a function of how many updates have been made: nothing to save, nothing to drift."""
+"""The learning rate as a function of the number of updates made. It has no state, so there is nothing to save."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_dapo.config.policy import OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, update: int, updates_per_step: int, total_steps: int) -> float:
-    """The rate of update number `update` (from 0). Warm-up rises linearly, and its first update is not zero."""
+    """The rate of update number `update`, counted from 0. Warm-up is linear; its first update has a rate above zero."""
     warmup = config.warmup_steps * updates_per_step
     if update < warmup:
         return config.lr * (update + 1) / warmup
@@ -22,7 +22,7 @@ def learning_rate(config: OptimizerConfig, update: int, updates_per_step: int, t
 
 
 def set_learning_rate(optimizer: Any, rate: float, weight_decay: float) -> None:
-    """Megatron leaves both to its scheduler: rate, and weight decay where the group has any (not norms, not biases)."""
+    """Sets what Megatron leaves to its own scheduler: the rate, and the weight decay (none for norms and biases)."""
     for group in optimizer.param_groups:
         group["lr"] = rate
         group["weight_decay"] = weight_decay * group.get("wd_mult", 1.0)

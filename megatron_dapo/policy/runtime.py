@@ -1,8 +1,8 @@
-"""The process's place in the job: device, process groups, and the few collectives the policy needs of its own.
+"""This process in the job: device, process groups, and errors that reach all ranks.
 
-`initialize` joins the job (torchrun's or srun's environment, or an explicit `Rendezvous`), on CUDA with NCCL or on
-the CPU with gloo. Every wait in a collective has the configured timeout. `raise_together` turns an error on one
-rank into the same error on all of them, before anyone waits for that rank.
+`initialize` joins the job (torchrun's or srun's environment, or an explicit `Rendezvous`), with NCCL on CUDA or with
+gloo on the CPU. Every collective has the configured timeout. `raise_together` turns an error on one rank into the same
+error on all ranks, before another rank waits for the failed one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from megatron_dapo.policy import cpu
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where ranks meet. `url` is a torch.distributed init_method, e.g. file:///tmp/x or env://."""
+    """Rank, world size and the address where ranks meet: `url` is an init_method of torch.distributed, such as env://,
+    or empty for a single process."""
 
     rank: int = 0
     world_size: int = 1
@@ -32,7 +33,7 @@ class Rendezvous:
 
     @classmethod
     def from_environment(cls) -> Rendezvous:
-        """torchrun's variables, or srun's, or a single process."""
+        """From torchrun's variables, else from srun's, else a single process."""
         env = os.environ
         if "RANK" in env:
             return cls(int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", 0)))
@@ -42,7 +43,7 @@ class Rendezvous:
 
 
 class RankError(UserError):
-    """Some rank could not go on; every rank raises it, and its message starts with that rank's reason."""
+    """A rank failed. Every rank raises it, and the message begins with the failed rank's reason."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Runtime:
         return dist.get_global_rank(self.groups.pp, self.groups.pp.size() - 1)
 
     def raise_together(self, error: Exception | None, doing: str) -> None:
-        """Collective. If any rank passes an error, all ranks raise; the first failing rank's reason comes first."""
+        """Collective. If any rank passes an error, all ranks raise RankError with the reason of the lowest of them."""
         failed = torch.tensor([int(error is not None)], device=self.device)
         dist.all_reduce(failed, op=dist.ReduceOp.MAX)
         if not failed.item():
@@ -116,7 +117,7 @@ def _join(rendezvous: Rendezvous, timeout: timedelta) -> torch.device:
         backend, device = "nccl", torch.device("cuda", rendezvous.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        # A single process needs no address to meet at.
+        # A single process needs no address.
         where: dict[str, Any] = {"init_method": rendezvous.url} if rendezvous.url else {"store": dist.HashStore()}
         dist.init_process_group(
             backend, rank=rendezvous.rank, world_size=rendezvous.world_size, timeout=timeout, **where

@@ -1,4 +1,4 @@
-"""The rotary embedding against transformers' and against what it must do whatever the convention."""
+"""The rotary embedding equals transformers', and has the properties of a rotation."""
 
 import torch
 from transformers import Qwen2Config
@@ -9,7 +9,7 @@ from megatron_dapo.policy.model.rotary import RotaryTable, rotate
 BASE, DIM = 1e6, 16
 
 
-def test_it_is_transformers_rotation():
+def test_it_equals_transformers():
     positions = torch.tensor([0, 1, 2, 0, 1, 5000])
     query, key = torch.randn(6, 4, DIM), torch.randn(6, 2, DIM)
     config = Qwen2Config(hidden_size=64, num_attention_heads=4, rope_theta=BASE, head_dim=DIM)
@@ -20,7 +20,7 @@ def test_it_is_transformers_rotation():
         torch.testing.assert_close(ours, expected[0].transpose(0, 1), atol=1e-5, rtol=1e-5)
 
 
-def test_scores_depend_on_the_distance_alone():
+def test_scores_depend_only_on_the_distance():
     query, key = torch.randn(1, 1, DIM), torch.randn(1, 1, DIM)
 
     def score(at: int, to: int) -> torch.Tensor:
@@ -31,7 +31,7 @@ def test_scores_depend_on_the_distance_alone():
     assert (score(7, 3) - score(7, 4)).abs() > 1e-3
 
 
-def test_the_gradient_is_the_rotation_back():
+def test_the_gradient_is_the_inverse_rotation():
     table = RotaryTable.of(torch.arange(5), DIM, 1e4)
     x = torch.randn(5, 3, DIM, dtype=torch.float32, requires_grad=True)
     upstream = torch.randn(5, 3, DIM)

@@ -1,4 +1,4 @@
-"""The plan: every sample exactly once, budgets kept, ranks balanced, the same answer every time."""
+"""Micro-batches: every sample exactly once, within budget, ranks balanced, deterministic."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ def test_all_ranks_run_the_same_number_of_micro_batches(case):
 
 
 @given(lengths_and_layout)
-def test_the_same_lengths_give_the_same_plan(case):
+def test_the_same_lengths_give_the_same_micro_batches(case):
     assert plan(*case) == plan(*case)
 
 
@@ -56,7 +56,7 @@ def test_fewer_samples_than_ranks_leaves_empty_micro_batches():
 
 
 def test_extra_micro_batches_come_from_the_fullest():
-    # interleaved pipelines need an even number: one pack of three becomes two packs
+    # interleaved pipelines need an even number, so one micro-batch of three samples becomes two
     assert sorted(map(sorted, plan([4, 3, 2], 1, 10, multiple=2)[0])) == [[0], [1, 2]]
 
 

@@ -1,8 +1,8 @@
-"""A Qwen model on Megatron-Core: HF shape and layout in, unmodified GPTModel chunks of this rank out.
+"""Builds this rank's chunks of a Qwen model on Megatron-Core, from a HF shape and a layout.
 
-Transformer Engine's layers where it is installed, ours (`local_spec`) elsewhere; the parameters and the function
-are the same. The only thing added to GPTModel is where its hidden states go: to our head (`head.py`) instead of
-full logits, when the caller passes one.
+Layers are Transformer Engine's where it is installed, else ours (`local_spec`); parameters and results are the same.
+`PolicyModel` adds one thing to GPTModel: with a `HeadRequest` its hidden states go to our output layer (`head/`)
+instead of becoming full logits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def has_transformer_engine() -> bool:
-    """TE is used on CUDA when it imports; a broken installation is an error, not a silent fallback."""
+    """Transformer Engine is used on CUDA where it is installed. A broken installation is an error, not a fallback."""
     if cpu.needed() or importlib.util.find_spec("transformer_engine") is None:
         return False
     import transformer_engine.pytorch  # noqa: F401
@@ -58,7 +58,7 @@ def transformer_config(shape: ModelShape, policy: PolicyConfig) -> TransformerCo
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": policy.precision == "bf16",
-        # Sums per rank, divided once by the global count: the exact normaliser (see update.py).
+        # Sums per rank, divided once by the global count: the exact normaliser (see step.py).
         "calculate_per_token_loss": True,
         "tensor_model_parallel_size": policy.tensor_parallel,
         "pipeline_model_parallel_size": policy.pipeline_parallel,
@@ -85,8 +85,8 @@ def transformer_config(shape: ModelShape, policy: PolicyConfig) -> TransformerCo
 
 def _pipeline_options(policy: PolicyConfig, on_cpu: bool) -> dict[str, Any]:
     if policy.virtual_pipeline > 1:
-        # Batched p2p is silently wrong for interleaved stages with two ranks; and on gloo a send may still read an
-        # output that has been deallocated.
+        # Batched p2p gives wrong results for interleaved stages on two ranks, without an error. On gloo, a send may
+        # read an output after it was deallocated.
         return {"overlap_p2p_comm": True, "batch_p2p_comm": False, "deallocate_pipeline_outputs": not on_cpu}
     return {"overlap_p2p_comm": False, "batch_p2p_comm": True, "deallocate_pipeline_outputs": True}
 
@@ -105,7 +105,7 @@ def _moe_options(shape: ModelShape, policy: PolicyConfig, te: bool) -> dict[str,
         "num_moe_experts": shape.experts,
         "moe_router_topk": shape.experts_per_token,
         "moe_ffn_hidden_size": shape.expert_ffn_hidden,
-        # Softmax over the chosen experts only is the same as normalising their probabilities afterwards.
+        # Softmax over the selected experts equals normalising their probabilities afterwards.
         "moe_router_pre_softmax": not shape.norm_topk_prob,
         "moe_router_load_balancing_type": "aux_loss" if aux else "none",
         "moe_aux_loss_coeff": aux,
@@ -115,7 +115,7 @@ def _moe_options(shape: ModelShape, policy: PolicyConfig, te: bool) -> dict[str,
 
 
 class PolicyModel(GPTModel):
-    """GPTModel whose last stage can score chosen tokens instead of returning all logits.
+    """GPTModel whose last stage can score given tokens instead of returning all logits.
 
     `forward(…, head=HeadRequest)` returns [2, tokens]: log-probs and entropies. Without `head` it is GPTModel.
     """
@@ -156,7 +156,7 @@ def build_model(shape: ModelShape, policy: PolicyConfig, runtime: Runtime) -> li
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
             parallel_output=True,
             share_embeddings_and_output_weights=shape.tied_embeddings,
-            position_embedding_type="rope" if has_transformer_engine() else "none",  # ours rotates in the attention
+            position_embedding_type="rope" if has_transformer_engine() else "none",  # our attention rotates
             rotary_base=shape.rope_theta,
             pg_collection=runtime.groups,
             vp_stage=vp_stage,

@@ -1,10 +1,10 @@
 """Layers for a machine without Transformer Engine: Megatron's local spec with our norm and core attention.
 
-`RMSNorm` works under sequence parallelism (Megatron's own torch norm refuses to). `CoreAttention` is rotary embedding
-and causal attention through torch: SDPA for batches [s, b, n, h]; for packed sequences [t, n, h] one variable-length
-kernel on CUDA, elsewhere one SDPA call per sequence, so that no token attends across a boundary; under context
-parallelism keys and values are gathered along the sequence (each rank holds a front and a back chunk, Megatron's
-zigzag order). The model around it is built without position embedding: see `rotary` for why.
+`RMSNorm` works under sequence parallelism; Megatron's own torch norm does not. `CoreAttention` is rotary embedding and
+causal attention in torch. Batches [s, b, n, h] use SDPA. Packed sequences [t, n, h] use one variable-length kernel on
+CUDA, elsewhere one SDPA call per sequence, so that no token attends across a boundary. Under context parallelism keys
+and values are gathered along the sequence; each rank holds a front and a back chunk, in Megatron's zigzag order. The
+model is built without position embedding, because the attention rotates (see `rotary`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_dapo.policy.model.rotary import RotaryTable, rotate
 
 
 class RMSNorm(torch.nn.Module):
-    """Normalises in fp32; the weight carries Megatron's sequence-parallel mark, so its gradient is summed over TP."""
+    """Normalises in fp32. The weight has Megatron's sequence-parallel attribute, so its gradient is summed over TP."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def zigzag_positions(length: int, cp_size: int, cp_rank: int, device: torch.devi
 
 
 class CoreAttention(MegatronModule):
-    """softmax(r(q)·r(k)ᵀ)·v with a causal mask, r the rotation by position; what Megatron's layer calls without TE."""
+    """softmax(r(q)·r(k)ᵀ)·v with a causal mask, where r rotates by position. Megatron's attention layer calls it."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class CoreAttention(MegatronModule):
         return torch.cat(parts).squeeze(1)
 
     def _rotary_table(self, query: Tensor, packed: Any) -> RotaryTable:
-        """Of a packed micro-batch it is made in the first layer and kept with it for the others."""
+        """A packed micro-batch gets its table in the first layer; the other layers reuse it."""
         table: RotaryTable | None = getattr(packed, "rotary_table", None)
         if table is None:
             table = RotaryTable.of(self._positions(query, packed), query.shape[-1], self.rotary_base)
@@ -129,9 +129,9 @@ class CoreAttention(MegatronModule):
         return table
 
     def _positions(self, query: Tensor, packed: Any) -> Tensor:
-        noted: Tensor | None = getattr(packed, "positions", None)
-        if noted is not None:
-            return noted
+        known: Tensor | None = getattr(packed, "positions", None)
+        if known is not None:
+            return known
         cp = self.cp_group
         lengths = [query.shape[0] * cp.size()] if packed is None else segment_lengths(packed)
         return torch.cat([zigzag_positions(length, cp.size(), cp.rank(), query.device) for length in lengths])
@@ -161,17 +161,17 @@ class CoreAttention(MegatronModule):
 
 
 def segment_lengths(packed: Any) -> list[int]:
-    """Padded lengths of the packed sequences. Our packing notes them on the host, so no device is asked."""
-    noted = getattr(packed, "lengths", None)
-    if noted is not None:
-        return list(noted)
+    """Padded lengths of the packed sequences. Our packing keeps them on the host, which avoids a device sync."""
+    known = getattr(packed, "lengths", None)
+    if known is not None:
+        return list(known)
     cumulative = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
     return list(cumulative.diff().tolist())
 
 
 def local_block_spec(config: Any, vp_stage: int | None, rotary_base: float) -> TransformerBlockSubmodules:
-    """Megatron's local spec with both parts replaced, in the layers and for the final norm. For a GPTModel whose
-    position_embedding_type is "none"."""
+    """Megatron's local spec with our norm and attention in the layers, and our final norm. For a GPTModel with
+    position_embedding_type "none"."""
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=False,
@@ -181,7 +181,8 @@ def local_block_spec(config: Any, vp_stage: int | None, rotary_base: float) -> T
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     if config.num_moe_experts:
-        # On disk this norm belongs to linear_fc1 in dense layers only; Transformer Engine's MoE layers keep it apart.
+        # In checkpoints this norm is part of linear_fc1 in dense layers only; Transformer Engine's MoE layers store it
+        # separately.
         layer.sharded_state_dict_keys_map = {
             name: key for name, key in layer.sharded_state_dict_keys_map.items() if "pre_mlp" not in name
         }

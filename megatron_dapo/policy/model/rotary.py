@@ -1,8 +1,8 @@
-"""Rotary position embedding for packed sequences: one table for a micro-batch, one kernel for queries or keys.
+"""Rotary position embedding for packed sequences: one table per micro-batch, one kernel for queries or keys.
 
-Megatron's own torch version walks over the packed sequences in Python and asks the device for their lengths, in every
-layer and twice: on a GPU that costs more than the attention itself. Here positions become cosines and sines once.
-Channel i is rotated together with channel i + h/2 (Qwen's and Llama's convention), in fp32.
+Megatron's torch version loops over the packed sequences in Python and reads their lengths from the device, twice in
+every layer; on a GPU that costs more than the attention itself. Here cosines and sines are computed once per
+micro-batch. Channel i is rotated together with channel i + h/2 (Qwen's and Llama's convention), in fp32.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class RotaryTable(NamedTuple):
 
     @classmethod
     def of(cls, positions: Tensor, head_dim: int, base: float) -> RotaryTable:
-        """positions [tokens], each token's place in its own sequence."""
+        """positions [tokens]: the index of each token in its own sequence."""
         channels = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
         angles = torch.outer(positions.float(), 1.0 / base ** (channels / head_dim))
         return cls(angles.cos(), angles.sin())
 
 
 def rotate(x: Tensor, table: RotaryTable) -> Tensor:
-    """x [tokens, …, heads, h], rotated; the same type and shape. Differentiable."""
+    """Rotates x [tokens, …, heads, h]; same dtype and shape. Differentiable."""
     if x.is_cuda and x.dim() == 3 and has_triton():
         return _Rotate.apply(x, table)
     cos, sin = (part.view(part.shape[0], *[1] * (x.dim() - 2), -1) for part in table)

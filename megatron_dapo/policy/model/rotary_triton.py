@@ -1,4 +1,4 @@
-"""The Triton kernel of rotary.py: one program for each token rotates all of its heads."""
+"""The Triton kernel of rotary.py: one program per token rotates all heads."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _rotate(  # type: ignore[no-untyped-def]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor:
-    """x [tokens, heads, h] with contiguous channels, rotated forth or back, as a new contiguous tensor."""
+    """Rotates x [tokens, heads, h] forward or back; returns a new contiguous tensor."""
     if x.stride(-1) != 1:
         x = x.contiguous()
     tokens, heads, head_dim = x.shape

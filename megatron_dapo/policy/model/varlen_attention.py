@@ -1,7 +1,7 @@
-"""Causal attention over packed sequences in one kernel, where plain torch has it: linear memory without TE.
+"""Causal attention over packed sequences in one kernel, with linear memory and without Transformer Engine.
 
-torch's `varlen_attn` (FlashAttention) is used on CUDA for half-precision inputs. Its options differ between versions,
-so they are asked for; where it is absent the caller attends sequence by sequence.
+torch's `varlen_attn` (FlashAttention) is used on CUDA for half-precision inputs. Its parameters differ between torch
+versions, so its signature is inspected. Where torch lacks it, the caller attends sequence by sequence.
 """
 
 from __future__ import annotations
@@ -42,6 +42,6 @@ def attend(query: Tensor, key: Tensor, value: Tensor, cumulative: Tensor, longes
     keywords |= {"window_size": (-1, 0)} if "window_size" in options else {"is_causal": True}
     if "scale" in options:
         keywords["scale"] = scale
-    else:  # it divides by √h: bring in the rest
+    else:  # it divides by √h; apply the remaining factor
         query = query * (scale * query.shape[-1] ** 0.5)
     return function(query, key, value, cumulative, cumulative, longest, longest, **keywords)
