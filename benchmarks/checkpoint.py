@@ -14,6 +14,7 @@ import argparse
 import os
 import queue
 import shutil
+import sys
 import tempfile
 import time
 import warnings
@@ -50,6 +51,11 @@ class Result:
             f"{self.name:34s} loop waits {self.waited:7.2f} s, complete after {self.published:7.2f} s = {rate:5.2f} "
             f"GB/s, {self.published / limit:5.2f} × limit"
         )
+
+
+def progress(policy: Policy, line: str) -> None:
+    if policy.runtime.rank == 0:
+        print(line, file=sys.stderr, flush=True)
 
 
 def seconds(action: Callable[[], object]) -> float:
@@ -93,8 +99,13 @@ def save_with_megatron(policy: Policy, folder: Path) -> None:
 def our_saves(policy: Policy, folder: Path, repeats: int) -> tuple[list[Result], Checkpoints]:
     """The first save in the background, later ones, and one that the loop waits for. Leaves the last checkpoint."""
     reports: list[SaveReport] = []
+
+    def report(save: SaveReport) -> None:
+        reports.append(save)
+        progress(policy, f"loop waited {save.waited_seconds:.2f} s, published after {save.seconds:.2f} s")
+
     options = CheckpointConfig(keep=1, keep_best=False)
-    checkpoints = Checkpoints(folder, options, policy.runtime, reports.append)
+    checkpoints = Checkpoints(folder, options, policy.runtime, report)
     for step in range(repeats + 2):
         dist.barrier()
         checkpoints.save(policy, step, None, {}, None, wait=step == repeats + 1)
@@ -116,6 +127,7 @@ def measure(rendezvous: Rendezvous, folder: Path, repeats: int) -> tuple[list[Re
     check = seconds(lambda: path.append(checkpoints.newest()))
     assert path[0] is not None
     load = seconds(lambda: checkpoints.load(policy, path[0]))  # type: ignore[arg-type]
+    progress(policy, f"check {check:.2f} s, load {load:.2f} s")
     remove(checkpoints.folder, rendezvous.rank)
     took = seconds(lambda: save_with_megatron(policy, folder / "megatron"))
     size = size_of(folder / "megatron")
