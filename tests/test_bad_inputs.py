@@ -1,6 +1,7 @@
 """Wrong input of every command: exit code 2 and one line on stderr that names the mistake, before anything starts."""
 
 import copy
+import importlib.util
 import json
 import shutil
 import sys
@@ -249,6 +250,8 @@ PLUGINS = [
     setting("reward.grader", "python:json.no_such_function", "no_such_function"),
     setting("reward.grader", "python:grade", "python:module.function"),
     setting("rollout.group_filter", "python:no_such_module.keep", "rollout.group_filter"),
+    setting("algorithm.objective", "python:no_such_module.loss", "algorithm.objective"),
+    setting("algorithm.objective", "nonsense", "algorithm.objective"),
     Case("syntax error", "SyntaxError", {"reward.grader": "python:bad_plugin.grade"}, module("def grade(:\n")),
     Case("raises", "ZeroDivisionError", {"reward.grader": "python:bad_plugin.grade"}, module("1 / 0\n")),
 ]
@@ -324,13 +327,16 @@ CASES = [
 
 
 @pytest.fixture(autouse=True)
-def surroundings(monkeypatch):
-    """No GPU, no Slurm, no wandb, whatever this machine has."""
+def bare_machine(monkeypatch):
+    """No GPU, no Slurm job, no trackers, even if this machine has them."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sys, "path", [*sys.path])  # a plugin's folder is added to it
     monkeypatch.setattr(sys, "modules", {**sys.modules})
+    find_spec = importlib.util.find_spec
+    hidden = ("wandb", "tensorboard")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name in hidden else find_spec(name, *a))
 
 
 def run(arguments):

@@ -7,7 +7,7 @@
 - `storage.py`: run directory, disk space, /dev/shm, clock.
 - `environment.py`: ports, Slurm, limits, HF cache, SGLang's Python, model directory.
 
-Torch is imported only in the child processes that the checks start.
+Torch is imported in child processes that the checks start, and in this one only to load a model's tokenizer.
 """
 
 from megatron_dapo.doctor.check import Check, Probe, examine

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import shutil
@@ -12,11 +11,13 @@ from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 
-from megatron_dapo.config import ConfigError, ModelShape
 from megatron_dapo.config.rollout import ServerConfig
+from megatron_dapo.data import load_tokenizer
 from megatron_dapo.doctor.check import Check, CommandRunner, last_line, run_command
 from megatron_dapo.doctor.software import sglang_pairing
 from megatron_dapo.doctor.storage import existing_parent
+from megatron_dapo.errors import UserError
+from megatron_dapo.weights.check import check_model_directory
 
 SGLANG_PROBE = "import torch, sglang; print('found', sglang.__version__, torch.__version__)"
 
@@ -126,37 +127,10 @@ def serving_python(servers: ServerConfig, run: CommandRunner = run_command) -> C
 
 
 def model_directory(path: Path) -> Check:
-    """config.json is supported, all weight files of the index exist, and the tokenizer loads."""
+    """config.json is supported, all weight files are complete, and the tokenizer loads."""
     try:
-        shape = ModelShape.from_dir(path)
-    except ConfigError as error:
-        return Check("model", "fail", str(error), "point policy.model at the complete HF directory of a Qwen model")
-    remedy = "download all files of the model again (hf download)"
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    else:
-        names = ["model.safetensors"]
-    missing = [name for name in names if not (path / name).is_file()]
-    if missing:
-        listed = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
-        return Check(
-            "model", "fail", f"{path}: {len(missing)} of {len(names)} weight files are missing: {listed}", remedy
-        )
-    empty = [name for name in names if (path / name).stat().st_size < 8]
-    if empty:
-        return Check("model", "fail", f"{path}: {empty[0]} is empty", remedy)
-    try:
-        tokens = _tokenizer_length(path)
-    except Exception as error:
-        return Check("model", "fail", f"{path}: the tokenizer does not load: {last_line(str(error))}", remedy)
-    if tokens > shape.vocab:
-        return Check("model", "fail", f"{path}: the tokenizer has {tokens} tokens, the model {shape.vocab}", "they "
-                     "belong to different models: use the tokenizer of the weights")  # fmt: skip
-    return Check("model", "ok", f"{shape.architecture}, {shape.layers} layers, {len(names)} weight files, tokenizer")
-
-
-def _tokenizer_length(path: Path) -> int:
-    from transformers import AutoTokenizer
-
-    return len(AutoTokenizer.from_pretrained(path, local_files_only=True))
+        shape = check_model_directory(path)
+        load_tokenizer(path, shape.vocab)
+    except UserError as error:
+        return Check("model", "fail", str(error), "download all files of the model again (hf download)")
+    return Check("model", "ok", f"{shape.architecture}, {shape.layers} layers, all weight files, tokenizer")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
 
 from megatron_dapo.algorithm.filtering import load_group_filter
+from megatron_dapo.algorithm.objective import load_objective
 from megatron_dapo.config import Config, ConfigError, ModelShape
 from megatron_dapo.config.data import DataConfig
 from megatron_dapo.config.observe import WandbConfig
@@ -36,6 +37,7 @@ def check_setup(config: Config, shape: ModelShape) -> str:
     make_trackers(config.observe, Path(config.trainer.run_dir), {})
     _check_wandb(config.observe.wandb)
     _check_best_metric(config)
+    load_objective(config.algorithm)
     load_grader(config.reward)
     load_group_filter(config.rollout.group_filter)
     tokenizer = load_tokenizer(config.policy.model, shape.vocab)

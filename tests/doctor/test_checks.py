@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from sparse_model import write_sparse_model
 
 from megatron_dapo.config.rollout import ServerConfig
 from megatron_dapo.doctor import environment, gpu, software, storage
@@ -354,35 +355,43 @@ def test_sglang_must_import_in_the_servers_python(tmp_path):
 
 
 @pytest.fixture
-def model(tmp_path, monkeypatch):
+def model(tmp_path):
     config = {
         "architectures": ["Qwen2ForCausalLM"], "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1,
-        "num_attention_heads": 2, "vocab_size": 100,
+        "num_attention_heads": 2, "vocab_size": 300,
     }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    names = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
-    index = {"weight_map": dict(zip(["a", "b"], names, strict=True))}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    for name in names:
-        (tmp_path / name).write_bytes(b"x" * 16)
-    monkeypatch.setattr(environment, "_tokenizer_length", lambda path: 90)
-    return tmp_path
+    return write_sparse_model(tmp_path / "model", config)
 
 
-def test_incomplete_model_directory_fails(model, monkeypatch):
+def change(file, **values):
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def name_another_file(folder):
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("damage", "found"),
+    [
+        (lambda folder: change(folder / "config.json", vocab_size=100), "embed_tokens.weight"),
+        (name_another_file, "model-2.safetensors"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b""), "model.safetensors"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors"),
+        (lambda folder: (folder / "config.json").write_text("{}"), "architecture"),
+        (lambda folder: (folder / "tokenizer.json").write_text("{"), "tokenizer"),
+        (lambda folder: [file.unlink() for file in folder.glob("*token*")], "no tokenizer"),
+    ],
+)
+def test_incomplete_model_directory_fails(damage, found, model):
     assert environment.model_directory(model).status == "ok"
-    monkeypatch.setattr(environment, "_tokenizer_length", lambda path: 101)
-    assert "101 tokens" in environment.model_directory(model).found
-    (model / "model-00002-of-00002.safetensors").write_bytes(b"")
-    assert "is empty" in environment.model_directory(model).found
-    (model / "model-00002-of-00002.safetensors").unlink()
+    damage(model)
     check = environment.model_directory(model)
-    assert check.status == "fail" and "1 of 2 weight files are missing" in check.found
-    (model / "config.json").write_text("{}")
-    assert environment.model_directory(model).status == "fail"
+    assert check.status == "fail" and found in check.found and check.remedy
 
 
-def test_a_tokenizer_that_does_not_load_fails(model, monkeypatch):
-    monkeypatch.undo()
-    check = environment.model_directory(model)
-    assert check.status == "fail" and "tokenizer does not load" in check.found
+def test_a_tokenizer_of_another_model_fails(model, tmp_path):
+    small = json.loads((model / "config.json").read_text()) | {"vocab_size": 100}
+    check = environment.model_directory(write_sparse_model(tmp_path / "small", small))
+    assert check.status == "fail" and "257 tokens" in check.found

@@ -1,38 +1,43 @@
-"""DAPO runs on a real Slurm of four nodes: runs that lose ranks, nodes and engines end like one that lost nothing.
+"""DAPO runs on a real Slurm of four nodes: runs that lose ranks, nodes and engines end like an undisturbed run.
 
-Most of the time here is waiting for Slurm and for imports, so the scenarios run side by side, and each disturbs one job
-several times. Every disturbance has a time within which its attempt must be over and all of its processes gone.
+Imports take most of the time, ten seconds of CPU for each rank of each attempt. So the undisturbed run is a local one,
+whose ranks are forked, and each job is disturbed several times. The jobs run at the same time. Every disturbance has a
+time limit within which its attempt must have ended and all its processes must be gone.
 """
 
 import contextlib
-import io
 import json
 import math
 import os
 import re
 import signal
-import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from mini_slurm import NOTICED, descendants, processes_of_job, signals, wait_for
+from tiny_run import environment, raw_config, write_config
 
+from megatron_dapo.cli import main
+from megatron_dapo.config import check_config, parse_config
 from megatron_dapo.launch.slurm_status import submitted
 from megatron_dapo.observe.metric_names import is_wall_clock
+from megatron_dapo.policy.fork_ranks import run_ranks
+from megatron_dapo.trainer.loop import train
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 12
 pytestmark = pytest.mark.timeout(900)
-START = 200  # seconds until a job that starts has done a step; 15 on a free machine
-PERIOD = 30  # seconds between two looks of Slurm at time limits
-END_SECONDS = 5  # that the other ranks have when one has ended
+START = 200  # seconds until a starting job has done a step; 15 on an idle machine
+PERIOD = 30  # seconds between Slurm's checks of time limits
+END_SECONDS = 5  # that the other ranks have once one has ended
 KILL_WAIT = 5  # of this Slurm: between TERM and KILL
 SILENT = 15  # of the heartbeat
-SAVE = 30  # to cut a batch short and save it
-# The stated times, with room for a machine that has other things to do. On a free one: 2, 5, 27, 25 s.
+SAVE = 30  # to interrupt a batch and save it
+# The limits leave room for a busy machine. On an idle one: 2, 5, 27, 25 s.
 WITHIN = {
     "asked while importing": SAVE,
     "asked by Slurm": PERIOD + SAVE,
@@ -42,40 +47,39 @@ WITHIN = {
 }
 
 
+def settings(folder, name):
+    raw = raw_config(folder / "model", folder / name, trainer__steps=STEPS)
+    raw["reward"]["grader"] = "python:tiny_reward.paced"
+    raw["trainer"]["heartbeat"] = {"every": 1, "silent": SILENT}
+    return raw
+
+
 class Run:
     """A submitted run."""
 
-    def __init__(self, cluster, folder, name, **changes):
-        from tiny_run import environment, raw_config, write_config
+    submitting = threading.Lock()
 
+    def __init__(self, cluster, folder, name, **changes):
         self.cluster, self.dir, self.pace_file = cluster, folder / name, folder / f"{name}.pace"
         self.pace(0.04)
-        with contextlib.redirect_stderr(io.StringIO()):
-            raw = raw_config(folder / "model", self.dir, trainer__steps=STEPS)
-        raw["reward"]["grader"] = "python:tiny_reward.paced"
-        raw["trainer"]["heartbeat"] = {"every": 1, "silent": SILENT}
+        raw = settings(folder, name)
         raw["slurm"] = {
             "nodes": 2, "gpus_per_node": 0, "exclusive": False, "time": "00:30:00", "signal_seconds": 120,
             "end_seconds": END_SECONDS, "job_name": name, "environment": {"PACE": str(self.pace_file)},
         }  # fmt: skip
         for section, values in changes.items():
             raw[section] |= values
-        self.config = write_config(raw, folder / f"{name}.yaml")
-        self.environment = environment() | {"SLURM_CONF": cluster.environment["SLURM_CONF"]}
-        done = self.command(str(self.config))
-        assert done.returncode == 0, done.stderr
+        config = write_config(raw, folder / f"{name}.yaml")
+        with self.submitting:
+            assert main(["slurm", str(config)]) == 0
         (self.job,) = submitted(self.dir)
         self.times: dict[str, float] = {}
 
     def pace(self, seconds):
-        """How long the grader takes for one answer; a step has 16."""
+        """How long the grader takes for one response; a step has 16."""
         part = self.pace_file.with_suffix(".part")
         part.write_text(str(seconds))
         part.rename(self.pace_file)
-
-    def command(self, *arguments):
-        command = [sys.executable, "-m", "megatron_dapo.cli", "slurm", *arguments]
-        return subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60)
 
     def steps(self):
         path = self.dir / "metrics.jsonl"
@@ -88,13 +92,13 @@ class Run:
             raise TimeoutError(f"{error}; its processes: {self.processes()}; its log:\n{self.log}") from None
 
     def wait_step(self, attempt):
-        """Until this attempt has done and saved a step of its own."""
+        """Until this attempt has finished and saved a step."""
         self.until((self.dir / "logs" / f"attempt_{attempt}").exists, START, f"attempt {attempt}")
         began = self.steps()
         self.until(lambda: self.steps() > began + 1, START, f"a step of attempt {attempt}")
 
     def limit(self, seconds):
-        """A time limit at least this far from now; Slurm knows minutes."""
+        """Sets a time limit at least this far from now; Slurm counts minutes."""
         minutes = math.ceil((self.runtime() + seconds) / 60)
         self.cluster.run("scontrol", "update", f"JobId={self.job}", f"TimeLimit={minutes}")
 
@@ -104,7 +108,7 @@ class Run:
 
     @contextlib.contextmanager
     def over_within(self, what, restart):
-        """Afterwards, within the stated time, Slurm has taken the job back, and no process of that attempt is left."""
+        """After the block, within the limit, Slurm has requeued the job and no process of that attempt is left."""
         began, seconds = time.monotonic(), WITHIN[what]
         yield
         self.until(lambda: int(self.state["Restarts"]) > restart, seconds, f"the end of an attempt ({what})")
@@ -122,7 +126,7 @@ class Run:
         return processes_of_job(self.cluster.config, self.job)
 
     def ranks(self):
-        """The trainer's tasks by number, not what they have started."""
+        """The pids of the trainer's tasks by rank, without their children."""
         python = f"{sys.executable} -u -m megatron_dapo.cli train"
         return {p.rank: p.pid for p in reversed(self.processes()) if p.command.startswith(python)}
 
@@ -140,41 +144,59 @@ class Run:
         return re.split(r"(?=^.*attempt \d+: job)", self.log, flags=re.MULTILINE)[1:]
 
     def records(self):
-        lines = [json.loads(line) for line in (self.dir / "metrics.jsonl").read_text().splitlines()]
-        return [(r["step"], {n: v for n, v in r["metrics"].items() if not is_wall_clock(n)}) for r in lines]
+        return records(self.dir)
+
+
+def records(run_dir):
+    """(step, metrics) of metrics.jsonl, without times."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [(r["step"], {n: v for n, v in r["metrics"].items() if not is_wall_clock(n)}) for r in lines]
 
 
 @pytest.fixture(scope="module")
-def scenarios(cluster, tmp_path_factory):
-    """Every scenario begins at once; a test waits for its own."""
-    folder = tmp_path_factory.mktemp("runs")
-    from tiny_run import raw_config
+def folder(cluster, tmp_path_factory):
+    """Of the runs, which find Slurm and the graders through the environment."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (environment() | {"SLURM_CONF": cluster.environment["SLURM_CONF"]}).items():
+            patch.setenv(name, value)
+        yield tmp_path_factory.mktemp("runs")
 
-    with contextlib.redirect_stderr(io.StringIO()):
-        raw_config(folder / "model", folder)  # once, before threads need it
-    every = (lost_ranks, lost_node, lost_engine, hopeless_engine, undisturbed)
+
+@pytest.fixture(scope="module")
+def undisturbed(folder):
+    """Records of the same run, with the same layout, on this machine and without Slurm."""
+    pace = folder / "undisturbed.pace"
+    pace.write_text("0")
+    config = parse_config(settings(folder, "undisturbed"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PACE", str(pace))
+        assert run_ranks(2, run_rank, config, check_config(config, 2)) == [0, 0]
+    return records(folder / "undisturbed")
+
+
+def run_rank(rendezvous, config, shape):
+    return train(config, shape, rendezvous)
+
+
+@pytest.fixture(scope="module")
+def scenarios(cluster, folder, undisturbed):
+    """All scenarios start now; a test waits for its own. The forks of `undisturbed` come before the threads."""
+    every = (lost_ranks, lost_node, lost_engine, hopeless_engine)
     pool = ThreadPoolExecutor(len(every))
     found = {scenario: pool.submit(scenario, cluster, folder) for scenario in every}
     yield found
     pool.shutdown()
 
 
-def undisturbed(cluster, folder):
-    """Asked for its stacks once, which disturbs nothing."""
-    run = Run(cluster, folder, "undisturbed")
-    run.wait_step(0)
-    cluster.run("scancel", "--signal=USR2", f"{run.job}.0")
-    return run.wait_end(2 * START)
-
-
 def importing(run):
-    """Both ranks are there, and seconds away from the loop: they know what to do with a signal, and have no torch."""
+    """Both ranks have installed their signal handlers, and have not started the loop."""
     pids = list(run.ranks().values())
     return len(pids) == 2 and all(signals(pid, "SigCgt", signal.SIGUSR1) for pid in pids)
 
 
 def lost_ranks(cluster, folder):
-    """Asked to stop while it imports, a rank killed, a rank stopped; then left alone."""
+    """Asked to stop during the imports, then a rank is killed, then one is stopped. The last attempt is only asked for
+    its stacks, which does not disturb it."""
     run = Run(cluster, folder, "lost-ranks", slurm={"extra": ["--nodelist=n1,n2"]})
     run.until(lambda: importing(run), START, "two ranks that import")
     with run.over_within("asked while importing", restart=0):
@@ -185,15 +207,17 @@ def lost_ranks(cluster, folder):
     run.wait_step(2)
     with run.over_within("rank stopped", restart=2):
         os.kill(run.ranks()[1], signal.SIGSTOP)
+    run.wait_step(3)
+    cluster.run("scancel", "--signal=USR2", f"{run.job}.0")
     return run.wait_end(2 * START)
 
 
 def lost_node(cluster, folder):
-    """Slurm sends its signal before the time limit, a node loses its power; then left alone."""
-    run = Run(cluster, folder, "lost-node", slurm={"extra": ["--nodelist=n3,n4"]})  # n4 is nobody else's
+    """Slurm sends its signal before the time limit, then a node loses its power. The last attempt is not disturbed."""
+    run = Run(cluster, folder, "lost-node", slurm={"extra": ["--nodelist=n3,n4"]})  # no other job uses n4
     run.wait_step(0)
     with run.over_within("asked by Slurm", restart=0):
-        run.pace(2)  # so that it comes in the middle of a batch
+        run.pace(2)  # the signal comes in the middle of a batch
         run.limit(75)
         run.until(lambda: "passing USR1 on" in run.log, WITHIN["asked by Slurm"], "Slurm's signal")
         run.pace(0.04)
@@ -206,7 +230,7 @@ def lost_node(cluster, folder):
 
 
 def lost_engine(cluster, folder):
-    """Two trainer nodes, one engine node with a real SGLang server that is killed in the middle."""
+    """Two trainer nodes and one engine node with a real SGLang server, which is killed in the middle."""
     python = sorted(ROOT.glob(".venv-sglang-*/bin/python"))
     if not python:
         return None
@@ -252,8 +276,8 @@ def hopeless_engine(cluster, folder):
     return run.wait_end()
 
 
-def test_a_run_on_two_nodes(scenarios):
-    run = scenarios[undisturbed].result()
+def test_a_run_on_two_nodes(scenarios, capsys):
+    run = scenarios[lost_ranks].result()
     assert run.state["JobState"] == "COMPLETED", run.log
     assert [step for step, _ in run.records()] == list(range(1, STEPS + 1))
     logs = run.dir / "logs" / "latest"
@@ -261,20 +285,22 @@ def test_a_run_on_two_nodes(scenarios):
     assert "DP 2" in (logs / "rank_0.log").read_text()
     assert all("loop.py" in (logs / f"stacks_rank_{rank}.txt").read_text() for rank in (0, 1))
     assert all(metrics["reward/retries"] == metrics["reward/restarts"] == 0 for _, metrics in run.records())
-    done = run.command("--status", str(run.dir))
-    assert done.returncode == 0 and f"job {run.job} finished" in done.stdout and f"{STEPS} steps done" in done.stdout
+    capsys.readouterr()
+    assert main(["slurm", "--status", str(run.dir)]) == 0
+    shown = capsys.readouterr().out
+    assert f"job {run.job} finished" in shown and f"{STEPS} steps done" in shown
 
 
 @pytest.mark.parametrize("scenario", [lost_ranks, lost_node])
-def test_a_disturbed_run_ends_like_an_undisturbed_one(scenario, scenarios):
+def test_a_disturbed_run_ends_like_an_undisturbed_one(scenario, scenarios, undisturbed):
     run = scenarios[scenario].result()
     assert run.state["JobState"] == "COMPLETED", run.log
-    assert run.records() == scenarios[undisturbed].result().records()
+    assert run.records() == undisturbed
     assert "ended with code 0" in run.attempts()[-1]
     print("seconds:", run.times)
 
 
-def test_each_end_has_its_reason(scenarios):
+def test_the_logs_name_the_reason_of_each_end(scenarios):
     run = scenarios[lost_ranks].result()
     imports, killed, stopped, last = run.attempts()
     assert "passing USR1 on" in imports and "ended with code 75" in imports
@@ -287,7 +313,7 @@ def test_each_end_has_its_reason(scenarios):
 
     signalled, lost, _ = scenarios[lost_node].result().attempts()
     assert "passing USR1 on" in signalled and "ended with code 75" in signalled
-    assert re.search(r"NODE FAILURE|node n4 does not answer", lost)  # in Slurm's words, or the script's
+    assert re.search(r"NODE FAILURE|node n4 does not answer", lost)  # Slurm's message or the script's
 
 
 def test_a_killed_engine_comes_back_with_the_current_weights(scenarios):
@@ -304,7 +330,7 @@ def test_a_killed_engine_comes_back_with_the_current_weights(scenarios):
     print("seconds:", run.times)
 
 
-def test_an_engine_that_ends_at_every_start_ends_the_run_with_its_reason(scenarios):
+def test_an_engine_that_ends_at_every_start_ends_the_run_with_the_reason(scenarios):
     run = scenarios[hopeless_engine].result()  # long before start_timeout
     assert run.state["JobState"] == "FAILED", run.log
     assert re.findall(r"engine_n2_\d+ ended with code 3 \(start (\d)\)", run.log) == ["1", "2"]

@@ -15,18 +15,18 @@ from megatron_dapo.launch.slurm_script import Job, render
 
 COMMANDS = {
     # Like Slurm, a requeue ends the script.
-    "scontrol": '[ "$1" = show ] && echo n1 || { echo "$@" >> asked; kill -TERM $PPID; }',
-    "srun": '[[ "$*" == *megatron_dapo.cli* ]] || exit 0; touch trainer-ready; . ./trainer',
+    "scontrol": '[ "$1" = show ] && echo $SLURM_JOB_NODELIST | tr , "\\n" || { echo "$@" >> asked; kill -TERM $PPID; }',
+    "srun": '[[ "$*" == *launch_server* ]] && . ./engine; [[ "$*" == *megatron_dapo.cli* ]] && . ./trainer',
 }
 
 
 class StubJob:
-    def __init__(self, folder, **slurm):
+    def __init__(self, folder, rollout=None, **slurm):
         self.folder = folder
         for name, text in COMMANDS.items():
             (folder / name).write_text(f"#!/bin/bash\n{text}\n")
             (folder / name).chmod(0o755)
-        raw = {"rollout": {"engine": "embedded"}, "slurm": {"gpus_per_node": 0, **slurm}}
+        raw = {"rollout": rollout or {"engine": "embedded"}, "slurm": {"gpus_per_node": 0, **slurm}}
         (folder / "job.sbatch").write_text(render(Job(parse_config(raw), folder / "run", folder)))
 
     def checkpoint(self, step, seconds):
@@ -37,7 +37,7 @@ class StubJob:
     def start(self, trainer, job=7):
         (self.folder / "trainer").write_text(trainer + "\n")
         environment = os.environ | {
-            "PATH": f"{self.folder}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_ID": str(job),
+            "PATH": f"{self.folder}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "n1,n2", "SLURM_JOB_ID": str(job),
         }  # fmt: skip
         return subprocess.Popen(
             ["bash", "job.sbatch"], cwd=self.folder, env=environment, stdout=subprocess.PIPE,
@@ -108,3 +108,23 @@ def test_crashes_count_only_without_a_new_checkpoint(saves, tmp_path):
     job.attempt(job.checkpoint(1, 1) + "exit 1")
     said = job.attempt((job.checkpoint(2, 2) if saves else "") + "exit 1")
     assert ("queueing the job again" in said) == saves
+
+
+ENGINE_NODE = {"nodes": 2, "engine_nodes": 1, "mode": "disaggregated"}
+
+
+def test_a_server_that_ends_at_every_start_is_given_up(tmp_path):
+    job = StubJob(tmp_path, {"servers": {"restarts": 2}}, **ENGINE_NODE)
+    (tmp_path / "engine").write_text("exit 3\n")
+    trainer = "until ls run/logs/latest/*.given_up; do sleep 0.1; done; exit 0"
+    said = job.attempt(trainer)
+    assert [f"(start {n})" in said for n in (1, 2, 3, 4)] == [True, True, True, False]
+    assert "engine_n2_30000 is given up" in said
+
+
+def test_service_restores_the_restarts_of_a_server(tmp_path):
+    """A server that works for restart_recovery seconds before it ends is started again as often as that happens."""
+    job = StubJob(tmp_path, {"servers": {"restarts": 1, "restart_recovery": 1}}, **ENGINE_NODE)
+    (tmp_path / "engine").write_text("sleep 1.1; echo >> served; exit 3\n")
+    said = job.attempt("until [ $(cat served | wc -l) -ge 4 ]; do sleep 0.1; done; exit 0")
+    assert "(start 3)" in said and "given up" not in said

@@ -130,7 +130,10 @@ class MiniSlurm:
         (self.root / "gres.conf").write_text(f"Name=gpu File={self.root}/gpu[0-3]\n")
 
     def start_node(self, node: str) -> None:
-        (self.root / f"spool.{node}").mkdir(exist_ok=True)
+        # Empty, as after a reinstallation: a slurmd ends the steps that it finds there, and a requeued job has the same
+        # step numbers as before.
+        shutil.rmtree(self.root / f"spool.{node}", ignore_errors=True)
+        (self.root / f"spool.{node}").mkdir()
         script = f"hostname {node} && mount --bind {self.root}/hosts /etc/hosts && exec slurmd -D -N {node} -f $0"
         self._spawn("unshare", "-m", "-u", "sh", "-c", script, f"{self.root}/slurm.conf", name=node)
 
