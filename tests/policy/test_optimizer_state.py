@@ -11,8 +11,9 @@ from megatron_dapo.policy.fork_ranks import run_ranks
 from megatron_dapo.policy.optimizer_state import inner_optimizers, saved_step
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.policy.runtime import initialize
-from megatron_dapo.selfcheck.layouts import LayoutSpec, check_config, gather_full
+from megatron_dapo.selfcheck.layout_spec import LayoutSpec, selfcheck_config
 from megatron_dapo.selfcheck.synthetic import awkward_batch, random_hf_weights, synthetic_shape
+from megatron_dapo.selfcheck.trace import gather_full
 
 KINDS = ["torch", "transformer_engine", "apex"]
 SHAPE = synthetic_shape("dense")
@@ -20,7 +21,7 @@ SHAPE = synthetic_shape("dense")
 
 def make(rendezvous, layout, kind):
     fused_adam.use(kind)
-    config = check_config(LayoutSpec.parse(layout))
+    config = selfcheck_config(LayoutSpec.parse(layout))
     policy = Policy(config, SHAPE, initialize(config.policy, rendezvous=rendezvous))
     expected = torch.optim.AdamW if kind == "torch" else fused_adam.FusedAdam
     assert all(type(inner) is expected for inner in inner_optimizers(policy.optimizer))

@@ -18,8 +18,9 @@ from megatron_dapo.policy.checkpoint_files import CheckpointError
 from megatron_dapo.policy.fork_ranks import run_ranks
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.policy.runtime import RankError, initialize
-from megatron_dapo.selfcheck.layouts import LayoutSpec, check_config, gather_full
+from megatron_dapo.selfcheck.layout_spec import LayoutSpec, selfcheck_config
 from megatron_dapo.selfcheck.synthetic import awkward_batch, random_hf_weights, synthetic_shape
+from megatron_dapo.selfcheck.trace import gather_full
 from megatron_dapo.trainer import checkpoint, checkpoint_folder
 from megatron_dapo.trainer.checkpoint import Checkpoints
 from megatron_dapo.trainer.checkpoint_folder import CheckpointFolder
@@ -32,7 +33,7 @@ class Run:
     """One rank of a run with its policy and checkpoints; collects what they report."""
 
     def __init__(self, rendezvous, run_dir, layout="do", **options):
-        config = check_config(LayoutSpec.parse(layout))
+        config = selfcheck_config(LayoutSpec.parse(layout))
         self.policy = Policy(config, SHAPE, initialize(config.policy, rendezvous=rendezvous))
         self.rank = rendezvous.rank
         self.reports, self.warnings = [], []
@@ -264,7 +265,7 @@ class Checks:
 
 
 def only_newest(rendezvous, run_dir):
-    config = check_config(LayoutSpec.parse("single"))
+    config = selfcheck_config(LayoutSpec.parse("single"))
     warnings = []
     runtime = initialize(config.policy, rendezvous=rendezvous)
     path = Checkpoints(run_dir, CheckpointConfig(), runtime, warn=warnings.append).newest()
