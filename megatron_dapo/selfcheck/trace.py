@@ -65,10 +65,9 @@ def trace_updates(
     policy.load_hf(random_hf_weights(shape))
     trace = Trace()
     for update in range(updates):
-        batch = awkward_batch(shape, seed=update)
-        policy.gradients(batch)
+        metrics = policy.gradients(awkward_batch(shape, seed=update))
         trace.gradients.append(gather_full(policy, runtime, gradient=True))
-        metrics = policy.update(batch)
+        metrics |= policy.step.step_optimizer()
         trace.losses.append(metrics["loss"])
         trace.grad_norms.append(metrics["grad_norm"])
     trace.weights = gather_full(policy, runtime, gradient=False)
