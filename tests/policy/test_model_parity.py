@@ -10,7 +10,7 @@ from reference_models import SHAPES, hf_model, hf_weights
 
 from megatron_dapo.config import ModelShape, parse_config
 from megatron_dapo.policy.batch import TrainBatch
-from megatron_dapo.policy.packing import Layout, pack
+from megatron_dapo.policy.packing import PackingSpec, pack
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.policy.runtime import initialize
 
@@ -51,7 +51,7 @@ def our_logits(rendezvous, shape, folder, packed):
     batch, model = some_batch(shape), policy.model[0]
     with torch.no_grad():
         if packed:
-            micro = pack(batch, [0, 1, 2], Layout(), torch.device("cpu"))
+            micro = pack(batch, [0, 1, 2], PackingSpec(), torch.device("cpu"))
             logits = model(micro.input_ids, micro.position_ids, None, packed_seq_params=micro.packed)[0]
             return [part[:, : shape.vocab] for part in logits.split(list(LENGTHS))]
         padded = torch.nn.utils.rnn.pad_sequence(sequences(batch), batch_first=True)
