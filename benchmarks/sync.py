@@ -24,8 +24,8 @@ from megatron_dapo.engines.factory import open_engine
 from megatron_dapo.engines.protocol import Engine, WeightReport
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.policy.runtime import initialize
-from megatron_dapo.trainer.collectives import Together
-from megatron_dapo.trainer.colocation import Turns, memory
+from megatron_dapo.trainer.collectives import Collectives
+from megatron_dapo.trainer.colocation import Colocation, memory
 from megatron_dapo.trainer.signals import StopSignal
 from megatron_dapo.weights.sync import WeightBuckets
 
@@ -58,13 +58,14 @@ async def hand_over(
     engine: Engine, policy: Policy, stream: WeightBuckets, version: int
 ) -> tuple[WeightReport, dict[str, float]]:
     """One turn, from a trainer that has the device to an engine that serves, and back."""
-    turns = Turns(True, policy, Together(policy.runtime, StopSignal()), lambda line: None)
+    colocation = Colocation(True, policy, Collectives(policy.runtime, StopSignal()), lambda line: None)
     clock = {}
     began = time.perf_counter()
-    turns.make_room()
+    colocation.offload_training_state()
     clock["training state away"] = time.perf_counter() - began
-    report = await engine.update_weights(version, turns.sending(stream.buckets()))
-    turns.all_sent()
+    await engine.load_weights(version, stream.buckets())
+    colocation.offload_weights()
+    report = await engine.serve_weights(version)
     began = time.perf_counter()
     await engine.release_memory()
     clock["engine releases"] = time.perf_counter() - began

@@ -19,6 +19,17 @@ POINTS = {
     "checkpoint/write_file": "one of several threads is about to create the next file of the checkpoint",
     "checkpoint/after_write": "this rank has written and synced all of its files; the checkpoint has no final name",
     "checkpoint/before_publish": "all ranks have written everything; the checkpoint has no final name",
+    "loop/before_log_probs": "the batch of a step is on every rank; its old log-probs are not computed",
+    "loop/before_update": "the next update has not begun",
+    "loop/before_await_ahead": "the step is recorded; the batch generated ahead is not complete",
+    "loop/before_sync": "the step is recorded, and saved where that is due; no weight has been sent",
+    "rollouts/before_collect": "in the rollout thread: sampling of a batch has not begun",
+    "rollouts/before_grade": "in the rollout thread: a response is generated and not graded",
+    "rollouts/sampling": "in the rollout thread: a sample of a batch is graded, or a group decided",
+    "sync/before_bucket": "the engines wait for weights; the next bucket is not produced",
+    "sync/before_serve": "the engines have all weights and do not serve them; a colocated trainer holds none",
+    "rollouts/after_collect": "in the rollout thread: the batch is complete and has left the sampler",
+    "rollouts/evaluating": "in the rollout thread: a response of an evaluation is graded",
     "checkpoint/before_prune": "the checkpoint has its final name; older ones still exist",
 }
 

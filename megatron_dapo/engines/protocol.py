@@ -141,7 +141,8 @@ class Engine(Protocol):
 
     async def release_memory(self) -> None:
         """Aborts all requests and frees the GPU memory of weights and KV cache, for a trainer on the same GPUs.
-        `load_weights` takes the memory of the weights again, `serve_weights` that of the KV cache."""
+        `load_weights` takes the memory of the weights again, `serve_weights` that of the KV cache. What is released
+        already stays so: the trainer calls this again when a weight update failed half-way."""
         ...
 
     async def health(self) -> None:

@@ -6,6 +6,7 @@ launcher does not repeat that. An error after that is exit code 1, because it ma
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -20,6 +21,8 @@ from rich.table import Table
 from megatron_dapo.config import Config, ConfigError, ModelShape, check_config, dump_config
 from megatron_dapo.errors import UserError
 from megatron_dapo.policy.gpu_count import gpu_count
+from megatron_dapo.trainer.resume import SETTINGS, check_resume
+from megatron_dapo.trainer.run_lock import RunLock
 
 SETUP_ERROR = "setup_error"  # in the log folder; the batch script does not queue a job again that has it
 
@@ -33,28 +36,35 @@ def run_training(config: Config, *, dry_run: bool = False) -> int:
     in_job = rendezvous.world_size > 1
     ranks = rendezvous.world_size if in_job else local_ranks(config)
     shape = check_run(config, ranks)
+    changed = check_resume(config, shape)
     if rendezvous.rank == 0:
         # Ranks are forked from this process: threads of tokenizers or plugins must not be in it.
         report = _check_setup(config, shape, forked=not in_job and ranks > 1)
         print_plan(config, shape, ranks)
         print(report, file=sys.stderr)
+        for line in changed:
+            print(f"changed since this run was last started: {line}", file=sys.stderr)
     if dry_run:
         if rendezvous.rank == 0:
             write_resolved(config)
         return 0
-    try:
-        if in_job or ranks == 1:
-            return _train(rendezvous if in_job else None, config, shape)
-        return max(run_ranks(ranks, _train, config, shape, timeout=None))
-    except UserError as error:
-        print(f"megatron-dapo: {error}", file=sys.stderr)
-        return 1
+    # The lock is of the process that lives as long as the run: rank 0 in a job, else this one.
+    with RunLock(config.trainer.run_dir) if rendezvous.rank == 0 else contextlib.nullcontext() as lock:
+        try:
+            if in_job or ranks == 1:
+                return _train(rendezvous if in_job else None, config, shape, lock)
+            return max(run_ranks(ranks, _train, config, shape, lock, timeout=None))
+        except ConfigError:
+            raise  # found in the checkpoint that is resumed
+        except UserError as error:
+            print(f"megatron-dapo: {error}", file=sys.stderr)
+            return 1
 
 
-def _train(rendezvous: Any, config: Config, shape: ModelShape) -> int:
+def _train(rendezvous: Any, config: Config, shape: ModelShape, lock: RunLock | None) -> int:
     from megatron_dapo.trainer.loop import train
 
-    return train(config, shape, rendezvous)
+    return train(config, shape, rendezvous, lock)
 
 
 def local_ranks(config: Config) -> int:
@@ -142,6 +152,7 @@ def print_plan(config: Config, shape: ModelShape, ranks: int) -> None:
 
 
 def write_resolved(config: Config) -> None:
-    target = Path(config.trainer.run_dir) / "config.yaml"
+    run_dir = Path(config.trainer.run_dir)
+    target = run_dir / ("config.dry-run.yaml" if (run_dir / SETTINGS).exists() else "config.yaml")
     target.write_text(dump_config(config))
     print(f"valid; the resolved configuration is in {target}")

@@ -45,12 +45,19 @@ def run_ranks(
             sender.close()
             pipes.append(receiver)
             processes.append(process)
-        previous = _pass_on_signals(processes)
+        signals = _Signals(processes)
+        previous = signals.install()
         try:
             results = _collect(pipes, processes, timeout, grace)
             for process in processes:  # they have sent their results; let them exit by themselves
                 process.join(timeout=grace)
+            if signals.interrupts:
+                raise KeyboardInterrupt
             return results
+        except RankError as error:
+            if signals.interrupts:
+                raise KeyboardInterrupt from error
+            raise
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
@@ -60,17 +67,30 @@ def run_ranks(
                 process.join()
 
 
-def _pass_on_signals(processes: list[ForkProcess]) -> dict[int, Any]:
-    """Forwards stop signals to the ranks. Returns the handlers to restore; {} outside the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        return {}
+class _Signals:
+    """Forwards to the ranks what asks this process to stop. A terminal sends Ctrl-C to the ranks as well, so they
+    ignore it: the first one becomes a SIGTERM, which lets them save, and the second one kills them."""
 
-    def pass_on(number: int, _: Any) -> None:
-        for process in processes:
+    def __init__(self, processes: list[ForkProcess]) -> None:
+        self._processes, self.interrupts = processes, 0
+
+    def install(self) -> dict[int, Any]:
+        """Returns the handlers to restore; {} outside the main thread, which alone may set them."""
+        if threading.current_thread() is not threading.main_thread():
+            return {}
+        numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+        return {number: signal.signal(number, self._forward) for number in numbers}
+
+    def _forward(self, number: int, _: Any) -> None:
+        if number == signal.SIGINT:
+            self.interrupts += 1
+            number = signal.SIGTERM if self.interrupts == 1 else signal.SIGKILL
+            if self.interrupts == 1:
+                text = "interrupted: saving at the next safe point; press Ctrl-C again to end at once without saving"
+                os.write(2, f"\nmegatron-dapo: {text}\n".encode())
+        for process in self._processes:
             if process.is_alive() and process.pid is not None:
                 os.kill(process.pid, number)
-
-    return {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGUSR1)}
 
 
 def _collect(pipes: list[Any], processes: list[ForkProcess], timeout: float | None, grace: float) -> list[Any]:
@@ -115,6 +135,7 @@ def _rank_main(
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     # A pool of OpenMP threads does not survive a fork: if the parent has computed anything, its ranks would hang.
     torch.set_num_threads(1)
     try:

@@ -36,7 +36,7 @@ import torch.distributed as dist
 from megatron_dapo import fault_points
 from megatron_dapo.config.trainer import CheckpointConfig
 from megatron_dapo.files import write_atomically
-from megatron_dapo.policy.checkpoint import host_sizes, load_policy, policy_files
+from megatron_dapo.policy.checkpoint import host_bytes, load_policy, policy_files
 from megatron_dapo.policy.checkpoint_files import (
     Cancelled,
     CheckpointError,
@@ -95,12 +95,14 @@ class Checkpoints:
         *,
         warn: Callable[[str], None] = lambda line: None,
         mark: Callable[[str], None] = lambda doing: None,
+        guard: Callable[[], None] = lambda: None,
     ) -> None:
         """`report` is called on every rank once for each save, when it has ended: in `save`, `poll` or `finish`.
-        `warn` is called on rank 0 with what a user should know. `mark` is called while a method waits."""
+        `warn` is called on rank 0 with what a user should know. `mark` is called while a method waits. `guard` is
+        called on rank 0 before a checkpoint is published, which it prevents by raising."""
         self.runtime = runtime
         self._folder = CheckpointFolder(run_dir, config)
-        self._report, self._warn, self._mark = report, warn, mark
+        self._report, self._warn, self._mark, self._guard = report, warn, mark, guard
         self._buffers = HostBuffers(runtime.device)
         self._running: _Save | None = None
         self._last_error: str | None = None
@@ -212,7 +214,7 @@ class Checkpoints:
 
     def _has_room(self, policy: Policy) -> bool:
         """Whether every node has memory for the copies of its ranks. The same on every rank."""
-        missing = self._buffers.missing(host_sizes(policy))
+        missing = max(0, host_bytes(policy) - self._buffers.held)
         mine = (socket.gethostname(), missing, available_host_memory())
         ranks: list[Any] = [mine] * self.runtime.world_size
         dist.all_gather_object(ranks, mine)
@@ -259,6 +261,7 @@ class Checkpoints:
             if self.runtime.rank != 0:
                 self._hand_in(building, written)
             elif self._collect(building, written, save.cancel):
+                self._guard()
                 self._folder.publish(save.path.name, written, facts)
                 save.problems = self._folder.prune()
         except Cancelled:

@@ -1,93 +1,117 @@
-"""Whose turn it is, where trainer and engines share GPUs (`rollout.servers.share_gpus`); elsewhere nothing happens.
+"""Hand-overs of GPU memory where trainer and engines are colocated (`rollout.servers.share_gpus`). Elsewhere every
+method does nothing.
 
-The trainer gives its memory up in two parts, because the engines need its weights last of all: training state first
-(`make_room`), then, once all weights have been sent, the weights themselves (`sending`). Engines take room for weights
-before the transfer and for the KV cache after it, so at no time do all four lie side by side. In the other direction
-(`to_trainer`) engines let everything go, and what they held comes again with the next weight update.
+    trainer                              engines
+    offload_training_state               (hold nothing)
+    send the weights                     take memory for the weights and load them
+    offload_weights
+                                         take memory for the KV cache and serve
+                                         release everything
+    onload
+
+At most two of training state, trainer weights, engine weights and KV cache are on the GPU at once.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from enum import Enum
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
-from megatron_dapo.engines.protocol import Bucket
 from megatron_dapo.policy.policy import Policy
-from megatron_dapo.trainer.collectives import Together
+from megatron_dapo.trainer.collectives import Collectives, DriverError
 
 if TYPE_CHECKING:
-    from megatron_dapo.trainer.rollout_driver import Rollouts
+    from megatron_dapo.trainer.rollout_driver import RolloutDriver
 
 GIB = 2**30
 
 
-class Turns:
+class OnGpu(Enum):
+    """What the trainer has on its GPUs."""
+
+    EVERYTHING = "everything"
+    WEIGHTS = "the weights"
+    NOTHING = "nothing"
+
+
+class Colocation:
     """Every method is called by all ranks, in the same order."""
 
-    def __init__(self, shared: bool, policy: Policy, together: Together, log: Callable[[str], None]) -> None:
-        self.shared, self.trainers_turn = shared, True
-        self._policy, self._together, self._log = policy, together, log
+    def __init__(self, shared: bool, policy: Policy, collectives: Collectives, log: Callable[[str], None]) -> None:
+        self.shared, self.on_gpu = shared, OnGpu.EVERYTHING
+        self._policy, self._collectives, self._log = policy, collectives, log
 
-    def clear_the_way(self) -> None:
-        """Before the engines start: they size their KV cache by what they find free."""
-        if self.shared:
-            self._policy.offload_training_state()
-            self._policy.offload_weights()
-            self._meet()
-            self.trainers_turn = False
+    @property
+    def engines_have_memory(self) -> bool:
+        """Whether the engines may hold memory that the trainer needs before it can train or save."""
+        return self.shared and self.on_gpu is not OnGpu.EVERYTHING
 
-    def to_trainer(self, rollouts: Rollouts | None) -> None:
-        """Ranks but the first pass None. Afterwards the engines serve nothing until the next weight update."""
-        if not self.shared or self.trainers_turn:
+    def offload_all(self) -> None:
+        """Before the engines start: they size their KV cache by the memory they find free."""
+        self.offload_training_state()
+        self.offload_weights()
+
+    def offload_training_state(self) -> None:
+        """Makes room for the engines' copy of the weights."""
+        if not self.shared or self.on_gpu is not OnGpu.EVERYTHING:
             return
-        before, began = memory(self._policy.runtime.device), time.monotonic()
-        future = rollouts.release_memory() if rollouts is not None else None
-        self._together.wait(future, "getting the GPUs back from the engines")
-        released, after_release = time.monotonic(), memory(self._policy.runtime.device)
-        self._policy.onload()
-        self.trainers_turn = True
+        before, began = self._memory(), time.monotonic()
+        self._policy.offload_training_state()
+        self._collectives.barrier()  # an engine takes memory only after every rank has freed its own
+        self.on_gpu = OnGpu.WEIGHTS
         self._log(
-            f"GPU to the trainer: {before}; the engines released theirs in {released - began:.2f} s: {after_release}; "
-            f"training state back in {time.monotonic() - released:.2f} s: {memory(self._policy.runtime.device)}"
+            f"GPU to the engines: {before}; training state offloaded in {time.monotonic() - began:.2f} s: "
+            f"{self._memory()}"
         )
 
-    def make_room(self) -> None:
-        """For the engines' copy of the weights."""
-        if self.shared and self.trainers_turn:
-            before, began = memory(self._policy.runtime.device), time.monotonic()
-            self._policy.offload_training_state()
-            self._meet()
-            after = memory(self._policy.runtime.device)
-            self._log(f"GPU to the engines: {before}; training state away in {time.monotonic() - began:.2f} s: {after}")
+    def offload_weights(self) -> None:
+        """Makes room for the engines' KV cache. No bucket of the weights may be in use any more."""
+        if not self.shared or self.on_gpu is not OnGpu.WEIGHTS:
+            return
+        self._policy.offload_weights()
+        self._collectives.barrier()
+        self.on_gpu = OnGpu.NOTHING
 
-    def sending(self, buckets: Iterator[Bucket]) -> Iterator[Bucket]:
-        """`buckets`, and when the last one has been taken the weights leave the GPU on every rank."""
-        for bucket in buckets:
-            # Buckets may be views of the weights, and the last ones may still be on their way when these leave.
-            yield [(name, tensor.clone()) for name, tensor in bucket] if self.shared else bucket
-        if self.shared and self.trainers_turn:
-            self._policy.offload_weights()
-            self._meet()
-            self.trainers_turn = False
+    def onload(self, rollouts: RolloutDriver | None) -> None:
+        """The engines release their memory, and everything of the trainer is on the GPU again. Ranks other than 0
+        pass None. The engines serve nothing until the next weight sync."""
+        if not self.engines_have_memory:
+            return
+        before, began = self._memory(), time.monotonic()
+        released = rollouts.release_memory() if rollouts is not None else None
+        self._collectives.wait(released, "waiting until the engines release their GPU memory")
+        self._onload(before, began)
 
-    def all_sent(self) -> None:
-        """The engines have read everything: what was kept for them may go."""
-        if self.shared:
-            self._policy.empty_cache()
+    def onload_for_the_last_time(self, rollouts: RolloutDriver | None) -> None:
+        """As `onload`, for a run that ends: engines that cannot release their memory are closed instead."""
+        try:
+            self.onload(rollouts)
+        except DriverError as error:
+            self._log(f"{error}; closing the engines instead")
+            before, began = self._memory(), time.monotonic()
+            closed = rollouts.close_engines() if rollouts is not None else None
+            self._collectives.wait(closed, "closing the engines")
+            self._onload(before, began)
 
-    def _meet(self) -> None:
-        """No engine may take memory on a GPU whose rank has not given it up yet."""
-        here = torch.zeros(1, device=self._policy.runtime.device)
-        dist.all_reduce(here)
-        here.item()
+    def _onload(self, before: str, began: float) -> None:
+        released, after_release = time.monotonic(), self._memory()
+        self._policy.onload()
+        self.on_gpu = OnGpu.EVERYTHING
+        self._log(
+            f"GPU to the trainer: {before}; the engines released theirs in {released - began:.2f} s: {after_release}; "
+            f"training state onloaded in {time.monotonic() - released:.2f} s: {self._memory()}"
+        )
+
+    def _memory(self) -> str:
+        return memory(self._policy.runtime.device)
 
 
 def memory(device: torch.device) -> str:
-    """In words: what is in use on the device, and how much of it is this process's."""
+    """For the log: what is in use on the device, and how much of it by this process."""
     if device.type != "cuda":
         return "no GPU"
     free, total = torch.cuda.mem_get_info(device)

@@ -1,83 +1,85 @@
-"""The training loop: sample → grade → filter → shape → advantages → updates → weight sync → observe → save → evaluate.
+"""The training loop: sample, compute advantages, update, record, save, sync weights, evaluate.
 
-One SPMD program. Rank 0 drives the engines (`rollouts`), every rank trains (`policy`). Sampling, grading and filtering
-are the sampler's; shaping and advantages are `shaping`'s. On-policy by default; with `rollout.max_staleness: 1` the
-next batch is generated while this one trains. Every step ends in a state that can be saved, and a run that is killed
-at any moment and started again continues from the newest checkpoint with the same numbers.
+One SPMD program. Rank 0 drives the engines (`rollouts`), every rank trains (`policy`). Training is on-policy; with
+`rollout.max_staleness: 1` the next batch is generated while this one trains. The promises:
+
+- A run that is killed at any moment and started again continues from its newest checkpoint with the same numbers.
+- A run that is asked to stop, or that must end on an error while its weights are consistent, saves first.
+- Errors of rank 0's work (sampling, grading, engines, files) are raised by every rank at the same point.
 """
 
 from __future__ import annotations
 
 import contextlib
-import time
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 
-from megatron_dapo.config import Config, dump_config
+from megatron_dapo import fault_points
+from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.errors import UserError
 from megatron_dapo.evaluate import EvalResult
 from megatron_dapo.observe.observer import NullObserver, Observer
-from megatron_dapo.policy.batch import Floats, TrainBatch
-from megatron_dapo.policy.metrics import StepMetrics
+from megatron_dapo.policy.checkpoint_files import CheckpointError
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.policy.runtime import Rendezvous, initialize, shutdown
-from megatron_dapo.policy.step import NonFiniteError
-from megatron_dapo.trainer.advantages import mini_batches, shape_batch
+from megatron_dapo.trainer.best_metric import best_metric
 from megatron_dapo.trainer.checkpoint import Checkpoints, SaveReport
-from megatron_dapo.trainer.collectives import Together
-from megatron_dapo.trainer.colocation import Turns
-from megatron_dapo.trainer.logprob_gate import check_gate
-from megatron_dapo.trainer.rollout_driver import Rollouts
-from megatron_dapo.trainer.signals import REQUEUE, Stopped, StopSignal
+from megatron_dapo.trainer.collectives import Collectives, DriverError
+from megatron_dapo.trainer.colocation import Colocation
+from megatron_dapo.trainer.ending import RunEnded, not_saved, nothing_new, saved, say
+from megatron_dapo.trainer.resume import record_settings
+from megatron_dapo.trainer.rollout_driver import RolloutDriver
+from megatron_dapo.trainer.run_lock import RunLock
+from megatron_dapo.trainer.signals import Stopped, StopSignal
+from megatron_dapo.trainer.train_step import TrainStep
+from megatron_dapo.trainer.updates import Updates
 from megatron_dapo.trainer.watchdog import Watchdog, log_folder
-from megatron_dapo.types import StepBatch, json_default
+from megatron_dapo.trainer.weight_sync import WeightSync, describe
+from megatron_dapo.types import StepBatch
 from megatron_dapo.weights.formats.torch_dist_reader import TorchDistAsHF
-from megatron_dapo.weights.sync import discard
 
-
-@dataclass(slots=True)
-class Work:
-    """A step's batch on this rank, and how far its updates are. `source` is rank 0's."""
-
-    batch: TrainBatch
-    mini: list[list[int]]
-    metrics: dict[str, float]
-    done: int = 0
-    updates: StepMetrics = field(default_factory=StepMetrics)
-    source: StepBatch | None = None
+SYNC_ATTEMPTS = 3
 
 
 class Trainer:
     def __init__(
-        self, config: Config, shape: Any, place: Rendezvous | None, stop: StopSignal, watchdog: Watchdog
+        self,
+        config: Config,
+        shape: Any,
+        rendezvous: Rendezvous | None,
+        stop: StopSignal,
+        watchdog: Watchdog,
+        lock: RunLock | None = None,
     ) -> None:
-        self.config = config
-        self.runtime = initialize(config.policy, seed=config.trainer.seed, rendezvous=place)
-        self.is_driver = self.runtime.rank == 0
-        self.together = Together(self.runtime, stop, watchdog.mark)
+        """`lock`: rank 0's, of the run directory."""
+        self.config, self.lock = config, lock
+        self.runtime = initialize(config.policy, seed=config.trainer.seed, rendezvous=rendezvous)
+        self.collectives = Collectives(self.runtime, stop, watchdog.mark)
         self.policy = Policy(config, shape, self.runtime)
-        self.turns = Turns(config.rollout.shares_gpus, self.policy, self.together, self._log)
-        self.observer: Observer = NullObserver()
+        self.updates = Updates(config, self.policy, self.collectives, self._log, self._warn)
+        self.colocation = Colocation(config.rollout.shares_gpus, self.policy, self.collectives, self._log)
         self.checkpoints = Checkpoints(
             config.trainer.run_dir,
             config.trainer.checkpoint,
             self.runtime,
-            self._saved,
-            warn=lambda line: self.observer.warn(line),
-            mark=watchdog.mark,
+            self._report_save,
+            warn=self._warn,
+            mark=lambda doing: watchdog.mark(doing, False),  # a save that does not end is not progress
+            guard=lock.verify if lock else lambda: None,
         )
-        self.rollouts: Rollouts | None = None
+        self.observer: Observer = NullObserver()
+        self.rollouts: RolloutDriver | None = None  # rank 0
         self.steps_done = 0
-        self.skipped_in_a_row = 0
-        self.last_score: float | None = None
-        self.gate_passed = not config.trainer.gate.enabled
-        self.current: Work | None = None  # a step that was stopped in the middle
-        self.next_batch: Future[StepBatch] | StepBatch | None = None  # generated ahead (rank 0)
+        self.score: float | None = None
+        self.current: TrainStep | None = None  # from its first update until it is recorded
+        self.next_batch: Future[StepBatch] | StepBatch | None = None  # rank 0: sampled, or being sampled
+        self.sampling = False  # whether sampling of the next step has begun
+        self.served_version: int | None = None  # by the engines
+        self.unsaved = False  # whether anything has changed since the last save
+        self.last_saved: Path | None = None  # or loaded; it exists
 
     # ---- the loop ----
 
@@ -85,46 +87,53 @@ class Trainer:
         try:
             self._start()
             while self.steps_done < self.config.trainer.steps:
-                work = self._take_batch(self.steps_done)
-                self._generate_ahead(self.steps_done + 1)
-                self._update(work)
-                self.steps_done += 1
+                step = self._take_batch()
+                self._generate_ahead()
+                self._update(step)
+                self._record(step)
                 self._await_ahead()
+                self._save_when_due()
                 self._sync_weights()
                 self._evaluate_when_due()
-                self._observe(work)
-                self._save_when_due()
-            self._finish("finished")
+            self._finish()
             return 0
         except Stopped as stopped:
-            self._save_stopped(stopped)
-            self._finish(f"stopped while {stopped}")
-            return REQUEUE
+            return self._end_stopped(stopped)
+        except ConfigError:
+            raise
+        except UserError as error:
+            raise self._end_failed(error) from error
+        except Exception as error:
+            error.add_note(not_saved(error, self.last_saved))
+            raise
 
     # ---- start ----
 
     def _start(self) -> None:
-        """Weights from the model or the newest checkpoint; engines up and serving exactly those weights."""
-        if self.is_driver:
-            self._open_run()
-        resume = self.checkpoints.newest()
+        """Weights from the model or the newest checkpoint; engines started and serving exactly those weights."""
+        self.collectives.on_driver(self._open_run, "opening the run")
+        resume = self.last_saved = self.checkpoints.newest()
         with self.observer.phase("start"):
-            self.turns.clear_the_way()
+            self.colocation.offload_all()
             opening = self.rollouts.start() if self.rollouts else None
-            if self.turns.shared:
-                self.together.wait(opening, "starting the engine")
-                self.turns.to_trainer(self.rollouts)
+            if self.colocation.shared:
+                self.collectives.wait(opening, "starting the engines")
+                self.colocation.onload(self.rollouts)
             self.policy.load_hf(self._first_weights())
             if self.policy.needs.reference:
                 self.policy.keep_reference()
             state = self.checkpoints.load(self.policy, resume) if resume else None
-            self.stream = self.policy.weight_buckets(self.config.rollout.weights.bucket_bytes)
-            self.together.wait(opening, "starting the engine")
-            if state is not None:
+            self.weight_sync = WeightSync(
+                self.policy.weight_buckets(self.config.rollout.weights.bucket_bytes), self.collectives
+            )
+            self.collectives.wait(opening, "starting the engines")
+            if resume:
                 self._restore(state)
-            if state is not None or self.config.policy.megatron_checkpoint or self.turns.shared:
+        if self.current is None:  # else the weights are between two versions, and no engine may serve them
+            if resume or self.config.policy.megatron_checkpoint or self.colocation.shared:
                 self._sync_weights()
-        if state is None:
+            else:
+                self.served_version = 0  # the engines have loaded the same model
             self._evaluate_when_due()
 
     def _first_weights(self) -> str | TorchDistAsHF:
@@ -135,309 +144,265 @@ class Trainer:
         trainer = self.config.trainer
         run_dir = Path(trainer.run_dir)
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-        (run_dir / "config.yaml").write_text(dump_config(self.config))
+        record_settings(run_dir, self.config, self.policy.shape)
         settings = self.config.model_dump(mode="json")
         self.observer = Observer(self.config.observe, run_dir, total_steps=trainer.steps, settings=settings)
-        self.rollouts = Rollouts(self.config, self.observer.sampling)
+        self.rollouts = RolloutDriver(self.config, self.observer.sampling)
+        self.collectives.driver_progress = lambda: self.rollouts.progress if self.rollouts else 0
 
-    def _restore(self, state: dict[str, Any]) -> None:
-        self.steps_done = int(state["step"])
-        self.skipped_in_a_row = int(state["skipped_in_a_row"])
-        self.last_score = state["score"]
-        if self.rollouts is not None:
+    def _restore(self, state: dict[str, Any] | None) -> None:
+        """Rank 0's state, on every rank."""
+
+        def restore() -> Any:
+            assert state is not None and self.rollouts is not None
+            self.score = state["score"]
             self.rollouts.restore(state["rollouts"])
             self.observer.restore(state["observer"])
-            self.observer.rewind(self.steps_done)
+            self.observer.rewind(int(state["step"]))
             if state["next_batch"] is not None:
                 self.next_batch = StepBatch.from_state(state["next_batch"])
-        self.current = self._restore_current(state["current"])
+            return np.array([state["step"], state["skipped_in_a_row"], state["current"] is not None], dtype=np.int64)
+
+        numbers = self.collectives.share_array(self.collectives.on_driver(restore, "restoring the run's state"))
+        assert numbers is not None
+        self.steps_done, self.updates.skipped_in_a_row = int(numbers[0]), int(numbers[1])
+        if numbers[2]:
+            current = state["current"] if state is not None and self.rollouts is not None else None
+            self.current = TrainStep.restore(current, self.config, self.collectives)
+            self.updates.gate_passed = True
 
     # ---- one step ----
 
-    def _take_batch(self, step: int) -> Work:
-        """The batch of this step on every rank: sampled now, generated ahead, or left over from a stop."""
+    def _take_batch(self) -> TrainStep:
+        """The next step on every rank: sampled now, generated ahead, or saved between two of its updates."""
         if self.current is not None:
-            work, self.current = self.current, None
-            self._to_trainer()
-            return work
-        if self.turns.shared and self.turns.trainers_turn:
+            self._onload()
+            return self.current
+        self._sample()
+        self._onload()
+        with self.observer.phase("advantages"):
+            batch = self.next_batch if isinstance(self.next_batch, StepBatch) else None
+            step = TrainStep.share(batch, self.config, self.collectives)
+        with self.observer.phase("log_probs"):
+            self.updates.prepare(step, self.steps_done)
+        self.current, self.next_batch, self.sampling = step, None, False
+        return step
+
+    def _sample(self) -> None:
+        """Rank 0 has the next batch afterwards."""
+        if self.served_version != self.steps_done:
             self._sync_weights()
         with self.observer.phase("rollout"):
-            batch = self.next_batch if isinstance(self.next_batch, StepBatch) else None
-            self.next_batch = None
-            if not self._agree_on(batch is not None):
-                future = self.rollouts.collect(step) if self.rollouts else None
-                batch = self.together.wait(future, f"sampling the batch of step {step}", stoppable=True)
-        self._to_trainer()
-        with self.observer.phase("advantages"):
-            work = self._share(batch)
-        self._score_before_update(work)
-        return work
+            if self.collectives.agree(isinstance(self.next_batch, StepBatch)):
+                return
+            self.sampling = self.unsaved = True
+            future = self.rollouts.collect(self.steps_done) if self.rollouts else None
+            doing = f"sampling the batch of step {self.steps_done}"
+            self.next_batch = self.collectives.wait(future, doing, stoppable=True)
 
-    def _share(self, batch: StepBatch | None) -> Work:
-        shaped, mini = None, None
-        metrics: dict[str, float] = {}
-        if batch is not None:
-            shaped, metrics = shape_batch(batch, self.config)
-            mini = mini_batches(batch, self.config)
-            metrics |= batch.metrics
-        everywhere, indices = self.together.share_batch(shaped, mini)
-        return Work(everywhere, indices, metrics, source=batch)
-
-    def _score_before_update(self, work: Work) -> None:
-        """Old log-probs where the ratio needs them, the gate on the first batch, the reference where KL needs it."""
-        recompute = self.config.trainer.recomputes_old_logprobs
-        with self.observer.phase("log_probs"):
-            if recompute or not self.gate_passed:
-                logprobs, _ = self.policy.log_probs(work.batch)
-                if not self.gate_passed:
-                    self._pass_gate(work, logprobs)
-                if recompute:
-                    work.batch.old_logprobs = logprobs
-            if self.policy.needs.reference:
-                work.batch.ref_logprobs = self.policy.reference_log_probs(work.batch)
-
-    def _pass_gate(self, work: Work, logprobs: Floats) -> None:
-        """Only tokens of the current weights can be compared; a batch from before a resume may hold older ones."""
-        current = work.source is not None and all(
-            span.version == self.steps_done for sample in work.source.samples for span in sample.weight_spans
-        )
-        if self._agree_on(current):
-            self._log(check_gate(work.batch, logprobs, self.config.trainer.gate))
-        else:
-            self._log("the gate was not checked: this batch was sampled from older weights")
-        self.gate_passed = True
-
-    def _update(self, work: Work) -> None:
+    def _update(self, step: TrainStep) -> None:
+        updates = len(step.mini_batches)
         with self.observer.phase("update") as phase:
-            for index in range(work.done, len(work.mini)):
-                work.updates.add(self._one_update(work, index))
-                work.done = index + 1
-                phase.update(work.done, len(work.mini), "updates")
-                if work.done < len(work.mini) and self.together.stop_requested():
-                    self.current = work
-                    raise Stopped(f"training, {work.done} of {len(work.mini)} updates of step {self.steps_done} done")
+            while not step.complete:
+                self.updates.make_one(step, self.steps_done)
+                self.unsaved = True
+                phase.update(step.updates_done, updates, "updates")
+                if not step.complete:
+                    doing = f"training, {step.updates_done} of {updates} updates of step {self.steps_done} done"
+                    self.collectives.stop_if_requested(doing)
 
-    def _one_update(self, work: Work, index: int) -> dict[str, float]:
-        try:
-            metrics = self.policy.update(work.batch.select(work.mini[index]))
-            self.skipped_in_a_row = 0
-        except NonFiniteError as error:
-            self.skipped_in_a_row += 1
-            self._dump(work, index)
-            self.observer.warn(f"step {self.steps_done}, update {index} skipped: {error}")
-            if self.skipped_in_a_row > self.config.trainer.max_skipped_updates:
-                raise UserError(
-                    f"{self.skipped_in_a_row} updates in a row were skipped (trainer.max_skipped_updates is "
-                    f"{self.config.trainer.max_skipped_updates}); the last: {error}"
-                ) from error
-            metrics = {"update_skipped": 1.0}
-        return metrics
+    def _record(self, step: TrainStep) -> None:
+        """The step is done: from here on the run is between two steps."""
+        self.steps_done += 1
+        self.current = None
+
+        def record() -> None:
+            assert self.rollouts is not None and step.source is not None
+            metrics = {**step.metrics(), **self.rollouts.reward_metrics()}
+            if not self.config.evaluate.data.path:
+                self.score = best_metric(metrics, self.config.trainer.checkpoint, self.score)
+            self.observer.step(self.steps_done, metrics, step.source.groups)
+
+        self.collectives.on_driver(record, f"recording step {self.steps_done}")
+
+    def _onload(self) -> None:
+        """Colocated: the trainer gets the GPUs back."""
+        if self.colocation.engines_have_memory:
+            with self.observer.phase("hand_over"):
+                self.colocation.onload(self.rollouts)
 
     def _sync_weights(self) -> None:
-        """The engines serve version `steps_done` afterwards, all of it or nothing."""
-        with self.observer.phase("sync"):
-            future = None
-            self.turns.make_room()
-            stream = self.turns.sending(self.stream.buckets())
-            if self.rollouts is not None:
-                buckets = _Watched(stream)
-                future = self.rollouts.update_weights(self.steps_done, buckets)
-                buckets.wait(future)  # its collectives run in another thread: nothing else may use the ranks meanwhile
-            else:
-                discard(stream)
-            report = self.together.wait(future, f"bringing weight version {self.steps_done} to the engines")
-            self.turns.all_sent()
-        if report is not None:
-            rate = report.bytes / report.seconds / 1e9
-            self._log(
-                f"weights: {report.tensors} tensors, {report.bytes / 1e9:.3f} GB in {report.seconds:.2f} s "
-                f"({rate:.1f} GB/s); {report.proof}"
-            )
-
-    def _to_trainer(self) -> None:
-        if self.turns.shared:
-            with self.observer.phase("hand_over"):
-                self.turns.to_trainer(self.rollouts)
+        """The engines serve version `steps_done` afterwards. If no engine does, all weights are sent again: meanwhile
+        servers are restarted."""
+        for attempt in range(1, SYNC_ATTEMPTS + 1):
+            self._onload()
+            try:
+                with self.observer.phase("sync"):
+                    fault_points.reach("loop/before_sync")
+                    self.colocation.offload_training_state()
+                    self.weight_sync.send(self.steps_done, self.rollouts)
+                    self.colocation.offload_weights()
+                    report = self.weight_sync.serve(self.steps_done, self.rollouts)
+                if report is not None:
+                    self._log(describe(report))
+                self.served_version = self.steps_done
+                return
+            except DriverError as error:
+                if not error.by_engine or attempt == SYNC_ATTEMPTS:
+                    raise
+                self._warn(f"weight sync, attempt {attempt} of {SYNC_ATTEMPTS}: {error}")
 
     # ---- generating ahead ----
 
-    def _generate_ahead(self, step: int) -> None:
-        if self.config.rollout.max_staleness and step < self.config.trainer.steps and self.rollouts is not None:
+    def _generate_ahead(self) -> None:
+        """Not after a resume in the middle of a step: the weights of its beginning, which the engines must serve, do
+        not exist any more."""
+        step = self.steps_done + 1
+        possible = step < self.config.trainer.steps and self.served_version == self.steps_done
+        if self.config.rollout.max_staleness and possible and self.rollouts is not None:
             self.next_batch = self.next_batch or self.rollouts.collect(step)
 
     def _await_ahead(self) -> None:
-        """The next batch belongs to the weights it was begun with: it is complete before they change."""
+        """The next batch belongs to the weights it was started with: it is complete before they change."""
         if not self.config.rollout.max_staleness or self.steps_done >= self.config.trainer.steps:
             return
         with self.observer.phase("rollout"):
             ahead = self.next_batch if isinstance(self.next_batch, Future) else None
-            if self._agree_on(ahead is not None):
-                self.next_batch = self.together.wait(ahead, f"sampling the batch of step {self.steps_done}")
+            if self.collectives.agree(ahead is not None):
+                fault_points.reach("loop/before_await_ahead")
+                doing = f"sampling the batch of step {self.steps_done} ahead"
+                self.next_batch = self.collectives.wait(ahead, doing, stoppable=True)
 
-    def _agree_on(self, fact: bool) -> bool:
-        """Rank 0's view, on every rank."""
-        found = self.together.share_array(np.array([fact], dtype=np.bool_) if self.is_driver else None)
-        assert found is not None
-        return bool(found[0])
-
-    # ---- evaluate, observe, save ----
+    # ---- evaluate ----
 
     def _evaluate_when_due(self) -> None:
-        every = self.config.evaluate.every
-        last = self.steps_done == self.config.trainer.steps
+        """Also after a resume, if the run ended between the save and the end of this evaluation."""
+        every, last = self.config.evaluate.every, self.steps_done == self.config.trainer.steps
         if not every or not self.config.evaluate.data.path or (self.steps_done % every and not last):
+            return
+        if self.collectives.agree(self.observer.has_evaluation(self.steps_done)):
             return
         with self.observer.phase("evaluate") as phase:
             future: Future[EvalResult] | None = None
             if self.rollouts is not None:
                 future = self.rollouts.evaluate(self.steps_done, lambda done, total: phase.update(done, total))
-            result = self.together.wait(future, f"evaluating after step {self.steps_done}")
-        if result is not None:
-            self.observer.evaluation(self.steps_done, result.metrics())
+            result = self.collectives.wait(future, f"evaluating after step {self.steps_done}", stoppable=True)
+
+        def record() -> None:
+            assert result is not None
+            self.score = best_metric(result.metrics(), self.config.trainer.checkpoint, self.score)
+            if self.score is not None and not self.unsaved and self.steps_done:
+                self.checkpoints.set_score(self.steps_done, self.score)
             result.write(Path(self.config.trainer.run_dir) / "evaluations" / f"step_{self.steps_done}")
-            self.last_score = self._score(result.metrics())
+            self.observer.evaluation(self.steps_done, result.metrics())
 
-    def _observe(self, work: Work) -> None:
-        if self.rollouts is None or work.source is None:
-            return
-        metrics = {**work.metrics, **work.updates.result("train/"), **self.rollouts.reward_metrics()}
-        if not self.config.evaluate.data.path:
-            self.last_score = self._score(metrics)
-        self.observer.step(self.steps_done, metrics, work.source.groups)
+        self.collectives.on_driver(record, f"recording the evaluation after step {self.steps_done}")
 
-    def _score(self, metrics: dict[str, float]) -> float | None:
-        wanted = self.config.trainer.checkpoint.best_metric
-        names = [wanted] if wanted else [n for n in metrics if "avg@" in n][:1] or ["reward/accuracy"]
-        return next((float(metrics[name]) for name in names if name in metrics), self.last_score)
+    # ---- save and end ----
 
     def _save_when_due(self) -> None:
-        """Also when a stop was asked for: the step is complete, so nothing is in the middle."""
-        self.checkpoints.poll()
+        """A stop is honoured here as well: the step is complete."""
         every, last = self.config.trainer.checkpoint.every, self.steps_done == self.config.trainer.steps
-        stop = self.together.stop_requested() and not last
-        if last or stop or (every and self.steps_done % every == 0):
-            self._save(None)
-        if stop:
-            raise Stopped(f"between steps, {self.steps_done} steps done")
+        self._check_lock()
+        self.checkpoints.poll()
+        if last or (every and self.steps_done % every == 0):
+            self._save()
+        if not last:
+            self.collectives.stop_if_requested(f"between steps, {self.steps_done} steps done")
 
-    def _save_stopped(self, stopped: Stopped) -> None:
-        """A stop in the middle of a step; one between steps has been saved already."""
-        if str(stopped).startswith("between steps"):
-            return
-        if isinstance(self.next_batch, Future):
-            self.next_batch.cancel()
-        if self.rollouts is not None and not isinstance(self.next_batch, StepBatch):
-            self.next_batch = self.rollouts.settle(self.steps_done + (self.current is not None))
-        self._save(self.current.done if self.current else 0)
-
-    def _save(self, updates: int | None) -> None:
-        self._to_trainer()
+    def _save(self, *, wait: bool = False) -> Path:
+        self._check_lock()
         with self.observer.phase("checkpoint"):
             ahead = self.next_batch if isinstance(self.next_batch, StepBatch) else None
+            updates = self.current.updates_done if self.current else 0 if self.sampling else None
             state = {
-                "skipped_in_a_row": self.skipped_in_a_row,
+                "skipped_in_a_row": self.updates.skipped_in_a_row,
                 "observer": self.observer.state(),
                 "rollouts": self.rollouts.state() if self.rollouts else None,
                 "next_batch": ahead.to_state() if ahead else None,
-                "current": self._record_current(),
+                "current": self.current.to_state() if self.current and self.rollouts else None,
             }
-            self.checkpoints.save(self.policy, self.steps_done, updates, state, self.last_score)
+            self.unsaved = False  # unless the save fails: see _report_save
+            return self.checkpoints.save(self.policy, self.steps_done, updates, state, self.score, wait=wait)
 
-    def _saved(self, report: SaveReport) -> None:
+    def _check_lock(self) -> None:
+        """Nothing is written into a run directory that another run has taken over."""
+        self.collectives.on_driver(lambda: self.lock.verify() if self.lock else None, "checking the run's lock")
+
+    def _report_save(self, report: SaveReport) -> None:
+        """Every save ends here, on every rank, at once or at a later step. Training continues if one has failed."""
         if report.error is not None:
-            self.observer.warn(f"{report.path} was not saved: {report.error}")
+            self.unsaved = True
+            self._warn(f"checkpoint {report.path.name} was not saved: {report.error}")
         else:
+            self.last_saved = report.path
             self._log(
                 f"{report.path.name} saved: {report.bytes / 1e9:.3f} GB in {report.seconds:.1f} s, of which the loop "
                 f"waited {report.waited_seconds:.1f} s"
             )
 
-    def _record_current(self) -> dict[str, Any] | None:
-        work = self.current
-        if work is None or work.source is None:
-            return None
-        return {
-            "batch": work.source.to_state(),
-            "metrics": work.metrics,
-            "done": work.done,
-            "updates": work.updates.to_state(),
-            "old_logprobs": _listed(work.batch.old_logprobs),
-            "ref_logprobs": _listed(work.batch.ref_logprobs),
-        }
-
-    def _restore_current(self, record: dict[str, Any] | None) -> Work | None:
-        if record is None:
-            return None
-        work = self._share(StepBatch.from_state(record["batch"]) if self.is_driver else None)
-        work.metrics, work.done = record["metrics"], record["done"]
-        work.updates = StepMetrics.from_state(record["updates"])
-        work.batch.old_logprobs = _array(record["old_logprobs"])
-        work.batch.ref_logprobs = _array(record["ref_logprobs"])
-        self.gate_passed = True
-        return work
-
-    def _log(self, line: str) -> None:
-        """What is worth keeping but is no metric: it may differ between a resumed and an uninterrupted run."""
-        if self.is_driver:
-            with (Path(self.config.trainer.run_dir) / "logs" / "trainer.log").open("a") as file:
-                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} after step {self.steps_done}: {line}\n")
-
-    def _dump(self, work: Work, index: int) -> None:
-        """The mini-batch that gave a NaN, for whoever wants to look."""
-        if self.is_driver and work.source is not None:
-            folder = Path(self.config.trainer.run_dir) / "dumps"
-            folder.mkdir(exist_ok=True)
-            samples = [work.source.samples[i].to_state() for i in work.mini[index]]
-            (folder / f"step_{self.steps_done}_update_{index}.json").write_bytes(
-                orjson.dumps(samples, default=json_default)
-            )
-
-    def _finish(self, status: str) -> None:
+    def _finish(self) -> None:
+        self._check_lock()
         self.checkpoints.finish()
-        self.observer.close(status)
+        self.observer.close("finished")
+
+    def _end_stopped(self, stopped: Stopped) -> int:
+        outcome = self._save_what_changed()
+        self.observer.close(str(stopped))
+        if self.rollouts is not None:
+            say(f"{stopped}. {outcome}")
+        return stopped.exit_code
+
+    def _end_failed(self, error: UserError) -> RunEnded:
+        may_save = isinstance(error, DriverError) and error.may_save
+        outcome = self._save_what_changed() if may_save else not_saved(error, self.last_saved)
+        self.observer.close(f"failed: {error}")
+        return RunEnded(f"{error}. {outcome}")
+
+    def _save_what_changed(self) -> str:
+        """Before the run ends. Collective; says what was saved and how to continue."""
+        try:
+            if not self.unsaved:
+                self.checkpoints.finish()
+                return nothing_new(self.last_saved)
+            self._stop_rollouts()
+            self.colocation.onload_for_the_last_time(self.rollouts)
+            return saved(self._save(wait=True))
+        except (DriverError, CheckpointError) as error:
+            return f"It could not be saved: {error}. {not_saved(error, self.last_saved)}"
+
+    def _stop_rollouts(self) -> None:
+        """A batch that is being sampled is interrupted; what it has so far becomes part of the state."""
+        if isinstance(self.next_batch, Future):
+            self.next_batch.cancel()
+        self.collectives.wait(self.rollouts.settled() if self.rollouts else None, "interrupting the rollouts")
+        if self.rollouts is not None and not isinstance(self.next_batch, StepBatch):
+            self.next_batch = self.rollouts.complete_batch(self.steps_done + (self.current is not None))
 
     def close(self) -> None:
         if self.rollouts is not None:
             self.rollouts.close()
         shutdown()
 
+    def _log(self, line: str) -> None:
+        """What is worth keeping but is no metric: it may differ between a resumed and an uninterrupted run."""
+        self.observer.log(line)
 
-class _Watched:
-    """An iterator that says when it has been read to its end."""
-
-    def __init__(self, items: Any) -> None:
-        self._items, self._read = items, Future[None]()
-
-    def __iter__(self) -> Any:
-        try:
-            yield from self._items
-        finally:
-            self._read.set_result(None)
-
-    def wait(self, reader: Future[Any]) -> None:
-        """Until the end has been reached, or the reader has ended without starting."""
-        while not self._read.done():
-            with contextlib.suppress(TimeoutError):
-                self._read.result(timeout=0.05)
-            if reader.done():
-                return
+    def _warn(self, line: str) -> None:
+        self.observer.warn(line)
 
 
-def _listed(values: Floats | None) -> list[float] | None:
-    return None if values is None else values.tolist()
-
-
-def _array(values: list[float] | None) -> Floats | None:
-    return None if values is None else np.array(values, dtype=np.float32)
-
-
-def train(config: Config, shape: Any, place: Rendezvous | None = None) -> int:
-    """Runs or resumes the run in `config.trainer.run_dir` on this rank; returns the exit code."""
-    place = place or Rendezvous.from_environment()
+def train(config: Config, shape: Any, rendezvous: Rendezvous | None = None, lock: RunLock | None = None) -> int:
+    """Runs or resumes the run in `config.trainer.run_dir` on this rank; returns the exit code. `lock`: if the launcher
+    holds it already."""
+    rendezvous = rendezvous or Rendezvous.from_environment()
     logs = log_folder(config.trainer.run_dir)
-    with StopSignal() as stop, Watchdog(config.trainer.heartbeat, logs, place.rank, place.world_size) as watchdog:
-        trainer = Trainer(config, shape, place, stop, watchdog)
+    with contextlib.ExitStack() as stack:
+        if rendezvous.rank == 0 and lock is None:
+            lock = stack.enter_context(RunLock(config.trainer.run_dir))
+        stop = stack.enter_context(StopSignal())
+        watchdog = stack.enter_context(Watchdog(config.trainer.heartbeat, logs, rendezvous.rank, rendezvous.world_size))
+        trainer = Trainer(config, shape, rendezvous, stop, watchdog, lock)
         try:
             return trainer.run()
         finally:

@@ -1,20 +1,24 @@
-"""Rank 0's way to the engines: a thread with an event loop, in which sampling, grading and weight updates run.
+"""Rank 0's rollouts: a thread with an event loop in which sampling, grading, evaluation and weight updates run.
 
-The main thread trains; it starts a coroutine here and gets a future. So the next batch can be generated while this
-one trains (`rollout.max_staleness: 1`), and every wait of the main thread can be watched.
+The main thread trains. It starts an operation here and gets a future, so the next batch can be generated while this one
+trains (`rollout.max_staleness: 1`) and every wait of the main thread can be watched. `progress` counts what the thread
+has achieved. It stands still when the thread is blocked or nothing finishes, and the watchdog then ends the run.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterable
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from concurrent.futures import Executor, Future
 from typing import Any, TypeVar
 
 from transformers import AutoTokenizer
 
-from megatron_dapo.config import Config
+from megatron_dapo import fault_points
+from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.data import PromptCursor, load_prompts
 from megatron_dapo.engines.factory import open_engine
 from megatron_dapo.engines.protocol import Bucket, Engine, WeightReport, derive_seed
@@ -23,15 +27,16 @@ from megatron_dapo.reward.pool import RewardPool
 from megatron_dapo.rollout.accounting import Progress
 from megatron_dapo.rollout.sampler import Sampler
 from megatron_dapo.trainer.watchdog import log_folder
-from megatron_dapo.types import StepBatch
+from megatron_dapo.types import Grade, Prompt, Sample, StepBatch
 
 T = TypeVar("T")
 CLOSE_SECONDS = 120.0
-SETTLE_SECONDS = 300.0
+PULSE_SECONDS = 1.0
 
 
-class Rollouts:
-    def __init__(self, config: Config, on_progress: Callable[[Progress], None] | None = None) -> None:
+class RolloutDriver:
+    def __init__(self, config: Config, on_progress: Callable[[Progress], None] = lambda progress: None) -> None:
+        """Loads the tokenizer and the prompts; `start` starts everything else."""
         self.config = config
         tokenizer = AutoTokenizer.from_pretrained(config.policy.model)
         self.prompts = load_prompts(config.data, tokenizer, config.rollout.max_prompt_tokens)
@@ -41,24 +46,26 @@ class Rollouts:
             if config.evaluate.data.path
             else None
         )
+        self.progress = 0
         self._decode = lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True)
         self._on_progress = on_progress
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True)
         self._idle = asyncio.Event()
         self._idle.set()
+        self._running = 0  # operations
         self._complete: StepBatch | None = None
         self._counted: dict[str, float] = {}
         self._engine: Engine | None = None
         self._pool: RewardPool | None = None
         self._sampler: Sampler | None = None
 
-    # ---- life ----
+    # ---- start and close ----
 
     def start(self) -> Future[None]:
         """Starts the engine and the graders."""
         self._thread.start()
-        return self._submit(self._open())
+        return self._submit(self._open(), bounded=True)
 
     async def _open(self) -> None:
         logs = log_folder(self.config.trainer.run_dir)
@@ -66,35 +73,76 @@ class Rollouts:
         self._pool = await RewardPool(self.config.reward).__aenter__()
         self._sampler = Sampler(
             self._engine,
-            self._pool.grade,
+            self._grade,
             lambda: self.cursor.take(1)[0],
             self.config.rollout,
             groups_per_step=self.config.trainer.prompts_per_step,
             seed=self.config.trainer.seed,
             decode=self._decode,
-            on_progress=self._on_progress,
+            on_progress=self._on_sampling,
         )
 
     def close(self) -> None:
-        """Ends what was started here, and nothing else."""
+        """Ends what was started here, and nothing else. Never raises: a run that ends has its own outcome."""
         if not self._thread.is_alive():
             return
         try:
-            self._submit(self._close()).result(CLOSE_SECONDS)
-        finally:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(CLOSE_SECONDS)
+            asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(CLOSE_SECONDS)
+        except TimeoutError:
+            _say(f"waited {CLOSE_SECONDS:.0f} s for the engines and graders to close; leaving them")
+        except Exception as error:
+            _say(f"the engines and graders did not close cleanly: {type(error).__name__}: {error}")
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(CLOSE_SECONDS)
+
+    def close_engines(self) -> Future[None]:
+        """Ends the servers, and with them their GPU memory, before the rest."""
+        return self._submit(self._close_engines(), bounded=True)
 
     async def _close(self) -> None:
         if self._pool is not None:
             await self._pool.__aexit__(None, None, None)
+        await self._close_engines()
+
+    async def _close_engines(self) -> None:
         if self._engine is not None:
-            await self._engine.close()
+            engine, self._engine = self._engine, None
+            await engine.close()
 
-    def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+    # ---- operations ----
 
-    # ---- work ----
+    def _submit(self, work: Coroutine[Any, Any, T], *, bounded: bool = False) -> Future[T]:
+        """`bounded` work has its own time limit: the running event loop alone counts as progress."""
+
+        async def operation() -> T:
+            async with self._counted_operation(bounded):
+                return await work
+
+        return asyncio.run_coroutine_threadsafe(operation(), self._loop)
+
+    @contextlib.asynccontextmanager
+    async def _counted_operation(self, bounded: bool) -> AsyncIterator[None]:
+        self._running += 1
+        self._idle.clear()
+        pulse = asyncio.ensure_future(self._pulse()) if bounded else None
+        try:
+            yield
+        finally:
+            if pulse is not None:
+                pulse.cancel()
+            self.progress += 1
+            self._running -= 1
+            if not self._running:
+                self._idle.set()
+
+    async def _pulse(self) -> None:
+        while True:
+            self.progress += 1
+            await asyncio.sleep(PULSE_SECONDS)
+
+    def settled(self) -> Future[Any]:
+        """Done when no operation runs: what was cancelled has left everything in `state`."""
+        return asyncio.run_coroutine_threadsafe(self._idle.wait(), self._loop)
 
     @property
     def engine(self) -> Engine:
@@ -106,38 +154,49 @@ class Rollouts:
         assert self._sampler is not None, "start() comes first"
         return self._sampler
 
+    # ---- sampling and evaluation ----
+
     def collect(self, step: int) -> Future[StepBatch]:
-        """Cancelling the future cuts the batch short: what was sampled so far is then in `state`, see `settle`."""
+        """Cancelling the future interrupts the batch: after `settled`, what was sampled is in `state`, unless the batch
+        was already complete (`complete_batch`)."""
         return self._submit(self._collect(step))
 
     async def _collect(self, step: int) -> StepBatch:
-        self._idle.clear()
-        try:
-            self._complete = await self.sampler.collect(step)
-            return self._complete
-        finally:
-            self._idle.set()
+        fault_points.reach("rollouts/before_collect")
+        self._complete = await self.sampler.collect(step)
+        fault_points.reach("rollouts/after_collect")
+        return self._complete
 
-    def settle(self, step: int) -> StepBatch | None:
-        """Waits until the cancelled batch of this step has put everything into the sampler's state. Returns it where
-        it was complete before it could be cut: then it is the caller's to keep."""
-        self._submit(self._idle.wait()).result(SETTLE_SECONDS)
+    def complete_batch(self, step: int) -> StepBatch | None:
+        """The batch of `step` if it was complete before its future was cancelled: the caller keeps it."""
         return self._complete if self._complete is not None and self._complete.step == step else None
 
-    def update_weights(self, version: int, buckets: Iterable[Bucket]) -> Future[WeightReport]:
-        return self._submit(self.engine.update_weights(version, buckets))
-
-    def release_memory(self) -> Future[None]:
-        return self._submit(self.engine.release_memory())
-
-    def evaluate(self, step: int, progress: Callable[[int, int], None] | None = None) -> Future[EvalResult]:
+    def evaluate(
+        self, step: int, on_progress: Callable[[int, int], None] = lambda done, total: None
+    ) -> Future[EvalResult]:
         assert self.problems is not None and self._pool is not None
+
+        def advance(done: int, total: int) -> None:
+            self.progress += 1
+            fault_points.reach("rollouts/evaluating")
+            on_progress(done, total)
+
         seed = derive_seed(self.config.trainer.seed, step, "evaluation", 0)
         settings = self.config.resolved_evaluate
-        return self._submit(evaluate(self.engine, self.problems, self._pool, settings, seed, progress))
+        return self._submit(evaluate(self.engine, self.problems, self._pool, settings, seed, advance))
+
+    async def _grade(self, prompt: Prompt, sample: Sample) -> Grade:
+        assert self._pool is not None
+        fault_points.reach("rollouts/before_grade")
+        return await self._pool.grade(prompt, sample)
+
+    def _on_sampling(self, progress: Progress) -> None:
+        self.progress += 1
+        fault_points.reach("rollouts/sampling")
+        self._on_progress(progress)
 
     def reward_metrics(self) -> dict[str, float]:
-        """What the graders needed since the last call: retries, restarts, errors, seconds."""
+        """What the graders did since the last call: retries, restarts, errors, seconds."""
         found = self._reward_counts()
         self._counted = {name: self._counted.get(name, 0.0) + value for name, value in found.items()}
         return found
@@ -148,6 +207,17 @@ class Rollouts:
         names = ("reward/errors", "reward/retries", "reward/restarts", "reward/seconds")
         return {name: now[name] - self._counted.get(name, 0.0) for name in names}
 
+    # ---- weights and memory ----
+
+    def load_weights(self, version: int, buckets: Iterable[Bucket], executor: Executor) -> Future[None]:
+        return self._submit(self.engine.load_weights(version, buckets, executor), bounded=True)
+
+    def serve_weights(self, version: int) -> Future[WeightReport]:
+        return self._submit(self.engine.serve_weights(version), bounded=True)
+
+    def release_memory(self) -> Future[None]:
+        return self._submit(self.engine.release_memory(), bounded=True)
+
     # ---- state ----
 
     def state(self) -> dict[str, Any]:
@@ -155,10 +225,26 @@ class Rollouts:
         return {
             "cursor": self.cursor.state_dict(),
             "sampler": self.sampler.state(),
-            "reward": self._reward_counts(),  # of the step that is not yet observed
+            "samples_per_prompt": self.config.rollout.samples_per_prompt,
+            "reward": self._reward_counts(),  # of the step that is not recorded yet
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         self.cursor.load_state_dict(state["cursor"])
+        self._check_group_size(state)
         self.sampler.restore(state["sampler"])
         self._counted = {name: -value for name, value in state.get("reward", {}).items()}
+
+    def _check_group_size(self, state: dict[str, Any]) -> None:
+        ours = self.config.rollout.samples_per_prompt
+        saved = state.get("samples_per_prompt", ours)
+        carried_over = len(state["sampler"]["surplus"]) + len(state["sampler"]["unfinished"])
+        if saved != ours and carried_over:
+            raise ConfigError(
+                f"rollout.samples_per_prompt is {ours}, but the checkpoint carries over {carried_over} groups of "
+                f"{saved} samples: use {saved}, or start another run_dir"
+            )
+
+
+def _say(text: str) -> None:
+    print(f"megatron-dapo: {text}", file=sys.stderr, flush=True)

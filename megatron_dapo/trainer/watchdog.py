@@ -47,10 +47,10 @@ class Watchdog:
         self._beats = self._marks = 0
         self._doing = "starting"
 
-    def mark(self, doing: str = "") -> None:
-        """The loop has gone on. Cheap: call it often."""
-        self._marks += 1
-        self._doing = doing or self._doing
+    def mark(self, doing: str, progress: bool = True) -> None:
+        """What the loop does, and whether it has made progress since the last call. Cheap: call it often."""
+        self._marks += progress
+        self._doing = doing
 
     def __enter__(self) -> Watchdog:
         if self._config.every <= 0:

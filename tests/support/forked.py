@@ -1,12 +1,13 @@
-"""A training run in a forked process, so that it can be killed: the imports are shared, so it starts at once."""
+"""Training runs in forked processes: they can be killed, and they start at once because the imports are shared."""
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
-import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,14 @@ from tiny_run import environment
 
 from megatron_dapo import fault_points
 from megatron_dapo.config import check_config, parse_config
+from megatron_dapo.errors import UserError
 from megatron_dapo.observe.metric_names import is_wall_clock
 from megatron_dapo.trainer.loop import train
 from megatron_dapo.weights.verify import verify
 
 
-def run(raw: dict[str, Any], before: Callable[[], None] | None = None, timeout: float = 120) -> int:
-    """Trains in a forked process; `before` may plant something there. Returns the exit code (−9: killed)."""
+def run(raw: dict[str, Any], before: Callable[[], None] | None = None, timeout: float = 300) -> int:
+    """Trains in a forked process, in which `before` is called first. Returns the exit code (−9: killed)."""
     process = multiprocessing.get_context("fork").Process(target=_main, args=(raw, before))
     process.start()
     process.join(timeout)
@@ -36,37 +38,38 @@ def run(raw: dict[str, Any], before: Callable[[], None] | None = None, timeout: 
 def _main(raw: dict[str, Any], before: Callable[[], None] | None) -> None:
     os.environ.update(environment())
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    gc.freeze()  # Megatron collects garbage at every save; the imported modules need not be searched each time
     if before is not None:
         before()
     config = parse_config(raw)
-    sys.exit(train(config, check_config(config, 1)))
+    try:
+        sys.exit(train(config, check_config(config, 1)))
+    except UserError as error:  # as the command does
+        print(f"megatron-dapo: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)
 
 
-def kill_self() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+def fail_with(error: Exception) -> Callable[[], None]:
+    """An action that raises."""
+
+    def action() -> None:
+        raise error
+
+    return action
 
 
-def at_call(owner: Any, name: str, count: int, action: Callable[[], None] = kill_self) -> Callable[[], None]:
-    """Plants `action` before the `count`-th call of a method (it may be a coroutine function: it is called)."""
+def send_signal(number: int, linger: float = 0.0) -> Callable[[], None]:
+    """An action that signals this process and then, where the loop must notice it first, holds its thread."""
 
-    def plant() -> None:
-        original = getattr(owner, name)
-        calls = 0
+    def action() -> None:
+        os.kill(os.getpid(), number)
+        time.sleep(linger)
 
-        def planted(*args: Any, **kwargs: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls == count:
-                action()
-            return original(*args, **kwargs)
-
-        setattr(owner, name, planted)
-
-    return plant
+    return action
 
 
-def at_point(name: str, count: int, action: Callable[[], None] = fault_points.kill) -> Callable[[], None]:
-    """Plants `action` at the `count`-th arrival at a fault point."""
+def at_point(name: str, count: int = 1, action: Callable[[], None] = fault_points.kill) -> Callable[[], None]:
+    """For `run`: does `action` when the run arrives at the fault point for the `count`-th time."""
     return lambda: fault_points.on(name, action, count=count)
 
 

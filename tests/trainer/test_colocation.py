@@ -1,19 +1,20 @@
-"""Trainer and engines that take turns on the same GPUs: the same run, and nobody has memory that is another's.
+"""Colocated trainer and engines: the same run as without, and no side uses memory that the other one holds.
 
-On the CPU nothing is short of memory, but everything else is as on a GPU: storages are emptied and filled again, and
-whoever touches what is away fails.
+On a CPU memory is not scarce, but everything else is as on a GPU: storages are emptied and filled again, and any use of
+offloaded memory fails.
 """
 
 import re
 import subprocess
 
 import pytest
-from forked import assert_same, at_call, records, run
+from forked import assert_same, at_point, records, run
 from tiny_run import HERE, command, environment, raw_config, write_config
 
 from megatron_dapo.config import check_config, parse_config
 from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.engines.embedded.engine import EmbeddedEngine
+from megatron_dapo.engines.protocol import WeightUpdateError
 from megatron_dapo.policy.fork_ranks import run_ranks
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.trainer.loop import train
@@ -31,75 +32,116 @@ def bytes_on_device(policy):
     return sum(parameter.untyped_storage().nbytes() for parameter in policy._parameters())
 
 
-def take_turns():
-    """Makes the embedded engine one that shares the device, and checks at every call whose turn it is."""
+engine_has = {"weights": None, "kv_cache": None}  # None: unknown, or another rank's engine
+
+
+def colocate():
+    """Makes the embedded engine one that shares the device, and checks at every call who holds its memory."""
     RolloutConfig.shares_gpus = property(lambda self: True)
-    policies, holds = [], {"memory": None}  # only rank 0 has an engine
-    init, generate, release = Policy.__init__, EmbeddedEngine.generate, EmbeddedEngine.release_memory
-    update_policy, update_weights = Policy.update, EmbeddedEngine.update_weights
+    policies = []
+    init, update = Policy.__init__, Policy.update
+    generate, release = EmbeddedEngine.generate, EmbeddedEngine.release_memory
+    load, serve = EmbeddedEngine.load_weights, EmbeddedEngine.serve_weights
 
     def remember(self, *args):
         init(self, *args)
         policies.append(self)
 
     async def checked_generate(self, *args):
-        assert holds["memory"], "the engine generates without its memory"
+        assert engine_has["kv_cache"], "the engine generates without its memory"
         assert not any(map(bytes_on_device, policies)), "the engine generates while the trainer has the device"
         return await generate(self, *args)
 
     async def checked_release(self):
-        assert holds["memory"] is not False, "the engine is told twice"
-        holds["memory"] = False
+        assert engine_has["kv_cache"] is not False, "the engine is told to release twice"
+        engine_has.update(weights=False, kv_cache=False)
         await release(self)
 
-    async def checked_weights(self, version, buckets):
-        report = await update_weights(self, version, buckets)
-        assert not any(map(bytes_on_device, policies)), "the KV cache comes back while the trainer has its weights"
-        holds["memory"] = True
-        return report
+    async def checked_load(self, version, buckets, executor=None):
+        assert all(map(bytes_on_device, policies)), "the trainer sends weights that it has offloaded"
+        assert not engine_has["kv_cache"], "the KV cache is on the device while weights are sent"
+        await load(self, version, buckets, executor)
+        engine_has["weights"] = True
+
+    async def checked_serve(self, version):
+        assert engine_has["weights"], "the engine serves without weights"
+        assert not any(map(bytes_on_device, policies)), "the KV cache is allocated while the trainer has its weights"
+        engine_has["kv_cache"] = True
+        return await serve(self, version)
 
     def checked_update(self, *args):
-        assert not holds["memory"] and bytes_on_device(self), "the trainer works without the device"
-        return update_policy(self, *args)
+        assert not engine_has["weights"] and not engine_has["kv_cache"], "the engine has memory while the trainer works"
+        assert bytes_on_device(self), "the trainer works without its weights"
+        return update(self, *args)
 
     Policy.__init__, Policy.update = remember, checked_update
     EmbeddedEngine.generate, EmbeddedEngine.release_memory = checked_generate, checked_release
-    EmbeddedEngine.update_weights = checked_weights
+    EmbeddedEngine.load_weights, EmbeddedEngine.serve_weights = checked_load, checked_serve
+
+
+def colocated_and(plant):
+    def before():
+        colocate()
+        plant()
+
+    return before
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    folder, run_dir = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("alone")
+def separate(tmp_path_factory):
+    """The same run with memory of its own for everybody."""
+    folder, run_dir = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("separate")
     assert run(config(folder, run_dir)) == 0
     return folder, run_dir
 
 
-def test_taking_turns_changes_no_number(alone, tmp_path):
-    assert run(config(alone[0], tmp_path), take_turns) == 0
-    assert_same(tmp_path, alone, STEPS)
+def test_colocation_changes_no_number(separate, tmp_path):
+    assert run(config(separate[0], tmp_path), colocate) == 0
+    assert_same(tmp_path, separate, STEPS)
+    log = (tmp_path / "logs" / "trainer.log").read_text()
+    assert log.count("weights: ") == STEPS + 1  # a save needs no second sync
 
 
-def test_a_run_that_takes_turns_resumes_exactly(alone, tmp_path):
-    def killed_in_the_second_step():
-        take_turns()
-        at_call(Policy, "update", 4)()
-
-    assert run(config(alone[0], tmp_path), killed_in_the_second_step) == -9
-    assert run(config(alone[0], tmp_path), take_turns) == 0
-    assert_same(tmp_path, alone, STEPS)
+def test_killed_colocated_run_resumes_exactly(separate, tmp_path):
+    assert run(config(separate[0], tmp_path), colocated_and(at_point("loop/before_update", 4))) == -9
+    assert run(config(separate[0], tmp_path), colocate) == 0
+    assert_same(tmp_path, separate, STEPS)
 
 
-def rank(place, raw):
-    take_turns()
+def fail_twice(name):
+    """The engine's method fails at its second and third call, as an engine does whose servers are restarting."""
+    method, calls = getattr(EmbeddedEngine, name), []
+
+    async def failing(self, *args):
+        calls.append(1)
+        if len(calls) in (2, 3):
+            engine_has.update(weights=None, kv_cache=None)
+            raise WeightUpdateError("planted: no server took the weights")
+        return await method(self, *args)
+
+    setattr(EmbeddedEngine, name, failing)
+
+
+@pytest.mark.parametrize("half", ["load_weights", "serve_weights"])
+def test_weights_are_sent_again_when_no_engine_takes_them(half, separate, tmp_path):
+    raw = config(separate[0], tmp_path)
+    assert run(raw, colocated_and(lambda: fail_twice(half))) == 0
+    assert_same(tmp_path, separate, STEPS)
+    warnings = (tmp_path / "logs" / "warnings.log").read_text()
+    assert "weight sync, attempt 1 of 3" in warnings and "weight sync, attempt 2 of 3" in warnings
+
+
+def rank(rendezvous, raw):
+    colocate()
     parsed = parse_config(raw)
-    return train(parsed, check_config(parsed, place.world_size), place)
+    return train(parsed, check_config(parsed, rendezvous.world_size), rendezvous)
 
 
-def test_all_ranks_take_turns(alone, tmp_path, monkeypatch):
+def test_all_ranks_offload_before_the_engine_takes_memory(separate, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
-    raw = config(alone[0], tmp_path, policy__tensor_parallel=2)
+    raw = config(separate[0], tmp_path, policy__tensor_parallel=2)
     assert run_ranks(2, rank, raw) == [0, 0]
-    for ours, theirs in zip(records(tmp_path), records(alone[1]), strict=True):
+    for ours, theirs in zip(records(tmp_path), records(separate[1]), strict=True):
         assert ours[:2] == theirs[:2]
         for name in ("reward/mean", "rollout/length_mean"):
             assert ours[2].get(name) == theirs[2].get(name)
@@ -107,30 +149,29 @@ def test_all_ranks_take_turns(alone, tmp_path, monkeypatch):
             assert ours[2]["train/loss"] == pytest.approx(theirs[2]["train/loss"], rel=1e-4, abs=1e-6)
 
 
-def test_a_trainer_that_keeps_its_weights_is_found(alone, tmp_path, capfd):
-    """The check above can fail: without offloading, the run ends with its message."""
+def test_trainer_that_keeps_its_weights_is_found(separate, tmp_path, capfd):
+    """The checks above can fail: without offloading, the run ends with their message."""
 
     def forgetful():
-        take_turns()
         Policy.offload_weights = lambda self: 0
 
-    assert run(config(alone[0], tmp_path), forgetful) != 0
+    assert run(config(separate[0], tmp_path), colocated_and(forgetful)) != 0
     assert "trainer has" in capfd.readouterr().err
 
 
-def test_without_sharing_nothing_moves(alone, tmp_path):
+def test_nothing_is_offloaded_without_colocation(separate, tmp_path):
     def refuse():
         Policy.offload_training_state = Policy.offload_weights = Policy.onload = None
 
-    assert run(config(alone[0], tmp_path), refuse) == 0
+    assert run(config(separate[0], tmp_path), refuse) == 0
 
 
 SGLANG = HERE.parents[1] / ".venv-sglang-0.5.18" / "bin" / "python"
 
 
 @pytest.mark.skipif(not SGLANG.exists(), reason="SGLang for the CPU is not installed: make sglang-cpu")
-def test_a_real_server_takes_turns_with_two_ranks(tmp_path):
-    """Three steps; the checkpoint after the second is the trainer's turn, so the same weights go over again."""
+def test_real_server_is_colocated_with_two_ranks(tmp_path):
+    """Three steps, with a checkpoint after the second and at the end."""
     raw = raw_config(
         tmp_path / "model", tmp_path / "run", trainer__steps=3, trainer__ranks=2, trainer__checkpoint={"every": 2},
         policy__tensor_parallel=2, rollout__engine="sglang", rollout__weights={"transport": "tensor"},
@@ -140,7 +181,7 @@ def test_a_real_server_takes_turns_with_two_ranks(tmp_path):
     done = subprocess.run(command(path), env=environment(), capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     log = (tmp_path / "run" / "logs" / "trainer.log").read_text()
-    assert re.findall(r"version (\d) acknowledged by 1 of 1", log) == ["0", "1", "2", "2", "3"]
-    assert log.count("GPU to the engines") == 5 and log.count("GPU to the trainer") == 6
+    assert re.findall(r"version (\d) acknowledged by 1 of 1", log) == ["0", "1", "2", "3"]
+    assert log.count("GPU to the engines") == 5 and log.count("GPU to the trainer") == 4
     gaps = [metrics["train/mismatch_max"] for _, kind, metrics in records(tmp_path / "run") if kind == "step"]
     assert len(gaps) == 3 and max(gaps) < 1e-2 and "trainer and engine agree" in log

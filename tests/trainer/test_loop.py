@@ -1,20 +1,26 @@
-"""The loop in small: every switch runs, layouts agree, guards guard, and errors say what went wrong."""
+"""Small whole runs: every option trains, layouts agree, the gate and the NaN guard stop bad runs, errors say why."""
 
 import json
+import re
+import signal
 import subprocess
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
-from forked import at_call, records, run
-from tiny_run import command, environment, make_model, raw_config, write_config
+from forked import at_point, fail_with, records, run, send_signal
+from tiny_run import HERE, command, environment, make_model, raw_config, write_config
 
-from megatron_dapo.config import parse_config
+from megatron_dapo import cli, fault_points
+from megatron_dapo.config import check_config, parse_config
 from megatron_dapo.policy.batch import TrainBatch
-from megatron_dapo.policy.policy import Policy
+from megatron_dapo.policy.fork_ranks import run_ranks
 from megatron_dapo.policy.step import NonFiniteError
 from megatron_dapo.trainer.advantages import mini_batches, shape_batch
 from megatron_dapo.trainer.logprob_gate import GateError, check_gate
+from megatron_dapo.trainer.loop import train
+from megatron_dapo.trainer.signals import REQUEUE
 from megatron_dapo.types import FinishReason, Grade, Group, Prompt, Sample, StepBatch, as_logprobs, as_tokens
 
 
@@ -30,28 +36,32 @@ def steps(run_dir):
 # ---- the same run in other layouts ----
 
 
-def test_tp1_tp2_and_dp2_give_the_same_curve(folder, tmp_path):
-    """The command starts the ranks itself. Same samples, same rewards; losses agree to rounding."""
-    curves = {}
-    for name, settings in {"one": {}, "tp2": {"tensor_parallel": 2}, "dp2": {}}.items():
-        raw = raw_config(folder, tmp_path / name, trainer__steps=3, trainer__ranks=2 if name != "one" else 1)
-        raw["policy"] |= settings
-        done = subprocess.run(
-            command(write_config(raw, tmp_path / f"{name}.yaml")), env=environment(), capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        curves[name] = steps(tmp_path / name)
+def rank(rendezvous, raw):
+    parsed = parse_config(raw)
+    return train(parsed, check_config(parsed, rendezvous.world_size), rendezvous)
+
+
+def test_tp1_tp2_and_dp2_give_the_same_curve(folder, tmp_path, monkeypatch):
+    """Same samples, same rewards; losses agree to rounding. One of the runs starts its ranks from the command."""
+    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
+    assert run(raw_config(folder, tmp_path / "one", trainer__steps=3)) == 0
+    assert run_ranks(2, rank, raw_config(folder, tmp_path / "dp2", trainer__steps=3)) == [0, 0]
+    tp2 = raw_config(folder, tmp_path / "tp2", trainer__steps=3, trainer__ranks=2, policy__tensor_parallel=2)
+    done = subprocess.run(
+        command(write_config(tp2, tmp_path / "tp2.yaml")), env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
     for name in ("tp2", "dp2"):
-        for ours, theirs in zip(curves[name], curves["one"], strict=True):
+        for ours, theirs in zip(steps(tmp_path / name), steps(tmp_path / "one"), strict=True):
             assert ours["reward/mean"] == theirs["reward/mean"]
             assert ours["rollout/length_mean"] == theirs["rollout/length_mean"]
             for metric in ("train/loss", "train/grad_norm", "train/entropy", "train/mismatch_mean"):
                 assert ours[metric] == pytest.approx(theirs[metric], rel=1e-4, abs=1e-6), (name, metric)
 
 
-# ---- every switch ----
+# ---- every option ----
 
-SWITCHES = {
+OPTIONS = {
     "naive GRPO": {
         "algorithm__clip_high": 0.2, "algorithm__aggregation": "seq-mean-token-mean",
         "rollout__dynamic_sampling": False,
@@ -67,37 +77,71 @@ SWITCHES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("switch", SWITCHES)
-def test_every_switch_runs(switch, folder, tmp_path):
-    raw = raw_config(folder, tmp_path, trainer__steps=3, **SWITCHES[switch])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option_trains(option, folder, tmp_path):
+    raw = raw_config(folder, tmp_path, trainer__steps=3, **OPTIONS[option])
     assert run(raw) == 0
     found = steps(tmp_path)
     assert len(found) == 3
     trained = [m for m in found if m["train/tokens"]]  # a step without an active token has no loss
     assert trained and all(np.isfinite(m["train/loss"]) for m in trained)
     assert not any("train/loss" in m for m in found if not m["train/tokens"])
-    if switch == "kl":
+    if option == "kl":
         assert found[0]["train/reference_kl"] == pytest.approx(0, abs=1e-3)  # the first batch is the reference's own
         assert found[-1]["train/reference_kl"] > 0
-    if switch == "soft punishment":
+    if option == "soft punishment":
         assert min(m["reward/penalty"] for m in found) < 0
-    if switch == "overlong filtering":
+    if option == "overlong filtering":
         assert any(m["rollout/masked_share"] > 0 for m in found)
-    if switch == "generated ahead":
+    if option == "generated ahead":
         assert found[0]["rollout/staleness"] == 0
         assert records(tmp_path)[-1][2]["train/mismatch_mean"] > found[0]["train/mismatch_mean"]
 
 
-def test_generated_ahead_resumes_exactly(folder, tmp_path):
-    raw = raw_config(folder, tmp_path / "a", trainer__steps=5, rollout__max_staleness=1)
+def test_killed_run_that_generates_ahead_resumes_exactly(folder, tmp_path):
+    raw = raw_config(folder, tmp_path / "a", trainer__steps=4, rollout__max_staleness=1)
     assert run(raw) == 0
-    other = raw_config(folder, tmp_path / "b", trainer__steps=5, rollout__max_staleness=1)
-    assert run(other, at_call(Policy, "update", 6)) == -9
+    other = raw_config(folder, tmp_path / "b", trainer__steps=4, rollout__max_staleness=1)
+    assert run(other, at_point("loop/before_update", 4)) == -9
     assert run(other) == 0
     assert records(tmp_path / "a") == records(tmp_path / "b")
 
 
-# ---- shaping, by hand ----
+def stop_while_waiting_for_the_batch_ahead():
+    """The rollout thread holds the second batch, the one ahead, until the loop waits for it; then the signal comes."""
+    waiting = threading.Event()
+
+    def hold():
+        waiting.wait(60)
+        send_signal(signal.SIGTERM, linger=2)()
+
+    fault_points.on("rollouts/before_collect", hold, count=2)
+    fault_points.on("loop/before_await_ahead", waiting.set)
+
+
+STOPS_AHEAD = {
+    "waiting for the batch ahead": (stop_while_waiting_for_the_batch_ahead, "step_1"),
+    "training": (at_point("loop/before_update", 3, send_signal(signal.SIGTERM)), "step_1+1"),
+}
+
+
+@pytest.mark.parametrize("moment", STOPS_AHEAD)
+def test_run_that_generates_ahead_can_be_stopped(moment, folder, tmp_path, capfd):
+    """The rest of the batch ahead is sampled from newer weights then, so the numbers differ; nothing is lost."""
+    plant, saved = STOPS_AHEAD[moment]
+    raw = raw_config(folder, tmp_path, trainer__steps=3, rollout__max_staleness=1)
+    assert run(raw, plant) == REQUEUE
+    said = capfd.readouterr().err
+    assert "ahead" in said or moment == "training"
+    assert f"{saved}; start the same command again" in said
+    assert run(raw) == 0
+    found = steps(tmp_path)
+    assert len(found) == 3 and all(m["rollout/samples_trained"] == 16 for m in found)
+    served = re.findall(r"weights: .*", (tmp_path / "logs" / "trainer.log").read_text())
+    assert len(served) == 3  # versions 1, 2 and 3 once each; weights between two versions are never served
+
+
+# ---- rewards and advantages, by hand ----
 
 
 def sample(correct, length, finish=FinishReason.STOP):
@@ -106,7 +150,7 @@ def sample(correct, length, finish=FinishReason.STOP):
     return Sample("p", 0, as_tokens([1]), tokens, logprobs, finish, grade=grade)
 
 
-def test_shaping_by_hand():
+def test_rewards_advantages_and_masks_of_two_groups():
     """Penalty after scoring; ungraded samples out of the statistics and the loss; truncated ones out of the loss."""
     groups = [
         Group(Prompt("a", "", as_tokens([1])), [sample(True, 2), sample(False, 8, FinishReason.LENGTH)]),
@@ -136,7 +180,7 @@ def test_shaping_by_hand():
 # ---- the gate ----
 
 
-def test_the_gate_measures_the_gap():
+def test_gate_measures_the_gap_and_names_the_worst_token():
     batch = TrainBatch(
         np.zeros(6, np.int32), np.array([1, 1]), np.array([2, 2]), np.zeros(2, np.float32), np.ones(4, bool),
         engine_logprobs=np.array([-1, -2, -3, -4], np.float32),
@@ -171,52 +215,52 @@ def wrong_rope_base(raw):
     return plant
 
 
-def test_a_wrong_rope_base_stops_the_run_before_the_first_update(folder, tmp_path, capfd):
+def test_wrong_rope_base_stops_the_run_before_the_first_update(folder, tmp_path, capfd):
     raw = raw_config(folder, tmp_path, trainer__gate={"max_mean_gap": 1e-4})
     assert run(raw, wrong_rope_base(raw)) == 1
-    assert "trainer and engine disagree about the engine's own samples" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "trainer and engine disagree about the engine's own samples" in said
+    assert "Not saved: no update was made. There is no checkpoint." in said
     assert not steps(tmp_path)
 
 
 # ---- guards ----
 
 
-def raise_non_finite():
-    raise NonFiniteError("planted")
-
-
-def test_a_skipped_update_is_dumped_and_the_run_goes_on(folder, tmp_path):
+def test_skipped_update_is_dumped_and_the_run_continues(folder, tmp_path):
     raw = raw_config(folder, tmp_path, trainer__steps=3)
-    assert run(raw, at_call(Policy, "update", 3, raise_non_finite)) == 0
+    assert run(raw, at_point("loop/before_update", 3, fail_with(NonFiniteError("planted")))) == 0
     assert [m["train/update_skipped"] for m in steps(tmp_path)] == [0, 1, 0]
     dumped = json.loads((tmp_path / "dumps" / "step_1_update_0.json").read_bytes())
     assert len(dumped) == 8 and "response_tokens" in dumped[0]
     assert "skipped: planted" in (tmp_path / "logs" / "warnings.log").read_text()
 
 
-def always_non_finite():
-    def planted(self, batch):
-        raise NonFiniteError("planted")
+def test_too_many_skipped_updates_end_the_run_without_a_save(folder, tmp_path, capfd):
+    """Their cause may be in the weights: the checkpoint from before is what the user is pointed to."""
 
-    Policy.update = planted
+    def plant():
+        for count in (3, 4, 5):
+            fault_points.on("loop/before_update", fail_with(NonFiniteError("planted")), count=count)
 
-
-def test_too_many_skipped_updates_stop_the_run(folder, tmp_path, capfd):
-    assert run(raw_config(folder, tmp_path, trainer__max_skipped_updates=2), always_non_finite) == 1
-    assert "3 updates in a row were skipped" in capfd.readouterr().err
+    assert run(raw_config(folder, tmp_path, trainer__max_skipped_updates=2), plant) == 1
+    said = capfd.readouterr().err
+    assert "3 updates in a row were skipped" in said
+    assert "Not saved: the weights, the optimizer state or the data may be the cause." in said
+    assert f"The last checkpoint of this run is {tmp_path / 'checkpoints' / 'step_2'}" in said
 
 
 # ---- the command ----
 
 
-def cli(raw, tmp_path, *arguments):
-    file = write_config(raw, tmp_path / "c.yaml")
-    return subprocess.run(command(file, *arguments), env=environment(), capture_output=True, text=True, timeout=120)
+def dry_run(raw, tmp_path, *settings):
+    options = [option for setting in settings for option in ("--set", setting)]
+    return cli.main(["train", str(write_config(raw, tmp_path / "c.yaml")), "--dry-run", *options])
 
 
-def test_dry_run_checks_everything_and_trains_nothing(folder, tmp_path):
-    done = cli(raw_config(folder, tmp_path / "run"), tmp_path, "--dry-run", "--set", "algorithm.clip_high=0.3")
-    assert done.returncode == 0, done.stderr
+def test_dry_run_checks_everything_and_trains_nothing(folder, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(HERE)
+    assert dry_run(raw_config(folder, tmp_path / "run"), tmp_path, "algorithm.clip_high=0.3") == 0
     assert "clip_high: 0.3" in (tmp_path / "run" / "config.yaml").read_text()
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
@@ -231,13 +275,12 @@ def test_dry_run_checks_everything_and_trains_nothing(folder, tmp_path):
         ("rollout.engin=embedded", "did you mean 'rollout.engine'?"),
     ],
 )
-def test_wrong_configurations_end_with_one_line(setting, said, folder, tmp_path):
+def test_wrong_configuration_is_one_line_and_exit_code_2(setting, said, folder, tmp_path, capsys):
     raw = raw_config(folder, tmp_path / "run")
     if "ranks" in setting:
         raw["policy"]["pipeline_parallel"] = 2
     if "tensor" in setting:
         raw["policy"]["micro_batch_tokens"] = 258
-    done = cli(raw, tmp_path, "--dry-run", "--set", setting)
-    assert done.returncode == 2
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr
+    assert dry_run(raw, tmp_path, setting) == 2
+    found = capsys.readouterr().err
+    assert said in found and "Traceback" not in found and len(found.splitlines()) == 1

@@ -2,22 +2,17 @@
 
 import errno
 import os
+import re
 import signal
-import time
 
 import pytest
-from forked import assert_same, at_call, at_point, records, run
+from forked import assert_same, at_point, fail_with, records, run, send_signal
 from tiny_run import raw_config
 
-from megatron_dapo.engines.embedded.engine import EmbeddedEngine
-from megatron_dapo.policy.policy import Policy
-from megatron_dapo.reward.pool import RewardPool
-from megatron_dapo.trainer.loop import REQUEUE
-from megatron_dapo.trainer.rollout_driver import Rollouts
-from megatron_dapo.weights.sync import WeightBuckets
+from megatron_dapo.trainer.signals import INTERRUPTED, REQUEUE
 
-STEPS = 6
-OPTIONS = {"trainer__steps": STEPS, "evaluate__every": 3}
+STEPS = 4
+OPTIONS = {"trainer__steps": STEPS, "evaluate__every": 2}
 
 
 def config(folder, run_dir, **changes):
@@ -28,47 +23,45 @@ def config(folder, run_dir, **changes):
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
-    """Six steps without interruption."""
+    """The run without interruption."""
     folder, run_dir = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("straight")
     assert run(config(folder, run_dir)) == 0
     return folder, run_dir
 
 
-def test_the_run_itself(straight):
+def test_every_step_is_recorded_once_and_trains(straight):
     _, run_dir = straight
     found = records(run_dir)
     assert [step for step, kind, _ in found if kind == "step"] == list(range(1, STEPS + 1))
-    assert [step for step, kind, _ in found if kind == "eval"] == [0, 3, 6]
+    assert [step for step, kind, _ in found if kind == "eval"] == [0, 2, 4]
     losses = [metrics["train/loss"] for _, kind, metrics in found if kind == "step"]
-    assert len(set(losses)) == STEPS  # something happens in every step
+    assert len(set(losses)) == STEPS  # every step changes the weights
 
 
-# One update per mini-batch, two per step; generate and grade are called at least 16 times a step.
+# Fault points and how often they are reached until the run is killed: two updates per step, at least 16 samples.
 MOMENTS = {
-    "sampling": (EmbeddedEngine, "generate", 60),
-    "grading": (RewardPool, "grade", 70),
-    "first update of a step": (Policy, "update", 7),
-    "second update of a step": (Policy, "update", 8),
-    "old log-probs": (Policy, "log_probs", 4),
-    "sync": (WeightBuckets, "_exchange", 3),
-}
-# A checkpoint of this run has seven files.
-SAVING = {
-    "checkpoint/before_stage": 3,
-    "checkpoint/before_write": 3,
-    "checkpoint/write_file": 3 * 7 + 4,
-    "checkpoint/after_write": 4,
-    "checkpoint/before_publish": 4,
-    "checkpoint/before_prune": 4,
+    "sampling": ("rollouts/sampling", 40),
+    "grading": ("rollouts/before_grade", 40),
+    "first update of a step": ("loop/before_update", 5),
+    "second update of a step": ("loop/before_update", 6),
+    "old log-probs": ("loop/before_log_probs", 3),
+    "sending weights": ("sync/before_bucket", 4),
+    "weights sent but not served": ("sync/before_serve", 2),
+    "evaluation after the save": ("rollouts/evaluating", 18),
+    "saving: nothing is copied": ("checkpoint/before_stage", 2),
+    "saving: nothing is written": ("checkpoint/before_write", 2),
+    "saving: some files are written": ("checkpoint/write_file", 2 * 7 + 4),  # a checkpoint of this run has seven
+    "saving: all files are written": ("checkpoint/after_write", 3),
+    "saving: not published": ("checkpoint/before_publish", 3),
+    "saving: not pruned": ("checkpoint/before_prune", 3),
 }
 
 
-@pytest.mark.parametrize("moment", [*MOMENTS, *SAVING])
+@pytest.mark.parametrize("moment", MOMENTS)
 def test_killed_and_resumed_is_the_same_run(moment, straight, tmp_path):
     folder, straight_dir = straight
     raw = config(folder, tmp_path)
-    plant = at_call(*MOMENTS[moment]) if moment in MOMENTS else at_point(moment, SAVING[moment])
-    assert run(raw, plant) == -signal.SIGKILL
+    assert run(raw, at_point(*MOMENTS[moment])) == -signal.SIGKILL
     assert len(records(tmp_path)) < len(records(straight_dir))
     assert run(raw) == 0
     assert_same(tmp_path, straight, STEPS)
@@ -78,68 +71,43 @@ def test_killed_twice_with_rare_checkpoints(straight, tmp_path):
     """Steps since the last checkpoint are done again, not counted twice."""
     folder, straight_dir = straight
     raw = config(folder, tmp_path, trainer__checkpoint={"every": 2})
-    assert run(raw, at_call(Policy, "update", 8)) == -signal.SIGKILL
-    assert run(raw, at_call(EmbeddedEngine, "generate", 40)) == -signal.SIGKILL
+    assert run(raw, at_point("loop/before_update", 6)) == -signal.SIGKILL
+    assert run(raw, at_point("rollouts/sampling", 10)) == -signal.SIGKILL
     assert run(raw) == 0
     assert records(tmp_path) == records(straight_dir)
 
 
-def terminate_self():
-    os.kill(os.getpid(), signal.SIGTERM)
+TERM, INT = signal.SIGTERM, signal.SIGINT
+STOPS = {  # where, when, which signal, how long the rollout thread is held until the loop has noticed it, what is saved
+    "training": ("loop/before_update", 5, TERM, 0, r"step_2\+1"),
+    "the last update of a step": ("loop/before_update", 6, TERM, 0, "step_3"),
+    "sampling": ("rollouts/sampling", 40, TERM, 2, r"step_\d\+0"),
+    "sampling, by Ctrl-C": ("rollouts/sampling", 40, INT, 2, r"step_\d\+0"),
+    "having sampled the whole batch": ("rollouts/after_collect", 3, TERM, 2, r"step_2\+0"),
+    "evaluating": ("rollouts/evaluating", 18, TERM, 2, "step_2"),
+}
 
 
-def terminate_self_and_linger():
-    """Holds the rollouts' thread, so that the batch cannot be complete before the loop has looked."""
-    terminate_self()
-    time.sleep(2)
-
-
-@pytest.mark.parametrize(
-    ("moment", "name"),
-    [
-        ((Policy, "update", 7), "step_3+1"),
-        ((EmbeddedEngine, "generate", 60), "step_"),
-        ((Policy, "update", 8), "step_4"),
-    ],
-    ids=["in the middle of a step", "while sampling", "at the end of a step"],
-)
-def test_asked_to_stop_saves_and_says_so(moment, name, straight, tmp_path):
-    """SIGTERM finishes the mini-batch, saves, and ends with the code that means "start me again"."""
+@pytest.mark.parametrize("moment", STOPS)
+def test_stopped_run_saves_first_and_resumes_exactly(moment, straight, tmp_path, capfd):
+    point, count, number, linger, name = STOPS[moment]
     folder, _ = straight
     raw = config(folder, tmp_path)
-    sampling = moment[0] is EmbeddedEngine
-    assert run(raw, at_call(*moment, terminate_self_and_linger if sampling else terminate_self)) == REQUEUE
-    saved = sorted(p.name for p in (tmp_path / "checkpoints").glob("step_*"))
-    assert any(found.startswith(name) for found in saved), saved
-    assert any("+0" in found for found in saved) == sampling, saved
+    code = run(raw, at_point(point, count, send_signal(number, linger)))
+    assert code == (INTERRUPTED if number == INT else REQUEUE)
+    saved = sorted((tmp_path / "checkpoints").glob("step_*"), key=lambda path: path.stat().st_mtime)[-1]
+    assert re.fullmatch(name, saved.name)
+    said = capfd.readouterr().err
+    assert f"stopped ({signal.Signals(number).name}) while " in said
+    assert str(saved) in said and "start the same command again to continue" in said
     assert run(raw) == 0
     assert_same(tmp_path, straight, STEPS)
 
 
-def test_a_batch_that_is_complete_when_the_stop_comes_is_kept(straight, tmp_path):
-    """The loop cancels it at the very moment at which it has left the sampler."""
-    folder, _ = straight
-    raw, collect = config(folder, tmp_path), Rollouts._collect
-
-    async def then_stop(self, step):
-        batch = await collect(self, step)
-        if step == 3:
-            terminate_self_and_linger()
-        return batch
-
-    def plant():
-        Rollouts._collect = then_stop
-
-    assert run(raw, plant) == REQUEUE
-    assert (tmp_path / "checkpoints" / "step_3+0").is_dir()
-    assert run(raw) == 0
-    assert_same(tmp_path, straight, STEPS)
-
-
-def test_a_damaged_checkpoint_costs_its_steps_only(straight, tmp_path):
+def test_damaged_checkpoint_costs_its_steps_only(straight, tmp_path):
     folder, _ = straight
     raw = config(folder, tmp_path)
-    assert run(raw, at_call(Policy, "update", 9)) == -signal.SIGKILL
+    assert run(raw, at_point("loop/before_update", 7)) == -signal.SIGKILL
     newest = max((tmp_path / "checkpoints").glob("step_*"), key=lambda p: int(p.name.removeprefix("step_")))
     content = bytearray((newest / "policy" / "__0_0.distcp").read_bytes())
     content[len(content) // 3] ^= 1
@@ -150,33 +118,32 @@ def test_a_damaged_checkpoint_costs_its_steps_only(straight, tmp_path):
     assert_same(tmp_path, straight, STEPS)
 
 
-def full_disk():
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+DISK_FULL = fail_with(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
 
 
-def test_a_full_disk_costs_a_checkpoint_and_not_the_run(straight, tmp_path):
+def test_full_disk_costs_a_checkpoint_and_not_the_run(straight, tmp_path):
     folder, _ = straight
-    assert run(config(folder, tmp_path), at_point("checkpoint/before_write", 3, full_disk)) == 0
-    assert "step_3 was not saved: " in (tmp_path / "logs" / "warnings.log").read_text()
+    assert run(config(folder, tmp_path), at_point("checkpoint/before_write", 2, DISK_FULL)) == 0
+    assert "step_2 was not saved: " in (tmp_path / "logs" / "warnings.log").read_text()
     assert_same(tmp_path, straight, STEPS)
 
 
-def test_a_full_disk_at_the_last_checkpoint_is_an_error(straight, tmp_path):
+def test_full_disk_at_the_last_checkpoint_is_an_error(straight, tmp_path):
     folder, _ = straight
-    assert run(config(folder, tmp_path), at_point("checkpoint/before_write", STEPS, full_disk)) == 1
+    assert run(config(folder, tmp_path), at_point("checkpoint/before_write", STEPS, DISK_FULL)) == 1
     assert (tmp_path / "checkpoints" / f"step_{STEPS - 1}").is_dir()
     assert run(config(folder, tmp_path)) == 0
     assert_same(tmp_path, straight, STEPS)
 
 
-def test_a_finished_run_does_nothing_more(straight):
+def test_finished_run_records_nothing_when_started_again(straight):
     folder, run_dir = straight
     before = records(run_dir)
     assert run(config(folder, run_dir)) == 0
     assert records(run_dir) == before
 
 
-def test_old_checkpoints_go_and_the_best_stays(straight):
+def test_old_checkpoints_are_removed_and_the_best_is_kept(straight):
     _, run_dir = straight
     names = {p.name for p in (run_dir / "checkpoints").iterdir() if p.is_dir()}
     assert {f"step_{STEPS}", f"step_{STEPS - 1}"} <= names
