@@ -108,7 +108,7 @@ def test_a_server_that_dies_in_a_call_is_restarted_and_the_step_goes_on(tmp_path
 @pytest.mark.parametrize("path", [path for path in EVERY_CALL if path not in ("/model_info", "/generate")])
 def test_a_server_that_hangs_in_a_call_is_recovered_and_the_step_goes_on(tmp_path, path):
     async def main():
-        chosen = config(tmp_path, transport_of(path), control_timeout=0.3)
+        chosen = config(tmp_path, transport_of(path), control_timeout=0.3, heartbeat=10)
         chosen = chosen.model_copy(update={"weights": chosen.weights.model_copy(update={"timeout": 0.3})})
         fleet, engine = await fake_fleet(chosen, tmp_path, prepare=with_brackets)
         process = fleet.processes[0]

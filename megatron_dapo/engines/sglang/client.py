@@ -51,13 +51,19 @@ class SGLangClient:
         self.unavailable = ""  # why it serves nothing
         self.in_flight = 0
         self.backoff_until, self.failures = 0.0, 0  # the load balancer's
+        self.suspect = False  # a request on it failed and it has not been checked since: it gets no new ones
         self.last_completion = time.monotonic()
         self.tensor_parallel = 1
-        self.recovering = False  # its supervisor is working on it
+        self.recovering = self.given_up = False  # its supervisor is working on it, or has ended it for good
         self.incarnation = 0  # counts the processes that have served at this URL, as far as was noticed
         self._labels: set[str] = set()  # what its version label can be if it is still the same process
         self._capabilities: Capabilities | None = None
         self._released: set[str] = set()  # memory tags that it has released
+
+    @property
+    def down(self) -> bool:
+        """Its supervisor has not brought it back, or never will."""
+        return (self.recovering or self.given_up) and self.serves is None
 
     # ---- what it is ----
 
@@ -211,9 +217,9 @@ class SGLangClient:
 
     # ---- health and version ----
 
-    async def answers(self, tries: int = 4) -> None:
+    async def answers(self) -> None:
         """Raises ServerFailure when its HTTP server does not reply. Generates nothing."""
-        await self.connection.get("/model_info", tries=tries)
+        await self.connection.get("/model_info", wait_for_server=False)
 
     async def generates(self) -> None:
         """Raises ServerFailure unless a token comes out of it. A busy server proves it with the tokens of its requests,

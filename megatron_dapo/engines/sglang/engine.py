@@ -137,8 +137,9 @@ class SGLangEngine:
 
     def _fail(self, server: SGLangClient, cause: BaseException) -> None:
         """It gets no requests until the supervision has recovered it."""
-        server.serves, server.unavailable = None, str(cause)
-        self.supervision.recover(server, cause)
+        if not server.down:
+            server.serves, server.unavailable = None, str(cause)
+            self.supervision.recover(server, cause)
 
     # ---- generation ----
 
@@ -209,6 +210,10 @@ class SGLangEngine:
             self._fail(server, error)
 
     # ---- control ----
+
+    def wake_requests(self) -> None:
+        """Waiting requests look for a server again."""
+        self._balancer.wake_all()
 
     async def abort(self, request_id: str | None = None) -> None:
         if request_id is not None:
@@ -291,13 +296,13 @@ class SGLangEngine:
 
     async def release_memory(self) -> None:
         self.memory_released = True  # from now on no server is started
-        recovering = [server for server in self.servers if server.recovering]
-        not_ended = await self.supervision.end(recovering)
+        down = [server for server in self.servers if server.down]
+        not_ended = await self.supervision.end(down)
         async with self._changing:
             self._abort_waiting()
-            for server in self.servers:
+            up = [server for server in self.servers if server not in down or server in not_ended]
+            for server in up:
                 server.serves, server.unavailable = None, "the trainer has its GPUs"
-            up = [server for server in self.servers if server not in recovering or server in not_ended]
             results = await wait_all({server.name: server.release_memory() for server in up})
         for server in up:
             if isinstance(error := results[server.name], BaseException):

@@ -76,7 +76,7 @@ class Fleet:
     # ---- Supervision ----
 
     def check(self, server: SGLangClient) -> None:
-        self.supervisors[server.name].check()
+        self.supervisors[server.name].check(suspect=True)
 
     def recover(self, server: SGLangClient, cause: BaseException) -> None:
         self.supervisors[server.name].recover(cause)
@@ -86,7 +86,7 @@ class Fleet:
 
     async def recovered(self) -> None:
         for supervisor in self.supervisors.values():
-            supervisor.check()  # a process that died while nothing was sent to it
+            supervisor.check(suspect=False)  # a process that died while nothing was sent to it
         await asyncio.sleep(POLL)
         while self.recovering():
             await asyncio.sleep(POLL)

@@ -64,8 +64,8 @@ class Connection:
         self._api_key, self._admin_key, self._timeout = api_key, admin_key or api_key, timeout
         self._sessions: dict[bool, aiohttp.ClientSession] = {}  # keep-alive or not -> session
 
-    async def get(self, path: str, *, timeout: float | None = None, tries: int = len(PAUSES) + 1) -> Any:
-        return self.decode(path, await self.control("GET", path, None, timeout=timeout, tries=tries))
+    async def get(self, path: str, **options: Any) -> Any:
+        return self.decode(path, await self.control("GET", path, None, **options))
 
     async def post(self, path: str, body: Any, *, timeout: float | None = None) -> Any:
         return self.decode(path, await self.control("POST", path, body, timeout=timeout))
@@ -85,8 +85,10 @@ class Connection:
         repeatable: bool = True,
         before_repeat: Callable[[], Awaitable[None]] | None = None,
         tries: int = len(PAUSES) + 1,
+        wait_for_server: bool = True,
     ) -> bytes:
-        """The body of a 2xx reply. `before_repeat` is awaited before a call that may have run is sent again."""
+        """The body of a 2xx reply. `before_repeat` is awaited before a call that may have run is sent again.
+        `wait_for_server`: also try again when there is no connection at all."""
         key = self._admin_key if admin else self._api_key
         repeated = False
         for pause in (*PAUSES[: tries - 1], None):
@@ -96,7 +98,7 @@ class Connection:
                 error.repeated = repeated
                 raise
             except NotSent:
-                if pause is None:
+                if pause is None or not wait_for_server:
                     raise
             except ServerFailure as error:
                 if not repeatable and error.status is None:

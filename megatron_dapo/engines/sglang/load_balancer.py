@@ -87,7 +87,7 @@ class LoadBalancer:
         now = asyncio.get_running_loop().time()
         serving = [s for s in self._servers if s.serves == version]
         serving = [s for s in serving if s not in avoid] or serving
-        able = [s for s in serving if s.backoff_until <= now and s.in_flight < self._max_running]
+        able = [s for s in serving if s.backoff_until <= now and s.in_flight < self._max_running and not s.suspect]
         if not able:
             return None
         least = min(able, key=lambda server: server.in_flight)

@@ -152,35 +152,42 @@ class ServerProcess:
 
     def alive(self) -> bool:
         """Whether the server's main process runs. When it has ended, so has everything it started."""
-        process = self._process
-        if process is None or process.returncode is not None:
-            return False
-        if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-            return True
-        kill_session(process.pid)  # before the process is reaped: until then its number is nobody else's
-        process.wait()
-        return False
+        return self._process is not None and _runs(self._process)
 
     def log_tail(self) -> str:
         return log_tail(self.log)
 
     async def end(self, patience: float = 10.0) -> None:
         """SIGTERM to all processes of the server; SIGKILL to those that remain after `patience` seconds."""
-        if self.alive():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGTERM)
-            deadline = time.monotonic() + patience
-            while self.alive() and time.monotonic() < deadline:
-                await asyncio.sleep(0.05)
-        if self.alive():
-            kill_session(self.pid)
-            while self.alive():
-                await asyncio.sleep(0.01)
-        self._process = None
+        process = self._process  # by the time this one has ended, another may have been started
+        if process is None:
+            return
+        if _runs(process):
+            os.killpg(process.pid, signal.SIGTERM)
+        deadline = time.monotonic() + patience
+        while _runs(process) and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        if _runs(process):
+            kill_session(process.pid)
+        while _runs(process):
+            await asyncio.sleep(0.01)
+        if self._process is process:
+            self._process = None
 
     def _status(self) -> str:
         code = self._process.returncode if self._process else None
         return f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+
+
+def _runs(process: subprocess.Popen[bytes]) -> bool:
+    """If it has ended, ends the rest of its session."""
+    if process.returncode is not None:
+        return False
+    if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        return True
+    kill_session(process.pid)  # before the process is reaped: until then no other session has its number
+    process.wait()
+    return False
 
 
 @contextlib.contextmanager

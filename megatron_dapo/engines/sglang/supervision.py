@@ -12,7 +12,7 @@ class Supervision(Protocol):
     """Keeps servers working: the fleet, or `Unsupervised` for an engine that was only connected."""
 
     def check(self, server: SGLangClient) -> None:
-        """A request on it failed: find out now whether it still works."""
+        """A request on it failed: find out now whether it still works. Until then it gets no new requests."""
 
     def recover(self, server: SGLangClient, cause: BaseException) -> None:
         """It has failed: admit it again, or restart it. Returns at once; `server.recovering` is true until done."""

@@ -69,8 +69,11 @@ class Supervisor:
 
     # ---- what the engine reports ----
 
-    def check(self) -> None:
-        self._check_now.set()
+    def check(self, suspect: bool) -> None:
+        """`suspect`: it gets no requests until it has been checked; else a dead server would use up their tries."""
+        if not self._task.done():
+            self._server.suspect = self._server.suspect or suspect
+            self._check_now.set()
 
     def recover(self, cause: BaseException) -> None:
         if self._task.done():
@@ -104,8 +107,11 @@ class Supervisor:
             self._check_now.clear()
             cause = await self._diagnose(requested)
             if cause is None:
+                if self._server.suspect:
+                    self._server.suspect = False
+                    self._engine.wake_requests()
                 continue
-            self._missed, self._server.recovering = 0, True
+            self._missed, self._server.recovering, self._server.suspect = 0, True, False
             self._server.serves, self._server.unavailable = None, f"{cause}; {self._process.log_tail()}"
             log.warning("server %s has failed: %s", self._server.name, cause)
             try:
@@ -121,7 +127,7 @@ class Supervisor:
         if self._failure is not None:
             return str(self._failure)
         try:
-            await self._server.answers(tries=1)
+            await self._server.answers()
             if self._must_prove_generation():
                 await self._generates()
             self._missed = 0
@@ -165,6 +171,7 @@ class Supervisor:
                 self._server.unavailable = str(error)
                 with contextlib.suppress(EngineError):
                     await self._process.end(KILL_SECONDS)
+        self._server.given_up = self._process.ours
         self._server.unavailable += f"; given up after {self.budget.used} restarts (rollout.servers.restarts)"
         log.error("server %s: %s", self._server.name, self._server.unavailable)
         return False
@@ -172,7 +179,7 @@ class Supervisor:
     async def _admit_as_it_is(self) -> bool:
         """Whether the server replies and could be admitted without a restart."""
         try:
-            await self._server.answers(tries=1)
+            await self._server.answers()
             await self._engine.admit(self._server)
         except EngineError as error:
             log.warning("server %s cannot go on as it is: %s", self._server.name, error)

@@ -65,9 +65,10 @@ class WeightUpdater:
     ) -> None:
         """Every server receives all buckets; `serve` must follow."""
         started, self.loaded = time.monotonic(), None
+        failed: Errors = {s.name: EngineError(s.unavailable or "it is being restarted") for s in servers if s.down}
         for server in servers:
-            server.serves, server.unavailable = None, f"the update to version {version} has not ended"
-        failed: Errors = {s.name: EngineError(f"server {s.name} is being restarted") for s in servers if s.recovering}
+            if not server.down:
+                server.serves, server.unavailable = None, f"the update to version {version} has not ended"
         async with BucketReader(buckets, self._transport.prepare, self._transport.release, executor) as reader:
             up = [server for server in servers if server.name not in failed]
             failed |= failures(await wait_all({s.name: self._prepare(s, version) for s in up}))
@@ -89,7 +90,7 @@ class WeightUpdater:
         servers, failed = loaded.servers, dict(loaded.failed)
         failed |= await self._commit(version, [s for s in servers if s.name not in failed])
         self._first_errors = {name: str(error) for name, error in failed.items()}
-        again = [server for server in servers if server.name in failed and not server.recovering]
+        again = [server for server in servers if server.name in failed and not server.down]
         results = await wait_all({server.name: self.from_snapshot(version, server) for server in again})
         for server in again:
             if isinstance(error := results[server.name], BaseException):
@@ -97,7 +98,8 @@ class WeightUpdater:
             else:
                 del failed[server.name]
         for server in servers:
-            server.serves, server.unavailable = None if server.name in failed else version, ""
+            if server.name not in failed:
+                server.serves, server.unavailable = version, ""
         return failed
 
     def report(self) -> WeightReport:
