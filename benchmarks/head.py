@@ -3,8 +3,8 @@
     python benchmarks/head.py                      # 8192 tokens, hidden 5120, vocabulary 152064, bf16
     python benchmarks/head.py --vocab 19008        # one rank of eight
 
-The limit is the three matrix products alone (logits, d_hidden, d_weight), same shapes, same run. Peers that are not
-installed are left out and named. Times are medians of CUDA-event timings over fresh random inputs; memory is the peak
+The limit is the three matrix products alone (logits, d_hidden, d_weight), same shapes, same run. A peer that is not
+installed is named as not measured. Times are medians of CUDA-event timings over fresh random inputs. Memory is the peak
 beyond the inputs, the gradient of the hidden states and the fp32 main_grad that Megatron keeps anyway.
 """
 
@@ -28,7 +28,7 @@ LOSS = PolicyLoss(AlgorithmConfig())
 
 
 class Case:
-    """Fresh inputs; weights and hidden states give logits of ordinary size."""
+    """Fresh inputs. Weights and hidden states are scaled so that logits have realistic sizes."""
 
     def __init__(self, args: argparse.Namespace, seed: int) -> None:
         g = torch.Generator("cuda").manual_seed(seed)
@@ -82,8 +82,8 @@ def liger_grpo(case: Case) -> None:
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
     loss = LigerFusedLinearGRPOLoss(beta=0.0, epsilon_low=0.2, epsilon_high=0.28, loss_type="dapo", use_ref_model=False)
-    rows = 8
-    shape = (rows, case.hidden.shape[0] // rows)
+    sequences = 8
+    shape = (sequences, case.hidden.shape[0] // sequences)
     hidden = case.hidden.view(*shape, -1)
     value = loss(
         hidden, case.weight, case.targets.view(shape), case.known.mask.view(shape).long(),
@@ -118,7 +118,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    rows: dict[str, Callable[[Case], None]] = {
+    contenders: dict[str, Callable[[Case], None]] = {
         "three products (the limit)": three_products,
         "ours, one pass": ours_one_pass,
         "ours, two passes": ours_two_pass,
@@ -128,10 +128,10 @@ def main() -> None:
     }
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16, {vars(args)}")
     limit = 0.0
-    for name, run in rows.items():
+    for name, run in contenders.items():
         try:
             milliseconds, gib = measure(run, args)
-        except Exception as error:  # a peer that is absent or does not take this shape
+        except Exception as error:  # a peer that is not installed or does not support this shape
             print(f"{name:<28} not measured: {type(error).__name__}: {str(error)[:120]}")
             torch.cuda.empty_cache()
             continue

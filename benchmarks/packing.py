@@ -2,9 +2,8 @@
 
     python benchmarks/packing.py [--samples 8192] [--ranks 16]
 
-Lengths are log-normal, as responses are (median 1100, mean 1800, cut at 20480 tokens), plus prompts of 100 to 400. The
-peers are what one gets without packing (every micro-batch padded to its longest sample) and without balancing
-(samples dealt out in order).
+Response lengths are log-normal (median 1100, mean 1800, at most 20480 tokens), prompts have 100 to 400 tokens. The
+peers are no packing (every micro-batch padded to its longest sample) and no balancing (samples assigned in order).
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ import argparse
 import numpy as np
 
 from megatron_dapo.config.policy import PolicyConfig
-from megatron_dapo.policy.schedule import plan
+from megatron_dapo.policy.schedule import schedule_micro_batches
 
 
 def imbalance(loads: list[int]) -> float:
-    """How much longer the busiest rank works than the mean."""
+    """The largest load over the mean load, minus one."""
     return max(loads) / (sum(loads) / len(loads)) - 1
 
 
@@ -27,7 +26,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=8192)
     parser.add_argument("--ranks", type=int, default=16)
     parser.add_argument("--budget", type=int, default=32768, help="tokens of a micro-batch")
-    parser.add_argument("--updates", type=int, default=16, help="mini-batches a step is cut into")
+    parser.add_argument("--updates", type=int, default=16, help="mini-batches of a step")
     args = parser.parse_args()
     rng = np.random.default_rng(0)
     responses = np.exp(rng.normal(7.0, 1.0, args.samples)).clip(8, 20480)
@@ -40,19 +39,19 @@ def main() -> None:
     worst, unbalanced, padded = [], [], 0
     for mini in np.array_split(lengths, args.updates):
         aligned = [-(-int(n) // each) * each for n in mini]
-        plans = plan(aligned, args.ranks, args.budget)
-        totals = [[-(-sum(aligned[i] for i in micro) // whole) * whole for micro in bins] for bins in plans]
+        assigned = schedule_micro_batches(aligned, args.ranks, args.budget)
+        totals = [[-(-sum(aligned[i] for i in micro) // whole) * whole for micro in bins] for bins in assigned]
         real, packed = real + int(mini.sum()), packed + sum(map(sum, totals))
         worst.append(imbalance([sum(t) for t in totals]))
         unbalanced.append(imbalance([int(share.sum()) for share in np.array_split(mini, args.ranks)]))
         for share in np.array_split(mini, args.ranks):
-            ordered, rows = np.sort(share)[::-1], 0
-            while rows < len(ordered):
-                count = max(1, args.budget // int(ordered[rows]))
-                padded += int(ordered[rows]) * len(ordered[rows : rows + count])
-                rows += count
+            ordered, done = np.sort(share)[::-1], 0
+            while done < len(ordered):
+                count = max(1, args.budget // int(ordered[done]))
+                padded += int(ordered[done]) * len(ordered[done : done + count])
+                done += count
     print(f"real tokens        {real / packed:7.2%}   goal ≥ 98 %   padded to the longest, sorted: {real / padded:.2%}")
-    print(f"DP imbalance       {np.mean(worst):7.2%}   goal ≤ 2 %    dealt out in order: {np.mean(unbalanced):.2%}")
+    print(f"DP imbalance       {np.mean(worst):7.2%}   goal ≤ 2 %    assigned in order: {np.mean(unbalanced):.2%}")
     print(f"worst mini-batch   {max(worst):7.2%}")
 
 

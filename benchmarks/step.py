@@ -1,4 +1,4 @@
-"""What RL costs on top of plain training: tokens/s and MFU of a DAPO update against the same model's cross-entropy.
+"""The cost of RL over plain training: tokens/s and MFU of a DAPO update and of cross-entropy with the same model.
 
     python benchmarks/step.py [--tokens 16384] [--recompute none|full]
 

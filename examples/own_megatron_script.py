@@ -3,9 +3,9 @@
     python examples/own_megatron_script.py                                   # one process, CPU or GPU
     torchrun --nproc-per-node 2 examples/own_megatron_script.py --tensor-parallel 2
 
-Nothing of megatron-dapo but its loss is used: `group_advantages`, `token_weights` and `make_loss_func`. The task is a
-toy (answer with even tokens), so that the reward visibly rises in half a minute. Two things make the result exact in
-every layout: `calculate_per_token_loss=True`, and token weights that are made before the batch is split.
+Only the loss of megatron-dapo is used: `group_advantages`, `token_weights`, `PolicyLoss` and `make_loss_func`. The task
+is a toy (generate even tokens), so that the reward visibly rises in half a minute. Two things make the result exact in
+every layout: `calculate_per_token_loss=True`, and token weights that are computed before the batch is split.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def positions_of(tokens):
 
 @torch.no_grad()
 def sample(model, prompts, generator):
-    """Any engine would do; this one recomputes everything for every token."""
+    """The simplest engine: it recomputes everything for every token."""
     tokens = prompts.repeat_interleave(GROUP_SIZE, 0)
     for _ in range(RESPONSE):
         logits = model(tokens, positions_of(tokens), None, runtime_gather_output=True)[:, -1].float()
@@ -64,7 +64,7 @@ def sample(model, prompts, generator):
 
 
 def dapo_tokens(tokens, rewards, old_logprobs, config):
-    """What the loss knows of each token, flattened from [samples, length − 1]: position t predicts token t + 1."""
+    """What is known of each token, flattened from [samples, length − 1]: position t predicts token t + 1."""
     samples, width = tokens.shape[0], tokens.shape[1] - 1
     groups = torch.arange(samples, device=tokens.device) // GROUP_SIZE
     advantages = group_advantages(rewards, groups)

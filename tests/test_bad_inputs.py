@@ -252,6 +252,7 @@ PLUGINS = [
     setting("rollout.group_filter", "python:no_such_module.keep", "rollout.group_filter"),
     setting("algorithm.objective", "python:no_such_module.loss", "algorithm.objective"),
     setting("algorithm.objective", "nonsense", "algorithm.objective"),
+    setting("algorithm.objective_options", {"scale": 1.0}, "algorithm.objective_options"),
     Case("syntax error", "SyntaxError", {"reward.grader": "python:bad_plugin.grade"}, module("def grade(:\n")),
     Case("raises", "ZeroDivisionError", {"reward.grader": "python:bad_plugin.grade"}, module("1 / 0\n")),
 ]

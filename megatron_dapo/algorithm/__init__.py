@@ -1,14 +1,14 @@
 """What the algorithm computes, as pure functions on tensors: no process groups, no megatron, no training loop.
 
-advantages.py    group-relative advantages
-aggregation.py   token weights and counts: how token losses become one number
-filtering.py     group filters of dynamic sampling
-kl.py            estimators of a KL divergence
-loss.py          the policy loss: sums of token losses, and metrics
-objective.py     what an objective is, and how the configuration names one
-objectives/      dapo, gspo, cispo: one file each
-overlong.py      length penalties, and which samples carry loss
-token_batch.py   the records that a loss reads: TokenBatch and Scores
+- `loss`          the policy loss: sums of token losses, and metrics
+- `objective`     what an objective is, and how the configuration names one
+- `objectives/`   dapo, gspo, cispo: one file each
+- `token_batch`   the records that a loss reads: `TokenBatch` and `Scores`
+- `aggregation`   token weights and counts: how token losses become one number
+- `advantages`    group-relative advantages
+- `kl`            estimators of a KL divergence
+- `overlong`      length penalties, and which samples carry loss
+- `filtering`     group filters of dynamic sampling
 """
 
 from megatron_dapo.algorithm.advantages import group_advantages

@@ -19,14 +19,14 @@ def group_advantages(
     """Advantage of every sample, fp32 [samples] on the CPU; groups may be uneven and their samples in any order.
 
     The std is unbiased, and eps is added to it, not to the variance. Rewards that are all equal, and a group of one,
-    give exactly 0. With normalize_std=False only the mean is subtracted.
+    give exactly 0. normalize_std=False subtracts only the mean.
 
     valid  bool [samples]; False marks an ungraded sample: it is left out of the statistics, whatever its reward, and
-           gets 0. A truncated sample whose loss is masked is still valid: its reward says something about the group.
+           gets 0. A truncated sample whose loss is masked is still valid: its reward is part of the group's statistics.
     """
     values, inverse, usable = _checked(rewards, group_ids, valid)
     groups = int(inverse.max()) + 1 if inverse.numel() else 0
-    # fp64: float32 0.7 minus the float32 mean of ten of them is not 0, and neither is their std.
+    # fp64: in fp32, 0.7 minus the mean of ten times 0.7 is not 0, and neither is their std.
     values = torch.where(usable, values, 0.0)
     size = torch.zeros(groups, dtype=torch.float64).index_add_(0, inverse, usable.double())
     mean = torch.zeros(groups, dtype=torch.float64).index_add_(0, inverse, values) / size.clamp_min(1)
@@ -36,7 +36,7 @@ def group_advantages(
         variance = torch.zeros(groups, dtype=torch.float64).index_add_(0, inverse, squares) / (size - 1).clamp_min(1)
         advantages = advantages / (variance.sqrt() + eps)[inverse]
     informative = _largest(values, inverse, usable, groups) > -_largest(-values, inverse, usable, groups)
-    # where, not a product: with eps = 0 an equal group has just divided 0 by 0.
+    # where, not a product: with eps = 0 a group of equal rewards has just divided 0 by 0.
     return torch.where(usable & informative[inverse], advantages, 0.0).float()
 
 

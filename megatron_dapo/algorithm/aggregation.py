@@ -1,8 +1,8 @@
 """How per-token losses become one number, written as (per-token weight, additive denominator).
 
 The loss is Σ weight·loss / Σ count. Both sums may be taken in any order and anywhere: over packed micro-batches,
-context-parallel shares, data-parallel ranks. That works because weights and counts are fixed here, on whole
-sequences and after masking, before anybody cuts the batch into pieces.
+context-parallel shares, data-parallel ranks. That works because weights and counts are computed here, on whole
+sequences and after masking, before the batch is split.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def token_weights(
     if aggregation == "seq-mean-token-mean":
         lengths = torch.zeros(sequences, dtype=torch.long, device=mask.device)
         lengths.index_add_(0, sequence_ids, mask.long())
-        # At least one where the mask is True; the bound only keeps masked positions off 0/0.
+        # At least one where the mask is True; the bound only avoids 0/0 at masked positions.
         return mask / lengths[sequence_ids].clamp_min(1), counts
     if aggregation == "seq-mean-token-sum-norm":
         if norm_length is None or norm_length <= 0:

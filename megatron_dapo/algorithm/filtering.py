@@ -1,7 +1,7 @@
-"""Dynamic sampling's question: does this group teach anything? Every filter answers (keep, reason).
+"""Group filters of dynamic sampling: does a group carry a learning signal? Every filter returns (keep, reason).
 
-The reasons are counted, so that a strict filter and a broken grader look different. A filter that raises ends the
-run: an exception is never a rejection.
+Reasons are counted, so that a strict filter can be told from a broken grader. A filter that raises ends the run: an
+exception is never a rejection.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def keep_group(group: Group) -> tuple[bool, str]:
 
 
 def reward_range(group: Group) -> tuple[bool, str]:
-    """The graders' scores are not all equal; for graders that give more than right or wrong."""
+    """The scores are not all equal. For graders whose scores are finer than right or wrong."""
     scores = _scores(group)
     if not scores:
         return False, "ungraded"
@@ -47,7 +47,7 @@ def reward_range(group: Group) -> tuple[bool, str]:
 
 
 def reward_std(group: Group) -> tuple[bool, str]:
-    """The scores' unbiased std lies above 1e-6: a filter that is often seen. `reward_range` needs no threshold."""
+    """The scores' unbiased std is above 1e-6, as other frameworks filter. `reward_range` needs no threshold."""
     scores = _scores(group)
     if not scores:
         return False, "ungraded"
@@ -68,7 +68,7 @@ FILTERS: dict[str, GroupFilter] = {
 
 
 def load_group_filter(name: str) -> GroupFilter:
-    """The filter that `rollout.group_filter` names: one of FILTERS, or the user's own python:module.function."""
+    """The filter that `rollout.group_filter` names: one of FILTERS, or the user's python:module.function."""
     if is_plugin(name):
         return _user_filter(name, load_function(name, "rollout.group_filter"))
     if name not in FILTERS:
@@ -78,34 +78,34 @@ def load_group_filter(name: str) -> GroupFilter:
 
 
 def _user_filter(name: str, function: Callable[[Group], Any]) -> GroupFilter:
-    """The user's function with its answer made (keep, reason); it may answer with a bool alone."""
+    """Wraps the user's function, which may return a bool alone, so that it returns (keep, reason)."""
 
     def checked(group: Group) -> tuple[bool, str]:
         try:
-            answer = function(group)
+            returned = function(group)
         except Exception as error:
             raise UserError(
                 f"rollout.group_filter: {name} raised {type(error).__name__} on prompt {group.prompt.id!r}: {error}"
             ) from error
-        match answer:
+        match returned:
             case bool() | np.bool_():
-                return bool(answer), KEPT if answer else "rejected"
+                return bool(returned), KEPT if returned else "rejected"
             case (bool() | np.bool_() as keep, str() as reason):
                 return bool(keep), reason
         raise UserError(
             f"rollout.group_filter: {name} must return a bool or (bool, reason), "
-            f"but returned {answer!r} on prompt {group.prompt.id!r}"
+            f"but returned {returned!r} on prompt {group.prompt.id!r}"
         )
 
     return checked
 
 
 def _scores(group: Group) -> list[float]:
-    """Raw scores of the graded samples; no penalty is in them."""
+    """Raw scores of the graded samples, without penalties."""
     scores = [s.grade.score for s in group.samples if s.grade is not None and not s.grade.ungraded]
     if not all(math.isfinite(score) for score in scores):
         raise UserError(
-            f"prompt {group.prompt.id!r}: expected finite scores, found {scores}; a grader that cannot tell must "
-            "answer correct=None"
+            f"prompt {group.prompt.id!r}: expected finite scores, found {scores}; a grader that cannot decide must "
+            "return correct=None"
         )
     return scores

@@ -6,12 +6,12 @@ With tokens sampled from π and d = log ref − log π, the estimators of KL(π�
     k2 = d² / 2            biased, small variance, never negative
     k3 = exp(d) − 1 − d    unbiased, small variance, never negative
 
-As a loss term they differ in another way: an estimator's gradient is not the gradient of what it estimates.
+As loss terms they differ in another way: an estimator's gradient is not the gradient of what it estimates.
 Differentiated on tokens sampled from π,
 
     k1 gives ∇log π                     zero on average: the term only adds noise
     k2 gives (log π − log ref) ∇log π   on average ∇KL(π‖ref), the usual penalty
-    k3 gives (1 − ref/π) ∇log π         on average ∇KL(ref‖π), the divergence the other way round
+    k3 gives (1 − ref/π) ∇log π         on average ∇KL(ref‖π), the divergence in the other direction
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from torch import Tensor, expm1
 
 Estimator = Literal["k1", "k2", "k3"]
 
-MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8: far beyond any trustworthy ratio, far below overflow
+MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8: larger than any meaningful ratio, far below overflow
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: Estimator = "k3") -> Tensor:
     """Elementwise estimate of KL(π‖ref) from π's and ref's log-probs of tokens sampled from π.
 
-    Differentiable in both. k3 holds d at 20 from above, where its gradient becomes zero; from below it needs no bound.
+    Differentiable in both. k3 bounds d by 20 from above, beyond which its gradient is zero; it needs no lower bound.
     """
     if logprobs.shape != ref_logprobs.shape:
         raise ValueError(

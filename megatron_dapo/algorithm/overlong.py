@@ -1,7 +1,7 @@
 """Overlong responses: the length penalty that is added to the reward, and the samples whose loss is masked.
 
-A penalty is a number ≤ 0 per sample. Add it after any scaling of the reward, or it is scaled too; and filter groups
-before adding it, or a length looks like information about correctness.
+A penalty is a number ≤ 0 per sample. Add it after any scaling of the reward, or it is scaled too. Filter groups before
+adding it, or a difference in length looks like a difference in correctness.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_dapo.types import Sample
 def soft_overlong_penalty(
     lengths: Tensor | Sequence[int], max_length: int, cache_length: int, factor: float = 1.0
 ) -> Tensor:
-    """DAPO's soft overlong punishment, fp32 [samples], in three stages.
+    """DAPO's soft overlong punishment, fp32 [samples], a penalty in three stages.
 
     0 up to max_length − cache_length; then linear down to −factor at max_length; −factor beyond it.
     """
@@ -34,7 +34,7 @@ def linear_overlong_penalty(
 ) -> Tensor:
     """−weight · clamp((L − threshold) / (max_length − threshold), 0, 1), fp32 [samples].
 
-    The soft punishment, written with the length at which it starts.
+    The soft penalty, given the length at which it starts.
     """
     if not 0 <= threshold < max_length:
         raise ValueError(f"threshold: expected between 0 and max_length − 1 = {max_length - 1}, found {threshold}")
@@ -50,7 +50,7 @@ def relative_overlong_penalty(lengths: Tensor | Sequence[int], max_length: int, 
 
 
 def length_penalty(lengths: Tensor | Sequence[int], config: OverlongConfig, max_length: int) -> Tensor:
-    """The penalty the configuration asks for, fp32 [samples]; `max_length` is the resolved L_max."""
+    """The penalty that the configuration names, fp32 [samples]; `max_length` is the resolved L_max."""
     if config.penalty == "soft":
         return soft_overlong_penalty(lengths, max_length, config.cache_length, config.factor)
     if config.penalty == "linear":
@@ -63,7 +63,7 @@ def length_penalty(lengths: Tensor | Sequence[int], config: OverlongConfig, max_
 def carries_loss(sample: Sample, config: OverlongConfig) -> bool:
     """Whether a sample's tokens enter the loss and its denominator: it is graded, and not filtered as truncated.
 
-    Truncated is what the engine said when it stopped, never a length compared with some limit.
+    The engine's finish reason says whether a sample is truncated; its length is not compared with a limit.
     """
     graded = sample.grade is not None and not sample.grade.ungraded
     return graded and not (config.filter and sample.truncated)

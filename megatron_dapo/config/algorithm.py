@@ -25,7 +25,7 @@ def built_in_objectives() -> list[str]:
 class KLConfig(Section):
     """A KL penalty against the frozen reference policy. DAPO uses none."""
 
-    coefficient: float = Field(0.0, ge=0, description="0 switches the term, and the reference model, off.")
+    coefficient: float = Field(0.0, ge=0, description="0 turns the term off; no reference model is kept then.")
     estimator: Literal["k1", "k2", "k3"] = Field(
         "k3", description="With d = log π_ref − log π. k1: −d. k2: d²/2. k3: exp(d) − 1 − d, never negative."
     )
@@ -35,13 +35,14 @@ class ImportanceSamplingConfig(Section):
     """Truncated importance sampling: corrects the gap between the engine's and the trainer's log-probs."""
 
     level: Literal["off", "token", "sequence"] = Field(
-        "off", description="token: a weight for each token. sequence: one weight, the product over its tokens."
+        "off",
+        description="token: one weight per token. sequence: one weight per response, the product over its tokens.",
     )
-    cap: float = Field(2.0, gt=0, description="Weights exp(old - engine) are cut off at this value.")
+    cap: float = Field(2.0, gt=0, description="Upper bound of the weights exp(old − engine).")
 
 
 class OverlongConfig(Section):
-    """Overlong responses: masking them out and punishing their length are independent switches."""
+    """Overlong responses. Masking them and penalising their length are independent switches."""
 
     filter: bool = Field(False, description="Mask the loss of truncated samples (overlong filtering).")
     penalty: Literal["none", "soft", "linear", "relative"] = Field(
@@ -51,7 +52,7 @@ class OverlongConfig(Section):
     )
     max_length: int | None = Field(None, gt=0, description="L_max in tokens; null means rollout.max_response_tokens.")
     cache_length: int = Field(4096, gt=0, description="L_cache: the penalty grows over the last L_cache tokens.")
-    factor: float = Field(1.0, ge=0, description="Largest penalty (soft, linear), or the weight (relative).")
+    factor: float = Field(1.0, ge=0, description="The largest penalty (soft, linear) or the weight (relative).")
 
     @model_validator(mode="after")
     def _cache_below_max(self) -> OverlongConfig:
@@ -59,7 +60,7 @@ class OverlongConfig(Section):
             if self.cache_length >= self.max_length:
                 raise ValueError(
                     f"cache_length ({self.cache_length}) must be smaller than max_length ({self.max_length}): "
-                    "lower overlong.cache_length, or every response is punished"
+                    "lower overlong.cache_length, or every response is penalised"
                 )
         return self
 
@@ -76,16 +77,16 @@ class AlgorithmConfig(Section):
     clip_low: float = Field(0.2, ge=0, description="ε_low: the ratio is clipped below at 1 − clip_low.")
     clip_high: float = Field(0.28, ge=0, description="ε_high: the ratio is clipped above at 1 + clip_high.")
     dual_clip: float | None = Field(
-        10.0, description="c: for negative advantages a token's loss is at most −c·Â. null switches it off."
+        10.0, description="c: for negative advantages a token's loss is at most −c·Â. null turns it off."
     )
     aggregation: Aggregation = Field(
         "token-mean",
         description="token-mean: every token of the mini-batch counts the same (the paper's token-level loss). "
-        "seq-mean-token-mean: every response counts the same (GRPO). seq-mean-token-sum: the sums of the responses, "
-        "averaged. seq-mean-token-sum-norm: the same over a constant length (Dr. GRPO).",
+        "seq-mean-token-mean: every response counts the same (GRPO). seq-mean-token-sum: the mean of the "
+        "responses' sums. seq-mean-token-sum-norm: the same divided by a constant length (Dr. GRPO).",
     )
     aggregation_length: int | None = Field(
-        None, gt=0, description="The constant of seq-mean-token-sum-norm; null: rollout.max_response_tokens."
+        None, gt=0, description="The constant of seq-mean-token-sum-norm; null means rollout.max_response_tokens."
     )
     advantage: Literal["group-std", "group-mean"] = Field(
         "group-std",

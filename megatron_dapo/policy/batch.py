@@ -1,8 +1,8 @@
 """What an update trains on: a mini-batch of token sequences as flat numpy arrays.
 
-Per-sample arrays are [samples], response arrays are [responses]: the response tokens of all samples, one after the
-other. Masks are decided before anything is counted: a truncated or ungraded sample comes with its `loss_mask` False.
-`validate` refuses what would otherwise become a NaN, a wrong count or a hang later.
+Per-sample arrays are [samples]. Response arrays are [responses]: the response tokens of all samples, concatenated.
+Masks are set before anything is counted: the `loss_mask` of a truncated or ungraded sample is False. `validate` refuses
+input that would later become a NaN, a wrong count or a hang.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class TrainBatch:
     def from_samples(
         cls, samples: Sequence[Sample], advantages: Sequence[float] | Floats, active: Sequence[bool] | NDArray[np.bool_]
     ) -> TrainBatch:
-        """`active[i]` False masks sample i out: truncated under overlong filtering, or ungraded."""
+        """`active[i]` False masks sample i: it is ungraded, or truncated under overlong filtering."""
         lengths = np.array([s.length for s in samples], dtype=np.int64)
         return cls(
             tokens=_concat([part for s in samples for part in (s.prompt_tokens, s.response_tokens)], np.int32),
@@ -71,11 +71,11 @@ class TrainBatch:
 
     @property
     def behaviour_logprobs(self) -> Floats | None:
-        """Log-probs of the policy that the ratio compares with: recomputed ones, or else the engine's."""
+        """Log-probs of the policy that the ratio compares with: the recomputed ones if present, else the engine's."""
         return self.engine_logprobs if self.old_logprobs is None else self.old_logprobs
 
     def validate(self, vocab: int, longest: int) -> None:
-        """Raises BatchError unless every array fits the others and holds usable numbers."""
+        """Raises BatchError unless all arrays have matching lengths and hold usable numbers."""
         if self.samples == 0:
             raise BatchError("the mini-batch is empty: it needs at least one sample")
         self._check_lengths(longest)
@@ -97,7 +97,9 @@ class TrainBatch:
             if value is not None and len(value) != length:
                 raise BatchError(f"{name} has {len(value)} entries, expected {length} for {samples} samples")
         if (self.prompt_lengths < 1).any():
-            raise BatchError(f"sample {int(np.argmin(self.prompt_lengths))} has an empty prompt; at least one token")
+            raise BatchError(
+                f"sample {int(np.argmin(self.prompt_lengths))} has an empty prompt; it needs at least one token"
+            )
         if int(self.lengths.max()) > longest:
             worst = int(np.argmax(self.lengths))
             raise BatchError(
@@ -108,7 +110,9 @@ class TrainBatch:
     def _check_finite(self) -> None:
         missing = np.flatnonzero(~np.isfinite(self.advantages))
         if missing.size:
-            raise BatchError(f"sample {missing[0]}: its advantage is {self.advantages[missing[0]]}; was it graded?")
+            raise BatchError(
+                f"sample {missing[0]}: its advantage is {self.advantages[missing[0]]}; an ungraded sample needs 0"
+            )
         for name in ("old_logprobs", "engine_logprobs", "ref_logprobs"):
             values = getattr(self, name)
             if values is None:

@@ -53,7 +53,7 @@ def policy_files(policy: Policy, buffers: HostBuffers | None = None) -> list[Che
     initialize_state(policy.optimizer)
     if buffers is not None:
         buffers.reset()
-        buffers.reserve(host_bytes(policy))
+        buffers.reserve(host_sizes(policy))
     with whole_parameters(Tensor.cpu if buffers is None else buffers.copy):
         state = _sharded_state(policy, is_loading=False)
     state["content_metadata"] = dict(SHARDING)
@@ -67,12 +67,12 @@ def policy_files(policy: Policy, buffers: HostBuffers | None = None) -> list[Che
     return files
 
 
-def host_bytes(policy: Policy) -> int:
-    """About how much host memory the copies of `policy_files` take on this rank: weights, and three fp32 tensors per
+def host_sizes(policy: Policy) -> list[int]:
+    """Sizes of the copies that `policy_files` makes on this rank, about: the weights, and three fp32 tensors per
     parameter that the optimizer holds here."""
-    weights = sum(parameter.nbytes for chunk in policy.model for parameter in chunk.parameters())
+    weights = [parameter.nbytes for chunk in policy.model for parameter in chunk.parameters()]
     groups = [group for inner in inner_optimizers(policy.optimizer) for group in inner.param_groups]
-    return weights + len(KEYS) * sum(parameter.nbytes for group in groups for parameter in group["params"])
+    return weights + [parameter.nbytes for group in groups for parameter in group["params"] for _ in KEYS]
 
 
 def load_policy(policy: Policy, directory: str | os.PathLike[str]) -> None:

@@ -9,6 +9,7 @@ there is room.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ CHUNK = 1 << 30
 SMALL_CHUNK = 64 << 20
 ALIGN = 64
 CGROUPS = Path("/sys/fs/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 class HostBuffers:
@@ -37,13 +39,15 @@ class HostBuffers:
         """Bytes of host memory taken so far."""
         return sum(chunk.numel() for chunk in self._chunks)
 
-    def reserve(self, size: int) -> None:
-        """Takes memory for `size` bytes at once, in parallel, if less is held."""
-        missing = max(0, size - self.held)
-        sizes = [CHUNK] * (missing // CHUNK) + [max(SMALL_CHUNK, missing % CHUNK)] * bool(missing % CHUNK)
-        if sizes:
+    def missing(self, sizes: Iterable[int]) -> int:
+        """Bytes that `reserve` would take for copies of these sizes."""
+        return 0 if self._chunks else sum(_chunk_sizes(sizes))
+
+    def reserve(self, sizes: Iterable[int]) -> None:
+        """Takes the memory for copies of these sizes at once, in parallel, unless some is held already."""
+        if not self._chunks:
             with ThreadPoolExecutor(max_workers=8) as pool:
-                self._add(pool.map(self._new_chunk, sizes))
+                self._add(pool.map(self._new_chunk, _chunk_sizes(sizes)))
 
     def reset(self) -> None:
         self._used = [0] * len(self._chunks)
@@ -78,15 +82,31 @@ class HostBuffers:
         self._used += [0] * len(new)
 
     def _new_chunk(self, size: int) -> Tensor:
-        memory = mmap.mmap(-1, size)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            memory.madvise(mmap.MADV_HUGEPAGE)  # a page fault per 2 MiB instead of one per 4 KiB
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+            # One page fault per 2 MiB instead of per 4 KiB; and no copy of pinned memory for a forked process.
+            if hasattr(mmap, advice):
+                with contextlib.suppress(OSError):
+                    memory.madvise(getattr(mmap, advice))
         chunk = torch.frombuffer(memory, dtype=torch.uint8)
         if self._device.type == "cuda":
             chunk[:: mmap.PAGESIZE] = 0
             # Without registration (it may be limited) copies are slower, and correct.
             torch.cuda.cudart().cudaHostRegister(chunk.data_ptr(), size, 0)
         return chunk
+
+
+def _chunk_sizes(sizes: Iterable[int]) -> list[int]:
+    """Chunks that hold copies of these sizes, each in one piece, taken in this order."""
+    used: list[int] = []
+    for size in sizes:
+        aligned = -(-size // ALIGN) * ALIGN
+        fitting = next((index for index, taken in enumerate(used) if taken + size <= CHUNK), None)
+        if fitting is None:
+            used.append(aligned)
+        else:
+            used[fitting] += aligned
+    return [max(CHUNK, taken) for taken in used[:-1]] + [max(SMALL_CHUNK, taken) for taken in used[-1:]]
 
 
 def available_host_memory() -> int:
@@ -98,7 +118,7 @@ def available_host_memory() -> int:
 def _left_in_cgroups() -> list[int]:
     """What each enclosing control group (version 2) still allows. Its page cache can be reclaimed."""
     try:
-        names = [line.split("::", 1)[1] for line in Path("/proc/self/cgroup").read_text().splitlines() if "::" in line]
+        names = [line.split("::", 1)[1] for line in MEMBERSHIP.read_text().splitlines() if "::" in line]
     except OSError:
         return []
     left = []

@@ -1,10 +1,9 @@
-"""Megatron's `loss_func`, made from DAPO's policy loss. Usable in any Megatron training script.
+"""Megatron's `loss_func`, made from the policy loss. Usable in any Megatron training script.
 
-Megatron divides by the number of tokens correctly, over tensor, pipeline, context and data parallel ranks and all
-micro-batches at once, if three things hold: `TransformerConfig.calculate_per_token_loss` is True, the loss function
-returns the 3-tuple (local sum, local integer count, metrics), and the optimizer step follows
-`finalize_model_grads` with that count. `make_loss_func` returns such a function; `check_transformer_config` refuses a
-configuration under which the result would be off by a factor of the layout.
+Megatron divides by the global token count, over all ranks and all micro-batches, if three things hold:
+`TransformerConfig.calculate_per_token_loss` is True, the loss function returns the 3-tuple (local sum, local integer
+count, metrics), and `finalize_model_grads` gets that count before the optimizer steps. `make_loss_func` returns such a
+function. `check_transformer_config` refuses settings under which the result would depend on the layout.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def from_head(output: Tensor) -> Scores:
 
 
 def from_cross_entropy(output: Tensor) -> Scores:
-    """Reads what a plain GPTModel returns when it is given labels: the cross-entropy of each token, [b, s]."""
+    """Reads what a plain GPTModel returns when it gets labels: the cross-entropy of each token, [b, s]."""
     return Scores(-output.float().flatten())
 
 
@@ -40,7 +39,7 @@ def make_loss_func(
     cp_group: dist.ProcessGroup | None = None,
     read_output: ReadOutput = from_head,
 ) -> LossFunc:
-    """The `loss_func` of one micro-batch. `cp_group` is needed where sequences are split over ranks."""
+    """The `loss_func` of one micro-batch. `cp_group` is needed if sequences are split over ranks."""
 
     def reduce(values: Tensor) -> Tensor:
         if cp_group is not None and cp_group.size() > 1:
@@ -55,7 +54,7 @@ def make_loss_func(
 
 
 def _count_and_metrics(result: LossOutputs, loss: Tensor) -> tuple[Tensor, dict[str, Any]]:
-    """What follows the loss in Megatron's 3-tuple. Megatron accumulates counts in int32."""
+    """The second and third element of Megatron's 3-tuple. Megatron accumulates counts in int32."""
     sums = {"loss_sum": loss.detach().double(), "denominator": result.denominator.double()}
     return result.denominator.to(torch.int32), {"sums": sums | result.sums, "maxima": result.maxima}
 
@@ -63,7 +62,7 @@ def _count_and_metrics(result: LossOutputs, loss: Tensor) -> tuple[Tensor, dict[
 class OnePassLoss:
     """The same loss for the one-pass head, which calls it chunk by chunk inside the model.
 
-    Metrics wait until `loss_func`: by then the device has the large products of the backward pass to work on.
+    Metrics are computed in `loss_func`, when the device already has the large products of the head queued.
     """
 
     def __init__(self, batch: TokenBatch, loss: PolicyLoss) -> None:
@@ -92,4 +91,4 @@ def check_transformer_config(config: Any, ddp_config: Any = None) -> None:
             "set TransformerConfig(calculate_per_token_loss=True)"
         )
     if ddp_config is not None and ddp_config.average_in_collective:
-        raise ConfigError("average_in_collective divides by the number of ranks once more; set it to False")
+        raise ConfigError("average_in_collective is True: it divides by the number of ranks once more; set it to False")

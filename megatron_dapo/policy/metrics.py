@@ -19,10 +19,10 @@ from megatron_dapo.policy.runtime import Runtime
 
 
 class MetricReducer:
-    """Reduces loss metrics over micro-batches, data and context ranks, and tells the other pipeline stages.
+    """Reduces loss metrics over micro-batches, data and context ranks, and broadcasts them to all pipeline stages.
 
-    Only the last pipeline stage has metrics, but all stages must take part in the broadcast: the names are found
-    once, by running the (pure) loss on one token, so that every rank knows how many numbers to expect.
+    Only the last pipeline stage has metrics, but every rank must know how many numbers the broadcast has. So the names
+    are found once, by running the (pure) loss on one token.
     """
 
     def __init__(self, loss: PolicyLoss, runtime: Runtime, *, reference: bool, engine: bool) -> None:
@@ -57,10 +57,10 @@ class MetricReducer:
 
     def _total(self, micro_batches: Sequence[dict[str, Any]], kind: str) -> Tensor:
         names: list[str] = getattr(self, kind)
-        rows = [torch.stack([m[kind][name].double() for name in names]) for m in micro_batches if names]
-        if not rows:
+        values = [torch.stack([m[kind][name].double() for name in names]) for m in micro_batches if names]
+        if not values:
             return torch.zeros(len(names), dtype=torch.float64, device=self.runtime.device)
-        stacked = torch.stack(rows)
+        stacked = torch.stack(values)
         return stacked.sum(0) if kind == "sums" else stacked.amax(0)
 
     def _means(self, values: dict[str, float]) -> dict[str, float]:

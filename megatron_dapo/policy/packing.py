@@ -1,9 +1,9 @@
-"""Packing: the samples of one micro-batch as one stream of tokens, and this context-parallel rank's share of it.
+"""Packing: the samples of one micro-batch as one pack of tokens, and this context-parallel rank's share.
 
-Each sequence is padded to `sequence_alignment` (context parallelism cuts it into 2·cp chunks), the stream to
+Each sequence is padded to `sequence_alignment` (context parallelism splits it into 2·cp chunks), and the whole pack to
 `pack_alignment` (sequence parallelism splits it evenly); nothing else is padded. The hidden state at position t
-predicts token t+1, so response token r of a prompt of length P is scored at position P−1+r. `slots` says where each
-scored token stands in the batch's response arrays: everything a loss needs is looked up through it.
+predicts token t+1, so response token r of a prompt of length P is scored at position P−1+r. `slots` is the index of
+each scored token in the batch's response arrays: everything a loss needs is looked up through it.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from megatron_dapo.policy.model.rotary import RotaryTable
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Megatron's description of a packed stream, with what our attention would otherwise have to find out."""
+    """Megatron's description of packed sequences, with what our attention would otherwise have to compute."""
 
     lengths: tuple[int, ...] | None = None  # padded, on the host
-    positions: Tensor | None = None  # [local tokens]: each token's place in its sequence
+    positions: Tensor | None = None  # [local tokens]: each token's position in its sequence
     rotary_table: RotaryTable | None = None  # made by the first layer that needs it
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """How a stream is aligned and cut over context-parallel ranks."""
+class PackingSpec:
+    """How packs are aligned and split over context-parallel ranks."""
 
     sequence_alignment: int = 1
     pack_alignment: int = 1
@@ -42,7 +42,7 @@ class Layout:
     cp_rank: int = 0
 
     @classmethod
-    def of(cls, policy: PolicyConfig, cp_rank: int) -> Layout:
+    def of(cls, policy: PolicyConfig, cp_rank: int) -> PackingSpec:
         return cls(policy.sequence_alignment, policy.pack_alignment, policy.context_parallel, cp_rank)
 
     def padded(self, length: int) -> int:
@@ -63,38 +63,38 @@ class PackedMicroBatch:
     padding: int
 
 
-def pack(batch: TrainBatch, indices: Sequence[int], layout: Layout, device: torch.device) -> PackedMicroBatch:
-    """Packs the samples `indices`; none of them gives a placeholder of padding alone, which scores nothing."""
-    stream = _Stream.of(batch, indices, layout)
+def pack(batch: TrainBatch, indices: Sequence[int], spec: PackingSpec, device: torch.device) -> PackedMicroBatch:
+    """Packs the samples `indices`. Without any, the result is a placeholder of padding that scores nothing."""
+    whole = _WholePack.of(batch, indices, spec)
     local = np.concatenate(
         [
-            start + zigzag_positions(length, layout.cp_size, layout.cp_rank).numpy()
-            for start, length in zip(stream.starts, stream.lengths, strict=True)
+            start + zigzag_positions(length, spec.cp_size, spec.cp_rank).numpy()
+            for start, length in zip(whole.starts, whole.lengths, strict=True)
         ]
-        if layout.cp_size > 1
-        else [np.arange(len(stream.tokens))]
+        if spec.cp_size > 1
+        else [np.arange(len(whole.tokens))]
     )
-    slots = stream.slots[local]
+    slots = whole.slots[local]
     positions = np.flatnonzero(slots >= 0)
     chosen = local[positions]
-    places = _to(stream.positions[local], device)
+    local_positions = _to(whole.positions[local], device)
     return PackedMicroBatch(
-        input_ids=_to(stream.tokens[local], device)[None],
-        position_ids=places[None],
-        packed=_packed_params(stream.lengths, device, places),
+        input_ids=_to(whole.tokens[local], device)[None],
+        position_ids=local_positions[None],
+        packed=_packed_params(whole.lengths, device, local_positions),
         positions=_to(positions, device),
-        targets=_to(stream.tokens[chosen + 1], device),
+        targets=_to(whole.tokens[chosen + 1], device),
         slots=slots[positions],
-        sequence_ids=stream.sequence_ids[chosen],
+        sequence_ids=whole.sequence_ids[chosen],
         sequences=max(1, len(indices)),
-        tokens=len(stream.tokens),
-        padding=len(stream.tokens) - int(batch.lengths[list(indices)].sum()),
+        tokens=len(whole.tokens),
+        padding=len(whole.tokens) - int(batch.lengths[list(indices)].sum()),
     )
 
 
 @dataclass(slots=True)
-class _Stream:
-    """The whole padded stream on the host. `slots` is −1 at positions that predict nothing of interest."""
+class _WholePack:
+    """The padded pack of all context-parallel ranks, on the host. `slots` is −1 at positions that are not scored."""
 
     tokens: Ints
     positions: Ints
@@ -104,9 +104,9 @@ class _Stream:
     lengths: list[int]
 
     @classmethod
-    def of(cls, batch: TrainBatch, indices: Sequence[int], layout: Layout) -> _Stream:
-        lengths = [layout.padded(int(batch.lengths[i])) for i in indices] or [layout.pack_alignment]
-        lengths[-1] += -sum(lengths) % layout.pack_alignment
+    def of(cls, batch: TrainBatch, indices: Sequence[int], spec: PackingSpec) -> _WholePack:
+        lengths = [spec.padded(int(batch.lengths[i])) for i in indices] or [spec.pack_alignment]
+        lengths[-1] += -sum(lengths) % spec.pack_alignment
         starts = np.concatenate([[0], np.cumsum(lengths)]).astype(int).tolist()
         total = starts.pop()
         tokens, positions, ids = (np.zeros(total, np.int64) for _ in range(3))

@@ -90,7 +90,7 @@ class Policy:
 
     @property
     def position(self) -> RankPosition:
-        """Where this rank stands among those that share weights."""
+        """This rank's coordinates among the ranks that share the weights."""
         groups = self.runtime.groups
         return RankPosition(
             groups.tp.rank(), groups.tp.size(), groups.ep.rank(), groups.ep.size(), etp_rank=0, etp_size=1
@@ -101,7 +101,7 @@ class Policy:
         return WeightBuckets(self.model, self.shape, self.position, bucket_bytes=bucket_bytes)
 
     def load_hf(self, source: str | os.PathLike[str] | Mapping[str, Tensor]) -> None:
-        """Fills the model from a HF directory or HF-named tensors: every tensor accounted for, or an error."""
+        """Fills the model from a HF directory or HF-named tensors. A missing or unknown tensor is an error."""
         load_hf_weights(self.model, self.shape, source, self.position)
         self.optimizer.reload_model_params()
 
@@ -150,11 +150,11 @@ class Policy:
         return logprobs, entropy
 
     def keep_reference(self) -> None:
-        """The weights as they are now become the reference policy of the KL term; they are kept in host memory."""
+        """Makes a copy of the present weights in host memory the reference policy."""
         self._reference = [parameter.detach().to("cpu", copy=True) for parameter in self._parameters()]
 
     def reference_log_probs(self, batch: TrainBatch) -> Floats:
-        """Log-probs under the reference policy. The policy's own weights are back in place afterwards."""
+        """Log-probs under the reference policy. The policy's own weights are restored afterwards."""
         if self._reference is None:
             raise UserError("there is no reference policy: call keep_reference() once the model is loaded")
         current = [parameter.detach().to("cpu", copy=True) for parameter in self._parameters()]

@@ -1,8 +1,8 @@
 """Which rank trains on which sample, and in which micro-batch. Plain Python, the same on every rank.
 
 Invariants: every sample is in exactly one micro-batch of exactly one data-parallel rank; no micro-batch exceeds the
-token budget; all ranks have the same number of micro-batches (an empty one is run as a masked placeholder, so that
-collectives inside the layers meet); the same lengths give the same plan, whatever the order of dictionaries or ranks.
+token budget; all ranks have the same number of micro-batches (an empty one runs as a masked placeholder, because every
+rank must make the same collectives inside the layers); the result depends on the lengths alone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MicroBatches = list[list[int]]  # sample indices of each micro-batch
 
 
 def partition(lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    """Spreads samples over ranks so that token sums are balanced: longest first, to the least loaded rank."""
+    """Assigns samples to ranks so that token sums are balanced: longest first, each to the least loaded rank."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
     loads = [(0, rank) for rank in range(ranks)]
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -44,7 +44,7 @@ def first_fit_decreasing(indices: Sequence[int], lengths: Sequence[int], budget:
     return bins
 
 
-def plan(lengths: Sequence[int], ranks: int, budget: int, multiple: int = 1) -> list[MicroBatches]:
+def schedule_micro_batches(lengths: Sequence[int], ranks: int, budget: int, multiple: int = 1) -> list[MicroBatches]:
     """The micro-batches of every data-parallel rank. Their number is a multiple of `multiple` (interleaved PP)."""
     per_rank = [first_fit_decreasing(share, lengths, budget) for share in partition(lengths, ranks)]
     count = max(1, max(len(bins) for bins in per_rank))
@@ -53,7 +53,7 @@ def plan(lengths: Sequence[int], ranks: int, budget: int, multiple: int = 1) -> 
 
 
 def _spread(bins: MicroBatches, lengths: Sequence[int], count: int) -> MicroBatches:
-    """Exactly `count` micro-batches: the fullest ones are halved while that helps, then empty ones are added."""
+    """Exactly `count` micro-batches: splits the fullest while any has two samples, then adds empty ones."""
     bins = [list(b) for b in bins]
     while len(bins) < count:
         fullest = max(
@@ -63,10 +63,10 @@ def _spread(bins: MicroBatches, lengths: Sequence[int], count: int) -> MicroBatc
             bins.append([])
             continue
         bins.remove(fullest)
-        bins.extend(partition_half(fullest, lengths))
+        bins.extend(_partition_half(fullest, lengths))
     return bins
 
 
-def partition_half(indices: Sequence[int], lengths: Sequence[int]) -> MicroBatches:
+def _partition_half(indices: Sequence[int], lengths: Sequence[int]) -> MicroBatches:
     halves = partition([lengths[i] for i in indices], 2)
     return [[indices[i] for i in half] for half in halves]

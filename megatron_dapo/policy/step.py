@@ -28,9 +28,9 @@ from megatron_dapo.policy.learning_rate import learning_rate, set_learning_rate
 from megatron_dapo.policy.loss_func import OnePassLoss, make_loss_func
 from megatron_dapo.policy.metrics import MetricReducer
 from megatron_dapo.policy.model.gpt import PolicyModel
-from megatron_dapo.policy.packing import Layout, PackedMicroBatch, pack
+from megatron_dapo.policy.packing import PackedMicroBatch, PackingSpec, pack
 from megatron_dapo.policy.runtime import Runtime
-from megatron_dapo.policy.schedule import plan
+from megatron_dapo.policy.schedule import schedule_micro_batches
 
 MakeLossFunc = Callable[[PackedMicroBatch], Any]
 
@@ -56,7 +56,7 @@ class UpdateStep:
         self.chunks, self.optimizer = chunks, optimizer
         self.updates = 0
         self.loss = PolicyLoss(config.algorithm)
-        self.layout = Layout.of(config.policy, runtime.groups.cp.rank())
+        self.packing = PackingSpec.of(config.policy, runtime.groups.cp.rank())
         self.forward_backward = get_forward_backward_func()
         self._weight_gradient = _weight_gradient(model[-1])
         self._reducers: dict[tuple[bool, bool], MetricReducer] = {}
@@ -105,10 +105,10 @@ class UpdateStep:
     def pack(self, batch: TrainBatch) -> list[PackedMicroBatch]:
         """This data-parallel rank's micro-batches."""
         groups, policy = self.runtime.groups, self.config.policy
-        padded = [self.layout.padded(int(length)) for length in batch.lengths]
+        padded = [self.packing.padded(int(length)) for length in batch.lengths]
         multiple = policy.pipeline_parallel if policy.virtual_pipeline > 1 else 1
-        mine = plan(padded, groups.dp.size(), policy.micro_batch_tokens, multiple)[groups.dp.rank()]
-        return [pack(batch, indices, self.layout, self.runtime.device) for indices in mine]
+        everyone = schedule_micro_batches(padded, groups.dp.size(), policy.micro_batch_tokens, multiple)
+        return [pack(batch, indices, self.packing, self.runtime.device) for indices in everyone[groups.dp.rank()]]
 
     def run(self, micro_batches: list[PackedMicroBatch], make_loss: MakeLossFunc, *, score: bool = False) -> list[Any]:
         """Megatron's schedule over the micro-batches; returns what the loss functions stored (last stage only)."""

@@ -39,21 +39,21 @@ class LayoutSpec:
 
     @property
     def model(self) -> str:
-        """Expert parallelism needs experts; tied embeddings are at their hardest across pipeline stages."""
+        """Expert parallelism needs experts; pipeline stages are tested with tied embeddings, the harder case."""
         if self.size("ep") > 1:
             return "moe"
         return "tied" if self.size("pp") > 1 else "dense"
 
     @property
     def world_size(self) -> int:
-        """Ranks it needs on its own: experts spread over tensor, context and data ranks."""
+        """The ranks it needs. Experts are spread over tensor, context and data ranks."""
         model = self.size("tp") * self.size("pp") * self.size("cp")
         experts = -(-self.size("ep") // (self.size("tp") * self.size("cp")))
         return model * max(self.size("dp"), experts)
 
 
 def selfcheck_config(layout: LayoutSpec, **algorithm: Any) -> Config:
-    """fp32, and a micro-batch budget that depends on the layout, so that the splits differ."""
+    """fp32, with a micro-batch budget that depends on the layout, so that the splits differ."""
     budget = 512 if layout.name == "single" else 64 + 16 * (sum(map(ord, layout.name)) % 4)
     return parse_config(
         {

@@ -126,7 +126,7 @@ class _CheckForked:
         try:
             difference = compare(self._trace(spec, spec.model), self._reference(spec.model))
         except Exception as error:
-            return Result(spec, time.monotonic() - started, error=_last_line(error))
+            return Result(spec, time.monotonic() - started, error=_reason(error))
         return Result(spec, time.monotonic() - started, difference)
 
     def _reference(self, model: str) -> Trace:
@@ -155,7 +155,7 @@ class _CheckInJob:
                 trace = trace_updates(self._rendezvous, spec, self._updates, spec.model)
                 difference = compare(trace, self._reference(spec.model)) if self._rendezvous.rank == 0 else None
             except Exception as found:
-                error = _last_line(found)
+                error = _reason(found)
             error = self._agree(error)
         return Result(spec, time.monotonic() - started, None if error else difference, error)
 
@@ -165,8 +165,8 @@ class _CheckInJob:
         try:
             dist.all_gather_object(errors, error)
         except Exception as found:
-            self._broken = f"not run: the job's ranks lost each other before ({_last_line(found)})"
-            return error or _last_line(found)
+            self._broken = f"not run: the job's ranks lost each other before ({_reason(found)})"
+            return error or _reason(found)
         return next((f"rank {rank}: {text}" for rank, text in enumerate(errors) if text), "")
 
     def _reference(self, model: str) -> Trace:
@@ -205,10 +205,11 @@ def _environment_of_one_process() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k not in job and not k.startswith("TORCHELASTIC")}
 
 
-def _last_line(error: Exception) -> str:
-    """A forked rank's error is its traceback; the last line is the reason."""
+def _reason(error: Exception) -> str:
+    """One line. The message of a forked rank's error is its traceback, whose last line is the reason."""
     lines = str(error).strip().splitlines()
-    return lines[-1].strip() if lines else type(error).__name__
+    last = lines[-1].strip() if lines else ""
+    return last if isinstance(error, UserError) and last else f"{type(error).__name__}: {last}"
 
 
 # ---- the table ----

@@ -1,4 +1,4 @@
-"""Small models and awkward mini-batches, made up: what the self-check, the examples and the tests train on."""
+"""Small models, random weights and awkward mini-batches, for the self-check and the tests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def synthetic_shape(kind: str) -> ModelShape:
 
 
 def random_hf_weights(shape: ModelShape, seed: int = 0, scale: float = 0.1) -> dict[str, Tensor]:
-    """Random weights under HF names; norms near one, biases not zero, so that every mapping error shows."""
+    """Random weights under HF names. Norms are near one and biases are not zero, so that every mapping error shows."""
     generator = torch.Generator().manual_seed(seed)
     weights: dict[str, Tensor] = {}
     for mapping in parameter_mappings(shape).values():
@@ -46,7 +46,7 @@ def random_hf_weights(shape: ModelShape, seed: int = 0, scale: float = 0.1) -> d
 
 
 def awkward_batch(shape: ModelShape, seed: int, samples: int = 14) -> TrainBatch:
-    """Unequal lengths, sample 3 fully masked, sample 5 partly; old log-probs far enough off to clip both ways."""
+    """Unequal lengths; sample 3 is masked, sample 5 partly; old log-probs differ enough to clip on both sides."""
     rng = np.random.default_rng(seed)
     prompts, responses = rng.integers(2, 9, samples), rng.integers(3, 30, samples)
     total = int(responses.sum())

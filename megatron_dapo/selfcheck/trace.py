@@ -65,10 +65,9 @@ def trace_updates(
     policy.load_hf(random_hf_weights(shape))
     trace = Trace()
     for update in range(updates):
-        batch = awkward_batch(shape, seed=update)
-        policy.gradients(batch)
+        metrics = policy.gradients(awkward_batch(shape, seed=update))
         trace.gradients.append(gather_full(policy, runtime, gradient=True))
-        metrics = policy.update(batch)
+        metrics |= policy.step.step_optimizer()
         trace.losses.append(metrics["loss"])
         trace.grad_norms.append(metrics["grad_norm"])
     trace.weights = gather_full(policy, runtime, gradient=False)
@@ -100,13 +99,15 @@ def gather_full(policy: Policy, runtime: Runtime, *, gradient: bool) -> dict[str
 
 
 def _one_of_each(name: str, everyone: list[dict[str, tuple[int, Tensor]]]) -> dict[int, Tensor]:
-    """Tensor-parallel rank to its shard; replicas (data, context, expert-tensor ranks) must hold the same bits."""
+    """Shards by tensor-parallel rank. Replicas (data, context, expert-tensor ranks) must hold the same bits."""
     shards: dict[int, Tensor] = {}
     for rank, held in enumerate(everyone):
         if name in held:
             tp_rank, tensor = held[name]
             if not torch.equal(_bits(shards.setdefault(tp_rank, tensor)), _bits(tensor)):
-                raise UserError(f"rank {rank} holds other values of {name} than its replicas: they have diverged")
+                raise UserError(
+                    f"rank {rank} holds other values of {name} than its replicas: the replicas have diverged"
+                )
     return shards
 
 
@@ -115,7 +116,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _complete_gradient_buffers(policy: Policy) -> None:
-    """Under the distributed optimizer each data-parallel rank holds only its reduced shard: collect the others'."""
+    """Under the distributed optimizer each data-parallel rank holds only its reduced shard: gathers the others."""
     for chunk in policy.chunks:
         for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
             group = buffer.data_parallel_group
@@ -147,7 +148,7 @@ def _largest_number(found: Sequence[float], reference: Sequence[float]) -> float
 
 
 def _largest(found: dict[str, Tensor], reference: dict[str, Tensor]) -> tuple[float, str]:
-    """‖a − b‖ / ‖b‖ of the worst tensor; a tensor that only one side has is infinitely different."""
+    """‖a − b‖ / ‖b‖ of the worst tensor, and its name; inf if the two have different tensors."""
     if found.keys() != reference.keys():
         return float("inf"), ", ".join(sorted(found.keys() ^ reference.keys()))
     differences = {

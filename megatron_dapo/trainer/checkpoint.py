@@ -36,7 +36,7 @@ import torch.distributed as dist
 from megatron_dapo import fault_points
 from megatron_dapo.config.trainer import CheckpointConfig
 from megatron_dapo.files import write_atomically
-from megatron_dapo.policy.checkpoint import host_bytes, load_policy, policy_files
+from megatron_dapo.policy.checkpoint import host_sizes, load_policy, policy_files
 from megatron_dapo.policy.checkpoint_files import (
     Cancelled,
     CheckpointError,
@@ -214,7 +214,7 @@ class Checkpoints:
 
     def _has_room(self, policy: Policy) -> bool:
         """Whether every node has memory for the copies of its ranks. The same on every rank."""
-        missing = max(0, host_bytes(policy) - self._buffers.held)
+        missing = self._buffers.missing(host_sizes(policy))
         mine = (socket.gethostname(), missing, available_host_memory())
         ranks: list[Any] = [mine] * self.runtime.world_size
         dist.all_gather_object(ranks, mine)

@@ -1,4 +1,4 @@
-"""Packed loss inputs from readable sequences; every loss test has unequal lengths and a fully masked sequence."""
+"""Packed loss inputs from readable sequences. Every loss test has unequal lengths and a fully masked sequence."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NORM_LENGTH = 100
 
 @dataclass
 class Sequence:
-    """Tokens given by their ratio π/π_old; `active` is all True unless said otherwise."""
+    """Tokens given by their ratio π/π_old. `active` None means that all tokens are active."""
 
     ratios: list[float]
     advantage: float
@@ -67,7 +67,7 @@ def pack(
     dtype: torch.dtype = torch.float64,
     extras: tuple[str, ...] = ("entropy", "ref_logprobs", "engine_logprobs"),
 ) -> Inputs:
-    """The sequences one after the other; `logprobs` and `entropy` are leaves that want a gradient."""
+    """The sequences, concatenated; `logprobs` and `entropy` are leaves that require a gradient."""
     old = torch.cat([torch.full((len(s.ratios),), s.old, dtype=dtype) for s in sequences])
     logprobs = old + torch.cat([s.logs("ratios", dtype) for s in sequences])
     mask = torch.tensor([m for s in sequences for m in s.mask])
@@ -96,7 +96,7 @@ def pack(
 
 
 def poison(inputs: Inputs) -> Inputs:
-    """NaN and infinities at every masked position of every float tensor, as padding and prompts may hold."""
+    """NaN and infinities at every masked position of every float tensor: padding and prompts may hold them."""
     junk = torch.tensor([NAN, INF, -INF]).repeat(len(inputs.mask))[: len(inputs.mask)]
     for name in ("logprobs", "old_logprobs", "advantages", "weights", "entropy", "ref_logprobs", "engine_logprobs"):
         tensor = inputs.get(name)

@@ -1,4 +1,4 @@
-"""Filters answer (keep, reason); they look at accuracy or raw scores, and an exception is never a rejection."""
+"""Filters return (keep, reason). They read accuracy or raw scores, and an exception is never a rejection."""
 
 import sys
 import types
@@ -25,7 +25,7 @@ RIGHT, WRONG, UNGRADED = (True, 1.0), (False, -1.0), (None, 0.0)
 
 
 @pytest.mark.parametrize(
-    ("grades", "answer"),
+    ("grades", "expected"),
     [
         ([RIGHT, WRONG, WRONG], (True, "kept")),
         ([RIGHT, RIGHT], (False, "all-correct")),
@@ -37,19 +37,22 @@ RIGHT, WRONG, UNGRADED = (True, 1.0), (False, -1.0), (None, 0.0)
         ([RIGHT, WRONG, UNGRADED], (True, "kept")),
     ],
 )
-def test_accuracy_filter(grades, answer):
-    assert keep_group(group(*grades)) == answer
+def test_accuracy_filter(grades, expected):
+    assert keep_group(group(*grades)) == expected
 
 
 def test_accuracy_filter_ignores_scores_and_lengths():
-    """All correct, but with shaped scores and different lengths: still nothing to learn about correctness."""
+    """All correct, with shaped scores and different lengths: there is still no signal about correctness."""
     assert keep_group(group((True, 1.0), (True, 0.25), lengths=[10, 20])) == (False, "all-correct")
 
 
 def test_reward_range():
     assert reward_range(group((True, 0.2), (True, 0.3))) == (True, "kept")
     assert reward_range(group(UNGRADED, None)) == (False, "ungraded")
-    assert reward_range(group((True, 0.5), UNGRADED)) == (False, "equal-scores")  # the ungraded 0.0 is no score
+    assert reward_range(group((True, 0.5), UNGRADED)) == (
+        False,
+        "equal-scores",
+    )  # an ungraded 0.0 is not a score
     point_seven = float(np.float32(0.7))
     assert np.full(10, 0.7, np.float32).std(ddof=1) > 0  # what "std > 0" would see
     assert reward_range(group(*[(True, point_seven)] * 10)) == (False, "equal-scores")
@@ -79,7 +82,7 @@ def test_filters_by_name():
 
 @pytest.fixture
 def own(monkeypatch):
-    """A module of the user's with one filter, `f`, that does what the test says."""
+    """A user's module whose one filter, `f`, is the function that a test passes."""
     module = types.ModuleType("own_group_filters")
     monkeypatch.setitem(sys.modules, module.__name__, module)
 
@@ -91,7 +94,7 @@ def own(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("returned", "answer"),
+    ("returned", "expected"),
     [
         (True, (True, "kept")),
         (False, (False, "rejected")),
@@ -100,14 +103,14 @@ def own(monkeypatch):
         ((np.bool_(True), "fine"), (True, "fine")),
     ],
 )
-def test_user_filter(own, returned, answer):
+def test_user_filter(own, returned, expected):
     got = own(lambda group: returned)(group(RIGHT))
-    assert got == answer
+    assert got == expected
     assert type(got[0]) is bool
 
 
 @pytest.mark.parametrize("returned", [None, 1, "yes", (True,), (1, "reason"), (True, None)])
-def test_user_filter_must_answer(own, returned):
+def test_a_user_filter_must_return_a_bool_or_a_pair(own, returned):
     with pytest.raises(UserError, match=r"python:own_group_filters.f must return a bool or .*on prompt 'p1'"):
         own(lambda group: returned)(group(RIGHT))
 

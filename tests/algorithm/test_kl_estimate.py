@@ -1,4 +1,4 @@
-"""k1, k2, k3: values, gradients, and what each gradient is on average."""
+"""k1, k2, k3: values, gradients, and the expectation of each gradient."""
 
 import math
 
@@ -40,17 +40,17 @@ def test_average_gradient_is_the_documented_one(estimator, objective):
     torch.testing.assert_close(got, expected)
 
 
-def test_k3_neither_overflows_nor_turns_its_gradient_round():
+def test_k3_does_not_overflow_and_its_gradient_keeps_its_sign():
     logprobs = torch.tensor([-200.0, 0.0], requires_grad=True)
     estimate = kl_estimate(logprobs, torch.tensor([0.0, -200.0]), "k3")
-    # d = 200 is held at 20; d = −200 needs no bound: e^−200 − 1 + 200 = 199, with gradient 1.
+    # d = 200 is bounded by 20; d = −200 needs no bound: e^−200 − 1 + 200 = 199, with gradient 1.
     torch.testing.assert_close(estimate, torch.tensor([math.expm1(20) - 20, 199.0]))
     (got,) = torch.autograd.grad(estimate.sum(), logprobs)
     assert got.tolist() == [0.0, 1.0]
 
 
 def test_k3_keeps_its_digits_near_zero():
-    # d = 1e-4: k3 = d²/2 + d³/6 = 5.0002e-9; exp(d) − 1 − d in fp32 would give anything up to 1e-7.
+    # d = 1e-4: k3 = d²/2 + d³/6 = 5.0002e-9; exp(d) − 1 − d in fp32 would be off by up to 1e-7.
     estimate = kl_estimate(torch.tensor([0.0]), torch.tensor([1e-4]), "k3")
     assert estimate.item() == pytest.approx(5.0002e-9, rel=2e-3)
 

@@ -1,4 +1,4 @@
-"""However the same sequences are ordered, packed, split or shared, the sums and gradients are the same."""
+"""Sums and gradients do not depend on how the same sequences are ordered, packed, split or shared between ranks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ quick = settings(max_examples=40, deadline=None)
 
 
 class Total:
-    """What all pieces add up to; gradients keyed by where the token was in the whole batch."""
+    """The totals over all parts; gradients by the token's index in the whole batch."""
 
     def __init__(self) -> None:
         self.sums: dict[str, torch.Tensor] = {}
@@ -78,13 +78,13 @@ def whole(batch: list[Sequence], config: AlgorithmConfig) -> Total:
     return total
 
 
-def starts(batch: list[Sequence]) -> list[list[int]]:
-    """For each sequence, where its tokens are in the whole batch."""
-    places, at = [], 0
+def token_indices(batch: list[Sequence]) -> list[list[int]]:
+    """For each sequence, the indices of its tokens in the whole batch."""
+    found, at = [], 0
     for sequence in batch:
-        places.append(list(range(at, at + len(sequence.ratios))))
+        found.append(list(range(at, at + len(sequence.ratios))))
         at += len(sequence.ratios)
-    return places
+    return found
 
 
 def take(inputs: Inputs, tokens: list[int]) -> Inputs:
@@ -97,13 +97,13 @@ def take(inputs: Inputs, tokens: list[int]) -> Inputs:
 @quick
 @given(sequences(), configs, st.randoms(use_true_random=False))
 def test_order_and_micro_batches_of_sequences(batch, config, random):
-    """Sequences shuffled and dealt to two micro-batches; each computes its own weights, as separate packing does."""
+    """Sequences shuffled and split into two micro-batches; each computes its own weights, as separate packing does."""
     order = random.sample(range(len(batch)), len(batch))
-    cut, places, total = random.randint(1, len(batch) - 1), starts(batch), Total()
+    cut, indices, total = random.randint(1, len(batch) - 1), token_indices(batch), Total()
     for part in (order[:cut], order[cut:]):
         inputs = poison(pack([batch[i] for i in part], config))
         total.add(
-            inputs, policy_loss(inputs.scores, inputs.batch, config), [token for i in part for token in places[i]]
+            inputs, policy_loss(inputs.scores, inputs.batch, config), [token for i in part for token in indices[i]]
         )
     total.assert_same(whole(batch, config))
 
@@ -111,7 +111,7 @@ def test_order_and_micro_batches_of_sequences(batch, config, random):
 @quick
 @given(sequences(), configs, st.randoms(use_true_random=False))
 def test_packing_order_of_tokens(batch, config, random):
-    """Any interleaving of the tokens, as context-parallel slicing produces, with weights made before."""
+    """Any interleaving of the tokens, as context-parallel slicing produces, with weights computed before."""
     inputs = pack(batch, config)
     order = random.sample(range(len(inputs.mask)), len(inputs.mask))
     shuffled, total = take(inputs, order), Total()
@@ -122,7 +122,7 @@ def test_packing_order_of_tokens(batch, config, random):
 @quick
 @given(sequences(), configs, st.randoms(use_true_random=False))
 def test_sequences_shared_between_two_ranks(batch, config, random):
-    """Every token on one of two ranks, one of which may get nothing; reduce adds the ranks' tensors up."""
+    """Every token is on one of two ranks, one of which may be empty; reduce adds the ranks' tensors."""
     inputs = pack(batch, config)
     side = [random.random() < random.choice([0, 0.5, 1]) for _ in inputs.mask]
     shares = [[t for t, right in enumerate(side) if right == rank] for rank in (False, True)]
@@ -144,7 +144,7 @@ def test_sequences_shared_between_two_ranks(batch, config, random):
     total.assert_same(whole(batch, config))
 
 
-def test_a_mean_per_micro_batch_is_another_number():
+def test_a_mean_per_micro_batch_differs():
     """One token with loss 1 beside nine with loss 0: globally 1/10; averaged per micro-batch (1 + 0)/2."""
     config = AlgorithmConfig()
     parts = [[Sequence([1.0], -1.0), MASKED], [Sequence([1.0] * 9, 0.0), MASKED]]

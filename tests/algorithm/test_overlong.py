@@ -1,4 +1,4 @@
-"""Length penalties stage by stage, and which samples carry loss."""
+"""Length penalties, and which samples carry loss."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from megatron_dapo.algorithm import (
 from megatron_dapo.config.algorithm import OverlongConfig
 from megatron_dapo.types import FinishReason, Grade, Sample, as_logprobs, as_tokens
 
-# L_max 20480, L_cache 4096: it starts at 16384; 17408 is a quarter of the cache, 18432 half of it.
+# L_max 20480, L_cache 4096: the penalty starts at 16384; 17408 is a quarter of the cache, 18432 half of it.
 LENGTHS = [0, 16384, 17408, 18432, 20480, 24576]
 SHARES = [0, 0, -0.25, -0.5, -1, -1]  # at 24576 a penalty without the floor would be −2
 
@@ -23,8 +23,8 @@ def test_soft_penalty_has_three_stages():
     assert soft_overlong_penalty(torch.tensor(LENGTHS), 20480, 4096, 0.5).tolist() == [x / 2 for x in SHARES]
 
 
-def test_linear_penalty_is_given_its_threshold():
-    # λ = 2, threshold 100, L_max 200: 150 is half-way, −1; 300 is held at −2.
+def test_linear_penalty_starts_at_its_threshold():
+    # λ = 2, threshold 100, L_max 200: 150 is halfway, −1; 300 is bounded by −2.
     assert linear_overlong_penalty([50, 100, 150, 200, 300], 100, 200, 2.0).tolist() == [0, 0, -1, -2, -2]
 
 
@@ -37,7 +37,7 @@ def test_relative_penalty_has_no_floor():
     ("penalty", "expected"),
     [("none", [0, 0, 0]), ("soft", [0, -1, -2]), ("linear", [0, -1, -2]), ("relative", [0, 0, -2])],
 )
-def test_the_configuration_chooses(penalty, expected):
+def test_the_configuration_chooses_the_penalty(penalty, expected):
     config = OverlongConfig(penalty=penalty, cache_length=50, factor=2.0)
     penalties = length_penalty([50, 75, 200], config, max_length=100)
     assert penalties.tolist() == expected
@@ -58,7 +58,7 @@ def sample(finish: str, correct: bool | None = True, graded: bool = True) -> Sam
     return Sample("p", 0, as_tokens([1]), as_tokens([2, 3]), as_logprobs([-1, -1]), FinishReason(finish), grade=grade)
 
 
-def test_which_samples_carry_loss():
+def test_ungraded_samples_and_filtered_truncated_ones_carry_no_loss():
     on, off = OverlongConfig(filter=True), OverlongConfig(filter=False)
     assert carries_loss(sample("stop"), on)
     assert carries_loss(sample("stop", correct=False), on)

@@ -76,8 +76,8 @@ def test_metrics():
 
 def test_metrics_of_optional_inputs():
     # old/engine 2.5 and 0.5, the rest 1. |ln 2.5| + |ln 0.5| = 0.916291 + 0.693147; KL(engine‖old) by k3:
-    # (1.5 − ln 2.5) + (−0.5 + ln 2) = 1 − ln 1.25. One weight above the cap of 2. The engine's ratio at a masked
-    # token, 100, shows nowhere.
+    # (1.5 − ln 2.5) + (−0.5 + ln 2) = 1 − ln 1.25. One weight above the cap of 2. The ratio of 100 at a
+    # masked token must not appear.
     good = Sequence([1, 1], 1.0, engine_ratios=[2.5, 0.5], ref_ratios=[2, 1], entropy=[0.25, 0.5])
     masked = Sequence([1], 1.0, [False], engine_ratios=[100], ref_ratios=[100], entropy=[100])
     outputs, _ = run([good, BAD, masked], extras=("entropy", "ref_logprobs", "engine_logprobs"))
@@ -88,7 +88,7 @@ def test_metrics_of_optional_inputs():
     assert sums["entropy"] == pytest.approx(0.75 + 3 * 0.5)
     assert sums["reference_kl"] == pytest.approx(1 - ln(2))  # k3 at ref/π = 2
     assert outputs.maxima["mismatch_max"].item() == pytest.approx(ln(2.5))
-    # Seen, but not used: the loss is that of no correction, no KL and no bonus.
+    # They only feed metrics: the loss has no correction, no KL term and no bonus.
     close(outputs.loss_sum, -2 + 25.6)
     assert "importance_weight" not in sums
 
@@ -106,12 +106,12 @@ def test_the_configured_dual_clip_is_used():
 
 
 def test_clip_bounds_are_decoupled():
-    # Bounds 0.9 and 1.6: 1.5 is free (−1.5), 0.5 with Â < 0 is held at 0.9 (1.8).
+    # Bounds 0.9 and 1.6: 1.5 is free (−1.5), 0.5 with Â < 0 becomes 0.9 (1.8).
     outputs, _ = run(CASE, clip_low=0.1, clip_high=0.6)
     close(outputs.loss_sum, 21.62 + 1.28 - 1.5 - 1.6 + 1.8)
 
 
-def test_log_ratio_is_held_at_twenty():
+def test_log_ratio_is_bounded_by_twenty():
     wild = Sequence([math.exp(30), math.exp(-30)], -1.0)
     outputs, inputs = run([wild, GOOD, MASKED], dual_clip=None, clip_low=1.0)
     # Loss e^20 and e^−20, and zero gradient beyond the bound.
@@ -142,7 +142,7 @@ def test_entropy_bonus_lowers_the_loss():
     close(inputs.entropy.grad, [-0.1] * 4 + [0] + [-0.1] * 3 + [0, 0])
 
 
-# old/engine: 3 (cut off at 2), 0.5, 1, 1 for GOOD; a masked 7 then 1, 1.5, 1 for BAD.
+# old/engine: 3 (capped at 2), 0.5, 1, 1 for GOOD; a masked 7 then 1, 1.5, 1 for BAD.
 GOOD_IS = Sequence(GOOD.ratios, 1.0, engine_ratios=[3, 0.5, 1, 1])
 BAD_IS = Sequence(BAD.ratios, -2.0, active=BAD.active, engine_ratios=[7, 1, 1.5, 1])
 
@@ -160,7 +160,7 @@ def test_token_level_importance_sampling():
 def test_sequence_level_importance_sampling():
     settings = {"importance_sampling": {"level": "sequence", "cap": 1.4}}
     outputs, inputs = run([GOOD_IS, BAD_IS, MASKED], ("engine_logprobs",), **settings)
-    # GOOD 3·0.5 = 1.5, cut off at 1.4; BAD 1.5, cut off at 1.4 (10.5 with its prompt position): 1.4·21.62
+    # GOOD 3·0.5 = 1.5, capped at 1.4; BAD 1.5, capped at 1.4 (10.5 with its prompt position): 1.4·21.62
     close(outputs.loss_sum, 1.4 * 21.62)
     close(inputs.logprobs.grad, [1.4 * g for g in GRADIENT])
     assert outputs.sums["mismatch_over_cap"] == 7
@@ -209,7 +209,7 @@ def test_gspo_gradient_is_that_of_the_sequence_ratio():
 
 def test_cispo():
     # Weight clip(r, 0.8, 1.28) without gradient, times Â·log π; every active token has a gradient −weight·Â.
-    # log π = −1 + ln r. GOOD: weights 1, 1.28, 0.8, 1.2. BAD: 0.8, 1.28, 1.28; the dual clip plays no part.
+    # log π = −1 + ln r. GOOD: weights 1, 1.28, 0.8, 1.2. BAD: 0.8, 1.28, 1.28; the dual clip does not apply.
     outputs, inputs = run(CASE, objective="cispo")
     good = -(1 * -1 + 1.28 * (-1 + ln(1.5)) + 0.8 * (-1 + ln(0.5)) + 1.2 * (-1 + ln(1.2)))
     bad = 2 * (0.8 * (-1 + ln(0.5)) + 1.28 * (-1 + ln(20)) + 1.28 * (-1 + ln(2)))
@@ -251,7 +251,7 @@ def test_no_tokens_at_all(objective):
 
 
 @pytest.mark.parametrize("objective", ["dapo", "gspo", "cispo"])
-def test_masked_junk_changes_nothing(objective):
+def test_values_at_masked_positions_change_nothing(objective):
     """run() poisons masked positions; the clean case gives the same, bit for bit."""
     config = AlgorithmConfig(objective=objective, **EVERYTHING)
     clean = pack(CASE, config)
@@ -291,8 +291,8 @@ def test_engine_logprobs_that_only_feed_metrics_do_not_stop_the_run():
     assert outputs.sums["mismatch_mean"].isnan()
 
 
-def test_count_of_a_token_masked_later_is_not_kept():
-    """Weights made before a sample was masked: its tokens still leave the denominator."""
+def test_a_token_masked_after_weighting_leaves_the_denominator():
+    """Weights were computed before a sample was masked."""
     config = AlgorithmConfig()
     inputs = pack([GOOD, Sequence([1, 1, 1], 1.0), MASKED], config)
     inputs.batch.mask = inputs.mask & (inputs.batch.sequence_ids != 1)
@@ -300,7 +300,7 @@ def test_count_of_a_token_masked_later_is_not_kept():
 
 
 def test_token_losses_are_elementwise():
-    """Any slice of tokens gives that slice of losses and gradients: what a chunked head relies on."""
+    """Any slice of tokens gives that slice of losses: the chunked head relies on it."""
     config = AlgorithmConfig(kl={"coefficient": 0.1}, entropy_coefficient=0.1)
     inputs, loss = pack([GOOD, BAD], config), PolicyLoss(config)
 
@@ -317,7 +317,7 @@ def test_token_losses_are_elementwise():
 
 @pytest.mark.parametrize("objective", ["dapo", "gspo", "cispo"])
 @pytest.mark.parametrize("level", ["off", "token", "sequence"])
-def test_never_waits_for_the_device(objective, level):
+def test_no_host_synchronisation(objective, level):
     """Meta tensors have no values: .item(), boolean indexing or an `if` on a tensor would raise."""
     config = AlgorithmConfig(
         objective=objective, kl={"coefficient": 0.1}, entropy_coefficient=0.1, importance_sampling={"level": level}

@@ -28,7 +28,7 @@ def test_weights_and_counts(aggregation, weights, counts):
     assert got_counts.tolist() == counts
 
 
-def test_tokens_of_a_sequence_need_not_be_neighbours():
+def test_tokens_of_a_sequence_need_not_be_adjacent():
     mask, ids = torch.tensor([True, True, False, True, True]), torch.tensor([1, 0, 0, 1, 0])
     weights, counts = token_weights("seq-mean-token-mean", mask, ids, 2)
     assert counts.tolist() == [1, 1, 0, 0, 0]
@@ -37,7 +37,7 @@ def test_tokens_of_a_sequence_need_not_be_neighbours():
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
 @pytest.mark.parametrize("tokens", [0, 3])
-def test_nothing_active_counts_nothing(aggregation, tokens):
+def test_a_batch_without_active_tokens_counts_zero(aggregation, tokens):
     mask, ids = torch.zeros(tokens, dtype=torch.bool), torch.zeros(tokens, dtype=torch.int64)
     weights, counts = token_weights(aggregation, mask, ids, 1)
     assert counts.sum() == 0

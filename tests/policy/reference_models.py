@@ -1,4 +1,4 @@
-"""transformers' own Qwen models for a ModelShape, with random weights: what our models are compared with."""
+"""transformers' Qwen models for a ModelShape, with random weights: the reference for our models."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SHAPES = {
 
 
 def hf_model(shape: ModelShape, seed: int = 0) -> Any:
-    """Norms and biases are made non-trivial, so that a swapped or forgotten tensor changes the logits."""
+    """Norms and biases are random, so that a swapped or missing tensor changes the logits."""
     options: dict[str, Any] = {
         "vocab_size": shape.vocab, "hidden_size": shape.hidden, "num_hidden_layers": shape.layers,
         "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads,
@@ -66,6 +66,6 @@ def hf_model(shape: ModelShape, seed: int = 0) -> Any:
 
 
 def hf_weights(model: Any, folder: Any) -> str:
-    """Saved and read back: the on-disk names and layout are what users have (experts are stored one by one)."""
+    """Saves the model. The files have the names and shapes that users have (experts are stored one by one)."""
     model.save_pretrained(folder)
     return str(folder)

@@ -107,7 +107,7 @@ def same_contents(rendezvous, layout, model, folder):
     save_policy(policy, folder / "ours")
     described = [FileSystemReader(folder / name).read_metadata() for name in ("megatron", "ours")]
     theirs, ours = (metadata.state_dict_metadata for metadata in described)
-    assert theirs.keys() == ours.keys()
+    assert theirs.keys() - {"common_state/shard_0_1"} == ours.keys()  # newer versions keep common.pt there
     for key, value in theirs.items():
         if isinstance(value, TensorStorageMetadata):
             assert (ours[key].size, ours[key].properties.dtype) == (value.size, value.properties.dtype), key

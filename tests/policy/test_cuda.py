@@ -1,4 +1,4 @@
-"""The same updates on CUDA and on the CPU. These tests run where there is an NVIDIA GPU."""
+"""The same updates on CUDA and on the CPU. These tests need an NVIDIA GPU."""
 
 import importlib.util
 import os
@@ -14,9 +14,9 @@ pytestmark = pytest.mark.skipif(gpu_count() == 0, reason="needs an NVIDIA GPU; t
 SINGLE = LayoutSpec.parse("single")
 
 
-def without_gpu(place, model):
+def without_gpu(rendezvous, model):
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a forked rank that has not touched CUDA yet
-    return trace_updates(place, SINGLE, 3, model)
+    return trace_updates(rendezvous, SINGLE, 3, model)
 
 
 @pytest.mark.parametrize("model", ["dense", "tied", "moe"])
@@ -37,22 +37,22 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def heads():
-    """All cases in one process: starting CUDA is what takes time."""
+    """All cases in one process, because starting CUDA takes seconds."""
     return dict(zip(CASES, run_ranks(1, heads_on_cuda)[0], strict=True))
 
 
-def heads_on_cuda(place):
+def heads_on_cuda(rendezvous):
     import torch
 
     from megatron_dapo.config.policy import PolicyConfig
     from megatron_dapo.policy.runtime import initialize
 
-    runtime = initialize(PolicyConfig(timeout_seconds=60), rendezvous=place)
+    runtime = initialize(PolicyConfig(timeout_seconds=60), rendezvous=rendezvous)
     return [head_on_cuda(runtime.groups.tp, case, getattr(torch, dtype), vocab) for case, dtype, vocab in CASES]
 
 
 def head_on_cuda(group, case, dtype, vocab):
-    """Ours in one pass through the Triton kernels, and float64 on the same inputs; relative differences. Each rank of
+    """Relative differences between our one-pass head with Triton kernels and float64, on the same inputs. Each rank of
     `group` holds its part of the vocabulary, the last one with padding."""
     import torch
     import torch.distributed as dist
@@ -111,12 +111,12 @@ def test_triton_head_against_float64(case, dtype, vocab, heads):
     assert max(gradients) <= (1e-5 if dtype == "float32" else 1e-2)
 
 
-def heads_of_two_ranks(place):
-    """Two ranks on one GPU: NCCL refuses that, gloo does not."""
+def heads_of_two_ranks(rendezvous):
+    """Two ranks on one GPU: gloo allows it, NCCL does not."""
     import torch
     import torch.distributed as dist
 
-    dist.init_process_group("gloo", init_method=place.url, rank=place.rank, world_size=place.world_size)
+    dist.init_process_group("gloo", init_method=rendezvous.url, rank=rendezvous.rank, world_size=rendezvous.world_size)
     return [head_on_cuda(dist.group.WORLD, "ordinary", getattr(torch, t), 5003) for t in ("float32", "bfloat16")]
 
 
@@ -127,8 +127,8 @@ def test_the_triton_head_over_two_ranks_against_float64():
         assert rounded[1] <= 2e-2 and rounded[2] <= rounding and max(rounded[3:]) <= 1e-2
 
 
-def waits_of_an_update(place, micro_batch_tokens):
-    """How often the host waited for the device, and for how many micro-batches."""
+def waits_of_an_update(rendezvous, micro_batch_tokens):
+    """Where the host waited for the device, and the number of micro-batches."""
     import warnings
 
     import torch
@@ -145,7 +145,7 @@ def waits_of_an_update(place, micro_batch_tokens):
         }
     )
     shape = synthetic_shape("dense")
-    policy = Policy(config, shape, initialize(config.policy, rendezvous=place))
+    policy = Policy(config, shape, initialize(config.policy, rendezvous=rendezvous))
     policy.load_hf(random_hf_weights(shape))
     batch = awkward_batch(shape, 0)
     policy.update(batch)  # compiles
@@ -164,7 +164,7 @@ def test_the_host_does_not_wait_for_the_device_in_a_micro_batch():
     assert len([where for where in few if "megatron_dapo" in where]) <= 8, few  # once an update: norms, metrics
 
 
-def packed_attention(place, one_kernel):
+def packed_attention(rendezvous, one_kernel):
     """Output and gradients of CoreAttention over packed bf16 sequences."""
     import torch
 
@@ -174,7 +174,7 @@ def packed_attention(place, one_kernel):
     from megatron_dapo.policy.packing import _packed_params
     from megatron_dapo.policy.runtime import initialize
 
-    runtime = initialize(PolicyConfig(timeout_seconds=60), rendezvous=place)
+    runtime = initialize(PolicyConfig(timeout_seconds=60), rendezvous=rendezvous)
     if not one_kernel:
         varlen.can_attend = lambda query: False
     config = type("C", (), {"kv_channels": 64, "init_method": None})()
@@ -200,7 +200,7 @@ def test_one_kernel_for_packed_sequences_gives_the_same_attention():
         assert torch.isfinite(ours).all()
 
 
-def rotated(place, fused):
+def rotated(rendezvous, fused):
     """Rotated heads and their gradient, from a strided slice as Megatron's attention makes it."""
     import torch
 
@@ -228,7 +228,7 @@ def test_the_rotary_kernel_is_the_torch_rotation():
             assert (mine - theirs).abs().max() <= tolerance * theirs.abs().max()
 
 
-def scored(place, with_te):
+def scored(rendezvous, with_te):
     """Log-probs of long and short packed sequences by a model of Qwen's proportions, in bf16."""
     import numpy as np
     import torch
@@ -252,7 +252,7 @@ def scored(place, with_te):
             "rollout": {"max_prompt_tokens": 64, "max_response_tokens": 4000},
         }
     )
-    policy = Policy(config, shape, initialize(config.policy, rendezvous=place))
+    policy = Policy(config, shape, initialize(config.policy, rendezvous=rendezvous))
     g = torch.Generator().manual_seed(0)
     policy.load_hf(
         {

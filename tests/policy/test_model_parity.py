@@ -1,14 +1,16 @@
 """Our Qwen models on Megatron-Core and transformers' give the same logits for the same weights."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 import torch
+from joined_ranks import Job, RankJobs
 from reference_models import SHAPES, hf_model, hf_weights
 
 from megatron_dapo.config import ModelShape, parse_config
 from megatron_dapo.policy.batch import TrainBatch
-from megatron_dapo.policy.fork_ranks import run_ranks
-from megatron_dapo.policy.packing import Layout, pack
+from megatron_dapo.policy.packing import PackingSpec, pack
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.policy.runtime import initialize
 
@@ -49,32 +51,13 @@ def our_logits(rendezvous, shape, folder, packed):
     batch, model = some_batch(shape), policy.model[0]
     with torch.no_grad():
         if packed:
-            micro = pack(batch, [0, 1, 2], Layout(), torch.device("cpu"))
+            micro = pack(batch, [0, 1, 2], PackingSpec(), torch.device("cpu"))
             logits = model(micro.input_ids, micro.position_ids, None, packed_seq_params=micro.packed)[0]
             return [part[:, : shape.vocab] for part in logits.split(list(LENGTHS))]
         padded = torch.nn.utils.rnn.pad_sequence(sequences(batch), batch_first=True)
         positions = torch.arange(padded.shape[1]).expand_as(padded)
         logits = model(padded, positions, None)
         return [logits[i, :length, : shape.vocab] for i, length in enumerate(LENGTHS)]
-
-
-@pytest.fixture(scope="module", params=SHAPES)
-def pair(request, tmp_path_factory):
-    """A shape, its weights on disk, and transformers' logits of each sequence."""
-    shape = SHAPES[request.param]
-    model = hf_model(shape)
-    with torch.no_grad():
-        logits = [model(tokens[None]).logits[0] for tokens in sequences(some_batch(shape))]
-    return shape, hf_weights(model, tmp_path_factory.mktemp("hf")), logits
-
-
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-def test_logits_match_transformers(pair, packed):
-    shape, folder, expected = pair
-    found = run_ranks(1, our_logits, shape, folder, packed)[0]
-    for ours, theirs in zip(found, expected, strict=True):
-        assert theirs.abs().max() > 0.5  # the logits are not all near zero
-        assert (ours - theirs).abs().max() <= 1e-5
 
 
 def scores(rendezvous, shape, folder, policy_options, temperature):
@@ -85,28 +68,68 @@ def scores(rendezvous, shape, folder, policy_options, temperature):
     return policy.log_probs(some_batch(shape))
 
 
-@pytest.mark.parametrize(
-    ("world", "options"),
-    [
-        (1, {}),
-        (2, {"tensor_parallel": 2, "head_chunk_tokens": 5}),
-        (2, {"tensor_parallel": 2, "sequence_parallel": False}),
-        (2, {"pipeline_parallel": 2}),
-        (2, {"context_parallel": 2}),
-    ],
-    ids=["single", "tp2-sp", "tp2", "pp2", "cp2"],
-)
-def test_log_probs_and_entropies_match_transformers(pair, world, options):
-    """The forward-only pass: every rank gets the log-prob and entropy of every response token, at temperature."""
-    shape, folder, logits = pair
+TEMPERATURE = 0.7
+LAYOUTS = {
+    "single": (1, {}),
+    "tp2-sp": (2, {"tensor_parallel": 2, "head_chunk_tokens": 5}),
+    "tp2": (2, {"tensor_parallel": 2, "sequence_parallel": False}),
+    "pp2": (2, {"pipeline_parallel": 2}),
+    "cp2": (2, {"context_parallel": 2}),
+}
+
+
+@dataclass
+class Pair:
+    """A shape, transformers' logits of each sequence alone, and our results with the same weights."""
+
+    shape: ModelShape
+    expected: list[torch.Tensor]
+    logits: dict[bool, Job]  # by whether the sequences are packed
+    scores: dict[str, Job]  # by layout
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    jobs, found = RankJobs(), {}
+    for name, shape in SHAPES.items():
+        model = hf_model(shape)
+        with torch.no_grad():
+            expected = [model(tokens[None]).logits[0] for tokens in sequences(some_batch(shape))]
+        folder = hf_weights(model, tmp_path_factory.mktemp("hf"))
+        logits = {packed: jobs.add(1, our_logits, shape, folder, packed) for packed in (False, True)}
+        scored = {
+            layout: jobs.add(world, scores, shape, folder, with_experts(shape, world, options), TEMPERATURE)
+            for layout, (world, options) in LAYOUTS.items()
+        }
+        found[name] = Pair(shape, expected, logits, scored)
+    return found
+
+
+def with_experts(shape, world, options):
     if shape.is_moe and world > 1:
-        options = {**options, "expert_parallel": 2 if "pipeline_parallel" not in options else 1}
-    batch, temperature = some_batch(shape), 0.7
+        return {**options, "expert_parallel": 2 if "pipeline_parallel" not in options else 1}
+    return options
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_logits_match_transformers(name, packed, pairs):
+    found = pairs[name].logits[packed].results()[0]
+    for ours, theirs in zip(found, pairs[name].expected, strict=True):
+        assert theirs.abs().max() > 0.5  # the logits are not all near zero
+        assert (ours - theirs).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_log_probs_and_entropies_match_transformers(name, layout, pairs):
+    """The forward-only pass: every rank gets the log-prob and entropy of every response token, at temperature."""
+    batch = some_batch(pairs[name].shape)
     expected, entropies = [], []
-    for tokens, rows, prompt in zip(sequences(batch), logits, batch.prompt_lengths, strict=True):
-        logp = torch.log_softmax(rows / temperature, dim=-1)[prompt - 1 : -1]
+    for tokens, logits, prompt in zip(sequences(batch), pairs[name].expected, batch.prompt_lengths, strict=True):
+        logp = torch.log_softmax(logits / TEMPERATURE, dim=-1)[prompt - 1 : -1]
         expected.append(logp.gather(1, tokens[prompt:, None]).squeeze(1))
         entropies.append(-(logp.exp() * logp).sum(-1))
-    for found, entropy in run_ranks(world, scores, shape, folder, options, temperature):
+    for found, entropy in pairs[name].scores[layout].results():
         np.testing.assert_allclose(found, torch.cat(expected).numpy(), atol=2e-5)
         np.testing.assert_allclose(entropy, torch.cat(entropies).numpy(), atol=2e-5)

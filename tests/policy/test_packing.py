@@ -1,4 +1,4 @@
-"""Packing: hand-made streams, what is scored where, and the cut over context-parallel ranks."""
+"""Packing: positions and targets by hand, padding, and the split over context-parallel ranks."""
 
 import numpy as np
 import pytest
@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_dapo.policy.batch import TrainBatch
-from megatron_dapo.policy.packing import Layout, pack
+from megatron_dapo.policy.packing import PackingSpec, pack
 
 CPU = torch.device("cpu")
 
 
 def batch_of(*pairs: tuple[int, int]) -> TrainBatch:
-    """Samples of (prompt, response) lengths; token ids count up from 10, so that every token is recognisable."""
+    """Samples of (prompt, response) lengths; token ids count up from 10, so that every token is different."""
     prompts, responses = (np.array(x, dtype=np.int64) for x in zip(*pairs, strict=True))
     total = int(responses.sum())
     return TrainBatch(
@@ -28,7 +28,7 @@ def batch_of(*pairs: tuple[int, int]) -> TrainBatch:
 
 def test_positions_and_targets_by_hand():
     # sample 0: tokens 10 11 | 12 13 14; sample 1: 15 16 17 | 18
-    micro = pack(batch_of((2, 3), (3, 1)), [0, 1], Layout(), CPU)
+    micro = pack(batch_of((2, 3), (3, 1)), [0, 1], PackingSpec(), CPU)
     assert micro.input_ids.tolist() == [[10, 11, 12, 13, 14, 15, 16, 17, 18]]
     assert micro.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 3]]
     # hidden states at the last prompt token and at all response tokens but the last predict the response
@@ -41,20 +41,20 @@ def test_positions_and_targets_by_hand():
 
 
 def test_slots_follow_the_samples_when_their_order_changes():
-    micro = pack(batch_of((2, 3), (3, 1)), [1, 0], Layout(), CPU)
+    micro = pack(batch_of((2, 3), (3, 1)), [1, 0], PackingSpec(), CPU)
     assert micro.targets.tolist() == [18, 12, 13, 14]
     assert micro.slots.tolist() == [3, 0, 1, 2]
 
 
-def test_padding_goes_to_each_sequence_for_context_and_to_the_end_for_sequence_parallelism():
-    micro = pack(batch_of((2, 3), (3, 1)), [0, 1], Layout(sequence_alignment=4, pack_alignment=16), CPU)
+def test_context_parallelism_pads_each_sequence_and_sequence_parallelism_the_end():
+    micro = pack(batch_of((2, 3), (3, 1)), [0, 1], PackingSpec(sequence_alignment=4, pack_alignment=16), CPU)
     assert micro.packed.lengths == (8, 8)  # 5 -> 8; 4 -> 4, then 12 -> 16 at the end
     assert micro.padding == 7
 
 
-def test_context_parallel_cut_by_hand():
+def test_context_parallel_split_by_hand():
     # one sequence of 8, cp 2: rank 0 holds chunks 0 and 3 (positions 0 1 6 7), rank 1 chunks 1 and 2
-    parts = [pack(batch_of((2, 6)), [0], Layout(4, 4, 2, rank), CPU) for rank in (0, 1)]
+    parts = [pack(batch_of((2, 6)), [0], PackingSpec(4, 4, 2, rank), CPU) for rank in (0, 1)]
     assert parts[0].position_ids.tolist() == [[0, 1, 6, 7]]
     assert parts[1].position_ids.tolist() == [[2, 3, 4, 5]]
     # response tokens 12..17 are predicted at positions 1..6
@@ -64,7 +64,7 @@ def test_context_parallel_cut_by_hand():
 
 
 def test_no_samples_give_a_placeholder_that_scores_nothing():
-    micro = pack(batch_of((2, 3)), [], Layout(4, 8, 2, 1), CPU)
+    micro = pack(batch_of((2, 3)), [], PackingSpec(4, 8, 2, 1), CPU)
     assert micro.input_ids.shape == (1, 4)
     assert len(micro.positions) == len(micro.slots) == 0
     assert micro.padding == micro.tokens == 8
@@ -79,7 +79,7 @@ def test_every_response_token_is_scored_exactly_once_over_all_ranks(pairs, cp, t
     alignment = 2 * cp if cp > 1 else 1
     batch = batch_of(*pairs)
     parts = [
-        pack(batch, range(len(pairs)), Layout(alignment, int(np.lcm(alignment, cp * tp)), cp, rank), CPU)
+        pack(batch, range(len(pairs)), PackingSpec(alignment, int(np.lcm(alignment, cp * tp)), cp, rank), CPU)
         for rank in range(cp)
     ]
     slots = np.concatenate([p.slots for p in parts])
@@ -92,7 +92,7 @@ def test_every_response_token_is_scored_exactly_once_over_all_ranks(pairs, cp, t
 
 
 @pytest.mark.parametrize("chosen", [[1], [2, 0]])
-def test_select_keeps_arrays_together(chosen):
+def test_select_takes_the_same_samples_from_every_array(chosen):
     batch = batch_of((2, 3), (3, 1), (1, 2))
     part = batch.select(chosen)
     part.validate(vocab=100, longest=64)

@@ -1,8 +1,11 @@
-"""The update itself: no-ops, precision, recompute, optimizer details, and errors that every rank shares."""
+"""The update itself: skipped updates, precision, recompute, optimizer details, and errors that every rank shares."""
+
+import time
 
 import numpy as np
 import pytest
 import torch
+from joined_ranks import RankJobs
 
 from megatron_dapo.config import parse_config
 from megatron_dapo.config.policy import OptimizerConfig
@@ -17,15 +20,20 @@ from megatron_dapo.selfcheck.synthetic import awkward_batch, random_hf_weights, 
 from megatron_dapo.selfcheck.trace import gather_full
 
 SHAPE = synthetic_shape("dense")
+jobs = RankJobs()
 
 
-def make_policy(place, layout="single", **changes):
+def in_layout(layout, function, *args):
+    return jobs.add(LayoutSpec.parse(layout).world_size, function, *args)
+
+
+def make_policy(rendezvous, layout="single", **changes):
     raw = selfcheck_config(LayoutSpec.parse(layout)).model_dump(mode="json")
     for key, value in changes.items():
         section, name = key.split("__")
         raw[section][name] = raw[section][name] | value if isinstance(value, dict) else value
     config = parse_config(raw)
-    policy = Policy(config, SHAPE, initialize(config.policy, rendezvous=place))
+    policy = Policy(config, SHAPE, initialize(config.policy, rendezvous=rendezvous))
     policy.load_hf(random_hf_weights(SHAPE))
     return policy
 
@@ -37,8 +45,8 @@ def weights_of(policy):
 # ---- nothing to train on ----
 
 
-def masked_update(place, layout):
-    policy = make_policy(place, layout)
+def masked_update(rendezvous, layout):
+    policy = make_policy(rendezvous, layout)
     before, batch = weights_of(policy), awkward_batch(SHAPE, 0)
     batch.loss_mask[:] = False
     metrics = policy.update(batch)
@@ -46,9 +54,13 @@ def masked_update(place, layout):
     return metrics, all(torch.equal(before[n], after[n]) for n in before), policy.updates
 
 
-@pytest.mark.parametrize("layout", ["single", "pp2", "dp2do", "cp2"])
-def test_an_all_masked_mini_batch_is_a_no_op_that_says_so(layout):
-    for metrics, unchanged, updates in run_ranks(LayoutSpec.parse(layout).world_size, masked_update, layout):
+MASKED_IN = ["single", "pp2", "dp2do", "cp2"]
+masked = {layout: in_layout(layout, masked_update, layout) for layout in MASKED_IN}
+
+
+@pytest.mark.parametrize("layout", MASKED_IN)
+def test_an_all_masked_mini_batch_is_skipped_and_reported(layout):
+    for metrics, unchanged, updates in masked[layout].results():
         assert metrics["update_skipped"] == 1
         assert metrics["loss"] == metrics["tokens"] == metrics["grad_norm"] == 0
         assert all(np.isfinite(v) for v in metrics.values())
@@ -56,15 +68,17 @@ def test_an_all_masked_mini_batch_is_a_no_op_that_says_so(layout):
         assert updates == 0
 
 
-def few_samples(place):
-    policy = make_policy(place, "dp2")
-    return policy.update(awkward_batch(SHAPE, 0).select([0]))
+def one_sample(rendezvous, layout):
+    return make_policy(rendezvous, layout).update(awkward_batch(SHAPE, 0).select([0]))
+
+
+one_on_one_rank, one_on_two_ranks = in_layout("single", one_sample, "single"), in_layout("dp2", one_sample, "dp2")
 
 
 def test_more_ranks_than_samples():
     """A data-parallel rank without a sample runs a placeholder; the result is that of one process."""
-    alone = run_ranks(1, lambda place: make_policy(place).update(awkward_batch(SHAPE, 0).select([0])))[0]
-    for metrics in run_ranks(2, few_samples):
+    alone = one_on_one_rank.results()[0]
+    for metrics in one_on_two_ranks.results():
         assert metrics["loss"] == pytest.approx(alone["loss"], rel=1e-5)
         assert metrics["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-5)
 
@@ -72,10 +86,15 @@ def test_more_ranks_than_samples():
 # ---- errors: the same one on every rank, in time ----
 
 
-def bad_update(place, layout, spoil):
-    policy = make_policy(place, layout)
+def bad_updates(rendezvous, layout, spoilers):
+    """The error of each update; only the last rank's mini-batch is spoiled."""
+    policy = make_policy(rendezvous, layout)
+    return [bad_update(policy, rendezvous, spoil) for spoil in spoilers]
+
+
+def bad_update(policy, rendezvous, spoil):
     batch = awkward_batch(SHAPE, 0)
-    if place.rank == place.world_size - 1:
+    if rendezvous.rank == rendezvous.world_size - 1:
         batch = spoil(batch) or batch
     try:
         policy.update(batch)
@@ -108,6 +127,10 @@ def no_reference(batch):
     batch.ref_logprobs = None
 
 
+def no_engine(batch):
+    batch.engine_logprobs = None
+
+
 def nothing_to_compare_with(batch):
     batch.old_logprobs = batch.engine_logprobs = None
 
@@ -123,45 +146,54 @@ def infinite_in_masked_token(batch):
     batch.old_logprobs[~batch.loss_mask] = -np.inf
 
 
-@pytest.mark.parametrize("layout", ["pp2", "dp2", "cp2"])
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (nan_old, "old_logprobs is nan at response token"),
-        (nan_advantage, "sample 2: its advantage is nan"),
-        (short_mask, "loss_mask has"),
-        (empty, "the mini-batch is empty"),
-        (foreign_token, "token id 101 is outside the vocabulary of 101"),
-        (no_reference, "has no ref_logprobs"),
-        (nothing_to_compare_with, "neither old_logprobs nor engine_logprobs"),
-        (too_long, "more than policy.micro_batch_tokens"),
-    ],
-)
-def test_bad_input_on_one_rank_is_one_clear_error_on_all(layout, spoil, message):
-    errors = run_ranks(2, bad_update, layout, spoil, timeout=60)
+BAD_IN = ["pp2", "dp2", "cp2"]
+SPOILED = {
+    nan_old: "old_logprobs is nan at response token",
+    nan_advantage: "sample 2: its advantage is nan",
+    short_mask: "loss_mask has",
+    empty: "the mini-batch is empty",
+    foreign_token: "token id 101 is outside the vocabulary of 101",
+    no_reference: "has no ref_logprobs",
+    no_engine: "has no engine_logprobs",
+    nothing_to_compare_with: "neither old_logprobs nor engine_logprobs",
+    too_long: "more than policy.micro_batch_tokens",
+}
+bad = {layout: in_layout(layout, bad_updates, layout, list(SPOILED)) for layout in BAD_IN}
+
+
+@pytest.mark.parametrize("layout", BAD_IN)
+@pytest.mark.parametrize("spoil", SPOILED)
+def test_bad_input_on_one_rank_is_one_clear_error_on_all(layout, spoil):
+    errors = [per_rank[list(SPOILED).index(spoil)] for per_rank in bad[layout].results()]
     assert len(set(errors)) == 1
     assert errors[0].startswith("rank 1 failed while checking a mini-batch")
-    assert message in errors[0]
+    assert SPOILED[spoil] in errors[0]
 
 
-def test_what_is_masked_may_hold_anything():
-    assert run_ranks(1, bad_update, "single", infinite_in_masked_token) == ["no error"]
+harmless = in_layout("single", bad_updates, "single", [infinite_in_masked_token])
 
 
-def scores_with_and_without(place):
-    policy, batch = make_policy(place, "single"), awkward_batch(SHAPE, 0)
+def test_masked_tokens_may_hold_anything():
+    assert harmless.results() == [["no error"]]
+
+
+def scores_with_and_without(rendezvous):
+    policy, batch = make_policy(rendezvous, "single"), awkward_batch(SHAPE, 0)
     with_them = policy.log_probs(batch)
     nothing_to_compare_with(batch)
     return with_them, policy.log_probs(batch)
 
 
+scored_twice = in_layout("single", scores_with_and_without)
+
+
 def test_scoring_needs_no_log_probs():
-    ((logprobs, entropy), (again, entropy_again)) = run_ranks(1, scores_with_and_without)[0]
+    ((logprobs, entropy), (again, entropy_again)) = scored_twice.results()[0]
     assert np.array_equal(logprobs, again) and np.array_equal(entropy, entropy_again) and (logprobs < 0).any()
 
 
-def poisoned_update(place, layout):
-    policy = make_policy(place, layout)
+def poisoned_update(rendezvous, layout):
+    policy = make_policy(rendezvous, layout)
     before = weights_of(policy)
     with torch.no_grad():
         chunk = policy.model[-1]
@@ -176,17 +208,21 @@ def poisoned_update(place, layout):
     return "no error", [], -1
 
 
-@pytest.mark.parametrize("layout", ["single", "pp2", "tp2"])
+POISONED_IN = ["single", "pp2", "tp2"]
+poisoned = {layout: in_layout(layout, poisoned_update, layout) for layout in POISONED_IN}
+
+
+@pytest.mark.parametrize("layout", POISONED_IN)
 def test_nan_from_the_model_stops_every_rank_before_the_step(layout):
-    for message, changed, updates in run_ranks(LayoutSpec.parse(layout).world_size, poisoned_update, layout):
+    for message, changed, updates in poisoned[layout].results():
         assert "active tokens have a NaN" in message
         assert "no weight has changed" in message
         assert not changed
         assert updates == 0
 
 
-def exploding_update(place):
-    policy = make_policy(place)
+def exploding_update(rendezvous):
+    policy = make_policy(rendezvous)
     batch = awkward_batch(SHAPE, 0)
     batch.advantages[:] = 3e38
     try:
@@ -196,53 +232,65 @@ def exploding_update(place):
     return "no error"
 
 
+exploded = in_layout("single", exploding_update)
+
+
 def test_an_infinite_gradient_is_not_stepped():
-    assert "no weight has changed" in run_ranks(1, exploding_update)[0]
+    assert "no weight has changed" in exploded.results()[0]
 
 
 # ---- precision, recompute, optimizer ----
 
 
-def several_updates(place, layout, changes, count=3):
-    policy = make_policy(place, layout, **changes)
+def several_updates(rendezvous, layout, changes, count=3):
+    policy = make_policy(rendezvous, layout, **changes)
     metrics = [policy.update(awkward_batch(SHAPE, seed)) for seed in range(count)]
     return metrics, weights_of(policy)
 
 
-@pytest.mark.parametrize("recompute", ["selective", "full"])
+plain = in_layout("single", several_updates, "single", {})
+RECOMPUTE = ["selective", "full"]
+recomputed = {kind: in_layout("single", several_updates, "single", {"policy__recompute": kind}) for kind in RECOMPUTE}
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
 def test_recompute_changes_nothing(recompute):
-    plain = run_ranks(1, several_updates, "single", {})[0]
-    saved = run_ranks(1, several_updates, "single", {"policy__recompute": recompute})[0]
-    for a, b in zip(plain[0], saved[0], strict=True):
+    for a, b in zip(plain.results()[0][0], recomputed[recompute].results()[0][0], strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-6)
         assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-5)
 
 
-@pytest.mark.parametrize("layout", ["single", "tp2sp", "dp2do"])
+BF16_IN = ["single", "tp2sp", "dp2do"]
+in_bf16 = {layout: in_layout(layout, several_updates, layout, {"policy__precision": "bf16"}) for layout in BF16_IN}
+
+
+@pytest.mark.parametrize("layout", BF16_IN)
 def test_bf16_keeps_fp32_gradients_and_main_weights(layout):
-    exact = run_ranks(1, several_updates, "single", {})[0][0]
-    world = LayoutSpec.parse(layout).world_size
-    metrics, weights = run_ranks(world, several_updates, layout, {"policy__precision": "bf16"})[0]
+    exact = plain.results()[0][0]
+    metrics, weights = in_bf16[layout].results()[0]
     for a, b in zip(exact, metrics, strict=True):
         assert b["loss"] == pytest.approx(a["loss"], abs=0.03)
         assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=0.05)
     assert {w.dtype for w in weights.values()} == {torch.bfloat16}
 
 
-def dtypes(place):
-    policy = make_policy(place, "single", policy__precision="bf16")
+def dtypes(rendezvous):
+    policy = make_policy(rendezvous, "single", policy__precision="bf16")
     parameter = next(policy.model[0].parameters())
     return parameter.dtype, parameter.main_grad.dtype, policy.optimizer.param_groups[0]["params"][0].dtype
 
 
+found_dtypes = in_layout("single", dtypes)
+
+
 def test_bf16_dtypes():
-    assert run_ranks(1, dtypes)[0] == (torch.bfloat16, torch.float32, torch.float32)
+    assert found_dtypes.results()[0] == (torch.bfloat16, torch.float32, torch.float32)
 
 
-def decayed(place):
+def decayed(rendezvous):
     """A huge weight decay and no learning signal: only matrices may shrink."""
     changes = {"policy__optimizer": {"weight_decay": 100.0, "lr": 1e-3}, "algorithm__entropy_coefficient": 0.0}
-    policy = make_policy(place, **changes)
+    policy = make_policy(rendezvous, **changes)
     before = weights_of(policy)
     batch = awkward_batch(SHAPE, 0)
     batch.advantages[:] = 0
@@ -252,41 +300,49 @@ def decayed(place):
     return {n: float(after[n].norm() / before[n].norm()) for n in before}
 
 
+shrunk = in_layout("single", decayed)
+
+
 def test_weight_decay_spares_norms_and_biases():
-    for name, shrink in run_ranks(1, decayed)[0].items():
+    for name, shrink in shrunk.results()[0].items():
         if "norm" in name or name.endswith("bias"):
             assert shrink == pytest.approx(1.0, abs=0.02), name
         else:
             assert shrink == pytest.approx(0.9, abs=0.02), name
 
 
-def clipped(place, clip):
-    policy = make_policy(place, policy__optimizer={"grad_clip": clip})
-    before = weights_of(policy)
+def clipped(rendezvous, clip):
+    policy = make_policy(rendezvous, policy__optimizer={"grad_clip": clip})
     metrics = policy.update(awkward_batch(SHAPE, 0))
     moments = [state["exp_avg"].norm() for _, state in policy.optimizer.state.items()]
-    return metrics["grad_norm"], float(torch.stack(moments).norm()), before
+    return metrics["grad_norm"], float(torch.stack(moments).norm())
+
+
+with_clipping, without_clipping = in_layout("single", clipped, 0.01), in_layout("single", clipped, 0.0)
 
 
 def test_gradient_clipping_bounds_what_adam_sees():
     # Adam's first moment after one step is (1 − β1) · clipped gradient
-    norm, moment, _ = run_ranks(1, clipped, 0.01)[0]
+    norm, moment = with_clipping.results()[0]
     assert norm > 0.05
     assert moment == pytest.approx(0.1 * 0.01, rel=1e-3)
-    norm, moment, _ = run_ranks(1, clipped, 0.0)[0]
+    norm, moment = without_clipping.results()[0]
     assert moment == pytest.approx(0.1 * norm, rel=1e-3)
 
 
-def score_then_update(place):
-    policy = make_policy(place)
+def score_then_update(rendezvous):
+    policy = make_policy(rendezvous)
     batch = awkward_batch(SHAPE, 0)
     logprobs, _ = policy.log_probs(batch)
     batch.old_logprobs = logprobs
     return policy.update(batch)
 
 
+on_policy = in_layout("single", score_then_update)
+
+
 def test_recomputed_log_probs_give_a_ratio_of_one():
-    metrics = run_ranks(1, score_then_update)[0]
+    metrics = on_policy.results()[0]
     assert metrics["ratio_mean"] == pytest.approx(1, abs=1e-5)
     assert metrics["ratio_max"] == pytest.approx(1, abs=1e-4)
     assert metrics["clip_fraction_high"] == metrics["clip_fraction_low"] == 0
@@ -308,11 +364,9 @@ def test_learning_rate_by_hand():
 # ---- the rank harness ----
 
 
-def fail_on_one(place):
-    if place.rank == 1:
+def fail_on_one(rendezvous):
+    if rendezvous.rank == 1:
         raise ValueError("the reason")
-    import time
-
     time.sleep(60)
 
 

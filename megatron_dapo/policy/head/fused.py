@@ -1,13 +1,13 @@
-"""The head: output layer, log-probs, entropy and the policy loss, without ever holding all logits.
+"""The head: output layer, log-probs, entropy and the policy loss. All logits never exist at once.
 
-The vocabulary may be split over tensor-parallel ranks; columns beyond the real vocabulary never count; log-probs are
-those of the distribution at `temperature`, which is what the engine sampled from. Two ways through the same kernels:
+The vocabulary may be split over tensor-parallel ranks. Columns beyond the real vocabulary never count. Log-probs are
+those of the distribution at `temperature`, from which the engine sampled. Two functions share the kernels:
 
-- `one_pass`: loss and gradients in one walk over chunks of tokens. A token's loss depends on its own log-prob and on
+- `one_pass`: loss and gradients in one loop over chunks of tokens. A token's loss depends on its own log-prob and on
   numbers known before, so the gradient of its logits is known as soon as they are: three matrix products, no
   recomputation, and the gradient is written over the logits.
 - `two_pass`: log-probs and entropies as differentiable values; the backward pass computes the logits again. For losses
-  that need whole sequences first (GSPO), and for scoring without gradients.
+  that need whole sequences first, and for scoring without gradients.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ class HeadRequest:
     temperature: float = 1.0
     chunk_tokens: int = 2048
     loss: ChunkLoss | None = None  # set: one pass
-    # One pass: where the weight's gradient goes. "returned": to autograd. "added": straight into the weight's fp32
-    # main_grad. "added-shared": the same, for a weight that the embedding of this stage uses, too.
+    # One pass: where the weight's gradient goes. "returned": to autograd. "added": into the weight's fp32 main_grad.
+    # "added-shared": the same, for a weight that the embedding of this stage shares.
     weight_gradient: Literal["returned", "added", "added-shared"] = "returned"
 
 
 def run_head(
     hidden: Tensor, weight: Tensor, request: HeadRequest, tp_group: dist.ProcessGroup, sequence_parallel: bool
 ) -> Tensor:
-    """hidden [s, 1, h] of this rank (s/tp under sequence parallelism) to [2, tokens]: log-probs, entropies; or, where
-    the request has a loss, to the loss (a scalar)."""
+    """hidden [s, 1, h] of this rank (s/tp under sequence parallelism) to [2, tokens]: log-probs and entropies. If the
+    request has a loss, to that loss (a scalar)."""
     if sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=tp_group)
     else:
@@ -70,8 +70,8 @@ def output_processor(
     config: Any,
     **_: Any,
 ) -> Tensor:
-    """Our head in anybody's GPTModel, from Megatron-Core 0.19 on: `model(…, output_processor=output_processor,
-    output_processor_context=HeadRequest(…))`. Positions count through hidden states as they lie, [s, b] flattened."""
+    """Our head in any GPTModel, from Megatron-Core 0.19 on: `model(…, output_processor=output_processor,
+    output_processor_context=HeadRequest(…))`. Positions index the hidden states [s, b], flattened."""
     weight = output_layer.weight if output_weight is None else output_weight
     return run_head(
         hidden_states,
@@ -99,7 +99,7 @@ def one_pass(hidden: Tensor, weight: Tensor, request: HeadRequest, tp_group: dis
 
 @dataclass(frozen=True, slots=True)
 class _Shard:
-    """The columns [start, start + real) of the vocabulary that this rank holds, and how to walk over tokens."""
+    """The columns [start, start + real) of the vocabulary that this rank holds, and the chunks of tokens."""
 
     start: int
     columns: int
@@ -117,7 +117,7 @@ class _Shard:
         return cls(start, columns, real, request.targets, 1 / request.temperature, request.chunk_tokens, group)
 
     def chunks(self, tokens: int) -> Iterator[slice]:
-        """Chunks of about equal size, so that the last one does not waste a whole matrix product."""
+        """Chunks of about equal size: a short last chunk would waste a whole matrix product."""
         count = max(1, -(-tokens // self.chunk_tokens))
         size = -(-tokens // count)
         if size > ROW_ALIGN:
@@ -125,7 +125,7 @@ class _Shard:
         return (slice(s, min(s + size, tokens)) for s in range(0, tokens, max(1, size)))
 
     def buffer(self, hidden: Tensor) -> Tensor:
-        """One chunk of logits, used again for every chunk."""
+        """One chunk of logits, reused for every chunk."""
         longest = max((c.stop - c.start for c in self.chunks(hidden.shape[0])), default=0)
         return torch.empty(longest, self.columns, dtype=hidden.dtype, device=hidden.device)
 
@@ -139,14 +139,14 @@ class _Shard:
         if self.group.size() > 1:
             peak = peak.clone()
             dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=self.group)
-            moved = torch.where(stats.total > 0, stats.peak - peak, 0.0)  # a rank of padding alone has peak −inf
+            moved = torch.where(stats.total > 0, stats.peak - peak, 0.0)  # a rank with only padding has peak −inf
             shrink = moved.exp()
             sums[1] = shrink * (stats.weighted + stats.total * moved)
             sums[0] = stats.total * shrink
             dist.all_reduce(sums, group=self.group)
         total, weighted, target_logit = sums
         log_sum = peak + total.log()
-        # Relative to the peak, so that the entropy is no difference of large numbers.
+        # Relative to the peak: otherwise the entropy is a difference of large numbers.
         return target_logit - log_sum, total.log() - weighted / total, log_sum
 
     def local_target(self, chunk: slice) -> tuple[Tensor, Tensor]:
@@ -221,17 +221,17 @@ class _OnePass(torch.autograd.Function):
         if ctx.weight_gradient == "returned":
             return grad_hidden * grads[0], (kept * grads[0]).to(ctx.weight_dtype), None, None
         _require_unscaled(grads[0])
-        if ctx.weight_gradient == "added-shared":  # the embedding's gradient will make Megatron's hooks run
+        if ctx.weight_gradient == "added-shared":  # the embedding's gradient will trigger Megatron's hooks
             return grad_hidden * grads[0], None, None, None
-        kept.grad_added_to_main_grad = True  # Megatron's mark: what follows is a placeholder that makes its hooks run
+        kept.grad_added_to_main_grad = True  # tells Megatron that the returned gradient only triggers its hooks
         return grad_hidden * grads[0], torch.empty_like(kept), None, None
 
 
 def _require_unscaled(grad: Tensor) -> None:
-    """main_grad holds the gradient of the loss itself. Whoever scales the loss afterwards would scale only the rest."""
+    """main_grad already holds the gradient of the unscaled loss: scaling the loss later would not reach it."""
     message = "the loss of the one-pass head was scaled after the head: Megatron's per-token path must be on"
     if grad.is_cuda:
-        torch._assert_async(grad == 1, message)  # no waiting for the device
+        torch._assert_async(grad == 1, message)  # does not wait for the device
     elif grad.item() != 1:
         raise RuntimeError(message)
 

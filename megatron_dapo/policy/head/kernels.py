@@ -1,8 +1,8 @@
 """The two passes over a chunk of logits that the head needs: row statistics, and the gradient written over the logits.
 
-Triton on CUDA, torch elsewhere (and where Triton is absent): the same interface, and the torch version is the oracle of
-the other. Columns from `real` on are padding: they are never read, and their gradient is zero. Statistics are kept
-relative to each row's own maximum, which starts at −inf.
+Triton on CUDA, torch elsewhere and where Triton is absent. Tests compare the Triton kernels with the torch versions.
+Columns from `real` on are padding: they are never read, and their gradient is zero. Statistics are relative to each
+row's own maximum, which starts at −inf.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class RowStats(NamedTuple):
-    """Of this rank's columns, at temperature: maximum m, Σ exp(x−m), and Σ exp(x−m)·(x−m). Each [rows], fp32."""
+    """Over this rank's columns, at temperature: maximum m, Σ exp(x−m), and Σ exp(x−m)·(x−m). Each [rows], fp32."""
 
     peak: Tensor
     total: Tensor
@@ -56,8 +56,8 @@ def write_gradient(
 ) -> None:
     """Overwrites logits [rows, columns] with the gradient of Σ grad_logprob·logp + grad_entropy·entropy.
 
-    d logp / d x = 1[target] − p;  d entropy / d x = −p·(log p + entropy). `target` is this rank's column, −1 where the
-    target is another rank's.
+    d logp / d x = 1[target] − p;  d entropy / d x = −p·(log p + entropy). `target` is this rank's column, or −1 if the
+    target is in another rank's.
     """
     arguments: tuple[Any, ...] = (log_sum, entropy, target, grad_logprob, grad_entropy)
     if logits.is_cuda and has_triton():

@@ -1,4 +1,4 @@
-"""Triton kernels of the head: one program a row, two passes over the row's logits. See head_kernels for the meaning."""
+"""Triton kernels of the head: one program per row of logits. `kernels` says what they compute."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _row_stats(  # type: ignore[no-untyped-def]
         inside = column < real
         x = tl.load(base + column, mask=inside, other=-float("inf")).to(tl.float32) * inverse_temperature
         new = tl.maximum(peaks, x)
-        # A lane that has seen nothing yet has peak −inf, and −inf − (−inf) is NaN.
+        # A lane without a value yet has peak −inf, and −inf − (−inf) is NaN.
         moved = tl.where(peaks == -float("inf"), 0.0, peaks - new)
         shrink = tl.where(peaks == -float("inf"), 0.0, tl.exp(moved))
         shifted = tl.where(inside, x - new, 0.0)

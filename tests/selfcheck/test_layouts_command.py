@@ -1,0 +1,203 @@
+"""`megatron-dapo selfcheck layouts`: what it prints and returns, also when a layout is wrong, fails or cannot exist."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megatron_dapo.cli import main
+from megatron_dapo.errors import UserError
+from megatron_dapo.policy import step
+from megatron_dapo.policy.fork_ranks import run_ranks
+from megatron_dapo.policy.loss_func import OnePassLoss
+from megatron_dapo.policy.policy import Policy
+from megatron_dapo.selfcheck import layouts, trace
+from megatron_dapo.selfcheck.layout_spec import LayoutSpec
+from megatron_dapo.selfcheck.layouts import DEFAULT_LAYOUTS, run_layouts
+from megatron_dapo.selfcheck.trace import trace_updates
+
+
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def test_it_passes_and_says_what_it_compared(capsys):
+    assert run_layouts(["tp2"], tolerance=1e-5, updates=1) == 0
+    printed = capsys.readouterr().out
+    assert "tp2" in printed and "ok" in printed and "FAIL" not in printed
+
+
+class Averaged(OnePassLoss):
+    """The error that layouts exist to find: a mean per micro-batch."""
+
+    def __call__(self, *args):
+        return super().__call__(*args) / self.batch.counts.sum().clamp(min=1)
+
+    def loss_func(self, output):
+        loss, count, metrics = super().loss_func(output)
+        return loss, torch.ones_like(count), metrics
+
+
+def test_a_wrong_layout_fails(monkeypatch, capsys):
+    monkeypatch.setattr(step, "OnePassLoss", Averaged)
+    assert run_layouts(["dp2"], tolerance=1e-5, updates=1) == 1
+    assert "FAIL" in capsys.readouterr().out
+
+
+def test_a_layout_that_fails_while_it_runs_does_not_end_the_others(monkeypatch, capsys):
+    real = Policy.gradients
+
+    def planted(self, batch):
+        if self.config.policy.context_parallel > 1:
+            raise RuntimeError("planted [in one layout]")
+        return real(self, batch)
+
+    monkeypatch.setattr(Policy, "gradients", planted)
+    assert run_layouts(["cp2", "dp2"], tolerance=1e-5, updates=1) == 1
+    lines = {
+        line.split()[1]: line for line in capsys.readouterr().out.splitlines() if "ranks" not in line and "│" in line
+    }
+    assert "ERROR RuntimeError: planted [in one layout]" in lines["cp2"]
+    assert "ok" in lines["dp2"]
+
+
+def test_a_reference_that_fails_is_an_error_of_each_layout(monkeypatch, capsys):
+    def planted(rendezvous, layout, updates, model):
+        raise RuntimeError("no reference")
+
+    monkeypatch.setattr(layouts, "trace_updates", planted)
+    assert run_layouts(["dp2", "cp2"], tolerance=1e-5, updates=1) == 1
+    assert capsys.readouterr().out.count("ERROR RuntimeError: no reference") == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nonsense", "expected parts such as tp2"),
+        ("xp2", "expected parts such as tp2"),
+        ("tp", "expected parts such as tp2"),
+        ("2tp", "expected parts such as tp2"),
+        ("tp0", "expected parts such as tp2"),
+        ("tp2tp4", "each at most once"),
+        ("singletp2", "expected parts such as tp2"),
+        ("tp64", "the model has 4 attention heads"),
+        ("pp3", "the model has 4 layers"),
+        ("vpp2", "virtual_pipeline is 2 but pipeline_parallel is 1"),
+        ("ep3", "the model has 4 experts"),
+        ("dp99", "at most 16 are forked"),
+    ],
+)
+def test_a_layout_that_cannot_exist_is_one_line_and_exit_code_2(name, message, capsys, monkeypatch):
+    def unexpected(*_):
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr(layouts, "run_ranks", unexpected)
+    assert main(["selfcheck", "layouts", "--layouts", f"dp2,{name}"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"megatron-dapo: layout '{name}': ") and captured.err.count("\n") == 1
+    assert message in captured.err
+
+
+@pytest.mark.parametrize("name", ["xp2", "tp", "2tp", ""])
+def test_unknown_layout_names_are_refused(name):
+    with pytest.raises(Exception, match="expected parts such as"):
+        LayoutSpec.parse(name)
+
+
+def test_the_parts_of_a_name():
+    spec = LayoutSpec.parse("tp2pp2vpp4spdo")
+    assert spec.sizes == {"tp": 2, "pp": 2, "vpp": 4}
+    assert spec.sequence_parallel and spec.distributed_optimizer and spec.world_size == 4
+    assert LayoutSpec.parse("ep4tp2").world_size == 4
+    assert LayoutSpec.parse("single").sizes == {}
+
+
+def test_default_layouts_that_do_not_fit_the_gpus_are_left_out_by_name(monkeypatch, capsys):
+    monkeypatch.setattr(layouts, "gpu_count", lambda: 2)
+    chosen = layouts._chosen(None, None, layouts.Console())
+    assert [spec.name for spec in chosen] == [n for n in DEFAULT_LAYOUTS if LayoutSpec.parse(n).world_size == 2]
+    assert "layout tp2pp2 is left out: it needs 4 GPUs, but this machine has 2" in capsys.readouterr().out
+
+
+def test_a_named_layout_that_does_not_fit_the_gpus_is_an_error(monkeypatch, capsys):
+    monkeypatch.setattr(layouts, "gpu_count", lambda: 1)
+    assert main(["selfcheck", "layouts", "--layouts", "tp2"]) == 2
+    assert "it needs 2 GPUs, but this machine has 1" in capsys.readouterr().err
+    assert main(["selfcheck", "layouts"]) == 2  # nothing is left of the default ones
+
+
+def test_a_diverged_replica_is_an_error():
+    shard = torch.ones(3)
+    held = [{"w": (0, shard)}, {"w": (0, shard + 1e-7)}]
+    with pytest.raises(Exception, match="rank 1 holds other values of w"):
+        trace._one_of_each("w", held)
+
+
+# ---- in a job ----
+
+
+def test_it_joins_a_job():
+    """Under torchrun the layouts run in the job's own ranks, one after the other."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    check = ["-m", "megatron_dapo.cli", "selfcheck", "layouts", "--layouts", "tp2sp,dp2do", "--updates", "1"]
+    done = subprocess.run([*torchrun, *check], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("ok") == 2 and "FAIL" not in done.stdout
+
+
+def as_a_job(rendezvous, port, reference, names):
+    """The command in ranks that torchrun or srun could have started."""
+    os.environ |= {
+        "RANK": str(rendezvous.rank), "WORLD_SIZE": str(rendezvous.world_size), "LOCAL_RANK": str(rendezvous.rank),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
+    real = Policy.gradients
+
+    def planted(self, batch):
+        if self.config.policy.context_parallel > 1 and rendezvous.rank == 1:
+            raise RuntimeError("planted")
+        if self.config.policy.context_parallel > 1:
+            raise UserError("the other rank failed")
+        return real(self, batch)
+
+    Policy.gradients, layouts._reference_of_child = planted, lambda updates, model: reference
+    code = run_layouts(names, tolerance=1e-5, updates=1)
+    sys.stdout.flush()
+    return code
+
+
+def run_as_a_job(reference, names):
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    return run_ranks(2, as_a_job, port, reference, names)
+
+
+def single_trace(rendezvous):
+    return trace_updates(rendezvous, LayoutSpec.parse("single"), 1, "dense")
+
+
+def test_a_layout_that_fails_in_a_job_does_not_end_the_others(capfd):
+    reference = run_ranks(1, single_trace)[0]
+    assert run_as_a_job(reference, ["cp2", "dp2"]) == [1, 0]  # rank 0 reports
+    lines = capfd.readouterr().out.splitlines()
+    assert [line for line in lines if "cp2" in line and "ERROR rank 0: the other rank failed" in line]
+    assert [line for line in lines if "dp2" in line and " ok " in line]
+
+
+def test_a_job_without_a_reference_reports_why(capfd, monkeypatch):
+    monkeypatch.setattr(layouts.sys, "executable", "/bin/false")
+    reference = layouts._reference_of_child(1, "dense")
+    assert "the single-process reference failed" in str(reference)
+    assert run_as_a_job(reference, ["dp2"]) == [1, 0]
+    assert "ERROR rank 0: the single-process reference failed" in capfd.readouterr().out
+
+
+def test_a_layout_that_does_not_divide_the_job_is_an_error(monkeypatch):
+    with pytest.raises(UserError, match=r"layout 'tp2pp2': 2 ranks cannot hold"):
+        layouts._chosen(["dp2", "tp2pp2"], 2, layouts.Console())

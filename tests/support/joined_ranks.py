@@ -1,0 +1,66 @@
+"""Tests that need ranks share forks: all jobs of one world size run one after the other in the same forked ranks.
+
+jobs = RankJobs()
+scores = jobs.add(2, score, "tp2")       # score(rendezvous, "tp2") in two ranks
+
+def test_scores():
+    first, second = scores.results()     # the first test that asks makes the fork, the others read
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_dapo.policy.fork_ranks import run_ranks
+from megatron_dapo.policy.runtime import Rendezvous
+
+
+@dataclass
+class Job:
+    """One function call in every rank of a world."""
+
+    jobs: RankJobs
+    world: int
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    outcomes: list[tuple[bool, Any]] | None = field(default=None, repr=False)
+
+    def results(self) -> list[Any]:
+        """What each rank returned. Fails with the first rank's traceback if the function raised."""
+        if self.outcomes is None:
+            self.jobs.run(self.world)
+        assert self.outcomes is not None
+        for rank, (ok, value) in enumerate(self.outcomes):
+            assert ok, f"rank {rank} of {self.world}:\n{value}"
+        return [value for _, value in self.outcomes]
+
+
+@dataclass
+class RankJobs:
+    timeout: float = 280.0
+    waiting: dict[int, list[Job]] = field(default_factory=dict)
+
+    def add(self, world: int, function: Callable[..., Any], *args: Any) -> Job:
+        job = Job(self, world, function, args)
+        self.waiting.setdefault(world, []).append(job)
+        return job
+
+    def run(self, world: int) -> None:
+        jobs = self.waiting.pop(world)
+        per_rank = run_ranks(world, _run_all, jobs, timeout=self.timeout)
+        for job, outcomes in zip(jobs, zip(*per_rank, strict=True), strict=True):
+            job.outcomes = list(outcomes)
+
+
+def _run_all(rendezvous: Rendezvous, jobs: list[Job]) -> list[tuple[bool, Any]]:
+    return [_run(rendezvous, job) for job in jobs]
+
+
+def _run(rendezvous: Rendezvous, job: Job) -> tuple[bool, Any]:
+    try:
+        return True, job.function(rendezvous, *job.args)
+    except Exception:
+        return False, traceback.format_exc()
