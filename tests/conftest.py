@@ -13,7 +13,6 @@ SHARED_SETUPS = {"cluster": "slurm", "sglang_server": "sglang", "sglang_servers"
 
 def pytest_configure() -> None:
     torch.set_num_threads(1)
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # see megatron_dapo/policy/__init__.py
     os.environ.setdefault(API_KEY_VARIABLE, "key-of-the-test-servers")
 
 

@@ -10,7 +10,7 @@
 - `learning_rate`     the schedule of the learning rate
 - `runtime`           device, process groups, errors that reach all ranks (`initialize`, `Rendezvous`)
 - `fork_ranks`        ranks on this machine without torchrun
-- `gpu_count`         the number of GPUs, without initialising CUDA
+- `gpu_count`         the number of GPUs, without initializing CUDA
 - `cpu`               Megatron-Core on a machine without CUDA
 - `offload`           device memory to the host and back, for engines on the same GPUs
 - `checkpoint`        saves and loads weights and optimizer state
@@ -22,8 +22,6 @@
 - `head/`             the output layer fused with log-probs, entropy and loss
 """
 
-import os
+from megatron_dapo.policy.gpu_count import keep_cuda_uninitialized
 
-# Megatron asks torch.cuda.is_available() when it is imported. By default that initialises CUDA, and forked ranks could
-# not use it afterwards; with this setting torch asks the driver's management library instead.
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+keep_cuda_uninitialized()

@@ -33,6 +33,8 @@ def run_ranks(
     world_size: int, function: Callable[..., Any], *args: Any, timeout: float | None = 300.0, grace: float = 5.0
 ) -> list[Any]:
     """Calls `function(rendezvous, *args)` in `world_size` forked ranks; returns their results in rank order."""
+    if torch.cuda.is_initialized():
+        raise RankError("CUDA is initialized in the process that forks the ranks, so they cannot use it: use torchrun")
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         pipes, processes = [], []
