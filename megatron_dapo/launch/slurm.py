@@ -7,9 +7,11 @@ same files and stops.
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 from megatron_dapo.config import Config, dump_config
+from megatron_dapo.engines.sglang.keys import RUN_WITH_KEYS
 from megatron_dapo.launch.slurm_checks import Ask, SlurmError, ask, check_cluster, check_job, check_submission
 from megatron_dapo.launch.slurm_script import API_KEY, Job, render
 from megatron_dapo.launch.slurm_status import remember
@@ -55,6 +57,8 @@ def write(job: Job) -> None:
         config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"servers": servers})})
     job.settings.write_text(dump_config(config))
     job.script.write_text(render(job))
+    if job.key_wrapper:
+        shutil.copyfile(RUN_WITH_KEYS, job.key_wrapper)
 
 
 def submit(job: Job, chain: int, ask: Ask) -> list[int]:

@@ -23,7 +23,7 @@ import jinja2
 from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.config.rollout import ServerConfig
 from megatron_dapo.config.slurm import NAME
-from megatron_dapo.engines.sglang.keys import command_with_keys
+from megatron_dapo.engines.sglang.keys import RUN_WITH_KEYS, command_with_keys
 
 API_KEY = "MEGATRON_DAPO_API_KEY"
 WIDTH = 118  # columns of a wrapped command
@@ -125,16 +125,24 @@ class Job:
         later = {"--port": '"$2"', "--base-gpu-id": '"$3"'}
         words = [
             Shell(later[before]) if before in later else word
-            for before, word in zip(["", *command], command, strict=False)
+            for before, word in zip(["", *command], self._visible(command), strict=False)
         ]
         return ["env", *(Shell(f"{name}={quote(value)}") for name, value in environment.items()), *words]
 
     def router_command(self) -> list[str]:
         servers, slurm = self.config.rollout.servers, self.config.slurm
-        return [
-            *router_command(servers.python or self.python, slurm.router_port, servers, self.api_key),
-            "--worker-urls", Shell("${URLS//,/ }"),
-        ]  # fmt: skip
+        command = router_command(servers.python or self.python, slurm.router_port, servers, self.api_key)
+        return [*self._visible(command), "--worker-urls", Shell("${URLS//,/ }")]
+
+    @property
+    def key_wrapper(self) -> Path | None:
+        """A copy of run_with_keys.py, for a container whose SGLang has its own Python; None where it is not needed."""
+        needed = self.config.slurm.container_image and self.config.rollout.servers.python
+        return self.run_dir / RUN_WITH_KEYS.name if needed else None
+
+    def _visible(self, command: list[str]) -> list[str]:
+        """The command with a path to run_with_keys.py that the nodes' processes can see."""
+        return [str(self.key_wrapper) if word == str(RUN_WITH_KEYS) and self.key_wrapper else word for word in command]
 
 
 def router_command(python: str, port: int, servers: ServerConfig, key: str) -> list[str]:

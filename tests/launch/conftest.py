@@ -1,4 +1,4 @@
-"""One real Slurm cluster for the whole session; the tiny model and reward of the trainer's tests."""
+"""One real Slurm cluster for the whole session."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Servers that another Slurm step runs: the only one dies, comes back empty, and serves only with current weights."""
+"""External servers, which another Slurm step runs: one that dies and comes back serves only with current weights."""
 
 import asyncio
 import os
@@ -27,13 +27,13 @@ def free_port():
 
 def settings(port, tmp_path, **servers):
     urls = [f"http://127.0.0.1:{port}"]
-    # A heartbeat that is never due: only a failed request can make the fleet look.
+    # The heartbeat is never due: only a failed request makes the fleet check the server.
     chosen = {"urls": urls, "heartbeat": 600, "start_timeout": 60, "attempts": 2, **servers}
     return RolloutConfig(servers=chosen, weights={"directory": str(tmp_path), "timeout": 10})
 
 
 async def serve(port):
-    """Somebody else's server."""
+    """Starts a server that the engine does not own."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, str(FAKE), str(port), "0.5", stdout=asyncio.subprocess.PIPE
     )
@@ -46,7 +46,7 @@ async def end(process):
     await process.wait()
 
 
-def test_the_only_server_dies_and_comes_back(tmp_path):
+def test_requests_wait_until_the_only_server_is_back_with_current_weights(tmp_path):
     async def main():
         port = free_port()
         first = await serve(port)
@@ -63,13 +63,13 @@ def test_the_only_server_dies_and_comes_back(tmp_path):
         assert {span.version for completion in completions for span in completion.weight_spans} == {3}
         assert await engine.servers[0].version_label() == "3"
         await engine.close()
-        assert second.returncode is None  # not ours to end
+        assert second.returncode is None  # the engine does not end it
         await end(second)
 
     asyncio.run(asyncio.wait_for(main(), 90))
 
 
-def test_one_that_never_answers(tmp_path):
+def test_a_server_that_never_replies_is_an_error_after_start_timeout(tmp_path):
     async def main():
         with pytest.raises(EngineError, match="was not ready after 1 s") as caught:
             await open_engine(settings(free_port(), tmp_path, start_timeout=1), str(tmp_path), tmp_path)
@@ -78,8 +78,8 @@ def test_one_that_never_answers(tmp_path):
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
-def test_one_that_its_launcher_has_given_up(tmp_path):
-    """The Slurm script's own files: there is nothing to wait for, and the reason is in the log."""
+def test_a_server_that_its_launcher_gave_up_is_an_error_at_once(tmp_path):
+    """The batch script leaves a file; the error quotes the server's log."""
     port = free_port()
     (tmp_path / f"engine_127.0.0.1_{port}.log").write_text("one line\nno kernel image for this device\n")
 

@@ -10,6 +10,7 @@ from mini_slurm import processes_of_job, wait_for
 from sparse_model import write_sparse_model
 
 from megatron_dapo.config import ConfigError, parse_config
+from megatron_dapo.engines.sglang.keys import RUN_WITH_KEYS
 from megatron_dapo.launch import slurm as launch
 from megatron_dapo.launch.slurm_checks import SlurmError, check_cluster, check_job, check_submission
 from megatron_dapo.launch.slurm_script import Job, render, seconds_of
@@ -118,6 +119,18 @@ def test_every_step_runs_in_the_container(raw):
     words = " ".join(text.replace("\\\n", " ").split())
     assert "python3 -m megatron_dapo.engines.sglang.run_with_keys sglang.launch_server" in words
     assert sys.executable not in text  # the container has its own Python
+
+
+def test_a_separate_python_in_the_container_finds_the_key_wrapper(raw, tmp_path):
+    """This installation's own file may not be mounted there, the run directory is."""
+    raw["slurm"] |= {"container_image": "image.sqsh", "router": True}
+    raw["rollout"]["servers"]["python"] = "/opt/sglang/bin/python"
+    job = job_of(raw)
+    launch.write(job)
+    wrapper = tmp_path / "run/run_with_keys.py"
+    assert wrapper.read_text() == RUN_WITH_KEYS.read_text()
+    text = job.script.read_text()
+    assert text.count(f"{wrapper} sglang") == 2 and str(RUN_WITH_KEYS) not in text
 
 
 def test_the_container_mounts_the_run_directory(raw, tmp_path):

@@ -1,7 +1,7 @@
 """A real Slurm cluster of four nodes on this machine, for the tests: Debian's packages, no systemd, no cgroups.
 
-Every daemon is a child of this process and ends with it. Each slurmd lives in mount and host name spaces of its own, so
-a task on node n3 sees the host name n3 and finds the others by name. `unavailable()` says why a machine cannot do it.
+Every daemon is a child of this process and ends with it. Each slurmd has its own mount and UTS namespace, so a task on
+node n3 has the host name n3 and finds the other nodes by name. `unavailable()` tells why a machine cannot run it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ NODES = ("n1", "n2", "n3", "n4")
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "unshare")
 NODE_STATES = ("sinfo", "-h", "-N", "-p", "work", "-o")
 PR_SET_PDEATHSIG = 1
-NOTICED = 10  # seconds: a node that does not answer for so long is down (SlurmdTimeout)
+NOTICED = 10  # SlurmdTimeout: a node that does not respond for so many seconds is down
 
-# Short times, so that a dead node is noticed in 20 s and a requeued job starts in 7 s instead of two minutes.
+# Short times: a dead node is noticed after 20 s, and a requeued job starts after 7 s instead of two minutes.
 CONFIG = """\
 ClusterName=mini
 SlurmctldHost={host}(127.0.0.1)
@@ -67,21 +67,21 @@ PartitionName=short Nodes=n[1-2] MaxTime=2 State=UP
 
 
 def unavailable() -> str:
-    """Why no cluster can be started here; empty when one can."""
+    """Why no cluster can be started here; empty if one can."""
     missing = [program for program in PROGRAMS if shutil.which(program) is None]
     if missing:
         return f"no {', '.join(missing)}: apt-get install slurmctld slurmd slurm-client munge"
     if os.geteuid() != 0:
         return "a cluster with several nodes on one machine needs root"
     trial = subprocess.run(["unshare", "-m", "-u", "true"], capture_output=True, text=True)
-    return f"no name spaces here: {trial.stderr.strip()}" if trial.returncode else ""
+    return f"no namespaces here: {trial.stderr.strip()}" if trial.returncode else ""
 
 
 class MiniSlurm:
     def __init__(self, root: Path) -> None:
         self.root, self.config = root, root / "slurm.conf"
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
-        self._parent = ThreadPoolExecutor(1)  # a child ends with the thread that started it, so all have the same one
+        self._parent = ThreadPoolExecutor(1)  # a child ends with the thread that started it: one thread starts all
         self.environment = os.environ | {"SLURM_CONF": str(self.config)}
 
     def start(self) -> MiniSlurm:
@@ -111,7 +111,7 @@ class MiniSlurm:
         return self
 
     def wait_idle(self, seconds: float = 60) -> None:
-        """Until all four nodes are there and have nothing to do."""
+        """Waits until all four nodes are up and idle."""
         try:
             wait_for(lambda: self.run(*NODE_STATES, "%T").split() == ["idle"] * 4, seconds, "four idle nodes")
         except TimeoutError as error:
@@ -122,10 +122,10 @@ class MiniSlurm:
         host = socket.gethostname().split(".")[0]
         text = CONFIG.format(
             root=self.root, host=host, port=ports[0], first=ports[1], last=ports[4], noticed=NOTICED,
-            first_job=ports[0] % 9000 + 1000,  # clusters side by side: a job's ranks meet at a port made of its number
+            first_job=ports[0] % 9000 + 1000,  # several clusters at once: a job's rendezvous port is made of its number
         )  # fmt: skip
         (self.root / "slurm.conf").write_text(text)
-        for gpu in range(4):  # /dev/null under other names: Slurm hands out what is a device
+        for gpu in range(4):  # copies of /dev/null: Slurm requires device files
             os.mknod(self.root / f"gpu{gpu}", stat.S_IFCHR | 0o666, os.makedev(1, 3))
         (self.root / "gres.conf").write_text(f"Name=gpu File={self.root}/gpu[0-3]\n")
 
@@ -138,7 +138,7 @@ class MiniSlurm:
         self._spawn("unshare", "-m", "-u", "sh", "-c", script, f"{self.root}/slurm.conf", name=node)
 
     def kill_node(self, node: str) -> None:
-        """As if the power went off: the slurmd, its step daemons and everything below them, at once."""
+        """Like a power failure: kills the slurmd, its step daemons and all their descendants at once."""
         slurmd = self._daemons.pop(node)
         daemons = _step_daemons(os.readlink(f"/proc/{slurmd.pid}/ns/uts"))
         for pid in [slurmd.pid, *daemons, *(pid for daemon in daemons for pid in descendants(daemon))]:
@@ -154,7 +154,7 @@ class MiniSlurm:
         return done.stdout.strip()
 
     def job(self, job: int | str) -> dict[str, str]:
-        """What `scontrol show job` knows, e.g. JobState, Reason, ExitCode, Restarts, BatchHost."""
+        """The fields of `scontrol show job`, e.g. JobState, Reason, ExitCode, Restarts, BatchHost."""
         words = self.run("scontrol", "-o", "show", "job", str(job)).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
@@ -192,7 +192,7 @@ class JobProcess:
 
 
 def processes_of_job(config: Path, job: int | str) -> list[JobProcess]:
-    """Processes that carry the job's number and its cluster in their environment."""
+    """Processes whose environment names this job and this cluster."""
     found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
@@ -206,10 +206,10 @@ def processes_of_job(config: Path, job: int | str) -> list[JobProcess]:
     return sorted(found, key=lambda process: process.pid)
 
 
-def signals(pid: int, row: str, *numbers: int) -> bool:
-    """Whether these signals are in a row of /proc/PID/status: SigCgt (caught) or SigIgn (ignored)."""
+def signals(pid: int, kind: str, *numbers: int) -> bool:
+    """Whether a process catches (`kind` SigCgt in /proc/PID/status) or ignores (SigIgn) all these signals."""
     lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-    return all(int(lines[row], 16) >> (number - 1) & 1 for number in numbers)
+    return all(int(lines[kind], 16) >> (number - 1) & 1 for number in numbers)
 
 
 def descendants(pid: int) -> Iterable[int]:
@@ -231,20 +231,20 @@ def wait_for(condition: Callable[[], object], seconds: float, what: str) -> None
         time.sleep(0.25)
 
 
-def _step_daemons(name_space: str) -> list[int]:
-    """The step daemons of one node: those in its host name space."""
+def _step_daemons(namespace: str) -> list[int]:
+    """The step daemons in one node's UTS namespace."""
     found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             with contextlib.suppress(OSError):
                 is_daemon = (folder / "cmdline").read_bytes().startswith(b"slurmstepd")
-                if is_daemon and os.readlink(folder / "ns/uts") == name_space:
+                if is_daemon and os.readlink(folder / "ns/uts") == namespace:
                     found.append(int(folder.name))
     return found
 
 
 def _free_ports(count: int) -> list[int]:
-    """Consecutive ports nobody listens on."""
+    """Consecutive free ports."""
     for first in range(17000 + os.getpid() % 1000 * 10, 60000, count):
         with contextlib.ExitStack() as stack:
             try:
