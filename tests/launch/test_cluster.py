@@ -214,7 +214,7 @@ def lost_ranks(cluster, folder):
 
 def lost_node(cluster, folder):
     """Slurm sends its signal before the time limit, then a node loses its power. The last attempt is not disturbed."""
-    run = Run(cluster, folder, "lost-node", slurm={"extra": ["--nodelist=n3,n4"]})  # no other job uses n4
+    run = Run(cluster, folder, "lost-node", slurm={"extra": ["--nodelist=n3,n4"], "crashes": 5})  # n4: no other job
     run.wait_step(0)
     with run.over_within("asked by Slurm", restart=0):
         run.pace(2)  # the signal comes in the middle of a batch
@@ -241,11 +241,11 @@ def lost_engine(cluster, folder):
             "engine": "sglang", "weights": {"directory": str(folder / "weights")},
             "servers": {
                 "device": "cpu", "python": str(python[-1]), "dtype": "float32", "port": 31000 + os.getpid() % 900,
-                "start_timeout": START,
+                "start_timeout": 2 * START,
             },
         },
     )  # fmt: skip
-    run.until(lambda: run.steps() >= 3, 2 * START, "three steps")
+    run.until(lambda: run.steps() >= 3, 3 * START, "three steps")
     serves = rf"{re.escape(str(python[-1]))} \S+run_with_keys.py sglang.launch_server"
     engine = next(p.pid for p in run.processes() if re.match(serves, p.command))
     family = {engine, *descendants(engine)}
@@ -311,7 +311,9 @@ def test_the_logs_name_the_reason_of_each_end(scenarios):
     assert "watchdog.py" in (run.dir / "logs/attempt_2/stacks_rank_0.txt").read_text()
     assert "ended with code 0" in last
 
-    signalled, lost, _ = scenarios[lost_node].result().attempts()
+    # On a slow machine there is one more: Slurm repeats its order to end the lost attempt, and it ends the next one.
+    signalled, lost, *_, last = scenarios[lost_node].result().attempts()
+    assert "ended with code 0" in last
     assert "passing USR1 on" in signalled and "ended with code 75" in signalled
     assert re.search(r"NODE FAILURE|node n4 does not answer", lost)  # Slurm's message or the script's
 

@@ -16,7 +16,11 @@ from megatron_dapo.launch.slurm_script import Job, render
 COMMANDS = {
     # Like Slurm, a requeue ends the script.
     "scontrol": '[ "$1" = show ] && echo $SLURM_JOB_NODELIST | tr , "\\n" || { echo "$@" >> asked; kill -TERM $PPID; }',
-    "srun": '[[ "$*" == *launch_server* ]] && . ./engine; [[ "$*" == *megatron_dapo.cli* ]] && . ./trainer',
+    "srun": """
+[[ "$*" == *" true" ]] && exec test ! -e "${*: -2:1}.down"  # the probe of a node
+[[ "$*" == *launch_server* ]] && . ./engine
+[[ "$*" == *megatron_dapo.cli* ]] && . ./trainer
+""",
 }
 
 
@@ -128,3 +132,12 @@ def test_service_restores_the_restarts_of_a_server(tmp_path):
     (tmp_path / "engine").write_text("sleep 1.1; echo >> served; exit 3\n")
     said = job.attempt("until [ $(cat served | wc -l) -ge 4 ]; do sleep 0.1; done; exit 0")
     assert "(start 3)" in said and "given up" not in said
+
+
+def test_a_lost_node_does_not_count_as_a_crash(tmp_path):
+    job = StubJob(tmp_path, crashes=1)
+    (tmp_path / "--nodelist=n2.down").touch()
+    said = job.attempt("exit 1")
+    assert "node n2 does not answer" in said and "node n1" not in said and "queueing the job again" in said
+    (tmp_path / "--nodelist=n2.down").unlink()
+    assert "1 crashes without a new checkpoint" in job.attempt("exit 1")
