@@ -28,13 +28,13 @@ HEAD = """\
 <!-- Written by tools/generate_config_reference.py: change the schema in megatron_dapo/config, then run it. -->
 # Configuration
 
-A run is one YAML file. Every key has a default, mostly the published 32B run's; what differs from it is listed in
+A run is one YAML file. Every key has a default, mostly that of the published 32B run; the differences are listed in
 [examples/qwen2.5_32b_dapo](../examples/qwen2.5_32b_dapo/README.md). `--set section.key=value` overrides a key on the
 command line; the value is read as YAML, so `null`, `true`, `1e-6` and `[a, b]` work.
 
-An unknown key is an error that names the nearest known one, or ours where the name is another tool's
-([migration.md](migration.md)). `megatron-dapo train CONFIG --dry-run` checks a file against the model and the number of
-ranks, and writes the resolved configuration, every key included, to the run directory's `config.yaml`.
+An unknown key is an error that names the nearest known key, or our name for a key of another tool
+([migration.md](migration.md)). `megatron-dapo train CONFIG --dry-run` checks a file against the model, the data and the
+number of ranks, and writes the resolved configuration with every key to the run directory.
 
 """
 
