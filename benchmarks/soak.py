@@ -129,16 +129,15 @@ def servers(trainer: psutil.Process) -> list[psutil.Process]:
     return [process for _, process in sorted(found, key=lambda item: item[0])]
 
 
-def measure(step: int, trainer: psutil.Process) -> Usage:
+def measure(step: int, trainer: psutil.Process, calls: Path) -> Usage:
     sizes, descriptors = [], []
     for proxy in servers(trainer):
+        if not list(calls.glob(f"*-{proxy.pid}.jsonl")):
+            continue  # it is starting; the proxy listens when the server does
         with contextlib.suppress(*GONE):
             tree = [proxy, *proxy.children(recursive=True)]
-            size = sum(process.memory_info().rss for process in tree) / 2**20
-            count = sum(process.num_fds() for process in tree)
-            if len(tree) > 2:  # the server and its workers have started
-                sizes.append(size)
-                descriptors.append(count)
+            sizes.append(sum(process.memory_info().rss for process in tree) / 2**20)
+            descriptors.append(sum(process.num_fds() for process in tree))
     return Usage(
         step, trainer.memory_info().rss / 2**20, trainer.num_fds(), fmean(sizes or [0.0]), fmean(descriptors or [0.0])
     )
@@ -176,7 +175,7 @@ class Soak:
             if steps > last:
                 last, changed = steps, time.monotonic()
                 with contextlib.suppress(*GONE):
-                    self.usage.append(measure(last, trainer))
+                    self.usage.append(measure(last, trainer, self.folder / CALLS))
                 self._kill_when_due(last, trainer)
                 self._show(last)
             elif time.monotonic() - changed > STEP_TIMEOUT:
@@ -284,7 +283,7 @@ def trends(usage: Sequence[Usage]) -> dict[str, dict[str, Any]]:
     one restarts. One descriptor or 1 MB lost per step exceeds them in 200 steps."""
 
     def values(name: str) -> list[float]:
-        return [float(getattr(one, name)) for one in usage]
+        return [value for one in usage if (value := float(getattr(one, name)))] or [0.0]  # 0: no server was up
 
     def memory(name: str) -> dict[str, Any]:
         return trend(values(name), max(24.0, 0.03 * fmean(values(name))))
