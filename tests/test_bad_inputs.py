@@ -12,6 +12,8 @@ import yaml
 from tiny_run import raw_config
 
 from megatron_dapo.cli import main
+from megatron_dapo.config import check_config, parse_config
+from megatron_dapo.trainer.resume import record_settings
 
 DATA = "data.path"
 
@@ -408,3 +410,29 @@ def test_home_directories_are_expanded(complete, tmp_path, monkeypatch, capsys):
     place.set("trainer.run_dir", "~/elsewhere")
     assert run(["train", place.write(), "--dry-run"]) == 0
     assert (tmp_path / "elsewhere/config.yaml").exists()
+
+
+def resumed(complete, tmp_path, monkeypatch, **settings):
+    """A directory with a checkpoint of this run, and the arguments of a dry run with other settings."""
+    place = place_of(Case("", ""), complete, tmp_path, monkeypatch)
+    config = parse_config(copy.deepcopy(place.raw))
+    (tmp_path / "run/checkpoints/step_1").mkdir(parents=True)
+    record_settings(tmp_path / "run", config, check_config(config, 1))
+    return ["train", place.write(), "--dry-run", *(w for k, v in settings.items() for w in ("--set", f"{k}={v}"))]
+
+
+def test_a_dry_run_lists_changed_settings_and_keeps_the_configuration_of_the_run(
+    complete, tmp_path, monkeypatch, capsys
+):
+    arguments = resumed(complete, tmp_path, monkeypatch, **{"policy.optimizer.lr": 1e-5})
+    before = (tmp_path / "run/config.yaml").read_text()
+    assert run(arguments) == 0
+    shown = capsys.readouterr()
+    assert "policy.optimizer.lr: 0.003 → 1e-05" in shown.err and "config.dry-run.yaml" in shown.out
+    assert (tmp_path / "run/config.yaml").read_text() == before
+
+
+def test_a_dry_run_refuses_settings_that_a_resumed_run_must_keep(complete, tmp_path, monkeypatch, capsys):
+    assert run(resumed(complete, tmp_path, monkeypatch, **{"trainer.seed": 5})) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and "trainer.seed" in lines[0]
