@@ -56,10 +56,20 @@ class Config(Section):
     def _across_sections(self) -> Config:
         checks = (
             self._check_groups, self._check_lengths, self._check_overlong, self._check_stops, self._check_environment,
+            self._check_time_limits,
         )  # fmt: skip
         for check in checks:
             check()
         return self
+
+    def _check_time_limits(self) -> None:
+        """The error of the sampler saves the run; the watchdog, which ends a hanging process, cannot."""
+        heartbeat, stall = self.trainer.heartbeat, self.rollout.sampler.stall_timeout
+        if heartbeat.every and heartbeat.stuck <= stall:
+            raise ValueError(
+                f"trainer.heartbeat.stuck ({heartbeat.stuck:g}) must be more than rollout.sampler.stall_timeout "
+                f"({stall:g}): raise it, or lower the other"
+            )
 
     def _check_stops(self) -> None:
         if any(token < 0 for token in self.rollout.stop_token_ids):

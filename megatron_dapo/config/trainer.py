@@ -1,4 +1,4 @@
-"""`trainer`: how many steps, of what size, what is saved, and when a run must stop."""
+"""`trainer`: number and size of the steps, checkpoints, and the checks that end a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_dapo.config.base import PathText, Section
 
 
 class CheckpointConfig(Section):
-    """What is saved and kept in the run directory's checkpoints/."""
+    """What is saved and kept in the run directory's checkpoints/. A run that must end early saves as well."""
 
     every: int = Field(5, ge=0, description="Save every this many steps, and at the end; 0: only at the end.")
     keep: int = Field(2, ge=1, description="Newest checkpoints to keep.")
@@ -21,7 +21,7 @@ class CheckpointConfig(Section):
 
 
 class GateConfig(Section):
-    """Before the first update the trainer's log-probs of the engine's samples must agree with the engine's own."""
+    """Before the first update, the trainer's log-probs of the engine's samples must agree with the engine's own."""
 
     enabled: bool = Field(True, description="Compare them on the first batch of every start.")
     max_mean_gap: float = Field(0.05, gt=0, description="Largest mean |trainer − engine| in nats; 0.05 suits bf16.")
@@ -29,41 +29,43 @@ class GateConfig(Section):
 
 
 class HeartbeatConfig(Section):
-    """A rank that hangs is found by another one, and the run ends with the stacks of all ranks."""
+    """Each rank watches another one. If a rank hangs, all ranks write their stacks and exit with code 76."""
 
-    every: float = Field(5.0, ge=0, description="Seconds between two beats of a rank; 0: no heartbeat.")
-    silent: float = Field(300.0, gt=0, description="Seconds without a beat until a rank counts as hanging.")
+    every: float = Field(5.0, ge=0, description="Seconds between two heartbeats of a rank; 0: no heartbeat.")
+    silent: float = Field(300.0, gt=0, description="Seconds without a heartbeat after which a rank counts as hanging.")
     stuck: float = Field(
-        3600.0,
+        9000.0,
         gt=0,
-        description="Seconds in which the loop must go on (an update, or a beat while it waits for engines).",
+        description="Seconds without progress after which a rank counts as hanging. Progress is an update, a finished "
+        "sample, a finished response of an evaluation, or a running weight update or engine start, which have time "
+        "limits of their own. Must be more than rollout.sampler.stall_timeout, whose error saves the run.",
     )
 
     @model_validator(mode="after")
     def _order(self) -> HeartbeatConfig:
         if self.silent <= 2 * self.every:
             raise ValueError(
-                f"silent ({self.silent:g}) must be more than two beats (every is {self.every:g}): raise it"
+                f"silent ({self.silent:g}) must be more than two heartbeats (every is {self.every:g}): raise it"
             )
         return self
 
 
 class TrainerConfig(Section):
-    run_dir: PathText = Field("runs/default", description="Everything of the run; an existing run is resumed.")
+    run_dir: PathText = Field("runs/default", description="Directory of the run. A run that is in it is resumed.")
     ranks: int | None = Field(
         None, ge=1, description="Ranks to start on this machine; null: all GPUs, or as many as the layout needs."
     )
     steps: int = Field(330, gt=0, description="Rollout steps; each makes prompts_per_step/mini_batch_prompts updates.")
     prompts_per_step: int = Field(512, gt=0, description="Groups that one rollout step trains on.")
     mini_batch_prompts: int = Field(32, gt=0, description="Prompts (groups) per optimizer update.")
-    seed: int = Field(0, description="Of the order of the prompts, and of sampling where the engine takes seeds.")
+    seed: int = Field(0, description="Decides the order of the prompts, and the samples if the engine takes seeds.")
     old_logprobs: Literal["auto", "recompute", "engine"] = Field(
         "auto",
-        description="What the ratio compares with. recompute: the trainer's own log-probs before the first update of "
-        "a step. engine: the engine's. auto: recompute where a step makes more than one update.",
+        description="Log-probs of the denominator of the ratio. recompute: the trainer's own, before the first update "
+        "of a step. engine: the engine's. auto: recompute if a step has more than one update.",
     )
     max_skipped_updates: int = Field(
-        3, ge=0, description="Updates in a row that may be skipped for a NaN or infinity before the run stops."
+        3, ge=0, description="Updates in a row that may be skipped because of a NaN or infinity before the run ends."
     )
     checkpoint: CheckpointConfig = CheckpointConfig()
     gate: GateConfig = GateConfig()

@@ -117,7 +117,7 @@ class Trainer:
             self.colocation.offload_all()
             opening = self.rollouts.start() if self.rollouts else None
             if self.colocation.shared:
-                self.collectives.wait(opening, "starting the engines")
+                self.collectives.wait(opening, "starting the engines", stoppable=True)
                 self.colocation.onload(self.rollouts)
             self.policy.load_hf(self._first_weights())
             if self.policy.needs.reference:
@@ -126,7 +126,7 @@ class Trainer:
             self.weight_sync = WeightSync(
                 self.policy.weight_buckets(self.config.rollout.weights.bucket_bytes), self.collectives
             )
-            self.collectives.wait(opening, "starting the engines")
+            self.collectives.wait(opening, "starting the engines", stoppable=True)
             if resume:
                 self._restore(state)
         if self.current is None:  # else the weights are between two versions, and no engine may serve them

@@ -21,7 +21,7 @@ from megatron_dapo import fault_points
 from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.data import PromptCursor, load_prompts
 from megatron_dapo.engines.factory import open_engine
-from megatron_dapo.engines.protocol import Bucket, Engine, WeightReport, derive_seed
+from megatron_dapo.engines.protocol import Bucket, Engine, EngineError, WeightReport, derive_seed
 from megatron_dapo.evaluate import EvalResult, evaluate
 from megatron_dapo.reward.pool import RewardPool
 from megatron_dapo.rollout.accounting import Progress
@@ -31,6 +31,7 @@ from megatron_dapo.types import Grade, Prompt, Sample, StepBatch
 
 T = TypeVar("T")
 CLOSE_SECONDS = 120.0
+SETTLE_SECONDS = 300.0
 PULSE_SECONDS = 1.0
 
 
@@ -89,7 +90,7 @@ class RolloutDriver:
         try:
             asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(CLOSE_SECONDS)
         except TimeoutError:
-            _say(f"waited {CLOSE_SECONDS:.0f} s for the engines and graders to close; leaving them")
+            _say(f"waited {CLOSE_SECONDS:g} s for the engines and graders to close; leaving them")
         except Exception as error:
             _say(f"the engines and graders did not close cleanly: {type(error).__name__}: {error}")
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -140,9 +141,15 @@ class RolloutDriver:
             self.progress += 1
             await asyncio.sleep(PULSE_SECONDS)
 
-    def settled(self) -> Future[Any]:
+    def settled(self) -> Future[None]:
         """Done when no operation runs: what was cancelled has left everything in `state`."""
-        return asyncio.run_coroutine_threadsafe(self._idle.wait(), self._loop)
+        return asyncio.run_coroutine_threadsafe(self._settle(), self._loop)
+
+    async def _settle(self) -> None:
+        try:
+            await asyncio.wait_for(self._idle.wait(), SETTLE_SECONDS)
+        except TimeoutError:
+            raise EngineError(f"waited {SETTLE_SECONDS:.0f} s for interrupted requests to return") from None
 
     @property
     def engine(self) -> Engine:

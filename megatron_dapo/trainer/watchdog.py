@@ -119,7 +119,7 @@ class Watchdog:
         if silent > self._config.silent and self._next != self._rank:
             return f"{who} has been silent for {silent:.0f} s, last seen {record['doing']}, in {record['where']}"
         if stuck > self._config.stuck:
-            return f"{who} has not gone on for {stuck:.0f} s while {record['doing']}, in {record['where']}"
+            return f"{who} has made no progress for {stuck:.0f} s while {record['doing']}, in {record['where']}"
         return ""
 
     def _end_attempt(self, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""A reward that a random model sometimes earns: the response holds at least two digits' worth of even characters."""
+"""Rewards that a random model sometimes earns: cheap and deterministic."""
 
 import os
 import time
@@ -6,12 +6,22 @@ from pathlib import Path
 
 
 def even_characters(prompt, response):
-    """Correct when more than half of the first four characters have even codes; deterministic and cheap."""
+    """Correct if at least three of the first four characters have even codes."""
     head = response[:4]
     return sum(ord(c) % 2 == 0 for c in head) >= 3
 
 
 def paced(prompt, response):
-    """The same, after the seconds that stand in the file that PACE names: a run that can be slowed down and let go."""
+    """The same, after the number of seconds in the file PACE: a test can slow a run down and speed it up."""
     time.sleep(float(Path(os.environ["PACE"]).read_text()))
+    return even_characters(prompt, response)
+
+
+def breakable(prompt, response):
+    """The same until the file BREAK exists: with `raise` in it the grader fails, else every response is wrong."""
+    file = Path(os.environ["BREAK"])
+    if file.exists():
+        if file.read_text() == "raise":
+            raise RuntimeError("the grader is broken")
+        return False
     return even_characters(prompt, response)
