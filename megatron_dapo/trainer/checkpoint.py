@@ -14,7 +14,7 @@ time: the next one waits for it, and `finish` waits at the end of the run. A kil
 which the next start removes. A failed save (a full disk) is reported and leaves the checkpoints before it.
 
 Host memory: each rank keeps a copy of what it writes, about 14 bytes per parameter of a bf16 model divided by TP, PP
-and, for the optimizer's 12 of them, DP: 24 GB for 1.5B parameters on one GPU, and on each node the sum over its ranks.
+and, for 12 of them, DP: 22 GB for 1.5B parameters on one GPU. On a node it is the sum over its ranks.
 Colocated training holds another such copy while the engines generate. Where a node has too little memory, all ranks
 write from the device instead and the loop waits for the disk; a warning says so.
 """
