@@ -40,7 +40,6 @@ def check_setup(config: Config, shape: ModelShape) -> str:
     load_objective(config.algorithm)
     load_grader(config.reward)
     load_group_filter(config.rollout.group_filter)
-    load_objective(config.algorithm)
     tokenizer = load_tokenizer(config.policy.model, shape.vocab)
     _check_weights(config, shape)
     prompts = _check_data("data", config.data, tokenizer, config)
