@@ -2,6 +2,7 @@
 saves, with optimizer state and at any layout, exports exactly; live loading is complete or an error."""
 
 import dataclasses
+import queue
 
 import numpy as np
 import pytest
@@ -9,7 +10,6 @@ import tiny_qwen
 import torch
 
 from megatron_dapo.config import ModelShape, parse_config
-from megatron_dapo.policy import checkpoint as policy_checkpoint
 from megatron_dapo.policy.batch import TrainBatch
 from megatron_dapo.policy.checkpoint import load_weights, save_policy
 from megatron_dapo.policy.fork_ranks import run_ranks
@@ -91,6 +91,7 @@ def test_megatron_loads_a_converted_checkpoint(models, tmp_path, kind, world, op
 def save_after_update(place, folder, checkpoint, options, metadata):
     """One optimizer update, then a save: the trainer's with optimizer state, or Megatron's with other options."""
     from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     policy = build_policy(place, folder, options)
     policy.load_hf(folder)
@@ -99,7 +100,7 @@ def save_after_update(place, folder, checkpoint, options, metadata):
         save_policy(policy, checkpoint)
     else:
         metadata = {**metadata, "dp_cp_group": policy.runtime.groups.dp_cp}
-        policy_checkpoint._collect_results_in_this_process()  # saves the start of a manager process per rank
+        filesystem_async._results_queue = queue.Queue()  # Megatron would start a manager process per rank
         state = {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(policy.model)}
         dist_checkpointing.save(state, str(checkpoint))
     groups = policy.runtime.groups
