@@ -133,7 +133,7 @@ def _in_child(function: Any, *arguments: Any) -> Any:
 def print_plan(config: Config, shape: ModelShape, ranks: int) -> None:
     policy, trainer, rollout = config.policy, config.trainer, config.rollout
     data_parallel = ranks // policy.model_ranks
-    resume = sorted(Path(trainer.run_dir, "checkpoints").glob("step_*")) if os.path.isdir(trainer.run_dir) else []
+    resume = sorted(Path(trainer.run_dir, "checkpoints").glob("step_*[0-9]")) if os.path.isdir(trainer.run_dir) else []
     lines = {
         "run": f"{trainer.run_dir} ({'resumes' if resume else 'new'}), {trainer.steps} steps",
         "model": f"{policy.model}, {shape.architecture}, {shape.layers} layers × {shape.hidden}, {policy.precision}",

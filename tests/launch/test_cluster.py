@@ -30,7 +30,7 @@ from megatron_dapo.trainer.loop import train
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 12
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 START = 200  # seconds until a starting job has done a step; 15 on an idle machine
 PERIOD = 30  # seconds between Slurm's checks of time limits
 END_SECONDS = 5  # that the other ranks have once one has ended
@@ -252,7 +252,7 @@ def lost_engine(cluster, folder):
     began, before = time.monotonic(), run.steps()
     os.kill(engine, signal.SIGKILL)
     run.until(lambda: not family & {p.pid for p in run.processes()}, 30, "the engine's own processes to end")
-    run.until(lambda: run.steps() >= before + 2, START, "a step after the engine was killed")
+    run.until(lambda: run.steps() >= before + 2, 3 * START, "a step after the engine was killed")
     run.times["engine killed"] = time.monotonic() - began
     return run.wait_end(2 * START)
 
@@ -307,7 +307,8 @@ def test_the_logs_name_the_reason_of_each_end(scenarios):
     assert "while nothing had to be saved" in (run.dir / "logs/attempt_0/rank_1.log").read_text()
     assert not (run.dir / "logs/attempt_0/heartbeat").exists()
     assert "task 1: Killed" in killed  # Slurm says who
-    assert re.search(rf"hanging: rank 1 \(pid \d+ on n2\) has been silent for {SILENT}", stopped), stopped
+    found = re.search(r"hanging: rank 1 \(pid \d+ on n2\) has been silent for (\d+)", stopped)
+    assert found and SILENT <= int(found[1]) <= WITHIN["rank stopped"], stopped
     assert "watchdog.py" in (run.dir / "logs/attempt_2/stacks_rank_0.txt").read_text()
     assert "ended with code 0" in last
 

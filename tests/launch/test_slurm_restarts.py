@@ -141,3 +141,9 @@ def test_a_lost_node_does_not_count_as_a_crash(tmp_path):
     assert "node n2 does not answer" in said and "node n1" not in said and "queueing the job again" in said
     (tmp_path / "--nodelist=n2.down").unlink()
     assert "1 crashes without a new checkpoint" in job.attempt("exit 1")
+
+
+def test_a_damaged_checkpoint_is_not_a_new_one(tmp_path):
+    job = StubJob(tmp_path, crashes=2)
+    job.attempt(job.checkpoint(1, 1) + "exit 1")
+    assert "2 crashes without a new checkpoint" in job.attempt("mkdir run/checkpoints/step_2.damaged; exit 1")
