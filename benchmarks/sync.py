@@ -1,10 +1,10 @@
-"""Weights from trainer to engine: seconds and GB/s by transport, and the memory that changes hands, on one device.
+"""Weight updates from trainer to engine on one device: seconds and GB/s by transport, and the memory in use.
 
     python benchmarks/sync.py MODEL [--transports tensor disk] [--repeats 3] [-- ARGUMENTS OF sglang.launch_server]
 
-MODEL is a HF directory (random weights will do). One SGLang server shares the device with the trainer, as with
-`rollout.servers.share_gpus`: before every update it has released its memory and the trainer's state is away. The limit
-printed beside is one copy of the same bytes within the device; `--device cpu` runs everything on the CPU.
+MODEL is an HF directory (random weights will do). One SGLang server shares the device with the trainer, as with
+`rollout.servers.share_gpus`: before every update it has released its memory and the trainer's state is offloaded. The
+limit printed beside it is one copy of the same bytes within the device; `--device cpu` runs everything on the CPU.
 """
 
 from __future__ import annotations
@@ -55,33 +55,33 @@ def copy_seconds(size: int, device: torch.device) -> float:
 
 
 async def hand_over(
-    engine: Engine, policy: Policy, stream: WeightBuckets, version: int
+    engine: Engine, policy: Policy, weights: WeightBuckets, version: int
 ) -> tuple[WeightReport, dict[str, float]]:
-    """One turn, from a trainer that has the device to an engine that serves, and back."""
+    """One hand-over: from a trainer that has the device to an engine that serves, and back."""
     colocation = Colocation(True, policy, Collectives(policy.runtime, StopSignal()), lambda line: None)
     clock = {}
     began = time.perf_counter()
     colocation.offload_training_state()
-    clock["training state away"] = time.perf_counter() - began
-    await engine.load_weights(version, stream.buckets())
+    clock["offload"] = time.perf_counter() - began
+    await engine.load_weights(version, weights.buckets())
     colocation.offload_weights()
     report = await engine.serve_weights(version)
     began = time.perf_counter()
     await engine.release_memory()
-    clock["engine releases"] = time.perf_counter() - began
+    clock["release"] = time.perf_counter() - began
     began = time.perf_counter()
     policy.onload()
-    clock["training state back"] = time.perf_counter() - began
+    clock["onload"] = time.perf_counter() - began
     return report, clock
 
 
 async def measure(
-    args: argparse.Namespace, config: Config, policy: Policy, stream: WeightBuckets, limit: float
+    args: argparse.Namespace, config: Config, policy: Policy, weights: WeightBuckets, limit: float
 ) -> None:
     device, version = policy.runtime.device, 0
     for name in args.transports:
-        weights = {"transport": name.split("+")[0], "keep_snapshot": name.endswith("+snapshot"), "backend": "gloo"}
-        rollout = config.rollout.model_copy(update={"weights": config.rollout.weights.model_copy(update=weights)})
+        chosen = {"transport": name.split("+")[0], "keep_snapshot": name.endswith("+snapshot"), "backend": "gloo"}
+        rollout = config.rollout.model_copy(update={"weights": config.rollout.weights.model_copy(update=chosen)})
         policy.offload_training_state()
         policy.offload_weights()
         print(f"{name}: engine starts; {memory(device)}", flush=True)
@@ -95,7 +95,7 @@ async def measure(
             seconds: list[float] = []
             for _ in range(args.repeats):
                 version += 1
-                report, clock = await hand_over(engine, policy, stream, version)
+                report, clock = await hand_over(engine, policy, weights, version)
                 seconds.append(report.seconds)
                 print(f"  {report.seconds:.3f} s; " + ", ".join(f"{k} {v:.2f} s" for k, v in clock.items()), flush=True)
             best = statistics.median(seconds)
@@ -121,11 +121,11 @@ def main() -> None:
     config = settings(args)
     policy = Policy(config, ModelShape.from_dir(args.model), initialize(config.policy))
     policy.load_hf(args.model)
-    stream = policy.weight_buckets()
-    size = stream.total_bytes
+    weights = policy.weight_buckets()
+    size = weights.total_bytes
     limit = copy_seconds(size, policy.runtime.device)
     print(f"one copy of {size / 1e9:.2f} GB on the device: {limit * 1e3:.1f} ms ({size / limit / 1e9:.0f} GB/s)")
-    asyncio.run(measure(args, config, policy, stream, limit))
+    asyncio.run(measure(args, config, policy, weights, limit))
 
 
 if __name__ == "__main__":

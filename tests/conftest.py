@@ -44,7 +44,7 @@ def sglang_servers(tmp_path_factory):
             port = found.getsockname()[1]
         # SGLang's own keep-alive, so that tests meet what an external server does.
         config = ServerConfig(
-            device="cpu", python=str(sglang_python(version)), dtype="float32", port=port, start_timeout=240,
+            device="cpu", python=str(sglang_python(version)), dtype="float32", port=port, start_timeout=600,
             api_key_env=API_KEY_VARIABLE, environment={"SGLANG_TIMEOUT_KEEP_ALIVE": "5"},
         )  # fmt: skip
         process = ServerProcess(str(directory), config, index, tmp_path_factory.mktemp(f"sglang-{version}"))

@@ -1,5 +1,5 @@
-"""Megatron and a real SGLang server: their log-probs of the server's samples agree, before training and after each of
-five updates, with every transport, from tensor- and pipeline-parallel trainers.
+"""Megatron and a real SGLang server agree on the log-probs of the server's samples, before training and after each of
+five updates, with every transport, for tensor- and pipeline-parallel trainers.
 
 The servers of the session are as they were started: this file's name puts it before the tests that change and kill
 them, and each test gives the server its first weights back."""

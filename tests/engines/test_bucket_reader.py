@@ -1,4 +1,4 @@
-"""Reading buckets: all are made, and what was prepared is released, in one thread, whatever the receiver does."""
+"""Reading buckets: all are produced, prepared and released in one thread, whatever the receiver does."""
 
 import asyncio
 import threading
@@ -9,7 +9,7 @@ from megatron_dapo.engines.bucket_reader import BucketReader
 
 
 class Receiver:
-    """Takes buckets; fails at the one with this number."""
+    """Receives buckets; fails at the one with this number."""
 
     def __init__(self, fails_at, kind):
         self.fails_at, self.kind, self.threads = fails_at, kind, set()
@@ -39,7 +39,7 @@ class Receiver:
 
 
 @pytest.mark.parametrize("fails_at", [None, "0", "3", "4"])
-def test_every_bucket_is_made_and_released_in_one_thread(fails_at):
+def test_every_bucket_is_produced_and_released_in_one_thread(fails_at):
     receiver = Receiver(fails_at, ValueError)
     if fails_at is None:
         asyncio.run(receiver.read())
@@ -51,7 +51,7 @@ def test_every_bucket_is_made_and_released_in_one_thread(fails_at):
     assert receiver.most == 2  # the current one, and the next
 
 
-def test_a_receiver_that_is_cancelled_gives_back_what_it_had():
+def test_a_cancelled_receiver_releases_its_buckets():
     receiver = Receiver("2", asyncio.CancelledError)
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(receiver.read())

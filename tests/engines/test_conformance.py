@@ -3,79 +3,20 @@
 import asyncio
 import os
 import signal
-from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
 import torch
-from installed_sglang import API_KEY_VARIABLE, SGLANG_VERSIONS, RealServer, sglang_python
+from installed_sglang import SGLANG_VERSIONS, sglang_python
 from simulation import Prompts
-from tiny_model import byte_tokenizer, changed_weights, reference_logprobs, tiny_model
+from subject import PROMPT, TOLERANCE, Subject, copy_of, run, settings
+from tiny_model import byte_tokenizer, changed_weights, reference_logprobs
 
-from megatron_dapo.config.rollout import EmbeddedConfig, RolloutConfig
-from megatron_dapo.engines.embedded.engine import EmbeddedEngine
 from megatron_dapo.engines.protocol import EngineError, SamplingParams, WeightUpdateError
-from megatron_dapo.engines.sglang.engine import SGLangEngine
 from megatron_dapo.engines.sglang.fleet import Fleet
+from megatron_dapo.engines.sglang.guard import members
 from megatron_dapo.rollout.sampler import Sampler
 from megatron_dapo.types import FinishReason, Grade, as_tokens
-
-TOLERANCE = 1e-4
-PROMPT = as_tokens([72, 101, 108, 108, 111, 44, 32, 119])
-
-
-def settings(transport="disk", **more):
-    return RolloutConfig(
-        servers={
-            "sample_timeout": 60, "control_timeout": 30, "max_running": 16, "api_key_env": API_KEY_VARIABLE,
-        },
-        weights={"transport": transport, "backend": "gloo", "timeout": 60}, **more,
-    )  # fmt: skip
-
-
-def run(coroutine, seconds=200):
-    return asyncio.run(asyncio.wait_for(coroutine, seconds))
-
-
-class Subject:
-    """An engine under test, however it is opened, with the transformers model that says what is right."""
-
-    def __init__(self, server: RealServer | None) -> None:
-        self.server = server
-        self.model = server.model if server else tiny_model()
-
-    @asynccontextmanager
-    async def open(self, transport="disk", config=None):
-        if self.server is None:
-            engine = EmbeddedEngine(_copy(self.model), byte_tokenizer(), EmbeddedConfig(batch_tokens=32))
-        else:
-            engine = await SGLangEngine.connect(
-                [self.server.process.url], config or settings(transport),
-                model=str(self.server.directory), version=self.server.version,
-            )  # fmt: skip
-        try:
-            yield engine
-        finally:
-            if self.server is not None:
-                self.server.version = engine.weight_version
-            await engine.close()
-
-    async def update(self, engine, seed):
-        """Moves the engine and the reference model to new weights; two buckets, so that their order matters."""
-        pairs = changed_weights(self.model, seed)
-        report = await engine.update_weights(engine.weight_version + 1, iter([pairs[:9], pairs[9:]]))
-        self.model.load_state_dict(dict(pairs))
-        return report
-
-    def assert_agrees(self, prompt, completion, temperature=1.0):
-        expected = reference_logprobs(self.model, prompt, completion.tokens, temperature)
-        assert np.abs(completion.logprobs - expected).max() < TOLERANCE
-
-
-def _copy(model):
-    twin = tiny_model()
-    twin.load_state_dict(model.state_dict())
-    return twin
 
 
 @pytest.fixture(params=["embedded", *SGLANG_VERSIONS])
@@ -159,7 +100,7 @@ def test_stop_strings_end_the_sample_and_are_left_out_of_the_text(subject):
 
 
 def test_abort_returns_the_tokens_so_far_and_they_can_be_continued(subject):
-    """Partial rollout against full rollout with frozen weights: the same tokens and log-probs."""
+    """A partial rollout against a full one, with the same weights: the same tokens and log-probs."""
     params = SamplingParams(600, temperature=0.0, ignore_eos=True)
 
     async def main():
@@ -183,7 +124,7 @@ def test_abort_returns_the_tokens_so_far_and_they_can_be_continued(subject):
     assert np.abs(np.concatenate([cut.logprobs, rest.logprobs]) - whole.logprobs).max() < TOLERANCE
 
 
-def test_pause_aborts_and_holds_back_until_resume(subject):
+def test_pause_aborts_requests_and_delays_new_ones_until_resume(subject):
     async def main():
         async with subject.open() as engine:
             running = asyncio.ensure_future(engine.generate("a", PROMPT, SamplingParams(900, ignore_eos=True)))
@@ -200,7 +141,7 @@ def test_pause_aborts_and_holds_back_until_resume(subject):
     run(main())
 
 
-def test_what_does_not_fit_is_an_error_that_says_so(subject):
+def test_a_request_longer_than_the_model_allows_is_an_error(subject):
     async def main():
         async with subject.open() as engine:
             with pytest.raises(EngineError, match=r"(?i)exceed.*1024"):
@@ -212,7 +153,7 @@ def test_what_does_not_fit_is_an_error_that_says_so(subject):
 @pytest.mark.parametrize("transport", ["disk", "tensor", "distributed"])
 def test_after_each_of_five_updates_the_logprobs_are_those_of_the_new_weights(subject, transport):
     if subject.server is None and transport != "disk":
-        pytest.skip("the embedded engine has one way to take weights")
+        pytest.skip("the embedded engine has no transports")
     params = SamplingParams(24, ignore_eos=True)
 
     async def main():
@@ -233,8 +174,8 @@ def test_after_each_of_five_updates_the_logprobs_are_those_of_the_new_weights(su
 
 
 def test_partial_rollouts_over_real_updates_carry_the_version_of_every_token(subject):
-    """The sampler with oversampling and cuts, new weights between the steps: every token's log-prob is that of the
-    weights its span names. Three steps, or more until some sample has been cut and continued."""
+    """The sampler with oversampling and interrupted samples, new weights after each step: every token's log-prob is
+    that of the weights its span names. Three steps, or more until a sample has been interrupted and continued."""
     config = settings(
         samples_per_prompt=2, max_response_tokens=160, dynamic_sampling=False, stop_token_ids=[3, 77],
         sampler={"oversampling": 3, "order": "completion", "unfinished": "continue", "max_carryover_staleness": 9},
@@ -248,7 +189,7 @@ def test_partial_rollouts_over_real_updates_carry_the_version_of_every_token(sub
         async with subject.open(config=config) as engine:
             sampler = Sampler(engine, grade, Prompts(), config, groups_per_step=2)
             for step in range(12):
-                models[engine.weight_version] = _copy(subject.model)
+                models[engine.weight_version] = copy_of(subject.model)
                 batches.append(await sampler.collect(step))
                 await subject.update(engine, seed=step)
                 if step >= 2 and any(len(sample.weight_spans) > 1 for batch in batches for sample in batch.samples):
@@ -264,7 +205,7 @@ def test_partial_rollouts_over_real_updates_carry_the_version_of_every_token(sub
             difference = (sample.engine_logprobs - expected[span.version])[span.start : span.end]
             assert np.abs(difference).max() < TOLERANCE
         spans += len(sample.weight_spans)
-    assert spans > len([s for batch in batches for s in batch.samples]), "nothing was cut and continued"
+    assert spans > len([s for batch in batches for s in batch.samples]), "no sample was interrupted and continued"
 
 
 # ---- SGLang alone ----
@@ -278,8 +219,8 @@ def test_partial_rollouts_over_real_updates_carry_the_version_of_every_token(sub
         (lambda pairs: [*pairs, ("model.nonsense", torch.zeros(3))], "no tensor 'model.nonsense'"),
     ],
 )
-def test_a_wrong_update_is_not_served_and_the_next_one_heals(sglang_server, spoil, cause):
-    """The second of two buckets is wrong: the server has half of the new weights, and must not answer."""
+def test_a_wrong_update_is_not_served_and_the_next_one_is(sglang_server, spoil, cause):
+    """The second of two buckets is wrong: the server has half of the new weights and must not serve."""
     subject = Subject(sglang_server)
 
     async def main():
@@ -299,7 +240,7 @@ def test_a_wrong_update_is_not_served_and_the_next_one_heals(sglang_server, spoi
     run(main())
 
 
-def test_capabilities_are_asked_not_guessed(sglang_server):
+def test_capabilities_are_read_from_the_server(sglang_server):
     async def main():
         async with Subject(sglang_server).open() as engine:
             return await engine.capabilities()
@@ -309,9 +250,9 @@ def test_capabilities_are_asked_not_guessed(sglang_server):
     assert found.engine == "sglang" and found.bracketed_updates is newer and found.checksums is newer
 
 
-def test_memory_goes_to_the_trainer_and_comes_back_with_the_weights(sglang_server):
-    """On the CPU there is no memory to release, but the server goes through the same states, and ends if it is asked
-    for them in a wrong order or while a request runs."""
+def test_released_memory_is_resumed_by_the_next_update(sglang_server):
+    """On the CPU there is no memory to release, but the server has the same states, and exits when the calls come in a
+    wrong order or while a request runs."""
     subject = Subject(sglang_server)
 
     async def main():
@@ -331,12 +272,13 @@ def test_memory_goes_to_the_trainer_and_comes_back_with_the_weights(sglang_serve
 
 
 @pytest.mark.parametrize("sglang_server", SGLANG_VERSIONS[:1], indirect=True)
-def test_a_real_server_killed_in_mid_batch_comes_back_with_the_current_weights(sglang_server, tmp_path):
-    """kill -9 while every request runs on it; the batch completes with every sample once and right. Runs last: the
-    fleet ends the server. One version, because starting one takes half a minute."""
+def test_a_real_server_killed_during_a_batch_is_restarted_and_joins_the_next_update(sglang_server, tmp_path):
+    """kill -9 while all requests run on it: the batch completes with every sample once and right, no process of the old
+    server is left, and the new one joins the process group of the next update. Runs last: the fleet ends the server.
+    One version, because starting one takes half a minute."""
     subject = Subject(sglang_server)
     config = settings(
-        samples_per_prompt=4, max_response_tokens=64, dynamic_sampling=False,
+        "distributed", samples_per_prompt=4, max_response_tokens=64, dynamic_sampling=False,
     ).model_copy(update={"servers": sglang_server.config.model_copy(
         update={"heartbeat": 0.5, "attempts": 30, "sample_timeout": 60.0})})  # fmt: skip
 
@@ -351,14 +293,23 @@ def test_a_real_server_killed_in_mid_batch_comes_back_with_the_current_weights(s
         sampler = Sampler(engine, grade, Prompts(), config, groups_per_step=4)
         collecting = asyncio.ensure_future(sampler.collect(0))
         await asyncio.sleep(0.2)
-        os.kill(sglang_server.process.pid, signal.SIGKILL)
+        session = sglang_server.process.pid
+        assert len(members(session)) >= 4  # guard, server, scheduler, detokenizer
+        os.kill(session, signal.SIGKILL)
         batch = await collecting
+        assert not members(session)
+        version, model = engine.weight_version, copy_of(subject.model)
+        report = await subject.update(engine, seed=78)
+        assert not report.failed and engine._update._last.failed == {}, "it needed the snapshot"
+        after = await engine.generate("after", PROMPT, SamplingParams(16, ignore_eos=True))
         await engine.close()
-        return engine.weight_version, batch
+        return version, model, batch, after
 
-    version, batch = run(main(), 280)
+    version, model, batch, after = run(main(), 280)
     assert len({(s.prompt_id, s.index) for s in batch.samples}) == len(batch.samples) == 16
     for sample in batch.samples:
         assert {span.version for span in sample.weight_spans} == {version}
-        expected = reference_logprobs(subject.model, sample.prompt_tokens, sample.response_tokens)
+        expected = reference_logprobs(model, sample.prompt_tokens, sample.response_tokens)
         assert np.abs(sample.engine_logprobs - expected).max() < TOLERANCE
+    assert [span.version for span in after.weight_spans] == [version + 1]
+    subject.assert_agrees(PROMPT, after)

@@ -1,4 +1,4 @@
-"""The embedded engine: its log-probs are the model's, and a sample depends on its seed, not on its company."""
+"""The embedded engine: its log-probs are the model's, and a sample depends on its seed, not on other requests."""
 
 import asyncio
 import random
@@ -28,7 +28,7 @@ def prompt_of(seed: int, length: int):
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
 def test_logprobs_are_those_of_transformers(kind, temperature):
-    """Prompt and response cross the page border (64), so more than one page of keys takes part."""
+    """Prompt and response together are longer than a page (64 positions), so attention uses several pages."""
     model, prompt = tiny_model(kind), prompt_of(1, 50)
 
     async def main():
@@ -45,8 +45,8 @@ def test_logprobs_are_those_of_transformers(kind, temperature):
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
-def test_company_changes_not_one_bit(kind):
-    """Each request alone, then 70 together in random order and with aborts around them: identical bits."""
+def test_other_requests_do_not_change_a_single_bit(kind):
+    """Requests run alone, then among 70 in random order with aborts: identical bits."""
     prompts = [prompt_of(i, 3 + 11 * (i % 9)) for i in range(14)]
     wanted = {
         f"{p}.{s}": (prompts[p], SamplingParams(max_new_tokens=20 + 9 * s, temperature=1 + 0.1 * s, seed=100 * p + s))
@@ -78,8 +78,8 @@ def test_company_changes_not_one_bit(kind):
         assert completion.logprobs.tobytes() == together[name].logprobs.tobytes()
 
 
-def test_cut_and_continued_is_the_same_sample_bit_for_bit():
-    """Partial rollout against full rollout with frozen weights."""
+def test_an_interrupted_and_continued_sample_is_the_same_bit_for_bit():
+    """A partial rollout against a full one, with the same weights."""
     prompt, params = prompt_of(4, 30), SamplingParams(max_new_tokens=90, ignore_eos=True, seed=11)
 
     async def main():
@@ -97,7 +97,7 @@ def test_cut_and_continued_is_the_same_sample_bit_for_bit():
     run(main())
 
 
-def test_abort_returns_what_was_made():
+def test_abort_returns_the_tokens_so_far():
     async def main():
         engine = EmbeddedEngine(tiny_model(), config=SMALL)
         params = SamplingParams(max_new_tokens=300, ignore_eos=True, seed=5)
@@ -182,7 +182,7 @@ def test_an_update_changes_the_distribution_and_the_version():
         (lambda pairs: [(pairs[0][0], pairs[0][1][:-1]), *pairs[1:]], "has shape"),
     ],
 )
-def test_a_wrong_update_is_refused_read_to_its_end_and_served_by_nobody(spoil, cause):
+def test_a_wrong_update_is_read_to_its_end_and_not_served(spoil, cause):
     model = tiny_model()
     pairs = spoil(changed_weights(model, seed=1))
     made = []
@@ -209,17 +209,17 @@ def test_a_wrong_update_is_refused_read_to_its_end_and_served_by_nobody(spoil, c
     run(main())
 
 
-def test_draw_follows_the_distribution_and_the_cuts():
-    """20 000 draws of one row: frequencies within 4 standard errors; top-k, top-p and min-p leave what they should."""
+def test_sampled_tokens_follow_the_truncated_distribution():
+    """20 000 samples of one distribution: frequencies within 4 standard errors, also with top-k, top-p and min-p."""
     logits = torch.log(torch.tensor([0.5, 0.05, 0.25, 0.15, 0.05]))
-    rows = 20_000
-    numbers = uniform(np.arange(rows, dtype=np.uint64), np.full(rows, 17, dtype=np.uint64))
+    samples = 20_000
+    numbers = uniform(np.arange(samples, dtype=np.uint64), np.full(samples, 17, dtype=np.uint64))
 
     def frequencies(**params):
-        tokens, logprobs = sample_tokens(logits.repeat(rows, 1), [SamplingParams(1, **params)] * rows, numbers)
+        tokens, logprobs = sample_tokens(logits.repeat(samples, 1), [SamplingParams(1, **params)] * samples, numbers)
         expected = torch.log_softmax(logits / (params.get("temperature") or 1.0), -1)
         assert torch.allclose(logprobs, expected[tokens])
-        return np.bincount(tokens.numpy(), minlength=5) / rows
+        return np.bincount(tokens.numpy(), minlength=5) / samples
 
     assert frequencies() == pytest.approx([0.5, 0.05, 0.25, 0.15, 0.05], abs=0.015)
     assert frequencies(top_k=2) == pytest.approx([2 / 3, 0, 1 / 3, 0, 0], abs=0.015)
@@ -230,14 +230,14 @@ def test_draw_follows_the_distribution_and_the_cuts():
     assert frequencies(temperature=0.5) == pytest.approx(squared / squared.sum(), abs=0.015)
 
 
-def test_seeds_differ_by_every_part_of_their_name():
+def test_every_argument_changes_the_derived_seed():
     base = (1, 2, "p", 3, 0)
     others = [(9, 2, "p", 3, 0), (1, 9, "p", 3, 0), (1, 2, "q", 3, 0), (1, 2, "p", 9, 0), (1, 2, "p", 3, 9)]
     assert len({derive_seed(*name) for name in [base, *others]}) == 6
     assert 0 <= derive_seed(*base) < 2**63 and derive_seed(*base) == derive_seed(*base)
 
 
-def test_a_prompt_beyond_the_model_is_an_error_that_says_so():
+def test_a_prompt_longer_than_the_model_allows_is_an_error():
     async def main():
         engine = EmbeddedEngine(tiny_model(), config=SMALL)
         with pytest.raises(EngineError, match="exceed the model's 1024 positions"):

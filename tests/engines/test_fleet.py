@@ -1,4 +1,4 @@
-"""The fleet's processes: started, watched, brought back, and ended, with the cause when that fails."""
+"""The fleet's processes: started, supervised, restarted and ended, with the cause when that fails."""
 
 import asyncio
 import os
@@ -33,8 +33,8 @@ def fleet_settings(**servers):
     return settings(**chosen)
 
 
-def test_killed_in_mid_batch_the_server_comes_back_with_the_weights(tmp_path):
-    """kill -9 on one of two servers while all requests run: every sample arrives once, at the current version."""
+def test_a_server_killed_during_a_batch_is_restarted_with_the_current_weights(tmp_path):
+    """kill -9 on one of two servers while all requests run: every sample completes once, with the current version."""
 
     async def main():
         config = fleet_settings(count=2)
@@ -63,8 +63,8 @@ def test_killed_in_mid_batch_the_server_comes_back_with_the_weights(tmp_path):
     run(main(), 60)
 
 
-def test_killed_while_the_trainer_has_its_gpu_the_server_waits_for_its_turn(tmp_path):
-    """It is not started into memory that is in use, and the next update waits for it: it is the only one there is."""
+def test_a_server_killed_while_the_trainer_has_its_gpu_is_restarted_at_the_next_update(tmp_path):
+    """It is not started while the memory is in use, and the next update waits for it: it is the only server."""
 
     async def main():
         config = fleet_settings(count=1)
@@ -87,7 +87,7 @@ def test_killed_while_the_trainer_has_its_gpu_the_server_waits_for_its_turn(tmp_
     run(main(), 60)
 
 
-def test_a_server_that_stops_answering_is_replaced(tmp_path):
+def test_a_server_that_stops_replying_is_restarted(tmp_path):
     async def main():
         config = fleet_settings(count=1, control_timeout=0.5, sample_timeout=3)
         fleet = Fleet(config, str(tmp_path), tmp_path, make_command=fake_command(0.0))
@@ -101,7 +101,7 @@ def test_a_server_that_stops_answering_is_replaced(tmp_path):
     run(main(), 60)
 
 
-def test_a_server_that_cannot_come_back_is_given_up_and_named(tmp_path):
+def test_a_server_that_fails_at_every_start_is_given_up_with_the_reason(tmp_path):
     async def main():
         config = fleet_settings(count=1, restarts=1)
         fleet = Fleet(config, str(tmp_path), tmp_path, make_command=fake_command(0.0))
@@ -121,7 +121,7 @@ def test_a_server_that_cannot_come_back_is_given_up_and_named(tmp_path):
     run(main(), 60)
 
 
-def test_a_taken_port_is_skipped(tmp_path):
+def test_a_port_in_use_is_skipped(tmp_path):
     async def main():
         with socket.socket() as holder:
             holder.bind(("127.0.0.1", 0))
@@ -137,7 +137,7 @@ def test_a_taken_port_is_skipped(tmp_path):
     run(main())
 
 
-def test_a_port_taken_while_starting_is_an_error_with_the_log(tmp_path):
+def test_a_port_that_is_taken_during_the_start_is_an_error_with_the_log(tmp_path):
     async def main():
         with socket.socket() as holder:
             holder.bind(("127.0.0.1", 0))
@@ -161,7 +161,7 @@ def test_a_missing_model_or_python_is_an_error_at_once(tmp_path):
     run(main())
 
 
-def test_a_server_that_never_gets_ready_is_ended_and_its_log_quoted(tmp_path):
+def test_a_server_that_never_becomes_ready_is_ended_and_its_log_quoted(tmp_path):
     async def main():
         command = [sys.executable, "-c", "import time; print('still loading', flush=True); time.sleep(60)"]
         config = fleet_settings(count=1, start_timeout=1.5)

@@ -1,4 +1,4 @@
-"""Both ways of reading an answer give the same; whatever is odd about it is found on either."""
+"""Both parsers of a reply give the same result, and both find damage."""
 
 import json
 
@@ -13,9 +13,9 @@ from megatron_dapo.engines.sglang.response_parser import _parse_fast, _parse_gen
 from megatron_dapo.types import FinishReason, WeightSpan
 
 
-def answer(logprobs, ids, text="", reason="stop", **meta):
-    rows = [[logprob, token, None] for logprob, token in zip(logprobs, ids, strict=True)]
-    fields = {"finish_reason": {"type": reason}, "weight_version": "3", "output_token_logprobs": rows, **meta}
+def reply_of(logprobs, ids, text="", reason="stop", **meta):
+    entries = [[logprob, token, None] for logprob, token in zip(logprobs, ids, strict=True)]
+    fields = {"finish_reason": {"type": reason}, "weight_version": "3", "output_token_logprobs": entries, **meta}
     return {"text": text, "output_ids": ids, "meta_info": fields}
 
 
@@ -26,22 +26,22 @@ texts = st.text() | st.sampled_from(['"output_token_logprobs":[[1,2,null]]', '"o
 
 @settings(max_examples=300, deadline=None)
 @given(pairs, texts, st.sampled_from(["stop", "length"]))
-def test_the_short_way_reads_what_the_plain_way_reads(rows, text, reason):
-    content = orjson.dumps(answer([r[0] for r in rows], [r[1] for r in rows], text, reason))
-    short, plain = _parse_fast(content, "here"), _parse_general(content, "here")
-    assert short is not None, "SGLang's own form must take the short way"
-    assert short.tokens.tolist() == plain.tokens.tolist() == [r[1] for r in rows]
-    assert short.logprobs.tobytes() == plain.logprobs.tobytes() == np.float32([r[0] for r in rows]).tobytes()
-    assert (short.text, short.finish_reason, short.weight_spans) == (
-        plain.text,
-        plain.finish_reason,
-        plain.weight_spans,
+def test_the_fast_parser_agrees_with_the_general_one(entries, text, reason):
+    content = orjson.dumps(reply_of([r[0] for r in entries], [r[1] for r in entries], text, reason))
+    fast, general = _parse_fast(content, "here"), _parse_general(content, "here")
+    assert fast is not None, "SGLang's own form must take the fast parser"
+    assert fast.tokens.tolist() == general.tokens.tolist() == [r[1] for r in entries]
+    assert fast.logprobs.tobytes() == general.logprobs.tobytes() == np.float32([r[0] for r in entries]).tobytes()
+    assert (fast.text, fast.finish_reason, fast.weight_spans) == (
+        general.text,
+        general.finish_reason,
+        general.weight_spans,
     )
-    assert short.text == text and short.weight_spans == [WeightSpan(3, 0, len(rows))]
+    assert fast.text == text and fast.weight_spans == [WeightSpan(3, 0, len(entries))]
 
 
-def test_other_json_writers_are_understood():
-    content = json.dumps(answer([-1.0, -2.0], [5, 6])).encode()
+def test_json_with_other_spacing_is_parsed():
+    content = json.dumps(reply_of([-1.0, -2.0], [5, 6])).encode()
     assert _parse_fast(content, "here") is None
     assert parse_completion(content, "here").tokens.tolist() == [5, 6]
 
@@ -59,8 +59,8 @@ def test_other_json_writers_are_understood():
         (lambda a: a["meta_info"]["finish_reason"].update(type="abort", status_code=503), "gave it up"),
     ],
 )
-def test_an_odd_answer_is_a_failure_that_names_its_place(spoil, cause):
-    damaged = answer([-1.0, -2.0, -3.0], [5, 6, 7])
+def test_a_damaged_reply_is_a_failure_that_names_the_request_and_the_damage(spoil, cause):
+    damaged = reply_of([-1.0, -2.0, -3.0], [5, 6, 7])
     spoil(damaged)
     for content in (orjson.dumps(damaged), json.dumps(damaged).encode()):
         with pytest.raises(ServerFailure, match=f"server http://a.*{cause}"):
@@ -69,11 +69,11 @@ def test_an_odd_answer_is_a_failure_that_names_its_place(spoil, cause):
 
 def test_versions_of_token_spans_are_kept():
     spans = [{"version": "default", "start": 0, "end": 2}, {"version": "1", "start": 2, "end": 3}]
-    completion = parse_completion(orjson.dumps(answer([-1.0] * 3, [5, 6, 7], weight_versions=spans)), "here")
+    completion = parse_completion(orjson.dumps(reply_of([-1.0] * 3, [5, 6, 7], weight_versions=spans)), "here")
     assert completion.weight_spans == [WeightSpan(0, 0, 2), WeightSpan(1, 2, 3)]
 
 
 def test_an_aborted_request_may_have_no_tokens():
-    completion = parse_completion(orjson.dumps(answer([], [], reason="abort")), "here")
+    completion = parse_completion(orjson.dumps(reply_of([], [], reason="abort")), "here")
     assert completion.finish_reason is FinishReason.ABORT and len(completion.tokens) == 0
     assert completion.weight_spans == []

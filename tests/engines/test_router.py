@@ -1,4 +1,4 @@
-"""A real sglang-router between the engine and two servers: what is sent and answered goes through it unchanged."""
+"""A real sglang-router between the engine and two servers: requests and replies pass through it unchanged."""
 
 import asyncio
 import socket
@@ -16,19 +16,20 @@ from megatron_dapo.launch.slurm_script import router_command
 from megatron_dapo.types import as_tokens
 
 KEY = "of-the-router"
+HAS_ROUTER = "import importlib.util, sys; sys.exit(importlib.util.find_spec('sglang_router') is None)"
 
 
 def router_python():
-    """A Python that has sglang-router: ours, or that of an SGLang environment."""
+    """A Python with sglang-router: ours, or that of an SGLang environment."""
     candidates = [sys.executable, *map(str, sorted(Path(__file__).parents[2].glob(".venv-sglang-*/bin/python")))]
     for python in candidates:
-        if subprocess.run([python, "-c", "import sglang_router.launch_router"], capture_output=True).returncode == 0:
+        if subprocess.run([python, "-c", HAS_ROUTER], capture_output=True).returncode == 0:
             return python
     pytest.skip("sglang-router is not installed: pip install sglang-router")
 
 
 class Locked(FakeServer):
-    """Refuses whoever does not know the key, as a server that others can reach does."""
+    """Refuses requests without the key."""
 
     async def _handle(self, request):
         if request.path != "/health" and request.headers.get("Authorization") != f"Bearer {KEY}":
@@ -40,7 +41,7 @@ class Locked(FakeServer):
 
 
 def free_ports():
-    """Two in a row: for requests and for metrics."""
+    """Two consecutive ports: for requests and for metrics."""
     while True:
         with socket.socket() as first, socket.socket() as second:
             first.bind(("127.0.0.1", 0))
@@ -56,7 +57,7 @@ def settings(urls, port, **more):
     return RolloutConfig(servers=servers, weights={"proof": "version"})
 
 
-def test_generation_goes_through_the_router_and_is_what_the_server_said(tmp_path, monkeypatch):
+def test_completions_through_the_router_are_those_of_the_servers(tmp_path, monkeypatch):
     python, port = router_python(), free_ports()
     monkeypatch.setenv("ROUTER_TEST_KEY", KEY)
 
@@ -91,7 +92,7 @@ def test_generation_goes_through_the_router_and_is_what_the_server_said(tmp_path
     asyncio.run(main())
 
 
-def test_a_router_that_does_not_come_up_is_an_error_with_its_name(tmp_path, monkeypatch):
+def test_a_router_that_is_never_ready_is_an_error_with_its_url(tmp_path, monkeypatch):
     monkeypatch.setenv("ROUTER_TEST_KEY", KEY)
 
     async def main():

@@ -1,4 +1,4 @@
-"""Servers that fail: the batch completes, no sample lost or doubled, or the error names the server and the cause."""
+"""Failing servers: the batch completes with every sample once, or the error names the server and the cause."""
 
 import asyncio
 import time
@@ -53,7 +53,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_one_bad_server_of_two_costs_no_sample(name):
+def test_no_sample_is_lost_when_one_of_two_servers_fails(name):
     async def main():
         bad, good = await FakeServer(fault=FAULTS[name][0]).start(), await FakeServer().start()
         engine = await SGLangEngine.connect([bad.url, good.url], settings())
@@ -68,7 +68,7 @@ def test_one_bad_server_of_two_costs_no_sample(name):
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_bad_server_alone_is_named_with_its_cause(name):
+def test_the_error_of_a_single_failing_server_names_it_and_the_cause(name):
     async def main():
         bad = await FakeServer(fault=FAULTS[name][0]).start()
         config = settings(attempts=2, sample_timeout=1.0)
@@ -97,7 +97,7 @@ def test_a_refusal_is_final_and_not_repeated():
     run(main())
 
 
-def test_a_server_that_fails_now_and_then_costs_no_sample():
+def test_no_sample_is_lost_when_servers_fail_occasionally():
     failures = iter([True, False, True, True, False] * 100)
 
     def sometimes(server, body):
@@ -115,7 +115,7 @@ def test_a_server_that_fails_now_and_then_costs_no_sample():
     run(main())
 
 
-def test_requests_never_exceed_the_bound_and_prompts_stay_together():
+def test_running_requests_never_exceed_max_running():
     async def main():
         running = most = 0
 
@@ -154,7 +154,7 @@ def test_abort_reaches_running_and_queued_requests():
     run(main())
 
 
-def test_behind_a_router_generation_goes_to_it_and_the_rest_to_the_servers():
+def test_with_a_router_only_generate_requests_go_to_it():
     async def main():
         router = await FakeServer(seconds=30).start()
         servers = [await FakeServer().start() for _ in range(2)]
@@ -188,7 +188,7 @@ def test_a_cancelled_request_is_aborted_on_the_server():
     run(main())
 
 
-def test_the_world_may_not_reach_a_server_without_a_key():
+def test_a_public_interface_needs_a_key():
     with pytest.raises(ValueError, match="needs a key"):
         settings(host="0.0.0.0")
     assert settings(host="0.0.0.0", api_key_env="KEY").servers.host == "0.0.0.0"
@@ -226,7 +226,7 @@ def test_keys_are_sent_and_a_missing_one_is_an_error(monkeypatch):
     assert seen["/generate"] == "Bearer one" and seen["/pause_generation"] == "Bearer two"
 
 
-def test_big_prompts_travel_as_numbers():
+def test_the_body_of_a_generate_request():
     bodies = []
 
     async def main():

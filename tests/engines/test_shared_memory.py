@@ -1,7 +1,7 @@
-"""Weights by reference to memory that another process maps: on a GPU by CUDA IPC, elsewhere by shared files.
+"""The tensor transport: memory that another process maps, by CUDA IPC on a GPU and by shared files elsewhere.
 
-Update after update through the reader, the channel and the snapshot, while the weights leave the device as they do in
-`rollout.servers.share_gpus`: every tensor must arrive as it was, and no process may fall over.
+Many updates through the reader, the channel and the snapshot, while the weights are offloaded as with
+`rollout.servers.share_gpus`: every tensor must arrive unchanged, and no process may crash.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ UPDATES = 40
 
 
 def other_process(pipe, on_gpu):
-    """What a server does with a payload: opens it, reads every tensor, lets go."""
+    """What a server does with a payload: opens it, reads every tensor, frees it."""
     from torch.multiprocessing import reductions
 
     if on_gpu:
@@ -59,8 +59,8 @@ class Server:
         return self.pipe.recv()
 
 
-class Everything:
-    """Expects what comes."""
+class AnyTensors:
+    """A manifest that accepts every bucket."""
 
     def begin(self):
         pass
@@ -85,7 +85,7 @@ def server():
     assert process.exitcode == 0
 
 
-def test_every_update_arrives_while_weights_come_and_go(server, tmp_path):
+def test_every_update_arrives_while_weights_are_offloaded_and_onloaded(server, tmp_path):
     weights = [torch.randn(ELEMENTS, device=DEVICE).bfloat16() for _ in range(TENSORS)]
     offloader, snapshot = Offloader(DEVICE), Snapshot(tmp_path, "")
 
@@ -96,7 +96,7 @@ def test_every_update_arrives_while_weights_come_and_go(server, tmp_path):
 
     async def update(version):
         kept = snapshot if version % 2 else None
-        transport = DirectTransport(kept, TensorChannel(WeightTransportConfig()), Everything())
+        transport = DirectTransport(kept, TensorChannel(WeightTransportConfig()), AnyTensors())
         async with BucketReader(buckets(), transport.prepare, transport.release) as reader:
             return await transport.send(version, [server], reader)
 

@@ -1,4 +1,4 @@
-"""Weights on disk: what safetensors and transformers read is what was given, and a version is whole or absent."""
+"""Snapshots: safetensors reads back what was written, a version is complete or absent, dead ones are removed."""
 
 import errno
 import json
@@ -20,7 +20,7 @@ def versions(snapshot):
     return [path.name for path in snapshot._root.iterdir() if path.name != LOCK]
 
 
-def test_any_mixture_of_tensors_is_read_back_bit_for_bit(tmp_path):
+def test_tensors_of_all_kinds_are_read_back_bit_for_bit(tmp_path):
     whole = torch.randn(6, 8)
     bucket = [
         ("odd", torch.randn(3).bfloat16()),
@@ -40,7 +40,7 @@ def test_any_mixture_of_tensors_is_read_back_bit_for_bit(tmp_path):
     assert load_file(tmp_path / "empty.safetensors") == {}
 
 
-def test_a_version_replaces_the_one_before_and_names_every_tensor(tmp_path):
+def test_a_version_replaces_the_previous_one_and_indexes_every_tensor(tmp_path):
     snapshot = Snapshot(tmp_path, "")
     for version in (1, 2):
         snapshot.begin(version)
@@ -77,7 +77,7 @@ def own_a_snapshot(directory, pipe):
     time.sleep(100)
 
 
-def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path):
+def test_only_snapshots_of_dead_processes_are_removed(tmp_path):
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe() for _ in range(2)]
     dead, alive = (context.Process(target=own_a_snapshot, args=(tmp_path, theirs)) for _, theirs in pipes)
@@ -104,7 +104,7 @@ def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path):
         alive.kill()
 
 
-def test_two_snapshots_of_one_process_do_not_meet(tmp_path):
+def test_two_snapshots_of_one_process_are_independent(tmp_path):
     """An evaluation beside a run: closing one leaves the other."""
     first, second = Snapshot(tmp_path, ""), Snapshot(tmp_path, "")
     for snapshot in (first, second):

@@ -1,4 +1,4 @@
-"""Weight updates over a fleet: all of a version or nothing, whatever fails on the way."""
+"""Weight updates over several servers: each serves all of a version or nothing, whatever fails."""
 
 import asyncio
 
@@ -21,7 +21,7 @@ async def fake_fleet(tmp_path, count=3, **weights):
 
 
 def test_an_update_that_fails_on_one_of_three_servers(tmp_path):
-    """The failed one serves nothing; the others serve the new version; the next update brings it back."""
+    """The failed server serves nothing, the others serve the new version, and the next update includes it again."""
 
     async def main():
         servers, engine = await fake_fleet(tmp_path)
@@ -43,7 +43,7 @@ def test_an_update_that_fails_on_one_of_three_servers(tmp_path):
     run(main())
 
 
-def test_an_update_that_no_server_takes_is_an_error_with_every_cause(tmp_path):
+def test_an_update_that_fails_everywhere_is_an_error_with_every_cause(tmp_path):
     async def main():
         servers, engine = await fake_fleet(tmp_path, count=2)
         for server in servers:
@@ -66,8 +66,8 @@ def test_an_update_that_no_server_takes_is_an_error_with_every_cause(tmp_path):
     run(main())
 
 
-def test_memory_is_released_when_idle_and_comes_back_around_the_weights(tmp_path):
-    """Running requests are cut; weights have room before they come, the KV cache only afterwards."""
+def test_memory_is_released_when_idle_and_resumed_in_the_order_weights_kv_cache(tmp_path):
+    """Running requests are aborted. Memory for weights is resumed before they arrive, that of the KV cache after."""
 
     async def main():
         servers, engine = await fake_fleet(tmp_path, count=2)
@@ -102,7 +102,7 @@ def test_memory_is_released_when_idle_and_comes_back_around_the_weights(tmp_path
     run(main())
 
 
-def test_a_server_that_cannot_release_memory_is_named_with_the_remedy(tmp_path):
+def test_a_server_that_cannot_release_memory_is_an_error_with_the_remedy(tmp_path):
     async def main():
         servers, engine = await fake_fleet(tmp_path, count=2)
         servers[1].memory_saver = False
@@ -116,7 +116,30 @@ def test_a_server_that_cannot_release_memory_is_named_with_the_remedy(tmp_path):
     run(main())
 
 
-def test_a_producer_that_breaks_off_leaves_no_server_serving(tmp_path):
+def test_memory_can_be_released_again_after_an_update_that_failed(tmp_path):
+    """Only what the server has taken back: releasing memory twice ends it."""
+
+    async def main():
+        servers, engine = await fake_fleet(tmp_path, count=1)
+        await engine.release_memory()
+
+        def buckets():
+            yield [WEIGHTS[0]]
+            raise ValueError("rank 3 died")
+
+        with pytest.raises(WeightUpdateError):
+            await engine.update_weights(1, buckets())
+        assert servers[0].memory == {"weights"}
+        await engine.release_memory()
+        await engine.release_memory()
+        assert not servers[0].memory and not servers[0].crashes
+        assert not (await engine.update_weights(2, [WEIGHTS])).failed
+        await engine.close()
+
+    run(main())
+
+
+def test_after_a_failed_producer_no_server_serves(tmp_path):
     async def main():
         servers, engine = await fake_fleet(tmp_path, count=2)
         await engine.update_weights(1, [WEIGHTS])
@@ -134,8 +157,8 @@ def test_a_producer_that_breaks_off_leaves_no_server_serving(tmp_path):
     run(main())
 
 
-def test_the_buckets_are_read_to_their_end_when_the_disk_is_full(tmp_path):
-    """Making a bucket is a collective: the other ranks would wait for ever for a rank that stops."""
+def test_buckets_are_read_to_their_end_when_the_disk_is_full(tmp_path):
+    """Producing a bucket is a collective: the other ranks would wait for ever for a rank that stops."""
 
     async def main():
         _, engine = await fake_fleet(tmp_path, count=1)
@@ -182,8 +205,8 @@ def test_a_server_with_other_weights_fails_the_checksum(tmp_path):
     run(main())
 
 
-def test_a_server_that_lost_its_weights_is_given_them_again(tmp_path):
-    """It restarted behind our back: its answers carry another version, are not used, and it gets the snapshot."""
+def test_a_server_with_old_weights_gets_the_current_ones(tmp_path):
+    """It restarted without our knowledge: its completions have another version and are not used."""
 
     async def main():
         servers, engine = await fake_fleet(tmp_path, count=2)
@@ -201,7 +224,7 @@ def test_a_server_that_lost_its_weights_is_given_them_again(tmp_path):
     run(main())
 
 
-def test_a_server_is_never_updated_twice_at_the_same_time(tmp_path):
+def test_a_server_never_runs_two_updates_at_once(tmp_path):
     """SGLang 0.5.23 ends when that happens."""
 
     async def main():

@@ -182,10 +182,13 @@ class SGLangClient:
                 f"server {self.name} cannot release its GPU memory (rollout.servers.share_gpus): start it with "
                 "--enable-memory-saver"
             )
+        held = [tag for tag in MEMORY_TAGS if tag not in self._released]  # less than all after a failed update
+        if not held:
+            return
         await self.pause()
         await self._until_idle()
         self._released = set(MEMORY_TAGS)  # also if the reply is lost: the request was sent, and most likely ran
-        await self._control("/release_memory_occupation", {"tags": list(MEMORY_TAGS)}, repeatable=False)
+        await self._control("/release_memory_occupation", {"tags": held}, repeatable=False)
 
     async def resume_memory(self, tag: str) -> None:
         """Takes the memory of `tag` back, if it was released; its contents are undefined.

@@ -24,7 +24,7 @@ from megatron_dapo.engines.sglang.client import SGLangClient
 from megatron_dapo.engines.sglang.guard import IGNORED_SIGNALS, kill_session
 from megatron_dapo.engines.sglang.keys import Keys, command_with_keys, key_variables
 
-LOG_TAIL = 25  # lines of a server's log that an error quotes
+LOG_TAIL, LINE_LENGTH = 25, 300  # lines of a server's log that an error quotes, and the characters of each
 CPU_STUBS = Path(__file__).parent / "cpu_stubs"
 GUARD = Path(__file__).parent / "guard.py"
 # Seconds that a server keeps an idle connection, instead of SGLang's 5: longer than any client of ours.
@@ -60,7 +60,7 @@ def sglang_command(
 
 def log_tail(log: Path) -> str:
     try:
-        lines = log.read_text(errors="replace").splitlines()[-LOG_TAIL:]
+        lines = [line[:LINE_LENGTH] for line in log.read_text(errors="replace").splitlines()[-LOG_TAIL:]]
     except OSError as error:
         return f"its log cannot be read: {error}"
     return f"the end of {log}:\n  " + "\n  ".join(lines)
