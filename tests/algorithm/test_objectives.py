@@ -145,12 +145,13 @@ def test_the_loss_needs_what_its_objective_and_its_terms_need(settings, needs):
 
 
 class Distilled(Objective):
-    """Reads what built-in objectives do not: reference, engine and entropy."""
+    """Reads what built-in objectives do not: reference, engine and entropy. Its clamps hide infinities."""
 
     needs = Needs(entropy=True, reference=True, engine=True)
 
     def token_losses(self, scores, batch, sums):
-        return scores.entropy * (scores.logprobs - batch.ref_logprobs) * batch.engine_logprobs
+        gap = scores.logprobs - batch.ref_logprobs.clamp(-9, 9)
+        return scores.entropy.clamp(max=9) * gap * batch.engine_logprobs.clamp(-9, 9)
 
 
 @pytest.mark.parametrize("missing", ["entropy", "ref_logprobs", "engine_logprobs"])
