@@ -1,6 +1,7 @@
 """Imports point one way (docs/architecture.md), some rooms import neither torch nor megatron, rooms stay small."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -140,3 +141,12 @@ def test_no_room_holds_more_than_its_share_of_the_lines():
 def test_no_file_is_too_long(path):
     lines = len(path.read_text().splitlines())
     assert lines <= LONGEST_FILE, f"{path}: {lines} lines; at most {LONGEST_FILE}"
+
+
+@pytest.mark.parametrize("path", [f for f in FILES if f.name == "__init__.py"], ids=lambda p: str(p.relative_to(ROOT)))
+def test_a_room_opens_with_what_lives_there(path):
+    """The docstring of a folder's `__init__` names every module of the folder."""
+    text = ast.get_docstring(ast.parse(path.read_text())) or ""
+    others = [other.stem for other in path.parent.glob("*.py") if not other.stem.startswith("__")]
+    missing = [name for name in others if not re.search(rf"\b{name}\b", text)]
+    assert not missing, f"{path}: the docstring does not mention {', '.join(missing)}"

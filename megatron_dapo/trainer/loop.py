@@ -113,16 +113,21 @@ class Trainer:
         """Weights from the model or the newest checkpoint; engines started and serving exactly those weights."""
         self.collectives.on_driver(self._open_run, "opening the run")
         resume = self.last_saved = self.checkpoints.newest()
-        with self.observer.phase("start"):
+        with self.observer.phase("start") as phase:
+            phase.note("starting the engines")
             self.colocation.offload_all()
             opening = self.rollouts.start() if self.rollouts else None
             if self.colocation.shared:
                 self.collectives.wait(opening, "starting the engines", stoppable=True)
                 self.colocation.onload(self.rollouts)
+            phase.note("loading weights")
             self.policy.load_hf(self._first_weights())
             if self.policy.needs.reference:
                 self.policy.keep_reference()
+            if resume:
+                phase.note(f"loading checkpoint {resume.name}")
             state = self.checkpoints.load(self.policy, resume) if resume else None
+            phase.note("waiting for the engines")
             self.weight_sync = WeightSync(
                 self.policy.weight_buckets(self.config.rollout.weights.bucket_bytes), self.collectives
             )
