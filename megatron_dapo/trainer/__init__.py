@@ -1,23 +1,23 @@
-"""The training loop, and what it needs to be stopped, resumed and trusted.
+"""The trainer: the loop, and what it needs to be stopped, resumed and trusted.
 
-One step
-- `loop`               the loop: sample, update, record, save, sync weights, evaluate
-- `rollout_driver`     rank 0's thread for sampling, grading, evaluation and weight updates
-- `train_step`         one step being trained; it can be saved between two updates
-- `advantages`         rewards, length penalty, advantages, masks
-- `updates`            log-probs before the first update, the gate, the updates
-- `logprob_gate`       trainer and engine must agree before the first update
-- `weight_sync`        new weights for the engines; `caller_thread` runs its calls in the main thread
-- `colocation`         hand-overs of GPU memory between trainer and engines
-- `collectives`        data, decisions and errors of rank 0 for every rank; waits with a timeout
+    loop             the run as a list of calls; `train` is the entry point
+    rollout_driver   rank 0's thread for engines, graders, sampling and evaluation
+    collectives      rank 0's data, decisions and errors on every rank
+    train_step       the step being trained; it can be saved between two updates
+    advantages       from graded groups to rewards, advantages and masks
+    updates          log-probs, the gate and the updates of one step
+    logprob_gate     trainer and engine must agree on the log-probs of the first batch
+    weight_sync      weights to the engines, in two calls; caller_thread runs its collectives in the main thread
+    colocation       hand-overs of GPU memory between trainer and engines
+    checkpoint       saves in the background; checkpoint_folder, state_files, random_state: what is in a checkpoint
+    resume           what a resumed run must share with the run that it continues
+    run_lock         one run directory, one run
+    preflight        checks before anything heavy starts
+    signals          how a run is asked to stop
+    ending           how a run ends early: what was saved, and how to continue
+    watchdog         a rank that hangs is found, and all ranks write their stacks
+    best_metric      the metric that decides which checkpoint is the best
 
-Start, end and resume
-- `preflight`          checks of the set-up before anything starts
-- `run_lock`           one run per run directory
-- `resume`             what a resumed run must share with the run it continues
-- `checkpoint`         checkpoints, written in the background; `checkpoint_folder` publishes and prunes them
-- `state_files`        the state of the loop as files; `random_state`: torch's random states
-- `best_metric`        which checkpoint is the best
-- `signals`, `ending`  stopping, and what a run says when it ends early
-- `watchdog`           heartbeats: a rank that hangs is found
+Only rank 0 has a `RolloutDriver`; all other modules run on every rank. Threads of rank 0: the main thread (training,
+every collective and all CUDA work), the rollout thread, the heartbeat, the lock's heartbeat, and a thread per save.
 """

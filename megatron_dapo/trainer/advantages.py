@@ -1,8 +1,8 @@
-"""From graded groups to what the update trains on: rewards, length penalty, advantages, masks. Pure.
+"""From graded groups to a training batch: rewards, length penalty, advantages, masks. Pure functions.
 
-The order is the recipe's: groups were filtered on accuracy before; the length penalty is added to the score as it is;
-advantages are normalised over each group's graded samples; truncated (under overlong filtering) and ungraded samples
-carry no loss, and that is decided here, before anything is counted.
+The order is that of the DAPO recipe. Groups have been filtered on accuracy. The length penalty is added to the score.
+Advantages are normalised over the graded samples of each group. Ungraded samples, and truncated ones under overlong
+filtering, are masked here, before any token is counted.
 """
 
 from __future__ import annotations

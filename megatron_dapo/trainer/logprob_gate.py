@@ -1,7 +1,7 @@
-"""The start-up gate: before the first update, trainer and engine must agree on what the engine sampled.
+"""The gate: before the first update, trainer and engine must agree on the log-probs of the engine's samples.
 
 A wrong weight mapping, RoPE base, temperature or tokenizer shows as a gap between the two log-probs of the same token.
-Training on would look healthy for hours; the gate stops it in its first minute, with the measured gap.
+Without the gate, such a run looks healthy for hours. With it, the run ends in its first minute with the measured gap.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ class GateError(UserError):
 
 
 def check_gate(batch: TrainBatch, logprobs: Floats, config: GateConfig) -> str:
-    """Compares `logprobs` [responses] of the trainer with the engine's; says what it found, or raises GateError."""
+    """Compares the trainer's `logprobs` [responses] with the engine's. Returns a line for the log, or raises
+    GateError."""
     assert batch.engine_logprobs is not None
     gap = np.abs(logprobs.astype(np.float64) - batch.engine_logprobs)
     mean, largest = (float(gap.mean()), float(gap.max())) if gap.size else (0.0, 0.0)

@@ -1,11 +1,12 @@
-"""A heartbeat per rank: a rank that hangs is found by another one, and the attempt ends with everybody's stacks.
+"""A heartbeat per rank: a rank that hangs is found by another rank, and the attempt ends with the stacks of all ranks.
 
-Each rank has a thread that writes `heartbeat/rank_R.json`: a counter, and where the loop is. Rank R reads the file of
-rank R+1. Two things count as hanging, both by the reader's own clock: a counter that stands still (the process is
-stopped or dead to the world), and a loop that has not gone on (it waits for something that does not come). The reader
-then writes `heartbeat/ended` with the reason; a rank that sees it writes its stacks to `stacks_rank_R.txt` and ends.
+Each rank has a thread that writes `heartbeat/rank_R.json`: a heartbeat counter, a progress counter, and what the loop
+does. Rank R reads the file of rank R+1; a single rank reads its own. By the reader's own clock a rank hangs if its
+heartbeat stands still (the process is stopped) or if it makes no progress (it waits for something that never comes).
+The reader then writes `heartbeat/ended` with the reason. A rank that finds this file writes its stacks to
+`stacks_rank_R.txt` and exits.
 
-A process whose interpreter is stuck cannot run that thread; faulthandler's own timer, which needs no interpreter,
+A process whose interpreter is blocked cannot run this thread; faulthandler's own timer, which needs no interpreter,
 writes its stacks. SIGUSR2 writes them at any time.
 """
 
@@ -26,11 +27,11 @@ from typing import Any, TextIO
 from megatron_dapo.config.trainer import HeartbeatConfig
 from megatron_dapo.files import write_atomically
 
-HUNG = 76  # exit code: some rank hung, see heartbeat/ended
+HUNG = 76  # exit code: a rank hung, see heartbeat/ended
 
 
 def log_folder(run_dir: str | Path) -> Path:
-    """logs/latest where a launcher made one for this attempt, or else logs."""
+    """logs/latest, if a launcher made one for this attempt; else logs."""
     logs = Path(run_dir) / "logs"
     return (logs / "latest").resolve() if (logs / "latest").exists() else logs
 
@@ -44,22 +45,23 @@ class Watchdog:
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._main = threading.get_ident()
-        self._beats = self._marks = 0
+        self._beats = self._progress = 0
+        self._status: dict[str, Any] | None = None  # as last written
         self._doing = "starting"
 
     def mark(self, doing: str, progress: bool = True) -> None:
         """What the loop does, and whether it has made progress since the last call. Cheap: call it often."""
-        self._marks += progress
+        self._progress += progress
         self._doing = doing
 
     def __enter__(self) -> Watchdog:
         if self._config.every <= 0:
             return self
         self._folder.mkdir(parents=True, exist_ok=True)
-        for name in (f"rank_{self._rank}.json", "ended"):  # of a run before this one
+        for name in (f"rank_{self._rank}.json", "ended"):  # left by an earlier run
             (self._folder / name).unlink(missing_ok=True)
         self._stacks = self._stacks_path.open("a")
-        with contextlib.suppress(ValueError):  # only the main thread may
+        with contextlib.suppress(ValueError):  # only the main thread may do this
             faulthandler.register(signal.SIGUSR2, file=self._stacks, all_threads=True)
         self._thread.start()
         return self
@@ -78,7 +80,7 @@ class Watchdog:
             if not self._stacks_path.stat().st_size:
                 self._stacks_path.unlink()
 
-    # ---- the heartbeat's thread ----
+    # ---- in the heartbeat's thread ----
 
     def _run(self) -> None:
         assert self._stacks is not None
@@ -87,59 +89,66 @@ class Watchdog:
             faulthandler.dump_traceback_later(self._config.silent, file=self._stacks, exit=False)
             now = time.monotonic()
             self._beats += 1
-            with contextlib.suppress(OSError):  # a full or absent file system must not end a run that works
-                self._write()
-                reason = self._read_ended() or self._look(seen, now)
-                if reason:
-                    self._end_attempt(reason)
+            self._write()
+            if reason := self._read_ended() or self._look(seen, now):
+                self._end_attempt(reason)
 
     def _write(self) -> None:
         path = self._folder / f"rank_{self._rank}.json"
-        record = {"beats": self._beats, "marks": self._marks, "doing": self._doing, "where": self._where(),
-                  "host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}  # fmt: skip
-        write_atomically(path, json.dumps(record), fsync=False)
+        self._status = {"beats": self._beats, "progress": self._progress, "doing": self._doing, "where": self._where(),
+                        "host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}  # fmt: skip
+        with contextlib.suppress(OSError):  # a full or unreachable file system must not end a run that works
+            write_atomically(path, json.dumps(self._status), fsync=False)
 
     def _where(self) -> str:
-        """The innermost frame of the main thread: tells who waits for others from who does not come."""
+        """The innermost frame of the main thread. It distinguishes the ranks that wait from the one they wait for."""
         frame = sys._current_frames().get(self._main)
         if frame is None:
             return ""
         return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
 
     def _look(self, seen: _Seen, now: float) -> str:
-        """Why the next rank counts as hanging, or nothing. A look that comes late itself starts counting anew."""
-        record = self._read(self._next)
-        if record is None or now - seen.looked > self._config.silent / 2:
+        """Why the next rank counts as hanging; empty if it does not. If this thread itself was late, the time starts
+        again."""
+        status = self._read(self._next)
+        if status is None or now - seen.looked > self._config.silent / 2:
             seen.reset(now)
         seen.looked = now
-        if record is None:
-            return ""  # not there yet, or ended properly
-        silent, stuck = seen.update(record, now)
-        who = f"rank {self._next} (pid {record['pid']} on {record['host']})"
+        if status is None:
+            return ""  # it has not started yet, or has ended properly
+        silent, stuck = seen.update(status, now)
+        who = f"rank {self._next} (pid {status['pid']} on {status['host']})"
         if silent > self._config.silent and self._next != self._rank:
-            return f"{who} has been silent for {silent:.0f} s, last seen {record['doing']}, in {record['where']}"
+            return f"{who} has been silent for {silent:.0f} s, last seen {status['doing']}, in {status['where']}"
         if stuck > self._config.stuck:
-            return f"{who} has made no progress for {stuck:.0f} s while {record['doing']}, in {record['where']}"
+            return f"{who} has made no progress for {stuck:.0f} s while {status['doing']}, in {status['where']}"
         return ""
 
     def _end_attempt(self, reason: str) -> None:
         assert self._stacks is not None
+        print(f"rank {self._rank} ends: {reason}; its stacks are in {self._stacks_path}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            self._write_ended(reason)
+        with contextlib.suppress(OSError):
+            faulthandler.dump_traceback(file=self._stacks, all_threads=True)
+        os._exit(HUNG)
+
+    def _write_ended(self, reason: str) -> None:
         ended = self._folder / "ended"
         if not ended.exists():
-            rows = [(rank, self._read(rank)) for rank in range(self._world_size)]
-            table = [f"  rank {rank}: mark {r['marks']}, {r['doing']}, in {r['where']}" for rank, r in rows if r]
+            ranks = [(rank, self._read(rank)) for rank in range(self._world_size)]
+            table = [f"  rank {rank}: progress {s['progress']}, {s['doing']}, in {s['where']}" for rank, s in ranks if s]
             write_atomically(ended, "\n".join([f"hanging: {reason}", *table]) + "\n", fsync=False)
-        print(f"rank {self._rank} ends: {reason}; its stacks are in {self._stacks_path}", file=sys.stderr, flush=True)
-        faulthandler.dump_traceback(file=self._stacks, all_threads=True)
-        os._exit(HUNG)
 
     def _read_ended(self) -> str:
         try:
             return (self._folder / "ended").read_text().partition("\n")[0].removeprefix("hanging: ")
-        except FileNotFoundError:
+        except OSError:
             return ""
 
     def _read(self, rank: int) -> dict[str, Any] | None:
+        if rank == self._rank:
+            return self._status
         try:
             return dict(json.loads((self._folder / f"rank_{rank}.json").read_text()))
         except (OSError, ValueError):
@@ -147,20 +156,20 @@ class Watchdog:
 
 
 class _Seen:
-    """When the neighbour's counters last changed, by our clock."""
+    """When the counters of the watched rank last changed, by our clock."""
 
     def __init__(self, now: float) -> None:
         self.looked = now
         self.reset(now)
 
     def reset(self, now: float) -> None:
-        self._beat_at = self._mark_at = now
-        self._beats = self._marks = -1
+        self._beat_at = self._progress_at = now
+        self._beats = self._progress = -1
 
-    def update(self, record: dict[str, Any], now: float) -> tuple[float, float]:
+    def update(self, status: dict[str, Any], now: float) -> tuple[float, float]:
         """Seconds without a heartbeat, seconds without progress."""
-        if record["beats"] != self._beats:
-            self._beats, self._beat_at = record["beats"], now
-        if record["marks"] != self._marks:
-            self._marks, self._mark_at = record["marks"], now
-        return now - self._beat_at, now - self._mark_at
+        if status["beats"] != self._beats:
+            self._beats, self._beat_at = status["beats"], now
+        if status["progress"] != self._progress:
+            self._progress, self._progress_at = status["progress"], now
+        return now - self._beat_at, now - self._progress_at

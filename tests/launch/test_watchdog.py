@@ -1,4 +1,4 @@
-"""A rank that hangs, in whatever way, ends all ranks within a known time, with a name and with stacks."""
+"""A rank that hangs ends all ranks within a known time; the reason names it and its stack is written."""
 
 import multiprocessing
 import os
@@ -21,7 +21,7 @@ def rank(number, folder, hangs_in):
             if hangs_in == "sleep" and number == 1 and index == 5:
                 hang_here()
             if hangs_in == "wait" and index == 5:
-                time.sleep(SECONDS * 3)  # both: neither goes on
+                time.sleep(SECONDS * 3)  # both ranks: neither makes progress
             if hangs_in == "nothing" and index == 25:
                 return
             time.sleep(0.1)
@@ -50,7 +50,7 @@ def codes(processes):
     return found
 
 
-def test_a_loop_that_does_not_go_on(tmp_path):
+def test_rank_without_progress_is_named_and_ends_all_ranks(tmp_path):
     assert codes(start(tmp_path, "sleep")) == [HUNG, HUNG]
     ended = (tmp_path / "heartbeat/ended").read_text()
     assert ended.startswith("hanging: rank 1 (pid ") and "while update 5" in ended and "hang_here" in ended
@@ -58,8 +58,8 @@ def test_a_loop_that_does_not_go_on(tmp_path):
     assert "rank_1" in "".join(p.name for p in tmp_path.glob("stacks_*"))
 
 
-def test_a_stopped_process(tmp_path):
-    """It cannot say anything itself: the other one notices and says who it was."""
+def test_stopped_process_is_named_by_the_rank_that_watches_it(tmp_path):
+    """It cannot report anything itself."""
     processes = start(tmp_path, "never")
     time.sleep(1)
     os.kill(processes[1].pid, signal.SIGSTOP)
@@ -73,18 +73,18 @@ def test_a_stopped_process(tmp_path):
     assert "in rank" in (tmp_path / "stacks_rank_0.txt").read_text()
 
 
-def test_all_wait_for_each_other(tmp_path):
+def test_ranks_that_wait_for_each_other_end(tmp_path):
     assert codes(start(tmp_path, "wait")) == [HUNG, HUNG]
 
 
-def test_ranks_that_work_are_left_alone_and_leave_nothing_behind(tmp_path):
+def test_working_ranks_are_not_ended_and_leave_no_files(tmp_path):
     (tmp_path / "heartbeat").mkdir()
-    (tmp_path / "heartbeat/ended").write_text("hanging: of a run before this one\n")
+    (tmp_path / "heartbeat/ended").write_text("hanging: in an earlier run\n")
     assert codes(start(tmp_path, "nothing")) == [0, 0]
     assert [p.name for p in tmp_path.rglob("*") if p.is_file()] == []
 
 
-def test_stacks_on_demand(tmp_path):
+def test_sigusr2_writes_the_stacks(tmp_path):
     processes = start(tmp_path, "never")
     time.sleep(0.7)
     os.kill(processes[0].pid, signal.SIGUSR2)
@@ -95,13 +95,30 @@ def test_stacks_on_demand(tmp_path):
         process.join()
 
 
-def test_logs_of_the_attempt(tmp_path):
+def test_log_folder_is_that_of_the_newest_attempt(tmp_path):
     assert log_folder(tmp_path) == tmp_path / "logs"
     (tmp_path / "logs/attempt_3").mkdir(parents=True)
     (tmp_path / "logs/latest").symlink_to("attempt_3")
     assert log_folder(tmp_path) == (tmp_path / "logs/attempt_3").resolve()
 
 
-def test_silence_must_be_longer_than_two_beats():
-    with pytest.raises(ValueError, match="must be more than two beats"):
+def test_silence_must_be_longer_than_two_heartbeats():
+    with pytest.raises(ValueError, match="must be more than two heartbeats"):
         HeartbeatConfig(every=5, silent=10)
+
+
+def without_progress(folder):
+    """One rank, whose log folder is on a file system that cannot be written."""
+    with Watchdog(CONFIG, folder, 0, 1) as watchdog:
+        (folder / "heartbeat").rmdir()
+        (folder / "heartbeat").write_text("not a directory: every write fails")
+        for _ in range(600):
+            watchdog.mark("waiting", False)
+            time.sleep(0.1)
+
+
+def test_full_disk_does_not_hide_a_rank_without_progress(tmp_path, capfd):
+    process = multiprocessing.get_context("fork").Process(target=without_progress, args=(tmp_path,))
+    process.start()
+    assert codes([process]) == [HUNG]
+    assert "has made no progress" in capfd.readouterr().err
