@@ -16,6 +16,7 @@ def pytest_configure() -> None:
     os.environ.setdefault(API_KEY_VARIABLE, "key-of-the-test-servers")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """For `-n 2 --dist loadgroup`: all tests of a file, and all that share an expensive set-up, run in one worker.
 

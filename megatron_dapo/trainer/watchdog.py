@@ -137,7 +137,9 @@ class Watchdog:
         ended = self._folder / "ended"
         if not ended.exists():
             ranks = [(rank, self._read(rank)) for rank in range(self._world_size)]
-            table = [f"  rank {rank}: progress {s['progress']}, {s['doing']}, in {s['where']}" for rank, s in ranks if s]
+            table = [
+                f"  rank {rank}: progress {s['progress']}, {s['doing']}, in {s['where']}" for rank, s in ranks if s
+            ]
             write_atomically(ended, "\n".join([f"hanging: {reason}", *table]) + "\n", fsync=False)
 
     def _read_ended(self) -> str:
