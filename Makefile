@@ -35,8 +35,11 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
+# In two processes: the tests with real servers and a real Slurm mostly wait, the others compute.
 unit: $(STAMP) sglang-cpu
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations=25
+	@$(BIN)/python -m pytest --durations=25 tests/engines tests/launch > .pytest-servers.log 2>&1 & servers=$$!; \
+	$(BIN)/python -m pytest --durations=25 --ignore=tests/engines --ignore=tests/launch; others=$$?; \
+	wait $$servers; code=$$?; cat .pytest-servers.log; exit $$((code + others))
 
 # SGLang pins other packages than we do, so it has its own environments. They borrow torch and whatever else fits from
 # .venv, and the newer one borrows from the older, so that the second costs 20 s and 0.2 GB instead of 2 GB.

@@ -1,4 +1,4 @@
-"""What all tests share: real SGLang servers, one per installed version, and how tests are spread over two workers."""
+"""Real SGLang servers for the tests: one per installed version, started together, shared by the whole session."""
 
 import asyncio
 import os
@@ -8,26 +8,10 @@ import pytest
 import torch
 from installed_sglang import API_KEY_VARIABLE, SGLANG_VERSIONS, RealServer, sglang_python
 
-SHARED_SETUPS = {"cluster": "slurm", "sglang_server": "sglang", "sglang_servers": "sglang"}  # fixture: xdist group
-
 
 def pytest_configure() -> None:
     torch.set_num_threads(1)
     os.environ.setdefault(API_KEY_VARIABLE, "key-of-the-test-servers")
-
-
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For `-n 2 --dist loadgroup`: all tests of a file, and all that share an expensive set-up, run in one worker.
-
-    The groups with a set-up take longest, so they come first.
-    """
-    groups = {}
-    for item in items:
-        shared = [SHARED_SETUPS[name] for name in getattr(item, "fixturenames", ()) if name in SHARED_SETUPS]
-        groups[item] = shared[0] if shared else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(groups[item]))
-    items.sort(key=lambda item: groups[item] not in SHARED_SETUPS.values())
 
 
 @pytest.fixture(scope="session")
