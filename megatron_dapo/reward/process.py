@@ -26,6 +26,7 @@ import psutil
 
 from megatron_dapo.config.reward import RewardConfig
 from megatron_dapo.reward.grader import GraderError
+from megatron_dapo.reward.supervisor import END
 from megatron_dapo.types import Prompt, json_default
 
 POLL_SECONDS = 0.05
@@ -117,7 +118,7 @@ class GradingProcess:
         try:
             return self._process.wait(grace)
         except subprocess.TimeoutExpired:
-            self._process.terminate()
+            self._process.send_signal(END)
         try:
             return self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:  # a descendant that cannot be killed, e.g. one that waits for a dead disk

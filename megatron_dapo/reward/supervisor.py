@@ -5,7 +5,8 @@
 User graders start programs. When a grading process ends, is killed for a limit, or loses its parent, none of its
 descendants may go on, also not those that detached themselves (setsid, double fork). This process is the *subreaper*
 of all of them: the kernel makes it the parent of every orphaned descendant, so it can kill until none is left. It
-ends when the command ends, on SIGTERM, and when its parent dies; its exit code is the command's, or 128 + signal.
+ends when the command ends, on END, and when its parent dies; its exit code is the command's, or 128 + signal. Signals
+that Slurm sends to every process of a step (SIGTERM, SIGUSR1) are for the trainer: grading goes on.
 
 Run by path and without site packages, so that it starts in milliseconds and stays small. Linux only.
 """
@@ -20,6 +21,7 @@ import sys
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _SET_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36
+END = signal.SIGRTMIN  # nobody else sends it
 
 
 class _Terminated(BaseException):
@@ -47,8 +49,8 @@ def _start(command: list[str], descriptor: int) -> int:
         _prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
         if os.getppid() == me:
             os.set_inheritable(descriptor, True)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+            signal.signal(END, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {END})
             os.execv(command[0], command)
     finally:
         os._exit(127)
@@ -76,7 +78,7 @@ def _kill(pid: int, group: bool = False) -> None:
 
 def _kill_descendants(command: int) -> None:
     """Returns when no descendant is left. Those whose parents die here become our children and are killed next."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(END, signal.SIG_IGN)
     while True:
         _kill(command, group=True)
         for pid in _children():
@@ -89,17 +91,17 @@ def _kill_descendants(command: int) -> None:
 
 def main() -> int:
     parent, descriptor, command = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
-    signal.signal(signal.SIGTERM, _terminate)
-    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+    signal.signal(END, _terminate)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # not SIG_IGN, which the command would inherit
     _prctl(_SET_CHILD_SUBREAPER, 1)
-    _prctl(_SET_DEATH_SIGNAL, signal.SIGTERM)
+    _prctl(_SET_DEATH_SIGNAL, END)
     if os.getppid() != parent:  # it died before we asked to be told
         return 1
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # until the command's pid is known
+    signal.pthread_sigmask(signal.SIG_BLOCK, {END})  # until the command's pid is known
     pid, status = _start(command, descriptor), None
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {END})
         while status is None:
             ended, code = os.waitpid(-1, 0)  # also reaps orphans
             status = code if ended == pid else None

@@ -35,7 +35,7 @@ from megatron_dapo.trainer.rollout_driver import RolloutDriver
 from megatron_dapo.trainer.run_lock import RunLock
 from megatron_dapo.trainer.signals import Stopped, StopSignal
 from megatron_dapo.trainer.train_step import TrainStep
-from megatron_dapo.trainer.updates import Updates
+from megatron_dapo.trainer.updates import TooManySkippedUpdates, Updates
 from megatron_dapo.trainer.watchdog import Watchdog, log_folder
 from megatron_dapo.trainer.weight_sync import WeightSync, describe
 from megatron_dapo.types import StepBatch
@@ -360,6 +360,8 @@ class Trainer:
 
     def _end_failed(self, error: UserError) -> RunEnded:
         may_save = isinstance(error, DriverError) and error.may_save
+        if isinstance(error, TooManySkippedUpdates):  # raised by all ranks: they can wait for the save being written
+            self.checkpoints.finish()
         outcome = self._save_what_changed() if may_save else not_saved(error, self.last_saved)
         self.observer.close(f"failed: {error}")
         return RunEnded(f"{error}. {outcome}")

@@ -44,26 +44,29 @@ def test_a_run_that_still_imports_ends_at_once(number, tmp_path):
     assert f"asked to stop ({number.name}) while nothing had to be saved" in said
 
 
-def children():
-    """Grading processes of this one."""
-    for process in psutil.Process().children():
-        with contextlib.suppress(psutil.Error):
-            if "megatron_dapo.reward.worker" in process.cmdline():
-                yield process
+def grading_processes():
+    """The supervisor and the grading process below this one, once both catch the signals."""
+    found = psutil.Process().children(recursive=True)
+    with contextlib.suppress(psutil.Error, OSError):
+        grading = [process for process in found if "megatron_dapo.reward.worker" in process.cmdline()]
+        if len(grading) == 2 and all(signals(process.pid, "SigCgt", *SENT) for process in grading):
+            return grading
+    return []
 
 
 def test_graders_leave_signals_to_the_trainer():
-    """Slurm signals every process of a step: the answers being graded are graded, and no process is replaced."""
+    """Slurm signals every process of a step: grading goes on, and no process is replaced."""
     sample = Sample("p", 0, as_tokens([1]), as_tokens([]), as_logprobs([]), FinishReason.STOP, text="2")
     prompt = Prompt("p", "1+1", as_tokens([1]), "2")
 
     async def main():
         async with RewardPool(RewardConfig(grader="python:slow_grader.right", workers=1)) as pool:
             grading = asyncio.ensure_future(pool.grade(prompt, sample))
-            while not (found := [p for p in children() if signals(p.pid, "SigIgn", *SENT)]):
+            while not (found := grading_processes()):
                 await asyncio.sleep(0.1)
-            for number in (*SENT, signal.SIGUSR2):
-                found[0].send_signal(number)
+            for process in found:
+                for number in (*SENT, signal.SIGUSR2):
+                    process.send_signal(number)
             assert (await grading).correct
             return pool.metrics()
 
