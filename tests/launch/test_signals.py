@@ -1,4 +1,4 @@
-"""What Slurm sends may come at any moment and to any process of a job: whatever happens, it starts again, saved."""
+"""Signals from Slurm may come at any moment and to any process of a job: the run ends saved and starts again."""
 
 import asyncio
 import contextlib
