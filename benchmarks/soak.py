@@ -192,14 +192,17 @@ class Soak:
         threading.Timer(delay, self._kill, (step, target, trainer)).start()
 
     def _kill(self, step: int, target: int, trainer: psutil.Process) -> None:
-        """SIGKILL to the server behind the proxy, as the OOM killer would."""
-        with contextlib.suppress(*GONE):
-            proxies = servers(trainer)
-            if len(proxies) > target:
-                server = proxies[target].children()[0]
+        """SIGKILL to the server behind the proxy, as the OOM killer would. A server that is still starting after an
+        earlier kill is given time to come up."""
+        deadline = time.monotonic() + STEP_TIMEOUT
+        while time.monotonic() < deadline and trainer.is_running():
+            with contextlib.suppress(*GONE, IndexError):
+                server = servers(trainer)[target].children()[0]
                 server.kill()
                 self.kills.append((step, server.pid))
                 print(f"step {step}: killed server {target} (pid {server.pid})", flush=True)
+                return
+            time.sleep(0.2)
 
     def _show(self, step: int) -> None:
         if step % 10 == 0 or step == self.options.steps or self.options.steps < 20:
