@@ -3,8 +3,8 @@
     python benchmarks/engine.py examples/gsm8k_1gpu/gsm8k.yaml --set policy.model=MODEL [--compare RUN_DIR]
     python benchmarks/engine.py examples/gsm8k_1gpu/gsm8k.yaml --lengths 250 0.6    # weights that never end a response
 
-Starts the servers exactly as `megatron-dapo train` does, and keeps `servers.max_running` requests on each of them, with
-the run's prompts and sampling settings. Responses end by themselves; `--lengths MEAN SIGMA` draws log-normal lengths
+Starts the servers exactly as `megatron-dapo train` does, and keeps `servers.max_running` requests on each of them (or
+`--running` of them, one after the other), with the run's prompts and sampling settings. Responses end by themselves; `--lengths MEAN SIGMA` draws log-normal lengths
 instead, for random weights. Tokens are counted when a response is complete, after a warm-up in which every slot has
 completed one.
 
@@ -43,10 +43,11 @@ class Completed:
 class Load:
     """Keeps every slot of the engines busy, and counts what completes."""
 
-    def __init__(self, engine: Engine, config: Config, lengths: Callable[[], int] | None) -> None:
+    def __init__(self, engine: Engine, config: Config, running: int, lengths: Callable[[], int] | None) -> None:
+        """`running`: requests on each server."""
         rollout = config.rollout
         self.engine, self.lengths = engine, lengths
-        self.slots = rollout.servers.max_running * max(rollout.servers.count, len(rollout.servers.urls))
+        self.slots = running * max(rollout.servers.count, len(rollout.servers.urls))
         self.group_size = rollout.samples_per_prompt
         tokenizer = AutoTokenizer.from_pretrained(config.policy.model)
         self.prompts = [prompt.tokens for prompt in load_prompts(config.data, tokenizer, rollout.max_prompt_tokens)]
@@ -87,20 +88,23 @@ class Load:
                 task.result()
 
 
-async def engine_speed(config: Config, seconds: float, lengths: Callable[[], int] | None) -> float:
+async def engine_speed(config: Config, running: list[int], seconds: float, lengths: Callable[[], int] | None) -> float:
+    """Tokens/s with the last number of running requests; prints all of them."""
     with tempfile.TemporaryDirectory() as logs:
         engine = await open_engine(config.rollout, config.policy.model, logs)
         try:
-            load = Load(engine, config, lengths)
-            done, took = await load.measure(seconds)
+            for number in running:
+                load = Load(engine, config, number, lengths)
+                done, took = await load.measure(seconds)
+                await engine.abort()
+                print(
+                    f"always full ({load.slots} requests): {done.tokens / took:,.0f} tokens/s, {done.responses} "
+                    f"responses of {done.tokens / max(1, done.responses):.0f} tokens in {took:.1f} s",
+                    flush=True,
+                )
         finally:
             await engine.close()
-    speed = done.tokens / took
-    print(
-        f"always full ({load.slots} requests): {speed:,.0f} tokens/s, {done.responses} responses of "
-        f"{done.tokens / max(1, done.responses):.0f} tokens in {took:.1f} s"
-    )
-    return speed
+    return done.tokens / took
 
 
 def log_normal(mean: float, sigma: float) -> Callable[[], int]:
@@ -136,13 +140,17 @@ def main() -> int:
     parser.add_argument("config")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", dest="settings")
     parser.add_argument("--seconds", type=float, default=20.0, help="length of the measurement after the warm-up")
+    parser.add_argument(
+        "--running", type=int, nargs="+", metavar="N", help="requests on a server; default: max_running"
+    )
     parser.add_argument("--lengths", type=float, nargs=2, metavar=("MEAN", "SIGMA"))
     parser.add_argument("--compare", type=Path, metavar="RUN_DIR")
     parser.add_argument("--limit", type=float, help="tokens/s measured before; only --compare is done")
     args = parser.parse_args()
     config = load_config(args.config, args.settings)
     lengths = log_normal(*args.lengths) if args.lengths else None
-    limit = args.limit or asyncio.run(engine_speed(config, args.seconds, lengths))
+    running = args.running or [config.rollout.servers.max_running]
+    limit = args.limit or asyncio.run(engine_speed(config, running, args.seconds, lengths))
     if args.compare:
         compare(args.compare, limit)
     return 0
