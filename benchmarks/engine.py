@@ -4,9 +4,9 @@
     python benchmarks/engine.py examples/gsm8k_1gpu/gsm8k.yaml --lengths 250 0.6    # weights that never end a response
 
 Starts the servers exactly as `megatron-dapo train` does, and keeps `servers.max_running` requests on each of them (or
-`--running` of them, one after the other), with the run's prompts and sampling settings. Responses end by themselves; `--lengths MEAN SIGMA` draws log-normal lengths
-instead, for random weights. Tokens are counted when a response is complete, after a warm-up in which every slot has
-completed one.
+`--running` of them, one number after the other), with the run's prompts and sampling settings. Responses end by
+themselves; `--lengths MEAN SIGMA` draws log-normal lengths instead, for random weights. Tokens are counted when a
+response is complete, after a warm-up in which every slot has completed one.
 
 `--compare` prints the rollout phase of each step of a run beside it, as a share of this limit.
 """
