@@ -3,6 +3,7 @@
 - `loss`          the policy loss: sums of token losses, and metrics
 - `objective`     what an objective is, and how the configuration names one
 - `objectives/`   dapo, gspo, cispo: one file each
+- `off_policy`    importance weights, token masks and sequence masks
 - `token_batch`   the records that a loss reads: `TokenBatch` and `Scores`
 - `aggregation`   token weights and counts: how token losses become one number
 - `advantages`    group-relative advantages

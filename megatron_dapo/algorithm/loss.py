@@ -1,4 +1,4 @@
-"""The policy loss on flat packed tokens: an objective, plus importance weights, a KL term and an entropy bonus.
+"""The policy loss on flat packed tokens: an objective, off-policy corrections, a KL term and an entropy bonus.
 
 Promises:
 - Everything returned is a sum (or a maximum) over active tokens. The caller that knows the global denominator divides,
@@ -11,13 +11,14 @@ Promises:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from megatron_dapo.algorithm.kl import kl_estimate
 from megatron_dapo.algorithm.objective import Needs, TokenMetrics, load_objective
+from megatron_dapo.algorithm.off_policy import Corrections, OffPolicy
 from megatron_dapo.algorithm.token_batch import Scores, TokenBatch, blank, check_shapes
 from megatron_dapo.config.algorithm import AlgorithmConfig
 
@@ -40,14 +41,18 @@ class LossOutputs:
         approx_kl                         k3 estimate of KL(π_old‖π)
         entropy, reference_kl             where entropy, ref_logprobs are given
         mismatch_mean, mismatch_kl        where engine_logprobs are given: |old − engine|; k3 of KL(engine‖π_old)
-        mismatch_over_cap                 tokens whose weight exp(old − engine) is above the cap (level sequence: the
-                                          sequence's weight)
-        importance_weight                 the weight applied, where importance sampling is on
+        mismatch_over_cap                 same: tokens whose weight exp(old − engine) is above the cap (sequence
+                                          level: the sequence's weight)
+        importance_weight                 the weight applied, where there is one
+        token_mask_share, sequence_mask_share, opsm_share
+                                          where they are on: tokens removed by the token mask, in sequences removed by
+                                          the sequence masks, in sequences removed by OPSM; the other metrics include
+                                          these tokens
     maxima, reduced with max, 0 where no token is active: ratio_max, mismatch_max, and the objective's.
     """
 
     loss_sum: Tensor  # scalar, differentiable
-    denominator: Tensor  # int64 scalar
+    denominator: Tensor  # int64 scalar, without excluded sequences
     sums: dict[str, Tensor]
     maxima: dict[str, Tensor]
 
@@ -63,13 +68,9 @@ class PolicyLoss:
     def __init__(self, config: AlgorithmConfig) -> None:
         self.config = config
         self.objective = load_objective(config)
-        level = config.importance_sampling.level
-        self.needs = self.objective.needs | Needs(
-            whole_sequences=level == "sequence",
-            entropy=config.entropy_coefficient > 0,
-            reference=config.kl.coefficient > 0,
-            engine=level != "off",
-        )
+        self.off_policy = OffPolicy(config.off_policy)
+        terms = Needs(entropy=config.entropy_coefficient > 0, reference=config.kl.coefficient > 0)
+        self.needs = self.objective.needs | self.off_policy.needs | terms
 
     def __call__(self, scores: Scores, batch: TokenBatch, reduce: Reduce = identity) -> LossOutputs:
         """Weighted sum of the token losses, its denominator and the metrics.
@@ -94,14 +95,19 @@ class PolicyLoss:
     def _evaluate(
         self, scores: Scores, batch: TokenBatch, reduce: Reduce
     ) -> tuple[Scores, TokenBatch, _SequenceTerms, Tensor]:
-        """Scores and batch with zeros at masked positions, what whole sequences contribute, and the token losses."""
+        """Scores and batch with zeros at masked positions, without excluded sequences in weights and counts; what whole
+        sequences contribute; and the token losses."""
         check_shapes(scores, batch)
         self._check_present(scores, batch)
         # Before any arithmetic: what a masked position holds must not reach a sum or a gradient.
         entropy = None if scores.entropy is None else blank(scores.entropy, batch.mask)
         scores, batch = Scores(blank(scores.logprobs, batch.mask), entropy), batch.blanked()
         terms = self._sequence_terms(scores, batch, reduce)
-        return scores, batch, terms, self._losses(scores, batch, terms)
+        losses = self._losses(scores, batch, terms)
+        excluded = terms.corrections.excluded
+        if excluded is not None:
+            batch = replace(batch, weights=blank(batch.weights, ~excluded), counts=blank(batch.counts, ~excluded))
+        return scores, batch, terms, losses
 
     def _check_present(self, scores: Scores, batch: TokenBatch) -> None:
         config, reads_it = self.config, f"objective {self.config.objective} reads it"
@@ -111,29 +117,19 @@ class PolicyLoss:
             ("ref_logprobs", batch.ref_logprobs, self.needs.reference,
              "kl.coefficient is above 0" if config.kl.coefficient else reads_it),
             ("engine_logprobs", batch.engine_logprobs, self.needs.engine,
-             "importance_sampling is on" if config.importance_sampling.level != "off" else reads_it),
+             "off_policy compares it with old_logprobs" if self.off_policy.needs.engine else reads_it),
         ):  # fmt: skip
             if needed and tensor is None:
                 raise ValueError(f"{name}: expected a tensor because algorithm.{why}, found None")
 
     @torch.no_grad()
     def _sequence_terms(self, scores: Scores, batch: TokenBatch, reduce: Reduce) -> _SequenceTerms:
-        sampling = self.config.importance_sampling
-        mismatch = None if batch.engine_logprobs is None else batch.old_logprobs - batch.engine_logprobs
         own = self.objective.sequence_values(scores, batch) if self.objective.needs.whole_sequences else {}
-        values = list(own.values())
-        if sampling.level == "sequence":
-            assert mismatch is not None
-            values.append(mismatch)
-        totals = _sums_per_sequence(values, batch, reduce, scores.logprobs.dtype)
-        if sampling.level == "sequence":
-            mismatch = totals[-1]
-        weights = None if mismatch is None else mismatch.exp()
-        return _SequenceTerms(
-            sums=dict(zip(own, totals[: len(own)], strict=True)),
-            importance_weights=None if weights is None or sampling.level == "off" else weights.clamp(max=sampling.cap),
-            mismatch_weights=weights,
-        )
+        off_policy = self.off_policy.sequence_values(scores, batch)
+        totals = _sums_per_sequence([*own.values(), *off_policy.values()], batch, reduce, scores.logprobs.dtype)
+        sums = dict(zip(own, totals[: len(own)], strict=True))
+        corrections = self.off_policy.correct(batch, dict(zip(off_policy, totals[len(own) :], strict=True)))
+        return _SequenceTerms(sums, corrections)
 
     def _losses(self, scores: Scores, batch: TokenBatch, terms: _SequenceTerms) -> Tensor:
         """[tokens], elementwise over any slice of tokens once `terms` are known."""
@@ -144,8 +140,8 @@ class PolicyLoss:
                 f"algorithm.objective {config.objective}: expected one loss per token "
                 f"{tuple(scores.logprobs.shape)}, found {tuple(losses.shape)}"
             )
-        if terms.importance_weights is not None:
-            losses = losses * terms.importance_weights
+        if terms.corrections.weights is not None:
+            losses = losses * terms.corrections.weights
         if config.kl.coefficient > 0:
             assert batch.ref_logprobs is not None
             kl = kl_estimate(scores.logprobs, batch.ref_logprobs, config.kl.estimator)
@@ -153,7 +149,7 @@ class PolicyLoss:
         if config.entropy_coefficient > 0:
             assert scores.entropy is not None
             losses = losses - config.entropy_coefficient * scores.entropy
-        return losses
+        return losses if terms.corrections.masked is None else blank(losses, ~terms.corrections.masked)
 
     def _metrics(
         self, scores: Scores, batch: TokenBatch, losses: Tensor, terms: _SequenceTerms
@@ -171,12 +167,9 @@ class PolicyLoss:
         if batch.ref_logprobs is not None:
             values["reference_kl"] = kl_estimate(logprobs, batch.ref_logprobs, self.config.kl.estimator)
         if batch.engine_logprobs is not None:
-            assert terms.mismatch_weights is not None
             peaks["mismatch_max"] = values["mismatch_mean"] = (old - batch.engine_logprobs).abs()
             values["mismatch_kl"] = kl_estimate(batch.engine_logprobs, old, "k3")
-            values["mismatch_over_cap"] = terms.mismatch_weights > self.config.importance_sampling.cap
-        if terms.importance_weights is not None:
-            values["importance_weight"] = terms.importance_weights
+        values |= terms.corrections.means
         self._check_names(of_objective, values | peaks)
         values, peaks = values | of_objective.means, peaks | of_objective.maxima
         # fp64 because a fp32 count stops being exact at 16.7 million tokens, and a batch has more.
@@ -209,8 +202,7 @@ class _SequenceTerms:
     """What the token losses need from whole sequences, given to each of their tokens."""
 
     sums: dict[str, Tensor]  # the objective's
-    importance_weights: Tensor | None  # importance sampling, at either level
-    mismatch_weights: Tensor | None  # the same before the cap; at token level also where importance sampling is off
+    corrections: Corrections
 
 
 def _sums_per_sequence(values: list[Tensor], batch: TokenBatch, reduce: Reduce, dtype: torch.dtype) -> list[Tensor]:

@@ -4,7 +4,7 @@ An objective is a class derived from `Objective`. `algorithm.objective` names it
 `objectives/gspo.py` calls `objective`; `python:module.name` is the class `name` of your own module. Nothing else has to
 know it: the loss, the fused head, the validation of mini-batches and the metrics ask the object.
 
-`PolicyLoss` adds what all objectives share: importance weights, the KL term, the entropy bonus, aggregation.
+`PolicyLoss` adds what all objectives share: off-policy corrections, the KL term, the entropy bonus, aggregation.
 """
 
 from __future__ import annotations

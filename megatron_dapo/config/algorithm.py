@@ -31,14 +31,50 @@ class KLConfig(Section):
     )
 
 
-class ImportanceSamplingConfig(Section):
-    """Truncated importance sampling: corrects the gap between the engine's and the trainer's log-probs."""
+class OffPolicyConfig(Section):
+    """Corrections for responses that were not sampled from the policy being trained: the weights have changed since, or
+    the engine computes other log-probs. w is π_old/π_engine of a token: the proximal policy, recomputed by the trainer
+    before the first update of a step, over the behaviour policy, as the engine reported it. The clipped objective
+    compares π with π_old, so a weight w makes it the decoupled objective. docs/concepts.md lists the published methods
+    in these keys, and says which removed tokens still count in the denominator of the loss."""
 
-    level: Literal["off", "token", "sequence"] = Field(
+    importance_weight: Literal["off", "token", "sequence"] = Field(
         "off",
-        description="token: one weight per token. sequence: one weight per response, the product over its tokens.",
+        description="Multiplies the loss by w. token: one weight per token. sequence: one per response, the product "
+        "over its tokens.",
     )
-    cap: float = Field(2.0, gt=0, description="Upper bound of the weights exp(old − engine).")
+    weight_cap: float = Field(2.0, gt=0, description="Upper bound of the importance weight (truncation).")
+    token_mask: list[float] | None = Field(
+        None, description="[low, high]: a token whose w is outside carries no gradient; it still counts."
+    )
+    geometric_mask: list[float] | None = Field(
+        None,
+        description="[low, high]: a response whose geometric mean of w is outside is excluded; it does not count.",
+    )
+    product_mask: list[float] | None = Field(
+        None, description="[low, high]: a response whose product of w is outside is excluded; it does not count."
+    )
+    opsm_delta: float | None = Field(
+        None,
+        ge=0,
+        description="Off-policy sequence masking: a response with a negative advantage carries no gradient if the mean "
+        "of log π_engine − log π over its tokens is above this; it still counts.",
+    )
+
+    @field_validator("token_mask", "geometric_mask", "product_mask")
+    @classmethod
+    def _bounds(cls, bounds: list[float] | None) -> list[float] | None:
+        if bounds is not None and not (len(bounds) == 2 and 0 <= bounds[0] <= 1 <= bounds[1]):
+            raise ValueError(
+                f"expected [low, high] with 0 ≤ low ≤ 1 ≤ high, found {bounds}: w is 1 where engine and trainer agree"
+            )
+        return bounds
+
+    @property
+    def reads_old_logprobs(self) -> list[str]:
+        """The keys in use that compare π_old with π_engine: without π_old of the trainer's own they do nothing."""
+        masks = [name for name in ("token_mask", "geometric_mask", "product_mask") if getattr(self, name) is not None]
+        return ["importance_weight", *masks] if self.importance_weight != "off" else masks
 
 
 class OverlongConfig(Section):
@@ -95,7 +131,7 @@ class AlgorithmConfig(Section):
     advantage_eps: float = Field(1e-6, ge=0, description="Added to the group's std, not to its variance.")
     entropy_coefficient: float = Field(0.0, ge=0, description="Bonus on the policy's entropy.")
     kl: KLConfig = KLConfig()
-    importance_sampling: ImportanceSamplingConfig = ImportanceSamplingConfig()
+    off_policy: OffPolicyConfig = OffPolicyConfig()
     overlong: OverlongConfig = OverlongConfig()
 
     @field_validator("objective")

@@ -29,7 +29,10 @@ KNOWN_ELSEWHERE = {
         "algorithm.kl.coefficient": "kl_loss_coef kl_ctl reference_policy_kl_penalty",
         "algorithm.kl.estimator": "kl_loss_type kl_estimator",
         "algorithm.entropy_coefficient": "entropy_coeff entropy_coef",
-        "algorithm.importance_sampling.cap": "tis_clip",
+        "algorithm.off_policy.importance_weight": "use_tis rollout_is use_decoupled_loss",
+        "algorithm.off_policy.weight_cap": "tis_clip rollout_is_threshold",
+        "algorithm.off_policy.token_mask": "behav_imp_weight_cap behave_imp_weight_cap",
+        "rollout.max_staleness": "max_head_offpolicyness",
         "rollout.dynamic_sampling": "dynamic_sample filter_groups use_dynamic_sampling",
         "rollout.group_filter": "dynamic_sampling_filter_path dynamic_filter_fn should_accept_fn",
         "rollout.sampler.fill": "dynamic_bs",
@@ -62,6 +65,7 @@ KNOWN_ELSEWHERE = {
 
 # Keys of earlier versions whose last part is a key elsewhere, or says too little to be recognised by itself.
 RENAMED = {
+    "algorithm.importance_sampling": "algorithm.off_policy",
     "rollout.sampler.max_staleness": "rollout.sampler.max_carryover_staleness",
     "rollout.embedded.rows": "rollout.embedded.batch_tokens",
     "rollout.servers.request_timeout": "rollout.servers.sample_timeout",

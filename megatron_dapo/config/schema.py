@@ -43,6 +43,13 @@ class Config(Section):
         return self.algorithm.aggregation_length or self.rollout.max_response_tokens
 
     @property
+    def recomputes_old_logprobs(self) -> bool:
+        """Whether the trainer computes the log-probs of the proximal policy; otherwise they are the engine's."""
+        if self.trainer.old_logprobs == "auto":
+            return self.trainer.updates_per_step > 1 or bool(self.algorithm.off_policy.reads_old_logprobs)
+        return self.trainer.old_logprobs == "recompute"
+
+    @property
     def resolved_evaluate(self) -> EvalConfig:
         """`evaluate` with what it leaves to `rollout` filled in."""
         return self.evaluate.model_copy(
@@ -56,7 +63,7 @@ class Config(Section):
     def _across_sections(self) -> Config:
         checks = (
             self._check_groups, self._check_lengths, self._check_overlong, self._check_stops, self._check_environment,
-            self._check_time_limits,
+            self._check_time_limits, self._check_off_policy,
         )  # fmt: skip
         for check in checks:
             check()
@@ -69,6 +76,15 @@ class Config(Section):
             raise ValueError(
                 f"trainer.heartbeat.stuck ({heartbeat.stuck:g}) must be more than rollout.sampler.stall_timeout "
                 f"({stall:g}): raise it, or lower the other"
+            )
+
+    def _check_off_policy(self) -> None:
+        used = self.algorithm.off_policy.reads_old_logprobs
+        if used and not self.recomputes_old_logprobs:
+            raise ValueError(
+                f"algorithm.off_policy.{used[0]} compares the trainer's old log-probs with the engine's, but "
+                "trainer.old_logprobs is engine: they are the same numbers, and it would do nothing. Set "
+                "trainer.old_logprobs to auto or recompute"
             )
 
     def _check_stops(self) -> None:

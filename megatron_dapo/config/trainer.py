@@ -62,7 +62,8 @@ class TrainerConfig(Section):
     old_logprobs: Literal["auto", "recompute", "engine"] = Field(
         "auto",
         description="Log-probs of the denominator of the ratio. recompute: the trainer's own, before the first update "
-        "of a step. engine: the engine's. auto: recompute if a step has more than one update.",
+        "of a step. engine: the engine's. auto: recompute if a step has more than one update, or if "
+        "algorithm.off_policy reads them.",
     )
     max_skipped_updates: int = Field(
         3, ge=0, description="Updates in a row that may be skipped because of a NaN or infinity before the run ends."
@@ -83,7 +84,3 @@ class TrainerConfig(Section):
     @property
     def updates_per_step(self) -> int:
         return self.prompts_per_step // self.mini_batch_prompts
-
-    @property
-    def recomputes_old_logprobs(self) -> bool:
-        return self.old_logprobs == "recompute" or (self.old_logprobs == "auto" and self.updates_per_step > 1)

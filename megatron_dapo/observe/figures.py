@@ -82,6 +82,10 @@ SECTIONS: dict[str, tuple[FigureSpec, ...]] = {
         FigureSpec("mismatch", "Log-prob difference", "|trainer − engine| per token, and weights above the cap", {
             "train/mismatch_mean": "mean difference", "train/mismatch_over_cap": "share over cap",
         }, zero=True),
+        FigureSpec("off_policy_masks", "Off-policy masks", "tokens removed by a mask of algorithm.off_policy", {
+            "train/token_mask_share": "token mask", "train/sequence_mask_share": "sequence mask",
+            "train/opsm_share": "OPSM",
+        }, "percent", zero=True),
     ),
     "Sampling": (
         FigureSpec("groups", "Groups by outcome", "kept for training, or dropped for a reason", {

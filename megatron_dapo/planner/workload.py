@@ -48,7 +48,7 @@ class Workload:
             max_prompt=rollout.max_prompt_tokens,
             max_response=rollout.max_response_tokens,
             kept=(0.5 if rollout.dynamic_sampling else 1.0) if kept is None else kept,
-            log_prob_passes=int(trainer.recomputes_old_logprobs) + reference,
+            log_prob_passes=int(config.recomputes_old_logprobs) + reference,
         )
 
     @property

@@ -75,7 +75,7 @@ def selfcheck_config(layout: LayoutSpec, **algorithm: Any) -> Config:
             "algorithm": {
                 "kl": {"coefficient": 0.05},
                 "entropy_coefficient": 0.01,
-                "importance_sampling": {"level": "token", "cap": 1.5},
+                "off_policy": {"importance_weight": "token", "weight_cap": 1.5},
                 **algorithm,
             },
         }

@@ -44,7 +44,7 @@ class Updates:
         """Before the first update, at weight version `version`: old log-probs where the ratio needs them, the gate on
         the first batch, the reference where KL needs it."""
         fault_points.reach("loop/before_log_probs")
-        recompute = self._config.trainer.recomputes_old_logprobs
+        recompute = self._config.recomputes_old_logprobs
         if recompute or not self.gate_passed:
             logprobs, _ = self._policy.log_probs(step.batch)
             if not self.gate_passed:

@@ -40,7 +40,15 @@ configs = st.builds(
     kl=st.fixed_dictionaries(
         {"coefficient": st.sampled_from([0.0, 0.1]), "estimator": st.sampled_from(["k1", "k2", "k3"])}
     ),
-    importance_sampling=st.fixed_dictionaries({"level": st.sampled_from(["off", "token", "sequence"])}),
+    off_policy=st.fixed_dictionaries(
+        {"importance_weight": st.sampled_from(["off", "token", "sequence"])},
+        optional={
+            "token_mask": st.just([0.37, 2.3]),
+            "geometric_mask": st.just([0.61, 1.7]),
+            "product_mask": st.just([0.03, 11.0]),
+            "opsm_delta": st.just(0.13),
+        },
+    ),
 )
 quick = settings(max_examples=40, deadline=None)
 

@@ -136,8 +136,8 @@ def test_built_in_objectives_have_no_options():
         ({"objective": "gspo"}, Needs(whole_sequences=True)),
         ({"kl": {"coefficient": 0.1}}, Needs(reference=True)),
         ({"entropy_coefficient": 0.1}, Needs(entropy=True)),
-        ({"importance_sampling": {"level": "token"}}, Needs(engine=True)),
-        ({"importance_sampling": {"level": "sequence"}}, Needs(engine=True, whole_sequences=True)),
+        ({"off_policy": {"importance_weight": "token"}}, Needs(engine=True)),
+        ({"off_policy": {"importance_weight": "sequence"}}, Needs(engine=True, whole_sequences=True)),
     ],
 )
 def test_the_loss_needs_what_its_objective_and_its_terms_need(settings, needs):
@@ -199,7 +199,7 @@ class SequenceMean(Objective):
 
 
 def test_sums_over_sequences_are_the_objectives_own(own):
-    config = own(SequenceMean, importance_sampling={"level": "sequence"})
+    config = own(SequenceMean, off_policy={"importance_weight": "sequence"})
     calls = []
     inputs = pack(CASE, config)
     outputs = PolicyLoss(config)(inputs.scores, inputs.batch, lambda t: calls.append(t.shape) or t)

@@ -148,7 +148,7 @@ BAD_IS = Sequence(BAD.ratios, -2.0, active=BAD.active, engine_ratios=[7, 1, 1.5,
 
 
 def test_token_level_importance_sampling():
-    settings = {"importance_sampling": {"level": "token", "cap": 2.0}}
+    settings = {"off_policy": {"importance_weight": "token", "weight_cap": 2.0}}
     outputs, inputs = run([GOOD_IS, BAD_IS, MASKED], ("engine_logprobs",), **settings)
     # −(2·1 + 0.5·1.28 + 0.5 + 1.2) + 1.6 + 1.5·20 + 4 = −4.34 + 35.6
     close(outputs.loss_sum, 31.26)
@@ -158,7 +158,7 @@ def test_token_level_importance_sampling():
 
 
 def test_sequence_level_importance_sampling():
-    settings = {"importance_sampling": {"level": "sequence", "cap": 1.4}}
+    settings = {"off_policy": {"importance_weight": "sequence", "weight_cap": 1.4}}
     outputs, inputs = run([GOOD_IS, BAD_IS, MASKED], ("engine_logprobs",), **settings)
     # GOOD 3·0.5 = 1.5, capped at 1.4; BAD 1.5, capped at 1.4 (10.5 with its prompt position): 1.4·21.62
     close(outputs.loss_sum, 1.4 * 21.62)
@@ -166,7 +166,7 @@ def test_sequence_level_importance_sampling():
     assert outputs.sums["mismatch_over_cap"] == 7
     # Below the cap the product itself: 1.5.
     outputs, _ = run(
-        [GOOD_IS, BAD_IS, MASKED], ("engine_logprobs",), importance_sampling={"level": "sequence", "cap": 2.0}
+        [GOOD_IS, BAD_IS, MASKED], ("engine_logprobs",), off_policy={"importance_weight": "sequence", "weight_cap": 2.0}
     )
     close(outputs.loss_sum, 1.5 * 21.62)
     assert outputs.sums["mismatch_over_cap"] == 0
@@ -174,7 +174,7 @@ def test_sequence_level_importance_sampling():
 
 def test_importance_weights_leave_kl_and_entropy_alone():
     good = Sequence([1, 1], 1.0, engine_ratios=[2, 2], ref_ratios=[2, 2], entropy=[1, 1])
-    settings = {"kl": {"coefficient": 1.0}, "entropy_coefficient": 1.0, "importance_sampling": {"level": "token"}}
+    settings = {"kl": {"coefficient": 1.0}, "entropy_coefficient": 1.0, "off_policy": {"importance_weight": "token"}}
     outputs, _ = run([good, Sequence([1], 0.0), MASKED], ("entropy", "ref_logprobs", "engine_logprobs"), **settings)
     # Policy −1·2 twice; KL 1 − ln 2 twice; entropy −1 twice and −0.5 of the third token.
     close(outputs.loss_sum, -4 + 2 * (1 - ln(2)) - 2.5)
@@ -222,7 +222,7 @@ def test_cispo():
 EVERYTHING = {
     "kl": {"coefficient": 0.1},
     "entropy_coefficient": 0.1,
-    "importance_sampling": {"level": "sequence"},
+    "off_policy": {"importance_weight": "sequence"},
 }
 EXTRAS = ("entropy", "ref_logprobs", "engine_logprobs")
 
@@ -270,7 +270,9 @@ def test_values_at_masked_positions_change_nothing(objective):
     "name", ["logprobs", "old_logprobs", "advantages", "weights", "entropy", "ref_logprobs", "engine_logprobs"]
 )
 def test_nonfinite_values_at_active_tokens_are_counted(name, junk):
-    config = AlgorithmConfig(kl={"coefficient": 0.1}, entropy_coefficient=0.1, importance_sampling={"level": "token"})
+    config = AlgorithmConfig(
+        kl={"coefficient": 0.1}, entropy_coefficient=0.1, off_policy={"importance_weight": "token"}
+    )
     inputs = pack(CASE, config)
     broken = inputs.get(name).detach().clone()
     broken[1] = junk
@@ -320,7 +322,7 @@ def test_token_losses_are_elementwise():
 def test_no_host_synchronisation(objective, level):
     """Meta tensors have no values: .item(), boolean indexing or an `if` on a tensor would raise."""
     config = AlgorithmConfig(
-        objective=objective, kl={"coefficient": 0.1}, entropy_coefficient=0.1, importance_sampling={"level": level}
+        objective=objective, kl={"coefficient": 0.1}, entropy_coefficient=0.1, off_policy={"importance_weight": level}
     )
     inputs = pack(CASE, config)
     batch = inputs.batch
@@ -363,7 +365,7 @@ def test_wrong_types_and_ranks_name_the_tensor():
     [
         ("entropy", {"entropy_coefficient": 0.1}),
         ("ref_logprobs", {"kl": {"coefficient": 0.1}}),
-        ("engine_logprobs", {"importance_sampling": {"level": "token"}}),
+        ("engine_logprobs", {"off_policy": {"importance_weight": "token"}}),
     ],
 )
 def test_missing_inputs_name_the_setting(name, settings):

@@ -66,6 +66,9 @@ def test_the_resolved_configuration_reads_back_as_itself(tmp_path):
         ({"algoritm": {}}, "did you mean 'algorithm'?"),
         ({"algorithm": {"epsilon_high": 0.3}}, "here it is called 'algorithm.clip_high'"),
         ({"rollout": {"sampler": {"max_staleness": 2}}}, "is now called 'rollout.sampler.max_carryover_staleness'"),
+        ({"algorithm": {"importance_sampling": {"level": "token"}}}, "is now called 'algorithm.off_policy'"),
+        ({"algorithm": {"off_policy": {"token_mask": [1.5, 2]}}}, "expected [low, high] with 0 ≤ low ≤ 1 ≤ high"),
+        ({"algorithm": {"off_policy": {"product_mask": [0.5]}}}, "algorithm.off_policy.product_mask: expected"),
         ({"policy": {"lr": 1e-6}}, "did you mean 'policy.optimizer.lr'?"),
         ({"policy": {"tensor_parallel": "many"}}, "policy.tensor_parallel"),
         ({"policy": {"tensor_parallel": 0}}, "greater than or equal to 1"),
@@ -224,10 +227,33 @@ def test_both_names_of_the_expert_count_are_read():
     assert ModelShape.from_hf(moe | {"num_experts": 64, "num_local_experts": None}).experts == 64
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("importance_weight", "token"),
+        ("token_mask", [0.5, 2]),
+        ("geometric_mask", [0.9, 1.1]),
+        ("product_mask", [0, 2]),
+    ],
+)
+def test_corrections_that_compare_old_and_engine_log_probs_recompute_the_old_ones(key, value):
+    raw = {"trainer": {"prompts_per_step": 32, "mini_batch_prompts": 32}, "algorithm": {"off_policy": {key: value}}}
+    assert not parse_config({"trainer": raw["trainer"]}).recomputes_old_logprobs  # one update per step
+    assert parse_config(raw).recomputes_old_logprobs
+    raw["trainer"]["old_logprobs"] = "engine"
+    with pytest.raises(ConfigError, match=rf"algorithm.off_policy.{key} compares .* it would do nothing"):
+        parse_config(raw)
+
+
+def test_opsm_compares_the_current_policy_with_the_engine_and_needs_no_old_log_probs():
+    raw = {"trainer": {"old_logprobs": "engine"}, "algorithm": {"off_policy": {"opsm_delta": 0.1}}}
+    assert not parse_config(raw).recomputes_old_logprobs
+
+
 def test_off_is_text_and_not_a_boolean(tmp_path):
     (tmp_path / "c.yaml").write_text("observe: {console: off}\nalgorithm: {overlong: {filter: true}}\n")
-    config = load_config(tmp_path / "c.yaml", ["algorithm.importance_sampling.level=off"])
-    assert config.observe.console == config.algorithm.importance_sampling.level == "off"
+    config = load_config(tmp_path / "c.yaml", ["algorithm.off_policy.importance_weight=off"])
+    assert config.observe.console == config.algorithm.off_policy.importance_weight == "off"
     assert config.algorithm.overlong.filter is True
 
 

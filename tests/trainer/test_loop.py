@@ -70,7 +70,7 @@ OPTIONS = {
     "soft punishment": {"algorithm__overlong": {"penalty": "soft", "cache_length": 4}},
     "kl": {"algorithm__kl": {"coefficient": 0.1}},
     "gspo": {"algorithm__objective": "gspo", "algorithm__aggregation": "seq-mean-token-mean"},
-    "importance sampling": {"algorithm__importance_sampling": {"level": "token"}},
+    "importance sampling": {"algorithm__off_policy": {"importance_weight": "token"}},
     "one update a step": {"trainer__mini_batch_prompts": 4},
     "generated ahead": {"rollout__max_staleness": 1},
     "partial rollouts": {"rollout__sampler": {"oversampling": 2.0, "unfinished": "continue", "order": "completion"}},
