@@ -255,8 +255,8 @@ class Waiting(KnownEngine):
 
 @pytest.fixture
 def quick_aborts(monkeypatch):
-    monkeypatch.setattr("megatron_dapo.evaluate.ABORT_REPEAT", 0.01)
-    monkeypatch.setattr("megatron_dapo.evaluate.ABORT_TIMEOUT", 0.2)
+    monkeypatch.setattr("megatron_dapo.evaluate.requests.ABORT_REPEAT", 0.01)
+    monkeypatch.setattr("megatron_dapo.evaluate.requests.ABORT_TIMEOUT", 0.2)
 
 
 @pytest.mark.parametrize("refuse", [False, True], ids=["aborts", "a server that is gone"])
@@ -319,7 +319,7 @@ def test_results_json_exists_only_if_everything_was_written(tmp_path, monkeypatc
         return "text"
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
-        patch.setattr("megatron_dapo.evaluate._readable", full_disk)
+        patch.setattr("megatron_dapo.evaluate.results._readable", full_disk)
         one_result("c", "d").write(tmp_path)
     assert not (tmp_path / "results.json").exists()
     one_result("e").write(tmp_path)

@@ -56,18 +56,28 @@ def _sections(path: str, section: type[Section] | None) -> Iterator[tuple[str, t
     assert section is not None, f"{path} is not a section"
     yield path, section
     for name, field in section.model_fields.items():
-        if (inner := _section(field.annotation)) is not None:
+        if (inner := _section(field.annotation)) is not None or (
+            inner := _listed_section(field.annotation)
+        ) is not None:
             yield from _sections(f"{path}.{name}", inner)
 
 
 def _page(path: str, section: type[Section], described: dict[type[Section], str]) -> str:
+    """Keys that a base class shares with a section above are listed there only."""
     title = f"{'##' if '.' not in path else '###'} {path}\n"
-    if section in described:
-        return f"{title}\nThe keys of [{described[section]}](#{_anchor(described[section])}).\n"
-    described[section] = path
-    rows = [_row(path, name, field) for name, field in section.model_fields.items() if not _section(field.annotation)]
+    above = next((base for base in section.__mro__ if base in described), None)
+    shared = set(above.model_fields) if above else set()
+    for base in section.__mro__:
+        if issubclass(base, Section) and base is not Section:
+            described.setdefault(base, path)
+    fields = {name: field for name, field in section.model_fields.items() if name not in shared}
+    rows = [_row(path, name, field) for name, field in fields.items() if not _section(field.annotation)]
     table = "| key | type | default | what it does |\n|---|---|---|---|\n" + "".join(rows)
-    return f"{title}\n{_introduction(section)}\n\n{table}"
+    text = f"{title}\n{_introduction(section)}\n"
+    if above:
+        names = f"`{next(iter(above.model_fields))}` to `{list(above.model_fields)[-1]}`"
+        text += f"\nThe keys {names} are those of [{described[above]}](#{_anchor(described[above])}).\n"
+    return f"{text}\n{table}" if rows else text
 
 
 def _introduction(section: type[Section]) -> str:
@@ -95,7 +105,7 @@ def _type(annotation: Any) -> str:
     if origin in (Union, types.UnionType):
         return " or ".join("null" if arg is type(None) else _type(arg) for arg in args)
     if origin is list:
-        return f"list of {_type(args[0])}"
+        return f"list of {'sections' if _section(args[0]) else _type(args[0])}"
     if origin is dict:
         return f"{_type(args[0])} → {_type(args[1])}"
     words = {int: "integer", float: "number", bool: "true or false", str: "text"}
@@ -120,6 +130,11 @@ def _default(field: FieldInfo) -> str:
 
 def _section(annotation: Any) -> type[Section] | None:
     return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
+
+
+def _listed_section(annotation: Any) -> type[Section] | None:
+    """Of a list of sections."""
+    return _section(get_args(annotation)[0]) if get_origin(annotation) is list else None
 
 
 def _anchor(path: str) -> str:

@@ -119,7 +119,7 @@ class Phases:
 
 def accuracy(config_file: Path, settings: list[str], model: Path, out: Path) -> float:
     config = load_config(config_file, [*settings, f"policy.model={model}"])
-    result = run_evaluation(config, str(out), seed=0)
+    (result,) = run_evaluation(config, str(out), seed=0).results.values()
     return result.avg
 
 

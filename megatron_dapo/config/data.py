@@ -1,17 +1,23 @@
-"""`data`: where prompts come from and which template the model sees them in."""
+"""`data`: where prompts come from, which template the model sees them in, and which of them are preferred."""
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import PurePath
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from megatron_dapo.config.base import PathText, Section
 
 BUILT_IN_TEMPLATES = ("dapo", "plain", "chat", "dapo+chat")
+NAME = re.compile(r"[\w.+-]+")  # a part of a metric's name
 
 
-class DataConfig(Section):
+class PromptFileConfig(Section):
+    """How one prompt file is read."""
+
     path: PathText = Field("", description="jsonl or parquet file, or a hub dataset name (owner/name).")
     split: str = Field("train", description="Of a hub dataset: the split to read.")
     template: str = Field(
@@ -45,16 +51,126 @@ class DataConfig(Section):
         "too long, or with conflicting answers.",
     )
 
+    @field_validator("path", mode="before")
+    @classmethod
+    def _one_path(cls, value: Any) -> Any:
+        if isinstance(value, list):
+            raise ValueError("expected one file; list several files under `sources`")
+        return value
+
     @model_validator(mode="after")
-    def _template(self) -> DataConfig:
-        if self.template not in BUILT_IN_TEMPLATES and "{question}" not in self.template:
-            raise ValueError(
-                f"template {self.template!r} is neither one of {', '.join(BUILT_IN_TEMPLATES)} nor a text with "
-                "{question} in it"
-            )
+    def _consistent(self) -> PromptFileConfig:
+        _check_template(self.template)
         if self.duplicates == "keep" and self.conflicts != "drop":
             raise ValueError(
                 f"conflicts is {self.conflicts!r} but duplicates is 'keep', so every row keeps its own answer: "
                 "set duplicates to 'drop'"
             )
         return self
+
+
+class SourceConfig(Section):
+    """One of several prompt files. Null: the setting of the section that lists it."""
+
+    path: PathText = Field("", description="jsonl or parquet file, or a hub dataset name (owner/name).")
+    name: str = Field("", description="Its name in metrics; empty: the file name without its ending.")
+    split: str | None = Field(None, description="Of a hub dataset: the split to read.")
+    template: str | None = Field(None, description="As data.template.")
+    system: str | None = Field(None, description="As data.system.")
+    question_column: str | None = Field(None, description="As data.question_column.")
+    answer_column: str | None = Field(None, description="As data.answer_column.")
+    answer_marker: str | None = Field(None, description="As data.answer_marker.")
+
+    @model_validator(mode="after")
+    def _complete(self) -> SourceConfig:
+        if not self.path:
+            raise ValueError("path is empty: name a jsonl or parquet file")
+        if self.template is not None:
+            _check_template(self.template)
+        if self.name and not NAME.fullmatch(self.name):
+            raise ValueError(f"name {self.name!r} becomes part of metric names: use letters, digits and . _ + - only")
+        return self
+
+    @property
+    def label(self) -> str:
+        return self.name or file_label(self.path)
+
+
+class TrainSourceConfig(SourceConfig):
+    """One of several files of training prompts. Null: the setting of `data`."""
+
+    weight: float = Field(
+        1.0, gt=0, description="Its share of the prompts, relative to the other sources, whatever their sizes."
+    )
+
+
+class CurriculumConfig(Section):
+    """Prefers prompts whose groups are likely to be informative, from the accuracy of their earlier groups.
+
+    An epoch passes over a prompt with the probability that its group would be all right or all wrong. A prompt without
+    history is always taken."""
+
+    enabled: bool = Field(False, description="Keep a history of every prompt's accuracy and use it.")
+    floor: float = Field(
+        0.1, gt=0, le=1, description="Least probability that an epoch takes a prompt, whatever its history."
+    )
+    decay: float = Field(
+        0.8, ge=0, le=1, description="Weight of earlier results, per epoch: 1 never forgets, 0 keeps one epoch."
+    )
+
+
+class DataConfig(PromptFileConfig):
+    sources: list[TrainSourceConfig] = Field(
+        default_factory=list, description="Several files instead of `path`, mixed by weight."
+    )
+    curriculum: CurriculumConfig = CurriculumConfig()
+
+    @model_validator(mode="after")
+    def _files(self) -> DataConfig:
+        check_sources(self.path, self.sources)
+        return self
+
+    @property
+    def files(self) -> dict[str, PromptFileConfig]:
+        """Every file by its name in metrics; empty if no file is named."""
+        return files_of(self, self.sources)
+
+    @property
+    def weights(self) -> dict[str, float]:
+        return {source.label: source.weight for source in self.sources}
+
+
+def file_label(path: str) -> str:
+    return re.sub(r"[^\w.+-]+", "_", PurePath(path).stem)
+
+
+def files_of(section: PromptFileConfig, sources: Sequence[SourceConfig]) -> dict[str, PromptFileConfig]:
+    """The settings of each source, with those of the section where the source has none."""
+    common = {name: getattr(section, name) for name in PromptFileConfig.model_fields}
+    if not sources:
+        return {file_label(section.path): PromptFileConfig(**common)} if section.path else {}
+    return {source.label: PromptFileConfig(**{**common, **_own(source)}) for source in sources}
+
+
+def _own(source: SourceConfig) -> Mapping[str, Any]:
+    names = SourceConfig.model_fields.keys() & PromptFileConfig.model_fields.keys()
+    return {name: value for name in names if (value := getattr(source, name)) is not None}
+
+
+def check_sources(path: str, sources: Sequence[SourceConfig]) -> None:
+    if path and sources:
+        raise ValueError(
+            f"path is {path!r} and sources is not empty: move the path into sources, or remove one of them"
+        )
+    names = [source.label for source in sources]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"sources: two files are called {name!r} in metrics: give one of them another `name`")
+
+
+def _check_template(template: str) -> None:
+    if template not in BUILT_IN_TEMPLATES and "{question}" not in template:
+        raise ValueError(
+            f"template {template!r} is neither one of {', '.join(BUILT_IN_TEMPLATES)} nor a text with "
+            "{question} in it"
+        )

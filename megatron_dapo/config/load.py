@@ -173,6 +173,7 @@ def _explain(error: Any) -> str:
 
 
 def _suggestion(path: str) -> str:
+    path = ".".join(part for part in path.split(".") if not part.isdigit())  # positions in a list of sections
     parent, _, leaf = path.rpartition(".")
     if path in RENAMED:
         return f"; it is now called {RENAMED[path]!r}"

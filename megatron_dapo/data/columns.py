@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_dapo.config.data import DataConfig
+from megatron_dapo.config.data import PromptFileConfig
 from megatron_dapo.data.templates import DAPO_TEMPLATE
 
 QUESTION_COLUMNS = ("prompt", "question", "problem")
@@ -35,7 +35,7 @@ class MissingColumn(BadRow):
     """A column is missing. If it is missing in every row, the configuration is wrong, not the data."""
 
 
-def read_problem(row: dict[str, Any], config: DataConfig) -> Problem:
+def read_problem(row: dict[str, Any], config: PromptFileConfig) -> Problem:
     column, value = _find(row, config.question_column, QUESTION_COLUMNS, "question")
     question, system = _question(value, column)
     column, value = _find(row, config.answer_column, ANSWER_COLUMNS, "answer")

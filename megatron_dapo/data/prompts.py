@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.config.data import DataConfig
+from megatron_dapo.config.data import PromptFileConfig
 from megatron_dapo.data.columns import BadRow, MissingColumn, Problem, read_problem
 from megatron_dapo.data.sources import DataError, read_rows
 from megatron_dapo.data.templates import render
@@ -105,11 +105,11 @@ class _Entry:
     keys: dict[str, str] = field(default_factory=dict)  # normalised -> as first written
 
     def add(self, answer: str, line: int) -> None:
-        written = self.keys.setdefault(_answer_key(answer), answer)
+        written = self.keys.setdefault(answer_key(answer), answer)
         self.answers.setdefault(written, []).append(line)
 
 
-def load_prompts(config: DataConfig, tokenizer: Any, max_prompt_tokens: int | None = None) -> PromptSet:
+def load_prompts(config: PromptFileConfig, tokenizer: Any, max_prompt_tokens: int | None = None) -> PromptSet:
     """The prompts of `config.path`. Raises DataError if nothing, or too little, of the file is usable."""
     report = LoadReport(config.path)
     entries = _collect(config, report)
@@ -137,7 +137,7 @@ def prompt_id(question: str) -> str:
     return hashlib.blake2b(" ".join(question.split()).encode(), digest_size=8).hexdigest()
 
 
-def _collect(config: DataConfig, report: LoadReport) -> list[_Entry]:
+def _collect(config: PromptFileConfig, report: LoadReport) -> list[_Entry]:
     entries: dict[str, _Entry] = {}
     missing = ""
     for line, row in read_rows(config.path, config.split):
@@ -163,7 +163,7 @@ def _collect(config: DataConfig, report: LoadReport) -> list[_Entry]:
     return list(entries.values())
 
 
-def _choose(entry: _Entry, config: DataConfig, report: LoadReport) -> str | None:
+def _choose(entry: _Entry, config: PromptFileConfig, report: LoadReport) -> str | None:
     """The entry's answer; None if its rows disagree and the configuration says to drop it."""
     if len(entry.answers) == 1:
         return next(iter(entry.answers))
@@ -177,7 +177,7 @@ def _choose(entry: _Entry, config: DataConfig, report: LoadReport) -> str | None
 
 
 def _tokenise(
-    chosen: list[tuple[_Entry, str]], config: DataConfig, tokenizer: Any, limit: int | None, report: LoadReport
+    chosen: list[tuple[_Entry, str]], config: PromptFileConfig, tokenizer: Any, limit: int | None, report: LoadReport
 ) -> list[Prompt]:
     texts = [
         render(config.template, e.problem.question, tokenizer, config.system or e.problem.system) for e, _ in chosen
@@ -201,7 +201,8 @@ def _tokenise(
     return prompts
 
 
-def _answer_key(answer: str) -> str:
+def answer_key(answer: str) -> str:
+    """Equal for answers that differ only in white space, leading zeros or a decimal `.0`."""
     compact = "".join(answer.split())
     number = re.fullmatch(r"([+-]?)0*(\d+)(?:\.0*)?", compact.replace(",", ""))
     return number[1].replace("+", "") + number[2] if number else compact

@@ -7,6 +7,7 @@ process. An interrupted run is resumed and a finished one is not repeated. The t
 from __future__ import annotations
 
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -62,7 +63,7 @@ def run_ablation(config_file: str, settings: Sequence[str], seeds: int, out: Pat
     if seeds < 1:
         raise UserError(f"--seeds is {seeds}: each variant needs at least one run")
     config = load_config(config_file, settings)
-    if not config.evaluate.data.path or not config.evaluate.every:
+    if not config.evaluate.data.files or not config.evaluate.every:
         raise UserError("an ablation compares evaluation scores: set evaluate.data.path and evaluate.every")
     console = Console()
     curves: dict[str, list[list[tuple[int, float]]]] = {}
@@ -95,10 +96,10 @@ def _train(config_file: str, settings: Sequence[str], folder: Path) -> None:
 
 
 def evaluation_curve(run_dir: Path) -> list[tuple[int, float]]:
-    """(step, avg@k) of every evaluation of a run."""
+    """(step, avg@k) of every evaluation of a run; of several benchmarks, the first one's."""
     found = []
     for record in read_records(run_dir / "metrics.jsonl"):
-        scores = [value for name, value in record.metrics.items() if name.startswith("eval/avg@") and "_" not in name]
+        scores = [value for name, value in record.metrics.items() if re.fullmatch(r"eval/(.+/)?avg@\d+", name)]
         if scores:
             found.append((record.step, scores[0]))
     if not found:

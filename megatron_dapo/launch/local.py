@@ -13,7 +13,7 @@ import signal
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -23,6 +23,9 @@ from megatron_dapo.errors import UserError
 from megatron_dapo.policy.gpu_count import gpu_count
 from megatron_dapo.trainer.resume import SETTINGS, check_resume
 from megatron_dapo.trainer.run_lock import RunLock
+
+if TYPE_CHECKING:
+    from megatron_dapo.data import RunData
 
 SETUP_ERROR = "setup_error"  # in the log folder; the batch script does not queue a job again that has it
 
@@ -37,11 +40,12 @@ def run_training(config: Config, *, dry_run: bool = False) -> int:
     ranks = rendezvous.world_size if in_job else local_ranks(config)
     shape = check_run(config, ranks)
     changed = check_resume(config, shape)
+    data = None  # the prompts: rank 0 has them
     if rendezvous.rank == 0:
         # Ranks are forked from this process: threads of tokenizers or plugins must not be in it.
-        report = _check_setup(config, shape, forked=not in_job and ranks > 1)
+        data = _check_setup(config, shape, forked=not in_job and ranks > 1)
         print_plan(config, shape, ranks)
-        print(report, file=sys.stderr)
+        print(data.report(), file=sys.stderr)
         for line in changed:
             print(f"changed since this run was last started: {line}", file=sys.stderr)
     if dry_run:
@@ -52,8 +56,8 @@ def run_training(config: Config, *, dry_run: bool = False) -> int:
     with RunLock(config.trainer.run_dir) if rendezvous.rank == 0 else contextlib.nullcontext() as lock:
         try:
             if in_job or ranks == 1:
-                return _train(rendezvous if in_job else None, config, shape, lock)
-            return max(run_ranks(ranks, _train, config, shape, lock, timeout=None))
+                return _train(rendezvous if in_job else None, config, shape, lock, data)
+            return max(run_ranks(ranks, _train, config, shape, lock, data, timeout=None))
         except ConfigError:
             raise  # found in the checkpoint that is resumed
         except UserError as error:
@@ -61,10 +65,10 @@ def run_training(config: Config, *, dry_run: bool = False) -> int:
             return 1
 
 
-def _train(rendezvous: Any, config: Config, shape: ModelShape, lock: RunLock | None) -> int:
+def _train(rendezvous: Any, config: Config, shape: ModelShape, lock: RunLock | None, data: RunData | None) -> int:
     from megatron_dapo.trainer.loop import train
 
-    return train(config, shape, rendezvous, lock)
+    return train(config, shape, rendezvous, lock, data)
 
 
 def local_ranks(config: Config) -> int:
@@ -76,18 +80,19 @@ def check_run(config: Config, ranks: int) -> ModelShape:
     """The configuration against the model's config.json and the number of ranks. Opens no other file."""
     if not config.policy.model:
         raise ConfigError("policy.model is empty: name the HF directory of the model to train")
-    if not config.data.path:
+    if not config.data.files:
         raise ConfigError("data.path is empty: name the prompts to train on")
-    for key, path in (("data.path", config.data.path), ("evaluate.data.path", config.evaluate.data.path)):
-        looks_local = path.endswith((".jsonl", ".json", ".parquet")) or path.startswith((".", "/"))
-        if path and looks_local and not Path(path).exists():
-            raise ConfigError(f"{key}: {path} does not exist")
+    for key, section in (("data", config.data), ("evaluate.data", config.evaluate.data)):
+        for path in (file.path for file in section.files.values()):
+            looks_local = path.endswith((".jsonl", ".json", ".parquet")) or path.startswith((".", "/"))
+            if looks_local and not Path(path).exists():
+                raise ConfigError(f"{key}.{'sources' if section.sources else 'path'}: {path} does not exist")
     shape = check_config(config, ranks)
     assert shape is not None
     return shape
 
 
-def _check_setup(config: Config, shape: ModelShape, forked: bool) -> str:
+def _check_setup(config: Config, shape: ModelShape, forked: bool) -> RunData:
     """`preflight.check_setup`; in a Slurm job an error is also left in the log folder for the batch script."""
     from megatron_dapo.trainer.preflight import check_setup
     from megatron_dapo.trainer.watchdog import log_folder

@@ -24,7 +24,7 @@ def run_slurm(config: Config, *, dry_run: bool = False, chain: int = 1, ask: Ask
     absent = why_no_cluster(ask) if dry_run else ""
     if not absent:
         check_cluster(config, ask)
-    report = check_setup(config, shape)
+    report = check_setup(config, shape).report()
     write(job)
     expected = f"Slurm was not asked: {absent}" if absent else check_submission(job.script, ask)
     print(f"{describe(job)}\n{report}")

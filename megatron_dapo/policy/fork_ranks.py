@@ -26,13 +26,16 @@ from typing import Any
 
 import torch
 
+from megatron_dapo.config import ConfigError
+from megatron_dapo.errors import UserError
 from megatron_dapo.policy.runtime import RankError, Rendezvous
 
 
 def run_ranks(
     world_size: int, function: Callable[..., Any], *args: Any, timeout: float | None = 300.0, grace: float = 5.0
 ) -> list[Any]:
-    """Calls `function(rendezvous, *args)` in `world_size` forked ranks; returns their results in rank order."""
+    """Calls `function(rendezvous, *args)` in `world_size` forked ranks; returns their results in rank order. Raises the
+    first failing rank's ConfigError, or RankError with the reason of any other failure."""
     if torch.cuda.is_initialized():
         raise RankError("CUDA is initialized in the process that forks the ranks, so they cannot use it: use torchrun")
     context = multiprocessing.get_context("fork")
@@ -98,7 +101,7 @@ class _Signals:
 def _collect(pipes: list[Any], processes: list[ForkProcess], timeout: float | None, grace: float) -> list[Any]:
     """Waits for every rank. After the first failure the others have `grace` seconds to report theirs."""
     results: dict[int, Any] = {}
-    failures: dict[int, str] = {}
+    failures: dict[int, tuple[type[UserError], str]] = {}
     deadline = math.inf if timeout is None else time.monotonic() + timeout
     waiting = dict(enumerate(pipes))
     while waiting:
@@ -117,7 +120,7 @@ def _collect(pipes: list[Any], processes: list[ForkProcess], timeout: float | No
                 ok, value = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 processes[rank].join()
-                ok, value = False, f"the process ended with exit code {processes[rank].exitcode}"
+                ok, value = False, (RankError, f"the process ended with exit code {processes[rank].exitcode}")
             if ok:
                 results[rank] = value
             else:
@@ -125,8 +128,8 @@ def _collect(pipes: list[Any], processes: list[ForkProcess], timeout: float | No
                     deadline = min(deadline, time.monotonic() + grace)
                 failures[rank] = value
     if failures:
-        rank, reason = next(iter(failures.items()))
-        raise RankError(f"rank {rank} of {len(pipes)}: {reason}")
+        rank, (kind, reason) = next(iter(failures.items()))
+        raise kind(reason if kind is ConfigError else f"rank {rank} of {len(pipes)}: {reason}")
     return [results[rank] for rank in range(len(pipes))]
 
 
@@ -142,10 +145,12 @@ def _rank_main(
     torch.set_num_threads(1)
     try:
         ok, value = True, function(rendezvous, *args)
-    except RankError as error:
-        ok, value = False, str(error)
+    except ConfigError as error:
+        ok, value = False, (ConfigError, str(error))
+    except UserError as error:
+        ok, value = False, (RankError, str(error))
     except BaseException:
-        ok, value = False, traceback.format_exc()
+        ok, value = False, (RankError, traceback.format_exc())
     # Plain bytes: multiprocessing would send tensors through a server that ends with this process.
     sender.send_bytes(pickle.dumps((ok, value)))
     sender.close()

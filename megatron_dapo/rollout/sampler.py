@@ -25,7 +25,7 @@ from megatron_dapo.rollout.accounting import Progress
 from megatron_dapo.rollout.carry_over import CarryOver
 from megatron_dapo.rollout.group_runner import Decoder, Grader
 from megatron_dapo.rollout.step_collector import SamplerSetup, SamplingLimitError, StepCollector
-from megatron_dapo.types import Prompt, StepBatch
+from megatron_dapo.types import Group, Prompt, StepBatch
 
 __all__ = ["Sampler", "SamplingLimitError"]
 
@@ -43,13 +43,16 @@ class Sampler:
         decode: Decoder | None = None,
         group_filter: GroupFilter | None = None,
         on_progress: Callable[[Progress], None] | None = None,
+        on_decided: Callable[[Group], None] | None = None,
     ) -> None:
         """`next_prompt` raises StopIteration when there are no more prompts. `decode` converts response tokens to the
-        text that is graded (default: the engine's text). `group_filter` overrides the configured one."""
+        text that is graded (default: the engine's text). `group_filter` overrides the configured one. `on_decided` is
+        called once for every graded group, kept or not."""
         configured = load_group_filter(config.group_filter) if config.dynamic_sampling else keep_all
         self._setup = SamplerSetup(
             engine=engine, grade=grade, next_prompt=next_prompt, config=config, groups_per_step=groups_per_step,
             seed=seed, decode=decode, group_filter=group_filter or configured, on_progress=on_progress,
+            on_decided=on_decided,
         )  # fmt: skip
         self._carry_over = CarryOver()
         self._collecting = False

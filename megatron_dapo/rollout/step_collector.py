@@ -42,6 +42,7 @@ class SamplerSetup:
     decode: Decoder | None
     group_filter: GroupFilter
     on_progress: Callable[[Progress], None] | None
+    on_decided: Callable[[Group], None] | None = None
 
 
 class StepCollector:
@@ -197,6 +198,8 @@ class StepCollector:
             else:
                 self._accounting.drop(pending.group, reason)
                 self._reject(pending, reason)
+            if self._setup.on_decided is not None:
+                self._setup.on_decided(pending.group)
         del self._errors[pending.serial]
 
     def _reject(self, pending: PendingGroup, reason: str) -> None:

@@ -3,7 +3,7 @@
     step_N/            a complete checkpoint; step_N+K: step N is done, and K updates of the next one
     .step_N.tmp/       being written
     .step_N.old/       replaced or pruned, about to be deleted
-    step_N.damaged/    its files are not as they were written; never used, never deleted
+    step_N.damaged/    its files are not as they were written; never used. Pruning keeps the newest of them
     best.json, scores.json
 
 A checkpoint gets its final name in one rename, after all files and folders are on disk. `manifest.json` lists every
@@ -31,6 +31,7 @@ from megatron_dapo.policy.checkpoint_files import CheckpointError, FileRecord
 from megatron_dapo.trainer.state_files import STATE
 
 NAME = re.compile(r"step_(\d+)(?:\+(\d+))?")
+DAMAGED = re.compile(rf"{NAME.pattern}\.damaged(\d*)")
 MANIFEST, BEST, SCORES = "manifest.json", "best.json", "scores.json"
 REPLACED = ".replaced"  # in a checkpoint that was moved away for another one of the same name
 
@@ -129,7 +130,7 @@ class CheckpointFolder:
     # ---- pruning ----
 
     def prune(self) -> list[str]:
-        """Keeps the newest checkpoints and the best. Returns a line for everything that could not be done."""
+        """Keeps the newest checkpoints, the best, and the newest damaged one. Returns a line for each failure."""
         problems: list[str] = []
         with self._lock:
             complete = self.complete()
@@ -141,10 +142,14 @@ class CheckpointFolder:
                     write_atomically(self.path / BEST, orjson.dumps(content), fsync=False)
                 except OSError as error:
                     problems.append(f"{self.path / BEST} cannot be written: {error.strerror or error}")
-            for path in complete:
-                if path not in keep and (problem := self._delete(path)):
-                    problems.append(problem)
+            outdated = [path for path in complete if path not in keep] + self._damaged()[:-1]
+            problems += [problem for path in outdated if (problem := self._delete(path))]
         return problems
+
+    def _damaged(self) -> list[Path]:
+        """Checkpoints that were set aside, oldest first."""
+        found = [(match, path) for path in self.path.iterdir() if (match := DAMAGED.fullmatch(path.name))]
+        return [path for _, path in sorted(((_position(match), int(match[3] or 1)), path) for match, path in found)]
 
     def _delete(self, path: Path) -> str | None:
         aside = self.path / f".{path.name}.old"
@@ -203,4 +208,8 @@ def _order(path: Path) -> tuple[int, int]:
     """A complete step comes before the stops in the middle of the next one."""
     match = NAME.fullmatch(path.name)
     assert match is not None
+    return _position(match)
+
+
+def _position(match: re.Match[str]) -> tuple[int, int]:
     return int(match[1]), -1 if match[2] is None else int(match[2])

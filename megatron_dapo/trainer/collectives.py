@@ -131,11 +131,12 @@ class Collectives:
         if state < FAILED:
             return
         kind = KINDS[state - FAILED]
-        reason = self._broadcast_text("" if failure is None else f"{type(failure).__name__}: {failure}")
+        message = self._broadcast_text(str(failure))
         if kind is ConfigError:
-            raise ConfigError(reason.removeprefix("ConfigError: ")) from failure
+            raise ConfigError(message) from failure
+        name = self._broadcast_text(type(failure).__name__)
         raise DriverError(
-            f"rank 0 failed while {doing}: {reason}",
+            f"rank 0 failed while {doing}: {name}: {message}",
             by_engine=kind is EngineError,
             may_save=kind in (EngineError, BaseException),
         ) from failure

@@ -19,8 +19,9 @@ import numpy as np
 
 from megatron_dapo import fault_points
 from megatron_dapo.config import Config, ConfigError
+from megatron_dapo.data import RunData
 from megatron_dapo.errors import UserError
-from megatron_dapo.evaluate import EvalResult
+from megatron_dapo.evaluate import Evaluation
 from megatron_dapo.observe.observer import NullObserver, Observer
 from megatron_dapo.policy.checkpoint_files import CheckpointError
 from megatron_dapo.policy.policy import Policy
@@ -53,9 +54,10 @@ class Trainer:
         stop: StopSignal,
         watchdog: Watchdog,
         lock: RunLock | None = None,
+        data: RunData | None = None,
     ) -> None:
-        """`lock`: rank 0's, of the run directory."""
-        self.config, self.lock = config, lock
+        """`lock`: rank 0's, of the run directory. `data`: the prompts, if they are loaded already."""
+        self.config, self.lock, self.data = config, lock, data
         self.runtime = initialize(config.policy, seed=config.trainer.seed, rendezvous=rendezvous)
         self.collectives = Collectives(self.runtime, stop, watchdog.mark)
         self.policy = Policy(config, shape, self.runtime)
@@ -152,7 +154,7 @@ class Trainer:
         record_settings(run_dir, self.config, self.policy.shape)
         settings = self.config.model_dump(mode="json")
         self.observer = Observer(self.config.observe, run_dir, total_steps=trainer.steps, settings=settings)
-        self.rollouts = RolloutDriver(self.config, self.observer.sampling)
+        self.rollouts = RolloutDriver(self.config, self.observer.sampling, self.data)
         self.collectives.driver_progress = lambda: self.rollouts.progress if self.rollouts else 0
 
     def _restore(self, state: dict[str, Any] | None) -> None:
@@ -224,7 +226,7 @@ class Trainer:
         def record() -> None:
             assert self.rollouts is not None and step.source is not None
             metrics = {**step.metrics(), **self.rollouts.reward_metrics()}
-            if not self.config.evaluate.data.path:
+            if not self.config.evaluate.data.files:
                 self.score = best_metric(metrics, self.config.trainer.checkpoint, self.score)
             self.observer.step(self.steps_done, metrics, step.source.groups)
 
@@ -283,12 +285,12 @@ class Trainer:
     def _evaluate_when_due(self) -> None:
         """Also after a resume, if the run ended between the save and the end of this evaluation."""
         every, last = self.config.evaluate.every, self.steps_done == self.config.trainer.steps
-        if not every or not self.config.evaluate.data.path or (self.steps_done % every and not last):
+        if not every or not self.config.evaluate.data.files or (self.steps_done % every and not last):
             return
         if self.collectives.agree(self.observer.has_evaluation(self.steps_done)):
             return
         with self.observer.phase("evaluate") as phase:
-            future: Future[EvalResult] | None = None
+            future: Future[Evaluation] | None = None
             if self.rollouts is not None:
                 future = self.rollouts.evaluate(self.steps_done, lambda done, total: phase.update(done, total))
             result = self.collectives.wait(future, f"evaluating after step {self.steps_done}", stoppable=True)
@@ -399,9 +401,15 @@ class Trainer:
         self.observer.warn(line)
 
 
-def train(config: Config, shape: Any, rendezvous: Rendezvous | None = None, lock: RunLock | None = None) -> int:
+def train(
+    config: Config,
+    shape: Any,
+    rendezvous: Rendezvous | None = None,
+    lock: RunLock | None = None,
+    data: RunData | None = None,
+) -> int:
     """Runs or resumes the run in `config.trainer.run_dir` on this rank; returns the exit code. `lock`: if the launcher
-    holds it already."""
+    holds it already. `data`: the prompts, if they are loaded already."""
     rendezvous = rendezvous or Rendezvous.from_environment()
     logs = log_folder(config.trainer.run_dir)
     with contextlib.ExitStack() as stack:
@@ -409,7 +417,7 @@ def train(config: Config, shape: Any, rendezvous: Rendezvous | None = None, lock
             lock = stack.enter_context(RunLock(config.trainer.run_dir))
         stop = stack.enter_context(StopSignal())
         watchdog = stack.enter_context(Watchdog(config.trainer.heartbeat, logs, rendezvous.rank, rendezvous.world_size))
-        trainer = Trainer(config, shape, rendezvous, stop, watchdog, lock)
+        trainer = Trainer(config, shape, rendezvous, stop, watchdog, lock, data)
         try:
             return trainer.run()
         finally:

@@ -1,7 +1,8 @@
 """Checks of a run's set-up before anything heavy starts: no GPU, no server, no weights in memory.
 
 `train --dry-run`, `slurm` and, on rank 0, every start of `train` open what the run will need: trackers, plugins,
-tokenizer, weight files, prompts. Whatever is wrong is a `UserError` in one line that names the key to change.
+tokenizer, weight files, prompts. Whatever is wrong is a `UserError` in one line that names the key to change. The
+prompts are returned, so that the run does not tokenise them again.
 """
 
 from __future__ import annotations
@@ -11,29 +12,25 @@ import netrc
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
 
 from megatron_dapo.algorithm.filtering import load_group_filter
 from megatron_dapo.algorithm.objective import load_objective
 from megatron_dapo.config import Config, ConfigError, ModelShape
-from megatron_dapo.config.data import DataConfig
+from megatron_dapo.config.evaluate import EvalConfig
 from megatron_dapo.config.observe import WandbConfig
-from megatron_dapo.data import load_tokenizer
+from megatron_dapo.data import RunData, load_run_data, load_tokenizer
 from megatron_dapo.errors import UserError
 from megatron_dapo.observe.trackers import make_trackers
 from megatron_dapo.reward.grader import load_grader
 from megatron_dapo.weights.check import check_megatron_checkpoint, check_model_directory
 
-if TYPE_CHECKING:
-    from megatron_dapo.data import PromptSet
-
 WANDB_URL = "https://api.wandb.ai"
-STEP_METRICS = ("rollout/", "reward/", "train/")  # prefixes of a step's metrics
+STEP_METRICS = ("rollout/", "reward/", "train/", "data/")  # prefixes of a step's metrics
 
 
-def check_setup(config: Config, shape: ModelShape) -> str:
-    """Raises UserError when the run cannot work; else returns the report of the data files, a line or more for each."""
+def check_setup(config: Config, shape: ModelShape) -> RunData:
+    """Raises UserError when the run cannot work; else returns its prompts."""
     make_trackers(config.observe, Path(config.trainer.run_dir), {})
     _check_wandb(config.observe.wandb)
     _check_best_metric(config)
@@ -42,17 +39,24 @@ def check_setup(config: Config, shape: ModelShape) -> str:
     load_group_filter(config.rollout.group_filter)
     tokenizer = load_tokenizer(config.policy.model, shape.vocab)
     _check_weights(config, shape)
-    prompts = _check_data("data", config.data, tokenizer, config)
-    if config.trainer.prompts_per_step > len(prompts):
-        raise ConfigError(
-            f"trainer.prompts_per_step is {config.trainer.prompts_per_step}, but {config.data.path} has only "
-            f"{len(prompts)} usable prompts: a step would repeat prompts; lower it or use more data"
-        )
-    reports = [prompts.report.summary()]
-    if config.evaluate.data.path:
-        reports.append(_check_data("evaluate.data", config.evaluate.data, tokenizer, config).report.summary())
+    data = load_run_data(config, tokenizer, _named)
+    _check_enough_prompts(config, data)
     _check_run_directory(Path(config.trainer.run_dir))
-    return "\n".join(reports)
+    return data
+
+
+def _check_enough_prompts(config: Config, data: RunData) -> None:
+    """Every source has the prompts that one step takes from it."""
+    weights = config.data.weights
+    for name, prompts in data.training.items():
+        share = weights[name] / sum(weights.values()) if weights else 1.0
+        needed = int(config.trainer.prompts_per_step * share)
+        if needed > len(prompts):
+            what = f", {needed} of them from this source" if weights else ""
+            raise ConfigError(
+                f"trainer.prompts_per_step is {config.trainer.prompts_per_step}{what}, but {prompts.report.path} has "
+                f"only {len(prompts)} usable prompts: a step would repeat prompts; lower it or use more data"
+            )
 
 
 def _check_weights(config: Config, shape: ModelShape) -> None:
@@ -72,13 +76,6 @@ def _named(key: str) -> Iterator[None]:
     except UserError as error:
         message = "; ".join(line.strip() for line in str(error).splitlines()[:2])
         raise ConfigError(message if key in message else f"{key}: {message}") from error
-
-
-def _check_data(key: str, data: DataConfig, tokenizer: Any, config: Config) -> PromptSet:
-    from megatron_dapo.data import load_prompts
-
-    with _named(f"{key}.path"):
-        return load_prompts(data, tokenizer, config.rollout.max_prompt_tokens)
 
 
 def _check_wandb(wandb: WandbConfig) -> None:
@@ -102,20 +99,25 @@ def _check_best_metric(config: Config) -> None:
     wanted = config.trainer.checkpoint.best_metric
     if not wanted:
         return
-    if not config.evaluate.data.path:
+    if not config.evaluate.data.files:
         if not wanted.startswith(STEP_METRICS):
             raise ConfigError(
                 f"trainer.checkpoint.best_metric: there is no metric {wanted!r}; without evaluation it is one of a "
                 f"step's metrics, which begin with {', '.join(STEP_METRICS)}"
             )
         return
-    k = config.evaluate.samples
-    known = [f"eval/avg@{k}", *(f"eval/pass@{n}" for n in config.evaluate.pass_at_values), f"eval/maj@{k}"]
-    known += [f"eval/avg@{k}_low", f"eval/avg@{k}_high", "eval/mean_tokens", "eval/truncation_rate", "eval/ungraded"]
+    known = [metric for name in config.evaluate.data.files for metric in _evaluation_metrics(config.evaluate, name)]
     if wanted not in known:
         raise ConfigError(
             f"trainer.checkpoint.best_metric: the evaluation has no metric {wanted!r}; it has {', '.join(known)}"
         )
+
+
+def _evaluation_metrics(config: EvalConfig, name: str) -> list[str]:
+    prefix, settings = config.metric_prefix(name), config.for_set(name)
+    k = settings.samples
+    known = [f"avg@{k}", *(f"pass@{n}" for n in settings.pass_at_values), f"maj@{k}", f"avg@{k}_low", f"avg@{k}_high"]
+    return [prefix + metric for metric in (*known, "mean_tokens", "truncation_rate", "ungraded")]
 
 
 def _check_run_directory(run_dir: Path) -> None:

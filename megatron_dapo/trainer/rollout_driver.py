@@ -19,10 +19,10 @@ from transformers import AutoTokenizer
 
 from megatron_dapo import fault_points
 from megatron_dapo.config import Config, ConfigError
-from megatron_dapo.data import PromptCursor, load_prompts
+from megatron_dapo.data import RunData, load_run_data
 from megatron_dapo.engines.factory import open_engine
 from megatron_dapo.engines.protocol import Bucket, Engine, EngineError, WeightReport, derive_seed
-from megatron_dapo.evaluate import EvalResult, evaluate
+from megatron_dapo.evaluate import Evaluation, evaluate_sets
 from megatron_dapo.reward.pool import RewardPool
 from megatron_dapo.rollout.accounting import Progress
 from megatron_dapo.rollout.sampler import Sampler
@@ -36,17 +36,17 @@ PULSE_SECONDS = 1.0
 
 
 class RolloutDriver:
-    def __init__(self, config: Config, on_progress: Callable[[Progress], None] = lambda progress: None) -> None:
-        """Loads the tokenizer and the prompts; `start` starts everything else."""
+    def __init__(
+        self,
+        config: Config,
+        on_progress: Callable[[Progress], None] = lambda progress: None,
+        data: RunData | None = None,
+    ) -> None:
+        """Loads the tokenizer and, unless they are given, the prompts; `start` starts everything else."""
         self.config = config
         tokenizer = AutoTokenizer.from_pretrained(config.policy.model)
-        self.prompts = load_prompts(config.data, tokenizer, config.rollout.max_prompt_tokens)
-        self.cursor = PromptCursor(self.prompts, config.trainer.seed)
-        self.problems = (
-            load_prompts(config.evaluate.data, tokenizer, config.rollout.max_prompt_tokens)
-            if config.evaluate.data.path
-            else None
-        )
+        data = data or load_run_data(config, tokenizer)
+        self.cursor, self.problems = data.mixture(config), data.evaluation
         self.progress = 0
         self._decode = lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True)
         self._on_progress = on_progress
@@ -81,6 +81,7 @@ class RolloutDriver:
             seed=self.config.trainer.seed,
             decode=self._decode,
             on_progress=self._on_sampling,
+            on_decided=self.cursor.record,
         )
 
     def close(self) -> None:
@@ -170,7 +171,10 @@ class RolloutDriver:
 
     async def _collect(self, step: int) -> StepBatch:
         fault_points.reach("rollouts/before_collect")
-        self._complete = await self.sampler.collect(step)
+        self.cursor.begin_step(step)
+        batch = await self.sampler.collect(step)
+        batch.metrics |= self.cursor.metrics(batch)
+        self._complete = batch
         fault_points.reach("rollouts/after_collect")
         return self._complete
 
@@ -180,8 +184,8 @@ class RolloutDriver:
 
     def evaluate(
         self, step: int, on_progress: Callable[[int, int], None] = lambda done, total: None
-    ) -> Future[EvalResult]:
-        assert self.problems is not None and self._pool is not None
+    ) -> Future[Evaluation]:
+        assert self._pool is not None
 
         def advance(done: int, total: int) -> None:
             self.progress += 1
@@ -190,7 +194,7 @@ class RolloutDriver:
 
         seed = derive_seed(self.config.trainer.seed, step, "evaluation", 0)
         settings = self.config.resolved_evaluate
-        return self._submit(evaluate(self.engine, self.problems, self._pool, settings, seed, advance))
+        return self._submit(evaluate_sets(self.engine, self.problems, self._pool, settings, seed, advance))
 
     async def _grade(self, prompt: Prompt, sample: Sample) -> Grade:
         assert self._pool is not None

@@ -35,6 +35,14 @@ def run(raw: dict[str, Any], before: Callable[[], None] | None = None, timeout: 
     return process.exitcode
 
 
+def run_straight(make_config: Callable[[Path, Path], dict[str, Any]], folders: Any) -> tuple[Path, Path]:
+    """A run without an error or interruption, for comparison: its model's folder and its run directory. `folders` is
+    pytest's `tmp_path_factory`."""
+    folder, run_dir = folders.mktemp("model"), folders.mktemp("straight")
+    assert run(make_config(folder, run_dir)) == 0
+    return folder, run_dir
+
+
 def _main(raw: dict[str, Any], before: Callable[[], None] | None) -> None:
     os.environ.update(environment())
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

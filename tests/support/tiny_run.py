@@ -64,6 +64,13 @@ def raw_config(folder: Path, run_dir: Path, **overrides: Any) -> dict[str, Any]:
     return raw
 
 
+def evaluated_config(folder: Path, run_dir: Path, steps: int, **overrides: Any) -> dict[str, Any]:
+    """`raw_config` of `steps` steps, with an evaluation before the first, after every second and after the last."""
+    raw = raw_config(folder, run_dir, trainer__steps=steps, evaluate__every=2, **overrides)
+    raw["evaluate"] |= {"data": {"path": str(folder / "problems.jsonl"), "template": "plain"}, "samples": 2}
+    return raw
+
+
 def write_config(raw: dict[str, Any], path: Path) -> Path:
     path.write_text(yaml.safe_dump(raw))
     return path

@@ -6,10 +6,11 @@ offloaded memory fails.
 
 import re
 import subprocess
+from functools import partial
 
 import pytest
-from forked import assert_same, at_point, records, run
-from tiny_run import HERE, command, environment, raw_config, write_config
+from forked import assert_same, at_point, records, run, run_straight
+from tiny_run import HERE, command, environment, evaluated_config, raw_config, write_config
 
 from megatron_dapo.config import check_config, parse_config
 from megatron_dapo.config.rollout import RolloutConfig
@@ -22,10 +23,7 @@ from megatron_dapo.trainer.loop import train
 STEPS = 3
 
 
-def config(folder, run_dir, **changes):
-    raw = raw_config(folder, run_dir, trainer__steps=STEPS, evaluate__every=2, **changes)
-    raw["evaluate"] |= {"data": {"path": str(folder / "problems.jsonl"), "template": "plain"}, "samples": 2}
-    return raw
+config = partial(evaluated_config, steps=STEPS)
 
 
 def bytes_on_device(policy):
@@ -90,9 +88,7 @@ def colocated_and(plant):
 @pytest.fixture(scope="module")
 def separate(tmp_path_factory):
     """The same run with memory of its own for everybody."""
-    folder, run_dir = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("separate")
-    assert run(config(folder, run_dir)) == 0
-    return folder, run_dir
+    return run_straight(config, tmp_path_factory)
 
 
 def test_colocation_changes_no_number(separate, tmp_path):

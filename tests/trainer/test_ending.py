@@ -5,8 +5,8 @@ import signal
 import time
 
 import pytest
-from forked import assert_same, at_point, fail_with, records, run, send_signal
-from tiny_run import environment, raw_config
+from forked import assert_same, at_point, fail_with, records, run, run_straight, send_signal
+from tiny_run import environment, evaluated_config
 
 from megatron_dapo import fault_points
 from megatron_dapo.config import check_config, parse_config
@@ -26,19 +26,13 @@ STEPS = 3
 def config(folder, run_dir, **changes):
     """Saves only at the end by itself."""
     checkpoint = {"every": 0, "keep": 2}
-    raw = raw_config(
-        folder, run_dir, trainer__steps=STEPS, trainer__checkpoint=checkpoint, evaluate__every=2, **changes
-    )
-    raw["evaluate"] |= {"data": {"path": str(folder / "problems.jsonl"), "template": "plain"}, "samples": 2}
-    return raw
+    return evaluated_config(folder, run_dir, STEPS, trainer__checkpoint=checkpoint, **changes)
 
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
     """The run without an error."""
-    folder, run_dir = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("straight")
-    assert run(config(folder, run_dir)) == 0
-    return folder, run_dir
+    return run_straight(config, tmp_path_factory)
 
 
 def checkpoints(run_dir):

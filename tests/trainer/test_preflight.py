@@ -1,10 +1,14 @@
 """Checks before a run starts that need more than a bad value; tests/test_bad_inputs.py has the table of bad inputs."""
 
 import pytest
+from tiny_run import raw_config
 
-from megatron_dapo.config import ConfigError
+from megatron_dapo.config import ConfigError, check_config, parse_config
 from megatron_dapo.config.observe import WandbConfig
-from megatron_dapo.trainer.preflight import _check_wandb
+from megatron_dapo.data import arithmetic_problems, run_data, write_arithmetic
+from megatron_dapo.launch.local import run_training
+from megatron_dapo.trainer.preflight import _check_best_metric, _check_wandb, check_setup
+from megatron_dapo.trainer.rollout_driver import RolloutDriver
 
 
 @pytest.fixture(autouse=True)
@@ -38,3 +42,58 @@ def test_the_wandb_key_may_be_in_netrc(monkeypatch, tmp_path):
     file.write_text("machine")  # damaged
     with pytest.raises(ConfigError, match=r"no key for wandb\.example\.org"):
         _check_wandb(WandbConfig(mode="online"))
+
+
+# ---- prompts are loaded once ----
+
+
+@pytest.fixture
+def config(tmp_path):
+    raw = raw_config(tmp_path / "model", tmp_path / "run", reward__grader="exact")
+    raw["evaluate"] |= {"data": {"path": str(tmp_path / "model" / "problems.jsonl"), "template": "plain"}}
+    return raw
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_run_gets_the_prompts_that_were_checked(ranks, config, monkeypatch):
+    """With several ranks the check runs in a process of its own."""
+    config["policy"]["tensor_parallel"] = config["trainer"]["ranks"] = ranks
+
+    def train(config, shape, rendezvous, lock, data):
+        monkeypatch.setattr(run_data, "load_prompts", None)  # a second time would fail
+        driver = RolloutDriver(config, data=data)
+        return len(driver.problems["problems"]) + len(driver.cursor.take(64))
+
+    monkeypatch.setattr("megatron_dapo.trainer.loop.train", train)
+    assert run_training(parse_config(config)) == 6 + 64
+
+
+def test_every_source_is_reported_and_checked(config, tmp_path):
+    write_arithmetic(tmp_path / "more.jsonl", arithmetic_problems(3, 5, seed=0))
+    sources = [{"path": config["data"].pop("path")}, {"path": str(tmp_path / "more.jsonl")}]
+    config["data"]["sources"] = sources
+    parsed = parse_config(config)
+    report = check_setup(parsed, check_config(parsed, 1)).report().splitlines()
+    assert [line.split(": ")[1].split(" (")[0] for line in report] == [
+        "64 prompts of 64 rows", "5 prompts of 5 rows", "6 prompts of 6 rows",
+    ]  # fmt: skip
+    config["trainer"] |= {"prompts_per_step": 20, "mini_batch_prompts": 10}
+    parsed = parse_config(config)
+    with pytest.raises(ConfigError, match=r"is 20, 10 of them from this source, but .*more\.jsonl has only 5 usable"):
+        check_setup(parsed, check_config(parsed, 1))
+    sources[1]["path"] = str(tmp_path / "broken.jsonl")
+    (tmp_path / "broken.jsonl").write_text("{}\n")
+    parsed = parse_config(config)
+    with pytest.raises(ConfigError, match=r"data\.sources \(broken\): .*no question column"):
+        check_setup(parsed, check_config(parsed, 1))
+
+
+def test_the_best_metric_names_its_benchmark(config):
+    config["evaluate"] = {"data": {"sources": [{"path": "a.jsonl", "samples": 4}, {"path": "b.jsonl"}]}, "samples": 2}
+    for known in ("eval/a/avg@4", "eval/b/pass@1"):
+        config["trainer"]["checkpoint"]["best_metric"] = known
+        _check_best_metric(parse_config(config))
+    for unknown in ("eval/avg@4", "eval/b/avg@4", "eval/c/avg@2"):
+        config["trainer"]["checkpoint"]["best_metric"] = unknown
+        with pytest.raises(ConfigError, match="the evaluation has no metric"):
+            _check_best_metric(parse_config(config))

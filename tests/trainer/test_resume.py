@@ -4,29 +4,22 @@ import errno
 import os
 import re
 import signal
+from functools import partial
 
 import pytest
-from forked import assert_same, at_point, fail_with, records, run, send_signal
-from tiny_run import raw_config
+from forked import assert_same, at_point, fail_with, records, run, run_straight, send_signal
+from tiny_run import evaluated_config
 
 from megatron_dapo.trainer.signals import INTERRUPTED, REQUEUE
 
 STEPS = 4
-OPTIONS = {"trainer__steps": STEPS, "evaluate__every": 2}
-
-
-def config(folder, run_dir, **changes):
-    raw = raw_config(folder, run_dir, **OPTIONS, **changes)
-    raw["evaluate"] |= {"data": {"path": str(folder / "problems.jsonl"), "template": "plain"}, "samples": 2}
-    return raw
+config = partial(evaluated_config, steps=STEPS)
 
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
     """The run without interruption."""
-    folder, run_dir = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("straight")
-    assert run(config(folder, run_dir)) == 0
-    return folder, run_dir
+    return run_straight(config, tmp_path_factory)
 
 
 def test_every_step_is_recorded_once_and_trains(straight):

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 from megatron_dapo.engines.protocol import Bucket
-from megatron_dapo.files import read_safetensors_header
+from megatron_dapo.files import read_safetensors_directory
 
 
 class WeightManifest:
@@ -17,8 +17,8 @@ class WeightManifest:
 
     def __init__(self, model: str | Path) -> None:
         self._shapes: dict[str, tuple[int, ...]] = {}
-        for path in sorted(Path(model).glob("*.safetensors")) if str(model) else []:
-            self._shapes |= {name: stored.shape for name, stored in read_safetensors_header(path).items()}
+        if str(model) and any(Path(model).glob("*.safetensors")):
+            self._shapes = {name: stored.shape for name, stored in read_safetensors_directory(model).items()}
         config = Path(model) / "config.json"
         self._tied = config.is_file() and bool(json.loads(config.read_text()).get("tie_word_embeddings"))
         self._seen: set[str] = set()

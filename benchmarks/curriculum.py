@@ -1,0 +1,133 @@
+"""What the curriculum saves: wasted tokens and learning, with and without it, on prompts of mixed difficulty.
+
+    python benchmarks/curriculum.py [--steps 40] [--seeds 3]
+
+The quickstart's model and recipe on the CPU. A third of the prompts is easy (one-digit sums that the model was trained
+on), a third is learnable (two digits and one, trained on with 40 % wrong answers), a third is hopeless (three terms,
+never seen). Without a curriculum two thirds of all groups are wasted. Each seed has its own model and its own
+samples; the two runs of a seed differ in `data.curriculum.enabled` only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import runpy
+import tempfile
+import warnings
+from pathlib import Path
+from statistics import fmean
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from megatron_dapo.config import load_config
+from megatron_dapo.data import arithmetic_problems, arithmetic_tokenizer, save_arithmetic_tokenizer, write_arithmetic
+from megatron_dapo.launch.local import run_training
+from megatron_dapo.observe.metric_names import filter_yield
+from megatron_dapo.observe.metrics_file import read_records
+
+QUICKSTART = Path(__file__).resolve().parent.parent / "examples" / "quickstart"
+EASY, LEARNABLE, HOPELESS = 1, 2, 6
+PROMPTS_PER_LEVEL = 70  # there are 80 one-digit sums outside the held-out ones
+LAST = 10  # steps that the figures are means of
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--seeds", type=int, default=3)
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    print(f"{args.steps} steps; wasted tokens, yield and passed over are of the last {LAST}")
+    print("| seed | curriculum | wasted tokens | yield (predicted) | generated tokens | passed over | avg@8 |")
+    print("|---|---|---|---|---|---|---|")
+    found: dict[bool, list[dict[str, float]]] = {False: [], True: []}
+    for seed in range(args.seeds):
+        with tempfile.TemporaryDirectory() as folder:
+            prepare(Path(folder), seed)
+            for enabled in (False, True):
+                figures = train(Path(folder), seed, enabled, args.steps)
+                found[enabled].append(figures)
+                print(row(str(seed), enabled, figures), flush=True)
+    for enabled, runs in found.items():
+        print(row("mean", enabled, {name: fmean(run[name] for run in runs) for name in runs[0]}))
+    off, on = (fmean(run["wasted"] for run in runs) for runs in (found[False], found[True]))
+    tokens = fmean(run["tokens"] for run in found[True]) / fmean(run["tokens"] for run in found[False])
+    print(f"\nwasted share of tokens {off:.1%} → {on:.1%}; tokens for the same {args.steps} batches × {tokens:.2f}")
+
+
+def prepare(folder: Path, seed: int) -> None:
+    """The model and the files of one seed."""
+    quickstart = runpy.run_path(str(QUICKSTART / "quickstart.py"))
+    tokenizer = arithmetic_tokenizer()
+    torch.manual_seed(seed)
+    model = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=len(tokenizer), hidden_size=96, intermediate_size=256, num_hidden_layers=3,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=True,
+            eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        )
+    )  # fmt: skip
+    easy = arithmetic_problems(EASY, PROMPTS_PER_LEVEL, seed=0)
+    learnable = arithmetic_problems(LEARNABLE, 700, seed=0)
+    optimizer, rng = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01), random.Random(seed)
+    for update in range(1, 1501):
+        parts = [
+            quickstart["pretraining_batch"](rng.choices(problems, k=64), tokenizer, rng, wrong)
+            for problems, wrong in ((easy, 0.0), (learnable, 0.4))
+        ]
+        loss = sum(model(input_ids=inputs, labels=labels).loss for inputs, labels in parts)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if update % 25 == 0:
+            known = [quickstart["probability_of_right_answers"](model, p[:70], tokenizer) for p in (easy, learnable)]
+            if known[0] > 0.98 and known[1] >= quickstart["ENOUGH"]:
+                break
+    model.save_pretrained(folder / "model")
+    save_arithmetic_tokenizer(folder / "model")
+    mixed = [p for level in (EASY, LEARNABLE, HOPELESS) for p in arithmetic_problems(level, PROMPTS_PER_LEVEL, seed=0)]
+    write_arithmetic(folder / "prompts.jsonl", mixed)
+    write_arithmetic(folder / "held_out.jsonl", arithmetic_problems(LEARNABLE, 60, seed=0, split="held-out"))
+
+
+def train(folder: Path, seed: int, enabled: bool, steps: int) -> dict[str, float]:
+    run_dir = folder / f"curriculum-{enabled}"
+    settings = [
+        f"policy.model={folder / 'model'}", f"data.path={folder / 'prompts.jsonl'}", f"trainer.run_dir={run_dir}",
+        f"evaluate.data.path={folder / 'held_out.jsonl'}", f"evaluate.every={steps}", f"trainer.steps={steps}",
+        f"trainer.seed={seed}", "observe.console=off", "trainer.checkpoint.every=0",
+        f"data.curriculum.enabled={str(enabled).lower()}",
+    ]  # fmt: skip
+    run_training(load_config(QUICKSTART / "config.yaml", settings))
+    records = read_records(run_dir / "metrics.jsonl")
+    trained = [record.metrics for record in records if record.kind == "step"]
+    scores = [record.metrics["eval/avg@8"] for record in records if record.kind == "eval"]
+    last = trained[-LAST:]
+    return {
+        "wasted": sum(m["rollout/wasted_tokens"] for m in last) / sum(m["rollout/response_tokens"] for m in last),
+        "yield": fmean(filter_yield(m) or 0.0 for m in last),
+        "predicted": fmean(m.get("data/predicted_yield", 0.0) for m in last),
+        "tokens": sum(m["rollout/response_tokens"] for m in trained),
+        "passed over": fmean(m.get("data/passed_over_share", 0.0) for m in last),
+        "before": scores[0],
+        "after": scores[-1],
+    }
+
+
+def row(seed: str, enabled: bool, figures: dict[str, float]) -> str:
+    predicted = f" ({figures['predicted']:.0%})" if enabled else ""
+    cells = [
+        seed, "on" if enabled else "off", f"{figures['wasted']:.1%}", f"{figures['yield']:.0%}{predicted}",
+        f"{figures['tokens']:,.0f}", f"{figures['passed over']:.0%}",
+        f"{figures['before']:.1%} → {figures['after']:.1%}",
+    ]  # fmt: skip
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    main()

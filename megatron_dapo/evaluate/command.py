@@ -1,0 +1,66 @@
+"""`megatron-dapo eval`: evaluates a model on one or more benchmarks."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from megatron_dapo.config import Config, ConfigError, check_config
+from megatron_dapo.errors import UserError
+from megatron_dapo.evaluate.requests import evaluate_sets
+from megatron_dapo.evaluate.results import Evaluation
+from megatron_dapo.files import write_atomically
+
+
+def create_output(directory: str | Path) -> Path:
+    """Creates the output directory and checks that files can be written to it, before anything is generated."""
+    folder = Path(directory)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / ".writable", "", fsync=False)
+        (folder / ".writable").unlink()
+    except OSError as error:
+        raise UserError(f"--out {folder}: cannot write results there: {error.strerror or error}") from None
+    return folder
+
+
+def run(config: Config, out: str | Path, seed: int) -> Evaluation:
+    """Loads the benchmarks and the policy, evaluates, writes `out` and prints a table for each benchmark."""
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+    from megatron_dapo.data import load_prompts, load_tokenizer
+    from megatron_dapo.engines.factory import open_engine
+    from megatron_dapo.reward import RewardPool
+
+    shape = check_config(config)
+    if shape is None:
+        raise ConfigError("policy.model is empty: name the HF directory of the model to evaluate")
+    files = config.evaluate.data.files
+    if not files:
+        raise ConfigError("evaluate.data.path is empty: name the problems to evaluate")
+    folder, console, settings = create_output(out), Console(), config.resolved_evaluate
+    tokenizer = load_tokenizer(config.policy.model, shape.vocab)
+    sets = {name: load_prompts(file, tokenizer, config.rollout.max_prompt_tokens) for name, file in files.items()}
+    for prompts in sets.values():
+        console.print(prompts.report.summary(), highlight=False, soft_wrap=True)
+
+    async def main() -> Evaluation:
+        engine = await open_engine(config.rollout, config.policy.model, folder / "logs")
+        try:
+            with Bar(console=console, transient=True) as bar:
+                task = bar.add_task("responses")
+                async with RewardPool(config.reward) as pool:
+                    return await evaluate_sets(
+                        engine, sets, pool, settings, seed,
+                        lambda done, total: bar.update(task, completed=done, total=total),
+                    )  # fmt: skip
+        finally:
+            await engine.close()
+
+    found = asyncio.run(main())
+    found.write(folder)
+    for name, result in found.results.items():
+        console.print(result.table(name))
+    console.print(f"written: results.json and readable responses in {folder}")
+    return found

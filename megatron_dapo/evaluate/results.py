@@ -1,0 +1,225 @@
+"""The results of an evaluation: scores per problem and benchmark, their metrics, tables and files."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from megatron_dapo.config.evaluate import EvalConfig
+from megatron_dapo.errors import UserError
+from megatron_dapo.evaluation_statistics import clustered_interval, pass_at_k
+from megatron_dapo.files import write_atomically
+from megatron_dapo.reward.equivalence import last_number_matches
+from megatron_dapo.types import FinishReason
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+class EvaluationError(UserError):
+    """The evaluation failed; the message names the problem and the cause."""
+
+
+@dataclass(slots=True, frozen=True)
+class Response:
+    text: str
+    tokens: int
+    finish_reason: str
+    correct: bool | None
+    extracted: str | None
+    reason: str
+
+
+@dataclass(slots=True, frozen=True)
+class ProblemResult:
+    id: str
+    question: str
+    reference: str
+    responses: list[Response]
+
+    @property
+    def graded(self) -> list[Response]:
+        return [r for r in self.responses if r.correct is not None]
+
+    @property
+    def right(self) -> int:
+        return sum(r.correct is True for r in self.responses)
+
+    @property
+    def accuracy(self) -> float:
+        return self.right / len(self.graded)
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything but the texts of the responses."""
+        responses = [{key: value for key, value in asdict(r).items() if key != "text"} for r in self.responses]
+        return {
+            "id": self.id, "question": self.question, "reference": self.reference,
+            "right": self.right, "graded": len(self.graded), "responses": responses,
+        }  # fmt: skip
+
+
+@dataclass(slots=True)
+class EvalResult:
+    samples: int
+    avg: float
+    interval: tuple[float, float] | None  # of avg, clustered by problem; None for a single problem
+    confidence: float
+    sampling_error: float  # standard error of avg for exactly these problems
+    pass_at: dict[int, float]
+    majority: float | None  # None if the grader extracts no answers
+    lenient: float | None  # share of responses whose last number is the reference; None unless all are numbers
+    mean_tokens: float
+    truncation_rate: float
+    ungraded: int
+    unusable: int  # problems without a graded response
+    seed: int
+    seconds: float
+    problems: list[ProblemResult] = field(repr=False)
+
+    def metrics(self, prefix: str = "eval/") -> dict[str, float]:
+        """For metrics.jsonl, for example `eval/avg@32`."""
+        k = self.samples
+        found = {f"avg@{k}": self.avg, **{f"pass@{n}": value for n, value in self.pass_at.items()}}
+        if self.interval is not None:
+            found |= {f"avg@{k}_low": self.interval[0], f"avg@{k}_high": self.interval[1]}
+        if self.majority is not None:
+            found[f"maj@{k}"] = self.majority
+        if self.lenient is not None:
+            found[f"lenient@{k}"] = self.lenient
+        found |= {
+            "mean_tokens": self.mean_tokens, "truncation_rate": self.truncation_rate,
+            "ungraded": float(self.ungraded), "seconds": self.seconds,
+        }  # fmt: skip
+        return {prefix + name: value for name, value in found.items()}
+
+    def table(self, title: str) -> Table:
+        from rich.table import Table
+
+        k = self.samples
+        table = Table("metric", "value", "", title=f"{title}: {len(self.problems)} problems × {k} responses")
+        interval = "" if self.interval is None else (
+            f"{self.confidence:.0%} interval {self.interval[0]:.1%} to {self.interval[1]:.1%}, clustered by problem; "
+            f"± {self.sampling_error:.1%} from sampling alone"
+        )  # fmt: skip
+        table.add_row(f"avg@{k}", f"{self.avg:.2%}", interval)
+        for n, value in self.pass_at.items():
+            table.add_row(f"pass@{n}", f"{value:.2%}", "unbiased" if n < k else "")
+        table.add_row(f"maj@{k}", "—" if self.majority is None else f"{self.majority:.2%}", "")
+        if self.lenient is not None:
+            table.add_row(f"lenient@{k}", f"{self.lenient:.2%}", "last number in the response, in any format")
+        table.add_row("mean length", f"{self.mean_tokens:.1f}", "tokens")
+        table.add_row("truncated", f"{self.truncation_rate:.2%}", "")
+        if self.ungraded:
+            table.add_row("ungraded", str(self.ungraded), f"excluded; {self.unusable} problems have no graded response")
+        return table
+
+    def write(self, directory: str | Path) -> None:
+        """Writes one readable file per problem under `responses/`, then `results.json`.
+
+        `results.json` is there only if everything was written; one of an earlier evaluation is removed first."""
+        folder = Path(directory)
+        building, final = folder / ".responses.tmp", folder / "responses"
+        (folder / "results.json").unlink(missing_ok=True)
+        shutil.rmtree(building, ignore_errors=True)
+        building.mkdir(parents=True)
+        for number, problem in enumerate(self.problems, start=1):
+            name = re.sub(r"[^\w.-]+", "_", problem.id)[:100]
+            file = building / f"{number:04d}-{name}.txt"
+            file.write_text(_readable(number, problem), encoding="utf-8", errors="backslashreplace")
+        shutil.rmtree(final, ignore_errors=True)
+        building.rename(final)
+        write_atomically(folder / "results.json", json.dumps(self.to_json(), indent=2) + "\n")
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything but the texts of the responses."""
+        values = {name: getattr(self, name) for name in self.__slots__ if name != "problems"}
+        values["interval_kind"] = "Student's t over problem means (clustered by problem)"
+        values["pass_at"] = {str(k): value for k, value in self.pass_at.items()}
+        values["problems"] = [p.to_json() for p in self.problems]
+        return values
+
+
+@dataclass(slots=True, frozen=True)
+class Evaluation:
+    """The results of an evaluation, by the name of the benchmark."""
+
+    config: EvalConfig
+    results: dict[str, EvalResult]
+
+    def metrics(self) -> dict[str, float]:
+        """`eval/avg@k`, or `eval/NAME/avg@k` where there are several benchmarks."""
+        found: dict[str, float] = {}
+        for name, result in self.results.items():
+            found |= result.metrics(self.config.metric_prefix(name))
+        return found
+
+    def write(self, directory: str | Path) -> None:
+        """As `EvalResult.write`; several benchmarks have a folder each."""
+        for name, result in self.results.items():
+            result.write(Path(directory) / name if self.config.data.sources else directory)
+
+
+def summarise(problems: list[ProblemResult], config: EvalConfig, seed: int, seconds: float) -> EvalResult:
+    usable = [p for p in problems if p.graded]
+    if not usable:
+        raise EvaluationError(
+            f"none of {len(problems) * config.samples} responses could be graded; the first was "
+            f"{problems[0].responses[0].reason!r}: check the reward section"
+        )
+    responses = [r for p in problems for r in p.responses]
+    accuracies = [p.accuracy for p in usable]
+    noise = sum(p.accuracy * (1 - p.accuracy) / max(1, len(p.graded) - 1) for p in usable)
+    votes = any(r.extracted is not None for r in responses)
+    return EvalResult(
+        samples=config.samples,
+        avg=fmean(accuracies),
+        interval=clustered_interval(accuracies, config.confidence),
+        confidence=config.confidence,
+        sampling_error=math.sqrt(noise) / len(usable),
+        pass_at={k: fmean(pass_at_k(len(p.graded), p.right, k) for p in usable) for k in config.pass_at_values},
+        majority=fmean(majority(p.graded) for p in usable) if votes else None,
+        lenient=lenient_score(problems),
+        mean_tokens=fmean(r.tokens for r in responses),
+        truncation_rate=fmean(r.finish_reason == FinishReason.LENGTH for r in responses),
+        ungraded=len(responses) - sum(len(p.graded) for p in problems),
+        unusable=len(problems) - len(usable),
+        seed=seed,
+        seconds=seconds,
+        problems=problems,
+    )
+
+
+def lenient_score(problems: Sequence[ProblemResult]) -> float | None:
+    matches = [last_number_matches(p.reference, r.text) for p in problems for r in p.responses]
+    return None if None in matches else fmean(bool(match) for match in matches)
+
+
+def majority(responses: Sequence[Response]) -> float:
+    """1 if the most frequent answer is correct, 1/n in a tie of n. All correct responses count as one answer."""
+    votes = Counter[str | bool]()
+    for response in responses:
+        if response.correct:
+            votes[True] += 1
+        elif response.extracted is not None:
+            votes[" ".join(response.extracted.split())] += 1
+    most = max(votes.values(), default=0)
+    winners = [vote for vote, count in votes.items() if count == most]
+    return 1.0 / len(winners) if True in winners else 0.0
+
+
+def _readable(number: int, problem: ProblemResult) -> str:
+    score = f"{problem.right} of {len(problem.graded)} right"
+    lines = [f"Problem {number} ({problem.id}): {score}, reference {problem.reference}", "", problem.question]
+    for index, response in enumerate(problem.responses, start=1):
+        verdict = {True: "right", False: "wrong", None: "ungraded"}[response.correct]
+        head = f"response {index}: {verdict} ({response.reason}), {response.tokens} tokens, {response.finish_reason}"
+        lines += ["", "-" * 100, f"{head}, extracted: {response.extracted}", "-" * 100, response.text]
+    return "\n".join(lines) + "\n"
