@@ -56,9 +56,8 @@ def _sections(path: str, section: type[Section] | None) -> Iterator[tuple[str, t
     assert section is not None, f"{path} is not a section"
     yield path, section
     for name, field in section.model_fields.items():
-        if (inner := _section(field.annotation)) is not None or (
-            inner := _listed_section(field.annotation)
-        ) is not None:
+        inner = _section(field.annotation) or _listed_section(field.annotation)
+        if inner is not None:
             yield from _sections(f"{path}.{name}", inner)
 
 

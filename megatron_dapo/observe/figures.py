@@ -92,7 +92,8 @@ SECTIONS: dict[str, tuple[FigureSpec, ...]] = {
             "rollout/groups_kept": "kept", "rollout/groups_failed": "failed", "rollout/dropped/*": "",
         }, "count", stacked=True, zero=True),
         FigureSpec("yield", "Filter yield", "kept groups per group judged by the filter",
-                   {"rollout/filter_yield": "yield"}, "percent", zero=True),
+                   {"rollout/filter_yield": "yield", "data/predicted_yield": "predicted by the curriculum"}, "percent",
+                   zero=True),
         FigureSpec("truncated", "Truncated responses", "by the length limit, or interrupted by the end of the step", {
             "rollout/truncated_share": "truncated", "rollout/cut_share": "cut",
         }, "percent", zero=True),
