@@ -242,7 +242,8 @@ def _add_plan(sub: Commands) -> None:
         "layouts are fastest, and what to change when it does not fit. Needs no GPU.",
         "examples:\n  megatron-dapo plan run.yaml --gpu h100 --gpus 128\n"
         "  megatron-dapo plan run.yaml --gpu h200 --gpus 64 --engine-gpus 16 --set policy.tensor_parallel=4\n"
-        "  megatron-dapo plan --model Qwen2.5-32B --gpus 128        # no layout given: the fastest that fits\n\n"
+        "  megatron-dapo plan --model Qwen2.5-32B --gpus 128        # no layout given: the fastest that fits\n"
+        "  megatron-dapo plan --published                           # predictions beside published runs\n\n"
         "exit codes: 0 fits, 1 does not fit, 2 wrong input",
     )  # fmt: skip
     parser.add_argument("config", metavar="CONFIG", nargs="?", help="YAML file (omitted: defaults, best layout)")
@@ -254,11 +255,14 @@ def _add_plan(sub: Commands) -> None:
     parser.add_argument("--engine-gpus", type=at_least(0), metavar="N", help="GPUs that only run engines; 0: engines "
                         "and trainer share all GPUs (default: slurm.engine_nodes × gpus_per_node)")  # fmt: skip
     parser.add_argument("--gpu-memory", type=at_least(1, float), metavar="GIB", help="instead of the GPU's own")
-    parser.add_argument("--mfu", type=float, default=0.4, help="share of the peak that kernels reach (default 0.4)")
+    parser.add_argument("--mfu", type=float, default=0.5, help="share of the peak that kernels reach (default 0.5)")
     parser.add_argument("--mean-prompt", type=at_least(1), metavar="TOKENS", help="default: 256")
     parser.add_argument("--mean-response", type=at_least(1), metavar="TOKENS", help="default: a quarter of the longest")
     parser.add_argument("--kept", type=float, metavar="SHARE", help="share of groups that dynamic sampling keeps "
                         "(default 0.5)")  # fmt: skip
+    parser.add_argument("--sigma", type=float, metavar="S", help="spread of response lengths: standard deviation of "
+                        "their logarithm (default 0.92; 0: all equal)")  # fmt: skip
+    parser.add_argument("--published", action="store_true", help="compare predictions with published runs, and stop")
     parser.add_argument("--layers", choices=["te", "local"], default="te", help="Transformer Engine (default) or torch")
     parser.add_argument("--top", type=at_least(1), default=8, metavar="N", help="layouts to show (default 8)")
     parser.add_argument("--json", action="store_true", dest="as_json", help="print the plan as JSON")

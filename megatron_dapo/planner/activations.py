@@ -15,10 +15,9 @@ from typing import Literal
 
 from megatron_dapo.config import ModelShape
 from megatron_dapo.config.policy import PolicyConfig
+from megatron_dapo.planner.assumptions import EXPERT_IMBALANCE
 
 Layers = Literal["te", "local"]
-# A router distributes tokens unevenly: the fullest rank gets this many times the mean.
-EXPERT_IMBALANCE = 1.25
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,92 +1,60 @@
-"""The assumptions of a plan: every number that follows from neither the model nor the configuration."""
+"""The constants of a plan: every number that follows from neither the model, nor the configuration, nor a data sheet.
+
+Each is measured or fitted once and used for every prediction; its comment says from what. `plan` prints them, and
+`plan --published` shows how far the predictions are from published runs.
+"""
 
 from __future__ import annotations
 
-from megatron_dapo.config import Config
-from megatron_dapo.planner import activations, engine, memory, timing
-from megatron_dapo.planner.hardware import GIB
-from megatron_dapo.planner.search import Task
+from typing import Literal
 
+GIB = 1 << 30
 
-def assumptions(task: Task, config: Config) -> list[str]:
-    return [*_machine(task), *_workload(task, config), *_trainer(task), *_engine(task, config)]
+EngineSoftware = Literal["sglang", "vllm"]
 
+# ---- decoding: fitted to 104 vLLM measurements on H100 (8B to 235B, TP 1 to 8, batch 8 to 1 019; rms error 10 %,
+# tests/planner/decode_measurements.json), and checked with SGLang 0.5.17 on an H200 (1.5B, batch 1, 64, 256).
+READ_SHARE = 0.9  # of the memory bandwidth, while weights and keys and values are read
+DECODE_MFU = 0.4  # of the peak, where a decoding step is limited by arithmetic; also of prefill
+SECONDS_PER_LAYER = 60e-6  # launches and small kernels
+ALL_REDUCE_SECONDS = 15e-6  # one all-reduce of a layer, inside a node
+# One all-reduce of a layer between nodes; 235B at TP 16 (NeMo-RL) needs 40 to 60 µs.
+ALL_REDUCE_BETWEEN_NODES = 50e-6
+# Scheduling and output of one sequence, on the CPU. vLLM: fitted as above. SGLang without streaming: 5.3 ms for 256.
+SECONDS_PER_SEQUENCE: dict[EngineSoftware, float] = {"sglang": 6e-6, "vllm": 64e-6}
 
-def _machine(task: Task) -> list[str]:
-    gpu, cluster = task.cluster.gpu, task.cluster
-    return [
-        (
-            f"{gpu.name}: {gpu.memory_gib:g} GiB, {gpu.tflops:g} TFLOP/s bf16, {gpu.bandwidth:g} TB/s, "
-            f"{gpu.nvlink:g} GB/s inside a node of {cluster.gpus_per_node}, {gpu.network:g} GB/s between nodes"
-        ),
-        f"collectives reach {timing.WIRE_SHARE:.0%} of that bandwidth",
-    ]
+# ---- response lengths
+LENGTH_SIGMA = 0.92  # of the logarithm: a policy's responses to DAPO-Math-17k
+GROUP_SHARE = 0.5  # of that variance is between prompts
 
+# ---- engine memory
+DEFAULT_FRACTION = 0.88  # SGLang's --mem-fraction-static
+ENGINE_OVERHEAD_BYTES = 3.0 * GIB  # CUDA context, graphs, activations: outside that fraction, and kept after a release
 
-def _workload(task: Task, config: Config) -> list[str]:
-    work = task.work
-    lines = [
-        (
-            f"lengths: prompts {work.mean_prompt} tokens on average (at most {work.max_prompt}), responses "
-            f"{work.mean_response} (at most {work.max_response}); memory is planned for the maximum"
-        ),
-        (
-            f"{work.kept:.0%} of the sampled groups are kept: {work.generated} samples are generated for "
-            f"{work.samples} that train"
-        ),
-    ]
-    if config.algorithm.kl.coefficient:
-        lines.append("the reference model adds one log-prob pass; its weights are in host memory")
-    return lines
+# ---- training
+# Of the peak, in long products: 0.50 to 0.52 measured on an H200 (1.5B, 16 384 tokens, torch and Transformer Engine).
+DEFAULT_MFU = 0.5
+WIRE_SHARE = 0.7  # of a link's bandwidth that collectives reach
+FILL = 0.9  # of a micro-batch that first-fit packing fills, unless one sequence already does
+BALANCE = 1.05  # tokens of the busiest data-parallel rank, relative to the mean
+EXPOSED_CONTEXT = 0.25  # of the context-parallel exchange that attention does not hide
+# Tokens of the fullest expert rank relative to the mean: at its peak, for memory; and on average, for waiting.
+EXPERT_IMBALANCE, EXPERT_WAIT = 1.25, 1.1
+# A matrix product of this many tokens reaches half of the speed of a long one. Context parallelism and small
+# micro-batches shrink products; attention works on chunks of a sequence / (2 × context_parallel).
+HALF_SPEED_TOKENS, HALF_SPEED_CHUNK = 384, 128
+EXPERT_MFU_SHARE = 0.8  # of the MFU, in the grouped products of experts: many small matrices
+# Router, permutation and the wait for token counts, per MoE layer, micro-batch and pass (backward: twice). This and
+# the line above are fitted to Megatron-Bridge's 41.25 s and 31.3 s (all-to-all hidden) for 30B-A3B on 16 H100.
+MOE_LAYER_SECONDS = 0.3e-3
 
-
-def _trainer(task: Task) -> list[str]:
-    layers = "Transformer Engine, fused attention" if task.layers == "te" else "torch (no Transformer Engine)"
-    lines = [
-        f"kernels reach an MFU of {task.mfu:g}; recomputation, bubbles and exposed collectives are added",
-        (
-            f"{timing.EXPOSED_CONTEXT:.0%} of the context-parallel exchange is not hidden; packing fills "
-            f"{timing.FILL:.0%} of a micro-batch; the busiest rank has {timing.IMBALANCE:g} times the mean tokens"
-        ),
-        f"layers: {layers}; the head holds one chunk of logits, which their gradient replaces",
-        (
-            f"reserve: {memory.CONTEXT_BYTES / GIB:g} GiB CUDA, {memory.NCCL_BYTES / GIB:g} GiB NCCL, "
-            f"{memory.FRAGMENTATION:.0%} of activations and working space lost to fragmentation"
-        ),
-    ]
-    if task.shape.is_moe:
-        lines.append(f"experts: the fullest rank gets {activations.EXPERT_IMBALANCE:g} times the mean tokens")
-    return lines
-
-
-def _engine(task: Task, config: Config) -> list[str]:
-    servers = config.rollout.servers
-    if config.rollout.engine == "embedded":
-        return ["the embedded engine runs on the CPU: no memory on the GPU, and its time is not predicted"]
-    if servers.urls:
-        where = f"{len(servers.urls)} external servers, on GPUs of the same kind"
-    elif task.cluster.colocated:
-        where = (
-            "colocated with a fixed split: the engine keeps its share of the GPU, the trainer has the rest"
-            if not engine.hands_over(config.rollout)
-            else "colocated with hand-over (rollout.servers.share_gpus must be true): engines release weights and KV "
-            f"cache while the trainer works ({engine.OVERHEAD_BYTES / GIB:g} GiB stay), the trainer's state is in host "
-            f"memory while they generate ({task.kept / GIB:.1f} GiB stay)"
-        )
-    else:
-        order = "at the same time (max_staleness 1)" if config.rollout.max_staleness else "one after the other"
-        where = f"disaggregated: {task.cluster.engine_gpus} GPUs only serve, {task.world} only train, {order}"
-    return [
-        where,
-        f"an engine takes at most {engine.memory_fraction(servers.arguments):.0%} of a GPU for weights and KV cache",
-        (
-            f"decoding reaches {engine.BANDWIDTH_SHARE:.0%} of memory bandwidth; "
-            f"{engine.SECONDS_PER_LAYER * 1e6:g} µs per layer and {engine.SECONDS_PER_SEQUENCE * 1e6:g} µs per "
-            "sequence are added (fitted to SGLang, 1.5B, one H200)"
-        ),
-        "every step ends with one response of the maximum length running alone",
-        (
-            f"weights move at {timing.DISK_BYTES_PER_SECOND / 1e9:g} GB/s (disk: written, then read), "
-            f"{timing.IPC_BYTES_PER_SECOND / 1e9:g} GB/s (tensor) or the network's speed (distributed)"
-        ),
-    ]
+# ---- moving weights and state
+DISK_BYTES_PER_SECOND = 2e9  # of a shared file system, to or from one node
+DISK_TOTAL_BYTES_PER_SECOND = 20e9  # and to all nodes together
+IPC_BYTES_PER_SECOND = 18.6e9  # measured on an H200: weights of 3.1 GB in 0.166 s
+# From gathered parameters to engines over the network: gather, convert, broadcast and load, bucket by bucket.
+# Published for Megatron: 14 and 20 GB/s (verl, H20), 23 GB/s (miles, H100).
+BROADCAST_BYTES_PER_SECOND = 20e9
+SNAPSHOT_BYTES_PER_SECOND = 2.9e9  # into /dev/shm, while the weights are sent; measured on an H200: 3.1 GB in 1.06 s
+HOST_BYTES_PER_SECOND = 40e9  # between a GPU and pinned host memory; measured on an H200
+PAUSE_SECONDS = 0.3  # of a weight update, without the transfer: pause, probe, resume

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from megatron_dapo.config import Config, ModelShape, load_config
 from megatron_dapo.planner.activations import Layers
 from megatron_dapo.planner.hardware import Cluster, PlanError, find_gpu
 from megatron_dapo.planner.plan import make_plan
-from megatron_dapo.planner.report import plan_json, print_plan
+from megatron_dapo.planner.published import compare_all
+from megatron_dapo.planner.report import plan_json, print_comparisons, print_plan
 from megatron_dapo.planner.workload import Workload
 
 
@@ -30,18 +32,22 @@ def run(
     mean_prompt: int | None,
     mean_response: int | None,
     kept: float | None,
+    sigma: float | None,
     layers: Layers,
     top: int,
+    published: bool,
     as_json: bool,
 ) -> int:
     """Exit code 0: the layout fits; without a layout, some layout does. 1: it does not."""
+    if published:
+        return _published(as_json)
     loaded = load_config(config, [*set, *([f"policy.model={model}"] if model else [])])
     shape = _shape(loaded)
     per_node = gpus_per_node or loaded.slurm.gpus_per_node or 8
     total = gpus or loaded.slurm.nodes * per_node
     apart = loaded.slurm.engine_nodes * per_node if engine_gpus is None else engine_gpus
     cluster = Cluster(find_gpu(gpu, gpu_memory), total, per_node, apart)
-    work = Workload.of(loaded, mean_prompt, mean_response, kept)
+    work = Workload.of(loaded, mean_prompt, mean_response, kept, sigma)
     choose = config is None and not any(item.startswith("policy.") for item in set)
     plan = make_plan(loaded, shape, cluster, work, mfu, layers, choose)
     if as_json:
@@ -49,6 +55,15 @@ def run(
     else:
         print_plan(plan, console_for(sys.stdout), top)
     return 0 if plan.fits else 1
+
+
+def _published(as_json: bool) -> int:
+    found = compare_all()
+    if as_json:
+        print(json.dumps([{**asdict(item), "ratio": item.ratio, "within": item.within} for item in found], indent=2))
+    else:
+        print_comparisons(found, console_for(sys.stdout))
+    return 0
 
 
 def console_for(stream: Any) -> Console:

@@ -6,8 +6,7 @@ import difflib
 from dataclasses import dataclass, replace
 
 from megatron_dapo.errors import UserError
-
-GIB = 1 << 30
+from megatron_dapo.planner.assumptions import GIB
 
 
 class PlanError(UserError):

@@ -3,34 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_dapo.config import Config, ModelShape
 from megatron_dapo.config.policy import PolicyConfig
-from megatron_dapo.planner import timing
 from megatron_dapo.planner.activations import Layers
-from megatron_dapo.planner.assumptions import assumptions
-from megatron_dapo.planner.engine import (
-    OVERHEAD_BYTES,
-    EnginePlan,
-    generation_seconds,
-    hands_over,
-    memory_fraction,
-    plan_engine,
-)
+from megatron_dapo.planner.assumption_lines import assumption_lines
+from megatron_dapo.planner.assumptions import DEFAULT_MFU, ENGINE_OVERHEAD_BYTES
+from megatron_dapo.planner.engine import EnginePlan, fleet_of, hands_over, memory_fraction, plan_engine
+from megatron_dapo.planner.generation import Generation, generate
 from megatron_dapo.planner.hardware import GIB, Cluster, PlanError
 from megatron_dapo.planner.memory import kept_while_engines_work
 from megatron_dapo.planner.parameters import Parameters, count_parameters
 from megatron_dapo.planner.search import Candidate, Task, candidates, judge, rank, why_illegal
+from megatron_dapo.planner.step import Phase, overlaps, step_phases, step_seconds
 from megatron_dapo.planner.workload import Workload
-
-
-@dataclass(frozen=True, slots=True)
-class Phase:
-    name: str
-    seconds: float
-    detail: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +28,12 @@ class Choice:
     trainer: Candidate
     engine: EnginePlan | None
     fits: bool
-    generation: dict[str, float]  # seconds by part
+    at_full_speed: float  # seconds of generation if the engines were always full: for ranking
+    generation: Generation | None = None
 
     @property
     def seconds(self) -> float:
-        return self.trainer.seconds + sum(self.generation.values())
+        return self.trainer.seconds + self.at_full_speed
 
     def changes(self, config: Config) -> dict[str, Any]:
         changes = self.trainer.changes(config.policy)
@@ -80,13 +69,13 @@ def make_plan(
     shape: ModelShape,
     cluster: Cluster,
     work: Workload,
-    mfu: float = 0.4,
+    mfu: float = DEFAULT_MFU,
     layers: Layers = "te",
     choose: bool = False,
 ) -> Plan:
     """Judges the configured layout and engine size, or with `choose` takes the fastest that fit."""
     if not 0 < mfu <= 1:
-        raise PlanError(f"--mfu is {mfu}: expected a share of the GPU's peak between 0 and 1, usually 0.4")
+        raise PlanError(f"--mfu is {mfu}: expected a share of the GPU's peak between 0 and 1, usually 0.5")
     planner = _Planner(config, Task(shape, work, cluster, mfu, layers, *_shared_gpu(config, cluster)))
     found = list(candidates(planner.task, config.policy))
     reason = None if choose else planner.why_not()
@@ -97,7 +86,9 @@ def make_plan(
         chosen = planner.choice(judge(planner.task, config.policy), config.rollout.servers.tensor_parallel)
     problems = [reason] if reason else planner.problems(chosen)
     tp = chosen.engine.tensor_parallel if chosen and chosen.engine else config.rollout.servers.tensor_parallel
-    phases = _phases(planner, chosen) if chosen and not problems else []
+    if chosen and chosen.fits:
+        chosen = planner.with_generation(chosen)
+    phases = planner.phases(chosen) if chosen and not problems else []
     return Plan(
         shape, count_parameters(shape), cluster, work,
         layout=chosen.trainer.policy if chosen else config.policy,
@@ -108,8 +99,8 @@ def make_plan(
         problems=problems,
         limit=planner.task.limit,
         phases=phases,
-        step_seconds=_step_seconds(config, cluster, phases),
-        assumptions=assumptions(planner.task, config),
+        step_seconds=step_seconds(phases, overlaps=overlaps(config, cluster)),
+        assumptions=assumption_lines(planner.task, config),
     )  # fmt: skip
 
 
@@ -119,6 +110,7 @@ class _Planner:
 
     config: Config
     task: Task
+    engines: dict[int, tuple[EnginePlan, float]] = field(default_factory=dict)  # by tensor-parallel size
 
     def engine_sizes(self) -> list[int]:
         """Tensor-parallel sizes that divide the heads and the GPUs that serve, within a node."""
@@ -142,13 +134,34 @@ class _Planner:
     def choice(self, trainer: Candidate, tp: int) -> Choice:
         """This layout with engines of `tp` GPUs."""
         if self.config.rollout.engine == "embedded":
-            return Choice(trainer, None, trainer.fits, {})
-        task = self.task
-        serving = plan_engine(task.shape, self.config.rollout, task.cluster, task.work, task.kept, tp)
-        generation: dict[str, float] = {}
-        if serving.fits:
-            generation = generation_seconds(task.shape, count_parameters(task.shape), task.cluster, serving, task.work)
-        return Choice(trainer, serving, trainer.fits and serving.fits, generation)
+            return Choice(trainer, None, trainer.fits, 0.0)
+        serving, seconds = self.engine(tp)
+        return Choice(trainer, serving, trainer.fits and serving.fits, seconds)
+
+    def engine(self, tp: int) -> tuple[EnginePlan, float]:
+        """Engines of `tp` GPUs, and the seconds of a step's generation if they were always full."""
+        if tp not in self.engines:
+            task, rollout = self.task, self.config.rollout
+            serving = plan_engine(task.shape, rollout, task.cluster, task.work, task.kept, tp)
+            seconds = 0.0
+            if serving.fits:
+                speed = fleet_of(task.shape, serving, rollout, task.cluster).full_speed(task.work, serving.running)
+                seconds = task.work.generated * task.work.mean_response / speed
+            self.engines[tp] = serving, seconds
+        return self.engines[tp]
+
+    def with_generation(self, choice: Choice) -> Choice:
+        """Adds the generation of a step, with tails and dropped groups."""
+        if choice.engine is None:
+            return choice
+        fleet = fleet_of(self.task.shape, choice.engine, self.config.rollout, self.task.cluster)
+        return replace(choice, generation=generate(self.task.work, self.config.rollout.sampler, fleet))
+
+    def phases(self, choice: Choice) -> list[Phase]:
+        return step_phases(
+            self.task, self.config.rollout, choice.trainer.policy, choice.trainer.memory, choice.engine,
+            choice.generation,
+        )  # fmt: skip
 
     def pairs(self, trainers: Iterable[Candidate]) -> list[Choice]:
         """Every combination that fits."""
@@ -191,49 +204,6 @@ def _shared_gpu(config: Config, cluster: Cluster) -> tuple[float, float]:
     if rollout.engine == "embedded" or rollout.servers.urls or not cluster.colocated:
         return 0.0, 0.0
     if hands_over(rollout):
-        return OVERHEAD_BYTES, kept_while_engines_work(cluster.trainer_gpus)
+        return ENGINE_OVERHEAD_BYTES, kept_while_engines_work(cluster.trainer_gpus)
     # The engine allocates its share before the trainer starts, and keeps it.
-    return memory_fraction(rollout.servers.arguments) * cluster.gpu.memory + OVERHEAD_BYTES, 0.0
-
-
-def _step_seconds(config: Config, cluster: Cluster, phases: list[Phase]) -> float:
-    seconds = {phase.name: phase.seconds for phase in phases}
-    if config.rollout.max_staleness and not cluster.colocated:  # the next batch is generated while this one trains
-        training = seconds.get("log-probs", 0.0) + seconds.get("training", 0.0)
-        return max(seconds.get("generation", 0.0), training) + seconds.get("weight sync", 0.0)
-    return sum(seconds.values())
-
-
-def _phases(planner: _Planner, chosen: Choice) -> list[Phase]:
-    task, work = planner.task, planner.task.work
-    phases, serving = [], chosen.engine
-    arguments = (task.shape, chosen.trainer.policy, task.cluster, work, task.world, task.mfu)
-    if serving is not None:
-        seconds = sum(chosen.generation.values())
-        detail = f"{work.generated} samples, {serving.servers} servers × {serving.running} running, "
-        detail += f"{work.generated * work.mean_response / seconds:,.0f} tok/s; {_seconds(chosen.generation)}"
-        phases.append(Phase("generation", seconds, detail))
-    if work.log_prob_passes:
-        seconds = work.log_prob_passes * work.updates * timing.pass_time(*arguments, train=False).total
-        passes = "pass" if work.log_prob_passes == 1 else "passes"
-        phases.append(Phase("log-probs", seconds, f"{work.log_prob_passes} forward {passes} over the batch"))
-    update = timing.pass_time(*arguments, train=True)
-    split = timing.split_update(chosen.trainer.policy, work, task.world)
-    detail = f"{work.updates} updates of {update.total:.1f} s, {split.micro_batches} micro-batches each; per update: "
-    names = ("arithmetic", "bubble", "tensor", "context", "expert", "data")
-    detail += _seconds({name: getattr(update, name) for name in names})
-    phases.append(Phase("training", work.updates * update.total, detail))
-    if serving is not None:
-        transport = planner.config.rollout.weights
-        seconds = timing.sync_seconds(task.shape, transport, task.cluster, task.cluster.gpus)
-        size = count_parameters(task.shape).total * 2 / GIB
-        phases.append(Phase("weight sync", seconds, f"{size:.1f} GiB by {transport.transport}"))
-    if serving is not None and task.kept:
-        moved = chosen.trainer.memory.weights + chosen.trainer.memory.optimizer
-        seconds = 2 * moved / timing.HOST_BYTES_PER_SECOND
-        phases.append(Phase("hand-over", seconds, f"{moved / GIB:.1f} GiB a GPU to host memory and back"))
-    return phases
-
-
-def _seconds(parts: dict[str, float]) -> str:
-    return ", ".join(f"{name} {seconds:.1f} s" for name, seconds in parts.items() if seconds >= 0.05)
+    return memory_fraction(rollout.servers.arguments) * cluster.gpu.memory + ENGINE_OVERHEAD_BYTES, 0.0

@@ -11,6 +11,7 @@ from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.planner.engine import EnginePlan
 from megatron_dapo.planner.hardware import GIB
 from megatron_dapo.planner.plan import Plan
+from megatron_dapo.planner.published import WITHIN, Comparison
 from megatron_dapo.planner.search import Candidate
 
 NOTES = {
@@ -116,13 +117,15 @@ def _print_engines(plan: Plan, console: Console) -> None:
     if plan.cluster.colocated and not chosen.external:
         where = "on the trainer's GPUs"
     title = f"Engines {where}: GiB per GPU (KV cache: {chosen.longest:,} tokens at least)"
-    table = _table(title, "size", ">servers", ">weights", ">KV cache", ">KV tokens a server", ">running", ">generation")
+    table = _table(
+        title, "size", ">servers", ">weights", ">KV cache", ">KV tokens a server", ">running", ">at full speed"
+    )
     for choice in plan.engines:
         engine = choice.engine
         if engine is None:
             continue
         mark = " ←" if engine.tensor_parallel == chosen.tensor_parallel else ""
-        seconds = f"{sum(choice.generation.values()):,.0f} s" if engine.fits else "does not fit"
+        seconds = f"{choice.at_full_speed:,.0f} s" if engine.fits else "does not fit"
         table.add_row(
             f"TP{engine.tensor_parallel}{mark}", str(engine.servers), f"{engine.weights / GIB:.2f}",
             f"{engine.kv_room / GIB:.2f}", f"{engine.kv_tokens:,}", str(engine.running) if engine.fits else "", seconds,
@@ -156,6 +159,25 @@ def _print_ranking(plan: Plan, console: Console, top: int) -> None:
             f"{candidate.seconds:,.1f} s",
         )  # fmt: skip
     _print(table, console)
+
+
+def print_comparisons(found: list[Comparison], console: Console) -> None:
+    table = _table(
+        "Published runs: seconds measured there, and predicted here", "name", "set-up", ">published", ">predicted",
+        ">ratio", "predicted parts",
+    )  # fmt: skip
+    for item in found:
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in item.parts.items() if seconds >= 0.05)
+        mark = "" if item.within else " ✗"
+        table.add_row(
+            item.name, item.set_up, f"{item.published:.1f}", f"{item.predicted:.1f}", f"{item.ratio:.2f}{mark}", parts
+        )
+    _print(table, console)
+    low, high = WITHIN
+    good = sum(item.within for item in found)
+    console.print(f"{good} of {len(found)} predictions are within {low} to {high} of the published time.\n")
+    for item in found:
+        console.print(f"· {item.name}: {item.source} ({item.recipe})", highlight=False, soft_wrap=True)
 
 
 def plan_json(plan: Plan, top: int = 8) -> dict[str, Any]:

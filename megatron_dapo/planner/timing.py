@@ -1,7 +1,7 @@
 """Seconds of the trainer's phases: arithmetic at the given MFU, plus the cost of the layout.
 
-The MFU is that of one GPU's kernels on packed sequences (0.41 measured with Transformer Engine). Pipeline bubbles,
-tensor-parallel collectives and exposed context- and data-parallel traffic are added.
+The MFU is that of one GPU's kernels on long packed sequences. Shorter products, small expert matrices, pipeline bubbles,
+tensor-parallel collectives, the experts' all-to-all and exposed context- and data-parallel traffic are added.
 """
 
 from __future__ import annotations
@@ -12,16 +12,10 @@ from dataclasses import dataclass
 from megatron_dapo.config import ModelShape
 from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.config.rollout import WeightTransportConfig
+from megatron_dapo.planner import assumptions
 from megatron_dapo.planner.hardware import Cluster
 from megatron_dapo.planner.parameters import Parameters, count_parameters, rank_parameters
 from megatron_dapo.planner.workload import Workload
-
-WIRE_SHARE = 0.7  # share of the data sheet's bandwidth that collectives reach
-FILL = 0.9  # share of a micro-batch that first-fit packing fills
-IMBALANCE = 1.05  # tokens of the busiest data-parallel rank, relative to the mean
-EXPOSED_CONTEXT = 0.25  # share of the context-parallel exchange that attention does not hide
-DISK_BYTES_PER_SECOND, IPC_BYTES_PER_SECOND = 2e9, 20e9
-HOST_BYTES_PER_SECOND = 40e9  # between a GPU and pinned host memory; measured on an H200
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +27,18 @@ class Split:
     responses: float  # response tokens among them
     micro_batches: int
 
+    @property
+    def micro_batch(self) -> float:
+        """Tokens of a micro-batch, on average."""
+        return self.tokens / self.micro_batches
+
 
 def split_update(policy: PolicyConfig, work: Workload, world: int) -> Split:
     dp = world // policy.model_ranks
     samples = math.ceil(work.samples_per_update / dp)
     # The rank with the longest response has at least its length; otherwise the balance is nearly perfect.
-    tokens = max(samples * work.mean_length * (IMBALANCE if dp > 1 else 1.0), work.longest if dp > 1 else 0)
-    micro_batches = max(1, math.ceil(tokens / (policy.micro_batch_tokens * FILL)))
+    tokens = max(samples * work.mean_length * (assumptions.BALANCE if dp > 1 else 1.0), work.longest if dp > 1 else 0)
+    micro_batches = max(1, math.ceil(tokens / (policy.micro_batch_tokens * assumptions.FILL)))
     if policy.virtual_pipeline > 1:
         micro_batches = math.ceil(micro_batches / policy.pipeline_parallel) * policy.pipeline_parallel
     return Split(dp, tokens, tokens * work.mean_response / work.mean_length, micro_batches)
@@ -59,7 +58,7 @@ class PhaseTime:
     bubble: float
     tensor: float
     context: float
-    expert: float
+    expert: float  # all-to-all, and the fixed cost of MoE layers
     data: float
 
     @property
@@ -67,9 +66,33 @@ class PhaseTime:
         return self.arithmetic + self.bubble + self.tensor + self.context + self.expert + self.data
 
 
-def layer_flops(shape: ModelShape, parameters: Parameters, length: float) -> float:
-    """Forward FLOPs per token in all layers: matrices, and causal attention over half of `length`."""
-    return 2 * parameters.layer_matrices_active + shape.layers * 2 * shape.heads * shape.head_dim * length
+def attention_flops(shape: ModelShape, length: float) -> float:
+    """Forward FLOPs per token in the causal attention of all layers, over half of `length`."""
+    return shape.layers * 2 * shape.heads * shape.head_dim * length
+
+
+def expert_flops(shape: ModelShape) -> float:
+    """Forward FLOPs per token in the experts that it is routed to."""
+    return 2 * shape.layers * shape.experts_per_token * 3 * shape.hidden * shape.expert_ffn_hidden
+
+
+def layer_seconds(
+    shape: ModelShape, parameters: Parameters, policy: PolicyConfig, work: Workload, split: Split, rate: float
+) -> float:
+    """Forward seconds of all layers per token, at `rate` FLOP/s in long products."""
+    cp = policy.context_parallel
+    tokens = split.micro_batch / cp
+    product_speed = rate * tokens / (tokens + assumptions.HALF_SPEED_TOKENS)
+    # Context parallelism gives each rank two chunks of every sequence, and attention works on chunks.
+    chunk = work.mean_length / (2 * cp) if cp > 1 else work.mean_length
+    attention_speed = rate * chunk / (chunk + assumptions.HALF_SPEED_CHUNK)
+    seconds = attention_flops(shape, work.mean_length) / attention_speed
+    experts = expert_flops(shape) if shape.is_moe else 0.0
+    seconds += (2 * parameters.layer_matrices_active - experts) / product_speed
+    if shape.is_moe:
+        uneven = assumptions.EXPERT_WAIT if policy.expert_parallel > 1 else 1.0
+        seconds += uneven * experts / (product_speed * assumptions.EXPERT_MFU_SHARE)
+    return seconds
 
 
 def pass_time(
@@ -84,7 +107,7 @@ def pass_time(
     # The head computes its logits again in the backward pass.
     layer_passes, head_passes = (3 + again, 4) if train else (1, 1)
     rate = cluster.gpu.tflops * 1e12 * mfu * tp * cp
-    layers = split.tokens * layer_flops(shape, parameters, work.mean_length) * layer_passes / rate
+    layers = split.tokens * layer_seconds(shape, parameters, policy, work, split, rate) * layer_passes
     head = split.responses * 2 * shape.hidden * shape.vocab * head_passes / rate
     slowest = layers / pp + head  # the last stage also has the head
     traffic = _Traffic(shape, policy, cluster, split)
@@ -105,9 +128,12 @@ class _Traffic:
     cluster: Cluster
     split: Split
 
+    @property
+    def layers(self) -> float:
+        return self.shape.layers / self.policy.pipeline_parallel
+
     def _seconds(self, bytes_: float, span: int) -> float:
-        layers = self.shape.layers / self.policy.pipeline_parallel
-        return layers * bytes_ / (self.cluster.wire(span) * WIRE_SHARE)
+        return self.layers * bytes_ / (self.cluster.wire(span) * assumptions.WIRE_SHARE)
 
     def tensor(self, train: bool, again: bool) -> float:
         """Two gathers and two scatters of the activations forward, six collectives backward."""
@@ -120,17 +146,26 @@ class _Traffic:
         tp, cp = self.policy.tensor_parallel, self.policy.context_parallel
         times = 1 + (2 if train else 0) + (1 if again else 0)
         width = 2 * self.shape.kv_heads * self.shape.head_dim / tp
-        return EXPOSED_CONTEXT * self._seconds(times * self.split.tokens / cp * width * 2 * (cp - 1), tp * cp)
+        exposed = assumptions.EXPOSED_CONTEXT
+        return exposed * self._seconds(times * self.split.tokens / cp * width * 2 * (cp - 1), tp * cp)
 
     def expert(self, train: bool, again: bool) -> float:
-        """Tokens are sent to their experts and back."""
-        ep = self.policy.expert_parallel
-        if not self.shape.is_moe or ep == 1:
+        """Tokens are sent to their experts and back, inside the node and between nodes at the same time."""
+        if not self.shape.is_moe:
             return 0.0
+        passes = 1 + (2 if train else 0) + (1 if again else 0)
+        fixed = passes * self.layers * self.split.micro_batches * assumptions.MOE_LAYER_SECONDS
+        ep = self.policy.expert_parallel
+        if ep == 1:
+            return fixed
         times = 2 + (2 if train else 0) + (2 if again else 0)
         routed = self.split.tokens / self.policy.context_parallel / self.policy.tensor_parallel
-        routed *= self.shape.experts_per_token
-        return self._seconds(times * routed * self.shape.hidden * 2 * (ep - 1) / ep, ep)
+        sent = times * routed * self.shape.experts_per_token * self.shape.hidden * 2 * assumptions.EXPERT_WAIT
+        near = min(ep, self.cluster.gpus_per_node)
+        seconds = self._seconds(sent * (near - 1) / ep, near)
+        if ep > near:
+            seconds = max(seconds, self._seconds(sent * (ep - near) / ep, ep))
+        return fixed + seconds
 
 
 def _data_parallel(
@@ -140,7 +175,7 @@ def _data_parallel(
     stage_ranks = world // policy.pipeline_parallel
     ranks = stage_ranks // policy.tensor_parallel
     held = rank_parameters(shape, policy, 0)
-    wire = cluster.wire(stage_ranks) * WIRE_SHARE
+    wire = cluster.wire(stage_ranks) * assumptions.WIRE_SHARE
     share = (ranks - 1) / ranks
     reduce = 4 * held.total * share / wire
     gather = 2 * held.total * share / wire
@@ -150,11 +185,21 @@ def _data_parallel(
     return max(0.0, reduce - last_backward) + gather + adam
 
 
-def sync_seconds(shape: ModelShape, transport: WeightTransportConfig, cluster: Cluster, external_span: int) -> float:
-    """Seconds until all engines have the new weights, which are sent once, to all engines at the same time."""
+def sync_seconds(shape: ModelShape, weights: WeightTransportConfig, cluster: Cluster, engine_nodes: int) -> float:
+    """Seconds until all engines have the new weights.
+
+    disk: written once, then read by every node of engines at the same time, as fast as the file system allows.
+    tensor, distributed: sent once, while a snapshot is written unless `keep_snapshot` is off.
+    """
     size = count_parameters(shape).total * 2
-    if transport.transport == "disk":
-        return 2 * size / DISK_BYTES_PER_SECOND
-    if transport.transport == "tensor":
-        return size / IPC_BYTES_PER_SECOND
-    return size / (cluster.wire(external_span) * WIRE_SHARE)
+    if weights.transport == "disk":
+        one = size / assumptions.DISK_BYTES_PER_SECOND
+        all_ = engine_nodes * size / assumptions.DISK_TOTAL_BYTES_PER_SECOND
+        return one + max(one, all_) + assumptions.PAUSE_SECONDS
+    if weights.transport == "tensor":
+        moved = size / assumptions.IPC_BYTES_PER_SECOND
+    else:
+        network = cluster.wire(cluster.gpus) * assumptions.WIRE_SHARE
+        moved = size / min(network, assumptions.BROADCAST_BYTES_PER_SECOND)
+    snapshot = size / assumptions.SNAPSHOT_BYTES_PER_SECOND if weights.keep_snapshot else 0.0
+    return max(moved, snapshot) + assumptions.PAUSE_SECONDS

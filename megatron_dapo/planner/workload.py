@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_dapo.config import Config
+from megatron_dapo.planner.assumptions import LENGTH_SIGMA
 from megatron_dapo.planner.hardware import PlanError
+from megatron_dapo.planner.lengths import Lengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,7 @@ class Workload:
     max_response: int
     kept: float = 1.0
     log_prob_passes: int = 0
+    sigma: float = LENGTH_SIGMA  # of the logarithm of response lengths; 0: all are equal
 
     def __post_init__(self) -> None:
         for name, value, most in (
@@ -31,10 +34,17 @@ class Workload:
                 raise PlanError(f"{name} is {value}, but must be between 1 and the configured maximum of {most}")
         if not 0 < self.kept <= 1:
             raise PlanError(f"--kept is {self.kept}: the share of kept groups must be above 0 and at most 1")
+        if not 0 <= self.sigma <= 3:
+            raise PlanError(f"--sigma is {self.sigma}: expected 0 (equal lengths) to 3, usually {LENGTH_SIGMA}")
 
     @classmethod
     def of(
-        cls, config: Config, mean_prompt: int | None = None, mean_response: int | None = None, kept: float | None = None
+        cls,
+        config: Config,
+        mean_prompt: int | None = None,
+        mean_response: int | None = None,
+        kept: float | None = None,
+        sigma: float | None = None,
     ) -> Workload:
         rollout, trainer = config.rollout, config.trainer
         updates = trainer.updates_per_step
@@ -49,7 +59,12 @@ class Workload:
             max_response=rollout.max_response_tokens,
             kept=(0.5 if rollout.dynamic_sampling else 1.0) if kept is None else kept,
             log_prob_passes=int(config.recomputes_old_logprobs) + reference,
+            sigma=LENGTH_SIGMA if sigma is None else sigma,
         )
+
+    @property
+    def lengths(self) -> Lengths:
+        return Lengths(self.mean_response, self.max_response, self.sigma)
 
     @property
     def samples(self) -> int:

@@ -10,7 +10,8 @@ from published_shapes import CONFIGS, published
 from megatron_dapo.cli import main
 from megatron_dapo.config import Config, parse_config
 from megatron_dapo.planner import Cluster, Workload, count_parameters, find_gpu, make_plan
-from megatron_dapo.planner.engine import decode_step, memory_fraction
+from megatron_dapo.planner.decoding import decode_model
+from megatron_dapo.planner.engine import memory_fraction
 from megatron_dapo.planner.hardware import GIB, PlanError
 
 # The published run: 16 × 8 GPUs, 512 prompts × 16 responses, mini-batches of 32 prompts, responses of 20480 tokens.
@@ -128,8 +129,7 @@ def test_ranking_is_sorted_and_fits():
 
 @pytest.mark.parametrize(("running", "measured"), [(1, 395), (64, 22_800), (256, 48_400)])
 def test_decoding_speed_measured_on_an_h200(running, measured):
-    shape = published("Qwen2.5-1.5B")
-    step = decode_step(shape, count_parameters(shape), Cluster(find_gpu("h200"), 1), 1, running, 512)
+    step = decode_model(published("Qwen2.5-1.5B"), Cluster(find_gpu("h200"), 1), 1).step(running, running * 512)
     assert running / step == pytest.approx(measured, rel=0.15)
 
 

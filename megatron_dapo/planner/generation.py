@@ -1,0 +1,212 @@
+"""Seconds that the engines need for the batch of a step: dynamic sampling on a model of the fleet.
+
+Groups are started, end with their slowest sample, and are kept with probability `kept`; dropped ones are replaced.
+This follows `rollout.sampler`: how many groups are in flight, in which order they are decided, and what happens to
+those that are unfinished when the batch is full. `megatron-dapo simulate` runs the sampler itself on the same fleet.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, field
+
+from megatron_dapo.config.rollout import SamplerConfig
+from megatron_dapo.planner.decoding import DecodeModel
+from megatron_dapo.planner.fleet_model import FleetModel
+from megatron_dapo.planner.server_model import Sequence
+from megatron_dapo.planner.workload import Workload
+
+CARRY_STEPS = 4  # steps until carried-over groups are in equilibrium; the last ones are averaged
+MARGIN = 1.3  # groups in flight for each that adaptive oversampling expects to need
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """The engines: as many equal servers."""
+
+    servers: int
+    decode: DecodeModel
+    kv_tokens: int
+    max_running: int
+
+    def running(self, work: Workload) -> float:
+        """Sequences that a server which is always full decodes at once."""
+        return max(1.0, min(self.max_running, self.kv_tokens / (work.mean_prompt + work.lengths.held)))
+
+    def full_speed(self, work: Workload, at_most: float = math.inf) -> float:
+        """Tokens per second of all servers when they are always full (or run `at_most`), prefill included."""
+        running = min(self.running(work), at_most)
+        step = self.decode.step(running, running * (work.mean_prompt + work.lengths.held))
+        prefill = work.mean_prompt / work.samples_per_prompt * self.decode.per_prompt_token
+        return self.servers * running / (step + prefill * running / work.mean_response)
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One step's generation, averaged over simulated steps."""
+
+    seconds: float
+    tokens: float  # generated in the step
+    wasted: float  # of them, in groups that are dropped
+    at_full_speed: float  # seconds for these tokens if the engines were always full
+
+    @property
+    def utilisation(self) -> float:
+        return self.at_full_speed / self.seconds if self.seconds else 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    samples: list[Sequence]
+    kept: bool
+    age: int = 0  # steps since it was started
+    left: int = 0  # samples that have not ended
+
+
+@dataclass(slots=True)
+class _Step:
+    """The sampler's state. `undecided` is in the order of prompts."""
+
+    work: Workload
+    options: SamplerConfig
+    fleet: FleetModel
+    random: random.Random
+    undecided: dict[int, _Group] = field(default_factory=dict)
+    waiting: list[_Group] = field(default_factory=list)  # carried over, not started in this step
+    group_of: dict[int, tuple[int, _Group]] = field(default_factory=dict)
+    kept: int = 0
+    decided: float = 0.0  # groups, for the estimate of the yield
+    accepted: float = 0.0
+    serial: int = 0
+    wasted: float = 0.0
+    ready: set[int] = field(default_factory=set)
+
+    @property
+    def oversampling(self) -> float:
+        factor: float | str = self.options.oversampling
+        if isinstance(factor, str):
+            return MARGIN * (self.decided + 8) / (self.accepted + 8 * 0.7)
+        return factor
+
+    def run(self) -> float:
+        """One step; its seconds."""
+        began = self.fleet.now
+        for group in list(self.waiting):  # a group that would be too old in the next step must finish in this one
+            if group.age > self.options.max_carryover_staleness - 1 and any(s.generated for s in group.samples):
+                self.waiting.remove(group)
+                self.start(group)
+        while not self.complete():
+            self.refill()
+            self.wait()
+        if self.options.unfinished == "finish":
+            while self.fleet.next_event() is not None:
+                self.wait()
+            self.decide(list(self.undecided))
+        self.settle()
+        return self.fleet.now - began
+
+    def complete(self) -> bool:
+        if self.kept < self.work.prompts:
+            return False
+        due = self.options.max_carryover_staleness - 1
+        return not any(g.age > due and g.left for g in self.undecided.values()) or self.options.unfinished != "continue"
+
+    def refill(self) -> None:
+        missing = self.work.prompts - self.kept
+        wanted = math.ceil(missing * self.oversampling)
+        while len(self.undecided) < wanted:
+            self.start(self.waiting.pop(0) if self.waiting else self.new_group())
+
+    def new_group(self) -> _Group:
+        work = self.work
+        lengths = work.lengths.group(work.samples_per_prompt, self.random)
+        # Samples of a prompt share its keys and values: only the first one computes them.
+        samples = [
+            Sequence(length, work.mean_prompt, work.mean_prompt if i == 0 else 0) for i, length in enumerate(lengths)
+        ]
+        return _Group(samples, self.random.random() < work.kept)
+
+    def start(self, group: _Group) -> None:
+        self.serial += 1
+        todo = [sample for sample in group.samples if sample.remaining]
+        group.left = len(todo)
+        self.undecided[self.serial] = group
+        for sample in todo:
+            self.group_of[id(sample)] = self.serial, group
+        self.fleet.submit(todo)
+        if not todo:
+            self.ready.add(self.serial)
+
+    def wait(self) -> None:
+        event = self.fleet.next_event()
+        if event is not None:
+            for sample in self.fleet.run_to_event(event):
+                serial, group = self.group_of.pop(id(sample))
+                group.left -= 1
+                if not group.left:
+                    self.ready.add(serial)
+        in_order = self.options.order == "prompt" and self.oversampling > 1
+        if not in_order:
+            self.decide(sorted(self.ready))
+            return
+        while self.undecided and (first := next(iter(self.undecided))) in self.ready:
+            self.decide([first])
+
+    def decide(self, serials: list[int]) -> None:
+        for serial in serials:
+            group = self.undecided[serial]
+            if group.left:
+                continue
+            del self.undecided[serial]
+            self.ready.discard(serial)
+            self.decided += 1
+            if group.kept:
+                self.kept += 1
+                self.accepted += 1
+            else:
+                self.wasted += sum(sample.generated for sample in group.samples)
+
+    def settle(self) -> None:
+        """Ends the step: the batch is taken, the rest is carried over or dropped."""
+        self.kept -= self.work.prompts
+        mean = self.work.mean_response * self.work.samples_per_prompt
+        if self.options.surplus == "drop":
+            self.wasted += self.kept * mean
+            self.kept = 0
+        self.fleet.abort()
+        self.group_of.clear()
+        self.ready.clear()
+        carried, self.undecided = [*self.undecided.values(), *self.waiting], {}
+        self.waiting = []
+        for group in carried:
+            generated = sum(sample.generated for sample in group.samples)
+            if self.options.unfinished == "drop":
+                self.wasted += generated
+            elif self.options.unfinished == "restart":
+                self.wasted += generated
+                self.waiting.append(self.new_group())
+            else:
+                for sample in group.samples:
+                    sample.prefill = sample.context  # computed again, with the new weights
+                group.age += 1
+                self.waiting.append(group)
+        self.decided, self.accepted = 0.7 * self.decided, 0.7 * self.accepted
+
+
+def generate(work: Workload, options: SamplerConfig, fleet: Fleet, seed: int = 0) -> Generation:
+    """The generation of a step in equilibrium."""
+    model = FleetModel(fleet.servers, fleet.decode, fleet.kv_tokens, fleet.max_running)
+    step = _Step(work, options, model, random.Random(seed))
+    carries = work.kept < 1 and (options.unfinished in ("continue", "restart") or options.surplus == "keep")
+    steps = CARRY_STEPS if carries else 1
+    counted = steps - 1 if carries else 1
+    seconds = tokens = wasted = 0.0
+    for number in range(steps):
+        before = sum(server.generated for server in model.servers), step.wasted
+        spent = step.run()
+        if number >= steps - counted:
+            seconds += spent
+            tokens += sum(server.generated for server in model.servers) - before[0]
+            wasted += step.wasted - before[1]
+    return Generation(seconds / counted, tokens / counted, wasted / counted, tokens / counted / fleet.full_speed(work))

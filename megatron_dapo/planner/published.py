@@ -1,0 +1,135 @@
+"""Published runs of other systems, and what the planner predicts for them: `megatron-dapo plan --published`.
+
+`published_runs.json` has their set-ups, measured seconds and sources. A prediction uses the same functions and the same
+constants (`assumptions.py`) as a plan; the engines are vLLM where the run used vLLM. Differences that the
+planner does not model (other trainers' kernels, reward computation, data loading) remain in the ratio.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+from megatron_dapo.config import ModelShape
+from megatron_dapo.config.policy import PolicyConfig
+from megatron_dapo.config.rollout import RolloutConfig, SamplerConfig, ServerConfig, WeightTransportConfig
+from megatron_dapo.planner.assumptions import DEFAULT_MFU
+from megatron_dapo.planner.decoding import decode_model
+from megatron_dapo.planner.engine import EnginePlan, plan_engine
+from megatron_dapo.planner.generation import Fleet, Generation, generate
+from megatron_dapo.planner.hardware import Cluster, find_gpu
+from megatron_dapo.planner.memory import kept_while_engines_work, trainer_memory
+from megatron_dapo.planner.search import Task
+from megatron_dapo.planner.step import Phase, step_phases, step_seconds
+from megatron_dapo.planner.timing import pass_time, sync_seconds
+from megatron_dapo.planner.workload import Workload
+
+WITHIN = 0.75, 1.33  # a prediction divided by the published seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    name: str
+    set_up: str
+    published: float
+    predicted: float
+    parts: dict[str, float]
+    source: str
+    recipe: str
+
+    @property
+    def ratio(self) -> float:
+        return self.predicted / self.published
+
+    @property
+    def within(self) -> bool:
+        return WITHIN[0] <= self.ratio <= WITHIN[1]
+
+
+def compare_all() -> list[Comparison]:
+    data = json.loads((files("megatron_dapo.planner") / "published_runs.json").read_text(encoding="utf-8"))
+    shapes = {name: _shape(sizes) for name, sizes in data["models"].items()}
+    return [compare(run, shapes[run["model"]]) for run in data["runs"]]
+
+
+def _shape(sizes: dict[str, int]) -> ModelShape:
+    kind = "qwen3_moe" if "experts" in sizes else "qwen3"
+    return ModelShape(
+        architecture=kind, max_positions=40960, rope_theta=1e6, norm_eps=1e-6, tied_embeddings=False, qkv_bias=False,
+        qk_norm=True, **sizes,
+    )  # fmt: skip
+
+
+def compare(run: dict[str, Any], shape: ModelShape) -> Comparison:
+    predict = {"step": _step, "training": _training, "sync": _sync}[run["kind"]]
+    parts, seconds = predict(run, shape)
+    gpus = f"{run['gpus']} × {run['gpu']}"
+    if run.get("engine_gpus"):
+        gpus = f"{run['gpus'] - run['engine_gpus']} + {run['engine_gpus']} × {run['gpu']}"
+    set_up = f"{run['model']}, {gpus}, {run['kind']}"
+    if run.get("staleness"):
+        set_up += f" {run['staleness']} off"
+    return Comparison(run["name"], set_up, run["seconds"], seconds, parts, run["source"], run["recipe"])
+
+
+def _step(run: dict[str, Any], shape: ModelShape) -> tuple[dict[str, float], float]:
+    cluster = Cluster(find_gpu(run["gpu"]), run["gpus"], 8, run["engine_gpus"])
+    policy = PolicyConfig(**run["policy"])
+    longest = run["longest"] - run["mean_prompt"]
+    work = Workload(
+        run["prompts"], run["samples_per_prompt"], run["updates"], run["mean_prompt"], run["mean_response"],
+        run["mean_prompt"], longest, log_prob_passes=2,
+    )  # fmt: skip
+    rollout = RolloutConfig(
+        servers=ServerConfig(
+            tensor_parallel=run["server_tensor_parallel"],
+            max_running=1024,  # vLLM's default on H100
+            arguments=["--mem-fraction-static", str(run["memory_fraction"])],
+        ),
+        sampler=SamplerConfig(oversampling=1.0, unfinished="finish"),
+        weights=WeightTransportConfig(
+            transport="tensor" if cluster.colocated else "distributed", keep_snapshot=False
+        ),
+    )  # fmt: skip
+    kept = kept_while_engines_work(cluster.trainer_gpus) if cluster.colocated else 0.0
+    task = Task(shape, work, cluster, DEFAULT_MFU, kept=kept)
+    engine = plan_engine(shape, rollout, cluster, work, kept)
+    generation = _generation(rollout, cluster, shape, work, engine, run["staleness"])
+    memory = trainer_memory(shape, policy, cluster.trainer_gpus, 8)
+    phases = step_phases(task, rollout, policy, memory, engine, generation)
+    return _parts(phases), step_seconds(phases, overlaps=run["staleness"] > 0)
+
+
+def _generation(
+    rollout: RolloutConfig, cluster: Cluster, shape: ModelShape, work: Workload, engine: EnginePlan, staleness: int
+) -> Generation:
+    decode = decode_model(shape, cluster, engine.tensor_parallel, "vllm")
+    fleet = Fleet(engine.servers, decode, engine.kv_tokens, rollout.servers.max_running)
+    generation = generate(work, rollout.sampler, fleet)
+    if staleness > 1:  # several batches are in flight: the engines are never without work
+        seconds = generation.tokens / fleet.full_speed(work)
+        generation = Generation(seconds, generation.tokens, generation.wasted, seconds)
+    return generation
+
+
+def _training(run: dict[str, Any], shape: ModelShape) -> tuple[dict[str, float], float]:
+    length, samples = run["length"], run["samples"]
+    work = Workload(samples, 1, 1, 1, length - 1, 1, length - 1)
+    cluster = Cluster(find_gpu(run["gpu"]), run["gpus"])
+    policy = PolicyConfig(**run["policy"])
+    time = pass_time(shape, policy, cluster, work, run["gpus"], DEFAULT_MFU, train=True)
+    names = ("arithmetic", "bubble", "tensor", "context", "expert", "data")
+    return {name: getattr(time, name) for name in names}, time.total
+
+
+def _sync(run: dict[str, Any], shape: ModelShape) -> tuple[dict[str, float], float]:
+    cluster = Cluster(find_gpu(run["gpu"]), run["gpus"], 8, run["engine_gpus"])
+    weights = WeightTransportConfig(transport="distributed", keep_snapshot=False)
+    seconds = sync_seconds(shape, weights, cluster, -(-run["engine_gpus"] // 8))
+    return {"weight sync": seconds}, seconds
+
+
+def _parts(phases: list[Phase]) -> dict[str, float]:
+    return {phase.name: phase.seconds for phase in phases}

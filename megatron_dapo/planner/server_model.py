@@ -1,0 +1,173 @@
+"""One engine as a queueing model: all running sequences advance one token per decoding step.
+
+`run_until` advances the clock to a given time; `next_event` says when something happens next: a sequence ends, or the
+KV cache is full and the newest sequence is retracted. Prompt tokens are computed before decoding continues. Time is
+whatever the caller's clock counts; nothing here sleeps.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from dataclasses import dataclass, field
+
+from megatron_dapo.planner.decoding import DecodeModel
+
+KV_RESERVE = 0.02  # of the KV cache is left free when a sequence is admitted
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """`remaining` tokens are to be generated after `context` tokens, of which `prefill` must be computed first."""
+
+    remaining: int
+    context: int
+    prefill: int
+    generated: int = 0
+    end: int = 0  # the server's token count at which it ends
+    start: int = 0  # the server's token count at which it was admitted
+    admission: int = 0  # when it was admitted, in the order of admissions
+    running: bool = False
+
+
+@dataclass(slots=True)
+class ServerModel:
+    decode: DecodeModel
+    kv_tokens: int
+    max_running: int
+    now: float = 0.0
+    tokens: int = 0  # decoding steps so far
+    part: float = 0.0  # of a decoding step that is already done
+    context: int = 0  # tokens in the KV cache
+    backlog: float = 0.0  # seconds of prefill to do
+    busy: float = 0.0  # seconds in which at least one sequence was running
+    sequence_seconds: float = 0.0  # integral of running sequences over time
+    generated: int = 0
+    retracted: int = 0
+    queue: deque[Sequence] = field(default_factory=deque)
+    _running: list[tuple[int, int, Sequence]] = field(default_factory=list)  # a heap by end
+    _count: int = 0
+    _admissions: int = 0
+
+    def __len__(self) -> int:
+        """Sequences that run or wait here."""
+        return self._count + len(self.queue)
+
+    @property
+    def running(self) -> int:
+        return self._count
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return [*(entry[2] for entry in self._running if self._alive(entry)), *self.queue]
+
+    def add(self, sequence: Sequence) -> None:
+        self.queue.append(sequence)
+        self._admit()
+
+    def _admit(self) -> None:
+        room = self.kv_tokens * (1 - KV_RESERVE)
+        while self.queue and self._count < self.max_running:
+            sequence = self.queue[0]
+            if self._count and self.context + sequence.context + self._count > room:
+                return
+            self.queue.popleft()
+            self._admissions += 1
+            sequence.admission, sequence.running = self._admissions, True
+            sequence.start, sequence.end = self.tokens, self.tokens + sequence.remaining
+            self.context += sequence.context
+            self.backlog += sequence.prefill * self.decode.per_prompt_token
+            self._count += 1
+            heapq.heappush(self._running, (sequence.end, sequence.admission, sequence))
+
+    def remove(self, sequence: Sequence) -> None:
+        """Ends a sequence early, keeping what it generated."""
+        if not sequence.running:
+            self.queue.remove(sequence)
+            return
+        self._leave(sequence)
+        self._admit()
+
+    def _leave(self, sequence: Sequence) -> None:
+        done = min(sequence.remaining, self.tokens - sequence.start)
+        sequence.generated += done
+        sequence.remaining -= done
+        sequence.context += done
+        sequence.running = False
+        self.context -= sequence.context
+        self._count -= 1
+
+    def next_event(self) -> float | None:
+        """When the next sequence ends or is retracted; None: nothing runs."""
+        steps = self._steps_to_event()
+        return None if steps is None else self.now + self.backlog + self._seconds(steps)
+
+    def _steps_to_event(self) -> int | None:
+        while self._running and not self._alive(self._running[0]):
+            heapq.heappop(self._running)
+        if not self._running:
+            return None
+        steps = self._running[0][0] - self.tokens
+        if self._count > 1:
+            steps = min(steps, max(1, (self.kv_tokens - self.context) // self._count))
+        return steps
+
+    @staticmethod
+    def _alive(entry: tuple[int, int, Sequence]) -> bool:
+        end, admission, sequence = entry
+        return sequence.running and sequence.admission == admission and sequence.end == end
+
+    def _seconds(self, steps: int) -> float:
+        """Seconds until `steps` more decoding steps are complete, at the mean context meanwhile."""
+        return (steps - self.part) * self._step_seconds(steps)
+
+    def _step_seconds(self, steps: int) -> float:
+        return self.decode.step(self._count, self.context + self._count * steps / 2)
+
+    def run_until(self, time: float) -> list[Sequence]:
+        """Advances to `time` and returns the sequences that ended, in order. Retracted ones wait in the queue again."""
+        ended: list[Sequence] = []
+        while (event := self.next_event()) is not None and event <= time:
+            self._advance(event)
+            ended += self._finish()
+            if self._count > 1 and self.context + self._count > self.kv_tokens:
+                self._retract()
+            self._admit()
+        self._advance(time)
+        return ended
+
+    def _advance(self, time: float) -> None:
+        """To `time`, at which at most one event happens."""
+        seconds = time - self.now
+        if self._count and seconds > 0:
+            self.busy += seconds
+            self.sequence_seconds += seconds * self._count
+            done = min(self.backlog, seconds)
+            self.backlog -= done
+            seconds -= done
+            most = self._steps_to_event() or 0
+            exact = self.part + seconds / self._step_seconds(most)
+            steps = min(most, int(exact + 1e-6))
+            self.part = max(0.0, exact - steps) if steps < most else 0.0
+            self.tokens += steps
+            self.context += steps * self._count
+            self.generated += steps * self._count
+        self.now = max(self.now, time)
+
+    def _finish(self) -> list[Sequence]:
+        ended = []
+        while self._running and (not self._alive(self._running[0]) or self._running[0][0] <= self.tokens):
+            entry = heapq.heappop(self._running)
+            if self._alive(entry):
+                sequence = entry[2]
+                self._leave(sequence)
+                ended.append(sequence)
+        return ended
+
+    def _retract(self) -> None:
+        """The newest sequence waits again; its tokens must be computed again."""
+        sequence = max((entry[2] for entry in self._running if self._alive(entry)), key=lambda s: s.admission)
+        self._leave(sequence)
+        sequence.prefill = sequence.context
+        self.queue.appendleft(sequence)
+        self.retracted += 1
