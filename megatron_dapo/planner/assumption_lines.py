@@ -46,7 +46,9 @@ def _trainer(task: Task) -> list[str]:
         f"kernels reach an MFU of {task.mfu:g}; recomputation, bubbles and exposed collectives are added",
         (
             f"{assumptions.EXPOSED_CONTEXT:.0%} of the context-parallel exchange is not hidden; packing fills "
-            f"{assumptions.FILL:.0%} of a micro-batch; the busiest rank has {assumptions.BALANCE:g} times the mean tokens"
+            f"{assumptions.FILL:.0%} of a micro-batch; the busiest rank has {assumptions.BALANCE:g} times the mean "
+            f"tokens; products of {assumptions.HALF_SPEED_TOKENS} tokens and attention over chunks of "
+            f"{assumptions.HALF_SPEED_CHUNK} reach half of the speed"
         ),
         f"layers: {layers}; the head holds one chunk of logits, which their gradient replaces",
         (
@@ -74,8 +76,8 @@ def _engine(task: Task, config: Config) -> list[str]:
             "colocated with a fixed split: the engine keeps its share of the GPU, the trainer has the rest"
             if not engine.hands_over(config.rollout)
             else "colocated with hand-over (rollout.servers.share_gpus must be true): engines release weights and KV "
-            f"cache while the trainer works ({assumptions.ENGINE_OVERHEAD_BYTES / GIB:g} GiB stay), the trainer's state is in host "
-            f"memory while they generate ({task.kept / GIB:.1f} GiB stay)"
+            f"cache while the trainer works ({assumptions.ENGINE_OVERHEAD_BYTES / GIB:g} GiB stay), the trainer's "
+            f"state is in host memory while they generate ({task.kept / GIB:.1f} GiB stay)"
         )
     else:
         order = "at the same time (max_staleness 1)" if config.rollout.max_staleness else "one after the other"
@@ -86,8 +88,8 @@ def _engine(task: Task, config: Config) -> list[str]:
         (
             f"decoding reaches {assumptions.READ_SHARE:.0%} of memory bandwidth; "
             f"{assumptions.SECONDS_PER_LAYER * 1e6:g} µs per layer and "
-            f"{assumptions.SECONDS_PER_SEQUENCE['sglang'] * 1e6:g} µs per sequence are added (fitted to vLLM on H100 and "
-            "SGLang on H200)"
+            f"{assumptions.SECONDS_PER_SEQUENCE['sglang'] * 1e6:g} µs per sequence are added (fitted to vLLM on H100 "
+            "and SGLang on H200)"
         ),
         (
             f"response lengths are log-normal with sigma {task.work.sigma:g} (--sigma), cut at the maximum; "

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron_dapo.config.rollout import SamplerConfig
 from megatron_dapo.planner.decoding import DecodeModel
@@ -17,7 +17,8 @@ from megatron_dapo.planner.fleet_model import FleetModel
 from megatron_dapo.planner.server_model import Sequence
 from megatron_dapo.planner.workload import Workload
 
-CARRY_STEPS = 4  # steps until carried-over groups are in equilibrium; the last ones are averaged
+CARRY_STEPS = 3  # steps until carried-over groups are in equilibrium; the first is not counted
+PART = 96  # groups
 MARGIN = 1.3  # groups in flight for each that adaptive oversampling expects to need
 
 
@@ -196,9 +197,11 @@ class _Step:
 
 def generate(work: Workload, options: SamplerConfig, fleet: Fleet, seed: int = 0) -> Generation:
     """The generation of a step in equilibrium."""
-    model = FleetModel(fleet.servers, fleet.decode, fleet.kv_tokens, fleet.max_running)
+    part = _part(work, fleet)
+    servers, work = fleet.servers // part, replace(work, prompts=work.prompts // part)
+    model = FleetModel(servers, fleet.decode, fleet.kv_tokens, fleet.max_running)
     step = _Step(work, options, model, random.Random(seed))
-    carries = work.kept < 1 and (options.unfinished in ("continue", "restart") or options.surplus == "keep")
+    carries = work.kept < 1 and options.unfinished in ("continue", "restart")
     steps = CARRY_STEPS if carries else 1
     counted = steps - 1 if carries else 1
     seconds = tokens = wasted = 0.0
@@ -209,4 +212,11 @@ def generate(work: Workload, options: SamplerConfig, fleet: Fleet, seed: int = 0
             seconds += spent
             tokens += sum(server.generated for server in model.servers) - before[0]
             wasted += step.wasted - before[1]
-    return Generation(seconds / counted, tokens / counted, wasted / counted, tokens / counted / fleet.full_speed(work))
+    full = tokens / fleet.full_speed(work) * part
+    return Generation(seconds / counted, part * tokens / counted, part * wasted / counted, full / counted)
+
+
+def _part(work: Workload, fleet: Fleet) -> int:
+    """A large fleet is simulated as one of so many equal parts; enough groups remain for the tails."""
+    divisors = [n for n in range(1, fleet.servers + 1) if fleet.servers % n == 0]
+    return max(n for n in divisors if n == 1 or work.prompts // n >= PART)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from statistics import NormalDist
 
 from megatron_dapo.planner.assumptions import GROUP_SHARE, LENGTH_SIGMA
@@ -75,3 +75,8 @@ class Lengths:
             max(1, min(self.longest, round(math.exp(self.mu + self.sigma * (shared + own * random_.gauss(0, 1))))))
             for _ in range(size)
         ]
+
+
+@lru_cache(maxsize=64)
+def lengths_of(mean: float, longest: int, sigma: float) -> Lengths:
+    return Lengths(mean, longest, sigma)

@@ -49,9 +49,16 @@ class Comparison:
 
 
 def compare_all() -> list[Comparison]:
-    data = json.loads((files("megatron_dapo.planner") / "published_runs.json").read_text(encoding="utf-8"))
-    shapes = {name: _shape(sizes) for name, sizes in data["models"].items()}
-    return [compare(run, shapes[run["model"]]) for run in data["runs"]]
+    shapes = published_shapes()
+    return [compare(run, shapes[run["model"]]) for run in _read()["runs"]]
+
+
+def published_shapes() -> dict[str, ModelShape]:
+    return {name: _shape(sizes) for name, sizes in _read()["models"].items()}
+
+
+def _read() -> Any:
+    return json.loads((files("megatron_dapo.planner") / "published_runs.json").read_text(encoding="utf-8"))
 
 
 def _shape(sizes: dict[str, int]) -> ModelShape:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from megatron_dapo.planner.decoding import DecodeModel
 
-KV_RESERVE = 0.02  # of the KV cache is left free when a sequence is admitted
+KV_RESERVE = 0.05  # of the KV cache is left free when sequences are admitted or retracted
 
 
 @dataclass(slots=True, eq=False)
@@ -46,6 +46,7 @@ class ServerModel:
     retracted: int = 0
     queue: deque[Sequence] = field(default_factory=deque)
     _running: list[tuple[int, int, Sequence]] = field(default_factory=list)  # a heap by end
+    _newest: list[tuple[int, Sequence]] = field(default_factory=list)  # in the order of admission
     _count: int = 0
     _admissions: int = 0
 
@@ -79,6 +80,7 @@ class ServerModel:
             self.backlog += sequence.prefill * self.decode.per_prompt_token
             self._count += 1
             heapq.heappush(self._running, (sequence.end, sequence.admission, sequence))
+            self._newest.append((sequence.admission, sequence))
 
     def remove(self, sequence: Sequence) -> None:
         """Ends a sequence early, keeping what it generated."""
@@ -165,9 +167,11 @@ class ServerModel:
         return ended
 
     def _retract(self) -> None:
-        """The newest sequence waits again; its tokens must be computed again."""
-        sequence = max((entry[2] for entry in self._running if self._alive(entry)), key=lambda s: s.admission)
-        self._leave(sequence)
-        sequence.prefill = sequence.context
-        self.queue.appendleft(sequence)
-        self.retracted += 1
+        """The newest sequences wait again until there is room; their tokens must be computed again."""
+        while self._count > 1 and self.context > self.kv_tokens * (1 - KV_RESERVE):
+            admission, sequence = self._newest.pop()
+            if sequence.running and sequence.admission == admission:
+                self._leave(sequence)
+                sequence.prefill = sequence.context
+                self.queue.appendleft(sequence)
+                self.retracted += 1

@@ -1,7 +1,7 @@
 """Seconds of the trainer's phases: arithmetic at the given MFU, plus the cost of the layout.
 
-The MFU is that of one GPU's kernels on long packed sequences. Shorter products, small expert matrices, pipeline bubbles,
-tensor-parallel collectives, the experts' all-to-all and exposed context- and data-parallel traffic are added.
+The MFU is that of one GPU's kernels on long packed sequences. Shorter products, small expert matrices, pipeline
+bubbles, tensor-parallel collectives, the experts' all-to-all and exposed context- and data-parallel traffic are added.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megatron_dapo.config import Config
 from megatron_dapo.planner.assumptions import LENGTH_SIGMA
 from megatron_dapo.planner.hardware import PlanError
-from megatron_dapo.planner.lengths import Lengths
+from megatron_dapo.planner.lengths import Lengths, lengths_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Workload:
 
     @property
     def lengths(self) -> Lengths:
-        return Lengths(self.mean_response, self.max_response, self.sigma)
+        return lengths_of(self.mean_response, self.max_response, self.sigma)
 
     @property
     def samples(self) -> int:

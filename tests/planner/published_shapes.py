@@ -18,6 +18,8 @@ CONFIGS = {
     "Qwen2.5-1.5B": _QWEN2 | sizes(1536, 8960, 28, 12, 2, 151936, True),
     "Qwen2.5-7B": _QWEN2 | sizes(3584, 18944, 28, 28, 4, 152064, False),
     "Qwen2.5-32B": _QWEN2 | sizes(5120, 27648, 64, 40, 8, 152064, False),
+    "Llama-3.1-70B": _QWEN3 | sizes(8192, 28672, 80, 64, 8, 128256, False),  # but for the norms of q and k
+    "Qwen3-14B": _QWEN3 | sizes(5120, 17408, 40, 40, 8, 151936, False),
     "Qwen3-8B": _QWEN3 | sizes(4096, 12288, 36, 32, 8, 151936, False),
     "Qwen3-30B-A3B": _QWEN3
     | sizes(2048, 6144, 48, 32, 4, 151936, False)
