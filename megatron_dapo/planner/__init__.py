@@ -4,8 +4,8 @@
 - `plan.py`: joins trainer and engine into a `Plan`; `search.py`: the legal layouts, ranked.
 - `memory.py`, `activations.py`, `parameters.py`: memory of the trainer's fullest rank.
 - `timing.py`: seconds of the trainer's phases; `step.py`: all phases of a step.
-- `engine.py`: memory of the engines; `decoding.py`: time of a decoding step; `server_model.py`, `fleet_model.py`: engines
-  as a queueing model; `generation.py`: dynamic sampling on it; `lengths.py`: response lengths.
+- `engine.py`: memory of the engines; `decoding.py`: time of a decoding step; `server_model.py`, `fleet_model.py`:
+  engines as a queueing model; `generation.py`: dynamic sampling on it; `lengths.py`: response lengths.
 - `hardware.py`: data sheets of GPUs; `workload.py`: samples and lengths of one step.
 - `assumptions.py`: the constants, with their sources; `assumption_lines.py`: the same as text.
 - `published.py`: published runs beside what is predicted for them.
