@@ -4,6 +4,7 @@
 - `yaml12`     the YAML 1.2 reader and writer
 - `base`       `Section`, the base of all sections; field types for paths and texts
 - `schema`     `Config`, and the checks across sections, against the model and against the number of ranks
+- `megatron`   options of Megatron-Core inside `policy`: fields by name, MoE, fp8
 - `model`      the shape of a Qwen model, from its config.json (`ModelShape`)
 - one file per section: `policy`, `rollout`, `reward`, `data`, `algorithm`, `evaluate`, `trainer`, `observe`, `slurm`
 """

@@ -8,8 +8,11 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from megatron_dapo.config.base import PathText, Section
+from megatron_dapo.config.megatron import Fp8Config, MegatronOptions, MoEConfig
 
 HEAD_LOGITS_BYTES = 1200 << 20  # 4096 tokens of a 152 k vocabulary in bf16
+RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts"]
+StateType = Literal["fp32", "bf16", "fp16", "fp8"]
 
 
 class OptimizerConfig(Section):
@@ -27,11 +30,31 @@ class OptimizerConfig(Section):
     eps: float = Field(1e-8, gt=0, description="Added to Adam's denominator.")
     weight_decay: float = Field(0.1, ge=0, description="Decoupled from the gradient (AdamW).")
     grad_clip: float = Field(1.0, ge=0, description="Global gradient norm; 0 switches clipping off.")
+    fused: bool | None = Field(
+        None, description="torch's fused AdamW where neither Transformer Engine nor apex has one; null: on CUDA."
+    )
+    cpu_offload: float = Field(
+        0.0, ge=0, le=1, description="Share of the optimizer state in host memory, where its part of the step runs."
+    )
+    precision_aware: bool = Field(
+        False, description="Optimizer state in the types below; needs Transformer Engine's Adam."
+    )
+    main_params_dtype: Literal["fp32", "fp16"] = Field("fp32", description="Type of the main weights.")
+    exp_avg_dtype: StateType = Field("fp32", description="Type of Adam's mean of the gradients.")
+    exp_avg_sq_dtype: StateType = Field("fp32", description="Type of Adam's mean of the squared gradients.")
 
     @model_validator(mode="after")
     def _order(self) -> OptimizerConfig:
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr ({self.min_lr}) is above lr ({self.lr}): lower min_lr")
+        return self
+
+    @model_validator(mode="after")
+    def _state(self) -> OptimizerConfig:
+        for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+            if getattr(self, name) != "fp32" and (not self.precision_aware or self.cpu_offload):
+                why = "cpu_offload keeps fp32 state" if self.cpu_offload else "precision_aware is false"
+                raise ValueError(f"{name} is {getattr(self, name)}, but {why}: remove it or change the other")
         return self
 
 
@@ -41,11 +64,25 @@ class PolicyConfig(Section):
         None,
         description="A converted torch_dist directory to start from; null: load the HF weights directly.",
     )
-    tensor_parallel: int = Field(1, ge=1, description="TP: ranks that share every layer; divides both kinds of heads.")
+    tensor_parallel: int = Field(
+        1,
+        ge=1,
+        description="TP: ranks that share every layer; divides the attention heads. With more ranks than key/value "
+        "heads, each of these heads is computed on several ranks.",
+    )
     pipeline_parallel: int = Field(1, ge=1, description="PP: pipeline stages of consecutive layers.")
+    first_stage_layers: int | None = Field(
+        None, ge=1, description="Layers of the first pipeline stage; null: as many as a middle one."
+    )
+    last_stage_layers: int | None = Field(
+        None, ge=1, description="Layers of the last pipeline stage, which also has the output layer; null: likewise."
+    )
     virtual_pipeline: int = Field(1, ge=1, description="Model chunks per pipeline stage (interleaved 1F1B).")
     context_parallel: int = Field(1, ge=1, description="CP: ranks that share every sequence.")
     expert_parallel: int = Field(1, ge=1, description="EP: ranks that share the experts of a MoE layer.")
+    expert_tensor_parallel: int = Field(
+        1, ge=1, description="ETP: ranks that share every expert; attention keeps tensor_parallel."
+    )
     sequence_parallel: bool | None = Field(
         None,
         description="Split activations between tensor-parallel layers along the sequence, which saves memory; "
@@ -53,7 +90,9 @@ class PolicyConfig(Section):
     )
     distributed_optimizer: bool = Field(True, description="Shard optimizer state over data-parallel ranks.")
     precision: Literal["bf16", "fp32"] = Field(
-        "bf16", description="Precision of the model's computation; gradients and optimizer state are always fp32."
+        "bf16",
+        description="Precision of the model's computation; gradients and optimizer state are fp32 unless keys below "
+        "say otherwise.",
     )
     micro_batch_tokens: int = Field(
         32768,
@@ -63,11 +102,49 @@ class PolicyConfig(Section):
     recompute: Literal["none", "selective", "full"] = Field(
         "none", description="Recompute activations in the backward pass; full saves most memory, for a third more work."
     )
+    recompute_modules: list[RecomputeModule] = Field(
+        ["core_attn"], description="What selective recomputes in every layer. Transformer Engine's fused attention "
+        "needs no core_attn.",
+    )  # fmt: skip
+    recompute_layers: int | None = Field(
+        None, ge=1, description="full: only the first so many layers of each model chunk; null: all."
+    )
+    attention_backend: Literal["auto", "flash", "fused", "unfused"] = Field(
+        "auto", description="Transformer Engine's attention kernel."
+    )
+    cp_comm_type: Literal["p2p", "all_gather", "a2a"] | None = Field(
+        None, description="How context-parallel ranks exchange keys and values; null: Transformer Engine's default."
+    )
+    tp_comm_overlap: bool = Field(
+        False, description="Overlap tensor-parallel communication with matrix products. Every micro-batch is padded to "
+        "micro_batch_tokens.",
+    )  # fmt: skip
+    deterministic: bool = Field(
+        False, description="Only algorithms that give the same bits every time. Slower; for debugging."
+    )
+    gradient_reduction: Literal["fp32", "bf16"] = Field(
+        "fp32", description="Type in which gradients are accumulated and summed over ranks; bf16 halves their memory "
+        "and traffic, and rounds.",
+    )  # fmt: skip
+    overlap_grad_reduce: bool | None = Field(
+        None, description="Sum gradients over ranks during the backward pass; null: on CUDA."
+    )
+    overlap_param_gather: bool | None = Field(
+        None, description="Gather updated weights during the next forward pass (distributed_optimizer); null: on CUDA "
+        "with more than one data- or context-parallel rank.",
+    )  # fmt: skip
+    gradient_accumulation_fusion: bool | None = Field(
+        None, description="Matrix products add weight gradients to their fp32 buffer directly; null: where "
+        "Transformer Engine or NVIDIA's apex is installed.",
+    )  # fmt: skip
     head_chunk_tokens: int | None = Field(
         None, gt=0, description="Tokens whose logits are in memory at once; null: as many as fit into 1.2 GiB."
     )
     moe_aux_loss_coefficient: float = Field(0.0, ge=0, description="Load-balancing loss of the router; 0: none.")
+    moe: MoEConfig = MoEConfig()
+    fp8: Fp8Config = Fp8Config()
     optimizer: OptimizerConfig = OptimizerConfig()
+    megatron: MegatronOptions = MegatronOptions()
     timeout_seconds: float = Field(1800.0, gt=0, description="Longest wait in any collective.")
 
     def head_chunk(self, vocab: int) -> int:
@@ -80,6 +157,17 @@ class PolicyConfig(Section):
     @property
     def uses_sequence_parallel(self) -> bool:
         return self.tensor_parallel > 1 if self.sequence_parallel is None else self.sequence_parallel
+
+    def stage_layers(self, layers: int) -> list[int] | None:
+        """Layers of each pipeline stage; None when the stages in the middle cannot share what is left."""
+        given = [count for count in (self.first_stage_layers, self.last_stage_layers) if count is not None]
+        middle, left = self.pipeline_parallel - len(given), layers - sum(given)
+        if left < 0 or bool(left) != bool(middle) or (middle and left % middle):
+            return None
+        stages = [left // middle] * middle if middle else []
+        if self.first_stage_layers is not None:
+            stages.insert(0, self.first_stage_layers)
+        return stages if self.last_stage_layers is None else [*stages, self.last_stage_layers]
 
     @property
     def model_ranks(self) -> int:
@@ -95,14 +183,76 @@ class PolicyConfig(Section):
             )
         if self.sequence_parallel and self.tensor_parallel == 1:
             raise ValueError("sequence_parallel needs tensor_parallel of 2 or more: remove it or raise tensor_parallel")
+        for check in (self._check_stages, self._check_recompute, self._check_communication, self._check_precision):
+            check()
         align = self.pack_alignment
         if self.micro_batch_tokens % align:
             raise ValueError(
                 f"micro_batch_tokens ({self.micro_batch_tokens}) must be a multiple of {align}, because the packed "
                 "tokens are split over 2 × context_parallel chunks and, under sequence parallelism, over "
-                f"tensor_parallel ranks: use {-(-self.micro_batch_tokens // align) * align}"
+                f"tensor_parallel ranks{self._fp8_alignment}: use {-(-self.micro_batch_tokens // align) * align}"
             )
         return self
+
+    def _check_stages(self) -> None:
+        ends = {name: getattr(self, name) for name in ("first_stage_layers", "last_stage_layers")}
+        named = [name for name, count in ends.items() if count is not None]
+        if named and self.pipeline_parallel == 1:
+            raise ValueError(f"{named[0]} needs pipeline_parallel of 2 or more: remove it or raise pipeline_parallel")
+        for name in named:
+            if ends[name] % self.virtual_pipeline:
+                raise ValueError(
+                    f"{name} ({ends[name]}) must be a multiple of virtual_pipeline ({self.virtual_pipeline}), because "
+                    "the chunks of a stage have equal sizes"
+                )
+
+    def _check_recompute(self) -> None:
+        if self.recompute_modules != ["core_attn"] and self.recompute != "selective":
+            raise ValueError(f"recompute_modules needs recompute: selective (it is {self.recompute})")
+        if not self.recompute_modules:
+            raise ValueError("recompute_modules is empty: name modules, or set recompute: none")
+        if self.recompute_layers is not None and self.recompute != "full":
+            raise ValueError(f"recompute_layers needs recompute: full (it is {self.recompute})")
+
+    def _check_communication(self) -> None:
+        if self.moe.dispatcher == "allgather" and self.pipeline_parallel > 1:
+            raise ValueError(
+                "moe.dispatcher allgather needs pipeline_parallel 1: pipeline stages exchange micro-batches of "
+                "different lengths, which Megatron refuses with it; use alltoall"
+            )
+        experts, replica = (
+            self.expert_parallel * self.expert_tensor_parallel,
+            self.tensor_parallel * self.context_parallel,
+        )
+        if self.moe.dispatcher == "allgather" and replica % experts:
+            raise ValueError(
+                f"moe.dispatcher allgather needs expert_parallel × expert_tensor_parallel ({experts}) to divide "
+                f"tensor_parallel × context_parallel ({replica}): it gathers equal numbers of tokens, and "
+                "data-parallel ranks hold packs of different lengths; use alltoall"
+            )
+        if self.overlap_param_gather and not self.distributed_optimizer:
+            raise ValueError(
+                "overlap_param_gather needs distributed_optimizer: otherwise every rank updates all of its weights"
+            )
+        if self.overlap_param_gather and self.overlap_grad_reduce is False:
+            raise ValueError("overlap_param_gather needs overlap_grad_reduce, because Megatron's buckets serve both")
+        if self.cp_comm_type and self.context_parallel == 1:
+            raise ValueError("cp_comm_type needs context_parallel of 2 or more: remove it or raise context_parallel")
+        if self.tp_comm_overlap and not self.uses_sequence_parallel:
+            raise ValueError("tp_comm_overlap needs tensor_parallel of 2 or more with sequence_parallel")
+
+    def _check_precision(self) -> None:
+        if self.fp8.recipe != "none" and self.precision != "bf16":
+            raise ValueError(f"fp8.recipe needs precision: bf16, in which weights are kept (it is {self.precision})")
+        if self.gradient_reduction == "bf16" and self.precision != "bf16":
+            raise ValueError("gradient_reduction: bf16 needs precision: bf16, because Megatron reduces in either fp32 "
+                             "or the weights' type")  # fmt: skip
+        optimizer = self.optimizer
+        if (optimizer.precision_aware or optimizer.cpu_offload) and not self.distributed_optimizer:
+            raise ValueError("optimizer.precision_aware and optimizer.cpu_offload need distributed_optimizer, which "
+                             "implements them")  # fmt: skip
+        if (optimizer.precision_aware or optimizer.cpu_offload) and self.precision != "bf16":
+            raise ValueError("optimizer.precision_aware and optimizer.cpu_offload need precision: bf16")
 
     @property
     def sequence_alignment(self) -> int:
@@ -113,4 +263,8 @@ class PolicyConfig(Section):
     def pack_alignment(self) -> int:
         """A packed micro-batch is padded to a multiple of this."""
         tensor = self.tensor_parallel if self.uses_sequence_parallel else 1
-        return math.lcm(self.sequence_alignment, self.context_parallel * tensor)
+        return math.lcm(self.sequence_alignment, self.context_parallel * tensor * self.fp8.alignment)
+
+    @property
+    def _fp8_alignment(self) -> str:
+        return f" in multiples of {self.fp8.alignment} (fp8.recipe)" if self.fp8.alignment > 1 else ""

@@ -140,31 +140,89 @@ class Config(Section):
 
 def check_model(policy: PolicyConfig, shape: ModelShape, max_tokens: int | None = None) -> None:
     """Checks the layout against the model. Every message names the key to change."""
-    tp, pp, vpp, ep = (
-        policy.tensor_parallel, policy.pipeline_parallel, policy.virtual_pipeline, policy.expert_parallel,
-    )  # fmt: skip
-    for what, count in (("attention heads", shape.heads), ("key/value heads", shape.kv_heads)):
-        if count % tp:
-            raise ConfigError(
-                f"policy.tensor_parallel is {tp}, but the model has {count} {what}: choose one of {_divisors(count)}"
-            )
-    if shape.layers % (pp * vpp):
-        raise ConfigError(
-            f"policy.pipeline_parallel × virtual_pipeline is {pp} × {vpp} = {pp * vpp}, but the model has "
-            f"{shape.layers} layers: choose a product among {_divisors(shape.layers)}"
-        )
-    if ep > 1 and not shape.is_moe:
-        raise ConfigError(f"policy.expert_parallel is {ep}, but the model has no experts: set it to 1")
-    if shape.is_moe and shape.experts % ep:
-        raise ConfigError(
-            f"policy.expert_parallel is {ep}, but the model has {shape.experts} experts: "
-            f"choose one of {_divisors(shape.experts)}"
-        )
+    _check_heads(policy, shape)
+    _check_stages(policy, shape)
+    _check_experts(policy, shape)
     if max_tokens is not None and max_tokens > shape.max_positions:
         raise ConfigError(
             f"rollout.max_prompt_tokens + rollout.max_response_tokens is {max_tokens}, but the model has "
             f"{shape.max_positions} positions (max_position_embeddings): lower one of them"
         )
+
+
+def _check_heads(policy: PolicyConfig, shape: ModelShape) -> None:
+    tp = policy.tensor_parallel
+    if shape.heads % tp:
+        raise ConfigError(
+            f"policy.tensor_parallel is {tp}, but the model has {shape.heads} attention heads: "
+            f"choose one of {_divisors(shape.heads)}"
+        )
+    if shape.kv_heads % tp and tp % shape.kv_heads:
+        fitting = [d for d in range(1, shape.heads + 1) if shape.heads % d == 0 and _fits_kv(d, shape.kv_heads)]
+        raise ConfigError(
+            f"policy.tensor_parallel is {tp}, but the model has {shape.kv_heads} key/value heads: it must divide them "
+            f"or be a multiple of them; choose one of {', '.join(map(str, fitting))}"
+        )
+
+
+def _fits_kv(tensor_parallel: int, kv_heads: int) -> bool:
+    return kv_heads % tensor_parallel == 0 or tensor_parallel % kv_heads == 0
+
+
+def _check_stages(policy: PolicyConfig, shape: ModelShape) -> None:
+    pp, vpp = policy.pipeline_parallel, policy.virtual_pipeline
+    stages = policy.stage_layers(shape.layers)
+    if stages is None or any(count % vpp for count in stages):
+        given = [f"{n} {c}" for n in ("first_stage_layers", "last_stage_layers") if (c := getattr(policy, n))]
+        product = f"policy.pipeline_parallel × virtual_pipeline is {pp} × {vpp} = {pp * vpp}"
+        raise ConfigError(
+            f"{product}{', with ' + ' and '.join(given) if given else ''}, but the model has {shape.layers} layers: "
+            f"{_stage_advice(shape.layers, pp, vpp)}"
+        )
+    if policy.recompute_layers is not None and policy.recompute_layers > max(stages) // vpp:
+        raise ConfigError(
+            f"policy.recompute_layers is {policy.recompute_layers}, but a model chunk has {max(stages) // vpp} layers: "
+            "lower it, or remove it to recompute all"
+        )
+
+
+def _stage_advice(layers: int, pp: int, vpp: int) -> str:
+    """A pair of first and last stage that fits, as even as possible; the last stage, which has the output layer, gets
+    no more than the first."""
+    even = f"choose a product among {_divisors(layers)}"
+    pairs = [
+        (first, last)
+        for first in range(vpp, layers, vpp)
+        for last in range(vpp, first + 1, vpp)
+        if pp > 2 and (rest := layers - first - last) > 0 and rest % ((pp - 2) * vpp) == 0
+    ]
+    if not pairs:
+        return even
+    first, last = min(pairs, key=lambda pair: max(abs(end - layers / pp) for end in pair))
+    return f"{even}, or set policy.first_stage_layers={first} and policy.last_stage_layers={last}"
+
+
+def _check_experts(policy: PolicyConfig, shape: ModelShape) -> None:
+    ep, etp = policy.expert_parallel, policy.expert_tensor_parallel
+    if not shape.is_moe:
+        for name, size in (("expert_parallel", ep), ("expert_tensor_parallel", etp)):
+            if size > 1:
+                raise ConfigError(f"policy.{name} is {size}, but the model has no experts: set it to 1")
+    elif shape.experts % ep:
+        raise ConfigError(
+            f"policy.expert_parallel is {ep}, but the model has {shape.experts} experts: "
+            f"choose one of {_divisors(shape.experts)}"
+        )
+    elif shape.expert_ffn_hidden % etp:
+        raise ConfigError(
+            f"policy.expert_tensor_parallel is {etp}, but experts have {shape.expert_ffn_hidden} hidden units: "
+            "choose a divisor"
+        )
+    wanted = {"moe": True, "moe_act": True, "shared_experts": True, "mlp": False}
+    for module in policy.recompute_modules:
+        if wanted.get(module, shape.is_moe) != shape.is_moe:
+            kind = "no experts" if wanted[module] else "experts instead of dense MLPs: use moe"
+            raise ConfigError(f"policy.recompute_modules has {module!r}, but the model has {kind}")
 
 
 def check_world(policy: PolicyConfig, world_size: int) -> None:
@@ -175,12 +233,13 @@ def check_world(policy: PolicyConfig, world_size: int) -> None:
             f"{policy.pipeline_parallel} × {policy.context_parallel} = {policy.model_ranks}: "
             f"use a multiple of {policy.model_ranks} ranks"
         )
-    # Experts are spread over tensor × context × data ranks of one pipeline stage (expert-TP is 1).
-    stage = world_size // policy.pipeline_parallel
-    if stage % policy.expert_parallel:
+    # Experts are spread over tensor × context × data ranks of one pipeline stage.
+    stage, etp = world_size // policy.pipeline_parallel, policy.expert_tensor_parallel
+    if stage % (policy.expert_parallel * etp):
+        product = "" if etp == 1 else f" × expert_tensor_parallel = {policy.expert_parallel} × {etp}"
         raise ConfigError(
-            f"policy.expert_parallel is {policy.expert_parallel}, but a pipeline stage has {stage} ranks: "
-            f"choose one of {_divisors(stage)}"
+            f"policy.expert_parallel{product} is {policy.expert_parallel * etp}, but a pipeline stage has {stage} "
+            f"ranks: choose one of {_divisors(stage)}"
         )
 
 

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_dapo.config import Config, ConfigError, ModelShape, check_config, dump_config
+from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.errors import UserError
 from megatron_dapo.policy.gpu_count import gpu_count
 from megatron_dapo.trainer.resume import SETTINGS, check_resume
@@ -26,6 +27,7 @@ from megatron_dapo.trainer.run_lock import RunLock
 
 if TYPE_CHECKING:
     from megatron_dapo.data import RunData
+    from megatron_dapo.trainer.preflight import Setup
 
 SETUP_ERROR = "setup_error"  # in the log folder; the batch script does not queue a job again that has it
 
@@ -43,9 +45,10 @@ def run_training(config: Config, *, dry_run: bool = False) -> int:
     data = None  # the prompts: rank 0 has them
     if rendezvous.rank == 0:
         # Ranks are forked from this process: threads of tokenizers or plugins must not be in it.
-        data = _check_setup(config, shape, forked=not in_job and ranks > 1)
+        setup = _check_setup(config, shape, forked=not in_job and ranks > 1)
+        data = setup.data
         print_plan(config, shape, ranks)
-        print(data.report(), file=sys.stderr)
+        print(setup.report(), file=sys.stderr)
         for line in changed:
             print(f"changed since this run was last started: {line}", file=sys.stderr)
     if dry_run:
@@ -92,7 +95,7 @@ def check_run(config: Config, ranks: int) -> ModelShape:
     return shape
 
 
-def _check_setup(config: Config, shape: ModelShape, forked: bool) -> RunData:
+def _check_setup(config: Config, shape: ModelShape, forked: bool) -> Setup:
     """`preflight.check_setup`; in a Slurm job an error is also left in the log folder for the batch script."""
     from megatron_dapo.trainer.preflight import check_setup
     from megatron_dapo.trainer.watchdog import log_folder
@@ -143,7 +146,7 @@ def print_plan(config: Config, shape: ModelShape, ranks: int) -> None:
         "run": f"{trainer.run_dir} ({'resumes' if resume else 'new'}), {trainer.steps} steps",
         "model": f"{policy.model}, {shape.architecture}, {shape.layers} layers × {shape.hidden}, {policy.precision}",
         "layout": f"{ranks} ranks = TP {policy.tensor_parallel} × PP {policy.pipeline_parallel} × CP "
-        f"{policy.context_parallel} × DP {data_parallel}" + (f", EP {policy.expert_parallel}" if shape.is_moe else ""),
+        f"{policy.context_parallel} × DP {data_parallel}" + _experts(policy, shape) + _stages(policy, shape),
         "step": f"{trainer.prompts_per_step} prompts × {rollout.samples_per_prompt} samples, "
         f"{trainer.updates_per_step} updates, up to {rollout.max_response_tokens} tokens",
         "engine": rollout.engine,
@@ -154,6 +157,17 @@ def print_plan(config: Config, shape: ModelShape, ranks: int) -> None:
     for name, text in lines.items():
         table.add_row(f"[bold]{name}[/]", text)
     Console(file=sys.stderr).print(table)
+
+
+def _experts(policy: PolicyConfig, shape: ModelShape) -> str:
+    etp = policy.expert_tensor_parallel
+    return (f", EP {policy.expert_parallel}" + (f" × ETP {etp}" if etp > 1 else "")) if shape.is_moe else ""
+
+
+def _stages(policy: PolicyConfig, shape: ModelShape) -> str:
+    """The layers of each pipeline stage, where they differ."""
+    stages = policy.stage_layers(shape.layers) or []
+    return f", stages of {', '.join(map(str, stages))} layers" if len(set(stages)) > 1 else ""
 
 
 def write_resolved(config: Config) -> None:

@@ -8,6 +8,8 @@
 - `loss_func`         Megatron's loss function, made from DAPO's policy loss
 - `metrics`           training metrics over micro-batches, ranks and updates
 - `learning_rate`     the schedule of the learning rate
+- `megatron_options`  Megatron's options by name against the installed version; what needs CUDA; its DDP and optimizer
+- `options_report`    what `train --dry-run` says about them
 - `runtime`           device, process groups, errors that reach all ranks (`initialize`, `Rendezvous`)
 - `fork_ranks`        ranks on this machine without torchrun
 - `gpu_count`         the number of GPUs, without initializing CUDA

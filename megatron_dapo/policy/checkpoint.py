@@ -50,6 +50,7 @@ def policy_files(policy: Policy, buffers: HostBuffers | None = None) -> list[Che
     With `buffers` they refer to copies in host memory, and training may go on at once. Without, they refer to the
     weights and optimizer state themselves, and must be written before either changes."""
     cpu.install()
+    policy.step.complete_weights()
     initialize_state(policy.optimizer)
     if buffers is not None:
         buffers.reset()
@@ -87,6 +88,7 @@ def load_policy(policy: Policy, directory: str | os.PathLike[str]) -> None:
         step = _step(state, directory)
         adapt_step(policy.optimizer, state["optimizer"], step)
         policy.optimizer.load_state_dict(state["optimizer"])
+    policy.set_fused_adam()
     set_step(policy.optimizer, step)
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -40,7 +41,9 @@ def install() -> None:
         _run_fused_helpers_eagerly,
         _keep_rng_on_the_host,
         _bind_missing_moe_names,
+        _bind_missing_recompute_names,
         _split_sizes_as_numbers,
+        _exchange_unequal_parts,
     ):
         patch()
 
@@ -162,6 +165,15 @@ def _bind_missing_moe_names() -> None:
         moe_utils.te_general_gemm = None
 
 
+def _bind_missing_recompute_names() -> None:
+    """Recomputing a norm reads names of Transformer Engine, even without fp8."""
+    from megatron.core.tensor_parallel import random
+
+    if not hasattr(random, "FP8GlobalStateManager"):
+        random.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
+        random.activation_recompute_forward = random.fp8_autocast = lambda *a, **k: contextlib.nullcontext()
+
+
 def _split_sizes_as_numbers() -> None:
     """The token dispatcher converts split sizes to numbers only for CUDA tensors; gloo needs numbers as well."""
     from megatron.core.transformer.moe import token_dispatcher
@@ -174,3 +186,30 @@ def _split_sizes_as_numbers() -> None:
         return move(tensor, as_numpy, record_stream)
 
     token_dispatcher.maybe_move_tensor_to_cpu = move_as_numbers
+
+
+def _exchange_unequal_parts() -> None:
+    """Expert tensor parallelism gathers and reduces parts of different lengths; gloo needs equal ones."""
+    from megatron.core.tensor_parallel import mappings
+
+    gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gather_parts(x: Any, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(x, group, output_split_sizes, use_global_buffer)
+        sizes = [int(size) for size in output_split_sizes]
+        padded = x.new_zeros(max(*sizes, 1), *x.shape[1:])
+        padded[: x.shape[0]] = x
+        parts = [torch.empty_like(padded) for _ in sizes]
+        torch.distributed.all_gather(parts, padded, group=group)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    def reduce_scatter_parts(x: Any, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if input_split_sizes is None or group.size() == 1:
+            return reduce_scatter(x, group, input_split_sizes, use_global_buffer)
+        total = x.clone()
+        torch.distributed.all_reduce(total, group=group)
+        return total.split([int(size) for size in input_split_sizes])[group.rank()].clone()
+
+    mappings._gather_along_first_dim = gather_parts
+    mappings._reduce_scatter_along_first_dim = reduce_scatter_parts

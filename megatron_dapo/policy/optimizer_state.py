@@ -75,7 +75,7 @@ def initialize_state(optimizer: Any) -> None:
                 if not adam.state[parameter]:
                     state = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
                     if _counts_per_parameter(adam):
-                        state["step"] = torch.tensor(0.0)
+                        state["step"] = _step_tensor(group, parameter, 0)
                     adam.state[parameter] = state
 
 
@@ -122,8 +122,22 @@ def set_step(optimizer: Any, step: int) -> None:
                 continue
             group.pop("step", None)  # Megatron's, from the checkpoint
             for parameter in group["params"]:
-                device = parameter.device if group.get("capturable") or group.get("fused") else "cpu"
-                adam.state[parameter]["step"] = torch.tensor(float(step), device=device)
+                adam.state[parameter]["step"] = _step_tensor(group, parameter, step)
+
+
+def _step_tensor(group: dict[str, Any], parameter: Tensor, step: int) -> Tensor:
+    """torch's counter of one parameter. Fused kernels read it on the parameter's device."""
+    device = parameter.device if group.get("capturable") or group.get("fused") else "cpu"
+    return torch.tensor(float(step), device=device)
+
+
+def set_fused(optimizer: Any, fused: bool) -> None:
+    """Whether torch's AdamW, where Megatron has picked it, steps in one kernel. Loading a checkpoint sets what the
+    saved optimizer had. The Adam of Transformer Engine or apex is always fused."""
+    for adam in inner_optimizers(optimizer):
+        if _counts_per_parameter(adam):
+            for options in (adam.defaults, *adam.param_groups):
+                options.update(fused=fused, foreach=None if not fused else False)
 
 
 def _counts_per_parameter(adam: torch.optim.Optimizer) -> bool:

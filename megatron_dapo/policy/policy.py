@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
@@ -23,8 +22,10 @@ from megatron_dapo.config import Config, ModelShape
 from megatron_dapo.errors import UserError
 from megatron_dapo.policy.batch import Floats, TrainBatch
 from megatron_dapo.policy.loss_func import check_transformer_config
-from megatron_dapo.policy.model.gpt import DTYPES, PolicyModel, build_model
+from megatron_dapo.policy.megatron_options import ddp_config, optimizer_config
+from megatron_dapo.policy.model.gpt import PolicyModel, build_model
 from megatron_dapo.policy.offload import Offloader, storage_key
+from megatron_dapo.policy.optimizer_state import set_fused
 from megatron_dapo.policy.runtime import Runtime
 from megatron_dapo.policy.step import UpdateStep
 from megatron_dapo.weights.model_weights import RankPosition, load_hf_weights
@@ -36,43 +37,28 @@ class Policy:
         self.config, self.shape, self.runtime = config, shape, runtime
         self._reference: list[Tensor] | None = None
         self.model: list[PolicyModel] = build_model(shape, config.policy, runtime)
-        ddp_config = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            overlap_grad_reduce=runtime.device.type == "cuda",
-            use_distributed_optimizer=config.policy.distributed_optimizer,
-            average_in_collective=False,
-        )
+        on_cuda = runtime.device.type == "cuda"
+        ddp = ddp_config(config.policy, on_cuda=on_cuda, replicas=runtime.groups.dp_cp.size())
         self.megatron_config = self.model[0].config
-        check_transformer_config(self.megatron_config, ddp_config)
-        self.chunks = [self._wrap(chunk, ddp_config, first=i == 0) for i, chunk in enumerate(self.model)]
-        self.optimizer = get_megatron_optimizer(self._optimizer_config(), self.chunks)
+        check_transformer_config(self.megatron_config, ddp)
+        self.chunks = [self._wrap(chunk, ddp, first=i == 0) for i, chunk in enumerate(self.model)]
+        self.optimizer = get_megatron_optimizer(optimizer_config(config.policy), self.chunks)
+        self.set_fused_adam()
         self.megatron_config.finalize_model_grads_func = finalize_model_grads
         self.megatron_config.grad_scale_func = self.optimizer.scale_loss
-        if ddp_config.overlap_grad_reduce:
+        if ddp.overlap_grad_reduce:
             no_syncs = [chunk.no_sync for chunk in self.chunks]
             self.megatron_config.no_sync_func = no_syncs if len(no_syncs) > 1 else no_syncs[0]
         self._offloader = Offloader(runtime.device)
         self.step = UpdateStep(config, shape, runtime, self.model, self.chunks, self.optimizer)
 
-    def _wrap(self, chunk: PolicyModel, ddp_config: DistributedDataParallelConfig, first: bool) -> Any:
+    def _wrap(self, chunk: PolicyModel, ddp: DistributedDataParallelConfig, first: bool) -> Any:
         module = Float16Module(self.megatron_config, chunk) if self.config.policy.precision == "bf16" else chunk
-        return DistributedDataParallel(self.megatron_config, ddp_config, module, disable_bucketing=not first)
+        return DistributedDataParallel(self.megatron_config, ddp, module, disable_bucketing=not first)
 
-    def _optimizer_config(self) -> MegatronOptimizerConfig:
-        optimizer, precision = self.config.policy.optimizer, self.config.policy.precision
-        return MegatronOptimizerConfig(
-            optimizer="adam",
-            lr=optimizer.lr,
-            min_lr=optimizer.min_lr,
-            weight_decay=optimizer.weight_decay,
-            adam_beta1=optimizer.beta1,
-            adam_beta2=optimizer.beta2,
-            adam_eps=optimizer.eps,
-            clip_grad=optimizer.grad_clip,
-            bf16=precision == "bf16",
-            params_dtype=DTYPES[precision],
-            use_distributed_optimizer=self.config.policy.distributed_optimizer,
-        )
+    def set_fused_adam(self) -> None:
+        wanted = self.config.policy.optimizer.fused
+        set_fused(self.optimizer, self.runtime.device.type == "cuda" if wanted is None else wanted)
 
     @property
     def needs(self) -> Needs:
@@ -93,12 +79,19 @@ class Policy:
         """This rank's coordinates among the ranks that share the weights."""
         groups = self.runtime.groups
         return RankPosition(
-            groups.tp.rank(), groups.tp.size(), groups.ep.rank(), groups.ep.size(), etp_rank=0, etp_size=1
+            groups.tp.rank(),
+            groups.tp.size(),
+            groups.ep.rank(),
+            groups.ep.size(),
+            etp_rank=groups.expt_tp.rank(),
+            etp_size=groups.expt_tp.size(),
         )
 
     def weight_buckets(self, bucket_bytes: int = 512 << 20) -> WeightBuckets:
         """Collective. The weights as buckets of HF-named tensors on rank 0, for the engines."""
-        return WeightBuckets(self.model, self.shape, self.position, bucket_bytes=bucket_bytes)
+        return WeightBuckets(
+            self.model, self.shape, self.position, bucket_bytes=bucket_bytes, before=self.step.complete_weights
+        )
 
     def load_hf(self, source: str | os.PathLike[str] | Mapping[str, Tensor]) -> None:
         """Fills the model from a HF directory or HF-named tensors. A missing or unknown tensor is an error."""
@@ -108,6 +101,7 @@ class Policy:
     def offload_training_state(self) -> int:
         """Moves master weights and optimizer state to host memory and drops the gradient buffers, which makes room for
         an engine on the same GPU. The weights stay readable. Returns the bytes freed; `onload` undoes it."""
+        self.step.complete_weights()
         self.optimizer.zero_grad()
         buffers = [b for chunk in self.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         freed = self._offloader.offload((buffer.grad_data for buffer in buffers), keep=False)
@@ -116,6 +110,7 @@ class Policy:
 
     def offload_weights(self) -> int:
         """Moves the weights to host memory as well. Only `onload` may be called afterwards."""
+        self.step.complete_weights()
         return self._offloader.offload(self._parameters())
 
     def onload(self) -> int:
@@ -151,12 +146,14 @@ class Policy:
 
     def keep_reference(self) -> None:
         """Makes a copy of the present weights in host memory the reference policy."""
+        self.step.complete_weights()
         self._reference = [parameter.detach().to("cpu", copy=True) for parameter in self._parameters()]
 
     def reference_log_probs(self, batch: TrainBatch) -> Floats:
         """Log-probs under the reference policy. The policy's own weights are restored afterwards."""
         if self._reference is None:
             raise UserError("there is no reference policy: call keep_reference() once the model is loaded")
+        self.step.complete_weights()
         current = [parameter.detach().to("cpu", copy=True) for parameter in self._parameters()]
         try:
             self._set_parameters(self._reference)

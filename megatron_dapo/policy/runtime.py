@@ -86,6 +86,8 @@ def initialize(policy: PolicyConfig, *, seed: int = 0, rendezvous: Rendezvous | 
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     cpu.install()
+    if policy.deterministic:
+        _use_deterministic_algorithms()
     rendezvous = rendezvous or Rendezvous.from_environment()
     check_world(policy, rendezvous.world_size)
     device = _join(rendezvous, timedelta(seconds=policy.timeout_seconds))
@@ -97,7 +99,7 @@ def initialize(policy: PolicyConfig, *, seed: int = 0, rendezvous: Rendezvous | 
         virtual_pipeline_model_parallel_size=policy.virtual_pipeline if policy.virtual_pipeline > 1 else None,
         context_parallel_size=policy.context_parallel,
         expert_model_parallel_size=policy.expert_parallel,
-        expert_tensor_parallel_size=1,
+        expert_tensor_parallel_size=policy.expert_tensor_parallel,
         distributed_timeout_minutes=max(1, round(policy.timeout_seconds / 60)),
     )
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
@@ -108,6 +110,14 @@ def initialize(policy: PolicyConfig, *, seed: int = 0, rendezvous: Rendezvous | 
         world_size=rendezvous.world_size,
         virtual_pipeline=policy.virtual_pipeline,
     )
+
+
+def _use_deterministic_algorithms() -> None:
+    """Before the first CUDA call: cuBLAS and Transformer Engine read these variables when they start."""
+    for name, value in (("CUBLAS_WORKSPACE_CONFIG", ":4096:8"), ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")):
+        os.environ[name] = value
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def _join(rendezvous: Rendezvous, timeout: timedelta) -> torch.device:

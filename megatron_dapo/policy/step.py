@@ -59,6 +59,10 @@ class UpdateStep:
         self.packing = PackingSpec.of(config.policy, runtime.groups.cp.rank())
         self.forward_backward = get_forward_backward_func()
         self._weight_gradient = _weight_gradient(model[-1])
+        self._grad_norm = optimizer.get_grad_norm
+        optimizer.get_grad_norm = self._finite_grad_norm  # Megatron's step calls it before it changes anything
+        self._overlaps_gather = any(chunk.ddp_config.overlap_param_gather for chunk in chunks)
+        self._weights_incomplete = False
         self._reducers: dict[tuple[bool, bool], MetricReducer] = {}
 
     def update(self, batch: TrainBatch) -> dict[str, float]:
@@ -112,6 +116,8 @@ class UpdateStep:
 
     def run(self, micro_batches: list[PackedMicroBatch], make_loss: MakeLossFunc, *, score: bool = False) -> list[Any]:
         """Megatron's schedule over the micro-batches; returns what the loss functions stored (last stage only)."""
+        if score:
+            self.complete_weights()
 
         def forward_step(iterator: Iterator[PackedMicroBatch], model: Any) -> tuple[Tensor, Any]:
             micro = next(iterator)
@@ -130,7 +136,7 @@ class UpdateStep:
             return output, one_pass.loss_func if one_pass else loss
 
         iterators = [iter(micro_batches) for _ in self.chunks]
-        return self.forward_backward(
+        stored: list[Any] = self.forward_backward(
             forward_step_func=forward_step,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
@@ -140,6 +146,8 @@ class UpdateStep:
             forward_only=score,
             collect_non_loss_data=score,
         )
+        self._weights_incomplete = False  # the forward pass has gathered them
+        return stored
 
     def zero_grad(self) -> None:
         for chunk in self.chunks:
@@ -191,14 +199,25 @@ class UpdateStep:
         optimizer, trainer = self.config.policy.optimizer, self.config.trainer
         rate = learning_rate(optimizer, self.updates, trainer.updates_per_step, trainer.steps)
         set_learning_rate(self.optimizer, rate, optimizer.weight_decay)
-        self.optimizer.prepare_grads()
-        norm = float(self.optimizer.get_grad_norm())
+        _, norm, _ = self.optimizer.step()
+        self._weights_incomplete = self._overlaps_gather
+        self.updates += 1
+        return {"grad_norm": float(norm), "lr": rate}
+
+    def _finite_grad_norm(self) -> float:
+        norm = float(self._grad_norm())
         if not math.isfinite(norm):
             self.zero_grad()
             raise NonFiniteError(f"the gradient norm is {norm} in update {self.updates}; no weight has changed")
-        self.optimizer.step()
-        self.updates += 1
-        return {"grad_norm": norm, "lr": rate}
+        return norm
+
+    def complete_weights(self) -> None:
+        """Collective. Gathers the weights of the last update, if that was left to the next forward pass. Everything
+        that reads weights outside of a training pass calls it first."""
+        if self._weights_incomplete:
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
+            self._weights_incomplete = False
 
 
 def _weight_gradient(last: PolicyModel) -> Literal["added", "added-shared"]:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_dapo.config import Config, ModelShape
 from megatron_dapo.errors import UserError
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.policy.runtime import Rendezvous, Runtime, initialize
@@ -58,7 +59,11 @@ def trace_updates(
 
     The ranks stay connected: the next layout needs only other model-parallel groups.
     """
-    config, shape = selfcheck_config(layout, **algorithm), synthetic_shape(model)
+    return trace_config(rendezvous, selfcheck_config(layout, **algorithm), synthetic_shape(model), updates)
+
+
+def trace_config(rendezvous: Rendezvous | None, config: Config, shape: ModelShape, updates: int) -> Trace:
+    """As `trace_updates`, with any configuration and any small model."""
     torch.set_num_threads(1)
     runtime = initialize(config.policy, seed=1, rendezvous=rendezvous)
     policy = Policy(config, shape, runtime)
@@ -76,11 +81,15 @@ def trace_updates(
 
 def gather_full(policy: Policy, runtime: Runtime, *, gradient: bool) -> dict[str, Tensor]:
     """Collective. Full HF-named tensors on rank 0; {} elsewhere. For small models: everything is in memory at once."""
+    policy.step.complete_weights()
     if gradient and policy.config.policy.distributed_optimizer:
         _complete_gradient_buffers(policy)
     position = policy.position
     mine = {
-        mapping.name: (position.tp_rank, (parameter.main_grad if gradient else parameter.data).detach().cpu().clone())  # type: ignore[attr-defined]
+        mapping.name: (
+            position.split(mapping)[0],
+            (parameter.main_grad if gradient else parameter.data).detach().cpu().clone(),
+        )  # type: ignore[attr-defined]
         for mapping, parameter in live_mappings(policy.model, policy.shape, position)
     }
     everyone: list[Any] | None = [None] * runtime.world_size if runtime.rank == 0 else None
@@ -92,14 +101,12 @@ def gather_full(policy: Policy, runtime: Runtime, *, gradient: bool) -> dict[str
         shards = _one_of_each(name, everyone)
         if not shards and name == OUTPUT and policy.shape.tied_embeddings:
             continue  # one stage holds embedding and head: there is no second copy
-        # Experts are whole on each of their ranks; others are split over tensor-parallel ranks.
-        parts = [shards[min(shards)]] if mapping.expert is not None else [shards[rank] for rank in sorted(shards)]
-        full |= hf_tensors(mapping, unshard(mapping, parts))
+        full |= hf_tensors(mapping, unshard(mapping, [shards[rank] for rank in sorted(shards)]))
     return full
 
 
 def _one_of_each(name: str, everyone: list[dict[str, tuple[int, Tensor]]]) -> dict[int, Tensor]:
-    """Shards by tensor-parallel rank. Replicas (data, context, expert-tensor ranks) must hold the same bits."""
+    """Shards by (expert-)tensor-parallel rank. Replicas (data and context ranks) must hold the same bits."""
     shards: dict[int, Tensor] = {}
     for rank, held in enumerate(everyone):
         if name in held:

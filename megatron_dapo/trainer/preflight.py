@@ -11,6 +11,7 @@ import contextlib
 import netrc
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlparse
 
@@ -29,8 +30,20 @@ WANDB_URL = "https://api.wandb.ai"
 STEP_METRICS = ("rollout/", "reward/", "train/", "data/")  # prefixes of a step's metrics
 
 
-def check_setup(config: Config, shape: ModelShape) -> RunData:
-    """Raises UserError when the run cannot work; else returns its prompts."""
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """A set-up that passed: its prompts, and what there is to say about Megatron's options."""
+
+    data: RunData
+    options: list[str]
+
+    def report(self) -> str:
+        return "
+".join([self.data.report(), *self.options])
+
+
+def check_setup(config: Config, shape: ModelShape) -> Setup:
+    """Raises UserError when the run cannot work."""
     make_trackers(config.observe, Path(config.trainer.run_dir), {})
     _check_wandb(config.observe.wandb)
     _check_best_metric(config)
@@ -42,7 +55,7 @@ def check_setup(config: Config, shape: ModelShape) -> RunData:
     data = load_run_data(config, tokenizer, _named)
     _check_enough_prompts(config, data)
     _check_run_directory(Path(config.trainer.run_dir))
-    return data
+    return Setup(data, _check_megatron(config, shape))
 
 
 def _check_enough_prompts(config: Config, data: RunData) -> None:
@@ -57,6 +70,13 @@ def _check_enough_prompts(config: Config, data: RunData) -> None:
                 f"trainer.prompts_per_step is {config.trainer.prompts_per_step}{what}, but {prompts.report.path} has "
                 f"only {len(prompts)} usable prompts: a step would repeat prompts; lower it or use more data"
             )
+
+
+def _check_megatron(config: Config, shape: ModelShape) -> list[str]:
+    """Options against the installed Megatron-Core."""
+    from megatron_dapo.policy.options_report import check_options
+
+    return check_options(config.policy, shape)
 
 
 def _check_weights(config: Config, shape: ModelShape) -> None:

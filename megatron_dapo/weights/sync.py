@@ -7,7 +7,7 @@ one is gathered. All ranks iterate over the same buckets in the same order, whet
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,7 +39,10 @@ class WeightBuckets:
         position: RankPosition,
         *,
         bucket_bytes: int = 512 << 20,
+        before: Callable[[], None] = lambda: None,
     ) -> None:
+        """`before` is called before weights are read, on every rank and in the thread that iterates."""
+        self._before = before
         self._mine = {mapping.name: parameter for mapping, parameter in live_mappings(model_chunks, shape, position)}
         self._rank = dist.get_rank()
         example = next(iter(self._mine.values()))
@@ -90,6 +93,7 @@ class WeightBuckets:
         """Collective: every rank must exhaust it. Rank 0 gets the tensors, the others empty buckets."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # the current device is per thread, and this may be another thread
+        self._before()
         for mappings in self._bucket_mappings:
             shards = self._exchange(mappings)
             if self._rank != 0:

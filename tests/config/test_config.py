@@ -179,7 +179,10 @@ def test_unsupported_models_are_refused(change, said):
     ("policy", "said"),
     [
         ({"tensor_parallel": 3, "micro_batch_tokens": 30000}, "40 attention heads: choose one of 1, 2, 4, 5, 8"),
-        ({"tensor_parallel": 10, "micro_batch_tokens": 30000}, "8 key/value heads: choose one of 1, 2, 4, 8"),
+        (
+            {"tensor_parallel": 10, "micro_batch_tokens": 30000},
+            "8 key/value heads: it must divide them or be a multiple of them; choose one of 1, 2, 4, 8, 40",
+        ),
         ({"pipeline_parallel": 3}, "64 layers: choose a product among 1, 2, 4"),
         ({"pipeline_parallel": 8, "virtual_pipeline": 3}, "8 × 3 = 24"),
         ({"expert_parallel": 2}, "the model has no experts"),

@@ -7,24 +7,25 @@ instead of becoming full logits.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+from collections.abc import Iterator
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
 from torch import Tensor
 
 from megatron_dapo.config import ModelShape, check_model
 from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.policy import cpu
 from megatron_dapo.policy.head.fused import HeadRequest, output_processor
+from megatron_dapo.policy.megatron_options import DTYPES, check_hardware, fusion_provider, megatron_refuses, passed_on
 from megatron_dapo.policy.runtime import Runtime
 from megatron_dapo.weights.mapping import padded_vocab
-
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def has_transformer_engine() -> bool:
@@ -65,42 +66,68 @@ def transformer_config(shape: ModelShape, policy: PolicyConfig) -> TransformerCo
         "virtual_pipeline_model_parallel_size": policy.virtual_pipeline if policy.virtual_pipeline > 1 else None,
         "context_parallel_size": policy.context_parallel,
         "expert_model_parallel_size": policy.expert_parallel,
-        "expert_tensor_parallel_size": 1,
+        "expert_tensor_parallel_size": policy.expert_tensor_parallel,
         "sequence_parallel": policy.uses_sequence_parallel,
-        "variable_seq_lengths": True,  # packed micro-batches differ in length
-        "moe_token_dispatcher_type": "alltoall",
+        # Packed micro-batches differ in length. Only pipeline stages need to know.
+        "variable_seq_lengths": policy.pipeline_parallel > 1,
+        "moe_token_dispatcher_type": policy.moe.dispatcher,
         "use_cpu_initialization": on_cpu,
         "masked_softmax_fusion": False,
-        "gradient_accumulation_fusion": False,
+        "gradient_accumulation_fusion": uses_gradient_fusion(policy, te),
         "apply_rope_fusion": te,
         "bias_activation_fusion": not on_cpu,
         "bias_dropout_fusion": False,
+        "tp_comm_overlap": policy.tp_comm_overlap,
+        "cp_comm_type": policy.cp_comm_type,
+        "deterministic_mode": policy.deterministic,
+        "attention_backend": AttnBackend[policy.attention_backend],
         **_pipeline_options(policy, on_cpu),
         **_recompute_options(policy),
+        **_fp8_options(policy),
     }
     if shape.is_moe:
         options |= _moe_options(shape, policy, te)
-    return TransformerConfig(**options)
+    with megatron_refuses("TransformerConfig"):
+        return TransformerConfig(**(options | passed_on("model", policy)))
+
+
+def uses_gradient_fusion(policy: PolicyConfig, te: bool) -> bool:
+    wanted = policy.gradient_accumulation_fusion
+    return bool(fusion_provider(te)) if wanted is None else wanted
 
 
 def _pipeline_options(policy: PolicyConfig, on_cpu: bool) -> dict[str, Any]:
+    stages = {
+        "num_layers_in_first_pipeline_stage": policy.first_stage_layers,
+        "num_layers_in_last_pipeline_stage": policy.last_stage_layers,
+    }
     if policy.virtual_pipeline > 1:
         # Batched p2p gives wrong results for interleaved stages on two ranks, without an error. On gloo, a send may
         # read an output after it was deallocated.
-        return {"overlap_p2p_comm": True, "batch_p2p_comm": False, "deallocate_pipeline_outputs": not on_cpu}
-    return {"overlap_p2p_comm": False, "batch_p2p_comm": True, "deallocate_pipeline_outputs": True}
+        p2p = {"overlap_p2p_comm": True, "batch_p2p_comm": False, "deallocate_pipeline_outputs": not on_cpu}
+    else:
+        p2p = {"overlap_p2p_comm": False, "batch_p2p_comm": True, "deallocate_pipeline_outputs": True}
+    return stages | p2p
 
 
 def _recompute_options(policy: PolicyConfig) -> dict[str, Any]:
     if policy.recompute == "none":
         return {}
     if policy.recompute == "selective":
-        return {"recompute_granularity": "selective"}
-    return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        return {"recompute_granularity": "selective", "recompute_modules": list(policy.recompute_modules)}
+    method, layers = ("uniform", 1) if policy.recompute_layers is None else ("block", policy.recompute_layers)
+    return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": layers}
+
+
+def _fp8_options(policy: PolicyConfig) -> dict[str, Any]:
+    fp8 = policy.fp8
+    if fp8.recipe == "none":
+        return {}
+    return {"fp8": fp8.format, "fp8_recipe": fp8.recipe, "first_last_layers_bf16": fp8.first_last_layers_bf16}
 
 
 def _moe_options(shape: ModelShape, policy: PolicyConfig, te: bool) -> dict[str, Any]:
-    aux = policy.moe_aux_loss_coefficient
+    aux, moe = policy.moe_aux_loss_coefficient, policy.moe
     return {
         "num_moe_experts": shape.experts,
         "moe_router_topk": shape.experts_per_token,
@@ -110,7 +137,10 @@ def _moe_options(shape: ModelShape, policy: PolicyConfig, te: bool) -> dict[str,
         "moe_router_load_balancing_type": "aux_loss" if aux else "none",
         "moe_aux_loss_coeff": aux,
         "moe_router_dtype": "fp32",
-        "moe_grouped_gemm": te,
+        "moe_grouped_gemm": te if moe.grouped_gemm is None else moe.grouped_gemm,
+        "moe_permute_fusion": te if moe.permute_fusion is None else moe.permute_fusion,
+        "moe_router_fusion": moe.router_fusion,
+        "moe_flex_dispatcher_backend": moe.flex_backend,
     }
 
 
@@ -130,6 +160,8 @@ class PolicyModel(GPTModel):
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self._head_request is None or not self.post_process:
             return super()._postprocess(hidden_states, *args, **kwargs)
+        for hook in self.output_layer._forward_pre_hooks.values():  # DDP's waits until the weight is gathered
+            hook(self.output_layer, ())
         tied = self.share_embeddings_and_output_weights
         return output_processor(
             hidden_states=hidden_states,
@@ -143,26 +175,45 @@ class PolicyModel(GPTModel):
 def build_model(shape: ModelShape, policy: PolicyConfig, runtime: Runtime) -> list[PolicyModel]:
     """This rank's model chunks (one per virtual pipeline stage), randomly initialised, on the runtime's device."""
     check_model(policy, shape)
+    te = has_transformer_engine()
+    check_hardware(policy, te)
     config = transformer_config(shape, policy)
     chunks = []
     for stage in range(policy.virtual_pipeline):
         vp_stage = stage if policy.virtual_pipeline > 1 else None
-        chunk = PolicyModel(
-            config,
-            _block_spec(config, vp_stage, shape.rope_theta),
-            vocab_size=padded_vocab(shape.vocab, policy.tensor_parallel),
-            max_sequence_length=shape.max_positions,
-            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
-            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-            parallel_output=True,
-            share_embeddings_and_output_weights=shape.tied_embeddings,
-            position_embedding_type="rope" if has_transformer_engine() else "none",  # our attention rotates
-            rotary_base=shape.rope_theta,
-            pg_collection=runtime.groups,
-            vp_stage=vp_stage,
-        )
+        with _fusion_without_apex(te and config.gradient_accumulation_fusion):
+            chunk = PolicyModel(
+                config,
+                _block_spec(config, vp_stage, shape.rope_theta),
+                vocab_size=padded_vocab(shape.vocab, policy.tensor_parallel),
+                max_sequence_length=shape.max_positions,
+                pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+                post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+                parallel_output=True,
+                share_embeddings_and_output_weights=shape.tied_embeddings,
+                position_embedding_type="rope" if te else "none",  # our attention rotates
+                rotary_base=shape.rope_theta,
+                pg_collection=runtime.groups,
+                vp_stage=vp_stage,
+            )
+        if chunk.post_process:  # our head adds its gradient itself; plain cross-entropy leaves it to Megatron's DDP
+            chunk.output_layer.gradient_accumulation_fusion = False
         chunks.append(chunk.to(runtime.device))
     return chunks
+
+
+@contextlib.contextmanager
+def _fusion_without_apex(wanted: bool) -> Iterator[None]:
+    """Transformer Engine's layers add gradients to main_grad without apex. Only Megatron's own output layer would need
+    apex, and refuses to be built without; its forward is not fused (see `build_model`)."""
+    from megatron.core.tensor_parallel import layers
+
+    found = layers._grad_accum_fusion_available
+    layers._grad_accum_fusion_available = found or wanted
+    try:
+        yield
+    finally:
+        layers._grad_accum_fusion_available = found
 
 
 def _block_spec(config: TransformerConfig, vp_stage: int | None, rotary_base: float) -> Any:
