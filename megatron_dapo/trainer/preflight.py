@@ -38,8 +38,7 @@ class Setup:
     options: list[str]
 
     def report(self) -> str:
-        return "
-".join([self.data.report(), *self.options])
+        return "\n".join([self.data.report(), *self.options])
 
 
 def check_setup(config: Config, shape: ModelShape) -> Setup:

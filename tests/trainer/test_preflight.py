@@ -73,7 +73,7 @@ def test_every_source_is_reported_and_checked(config, tmp_path):
     sources = [{"path": config["data"].pop("path")}, {"path": str(tmp_path / "more.jsonl")}]
     config["data"]["sources"] = sources
     parsed = parse_config(config)
-    report = check_setup(parsed, check_config(parsed, 1)).report().splitlines()
+    report = check_setup(parsed, check_config(parsed, 1)).data.report().splitlines()
     assert [line.split(": ")[1].split(" (")[0] for line in report] == [
         "64 prompts of 64 rows", "5 prompts of 5 rows", "6 prompts of 6 rows",
     ]  # fmt: skip
@@ -97,3 +97,13 @@ def test_the_best_metric_names_its_benchmark(config):
         config["trainer"]["checkpoint"]["best_metric"] = unknown
         with pytest.raises(ConfigError, match="the evaluation has no metric"):
             _check_best_metric(parse_config(config))
+
+
+def test_megatrons_options_are_checked_and_reported(config):
+    config["policy"]["megatron"] = {"ddp": {"bucket_size": 12345}}
+    parsed = parse_config(config)
+    assert "bucket_size=12345" in check_setup(parsed, check_config(parsed, 1)).report()
+    config["policy"]["megatron"] = {"ddp": {"bucket_sise": 12345}}
+    parsed = parse_config(config)
+    with pytest.raises(ConfigError, match=r"ddp\.bucket_sise: megatron-core .* did you mean 'bucket_size'"):
+        check_setup(parsed, check_config(parsed, 1))
