@@ -43,13 +43,13 @@ ENOUGH = 0.36  # mean probability of the right answer at which pre-training ends
 console = Console(stderr=True)
 
 
-def make_model(folder: Path, seed: int, updates: int = PRETRAINING_UPDATES) -> None:
-    """A Qwen2 of 0.3 M parameters, pre-trained with cross-entropy, written as an HF directory."""
+def new_model(seed: int):
+    """A Qwen2 of 0.3 M random parameters."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     tokenizer = arithmetic_tokenizer()
     torch.manual_seed(seed)
-    model = Qwen2ForCausalLM(
+    return Qwen2ForCausalLM(
         Qwen2Config(
             vocab_size=len(tokenizer), hidden_size=96, intermediate_size=256, num_hidden_layers=3,
             num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=True,
@@ -57,6 +57,11 @@ def make_model(folder: Path, seed: int, updates: int = PRETRAINING_UPDATES) -> N
             rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         )
     )  # fmt: skip
+
+
+def make_model(folder: Path, seed: int, updates: int = PRETRAINING_UPDATES) -> None:
+    """A `new_model`, pre-trained with cross-entropy, written as an HF directory."""
+    tokenizer, model = arithmetic_tokenizer(), new_model(seed)
     problems, rng = arithmetic_problems(LEVEL, 700, seed=0), random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: min(1.0, (update + 1) / 20))

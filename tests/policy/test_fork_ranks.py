@@ -4,11 +4,15 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 
 import psutil
 import pytest
+from tiny_run import raw_config, write_config
 
+from megatron_dapo.cli import main
+from megatron_dapo.config import ConfigError
 from megatron_dapo.policy import fork_ranks
 from megatron_dapo.policy.fork_ranks import run_ranks
 from megatron_dapo.policy.runtime import RankError
@@ -31,6 +35,27 @@ def fail_on_rank_1(rendezvous):
 def test_a_failing_rank_ends_the_others_with_its_reason():
     with pytest.raises(RankError, match="rank 1 of 2: no more room"):
         run_ranks(2, fail_on_rank_1, grace=0.1)
+
+
+def fail_with_config_error(rendezvous):
+    raise ConfigError("rollout.samples_per_prompt is 8: use 4")
+
+
+def test_a_wrong_configuration_is_raised_as_one():
+    """The command ends with exit code 2 then, and a launcher does not start it again."""
+    with pytest.raises(ConfigError, match=r"^rollout\.samples_per_prompt is 8: use 4$"):
+        run_ranks(2, fail_with_config_error)
+
+
+def test_the_command_ends_with_exit_code_2(tmp_path, monkeypatch, capfd):
+    def train(*_):
+        raise ConfigError("planted: it does not fit the checkpoint")
+
+    monkeypatch.setattr("megatron_dapo.trainer.loop.train", train)
+    raw = raw_config(tmp_path / "model", tmp_path / "run", policy__tensor_parallel=2, reward__grader="exact")
+    assert main(["train", str(write_config(raw, tmp_path / "run.yaml"))]) == 2
+    said = capfd.readouterr().err
+    assert said.endswith("megatron-dapo: planted: it does not fit the checkpoint\n") and "Traceback" not in said
 
 
 def sleep_forever(rendezvous, folder):
@@ -76,3 +101,52 @@ def ask_for_another_parent(rendezvous):
 def test_a_rank_whose_parent_ended_first_ends_at_once():
     with pytest.raises(RankError, match="exit code 1"):
         run_ranks(1, ask_for_another_parent)
+
+
+# ---- Ctrl-C ----
+
+
+def save_when_asked(rendezvous, folder):
+    """As the loop does: SIGTERM lets it save and return."""
+    asked = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: asked.set())
+    (folder / f"{rendezvous.rank}.pid").write_text(str(os.getpid()))
+    while not asked.wait(0.02):
+        pass
+    (folder / f"{rendezvous.rank}.saved").touch()
+    return 75
+
+
+def interrupted(function, folder, times):
+    """Presses Ctrl-C as a terminal does, for the launcher and its ranks; returns the launcher's exit code."""
+
+    def launcher():
+        os.setpgrp()
+        try:
+            run_ranks(2, function, folder, grace=0.1)
+        except KeyboardInterrupt:
+            os._exit(130)
+
+    parent = multiprocessing.get_context("fork").Process(target=launcher)
+    parent.start()
+    wait_until(lambda: len(list(folder.glob("*.pid"))) == 2)
+    for _ in range(times):
+        os.killpg(parent.pid, signal.SIGINT)
+        time.sleep(0.3)
+    parent.join(30)
+    alive = parent.is_alive()
+    parent.kill()
+    parent.join()
+    assert not alive, "the launcher did not end"
+    return parent.exitcode
+
+
+def test_one_interrupt_lets_every_rank_save(tmp_path, capfd):
+    assert interrupted(save_when_asked, tmp_path, times=1) == 130
+    assert sorted(path.name for path in tmp_path.glob("*.saved")) == ["0.saved", "1.saved"]
+    assert "interrupted: saving at the next safe point; press Ctrl-C again to end at once" in capfd.readouterr().err
+
+
+def test_a_second_interrupt_kills_ranks_that_do_not_end(tmp_path):
+    assert interrupted(sleep_forever, tmp_path, times=2) == 130
+    assert not any(is_running(int(path.read_text())) for path in tmp_path.glob("*.pid"))

@@ -15,7 +15,7 @@ from tiny_run import HERE, command, environment, evaluated_config, raw_config, w
 from megatron_dapo.config import check_config, parse_config
 from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.engines.embedded.engine import EmbeddedEngine
-from megatron_dapo.engines.protocol import WeightUpdateError
+from megatron_dapo.engines.protocol import EngineError, WeightUpdateError
 from megatron_dapo.policy.fork_ranks import run_ranks
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.trainer.loop import train
@@ -125,6 +125,30 @@ def test_weights_are_sent_again_when_no_engine_takes_them(half, separate, tmp_pa
     assert_same(tmp_path, separate, STEPS)
     warnings = (tmp_path / "logs" / "warnings.log").read_text()
     assert "weight sync, attempt 1 of 3" in warnings and "weight sync, attempt 2 of 3" in warnings
+
+
+def never_release():
+    """From the second hand-over on the engine cannot release its memory, as one whose servers do not respond."""
+    release, calls = EmbeddedEngine.release_memory, []
+
+    async def failing(self):
+        calls.append(1)
+        if len(calls) > 2:
+            raise EngineError("planted: the server does not release its memory")
+        await release(self)
+
+    EmbeddedEngine.release_memory = failing
+
+
+def test_a_run_whose_engine_keeps_its_memory_closes_it_and_saves(separate, tmp_path, capfd):
+    """The batch that was sampled is in the checkpoint: nothing is sampled twice."""
+    assert run(config(separate[0], tmp_path), colocated_and(never_release)) == 1
+    said = capfd.readouterr().err
+    assert "waiting until the engines release their GPU memory" in said and "does not release its memory" in said
+    assert f"Saved first: {tmp_path / 'checkpoints' / 'step_1+0'};" in said
+    assert "closing the engines instead" in (tmp_path / "logs" / "trainer.log").read_text()
+    assert run(config(separate[0], tmp_path), colocate) == 0
+    assert_same(tmp_path, separate, STEPS)
 
 
 def rank(rendezvous, raw):

@@ -1,0 +1,65 @@
+"""What may differ between a run and its resumption, and what is refused."""
+
+from dataclasses import replace
+
+import pytest
+from tiny_run import raw_config
+
+from megatron_dapo.config import ConfigError, check_config, parse_config
+from megatron_dapo.trainer.resume import check_resume, record_settings
+
+
+@pytest.fixture
+def started(tmp_path):
+    """A run that has a checkpoint: its configuration and the model's shape."""
+    raw = raw_config(tmp_path / "model", tmp_path / "run")
+    config = parse_config(raw)
+    shape = check_config(config, 1)
+    (tmp_path / "run" / "checkpoints" / "step_1").mkdir(parents=True)
+    record_settings(tmp_path / "run", config, shape)
+    return raw, shape
+
+
+def test_the_same_run_may_be_resumed(started):
+    raw, shape = started
+    assert check_resume(parse_config(raw), shape) == []
+
+
+def test_other_settings_are_listed(started):
+    raw, shape = started
+    raw["policy"]["optimizer"]["lr"], raw["trainer"]["steps"] = 1e-4, 9
+    assert check_resume(parse_config(raw), shape) == ["policy.optimizer.lr: 0.003 → 0.0001", "trainer.steps: 4 → 9"]
+
+
+def test_another_model_is_refused(started):
+    raw, shape = started
+    with pytest.raises(ConfigError, match=r"cannot resume: the model of .* has layers 3, but that of the run in .* 2"):
+        check_resume(parse_config(raw), replace(shape, layers=3))
+
+
+def test_another_tokenizer_is_refused(started, tmp_path):
+    raw, shape = started
+    file = tmp_path / "model" / "tokenizer.json"
+    file.write_text(file.read_text().replace('"+"', '"plus"', 1))
+    with pytest.raises(ConfigError, match=r"cannot resume: the tokenizer in .*model is not that of the run in "):
+        check_resume(parse_config(raw), shape)
+
+
+def test_a_tokenizer_of_several_files_is_compared_as_a_whole(started, tmp_path):
+    raw, shape = started
+    (tmp_path / "model" / "merges.txt").write_text("a b\n")
+    with pytest.raises(ConfigError, match="the tokenizer in"):
+        check_resume(parse_config(raw), shape)
+
+
+def test_the_seed_is_refused_with_its_reason(started):
+    raw, shape = started
+    raw["trainer"]["seed"] = 5
+    with pytest.raises(ConfigError, match=r"trainer\.seed is 5, but .* started with 0, and the order of the prompts"):
+        check_resume(parse_config(raw), shape)
+
+
+def test_a_run_without_a_checkpoint_is_a_new_one(started, tmp_path):
+    raw, shape = started
+    (tmp_path / "run" / "checkpoints" / "step_1").rmdir()
+    assert check_resume(parse_config(raw), replace(shape, layers=3)) == []

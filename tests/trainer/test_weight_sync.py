@@ -1,0 +1,149 @@
+"""Weight sync in the main thread: calls run in the thread that waits, and no rank is left behind in a bucket."""
+
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_dapo.config.policy import PolicyConfig
+from megatron_dapo.engines.protocol import EngineError
+from megatron_dapo.policy.fork_ranks import run_ranks
+from megatron_dapo.policy.runtime import initialize
+from megatron_dapo.trainer.caller_thread import CallerThread
+from megatron_dapo.trainer.collectives import Collectives, DriverError
+from megatron_dapo.trainer.signals import StopSignal
+from megatron_dapo.trainer.weight_sync import WeightSync
+
+SECONDS = 30.0  # more than any of this takes
+
+
+# ---- CallerThread ----
+
+
+def test_calls_run_in_the_thread_that_waits_and_in_their_order():
+    caller, ran = CallerThread(), []
+
+    def work():
+        first = caller.submit(lambda: ran.append(threading.get_ident()) or "one")
+        second = caller.submit(lambda x, y: ran.append(threading.get_ident()) or x + y, 1, y=2)
+        return first.result(SECONDS), second.result(SECONDS)
+
+    with ThreadPoolExecutor(1) as other:
+        done = other.submit(work)
+        done.add_done_callback(caller.wake)
+        assert caller.run(until=done.done, timeout=SECONDS)
+        assert done.result() == ("one", 3)
+    assert ran == [threading.get_ident()] * 2
+
+
+def test_an_error_of_a_call_goes_to_its_future_and_not_to_the_waiting_thread():
+    caller = CallerThread()
+    failing, after = caller.submit(lambda: 1 / 0), caller.submit(lambda: "after")
+    assert caller.run(until=after.done, timeout=SECONDS)
+    assert isinstance(failing.exception(0), ZeroDivisionError) and after.result(0) == "after"
+
+
+def test_a_cancelled_call_does_not_run():
+    caller, ran = CallerThread(), []
+    cancelled, after = caller.submit(ran.append, 1), caller.submit(ran.append, 2)
+    assert cancelled.cancel()
+    assert caller.run(until=after.done, timeout=SECONDS) and ran == [2]
+
+
+def test_waiting_ends_at_its_timeout_or_when_it_is_woken():
+    caller = CallerThread()
+    began = time.monotonic()
+    assert not caller.run(until=lambda: False, timeout=0.05)
+    done = threading.Event()
+
+    def finish():
+        done.set()
+        caller.wake()
+
+    threading.Timer(0.05, finish).start()
+    assert caller.run(until=done.is_set, timeout=SECONDS)  # nobody submits a call
+    assert time.monotonic() - began < SECONDS / 2
+
+
+# ---- WeightSync ----
+
+
+class Buckets:
+    """Three buckets, each of them a collective: a rank that stops early leaves the others waiting."""
+
+    made = 0
+
+    def buckets(self):
+        for number in range(3):
+            dist.all_reduce(torch.ones(1))
+            self.made += 1
+            yield [("weight", torch.full((2,), float(number)))]
+
+
+class Engine:
+    """Loads `wanted` buckets in a thread of its own, as an engine does, and then fails if it is told to."""
+
+    def __init__(self, wanted, error=None):
+        self.wanted, self.error, self.loaded, self.threads = wanted, error, [], set()
+
+    def load_weights(self, version, buckets, caller):
+        def produce():
+            self.threads.add(threading.current_thread())
+            return next(buckets, None)
+
+        def work():
+            for _ in range(self.wanted):
+                bucket = caller.submit(produce).result(SECONDS)
+                if bucket is None:
+                    break
+                self.loaded.append(float(bucket[0][1][0]))
+            if self.error is not None:
+                raise self.error
+
+        future = Future()
+
+        def run():
+            try:
+                future.set_result(work())
+            except EngineError as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        return future
+
+
+def send(rendezvous, wanted, error):
+    runtime = initialize(PolicyConfig(timeout_seconds=20), rendezvous=rendezvous)
+    buckets, engine = Buckets(), Engine(wanted, error)
+    failure = None
+    with StopSignal() as stop:
+        sync = WeightSync(buckets, Collectives(runtime, stop))
+        try:
+            sync.send(7, engine if rendezvous.rank == 0 else None)
+        except DriverError as found:
+            failure = str(found), found.by_engine, found.may_save
+        dist.barrier()  # every rank is here: none is stuck in a bucket
+    in_main_thread = engine.threads <= {threading.main_thread()}
+    return buckets.made, engine.loaded, in_main_thread, failure
+
+
+def test_all_ranks_produce_every_bucket_in_the_main_thread():
+    (made, loaded, in_main_thread, failure), (others, _, _, _) = run_ranks(2, send, 4, None)
+    assert (made, others, loaded) == (3, 3, [0.0, 1.0, 2.0]) and in_main_thread and failure is None
+
+
+def test_an_engine_that_gives_up_early_leaves_no_rank_waiting():
+    ours, others = run_ranks(2, send, 1, EngineError("planted: no server is left"))
+    message = "rank 0 failed while sending weight version 7 to the engines: EngineError: planted: no server is left"
+    assert ours[0] == others[0] == 3 and ours[1] == [0.0]
+    assert ours[3] == others[3] == (message, True, True)
+
+
+@pytest.mark.parametrize("error", [None, EngineError("planted")])
+def test_what_an_engine_did_not_read_is_discarded(error):
+    """An engine without servers of its own reads no bucket at all."""
+    ours, others = run_ranks(2, send, 0, error)
+    assert ours[:2] == (3, []) and others[0] == 3
