@@ -4,8 +4,8 @@
 
 The quickstart's model and recipe on the CPU. A third of the prompts is easy (one-digit sums that the model was trained
 on), a third is learnable (two digits and one, trained on with 40 % wrong answers), a third is hopeless (three terms,
-never seen). Without a curriculum two thirds of all groups are wasted. All runs start from one model; seeds differ in the
-order of the prompts and in the samples, and the two runs of a seed in `data.curriculum.enabled` only.
+never seen). Without a curriculum two thirds of all groups are wasted. All runs start from one model. Seeds differ in
+the order of the prompts and in the samples, the two runs of a seed in `data.curriculum.enabled` only.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ rank calls every method, with the same mini-batch.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -125,10 +125,13 @@ class Policy:
             yield from (parameter for group in inner.param_groups for parameter in group["params"])
             yield from (value for state in inner.state.values() for value in state.values() if torch.is_tensor(value))
 
-    def log_probs(self, batch: TrainBatch) -> tuple[Floats, Floats]:
-        """Log-probs and entropies [responses] of every response token, on every rank. No gradient, no state change."""
+    def log_probs(
+        self, batch: TrainBatch, mini_batches: Sequence[Sequence[int]] | None = None
+    ) -> tuple[Floats, Floats]:
+        """Log-probs and entropies [responses] of every response token, on every rank. No gradient, no state change.
+        With `mini_batches` every rank scores the samples that it will train on, and needs no others."""
         self.step.validate(batch, "scoring a mini-batch", to_train=False)
-        micro_batches = self.step.pack(batch)
+        micro_batches = self.step.pack(batch, mini_batches)
         for chunk in self.chunks:
             chunk.eval()
         with torch.no_grad():
@@ -149,15 +152,15 @@ class Policy:
         self.step.complete_weights()
         self._reference = [parameter.detach().to("cpu", copy=True) for parameter in self._parameters()]
 
-    def reference_log_probs(self, batch: TrainBatch) -> Floats:
-        """Log-probs under the reference policy. The policy's own weights are restored afterwards."""
+    def reference_log_probs(self, batch: TrainBatch, mini_batches: Sequence[Sequence[int]] | None = None) -> Floats:
+        """Log-probs under the reference policy, as `log_probs`. The policy's own weights are restored afterwards."""
         if self._reference is None:
             raise UserError("there is no reference policy: call keep_reference() once the model is loaded")
         self.step.complete_weights()
         current = [parameter.detach().to("cpu", copy=True) for parameter in self._parameters()]
         try:
             self._set_parameters(self._reference)
-            return self.log_probs(batch)[0]
+            return self.log_probs(batch, mini_batches)[0]
         finally:
             self._set_parameters(current)
 

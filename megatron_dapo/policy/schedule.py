@@ -44,9 +44,28 @@ def first_fit_decreasing(indices: Sequence[int], lengths: Sequence[int], budget:
     return bins
 
 
-def schedule_micro_batches(lengths: Sequence[int], ranks: int, budget: int, multiple: int = 1) -> list[MicroBatches]:
-    """The micro-batches of every data-parallel rank. Their number is a multiple of `multiple` (interleaved PP)."""
-    per_rank = [first_fit_decreasing(share, lengths, budget) for share in partition(lengths, ranks)]
+def shares_of_ranks(
+    lengths: Sequence[int], ranks: int, mini_batches: Sequence[Sequence[int]] | None = None
+) -> list[list[int]]:
+    """The samples that each data-parallel rank needs for the updates on these mini-batches; default: one of all."""
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    for mini_batch in [range(len(lengths))] if mini_batches is None else mini_batches:
+        for share, chosen in zip(shares, partition([lengths[i] for i in mini_batch], ranks), strict=True):
+            share += [mini_batch[i] for i in chosen]
+    return shares
+
+
+def schedule_micro_batches(
+    lengths: Sequence[int],
+    ranks: int,
+    budget: int,
+    multiple: int = 1,
+    mini_batches: Sequence[Sequence[int]] | None = None,
+) -> list[MicroBatches]:
+    """The micro-batches of every data-parallel rank. Their number is a multiple of `multiple` (interleaved PP). With
+    `mini_batches` every rank gets the samples that it also gets in the updates on them."""
+    shares = shares_of_ranks(lengths, ranks, mini_batches)
+    per_rank = [first_fit_decreasing(share, lengths, budget) for share in shares]
     count = max(1, max(len(bins) for bins in per_rank))
     count = -(-count // multiple) * multiple
     return [_spread(bins, lengths, count) for bins in per_rank]

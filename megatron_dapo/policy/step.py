@@ -3,15 +3,16 @@
 The schedule's loss functions return sums. `finalize_model_grads` divides every gradient once by the global count. Loss,
 gradients and weights are those of a single process, whatever the layout, the micro-batch split and the packing.
 
-Every rank passes the same mini-batch. A mini-batch without an active token changes nothing and reports
-`update_skipped`. Bad input and non-finite numbers raise the same error on all ranks, before any weight has changed.
+Every rank passes the same mini-batch; tokens and log-probs of samples that other data-parallel ranks train on may be
+missing (zeros). A mini-batch without an active token changes nothing and reports `update_skipped`. Bad input and
+non-finite numbers raise the same error on all ranks, before any weight has changed.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -22,7 +23,7 @@ from torch import Tensor
 from megatron_dapo.algorithm import PolicyLoss, TokenBatch, token_weights
 from megatron_dapo.config import Config, ModelShape
 from megatron_dapo.errors import UserError
-from megatron_dapo.policy.batch import TrainBatch
+from megatron_dapo.policy.batch import Ints, TrainBatch
 from megatron_dapo.policy.head.fused import HeadRequest
 from megatron_dapo.policy.learning_rate import learning_rate, set_learning_rate
 from megatron_dapo.policy.loss_func import OnePassLoss, make_loss_func
@@ -30,7 +31,7 @@ from megatron_dapo.policy.metrics import MetricReducer
 from megatron_dapo.policy.model.gpt import PolicyModel
 from megatron_dapo.policy.packing import PackedMicroBatch, PackingSpec, pack
 from megatron_dapo.policy.runtime import Runtime
-from megatron_dapo.policy.schedule import schedule_micro_batches
+from megatron_dapo.policy.schedule import schedule_micro_batches, shares_of_ranks
 
 MakeLossFunc = Callable[[PackedMicroBatch], Any]
 
@@ -106,12 +107,17 @@ class UpdateStep:
             if needed and getattr(batch, name) is None:
                 raise UserError(f"the loss of section algorithm reads {name}, but the mini-batch has no {name}")
 
-    def pack(self, batch: TrainBatch) -> list[PackedMicroBatch]:
-        """This data-parallel rank's micro-batches."""
+    def shares(self, lengths: Ints, mini_batches: Sequence[Sequence[int]]) -> list[list[int]]:
+        """The samples whose tokens each data-parallel rank needs, for updates and scoring. `lengths`: [samples]."""
+        padded = [self.packing.padded(int(length)) for length in lengths]
+        return shares_of_ranks(padded, self.runtime.groups.dp.size(), mini_batches)
+
+    def pack(self, batch: TrainBatch, mini_batches: Sequence[Sequence[int]] | None = None) -> list[PackedMicroBatch]:
+        """This data-parallel rank's micro-batches, of its share of these mini-batches; default: one of all samples."""
         groups, policy = self.runtime.groups, self.config.policy
         padded = [self.packing.padded(int(length)) for length in batch.lengths]
         multiple = policy.pipeline_parallel if policy.virtual_pipeline > 1 else 1
-        everyone = schedule_micro_batches(padded, groups.dp.size(), policy.micro_batch_tokens, multiple)
+        everyone = schedule_micro_batches(padded, groups.dp.size(), policy.micro_batch_tokens, multiple, mini_batches)
         return [pack(batch, indices, self.packing, self.runtime.device) for indices in everyone[groups.dp.rank()]]
 
     def run(self, micro_batches: list[PackedMicroBatch], make_loss: MakeLossFunc, *, score: bool = False) -> list[Any]:

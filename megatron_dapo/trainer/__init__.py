@@ -3,6 +3,7 @@
     loop             the run as a list of calls; `train` is the entry point
     rollout_driver   rank 0's thread for engines, graders, sampling and evaluation
     collectives      rank 0's data, decisions and errors on every rank
+    batch_sharing    rank 0's batch on the ranks that train on it
     train_step       the step being trained; it can be saved between two updates
     advantages       from graded groups to rewards, advantages and masks
     updates          log-probs, the gate and the updates of one step

@@ -8,22 +8,21 @@ rank raises `Stopped`). If rank 0 dies, the others end within one collective tim
 from __future__ import annotations
 
 import concurrent.futures
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import fields
-from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from megatron_dapo.config import ConfigError
 from megatron_dapo.engines.protocol import EngineError
-from megatron_dapo.policy.batch import TrainBatch
 from megatron_dapo.policy.checkpoint_files import CheckpointError
 from megatron_dapo.policy.runtime import RankError, Runtime
 from megatron_dapo.trainer.caller_thread import CallerThread
+from megatron_dapo.trainer.logprob_gate import GateError
 from megatron_dapo.trainer.run_lock import LockLost
 from megatron_dapo.trainer.signals import Stopped, StopSignal
 
@@ -32,21 +31,28 @@ BEAT_SECONDS = 5.0
 STOP_CHECK_SECONDS = 0.5
 WAITING, DONE, STOPPED, FAILED = range(4)  # a state from FAILED on is FAILED plus an index of KINDS
 # Kinds of failures, which rank 0 alone can tell apart: the first that matches.
-KINDS: tuple[type[BaseException] | tuple[type[BaseException], ...], ...] = (
-    EngineError,
-    ConfigError,
-    (LockLost, CheckpointError),
-    BaseException,
-)
+KINDS: tuple[type[BaseException], ...] = (
+    EngineError, ConfigError, LockLost, CheckpointError, GateError, BaseException,
+)  # fmt: skip
 
 
 class DriverError(RankError):
     """Work that rank 0 does for all ranks has failed. Every rank raises it at the same point, and no weight has
-    changed. `by_engine`: the work may succeed when it is repeated. `may_save`: the run's state may be saved."""
+    changed. `kind`, one of KINDS, is known on every rank; the error itself only on rank 0."""
 
-    def __init__(self, message: str, *, by_engine: bool = False, may_save: bool = True) -> None:
+    def __init__(self, message: str, kind: type[BaseException] = BaseException) -> None:
         super().__init__(message)
-        self.by_engine, self.may_save = by_engine, may_save
+        self.kind = kind
+
+    @property
+    def by_engine(self) -> bool:
+        """The work may succeed when it is repeated."""
+        return self.kind is EngineError
+
+    @property
+    def may_save(self) -> bool:
+        """The run's state may be saved."""
+        return self.kind in (EngineError, BaseException)
 
 
 class Collectives:
@@ -59,6 +65,7 @@ class Collectives:
         self.runtime, self.stop, self._mark = runtime, stop, mark
         self.driver_progress: Callable[[], int] = lambda: 0  # rank 0: a counter that the rollout thread increments
         self._seen_progress = -1
+        self.received_bytes = 0  # by this rank, since the start
 
     # ---- agreement ----
 
@@ -135,38 +142,75 @@ class Collectives:
         if kind is ConfigError:
             raise ConfigError(message) from failure
         name = self._broadcast_text(type(failure).__name__)
-        raise DriverError(
-            f"rank 0 failed while {doing}: {name}: {message}",
-            by_engine=kind is EngineError,
-            may_save=kind in (EngineError, BaseException),
-        ) from failure
+        raise DriverError(f"rank 0 failed while {doing}: {name}: {message}", kind) from failure
 
     # ---- data ----
 
-    def share_batch(self, batch: TrainBatch | None, mini: list[list[int]] | None) -> tuple[TrainBatch, list[list[int]]]:
-        """Rank 0's batch and its mini-batches on every rank."""
-        arrays: list[Any] = [None] * len(fields(TrainBatch))
-        if batch is not None:
-            arrays = [getattr(batch, f.name) for f in fields(TrainBatch)]
-        found = [self.share_array(array) for array in arrays]
-        sizes = self.share_array(None if mini is None else np.array([len(m) for m in mini], dtype=np.int64))
-        assert sizes is not None
-        edges = np.concatenate([[0], np.cumsum(sizes)])
-        indices = [list(range(a, b)) for a, b in pairwise(edges)]
-        return TrainBatch(*found), indices  # type: ignore[arg-type]
-
     def share_array(self, array: np.ndarray | None) -> np.ndarray | None:
         """One array of rank 0 (or None) on every rank."""
-        kinds = [np.dtype(t) for t in (np.bool_, np.int32, np.int64, np.float32)]
+        dtype, length = self._share_header(array)
+        if dtype is None:
+            return None
+        if array is None:
+            array = np.empty(length, dtype)
+        return self._broadcast(torch.from_numpy(np.ascontiguousarray(array))).numpy()
+
+    def scatter_array(
+        self, array: np.ndarray | None, offsets: NDArray[np.int64], shares: Sequence[Sequence[int]]
+    ) -> np.ndarray | None:
+        """One array of rank 0 (or None), in which sample i is [offsets[i], offsets[i + 1]). The other ranks receive the
+        samples of their data-parallel rank, `shares[dp]`, and have zeros elsewhere. Pages that nobody writes use no
+        memory."""
+        groups = self.runtime.groups
+        if groups.dp.size() == 1:
+            return self.share_array(array)
+        dtype, length = self._share_header(array)
+        if dtype is None:
+            return None
+        whole = np.zeros(length, dtype) if array is None else array
+        places = [[slice(offsets[i], offsets[i + 1]) for i in share] for share in shares]
+        mine = places[groups.dp.rank()]
+        piece = self._scatter(whole, places) if self.runtime.rank == 0 else np.empty(_size(mine), dtype)
+        piece = self._receive_piece(torch.from_numpy(piece).to(self.runtime.device)).cpu().numpy()
+        if self.runtime.rank != 0:
+            at = 0
+            for place in mine:
+                end = at + place.stop - place.start
+                whole[place] = piece[at:end]
+                at = end
+        return whole
+
+    def _scatter(self, whole: np.ndarray, places: Sequence[Sequence[slice]]) -> np.ndarray:
+        """Rank 0 sends every data-parallel rank its samples, to the first of its ranks; returns rank 0's own."""
+        pieces = [np.concatenate([whole[:0], *(whole[place] for place in share)]) for share in places]
+        dp = self.runtime.groups.dp
+        for index in range(1, dp.size()):
+            if pieces[index].size:
+                dist.send(torch.from_numpy(pieces[index]).to(self.runtime.device), dist.get_global_rank(dp, index))
+        return pieces[0]
+
+    def _receive_piece(self, piece: torch.Tensor) -> torch.Tensor:
+        """From rank 0 to the first rank with these samples, then to those that hold parts of the same model."""
+        groups = self.runtime.groups
+        if not piece.numel():  # fewer samples than data-parallel ranks
+            return piece
+        if self.runtime.rank != 0:
+            self.received_bytes += piece.nbytes
+        if groups.cp.rank() == 0:
+            if self.runtime.rank != 0 and groups.mp.rank() == 0:
+                dist.recv(piece, 0)
+            dist.broadcast(piece, dist.get_global_rank(groups.mp, 0), groups.mp)
+        dist.broadcast(piece, dist.get_global_rank(groups.cp, 0), groups.cp)
+        return piece
+
+    def _share_header(self, array: np.ndarray | None) -> tuple[np.dtype[Any] | None, int]:
+        """Type and length of rank 0's array; no type if there is none."""
+        kinds = [np.dtype(t) for t in (np.bool_, np.uint8, np.int32, np.int64, np.float32)]
         header = [-1, 0]
         if self.runtime.rank == 0 and array is not None:
             header = [kinds.index(array.dtype), len(array)]
         kind, length = self._broadcast(torch.tensor(header)).tolist()
-        if kind < 0:
-            return None
-        if array is None:
-            array = np.zeros(length, kinds[kind])
-        return self._broadcast(torch.from_numpy(np.ascontiguousarray(array))).numpy()
+        return (None if kind < 0 else kinds[kind]), length
 
     def barrier(self) -> None:
         """Returns when every rank has arrived and its GPU work is done."""
@@ -185,8 +229,14 @@ class Collectives:
 
     def _broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         on_device = tensor.to(self.runtime.device)
+        if self.runtime.rank != 0:
+            self.received_bytes += on_device.nbytes
         dist.broadcast(on_device, src=0)
         return on_device.cpu()
+
+
+def _size(places: Sequence[slice]) -> int:
+    return sum(int(place.stop - place.start) for place in places)
 
 
 def _state_of(error: BaseException | None) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron_dapo.errors import UserError
 from megatron_dapo.policy.checkpoint_files import CheckpointError
+from megatron_dapo.trainer.collectives import DriverError
 from megatron_dapo.trainer.logprob_gate import GateError
 from megatron_dapo.trainer.run_lock import LockLost
 from megatron_dapo.trainer.updates import TooManySkippedUpdates
@@ -34,8 +35,8 @@ def nothing_new(newest: Path | None) -> str:
 
 def not_saved(error: BaseException, newest: Path | None) -> str:
     """`newest`: the checkpoint that this process saved or loaded last."""
-    causes = [error] if error.__cause__ is None else [error, error.__cause__]
-    found = [reason for kind, reason in REASONS.items() if any(isinstance(cause, kind) for cause in causes)]
+    kinds = [type(error), error.kind if isinstance(error, DriverError) else type(error.__cause__)]
+    found = [reason for kind, reason in REASONS.items() if any(issubclass(known, kind) for known in kinds)]
     reason = found[0] if found else "the ranks may not agree about the weights after this error"
     where = f"The last checkpoint of this run is {newest}; {CONTINUE} from it" if newest else "There is no checkpoint"
     return f"Not saved: {reason}. {where}."

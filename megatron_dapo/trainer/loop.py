@@ -175,7 +175,7 @@ class Trainer:
         self.steps_done, self.updates.skipped_in_a_row = int(numbers[0]), int(numbers[1])
         if numbers[2]:
             current = state["current"] if state is not None and self.rollouts is not None else None
-            self.current = TrainStep.restore(current, self.config, self.collectives)
+            self.current = TrainStep.restore(current, self.config, self.collectives, self.policy)
             self.updates.gate_passed = True
 
     # ---- one step ----
@@ -189,7 +189,7 @@ class Trainer:
         self._onload()
         with self.observer.phase("advantages"):
             batch = self.next_batch if isinstance(self.next_batch, StepBatch) else None
-            step = TrainStep.share(batch, self.config, self.collectives)
+            step = TrainStep.share(batch, self.config, self.collectives, self.policy)
         with self.observer.phase("log_probs"):
             self.updates.prepare(step, self.steps_done)
         self.current, self.next_batch, self.sampling = step, None, False

@@ -1,7 +1,7 @@
 """One step being trained: its batch on this rank, its mini-batches, and how many updates are done.
 
 A step can be saved between two of its updates and continued after a resume. Rank 0 holds the groups that it was made
-of; the other ranks get their arrays from rank 0.
+of; the other ranks get from rank 0 what they need (`batch_sharing`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import orjson
 from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.policy.batch import Floats, TrainBatch
 from megatron_dapo.policy.metrics import StepMetrics
+from megatron_dapo.policy.policy import Policy
 from megatron_dapo.trainer.advantages import mini_batches, shape_batch
+from megatron_dapo.trainer.batch_sharing import share_batch
 from megatron_dapo.trainer.collectives import Collectives
 from megatron_dapo.types import StepBatch, json_default
 
@@ -31,8 +33,9 @@ class TrainStep:
     source: StepBatch | None = None  # rank 0
 
     @classmethod
-    def share(cls, source: StepBatch | None, config: Config, collectives: Collectives) -> TrainStep:
-        """Collective. Rank 0 passes the sampled batch: rewards, advantages and masks are decided there."""
+    def share(cls, source: StepBatch | None, config: Config, collectives: Collectives, policy: Policy) -> TrainStep:
+        """Collective. Rank 0 passes the sampled batch: rewards, advantages and masks are decided there. The other ranks
+        get the samples that they train on."""
 
         def shape() -> tuple[TrainBatch, dict[str, float], list[list[int]]]:
             assert source is not None
@@ -41,7 +44,10 @@ class TrainStep:
 
         shaped = collectives.on_driver(shape, "computing advantages")
         batch, metrics, mini = shaped if shaped is not None else (None, {}, None)
-        everywhere, indices = collectives.share_batch(batch, mini)
+        # The load balancing loss of a MoE model counts the tokens of the whole mini-batch on every rank.
+        everywhere, indices = share_batch(
+            collectives, batch, mini, policy.step.shares, whole_log_probs=policy.shape.is_moe
+        )
         return cls(everywhere, indices, rollout_metrics=metrics, source=source)
 
     @property
@@ -73,9 +79,11 @@ class TrainStep:
         }
 
     @classmethod
-    def restore(cls, state: dict[str, Any] | None, config: Config, collectives: Collectives) -> TrainStep:
+    def restore(
+        cls, state: dict[str, Any] | None, config: Config, collectives: Collectives, policy: Policy
+    ) -> TrainStep:
         """Collective. Rank 0 passes the state."""
-        step = cls.share(StepBatch.from_state(state["batch"]) if state else None, config, collectives)
+        step = cls.share(StepBatch.from_state(state["batch"]) if state else None, config, collectives, policy)
         if state is not None:
             step.rollout_metrics = state["metrics"]
             step.update_metrics = StepMetrics.from_state(state["updates"])

@@ -46,18 +46,21 @@ class Updates:
         fault_points.reach("loop/before_log_probs")
         recompute = self._config.recomputes_old_logprobs
         if recompute or not self.gate_passed:
-            logprobs, _ = self._policy.log_probs(step.batch)
+            logprobs, _ = self._policy.log_probs(step.batch, step.mini_batches)
             if not self.gate_passed:
                 self._pass_gate(step, version, logprobs)
             if recompute:
                 step.batch.old_logprobs = logprobs
         if self._policy.needs.reference:
-            step.batch.ref_logprobs = self._policy.reference_log_probs(step.batch)
+            step.batch.ref_logprobs = self._policy.reference_log_probs(step.batch, step.mini_batches)
 
     def _pass_gate(self, step: TrainStep, version: int, logprobs: Floats) -> None:
         """Only tokens of the current weights can be compared; a batch from before a resume may hold older ones."""
         if self._collectives.agree(step.sampled_by(version)):
-            self._log(check_gate(step.batch, logprobs, self._config.trainer.gate))
+            # Rank 0 has the engine's log-probs of every sample.
+            gate = self._config.trainer.gate
+            line = self._collectives.on_driver(lambda: check_gate(step.batch, logprobs, gate), "checking the gate")
+            self._log(line or "trainer and engine agree")
         else:
             self._log("the gate was not checked: this batch was sampled from older weights")
         self.gate_passed = True

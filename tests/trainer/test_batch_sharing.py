@@ -1,0 +1,97 @@
+"""The batch of a step: every rank gets what it trains on, receives little else, and computes the same numbers."""
+
+import numpy as np
+import pytest
+
+from megatron_dapo.policy.fork_ranks import run_ranks
+from megatron_dapo.policy.policy import Policy
+from megatron_dapo.policy.runtime import initialize
+from megatron_dapo.policy.schedule import shares_of_ranks
+from megatron_dapo.selfcheck.layout_spec import LayoutSpec, selfcheck_config
+from megatron_dapo.selfcheck.synthetic import awkward_batch, random_hf_weights, synthetic_shape
+from megatron_dapo.trainer.batch_sharing import share_batch
+from megatron_dapo.trainer.collectives import Collectives
+from megatron_dapo.trainer.signals import StopSignal
+
+SHAPE = synthetic_shape("dense")
+LOG_PROBS = ("old_logprobs", "engine_logprobs", "ref_logprobs")
+
+
+def collectives(runtime):
+    with StopSignal() as stop:
+        return Collectives(runtime, stop)
+
+
+def whole_batch():
+    batch = awkward_batch(SHAPE, 0)
+    half = batch.samples // 2
+    return batch, [list(range(half)), list(range(half, batch.samples))]
+
+
+def shared(rendezvous, layout):
+    config = selfcheck_config(LayoutSpec.parse(layout))
+    policy = Policy(config, SHAPE, initialize(config.policy, rendezvous=rendezvous))
+    policy.load_hf(random_hf_weights(SHAPE))
+    (expected, mini), sharing = whole_batch(), collectives(policy.runtime)
+    own = (expected, mini) if rendezvous.rank == 0 else (None, None)
+    found, indices = share_batch(sharing, *own, policy.step.shares)
+    assert indices == mini
+    for name in ("prompt_lengths", "response_lengths", "advantages", "loss_mask"):
+        assert getattr(found, name).tobytes() == getattr(expected, name).tobytes(), name
+    mine = policy.step.shares(expected.lengths, mini)[policy.runtime.groups.dp.rank()]
+    others = sorted(set(range(expected.samples)) - set(mine))
+    for name in ("tokens", *LOG_PROBS):
+        if getattr(expected, name) is None:
+            assert getattr(found, name) is None
+            continue
+        assert np.array_equal(getattr(found.select(mine), name), getattr(expected.select(mine), name)), name
+        if rendezvous.rank != 0:
+            assert not getattr(found.select(others), name).any()
+    scores = policy.log_probs(found, mini)[0], policy.log_probs(expected, mini)[0]
+    assert scores[0].tobytes() == scores[1].tobytes()
+    metrics = [policy.gradients(batch.select(mini[0])) for batch in (found, expected)]
+    assert metrics[0] == metrics[1]
+    return sharing.received_bytes, sum(len(part) for part in (mine, others)), len(mine) / expected.samples
+
+
+@pytest.mark.parametrize(("layout", "ranks"), [("dp2", 2), ("tp2", 4), ("pp2", 4), ("cp2", 4), ("single", 3)])
+def test_every_rank_gets_its_samples_and_computes_the_same(layout, ranks):
+    """`ranks` divided by the layout is the number of data-parallel ranks."""
+    found = run_ranks(ranks, shared, layout)
+    assert found[0][0] == 0  # rank 0 has the batch
+    assert all(samples == found[0][1] for _, samples, _ in found)
+
+
+def receive(rendezvous, everything):
+    """Bytes that this rank receives of a batch with long responses."""
+    config = selfcheck_config(LayoutSpec.parse("single"))
+    runtime = initialize(config.policy, rendezvous=rendezvous)
+    sharing, (batch, mini) = collectives(runtime), whole_batch()
+    batch = type(batch).from_samples(long_samples(), np.zeros(64, np.float32), np.ones(64, bool))
+    mini = [list(range(32)), list(range(32, 64))]
+    own = (batch, mini) if rendezvous.rank == 0 else (None, None)
+
+    def shares(lengths, mini_batches):
+        if everything:
+            return [list(range(len(lengths)))] * rendezvous.world_size
+        return shares_of_ranks(lengths, rendezvous.world_size, mini_batches)
+
+    share_batch(sharing, *own, shares)
+    return sharing.received_bytes
+
+
+def long_samples():
+    from megatron_dapo.types import FinishReason, Sample, as_logprobs, as_tokens
+
+    lengths = np.random.default_rng(0).integers(200, 4000, size=64)
+    return [
+        Sample(f"p{i}", 0, as_tokens(range(50)), as_tokens(range(n)), as_logprobs([-1.0] * n), FinishReason.STOP)
+        for i, n in enumerate(lengths)
+    ]
+
+
+def test_a_rank_receives_its_share_and_not_the_whole_batch():
+    whole, scattered = (max(run_ranks(4, receive, everything)[1:]) for everything in (True, False))
+    assert scattered < 0.3 * whole  # a quarter, and the masks and lengths
+    tokens = sum(50 + sample.length for sample in long_samples())
+    assert whole > 4 * tokens
