@@ -33,7 +33,9 @@ class Sizes:
     heads: float
     head_dim: int
     ffn: float
+    expert_ffn: float
     columns: int  # of the vocabulary
+    linear_bytes: int  # of a value that a linear layer saves: 1 in fp8
 
     @classmethod
     def of(cls, shape: ModelShape, policy: PolicyConfig) -> Sizes:
@@ -45,30 +47,70 @@ class Sizes:
             bytes=2 if policy.precision == "bf16" else 4,
             hidden=shape.hidden,
             q=shape.heads * shape.head_dim / tp,
-            kv=shape.kv_heads * shape.head_dim / tp,
+            kv=max(1.0, shape.kv_heads / tp) * shape.head_dim,
             heads=shape.heads / tp,
             head_dim=shape.head_dim,
             ffn=shape.ffn_hidden / tp,
+            expert_ffn=shape.expert_ffn_hidden / policy.expert_tensor_parallel,
             columns=-(-shape.vocab // tp),
+            linear_bytes=1 if policy.fp8.recipe != "none" else 2 if policy.precision == "bf16" else 4,
         )
 
 
 def layer_saved(shape: ModelShape, policy: PolicyConfig, layers: Layers) -> dict[str, float]:
     """Bytes that one layer saves for the backward pass of one micro-batch, by module, without full recomputation."""
-    s = Sizes.of(shape, policy)
-    saved = {
-        "norms": 2 * s.ts * s.hidden * 2 * s.bytes,  # input and output of each
-        "attention": _attention(s, shape.qk_norm, layers),
-        "mlp": _experts(shape, s) if shape.is_moe else s.t * 3 * s.ffn * s.bytes,
-    }
-    if policy.recompute == "selective":  # the core attention is recomputed: its statistics are not saved
-        saved["attention"] -= s.t * s.heads * 4
+    saved = _saved_without_recompute(shape, policy, layers)
+    for module, part, size in _recomputed(shape, policy, layers):
+        if policy.recompute == "selective" and module in policy.recompute_modules:
+            saved[part] -= size
     return saved
 
 
+def layer_recomputed(shape: ModelShape, policy: PolicyConfig, layers: Layers) -> float:
+    """Bytes that exist for one layer at a time, because its backward pass recomputes them (selective)."""
+    all_of_it = _saved_without_recompute(shape, policy, layers)
+    return sum(all_of_it.values()) - sum(layer_saved(shape, policy, layers).values())
+
+
+def _saved_without_recompute(shape: ModelShape, policy: PolicyConfig, layers: Layers) -> dict[str, float]:
+    s = Sizes.of(shape, policy)
+    return {
+        "norms": 2 * s.ts * s.hidden * (s.bytes + s.linear_bytes),  # input and output of each
+        "attention": _attention(s, shape.qk_norm, layers),
+        "mlp": _experts(shape, policy, s) if shape.is_moe else s.t * s.ffn * (2 * s.bytes + s.linear_bytes),
+    }
+
+
+def _recomputed(shape: ModelShape, policy: PolicyConfig, layers: Layers) -> list[tuple[str, str, float]]:
+    """(module, part of the layer, bytes that it does not save when it is recomputed).
+
+    Transformer Engine's dense layers have their norms inside the linear layers: `layernorm` does not recompute them,
+    and `mlp` recomputes the second one. Its MoE layers have a norm of their own before the experts.
+    """
+    s = Sizes.of(shape, policy)
+    output = s.ts * s.hidden * s.linear_bytes  # of one norm
+    found = [("core_attn", "attention", s.t * s.heads * 4.0)]  # the statistics of its softmax
+    separate_norms = 2 if layers == "local" else int(shape.is_moe)
+    found.append(("layernorm", "norms", separate_norms * output))
+    if shape.is_moe:
+        whole = _experts(shape, policy, s)
+        activation = _routed(shape, policy, s) * s.expert_ffn * s.linear_bytes  # fc2's input
+        found.append(("moe", "mlp", whole))
+        if "moe" not in policy.recompute_modules:
+            found.append(("moe_act", "mlp", activation))
+    else:
+        found.append(("mlp", "mlp", s.t * s.ffn * (2 * s.bytes + s.linear_bytes)))
+        if layers == "te":
+            found.append(("mlp", "norms", output))
+    return found
+
+
 def _attention(s: Sizes, qk_norm: bool, layers: Layers) -> float:
-    """q, k, v after RoPE, the output (the input of the projection), and one fp32 statistic per head."""
+    """q, k, v after RoPE, the output (the input of the projection), and one fp32 statistic per head. In fp8 the
+    projection saves an input of its own."""
     saved = s.t * (2 * s.q + 2 * s.kv) * s.bytes + s.t * s.heads * 4
+    if s.linear_bytes != s.bytes:
+        saved += s.t * s.q * s.linear_bytes
     if layers == "local":
         # v is a view that keeps the whole q, k, v product in memory; the outputs of the sequences are concatenated once
         # more. All layers share one RoPE table.
@@ -79,10 +121,15 @@ def _attention(s: Sizes, qk_norm: bool, layers: Layers) -> float:
     return saved
 
 
-def _experts(shape: ModelShape, s: Sizes) -> float:
+def _routed(shape: ModelShape, policy: PolicyConfig, s: Sizes) -> float:
+    """Copies of tokens that the fullest rank's experts get. Ranks that share an expert gather each other's tokens."""
+    return s.ts * shape.experts_per_token * EXPERT_IMBALANCE * policy.expert_tensor_parallel
+
+
+def _experts(shape: ModelShape, policy: PolicyConfig, s: Sizes) -> float:
     """For each of `experts_per_token` copies of a token: fc1's input and output, fc2's input; fp32 router scores."""
-    routed = s.ts * shape.experts_per_token * EXPERT_IMBALANCE
-    return routed * (s.hidden + 3 * shape.expert_ffn_hidden) * s.bytes + s.ts * shape.experts * 4 * 2
+    each = (s.hidden + s.expert_ffn) * s.linear_bytes + 2 * s.expert_ffn * s.bytes
+    return _routed(shape, policy, s) * each + s.ts * shape.experts * 4 * 2
 
 
 def checkpoint_saved(shape: ModelShape, policy: PolicyConfig) -> float:
@@ -94,11 +141,7 @@ def checkpoint_saved(shape: ModelShape, policy: PolicyConfig) -> float:
 def layer_work(shape: ModelShape, policy: PolicyConfig) -> float:
     """Gradients and gathered activations during the backward pass of one layer."""
     s = Sizes.of(shape, policy)
-    if shape.is_moe:
-        routed = s.ts * shape.experts_per_token * EXPERT_IMBALANCE
-        inner = routed * (3 * shape.expert_ffn_hidden + 2 * s.hidden)
-    else:
-        inner = s.t * 3 * s.ffn
+    inner = _routed(shape, policy, s) * (3 * s.expert_ffn + 2 * s.hidden) if shape.is_moe else s.t * 3 * s.ffn
     return (inner + 2 * s.t * s.hidden) * s.bytes
 
 

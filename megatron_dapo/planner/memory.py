@@ -1,8 +1,8 @@
 """The trainer's memory on one rank, part by part, for every pipeline stage; the fullest stage decides.
 
-Weights, fp32 gradients and optimizer state exist all the time. Beyond them, the peak is the largest of three moments:
-the head (all activations, plus the logits of a chunk), the backward pass of a layer (all activations, plus the
-gradients inside it), and the optimizer's step.
+Weights, gradients and optimizer state exist all the time; what the optimizer keeps in host memory does not count.
+Beyond them, the peak is the largest of three moments: the head (all activations, plus the logits of a chunk), the
+backward pass of a layer (all activations, plus the gradients inside it), and the optimizer's step.
 """
 
 from __future__ import annotations
@@ -16,17 +16,19 @@ from megatron_dapo.planner.activations import (
     checkpoint_saved,
     head_memory,
     in_flight,
+    layer_recomputed,
     layer_saved,
     layer_work,
 )
 from megatron_dapo.planner.hardware import GIB
-from megatron_dapo.planner.parameters import RankParameters, rank_parameters
+from megatron_dapo.planner.parameters import RankParameters, count_parameters, rank_parameters, stage_layers
 
 # CUDA context, cuBLAS and cuDNN workspaces; NCCL's buffers when there is more than one rank.
 CONTEXT_BYTES, NCCL_BYTES = 1.0 * GIB, 2.0 * GIB
 BUCKET_BYTES = 1.5 * GIB  # weights that are being sent to an engine
 # Share of torch's allocations lost to fragmentation: packed micro-batches differ in size.
 FRAGMENTATION = 0.05
+STATE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,8 @@ def stage_memory(
     last = stage == policy.pipeline_parallel - 1
     activations, layer = _passes(shape, policy, stage, micro_batches, layers)
     head = head_memory(shape, policy)
-    weights, gradients = size * held.total, 4 * held.total
+    weights = size * held.total + _fp8_copies(shape, policy, stage)
+    gradients = (4 if policy.gradient_reduction == "fp32" else 2) * held.total
     memory = TrainerMemory(
         stage=stage,
         weights=weights,
@@ -115,25 +118,48 @@ def kept_while_engines_work(world: int) -> float:
     return CONTEXT_BYTES + BUCKET_BYTES + (NCCL_BYTES if world > 1 else 0.0)
 
 
+def _fp8_copies(shape: ModelShape, policy: PolicyConfig, stage: int) -> float:
+    """Transformer Engine keeps each weight matrix of the layers in fp8, once as it is and once transposed."""
+    if policy.fp8.recipe == "none":
+        return 0.0
+    matrices = count_parameters(shape)
+    layers = stage_layers(shape, policy, stage) / shape.layers
+    parts = policy.expert_parallel * policy.expert_tensor_parallel if shape.is_moe else policy.tensor_parallel
+    return 2 * layers * (matrices.attention / policy.tensor_parallel + matrices.mlp / parts)
+
+
 def _optimizer(held: RankParameters, policy: PolicyConfig, world: int, fused: bool) -> tuple[float, float]:
-    """Bytes of optimizer state (fp32 copy in bf16 training, two Adam moments), and of temporaries in a step."""
+    """Bytes of optimizer state on the GPU (main weights in bf16 training, two Adam moments), and of temporaries in a
+    step."""
     stage_ranks = world // policy.pipeline_parallel
     dense, experts = float(held.dense), float(held.experts)
     if policy.distributed_optimizer:
         dense /= stage_ranks // policy.tensor_parallel
-        experts /= stage_ranks // policy.expert_parallel
-    state = 12 if policy.precision == "bf16" else 8
-    # torch's AdamW, used without Transformer Engine, holds the root of the second moment of all parameters.
-    return state * (dense + experts), 0.0 if fused else 4 * (dense + experts)
+        experts /= stage_ranks // (policy.expert_parallel * policy.expert_tensor_parallel)
+    mine, options = dense + experts, policy.optimizer
+    # torch's AdamW without a fused kernel holds the root of the second moment of all parameters.
+    step = 0.0 if fused or options.fused is not False else 4 * mine
+    if policy.gradient_reduction == "bf16" and not options.precision_aware:
+        step += 4 * mine  # the step's fp32 copy of the gradients
+    return _state_bytes(policy) * mine * (1 - options.cpu_offload), step
+
+
+def _state_bytes(policy: PolicyConfig) -> int:
+    """Per parameter. The precision-aware optimizer stores what bf16 weights lack of fp32 ones: 2 bytes."""
+    options = policy.optimizer
+    if not options.precision_aware or options.cpu_offload:
+        return 12 if policy.precision == "bf16" else 8
+    return 2 + STATE_BYTES[options.exp_avg_dtype] + STATE_BYTES[options.exp_avg_sq_dtype]
 
 
 def _passes(
     shape: ModelShape, policy: PolicyConfig, stage: int, micro_batches: int, layers: Layers
 ) -> tuple[float, float]:
     """Saved activations of all micro-batches in flight, and the working space of one layer."""
-    count = shape.layers // policy.pipeline_parallel
+    count = stage_layers(shape, policy, stage)
     flying = in_flight(policy, stage, micro_batches)
     one, work = sum(layer_saved(shape, policy, layers).values()), layer_work(shape, policy)
-    if policy.recompute == "full":
-        return flying * count * checkpoint_saved(shape, policy), one + work
-    return flying * count * one, work
+    if policy.recompute != "full":
+        return flying * count * one, work + layer_recomputed(shape, policy, layers)
+    again = count if policy.recompute_layers is None else min(count, policy.recompute_layers * policy.virtual_pipeline)
+    return flying * (again * checkpoint_saved(shape, policy) + (count - again) * one), one + work

@@ -2,7 +2,8 @@
 
 The total counts distinct weights (a tied output layer once). A rank's count is what Megatron allocates: norms and
 router are replicated on every tensor-parallel rank, the vocabulary is padded to equal shares, experts are divided among
-expert-parallel ranks, and with tied embeddings the last pipeline stage has its own copy of the embedding.
+expert-parallel and expert-tensor-parallel ranks, and with tied embeddings the last pipeline stage has its own copy of
+the embedding.
 """
 
 from __future__ import annotations
@@ -77,18 +78,25 @@ def padded_vocab(vocab: int, tensor_parallel: int) -> int:
     return -(-vocab // tensor_parallel) * tensor_parallel
 
 
+def stage_layers(shape: ModelShape, policy: PolicyConfig, stage: int) -> int:
+    """Layers of a pipeline stage."""
+    stages = policy.stage_layers(shape.layers)
+    return stages[stage] if stages else shape.layers // policy.pipeline_parallel
+
+
 def rank_parameters(shape: ModelShape, policy: PolicyConfig, stage: int) -> RankParameters:
     """Parameters on a rank of pipeline stage `stage` (0 is the first), the same for all tensor-parallel ranks."""
-    tp, pp, ep = policy.tensor_parallel, policy.pipeline_parallel, policy.expert_parallel
+    tp, pp = policy.tensor_parallel, policy.pipeline_parallel
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     split = shape.hidden * (q + 2 * kv) + q * shape.hidden + (q + 2 * kv if shape.qkv_bias else 0)
     whole = 2 * shape.hidden + (2 * shape.head_dim if shape.qk_norm else 0) + shape.experts * shape.hidden
     experts = 0
-    if shape.is_moe:  # expert tensor parallelism is 1: a rank holds whole experts
-        experts = shape.experts // ep * 3 * shape.hidden * shape.expert_ffn_hidden
+    if shape.is_moe:
+        parts = policy.expert_parallel * policy.expert_tensor_parallel
+        experts = shape.experts * 3 * shape.hidden * shape.expert_ffn_hidden // parts
     else:
         split += 3 * shape.hidden * shape.ffn_hidden
-    layers = shape.layers // pp
+    layers = stage_layers(shape, policy, stage)
     dense = layers * (split // tp + whole)
     table = padded_vocab(shape.vocab, tp) // tp * shape.hidden
     first, last = stage == 0, stage == pp - 1

@@ -3,6 +3,7 @@
 import dataclasses
 import warnings
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,6 +23,9 @@ LAYOUTS = {
     "dp2-replicated": ("tied", {"distributed_optimizer": False}),
     "cp2": ("dense", {"context_parallel": 2}),
     "ep2": ("moe", {"expert_parallel": 2}),
+    "pp2-uneven": ("dense", {"pipeline_parallel": 2, "last_stage_layers": 1}),
+    "etp2": ("moe", {"tensor_parallel": 2, "expert_tensor_parallel": 2}),
+    "bf16-reduction": ("dense", {"gradient_reduction": "bf16"}),
 }
 
 
@@ -72,17 +76,40 @@ def test_weights_gradients_and_optimizer_state(name):
         assert expected.optimizer == pytest.approx(state, rel=0.02)
 
 
-@pytest.mark.parametrize("kind", ["dense", "tied", "moe"])
-def test_saved_activations_of_one_layer(kind):
-    """Every tensor that autograd keeps of the second layer, each storage once, against `layer_saved`."""
-    config, shape = make_config("bf16"), wide(kind)
+def saved_by_second_layer(kind, **options):
+    """(bytes, tokens): every tensor that autograd keeps of the second layer, each storage once."""
+    config, shape = make_config("bf16", **options), wide(kind)
     runtime = initialize(config.policy, rendezvous=Rendezvous(url=""))
     policy = Policy(config, shape, runtime)
     batch = awkward_batch(shape, 0, samples=60)
     micro_batches = policy.step.pack(batch)
     measured = _saved_by(policy.model[0].decoder.layers[1], lambda: policy.step.gradients(batch, micro_batches))
     shutdown()
-    tokens = micro_batches[0].tokens
+    return measured, micro_batches[0].tokens
+
+
+@pytest.mark.parametrize(("kind", "module"), [("dense", "mlp"), ("moe", "moe")])
+def test_activations_that_recomputing_a_module_does_not_save(kind, module):
+    options = {"recompute": "selective", "recompute_modules": [module]}
+    shape = wide(kind)
+    (all_of_it, tokens), (less, _) = saved_by_second_layer(kind), saved_by_second_layer(kind, **options)
+    layouts = [make_config("bf16", **given).policy.model_copy(update={"micro_batch_tokens": tokens})
+               for given in ({}, options)]  # fmt: skip
+    expected = np.subtract(*(sum(layer_saved(shape, layout, "local").values()) for layout in layouts))
+    if shape.is_moe:  # the CPU's router is perfectly spread on average, and SwiGLU is not fused
+        routed = tokens * shape.experts_per_token
+        expected -= 0.25 * routed * (shape.hidden + 3 * shape.expert_ffn_hidden) * 2
+        expected += routed * 3 * shape.expert_ffn_hidden * 2
+    else:
+        expected += 2 * tokens * shape.ffn_hidden * 2
+    assert all_of_it - less == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize("kind", ["dense", "tied", "moe"])
+def test_saved_activations_of_one_layer(kind):
+    """Every tensor that autograd keeps of the second layer, each storage once, against `layer_saved`."""
+    config, shape = make_config("bf16"), wide(kind)
+    measured, tokens = saved_by_second_layer(kind)
     layout = config.policy.model_copy(update={"micro_batch_tokens": tokens})
     expected = sum(layer_saved(shape, layout, "local").values())
     sizes = Sizes.of(shape, layout)

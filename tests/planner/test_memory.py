@@ -129,3 +129,103 @@ def test_prediction_agrees_with_an_h200_measurement():
     logits = 8192 * shape.vocab * (2 + 4)
     total = memory.weights + memory.gradients / 2 + memory.activations + logits
     assert total / GIB == pytest.approx(26, rel=0.15)
+
+
+# ---- Megatron options ----
+
+MOE = dataclasses.replace(SHAPE, architecture="qwen3_moe", experts=4, experts_per_token=2, expert_ffn_hidden=6)
+
+
+def one_gpu(**keys):
+    return trainer_memory(SHAPE, PolicyConfig(micro_batch_tokens=128, **keys), world=1, micro_batches=1)
+
+
+def test_bf16_reduction_halves_gradients_and_copies_them_in_the_step():
+    memory = one_gpu(gradient_reduction="bf16")
+    assert (memory.gradients, memory.step) == (2 * ALL, 4 * ALL)
+    assert one_gpu().step == 0
+
+
+def test_offloaded_optimizer_state_leaves_the_gpu():
+    assert one_gpu(optimizer={"cpu_offload": 1.0}).optimizer == 0
+    assert one_gpu(optimizer={"cpu_offload": 0.25}).optimizer == 0.75 * 12 * ALL
+
+
+def test_precision_aware_state():
+    """2 bytes of main weights beyond bf16, and each moment in its type."""
+    assert one_gpu(optimizer={"precision_aware": True}).optimizer == (2 + 4 + 4) * ALL
+    types = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp8"}
+    memory = one_gpu(optimizer={"precision_aware": True, **types}, gradient_reduction="bf16")
+    assert memory.optimizer == (2 + 2 + 1) * ALL
+    assert memory.step == 0  # it reads bf16 gradients
+
+
+def test_unfused_adam_has_temporaries():
+    policy = PolicyConfig(micro_batch_tokens=128, optimizer={"fused": False})
+    assert trainer_memory(SHAPE, policy, world=1, micro_batches=1, layers="local").step == 4 * ALL
+
+
+def test_fp8_keeps_two_copies_of_the_matrices_and_saves_smaller_inputs():
+    memory = one_gpu(fp8={"recipe": "blockwise"})
+    assert memory.weights == 2 * ALL + 2 * 4 * (16 * 8 + 64 + 288)
+    saved = layer_saved(SHAPE, PolicyConfig(micro_batch_tokens=128, fp8={"recipe": "blockwise"}), "te")
+    assert saved["norms"] == 2 * 128 * 8 * (2 + 1)
+    assert saved["mlp"] == 128 * 12 * (2 * 2 + 1)
+
+
+def test_uneven_stages():
+    policy = PolicyConfig(micro_batch_tokens=100, pipeline_parallel=2, first_stage_layers=3)
+    first, last = (stage_memory(SHAPE, policy, 2, 1, stage) for stage in (0, 1))
+    assert (first.weights, last.weights) == (2 * (3 * 496 + 80), 2 * (496 + 80 + 8))
+    one = sum(layer_saved(SHAPE, policy, "te").values())
+    assert first.activations == 3 * one
+
+
+def test_shared_experts_are_split_and_get_more_tokens():
+    """TP 2, ETP 2: each rank holds half of every expert, and gets the tokens of both ranks."""
+    whole, split = (
+        PolicyConfig(micro_batch_tokens=100, tensor_parallel=2, expert_tensor_parallel=etp) for etp in (1, 2)
+    )
+    difference = trainer_memory(MOE, whole, 2, 1).weights - trainer_memory(MOE, split, 2, 1).weights
+    assert difference == 2 * 4 * 4 * 144 / 2
+    routed = 50 * 2 * 1.25
+    parts = [layer_saved(MOE, policy, "te")["mlp"] for policy in (whole, split)]
+    assert parts[0] == routed * (8 + 3 * 6) * 2 + 50 * 4 * 4 * 2
+    assert parts[1] == 2 * routed * (8 + 3 * 3) * 2 + 50 * 4 * 4 * 2
+
+
+@pytest.mark.parametrize(
+    ("modules", "part", "freed"),
+    [(["mlp"], "mlp", 2 * 3 * 1200), (["mlp"], "norms", 2 * 800), (["layernorm"], "norms", 0),
+     (["core_attn"], "attention", 4 * 4 * 100)],
+)  # fmt: skip
+def test_recomputed_modules_of_a_dense_layer_save_nothing(modules, part, freed):
+    none = layer_saved(SHAPE, PolicyConfig(micro_batch_tokens=100), "te")
+    policy = PolicyConfig(micro_batch_tokens=100, recompute="selective", recompute_modules=modules)
+    assert none[part] - layer_saved(SHAPE, policy, "te")[part] == freed
+    memory = trainer_memory(SHAPE, policy, world=1, micro_batches=1)
+    freed_in_all = sum(none.values()) - sum(layer_saved(SHAPE, policy, "te").values())
+    assert memory.layer == 2 * (3 * 1200 + 2 * 800) + freed_in_all  # for one layer at a time
+
+
+def test_recomputed_modules_of_a_moe_layer():
+    def saved(*modules):
+        recompute = {"recompute": "selective", "recompute_modules": list(modules)} if modules else {}
+        return layer_saved(MOE, PolicyConfig(micro_batch_tokens=100, **recompute), "te")
+
+    routed = 100 * 2 * 1.25
+    assert saved()["mlp"] - saved("moe_act")["mlp"] == routed * 6 * 2
+    assert saved("moe")["mlp"] == saved("moe", "moe_act")["mlp"] == 0
+    assert saved()["norms"] - saved("layernorm")["norms"] == 100 * 8 * 2
+
+
+def test_full_recomputation_of_some_layers():
+    policy = PolicyConfig(micro_batch_tokens=100, recompute="full", recompute_layers=3)
+    memory = trainer_memory(SHAPE, policy, world=1, micro_batches=1)
+    one = sum(layer_saved(SHAPE, PolicyConfig(micro_batch_tokens=100), "te").values())
+    assert memory.activations == 2 * 800 * (3 + 1) + one
+
+
+def test_key_value_heads_below_tensor_parallel_are_whole():
+    policy = PolicyConfig(micro_batch_tokens=100, tensor_parallel=4)
+    assert layer_saved(SHAPE, policy, "te")["attention"] == 2 * 100 * (2 * 2 + 2 * 2) + 4 * 100
