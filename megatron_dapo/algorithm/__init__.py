@@ -15,7 +15,9 @@
 from megatron_dapo.algorithm.advantages import group_advantages
 from megatron_dapo.algorithm.aggregation import token_weights
 from megatron_dapo.algorithm.filtering import (
+    EarlyRejection,
     GroupFilter,
+    give_up_after,
     keep_all,
     keep_group,
     load_group_filter,
@@ -35,6 +37,7 @@ from megatron_dapo.algorithm.overlong import (
 from megatron_dapo.algorithm.token_batch import Scores, TokenBatch
 
 __all__ = [
+    "EarlyRejection",
     "GroupFilter",
     "LossOutputs",
     "Needs",
@@ -44,6 +47,7 @@ __all__ = [
     "TokenBatch",
     "TokenMetrics",
     "carries_loss",
+    "give_up_after",
     "group_advantages",
     "keep_all",
     "keep_group",

@@ -2,6 +2,11 @@
 
 Reasons are counted, so that a strict filter can be told from a broken grader. A filter that raises ends the run: an
 exception is never a rejection.
+
+A filter may also have an attribute `reject_early`, a function Group -> reason or None. It is asked whenever a sample of
+the group has been graded; samples without a grade are still running. A reason rejects the group: its remaining samples
+are aborted. The function must depend on the group alone and must not change its answer when more samples are graded,
+so that the result does not depend on timing.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ from megatron_dapo.plugins import is_plugin, load_function
 from megatron_dapo.types import Group
 
 GroupFilter = Callable[[Group], tuple[bool, str]]
+EarlyRejection = Callable[[Group], str | None]
 
 KEPT = "kept"
 SMALLEST_STD = 1e-6
@@ -67,37 +73,68 @@ FILTERS: dict[str, GroupFilter] = {
 }
 
 
+def give_up_after(samples: int) -> EarlyRejection:
+    """Rejects a group whose first `samples` samples are all correct or all wrong.
+
+    The first by index, not the first to finish: those would be the short ones. A group with an ungraded sample among
+    them is not rejected early.
+    """
+
+    def reject_early(group: Group) -> str | None:
+        grades = [sample.grade for sample in group.samples[:samples]]
+        verdicts = [grade.correct for grade in grades if grade is not None and grade.correct is not None]
+        if len(verdicts) < samples:
+            return None
+        return "all-correct" if all(verdicts) else None if any(verdicts) else "all-wrong"
+
+    return reject_early
+
+
 def load_group_filter(name: str) -> GroupFilter:
     """The filter that `rollout.group_filter` names: one of FILTERS, or the user's python:module.function."""
     if is_plugin(name):
-        return _user_filter(name, load_function(name, "rollout.group_filter"))
+        return _UserFilter(name, load_function(name, "rollout.group_filter"))
     if name not in FILTERS:
         known = ", ".join(FILTERS)
         raise UserError(f"rollout.group_filter: expected one of {known} or python:module.function, found {name!r}")
     return FILTERS[name]
 
 
-def _user_filter(name: str, function: Callable[[Group], Any]) -> GroupFilter:
-    """Wraps the user's function, which may return a bool alone, so that it returns (keep, reason)."""
+class _UserFilter:
+    """Calls the user's function, which may return a bool alone; checks what it returns."""
 
-    def checked(group: Group) -> tuple[bool, str]:
-        try:
-            returned = function(group)
-        except Exception as error:
-            raise UserError(
-                f"rollout.group_filter: {name} raised {type(error).__name__} on prompt {group.prompt.id!r}: {error}"
-            ) from error
-        match returned:
+    def __init__(self, name: str, function: Callable[[Group], Any]) -> None:
+        self._name, self._function = name, function
+        self.reject_early = self._reject_early if hasattr(function, "reject_early") else None
+
+    def __call__(self, group: Group) -> tuple[bool, str]:
+        match returned := self._call(self._function, group):
             case bool() | np.bool_():
                 return bool(returned), KEPT if returned else "rejected"
             case (bool() | np.bool_() as keep, str() as reason):
                 return bool(keep), reason
-        raise UserError(
-            f"rollout.group_filter: {name} must return a bool or (bool, reason), "
-            f"but returned {returned!r} on prompt {group.prompt.id!r}"
-        )
+        raise self._unexpected(self._name, "a bool or (bool, reason)", returned, group)
 
-    return checked
+    def _reject_early(self, group: Group) -> str | None:
+        returned = self._call(self._function.reject_early, group)  # type: ignore[attr-defined]
+        if returned is None or isinstance(returned, str):
+            return returned
+        raise self._unexpected(f"{self._name}.reject_early", "a reason or None", returned, group)
+
+    def _call(self, function: Callable[[Group], Any], group: Group) -> Any:
+        try:
+            return function(group)
+        except Exception as error:
+            raise UserError(
+                f"rollout.group_filter: {self._name} raised {type(error).__name__} on prompt {group.prompt.id!r}: "
+                f"{error}"
+            ) from error
+
+    def _unexpected(self, name: str, expected: str, returned: Any, group: Group) -> UserError:
+        return UserError(
+            f"rollout.group_filter: {name} must return {expected}, but returned {returned!r} on prompt "
+            f"{group.prompt.id!r}"
+        )
 
 
 def _scores(group: Group) -> list[float]:

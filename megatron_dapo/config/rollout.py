@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -116,11 +116,13 @@ class WeightTransportConfig(Section):
 class SamplerConfig(Section):
     """Dynamic sampling: which groups make a batch, and what happens to the rest."""
 
-    oversampling: float = Field(
-        1.0, ge=1, description="Groups in flight for each missing group; the paper uses 3, in waves of 512."
+    oversampling: Literal["adaptive"] | Annotated[float, Field(ge=1)] = Field(
+        "adaptive",
+        description="Groups in flight for each missing group. adaptive: a margin ÷ the expected yield, and with "
+        "unfinished: continue no more than the engines can run at a time. The paper uses 3, in waves of 512.",
     )
     order: Literal["completion", "prompt"] = Field(
-        "prompt",
+        "completion",
         description="completion: the first groups to finish fill the batch (faster, but prefers short responses). "
         "prompt: groups are taken in the order of their prompts, so timing does not change the batch.",
     )
@@ -132,7 +134,8 @@ class SamplerConfig(Section):
     max_generation_batches: int | None = Field(
         10,
         ge=1,
-        description="Limit on prompts per step, in batches of oversampling × prompts_per_step; null: no limit.",
+        description="Limit on prompts per step, in batches of oversampling × prompts_per_step (adaptive counts as 1); "
+        "null: no limit.",
     )
     max_resample_times: int | None = Field(
         None, ge=0, description="The same limit, counted in extra batches after the first (max_generation_batches - 1)."
@@ -143,7 +146,7 @@ class SamplerConfig(Section):
         "run (the kept groups are saved and count when it resumes).",
     )
     unfinished: Literal["continue", "finish", "restart", "drop"] = Field(
-        "finish",
+        "continue",
         description="Samples that are running when the batch is full. continue: abort them and continue in the next "
         "step with the new weights (partial rollouts). finish: wait for them. restart: sample them again from the "
         "start in the next step. drop: discard them.",
@@ -154,6 +157,12 @@ class SamplerConfig(Section):
     max_carryover_staleness: int = Field(
         1, ge=0, description="Weight versions that a carried-over token may lag behind."
     )
+    give_up_after: int | None = Field(
+        None, ge=2,
+        description="Reject a group as soon as its first so many samples (by index) are all correct or all wrong, and "
+        "abort its other samples. Saves tokens, but also rejects groups that would have been informative, mostly very "
+        "easy and very hard ones. Needs group_filter: accuracy. null: decide when all samples are graded.",
+    )  # fmt: skip
     max_failed_groups: int = Field(8, ge=0, description="Groups that may fail in one step before the run stops.")
     stall_timeout: float = Field(7200.0, gt=0, description="Seconds in which at least one sample must finish.")
 
@@ -220,6 +229,16 @@ class RolloutConfig(Section):
             raise ValueError(
                 "servers.share_gpus is on and max_staleness is 1: engines cannot generate while the trainer uses their "
                 "GPUs; change one of the two"
+            )
+        after = self.sampler.give_up_after
+        if after is not None and self.group_filter != "accuracy":
+            raise ValueError(
+                f"sampler.give_up_after needs group_filter: accuracy, found {self.group_filter}; a filter of your own "
+                "can have a reject_early of its own (docs/rollout.md)"
+            )
+        if after is not None and after >= self.samples_per_prompt:
+            raise ValueError(
+                f"sampler.give_up_after is {after}: it must be less than samples_per_prompt ({self.samples_per_prompt})"
             )
         if self.top_k == 0:
             raise ValueError("top_k is 0: use -1 for the whole vocabulary, or a positive number")

@@ -62,7 +62,8 @@ SECTIONS: dict[str, tuple[FigureSpec, ...]] = {
         FigureSpec("evaluation", "Evaluation", "held-out scores; the band is the confidence interval", {"eval/*": ""},
                    "percent"),
         FigureSpec("length", "Response length", "mean tokens per response", {
-            "rollout/length_trained": "trained", "rollout/length_dropped": "dropped", "rollout/length_cut": "cut off",
+            "rollout/length_trained": "trained", "rollout/length_dropped": "dropped",
+            "rollout/length_interrupted": "interrupted",
         }, "count", zero=True),
     ),
     "Policy": (
@@ -91,11 +92,14 @@ SECTIONS: dict[str, tuple[FigureSpec, ...]] = {
         FigureSpec("groups", "Groups by outcome", "kept for training, or dropped for a reason", {
             "rollout/groups_kept": "kept", "rollout/groups_failed": "failed", "rollout/dropped/*": "",
         }, "count", stacked=True, zero=True),
-        FigureSpec("yield", "Filter yield", "kept groups per group judged by the filter",
-                   {"rollout/filter_yield": "yield", "data/predicted_yield": "predicted by the curriculum"}, "percent",
-                   zero=True),
+        FigureSpec("yield", "Filter yield", "kept groups per group judged by the filter", {
+            "rollout/filter_yield": "yield", "rollout/expected_yield": "expected by the sampler",
+            "data/predicted_yield": "predicted by the curriculum",
+        }, "percent", zero=True),
+        FigureSpec("occupancy", "Engine occupancy", "running requests per request that the engines can run",
+                   {"rollout/engine_occupancy": "occupancy"}, "percent", zero=True),
         FigureSpec("truncated", "Truncated responses", "by the length limit, or interrupted by the end of the step", {
-            "rollout/truncated_share": "truncated", "rollout/cut_share": "cut",
+            "rollout/truncated_share": "truncated", "rollout/interrupted_share": "interrupted",
         }, "percent", zero=True),
     ),
     "Time": (

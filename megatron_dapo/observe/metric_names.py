@@ -14,8 +14,8 @@ NOT_FILTERED = ("unfinished", "stale", "surplus")
 
 
 def is_wall_clock(name: str) -> bool:
-    """Whether a metric measures time, so that it may differ between two runs of the same training."""
-    return name.startswith("time/") or name.endswith(("seconds", "per_second"))
+    """Whether a metric measures time or is a mean over time: it may differ between two runs of the same training."""
+    return name.startswith("time/") or name.endswith(("seconds", "per_second", "in_flight", "occupancy"))
 
 
 def dropped_groups(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -4,10 +4,12 @@
     step_collector.py    StepCollector: collects the batch of one step
     carry_over.py        CarryOver: everything a step leaves for the next one
     fill_policy.py       FillPolicy: how many groups are in flight, and when sampling stops
+    yield_estimate.py    YieldEstimate: the expected share of groups that the filter keeps
     interrupted_step.py  InterruptedStep: what a cancelled step needs to continue
     pending_group.py     PendingGroup and its states
     running_groups.py    RunningGroups: waits for the groups that are in flight, or aborts them
     group_runner.py      GroupRunner: generates and grades the samples of a group
+    occupancy.py         Occupancy: how full the engine was during a step
     accounting.py        StepAccounting: every sample that enters a step leaves it exactly once
 
 A prompt moves from the data cursor through `Sampler.collect` into a `StepBatch`. Engines are in `engines/`, graders in

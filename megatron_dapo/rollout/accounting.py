@@ -17,6 +17,7 @@ from megatron_dapo.types import Group, Sample
 UNFINISHED = "unfinished"
 STALE = "stale"
 SURPLUS = "surplus"
+EARLY = "early"  # prefix of the filter's reason, for a group that was rejected before all of its samples were finished
 
 
 @dataclass(slots=True, frozen=True)
@@ -52,10 +53,10 @@ class StepAccounting:
     failed_groups: int = 0
     submitted_groups: int = 0
     finished_samples: int = 0
-    cut_samples: int = 0
+    interrupted_samples: int = 0
     response_tokens: int = 0
     wasted_tokens: int = 0
-    _lengths: dict[str, list[int]] = field(default_factory=lambda: {"trained": [], "dropped": [], "cut": []})
+    _lengths: dict[str, list[int]] = field(default_factory=lambda: {"trained": [], "dropped": [], "interrupted": []})
 
     def to_state(self) -> dict[str, Any]:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -63,6 +64,7 @@ class StepAccounting:
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> StepAccounting:
+        state = _from_older_format(state)
         reasons = {name: Counter(state[name]) for name in ("dropped", "dropped_groups")}
         return cls(**{**state, **reasons})
 
@@ -95,10 +97,10 @@ class StepAccounting:
     def carry(self, samples: int) -> None:
         self.carried_over += samples
 
-    def cut(self, samples: Iterable[Sample]) -> None:
+    def interrupt(self, samples: Iterable[Sample]) -> None:
         for sample in samples:
-            self.cut_samples += 1
-            self._lengths["cut"].append(sample.length)
+            self.interrupted_samples += 1
+            self._lengths["interrupted"].append(sample.length)
 
     def check(self) -> None:
         entered = self.submitted + self.carried_in
@@ -127,12 +129,26 @@ class StepAccounting:
             "rollout/samples_dropped": self.dropped.total(),
             "rollout/samples_failed": self.failed,
             "rollout/samples_carried_over": self.carried_over,
-            "rollout/cut_share": self.cut_samples / max(1, self.cut_samples + self.finished_samples),
+            "rollout/oversampling": (self.submitted + self.carried_in) / max(1, self.trained),
+            "rollout/interrupted_share": self.interrupted_samples
+            / max(1, self.interrupted_samples + self.finished_samples),
             "rollout/truncated_share": _mean(sample.truncated for sample in samples),
         }
         found |= {f"rollout/dropped/{reason}": n for reason, n in sorted(self.dropped_groups.items()) if n}
         found |= {f"rollout/length_{name}": _mean(lengths) for name, lengths in self._lengths.items() if lengths}
         return found
+
+
+def _from_older_format(state: dict[str, Any]) -> dict[str, Any]:
+    """Interrupted samples were once called cut."""
+    if "cut_samples" not in state:
+        return state
+    state, lengths = dict(state), dict(state["_lengths"])
+    return {
+        **state,
+        "interrupted_samples": state.pop("cut_samples"),
+        "_lengths": {"interrupted": lengths.pop("cut"), **lengths},
+    }
 
 
 def _mean(values: Iterable[float]) -> float:

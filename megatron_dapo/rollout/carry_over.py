@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_dapo.rollout.interrupted_step import InterruptedStep
 from megatron_dapo.rollout.pending_group import PendingGroup
+from megatron_dapo.rollout.yield_estimate import YieldEstimate
 
 
 @dataclass(slots=True)
@@ -26,6 +27,7 @@ class CarryOver:
     unfinished: list[PendingGroup] = field(default_factory=list)  # all others
     drawn: DrawnPrompts = field(default_factory=DrawnPrompts)  # of a step that did not complete
     interrupted: InterruptedStep | None = None  # of a step that was cancelled
+    yield_estimate: YieldEstimate = field(default_factory=YieldEstimate)
 
     def to_state(self) -> dict[str, Any]:
         return {
@@ -34,6 +36,7 @@ class CarryOver:
             "unfinished": [pending.to_state() for pending in self.unfinished],
             "drawn": {"step": self.drawn.step, "counts": dict(self.drawn.counts)},
             "interrupted": self.interrupted.to_state() if self.interrupted else None,
+            "yield_estimate": self.yield_estimate.to_state(),
         }
 
     @classmethod
@@ -46,6 +49,7 @@ class CarryOver:
             unfinished=[PendingGroup.from_state(pending) for pending in state["unfinished"]],
             drawn=DrawnPrompts(drawn["step"], Counter(drawn["counts"])) if drawn else DrawnPrompts(),
             interrupted=InterruptedStep.from_state(interrupted) if interrupted else None,
+            yield_estimate=YieldEstimate.from_state(state.get("yield_estimate")),
         )
 
 

@@ -2,17 +2,19 @@
 
 A sample is finished when it is graded. An aborted sample has finish reason ABORT and the tokens it has so far. To
 continue it, the runner sends prompt and tokens so far with the same seed. Each part keeps its own weight version.
+When the group filter rejects a group early, its remaining samples are aborted and stay unfinished.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from megatron_dapo.algorithm import EarlyRejection
 from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.engines.protocol import Completion, Engine, EngineError, ForeignWeightsError, SamplingParams
 from megatron_dapo.rollout.pending_group import PendingGroup
@@ -29,8 +31,9 @@ EMPTY_ABORT_PAUSE = 0.5
 class GroupRunner:
     """Shared by all groups of one step. After `stop`, aborted samples stay unfinished instead of being continued.
 
-    `on_piece(tokens, finished)` is called for each generated part and for each graded sample. `foreign_weights`
-    receives the first ForeignWeightsError as soon as it happens: the step must end before the other samples do.
+    `on_piece(tokens, finished)` is called for each generated part and for each graded sample, `on_generated()` when a
+    sample needs the engine no longer. `foreign_weights` receives the first ForeignWeightsError as soon as it happens:
+    the step must end before the other samples do.
     """
 
     def __init__(
@@ -39,53 +42,87 @@ class GroupRunner:
         grade: Grader,
         config: RolloutConfig,
         decode: Decoder | None,
+        reject_early: EarlyRejection | None,
         on_piece: Callable[[int, bool], None],
+        on_generated: Callable[[], None],
     ) -> None:
         self._engine, self._grade, self._config, self._decode = engine, grade, config, decode
-        self._on_piece = on_piece
+        self._reject_early, self._on_piece, self._on_generated = reject_early, on_piece, on_generated
         self._params = SamplingParams(
             max_new_tokens=config.max_response_tokens, temperature=config.temperature, top_p=config.top_p,
             top_k=config.top_k, min_p=config.min_p, stop=tuple(config.stop),
             stop_token_ids=tuple(config.stop_token_ids),
         )  # fmt: skip
         self._stopping = False
+        self._request_ids: dict[int, set[str]] = {}  # in the engine, by the group's serial
+        self.requests = 0  # samples that have not been generated completely, of all groups that were started
         self.running = self.finished_samples = 0
         self.foreign_weights: asyncio.Future[ForeignWeightsError] = asyncio.get_running_loop().create_future()
 
     def stop(self) -> None:
         self._stopping = True
 
-    async def run(self, pending: PendingGroup) -> None:
-        """Finishes every sample of the group, or leaves some unfinished after `stop`. Raises the first error."""
+    def early_rejection(self, pending: PendingGroup) -> str | None:
+        """Why the filter rejects the group although it may have unfinished samples; None if it does not."""
+        return self._reject_early(pending.group) if self._reject_early and pending.group.samples else None
+
+    def run(self, pending: PendingGroup) -> Coroutine[Any, Any, None]:
+        """Finishes every sample of the group, or leaves some unfinished after `stop` or an early rejection. Raises the
+        first error. The samples count as requests at once, before the coroutine starts."""
         todo = pending.unfinished_samples
+        self.requests += len(todo)
+        return self._run(pending, todo)
+
+    async def _run(self, pending: PendingGroup, todo: list[Sample]) -> None:
+        self._request_ids[pending.serial] = set()
         results = await asyncio.gather(*(self._run_sample(pending, s) for s in todo), return_exceptions=True)
+        del self._request_ids[pending.serial]
         for result in results:
             if isinstance(result, BaseException):
                 raise result
 
     async def _run_sample(self, pending: PendingGroup, sample: Sample) -> None:
-        sample_id = f"step{pending.step}-group{pending.serial}-sample{sample.index}"
-        empty = piece = 0
-        self._remove_possible_stop(sample)
-        while sample.finish_reason is FinishReason.ABORT:
-            room = self._config.max_response_tokens - sample.length
-            if room <= 0:
-                sample.finish_reason = FinishReason.LENGTH
-                break
-            before = sample.length
-            await self._extend(sample, f"{sample_id}-at{before}-piece{piece}", room)
-            if sample.finish_reason is FinishReason.ABORT:
-                if self._stopping:
-                    return
-                piece += 1
-                empty = empty + 1 if sample.length == before else 0
-                if empty:
-                    await self._wait_after_empty_abort(sample_id, empty)
+        try:
+            complete = await self._generate(pending, sample)
+        finally:
+            self.requests -= 1
+            self._on_generated()
+        if not complete:
+            return
         if self._decode is not None:
             sample.text = self._decode(sample.response_tokens)
         sample.grade = await self._grade(pending.group.prompt, sample)
         self.finished_samples += 1
         self._on_piece(0, True)
+        if not pending.finished and self.early_rejection(pending):
+            await asyncio.gather(*(self._engine.abort(name) for name in self._request_ids[pending.serial]))
+
+    async def _generate(self, pending: PendingGroup, sample: Sample) -> bool:
+        """Whether the response is complete."""
+        sample_id = f"step{pending.step}-group{pending.serial}-sample{sample.index}"
+        empty = piece = 0
+        self._remove_possible_stop(sample)
+        while sample.finish_reason is FinishReason.ABORT:
+            if self.early_rejection(pending):
+                return False
+            room = self._config.max_response_tokens - sample.length
+            if room <= 0:
+                sample.finish_reason = FinishReason.LENGTH
+                break
+            before, request_id = sample.length, f"{sample_id}-at{sample.length}-piece{piece}"
+            self._request_ids[pending.serial].add(request_id)
+            try:
+                await self._extend(sample, request_id, room)
+            finally:
+                self._request_ids[pending.serial].discard(request_id)
+            if sample.finish_reason is FinishReason.ABORT:
+                if self._stopping:
+                    return False
+                piece += 1
+                empty = empty + 1 if sample.length == before else 0
+                if empty and not self.early_rejection(pending):
+                    await self._wait_after_empty_abort(sample_id, empty)
+        return True
 
     async def _extend(self, sample: Sample, request_id: str, room: int) -> None:
         params = replace(self._params, max_new_tokens=room, seed=sample.seed)

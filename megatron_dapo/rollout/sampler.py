@@ -5,8 +5,8 @@ and returns when the batch is full or a configured limit is reached. Accepted gr
 samples are carried over to the next step or dropped, as configured.
 
 - Every sample that enters a step is trained, dropped with a reason, failed or carried over: exactly one of them.
-- A group is decided once. With `order: prompt`, or without oversampling, timing does not change which groups make the
-  batch. With a deterministic engine, the same seed gives the same batches.
+- A group is decided once. With `order: prompt` and `unfinished: finish`, or with `oversampling: 1`, timing does not
+  change which groups make the batch. With a deterministic engine, the same seed gives the same batches.
 - A carried-over token never lags more than `max_carryover_staleness` weight versions. The step waits for a group at
   that limit.
 - A cancelled `collect` can continue later, in this process or after `restore`, with the same decisions and counts.
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_dapo.algorithm import GroupFilter, keep_all, load_group_filter
+from megatron_dapo.algorithm import EarlyRejection, GroupFilter, give_up_after, keep_all, load_group_filter
 from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.engines.protocol import Engine
 from megatron_dapo.rollout.accounting import Progress
@@ -47,11 +47,14 @@ class Sampler:
     ) -> None:
         """`next_prompt` raises StopIteration when there are no more prompts. `decode` converts response tokens to the
         text that is graded (default: the engine's text). `group_filter` overrides the configured one. `on_decided` is
-        called once for every graded group, kept or not."""
-        configured = load_group_filter(config.group_filter) if config.dynamic_sampling else keep_all
+        called once for every group that the filter kept or rejected."""
+        chosen = group_filter or (load_group_filter(config.group_filter) if config.dynamic_sampling else keep_all)
+        reject_early: EarlyRejection | None = getattr(chosen, "reject_early", None)
+        if config.dynamic_sampling and config.sampler.give_up_after is not None:
+            reject_early = give_up_after(config.sampler.give_up_after)
         self._setup = SamplerSetup(
             engine=engine, grade=grade, next_prompt=next_prompt, config=config, groups_per_step=groups_per_step,
-            seed=seed, decode=decode, group_filter=group_filter or configured, on_progress=on_progress,
+            seed=seed, decode=decode, group_filter=chosen, reject_early=reject_early, on_progress=on_progress,
             on_decided=on_decided,
         )  # fmt: skip
         self._carry_over = CarryOver()

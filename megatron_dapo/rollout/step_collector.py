@@ -11,15 +11,16 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_dapo.algorithm import GroupFilter
+from megatron_dapo.algorithm import EarlyRejection, GroupFilter
 from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.engines.protocol import Engine, EngineError, ForeignWeightsError, derive_seed
 from megatron_dapo.errors import UserError
-from megatron_dapo.rollout.accounting import STALE, SURPLUS, UNFINISHED, Progress, StepAccounting
+from megatron_dapo.rollout.accounting import EARLY, STALE, SURPLUS, UNFINISHED, Progress, StepAccounting
 from megatron_dapo.rollout.carry_over import CarryOver, DrawnPrompts
 from megatron_dapo.rollout.fill_policy import FillPolicy
 from megatron_dapo.rollout.group_runner import Decoder, Grader, GroupRunner
 from megatron_dapo.rollout.interrupted_step import InterruptedStep
+from megatron_dapo.rollout.occupancy import Occupancy
 from megatron_dapo.rollout.pending_group import UNDECIDED, GroupState, GroupTable, PendingGroup, new_samples
 from megatron_dapo.rollout.running_groups import ABORT_TIMEOUT, RunningGroups
 from megatron_dapo.types import Group, Prompt, StepBatch
@@ -41,6 +42,7 @@ class SamplerSetup:
     seed: int
     decode: Decoder | None
     group_filter: GroupFilter
+    reject_early: EarlyRejection | None
     on_progress: Callable[[Progress], None] | None
     on_decided: Callable[[Group], None] | None = None
 
@@ -50,19 +52,29 @@ class StepCollector:
         self.carry_over = carried
         self._setup, self._step, self._needed = setup, step, setup.groups_per_step
         self._options, self._group_size = setup.config.sampler, setup.config.samples_per_prompt
-        self._policy = FillPolicy(setup.config.sampler, setup.groups_per_step)
+        self._policy = FillPolicy(setup.config.sampler, setup.groups_per_step, setup.engine.max_running)
+        self._yield = carried.yield_estimate
         self._accounting = StepAccounting()
         self._groups = GroupTable()
         self._errors: dict[int, BaseException | None] = {}  # by serial, of ended groups
         self._reasons: dict[int, str] = {}  # by serial, of rejected groups
         self._next_serial = carried.next_serial
         self._drawn = carried.drawn if carried.drawn.step == step else DrawnPrompts(step)
-        self._exhausted = False
+        self._exhausted = self._engine_was_full = False
         self._last_failure = ""
-        self._runner = GroupRunner(setup.engine, setup.grade, setup.config, setup.decode, self._on_piece)
+        self._runner = GroupRunner(
+            setup.engine,
+            setup.grade,
+            setup.config,
+            setup.decode,
+            setup.reject_early,
+            self._on_piece,
+            self._on_generated,
+        )
         self._running = RunningGroups(step, setup.engine, self._runner, self._options.stall_timeout, self._on_end)
         self._clock = asyncio.get_running_loop().time
         self._began = self._clock()
+        self._occupancy = Occupancy(self._began, setup.engine.max_running)
 
     async def collect(self) -> StepBatch:
         try:
@@ -71,7 +83,7 @@ class StepCollector:
                 self._refill()
                 if not self._groups.count(*UNDECIDED):
                     break
-                await self._running.wait_for_one()
+                await self._running.wait()
                 self._decide_ended()
                 self._report()
             self._apply_limit()
@@ -119,15 +131,22 @@ class StepCollector:
                 self._start(pending)
 
     def _refill(self) -> None:
-        """Keeps `oversampling` groups in flight for each missing one."""
+        """Starts groups until as many are in flight as the policy wants, or the engine is full."""
         while self._groups.count(*UNDECIDED) < self._wanted_in_flight():
+            if self._policy.engine_full(self._runner.requests):
+                self._engine_was_full = True  # refill when a sample has been generated, not when a group ends
+                return
             pending = self._groups.first(GroupState.WAITING) or self._new_group()
             if pending is None:
                 return
             self._start(pending)
 
     def _wanted_in_flight(self) -> int:
-        return self._policy.wanted_in_flight(self._groups.count(GroupState.KEPT), self._accounting.unused_groups)
+        kept, unused = self._groups.count(GroupState.KEPT), self._accounting.unused_groups
+        return self._policy.wanted_in_flight(kept, unused, self._yield.value)
+
+    def _full(self) -> bool:
+        return self._policy.missing(self._groups.count(GroupState.KEPT), self._accounting.unused_groups) <= 0
 
     def _new_group(self) -> PendingGroup | None:
         if self._exhausted or self._policy.limit_reached(self._accounting.submitted_groups):
@@ -151,12 +170,13 @@ class StepCollector:
             seeds = [derive_seed(self._setup.seed, self._step, prompt.id, i, repeat) for i in range(self._group_size)]
             pending.group.samples = new_samples(prompt, seeds)
         self._running.start(pending)
+        self._note_occupancy()
 
     # ---- middle ----
 
     def _complete(self) -> bool:
         """The batch is full, and no running group would be too stale in the next step."""
-        if self._wanted_in_flight() > 0:
+        if not self._full():
             return False
         return not any(self._due(pending) for pending in self._groups.unordered(GroupState.RUNNING))
 
@@ -189,6 +209,10 @@ class StepCollector:
         error = self._errors[pending.serial]
         if error is not None:
             self._fail(pending, error)
+        elif early := self._runner.early_rejection(pending):
+            self._accounting.drop(pending.group, f"{EARLY}-{early}")
+            self._groups.remove(pending)  # samples may be missing: `on_limit: fill` cannot use it
+            self._count_decision(pending, False)
         elif not pending.finished:
             self._groups.put(pending, GroupState.UNFINISHED)
         else:
@@ -198,9 +222,13 @@ class StepCollector:
             else:
                 self._accounting.drop(pending.group, reason)
                 self._reject(pending, reason)
-            if self._setup.on_decided is not None:
-                self._setup.on_decided(pending.group)
+            self._count_decision(pending, keep)
         del self._errors[pending.serial]
+
+    def _count_decision(self, pending: PendingGroup, keep: bool) -> None:
+        self._yield.add(keep)
+        if self._setup.on_decided is not None:
+            self._setup.on_decided(pending.group)
 
     def _reject(self, pending: PendingGroup, reason: str) -> None:
         self._groups.put(pending, GroupState.REJECTED)
@@ -222,7 +250,7 @@ class StepCollector:
 
     def _apply_limit(self) -> None:
         """Applies `on_limit` if the batch is not full: no more prompts may be sampled, or there are none."""
-        if self._wanted_in_flight() <= 0:
+        if self._full():
             return
         if self._options.on_limit == "stop":
             kept = self._groups.count(GroupState.KEPT)
@@ -253,12 +281,12 @@ class StepCollector:
         """Finishes or aborts the running groups, then decides them."""
         if self._options.unfinished == "finish":
             while self._running:
-                await self._running.wait_for_one()
+                await self._running.wait()
                 self._report()
         elif self._running:
             await self._running.abort()
-            undecided = self._groups.ordered(*UNDECIDED)
-            self._accounting.cut(sample for pending in undecided for sample in pending.unfinished_samples)
+            undecided = [p for p in self._groups.ordered(*UNDECIDED) if not self._runner.early_rejection(p)]
+            self._accounting.interrupt(sample for pending in undecided for sample in pending.unfinished_samples)
         for pending in self._groups.ordered(GroupState.ENDED):
             self._decide(pending)
 
@@ -277,12 +305,15 @@ class StepCollector:
         metrics = self._accounting.metrics(groups, self._clock() - self._began)
         version = self._setup.engine.weight_version
         metrics["rollout/staleness"] = sum(version - g.oldest_version for g in groups) / max(1, len(groups))
+        self._note_occupancy()
+        metrics |= self._occupancy.metrics() | {"rollout/expected_yield": self._yield.value}
         self._report()
-        self.carry_over = CarryOver(self._next_serial, surplus, unfinished)
+        self._yield.end_step()
+        self.carry_over = CarryOver(self._next_serial, surplus, unfinished, yield_estimate=self._yield)
         return StepBatch(self._step, groups, metrics)
 
     def _settle_unfinished(self) -> list[PendingGroup]:
-        """Applies `unfinished` to the groups that were cut and to those that never started; returns the carried."""
+        """Applies `unfinished` to interrupted groups and to those that never started; returns those carried over."""
         carried = []
         for pending in self._groups.ordered(GroupState.UNFINISHED, GroupState.WAITING):
             if self._options.unfinished == "drop" and pending.group.samples:
@@ -311,6 +342,7 @@ class StepCollector:
             surplus=self._groups.ordered(GroupState.KEPT),
             unfinished=self._groups.ordered(*UNDECIDED, GroupState.WAITING, GroupState.UNFINISHED),
             drawn=self._drawn,
+            yield_estimate=self._yield,
         )
         if cancelled:
             self.carry_over.interrupted = InterruptedStep(
@@ -329,6 +361,15 @@ class StepCollector:
         self._accounting.finished_samples += finished
         if finished:
             self._report()
+
+    def _on_generated(self) -> None:
+        self._note_occupancy()
+        if self._engine_was_full and not self._policy.engine_full(self._runner.requests):
+            self._engine_was_full = False
+            self._running.wake()
+
+    def _note_occupancy(self) -> None:
+        self._occupancy.change(self._clock(), self._groups.count(*UNDECIDED), self._runner.requests)
 
     def _report(self) -> None:
         if self._setup.on_progress is not None:

@@ -35,7 +35,7 @@ def step_metrics(step: int, steps: int, seed: int, *, clip_higher: bool = True) 
         "rollout/dropped/all-wrong": hard, "rollout/dropped/all-correct": easy,
         **({"rollout/dropped/unfinished": 4} if step % 9 == 0 else {}),
         "rollout/length_trained": length, "rollout/length_dropped": length * 0.8,
-        "rollout/truncated_share": 0.03 * share, "rollout/cut_share": 0.01,
+        "rollout/truncated_share": 0.03 * share, "rollout/interrupted_share": 0.01,
         "rollout/tokens_per_second": 5200 + noise.gauss(0, 200),
         "train/loss": noise.gauss(0, 0.02), "train/entropy": max(0.01, entropy), "train/tokens": 64 * 16 * length,
         "train/grad_norm": 0.14 * math.exp(noise.gauss(0, 0.25)) * (30 if seed == 2 and step == steps // 2 else 1),

@@ -44,7 +44,8 @@ def test_a_group_is_in_exactly_one_state():
     ],
 )
 def test_groups_in_flight_follow_from_what_is_missing(options, kept, unused, wanted):
-    assert FillPolicy(SamplerConfig(**options), 4).wanted_in_flight(kept, unused) == wanted
+    policy = FillPolicy(SamplerConfig(**{"oversampling": 1} | options), 4)
+    assert policy.wanted_in_flight(kept, unused) == wanted
 
 
 def test_the_limit_counts_oversampled_batches():

@@ -32,7 +32,8 @@ from megatron_dapo.types import FinishReason, Grade, Group, WeightSpan, as_logpr
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     cuts=st.lists(st.floats(0.05, 8.0), min_size=1, max_size=5), jitter=st.floats(0.01, 1.0), reload=st.booleans(),
-    in_order=st.sampled_from([(1.0, "completion"), (1.0, "prompt"), (2.5, "prompt")]), share=st.floats(0.15, 0.85),
+    in_order=st.sampled_from([(1.0, "completion"), (1.0, "prompt"), (2.5, "prompt"), ("adaptive", "prompt")]),
+    share=st.floats(0.15, 0.85),
     fill=st.sampled_from(["full", "dynamic"]), limit=st.sampled_from([None, 1, 2]), faults=st.booleans(),
     on_limit=st.sampled_from(["train", "fill", "continue"]), stop=st.sampled_from([(), ("END",)]),
     repeated=st.booleans(),

@@ -30,7 +30,7 @@ from megatron_dapo.types import FinishReason, Grade, Group, Prompt, Sample, Weig
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     needed=st.integers(1, 6), samples=st.integers(2, 4), slots=st.integers(1, 24), share=st.floats(0.15, 0.85),
-    oversampling=st.sampled_from([1.0, 1.3, 2.0, 3.0]), order=st.sampled_from(["completion", "prompt"]),
+    oversampling=st.sampled_from([1.0, 1.3, 2.0, 3.0, "adaptive"]), order=st.sampled_from(["completion", "prompt"]),
     fill=st.sampled_from(["full", "full", "dynamic"]), limit=st.sampled_from([None, 1, 3]),
     on_limit=st.sampled_from(["train", "fill", "continue", "stop"]),
     unfinished=st.sampled_from(["continue", "finish", "restart", "drop"]), surplus=st.sampled_from(["keep", "drop"]),
@@ -130,7 +130,7 @@ def test_partial_rollouts_carry_tokens_and_versions():
     batches, *_ = collect(config, steps=8, needed=4, slots=50)
     spans = [len(sample.weight_spans) for batch in batches for sample in batch.samples]
     assert max(spans) > 1, "no trained sample was ever continued"
-    assert any(batch.metrics["rollout/cut_share"] > 0 for batch in batches)
+    assert any(batch.metrics["rollout/interrupted_share"] > 0 for batch in batches)
     assert all(batch.metrics["rollout/wasted_tokens"] >= 0 for batch in batches)
     for batch in batches:
         for group in batch.groups:

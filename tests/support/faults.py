@@ -21,7 +21,7 @@ def settings(**servers):
     return RolloutConfig(
         samples_per_prompt=4, max_response_tokens=8, dynamic_sampling=False,
         servers={"sample_timeout": 1.0, "control_timeout": 2.0, "attempts": 5, **servers},
-        weights={"timeout": 5.0},
+        weights={"timeout": 5.0}, sampler={"oversampling": 1, "order": "prompt", "unfinished": "finish"},
     )  # fmt: skip
 
 

@@ -84,7 +84,7 @@ class SimulatedEngine:
         fault: Callable[[str], None] = lambda request_id: None,
         jitter: float = 0.0,
     ) -> None:
-        self.weight_version, self.longest, self.token_seconds = 0, longest, token_seconds
+        self.weight_version, self.longest, self.token_seconds, self.max_running = 0, longest, token_seconds, slots
         self._slots = asyncio.Semaphore(slots)
         self._aborts: dict[str, asyncio.Event] = {}
         self._fault, self._jitter = fault, random.Random(jitter) if jitter else None
@@ -185,6 +185,8 @@ def through_json(state):
 
 
 def rollout(samples=3, longest=60, stop=(), **sampler):
+    """Deterministic and without oversampling, unless `sampler` says otherwise."""
+    sampler = {"oversampling": 1, "order": "prompt", "unfinished": "finish"} | sampler
     return RolloutConfig(samples_per_prompt=samples, max_response_tokens=longest, stop=list(stop), sampler=sampler)
 
 

@@ -47,6 +47,7 @@ def raw_config(folder: Path, run_dir: Path, **overrides: Any) -> dict[str, Any]:
         "rollout": {
             "engine": "embedded", "samples_per_prompt": 4, "max_prompt_tokens": 16, "max_response_tokens": 8,
             "embedded": {"batch_tokens": 32},
+            "sampler": {"oversampling": 1, "order": "prompt", "unfinished": "finish"},
         },
         "reward": {"grader": "python:tiny_reward.even_characters"},
         "data": {"path": str(prompts), "template": "plain"},

@@ -75,7 +75,7 @@ class EmbeddedEngine:
         """`model` is a transformers Qwen*ForCausalLM on the CPU; the engine owns it from now on."""
         config = config or EmbeddedConfig()
         self._model = BatchInvariantModel(model, config.batch_tokens)
-        self._tokenizer, self._version = tokenizer, version
+        self._tokenizer, self._version, self.max_running = tokenizer, version, config.batch_tokens
         self._eos = _eos_token_ids(model, tokenizer)
         self._prompts = PromptCache(config.prompt_cache, self._model.cache)
         self._waiting: list[_Request] = []

@@ -94,6 +94,10 @@ class SGLangEngine:
         return self._version
 
     @property
+    def max_running(self) -> int:
+        return self.config.servers.max_running * len(self.servers)
+
+    @property
     def gpus_in_use(self) -> bool:
         """Whether a trainer on the same GPUs needs memory that a starting server would take."""
         return self.memory_released or (self.config.servers.share_gpus and self._updating)

@@ -1,0 +1,196 @@
+"""Adaptive oversampling: engines stay full, the estimate follows the yield and is part of the state."""
+
+import asyncio
+import contextlib
+
+import pytest
+from fleet import Lengths, simulate
+from simulation import (
+    Prompts,
+    SimulatedEngine,
+    as_json,
+    coin_grader,
+    collect,
+    rollout,
+    run_virtual,
+    through_json,
+)
+
+from megatron_dapo.config.rollout import SamplerConfig
+from megatron_dapo.observe.metric_names import is_wall_clock
+from megatron_dapo.rollout.fill_policy import FillPolicy
+from megatron_dapo.rollout.sampler import Sampler
+from megatron_dapo.rollout.yield_estimate import YieldEstimate
+
+ADAPTIVE = {"oversampling": "adaptive", "order": "completion", "unfinished": "continue"}
+ONE_BY_ONE = {"oversampling": 1, "order": "prompt", "unfinished": "finish"}
+
+
+def large(running, context):
+    """About a 32B model on four GPUs."""
+    return 13e-3 + 45e-6 * running + 6e-9 * running * context
+
+
+def small(running, context):
+    """A 1.5B model on an H200: 22 800 and 48 400 tokens/s at 64 and 256 requests."""
+    return 2.5e-3 + 5e-6 * running if running < 64 else 2.81e-3 + 12.9e-6 * (running - 64)
+
+
+def ratio(steps):
+    """Time of all steps but the first, relative to a fleet that is always full."""
+    return sum(step.seconds for step in steps[1:]) / sum(step.always_full for step in steps[1:])
+
+
+def fleet_32b(sampler, kept=0.5, steps=4):
+    """One sixteenth of 512 groups on 16 servers: 32 groups on one server of 256 slots, long tails."""
+    lengths = Lengths(mean=4000, sigma=0.92, longest=20480)
+    return simulate(
+        sampler, lengths, large, lambda version: kept, steps=steps, groups=32, group_size=16, servers=1, slots=256,
+        prefill_rate=2e4,
+    )  # fmt: skip
+
+
+def test_a_32b_step_takes_at_most_15_percent_longer_than_a_full_fleet():
+    adaptive, one_by_one = fleet_32b({}), fleet_32b(ONE_BY_ONE)
+    assert ratio(adaptive) < 1.15
+    assert ratio(one_by_one) > 2.2
+    for step in adaptive:
+        assert step.batch.metrics["rollout/samples_trained"] == 32 * 16
+        assert step.batch.metrics.get("rollout/dropped/stale", 0) == 0
+
+
+def test_a_colocated_engine_stays_full_while_the_yield_falls():
+    """64 groups of 8 on an engine of 512 slots; yield falls from 80 to 40 %; partial samples are prefilled again."""
+    lengths = Lengths(mean=300, sigma=0.45, longest=768)
+    steps = simulate(
+        {}, lengths, small, lambda version: 0.8 - 0.08 * version, steps=6, groups=64, group_size=8, servers=1,
+        slots=512,
+    )  # fmt: skip
+    assert ratio(steps) < 1 / 0.85
+    expected = [step.batch.metrics["rollout/expected_yield"] for step in steps]
+    assert expected[1] > 0.65 and expected[-1] < 0.58, expected
+    assert all(step.batch.metrics["rollout/engine_occupancy"] > 0.85 for step in steps[1:])
+    assert max(step.batch.metrics["rollout/staleness"] for step in steps) <= 1
+
+
+@pytest.mark.parametrize(
+    ("options", "kept", "unused", "expected_yield", "wanted"),
+    [
+        ({"unfinished": "finish"}, 0, 0, 0.5, 11),  # ceil(4 × 1.3 ÷ 0.5)
+        ({"unfinished": "finish"}, 3, 9, 0.5, 3),
+        ({"unfinished": "finish"}, 4, 0, 0.5, 0),
+        ({"unfinished": "finish", "fill": "dynamic"}, 1, 2, 0.5, 1),  # every decided group counts
+        ({}, 0, 0, 0.5, 20),  # ceil(4 × 2.5 ÷ 0.5): the rest is carried over
+        ({}, 3, 5, 0.4, 7),
+        ({}, 4, 0, 0.5, 0),
+    ],
+)
+def test_groups_in_flight_follow_from_the_expected_yield(options, kept, unused, expected_yield, wanted):
+    assert FillPolicy(SamplerConfig(**options), 4).wanted_in_flight(kept, unused, expected_yield) == wanted
+
+
+def test_only_carried_over_work_fills_the_engine():
+    assert FillPolicy(SamplerConfig(), 4, max_running=10).engine_full(10)
+    assert not FillPolicy(SamplerConfig(), 4, max_running=10).engine_full(9)
+    for options in ({"oversampling": 2}, {"unfinished": "finish"}):
+        assert not FillPolicy(SamplerConfig(**options), 4, max_running=10).engine_full(99)
+
+
+def test_the_estimate_weighs_recent_steps_more():
+    estimate = YieldEstimate()
+    assert estimate.value == pytest.approx(0.7)
+    for keep in [True] * 8:
+        estimate.add(keep)
+    assert estimate.value == pytest.approx((5.6 + 8) / 16)
+    estimate.end_step()
+    for keep in [False] * 8:
+        estimate.add(keep)
+    assert estimate.value == pytest.approx(0.7 * 13.6 / (0.7 * 16 + 8))
+    for _ in range(10_000):
+        estimate.add(False)
+    assert estimate.value == 0.05, "the groups in flight stay bounded when nothing is kept"
+
+
+def test_the_engine_is_filled_up_to_its_slots_and_no_further():
+    """A sample that ends is replaced at once, not when its group ends. At most one group's samples queue."""
+    seen = []
+    config = rollout(**ADAPTIVE, max_carryover_staleness=9)
+    batches, _, _, engine = collect(config, steps=4, needed=30, slots=20, on_progress=seen.append)
+    assert engine.most_running == 20
+    assert max(progress.running_requests for progress in seen) < 20 + 3
+    assert min(batch.metrics["rollout/engine_occupancy"] for batch in batches) > 0.88
+
+
+def test_without_carry_over_the_groups_in_flight_shrink_with_what_is_missing():
+    seen = []
+    config = rollout(oversampling="adaptive", order="completion")
+    collect(config, steps=1, needed=8, slots=200, on_progress=seen.append)
+    assert seen[0].in_flight == 15  # ceil(8 × 1.3 ÷ 0.7)
+    late = [progress for progress in seen if progress.kept == 7]
+    assert late and max(progress.in_flight for progress in late) <= 15
+
+
+def test_adaptive_batches_in_prompt_order_do_not_depend_on_timing():
+    """The estimate follows from decisions in prompt order: any speed, slots and jitter give the same batches."""
+    config = rollout(oversampling="adaptive", order="prompt", unfinished="finish")
+
+    def batches(slots, jitter, reload):
+        def again(sampler, engine, grade, source):
+            if not reload:
+                return sampler
+            fresh = Sampler(engine, grade, source, config, groups_per_step=4)
+            fresh.restore(through_json(sampler.state()))
+            return fresh
+
+        found, sampler, *_ = collect(
+            config, steps=5, share=0.3, engine=lambda: SimulatedEngine(slots, longest=60, jitter=jitter), between=again
+        )
+        counted = [{n: v for n, v in batch.metrics.items() if not is_wall_clock(n)} for batch in found]
+        groups = [as_json([group.to_state() for group in batch.groups]) for batch in found]
+        return groups, counted, as_json(sampler.state())
+
+    expected = batches(64, 0.0, False)
+    assert len({metrics["rollout/expected_yield"] for metrics in expected[1]}) > 3, "the estimate never changed"
+    for slots, jitter, reload in [(1, 0.0, True), (7, 0.3, False), (30, 0.7, True), (3, 0.9, False)]:
+        assert batches(slots, jitter, reload) == expected
+
+
+def test_the_estimate_survives_an_interrupted_step_and_a_resume():
+    """Cancelled in the middle of step 0 and restored from JSON: the same estimate as without."""
+
+    async def main(cancel):
+        config = rollout(oversampling="adaptive")
+        engine, prompts = SimulatedEngine(9, longest=60), Prompts()
+        make = lambda: Sampler(engine, coin_grader(0.3), prompts, config, groups_per_step=4)  # noqa: E731
+        sampler, values = make(), []
+        for step in range(3):
+            engine.weight_version = step
+            task = asyncio.ensure_future(sampler.collect(step))
+            if cancel and step == 0:
+                await asyncio.wait({task}, timeout=8.0)
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+                state = through_json(sampler.state())
+                assert state["interrupted"] is not None
+                values.append(state["yield_estimate"])
+                sampler = make()
+                sampler.restore(state)
+                task = asyncio.ensure_future(sampler.collect(step))
+            await task
+            values.append(sampler.state()["yield_estimate"])
+        return values
+
+    whole, interrupted = run_virtual(main(False)), run_virtual(main(True))
+    middle = interrupted.pop(0)
+    assert interrupted == whole and middle not in whole and whole[0] != whole[1]
+    assert middle[1] > YieldEstimate().decided, "decisions of the interrupted step are in the estimate"
+
+
+def test_states_without_an_estimate_load():
+    """Checkpoints of earlier versions."""
+    _, sampler, *_ = collect(rollout(**ADAPTIVE), steps=2)
+    state = through_json(sampler.state())
+    assert state.pop("yield_estimate") != YieldEstimate().to_state()
+    sampler.restore(state)
+    assert sampler.state()["yield_estimate"] == YieldEstimate().to_state()
