@@ -216,18 +216,27 @@ def _add_selfcheck(sub: Commands) -> None:
     def run(args: argparse.Namespace) -> int:
         from megatron_dapo.selfcheck.layouts import run_layouts
 
-        return run_layouts(args.layouts.split(",") if args.layouts else None, args.tolerance, args.updates)
+        names = args.layouts.split(",") if args.layouts else None
+        updates = args.updates or (1 if args.random else 3)
+        return run_layouts(names, args.tolerance, updates, random=args.random, seed=args.seed)
 
     group = sub.add_parser("selfcheck", help="check that this installation computes correctly")
     inner = group.add_subparsers(title="checks", metavar="CHECK", required=True)
     parser = add_command(
         inner, "layouts", run,
         "Run the same DAPO updates in one process and in each parallel layout, and compare.",
-        "example:\n  megatron-dapo selfcheck layouts --layouts tp2,pp2,cp2,tp2pp2",
+        "examples:\n  megatron-dapo selfcheck layouts --layouts tp2,pp2,cp2,tp2pp2\n"
+        "  megatron-dapo selfcheck layouts --random 200 --seed 7",
     )  # fmt: skip
-    parser.add_argument("--layouts", help="comma-separated, e.g. tp2,pp2vpp2,tp2cp2sp,ep2 (default: all that fit)")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--layouts", help="comma-separated, e.g. tp2,pp2vpp2,tp2cp2sp,ep2 (default: all that fit)")
+    which.add_argument(
+        "--random", type=at_least(1), metavar="N",
+        help="N random combinations of layout, model, objective and aggregation, on at most 8 ranks",
+    )  # fmt: skip
+    parser.add_argument("--seed", type=at_least(0), default=0, help="of --random (default 0)")
     parser.add_argument("--tolerance", type=at_least(0, float), default=1e-5, help="relative difference (default 1e-5)")
-    parser.add_argument("--updates", type=at_least(1), default=3, help="optimizer updates to compare (default 3)")
+    parser.add_argument("--updates", type=at_least(1), help="optimizer updates to compare (default 3; of --random 1)")
 
 
 def _add_plan(sub: Commands) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -14,6 +14,11 @@ Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean",
 
 
 ObjectiveOption = bool | int | float | str
+# Settings that an objective has by default, where they differ from DAPO's. GSPO: as published (arXiv 2507.18071).
+OBJECTIVE_DEFAULTS: dict[str, dict[str, Any]] = {
+    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": None, "aggregation": "seq-mean-token-mean"},
+}
+LARGEST_SEQUENCE_CLIP = 0.02  # the ratio of a sequence is a mean over its tokens and stays much closer to 1
 OBJECTIVE_FILES = Path(__file__).resolve().parents[1] / "algorithm" / "objectives"
 
 
@@ -110,16 +115,22 @@ class AlgorithmConfig(Section):
     objective_options: dict[str, ObjectiveOption] = Field(
         default_factory=dict, description="Options of your own objective; the built-in ones have none."
     )
-    clip_low: float = Field(0.2, ge=0, description="ε_low: the ratio is clipped below at 1 − clip_low.")
-    clip_high: float = Field(0.28, ge=0, description="ε_high: the ratio is clipped above at 1 + clip_high.")
+    clip_low: float = Field(
+        0.2, ge=0, description="ε_low: the ratio is clipped below at 1 − clip_low. gspo's default: 0.0003."
+    )
+    clip_high: float = Field(
+        0.28, ge=0, description="ε_high: the ratio is clipped above at 1 + clip_high. gspo's default: 0.0004."
+    )
     dual_clip: float | None = Field(
-        10.0, description="c: for negative advantages a token's loss is at most −c·Â. null turns it off."
+        10.0,
+        description="c: for negative advantages a token's loss is at most −c·Â. null turns it off; gspo's default.",
     )
     aggregation: Aggregation = Field(
         "token-mean",
         description="token-mean: every token of the mini-batch counts the same (the paper's token-level loss). "
         "seq-mean-token-mean: every response counts the same (GRPO). seq-mean-token-sum: the mean of the "
-        "responses' sums. seq-mean-token-sum-norm: the same divided by a constant length (Dr. GRPO).",
+        "responses' sums. seq-mean-token-sum-norm: the same divided by a constant length (Dr. GRPO). gspo's default: "
+        "seq-mean-token-mean.",
     )
     aggregation_length: int | None = Field(
         None, gt=0, description="The constant of seq-mean-token-sum-norm; null means rollout.max_response_tokens."
@@ -133,6 +144,32 @@ class AlgorithmConfig(Section):
     kl: KLConfig = KLConfig()
     off_policy: OffPolicyConfig = OffPolicyConfig()
     overlong: OverlongConfig = OverlongConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_the_objective(cls, values: Any) -> Any:
+        own = OBJECTIVE_DEFAULTS.get(str(values.get("objective")), {}) if isinstance(values, dict) else {}
+        return {**own, **values} if own else values
+
+    @property
+    def warnings(self) -> list[str]:
+        """Settings that are possible but do not belong together, one line each."""
+        if self.objective != "gspo":
+            return []
+        found = [
+            f"algorithm.{name} is {getattr(self, name):g}, which is meant for the ratio of a token: gspo clips the "
+            f"ratio of a sequence, which hardly ever gets there (published: {OBJECTIVE_DEFAULTS['gspo'][name]:g})"
+            for name in ("clip_low", "clip_high")
+            if getattr(self, name) > LARGEST_SEQUENCE_CLIP
+        ]
+        if self.aggregation != "seq-mean-token-mean":
+            found.append(
+                f"algorithm.aggregation is {self.aggregation}: with gspo every sequence should count the same "
+                "(published: seq-mean-token-mean)"
+            )
+        if self.dual_clip is not None:
+            found.append(f"algorithm.dual_clip is {self.dual_clip:g}: gspo as published has no dual clip (null)")
+        return found
 
     @field_validator("objective")
     @classmethod

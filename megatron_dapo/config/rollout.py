@@ -190,14 +190,17 @@ class RolloutConfig(Section):
         1.0,
         gt=0,
         le=1,
-        description="Sample from the most likely tokens that together reach this probability; 1: all tokens.",
+        description="Sample from the most likely tokens that together reach this probability. Rollouts need 1: all "
+        "tokens.",
     )
-    top_k: int = Field(-1, ge=-1, description="Sample from this many of the most likely tokens; -1: all tokens.")
+    top_k: int = Field(
+        -1, ge=-1, description="Sample from this many of the most likely tokens. Rollouts need -1: all tokens."
+    )
     min_p: float = Field(
         0.0,
         ge=0,
         lt=1,
-        description="Exclude tokens less likely than this share of the most likely one; 0: exclude none.",
+        description="Exclude tokens less likely than this share of the most likely one. Rollouts need 0: exclude none.",
     )
     stop: list[NonEmptyText] = Field(
         default_factory=list, description="Strings that end a response, besides the model's own end tokens."
@@ -241,5 +244,12 @@ class RolloutConfig(Section):
                 f"sampler.give_up_after is {after}: it must be less than samples_per_prompt ({self.samples_per_prompt})"
             )
         if self.top_k == 0:
-            raise ValueError("top_k is 0: use -1 for the whole vocabulary, or a positive number")
+            raise ValueError("top_k is 0: use -1 for the whole vocabulary")
+        for name, whole in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0)):
+            if getattr(self, name) != whole:
+                raise ValueError(
+                    f"{name} is {getattr(self, name):g}: rollouts would be sampled from a part of the vocabulary, but "
+                    "the log-probs of trainer and engine are those of all of it, so the ratio and the mismatch would "
+                    f"be wrong: use {name} {whole:g} (evaluate has its own settings)"
+                )
         return self

@@ -35,6 +35,11 @@ class Config(Section):
     slurm: SlurmConfig = SlurmConfig()
 
     @property
+    def warnings(self) -> list[str]:
+        """Settings that are accepted but probably not meant, one line each; printed when a run starts."""
+        return self.algorithm.warnings
+
+    @property
     def overlong_max_length(self) -> int:
         return self.algorithm.overlong.max_length or self.rollout.max_response_tokens
 
@@ -217,6 +222,13 @@ def _check_experts(policy: PolicyConfig, shape: ModelShape) -> None:
         raise ConfigError(
             f"policy.expert_tensor_parallel is {etp}, but experts have {shape.expert_ffn_hidden} hidden units: "
             "choose a divisor"
+        )
+    tp = policy.tensor_parallel
+    if shape.is_moe and tp > 1 and not policy.uses_sequence_parallel:
+        raise ConfigError(
+            f"policy.sequence_parallel is false, but the model has experts and policy.tensor_parallel is {tp}: without "
+            "sequence parallelism every tensor-parallel rank would send the same tokens to the experts, which Megatron "
+            "refuses: remove policy.sequence_parallel, or set tensor_parallel to 1"
         )
     wanted = {"moe": True, "moe_act": True, "shared_experts": True, "mlp": False}
     for module in policy.recompute_modules:

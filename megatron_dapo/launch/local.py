@@ -49,6 +49,8 @@ def run_training(config: Config, *, dry_run: bool = False) -> int:
         data = setup.data
         print_plan(config, shape, ranks)
         print(setup.report(), file=sys.stderr)
+        for line in config.warnings:
+            print(f"warning: {line}", file=sys.stderr)
         for line in changed:
             print(f"changed since this run was last started: {line}", file=sys.stderr)
     if dry_run:

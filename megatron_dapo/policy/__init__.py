@@ -6,6 +6,7 @@
 - `packing`           the samples of a micro-batch as one sequence of tokens
 - `schedule`          which rank trains on which sample, and in which micro-batch
 - `loss_func`         Megatron's loss function, made from DAPO's policy loss
+- `expert_load`       the load of the experts, and the load-balancing loss
 - `metrics`           training metrics over micro-batches, ranks and updates
 - `learning_rate`     the schedule of the learning rate
 - `megatron_options`  Megatron's options by name against the installed version; what needs CUDA; its DDP and optimizer

@@ -3,7 +3,8 @@
 Each sequence is padded to `sequence_alignment` (context parallelism splits it into 2·cp chunks), and the whole pack to
 `pack_alignment` (sequence parallelism splits it evenly); nothing else is padded. The hidden state at position t
 predicts token t+1, so response token r of a prompt of length P is scored at position P−1+r. `slots` is the index of
-each scored token in the batch's response arrays: everything a loss needs is looked up through it.
+each scored token in the batch's response arrays: everything a loss needs is looked up through it. `routed` is the index
+in the batch's tokens of each token that this rank's routers see: with sequence parallelism a part of the rank's pack.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.policy.batch import Ints, TrainBatch
 from megatron_dapo.policy.model.local_spec import zigzag_positions
 from megatron_dapo.policy.model.rotary import RotaryTable
+from megatron_dapo.policy.model.router import MicroBatchRouting
 
 
 @dataclass
@@ -30,20 +32,24 @@ class PackedSequences(PackedSeqParams):
     lengths: tuple[int, ...] | None = None  # padded, on the host
     positions: Tensor | None = None  # [local tokens]: each token's position in its sequence
     rotary_table: RotaryTable | None = None  # made by the first layer that needs it
+    routing: MicroBatchRouting | None = None  # of a model with experts
 
 
 @dataclass(frozen=True, slots=True)
 class PackingSpec:
-    """How packs are aligned and split over context-parallel ranks."""
+    """How packs are aligned and split over context-parallel ranks, and over ranks by sequence parallelism."""
 
     sequence_alignment: int = 1
     pack_alignment: int = 1
     cp_size: int = 1
     cp_rank: int = 0
+    sp_size: int = 1
+    sp_rank: int = 0
 
     @classmethod
-    def of(cls, policy: PolicyConfig, cp_rank: int) -> PackingSpec:
-        return cls(policy.sequence_alignment, policy.pack_alignment, policy.context_parallel, cp_rank)
+    def of(cls, policy: PolicyConfig, cp_rank: int, tp_rank: int = 0) -> PackingSpec:
+        split = (policy.tensor_parallel, tp_rank) if policy.uses_sequence_parallel else (1, 0)
+        return cls(policy.sequence_alignment, policy.pack_alignment, policy.context_parallel, cp_rank, *split)
 
     def padded(self, length: int) -> int:
         return -(-length // self.sequence_alignment) * self.sequence_alignment
@@ -59,6 +65,7 @@ class PackedMicroBatch:
     slots: Ints  # [scored]: index into the batch's response arrays
     sequence_ids: Ints  # [scored]: 0..sequences-1 within this micro-batch
     sequences: int
+    routed: Ints  # [tokens of this rank's routers]: index into the batch's tokens; −1: padding
     tokens: int  # of all context-parallel ranks, padding included
     padding: int
 
@@ -87,6 +94,7 @@ def pack(batch: TrainBatch, indices: Sequence[int], spec: PackingSpec, device: t
         slots=slots[positions],
         sequence_ids=whole.sequence_ids[chosen],
         sequences=max(1, len(indices)),
+        routed=np.split(whole.rows[local], spec.sp_size)[spec.sp_rank],
         tokens=len(whole.tokens),
         padding=len(whole.tokens) - int(batch.lengths[list(indices)].sum()),
     )
@@ -94,9 +102,11 @@ def pack(batch: TrainBatch, indices: Sequence[int], spec: PackingSpec, device: t
 
 @dataclass(slots=True)
 class _WholePack:
-    """The padded pack of all context-parallel ranks, on the host. `slots` is −1 at positions that are not scored."""
+    """The padded pack of all context-parallel ranks, on the host. `slots` is −1 at unscored positions. `rows`
+    is the index in the batch's tokens, −1 at padding."""
 
     tokens: Ints
+    rows: Ints
     positions: Ints
     slots: Ints
     sequence_ids: Ints
@@ -109,8 +119,8 @@ class _WholePack:
         lengths[-1] += -sum(lengths) % spec.pack_alignment
         starts = np.concatenate([[0], np.cumsum(lengths)]).astype(int).tolist()
         total = starts.pop()
-        tokens, positions, ids = (np.zeros(total, np.int64) for _ in range(3))
-        slots = np.full(total, -1, np.int64)
+        positions, ids = (np.zeros(total, np.int64) for _ in range(2))
+        slots, rows = (np.full(total, -1, np.int64) for _ in range(2))
         token_offsets, response_offsets = batch.token_offsets, batch.response_offsets
         for order, (start, length) in enumerate(zip(starts, lengths, strict=True)):
             positions[start : start + length] = np.arange(length)
@@ -118,11 +128,12 @@ class _WholePack:
             if not indices:
                 continue
             i = indices[order]
-            tokens[start : start + int(batch.lengths[i])] = batch.tokens[token_offsets[i] : token_offsets[i + 1]]
+            rows[start : start + int(batch.lengths[i])] = np.arange(token_offsets[i], token_offsets[i + 1])
             first = start + int(batch.prompt_lengths[i]) - 1
             count = int(batch.response_lengths[i])
             slots[first : first + count] = np.arange(response_offsets[i], response_offsets[i] + count)
-        return cls(tokens, positions, slots, ids, starts, lengths)
+        tokens = np.where(rows >= 0, batch.tokens[rows], 0).astype(np.int64)
+        return cls(tokens, rows, positions, slots, ids, starts, lengths)
 
 
 def _packed_params(lengths: list[int], device: torch.device, positions: Tensor | None = None) -> PackedSequences:

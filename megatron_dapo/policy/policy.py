@@ -132,12 +132,7 @@ class Policy:
         With `mini_batches` every rank scores the samples that it will train on, and needs no others."""
         self.step.validate(batch, "scoring a mini-batch", to_train=False)
         micro_batches = self.step.pack(batch, mini_batches)
-        for chunk in self.chunks:
-            chunk.eval()
-        with torch.no_grad():
-            outputs = self.step.run(micro_batches, lambda micro: lambda output, non_loss_data=True: output, score=True)
-        for chunk in self.chunks:
-            chunk.train()
+        outputs = self.step.score(micro_batches)
         table = torch.zeros(2, len(batch.loss_mask), device=self.runtime.device)
         if self.runtime.is_last_stage:
             for micro, output in zip(micro_batches, outputs, strict=True):

@@ -20,15 +20,17 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megatron_dapo.algorithm import PolicyLoss, TokenBatch, token_weights
+from megatron_dapo.algorithm import PolicyLoss, Scores, TokenBatch, token_weights
 from megatron_dapo.config import Config, ModelShape
 from megatron_dapo.errors import UserError
 from megatron_dapo.policy.batch import Ints, TrainBatch
+from megatron_dapo.policy.expert_load import ExpertLoad
 from megatron_dapo.policy.head.fused import HeadRequest
 from megatron_dapo.policy.learning_rate import learning_rate, set_learning_rate
 from megatron_dapo.policy.loss_func import OnePassLoss, make_loss_func
 from megatron_dapo.policy.metrics import MetricReducer
 from megatron_dapo.policy.model.gpt import PolicyModel
+from megatron_dapo.policy.model.router import MicroBatchRouting
 from megatron_dapo.policy.packing import PackedMicroBatch, PackingSpec, pack
 from megatron_dapo.policy.runtime import Runtime
 from megatron_dapo.policy.schedule import schedule_micro_batches, shares_of_ranks
@@ -57,7 +59,7 @@ class UpdateStep:
         self.chunks, self.optimizer = chunks, optimizer
         self.updates = 0
         self.loss = PolicyLoss(config.algorithm)
-        self.packing = PackingSpec.of(config.policy, runtime.groups.cp.rank())
+        self.packing = PackingSpec.of(config.policy, runtime.groups.cp.rank(), runtime.groups.tp.rank())
         self.forward_backward = get_forward_backward_func()
         self._weight_gradient = _weight_gradient(model[-1])
         self._grad_norm = optimizer.get_grad_norm
@@ -86,9 +88,20 @@ class UpdateStep:
     def gradients(self, batch: TrainBatch, micro_batches: list[PackedMicroBatch] | None = None) -> dict[str, float]:
         """Fills the gradient buffers with the exact gradient of the mini-batch's loss; does not step the optimizer."""
         micro_batches = self.pack(batch) if micro_batches is None else micro_batches
+        inputs = _LossInputs(batch, self.config)
         self.zero_grad()
-        stored = self.run(micro_batches, self._loss_func_maker(batch))
-        return self._reducer(batch.ref_logprobs is not None, batch.engine_logprobs is not None).reduce(stored)
+        balances = self.shape.is_moe and self.config.policy.moe_aux_loss_coefficient > 0
+        denominator = self._denominator(inputs) if balances else 0
+        if balances:
+            self._set_load_balancing(micro_batches, denominator)
+        stored = self.run(micro_batches, self._loss_func_maker(inputs))
+        reducer = self._reducer(batch.ref_logprobs is not None, batch.engine_logprobs is not None)
+        metrics = reducer.reduce(stored)
+        if balances and metrics["denominator"] != denominator:
+            raise RuntimeError(f"Megatron divides by {metrics['denominator']:.0f}, the loss announced {denominator}")
+        if self.shape.is_moe:
+            metrics |= ExpertLoad.gather(micro_batches, self.shape, self.runtime).metrics()
+        return metrics
 
     def validate(self, batch: TrainBatch, doing: str, *, to_train: bool = True) -> None:
         error: Exception | None = None
@@ -118,9 +131,43 @@ class UpdateStep:
         padded = [self.packing.padded(int(length)) for length in batch.lengths]
         multiple = policy.pipeline_parallel if policy.virtual_pipeline > 1 else 1
         everyone = schedule_micro_batches(padded, groups.dp.size(), policy.micro_batch_tokens, multiple, mini_batches)
-        return [pack(batch, indices, self.packing, self.runtime.device) for indices in everyone[groups.dp.rank()]]
+        mine = [pack(batch, indices, self.packing, self.runtime.device) for indices in everyone[groups.dp.rank()]]
+        if self.shape.is_moe:
+            for micro in mine:
+                real = torch.from_numpy(micro.routed >= 0).to(self.runtime.device, non_blocking=True)
+                micro.packed.routing = MicroBatchRouting(real)
+        return mine
 
-    def run(self, micro_batches: list[PackedMicroBatch], make_loss: MakeLossFunc, *, score: bool = False) -> list[Any]:
+    def score(self, micro_batches: list[PackedMicroBatch], *, head: bool = True) -> list[Tensor]:
+        """Log-probs and entropies [2, tokens] of each micro-batch (last stage only), without gradient. Without `head`
+        the layers run, but no token is scored."""
+        for chunk in self.chunks:
+            chunk.eval()
+        with torch.no_grad():
+            outputs = self.run(
+                micro_batches, lambda micro: lambda output, non_loss_data=True: output, score=True, head=head
+            )
+        for chunk in self.chunks:
+            chunk.train()
+        return outputs
+
+    def _set_load_balancing(self, micro_batches: list[PackedMicroBatch], denominator: int) -> None:
+        """Counts the load of the whole mini-batch, which every micro-batch's gradient depends on (see model/router)."""
+        self.score(micro_batches, head=False)
+        load = ExpertLoad.gather(micro_batches, self.shape, self.runtime)
+        slopes = load.slopes(self.config.policy.moe_aux_loss_coefficient, denominator)
+        for micro in micro_batches:
+            assert micro.packed.routing is not None
+            micro.packed.routing.slopes = slopes
+
+    def run(
+        self,
+        micro_batches: list[PackedMicroBatch],
+        make_loss: MakeLossFunc,
+        *,
+        score: bool = False,
+        head: bool = True,
+    ) -> list[Any]:
         """Megatron's schedule over the micro-batches; returns what the loss functions stored (last stage only)."""
         if score:
             self.complete_weights()
@@ -129,9 +176,10 @@ class UpdateStep:
             micro = next(iterator)
             loss = make_loss(micro)
             one_pass = loss if isinstance(loss, OnePassLoss) else None
+            scored = slice(None if head else 0)
             request = HeadRequest(
-                micro.positions,
-                micro.targets,
+                micro.positions[scored],
+                micro.targets[scored],
                 vocab=self.shape.vocab,
                 temperature=self.config.rollout.temperature,
                 chunk_tokens=self.config.policy.head_chunk(self.shape.vocab),
@@ -167,33 +215,16 @@ class UpdateStep:
             self._reducers[kind] = MetricReducer(self.loss, self.runtime, reference=reference, engine=engine)
         return self._reducers[kind]
 
-    def _loss_func_maker(self, batch: TrainBatch) -> MakeLossFunc:
-        """Weights and counts are computed here, on the whole mini-batch, before anything is split."""
-        device = self.runtime.device
-        sample_of = np.repeat(np.arange(batch.samples), batch.response_lengths)
-        weights, counts = token_weights(
-            self.config.algorithm.aggregation,
-            torch.from_numpy(batch.loss_mask),
-            torch.from_numpy(sample_of),
-            batch.samples,
-            self.config.aggregation_length,
-        )
+    def _denominator(self, inputs: _LossInputs) -> int:
+        """What Megatron will divide by: the counts without the sequences that the loss excludes. That depends on
+        nothing that the model computes."""
+        tokens = inputs.everything()
+        scores = Scores(tokens.old_logprobs, torch.zeros_like(tokens.old_logprobs))
+        return int(self.loss(scores, tokens).denominator)
 
-        def pick(values: Any, micro: PackedMicroBatch) -> Any:
-            return None if values is None else torch.as_tensor(values[micro.slots]).to(device, non_blocking=True)
-
+    def _loss_func_maker(self, inputs: _LossInputs) -> MakeLossFunc:
         def make(micro: PackedMicroBatch) -> Any:
-            tokens = TokenBatch(
-                old_logprobs=pick(batch.behaviour_logprobs, micro),
-                advantages=pick(batch.advantages[sample_of], micro),
-                mask=pick(batch.loss_mask, micro),
-                weights=pick(weights, micro),
-                counts=pick(counts, micro),
-                sequence_ids=torch.from_numpy(micro.sequence_ids).to(device, non_blocking=True),
-                sequences=micro.sequences,
-                ref_logprobs=pick(batch.ref_logprobs, micro),
-                engine_logprobs=pick(batch.engine_logprobs, micro),
-            )
+            tokens = inputs.of(micro.slots, micro.sequence_ids, micro.sequences, self.runtime.device)
             if self.loss.needs.whole_sequences:
                 return make_loss_func(tokens, self.loss, cp_group=self.runtime.groups.cp)
             return OnePassLoss(tokens, self.loss)
@@ -224,6 +255,45 @@ class UpdateStep:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
             self._weights_incomplete = False
+
+
+class _LossInputs:
+    """What the loss needs to know of a mini-batch. Weights and counts are computed here, before anything is split."""
+
+    def __init__(self, batch: TrainBatch, config: Config) -> None:
+        self._batch = batch
+        self._sample_of = np.repeat(np.arange(batch.samples), batch.response_lengths)  # [responses]
+        self._weights, self._counts = token_weights(
+            config.algorithm.aggregation,
+            torch.from_numpy(batch.loss_mask),
+            torch.from_numpy(self._sample_of),
+            batch.samples,
+            config.aggregation_length,
+        )
+
+    def everything(self) -> TokenBatch:
+        """All response tokens, on the host."""
+        slots = np.arange(len(self._sample_of))
+        return self.of(slots, self._sample_of, self._batch.samples, torch.device("cpu"))
+
+    def of(self, slots: Ints, sequence_ids: Ints, sequences: int, device: torch.device) -> TokenBatch:
+        """These response tokens."""
+
+        def pick(values: Any) -> Any:
+            return None if values is None else torch.as_tensor(values[slots]).to(device, non_blocking=True)
+
+        batch = self._batch
+        return TokenBatch(
+            old_logprobs=pick(batch.behaviour_logprobs),
+            advantages=torch.as_tensor(batch.advantages[self._sample_of[slots]]).to(device, non_blocking=True),
+            mask=pick(batch.loss_mask),
+            weights=pick(self._weights),
+            counts=pick(self._counts),
+            sequence_ids=torch.from_numpy(sequence_ids).to(device, non_blocking=True),
+            sequences=sequences,
+            ref_logprobs=pick(batch.ref_logprobs),
+            engine_logprobs=pick(batch.engine_logprobs),
+        )
 
 
 def _weight_gradient(last: PolicyModel) -> Literal["added", "added-shared"]:

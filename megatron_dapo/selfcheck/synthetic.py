@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,18 +12,32 @@ from megatron_dapo.config import ModelShape
 from megatron_dapo.policy.batch import TrainBatch
 from megatron_dapo.weights.mapping import parameter_mappings
 
+MODELS = ("dense", "tied", "moe")
 
-def synthetic_shape(kind: str) -> ModelShape:
+
+class ModelSize(NamedTuple):
+    """What a layout must divide."""
+
+    layers: int = 4
+    kv_heads: int = 2
+    experts: int = 4
+
+
+SMALL = ModelSize()
+
+
+def synthetic_shape(kind: str, size: ModelSize = SMALL) -> ModelShape:
     """`dense`: Qwen2 with QKV bias. `tied`: Qwen3 with q/k norms and tied embeddings. `moe`: Qwen3 with experts.
 
     All have grouped heads and a vocabulary that no layout divides.
     """
+    heads = 2 * size.kv_heads
     base: dict[str, Any] = {
-        "layers": 4, "hidden": 32, "ffn_hidden": 48, "heads": 4, "kv_heads": 2, "vocab": 101, "max_positions": 512,
-        "rope_theta": 1e4, "norm_eps": 1e-6, "dtype": "float32",
+        "layers": size.layers, "hidden": 32, "ffn_hidden": 48, "heads": heads, "kv_heads": size.kv_heads, "vocab": 101,
+        "max_positions": 512, "rope_theta": 1e4, "norm_eps": 1e-6, "dtype": "float32",
     }  # fmt: skip
     qwen3: dict[str, Any] = {"head_dim": 16, "qkv_bias": False, "qk_norm": True, **base}
-    experts: dict[str, Any] = {"experts": 4, "experts_per_token": 2, "expert_ffn_hidden": 24}
+    experts: dict[str, Any] = {"experts": size.experts, "experts_per_token": 2, "expert_ffn_hidden": 24}
     match kind:
         case "dense":
             return ModelShape("qwen2", head_dim=8, qkv_bias=True, qk_norm=False, tied_embeddings=False, **base)

@@ -17,8 +17,8 @@ from megatron_dapo.config import Config, ModelShape
 from megatron_dapo.errors import UserError
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.policy.runtime import Rendezvous, Runtime, initialize
-from megatron_dapo.selfcheck.layout_spec import LayoutSpec, selfcheck_config
-from megatron_dapo.selfcheck.synthetic import awkward_batch, random_hf_weights, synthetic_shape
+from megatron_dapo.selfcheck.cases import Case
+from megatron_dapo.selfcheck.synthetic import awkward_batch, random_hf_weights
 from megatron_dapo.weights.mapping import OUTPUT, parameter_mappings
 from megatron_dapo.weights.model_weights import live_mappings
 from megatron_dapo.weights.sharding import hf_tensors, unshard
@@ -30,7 +30,7 @@ WEIGHTS_TOLERANCE_FACTOR = 10  # Adam divides by the gradient's size: rounding i
 class Trace:
     """What a few updates produced. Gradients and weights are full HF-named tensors, on rank 0 only."""
 
-    losses: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)  # of a model with experts also their load
     grad_norms: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
@@ -52,14 +52,12 @@ class Difference:
         return all(x <= tolerance for x in bounds)  # NaN is not within
 
 
-def trace_updates(
-    rendezvous: Rendezvous | None, layout: LayoutSpec, updates: int, model: str, **algorithm: Any
-) -> Trace:
+def trace_updates(rendezvous: Rendezvous | None, case: Case, updates: int) -> Trace:
     """Runs the updates in this rank; rank 0 gets the gathered tensors, the others none.
 
     The ranks stay connected: the next layout needs only other model-parallel groups.
     """
-    return trace_config(rendezvous, selfcheck_config(layout, **algorithm), synthetic_shape(model), updates)
+    return trace_config(rendezvous, case.config, case.shape, updates)
 
 
 def trace_config(rendezvous: Rendezvous | None, config: Config, shape: ModelShape, updates: int) -> Trace:
@@ -73,7 +71,7 @@ def trace_config(rendezvous: Rendezvous | None, config: Config, shape: ModelShap
         metrics = policy.gradients(awkward_batch(shape, seed=update))
         trace.gradients.append(gather_full(policy, runtime, gradient=True))
         metrics |= policy.step.step_optimizer()
-        trace.losses.append(metrics["loss"])
+        trace.losses += [metrics[name] for name in ("loss", "aux_loss", "expert_load_max") if name in metrics]
         trace.grad_norms.append(metrics["grad_norm"])
     trace.weights = gather_full(policy, runtime, gradient=False)
     return trace

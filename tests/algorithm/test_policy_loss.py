@@ -22,6 +22,7 @@ GOOD = Sequence([1, 1.5, 0.5, 1.2], 1.0)
 BAD = Sequence([1, 0.5, 20, 2], -2.0, active=[False, True, True, True])
 MASKED = Sequence([3, 0.1], 5.0, active=[False, False])
 CASE = [GOOD, BAD, MASKED]
+TOKEN_CLIP = {"clip_low": 0.2, "clip_high": 0.28}  # gspo's own bounds are closer to 1
 GRADIENT = [-1, 0, -0.5, -1.2, 0, 0, 0, 4, 0, 0]
 
 
@@ -187,7 +188,7 @@ def test_gspo():
     free = Sequence([1.2, 0.9], 1.0)
     clipped = Sequence([50, 0.5, 0.8, 0.9], -2.0, active=[False, True, True, True])
     s = math.sqrt(1.08)
-    outputs, inputs = run([free, clipped, MASKED], objective="gspo")
+    outputs, inputs = run([free, clipped, MASKED], objective="gspo", aggregation="token-mean", **TOKEN_CLIP)
     close(outputs.loss_sum, -2 * s + 3 * 1.6)
     close(inputs.logprobs.grad, [-s, -s, 0, 0, 0, 0, 0, 0])
     assert outputs.sums["clip_fraction_low"] == 3
@@ -199,7 +200,7 @@ def test_gspo():
 def test_gspo_gradient_is_that_of_the_sequence_ratio():
     """With seq-mean-token-mean the stop-gradient form is exactly ∇(−Â·s), s = exp(mean log-ratio)."""
     sequences = [Sequence([1.2, 0.9, 1.1], 1.5), Sequence([1.1, 0.8], -0.5), MASKED]
-    _, inputs = run(sequences, objective="gspo", aggregation="seq-mean-token-mean")
+    _, inputs = run(sequences, objective="gspo", aggregation="seq-mean-token-mean", **TOKEN_CLIP)
     direct = inputs.logprobs.detach().nan_to_num(0.0).requires_grad_()
     difference = direct - inputs.batch.old_logprobs
     loss = -1.5 * difference[:3].mean().exp() + 0.5 * difference[3:5].mean().exp()

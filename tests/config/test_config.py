@@ -388,3 +388,31 @@ def test_a_damaged_config_json_is_one_line(tmp_path, content, said):
     with pytest.raises(ConfigError) as error:
         ModelShape.from_dir(tmp_path)
     assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_gspo_has_its_published_settings_by_default():
+    gspo = parse_config({"algorithm": {"objective": "gspo"}})
+    found = gspo.algorithm
+    assert (found.clip_low, found.clip_high, found.dual_clip) == (3e-4, 4e-4, None)
+    assert found.aggregation == "seq-mean-token-mean"
+    assert gspo.warnings == []
+    assert parse_config(gspo.model_dump(mode="json")) == gspo
+    dapo = parse_config({"algorithm": {"objective": "dapo"}}).algorithm
+    assert (dapo.clip_low, dapo.clip_high, dapo.dual_clip, dapo.aggregation) == (0.2, 0.28, 10.0, "token-mean")
+
+
+def test_settings_that_do_not_belong_to_gspo_are_kept_and_named():
+    own = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 10.0, "aggregation": "token-mean"}
+    config = parse_config({"algorithm": {"objective": "gspo", **own}})
+    assert {name: getattr(config.algorithm, name) for name in own} == own
+    assert [line.split()[0] for line in config.warnings] == [
+        "algorithm.clip_low", "algorithm.clip_high", "algorithm.aggregation", "algorithm.dual_clip",
+    ]  # fmt: skip
+    assert "0.28, which is meant for the ratio of a token" in config.warnings[1]
+
+
+@pytest.mark.parametrize(("key", "value"), [("top_p", 0.95), ("top_k", 50), ("min_p", 0.05)])
+def test_rollouts_from_a_part_of_the_vocabulary_are_refused(key, value):
+    with pytest.raises(ConfigError, match=rf"rollout: {key} is {value}: rollouts would be sampled from a part"):
+        parse_config({"rollout": {key: value}})
+    assert parse_config({"evaluate": {"top_p": 0.7}}).evaluate.top_p == 0.7

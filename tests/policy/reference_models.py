@@ -56,6 +56,7 @@ def hf_model(shape: ModelShape, seed: int = 0) -> Any:
             "norm_topk_prob": shape.norm_topk_prob,
         }  # fmt: skip
         model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**options))
+        model.set_experts_implementation("eager")  # the grouped matrix product has no fp64
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
@@ -69,3 +70,41 @@ def hf_weights(model: Any, folder: Any) -> str:
     """Saves the model. The files have the names and shapes that users have (experts are stored one by one)."""
     model.save_pretrained(folder)
     return str(folder)
+
+
+def hf_gradients(model: Any) -> dict[str, torch.Tensor]:
+    """The gradients under the names of the files: transformers holds all experts of a layer in one parameter."""
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        stem, _, last = name.rpartition(".")
+        if not stem.endswith(".experts"):
+            found[name] = gradient
+            continue
+        for expert, part in enumerate(gradient):
+            kinds = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
+            for kind, piece in zip(kinds, part.chunk(len(kinds)), strict=True):
+                found[f"{stem}.{expert}.{kind}.weight"] = piece
+    return found
+
+
+def routers(model: Any) -> list[Any]:
+    """Of each layer, in order; none in a dense model. A router returns (logits, weights, experts)."""
+    return [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "experts")]
+
+
+def record_router_logits(model: Any) -> list[list[torch.Tensor]]:
+    """Lists that each forward pass extends: [layers][passes] of [tokens, experts]."""
+    found: list[list[torch.Tensor]] = [[] for _ in routers(model)]
+    for router, calls in zip(routers(model), found, strict=True):
+        router.register_forward_hook(lambda _, args, output, calls=calls: calls.append(output[0]))
+    return found
+
+
+def load_balancing_loss(logits: torch.Tensor, experts_per_token: int) -> torch.Tensor:
+    """E · Σ f·P of one layer over all tokens [tokens, experts]; see policy/model/router.py."""
+    tokens, experts = logits.shape
+    probability = logits.softmax(-1)
+    chosen = torch.zeros_like(probability).scatter(1, probability.topk(experts_per_token).indices, 1.0)
+    share = chosen.sum(0) / (tokens * experts_per_token)
+    return experts * (share * probability.mean(0)).sum()

@@ -1,38 +1,47 @@
 """Layout invariance: the update in every parallel layout is the update of one process, and that one is right.
 
-The layouts are compared with one process (`selfcheck`), and the one process with a naive oracle: transformers' model,
-sample by sample, with the objective written out as in the paper. Planted errors show that both comparisons can fail.
+The layouts are compared with one process (`selfcheck`), and the one process with a naive oracle: transformers' model
+in fp64, sample by sample, with the objective written out as in the paper. Planted errors show that both comparisons
+can fail.
 """
 
 import numpy as np
 import pytest
 import torch
 from joined_ranks import RankJobs
-from reference_models import hf_model, hf_weights
+from reference_models import hf_gradients, hf_model, hf_weights, load_balancing_loss, record_router_logits
 
 from megatron_dapo.algorithm import Needs
 from megatron_dapo.algorithm.objectives.dapo import DAPO
 from megatron_dapo.policy import step
+from megatron_dapo.policy.expert_load import ExpertLoad
 from megatron_dapo.policy.loss_func import OnePassLoss
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.policy.runtime import initialize
 from megatron_dapo.selfcheck import trace
+from megatron_dapo.selfcheck.cases import (
+    AGGREGATIONS,
+    DEFAULT_LAYOUTS,
+    OBJECTIVES,
+    Case,
+    loss_settings,
+    named_cases,
+)
 from megatron_dapo.selfcheck.layout_spec import LayoutSpec, selfcheck_config
-from megatron_dapo.selfcheck.layouts import DEFAULT_LAYOUTS
-from megatron_dapo.selfcheck.synthetic import awkward_batch, random_hf_weights, synthetic_shape
+from megatron_dapo.selfcheck.synthetic import MODELS, awkward_batch, random_hf_weights, synthetic_shape
 from megatron_dapo.selfcheck.trace import compare, gather_full, trace_updates
 
-UPDATES = 3
+UPDATES = 2
 jobs = RankJobs()
+traces = {}
 
 
-def traced(name, model, updates=UPDATES, **algorithm):
-    layout = LayoutSpec.parse(name)
-    return jobs.add(layout.world_size, trace_of, layout, updates, model, algorithm)
-
-
-def trace_of(rendezvous, layout, updates, model, algorithm):
-    return trace_updates(rendezvous, layout, updates, model, **algorithm)
+def traced(case, updates=UPDATES):
+    """The job that traces the case, and the one of its single-process reference."""
+    for one in (case, case.reference):
+        if (one.key, updates) not in traces:
+            traces[one.key, updates] = jobs.add(one.layout.world_size, trace_updates, one, updates)
+    return traces[case.key, updates], traces[case.reference.key, updates]
 
 
 def difference(found, reference):
@@ -40,52 +49,33 @@ def difference(found, reference):
 
 
 LAYOUTS = [*DEFAULT_LAYOUTS, "dp3", "tp2dp2do", "cp2dp2"]
-single = {model: traced("single", model) for model in ("dense", "tied", "moe")}
-split = {name: traced(name, LayoutSpec.parse(name).model) for name in LAYOUTS}
+split = {(case.name, case.model): traced(case) for case in named_cases(LAYOUTS)}
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_layout_gives_the_update_of_one_process(name):
-    found = difference(split[name], single[LayoutSpec.parse(name).model])
+def test_every_model_is_checked_in_the_layouts_that_split_it():
+    assert {("tp2sp", "moe"), ("ep2", "moe"), ("tp4sp", "dense"), ("pp2", "tied"), ("pp2", "dense")} <= split.keys()
+    assert ("ep2", "dense") not in split and ("tp2", "moe") not in split  # the latter needs sequence parallelism
+
+
+@pytest.mark.parametrize(("name", "model"), split)
+def test_layout_gives_the_update_of_one_process(name, model):
+    found = difference(*split[name, model])
     assert found.loss <= 1e-5
     assert found.grad_norm <= 1e-5
     assert found.gradients <= 1e-5, found.gradients_at
     assert found.weights <= 1e-4, found.weights_at
 
 
-untied = traced("pp2", "dense")
+LOSSES = [(o, a, "sequence weight") for o in OBJECTIVES for a in AGGREGATIONS]
+LOSSES += [("dapo", a, "masks") for a in AGGREGATIONS]
+losses = {case: traced(Case(LayoutSpec.parse("cp2"), "dense", loss_settings(*case)), 1) for case in LOSSES}
 
 
-def test_untied_embeddings_across_pipeline_stages():
-    found = difference(untied, single["dense"])
-    assert found.within(1e-5), found
-
-
-WEIGHT = {"importance_weight": "sequence", "weight_cap": 1.5}
-# Of the awkward batch, these remove about a third of the tokens, a sixth and a sixth of the sequences.
-MASKS = {"token_mask": [0.5, 2.0], "geometric_mask": [0.8, 1.25], "opsm_delta": 0.05}
-
-
-def sequence_level(objective, aggregation):
-    return {
-        "objective": objective, "aggregation": aggregation, "clip_low": 0.05, "clip_high": 0.05,
-        "off_policy": MASKS if objective == "dapo" else WEIGHT,
-    }  # fmt: skip
-
-
-SEQUENCE_LEVEL = [(o, a) for o in ("gspo", "cispo", "dapo") for a in ("token-mean", "seq-mean-token-mean")]
-sequence_levels = {
-    (case, layout): traced(layout, "dense", 1, **sequence_level(*case))
-    for case in SEQUENCE_LEVEL
-    for layout in ("single", "cp2")
-}
-
-
-@pytest.mark.parametrize(("objective", "aggregation"), SEQUENCE_LEVEL)
-def test_sequence_level_objectives_under_context_parallelism(objective, aggregation):
-    """GSPO's ratio belongs to a sequence that two ranks share; sequence means count it once, not per rank."""
-    case = (objective, aggregation)
-    found = difference(sequence_levels[case, "cp2"], sequence_levels[case, "single"])
+@pytest.mark.parametrize("case", LOSSES, ids=" ".join)
+def test_sequence_level_terms_under_context_parallelism(case):
+    """GSPO's ratio and the importance weight belong to a sequence that two ranks share; sequence means count it once,
+    not per rank."""
+    found = difference(*losses[case])
     assert found.within(1e-5), found
 
 
@@ -117,30 +107,33 @@ def test_the_batch_exercises_clipping_masking_and_unequal_lengths():
 
 
 def naive_gradients(model, batch, config):
-    """The objective written out: min of the two surrogates, dual clip, k3, entropy, importance weight; one division."""
-    a = config.algorithm
-    total, count = torch.zeros(()), 0
+    """The objective written out in fp64: min of the two surrogates, dual clip, k3, entropy, importance weight; one
+    division; and the load-balancing loss of every layer with experts."""
+    a, model = config.algorithm, model.double()
+    logits = record_router_logits(model)
+    total, count = torch.zeros((), dtype=torch.float64), 0
     tokens = np.split(batch.tokens, np.cumsum(batch.lengths)[:-1])
     responses = [np.split(x, np.cumsum(batch.response_lengths)[:-1]) for x in (
         batch.old_logprobs, batch.engine_logprobs, batch.ref_logprobs, batch.loss_mask)]  # fmt: skip
     for i, (ids, old, engine, ref, mask) in enumerate(zip(tokens, *responses, strict=True)):
         ids, prompt = torch.from_numpy(ids).long(), int(batch.prompt_lengths[i])
-        old, engine, ref = (torch.from_numpy(x) for x in (old, engine, ref))
+        old, engine, ref = (torch.from_numpy(x).double() for x in (old, engine, ref))
         table = torch.log_softmax(model(ids[None]).logits[0, prompt - 1 : -1] / config.rollout.temperature, -1)
         logp = table[torch.arange(len(ids) - prompt), ids[prompt:]]
         advantage, ratio = float(batch.advantages[i]), torch.exp(logp - old)
         clipped = ratio.clamp(1 - a.clip_low, 1 + a.clip_high)
         surrogate = torch.minimum(ratio * advantage, clipped * advantage)
         if advantage < 0:
-            surrogate = torch.maximum(surrogate, torch.tensor(a.dual_clip * advantage))
+            surrogate = torch.maximum(surrogate, torch.tensor(a.dual_clip * advantage, dtype=torch.float64))
         weight = torch.exp(old - engine).clamp(max=a.off_policy.weight_cap)
         kl = torch.exp(ref - logp) - (ref - logp) - 1
         entropy = -(table.exp() * table).sum(-1)
         loss = -weight * surrogate + a.kl.coefficient * kl - a.entropy_coefficient * entropy
         total = total + loss[torch.from_numpy(mask)].sum()
         count += int(mask.sum())
-    (total / count).backward()
-    return float(total.detach() / count), {name: p.grad for name, p in model.named_parameters()}
+    balance = [load_balancing_loss(torch.cat(layer), model.config.num_experts_per_tok) for layer in logits]
+    (total / count + config.policy.moe_aux_loss_coefficient * sum(balance)).backward()
+    return float(total.detach() / count), hf_gradients(model)
 
 
 # Planted errors: each gets a MonkeyPatch in the forked ranks.
@@ -189,6 +182,12 @@ def missing_context_factor(patch):
     patch.setattr(Policy, "gradients", planted)
 
 
+def balance_divided_by_the_denominator(patch):
+    """The load-balancing loss is attached without the factor that Megatron's division takes away."""
+    real = ExpertLoad.slopes
+    patch.setattr(ExpertLoad, "slopes", lambda self, coefficient, denominator: real(self, coefficient, 1))
+
+
 def two_passes(patch):
     patch.setattr(DAPO, "needs", Needs(whole_sequences=True))
 
@@ -205,7 +204,7 @@ def nothing(patch):
 CASES = [
     ("single", nothing), ("single", count_before_mask), ("single", masked_sample_counts_one_token),
     ("dp2", mean_per_micro_batch), ("cp2", missing_context_factor), ("cp2", missing_context_factor_in_two_passes),
-    ("tp2pp2", nothing), ("tp2pp2", two_passes),
+    ("tp2pp2sp", nothing), ("tp2pp2sp", two_passes), ("single", balance_divided_by_the_denominator),
 ]  # fmt: skip
 
 
@@ -225,7 +224,7 @@ def loss_and_gradients(rendezvous, layout, model, folder, plant):
 def oracles(tmp_path_factory):
     """For each model: its weights on disk, the written-out loss and gradients, and our jobs."""
     found = {}
-    for model in ("dense", "tied"):
+    for model in MODELS:
         shape = synthetic_shape(model)
         reference = hf_model(shape)
         folder = hf_weights(reference, tmp_path_factory.mktemp(model))
@@ -241,7 +240,7 @@ def oracles(tmp_path_factory):
 
 
 oracle_jobs = RankJobs()
-MODELS = pytest.mark.parametrize("model", ["dense", "tied"])
+EVERY_MODEL = pytest.mark.parametrize("model", MODELS)
 
 
 def difference_to_oracle(oracles, model, layout, plant=nothing):
@@ -251,13 +250,13 @@ def difference_to_oracle(oracles, model, layout, plant=nothing):
     return max(worst, abs(found_loss - loss) / abs(loss))
 
 
-@MODELS
-@pytest.mark.parametrize("layout", ["single", "tp2pp2"])
+@EVERY_MODEL
+@pytest.mark.parametrize("layout", ["single", "tp2pp2sp"])
 def test_gradients_are_those_of_the_written_out_objective(layout, model, oracles):
-    assert difference_to_oracle(oracles, model, layout) <= 1e-5
+    assert difference_to_oracle(oracles, model, layout) <= 5e-6
 
 
-@MODELS
+@EVERY_MODEL
 @pytest.mark.parametrize(
     ("plant", "layout"),
     [
@@ -270,7 +269,11 @@ def test_planted_errors_are_seen(plant, layout, model, oracles):
     assert difference_to_oracle(oracles, model, layout, plant) > 1e-3
 
 
-@MODELS
+def test_a_wrong_scale_of_the_load_balancing_loss_is_seen(oracles):
+    assert difference_to_oracle(oracles, "moe", "single", balance_divided_by_the_denominator) > 1e-3
+
+
+@EVERY_MODEL
 def test_a_missing_context_factor_is_seen(model, oracles):
     """The one-pass head refuses a loss that Megatron scales; a loss in two passes shows the wrong gradient."""
     for message in oracles[model][1]["cp2", missing_context_factor].results():
@@ -278,6 +281,6 @@ def test_a_missing_context_factor_is_seen(model, oracles):
     assert difference_to_oracle(oracles, model, "cp2", missing_context_factor_in_two_passes) > 1e-3
 
 
-@MODELS
+@EVERY_MODEL
 def test_the_two_pass_head_gives_the_same_gradients(model, oracles):
-    assert difference_to_oracle(oracles, model, "tp2pp2", two_passes) <= 1e-5
+    assert difference_to_oracle(oracles, model, "tp2pp2sp", two_passes) <= 1e-5

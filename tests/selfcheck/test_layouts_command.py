@@ -15,8 +15,10 @@ from megatron_dapo.policy.fork_ranks import run_ranks
 from megatron_dapo.policy.loss_func import OnePassLoss
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.selfcheck import layouts, trace
-from megatron_dapo.selfcheck.layout_spec import LayoutSpec
-from megatron_dapo.selfcheck.layouts import DEFAULT_LAYOUTS, run_layouts
+from megatron_dapo.selfcheck.cases import DEFAULT_LAYOUTS, Case
+from megatron_dapo.selfcheck.layout_spec import SINGLE, LayoutSpec
+from megatron_dapo.selfcheck.layouts import run_layouts
+from megatron_dapo.selfcheck.synthetic import MODELS
 from megatron_dapo.selfcheck.trace import trace_updates
 
 
@@ -66,12 +68,16 @@ def test_a_layout_that_fails_while_it_runs_does_not_end_the_others(monkeypatch, 
 
 
 def test_a_reference_that_fails_is_an_error_of_each_layout(monkeypatch, capsys):
-    def planted(rendezvous, layout, updates, model):
-        raise RuntimeError("no reference")
+    real = layouts.trace_updates
+
+    def planted(rendezvous, case, updates):
+        if case.layout.name == "single":
+            raise RuntimeError("no reference")
+        return real(rendezvous, case, updates)
 
     monkeypatch.setattr(layouts, "trace_updates", planted)
     assert run_layouts(["dp2", "cp2"], tolerance=1e-5, updates=1) == 1
-    assert capsys.readouterr().out.count("ERROR RuntimeError: no reference") == 2
+    assert capsys.readouterr().out.count("ERROR RuntimeError: no reference") == 2 * len(MODELS)
 
 
 @pytest.mark.parametrize(
@@ -84,10 +90,11 @@ def test_a_reference_that_fails_is_an_error_of_each_layout(monkeypatch, capsys):
         ("tp0", "expected parts such as tp2"),
         ("tp2tp4", "each at most once"),
         ("singletp2", "expected parts such as tp2"),
-        ("tp64", "the model has 4 attention heads"),
-        ("pp3", "the model has 4 layers"),
+        ("tp64", "at most 16 are forked"),
+        ("pp32", "at most 16 are forked"),
+        ("tp2ep2", "the model has experts and policy.tensor_parallel is 2"),
         ("vpp2", "virtual_pipeline is 2 but pipeline_parallel is 1"),
-        ("ep3", "the model has 4 experts"),
+        ("dp3ep2", "policy.expert_parallel is 2, but a pipeline stage has 3 ranks"),
         ("dp99", "at most 16 are forked"),
     ],
 )
@@ -120,7 +127,8 @@ def test_the_parts_of_a_name():
 def test_default_layouts_that_do_not_fit_the_gpus_are_left_out_by_name(monkeypatch, capsys):
     monkeypatch.setattr(layouts, "gpu_count", lambda: 2)
     chosen = layouts._chosen(None, None, layouts.Console())
-    assert [spec.name for spec in chosen] == [n for n in DEFAULT_LAYOUTS if LayoutSpec.parse(n).world_size == 2]
+    names = list(dict.fromkeys(case.layout.name for case in chosen))
+    assert names == [n for n in DEFAULT_LAYOUTS if LayoutSpec.parse(n).world_size == 2]
     assert "layout tp2pp2 is left out: it needs 4 GPUs, but this machine has 2" in capsys.readouterr().out
 
 
@@ -147,10 +155,10 @@ def test_it_joins_a_job():
     check = ["-m", "megatron_dapo.cli", "selfcheck", "layouts", "--layouts", "tp2sp,dp2do", "--updates", "1"]
     done = subprocess.run([*torchrun, *check], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("ok") == 2 and "FAIL" not in done.stdout
+    assert done.stdout.count(" ok ") == 2 * len(MODELS) and "FAIL" not in done.stdout
 
 
-def as_a_job(rendezvous, port, reference, names):
+def as_a_job(rendezvous, port, references, names):
     """The command in ranks that torchrun or srun could have started."""
     os.environ |= {
         "RANK": str(rendezvous.rank), "WORLD_SIZE": str(rendezvous.world_size), "LOCAL_RANK": str(rendezvous.rank),
@@ -165,36 +173,37 @@ def as_a_job(rendezvous, port, reference, names):
             raise UserError("the other rank failed")
         return real(self, batch)
 
-    Policy.gradients, layouts._reference_of_child = planted, lambda updates, model: reference
+    Policy.gradients, layouts._reference_of_child = planted, lambda updates, case: references[case.model]
     code = run_layouts(names, tolerance=1e-5, updates=1)
     sys.stdout.flush()
     return code
 
 
-def run_as_a_job(reference, names):
+def run_as_a_job(references, names):
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    return run_ranks(2, as_a_job, port, reference, names)
+    return run_ranks(2, as_a_job, port, references, names)
 
 
-def single_trace(rendezvous):
-    return trace_updates(rendezvous, LayoutSpec.parse("single"), 1, "dense")
+def single_traces(rendezvous):
+    return {model: trace_updates(rendezvous, Case(SINGLE, model), 1) for model in MODELS}
 
 
 def test_a_layout_that_fails_in_a_job_does_not_end_the_others(capfd):
-    reference = run_ranks(1, single_trace)[0]
-    assert run_as_a_job(reference, ["cp2", "dp2"]) == [1, 0]  # rank 0 reports
+    references = run_ranks(1, single_traces)[0]
+    assert run_as_a_job(references, ["cp2", "dp2"]) == [1, 0]  # rank 0 reports
     lines = capfd.readouterr().out.splitlines()
-    assert [line for line in lines if "cp2" in line and "ERROR rank 0: the other rank failed" in line]
-    assert [line for line in lines if "dp2" in line and " ok " in line]
+    failed = [line for line in lines if "cp2" in line and "ERROR rank 0: the other rank failed" in line]
+    assert len(failed) == len(MODELS)
+    assert len([line for line in lines if "dp2" in line and " ok " in line]) == len(MODELS)
 
 
 def test_a_job_without_a_reference_reports_why(capfd, monkeypatch):
     monkeypatch.setattr(layouts.sys, "executable", "/bin/false")
-    reference = layouts._reference_of_child(1, "dense")
+    reference = layouts._reference_of_child(1, Case(SINGLE))
     assert "the single-process reference failed" in str(reference)
-    assert run_as_a_job(reference, ["dp2"]) == [1, 0]
+    assert run_as_a_job(dict.fromkeys(MODELS, reference), ["dp2"]) == [1, 0]
     assert "ERROR rank 0: the single-process reference failed" in capfd.readouterr().out
 
 

@@ -12,6 +12,7 @@ import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
+import megatron.core
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
@@ -19,11 +20,12 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 from torch import Tensor
 
-from megatron_dapo.config import ModelShape, check_model
+from megatron_dapo.config import ConfigError, ModelShape, check_model
 from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.policy import cpu
 from megatron_dapo.policy.head.fused import HeadRequest, output_processor
 from megatron_dapo.policy.megatron_options import DTYPES, check_hardware, fusion_provider, megatron_refuses, passed_on
+from megatron_dapo.policy.model.router import install_hooks, separate_expert_gradients, use_policy_routers
 from megatron_dapo.policy.runtime import Runtime
 from megatron_dapo.weights.mapping import padded_vocab
 
@@ -127,15 +129,16 @@ def _fp8_options(policy: PolicyConfig) -> dict[str, Any]:
 
 
 def _moe_options(shape: ModelShape, policy: PolicyConfig, te: bool) -> dict[str, Any]:
-    aux, moe = policy.moe_aux_loss_coefficient, policy.moe
+    moe = policy.moe
     return {
         "num_moe_experts": shape.experts,
         "moe_router_topk": shape.experts_per_token,
         "moe_ffn_hidden_size": shape.expert_ffn_hidden,
         # Softmax over the selected experts equals normalising their probabilities afterwards.
         "moe_router_pre_softmax": not shape.norm_topk_prob,
-        "moe_router_load_balancing_type": "aux_loss" if aux else "none",
-        "moe_aux_loss_coeff": aux,
+        # Ours is exact for every layout and micro-batch split (see router.py).
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
         "moe_router_dtype": "fp32",
         "moe_grouped_gemm": te if moe.grouped_gemm is None else moe.grouped_gemm,
         "moe_permute_fusion": te if moe.permute_fusion is None else moe.permute_fusion,
@@ -177,6 +180,7 @@ def build_model(shape: ModelShape, policy: PolicyConfig, runtime: Runtime) -> li
     check_model(policy, shape)
     te = has_transformer_engine()
     check_hardware(policy, te)
+    check_grouped_experts(shape, policy, te, megatron.core.__version__)
     config = transformer_config(shape, policy)
     chunks = []
     for stage in range(policy.virtual_pipeline):
@@ -198,6 +202,8 @@ def build_model(shape: ModelShape, policy: PolicyConfig, runtime: Runtime) -> li
             )
         if chunk.post_process:  # our head adds its gradient itself; plain cross-entropy leaves it to Megatron's DDP
             chunk.output_layer.gradient_accumulation_fusion = False
+        install_hooks(chunk)
+        separate_expert_gradients(chunk, config)
         chunks.append(chunk.to(runtime.device))
     return chunks
 
@@ -216,11 +222,26 @@ def _fusion_without_apex(wanted: bool) -> Iterator[None]:
         layers._grad_accum_fusion_available = found
 
 
+def check_grouped_experts(shape: ModelShape, policy: PolicyConfig, te: bool, version: str) -> None:
+    """Refuses the layout in which the gradient norm would be too small, and clipping too weak."""
+    tp, ep = policy.tensor_parallel, policy.expert_parallel
+    before_019 = tuple(int(part) for part in version.split(".")[:2]) < (0, 19)
+    if shape.is_moe and te and before_019 and tp > 1 and ep > 1:
+        raise ConfigError(
+            f"policy.tensor_parallel is {tp} and expert_parallel is {ep}: with Transformer Engine's grouped experts, "
+            f"Megatron-Core {version} counts only the experts of the first tensor-parallel rank in the gradient norm; "
+            "install megatron-core 0.19 or newer (Python 3.12), or set tensor_parallel or expert_parallel to 1"
+        )
+
+
 def _block_spec(config: TransformerConfig, vp_stage: int | None, rotary_base: float) -> Any:
     if has_transformer_engine():
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
-    from megatron_dapo.policy.model.local_spec import local_block_spec
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    else:
+        from megatron_dapo.policy.model.local_spec import local_block_spec
 
-    return local_block_spec(config, vp_stage, rotary_base)
+        spec = local_block_spec(config, vp_stage, rotary_base)
+    use_policy_routers(spec.layer_specs)
+    return spec
