@@ -86,8 +86,8 @@ def gather_full(policy: Policy, runtime: Runtime, *, gradient: bool) -> dict[str
     mine = {
         mapping.name: (
             position.split(mapping)[0],
-            (parameter.main_grad if gradient else parameter.data).detach().cpu().clone(),
-        )  # type: ignore[attr-defined]
+            (parameter.main_grad if gradient else parameter.data).detach().cpu().clone(),  # type: ignore[attr-defined]
+        )
         for mapping, parameter in live_mappings(policy.model, policy.shape, position)
     }
     everyone: list[Any] | None = [None] * runtime.world_size if runtime.rank == 0 else None
