@@ -72,7 +72,7 @@ def padding_is_balanced(patch):
 
 
 PLANTED = [
-    (experts_reduced_over_data_ranks_only, lambda c: small(c) and size(c, "tp") > 1 and size(c, "ep") == 1),
+    (experts_reduced_over_data_ranks_only, lambda c: small(c) and size(c, "tp") > 1 == size(c, "ep") == size(c, "etp")),
     (megatrons_auxiliary_loss, lambda c: small(c) and size(c, "dp") > 1),
     (balance_of_each_micro_batch, lambda c: small(c) and size(c, "dp") > 1),
     (balance_split_over_tensor_and_context_ranks, lambda c: small(c) and size(c, "tp") * size(c, "cp") > 1),
@@ -96,7 +96,7 @@ def test_the_random_cases_cover_the_options():
     assert {case.objective for case in CASES} == {"dapo", "gspo", "cispo"}
     assert len({case.aggregation for case in CASES}) == 4
     assert {case.model for case in CASES} == {"dense", "tied", "moe"}
-    for kind, large in (("tp", 4), ("pp", 4), ("vpp", 2), ("cp", 4), ("dp", 4), ("ep", 4)):
+    for kind, large in (("tp", 4), ("pp", 4), ("vpp", 2), ("cp", 4), ("dp", 4), ("ep", 4), ("etp", 2)):
         assert sum(size(case, kind) >= large for case in CASES) >= 3, kind
     assert any(case.layout.world_size == 8 for case in CASES)
     assert all(case.layout.world_size <= 8 for case in CASES)
