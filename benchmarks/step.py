@@ -1,15 +1,20 @@
 """The cost of RL over plain training: tokens/s and MFU of a DAPO update and of cross-entropy with the same model.
 
-    python benchmarks/step.py [--tokens 16384] [--recompute none|full]
+    python benchmarks/step.py [--tokens 16384] [--model 1.5b|moe] [--set policy.recompute=full]
+    python benchmarks/step.py --options [--model moe]     # each Megatron option on or off, side by side
 
-One GPU, a Qwen2.5-1.5B shape with random weights, bf16, packed sequences; forward, backward and gradient finalisation,
-no optimizer step in either. MFU counts 6 FLOPs per parameter and token plus causal attention, against 790 TFLOP/s.
+One GPU, a Qwen2.5-1.5B shape (or 4 layers of Qwen3-30B-A3B) with random weights, bf16, packed sequences; forward,
+backward and gradient finalisation; the optimizer's step by itself. MFU counts 6 FLOPs per active parameter and token
+plus causal attention, against 790 TFLOP/s (bf16, also for fp8).
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
+import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -17,28 +22,56 @@ from typing import Any
 
 import numpy as np
 import torch
-from shapes import QWEN_1_5B as SHAPE
+from shapes import QWEN_1_5B, QWEN_30B_A3B_LAYERS
 
-from megatron_dapo.config import parse_config
+from megatron_dapo.config import ModelShape, parse_config
+from megatron_dapo.config.load import apply_override
+from megatron_dapo.planner import count_parameters
 from megatron_dapo.policy.batch import TrainBatch
 from megatron_dapo.policy.model.gpt import has_transformer_engine
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.policy.runtime import initialize
 
 PEAK = 790e12
+SHAPES = {"1.5b": QWEN_1_5B, "moe": QWEN_30B_A3B_LAYERS}
+# The defaults, then each option by itself.
+OPTIONS = {
+    "defaults": [],
+    "gradient accumulation fusion off": ["policy.gradient_accumulation_fusion=false"],
+    "torch AdamW unfused": ["policy.optimizer.fused=false"],
+    "bf16 gradient reduction": ["policy.gradient_reduction=bf16"],
+    "precision-aware optimizer": ["policy.optimizer.precision_aware=true", "policy.optimizer.exp_avg_dtype=bf16",
+                                  "policy.optimizer.exp_avg_sq_dtype=bf16"],
+    "optimizer offload": ["policy.optimizer.cpu_offload=1.0"],
+    "recompute core_attn": ["policy.recompute=selective"],
+    "recompute full": ["policy.recompute=full"],
+    "fp8 tensorwise": ["policy.fp8.recipe=tensorwise"],
+    "fp8 blockwise": ["policy.fp8.recipe=blockwise"],
+    "fp8 delayed": ["policy.fp8.recipe=delayed"],
+    "flash attention": ["policy.attention_backend=flash"],
+    "deterministic": ["policy.deterministic=true"],
+}  # fmt: skip
+DENSE_OPTIONS = {"recompute mlp": ["policy.recompute=selective", "policy.recompute_modules=[mlp]"]}
+MOE_OPTIONS = {
+    "permute fusion off": ["policy.moe.permute_fusion=false"],
+    "grouped GEMM off": ["policy.moe.grouped_gemm=false"],
+    "router fusion": ["policy.moe.router_fusion=true"],
+    "recompute moe": ["policy.recompute=selective", "policy.recompute_modules=[moe]"],
+    "recompute layernorm, moe_act": ["policy.recompute=selective", "policy.recompute_modules=[layernorm, moe_act]"],
+}
 
 
-def make_batch(tokens: int, sequences: int, seed: int) -> TrainBatch:
+def make_batch(shape: ModelShape, tokens: int, sequences: int, seed: int) -> TrainBatch:
     rng = np.random.default_rng(seed)
     length, prompt = tokens // sequences, 64
     responses = sequences * (length - prompt)
     return TrainBatch(
-        tokens=rng.integers(0, SHAPE.vocab, tokens).astype(np.int32),
+        tokens=rng.integers(0, shape.vocab, tokens).astype(np.int32),
         prompt_lengths=np.full(sequences, prompt),
         response_lengths=np.full(sequences, length - prompt),
         advantages=rng.normal(size=sequences).astype(np.float32),
         loss_mask=np.ones(responses, np.bool_),
-        engine_logprobs=(-np.log(SHAPE.vocab) + 0.1 * rng.normal(size=responses)).astype(np.float32),
+        engine_logprobs=(-np.log(shape.vocab) + 0.1 * rng.normal(size=responses)).astype(np.float32),
     )
 
 
@@ -72,48 +105,100 @@ def measure(run: Callable[[int], None], repeats: int) -> float:
     return statistics.median(times)
 
 
-def flops(tokens: int, sequences: int) -> float:
-    width = SHAPE.heads * SHAPE.head_dim
-    layer = SHAPE.hidden * (2 * width + 2 * SHAPE.kv_heads * SHAPE.head_dim) + 3 * SHAPE.hidden * SHAPE.ffn_hidden
-    weights = SHAPE.layers * layer + SHAPE.vocab * SHAPE.hidden
-    attention = SHAPE.layers * 2 * 2 * width * (tokens // sequences) / 2
+def flops(shape: ModelShape, tokens: int, sequences: int) -> float:
+    weights = count_parameters(shape).layer_matrices_active + shape.vocab * shape.hidden
+    attention = shape.layers * 2 * 2 * shape.heads * shape.head_dim * (tokens // sequences) / 2
     return tokens * (6 * weights + 3 * attention)
+
+
+def measure_one(args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds and peak memory of each pass, with the options of this process."""
+    shape, tokens = SHAPES[args.model], args.tokens
+    raw: dict[str, Any] = {
+        "policy": {"micro_batch_tokens": tokens},
+        "rollout": {"max_prompt_tokens": 64, "max_response_tokens": tokens // args.sequences - 64},
+    }
+    for setting in args.set:
+        apply_override(raw, setting)
+    config = parse_config(raw)
+    policy = Policy(config, shape, initialize(config.policy))
+    batches = [make_batch(shape, tokens, args.sequences, seed) for seed in range(4)]
+    passes: dict[str, Callable[[int], Any]] = {
+        "plain cross-entropy": lambda i: cross_entropy(policy, batches[i % 4]),
+        "DAPO update": lambda i: policy.gradients(batches[i % 4]),
+        "log-probs only": lambda i: policy.log_probs(batches[i % 4]),
+        "optimizer step": lambda i: policy.step.step_optimizer(),
+    }
+    found: dict[str, Any] = {}
+    for name, run in passes.items():
+        torch.cuda.reset_peak_memory_stats()
+        found[name] = (measure(run, args.repeats), torch.cuda.max_memory_allocated() / 2**30)
+    layers = "Transformer Engine" if has_transformer_engine() else "plain torch layers"
+    found["machine"] = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {layers}"
+    return found
+
+
+def print_one(args: argparse.Namespace, found: dict[str, Any]) -> None:
+    work = flops(SHAPES[args.model], args.tokens, args.sequences)
+    reference = found["plain cross-entropy"][0]
+    print(f"{found['machine']}, {vars(args)}")
+    for name in ("plain cross-entropy", "DAPO update", "log-probs only"):
+        seconds, peak = found[name]
+        share = work / 3 if name.startswith("log") else work
+        print(
+            f"{name:<20} {args.tokens / seconds / 1e3:7.1f} k tokens/s  {reference / seconds:5.2f} × cross-entropy  "
+            f"MFU {share / seconds / PEAK:.2f}  peak {peak:.1f} GiB"
+        )
+    seconds, peak = found["optimizer step"]
+    print(f"{'optimizer step':<20} {1e3 * seconds:7.1f} ms  peak {peak:.1f} GiB", flush=True)
+
+
+def compare_options(args: argparse.Namespace) -> None:
+    """Each option in a process of its own, one line each."""
+    work = flops(SHAPES[args.model], args.tokens, args.sequences)
+    print(f"{args.model}, {args.tokens} tokens per update; × is the DAPO update's speed beside the defaults'")
+    print(f"{'option':<34} {'k tokens/s':>10} {'×':>6} {'MFU':>6} {'CE ×':>6} {'step ms':>8} {'peak GiB':>9}")
+    defaults = 0.0
+    for name, settings in (OPTIONS | (MOE_OPTIONS if SHAPES[args.model].is_moe else DENSE_OPTIONS)).items():
+        command = [sys.executable, __file__, "--json", "--model", args.model, "--tokens", str(args.tokens)]
+        command += ["--sequences", str(args.sequences), "--repeats", str(args.repeats)]
+        for setting in [*args.set, *settings]:
+            command += ["--set", setting]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
+            print(f"{name:<34} failed: {reason[:120]}", flush=True)
+            continue
+        found = json.loads(done.stdout.splitlines()[-1])
+        update, entropy, step = (found[part][0] for part in ("DAPO update", "plain cross-entropy", "optimizer step"))
+        defaults = defaults or update
+        peak = max(found[part][1] for part in ("DAPO update", "optimizer step"))
+        print(
+            f"{name:<34} {args.tokens / update / 1e3:10.1f} {defaults / update:6.2f} {work / update / PEAK:6.2f} "
+            f"{entropy / update:6.2f} {1e3 * step:8.1f} {peak:9.1f}",
+            flush=True,
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=list(SHAPES), default="1.5b")
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--sequences", type=int, default=8)
-    parser.add_argument("--recompute", choices=["none", "selective", "full"], default="none")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="an option of the configuration"
+    )
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--options", action="store_true", help="compare Megatron's options")
+    parser.add_argument("--json", action="store_true", help="print the measurement as JSON")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
-    config = parse_config(
-        {
-            "policy": {"micro_batch_tokens": args.tokens, "recompute": args.recompute},
-            "rollout": {"max_prompt_tokens": 64, "max_response_tokens": args.tokens // args.sequences - 64},
-        }
-    )
-    policy = Policy(config, SHAPE, initialize(config.policy))
-    batches = [make_batch(args.tokens, args.sequences, seed) for seed in range(4)]
-    layers = "Transformer Engine" if has_transformer_engine() else "plain torch layers"
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {layers}, {vars(args)}")
-    work = flops(args.tokens, args.sequences)
-    reference = 0.0
-    for name, run in {
-        "plain cross-entropy": lambda i: cross_entropy(policy, batches[i % 4]),
-        "DAPO update": lambda i: policy.gradients(batches[i % 4]) and None,
-        "log-probs only": lambda i: policy.log_probs(batches[i % 4]) and None,
-    }.items():
-        torch.cuda.reset_peak_memory_stats()
-        seconds = measure(run, args.repeats)
-        reference = reference or seconds
-        share = work / 3 if name.startswith("log") else work
-        print(
-            f"{name:<20} {args.tokens / seconds / 1e3:7.1f} k tokens/s  {reference / seconds:5.2f} × cross-entropy  "
-            f"MFU {share / seconds / PEAK:.2f}  peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB",
-            flush=True,
-        )
+    if args.options:
+        compare_options(args)
+    elif args.json:
+        print(json.dumps(measure_one(args)))
+    else:
+        print_one(args, measure_one(args))
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ def probes(config: Config, named: bool) -> list[Probe]:
         Probe("gpu", gpu.gpu, 30),
         Probe("torch", gpu.torch_cuda, 120),
         Probe("attention", gpu.attention, 310),
+        Probe("kernels", gpu.kernels, 130),
         Probe("run directory", partial(storage.run_directory, run_dir, config.slurm.nodes), 60),
         Probe("disk", partial(storage.free_disk, run_dir, parameters, config.trainer.checkpoint.keep)),
         Probe("shared memory", storage.shared_memory),

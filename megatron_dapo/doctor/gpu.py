@@ -1,4 +1,4 @@
-"""Checks of GPU, driver, CUDA, NCCL, and of the attention kernel that Transformer Engine selects.
+"""Checks of GPU, driver, CUDA, NCCL, fused kernels, and of the attention kernel that Transformer Engine selects.
 
 Each check runs in its own Python process, because a broken library may crash the process that imports it. Transformer
 Engine falls back silently when its preferred attention does not load: four to five times slower, and with the memory of
@@ -57,6 +57,17 @@ ends = torch.tensor([0, 100, 256], device="cuda", dtype=torch.int32)
 attention(q, k, v, cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=156, max_seqlen_kv=156).sum().backward()
 torch.cuda.synchronize()
 print("attention ran")
+"""
+
+
+KERNELS_PROBE = """
+import json, warnings
+warnings.simplefilter("ignore")
+from megatron_dapo.policy import cpu
+from megatron_dapo.policy.megatron_options import adam_provider, fusion_provider
+from megatron_dapo.policy.model.gpt import has_transformer_engine
+fusion = fusion_provider(has_transformer_engine())
+print(json.dumps({"cuda": not cpu.needed(), "fusion": fusion, "adam": adam_provider()}))
 """
 
 
@@ -127,6 +138,22 @@ def attention(run: CommandRunner = run_command, environment: Mapping[str, str] |
     debug = environment | {"NVTE_DEBUG": "1", "NVTE_DEBUG_LEVEL": "2"}
     result = run([sys.executable, "-c", ATTENTION_PROBE], 120, debug)
     return judge_attention(result, environment)
+
+
+def kernels(run: CommandRunner = run_command, environment: Mapping[str, str] | None = None) -> Check:
+    """Which libraries add weight gradients inside matrix products, and update weights in one kernel."""
+    result = run([sys.executable, "-c", KERNELS_PROBE], 120, environment)
+    if result.code != 0:
+        return Check("kernels", "fail", f"megatron-core does not import: {last_line(result.err)}", "reinstall "
+                     "megatron-core, or the library that the message names")  # fmt: skip
+    seen = json.loads(last_line(result.out))
+    if not seen["cuda"]:
+        return Check("kernels", "ok", "no GPU: nothing to fuse")
+    adam = "torch's fused AdamW" if seen["adam"] == "torch" else f"Adam of {seen['adam']}"
+    if seen["fusion"]:
+        return Check("kernels", "ok", f"gradient accumulation fused by {seen['fusion']}, {adam}")
+    return Check("kernels", "warn", f"gradient accumulation is not fused, {adam}", "pip install --no-build-isolation "
+                 "'transformer-engine[pytorch]', or NVIDIA's apex with CUDA extensions (not PyPI's apex)")  # fmt: skip
 
 
 def judge_attention(result: CommandResult, environment: Mapping[str, str]) -> Check:

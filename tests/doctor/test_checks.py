@@ -217,6 +217,29 @@ def test_attention_is_run_with_debug_output():
     assert seen[-1]["NVTE_DEBUG"] == "1" and seen[-1]["NVTE_DEBUG_LEVEL"] == "2"
 
 
+@pytest.mark.parametrize(
+    ("cuda", "fusion", "adam", "status", "words"),
+    [
+        (False, "", "torch", "ok", "no GPU"),
+        (True, "Transformer Engine", "Transformer Engine", "ok", "fused by Transformer Engine, Adam of Transformer"),
+        (True, "apex", "torch", "ok", "fused by apex, torch's fused AdamW"),
+        (True, "", "torch", "warn", "gradient accumulation is not fused"),
+    ],
+)
+def test_fused_kernels(cuda, fusion, adam, status, words):
+    seen = CommandResult(0, json.dumps({"cuda": cuda, "fusion": fusion, "adam": adam}))
+    check = gpu.kernels(results(fusion_provider=seen))
+    assert check.status == status and words in check.found
+    assert bool(check.remedy) == (status != "ok")
+
+
+def test_fused_kernels_of_this_machine():
+    assert gpu.kernels().status in ("ok", "warn")
+    broken = CommandResult(1, "", "ImportError: libcudart.so.12: cannot open shared object file")
+    check = gpu.kernels(results(fusion_provider=broken))
+    assert check.status == "fail" and "libcudart" in check.found
+
+
 # --- storage
 
 

@@ -61,8 +61,8 @@ def test_only_selects_checks_by_name(capsys):
 
 def test_the_configuration_selects_the_checks():
     names = {probe.name for probe in probes(Config(), named=False)}
-    assert {"python", "packages", "apex", "gpu", "torch", "attention", "run directory", "disk", "shared memory",
-            "clock", "limits", "hf cache", "slurm", "ports", "weights"} == names  # fmt: skip
+    assert {"python", "packages", "apex", "gpu", "torch", "attention", "kernels", "run directory", "disk",
+            "shared memory", "clock", "limits", "hf cache", "slurm", "ports", "weights"} == names  # fmt: skip
     named = parse_config({"policy": {"model": "somewhere"}, "rollout": {"engine": "sglang"}})
     assert {probe.name for probe in probes(named, named=True)} - names == {"sglang", "model"}
     embedded = parse_config({"rollout": {"engine": "embedded"}})
@@ -70,7 +70,11 @@ def test_the_configuration_selects_the_checks():
 
 
 def test_a_result_has_the_name_of_its_probe():
-    quick = [p for p in probes(Config(), named=False) if p.name not in ("torch", "attention", "gpu", "run directory")]
+    quick = [
+        p
+        for p in probes(Config(), named=False)
+        if p.name not in ("torch", "attention", "kernels", "gpu", "run directory")
+    ]
     for probe in quick:
         assert probe.look().name == probe.name
 
