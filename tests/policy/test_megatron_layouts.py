@@ -50,6 +50,7 @@ CASES = {
     "tp-above-kv-heads-qk-norm": (4, "tied", {"tensor_parallel": 4, "sequence_parallel": False}),
     "etp2": (2, "moe", {"tensor_parallel": 2, "expert_tensor_parallel": 2}),
     "etp2-ep2": (4, "moe", {"tensor_parallel": 2, "expert_tensor_parallel": 2, "expert_parallel": 2}),
+    "etp2-without-tp": (2, "moe", {"expert_tensor_parallel": 2}),
     "allgather-cp": (2, "moe", {"context_parallel": 2, "expert_parallel": 2, "moe": {"dispatcher": "allgather"}}),
     "allgather-tp": (4, "moe", {"tensor_parallel": 2, "expert_parallel": 2, "moe": {"dispatcher": "allgather"}}),
     "recompute-dense": (2, "tied", {"tensor_parallel": 2, "recompute": "selective",
