@@ -68,6 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_report(sub)
     _add_selfcheck(sub)
     _add_plan(sub)
+    _add_simulate(sub)
     _add_slurm(sub)
     _add_doctor(sub)
     return parser
@@ -275,6 +276,44 @@ def _add_plan(sub: Commands) -> None:
     parser.add_argument("--layers", choices=["te", "local"], default="te", help="Transformer Engine (default) or torch")
     parser.add_argument("--top", type=at_least(1), default=8, metavar="N", help="layouts to show (default 8)")
     parser.add_argument("--json", action="store_true", dest="as_json", help="print the plan as JSON")
+
+
+def _add_simulate(sub: Commands) -> None:
+    def run(args: argparse.Namespace) -> int:
+        from megatron_dapo.simulation.command import run
+
+        return run(**{key: value for key, value in vars(args).items() if key != "run"})
+
+    parser = add_command(
+        sub, "simulate", run,
+        "Run the sampler on a virtual clock against a model of the engines: step time, utilisation, waste, staleness.\n"
+        "Needs no GPU.",
+        "examples:\n  megatron-dapo simulate run.yaml --gpu h100 --output simulation.html\n"
+        "  megatron-dapo simulate run.yaml --from runs/32b --set rollout.sampler.oversampling=3\n"
+        "  megatron-dapo simulate run.yaml --sweep rollout.max_staleness=0,1 --sweep engine_gpus=32,64",
+    )  # fmt: skip
+    parser.add_argument("config", metavar="CONFIG", help="YAML file")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting")
+    parser.add_argument("--sweep", action="append", default=[], metavar="KEY=V1,V2", help="simulate every combination "
+                        "of these values; engine_gpus is a key, too")  # fmt: skip
+    parser.add_argument(
+        "--from", dest="from_run", metavar="RUN_DIR", help="take lengths and yield from a run's metrics"
+    )
+    parser.add_argument("--gpu", default="h100", help="as for plan (default h100)")
+    parser.add_argument("--gpus", type=at_least(1), metavar="N", help="all GPUs (default: slurm.nodes × gpus_per_node)")
+    parser.add_argument("--gpus-per-node", type=at_least(1), metavar="N", help="default: slurm.gpus_per_node")
+    parser.add_argument("--engine-gpus", type=at_least(0), metavar="N", help="GPUs that only run engines; 0: engines "
+                        "and trainer share all GPUs (default: slurm.engine_nodes × gpus_per_node)")  # fmt: skip
+    parser.add_argument("--mfu", type=float, default=0.5, help="share of the peak that kernels reach (default 0.5)")
+    parser.add_argument("--mean-prompt", type=at_least(1), metavar="TOKENS", help="default: 256")
+    parser.add_argument("--mean-response", type=at_least(1), metavar="TOKENS", help="default: a quarter of the longest")
+    parser.add_argument("--kept", type=float, metavar="SHARE", help="share of informative groups (default 0.5)")
+    parser.add_argument("--sigma", type=float, metavar="S", help="spread of response lengths (default 0.92)")
+    parser.add_argument("--steps", type=at_least(1), default=6, help="steps to simulate (default 6)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of lengths and grades (default 0)")
+    parser.add_argument("--whole", action="store_true", help="simulate every server, also of a large fleet")
+    parser.add_argument("--output", metavar="FILE", help="draw engines and trainer over time into this HTML file")
+    parser.add_argument("--json", action="store_true", dest="as_json", help="print the results as JSON")
 
 
 def _add_slurm(sub: Commands) -> None:

@@ -13,7 +13,7 @@ LEVELS = [
     {"errors", "plugins", "types", "config", "files", "fault_points", "__init__"},
     {"algorithm", "data", "reward", "observe", "planner", "evaluation_statistics"},
     {"engines", "rollout"},
-    {"weights", "policy"},
+    {"weights", "policy", "simulation"},
     {"trainer", "evaluate", "doctor", "selfcheck"},
     {"launch", "cli"},
     {"__main__"},

@@ -42,7 +42,7 @@ def run(
     if published:
         return _published(as_json)
     loaded = load_config(config, [*set, *([f"policy.model={model}"] if model else [])])
-    shape = _shape(loaded)
+    shape = model_shape(loaded)
     per_node = gpus_per_node or loaded.slurm.gpus_per_node or 8
     total = gpus or loaded.slurm.nodes * per_node
     apart = loaded.slurm.engine_nodes * per_node if engine_gpus is None else engine_gpus
@@ -71,7 +71,7 @@ def console_for(stream: Any) -> Console:
     return Console(file=stream, width=None if stream.isatty() else 100)
 
 
-def _shape(config: Config) -> ModelShape:
+def model_shape(config: Config) -> ModelShape:
     name = config.policy.model
     if not name:
         raise PlanError("no model is named: set policy.model in the configuration, or give --model DIR")

@@ -56,10 +56,9 @@ class FleetModel:
             self._dispatch()
         return ended
 
-    def abort(self, sequences: Iterable[Sequence] | None = None) -> list[Sequence]:
-        """Ends these sequences, or all, keeping what they generated."""
-        chosen = list(sequences) if sequences is not None else self.sequences
-        for sequence in chosen:
+    def abort(self, sequences: Iterable[Sequence]) -> None:
+        """Ends these sequences, keeping what they generated."""
+        for sequence in sequences:
             index = self._server_of.pop(id(sequence), None)
             if index is None:
                 self._waiting.remove(sequence)
@@ -69,9 +68,11 @@ class FleetModel:
                 server.remove(sequence)
                 self._next[index] = server.next_event()
         self._dispatch()
-        return chosen
 
-    @property
-    def sequences(self) -> list[Sequence]:
-        running = [sequence for server in self.servers for sequence in server.sequences]
-        return [*running, *self._waiting]
+    def abort_all(self) -> None:
+        for index, server in enumerate(self.servers):
+            server.run_until(self.now)
+            server.clear()
+            self._next[index] = None
+        self._waiting.clear()
+        self._server_of.clear()

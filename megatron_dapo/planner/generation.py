@@ -17,7 +17,7 @@ from megatron_dapo.planner.fleet_model import FleetModel
 from megatron_dapo.planner.server_model import Sequence
 from megatron_dapo.planner.workload import Workload
 
-CARRY_STEPS = 3  # steps until carried-over groups are in equilibrium; the first is not counted
+COUNTED_STEPS = 3  # are averaged
 PART = 96  # groups
 MARGIN = 1.3  # groups in flight for each that adaptive oversampling expects to need
 
@@ -175,7 +175,7 @@ class _Step:
         if self.options.surplus == "drop":
             self.wasted += self.kept * mean
             self.kept = 0
-        self.fleet.abort()
+        self.fleet.abort_all()
         self.group_of.clear()
         self.ready.clear()
         carried, self.undecided = [*self.undecided.values(), *self.waiting], {}
@@ -197,13 +197,13 @@ class _Step:
 
 def generate(work: Workload, options: SamplerConfig, fleet: Fleet, seed: int = 0) -> Generation:
     """The generation of a step in equilibrium."""
-    part = _part(work, fleet)
+    part = part_of(work, fleet)
     servers, work = fleet.servers // part, replace(work, prompts=work.prompts // part)
     model = FleetModel(servers, fleet.decode, fleet.kv_tokens, fleet.max_running)
     step = _Step(work, options, model, random.Random(seed))
     carries = work.kept < 1 and options.unfinished in ("continue", "restart")
-    steps = CARRY_STEPS if carries else 1
-    counted = steps - 1 if carries else 1
+    counted = COUNTED_STEPS if work.kept < 1 else 1
+    steps = counted + 1 if carries else counted  # in the first step nothing has been carried over
     seconds = tokens = wasted = 0.0
     for number in range(steps):
         before = sum(server.generated for server in model.servers), step.wasted
@@ -216,7 +216,7 @@ def generate(work: Workload, options: SamplerConfig, fleet: Fleet, seed: int = 0
     return Generation(seconds / counted, part * tokens / counted, part * wasted / counted, full / counted)
 
 
-def _part(work: Workload, fleet: Fleet) -> int:
+def part_of(work: Workload, fleet: Fleet) -> int:
     """A large fleet is simulated as one of so many equal parts; enough groups remain for the tails."""
     divisors = [n for n in range(1, fleet.servers + 1) if fleet.servers % n == 0]
     return max(n for n in divisors if n == 1 or work.prompts // n >= PART)

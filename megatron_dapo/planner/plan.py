@@ -76,7 +76,7 @@ def make_plan(
     """Judges the configured layout and engine size, or with `choose` takes the fastest that fit."""
     if not 0 < mfu <= 1:
         raise PlanError(f"--mfu is {mfu}: expected a share of the GPU's peak between 0 and 1, usually 0.5")
-    planner = _Planner(config, Task(shape, work, cluster, mfu, layers, *_shared_gpu(config, cluster)))
+    planner = _Planner(config, Task(shape, work, cluster, mfu, layers, *shared_gpu(config, cluster)))
     found = list(candidates(planner.task, config.policy))
     reason = None if choose else planner.why_not()
     chosen: Choice | None = None
@@ -198,7 +198,7 @@ class _Planner:
         return problems
 
 
-def _shared_gpu(config: Config, cluster: Cluster) -> tuple[float, float]:
+def shared_gpu(config: Config, cluster: Cluster) -> tuple[float, float]:
     """On a shared GPU: bytes that the engine holds while the trainer works, and the trainer while engines generate."""
     rollout = config.rollout
     if rollout.engine == "embedded" or rollout.servers.urls or not cluster.colocated:

@@ -61,7 +61,7 @@ def _read() -> Any:
     return json.loads((files("megatron_dapo.planner") / "published_runs.json").read_text(encoding="utf-8"))
 
 
-def _shape(sizes: dict[str, int]) -> ModelShape:
+def _shape(sizes: dict[str, Any]) -> ModelShape:
     kind = "qwen3_moe" if "experts" in sizes else "qwen3"
     return ModelShape(
         architecture=kind, max_positions=40960, rope_theta=1e6, norm_eps=1e-6, tied_embeddings=False, qkv_bias=False,

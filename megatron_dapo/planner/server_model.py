@@ -90,6 +90,16 @@ class ServerModel:
         self._leave(sequence)
         self._admit()
 
+    def clear(self) -> None:
+        """Ends all sequences early, keeping what they generated."""
+        for sequence in self.sequences:
+            if sequence.running:
+                self._leave(sequence)
+        self.queue.clear()
+        self._running.clear()
+        self._newest.clear()
+        self.backlog = self.part = 0.0
+
     def _leave(self, sequence: Sequence) -> None:
         done = min(sequence.remaining, self.tokens - sequence.start)
         sequence.generated += done
