@@ -2,7 +2,7 @@
 
 Groups are started, end with their slowest sample, and are kept with probability `kept`; dropped ones are replaced.
 This follows `rollout.sampler`: how many groups are in flight, in which order they are decided, and what happens to
-those that are unfinished when the batch is full.
+those that are unfinished when the batch is full. `megatron-dapo simulate` runs the sampler itself on the same fleet.
 """
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ def print_variants(variants: list[Variant], console: Console) -> None:
             console.print(f"· {label(variant)}: {variant.problem}", highlight=False)
     console.print(
         "× limit: seconds of collecting a batch over those of engines that are always full, for the same trained "
-        "tokens and yield. Utilisation: of the whole step. Waste: tokens in dropped groups. Staleness: of trained tokens, in "
-        "weight versions.",
+        "tokens and yield. Utilisation: of the whole step. Waste: tokens in dropped groups. Staleness: of trained "
+        "tokens, in weight versions.",
         highlight=False,
     )
 

@@ -147,11 +147,15 @@ class _Run:
 
     async def _collect_all(self) -> None:
         for step in range(self.count):
-            async with self.trained:  # the batch of a step may be `staleness` steps ahead
-                await self.trained.wait_for(lambda step=step: self.steps_trained >= step - self.setting.staleness)
+            await self._wait_until_allowed(step)
             began = self.clock()
             batch = await self.sampler.collect(step)
             await self.batches.put((batch, self.clock() - began))
+
+    async def _wait_until_allowed(self, step: int) -> None:
+        """A batch may be collected `staleness` steps ahead of the trainer."""
+        async with self.trained:
+            await self.trained.wait_for(lambda: self.steps_trained >= step - self.setting.staleness)
 
     async def _train(self, step: int) -> None:
         setting, began = self.setting, self.clock()

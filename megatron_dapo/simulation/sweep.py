@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from megatron_dapo.config import Config, ModelShape, load_config
+from megatron_dapo.errors import UserError
 from megatron_dapo.planner.engine import fleet_of, plan_engine
 from megatron_dapo.planner.generation import part_of
 from megatron_dapo.planner.hardware import Cluster
@@ -68,13 +69,15 @@ def run_sweep(inputs: Inputs, keys: dict[str, list[str]]) -> list[Variant]:
 
 def _variant(inputs: Inputs, values: dict[str, str]) -> Variant:
     settings = [f"{key}={value}" for key, value in values.items() if key != SPLIT]
-    config = load_config(inputs.config, [*inputs.settings, *settings])
     cluster = inputs.cluster
-    if SPLIT in values:
-        cluster = replace(cluster, engine_gpus=int(values[SPLIT]))
     try:
+        config = load_config(inputs.config, [*inputs.settings, *settings])
+        if SPLIT in values:
+            cluster = replace(cluster, engine_gpus=int(values[SPLIT]))
         setting, parts = make_setting(inputs, config, cluster)
-    except SimulationError as error:
+    except UserError as error:
+        if not values:
+            raise
         return Variant(values, None, problem=str(error))
     return Variant(values, simulate(setting, inputs.steps, inputs.seed), parts)
 

@@ -1,0 +1,97 @@
+"""`megatron-dapo simulate`: tables, JSON, sweeps, the picture, and lengths from a run."""
+
+import json
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from megatron_dapo.cli import main
+from megatron_dapo.observe.metrics_file import MetricsFile, Record
+from megatron_dapo.simulation.page import occupancy
+
+MODEL = {
+    "architectures": ["Qwen2ForCausalLM"], "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+    "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True,
+    "max_position_embeddings": 32768, "rope_theta": 1e6,
+}  # fmt: skip
+CONFIG = """
+policy: {model: model, micro_batch_tokens: 8192}
+rollout:
+  samples_per_prompt: 4
+  max_prompt_tokens: 256
+  max_response_tokens: 1024
+  sampler: {oversampling: 1, unfinished: finish, order: prompt}
+  servers: {max_running: 32}
+  weights: {transport: distributed}
+trainer: {prompts_per_step: 16, mini_batch_prompts: 8}
+slurm: {mode: disaggregated, nodes: 2, engine_nodes: 1, gpus_per_node: 2}
+"""
+COMMAND = ["simulate", "run.yaml", "--steps", "3", "--gpu", "h200"]
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path, monkeypatch):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL))
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_table_and_a_picture_without_requests(capsys):
+    assert main([*COMMAND, "--output", "out/simulation.html"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "2 servers × 32 running, 16 groups × 4 samples of 256 tokens" in said
+    assert "as configured" in said and "out/simulation.html" in said
+    page = Path("out/simulation.html").read_text()
+    assert "default-src 'none'" in page and "<script" not in page
+    assert not re.search(r"(?:src|href)=\"(?!data:)|https?://|url\(", page)
+    svg = ElementTree.fromstring(re.search(r"<svg.*?</svg>", page, re.S)[0])
+    names = [bar.get("class") for bar in svg.iter("rect")]
+    assert names.count("track") == 2 and names.count("train") == names.count("sync") == 3
+
+
+def test_a_sweep_ranks_every_combination(capsys):
+    sweep = ["--sweep", "rollout.sampler.unfinished=finish,continue", "--sweep", "engine_gpus=0,2"]
+    assert main([*COMMAND, *sweep, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [item["setting"]["rollout.sampler.unfinished"] for item in found] == ["finish", "finish"] + ["continue"] * 2
+    assert all(item["step_seconds"] > item["training_seconds"] for item in found)
+    # Colocated engines have four GPUs instead of two, but the trainer's state is handed over.
+    colocated, split = found[0], found[1]
+    assert split["collecting_seconds"] > colocated["collecting_seconds"]
+
+
+def test_impossible_settings_are_named(capsys):
+    assert main([*COMMAND, "--sweep", "policy.tensor_parallel=1,3,4"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "tensor_parallel 3: run.yaml: policy: micro_batch_tokens" in said
+    assert "tensor_parallel 4: 2 ranks cannot hold" in said
+    assert main([*COMMAND, "--sweep", "policy.tensor_parallel"]) == 2
+    assert "expected KEY=VALUE" in capsys.readouterr().err
+    assert main([*COMMAND, "--set", "rollout.engine=embedded"]) == 2
+    assert "only SGLang servers are simulated" in capsys.readouterr().err
+    assert main([*COMMAND, "--from", "nowhere"]) == 2
+    assert "no such directory" in capsys.readouterr().err
+
+
+def test_lengths_and_yield_of_a_run(tmp_path, capsys):
+    file = MetricsFile(tmp_path / "old" / "metrics.jsonl")
+    for step in range(8):  # the last five count
+        late = step >= 3
+        file.append(
+            Record(step, "step", {
+                "rollout/groups_kept": 16, "rollout/dropped/all right": 48 if late else 0,
+                "rollout/length_trained": 400 if late else 100, "rollout/length_dropped": 200 if late else 100,
+            })
+        )  # fmt: skip
+    file.close()
+    assert main([*COMMAND, "--from", "old"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "samples of 250 tokens" in said and "25% kept" in said
+
+
+def test_occupancy_adds_up():
+    """2 sequences from 1 s to 3 s and 4 from 3 s to 4 s, in parts of 2 s: 2 tokens × 1 s, then 2 × 1 + 4 × 1."""
+    assert occupancy([(0.0, 0), (1.0, 2), (3.0, 4), (4.0, 0)], 8.0, 4) == [1.0, 3.0, 0.0, 0.0]
