@@ -8,6 +8,8 @@ from pydantic import Field, model_validator
 
 from megatron_dapo.config.base import NonEmptyText, PathText, Section
 
+PauseMode = Literal["abort", "retract", "in_place"]  # SGLang's names
+
 # The default of rollout.servers.sample_timeout: a fixed part for queueing, and a rate that no working server is below.
 SAMPLE_SECONDS, SLOWEST_TOKENS_PER_SECOND = 300.0, 5.0
 
@@ -106,11 +108,28 @@ class WeightTransportConfig(Section):
     master_address: str = Field("127.0.0.1", description="Address of this process for the servers (distributed).")
     bucket_bytes: int = Field(512 << 20, gt=0, description="Largest size of one bucket of tensors.")
     timeout: float = Field(600.0, gt=0, description="Seconds for one weight update call.")
+    in_flight: bool = Field(
+        True,
+        description="With max_staleness above 0. true: weights change while requests run; their next tokens come from "
+        "the new weights. false: a new version waits until the batches that max_staleness admits are complete, so "
+        "timing does not change a batch (exact resume with a deterministic engine), but engines wait for the trainer.",
+    )
+    pause_mode: PauseMode = Field(
+        "abort",
+        description="Running requests while weights change. abort: they return what they have and are sent again; "
+        "works with every server. retract: they stay in the server, which computes their KV cache again. in_place: "
+        "they keep the KV cache of the older weights, which is fastest, but later log-probs are of neither version.",
+    )
     proof: Literal["checksum", "probe", "version"] = Field(
         "probe",
         description="Checked besides the version that a server reports. probe: the servers agree on the log-probs of a "
         "fixed text. checksum: they agree on every tensor's checksum (probe where they have none). version: nothing.",
     )
+
+    @property
+    def flushes_cache(self) -> bool:
+        """in_place: running requests hold the KV cache of the older weights, and SGLang refuses to flush it."""
+        return self.pause_mode != "in_place"
 
 
 class SamplerConfig(Section):
@@ -215,12 +234,25 @@ class RolloutConfig(Section):
         "python:module.function: your own function, Group -> (keep, reason) or bool.",
     )
     max_staleness: int = Field(
-        0, ge=0, le=1, description="1: the next batch is generated while this one trains, from weights one step older."
+        0,
+        ge=0,
+        description="Weight versions that a token may be behind the weights that train on it. 0: on-policy, engines "
+        "and trainer take turns. Above 0: engines generate the next batches while the trainer trains.",
     )
     sampler: SamplerConfig = SamplerConfig()
     embedded: EmbeddedConfig = EmbeddedConfig()
     servers: ServerConfig = ServerConfig()
     weights: WeightTransportConfig = WeightTransportConfig()
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether engines are generating while their weights change."""
+        return self.max_staleness > 0 and self.weights.in_flight
+
+    @property
+    def staleness_limit(self) -> int:
+        """Weight versions that a token may be behind, also if its group was carried over."""
+        return max(self.max_staleness, self.sampler.max_carryover_staleness)
 
     @property
     def shares_gpus(self) -> bool:
@@ -230,8 +262,8 @@ class RolloutConfig(Section):
     def _options(self) -> RolloutConfig:
         if self.servers.share_gpus and self.max_staleness:
             raise ValueError(
-                "servers.share_gpus is on and max_staleness is 1: engines cannot generate while the trainer uses their "
-                "GPUs; change one of the two"
+                "servers.share_gpus is on and max_staleness is above 0: engines cannot generate while the trainer uses "
+                "their GPUs; change one of the two"
             )
         after = self.sampler.give_up_after
         if after is not None and self.group_filter != "accuracy":

@@ -13,7 +13,7 @@ async def open_engine(config: RolloutConfig, model: str, log_dir: str | Path) ->
     if config.engine == "embedded":
         from megatron_dapo.engines.embedded.engine import EmbeddedEngine
 
-        return EmbeddedEngine.from_directory(model, config.embedded)
+        return EmbeddedEngine.from_directory(model, config.embedded, pause_mode=config.weights.pause_mode)
     from megatron_dapo.engines.sglang.fleet import Fleet
 
     engine = await Fleet(config, model, log_dir).start()

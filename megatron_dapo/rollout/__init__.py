@@ -10,6 +10,7 @@
     running_groups.py    RunningGroups: waits for the groups that are in flight, or aborts them
     group_runner.py      GroupRunner: generates and grades the samples of a group
     occupancy.py         Occupancy: how full the engine was during a step
+    staleness.py         how old the tokens of a batch are, and the limit
     accounting.py        StepAccounting: every sample that enters a step leaves it exactly once
 
 A prompt moves from the data cursor through `Sampler.collect` into a `StepBatch`. Engines are in `engines/`, graders in

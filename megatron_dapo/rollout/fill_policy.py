@@ -24,6 +24,7 @@ class FillPolicy:
     options: SamplerConfig
     needed: int  # groups per batch
     max_running: int = 0  # requests that the engine runs at a time
+    can_carry_over: bool = True  # groups that start now may still be trained in the next step
 
     @property
     def in_prompt_order(self) -> bool:
@@ -45,7 +46,7 @@ class FillPolicy:
             return math.ceil(missing * options.oversampling)
         if options.fill == "dynamic":  # every decided group counts, kept or not
             return missing
-        margin = MARGIN_CARRIED_OVER if options.unfinished == "continue" else MARGIN
+        margin = MARGIN_CARRIED_OVER if options.unfinished == "continue" and self.can_carry_over else MARGIN
         return math.ceil(missing * margin / expected_yield)
 
     def engine_full(self, requests: int) -> bool:

@@ -101,10 +101,10 @@ class GroupRunner:
         """Whether the response is complete."""
         sample_id = f"step{pending.step}-group{pending.serial}-sample{sample.index}"
         empty = piece = 0
-        self._remove_possible_stop(sample)
         while sample.finish_reason is FinishReason.ABORT:
             if self.early_rejection(pending):
                 return False
+            self._remove_possible_stop(sample)
             room = self._config.max_response_tokens - sample.length
             if room <= 0:
                 sample.finish_reason = FinishReason.LENGTH

@@ -23,6 +23,7 @@ from megatron_dapo.rollout.interrupted_step import InterruptedStep
 from megatron_dapo.rollout.occupancy import Occupancy
 from megatron_dapo.rollout.pending_group import UNDECIDED, GroupState, GroupTable, PendingGroup, new_samples
 from megatron_dapo.rollout.running_groups import ABORT_TIMEOUT, RunningGroups
+from megatron_dapo.rollout.staleness import check_staleness, staleness_metrics, trained_version
 from megatron_dapo.types import Group, Prompt, StepBatch
 
 
@@ -52,7 +53,7 @@ class StepCollector:
         self.carry_over = carried
         self._setup, self._step, self._needed = setup, step, setup.groups_per_step
         self._options, self._group_size = setup.config.sampler, setup.config.samples_per_prompt
-        self._policy = FillPolicy(setup.config.sampler, setup.groups_per_step, setup.engine.max_running)
+        self._policy = self._fill_policy()
         self._yield = carried.yield_estimate
         self._accounting = StepAccounting()
         self._groups = GroupTable()
@@ -75,6 +76,13 @@ class StepCollector:
         self._clock = asyncio.get_running_loop().time
         self._began = self._clock()
         self._occupancy = Occupancy(self._began, setup.engine.max_running)
+
+    def _fill_policy(self) -> FillPolicy:
+        """If the engine is as far behind the trainer as it may be, a group of this step is too stale for the next."""
+        config, engine = self._setup.config, self._setup.engine
+        options = config.sampler.model_copy(update={"max_carryover_staleness": config.staleness_limit})
+        behind = self._trained_version - engine.weight_version
+        return FillPolicy(options, self._needed, engine.max_running, can_carry_over=behind < config.staleness_limit)
 
     async def collect(self) -> StepBatch:
         try:
@@ -187,7 +195,11 @@ class StepCollector:
         return self._policy.must_finish_now(self._staleness(pending))
 
     def _staleness(self, pending: PendingGroup) -> int:
-        return self._setup.engine.weight_version - pending.oldest_version
+        return self._trained_version - pending.oldest_version
+
+    @property
+    def _trained_version(self) -> int:
+        return trained_version(self._setup.config, self._step, self._setup.engine.weight_version)
 
     def _on_end(self, pending: PendingGroup, error: BaseException | None) -> None:
         self._errors[pending.serial] = error
@@ -303,8 +315,8 @@ class StepCollector:
         self._accounting.train(groups)
         self._accounting.check()
         metrics = self._accounting.metrics(groups, self._clock() - self._began)
-        version = self._setup.engine.weight_version
-        metrics["rollout/staleness"] = sum(version - g.oldest_version for g in groups) / max(1, len(groups))
+        metrics |= staleness_metrics(groups, self._trained_version)
+        check_staleness(metrics, self._setup.config, self._step)
         self._note_occupancy()
         metrics |= self._occupancy.metrics() | {"rollout/expected_yield": self._yield.value}
         self._report()

@@ -2,6 +2,7 @@
 
     loop             the run as a list of calls; `train` is the entry point
     rollout_driver   rank 0's thread for engines, graders, sampling and evaluation
+    batch_queue      batches collected ahead of the trainer; admission control by staleness
     collectives      rank 0's data, decisions and errors on every rank
     batch_sharing    rank 0's batch on the ranks that train on it
     train_step       the step being trained; it can be saved between two updates

@@ -53,7 +53,8 @@ from megatron_dapo.trainer.random_state import random_state, set_random_state
 from megatron_dapo.trainer.state_files import read_state, state_files
 
 POLICY, RNG, HANDED_IN = "policy", "rng", "written"
-DRIVER_ONLY = frozenset({"rollouts", "observer", "next_batch", "batch"})  # keys of the state that only rank 0 needs
+# Keys of the state that only rank 0 needs.
+DRIVER_ONLY = frozenset({"rollouts", "observer", "batches", "next_batch", "batch"})
 MEMORY_TO_SPARE = 4 << 30  # on each node, for everything else
 
 

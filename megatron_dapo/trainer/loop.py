@@ -1,7 +1,7 @@
 """The training loop: sample, compute advantages, update, record, save, sync weights, evaluate.
 
 One SPMD program. Rank 0 drives the engines (`rollouts`), every rank trains (`policy`). Training is on-policy; with
-`rollout.max_staleness: 1` the next batch is generated while this one trains. The promises:
+`rollout.max_staleness` above 0 the next batches are generated while this one trains. The promises:
 
 - A run that is killed at any moment and started again continues from its newest checkpoint with the same numbers.
 - A run that is asked to stop, or that must end on an error while its weights are consistent, saves first.
@@ -11,6 +11,7 @@ One SPMD program. Rank 0 drives the engines (`rollouts`), every rank trains (`po
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -77,8 +78,7 @@ class Trainer:
         self.steps_done = 0
         self.score: float | None = None
         self.current: TrainStep | None = None  # from its first update until it is recorded
-        self.next_batch: Future[StepBatch] | StepBatch | None = None  # rank 0: sampled, or being sampled
-        self.sampling = False  # whether sampling of the next step has begun
+        self.sampling = False  # whether the loop waits for the batch of the next step
         self.served_version: int | None = None  # by the engines
         self.unsaved = False  # whether anything has changed since the last save
         self.last_saved: Path | None = None  # or loaded; it exists
@@ -163,11 +163,11 @@ class Trainer:
         def restore() -> Any:
             assert state is not None and self.rollouts is not None
             self.score = state["score"]
-            self.rollouts.restore(state["rollouts"])
+            batches = state["batches"] if "batches" in state else _older_batches(state)
+            first = int(state["step"]) + (state["current"] is not None)
+            self.rollouts.restore(state["rollouts"], batches, first + len(batches))
             self.observer.restore(state["observer"])
             self.observer.rewind(int(state["step"]))
-            if state["next_batch"] is not None:
-                self.next_batch = StepBatch.from_state(state["next_batch"])
             return np.array([state["step"], state["skipped_in_a_row"], state["current"] is not None], dtype=np.int64)
 
         numbers = self.collectives.share_array(self.collectives.on_driver(restore, "restoring the run's state"))
@@ -185,27 +185,29 @@ class Trainer:
         if self.current is not None:
             self._onload()
             return self.current
-        self._sample()
+        batch = self._sample()
         self._onload()
         with self.observer.phase("advantages"):
-            batch = self.next_batch if isinstance(self.next_batch, StepBatch) else None
             step = TrainStep.share(batch, self.config, self.collectives, self.policy)
         with self.observer.phase("log_probs"):
             self.updates.prepare(step, self.steps_done)
-        self.current, self.next_batch, self.sampling = step, None, False
+        self.current, self.sampling = step, False
+        if self.rollouts is not None:
+            self.rollouts.remove_batch(self.steps_done)
         return step
 
-    def _sample(self) -> None:
-        """Rank 0 has the next batch afterwards."""
+    def _sample(self) -> StepBatch | None:
+        """Rank 0 gets the next batch."""
         if self.served_version != self.steps_done:
             self._sync_weights()
         with self.observer.phase("rollout"):
-            if self.collectives.agree(isinstance(self.next_batch, StepBatch)):
-                return
-            self.sampling = self.unsaved = True
-            future = self.rollouts.collect(self.steps_done) if self.rollouts else None
-            doing = f"sampling the batch of step {self.steps_done}"
-            self.next_batch = self.collectives.wait(future, doing, stoppable=True)
+            future = None
+            if not self.collectives.agree(self.rollouts is not None and self.rollouts.has_batch(self.steps_done)):
+                self.sampling = self.unsaved = True
+            if self.rollouts is not None:
+                self.rollouts.collect_to(self.steps_done)
+                future = self.rollouts.batch(self.steps_done)
+            return self.collectives.wait(future, f"sampling the batch of step {self.steps_done}", stoppable=True)
 
     def _update(self, step: TrainStep) -> None:
         updates = len(step.mini_batches)
@@ -262,23 +264,37 @@ class Trainer:
     # ---- generating ahead ----
 
     def _generate_ahead(self) -> None:
-        """Not after a resume in the middle of a step: the weights of its beginning, which the engines must serve, do
-        not exist any more."""
-        step = self.steps_done + 1
-        possible = step < self.config.trainer.steps and self.served_version == self.steps_done
-        if self.config.rollout.max_staleness and possible and self.rollouts is not None:
-            self.next_batch = self.next_batch or self.rollouts.collect(step)
+        """Lets the engines generate what `rollout.max_staleness` admits. Not after a resume in the middle of a step:
+        the weights of its beginning, which the engines must serve, do not exist any more."""
+        rollout = self.config.rollout
+        if not rollout.max_staleness or self.served_version is None or self.rollouts is None:
+            return
+        last = self.config.trainer.steps - 1
+        self.rollouts.collect_to(last if rollout.in_flight else min(last, self.steps_done + rollout.max_staleness))
 
     def _await_ahead(self) -> None:
-        """The next batch belongs to the weights it was started with: it is complete before they change."""
-        if not self.config.rollout.max_staleness or self.steps_done >= self.config.trainer.steps:
+        """Unless weights change in flight, batches belong to the weights they were started with: they are complete
+        before these change."""
+        rollout = self.config.rollout
+        if not rollout.max_staleness or rollout.in_flight or self.steps_done >= self.config.trainer.steps:
             return
         with self.observer.phase("rollout"):
-            ahead = self.next_batch if isinstance(self.next_batch, Future) else None
-            if self.collectives.agree(ahead is not None):
-                fault_points.reach("loop/before_await_ahead")
-                doing = f"sampling the batch of step {self.steps_done} ahead"
-                self.next_batch = self.collectives.wait(ahead, doing, stoppable=True)
+            fault_points.reach("loop/before_await_ahead")
+            ahead = self.rollouts.collected() if self.rollouts else None
+            self.collectives.wait(ahead, f"sampling ahead of step {self.steps_done}", stoppable=True)
+
+    @contextlib.contextmanager
+    def _no_rollouts(self) -> Iterator[None]:
+        """The engines generate nothing for a batch meanwhile; what it has so far is part of the state."""
+        if self.config.rollout.in_flight:
+            self._interrupt_rollouts()
+        yield
+        if self.config.rollout.in_flight:
+            self._generate_ahead()
+
+    def _interrupt_rollouts(self) -> None:
+        interrupted = self.rollouts.interrupt() if self.rollouts else None
+        self.collectives.wait(interrupted, "interrupting the rollouts")
 
     # ---- evaluate ----
 
@@ -289,7 +305,7 @@ class Trainer:
             return
         if self.collectives.agree(self.observer.has_evaluation(self.steps_done)):
             return
-        with self.observer.phase("evaluate") as phase:
+        with self.observer.phase("evaluate") as phase, self._no_rollouts():
             future: Future[Evaluation] | None = None
             if self.rollouts is not None:
                 future = self.rollouts.evaluate(self.steps_done, lambda done, total: phase.update(done, total))
@@ -313,20 +329,20 @@ class Trainer:
         self._check_lock()
         self.checkpoints.poll()
         if last or (every and self.steps_done % every == 0):
-            self._save()
+            with self._no_rollouts():
+                self._save()
         if not last:
             self.collectives.stop_if_requested(f"between steps, {self.steps_done} steps done")
 
     def _save(self, *, wait: bool = False) -> Path:
         self._check_lock()
         with self.observer.phase("checkpoint"):
-            ahead = self.next_batch if isinstance(self.next_batch, StepBatch) else None
             updates = self.current.updates_done if self.current else 0 if self.sampling else None
             state = {
                 "skipped_in_a_row": self.updates.skipped_in_a_row,
                 "observer": self.observer.state(),
                 "rollouts": self.rollouts.state() if self.rollouts else None,
-                "next_batch": ahead.to_state() if ahead else None,
+                "batches": self.rollouts.batches() if self.rollouts else [],
                 "current": self.current.to_state() if self.current and self.rollouts else None,
             }
             self.unsaved = False  # unless the save fails: see _report_save
@@ -381,12 +397,8 @@ class Trainer:
             return f"It could not be saved: {error}. {not_saved(error, self.last_saved)}"
 
     def _stop_rollouts(self) -> None:
-        """A batch that is being sampled is interrupted; what it has so far becomes part of the state."""
-        if isinstance(self.next_batch, Future):
-            self.next_batch.cancel()
+        self._interrupt_rollouts()
         self.collectives.wait(self.rollouts.settled() if self.rollouts else None, "interrupting the rollouts")
-        if self.rollouts is not None and not isinstance(self.next_batch, StepBatch):
-            self.next_batch = self.rollouts.complete_batch(self.steps_done + (self.current is not None))
 
     def close(self) -> None:
         if self.rollouts is not None:
@@ -399,6 +411,11 @@ class Trainer:
 
     def _warn(self, line: str) -> None:
         self.observer.warn(line)
+
+
+def _older_batches(state: dict[str, Any]) -> list[dict[str, Any]]:
+    """Checkpoints once held at most one batch that was generated ahead."""
+    return [] if state["next_batch"] is None else [state["next_batch"]]
 
 
 def train(

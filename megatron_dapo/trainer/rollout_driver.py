@@ -1,8 +1,8 @@
 """Rank 0's rollouts: a thread with an event loop in which sampling, grading, evaluation and weight updates run.
 
-The main thread trains. It starts an operation here and gets a future, so the next batch can be generated while this one
-trains (`rollout.max_staleness: 1`) and every wait of the main thread can be watched. `progress` counts what the thread
-has achieved. It stands still when the thread is blocked or nothing finishes, and the watchdog then ends the run.
+The main thread trains. It starts an operation here and gets a future, so every wait of the main thread can be watched.
+Batches are collected by `batch_queue`, also while the main thread trains and sends weights. `progress` counts what the
+thread has achieved. It stands still when the thread is blocked or nothing finishes, and the watchdog then ends the run.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from megatron_dapo.evaluate import Evaluation, evaluate_sets
 from megatron_dapo.reward.pool import RewardPool
 from megatron_dapo.rollout.accounting import Progress
 from megatron_dapo.rollout.sampler import Sampler
+from megatron_dapo.trainer.batch_queue import BatchQueue
 from megatron_dapo.trainer.watchdog import log_folder
 from megatron_dapo.types import Grade, Prompt, Sample, StepBatch
 
@@ -55,7 +56,7 @@ class RolloutDriver:
         self._idle = asyncio.Event()
         self._idle.set()
         self._running = 0  # operations
-        self._complete: StepBatch | None = None
+        self._queue = BatchQueue(self._collect, lambda: self.engine.weight_version, config.rollout.max_staleness)
         self._counted: dict[str, float] = {}
         self._engine: Engine | None = None
         self._pool: RewardPool | None = None
@@ -164,23 +165,36 @@ class RolloutDriver:
 
     # ---- sampling and evaluation ----
 
-    def collect(self, step: int) -> Future[StepBatch]:
-        """Cancelling the future interrupts the batch: after `settled`, what was sampled is in `state`, unless the batch
-        was already complete (`complete_batch`)."""
-        return self._submit(self._collect(step))
+    def collect_to(self, step: int) -> None:
+        """Collects batches up to that of `step` in the background, each as soon as it is admitted."""
+        self._loop.call_soon_threadsafe(self._queue.run_to, step)
+
+    def batch(self, step: int) -> Future[StepBatch]:
+        """The batch of `step`, when it is complete. It stays here until `remove_batch`."""
+        return asyncio.run_coroutine_threadsafe(self._queue.get(step), self._loop)
+
+    def has_batch(self, step: int) -> bool:
+        return self._queue.has(step)
+
+    def remove_batch(self, step: int) -> None:
+        self._queue.remove(step)
+
+    def collected(self) -> Future[None]:
+        """Done when everything that `collect_to` asked for is complete."""
+        return asyncio.run_coroutine_threadsafe(self._queue.idle(), self._loop)
+
+    def interrupt(self) -> Future[None]:
+        """Interrupts the batch that is being collected, if any. `collect_to` continues it."""
+        return asyncio.run_coroutine_threadsafe(self._queue.interrupt(), self._loop)
 
     async def _collect(self, step: int) -> StepBatch:
-        fault_points.reach("rollouts/before_collect")
-        self.cursor.begin_step(step)
-        batch = await self.sampler.collect(step)
-        batch.metrics |= self.cursor.metrics(batch)
-        self._complete = batch
-        fault_points.reach("rollouts/after_collect")
-        return self._complete
-
-    def complete_batch(self, step: int) -> StepBatch | None:
-        """The batch of `step` if it was complete before its future was cancelled: the caller keeps it."""
-        return self._complete if self._complete is not None and self._complete.step == step else None
+        async with self._counted_operation(bounded=False):
+            fault_points.reach("rollouts/before_collect")
+            self.cursor.begin_step(step)
+            batch = await self.sampler.collect(step)
+            batch.metrics |= self.cursor.metrics(batch)
+            fault_points.reach("rollouts/after_collect")
+            return batch
 
     def evaluate(
         self, step: int, on_progress: Callable[[int, int], None] = lambda done, total: None
@@ -224,7 +238,12 @@ class RolloutDriver:
         return self._submit(self.engine.load_weights(version, buckets, executor), bounded=True)
 
     def serve_weights(self, version: int) -> Future[WeightReport]:
-        return self._submit(self.engine.serve_weights(version), bounded=True)
+        return self._submit(self._serve_weights(version), bounded=True)
+
+    async def _serve_weights(self, version: int) -> WeightReport:
+        report = await self.engine.serve_weights(version)
+        self._queue.notify()
+        return report
 
     def release_memory(self) -> Future[None]:
         return self._submit(self.engine.release_memory(), bounded=True)
@@ -232,7 +251,7 @@ class RolloutDriver:
     # ---- state ----
 
     def state(self) -> dict[str, Any]:
-        """Call while nothing is being collected."""
+        """Call while nothing is being collected, as `batches`."""
         return {
             "cursor": self.cursor.state_dict(),
             "sampler": self.sampler.state(),
@@ -240,7 +259,13 @@ class RolloutDriver:
             "reward": self._reward_counts(),  # of the step that is not recorded yet
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def batches(self) -> list[dict[str, Any]]:
+        """The batches that were collected ahead."""
+        return self._queue.state()
+
+    def restore(self, state: dict[str, Any], batches: list[dict[str, Any]], next_step: int) -> None:
+        """`next_step`: the step whose batch is collected next."""
+        self._queue.restore(batches, next_step)
         self.cursor.load_state_dict(state["cursor"])
         self._check_group_size(state)
         self.sampler.restore(state["sampler"])

@@ -208,7 +208,99 @@ def test_partial_rollouts_over_real_updates_carry_the_version_of_every_token(sub
     assert spans > len([s for batch in batches for s in batch.samples]), "no sample was interrupted and continued"
 
 
+# ---- weights change while requests run ----
+
+
+def pausing(mode, transport="disk"):
+    config = settings(transport)
+    return config.model_copy(update={"weights": config.weights.model_copy(update={"pause_mode": mode})})
+
+
+async def until_it_has_tokens(engine, subject):
+    """Requests that run are slower than this: about 20 tokens on a server, more in the embedded engine."""
+    if subject.server is None:
+        while not any(len(request.tokens) > 5 for request in engine._running):
+            await asyncio.sleep(0.001)
+    else:
+        await asyncio.sleep(0.3)
+
+
+def reports_token_versions(subject):
+    return subject.server is None or "0.5.18" not in subject.server.config.python
+
+
+@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+def test_each_token_has_the_version_of_the_weights_that_sampled_it(subject, mode):
+    """Two requests over two updates. abort: the caller continues; retract: as if it had; in_place: the first part is
+    exact, later log-probs come from keys and values of older weights."""
+    if mode != "abort" and not reports_token_versions(subject):
+        pytest.skip("this SGLang does not report the version of each token: test_a_server_that_cannot_…")
+    params = SamplingParams(400, ignore_eos=True)
+
+    async def whole(engine, name):
+        tokens, logprobs, spans = PROMPT, [], []
+        while len(logprobs) < 400:
+            left = SamplingParams(400 - len(logprobs), ignore_eos=True)
+            part = await engine.generate(f"{name}-{len(logprobs)}", tokens, left if logprobs else params)
+            spans += [(s.version, s.start + len(logprobs), s.end + len(logprobs)) for s in part.weight_spans]
+            tokens, logprobs = as_tokens([*tokens, *part.tokens]), [*logprobs, *part.logprobs]
+            if mode != "abort":
+                assert part.finish_reason is FinishReason.LENGTH
+        return tokens[len(PROMPT) :], np.array(logprobs), spans
+
+    async def main():
+        async with subject.open(config=pausing(mode)) as engine:
+            models = {engine.weight_version: copy_of(subject.model)}
+            running = [asyncio.ensure_future(whole(engine, f"{mode}{i}")) for i in range(2)]
+            for seed in (31, 32):
+                await until_it_has_tokens(engine, subject)
+                await subject.update(engine, seed=seed)
+                models[engine.weight_version] = copy_of(subject.model)
+            return models, [await request for request in running]
+
+    models, found = run(main())
+    for tokens, logprobs, spans in found:
+        versions = [version for version, _, _ in spans]
+        assert versions == sorted(versions) and len(set(versions)) > 1, "no update happened while it ran"
+        assert [start for _, start, _ in spans] == [0, *(end for _, _, end in spans[:-1])] and spans[-1][2] == 400
+        for index, (version, start, end) in enumerate(spans):
+            expected = reference_logprobs(models[version], PROMPT, tokens)
+            if mode != "in_place" or not index:
+                assert np.abs(logprobs - expected)[start:end].max() < TOLERANCE
+
+
+def test_requests_that_arrive_during_an_update_wait_for_the_new_version(subject):
+    async def main():
+        async with subject.open() as engine:
+            version = engine.weight_version + 1
+            pairs = changed_weights(subject.model, 41)
+            await engine.load_weights(version, iter([pairs]))
+            late = asyncio.ensure_future(engine.generate("late", PROMPT, SamplingParams(8, ignore_eos=True)))
+            await asyncio.sleep(0.3)
+            assert not late.done()
+            await engine.serve_weights(version)
+            subject.model.load_state_dict(dict(pairs))
+            completion = await late
+            assert [span.version for span in completion.weight_spans] == [version]
+            subject.assert_agrees(PROMPT, completion)
+
+    run(main())
+
+
 # ---- SGLang alone ----
+
+
+@pytest.mark.parametrize("sglang_server", SGLANG_VERSIONS[:1], indirect=True)
+def test_a_server_that_cannot_tell_the_version_of_each_token_is_refused(sglang_server):
+    subject = Subject(sglang_server)
+    assert not reports_token_versions(subject)
+
+    async def main():
+        with pytest.raises(EngineError, match=r"pause_mode retract keeps requests .* use abort"):
+            async with subject.open(config=pausing("retract")):
+                pass
+
+    run(main())
 
 
 @pytest.mark.parametrize(

@@ -220,6 +220,24 @@ def test_tokens_that_may_begin_a_stop_string_are_sampled_again():
     assert asked[0] == 1 + 7
 
 
+def test_a_stop_string_over_an_abort_within_a_step_is_found():
+    """The engine aborts each request after three tokens, as when its weights change: all three are sampled again if the
+    stop string is longer, so no part of it is lost between two requests."""
+
+    class Restless(SimulatedEngine):
+        async def generate(self, request_id, prompt, params):
+            known = len(prompt) - int(prompt[0])
+            asked.setdefault(request_id.split("-at")[0], []).append(known)
+            if "-piece0" in request_id:
+                asyncio.get_running_loop().call_later(0.35, lambda: asyncio.ensure_future(self.abort(request_id)))
+            return await super().generate(request_id, prompt, params)
+
+    asked: dict[str, list[int]] = {}
+    collect(rollout(stop=["THE END"]), engine=lambda: Restless(slots=50))
+    assert any(len(known) > 1 for known in asked.values())
+    assert all(known == [0] * len(known) for known in asked.values())
+
+
 def test_stop_strings_do_not_change_continued_samples():
     config = rollout(oversampling=3, order="completion", unfinished="continue", max_carryover_staleness=9, stop=["END"])
     batches, *_ = collect(config, steps=6, needed=3, slots=50)

@@ -40,7 +40,9 @@ class Subject:
     async def open(self, transport="disk", config=None, url=None):
         """`url`: instead of the server's own, for a proxy in front of it."""
         if self.server is None:
-            engine = EmbeddedEngine(copy_of(self.model), byte_tokenizer(), EmbeddedConfig(batch_tokens=32))
+            mode = config.weights.pause_mode if config else "abort"
+            small = EmbeddedConfig(batch_tokens=32)
+            engine = EmbeddedEngine(copy_of(self.model), byte_tokenizer(), small, pause_mode=mode)
         else:
             engine = await SGLangEngine.connect(
                 [url or self.server.process.url], config or settings(transport),

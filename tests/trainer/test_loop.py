@@ -72,7 +72,7 @@ OPTIONS = {
     "gspo": {"algorithm__objective": "gspo", "algorithm__aggregation": "seq-mean-token-mean"},
     "importance sampling": {"algorithm__off_policy": {"importance_weight": "token"}},
     "one update a step": {"trainer__mini_batch_prompts": 4},
-    "generated ahead": {"rollout__max_staleness": 1},
+    "generated ahead": {"rollout__max_staleness": 1, "rollout__weights": {"in_flight": False}},
     "partial rollouts": {"rollout__sampler": {"oversampling": 2.0, "unfinished": "continue", "order": "completion"}},
 }  # fmt: skip
 
@@ -99,9 +99,9 @@ def test_every_option_trains(option, folder, tmp_path):
 
 
 def test_killed_run_that_generates_ahead_resumes_exactly(folder, tmp_path):
-    raw = raw_config(folder, tmp_path / "a", trainer__steps=4, rollout__max_staleness=1)
-    assert run(raw) == 0
-    other = raw_config(folder, tmp_path / "b", trainer__steps=4, rollout__max_staleness=1)
+    options = {"trainer__steps": 4, "rollout__max_staleness": 1, "rollout__weights": {"in_flight": False}}
+    assert run(raw_config(folder, tmp_path / "a", **options)) == 0
+    other = raw_config(folder, tmp_path / "b", **options)
     assert run(other, at_point("loop/before_update", 4)) == -9
     assert run(other) == 0
     assert records(tmp_path / "a") == records(tmp_path / "b")
@@ -129,7 +129,8 @@ STOPS_AHEAD = {
 def test_run_that_generates_ahead_can_be_stopped(moment, folder, tmp_path, capfd):
     """The rest of the batch ahead is sampled from newer weights then, so the numbers differ; nothing is lost."""
     plant, saved = STOPS_AHEAD[moment]
-    raw = raw_config(folder, tmp_path, trainer__steps=3, rollout__max_staleness=1)
+    options = {"rollout__max_staleness": 1, "rollout__weights": {"in_flight": False}}
+    raw = raw_config(folder, tmp_path, trainer__steps=3, **options)
     assert run(raw, plant) == REQUEUE
     said = capfd.readouterr().err
     assert "ahead" in said or moment == "training"

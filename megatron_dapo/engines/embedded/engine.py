@@ -4,6 +4,9 @@ Continuous batching: a worker thread runs one forward pass after another. Each p
 running request and fills the rest of the batch with prompt tokens. The same request with the same seed and the same
 weights gives the same tokens and log-probs, bit for bit, whatever else runs and wherever the sample was interrupted;
 exact resume depends on this. (`batch_tokens` and the number of torch threads must be the same too.)
+
+A weight update waits for the forward pass that runs, and no other pass starts until the new version is served. Requests
+that arrive meanwhile wait. `pause_mode` says what happens to the running ones (`rollout.weights.pause_mode`).
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import asyncio
 import concurrent.futures
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_dapo.config.rollout import EmbeddedConfig
+from megatron_dapo.config.rollout import EmbeddedConfig, PauseMode
 from megatron_dapo.engines.bucket_reader import BucketReader
 from megatron_dapo.engines.embedded.batch_invariant_model import PAGE, BatchInvariantModel
 from megatron_dapo.engines.embedded.prompt_cache import PromptCache
@@ -54,6 +57,7 @@ class _Request:
     pages: list[int] = field(default_factory=list)
     computed: int = 0  # positions whose keys and values are in the cache
     aborted: bool = False
+    versions: list[tuple[int, int]] = field(default_factory=list)  # (earlier version, tokens when it was replaced)
 
     @property
     def prompt_key(self) -> bytes:
@@ -70,7 +74,13 @@ class _Request:
 
 class EmbeddedEngine:
     def __init__(
-        self, model: Any, tokenizer: Any = None, config: EmbeddedConfig | None = None, *, version: int = 0
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        config: EmbeddedConfig | None = None,
+        *,
+        version: int = 0,
+        pause_mode: PauseMode = "abort",
     ) -> None:
         """`model` is a transformers Qwen*ForCausalLM on the CPU; the engine owns it from now on."""
         config = config or EmbeddedConfig()
@@ -81,6 +91,9 @@ class EmbeddedEngine:
         self._waiting: list[_Request] = []
         self._running: list[_Request] = []
         self._paused = self._closed = False
+        self._pause_mode: PauseMode = pause_mode
+        self._updating = False  # from the start of `load_weights` until the version is served: no forward pass
+        self._computing = False  # a forward pass runs
         self._broken = ""  # why it can serve nothing
         self._loaded: tuple[int, WeightLoader, float] | None = None  # version, tensors, start: for serve_weights
         self._random_seeds = np.random.default_rng()
@@ -90,7 +103,12 @@ class EmbeddedEngine:
 
     @classmethod
     def from_directory(
-        cls, path: str | Path, config: EmbeddedConfig | None = None, *, dtype: torch.dtype = torch.float32
+        cls,
+        path: str | Path,
+        config: EmbeddedConfig | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        pause_mode: PauseMode = "abort",
     ) -> EmbeddedEngine:
         """An engine for the model and tokenizer of an HF directory."""
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -100,7 +118,7 @@ class EmbeddedEngine:
             tokenizer = AutoTokenizer.from_pretrained(path)
         except (OSError, ValueError) as error:
             raise EngineError(f"embedded engine: cannot load a model and its tokenizer from {path}: {error}") from error
-        return cls(model, tokenizer, config)
+        return cls(model, tokenizer, config, pause_mode=pause_mode)
 
     @property
     def weight_version(self) -> int:
@@ -143,25 +161,32 @@ class EmbeddedEngine:
         with self._changed:
             self._paused = True
         await self.abort()
-        deadline = time.monotonic() + STOP_TIMEOUT
-        while any(request.aborted for request in (*self._waiting, *self._running)):
-            if time.monotonic() > deadline:
-                raise EngineError(f"embedded engine: waited {STOP_TIMEOUT:.0f} s for running requests to stop")
-            await asyncio.sleep(0.001)
+        await self._until(lambda: not any(request.aborted for request in (*self._waiting, *self._running)))
 
     async def resume(self) -> None:
         self._paused = False
         await self._wake()
+
+    async def _until(self, stopped: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + STOP_TIMEOUT
+        while not stopped():
+            if time.monotonic() > deadline:
+                raise EngineError(f"embedded engine: waited {STOP_TIMEOUT:.0f} s for running requests to stop")
+            await asyncio.sleep(0.001)
 
     async def _wake(self) -> None:
         with self._changed:
             self._changed.notify()
 
     async def load_weights(self, version: int, buckets: Iterable[Bucket], executor: Executor | None = None) -> None:
-        started, was_paused = time.monotonic(), self._paused
-        await self.pause()
+        started = time.monotonic()
+        with self._changed:
+            self._updating, self._broken = True, ""
+        if self._pause_mode == "abort":
+            await self.abort()
+            await self._until(lambda: not any(request.aborted for request in (*self._waiting, *self._running)))
+        await self._until(lambda: not self._computing)
         loader = WeightLoader(self._model.model)
-        self._broken = f"the update to weight version {version} has not ended"
         failure = ""
         async with BucketReader(buckets, executor=executor) as reader:
             async for bucket, _ in reader:
@@ -170,10 +195,10 @@ class EmbeddedEngine:
                 except Exception as error:
                     failure = f"{type(error).__name__}: {error}"
         failure = failure or loader.missing()
-        if not was_paused:
-            self._paused = False
         if failure:
-            self._broken = f"the update to weight version {version} failed: {failure}"
+            with self._changed:
+                self._updating, self._broken = False, f"the update to weight version {version} failed: {failure}"
+                self._fail_all(EngineError(f"embedded engine: {self._broken}"))
             raise WeightUpdateError(f"embedded engine: {self._broken}; it serves nothing until an update succeeds")
         self._loaded = (version, loader, started)
 
@@ -182,12 +207,23 @@ class EmbeddedEngine:
             raise WeightUpdateError(f"embedded engine: weight version {version} has not been loaded")
         _, loader, started = self._loaded
         self._loaded = None
-        self._prompts.clear()
-        self._version, self._broken = version, ""
-        await self._wake()
+        with self._changed:
+            self._prompts.clear()
+            for request in self._running:
+                self._keep_over_update(request)
+            self._version, self._updating = version, False
+            self._changed.notify()
         seconds = time.monotonic() - started
         proof = f"all {loader.count} tensors of the model were set"
         return WeightReport(version, ("embedded",), {}, loader.count, loader.bytes, seconds, proof)
+
+    def _keep_over_update(self, request: _Request) -> None:
+        """in_place: its keys and values stay, computed with older weights. retract: they are computed again. Those of a
+        prompt without a token are always computed again: the prompt cache gets them."""
+        request.versions.append((self._version, len(request.tokens)))
+        if self._pause_mode == "retract" or not request.tokens:
+            self._model.cache.release(request.pages)
+            request.pages, request.computed = [], 0
 
     async def update_weights(self, version: int, buckets: Iterable[Bucket]) -> WeightReport:
         await self.load_weights(version, buckets)
@@ -199,6 +235,8 @@ class EmbeddedEngine:
     async def health(self) -> None:
         with self._changed:
             self._refuse_when_unable()
+            if self._updating:
+                raise EngineError("embedded engine: a weight update has not ended")
 
     async def close(self) -> None:
         with self._changed:
@@ -224,17 +262,21 @@ class EmbeddedEngine:
                     return
                 self._drop_aborted()
                 self._admit()
+                self._computing = bool(self._running) and not self._updating
             try:
-                if self._running:
+                if self._computing:
                     self._step()
             except Exception as error:
                 with self._changed:
                     self._broken = f"the forward pass failed: {type(error).__name__}: {error}"
                     self._fail_all(EngineError(f"embedded engine: {self._broken}"))
+            finally:
+                self._computing = False
 
     def _has_work(self) -> bool:
-        stopping = self._closed or any(request.aborted for request in self._waiting)
-        return stopping or bool(self._running) or bool(self._waiting and not self._paused)
+        if self._closed or any(request.aborted for request in (*self._waiting, *self._running)):
+            return True
+        return not self._updating and bool(self._running or (self._waiting and not self._paused))
 
     def _fail_all(self, error: EngineError) -> None:
         for request in (*self._running, *self._waiting):
@@ -251,7 +293,7 @@ class EmbeddedEngine:
 
     def _admit(self) -> None:
         """Starts waiting requests. Samples of one prompt wait until the first of them has computed it."""
-        if self._paused or not self._waiting:
+        if self._paused or self._updating or not self._waiting:
             return
         computing = {r.prompt_key for r in self._running if not r.tokens} if self._prompts.size else set()
         kept: list[_Request] = []
@@ -343,8 +385,11 @@ class EmbeddedEngine:
         text = self._tokenizer.decode(request.tokens, skip_special_tokens=True) if self._tokenizer else ""
         if reason is FinishReason.STOP and request.params.stop:
             text = text[: min((text.find(s) for s in request.params.stop if s in text), default=len(text))]
-        count = len(request.tokens)
-        spans = [WeightSpan(self._version, 0, count)] if count else []
+        spans, start = [], 0
+        for version, end in (*request.versions, (self._version, len(request.tokens))):
+            if end > start:
+                spans.append(WeightSpan(version, start, end))
+                start = end
         return Completion(as_tokens(request.tokens), as_logprobs(request.logprobs), reason, text, spans)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dapo.config.rollout import ServerConfig
+from megatron_dapo.config.rollout import PauseMode, ServerConfig
 from megatron_dapo.engines.protocol import Capabilities, Completion, EngineError, SamplingParams
 from megatron_dapo.engines.sglang.http import (
     BrokenConnection,
@@ -129,6 +129,12 @@ class SGLangClient:
         self.last_completion = time.monotonic()
         return parse_completion(content, f"server {self.name}, request {request_id}")
 
+    async def reports_token_versions(self) -> bool:
+        """Whether its replies name the weight version of every token, not only the last one."""
+        body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
+        reply = await self.connection.post("/generate", body)
+        return "weight_versions" in reply.get("meta_info", {})
+
     async def logprobs_of(self, tokens: Sequence[int]) -> LogProbs:
         """The log-prob of every token but the first, given those before it: [tokens - 1]."""
         body = {
@@ -149,12 +155,15 @@ class SGLangClient:
         """Repeatable: aborting a request that is gone does nothing."""
         await self._control("/abort_request", {"rid": request_id} if request_id else {"abort_all": True})
 
-    async def pause(self) -> None:
-        """Aborts all requests and waits until they have returned, under the label of the weights that generated them.
+    async def pause(self, mode: PauseMode = "abort") -> None:
+        """abort: all requests return what they have, under the label of the weights that generated it; waits for them.
+        retract, in_place: they stay in the server and continue after `resume`, without or with their KV cache.
 
         Repeatable: a paused server pauses again.
         """
-        await self._control("/pause_generation", {"mode": "abort"})
+        await self._control("/pause_generation", {"mode": mode})
+        if mode != "abort":
+            return
         deadline = time.monotonic() + self.config.control_timeout
         while self.in_flight:
             if time.monotonic() > deadline:
@@ -270,10 +279,15 @@ class SGLangClient:
             if not error.repeated:
                 raise
 
-    async def load_from_disk(self, path: str, timeout: float) -> None:
+    async def load_from_disk(self, path: str, timeout: float, *, flush: bool = True) -> None:
         """Repeatable, but not while the first try still runs: two disk updates at once end SGLang. `flush_cache` waits
-        for it."""
-        body, wait = {"model_path": path}, partial(self.flush_cache, timeout)
+        for it, also where it is refused because requests are kept (`flush` False)."""
+
+        async def wait() -> None:
+            with contextlib.suppress(*(() if flush else (RequestRefused,))):
+                await self.flush_cache(timeout)
+
+        body = {"model_path": path, "flush_cache": flush}
         await self._control("/update_weights_from_disk", body, timeout, before_repeat=wait)
 
     async def load_tensors(self, payload: str, timeout: float) -> None:

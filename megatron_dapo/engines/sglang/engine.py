@@ -137,7 +137,16 @@ class SGLangEngine:
             await self._update.from_snapshot(self._version, server)
         else:
             await server.resume()  # a pause whose reply was lost may have left it paused
+        await self._check_pause_mode(server)
         server.serves, server.unavailable, server.backoff_until, server.failures = self._version, "", 0.0, 0
+
+    async def _check_pause_mode(self, server: SGLangClient) -> None:
+        mode = self.config.weights.pause_mode
+        if mode != "abort" and not await server.reports_token_versions():
+            raise EngineError(
+                f"server {server.name}: rollout.weights.pause_mode {mode} keeps requests while weights change, but the "
+                "server's replies do not say which version generated which token (SGLang 0.5.23 does): use abort"
+            )
 
     def _fail(self, server: SGLangClient, cause: BaseException) -> None:
         """It gets no requests until the supervision has recovered it."""
@@ -187,8 +196,11 @@ class SGLangEngine:
         raise EngineError(f"request {request_id}: {tries} tries failed (rollout.servers.attempts); the last: {failure}")
 
     def _check_version(self, server: SGLangClient, completion: Completion, version: int) -> None:
-        """`version` is the one that was current when the request was sent."""
-        others = {span.version for span in completion.weight_spans} - {version}
+        """`version` is the one that was current when the request was sent. A request that was kept over weight updates
+        has tokens of later versions, too."""
+        kept = self.config.weights.pause_mode != "abort"
+        expected = range(version, self._version + 1) if kept else (version,)
+        others = {span.version for span in completion.weight_spans} - set(expected)
         if others - self._sent_versions:
             found = min(others - self._sent_versions)
             raise self._foreign(server, f"server {server.name}: it generated with weight version {found}")

@@ -105,7 +105,8 @@ class DiskTransport:
             self._snapshot.discard()
             return transfer
         path = str(self._snapshot.commit())
-        calls = {server.name: server.load_from_disk(path, self._config.timeout) for server in servers}
+        timeout, flush = self._config.timeout, self._config.flushes_cache
+        calls = {server.name: server.load_from_disk(path, timeout, flush=flush) for server in servers}
         transfer.failed |= failures(await wait_all(calls))
         return transfer
 

@@ -1,7 +1,7 @@
 """One weight update over all SGLang servers, in two phases: all bytes to all servers, then the version.
 
-1. `load`: every server pauses (running requests return what they have), is labelled as updating, and receives all
-   buckets.
+1. `load`: every server pauses (running requests return what they have, or stay in it: `rollout.weights.pause_mode`), is
+   labelled as updating, and receives all buckets.
 2. `serve`: a server that has everything gets the version as its label. It must report that label and pass the proof;
    only then does it serve. A server that failed in either phase is given the snapshot once.
 
@@ -129,7 +129,7 @@ class WeightUpdater:
         if self._snapshot.current is None or self._snapshot.current.name != f"version-{version}":
             raise EngineError(f"no snapshot of weight version {version} (rollout.weights.keep_snapshot)")
         await self._prepare(server, version, brackets=False)
-        await server.load_from_disk(str(self._snapshot.current), self._config.timeout)
+        await server.load_from_disk(str(self._snapshot.current), self._config.timeout, flush=self._config.flushes_cache)
         failed = await self._commit(version, [server], brackets=False)
         if failed:
             raise failed[server.name]
@@ -140,7 +140,7 @@ class WeightUpdater:
     async def _prepare(self, server: SGLangClient, version: int, brackets: bool = True) -> None:
         await server.notice_restart()
         capabilities = await server.capabilities()
-        await server.pause()
+        await server.pause(self._config.pause_mode)
         await server.resume_memory("weights")
         await server.set_version_label(updating_label(version))
         if capabilities.bracketed_updates:
@@ -198,7 +198,8 @@ class WeightUpdater:
         if brackets and capabilities.bracketed_updates and self._brackets:
             await server.end_update(self._config.timeout)
         await server.resume_memory("kv_cache")  # by now a trainer on the same GPU has offloaded its weights
-        await server.flush_cache()
+        if self._config.flushes_cache:
+            await server.flush_cache()
         await server.set_version_label(str(version))
         found = await server.version_label()
         if found != str(version):
