@@ -1,8 +1,13 @@
 """The batch of a step: every rank gets what it trains on, receives little else, and computes the same numbers."""
 
+import signal
+
 import numpy as np
 import pytest
+from forked import at_point, records, run, send_signal
+from tiny_run import environment, raw_config
 
+from megatron_dapo.config import check_config, parse_config
 from megatron_dapo.policy.fork_ranks import run_ranks
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.policy.runtime import initialize
@@ -11,6 +16,7 @@ from megatron_dapo.selfcheck.layout_spec import LayoutSpec, selfcheck_config
 from megatron_dapo.selfcheck.synthetic import awkward_batch, random_hf_weights, synthetic_shape
 from megatron_dapo.trainer.batch_sharing import share_batch
 from megatron_dapo.trainer.collectives import Collectives
+from megatron_dapo.trainer.loop import train
 from megatron_dapo.trainer.signals import StopSignal
 
 SHAPE = synthetic_shape("dense")
@@ -95,3 +101,32 @@ def test_a_rank_receives_its_share_and_not_the_whole_batch():
     assert scattered < 0.3 * whole  # a quarter, and the masks and lengths
     tokens = sum(50 + sample.length for sample in long_samples())
     assert whole > 4 * tokens
+
+
+# ---- whole runs ----
+
+
+def rank(rendezvous, raw):
+    parsed = parse_config(raw)
+    return train(parsed, check_config(parsed, rendezvous.world_size), rendezvous)
+
+
+def test_a_run_on_two_data_parallel_ranks_is_that_of_one(tmp_path, monkeypatch):
+    """Also when it begins in the middle of a step that one rank has saved. The gate compares the log-probs."""
+    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
+    folders = [tmp_path / name for name in ("one", "two", "resumed")]
+    configs = [raw_config(tmp_path / "model", folder, trainer__steps=2) for folder in folders]
+    assert run(configs[0]) == 0
+    assert run_ranks(2, rank, configs[1]) == [0, 0]
+    assert run(configs[2], at_point("loop/before_update", 1, send_signal(signal.SIGTERM))) == 75
+    assert (folders[2] / "checkpoints" / "step_0+1").is_dir()
+    assert run_ranks(2, rank, configs[2]) == [0, 0]
+    assert "trainer and engine agree: mean |gap|" in (folders[1] / "logs" / "trainer.log").read_text()
+    expected = records(folders[0])
+    for found in (records(folders[1]), records(folders[2])):
+        assert [entry[:2] for entry in found] == [entry[:2] for entry in expected]
+        for (_, _, ours), (_, _, theirs) in zip(found, expected, strict=True):
+            for name in ("reward/mean", "rollout/length_mean", "train/tokens"):
+                assert ours[name] == theirs[name]
+            for name in ("train/loss", "train/grad_norm", "train/mismatch_mean"):
+                assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-6), name
