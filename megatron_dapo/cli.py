@@ -125,6 +125,7 @@ def _add_eval(sub: Commands) -> None:
 
         short = {"policy.model": args.model, "evaluate.data.path": args.data, "evaluate.samples": args.samples}
         settings = [f"{key}={value}" for key, value in short.items() if value is not None]
+        settings += ["evaluate.data.sources=[]"] if args.data is not None else []  # it replaces those of the file
         config = load_config(args.config, [*args.set, *settings])
         run(config, args.out or f"{config.trainer.run_dir}/eval", args.seed)
         return 0

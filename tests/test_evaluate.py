@@ -404,8 +404,16 @@ def test_the_command(tmp_path, tiny_model, capsys):
         f"policy: {{model: {tiny_model}, micro_batch_tokens: 64}}\n"
         "rollout: {engine: embedded, max_prompt_tokens: 16, max_response_tokens: 6}\n"
         f"trainer: {{run_dir: {tmp_path / 'run'}}}\n"
-        "evaluate: {data: {template: plain}}\n"
+        f"evaluate: {{data: {{template: plain, sources: [{{path: {tmp_path / 'sums.jsonl'}, name: a, samples: 2}}, "
+        f"{{path: {tmp_path / 'sums.jsonl'}, name: b}}]}}, samples: 1}}\n"
     )
+    assert main(["eval", str(tmp_path / "run.yaml"), "--out", str(tmp_path / "both")]) == 0
+    shown = capsys.readouterr().out
+    assert "a: 3 problems × 2 responses" in shown and "b: 3 problems × 1 responses" in shown
+    found = {name: json.loads((tmp_path / "both" / name / "results.json").read_text()) for name in ("a", "b")}
+    assert [problem["id"] for problem in found["a"]["problems"]] == [
+        problem["id"] for problem in found["b"]["problems"]
+    ]
     arguments = ["eval", str(tmp_path / "run.yaml"), "--data", str(tmp_path / "sums.jsonl"), "--samples", "4"]
     assert main(arguments) == 0
     shown = capsys.readouterr().out

@@ -122,6 +122,7 @@ def interrupted(function, folder, times):
 
     def launcher():
         os.setpgrp()
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
         try:
             run_ranks(2, function, folder, grace=0.1)
         except KeyboardInterrupt:
