@@ -412,8 +412,6 @@ def test_the_command(tmp_path, tiny_model, capsys):
     assert "a: 3 problems × 2 responses" in shown and "b: 3 problems × 1 responses" in shown
     found = {name: json.loads((tmp_path / "both" / name / "results.json").read_text()) for name in ("a", "b")}
     assert [p["id"] for p in found["a"]["problems"]] == [p["id"] for p in found["b"]["problems"]]
-        problem["id"] for problem in found["b"]["problems"]
-    ]
     arguments = ["eval", str(tmp_path / "run.yaml"), "--data", str(tmp_path / "sums.jsonl"), "--samples", "4"]
     assert main(arguments) == 0
     shown = capsys.readouterr().out
