@@ -3,10 +3,10 @@
     python benchmarks/engine.py examples/gsm8k_1gpu/gsm8k.yaml --set policy.model=MODEL [--compare RUN_DIR]
     python benchmarks/engine.py examples/gsm8k_1gpu/gsm8k.yaml --lengths 250 0.6    # weights that never end a response
 
-Starts the servers exactly as `megatron-dapo train` does, and keeps `servers.max_running` requests on each of them (or
-`--running` of them, one number after the other), with the run's prompts and sampling settings. Responses end by
-themselves; `--lengths MEAN SIGMA` draws log-normal lengths instead, for random weights. Tokens are counted when a
-response is complete, after a warm-up in which every slot has completed one.
+Starts the servers exactly as `megatron-dapo train` does, and always has more requests than `servers.max_running` for
+each of them, with the run's prompts and sampling settings. Responses end by themselves; `--lengths MEAN SIGMA` draws
+log-normal lengths instead, for random weights. Tokens are counted when a response is complete, after a warm-up in which
+as many responses as there are slots have completed.
 
 `--compare` prints the rollout phase of each step of a run beside it, as a share of this limit.
 """
@@ -33,6 +33,8 @@ from megatron_dapo.engines.factory import open_engine
 from megatron_dapo.engines.protocol import Engine, SamplingParams
 from megatron_dapo.observe.metrics_file import read_records
 
+QUEUED = 2  # requests for each slot
+
 
 @dataclass
 class Completed:
@@ -43,11 +45,10 @@ class Completed:
 class Load:
     """Keeps every slot of the engines busy, and counts what completes."""
 
-    def __init__(self, engine: Engine, config: Config, running: int, lengths: Callable[[], int] | None) -> None:
-        """`running`: requests on each server."""
+    def __init__(self, engine: Engine, config: Config, lengths: Callable[[], int] | None) -> None:
         rollout = config.rollout
         self.engine, self.lengths = engine, lengths
-        self.slots = running * max(rollout.servers.count, len(rollout.servers.urls))
+        self.slots = rollout.servers.max_running * max(rollout.servers.count, len(rollout.servers.urls))
         self.group_size = rollout.samples_per_prompt
         tokenizer = AutoTokenizer.from_pretrained(config.policy.model)
         self.prompts = [prompt.tokens for prompt in load_prompts(config.data, tokenizer, rollout.max_prompt_tokens)]
@@ -58,7 +59,7 @@ class Load:
         self.done = Completed()
         self.sent = 0
 
-    async def slot(self) -> None:
+    async def keep_requesting(self) -> None:
         while True:
             number, self.sent = self.sent, self.sent + 1
             params = self.params
@@ -70,7 +71,7 @@ class Load:
             self.done.tokens += len(completion.tokens)
 
     async def measure(self, seconds: float) -> tuple[Completed, float]:
-        tasks = [asyncio.ensure_future(self.slot()) for _ in range(self.slots)]
+        tasks = [asyncio.ensure_future(self.keep_requesting()) for _ in range(QUEUED * self.slots)]
         try:
             await self.until(tasks, lambda: self.done.responses >= self.slots)
             self.done, began = Completed(), time.perf_counter()
@@ -88,23 +89,21 @@ class Load:
                 task.result()
 
 
-async def engine_speed(config: Config, running: list[int], seconds: float, lengths: Callable[[], int] | None) -> float:
-    """Tokens/s with the last number of running requests; prints all of them."""
+async def engine_speed(config: Config, seconds: float, lengths: Callable[[], int] | None) -> float:
     with tempfile.TemporaryDirectory() as logs:
         engine = await open_engine(config.rollout, config.policy.model, logs)
         try:
-            for number in running:
-                load = Load(engine, config, number, lengths)
-                done, took = await load.measure(seconds)
-                await engine.abort()
-                print(
-                    f"always full ({load.slots} requests): {done.tokens / took:,.0f} tokens/s, {done.responses} "
-                    f"responses of {done.tokens / max(1, done.responses):.0f} tokens in {took:.1f} s",
-                    flush=True,
-                )
+            load = Load(engine, config, lengths)
+            done, took = await load.measure(seconds)
         finally:
             await engine.close()
-    return done.tokens / took
+    speed = done.tokens / took
+    print(
+        f"always full ({load.slots} running): {speed:,.0f} tokens/s, {done.responses} responses of "
+        f"{done.tokens / max(1, done.responses):.0f} tokens in {took:.1f} s",
+        flush=True,
+    )
+    return speed
 
 
 def log_normal(mean: float, sigma: float) -> Callable[[], int]:
@@ -149,8 +148,7 @@ def main() -> int:
     args = parser.parse_args()
     config = load_config(args.config, args.settings)
     lengths = log_normal(*args.lengths) if args.lengths else None
-    running = args.running or [config.rollout.servers.max_running]
-    limit = args.limit or asyncio.run(engine_speed(config, running, args.seconds, lengths))
+    limit = args.limit or asyncio.run(engine_speed(config, args.seconds, lengths))
     if args.compare:
         compare(args.compare, limit)
     return 0

@@ -1,0 +1,92 @@
+"""The load balancer refills a full server in batches, and every request gets its turn."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Coroutine
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_dapo.engines.sglang.load_balancer import REFILL_SHARE, LoadBalancer
+
+
+class Server(SimpleNamespace):
+    """What the load balancer reads of a client."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
+def make(count: int, max_running: int) -> tuple[list[Any], LoadBalancer]:
+    state = {"serves": 1, "backoff_until": 0.0, "in_flight": 0, "suspect": False}
+    servers: list[Any] = [Server(**state) for _ in range(count)]
+    return servers, LoadBalancer(servers, max_running)
+
+
+async def settle() -> None:
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+def acquire(balancer: LoadBalancer, key: int = 0) -> Coroutine[Any, Any, Any]:
+    return balancer.acquire(key, 1, lambda: False, 10.0)
+
+
+def test_a_full_server_is_refilled_in_batches() -> None:
+    async def scenario() -> None:
+        running = 4 * REFILL_SHARE
+        (only,), balancer = make(1, running)
+        tasks = [asyncio.ensure_future(acquire(balancer)) for _ in range(running + 10)]
+        await settle()
+        assert only.in_flight == running
+        for ended in range(1, 4):
+            balancer.release(only)
+            await settle()
+            assert only.in_flight == running - ended, "a free slot is not filled at once"
+        balancer.release(only)
+        await settle()
+        assert only.in_flight == running, "all four free slots are filled together"
+        assert sum(task.done() for task in tasks) == running + 4
+        for _ in range(4):
+            balancer.release(only)
+        await settle()
+        for _ in range(4):
+            balancer.release(only)
+        await settle()
+        assert all(task.done() for task in tasks)
+
+    asyncio.run(scenario())
+
+
+def test_a_server_that_was_never_full_takes_requests_at_once() -> None:
+    async def scenario() -> None:
+        (only,), balancer = make(1, 2 * REFILL_SHARE)
+        for _ in range(2 * REFILL_SHARE - 1):
+            assert await acquire(balancer) is only
+        balancer.release(only)
+        assert await asyncio.wait_for(acquire(balancer), 1) is only
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("max_running", [1, 3, REFILL_SHARE, 5 * REFILL_SHARE])
+def test_every_request_gets_its_turn(max_running: int) -> None:
+    async def scenario() -> None:
+        servers, balancer = make(2, max_running)
+        chance, most = random.Random(0), 0
+
+        async def request(number: int) -> None:
+            nonlocal most
+            chosen = await acquire(balancer, number)
+            most = max(most, *(one.in_flight for one in servers))
+            for _ in range(chance.randrange(20)):
+                await asyncio.sleep(0)
+            balancer.release(chosen)
+
+        await asyncio.wait_for(asyncio.gather(*(request(number) for number in range(300))), 30)
+        assert most == max_running
+        assert [one.in_flight for one in servers] == [0, 0]
+
+    asyncio.run(scenario())
