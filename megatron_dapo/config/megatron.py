@@ -182,6 +182,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "hysteresis": _LOSS_SCALE,
         "reuse_grad_buf_for_mxfp8_param_ag": _FP8_WEIGHTS,
         "overlap_param_gather_with_optimizer_step": _SCHEDULE,
+        "store_param_remainders": "checkpoints hold whole main weights, which any layout and any Adam can load",
     },
 }
 

@@ -145,11 +145,12 @@ def _optimizer(held: RankParameters, policy: PolicyConfig, world: int, fused: bo
 
 
 def _state_bytes(policy: PolicyConfig) -> int:
-    """Per parameter. The precision-aware optimizer stores what bf16 weights lack of fp32 ones: 2 bytes."""
+    """Per parameter: main weights (in bf16 training) and Adam's two moments."""
     options = policy.optimizer
     if not options.precision_aware or options.cpu_offload:
         return 12 if policy.precision == "bf16" else 8
-    return 2 + STATE_BYTES[options.exp_avg_dtype] + STATE_BYTES[options.exp_avg_sq_dtype]
+    types = (options.main_params_dtype, options.exp_avg_dtype, options.exp_avg_sq_dtype)
+    return sum(STATE_BYTES[name] for name in types)
 
 
 def _passes(

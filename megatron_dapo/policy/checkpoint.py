@@ -23,6 +23,7 @@ from megatron_dapo.policy.optimizer_state import (
     KEYS,
     SHARDING,
     adapt_step,
+    drop_classes,
     initialize_state,
     inner_optimizers,
     saved_step,
@@ -73,7 +74,7 @@ def host_sizes(policy: Policy) -> list[int]:
     parameter that the optimizer holds here."""
     weights = [parameter.nbytes for chunk in policy.model for parameter in chunk.parameters()]
     groups = [group for inner in inner_optimizers(policy.optimizer) for group in inner.param_groups]
-    return weights + [parameter.nbytes for group in groups for parameter in group["params"] for _ in KEYS]
+    return weights + [4 * parameter.numel() for group in groups for parameter in group["params"] for _ in KEYS]
 
 
 def load_policy(policy: Policy, directory: str | os.PathLike[str]) -> None:
@@ -138,6 +139,7 @@ def _sharded_state(policy: Policy, *, is_loading: bool) -> dict[str, Any]:
     models = state["model0"] if len(policy.model) == 1 else _distinct(state)
     metadata = _metadata(policy)
     state["optimizer"] = policy.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata)
+    drop_classes(state["optimizer"])
     state["updates"] = policy.updates
     return state
 

@@ -201,6 +201,7 @@ def optimizer_config(policy: PolicyConfig) -> MegatronOptimizerConfig:
             "main_params_dtype": DTYPES[ours.main_params_dtype],
             "exp_avg_dtype": DTYPES[ours.exp_avg_dtype],
             "exp_avg_sq_dtype": DTYPES[ours.exp_avg_sq_dtype],
+            "store_param_remainders": False,  # checkpoints hold whole main weights
         }
     with megatron_refuses("OptimizerConfig"):
         return MegatronOptimizerConfig(

@@ -48,6 +48,9 @@ def whole_parameters(to_host: ToHost = Tensor.cpu) -> Iterator[None]:
 
     def set_state(self: Any, parameter: Tensor, tensors: dict[str, Any]) -> Any:
         """Megatron copies every tensor of the optimizer's state from `tensors`; those not saved keep their value."""
+        if self.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:  # copies what it gets, into the state's types
+            device = "cpu" if _parts(self.optimizer) else parameter.device
+            return originals[replaced[1]](self, parameter, {key: state.to(device) for key, state in tensors.items()})
         group, order = self.model_param_group_index_map[parameter]
         state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
         return originals[replaced[1]](self, parameter, {**state, **tensors})
@@ -67,16 +70,33 @@ def inner_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
         yield part.optimizer
 
 
+def _parts(adam: Any) -> list[torch.optim.Optimizer]:
+    """The optimizers of host and device inside Megatron's optimizer with CPU offload; none in any other."""
+    return list(getattr(adam, "sub_optimizers", []))
+
+
 def initialize_state(optimizer: Any) -> None:
     """Creates zero state where there is none: before the first update Adam has no state to save or to load into."""
     for adam in inner_optimizers(optimizer):
-        for group in adam.param_groups:
-            for parameter in group["params"]:
-                if not adam.state[parameter]:
-                    state = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
-                    if _counts_per_parameter(adam):
-                        state["step"] = _step_tensor(group, parameter, 0)
-                    adam.state[parameter] = state
+        parts: Any = _parts(adam)
+        for part in parts or [adam]:
+            _initialize_state(part)
+        if parts:
+            adam._sync_sub_optimizers_state_to_hdo()  # type: ignore[attr-defined]
+
+
+def _initialize_state(adam: Any) -> None:
+    for group in adam.param_groups:
+        for parameter in group["params"]:
+            if adam.state[parameter]:
+                continue
+            if getattr(adam, "use_decoupled_grad", False):  # precision-aware: state in types of its own
+                adam.initialize_state(parameter, False)
+                continue
+            state = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+            if _counts_per_parameter(adam):
+                state["step"] = _step_tensor(group, parameter, 0)
+            adam.state[parameter] = state
 
 
 def saved_step(optimizer_state: Any) -> int | None:
@@ -113,16 +133,36 @@ def _adapt_step(state: Any, step: int, per_parameter: bool) -> None:
         _adapt_step(value, step, per_parameter)
 
 
+def drop_classes(state: Any) -> None:
+    """Megatron's optimizer with CPU offload has classes among the options of its parameter groups. A checkpoint must
+    not hold them: torch refuses to load such a file."""
+    if not isinstance(state, dict):
+        return
+    for group in state.get("param_groups", []):
+        for key in [key for key, value in group.items() if isinstance(value, type)]:
+            del group[key]
+    for value in state.values():
+        drop_classes(value)
+
+
 def set_step(optimizer: Any, step: int) -> None:
     """Every parameter has made `step` updates. Each of torch's counters is a tensor of its own."""
     for adam in inner_optimizers(optimizer):
-        for group in adam.param_groups:
-            if not _counts_per_parameter(adam):
-                group["step"] = step
-                continue
-            group.pop("step", None)  # Megatron's, from the checkpoint
-            for parameter in group["params"]:
-                adam.state[parameter]["step"] = _step_tensor(group, parameter, step)
+        parts = _parts(adam)
+        for group in adam.param_groups if parts else ():  # it would set its parts back to this count in every step
+            group.pop("step", None)
+        for part in parts or [adam]:
+            _set_step(part, step)
+
+
+def _set_step(adam: Any, step: int) -> None:
+    for group in adam.param_groups:
+        if not _counts_per_parameter(adam):
+            group["step"] = step
+            continue
+        group.pop("step", None)  # Megatron's, from the checkpoint
+        for parameter in group["params"]:
+            adam.state[parameter]["step"] = _step_tensor(group, parameter, step)
 
 
 def _step_tensor(group: dict[str, Any], parameter: Tensor, step: int) -> Tensor:
@@ -221,7 +261,8 @@ def _joined(optimizer: Any, parameter: Tensor, pieces: Pieces, writer: int, to_h
     if me not in pieces:
         return {}
     state = optimizer._get_main_param_and_optimizer_states(parameter)
-    mine = {key: state[key].detach().float().view(-1) for key in KEYS}
+    device = parameter.device  # state that is kept in host memory has to pass through the device's process group
+    mine = {key: state[key].detach().to(device, torch.float32).view(-1) for key in KEYS}
     if len(pieces) == 1:
         return mine
     if me != writer:

@@ -123,6 +123,7 @@ class Policy:
         for wrapper in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
             inner = wrapper.optimizer
             yield from (parameter for group in inner.param_groups for parameter in group["params"])
+            yield from getattr(inner, "param_to_fp32_param", {}).values()  # of Megatron's optimizer with CPU offload
             yield from (value for state in inner.state.values() for value in state.values() if torch.is_tensor(value))
 
     def log_probs(

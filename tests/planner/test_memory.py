@@ -152,9 +152,8 @@ def test_offloaded_optimizer_state_leaves_the_gpu():
 
 
 def test_precision_aware_state():
-    """2 bytes of main weights beyond bf16, and each moment in its type."""
-    assert one_gpu(optimizer={"precision_aware": True}).optimizer == (2 + 4 + 4) * ALL
-    types = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp8"}
+    assert one_gpu(optimizer={"precision_aware": True}).optimizer == (4 + 4 + 4) * ALL
+    types = {"main_params_dtype": "fp16", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp8"}
     memory = one_gpu(optimizer={"precision_aware": True, **types}, gradient_reduction="bf16")
     assert memory.optimizer == (2 + 2 + 1) * ALL
     assert memory.step == 0  # it reads bf16 gradients

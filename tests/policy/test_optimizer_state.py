@@ -1,13 +1,18 @@
 """Every Adam that Megatron may pick saves and loads its moments and its step count exactly."""
 
 import fused_adam
+import megatron.core.optimizer as megatron_optimizer
 import pytest
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.optimizer import optimizer_config
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
+from megatron_dapo.config import parse_config
 from megatron_dapo.policy import checkpoint
 from megatron_dapo.policy.checkpoint import CheckpointError, load_policy, save_policy
 from megatron_dapo.policy.fork_ranks import run_ranks
+from megatron_dapo.policy.model import gpt
 from megatron_dapo.policy.optimizer_state import inner_optimizers, saved_step
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.policy.runtime import initialize
@@ -138,3 +143,95 @@ def test_the_step_count_is_found_wherever_megatron_keeps_it():
     assert saved_step({"optimizer": {"param_groups": [{"step": 4.0}, {"step": 4}]}, "param_state": {0: {}}}) == 4
     assert saved_step({"state": {"common_step": torch.tensor(6.0)}, "param_groups": [{"lr": 1e-3}]}) == 6
     assert saved_step({"param_groups": [{"lr": 1e-3}]}) is None
+
+
+# ---- Megatron's optimizer with CPU offload ----
+
+
+class FusedAdam(fused_adam.FusedAdam):
+    """Built from parameter groups alone, as Transformer Engine's may be."""
+
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0):
+        super().__init__(params, lr, betas, eps, weight_decay)
+
+    def _update(self, group, parameter):
+        others = {
+            key: self.state[parameter].pop(key) for key in ("master_param", "step") if key in self.state[parameter]
+        }
+        super()._update(group, parameter)
+        self.state[parameter].update(others)  # the hybrid optimizer keeps them there
+
+
+def split_by_fraction(self, fraction):
+    """As Megatron does on CUDA: the first parameters, up to this share, have copies on the host; the others stay. Here
+    both are in host memory."""
+    total = sum(parameter.numel() for group in self.param_groups for parameter in group["params"])
+    on_host, on_device, copies, back, in_fp32, seen = [], [], {}, {}, {}, 0
+    for group in self.param_groups:
+        host, device = {**group, "params": []}, {**group, "params": []}
+        for parameter in group["params"]:
+            in_fp32[parameter] = copy = parameter.detach().clone().float()
+            if seen < fraction * total:
+                copies[parameter], back[copy] = copy, parameter
+                host["params"].append(copy)
+            else:
+                device["params"].append(copy)
+            seen += parameter.numel()
+        on_host += [host] if host["params"] else []
+        on_device += [device] if device["params"] else []
+    return on_host, on_device, copies, back, in_fp32
+
+
+def offloading_policy(rendezvous, layout, fraction):
+    fused_adam.use("transformer_engine")
+    megatron_optimizer.Adam = FusedAdam
+    HybridDeviceOptimizer._get_sub_optimizer_param_groups = split_by_fraction
+    optimizer_config.is_te_min_version = lambda version: True
+    gpt.check_hardware = lambda policy, te: None
+    raw = selfcheck_config(LayoutSpec.parse(layout)).model_dump()
+    raw["policy"] |= {"precision": "bf16"}
+    raw["policy"]["optimizer"] |= {"cpu_offload": fraction}
+    config = parse_config(raw)
+    policy = Policy(config, SHAPE, initialize(config.policy, rendezvous=rendezvous))
+    assert all(type(inner) is HybridDeviceOptimizer for inner in inner_optimizers(policy.optimizer))
+    return policy
+
+
+def hybrid_steps(policy):
+    for hybrid in inner_optimizers(policy.optimizer):
+        for part in hybrid.sub_optimizers:
+            for group in part.param_groups:
+                if isinstance(part, FusedAdam):
+                    yield group.get("step", 0)
+                else:
+                    yield from (part.state[parameter]["step"].item() for parameter in group["params"])
+
+
+def continue_offloaded(policy):
+    losses = [policy.update(awkward_batch(SHAPE, seed))["loss"] for seed in (7, 8)]
+    return losses, gather_full(policy, policy.runtime, gradient=False), set(hybrid_steps(policy))
+
+
+def save_offloaded(rendezvous, layout, fraction, folder, updates):
+    policy = offloading_policy(rendezvous, layout, fraction)
+    policy.load_hf(random_hf_weights(SHAPE))
+    for seed in range(updates):
+        policy.update(awkward_batch(SHAPE, seed))
+    save_policy(policy, folder)
+    return continue_offloaded(policy)
+
+
+def load_offloaded(rendezvous, layout, fraction, folder, updates):
+    policy = offloading_policy(rendezvous, layout, fraction)
+    policy.load_hf(random_hf_weights(SHAPE, seed=5))
+    policy.update(awkward_batch(SHAPE, 9))
+    load_policy(policy, folder)
+    assert policy.updates == updates and set(hybrid_steps(policy)) == {updates}
+    return continue_offloaded(policy)
+
+
+@pytest.mark.parametrize(("layout", "fraction", "updates"), [("do", 0.5, 3), ("do", 1.0, 0), ("dp2do", 0.5, 2)])
+def test_an_offloaded_optimizer_continues_bit_for_bit(layout, fraction, updates, tmp_path):
+    expected = run(save_offloaded, layout, fraction, tmp_path / "c", updates)
+    assert expected[2] == {updates + 2}
+    assert_same(run(load_offloaded, layout, fraction, tmp_path / "c", updates), expected)
