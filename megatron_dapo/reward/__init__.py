@@ -5,6 +5,7 @@
 - `equivalence`  whether two answers are equivalent
 - `dapo`         the published run's rules
 - `pool`         `RewardPool`: grades from asyncio, in this process or in grading processes
+- `responses`    `ResponseGrader`: decodes tokens, here or in a grading process
 - `process`      one grading process as the pool sees it
 - `worker`       what runs in a grading process
 - `supervisor`   runs the worker and kills everything that it leaves behind

@@ -1,8 +1,9 @@
 """The reward pool: grades responses from asyncio, thousands at a time, whatever the responses contain.
 
-`QuickGrader.quick` decides in this process what needs only string operations. The rest goes to grading processes with
-limits on CPU time and memory. A process that hits a limit is replaced and the response tried again. A response that
-cannot be graded is *ungraded* (`correct is None`, score 0, the reason); it is counted and never scored as wrong.
+`grade` takes a text: `QuickGrader.quick` decides in this process what needs only string operations; the rest goes to
+grading processes with limits on CPU time and memory. `grade_tokens` takes a response's tokens: a grading process
+decodes and grades them. A process that hits a limit is replaced and the response tried again. A response that cannot
+be graded is *ungraded* (`correct is None`, score 0, the reason); it is counted and never scored as wrong.
 
 If the grader raises, the response is ungraded too. After `reward.max_errors` errors within
 `reward.error_window_seconds` the grader counts as broken: every call raises `GraderError` with the last traceback.
@@ -38,8 +39,9 @@ class _Job(GradingRequest):
 class RewardPool:
     """`async with RewardPool(config) as pool: grade = await pool.grade(prompt, sample)`."""
 
-    def __init__(self, config: RewardConfig) -> None:
-        self._config = config
+    def __init__(self, config: RewardConfig, tokenizer: str = "") -> None:
+        """`tokenizer`: the JSON of a `tokenizers.Tokenizer`; `grade_tokens` needs it."""
+        self._config, self._tokenizer = config, tokenizer.encode()
         self._grader = load_grader(config)
         self._quick = self._grader.quick if isinstance(self._grader, QuickGrader) else None
         self._is_async = isinstance(self._grader, FunctionGrader) and self._grader.is_async
@@ -74,11 +76,22 @@ class RewardPool:
 
     async def grade(self, prompt: Prompt, sample: Sample) -> Grade:
         """The grade of `sample.text`. Raises GraderError once the grader counts as broken."""
+        self._check_open()
+        quick = self._grade_quickly(prompt, sample.text)
+        return self._count(quick or await self._grade_in_process(_Job(prompt, sample.text)))
+
+    async def grade_tokens(self, prompt: Prompt, sample: Sample) -> Grade:
+        """The grade of the text that `sample.response_tokens` decode to."""
+        self._check_open()
+        return self._count(await self._grade_in_process(_Job(prompt, "", sample.response_tokens)))
+
+    def _check_open(self) -> None:
         if self._failure is not None:
             raise self._failure
         if self._loop is None or self._stopping.is_set():
             raise RuntimeError("RewardPool.grade was called outside of `async with pool`")
-        grade = self._grade_quickly(prompt, sample.text) or await self._grade_in_process(prompt, sample.text)
+
+    def _count(self, grade: Grade) -> Grade:
         self._counts["graded" if grade.correct is not None else "ungraded"] += 1
         self._counts["correct"] += grade.correct is True
         return grade
@@ -102,10 +115,9 @@ class RewardPool:
         self._seconds += time.perf_counter() - started
         return grade
 
-    async def _grade_in_process(self, prompt: Prompt, response: str) -> Grade:
+    async def _grade_in_process(self, job: _Job) -> Grade:
         assert self._loop is not None
-        job = _Job(prompt, response, future=self._loop.create_future())
-        assert job.future is not None
+        job.future = self._loop.create_future()
         self._waiting.add(job.future)
         try:
             self._enqueue([job])
@@ -146,8 +158,8 @@ class RewardPool:
     def _serve(self) -> None:
         process: GradingProcess | None = None
         try:
-            while not self._stopping.is_set():
-                process = process or GradingProcess(self._config, self._stopping)  # jobs queue while it starts
+            while not self._stopping.is_set():  # jobs queue while a process starts
+                process = process or GradingProcess(self._config, self._stopping, self._tokenizer)
                 batch = self._next_batch()
                 wanted = [job for job in batch if job.future is not None and not job.future.cancelled()]
                 if wanted:
@@ -195,15 +207,16 @@ class RewardPool:
     def _settle(self, job: _Job, reply: dict[str, Any]) -> None:
         self._crashes_in_a_row = 0
         self._seconds += reply.get("seconds", 0.0)
+        self._counts["quick"] += reply.get("quick", False)
         if "error" in reply:
-            self._raised(job, reply["error"])
+            self._raised(job, reply["error"], reply["response"])
             return
         grade = Grade(*reply["grade"])
         if grade.ungraded:
             self._counts["ungraded/by-grader"] += 1
         self._answer(job, grade)
 
-    def _raised(self, job: _Job, trace: str) -> None:
+    def _raised(self, job: _Job, trace: str, response: str) -> None:
         self._counts["errors"] += 1
         self._counts["ungraded/raised"] += 1
         self._answer(job, Grade(None, 0.0, None, f"the grader raised {trace.strip().splitlines()[-1]}"))
@@ -216,7 +229,7 @@ class RewardPool:
                 GraderError(
                     f"the grader {self._config.grader!r} raised {errors} times within {window:g} s "
                     f"(reward.max_errors is {self._config.max_errors}), last on prompt {job.prompt.id} with the "
-                    f"response {job.response[-200:]!r}:\n{trace}"
+                    f"response {response!r}:\n{trace}"
                 )
             )
 

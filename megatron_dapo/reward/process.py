@@ -22,12 +22,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 
 from megatron_dapo.config.reward import RewardConfig
 from megatron_dapo.reward.grader import GraderError
 from megatron_dapo.reward.supervisor import END
-from megatron_dapo.types import Prompt, json_default
+from megatron_dapo.types import Prompt, Tokens, json_default
 
 POLL_SECONDS = 0.05
 START_SECONDS = 120.0
@@ -54,17 +55,35 @@ class GradingRequest:
 
     prompt: Prompt
     response: str
+    tokens: Tokens | None = None  # instead of `response`: the process decodes them
     failures: int = 0
     alone: bool = False  # graded in a batch of its own, because its last batch killed the process
 
-    def to_message(self, index: int) -> dict[str, Any]:
-        return {"index": index, "prompt": self.prompt.to_state(), "response": self.response}
+    def to_message(self, index: int) -> str:
+        tokens = "" if self.tokens is None else f', "tokens": {len(self.tokens)}'
+        prompt, response = _prompt_json(self.prompt), json.dumps(self.response)
+        return f'{{"index": {index}, "prompt": {prompt}, "response": {response}{tokens}}}'
+
+
+# By id(). The prompt is kept too, so that its id is not used for another one. The samples of a group share a prompt.
+_prompts: dict[int, tuple[Prompt, str]] = {}
+_MOST_PROMPTS = 1024
+
+
+def _prompt_json(prompt: Prompt) -> str:
+    found = _prompts.get(id(prompt))
+    if found is None:
+        if len(_prompts) >= _MOST_PROMPTS:
+            _prompts.clear()
+        found = _prompts[id(prompt)] = prompt, json.dumps(prompt.to_state(), default=json_default)
+    return found[1]
 
 
 class GradingProcess:
     """Owned by one thread. Every method may raise WorkerDied; after that the object cannot be used again."""
 
-    def __init__(self, config: RewardConfig, stopping: threading.Event) -> None:
+    def __init__(self, config: RewardConfig, stopping: threading.Event, tokenizer: bytes = b"") -> None:
+        """`tokenizer`: the JSON of a `tokenizers.Tokenizer`, for requests that have tokens."""
         self._config, self._stopping = config, stopping
         ours, theirs = socket.socketpair()
         # A new interpreter: no fork of a process with threads and GPUs, and no import of __main__.
@@ -82,7 +101,9 @@ class GradingProcess:
         self._connection = Connection(ours.detach())
         self._closed = False
         self._connection.send_bytes(config.model_dump_json().encode())
+        self._connection.send_bytes(tokenizer)
         self._usage = psutil.Process(self._wait_until_ready())
+        self._memory_limit = config.memory_mb * 2**20 + (self._usage.memory_info().rss if tokenizer else 0)
 
     @property
     def pid(self) -> int:
@@ -92,12 +113,14 @@ class GradingProcess:
     def grade(self, requests: list[GradingRequest]) -> Iterator[tuple[int, dict[str, Any]]]:
         """(index, reply) of every request when it is finished; raises WorkerDied if the process ends before that."""
         failures = max(request.failures for request in requests)
-        message = {
-            "cpu_seconds": self._config.cpu_seconds * (1 + failures),
-            "requests": [request.to_message(index) for index, request in enumerate(requests)],
-        }
+        seconds = self._config.cpu_seconds * (1 + failures)
+        listed = ", ".join(request.to_message(index) for index, request in enumerate(requests))
+        message = f'{{"cpu_seconds": {seconds}, "requests": [{listed}]}}'
+        tokens = [request.tokens for request in requests if request.tokens is not None]
         try:
-            self._connection.send_bytes(json.dumps(message, default=json_default).encode())
+            self._connection.send_bytes(message.encode())
+            if tokens:
+                self._connection.send_bytes(np.concatenate(tokens))
             for _ in requests:
                 self._wait_for_reply()
                 reply = json.loads(self._connection.recv_bytes())
@@ -147,7 +170,6 @@ class GradingProcess:
 
     def _wait_for_reply(self) -> None:
         cpu_before, asleep_since = -1.0, time.monotonic()
-        limit = self._config.memory_mb * 2**20
         while not self._connection.poll(POLL_SECONDS):
             if self._stopping.is_set():
                 self._kill("stopping")
@@ -155,7 +177,7 @@ class GradingProcess:
                 times, status, resident = self._usage.cpu_times(), self._usage.status(), self._usage.memory_info().rss
             if status == psutil.STATUS_ZOMBIE:
                 raise EOFError
-            if resident > limit:
+            if resident > self._memory_limit:
                 self._kill("memory")
             cpu = times.user + times.system
             if cpu > cpu_before or status in (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP):

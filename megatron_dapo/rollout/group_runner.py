@@ -21,7 +21,6 @@ from megatron_dapo.rollout.pending_group import PendingGroup
 from megatron_dapo.types import FinishReason, Grade, Prompt, Sample, WeightSpan
 
 Grader = Callable[[Prompt, Sample], Awaitable[Grade]]
-Decoder = Callable[[Any], str]
 
 # An engine that repeatedly aborts a sample without adding a token, although nobody asked for it, is broken.
 MAX_EMPTY_ABORTS = 20
@@ -41,12 +40,11 @@ class GroupRunner:
         engine: Engine,
         grade: Grader,
         config: RolloutConfig,
-        decode: Decoder | None,
         reject_early: EarlyRejection | None,
         on_piece: Callable[[int, bool], None],
         on_generated: Callable[[], None],
     ) -> None:
-        self._engine, self._grade, self._config, self._decode = engine, grade, config, decode
+        self._engine, self._grade, self._config = engine, grade, config
         self._reject_early, self._on_piece, self._on_generated = reject_early, on_piece, on_generated
         self._params = SamplingParams(
             max_new_tokens=config.max_response_tokens, temperature=config.temperature, top_p=config.top_p,
@@ -89,8 +87,6 @@ class GroupRunner:
             self._on_generated()
         if not complete:
             return
-        if self._decode is not None:
-            sample.text = self._decode(sample.response_tokens)
         sample.grade = await self._grade(pending.group.prompt, sample)
         self.finished_samples += 1
         self._on_piece(0, True)

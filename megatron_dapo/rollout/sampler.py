@@ -23,7 +23,7 @@ from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.engines.protocol import Engine
 from megatron_dapo.rollout.accounting import Progress
 from megatron_dapo.rollout.carry_over import CarryOver
-from megatron_dapo.rollout.group_runner import Decoder, Grader
+from megatron_dapo.rollout.group_runner import Grader
 from megatron_dapo.rollout.step_collector import SamplerSetup, SamplingLimitError, StepCollector
 from megatron_dapo.types import Group, Prompt, StepBatch
 
@@ -40,21 +40,19 @@ class Sampler:
         *,
         groups_per_step: int,
         seed: int = 0,
-        decode: Decoder | None = None,
         group_filter: GroupFilter | None = None,
         on_progress: Callable[[Progress], None] | None = None,
         on_decided: Callable[[Group], None] | None = None,
     ) -> None:
-        """`next_prompt` raises StopIteration when there are no more prompts. `decode` converts response tokens to the
-        text that is graded (default: the engine's text). `group_filter` overrides the configured one. `on_decided` is
-        called once for every group that the filter kept or rejected."""
+        """`next_prompt` raises StopIteration when there are no more prompts. `group_filter` overrides the configured
+        one. `on_decided` is called once for every group that the filter kept or rejected."""
         chosen = group_filter or (load_group_filter(config.group_filter) if config.dynamic_sampling else keep_all)
         reject_early: EarlyRejection | None = getattr(chosen, "reject_early", None)
         if config.dynamic_sampling and config.sampler.give_up_after is not None:
             reject_early = give_up_after(config.sampler.give_up_after)
         self._setup = SamplerSetup(
             engine=engine, grade=grade, next_prompt=next_prompt, config=config, groups_per_step=groups_per_step,
-            seed=seed, decode=decode, group_filter=chosen, reject_early=reject_early, on_progress=on_progress,
+            seed=seed, group_filter=chosen, reject_early=reject_early, on_progress=on_progress,
             on_decided=on_decided,
         )  # fmt: skip
         self._carry_over = CarryOver()

@@ -18,7 +18,7 @@ from megatron_dapo.errors import UserError
 from megatron_dapo.rollout.accounting import EARLY, STALE, SURPLUS, UNFINISHED, Progress, StepAccounting
 from megatron_dapo.rollout.carry_over import CarryOver, DrawnPrompts
 from megatron_dapo.rollout.fill_policy import FillPolicy
-from megatron_dapo.rollout.group_runner import Decoder, Grader, GroupRunner
+from megatron_dapo.rollout.group_runner import Grader, GroupRunner
 from megatron_dapo.rollout.interrupted_step import InterruptedStep
 from megatron_dapo.rollout.occupancy import Occupancy
 from megatron_dapo.rollout.pending_group import UNDECIDED, GroupState, GroupTable, PendingGroup, new_samples
@@ -41,7 +41,6 @@ class SamplerSetup:
     config: RolloutConfig
     groups_per_step: int
     seed: int
-    decode: Decoder | None
     group_filter: GroupFilter
     reject_early: EarlyRejection | None
     on_progress: Callable[[Progress], None] | None
@@ -67,7 +66,6 @@ class StepCollector:
             setup.engine,
             setup.grade,
             setup.config,
-            setup.decode,
             setup.reject_early,
             self._on_piece,
             self._on_generated,

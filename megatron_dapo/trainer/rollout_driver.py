@@ -24,6 +24,7 @@ from megatron_dapo.engines.factory import open_engine
 from megatron_dapo.engines.protocol import Bucket, Engine, EngineError, WeightReport, derive_seed
 from megatron_dapo.evaluate import Evaluation, evaluate_sets
 from megatron_dapo.reward.pool import RewardPool
+from megatron_dapo.reward.responses import ResponseGrader
 from megatron_dapo.rollout.accounting import Progress
 from megatron_dapo.rollout.sampler import Sampler
 from megatron_dapo.trainer.batch_queue import BatchQueue
@@ -49,7 +50,7 @@ class RolloutDriver:
         data = data or load_run_data(config, tokenizer)
         self.cursor, self.problems = data.mixture(config), data.evaluation
         self.progress = 0
-        self._decode = lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True)
+        self._responses = ResponseGrader(tokenizer)
         self._on_progress = on_progress
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True)
@@ -72,7 +73,7 @@ class RolloutDriver:
     async def _open(self) -> None:
         logs = log_folder(self.config.trainer.run_dir)
         self._engine = await open_engine(self.config.rollout, self.config.policy.model, logs)
-        self._pool = await RewardPool(self.config.reward).__aenter__()
+        self._pool = await RewardPool(self.config.reward, self._responses.tokenizer_json).__aenter__()
         self._sampler = Sampler(
             self._engine,
             self._grade,
@@ -80,7 +81,6 @@ class RolloutDriver:
             self.config.rollout,
             groups_per_step=self.config.trainer.prompts_per_step,
             seed=self.config.trainer.seed,
-            decode=self._decode,
             on_progress=self._on_sampling,
             on_decided=self.cursor.record,
         )
@@ -193,6 +193,8 @@ class RolloutDriver:
             self.cursor.begin_step(step)
             batch = await self.sampler.collect(step)
             batch.metrics |= self.cursor.metrics(batch)
+            shown = batch.groups[: self.config.observe.samples_groups]
+            self._responses.add_texts(sample for group in shown for sample in group.samples)
             fault_points.reach("rollouts/after_collect")
             return batch
 
@@ -213,7 +215,7 @@ class RolloutDriver:
     async def _grade(self, prompt: Prompt, sample: Sample) -> Grade:
         assert self._pool is not None
         fault_points.reach("rollouts/before_grade")
-        return await self._pool.grade(prompt, sample)
+        return await self._responses.grade(self._pool, prompt, sample)
 
     def _on_sampling(self, progress: Progress) -> None:
         self.progress += 1

@@ -86,3 +86,7 @@ async def wait_a_little(prompt, response):
     await asyncio.sleep(0.3)
     in_flight -= 1
     return Grade(True, 1.0, str(most_in_flight))
+
+
+def always_raises(prompt, response):
+    raise ZeroDivisionError("on every response")

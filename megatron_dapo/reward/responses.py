@@ -1,0 +1,40 @@
+"""Grades responses that are tokens: text is made from them once, and where it costs the driving process least.
+
+A short response is decoded in this process. A long one is decoded in the grading process that grades it: this process
+drives all engines, and decoding would be most of its work. `Sample.text` of a long response is then the engine's own
+text, for reading; `decode` gives the text that was graded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from megatron_dapo.reward.pool import RewardPool
+from megatron_dapo.types import Grade, Prompt, Sample, Tokens
+
+SHORT = 512  # tokens; decoding fewer costs less than sending them to a process
+
+
+class ResponseGrader:
+    def __init__(self, tokenizer: Any) -> None:
+        """`tokenizer` is a transformers tokenizer."""
+        self._tokenizer = tokenizer
+        # Only the tokenizers library can decode elsewhere; other tokenizers, and this clean-up, are Python code.
+        fast = getattr(tokenizer, "is_fast", False) and not tokenizer.clean_up_tokenization_spaces
+        self.tokenizer_json = str(tokenizer.backend_tokenizer.to_str()) if fast else ""
+
+    def decode(self, tokens: Tokens) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+
+    async def grade(self, pool: RewardPool, prompt: Prompt, sample: Sample) -> Grade:
+        """`pool` has `tokenizer_json`."""
+        if sample.length > SHORT and self.tokenizer_json:
+            return await pool.grade_tokens(prompt, sample)
+        sample.text = self.decode(sample.response_tokens)
+        return await pool.grade(prompt, sample)
+
+    def add_texts(self, samples: Iterable[Sample]) -> None:
+        """For samples that are shown to people."""
+        for sample in samples:
+            sample.text = self.decode(sample.response_tokens)
