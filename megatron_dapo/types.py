@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 
 Tokens = NDArray[np.int32]
 LogProbs = NDArray[np.float32]
+# [tokens, layers · experts per token]: 1 + the expert that computed the token, 0 where it is not known.
+RoutedExperts = NDArray[np.uint8] | NDArray[np.uint16]
 
 
 def as_tokens(ids: Iterable[int] | NDArray[Any]) -> Tokens:
@@ -111,6 +113,7 @@ class Sample:
     seed: int = 0
     text: str = ""
     grade: Grade | None = None
+    routed_experts: RoutedExperts | None = None  # of prompt and response; rows may be missing at the end
 
     def __post_init__(self) -> None:
         if len(self.response_tokens) != len(self.engine_logprobs):
@@ -141,6 +144,7 @@ class Sample:
             "seed": self.seed, "text": self.text,
             "grade": None if self.grade is None else [
                 self.grade.correct, self.grade.score, self.grade.extracted, self.grade.reason],
+            "routed_experts": self.routed_experts,
         }  # fmt: skip
 
     @classmethod
@@ -154,8 +158,20 @@ class Sample:
                 "finish_reason": FinishReason(state["finish_reason"]),
                 "weight_spans": [WeightSpan(*span) for span in state["weight_spans"]],
                 "grade": None if state["grade"] is None else Grade(*state["grade"]),
+                "routed_experts": _read_experts(state.get("routed_experts")),
             }
         )
+
+
+def _read_experts(values: RoutedExperts | list[list[int]] | None) -> RoutedExperts | None:
+    return values if values is None or isinstance(values, np.ndarray) else pack_experts(np.asarray(values, np.int64))
+
+
+def pack_experts(values: NDArray[Any]) -> RoutedExperts:
+    """Values of `RoutedExperts` in their smallest type."""
+    if values.max(initial=0) <= np.iinfo(np.uint8).max:
+        return values.astype(np.uint8)
+    return values.astype(np.uint16)
 
 
 def _read_logprobs(values: LogProbs | list[float | str]) -> LogProbs:

@@ -140,6 +140,11 @@ class PolicyConfig(Section):
     head_chunk_tokens: int | None = Field(
         None, gt=0, description="Tokens whose logits are in memory at once; null: as many as fit into 1.2 GiB."
     )
+    routing_replay: Literal["off", "engine", "old_log_probs"] = Field(
+        "off",
+        description="The experts of each token in updates and old log-probs. off: as the router chooses. engine: those "
+        "that generated it (R3; SGLang). old_log_probs: in updates, those of the pass that computed the old log-probs.",
+    )
     moe_aux_loss_coefficient: float = Field(0.0, ge=0, description="Load-balancing loss of the router; 0: none.")
     moe: MoEConfig = MoEConfig()
     fp8: Fp8Config = Fp8Config()

@@ -55,6 +55,11 @@ class ServerConfig(Section):
         None, description="Environment variable that holds the API key; null: started servers get a random key."
     )
     admin_key_env: str | None = Field(None, description="Environment variable that holds the admin API key.")
+    routed_experts: bool = Field(
+        False,
+        description="Ask for the experts that computed each token (SGLang's --enable-return-routed-experts). "
+        "policy.routing_replay: engine turns it on.",
+    )
     max_running: int = Field(256, ge=1, description="Requests that one server is given at a time.")
     start_timeout: float = Field(900.0, gt=0, description="Seconds until a started server must be ready.")
     sample_timeout: float | None = Field(

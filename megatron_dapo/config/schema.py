@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 from pydantic import model_validator
 
@@ -64,11 +65,24 @@ class Config(Section):
             }
         )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _routed_experts_for_replay(cls, raw: Any) -> Any:
+        """Engines read the section `rollout` alone."""
+        policy = raw.get("policy") if isinstance(raw, dict) else None
+        if not isinstance(policy, dict) or policy.get("routing_replay") != "engine":
+            return raw
+        rollout = raw.get("rollout") or {}
+        servers = rollout.get("servers") or {} if isinstance(rollout, dict) else None
+        if not isinstance(servers, dict):
+            return raw
+        return {**raw, "rollout": {**rollout, "servers": {"routed_experts": True, **servers}}}
+
     @model_validator(mode="after")
     def _across_sections(self) -> Config:
         checks = (
             self._check_groups, self._check_lengths, self._check_overlong, self._check_stops, self._check_environment,
-            self._check_time_limits, self._check_off_policy,
+            self._check_time_limits, self._check_off_policy, self._check_routing_replay,
         )  # fmt: skip
         for check in checks:
             check()
@@ -91,6 +105,24 @@ class Config(Section):
                 "trainer.old_logprobs is engine: they are the same numbers, and it would do nothing. Set "
                 "trainer.old_logprobs to auto or recompute"
             )
+
+    def _check_routing_replay(self) -> None:
+        mode = self.policy.routing_replay
+        if mode == "engine" and (self.rollout.engine != "sglang" or not self.rollout.servers.routed_experts):
+            found = "rollout.servers.routed_experts is false"
+            if self.rollout.engine != "sglang":
+                found = f"rollout.engine is {self.rollout.engine}"
+            raise ValueError(
+                f"policy.routing_replay is engine, but {found}: only SGLang's servers report the experts of a token; "
+                "change it, or use old_log_probs"
+            )
+        if mode == "old_log_probs" and not self.recomputes_old_logprobs:
+            raise ValueError(
+                "policy.routing_replay is old_log_probs, but the trainer computes none: set trainer.old_logprobs to "
+                "recompute, or routing_replay to off"
+            )
+        if mode != "off" and self.policy.moe.router_fusion:
+            raise ValueError("policy.moe.router_fusion chooses the experts itself: turn it off to use routing_replay")
 
     def _check_stops(self) -> None:
         if any(token < 0 for token in self.rollout.stop_token_ids):
@@ -213,6 +245,10 @@ def _check_experts(policy: PolicyConfig, shape: ModelShape) -> None:
         for name, size in (("expert_parallel", ep), ("expert_tensor_parallel", etp)):
             if size > 1:
                 raise ConfigError(f"policy.{name} is {size}, but the model has no experts: set it to 1")
+        if policy.routing_replay != "off":
+            raise ConfigError(
+                f"policy.routing_replay is {policy.routing_replay}, but the model has no experts: remove it"
+            )
     elif shape.experts % ep:
         raise ConfigError(
             f"policy.expert_parallel is {ep}, but the model has {shape.experts} experts: "

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from megatron_dapo.errors import UserError
-from megatron_dapo.types import FinishReason, LogProbs, Tokens, WeightSpan
+from megatron_dapo.types import FinishReason, LogProbs, RoutedExperts, Tokens, WeightSpan
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,6 +55,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     seed: int | None = None
+    routed_experts_from: int | None = None  # ask for the experts of the tokens from this position of the prompt on
 
 
 @dataclass(slots=True)
@@ -71,6 +72,8 @@ class Completion:
     text: str = ""
     weight_spans: list[WeightSpan] = field(default_factory=list)
     server: str = ""  # which server generated it, for error messages
+    # Of the tokens from SamplingParams.routed_experts_from on, the last one excepted; None: not asked for, or lost.
+    routed_experts: RoutedExperts | None = None
 
 
 @dataclass(slots=True, frozen=True)
@@ -82,6 +85,7 @@ class Capabilities:
     seeded: bool = False  # the same seed gives the same sample, whatever else runs
     bracketed_updates: bool = False  # tensor and distributed updates need begin_ and end_weight_update around them
     checksums: bool = False
+    routed_experts: bool = False  # reports which experts computed each token
     releases_memory: bool = True  # can free its GPU memory, or uses none
     max_tokens: int | None = None  # prompt and response together
 

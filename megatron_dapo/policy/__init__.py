@@ -7,6 +7,7 @@
 - `schedule`          which rank trains on which sample, and in which micro-batch
 - `loss_func`         Megatron's loss function, made from DAPO's policy loss
 - `expert_load`       the load of the experts, and the load-balancing loss
+- `routing_replay`    given experts instead of the router's choice
 - `metrics`           training metrics over micro-batches, ranks and updates
 - `learning_rate`     the schedule of the learning rate
 - `megatron_options`  Megatron's options by name against the installed version; what needs CUDA; its DDP and optimizer

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_dapo.errors import UserError
-from megatron_dapo.types import Sample
+from megatron_dapo.types import RoutedExperts, Sample
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
@@ -35,6 +35,8 @@ class TrainBatch:
     old_logprobs: Floats | None = None  # [responses]; None where the engine's log-probs are the old ones
     engine_logprobs: Floats | None = None  # [responses]
     ref_logprobs: Floats | None = None  # [responses]
+    # Of each sample [its tokens, layers · experts per token]; rows may be missing at the end. None: the router chooses.
+    routed_experts: list[RoutedExperts | None] | None = None  # [samples]
 
     @classmethod
     def from_samples(
@@ -42,6 +44,7 @@ class TrainBatch:
     ) -> TrainBatch:
         """`active[i]` False masks sample i: it is ungraded, or truncated under overlong filtering."""
         lengths = np.array([s.length for s in samples], dtype=np.int64)
+        routed = [s.routed_experts for s in samples]
         return cls(
             tokens=_concat([part for s in samples for part in (s.prompt_tokens, s.response_tokens)], np.int32),
             prompt_lengths=np.array([len(s.prompt_tokens) for s in samples], dtype=np.int64),
@@ -49,6 +52,7 @@ class TrainBatch:
             advantages=np.asarray(advantages, dtype=np.float32),
             loss_mask=np.repeat(np.asarray(active, dtype=np.bool_), lengths),
             engine_logprobs=_concat([s.engine_logprobs for s in samples], np.float32),
+            routed_experts=routed if any(experts is not None for experts in routed) else None,
         )
 
     @property
@@ -90,7 +94,7 @@ class TrainBatch:
         expected = {
             "tokens": int(self.lengths.sum()), "response_lengths": samples, "advantages": samples,
             "loss_mask": responses, "old_logprobs": responses, "engine_logprobs": responses,
-            "ref_logprobs": responses,
+            "ref_logprobs": responses, "routed_experts": samples,
         }  # fmt: skip
         for name, length in expected.items():
             value = getattr(self, name)
@@ -131,6 +135,8 @@ class TrainBatch:
             value = getattr(self, field.name)
             if field.name == "tokens":
                 values[field.name] = _take(value, self.token_offsets, index)
+            elif field.name == "routed_experts":
+                values[field.name] = None if value is None else [value[i] for i in index]
             elif field.name in ("prompt_lengths", "response_lengths", "advantages"):
                 values[field.name] = value[index]
             else:

@@ -126,14 +126,26 @@ class Policy:
             yield from getattr(inner, "param_to_fp32_param", {}).values()  # of Megatron's optimizer with CPU offload
             yield from (value for state in inner.state.values() for value in state.values() if torch.is_tensor(value))
 
+    def old_log_probs(self, batch: TrainBatch, mini_batches: Sequence[Sequence[int]] | None = None) -> Floats:
+        """Log-probs before the first update of a step, as `log_probs`. If `policy.routing_replay` says so, the batch
+        gets the experts that computed them, which the updates replay."""
+        record = self.config.policy.routing_replay == "old_log_probs"
+        return self.log_probs(batch, mini_batches, record=record)[0]
+
     def log_probs(
-        self, batch: TrainBatch, mini_batches: Sequence[Sequence[int]] | None = None
+        self,
+        batch: TrainBatch,
+        mini_batches: Sequence[Sequence[int]] | None = None,
+        *,
+        replay: bool = True,
+        record: bool = False,
     ) -> tuple[Floats, Floats]:
         """Log-probs and entropies [responses] of every response token, on every rank. No gradient, no state change.
-        With `mini_batches` every rank scores the samples that it will train on, and needs no others."""
+        With `mini_batches` every rank scores the samples that it will train on, and needs no others. `replay`: with the
+        experts of the batch, if it has them. `record`: puts the experts into the batch."""
         self.step.validate(batch, "scoring a mini-batch", to_train=False)
-        micro_batches = self.step.pack(batch, mini_batches)
-        outputs = self.step.score(micro_batches)
+        micro_batches = self.step.pack(batch, mini_batches, replay=replay and not record)
+        outputs = self.step.score_and_record(batch, micro_batches) if record else self.step.score(micro_batches)
         table = torch.zeros(2, len(batch.loss_mask), device=self.runtime.device)
         if self.runtime.is_last_stage:
             for micro, output in zip(micro_batches, outputs, strict=True):
@@ -156,7 +168,7 @@ class Policy:
         current = [parameter.detach().to("cpu", copy=True) for parameter in self._parameters()]
         try:
             self._set_parameters(self._reference)
-            return self.log_probs(batch, mini_batches)[0]
+            return self.log_probs(batch, mini_batches, replay=False)[0]
         finally:
             self._set_parameters(current)
 

@@ -30,8 +30,9 @@ from megatron_dapo.policy.learning_rate import learning_rate, set_learning_rate
 from megatron_dapo.policy.loss_func import OnePassLoss, make_loss_func
 from megatron_dapo.policy.metrics import MetricReducer
 from megatron_dapo.policy.model.gpt import PolicyModel
-from megatron_dapo.policy.model.router import MicroBatchRouting
+from megatron_dapo.policy.model.router import MicroBatchRouting, router_layers
 from megatron_dapo.policy.packing import PackedMicroBatch, PackingSpec, pack
+from megatron_dapo.policy.routing_replay import RoutingReplay, record
 from megatron_dapo.policy.runtime import Runtime
 from megatron_dapo.policy.schedule import schedule_micro_batches, shares_of_ranks
 
@@ -59,6 +60,7 @@ class UpdateStep:
         self.chunks, self.optimizer = chunks, optimizer
         self.updates = 0
         self.loss = PolicyLoss(config.algorithm)
+        self._replay = RoutingReplay(shape, runtime, router_layers(model))
         self.packing = PackingSpec.of(config.policy, runtime.groups.cp.rank(), runtime.groups.tp.rank())
         self.forward_backward = get_forward_backward_func()
         self._weight_gradient = _weight_gradient(model[-1])
@@ -101,12 +103,16 @@ class UpdateStep:
             raise RuntimeError(f"Megatron divides by {metrics['denominator']:.0f}, the loss announced {denominator}")
         if self.shape.is_moe:
             metrics |= ExpertLoad.gather(micro_batches, self.shape, self.runtime).metrics()
+        if self.config.policy.routing_replay != "off":
+            metrics |= self._replay.metrics(micro_batches)
         return metrics
 
     def validate(self, batch: TrainBatch, doing: str, *, to_train: bool = True) -> None:
         error: Exception | None = None
         try:
             batch.validate(self.shape.vocab, self.config.policy.micro_batch_tokens)
+            if self._replays(batch):
+                self._replay.check(batch)
             if to_train:
                 self._check_needs(batch)
         except UserError as found:
@@ -125,8 +131,14 @@ class UpdateStep:
         padded = [self.packing.padded(int(length)) for length in lengths]
         return shares_of_ranks(padded, self.runtime.groups.dp.size(), mini_batches)
 
-    def pack(self, batch: TrainBatch, mini_batches: Sequence[Sequence[int]] | None = None) -> list[PackedMicroBatch]:
-        """This data-parallel rank's micro-batches, of its share of these mini-batches; default: one of all samples."""
+    def _replays(self, batch: TrainBatch) -> bool:
+        return self.config.policy.routing_replay != "off" and batch.routed_experts is not None
+
+    def pack(
+        self, batch: TrainBatch, mini_batches: Sequence[Sequence[int]] | None = None, *, replay: bool = True
+    ) -> list[PackedMicroBatch]:
+        """This data-parallel rank's micro-batches, of its share of these mini-batches; default: one of all samples.
+        Without `replay` the routers choose the experts even if the batch has them."""
         groups, policy = self.runtime.groups, self.config.policy
         padded = [self.packing.padded(int(length)) for length in batch.lengths]
         multiple = policy.pipeline_parallel if policy.virtual_pipeline > 1 else 1
@@ -136,6 +148,8 @@ class UpdateStep:
             for micro in mine:
                 real = torch.from_numpy(micro.routed >= 0).to(self.runtime.device, non_blocking=True)
                 micro.packed.routing = MicroBatchRouting(real)
+                if replay and self._replays(batch):
+                    self._replay.attach(batch, micro)
         return mine
 
     def score(self, micro_batches: list[PackedMicroBatch], *, head: bool = True) -> list[Tensor]:
@@ -149,6 +163,13 @@ class UpdateStep:
             )
         for chunk in self.chunks:
             chunk.train()
+        return outputs
+
+    def score_and_record(self, batch: TrainBatch, micro_batches: list[PackedMicroBatch]) -> list[Tensor]:
+        """`score`, after which the batch has the experts of every token in this rank's layers."""
+        record(micro_batches)
+        outputs = self.score(micro_batches)
+        batch.routed_experts = self._replay.recorded(batch, micro_batches)
         return outputs
 
     def _set_load_balancing(self, micro_batches: list[PackedMicroBatch], denominator: int) -> None:

@@ -121,7 +121,8 @@ class GroupRunner:
         return True
 
     async def _extend(self, sample: Sample, request_id: str, room: int) -> None:
-        params = replace(self._params, max_new_tokens=room, seed=sample.seed)
+        routed = _routed_tokens(sample, sample.length) if self._config.servers.routed_experts else None
+        params = replace(self._params, max_new_tokens=room, seed=sample.seed, routed_experts_from=routed)
         context = np.concatenate([sample.prompt_tokens, sample.response_tokens]) if sample.length else None
         self.running += 1
         try:
@@ -148,6 +149,8 @@ class GroupRunner:
             self._on_piece(kept - sample.length, False)  # they are counted again when they are generated again
             sample.response_tokens = sample.response_tokens[:kept]
             sample.engine_logprobs = sample.engine_logprobs[:kept]
+            if sample.routed_experts is not None:
+                sample.routed_experts = sample.routed_experts[: _routed_tokens(sample, kept)]
             spans = (WeightSpan(s.version, s.start, min(s.end, kept)) for s in sample.weight_spans)
             sample.weight_spans = [span for span in spans if span.start < span.end]
             sample.text = ""
@@ -178,6 +181,7 @@ def append_completion(sample: Sample, completion: Completion) -> None:
             f"{completion.logprobs[where]}; the engine's weights are probably not finite"
         )
     offset = sample.length
+    _append_experts(sample, completion)
     sample.response_tokens = np.concatenate([sample.response_tokens, completion.tokens])
     sample.engine_logprobs = np.concatenate([sample.engine_logprobs, completion.logprobs])
     for span in completion.weight_spans:
@@ -188,3 +192,21 @@ def append_completion(sample: Sample, completion: Completion) -> None:
             sample.weight_spans.append(WeightSpan(span.version, span.start + offset, span.end + offset))
     sample.text += completion.text
     sample.finish_reason = completion.finish_reason
+
+
+def _routed_tokens(sample: Sample, response: int) -> int:
+    """Tokens that an engine has computed to generate a response of this length: all but the last."""
+    return len(sample.prompt_tokens) + response - 1 if response else 0
+
+
+def _append_experts(sample: Sample, completion: Completion) -> None:
+    """A part brings the experts of its tokens but the last, and of the last token before it. What a part has not
+    brought is zero: not known."""
+    found, before = completion.routed_experts, sample.routed_experts
+    if found is None:
+        return
+    start = _routed_tokens(sample, sample.length)
+    if before is None:
+        before = np.zeros((0, found.shape[1]), found.dtype)
+    lost = np.zeros((max(0, start - len(before)), found.shape[1]), found.dtype)
+    sample.routed_experts = np.concatenate([before[:start], lost, found])

@@ -64,7 +64,8 @@ class Case:
     @property
     def reference(self) -> Case:
         """The same model and loss in a single process."""
-        return replace(self, layout=SINGLE, policy={}, size=self.size or self.layout.model_size)
+        kept = {key: value for key, value in self.policy.items() if key == "routing_replay"}
+        return replace(self, layout=SINGLE, policy=kept, size=self.size or self.layout.model_size)
 
     @property
     def key(self) -> str:
@@ -83,7 +84,8 @@ class Case:
     @property
     def name(self) -> str:
         recompute = [self.policy.get("recompute", ""), *self.policy.get("recompute_modules", [])]
-        return " ".join(filter(None, [self.layout.name, *recompute]))
+        replay = "replay" if "routing_replay" in self.policy else ""
+        return " ".join(filter(None, [self.layout.name, *recompute, replay]))
 
     def obstacle(self, job_ranks: int | None = None) -> str:
         """Why the case cannot exist; empty when it can."""
@@ -136,7 +138,10 @@ def _random_case(rng: random.Random) -> Case:
     size = layout.model_size
     if layout.size("tp") == 4 and rng.random() < 0.5:
         size = size._replace(kv_heads=2)  # fewer than ranks: each is computed on two of them
-    return Case(layout, model, settings, rng.choice(RECOMPUTE), size)
+    policy = dict(rng.choice(RECOMPUTE))
+    if model == "moe" and rng.random() < 0.3:
+        policy["routing_replay"] = "engine"
+    return Case(layout, model, settings, policy, size)
 
 
 def _random_layout(rng: random.Random, world: int, *, experts: bool) -> LayoutSpec:

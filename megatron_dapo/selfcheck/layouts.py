@@ -44,6 +44,7 @@ from megatron_dapo.selfcheck.trace import Trace, compare, trace_updates
 
 MOST_FORKED_RANKS = 16
 SECONDS_PER_CASE = 180.0
+CASES_PER_FORK = 2  # gloo threads of earlier cases stay: about fifty per case and rank
 Progress = Callable[[str], None]
 
 
@@ -58,7 +59,12 @@ def run_layouts(
         raise UserError("--random draws layouts of different sizes: run it without torchrun")
     cases = random_cases(random, seed) if random else _chosen(names, rendezvous.world_size if in_job else None, console)
     with console.status("") as status:
-        progress = lambda text: status.update(escape(text))  # noqa: E731
+
+        def progress(text: str) -> None:
+            status.update(escape(text))
+            if random and not console.is_terminal:
+                console.print(text, highlight=False, markup=False)
+
         results = check_in_job(rendezvous, cases, updates, progress) if in_job else check(cases, updates, progress)
     if in_job:
         shutdown()
@@ -119,7 +125,8 @@ def check(cases: Sequence[Case], updates: int, progress: Progress = lambda text:
     for world in sorted({case.layout.world_size for case in everything.values()}):
         some = [case for case in everything.values() if case.layout.world_size == world]
         while some:  # ranks that a case has brought down are forked again for the cases after it
-            done = _run_in_ranks(world, some, updates, progress)
+            progress(f"{len(outcomes)} of {len(everything)} done; next: {some[0].name}, {some[0].model}")
+            done = _run_in_ranks(world, some[:CASES_PER_FORK], updates)
             outcomes |= {case.key: outcome for case, outcome in zip(some, done, strict=False)}
             some = some[len(done) :]
     return [_result(case, outcomes[case.key], outcomes[case.reference.key]) for case in cases]
@@ -134,10 +141,9 @@ class Outcome:
     error: str = ""
 
 
-def _run_in_ranks(world: int, cases: Sequence[Case], updates: int, progress: Progress) -> list[Outcome]:
+def _run_in_ranks(world: int, cases: Sequence[Case], updates: int) -> list[Outcome]:
     """The outcomes of the first cases: all of them, or those up to the first that failed."""
     with tempfile.TemporaryDirectory(prefix="selfcheck-") as folder:
-        progress(f"{len(cases)} cases in {world} ranks")
         error = ""
         try:
             run_ranks(world, _trace_all, cases, updates, folder, timeout=SECONDS_PER_CASE * len(cases))

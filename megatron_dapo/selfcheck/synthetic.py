@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_dapo.config import ModelShape
 from megatron_dapo.policy.batch import TrainBatch
+from megatron_dapo.types import RoutedExperts
 from megatron_dapo.weights.mapping import parameter_mappings
 
 MODELS = ("dense", "tied", "moe")
@@ -79,3 +80,15 @@ def awkward_batch(shape: ModelShape, seed: int, samples: int = 14) -> TrainBatch
         engine_logprobs=(typical + 0.5 * rng.normal(size=total)).astype(np.float32),
         ref_logprobs=(typical + 0.5 * rng.normal(size=total)).astype(np.float32),
     )
+
+
+def random_experts(shape: ModelShape, batch: TrainBatch, seed: int) -> list[RoutedExperts | None]:
+    """Distinct experts for every token and layer, unrelated to the router's choice. Not known: the last token of each
+    sample, and about a fifth of the others."""
+    rng = np.random.default_rng(seed)
+    found: list[RoutedExperts | None] = []
+    for length in batch.lengths - 1:
+        order = rng.random((length, shape.layers, shape.experts)).argsort(-1)[..., : shape.experts_per_token] + 1
+        order[rng.random(length) < 0.2] = 0
+        found.append(order.reshape(length, -1).astype(np.uint8))
+    return found

@@ -18,7 +18,7 @@ from megatron_dapo.errors import UserError
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.policy.runtime import Rendezvous, Runtime, initialize
 from megatron_dapo.selfcheck.cases import Case
-from megatron_dapo.selfcheck.synthetic import awkward_batch, random_hf_weights
+from megatron_dapo.selfcheck.synthetic import awkward_batch, random_experts, random_hf_weights
 from megatron_dapo.weights.mapping import OUTPUT, parameter_mappings
 from megatron_dapo.weights.model_weights import live_mappings
 from megatron_dapo.weights.sharding import hf_tensors, unshard
@@ -68,7 +68,10 @@ def trace_config(rendezvous: Rendezvous | None, config: Config, shape: ModelShap
     policy.load_hf(random_hf_weights(shape))
     trace = Trace()
     for update in range(updates):
-        metrics = policy.gradients(awkward_batch(shape, seed=update))
+        batch = awkward_batch(shape, seed=update)
+        if config.policy.routing_replay == "engine":
+            batch.routed_experts = random_experts(shape, batch, seed=update)
+        metrics = policy.gradients(batch)
         trace.gradients.append(gather_full(policy, runtime, gradient=True))
         metrics |= policy.step.step_optimizer()
         trace.losses += [metrics[name] for name in ("loss", "aux_loss", "expert_load_max") if name in metrics]

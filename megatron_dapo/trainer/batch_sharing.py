@@ -15,10 +15,12 @@ import numpy as np
 
 from megatron_dapo.policy.batch import Ints, TrainBatch
 from megatron_dapo.trainer.collectives import Collectives
+from megatron_dapo.types import RoutedExperts
 
 MiniBatches = list[list[int]]
 Shares = Callable[[Ints, MiniBatches], list[list[int]]]  # lengths, mini-batches: samples of each data-parallel rank
 PER_SAMPLE = ("prompt_lengths", "response_lengths", "advantages")
+SHARED_OTHERWISE = ("loss_mask", "routed_experts")
 
 
 def share_batch(
@@ -39,7 +41,10 @@ def share_batch(
     mask = np.unpackbits(bits, count=int(values["response_lengths"].sum())).astype(np.bool_)
     everywhere = TrainBatch(tokens=np.empty(0, np.int32), loss_mask=mask, **values)  # type: ignore[arg-type]
     places = shares(everywhere.lengths, indices)
-    for name in (field.name for field in fields(TrainBatch) if field.name not in (*PER_SAMPLE, "loss_mask")):
+    everywhere.routed_experts = _share_experts(
+        collectives, None if batch is None else batch.routed_experts, everywhere, indices, shares
+    )
+    for name in (field.name for field in fields(TrainBatch) if field.name not in (*PER_SAMPLE, *SHARED_OTHERWISE)):
         array = None if batch is None else getattr(batch, name)
         if name == "tokens":
             found = collectives.scatter_array(array, everywhere.token_offsets, places)
@@ -49,3 +54,40 @@ def share_batch(
             found = collectives.scatter_array(array, everywhere.response_offsets, places)
         setattr(everywhere, name, found)
     return everywhere, indices
+
+
+def _share_experts(
+    collectives: Collectives,
+    routed: list[RoutedExperts | None] | None,
+    batch: TrainBatch,
+    mini_batches: MiniBatches,
+    shares: Shares,
+) -> list[RoutedExperts | None] | None:
+    """Hundreds of bytes for each token, so one mini-batch at a time, and only to the ranks that train on it."""
+    known = [experts for experts in routed or () if experts is not None]
+    largest = max(known, key=lambda experts: experts.itemsize, default=None)
+    header = collectives.share_array(None if largest is None else np.array([largest.shape[1], largest.itemsize]))
+    if header is None:
+        return None
+    width, dtype = int(header[0]), np.dtype(f"u{header[1]}")
+    lengths = None if routed is None else np.array([0 if x is None else len(x) for x in routed], np.int64)
+    rows = collectives.share_array(lengths)
+    assert rows is not None
+    found: list[RoutedExperts | None] = [None] * batch.samples if routed is None else routed
+    empty = np.zeros((0, width), dtype)
+    for samples in mini_batches:
+        offsets = np.concatenate([[0], np.cumsum(rows[samples])]).astype(np.int64) * width * dtype.itemsize
+        if not offsets[-1]:
+            continue
+        places = [[samples.index(i) for i in share] for share in shares(batch.lengths, [samples])]
+        flat = None
+        if routed is not None:
+            parts = [empty if (experts := routed[i]) is None else experts.astype(dtype) for i in samples]
+            flat = np.concatenate(parts).reshape(-1).view(np.uint8)
+        received = collectives.scatter_array(flat, offsets, places)
+        assert received is not None
+        if routed is None:
+            for place in places[collectives.runtime.groups.dp.rank()]:
+                values = received[offsets[place] : offsets[place + 1]].view(dtype).reshape(-1, width)
+                found[samples[place]] = values.copy() if len(values) else None
+    return found

@@ -46,7 +46,7 @@ class Updates:
         fault_points.reach("loop/before_log_probs")
         recompute = self._config.recomputes_old_logprobs
         if recompute or not self.gate_passed:
-            logprobs, _ = self._policy.log_probs(step.batch, step.mini_batches)
+            logprobs = self._policy.old_log_probs(step.batch, step.mini_batches)
             if not self.gate_passed:
                 self._pass_gate(step, version, logprobs)
             if recompute:

@@ -1,5 +1,6 @@
 """Both parsers of a reply give the same result, and both find damage."""
 
+import base64
 import json
 
 import numpy as np
@@ -77,3 +78,37 @@ def test_an_aborted_request_may_have_no_tokens():
     completion = parse_completion(orjson.dumps(reply_of([], [], reason="abort")), "here")
     assert completion.finish_reason is FinishReason.ABORT and len(completion.tokens) == 0
     assert completion.weight_spans == []
+
+
+# ---- experts of a token ----
+
+
+def with_experts(values, ids=(5, 6, 7)):
+    text = base64.b64encode(np.asarray(values, np.int32).tobytes()).decode()
+    return orjson.dumps(reply_of([-1.0] * len(ids), list(ids), routed_experts=text))
+
+
+@pytest.mark.parametrize("parse", [_parse_fast, _parse_general])
+@pytest.mark.parametrize("largest", [6, 254, 255])
+def test_experts_are_counted_from_one_in_the_smallest_type(parse, largest):
+    """4 tokens of the prompt were asked for; the last of the 3 response tokens has not been computed."""
+    values = np.random.default_rng(0).integers(0, largest, (6, 2, 3))
+    values[0, 0, 0] = largest
+    found = parse(with_experts(values), "here", 4).routed_experts
+    assert found.tolist() == (values.reshape(6, 6) + 1).tolist()
+    assert found.dtype == (np.uint8 if largest < 255 else np.uint16)
+    assert parse(with_experts(values), "here").routed_experts is None  # not asked for
+
+
+def test_experts_that_cannot_be_used():
+    def parse(content):
+        return parse_completion(content, "server a", 4)
+
+    assert parse(with_experts(np.zeros((5, 7)))).routed_experts is None  # lost: 35 values for 6 tokens
+    assert parse(orjson.dumps(reply_of([], [], reason="abort"))).routed_experts is None
+    with pytest.raises(ServerFailure, match="server a: the reply lacks 'routed_experts'"):
+        parse(orjson.dumps(reply_of([-1.0], [5])))
+    with pytest.raises(ServerFailure, match="cannot be decoded"):
+        parse(orjson.dumps(reply_of([-1.0], [5], routed_experts="?")))
+    with pytest.raises(ServerFailure, match="values from -1 to"):
+        parse(with_experts(np.full((6, 2), -1)))

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -237,10 +238,14 @@ def test_the_body_of_a_generate_request():
             8, temperature=0.5, top_p=0.9, top_k=7, stop=("a", "b"), stop_token_ids=(5,), seed=2**62
         )
         await engine.generate("r", prompt, params)
+        with pytest.raises(EngineError, match="the reply lacks 'routed_experts'"):  # of the fake server
+            await engine.generate("s", prompt, replace(params, routed_experts_from=1200))
         await engine.close()
 
     run(main())
     sent = bodies[0]
+    assert "return_routed_experts" not in sent
+    assert bodies[1]["return_routed_experts"] is True and bodies[1]["routed_experts_start_len"] == 1200
     assert sent["input_ids"] == (np.arange(2000) % 250).tolist() and sent["return_logprob"] is True
     assert sent["sampling_params"] == {
         "max_new_tokens": 8, "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.0, "ignore_eos": False,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 
-from megatron_dapo.config import ModelShape
+from megatron_dapo.config import Config, ModelShape
+from megatron_dapo.policy.batch import TrainBatch
 
 COMMON: dict[str, Any] = {
     "layers": 2, "hidden": 64, "ffn_hidden": 96, "heads": 4, "kv_heads": 2, "vocab": 131, "max_positions": 256,
@@ -108,3 +111,55 @@ def load_balancing_loss(logits: torch.Tensor, experts_per_token: int) -> torch.T
     chosen = torch.zeros_like(probability).scatter(1, probability.topk(experts_per_token).indices, 1.0)
     share = chosen.sum(0) / (tokens * experts_per_token)
     return experts * (share * probability.mean(0)).sum()
+
+
+def naive_gradients(
+    model: Any, batch: TrainBatch, config: Config, before: Callable[[int], None] = lambda i: None
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """The objective written out in fp64: min of the two surrogates, dual clip, k3, entropy, importance weight; one
+    division; and the load-balancing loss of every layer with experts. `before(i)` is called before sample i."""
+    a, model = config.algorithm, model.double()
+    logits = record_router_logits(model)
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    tokens = np.split(batch.tokens, np.cumsum(batch.lengths)[:-1])
+    responses = [np.split(x, np.cumsum(batch.response_lengths)[:-1]) for x in (
+        batch.old_logprobs, batch.engine_logprobs, batch.ref_logprobs, batch.loss_mask)]  # fmt: skip
+    for i, (ids, old, engine, ref, mask) in enumerate(zip(tokens, *responses, strict=True)):
+        before(i)
+        ids, prompt = torch.from_numpy(ids).long(), int(batch.prompt_lengths[i])
+        old, engine, ref = (torch.from_numpy(x).double() for x in (old, engine, ref))
+        table = torch.log_softmax(model(ids[None]).logits[0, prompt - 1 : -1] / config.rollout.temperature, -1)
+        logp = table[torch.arange(len(ids) - prompt), ids[prompt:]]
+        advantage, ratio = float(batch.advantages[i]), torch.exp(logp - old)
+        clipped = ratio.clamp(1 - a.clip_low, 1 + a.clip_high)
+        surrogate = torch.minimum(ratio * advantage, clipped * advantage)
+        if advantage < 0:
+            surrogate = torch.maximum(surrogate, torch.tensor(a.dual_clip * advantage, dtype=torch.float64))
+        weight = torch.exp(old - engine).clamp(max=a.off_policy.weight_cap)
+        kl = torch.exp(ref - logp) - (ref - logp) - 1
+        entropy = -(table.exp() * table).sum(-1)
+        loss = -weight * surrogate + a.kl.coefficient * kl - a.entropy_coefficient * entropy
+        total = total + loss[torch.from_numpy(mask)].sum()
+        count += int(mask.sum())
+    balance = [load_balancing_loss(torch.cat(layer), model.config.num_experts_per_tok) for layer in logits]
+    (total / count + config.policy.moe_aux_loss_coefficient * sum(balance)).backward()
+    return float(total.detach() / count), hf_gradients(model)
+
+
+class GivenExperts:
+    """Routes the tokens of a model to given experts: `experts[sample]` is [tokens, layers, k], counted from 1; 0 leaves
+    the choice to the router, and so do tokens beyond it."""
+
+    def __init__(self, model: Any, experts: list[Any]) -> None:
+        self.experts, self.sample = experts, 0
+        for layer, router in enumerate(routers(model)):
+            router.register_forward_hook(lambda _, args, output, layer=layer: self._route(layer, *output))
+
+    def before(self, sample: int) -> None:
+        self.sample = sample
+
+    def _route(self, layer: int, logits: torch.Tensor, weights: torch.Tensor, own: torch.Tensor) -> Any:
+        chosen = own.clone()
+        rows = torch.from_numpy(self.experts[self.sample][:, layer].astype(np.int64)) - 1
+        chosen[: len(rows)] = torch.where((rows >= 0).all(-1, keepdim=True), rows, own[: len(rows)])
+        return logits, logits.gather(1, chosen).softmax(-1), chosen

@@ -5,11 +5,10 @@ in fp64, sample by sample, with the objective written out as in the paper. Plant
 can fail.
 """
 
-import numpy as np
 import pytest
 import torch
 from joined_ranks import RankJobs
-from reference_models import hf_gradients, hf_model, hf_weights, load_balancing_loss, record_router_logits
+from reference_models import hf_model, hf_weights, naive_gradients
 
 from megatron_dapo.algorithm import Needs
 from megatron_dapo.algorithm.objectives.dapo import DAPO
@@ -104,36 +103,6 @@ def test_the_batch_exercises_clipping_masking_and_unequal_lengths():
 
 
 # ---- the oracle ----
-
-
-def naive_gradients(model, batch, config):
-    """The objective written out in fp64: min of the two surrogates, dual clip, k3, entropy, importance weight; one
-    division; and the load-balancing loss of every layer with experts."""
-    a, model = config.algorithm, model.double()
-    logits = record_router_logits(model)
-    total, count = torch.zeros((), dtype=torch.float64), 0
-    tokens = np.split(batch.tokens, np.cumsum(batch.lengths)[:-1])
-    responses = [np.split(x, np.cumsum(batch.response_lengths)[:-1]) for x in (
-        batch.old_logprobs, batch.engine_logprobs, batch.ref_logprobs, batch.loss_mask)]  # fmt: skip
-    for i, (ids, old, engine, ref, mask) in enumerate(zip(tokens, *responses, strict=True)):
-        ids, prompt = torch.from_numpy(ids).long(), int(batch.prompt_lengths[i])
-        old, engine, ref = (torch.from_numpy(x).double() for x in (old, engine, ref))
-        table = torch.log_softmax(model(ids[None]).logits[0, prompt - 1 : -1] / config.rollout.temperature, -1)
-        logp = table[torch.arange(len(ids) - prompt), ids[prompt:]]
-        advantage, ratio = float(batch.advantages[i]), torch.exp(logp - old)
-        clipped = ratio.clamp(1 - a.clip_low, 1 + a.clip_high)
-        surrogate = torch.minimum(ratio * advantage, clipped * advantage)
-        if advantage < 0:
-            surrogate = torch.maximum(surrogate, torch.tensor(a.dual_clip * advantage, dtype=torch.float64))
-        weight = torch.exp(old - engine).clamp(max=a.off_policy.weight_cap)
-        kl = torch.exp(ref - logp) - (ref - logp) - 1
-        entropy = -(table.exp() * table).sum(-1)
-        loss = -weight * surrogate + a.kl.coefficient * kl - a.entropy_coefficient * entropy
-        total = total + loss[torch.from_numpy(mask)].sum()
-        count += int(mask.sum())
-    balance = [load_balancing_loss(torch.cat(layer), model.config.num_experts_per_tok) for layer in logits]
-    (total / count + config.policy.moe_aux_loss_coefficient * sum(balance)).backward()
-    return float(total.detach() / count), hf_gradients(model)
 
 
 # Planted errors: each gets a MonkeyPatch in the forked ranks.

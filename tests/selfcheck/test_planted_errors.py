@@ -2,10 +2,11 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
-from megatron_dapo.policy import expert_load, step
+from megatron_dapo.policy import expert_load, routing_replay, step
 from megatron_dapo.policy.model import gpt, router
 from megatron_dapo.selfcheck import layouts
 from megatron_dapo.selfcheck.cases import random_cases
@@ -71,11 +72,26 @@ def padding_is_balanced(patch):
     patch.setattr(step, "MicroBatchRouting", lambda mask: real(torch.ones_like(mask)))
 
 
+def experts_of_other_tokens(patch):
+    """Where tensor and context parallelism split the tokens, replayed experts are those of the next token."""
+    real = routing_replay.RoutingReplay.attach
+
+    def planted(self, batch, micro):
+        routed = micro.routed
+        if self.runtime.groups.tp_cp.size() > 1:
+            micro.routed = np.where(routed >= 0, (routed + 1) % len(batch.tokens), -1)
+        real(self, batch, micro)
+        micro.routed = routed
+
+    patch.setattr(routing_replay.RoutingReplay, "attach", planted)
+
+
 PLANTED = [
     (experts_reduced_over_data_ranks_only, lambda c: small(c) and size(c, "tp") > 1 == size(c, "ep") == size(c, "etp")),
     (megatrons_auxiliary_loss, lambda c: small(c) and size(c, "dp") > 1),
     (balance_of_each_micro_batch, lambda c: small(c) and size(c, "dp") > 1),
     (balance_split_over_tensor_and_context_ranks, lambda c: small(c) and size(c, "tp") * size(c, "cp") > 1),
+    (experts_of_other_tokens, lambda c: small(c) and "replay" in c.name and size(c, "tp") * size(c, "cp") > 1),
     (padding_is_balanced, lambda c: small(c) and size(c, "cp") > 1),
 ]
 

@@ -13,7 +13,7 @@ from megatron_dapo.policy.policy import Policy
 from megatron_dapo.policy.runtime import initialize
 from megatron_dapo.policy.schedule import shares_of_ranks
 from megatron_dapo.selfcheck.layout_spec import LayoutSpec, selfcheck_config
-from megatron_dapo.selfcheck.synthetic import awkward_batch, random_hf_weights, synthetic_shape
+from megatron_dapo.selfcheck.synthetic import awkward_batch, random_experts, random_hf_weights, synthetic_shape
 from megatron_dapo.trainer.batch_sharing import share_batch
 from megatron_dapo.trainer.collectives import Collectives
 from megatron_dapo.trainer.loop import train
@@ -30,6 +30,9 @@ def collectives(runtime):
 
 def whole_batch():
     batch = awkward_batch(SHAPE, 0)
+    batch.routed_experts = random_experts(synthetic_shape("moe"), batch, seed=0)
+    batch.routed_experts[1] = None
+    batch.routed_experts[5] = batch.routed_experts[5].astype(np.uint16)
     half = batch.samples // 2
     return batch, [list(range(half)), list(range(half, batch.samples))]
 
@@ -53,6 +56,11 @@ def shared(rendezvous, layout):
         assert np.array_equal(getattr(found.select(mine), name), getattr(expected.select(mine), name)), name
         if rendezvous.rank != 0:
             assert not getattr(found.select(others), name).any()
+    for sample, experts in enumerate(expected.routed_experts):
+        if sample in mine and experts is not None:
+            assert np.array_equal(found.routed_experts[sample], experts)
+        elif rendezvous.rank != 0:
+            assert found.routed_experts[sample] is None
     scores = policy.log_probs(found, mini)[0], policy.log_probs(expected, mini)[0]
     assert scores[0].tobytes() == scores[1].tobytes()
     metrics = [policy.gradients(batch.select(mini[0])) for batch in (found, expected)]

@@ -78,6 +78,12 @@ class SGLangClient:
         if _numbers(version) < OLDEST_VERSION:
             raise EngineError(f"server {self.name} runs SGLang {version}; expected 0.5.17 or newer")
         self.tensor_parallel = int(info.get("tp_size") or 1)
+        routed_experts = bool(info.get("enable_return_routed_experts"))
+        if self.config.routed_experts and not routed_experts:
+            raise EngineError(
+                f"server {self.name} does not report the experts of a token (rollout.servers.routed_experts): start it "
+                "with --enable-return-routed-experts"
+            )
         try:
             paths = set((await self.connection.get("/openapi.json"))["paths"])
         except (EngineError, KeyError, TypeError):
@@ -88,6 +94,7 @@ class SGLangClient:
             bracketed_updates="/begin_weight_update" in paths,
             checksums="/weights_checker" in paths and await self._can_checksum(),
             max_tokens=info.get("context_length") or info.get("max_total_num_tokens"),
+            routed_experts=routed_experts,
             releases_memory=bool(info.get("enable_memory_saver")) or info.get("device") == "cpu",
         )  # fmt: skip
 
@@ -121,13 +128,17 @@ class SGLangClient:
 
     async def generate(self, request_id: str, prompt: Tokens, params: SamplingParams) -> Completion:
         """One try; the engine repeats it, here or elsewhere."""
-        body = {
+        body: dict[str, Any] = {
             "rid": request_id, "input_ids": prompt, "sampling_params": _sampling(params),
             "return_logprob": True, "logprob_start_len": -1,
         }  # fmt: skip
+        routed = None
+        if params.routed_experts_from is not None:
+            body |= {"return_routed_experts": True, "routed_experts_start_len": params.routed_experts_from}
+            routed = len(prompt) - params.routed_experts_from
         content = await self._generate.generate(body, self.config.sample_seconds(params.max_new_tokens))
         self.last_completion = time.monotonic()
-        return parse_completion(content, f"server {self.name}, request {request_id}")
+        return parse_completion(content, f"server {self.name}, request {request_id}", routed)
 
     async def reports_token_versions(self) -> bool:
         """Whether its replies name the weight version of every token, not only the last one."""

@@ -11,6 +11,7 @@ middle of an update is labelled `updating-to-N`.
 
 from __future__ import annotations
 
+import base64
 from typing import Any
 
 import numpy as np
@@ -18,17 +19,19 @@ import orjson
 
 from megatron_dapo.engines.protocol import Completion
 from megatron_dapo.engines.sglang.http import QUOTED, ServerFailure
-from megatron_dapo.types import FinishReason, LogProbs, Tokens, WeightSpan
+from megatron_dapo.types import FinishReason, LogProbs, RoutedExperts, Tokens, WeightSpan, pack_experts
 
+LARGEST_EXPERT = 65534
 _LOGPROBS, _IDS = b'"output_token_logprobs":[[', b'"output_ids":['
 
 
-def parse_completion(content: bytes, where: str) -> Completion:
-    """`where` names the server and the request, for errors."""
-    return _parse_fast(content, where) or _parse_general(content, where)
+def parse_completion(content: bytes, where: str, routed: int | None = None) -> Completion:
+    """`where` names the server and the request, for errors. `routed`: the tokens of the prompt whose experts were asked
+    for, besides those of the response; None: none were."""
+    return _parse_fast(content, where, routed) or _parse_general(content, where, routed)
 
 
-def _parse_fast(content: bytes, where: str) -> Completion | None:
+def _parse_fast(content: bytes, where: str, routed: int | None = None) -> Completion | None:
     """None when the reply is not exactly as SGLang writes it."""
     ids, entries = content.find(_IDS) + len(_IDS), content.find(_LOGPROBS) + len(_LOGPROBS)
     # Searched from the end: little follows the log-probs, and if that has brackets too, the counts below differ.
@@ -50,10 +53,13 @@ def _parse_fast(content: bytes, where: str) -> Completion | None:
             return None
     except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):
         return None
-    return Completion(tokens, logprobs, reason, reply.get("text", ""), _spans(meta, count, where))
+    experts = _routed_experts(meta, routed, count, where)
+    return Completion(
+        tokens, logprobs, reason, reply.get("text", ""), _spans(meta, count, where), routed_experts=experts
+    )
 
 
-def _parse_general(content: bytes, where: str) -> Completion:
+def _parse_general(content: bytes, where: str, routed: int | None = None) -> Completion:
     try:
         reply = orjson.loads(content)
         meta = reply["meta_info"]
@@ -70,7 +76,27 @@ def _parse_general(content: bytes, where: str) -> Completion:
     if reason is FinishReason.ABORT and finish.get("status_code"):
         raise ServerFailure(f"{where}: the server gave it up ({finish['status_code']}): {finish.get('message')}")
     tokens, logprobs = _columns(entries, ids, where)
-    return Completion(tokens, logprobs, reason, text, _spans(meta, len(tokens), where))
+    experts = _routed_experts(meta, routed, len(tokens), where)
+    return Completion(tokens, logprobs, reason, text, _spans(meta, len(tokens), where), routed_experts=experts)
+
+
+def _routed_experts(meta: dict[str, Any], prompt: int | None, response: int, where: str) -> RoutedExperts | None:
+    """SGLang sends int32 [tokens, layers, experts per token] as base64, for all tokens but the last. None where it has
+    fewer: a request that was retracted and then aborted has lost some, and it is not known which."""
+    if prompt is None or not response:
+        return None
+    rows, text = prompt + response - 1, meta.get("routed_experts")
+    if text is None:
+        raise ServerFailure(f"{where}: the reply lacks 'routed_experts' (rollout.servers.routed_experts)")
+    try:
+        values = np.frombuffer(base64.b64decode(text, validate=True), np.int32)
+    except ValueError as error:
+        raise ServerFailure(f"{where}: its routed_experts cannot be decoded: {error}") from error
+    if rows == 0 or values.size % rows or not values.size:
+        return None
+    if int(values.min()) < 0 or int(values.max()) > LARGEST_EXPERT:
+        raise ServerFailure(f"{where}: routed_experts has values from {values.min()} to {values.max()}")
+    return pack_experts(values.reshape(rows, -1) + 1)
 
 
 def _columns(entries: list[list[Any]], ids: list[int], where: str) -> tuple[Tokens, LogProbs]:

@@ -42,7 +42,7 @@ def sglang_command(
     command = [
         *command_with_keys(python, "sglang.launch_server", key_variables(config), has_package=has_package),
         "--model-path", model, "--host", config.host, "--port", str(port), "--tp-size", str(config.tensor_parallel),
-        "--dtype", config.dtype,
+        "--dtype", config.dtype, *(["--enable-return-routed-experts"] if config.routed_experts else []),
     ]  # fmt: skip
     environment = {"HF_HUB_OFFLINE": "1", "SGLANG_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEP_ALIVE)}
     if config.device == "cpu":

@@ -1,4 +1,5 @@
-"""The router of a MoE layer, with what an RL update needs: an exact load-balancing loss and the load of the experts.
+"""The router of a MoE layer, with what an RL update needs: an exact load-balancing loss, the load of the experts, and
+the replay of given experts (`policy/routing_replay.py`).
 
 The load-balancing loss is defined once, on the whole mini-batch of an update:
 
@@ -38,6 +39,10 @@ class MicroBatchRouting:
     real: Tensor  # bool [tokens that this rank's routers see]: not padding
     slopes: Tensor | None = None  # [layers, experts]: the load-balancing loss is Σ slope · softmax probability
     load: dict[int, Tensor] = field(default_factory=dict)  # by layer: [2, experts], dispatched tokens and Σ probability
+    # Routing replay, by layer. Experts count from 1 in `targets`; 0: the router chooses.
+    targets: dict[int, Tensor] | None = None  # [tokens, experts per token]
+    recorded: dict[int, Tensor] | None = None  # set: filled with the experts [tokens, experts per token]
+    replayed: dict[int, Tensor] = field(default_factory=dict)  # [3]: tokens, replayed ones, those with other experts
 
 
 class PolicyRouter(TopKRouter):
@@ -66,10 +71,12 @@ class PolicyRouter(TopKRouter):
             self.micro_batch = None
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        probs, chosen = super().routing(logits, padding_mask)
         micro = self.micro_batch
         if micro is None:
-            return probs, chosen
+            return super().routing(logits, padding_mask)
+        replays = micro.targets is not None or micro.recorded is not None
+        self.router_replay = _Replay(micro, self.layer_number) if replays else None
+        probs, chosen = super().routing(logits, padding_mask)
         real = micro.real[:, None]
         balances = micro.slopes is not None and self.training and torch.is_grad_enabled()
         with torch.set_grad_enabled(balances):
@@ -79,6 +86,47 @@ class PolicyRouter(TopKRouter):
         # Assigned, not added: a recomputed layer comes here twice.
         micro.load[self.layer_number] = torch.stack([(chosen & real).sum(0).float(), probability.detach()])
         return probs, chosen
+
+
+class _Replay:
+    """Stands for Megatron's RouterReplay, which keeps queues of micro-batches and has no unknown experts."""
+
+    def __init__(self, micro: MicroBatchRouting, layer: int) -> None:
+        self._micro, self._layer = micro, layer
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: Any, group_topk: Any, default_compute_topk: Any
+    ) -> tuple[Tensor, Tensor]:
+        micro = self._micro
+        values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        if micro.recorded is not None:
+            micro.recorded[self._layer] = own
+        if micro.targets is None:
+            return values, own
+        given = micro.targets[self._layer].long() - 1
+        if given.shape != own.shape:
+            raise ValueError(
+                f"layer {self._layer}: experts of {tuple(given.shape)} tokens × choices for a router that sees "
+                f"{tuple(own.shape)}"
+            )
+        known = (given >= 0).all(-1)
+        chosen = torch.where(known[:, None], given, own)
+        ordered = chosen.sort(-1).values
+        _require_distinct(ordered)
+        changed = (ordered != own.sort(-1).values).any(-1)
+        counts = (micro.real, known & micro.real, changed & micro.real)
+        micro.replayed[self._layer] = torch.stack([count.sum() for count in counts])
+        return scores.gather(1, chosen), chosen
+
+
+def _require_distinct(ordered: Tensor) -> None:
+    """Megatron would count an expert that is named twice once, and dispatch too few tokens."""
+    message = "routed_experts names an expert twice for one token"
+    distinct = (ordered[:, 1:] != ordered[:, :-1]).all()
+    if ordered.is_cuda:
+        torch._assert_async(distinct, message)  # does not wait for the device
+    elif not distinct.item():
+        raise ValueError(message)
 
 
 class _AddLoss(torch.autograd.Function):
@@ -93,6 +141,12 @@ class _AddLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         (loss,) = ctx.saved_tensors
         return grads[0], torch.ones_like(loss)
+
+
+def router_layers(chunks: Sequence[torch.nn.Module]) -> tuple[int, ...]:
+    """The numbers of these chunks' layers with experts, counted from 1 over all pipeline stages."""
+    routers = (module for chunk in chunks for module in chunk.modules() if isinstance(module, PolicyRouter))
+    return tuple(sorted(router.layer_number for router in routers))
 
 
 def use_policy_routers(layer_specs: Sequence[Any]) -> None:

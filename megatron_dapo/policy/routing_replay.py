@@ -1,0 +1,133 @@
+"""Routing replay: tokens are computed by given experts instead of those that the router chooses now.
+
+The experts of a token come with the mini-batch: reported by the engine that generated it (R3), or recorded by the pass
+that computed the old log-probs (`policy.routing_replay`). Only the choice is replayed. Weights of the experts are
+computed from the router's present scores, so its gradient flows.
+
+A rank needs the experts of the tokens that its routers see, in its own layers: samples of its micro-batches, cut by
+packing, context parallelism (zigzag) and sequence parallelism as the tokens are. Expert parallelism needs nothing more.
+Where the experts of a token are not known, the router chooses: padding, the last token of a sample, lost ones. In the
+reference policy the router always chooses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_dapo.config import ModelShape
+from megatron_dapo.policy.batch import BatchError, TrainBatch
+from megatron_dapo.policy.model.router import MicroBatchRouting
+from megatron_dapo.policy.packing import PackedMicroBatch
+from megatron_dapo.policy.runtime import Runtime
+from megatron_dapo.types import RoutedExperts
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingReplay:
+    """The replay on this rank. `layers`: the numbers of its layers, counted from 1."""
+
+    shape: ModelShape
+    runtime: Runtime
+    layers: tuple[int, ...]
+
+    @property
+    def _width(self) -> int:
+        return self.shape.layers * self.shape.experts_per_token
+
+    @property
+    def _columns(self) -> list[int]:
+        return [layer - 1 for layer in self.layers]
+
+    def check(self, batch: TrainBatch) -> None:
+        """Raises BatchError if the experts do not belong to this model."""
+        for index, experts in enumerate(batch.routed_experts or ()):
+            if experts is None:
+                continue
+            length = batch.lengths[index]
+            if experts.ndim != 2 or experts.shape[1] != self._width or len(experts) > length:
+                raise BatchError(
+                    f"sample {index}: routed_experts is {experts.shape}, expected at most {length} tokens × ("
+                    f"{self.shape.layers} layers × {self.shape.experts_per_token} experts per token)"
+                )
+            if int(experts.max(initial=0)) > self.shape.experts:
+                raise BatchError(f"sample {index}: expert {experts.max() - 1} of {self.shape.experts} was routed to")
+
+    def attach(self, batch: TrainBatch, micro: PackedMicroBatch) -> None:
+        """Gives the micro-batch the experts of its tokens: [tokens, layers of this rank, k], 0 where not known."""
+        assert batch.routed_experts is not None and micro.packed.routing is not None
+        shape, rows = self.shape, micro.routed
+        values = np.zeros((len(rows), len(self.layers), shape.experts_per_token), np.int16)
+        samples = np.searchsorted(batch.token_offsets, rows, side="right") - 1
+        for sample in np.unique(samples[rows >= 0]):
+            experts = batch.routed_experts[sample]
+            if experts is None:
+                continue
+            here = np.flatnonzero((samples == sample) & (rows >= 0))
+            positions = rows[here] - batch.token_offsets[sample]
+            known = positions < len(experts)
+            table = experts.reshape(len(experts), shape.layers, shape.experts_per_token)
+            values[here[known]] = table[positions[known]][:, self._columns]
+        targets = torch.from_numpy(values).to(self.runtime.device, non_blocking=True)
+        micro.packed.routing.targets = {layer: targets[:, i] for i, layer in enumerate(self.layers)}
+
+    def recorded(self, batch: TrainBatch, micro_batches: Sequence[PackedMicroBatch]) -> list[RoutedExperts | None]:
+        """Collective, after a pass that recorded. The experts of this data-parallel rank's samples in this rank's
+        layers, whatever ranks their tokens were split over."""
+        found: list[RoutedExperts | None] = [None] * batch.samples
+        small = self.shape.experts < np.iinfo(np.uint8).max
+        for micro in micro_batches:
+            routing = micro.packed.routing
+            assert routing is not None and routing.recorded is not None
+            stacked = torch.stack([routing.recorded[layer] for layer in self.layers], dim=1) + 1
+            values = self._gather(stacked.to(torch.uint8 if small else torch.int32))
+            rows = self._gather(torch.from_numpy(micro.routed).to(self.runtime.device)).astype(np.int64)
+            samples = np.searchsorted(batch.token_offsets, rows, side="right") - 1
+            for sample in np.unique(samples[rows >= 0]):
+                here = np.flatnonzero((samples == sample) & (rows >= 0))
+                table = np.zeros(
+                    (batch.lengths[sample], self.shape.layers, self.shape.experts_per_token),
+                    np.uint8 if small else np.uint16,
+                )
+                positions = rows[here] - batch.token_offsets[sample]
+                table[np.ix_(positions, self._columns)] = values[here]
+                found[sample] = table.reshape(len(table), -1)
+        return found
+
+    def _gather(self, tensor: Tensor) -> Any:
+        """Of all ranks that share the tokens of the micro-batch, on the host."""
+        group = self.runtime.groups.tp_cp
+        if group.size() > 1:
+            out = tensor.new_empty((group.size() * tensor.shape[0], *tensor.shape[1:]))
+            dist.all_gather_into_tensor(out, tensor.contiguous(), group=group)
+            tensor = out
+        return tensor.cpu().numpy()
+
+    def metrics(self, micro_batches: Sequence[PackedMicroBatch]) -> dict[str, float]:
+        """Collective. `routing_replayed`: share of the tokens whose experts were given. `routing_changed`: share of
+        those choices that the router would have made otherwise, over all layers."""
+        total = torch.zeros(3, dtype=torch.float64, device=self.runtime.device)
+        for micro in micro_batches:
+            routing = micro.packed.routing
+            assert routing is not None
+            for counts in routing.replayed.values():
+                total += counts
+        dist.all_reduce(total)
+        tokens, known, changed = total.tolist()
+        return {
+            "routing_replayed": known / tokens if tokens else 0.0,
+            "routing_changed": changed / known if known else 0.0,
+        }
+
+
+def record(micro_batches: Sequence[PackedMicroBatch]) -> None:
+    """The next pass over these micro-batches records the experts of every token."""
+    for micro in micro_batches:
+        assert isinstance(micro.packed.routing, MicroBatchRouting)
+        micro.packed.routing.recorded = {}
