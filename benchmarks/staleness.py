@@ -1,11 +1,11 @@
 """What staleness costs in learning: the quickstart's curve with batches that are k weight versions old.
 
-    python benchmarks/staleness.py [--steps 60] [--seeds 3]
+    python benchmarks/staleness.py [--steps 60] [--seeds 3] [--corrected]
 
 The quickstart's model, task and recipe on the CPU, evaluated on held-out problems every ten steps. k = 0 is on-policy.
 With k > 0 and `rollout.weights.in_flight: false` every token of batch N comes from version N − k: the oldest that
-`rollout.max_staleness: k` allows, so this is the worst case of each k. The last row weights each token by
-π_old/π_engine, truncated at 2 (the decoupled objective). Each seed has its own model; its runs differ in nothing else.
+`rollout.max_staleness: k` allows, so this is the worst case of each k. --corrected adds k = 4 with importance weights
+(the decoupled objective). Each seed has its own model; its runs differ in nothing else.
 """
 
 from __future__ import annotations
@@ -32,25 +32,27 @@ RUNS = {
     "k = 0": [],
     "k = 1": ["rollout.max_staleness=1"],
     "k = 4": ["rollout.max_staleness=4"],
-    "k = 4, importance weights": ["rollout.max_staleness=4", "algorithm.off_policy.importance_weight=token"],
 }
+CORRECTED = {"k = 4, importance weights": ["rollout.max_staleness=4", "algorithm.off_policy.importance_weight=token"]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--corrected", action="store_true")
     args = parser.parse_args()
+    all_runs = RUNS | CORRECTED if args.corrected else RUNS
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     steps = range(0, args.steps + 1, EVERY)
     print(f"| run | seed | {' | '.join(f'step {step}' for step in steps)} | staleness | mismatch_kl | clipped |")
     print(f"|---|---|{'---|' * (len(steps) + 3)}")
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in RUNS}
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in all_runs}
     for seed in range(args.seeds):
         with tempfile.TemporaryDirectory() as folder:
             prepare(Path(folder), seed)
-            for name, settings in RUNS.items():
+            for name, settings in all_runs.items():
                 figures = train(Path(folder), name, seed, args.steps, settings)
                 found[name].append(figures)
                 print(row(name, str(seed), figures), flush=True)
