@@ -11,9 +11,9 @@ ROOT = Path(__file__).resolve().parent.parent / "megatron_dapo"
 # Lowest first. A room may import its own files and rooms of a lower level.
 LEVELS = [
     {"errors", "plugins", "types", "config", "files", "fault_points", "__init__"},
-    {"algorithm", "data", "reward", "observe", "planner", "evaluation_statistics"},
+    {"algorithm", "data", "reward", "observe", "evaluation_statistics"},
     {"engines", "rollout"},
-    {"weights", "policy", "simulation"},
+    {"weights", "policy", "planner", "simulation"},
     {"trainer", "evaluate", "doctor", "selfcheck"},
     {"launch", "cli"},
     {"__main__"},
@@ -22,6 +22,7 @@ LEVELS = [
 ALLOWED_SIDEWAYS = {
     ("rollout", "engines"),
     ("policy", "weights"),
+    ("simulation", "planner"),
     ("trainer", "evaluate"),
     ("cli", "launch"),
 }

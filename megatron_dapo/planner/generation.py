@@ -1,8 +1,8 @@
 """Seconds that the engines need for the batch of a step: dynamic sampling on a model of the fleet.
 
 Groups are started, end with their slowest sample, and are kept with probability `kept`; dropped ones are replaced.
-This follows `rollout.sampler`: how many groups are in flight, in which order they are decided, and what happens to
-those that are unfinished when the batch is full. `megatron-dapo simulate` runs the sampler itself on the same fleet.
+How many groups are in flight is the sampler's own `FillPolicy`; the rest is a copy of what the sampler does, without
+requests and tasks. `megatron-dapo simulate` runs the sampler itself on the same fleet.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from megatron_dapo.planner.decoding import DecodeModel
 from megatron_dapo.planner.fleet_model import FleetModel
 from megatron_dapo.planner.server_model import Sequence
 from megatron_dapo.planner.workload import Workload
+from megatron_dapo.rollout.fill_policy import FillPolicy
+from megatron_dapo.rollout.yield_estimate import YieldEstimate
 
 COUNTED_STEPS = 3  # are averaged
 PART = 96  # groups
-MARGIN = 1.3  # groups in flight for each that adaptive oversampling expects to need
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,31 +71,28 @@ class _Step:
     """The sampler's state. `undecided` is in the order of prompts."""
 
     work: Workload
-    options: SamplerConfig
+    policy: FillPolicy
     fleet: FleetModel
     random: random.Random
     undecided: dict[int, _Group] = field(default_factory=dict)
     waiting: list[_Group] = field(default_factory=list)  # carried over, not started in this step
-    group_of: dict[int, tuple[int, _Group]] = field(default_factory=dict)
+    group_of: dict[int, tuple[int, _Group]] = field(default_factory=dict)  # of every sample that is in flight
+    ready: set[int] = field(default_factory=set)
     kept: int = 0
-    decided: float = 0.0  # groups, for the estimate of the yield
-    accepted: float = 0.0
+    rejected: int = 0
+    expected_yield: YieldEstimate = field(default_factory=YieldEstimate)
     serial: int = 0
     wasted: float = 0.0
-    ready: set[int] = field(default_factory=set)
 
     @property
-    def oversampling(self) -> float:
-        factor: float | str = self.options.oversampling
-        if isinstance(factor, str):
-            return MARGIN * (self.decided + 8) / (self.accepted + 8 * 0.7)
-        return factor
+    def options(self) -> SamplerConfig:
+        return self.policy.options
 
     def run(self) -> float:
         """One step; its seconds."""
         began = self.fleet.now
-        for group in list(self.waiting):  # a group that would be too old in the next step must finish in this one
-            if group.age > self.options.max_carryover_staleness - 1 and any(s.generated for s in group.samples):
+        for group in list(self.waiting):
+            if self.due(group) and any(sample.generated for sample in group.samples):
                 self.waiting.remove(group)
                 self.start(group)
         while not self.complete():
@@ -107,16 +105,19 @@ class _Step:
         self.settle()
         return self.fleet.now - began
 
+    def due(self, group: _Group) -> bool:
+        """The group is from an earlier step, and would be too stale in the next one."""
+        return bool(group.age) and self.policy.must_finish_now(group.age)
+
     def complete(self) -> bool:
-        if self.kept < self.work.prompts:
+        if self.policy.missing(self.kept, self.rejected) > 0:
             return False
-        due = self.options.max_carryover_staleness - 1
-        return not any(g.age > due and g.left for g in self.undecided.values()) or self.options.unfinished != "continue"
+        return not any(group.left and self.due(group) for group in self.undecided.values())
 
     def refill(self) -> None:
-        missing = self.work.prompts - self.kept
-        wanted = math.ceil(missing * self.oversampling)
-        while len(self.undecided) < wanted:
+        while len(self.undecided) < self.policy.wanted_in_flight(self.kept, self.rejected, self.expected_yield.value):
+            if self.policy.engine_full(len(self.group_of)):
+                return
             self.start(self.waiting.pop(0) if self.waiting else self.new_group())
 
     def new_group(self) -> _Group:
@@ -147,8 +148,7 @@ class _Step:
                 group.left -= 1
                 if not group.left:
                     self.ready.add(serial)
-        in_order = self.options.order == "prompt" and self.oversampling > 1
-        if not in_order:
+        if not self.policy.in_prompt_order:
             self.decide(sorted(self.ready))
             return
         while self.undecided and (first := next(iter(self.undecided))) in self.ready:
@@ -161,16 +161,16 @@ class _Step:
                 continue
             del self.undecided[serial]
             self.ready.discard(serial)
-            self.decided += 1
+            self.expected_yield.add(group.kept)
             if group.kept:
                 self.kept += 1
-                self.accepted += 1
             else:
+                self.rejected += 1
                 self.wasted += sum(sample.generated for sample in group.samples)
 
     def settle(self) -> None:
         """Ends the step: the batch is taken, the rest is carried over or dropped."""
-        self.kept -= self.work.prompts
+        self.kept, self.rejected = max(0, self.kept - self.work.prompts), 0
         mean = self.work.mean_response * self.work.samples_per_prompt
         if self.options.surplus == "drop":
             self.wasted += self.kept * mean
@@ -192,7 +192,7 @@ class _Step:
                     sample.prefill = sample.context  # computed again, with the new weights
                 group.age += 1
                 self.waiting.append(group)
-        self.decided, self.accepted = 0.7 * self.decided, 0.7 * self.accepted
+        self.expected_yield.end_step()
 
 
 def generate(work: Workload, options: SamplerConfig, fleet: Fleet, seed: int = 0) -> Generation:
@@ -200,9 +200,9 @@ def generate(work: Workload, options: SamplerConfig, fleet: Fleet, seed: int = 0
     part = part_of(work, fleet)
     servers, work = fleet.servers // part, replace(work, prompts=work.prompts // part)
     model = FleetModel(servers, fleet.decode, fleet.kv_tokens, fleet.max_running)
-    step = _Step(work, options, model, random.Random(seed))
-    carries = work.kept < 1 and options.unfinished in ("continue", "restart")
-    counted = COUNTED_STEPS if work.kept < 1 else 1
+    step = _Step(work, FillPolicy(options, work.prompts, servers * fleet.max_running), model, random.Random(seed))
+    carries = options.unfinished in ("continue", "restart")
+    counted = COUNTED_STEPS if carries or work.kept < 1 else 1
     steps = counted + 1 if carries else counted  # in the first step nothing has been carried over
     seconds = tokens = wasted = 0.0
     for number in range(steps):

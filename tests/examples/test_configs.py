@@ -41,7 +41,8 @@ GPUS = {  # of the trainer, and of engines that have their own; a new file witho
     "examples/quickstart/config.yaml": (1, 0),
     "examples/ablations/arithmetic.yaml": (1, 0),
     "examples/gsm8k_1gpu/gsm8k.yaml": (1, 0),
-    "examples/qwen3_30b_a3b/dapo.yaml": (16, 16),
+    "examples/qwen3_30b_a3b/dapo.yaml": (8, 24),
+    "examples/qwen2.5_32b_fast/dapo.yaml": (48, 80),
     "examples/qwen2.5_32b_dapo/dapo.yaml": (64, 64),
 }
 # quickstart.py makes these and fills them in; every other file names its own.
@@ -198,6 +199,24 @@ def test_every_published_value_is_written_in_the_file():
         for part in key.split("."):
             assert part in node, f"{key} is not in {file.name}"
             node = node[part]
+
+
+def flat(node, prefix=""):
+    for key, value in node.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def test_the_fast_variant_differs_only_as_its_readme_says():
+    """Every other setting of the two files is equal, apart from directories and the limit on sampled prompts."""
+    slow, fast = (EXAMPLES / name / "dapo.yaml" for name in ("qwen2.5_32b_dapo", "qwen2.5_32b_fast"))
+    mine, theirs = (dict(flat(load_config(file).model_dump())) for file in (fast, slow))
+    differing = {key for key in mine if mine[key] != theirs[key]}
+    listed = {key for key, _ in table_rows(fast.with_name("README.md"))}
+    follows = {"trainer.run_dir", "rollout.weights.directory", "rollout.sampler.max_generation_batches"}
+    assert differing - follows == listed
 
 
 def test_ablation_table_is_what_ablate_runs():

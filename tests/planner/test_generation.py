@@ -103,31 +103,32 @@ def test_equal_lengths_have_no_tail():
     assert found.utilisation == pytest.approx(1.0, rel=1e-3)
 
 
+FINISH = {"oversampling": 1, "unfinished": "finish", "order": "prompt"}
+WAVES = {**FINISH, "oversampling": 3, "surplus": "drop"}
+CARRY = {"oversampling": 3, "unfinished": "continue", "order": "completion"}
+
+
 def seconds(servers=4, work=WORK, **options):
     return generate(work, SamplerConfig(**options), Fleet(servers, ENGINE, 10**6, 16))
 
 
 def test_carry_over_removes_the_tail_and_dropping_adds_waste():
-    finish = seconds(servers=16)
-    drop = seconds(servers=16, oversampling=3, surplus="drop")
-    carry = seconds(servers=16, oversampling=3, unfinished="continue", order="completion")
+    finish, drop, carry = (seconds(servers=16, **options) for options in (FINISH, WAVES, CARRY))
     assert carry.seconds < 0.6 * finish.seconds and carry.utilisation > finish.utilisation
     assert drop.wasted / drop.tokens > 0.6 > finish.wasted / finish.tokens > 0.4
     assert carry.seconds < drop.seconds
 
 
 def test_more_servers_help_less_with_a_tail():
-    few, many = (seconds(servers=n).seconds for n in (4, 32))
-    carry_few, carry_many = (
-        seconds(servers=n, oversampling=3, unfinished="continue", order="completion").seconds for n in (4, 32)
-    )
+    few, many = (seconds(servers=n, **FINISH).seconds for n in (4, 32))
+    carry_few, carry_many = (seconds(servers=n, **CARRY).seconds for n in (4, 32))
     assert few / many < 2.5 < carry_few / carry_many
 
 
 def test_a_part_of_the_fleet_stands_for_the_whole():
     """A large fleet is simulated in parts; the whole one, simulated exactly, needs about the same time."""
     large = replace(WORK, prompts=256)
-    part = generate(large, SamplerConfig(), Fleet(8, ENGINE, 10**6, 16))
-    whole = generate(replace(WORK, prompts=96), SamplerConfig(), Fleet(3, ENGINE, 10**6, 16))
+    part = generate(large, SamplerConfig(**FINISH), Fleet(8, ENGINE, 10**6, 16))
+    whole = generate(replace(WORK, prompts=96), SamplerConfig(**FINISH), Fleet(3, ENGINE, 10**6, 16))
     assert part.tokens == pytest.approx(whole.tokens * 256 / 96, rel=0.1)
     assert part.seconds == pytest.approx(whole.seconds, rel=0.15)
