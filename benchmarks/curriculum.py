@@ -65,7 +65,7 @@ def prepare(folder: Path) -> None:
 
 
 def train(folder: Path, seed: int, enabled: bool, steps: int) -> dict[str, float]:
-    run_dir = folder / f"curriculum-{enabled}"
+    run_dir = folder / f"seed-{seed}-{'on' if enabled else 'off'}"
     settings = [
         f"policy.model={folder / 'model'}", f"data.path={folder / 'prompts.jsonl'}", f"trainer.run_dir={run_dir}",
         f"evaluate.data.path={folder / 'held_out.jsonl'}", f"evaluate.every={steps}", f"trainer.steps={steps}",
