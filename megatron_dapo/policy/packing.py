@@ -49,7 +49,9 @@ class PackingSpec:
     @classmethod
     def of(cls, policy: PolicyConfig, cp_rank: int, tp_rank: int = 0) -> PackingSpec:
         split = (policy.tensor_parallel, tp_rank) if policy.uses_sequence_parallel else (1, 0)
-        return cls(policy.sequence_alignment, policy.pack_alignment, policy.context_parallel, cp_rank, *split)
+        # Buffers of overlapped tensor-parallel communication have one size: that of a full pack.
+        alignment = policy.micro_batch_tokens if policy.tp_comm_overlap else policy.pack_alignment
+        return cls(policy.sequence_alignment, alignment, policy.context_parallel, cp_rank, *split)
 
     def padded(self, length: int) -> int:
         return -(-length // self.sequence_alignment) * self.sequence_alignment

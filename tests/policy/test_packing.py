@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.policy.batch import TrainBatch
 from megatron_dapo.policy.packing import PackingSpec, pack
 
@@ -99,3 +100,9 @@ def test_select_takes_the_same_samples_from_every_array(chosen):
     assert part.lengths.tolist() == [int(batch.lengths[i]) for i in chosen]
     starts = batch.token_offsets
     assert part.tokens.tolist() == [int(t) for i in chosen for t in batch.tokens[starts[i] : starts[i + 1]]]
+
+
+def test_packs_have_one_size_under_overlapped_tensor_parallel_communication():
+    policy = PolicyConfig(micro_batch_tokens=64, tensor_parallel=2, tp_comm_overlap=True)
+    spec = PackingSpec.of(policy, cp_rank=0)
+    assert [pack(batch_of((2, 3), (3, 1)), indices, spec, CPU).tokens for indices in ([0, 1], [1], [])] == [64] * 3

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -182,6 +183,8 @@ def build_model(shape: ModelShape, policy: PolicyConfig, runtime: Runtime) -> li
     check_hardware(policy, te)
     check_grouped_experts(shape, policy, te, megatron.core.__version__)
     config = transformer_config(shape, policy)
+    if policy.tp_comm_overlap:
+        _make_communication_buffers(shape, policy)
     chunks = []
     for stage in range(policy.virtual_pipeline):
         vp_stage = stage if policy.virtual_pipeline > 1 else None
@@ -206,6 +209,22 @@ def build_model(shape: ModelShape, policy: PolicyConfig, runtime: Runtime) -> li
         separate_expert_gradients(chunk, config)
         chunks.append(chunk.to(runtime.device))
     return chunks
+
+
+def _make_communication_buffers(shape: ModelShape, policy: PolicyConfig) -> None:
+    """Transformer Engine's buffers for `tp_comm_overlap`. Every pack has their size (see PackingSpec)."""
+    from transformer_engine.pytorch.module import base
+
+    options: dict[str, Any] = {"shape": [policy.micro_batch_tokens // policy.context_parallel, shape.hidden]}
+    fp8 = policy.fp8.recipe != "none"
+    if "quantization_modes" in inspect.signature(base.initialize_ub).parameters:  # from 2.7 on
+        modes = base.UserBufferQuantizationMode
+        options["quantization_modes"] = [modes.FP8] if fp8 else [modes.NONE]
+        if fp8 and policy.fp8.first_last_layers_bf16:
+            options["quantization_modes"].append(modes.NONE)
+    else:
+        options["use_fp8"] = fp8
+    base.initialize_ub(tp_size=policy.tensor_parallel, bootstrap_backend="nccl", **options)
 
 
 @contextlib.contextmanager
