@@ -71,6 +71,7 @@ OWNED: dict[str, dict[str, str]] = {
         "moe_permute_fusion": "policy.moe.permute_fusion",
         "moe_router_fusion": "policy.moe.router_fusion",
         "moe_grouped_gemm": "policy.moe.grouped_gemm",
+        "moe_enable_routing_replay": "policy.routing_replay",
         "moe_aux_loss_coeff": "policy.moe_aux_loss_coefficient",
         "moe_router_load_balancing_type": "policy.moe_aux_loss_coefficient",
         "overlap_p2p_comm": "policy.virtual_pipeline",
