@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -31,6 +32,7 @@ from megatron_dapo.reward.supervisor import END
 from megatron_dapo.types import Prompt, Tokens, json_default
 
 POLL_SECONDS = 0.05
+USAGE_SECONDS = 0.25  # between two looks at what the process uses: a look costs as much as grading a response
 START_SECONDS = 120.0
 END_SECONDS = 30.0  # until the supervisor must have killed all descendants
 _SUPERVISOR = Path(__file__).with_name("supervisor.py")
@@ -99,6 +101,8 @@ class GradingProcess:
                 pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
         self._connection = Connection(ours.detach())
+        self._poller = select.poll()  # Connection.poll would create one for every call
+        self._poller.register(self._connection.fileno(), select.POLLIN)
         self._closed = False
         self._connection.send_bytes(config.model_dump_json().encode())
         self._connection.send_bytes(tokenizer)
@@ -170,9 +174,13 @@ class GradingProcess:
 
     def _wait_for_reply(self) -> None:
         cpu_before, asleep_since = -1.0, time.monotonic()
-        while not self._connection.poll(POLL_SECONDS):
+        looked_at = asleep_since
+        while not self._poller.poll(1000 * POLL_SECONDS):
             if self._stopping.is_set():
                 self._kill("stopping")
+            if time.monotonic() - looked_at < USAGE_SECONDS:
+                continue
+            looked_at = time.monotonic()
             with self._usage.oneshot():
                 times, status, resident = self._usage.cpu_times(), self._usage.status(), self._usage.memory_info().rss
             if status == psutil.STATUS_ZOMBIE:
