@@ -124,7 +124,7 @@ class GradingProcess:
         try:
             self._connection.send_bytes(message.encode())
             if tokens:
-                self._connection.send_bytes(np.concatenate(tokens))
+                self._connection.send_bytes(np.concatenate(tokens).tobytes())
             for _ in requests:
                 self._wait_for_reply()
                 reply = json.loads(self._connection.recv_bytes())
