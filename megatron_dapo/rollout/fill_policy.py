@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from megatron_dapo.config.rollout import SamplerConfig
 
 MARGIN = 1.3
-# Simulated (tests/rollout/test_adaptive.py): 1.3 leaves a tenth of the engine empty, 4 costs more in prefill than it
-# gains, at 32B with long tails as well as at 1.5B with short ones.
+# Simulated (tests/support/fleet.py): 1.3 leaves a fifth of the slots empty. 3 is a little faster than 2 at 32B with
+# long tails, and a little slower at 1.5B with short responses, where prefilling again costs more.
 MARGIN_CARRIED_OVER = 2.5
 
 
