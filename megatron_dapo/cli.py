@@ -273,6 +273,8 @@ def _add_plan(sub: Commands) -> None:
                         "(default 0.5)")  # fmt: skip
     parser.add_argument("--sigma", type=float, metavar="S", help="spread of response lengths: standard deviation of "
                         "their logarithm (default 0.92; 0: all equal)")  # fmt: skip
+    parser.add_argument("--compare", action="store_true", help="compare colocated engines and every split of the GPUs, "
+                        "with and without overlap, each with its best servers, and stop")  # fmt: skip
     parser.add_argument("--published", action="store_true", help="compare predictions with published runs, and stop")
     parser.add_argument("--layers", choices=["te", "local"], default="te", help="Transformer Engine (default) or torch")
     parser.add_argument("--top", type=at_least(1), default=8, metavar="N", help="layouts to show (default 8)")

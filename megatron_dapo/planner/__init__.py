@@ -8,7 +8,7 @@
   engines as a queueing model; `generation.py`: dynamic sampling on it; `lengths.py`: response lengths.
 - `hardware.py`: data sheets of GPUs; `workload.py`: samples and lengths of one step.
 - `assumptions.py`: the constants, with their sources; `assumption_lines.py`: the same as text.
-- `published.py`: published runs beside what is predicted for them.
+- `modes.py`: colocated engines and splits of the GPUs compared; `published.py`: published runs beside predictions.
 """
 
 from megatron_dapo.planner.activations import Layers

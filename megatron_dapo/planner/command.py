@@ -13,9 +13,10 @@ from rich.console import Console
 from megatron_dapo.config import Config, ModelShape, load_config
 from megatron_dapo.planner.activations import Layers
 from megatron_dapo.planner.hardware import Cluster, PlanError, find_gpu
+from megatron_dapo.planner.modes import Mode, compare_modes
 from megatron_dapo.planner.plan import make_plan
 from megatron_dapo.planner.published import compare_all
-from megatron_dapo.planner.report import plan_json, print_comparisons, print_plan
+from megatron_dapo.planner.report import plan_json, print_comparisons, print_modes, print_plan
 from megatron_dapo.planner.workload import Workload
 
 
@@ -36,6 +37,7 @@ def run(
     layers: Layers,
     top: int,
     published: bool,
+    compare: bool,
     as_json: bool,
 ) -> int:
     """Exit code 0: the layout fits; without a layout, some layout does. 1: it does not."""
@@ -48,6 +50,8 @@ def run(
     apart = loaded.slurm.engine_nodes * per_node if engine_gpus is None else engine_gpus
     cluster = Cluster(find_gpu(gpu, gpu_memory), total, per_node, apart)
     work = Workload.of(loaded, mean_prompt, mean_response, kept, sigma)
+    if compare:
+        return _compare(compare_modes(loaded, shape, cluster, work, mfu, layers), cluster, top, as_json)
     choose = config is None and not any(item.startswith("policy.") for item in set)
     plan = make_plan(loaded, shape, cluster, work, mfu, layers, choose)
     if as_json:
@@ -55,6 +59,17 @@ def run(
     else:
         print_plan(plan, console_for(sys.stdout), top)
     return 0 if plan.fits else 1
+
+
+def _compare(modes: list[Mode], cluster: Cluster, top: int, as_json: bool) -> int:
+    """Exit code 1: no division of the GPUs fits."""
+    if as_json:
+        keys = ("engine_gpus", "staleness", "server_tensor_parallel", "max_running", "phases", "seconds")
+        rows = [{key: getattr(mode, key) for key in keys} for mode in modes[:top]]
+        print(json.dumps(rows, indent=2))
+    else:
+        print_modes(modes[:top], cluster, console_for(sys.stdout))
+    return 0 if modes else 1
 
 
 def _published(as_json: bool) -> int:

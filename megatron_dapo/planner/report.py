@@ -9,7 +9,8 @@ from rich.table import Table
 
 from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.planner.engine import EnginePlan
-from megatron_dapo.planner.hardware import GIB
+from megatron_dapo.planner.hardware import GIB, Cluster
+from megatron_dapo.planner.modes import Mode
 from megatron_dapo.planner.plan import Plan
 from megatron_dapo.planner.published import WITHIN, Comparison
 from megatron_dapo.planner.search import Candidate
@@ -157,6 +158,21 @@ def _print_ranking(plan: Plan, console: Console, top: int) -> None:
             layout_name(policy, world), f"{policy.micro_batch_tokens:,}", policy.recompute,
             f"{policy.head_chunk_tokens or 'auto'}", f"{candidate.memory.total / GIB:.1f}",
             f"{candidate.seconds:,.1f} s",
+        )  # fmt: skip
+    _print(table, console)
+
+
+def print_modes(modes: list[Mode], cluster: Cluster, console: Console) -> None:
+    table = _table(
+        "Ways to divide the GPUs, fastest first; servers with the best TP and max_running at full speed", "engines",
+        ">staleness", "trainer", ">TP", ">running", ">generation", ">training", ">step",
+    )  # fmt: skip
+    for mode in modes:
+        training = mode.phases["training"] + mode.phases.get("log-probs", 0.0)
+        table.add_row(
+            mode.name, str(mode.staleness), layout_name(mode.trainer.policy, cluster.gpus - mode.engine_gpus),
+            str(mode.server_tensor_parallel), str(mode.max_running), f"{mode.phases['generation']:,.0f} s",
+            f"{training:,.0f} s", f"{mode.seconds:,.0f} s",
         )  # fmt: skip
     _print(table, console)
 

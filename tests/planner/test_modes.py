@@ -1,0 +1,45 @@
+"""`megatron-dapo plan --compare`: ways to divide the GPUs."""
+
+import json
+
+import pytest
+from published_shapes import CONFIGS
+
+from megatron_dapo.cli import main
+
+RUN = {
+    "rollout": {"samples_per_prompt": 4, "max_prompt_tokens": 256, "max_response_tokens": 2048},
+    "trainer": {"prompts_per_step": 32, "mini_batch_prompts": 8},
+}
+
+
+@pytest.fixture
+def command(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIGS["Qwen2.5-1.5B"]))
+    policy = {"model": str(tmp_path / "model"), "micro_batch_tokens": 4096}
+    (tmp_path / "run.yaml").write_text(json.dumps({**RUN, "policy": policy}))
+    return ["plan", str(tmp_path / "run.yaml"), "--gpus", "4", "--compare", "--top", "50"]
+
+
+def test_every_division_is_ranked(command, capsys):
+    assert main([*command, "--json"]) == 0
+    modes = json.loads(capsys.readouterr().out)
+    seconds = [mode["seconds"] for mode in modes]
+    assert seconds == sorted(seconds)
+    assert {(mode["engine_gpus"], mode["staleness"]) for mode in modes} == {(0, 0)} | {
+        (gpus, staleness) for gpus in (1, 2, 3) for staleness in (0, 1)
+    }
+    for mode in modes:
+        phases, total = mode["phases"], mode["seconds"]
+        if mode["staleness"]:  # the longer side, and the weight update
+            training = phases["training"] + phases["log-probs"]
+            assert total == pytest.approx(max(phases["generation"], training) + phases["weight sync"])
+        else:
+            assert total == pytest.approx(sum(phases.values()))
+
+
+def test_the_table_names_the_settings(command, capsys):
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert "colocated" in said and "3 GPUs serve" in said and "best TP and max_running" in said
