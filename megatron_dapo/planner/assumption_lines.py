@@ -80,7 +80,8 @@ def _engine(task: Task, config: Config) -> list[str]:
             f"state is in host memory while they generate ({task.kept / GIB:.1f} GiB stay)"
         )
     else:
-        order = "at the same time (max_staleness 1)" if config.rollout.max_staleness else "one after the other"
+        ahead = config.rollout.max_staleness
+        order = f"at the same time (max_staleness {ahead})" if ahead else "one after the other"
         where = f"disaggregated: {task.cluster.engine_gpus} GPUs only serve, {task.world} only train, {order}"
     return [
         where,
