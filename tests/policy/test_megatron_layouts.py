@@ -28,7 +28,8 @@ SHAPES = {kind: synthetic_shape(kind) for kind in ("dense", "tied", "moe")} | {"
 def config_with(world=1, **policy):
     raw = selfcheck_config(LayoutSpec.parse("single")).model_dump()
     budget = 512 if world == 1 else 96  # other packs than those of one process
-    raw["policy"] |= {"micro_batch_tokens": budget, "sequence_parallel": None, **policy}
+    optimizer = raw["policy"]["optimizer"] | policy.get("optimizer", {})
+    raw["policy"] |= {"micro_batch_tokens": budget, "sequence_parallel": None, **policy, "optimizer": optimizer}
     config = parse_config(raw)
     check_world(config.policy, world)
     return config
@@ -62,8 +63,7 @@ CASES = {
                                          "overlap_param_gather": True}),
     "param-gather-moe": (2, "moe", {"expert_parallel": 2, "distributed_optimizer": True,
                                     "overlap_param_gather": True}),
-    "fused-adam": (2, "dense", {"distributed_optimizer": True, "optimizer": {"fused": True, "lr": 1e-3,
-                                                                              "warmup_steps": 0}}),
+    "fused-adam": (2, "dense", {"distributed_optimizer": True, "optimizer": {"fused": True}}),
     "deterministic": (2, "dense", {"context_parallel": 2, "deterministic": True}),
 }  # fmt: skip
 
