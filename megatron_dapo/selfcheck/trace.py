@@ -23,6 +23,7 @@ from megatron_dapo.weights.mapping import OUTPUT, parameter_mappings
 from megatron_dapo.weights.model_weights import live_mappings
 from megatron_dapo.weights.sharding import hf_tensors, unshard
 
+LOSS_TERMS = 0.1  # a loss is a sum of terms of about this size, which may cancel: rounding is relative to them
 WEIGHTS_TOLERANCE_FACTOR = 10  # Adam divides by the gradient's size: rounding in a tiny gradient is amplified
 
 
@@ -138,7 +139,7 @@ def compare(found: Trace, reference: Trace) -> Difference:
     gradient, gradient_at = max(gradients, key=lambda pair: _nan_first(pair[0]))
     weight, weight_at = _largest(found.weights, reference.weights)
     return Difference(
-        loss=_largest_number(found.losses, reference.losses),
+        loss=_largest_number(found.losses, reference.losses, LOSS_TERMS),
         grad_norm=_largest_number(found.grad_norms, reference.grad_norms),
         gradients=gradient,
         gradients_at=gradient_at,
@@ -151,8 +152,10 @@ def _nan_first(x: float) -> float:
     return float("inf") if x != x else x
 
 
-def _largest_number(found: Sequence[float], reference: Sequence[float]) -> float:
-    return max((_nan_first(abs(a - b) / abs(b)) for a, b in zip(found, reference, strict=True)), default=0.0)
+def _largest_number(found: Sequence[float], reference: Sequence[float], at_least: float = 0.0) -> float:
+    """Relative to the reference, or to `at_least` where that is larger."""
+    pairs = zip(found, reference, strict=True)
+    return max((_nan_first(abs(a - b) / max(abs(b), at_least)) for a, b in pairs), default=0.0)
 
 
 def _largest(found: dict[str, Tensor], reference: dict[str, Tensor]) -> tuple[float, str]:
