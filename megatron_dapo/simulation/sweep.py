@@ -84,8 +84,8 @@ def _variant(inputs: Inputs, values: dict[str, str]) -> Variant:
 
 def make_setting(inputs: Inputs, config: Config, cluster: Cluster) -> tuple[Setting, int]:
     """What to simulate, and in how many equal parts the fleet was divided."""
-    if config.rollout.engine == "embedded":
-        raise SimulationError("rollout.engine is embedded: only SGLang servers are simulated")
+    if config.rollout.engine != "sglang":
+        raise SimulationError(f"rollout.engine is {config.rollout.engine}: only SGLang servers are simulated")
     work = Workload.of(config, inputs.mean_prompt, inputs.mean_response, inputs.kept, inputs.sigma)
     if inputs.run:
         work = from_run(inputs.run, work)
