@@ -367,11 +367,16 @@ class Trainer:
     def _finish(self) -> None:
         self._check_lock()
         self.checkpoints.finish()
-        self.observer.close("finished")
+        self._close_together("finished")
+
+    def _close_together(self, outcome: str) -> None:
+        """The others wait until rank 0 has ended everything: Slurm ends a job soon after the first rank has ended."""
+        self.observer.close(outcome)
+        self.collectives.on_driver(self._close_rollouts, "ending the run")
 
     def _end_stopped(self, stopped: Stopped) -> int:
         outcome = self._save_what_changed()
-        self.observer.close(str(stopped))
+        self._close_together(str(stopped))
         if self.rollouts is not None:
             say(f"{stopped}. {outcome}")
         return stopped.exit_code
@@ -401,9 +406,12 @@ class Trainer:
         self.collectives.wait(self.rollouts.settled() if self.rollouts else None, "interrupting the rollouts")
 
     def close(self) -> None:
+        self._close_rollouts()
+        shutdown()
+
+    def _close_rollouts(self) -> None:
         if self.rollouts is not None:
             self.rollouts.close()
-        shutdown()
 
     def _log(self, line: str) -> None:
         """What is worth keeping but is no metric: it may differ between a resumed and an uninterrupted run."""
