@@ -14,6 +14,7 @@ from megatron_dapo.policy import step
 from megatron_dapo.policy.fork_ranks import run_ranks
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.policy.runtime import initialize
+from megatron_dapo.selfcheck.cases import Case
 from megatron_dapo.selfcheck.layout_spec import LayoutSpec, selfcheck_config
 from megatron_dapo.selfcheck.synthetic import awkward_batch, random_hf_weights, synthetic_shape
 from megatron_dapo.selfcheck.trace import compare, trace_updates
@@ -81,7 +82,7 @@ def algorithm_of(objective):
 def traces(rendezvous, layouts):
     """Every objective in every layout of this world size; KL, entropy and importance weights are on."""
     return {
-        (kind, layout): trace_updates(rendezvous, LayoutSpec.parse(layout), 2, "dense", **algorithm_of(objective))
+        (kind, layout): trace_updates(rendezvous, Case(LayoutSpec.parse(layout), "dense", algorithm_of(objective)), 2)
         for kind, objective in OBJECTIVES.items()
         for layout in layouts
     }

@@ -7,6 +7,7 @@ import pytest
 
 from megatron_dapo.policy.fork_ranks import run_ranks
 from megatron_dapo.policy.gpu_count import gpu_count
+from megatron_dapo.selfcheck.cases import Case
 from megatron_dapo.selfcheck.layout_spec import LayoutSpec
 from megatron_dapo.selfcheck.trace import compare, trace_updates
 
@@ -16,12 +17,12 @@ SINGLE = LayoutSpec.parse("single")
 
 def without_gpu(rendezvous, model):
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a forked rank that has not touched CUDA yet
-    return trace_updates(rendezvous, SINGLE, 3, model)
+    return trace_updates(rendezvous, Case(SINGLE, model), 3)
 
 
 @pytest.mark.parametrize("model", ["dense", "tied", "moe"])
 def test_cuda_and_cpu_give_the_same_update(model):
-    on_gpu = run_ranks(1, trace_updates, SINGLE, 3, model)[0]
+    on_gpu = run_ranks(1, trace_updates, Case(SINGLE, model), 3)[0]
     on_cpu = run_ranks(1, without_gpu, model)[0]
     difference = compare(on_gpu, on_cpu)
     assert difference.within(1e-4), difference
