@@ -35,8 +35,9 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-# In three processes of about the same length, on two cores: the real servers and the real Slurm mostly wait.
-PART_1 := tests/launch tests/trainer
+# In three processes of about the same length, on two cores: the real servers and the real Slurm mostly wait. Slurm's
+# tests come last, so that they do not start while the servers of part 2 do.
+PART_1 := tests/trainer tests/launch
 PART_2 := tests/engines tests/selfcheck tests/observe tests/doctor tests/weights
 PYTEST  = $(BIN)/python -m pytest --durations=25
 
