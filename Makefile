@@ -1,6 +1,6 @@
 # make setup       the environment in .venv (CPU torch where there is no NVIDIA GPU)
 # make quickstart  see it work on this machine
-# make test        lint, types, tests
+# make test        lint, types, tests; make test ALL_CASES=1 checks the long lists of cases in full
 # make sglang-cpu  SGLang servers that run without a GPU, for the tests; two versions
 PYTHON ?= python3
 VENV   := .venv
@@ -11,6 +11,7 @@ TORCH  ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo torch || echo to
 
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
+export ALL_CASES
 
 .PHONY: setup quickstart test lint types unit clean sglang-cpu
 
@@ -36,9 +37,9 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 # In three processes of about the same length, on two cores: the real servers and the real Slurm mostly wait. Slurm's
-# tests come last, so that they do not start while the servers of part 2 do.
-PART_1 := tests/trainer tests/launch
-PART_2 := tests/engines tests/selfcheck tests/observe tests/doctor tests/weights
+# tests come last, so that they do not start while the servers do.
+PART_1 := tests/trainer
+PART_2 := tests/engines tests/selfcheck tests/observe tests/doctor tests/weights tests/launch
 PYTEST  = $(BIN)/python -m pytest --durations=25
 
 unit: $(STAMP) sglang-cpu

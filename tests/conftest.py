@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import socket
 
 import pytest
@@ -11,6 +12,8 @@ from installed_sglang import API_KEY_VARIABLE, SGLANG_VERSIONS, RealServer, sgla
 
 def pytest_configure() -> None:
     torch.set_num_threads(1)
+    # A shell ignores SIGINT in the processes that it starts in the background, as `make test` does. Tests send it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.setdefault(API_KEY_VARIABLE, "key-of-the-test-servers")
 
 

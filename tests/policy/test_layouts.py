@@ -8,6 +8,7 @@ can fail.
 import pytest
 import torch
 from joined_ranks import RankJobs
+from long_lists import some
 from reference_models import hf_model, hf_weights, naive_gradients
 
 from megatron_dapo.algorithm import Needs
@@ -47,7 +48,10 @@ def difference(found, reference):
     return compare(found.results()[0], reference.results()[0])
 
 
-LAYOUTS = [*DEFAULT_LAYOUTS, "dp3", "tp2dp2do", "cp2dp2"]
+LAYOUTS = some(
+    [*DEFAULT_LAYOUTS, "dp3", "tp2dp2do", "cp2dp2"],
+    "tp2", "tp2sp", "pp2", "pp2vpp2", "cp2", "dp2", "dp2do", "ep2", "tp4sp", "tp2pp2", "tp2cp2sp", "ep2tp2sp",
+)  # fmt: skip
 split = {(case.name, case.model): traced(case) for case in named_cases(LAYOUTS)}
 
 

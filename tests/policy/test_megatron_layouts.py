@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from joined_ranks import RankJobs
+from long_lists import some
 
 from megatron_dapo.config import check_model, check_world, parse_config
 from megatron_dapo.policy import step as step_module
@@ -66,6 +67,10 @@ CASES = {
     "fused-adam": (2, "dense", {"distributed_optimizer": True, "optimizer": {"fused": True}}),
     "deterministic": (2, "dense", {"context_parallel": 2, "deterministic": True}),
 }  # fmt: skip
+CASES = some(
+    CASES, "uneven-pp3", "uneven-vpp", "tp-above-kv-heads", "etp2-ep2", "etp2-without-tp", "allgather-cp",
+    "recompute-dense", "recompute-moe", "param-gather-tp2dp2", "fused-adam",
+)  # fmt: skip
 
 single = {model: traced(1, model) for model in SHAPES}
 found = {name: traced(world, model, **policy) for name, (world, model, policy) in CASES.items()}

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from joined_ranks import RankJobs
+from long_lists import some
 from reference_models import GivenExperts, hf_model, hf_weights, naive_gradients, routers
 
 from megatron_dapo.config import ConfigError, check_model, parse_config
@@ -72,7 +73,8 @@ LAYOUTS = {
     "tp2cp2sp": {}, "dp2": {}, "ep2": {"recompute": "full"}, "pp2": {"recompute": "full"},
     "pp2vpp2": {"recompute": "full"}, "ep2pp2": {"recompute": "selective", "recompute_modules": ["moe"]},
 }  # fmt: skip
-RECORDED = ("single", "tp2cp2sp", "pp2vpp2", "dp2", "ep2tp2sp")
+LAYOUTS = some(LAYOUTS, "single", "tp2sp", "tp2cp2sp", "ep2", "pp2vpp2")
+RECORDED = some(("single", "tp2cp2sp", "pp2vpp2", "dp2", "ep2tp2sp"), "single", "tp2cp2sp", "pp2vpp2")
 jobs = RankJobs()
 
 
