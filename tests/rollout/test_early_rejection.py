@@ -1,8 +1,5 @@
 """Groups that are rejected before all of their samples are finished: counted once, nothing lost, no matter when."""
 
-import asyncio
-import contextlib
-
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -14,6 +11,7 @@ from simulation import (
     carried,
     coin_grader,
     collect,
+    collect_with_cuts,
     rollout,
     run_virtual,
     through_json,
@@ -127,18 +125,7 @@ def test_an_interrupted_step_makes_the_same_early_decisions(cuts, jitter, reload
         sampler, found, cuts = make(), [], list(cuts)
         for step in range(3):
             engine.weight_version = step
-            while (task := asyncio.ensure_future(sampler.collect(step))) and cuts:
-                await asyncio.wait({task}, timeout=cuts.pop(0))
-                if task.done():
-                    break
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await task
-                state = through_json(sampler.state())
-                if reload:
-                    sampler = make()
-                    sampler.restore(state)
-            batch = await task
+            batch, sampler = await collect_with_cuts(sampler, make, step, cuts, reload)
             metrics = {n: v for n, v in batch.metrics.items() if not is_wall_clock(n) and not n.endswith(timed)}
             # Samples of a rejected group may or may not finish before they are aborted.
             metrics.pop("rollout/interrupted_share")

@@ -1,7 +1,6 @@
 """Steps of the sampler that reach a limit, fail or are cancelled: nothing is lost, and the next attempt continues."""
 
 import asyncio
-import contextlib
 from dataclasses import replace
 
 import pytest
@@ -14,6 +13,7 @@ from simulation import (
     carried,
     coin_grader,
     collect,
+    collect_with_cuts,
     failing,
     rollout,
     run_virtual,
@@ -62,18 +62,7 @@ def test_a_cancelled_step_continues_with_the_same_decisions_and_counts(
         for step in range(3):
             engine.weight_version = step
             try:
-                while (task := asyncio.ensure_future(sampler.collect(step))) and cuts:
-                    await asyncio.wait({task}, timeout=cuts.pop(0))
-                    if task.done():
-                        break
-                    task.cancel()
-                    with contextlib.suppress(asyncio.CancelledError):
-                        await task
-                    state = through_json(sampler.state())
-                    if reload:
-                        sampler = make()
-                        sampler.restore(state)
-                batch = await task
+                batch, sampler = await collect_with_cuts(sampler, make, step, cuts, reload)
             except SamplingLimitError as error:
                 return [*found, str(error)]
             metrics = {name: value for name, value in batch.metrics.items() if not is_wall_clock(name)}

@@ -6,6 +6,7 @@ Hours of rollout take milliseconds.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import selectors
@@ -25,6 +26,7 @@ from megatron_dapo.types import (
     Group,
     Prompt,
     Sample,
+    StepBatch,
     WeightSpan,
     as_logprobs,
     as_tokens,
@@ -225,3 +227,22 @@ def carried(sampler) -> list[dict]:
     """The states of all groups that the sampler carries over."""
     state = sampler.state()
     return [pending["group"] for pending in (*state["surplus"], *state["unfinished"])]
+
+
+async def collect_with_cuts(
+    sampler: Sampler, make: Callable[[], Sampler], step: int, cuts: list[float], reload: bool
+) -> tuple[StepBatch, Sampler]:
+    """The batch of a step that is cancelled after each of the times in `cuts`, which are used up, and the sampler that
+    completed it: with `reload`, a new one that was restored from the state of the cancelled one."""
+    while (task := asyncio.ensure_future(sampler.collect(step))) and cuts:
+        await asyncio.wait({task}, timeout=cuts.pop(0))
+        if task.done():
+            break
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        state = through_json(sampler.state())
+        if reload:
+            sampler = make()
+            sampler.restore(state)
+    return await task, sampler
