@@ -29,6 +29,8 @@ class _Terminated(BaseException):
 
 
 def _terminate(number: int, frame: object) -> None:
+    # The signal comes again when the next parent dies. An exception then would interrupt the interpreter's shutdown.
+    signal.signal(END, lambda *_: None)
     raise _Terminated
 
 
