@@ -4,7 +4,8 @@
 
 Every reply has the size of a long response of a 32B model: 4500 tokens with their log-probs, about a quarter of a
 megabyte of JSON. The same requests are made with plain httpx and json; both must give the same numpy arrays. The stub
-runs in its own process and sends prepared bytes.
+runs in its own process and sends prepared bytes. The last line has the client in a process of its own, as in a run: CPU
+time is that of the driving process.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import multiprocessing
 import random
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -24,6 +26,7 @@ import orjson
 from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.engines.protocol import SamplingParams
 from megatron_dapo.engines.sglang.client import SGLangClient
+from megatron_dapo.engines.sglang.client_process import ClientProcess
 from megatron_dapo.engines.sglang.engine import SGLangEngine
 from megatron_dapo.types import as_tokens
 
@@ -91,11 +94,14 @@ async def measure(ask: Ask, samples: int, at_once: int) -> tuple[float, float, t
     return time.perf_counter() - began, time.process_time() - cpu, results[0]
 
 
-async def ours(url: str, samples: int, at_once: int) -> tuple[float, float, tuple[Any, Any]]:
+async def ours(url: str, samples: int, at_once: int, parsed_here: bool = True) -> tuple[float, float, tuple[Any, Any]]:
     config = RolloutConfig(servers={"max_running": at_once})
     server = SGLangClient(url, config.servers)
     server.serves = 0
     engine = SGLangEngine([server], config)
+    if not parsed_here:
+        server.process = ClientProcess()
+        await server.process.ready()
     prompt, params = as_tokens(range(400)), SamplingParams(20480, seed=1)
 
     async def ask(index: int) -> tuple[Any, Any]:
@@ -106,6 +112,8 @@ async def ours(url: str, samples: int, at_once: int) -> tuple[float, float, tupl
         return await measure(ask, samples, at_once)
     finally:
         await engine.close()
+        if server.process is not None:
+            await server.process.close()
 
 
 async def plain(url: str, samples: int, at_once: int) -> tuple[float, float, tuple[Any, Any]]:
@@ -145,6 +153,7 @@ def main() -> None:
         for name, client, samples in (
             ("httpx + json", plain, args.samples // 4),
             ("megatron-dapo", ours, args.samples),
+            ("client process", partial(ours, parsed_here=False), args.samples),
         ):
             seconds, cpu, result = asyncio.run(client(url, samples, args.at_once))
             found[name] = (samples / seconds, samples / cpu, result)
@@ -153,11 +162,12 @@ def main() -> None:
                 f"{name:14s} {samples / seconds:7.0f} samples/s {tokens / seconds:6.2f} M tokens/s "
                 f"{megabytes / seconds:6.0f} MB/s {1e3 * cpu / samples:6.2f} ms CPU per sample"
             )
-        for a, b in zip(found["httpx + json"][2], found["megatron-dapo"][2], strict=True):
-            assert np.array_equal(a, b), "the two clients disagree"
+        for name in ("megatron-dapo", "client process"):
+            for a, b in zip(found["httpx + json"][2], found[name][2], strict=True):
+                assert np.array_equal(a, b), "the clients disagree"
     finally:
         stub.terminate()
-    (slow, slow_cpu, _), (fast, fast_cpu, _) = found.values()
+    (slow, slow_cpu, _), (fast, fast_cpu, _), _ = found.values()
     print(f"ratio          {fast / slow:.1f} × in wall time, {fast_cpu / slow_cpu:.1f} × in CPU time (goal: 5)")
     cost, size = STEP_SAMPLES / fast_cpu, STEP_SAMPLES * len(reply) / 1e9
     share = 100 * cost / args.step_seconds

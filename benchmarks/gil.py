@@ -3,11 +3,12 @@
     python benchmarks/gil.py [--seconds 5] [--tokens 4500]
 
 The main thread launches small operators as fast as Python can, which is what a training step does between two large
-kernels: it is the worst case, because nothing hides a delay. Meanwhile a thread with an event loop receives replies of
-an engine at a given rate and reads them with the client's parser, as in a run (`engines/sglang/response_parser.py`,
-`rollout/group_runner.py`). "limit" is what the replies cost by themselves: no arrangement of threads can be better.
-Beside Python's default switch interval of 5 ms: 0.5 ms, and the replies read in another process, which has its own GIL.
-Needs a machine with a free core for each of the two threads; "limit" is CPU time and needs none.
+kernels: it is the worst case, because nothing hides a delay. Meanwhile a thread with an event loop requests responses
+at a given rate from a stub server, as in a run: the engine, the client, the sample (`rollout/group_runner.py`). Three
+arrangements: replies parsed in this process, the same with a switch interval of 0.5 ms instead of Python's 5 ms, and
+replies parsed in a client process, which is what a run does. "limit" is the CPU time that the thread needs: no
+arrangement of threads can be better. Needs free cores for the two threads, the client process and the stub; "limit"
+is CPU time and needs none.
 """
 
 from __future__ import annotations
@@ -18,17 +19,25 @@ import multiprocessing
 import sys
 import threading
 import time
+from collections.abc import Awaitable, Callable
 
-import numpy as np
-import orjson
+import bridge
 import torch
 
-from megatron_dapo.engines.sglang.response_parser import parse_completion
+from megatron_dapo.config.rollout import RolloutConfig
+from megatron_dapo.engines.protocol import SamplingParams
+from megatron_dapo.engines.sglang.client import SGLangClient
+from megatron_dapo.engines.sglang.client_process import ClientProcess
+from megatron_dapo.engines.sglang.engine import SGLangEngine
 from megatron_dapo.rollout.group_runner import append_completion
 from megatron_dapo.rollout.pending_group import new_samples
 from megatron_dapo.types import Prompt, as_tokens
 
 RATES = (48_000, 200_000, 800_000)  # tokens per second: one H200 with a 1.5B model, and fleets
+COUNTED = 200  # replies whose CPU time is measured
+PARAMS = SamplingParams(20480, seed=1)
+
+Receive = Callable[[SGLangEngine], Awaitable[None]]
 
 
 def main() -> None:
@@ -37,41 +46,65 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4500, help="per response")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    content = reply(args.tokens)
-    each = seconds_per_reply(content)
-    print(f"{1e6 / launches(1.0):.2f} µs a launch alone; {1e3 * each:.2f} ms a reply of {args.tokens} tokens")
-    print("| tokens/s | limit | thread | thread, switch interval 0.5 ms | process |")
-    print("|---|---|---|---|---|")
-    for rate in RATES:
-        replies = rate / args.tokens
-        cells = [f"{rate:,}", f"{min(1.0, each * replies):.1%}"]
-        for interval, process in ((0.005, False), (0.0005, False), (0.005, True)):
-            sys.setswitchinterval(interval)
-            alone = launches(args.seconds)
-            cells.append(f"{1 - slowed(content, replies, args.seconds, process) / alone:.1%}")
-        print(f"| {' | '.join(cells)} |", flush=True)
+    ready, other = multiprocessing.Pipe()
+    start = multiprocessing.get_context("spawn").Process
+    stub = start(target=bridge.serve, args=(bridge.prepared_reply(args.tokens), other), daemon=True)
+    stub.start()
+    url = f"http://127.0.0.1:{ready.recv()}"
+    try:
+        each = {process: seconds_per_reply(url, process) for process in (False, True)}
+        here, there = (f"{1e3 * seconds:.2f}" for seconds in each.values())
+        print(
+            f"{1e6 / launches(1.0):.2f} µs a launch alone. CPU time of the thread for a reply of {args.tokens} tokens:"
+        )
+        print(f"{here} ms; {there} ms if a client process parses it")
+        print("| tokens/s | limit | thread | thread, switch interval 0.5 ms | limit, client process | client process |")
+        print("|---|---|---|---|---|---|")
+        for rate in RATES:
+            replies, cells = rate / args.tokens, [f"{rate:,}"]
+            for interval, process in ((0.005, False), (0.0005, False), (0.005, True)):
+                sys.setswitchinterval(interval)
+                if interval == 0.005:
+                    cells.append(f"{min(1.0, each[process] * replies):.1%}")
+                alone = launches(args.seconds)
+                cells.append(f"{1 - slowed(url, replies, args.seconds, process) / alone:.1%}")
+            print(f"| {' | '.join(cells)} |", flush=True)
+    finally:
+        stub.terminate()
 
 
-def reply(tokens: int) -> bytes:
-    """As SGLang writes it."""
-    rng = np.random.default_rng(0)
-    ids = rng.integers(0, 150_000, tokens).tolist()
-    logprobs = (-rng.exponential(0.5, tokens)).tolist()
-    entries = [[logprob, token, None] for logprob, token in zip(logprobs, ids, strict=True)]
-    meta = {"id": "r", "finish_reason": {"type": "stop"}, "weight_version": "3", "output_token_logprobs": entries}
-    return orjson.dumps({"text": "x" * 3 * tokens, "output_ids": ids, "meta_info": meta})
+async def with_engine(url: str, process: bool, receive: Receive) -> None:
+    config = RolloutConfig(servers={"max_running": 256})
+    server = SGLangClient(url, config.servers)
+    server.serves = 0
+    if process:
+        server.process = ClientProcess()
+        await server.process.ready()
+    engine = SGLangEngine([server], config)
+    try:
+        await receive(engine)
+    finally:
+        await engine.close()
+        if server.process is not None:
+            await server.process.close()
 
 
-def read(content: bytes) -> None:
-    (sample,) = new_samples(Prompt("p", "?", as_tokens([1, 2, 3])), [0])
-    append_completion(sample, parse_completion(content, "benchmark"))
+async def request(engine: SGLangEngine, number: int) -> None:
+    (sample,) = new_samples(Prompt("p", "?", as_tokens(range(400))), [0])
+    append_completion(sample, await engine.generate(f"r{number}", sample.prompt_tokens, PARAMS))
 
 
-def seconds_per_reply(content: bytes) -> float:
-    began = time.thread_time()
-    for _ in range(50):
-        read(content)
-    return (time.thread_time() - began) / 50
+def seconds_per_reply(url: str, process: bool) -> float:
+    found = []
+
+    async def receive(engine: SGLangEngine) -> None:
+        await asyncio.gather(*(request(engine, -number) for number in range(1, 17)))  # connections and caches
+        began = time.thread_time()
+        await asyncio.gather(*(request(engine, number) for number in range(COUNTED)))
+        found.append((time.thread_time() - began) / COUNTED)
+
+    asyncio.run(with_engine(url, process, receive))
+    return found[0]
 
 
 def launches(seconds: float) -> float:
@@ -84,27 +117,29 @@ def launches(seconds: float) -> float:
     return count / (time.perf_counter() - began)
 
 
-def receive(content: bytes, per_second: float, seconds: float) -> None:
-    async def arrive() -> None:
+def slowed(url: str, per_second: float, seconds: float, process: bool) -> float:
+    """Launches per second while replies arrive."""
+    started, done = threading.Event(), threading.Event()
+
+    async def receive(engine: SGLangEngine) -> None:
         loop = asyncio.get_running_loop()
-        began, number = loop.time(), 0
-        while (now := loop.time() - began) < seconds:
-            while number < now * per_second:
-                read(content)
+        began, number, running = loop.time(), 0, set()
+        started.set()
+        while not done.is_set():
+            while number < (loop.time() - began) * per_second:
+                task = asyncio.ensure_future(request(engine, number))
+                running.add(task)
+                task.add_done_callback(running.discard)
                 number += 1
-                await asyncio.sleep(0)
             await asyncio.sleep(min(0.002, 0.5 / per_second))
+        await asyncio.gather(*running)
 
-    asyncio.run(arrive())
-
-
-def slowed(content: bytes, per_second: float, seconds: float, process: bool) -> float:
-    kind = multiprocessing.get_context("spawn").Process if process else threading.Thread
-    other = kind(target=receive, args=(content, per_second, seconds + (3 if process else 1)), daemon=True)
-    other.start()
-    time.sleep(2.5 if process else 0.5)  # a process imports first
+    thread = threading.Thread(target=lambda: asyncio.run(with_engine(url, process, receive)), daemon=True)
+    thread.start()
+    started.wait()
     found = launches(seconds)
-    other.join()
+    done.set()
+    thread.join()
     return found
 
 

@@ -2,10 +2,11 @@
 
     python benchmarks/rank0.py --tokenizer DIR [--samples 512] [--tokens 4500]
 
-Rank 0 drives all engines with one thread. Responses of 4500 tokens are sampled, decoded and graded twice: decoded in
-this process, and in the grading processes, as a run does it. The client alone is the part that both share. CPU time of
-the grading processes does not count; it is spread over cores. The last lines are the sampler alone, with an engine
-whose samples end one by one: its cost must not grow with the number of groups in flight.
+Rank 0 drives all engines with one thread. Responses of 4500 tokens are sampled, decoded and graded three times: all of
+it in this process; decoded in the grading processes; and, as a run does it, decoded there and requested and parsed in
+a client process. The ratio is of the last to the first. CPU time of other processes does not count; it is spread over
+cores. The last lines are the sampler alone, with an engine whose samples end one by one: its cost must not grow with
+the number of groups in flight.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from megatron_dapo.config.reward import RewardConfig
 from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.engines.protocol import Completion, SamplingParams
 from megatron_dapo.engines.sglang.client import SGLangClient
+from megatron_dapo.engines.sglang.client_process import ClientProcess
 from megatron_dapo.engines.sglang.engine import SGLangEngine
 from megatron_dapo.reward.pool import RewardPool
 from megatron_dapo.reward.responses import ResponseGrader
@@ -36,6 +38,12 @@ from megatron_dapo.types import FinishReason, Grade, Prompt, Sample, WeightSpan,
 STEP_SAMPLES = 8192
 GROUP = 16
 WORDS = ["so", "the", "value", "of", "$x^2$", "is", "therefore", "\\frac{3}{7}", "12", "+", "=", "we", "find", ".\n"]
+# (decoded, parsed) in this process
+ARRANGEMENTS = {
+    "all in this process": (True, True),
+    "decoded in grading processes": (False, True),
+    "and parsed in a client process": (False, False),
+}
 ONE_BY_ONE = {"oversampling": 1, "order": "prompt", "unfinished": "finish"}
 
 Grading = Callable[[Prompt, Sample], Awaitable[Grade]]
@@ -69,12 +77,14 @@ async def sample(engine: Any, grade: Grading, groups: int, group_size: int) -> f
     return time.process_time() - began
 
 
-async def with_server(url: str, tokenizer: Any, samples: int, where: str) -> float:
-    """`where` a response is decoded: here, or in grading processes."""
+async def with_server(url: str, tokenizer: Any, samples: int, decoded_here: bool, parsed_here: bool) -> float:
     config, responses = RolloutConfig(servers={"max_running": 64}), ResponseGrader(tokenizer)
     server = SGLangClient(url, config.servers)
     server.serves = 0
     engine = SGLangEngine([server], config)
+    if not parsed_here:
+        server.process = ClientProcess()
+        await server.process.ready()
     async with RewardPool(RewardConfig(grader="math", workers=1), responses.tokenizer_json) as pool:
 
         async def here(prompt: Prompt, sample: Sample) -> Grade:
@@ -84,12 +94,14 @@ async def with_server(url: str, tokenizer: Any, samples: int, where: str) -> flo
         async def elsewhere(prompt: Prompt, sample: Sample) -> Grade:
             return await responses.grade(pool, prompt, sample)
 
-        grade = here if where == "here" else elsewhere
+        grade = here if decoded_here else elsewhere
         await sample(engine, grade, 2, GROUP)  # connections, the grading process
         try:
             return await sample(engine, grade, samples // GROUP, GROUP) / samples
         finally:
             await engine.close()
+            if server.process is not None:
+                await server.process.close()
 
 
 class SpreadEngine:
@@ -125,9 +137,13 @@ def main() -> None:
     stub.start()
     url = f"http://127.0.0.1:{ready.recv()}"
     try:
-        _, cpu, _ = asyncio.run(bridge.ours(url, args.samples, 64))
-        client = cpu / args.samples
-        cost = {where: asyncio.run(with_server(url, tokenizer, args.samples, where)) for where in ("here", "elsewhere")}
+        client = {}
+        for parsed_here in (True, False):
+            _, cpu, _ = asyncio.run(bridge.ours(url, args.samples, 64, parsed_here))
+            client[parsed_here] = cpu / args.samples
+        cost = {
+            name: asyncio.run(with_server(url, tokenizer, args.samples, *where)) for name, where in ARRANGEMENTS.items()
+        }
     finally:
         stub.terminate()
     tokens = as_tokens(orjson.loads(reply)["output_ids"])
@@ -135,11 +151,13 @@ def main() -> None:
     for _ in range(50):
         tokenizer.decode(np.asarray(tokens), skip_special_tokens=True)
     decoding = (time.process_time() - began) / 50
-    print(f"client alone                     {1e3 * client:6.2f} ms a sample of {args.tokens} tokens")
+    print(f"client alone                     {1e3 * client[True]:6.2f} ms a sample of {args.tokens} tokens")
+    print(f"client alone, client process     {1e3 * client[False]:6.2f} ms")
     print(f"decoding alone                   {1e3 * decoding:6.2f} ms")
-    for where, name in (("here", "decoded in this process"), ("elsewhere", "decoded in grading processes")):
-        print(f"{name:32s} {1e3 * cost[where]:6.2f} ms; {STEP_SAMPLES} samples: {STEP_SAMPLES * cost[where]:5.1f} s")
-    print(f"ratio                            {cost['elsewhere'] / cost['here']:6.2f}")
+    for name, found in cost.items():
+        print(f"{name:32s} {1e3 * found:6.2f} ms; {STEP_SAMPLES} samples: {STEP_SAMPLES * found:5.1f} s")
+    first, *_, last = cost.values()
+    print(f"ratio                            {last / first:6.2f} (goal: 0.40)")
     for groups in (512, 5120):
         print(f"sampler alone, {groups:5d} groups      {1e6 * asyncio.run(sampler_alone(groups)):6.0f} µs a sample")
 

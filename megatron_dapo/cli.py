@@ -260,12 +260,23 @@ def _add_plan(sub: Commands) -> None:
     parser.add_argument("config", metavar="CONFIG", nargs="?", help="YAML file (omitted: defaults, best layout)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting")
     parser.add_argument("--model", metavar="DIR", help="directory with config.json (policy.model)")
+    _add_workload(parser)
+    parser.add_argument("--gpu-memory", type=at_least(1, float), metavar="GIB", help="instead of the GPU's own")
+    parser.add_argument("--compare", action="store_true", help="compare colocated engines and every split of the GPUs, "
+                        "with and without overlap, each with its best servers, and stop")  # fmt: skip
+    parser.add_argument("--published", action="store_true", help="compare predictions with published runs, and stop")
+    parser.add_argument("--layers", choices=["te", "local"], default="te", help="Transformer Engine (default) or torch")
+    parser.add_argument("--top", type=at_least(1), default=8, metavar="N", help="layouts to show (default 8)")
+    parser.add_argument("--json", action="store_true", dest="as_json", help="print the plan as JSON")
+
+
+def _add_workload(parser: argparse.ArgumentParser) -> None:
+    """What both plan and simulate assume about GPUs, lengths and yield."""
     parser.add_argument("--gpu", default="h100", help="h100 (default), h200, h800, b200, a100, a100-40g, l40s, …")
     parser.add_argument("--gpus", type=at_least(1), metavar="N", help="all GPUs (default: slurm.nodes × gpus_per_node)")
     parser.add_argument("--gpus-per-node", type=at_least(1), metavar="N", help="default: slurm.gpus_per_node")
     parser.add_argument("--engine-gpus", type=at_least(0), metavar="N", help="GPUs that only run engines; 0: engines "
                         "and trainer share all GPUs (default: slurm.engine_nodes × gpus_per_node)")  # fmt: skip
-    parser.add_argument("--gpu-memory", type=at_least(1, float), metavar="GIB", help="instead of the GPU's own")
     parser.add_argument("--mfu", type=float, default=0.5, help="share of the peak that kernels reach (default 0.5)")
     parser.add_argument("--mean-prompt", type=at_least(1), metavar="TOKENS", help="default: 256")
     parser.add_argument("--mean-response", type=at_least(1), metavar="TOKENS", help="default: a quarter of the longest")
@@ -273,12 +284,6 @@ def _add_plan(sub: Commands) -> None:
                         "(default 0.5)")  # fmt: skip
     parser.add_argument("--sigma", type=float, metavar="S", help="spread of response lengths: standard deviation of "
                         "their logarithm (default 0.92; 0: all equal)")  # fmt: skip
-    parser.add_argument("--compare", action="store_true", help="compare colocated engines and every split of the GPUs, "
-                        "with and without overlap, each with its best servers, and stop")  # fmt: skip
-    parser.add_argument("--published", action="store_true", help="compare predictions with published runs, and stop")
-    parser.add_argument("--layers", choices=["te", "local"], default="te", help="Transformer Engine (default) or torch")
-    parser.add_argument("--top", type=at_least(1), default=8, metavar="N", help="layouts to show (default 8)")
-    parser.add_argument("--json", action="store_true", dest="as_json", help="print the plan as JSON")
 
 
 def _add_simulate(sub: Commands) -> None:
@@ -302,16 +307,7 @@ def _add_simulate(sub: Commands) -> None:
     parser.add_argument(
         "--from", dest="from_run", metavar="RUN_DIR", help="take lengths and yield from a run's metrics"
     )
-    parser.add_argument("--gpu", default="h100", help="as for plan (default h100)")
-    parser.add_argument("--gpus", type=at_least(1), metavar="N", help="all GPUs (default: slurm.nodes × gpus_per_node)")
-    parser.add_argument("--gpus-per-node", type=at_least(1), metavar="N", help="default: slurm.gpus_per_node")
-    parser.add_argument("--engine-gpus", type=at_least(0), metavar="N", help="GPUs that only run engines; 0: engines "
-                        "and trainer share all GPUs (default: slurm.engine_nodes × gpus_per_node)")  # fmt: skip
-    parser.add_argument("--mfu", type=float, default=0.5, help="share of the peak that kernels reach (default 0.5)")
-    parser.add_argument("--mean-prompt", type=at_least(1), metavar="TOKENS", help="default: 256")
-    parser.add_argument("--mean-response", type=at_least(1), metavar="TOKENS", help="default: a quarter of the longest")
-    parser.add_argument("--kept", type=float, metavar="SHARE", help="share of informative groups (default 0.5)")
-    parser.add_argument("--sigma", type=float, metavar="S", help="spread of response lengths (default 0.92)")
+    _add_workload(parser)
     parser.add_argument("--steps", type=at_least(1), default=6, help="steps to simulate (default 6)")
     parser.add_argument("--seed", type=int, default=0, help="seed of lengths and grades (default 0)")
     parser.add_argument("--whole", action="store_true", help="simulate every server, also of a large fleet")

@@ -121,6 +121,12 @@ class Config(Section):
                 "policy.routing_replay is old_log_probs, but the trainer computes none: set trainer.old_logprobs to "
                 "recompute, or routing_replay to off"
             )
+        if mode == "engine" and self.rollout.in_flight and self.rollout.weights.pause_mode == "retract":
+            raise ValueError(
+                "policy.routing_replay is engine, but rollout.weights.pause_mode is retract: SGLang computes retracted "
+                "requests again with the new weights and then reports their experts for tokens that the older weights "
+                "generated. Use pause_mode abort or in_place, weights.in_flight: false, or old_log_probs"
+            )
         if mode != "off" and self.policy.moe.router_fusion:
             raise ValueError("policy.moe.router_fusion chooses the experts itself: turn it off to use routing_replay")
 

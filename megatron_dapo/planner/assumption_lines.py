@@ -6,6 +6,7 @@ from megatron_dapo.config import Config
 from megatron_dapo.planner import assumptions, engine, memory
 from megatron_dapo.planner.hardware import GIB
 from megatron_dapo.planner.search import Task
+from megatron_dapo.plugins import is_plugin
 
 
 def assumption_lines(task: Task, config: Config) -> list[str]:
@@ -36,7 +37,15 @@ def _workload(task: Task, config: Config) -> list[str]:
         ),
     ]
     if config.algorithm.kl.coefficient:
-        lines.append("the reference model adds one log-prob pass; its weights are in host memory")
+        lines.append(
+            "the reference policy (algorithm.kl.coefficient) adds one log-prob pass; its weights are in host memory "
+            "and change places with the policy's, so it takes no GPU memory"
+        )
+    elif is_plugin(config.algorithm.objective):
+        lines.append(
+            f"{config.algorithm.objective} is not imported: if it reads the reference policy (Needs.reference), a step "
+            "has one more log-prob pass"
+        )
     return lines
 
 

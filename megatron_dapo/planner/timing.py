@@ -76,23 +76,60 @@ def expert_flops(shape: ModelShape) -> float:
     return 2 * shape.layers * shape.experts_per_token * 3 * shape.hidden * shape.expert_ffn_hidden
 
 
-def layer_seconds(
+@dataclass(frozen=True, slots=True)
+class LayerTime:
+    """Forward seconds per token in all layers."""
+
+    attention: float
+    projections: float  # of attention, and the router
+    mlp: float  # or the experts
+
+
+@dataclass(frozen=True, slots=True)
+class Recomputed:
+    """What the backward pass computes again, as a share of the forward pass. Norms and activation functions (the
+    modules layernorm and moe_act) cost next to nothing."""
+
+    attention: float = 0.0
+    projections: float = 0.0
+    mlp: float = 0.0
+
+    @classmethod
+    def of(cls, policy: PolicyConfig, layers: int) -> Recomputed:
+        if policy.recompute == "none":
+            return cls()
+        if policy.recompute == "full":
+            chunk = layers / policy.pipeline_parallel / policy.virtual_pipeline
+            share = min(1.0, (policy.recompute_layers or chunk) / chunk)
+            return cls(share, share, share)
+        modules = policy.recompute_modules
+        return cls(attention=float("core_attn" in modules), mlp=float("mlp" in modules or "moe" in modules))
+
+    def seconds(self, forward: LayerTime) -> float:
+        return (
+            self.attention * forward.attention + self.projections * forward.projections + self.mlp * forward.mlp
+        )  # fmt: skip
+
+
+def layer_time(
     shape: ModelShape, parameters: Parameters, policy: PolicyConfig, work: Workload, split: Split, rate: float
-) -> float:
-    """Forward seconds of all layers per token, at `rate` FLOP/s in long products."""
+) -> LayerTime:
+    """At `rate` FLOP/s in long products."""
     cp = policy.context_parallel
     tokens = split.micro_batch / cp
     product_speed = rate * tokens / (tokens + assumptions.HALF_SPEED_TOKENS)
     # Context parallelism gives each rank two chunks of every sequence, and attention works on chunks.
     chunk = work.mean_length / (2 * cp) if cp > 1 else work.mean_length
     attention_speed = rate * chunk / (chunk + assumptions.HALF_SPEED_CHUNK)
-    seconds = attention_flops(shape, work.mean_length) / attention_speed
-    experts = expert_flops(shape) if shape.is_moe else 0.0
-    seconds += (2 * parameters.layer_matrices_active - experts) / product_speed
+    mlp_speed, flops = product_speed, 6 * shape.layers * shape.hidden * shape.ffn_hidden
     if shape.is_moe:
         uneven = assumptions.EXPERT_WAIT if policy.expert_parallel > 1 else 1.0
-        seconds += uneven * experts / (product_speed * assumptions.EXPERT_MFU_SHARE)
-    return seconds
+        mlp_speed, flops = product_speed * assumptions.EXPERT_MFU_SHARE / uneven, expert_flops(shape)
+    return LayerTime(
+        attention=attention_flops(shape, work.mean_length) / attention_speed,
+        projections=(2 * parameters.layer_matrices_active - flops) / product_speed,
+        mlp=flops / mlp_speed,
+    )
 
 
 def pass_time(
@@ -103,11 +140,13 @@ def pass_time(
     tp, pp, cp, vpp = (
         policy.tensor_parallel, policy.pipeline_parallel, policy.context_parallel, policy.virtual_pipeline,
     )  # fmt: skip
-    again = train and policy.recompute == "full"
+    again = Recomputed.of(policy, shape.layers) if train else Recomputed()
     # The head computes its logits again in the backward pass.
-    layer_passes, head_passes = (3 + again, 4) if train else (1, 1)
+    layer_passes, head_passes = (3, 4) if train else (1, 1)
     rate = cluster.gpu.tflops * 1e12 * mfu * tp * cp
-    layers = split.tokens * layer_seconds(shape, parameters, policy, work, split, rate) * layer_passes
+    forward = layer_time(shape, parameters, policy, work, split, rate)
+    each = forward.attention + forward.projections + forward.mlp
+    layers = split.tokens * (each * layer_passes + again.seconds(forward))
     head = split.responses * 2 * shape.hidden * shape.vocab * head_passes / rate
     slowest = layers / pp + head  # the last stage also has the head
     traffic = _Traffic(shape, policy, cluster, split)
@@ -135,30 +174,31 @@ class _Traffic:
     def _seconds(self, bytes_: float, span: int) -> float:
         return self.layers * bytes_ / (self.cluster.wire(span) * assumptions.WIRE_SHARE)
 
-    def tensor(self, train: bool, again: bool) -> float:
-        """Two gathers and two scatters of the activations forward, six collectives backward."""
+    def tensor(self, train: bool, again: Recomputed) -> float:
+        """Two gathers and two scatters of the activations forward, half of them around attention; six collectives
+        backward."""
         tp, cp = self.policy.tensor_parallel, self.policy.context_parallel
-        times = 4 + (6 if train else 0) + (4 if again else 0)
+        times = 4 + (6 if train else 0) + 2 * again.projections + 2 * again.mlp
         return self._seconds(times * self.split.tokens / cp * self.shape.hidden * 2 * (tp - 1) / tp, tp)
 
-    def context(self, train: bool, again: bool) -> float:
+    def context(self, train: bool, again: Recomputed) -> float:
         """Keys and values pass around the ring forward; they and their gradients backward."""
         tp, cp = self.policy.tensor_parallel, self.policy.context_parallel
-        times = 1 + (2 if train else 0) + (1 if again else 0)
+        times = 1 + (2 if train else 0) + again.attention
         width = 2 * self.shape.kv_heads * self.shape.head_dim / tp
         exposed = assumptions.EXPOSED_CONTEXT
         return exposed * self._seconds(times * self.split.tokens / cp * width * 2 * (cp - 1), tp * cp)
 
-    def expert(self, train: bool, again: bool) -> float:
+    def expert(self, train: bool, again: Recomputed) -> float:
         """Tokens are sent to their experts and back, inside the node and between nodes at the same time."""
         if not self.shape.is_moe:
             return 0.0
-        passes = 1 + (2 if train else 0) + (1 if again else 0)
+        passes = 1 + (2 if train else 0) + again.mlp
         fixed = passes * self.layers * self.split.micro_batches * assumptions.MOE_LAYER_SECONDS
         ep = self.policy.expert_parallel
         if ep == 1:
             return fixed
-        times = 2 + (2 if train else 0) + (2 if again else 0)
+        times = 2 + (2 if train else 0) + 2 * again.mlp
         routed = self.split.tokens / self.policy.context_parallel / self.policy.tensor_parallel
         sent = times * routed * self.shape.experts_per_token * self.shape.hidden * 2 * assumptions.EXPERT_WAIT
         near = min(ep, self.cluster.gpus_per_node)

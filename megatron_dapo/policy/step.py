@@ -284,6 +284,7 @@ class _LossInputs:
     def __init__(self, batch: TrainBatch, config: Config) -> None:
         self._batch = batch
         self._sample_of = np.repeat(np.arange(batch.samples), batch.response_lengths)  # [responses]
+        self._advantages = batch.advantages[self._sample_of]  # [responses]
         self._weights, self._counts = token_weights(
             config.algorithm.aggregation,
             torch.from_numpy(batch.loss_mask),
@@ -306,7 +307,7 @@ class _LossInputs:
         batch = self._batch
         return TokenBatch(
             old_logprobs=pick(batch.behaviour_logprobs),
-            advantages=torch.as_tensor(batch.advantages[self._sample_of[slots]]).to(device, non_blocking=True),
+            advantages=pick(self._advantages),
             mask=pick(batch.loss_mask),
             weights=pick(self._weights),
             counts=pick(self._counts),

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from itertools import pairwise
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from published_shapes import published
@@ -48,6 +49,32 @@ def test_more_pipeline_stages_never_need_more_static_memory(shape, tp, cp):
 def test_longer_micro_batches_never_need_less(shape, tp, pp, tokens, recompute):
     short, long = (trainer_memory(shape, layout(tp, pp, tokens=n, recompute=recompute), 64, 8) for n in sorted(tokens))
     assert short.total <= long.total
+
+
+@given(SHAPES, st.sampled_from([1, 2]), st.sampled_from([1, 2]))
+def test_recomputation_takes_the_time_of_what_it_computes_again(shape, tp, cp):
+    """In units of a forward pass of the layers: full recomputation costs one, its parts add up to less."""
+    cluster, work = Cluster(find_gpu("h100"), 64, 8, engine_gpus=0), Workload(512, 16, 16, 256, 5000, 2048, 20480)
+
+    def seconds(train=True, **recompute):
+        time = pass_time(shape, layout(tp, 1, cp, **recompute), cluster, work, 64, 0.5, train=train)
+        return time.arithmetic + time.tensor + time.context + time.expert
+
+    mlp = "moe" if shape.is_moe else "mlp"
+    none, full, half = (
+        seconds(),
+        seconds(recompute="full"),
+        seconds(recompute="full", recompute_layers=shape.layers // 2),
+    )
+    attention, experts, both, norms = (
+        seconds(recompute="selective", recompute_modules=modules)
+        for modules in (["core_attn"], [mlp], ["core_attn", mlp], ["layernorm"])
+    )
+    assert norms == none < attention < both < full and none < experts < both
+    assert both - none == pytest.approx(attention - none + experts - none)
+    assert half - none == pytest.approx((full - none) / 2)
+    forward = seconds(train=False)
+    assert 0.8 * forward < full - none < forward  # the head is no part of it
 
 
 @given(SHAPES, POWER, POWER, TOKENS)

@@ -190,6 +190,11 @@ def test_the_configuration_of_routing_replay():
         parse_config({"policy": {"routing_replay": "engine"}, "rollout": off})
     with pytest.raises(ConfigError, match="the trainer computes none"):
         parse_config({"policy": {"routing_replay": "old_log_probs"}, "trainer": {"old_logprobs": "engine"}})
+    kept_requests = {"max_staleness": 1, "weights": {"pause_mode": "retract"}}
+    with pytest.raises(ConfigError, match=r"pause_mode is retract: .* the older weights generated"):
+        parse_config({"policy": {"routing_replay": "engine"}, "rollout": kept_requests})
+    for rollout in ({"max_staleness": 1}, {"max_staleness": 1, "weights": {"pause_mode": "in_place"}}):
+        parse_config({"policy": {"routing_replay": "engine"}, "rollout": rollout})
     with pytest.raises(ConfigError, match="router_fusion chooses the experts itself"):
         parse_config({"policy": {"routing_replay": "engine", "moe": {"router_fusion": True}}})
     with pytest.raises(ConfigError, match="the model has no experts"):

@@ -6,11 +6,13 @@ import contextlib
 import pytest
 from fleet import Lengths, simulate
 from simulation import (
+    TIMINGS,
     Prompts,
     SimulatedEngine,
     as_json,
     coin_grader,
     collect,
+    collect_restored,
     rollout,
     run_virtual,
     through_json,
@@ -135,24 +137,15 @@ def test_adaptive_batches_in_prompt_order_do_not_depend_on_timing():
     config = rollout(oversampling="adaptive", order="prompt", unfinished="finish")
 
     def batches(slots, jitter, reload):
-        def again(sampler, engine, grade, source):
-            if not reload:
-                return sampler
-            fresh = Sampler(engine, grade, source, config, groups_per_step=4)
-            fresh.restore(through_json(sampler.state()))
-            return fresh
-
-        found, sampler, *_ = collect(
-            config, steps=5, share=0.3, engine=lambda: SimulatedEngine(slots, longest=60, jitter=jitter), between=again
-        )
+        found, sampler = collect_restored(config, slots, jitter, reload, steps=5, share=0.3)
         counted = [{n: v for n, v in batch.metrics.items() if not is_wall_clock(n)} for batch in found]
         groups = [as_json([group.to_state() for group in batch.groups]) for batch in found]
         return groups, counted, as_json(sampler.state())
 
     expected = batches(64, 0.0, False)
     assert len({metrics["rollout/expected_yield"] for metrics in expected[1]}) > 3, "the estimate never changed"
-    for slots, jitter, reload in [(1, 0.0, True), (7, 0.3, False), (30, 0.7, True), (3, 0.9, False)]:
-        assert batches(slots, jitter, reload) == expected
+    for timing in TIMINGS:
+        assert batches(*timing) == expected
 
 
 def test_the_estimate_survives_an_interrupted_step_and_a_resume():

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from simulation import (
+    TIMINGS,
     Prompts,
     SimulatedEngine,
     as_json,
@@ -14,6 +15,7 @@ from simulation import (
     carried,
     coin_grader,
     collect,
+    collect_restored,
     failing,
     response_of,
     rollout,
@@ -93,22 +95,13 @@ def test_timing_does_not_change_the_batch(oversampling, order):
     config = rollout(oversampling=oversampling, order=order, unfinished="finish")
 
     def batches(slots, jitter, reload):
-        def again(sampler, engine, grade, source):
-            if not reload:
-                return sampler
-            fresh = Sampler(engine, grade, source, config, groups_per_step=4)
-            fresh.restore(through_json(sampler.state()))
-            return fresh
-
-        found, *_ = collect(
-            config, steps=4, engine=lambda: SimulatedEngine(slots, longest=60, jitter=jitter), between=again
-        )
+        found, _ = collect_restored(config, slots, jitter, reload, steps=4)
         return [as_json([group.to_state() for group in batch.groups]) for batch in found]
 
     expected = batches(64, 0.0, False)
     assert all(len(json.loads(groups)) == 4 for groups in expected)
-    for slots, jitter, reload in [(1, 0.0, True), (7, 0.3, False), (30, 0.7, True), (3, 0.9, False)]:
-        assert batches(slots, jitter, reload) == expected
+    for timing in TIMINGS:
+        assert batches(*timing) == expected
 
 
 def test_refill_is_continuous_not_in_waves():

@@ -55,6 +55,6 @@ class FakeProcess:
 
 async def fake_fleet(config, model, count=1, prepare=lambda server: None):
     """(fleet, engine) over `count` fake processes."""
-    fleet = Fleet(config, str(model), model)
+    fleet = Fleet(config, str(model), model, client_processes=False)
     fleet.processes = [await FakeProcess(config.servers, prepare).open() for _ in range(count)]
     return fleet, await fleet.start()

@@ -11,6 +11,7 @@ import json
 import random
 import selectors
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -209,6 +210,25 @@ def collect(config, steps=1, *, needed=4, share=0.5, slots=8, prompts=None, engi
         return batches, sampler, source, server
 
     return run_virtual(main())
+
+
+def collect_restored(config, slots, jitter, reload, steps, **more):
+    """(batches, sampler) of an engine with so many slots and so much jitter. With `reload`, every step has a new
+    sampler that was restored from the state of the last one."""
+
+    def again(sampler, engine, grade, source):
+        if not reload:
+            return sampler
+        fresh = Sampler(engine, grade, source, config, groups_per_step=4)
+        fresh.restore(through_json(sampler.state()))
+        return fresh
+
+    engine = partial(SimulatedEngine, slots, longest=60, jitter=jitter)
+    batches, sampler, *_ = collect(config, steps=steps, engine=engine, between=again, **more)
+    return batches, sampler
+
+
+TIMINGS = [(1, 0.0, True), (7, 0.3, False), (30, 0.7, True), (3, 0.9, False)]  # slots, jitter, reload
 
 
 def assert_whole(group: Group, longest: int) -> None:

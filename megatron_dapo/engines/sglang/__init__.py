@@ -4,6 +4,9 @@ Requests and weights
 - engine.py            the engine: requests, aborts, pauses, weight updates, GPU memory, over all servers
 - load_balancer.py     which server gets a request; the queue when none has room
 - client.py            one server: generation and every control call, each with its rule for repeating
+- generate_call.py     one generate request: sent, its reply parsed
+- client_process.py    a process for generate requests, as rank 0 sees it; client_worker.py is that process
+- client_messages.py   what the two exchange: headers and raw arrays
 - http.py              connections, timeouts, repeated calls, error classes
 - response_parser.py   the reply to a generate request; version labels
 - weights/             how weights get to the servers

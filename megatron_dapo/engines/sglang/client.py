@@ -18,6 +18,8 @@ import numpy as np
 
 from megatron_dapo.config.rollout import PauseMode, ServerConfig
 from megatron_dapo.engines.protocol import Capabilities, Completion, EngineError, SamplingParams
+from megatron_dapo.engines.sglang.client_process import ClientProcess
+from megatron_dapo.engines.sglang.generate_call import GenerateCall
 from megatron_dapo.engines.sglang.http import (
     BrokenConnection,
     Connection,
@@ -26,7 +28,7 @@ from megatron_dapo.engines.sglang.http import (
     ServerFailure,
 )
 from megatron_dapo.engines.sglang.keys import Keys
-from megatron_dapo.engines.sglang.response_parser import parse_completion, version_number
+from megatron_dapo.engines.sglang.response_parser import version_number
 from megatron_dapo.types import LogProbs, Tokens
 
 log = logging.getLogger(__name__)
@@ -37,7 +39,8 @@ HEALTH_SECONDS = 30.0  # SGLang's own health check gives up after 20
 
 
 class SGLangClient:
-    """`serves` is the weight version that this server may generate with, or None while it must get no requests."""
+    """`serves` is the weight version that this server may generate with, or None while it must get no requests.
+    `process` sends its generate requests; None: this process does."""
 
     def __init__(
         self, url: str, config: ServerConfig, *, keys: Keys | None = None, generate_url: str | None = None
@@ -47,6 +50,8 @@ class SGLangClient:
         self.connection = connect(url)
         self._generate = connect(generate_url) if generate_url else self.connection
         self.name, self.config = self.connection.url, config
+        self._api_key = keys.api
+        self.process: ClientProcess | None = None
         self.serves: int | None = None
         self.unavailable = ""  # why it serves nothing
         self.in_flight = 0
@@ -128,17 +133,13 @@ class SGLangClient:
 
     async def generate(self, request_id: str, prompt: Tokens, params: SamplingParams) -> Completion:
         """One try; the engine repeats it, here or elsewhere."""
-        body: dict[str, Any] = {
-            "rid": request_id, "input_ids": prompt, "sampling_params": _sampling(params),
-            "return_logprob": True, "logprob_start_len": -1,
-        }  # fmt: skip
-        routed = None
-        if params.routed_experts_from is not None:
-            body |= {"return_routed_experts": True, "routed_experts_start_len": params.routed_experts_from}
-            routed = len(prompt) - params.routed_experts_from
-        content = await self._generate.generate(body, self.config.sample_seconds(params.max_new_tokens))
+        call = GenerateCall(
+            self._generate.url, self._api_key, self.name, request_id, prompt, _sampling(params),
+            self.config.sample_seconds(params.max_new_tokens), params.routed_experts_from,
+        )  # fmt: skip
+        completion = await (self.process.generate(call) if self.process else call.send(self._generate))
         self.last_completion = time.monotonic()
-        return parse_completion(content, f"server {self.name}, request {request_id}", routed)
+        return completion
 
     async def reports_token_versions(self) -> bool:
         """Whether its replies name the weight version of every token, not only the last one."""

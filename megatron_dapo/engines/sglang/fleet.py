@@ -12,6 +12,7 @@ from pathlib import Path
 from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.engines.protocol import EngineError
 from megatron_dapo.engines.sglang.client import SGLangClient
+from megatron_dapo.engines.sglang.client_process import SERVERS_PER_PROCESS, ClientProcess
 from megatron_dapo.engines.sglang.engine import SGLangEngine
 from megatron_dapo.engines.sglang.external_server import ExternalServer
 from megatron_dapo.engines.sglang.http import failures, wait_all
@@ -25,10 +26,18 @@ class Fleet:
     """Also the engine's `Supervision`: passes what it reports to the supervisor of the server."""
 
     def __init__(
-        self, config: RolloutConfig, model: str, log_dir: str | Path, *, make_command: CommandMaker = sglang_command
+        self,
+        config: RolloutConfig,
+        model: str,
+        log_dir: str | Path,
+        *,
+        make_command: CommandMaker = sglang_command,
+        client_processes: bool = True,
     ) -> None:
-        self._config, self._model = config, model
+        """`client_processes`: generate requests are sent by processes of their own, not by this one."""
+        self._config, self._model, self._use_client_processes = config, model, client_processes
         self.processes = self._processes(Path(log_dir), make_command)
+        self.client_processes: list[ClientProcess] = []
         self.supervisors: dict[str, Supervisor] = {}  # by the server's name
         self._servers: list[SGLangClient] = []
 
@@ -56,11 +65,15 @@ class Fleet:
                 taken.add(process.port)
             router = self._config.servers.router_url
             self._servers = [process.client(router) for process in self.processes]
+            if self._use_client_processes:
+                await self._start_client_processes()  # they start while the servers do
             pairs = list(zip(self.processes, self._servers, strict=True))
             results = await wait_all({server.name: process.wait_ready(server) for process, server in pairs})
             engine = SGLangEngine(self._servers, self._config, model=self._model, version=version)
             for error in failures(results).values():
                 raise error
+            for client in self.client_processes:
+                await client.ready()
             for server in self._servers:
                 await engine.admit(server)
         except BaseException:
@@ -72,6 +85,13 @@ class Fleet:
             server.name: Supervisor(process, server, engine, self._config.servers) for process, server in pairs
         }
         return engine
+
+    async def _start_client_processes(self) -> None:
+        for index, server in enumerate(self._servers):
+            if index % SERVERS_PER_PROCESS == 0:
+                self.client_processes.append(ClientProcess())
+                await self.client_processes[-1].start()
+            server.process = self.client_processes[-1]
 
     # ---- Supervision ----
 
@@ -101,4 +121,5 @@ class Fleet:
     async def close(self) -> None:
         await self.stop()
         await wait_all({server.name: server.close() for server in self._servers})
+        await wait_all({str(index): client.close() for index, client in enumerate(self.client_processes)})
         await wait_all({str(index): process.end() for index, process in enumerate(self.processes)})

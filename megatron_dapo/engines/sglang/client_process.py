@@ -1,0 +1,170 @@
+"""A process that runs the generate calls of some servers (`client_worker`), as rank 0 sees it.
+
+`generate` does what `GenerateCall.send` does, with the same result and the same errors. Retries, the choice of a
+server, aborts and all control calls stay with the caller.
+
+- Cancelling `generate` cancels the request in the process, which closes its connection to the server.
+- If the process ends, every call that it runs fails with a `ServerFailure`, which the engine answers with another try;
+  the next call starts a new process.
+- A call has the time limit that its server has. If the process has not replied GRACE seconds after that and has sent
+  nothing else meanwhile, it hangs and is killed.
+- The process ends when it is closed here and when this process dies.
+
+One process parses about 2.5 M tokens/s, so the fleet gives one to every SERVERS_PER_PROCESS servers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+
+from megatron_dapo.engines.protocol import Completion, EngineError
+from megatron_dapo.engines.sglang.client_messages import (
+    FrameReader,
+    decode_reply,
+    encode_call,
+    encode_cancellation,
+    encode_ping,
+)
+from megatron_dapo.engines.sglang.generate_call import GenerateCall
+from megatron_dapo.engines.sglang.http import ServerFailure
+
+log = logging.getLogger(__name__)
+
+SERVERS_PER_PROCESS = 16
+GRACE = 60.0
+START_SECONDS = 120.0
+_COMMAND = [sys.executable, "-m", "megatron_dapo.engines.sglang.client_worker"]
+
+
+class ClientProcess:
+    """Belongs to one event loop. `pid` is None while no process runs."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._transport: asyncio.WriteTransport | None = None
+        self._starting = asyncio.Lock()
+        self._last_reply = 0.0
+        self._closed = False
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    async def start(self) -> None:
+        """Returns before the process is ready; `ready` waits for that. Does nothing if it runs."""
+        await self._start()
+
+    async def _start(self) -> asyncio.WriteTransport:
+        async with self._starting:
+            if self._transport is not None:
+                return self._transport
+            if self._closed:
+                raise EngineError("the client process has been closed")
+            ours, theirs = socket.socketpair()
+            try:
+                with theirs:
+                    self._process = _spawn(theirs.fileno())
+                self._last_reply = time.monotonic()
+                self._transport, _ = await asyncio.get_running_loop().create_unix_connection(
+                    lambda: FrameReader(self._received, self._lost), sock=ours
+                )
+            except BaseException as error:
+                ours.close()  # ends the process, if there is one
+                self._process = None
+                if isinstance(error, OSError):
+                    raise ServerFailure(f"cannot start a client process: {error}") from error
+                raise
+            return self._transport
+
+    async def ready(self) -> None:
+        """Raises EngineError if it cannot start."""
+        try:
+            await self._request(encode_ping, START_SECONDS)
+        except ServerFailure as error:
+            raise EngineError(f"cannot send requests to the servers: {error}; its output is on stderr") from error
+
+    async def generate(self, call: GenerateCall) -> Completion:
+        completion: Completion = await self._request(lambda number: encode_call(number, call), call.seconds)
+        return completion
+
+    async def _request(self, encode: Callable[[int], bytes], seconds: float) -> Any:
+        transport = self._transport or await self._start()
+        number, reply = next(self._numbers), asyncio.get_running_loop().create_future()
+        self._waiting[number] = reply
+        transport.write(encode(number))
+        try:
+            async with asyncio.timeout(seconds + GRACE):
+                return await reply
+        except TimeoutError:
+            self._cancel(number)
+            if time.monotonic() - self._last_reply > GRACE and self._process is not None:
+                self._process.kill()
+            raise ServerFailure(f"client process: no reply within {seconds + GRACE:g} s") from None
+        except asyncio.CancelledError:
+            self._cancel(number)
+            raise
+        finally:
+            self._waiting.pop(number, None)
+
+    def _cancel(self, number: int) -> None:
+        if self._transport is not None:
+            self._transport.write(encode_cancellation(number))
+
+    def _received(self, header: bytes, body: memoryview) -> None:
+        self._last_reply = time.monotonic()
+        decoded = orjson.loads(header)
+        reply = self._waiting.get(decoded["number"])
+        if reply is None or reply.done():
+            return  # cancelled meanwhile
+        result = decode_reply(decoded, body)
+        if isinstance(result, BaseException):
+            reply.set_exception(result)
+        else:
+            reply.set_result(result)
+
+    def _lost(self) -> None:
+        """The process has ended, or its socket broke."""
+        process, self._process, self._transport = self._process, None, None
+        assert process is not None
+        process.kill()  # it holds nothing that is worth waiting for
+        code = process.wait()
+        waiting, self._waiting = self._waiting, {}
+        cause = f"the client process ended with {f'signal {-code}' if code < 0 else f'exit code {code}'}"
+        if not self._closed:
+            log.warning("%s; %d requests are sent again", cause, len(waiting))
+        for reply in waiting.values():
+            if not reply.done():
+                reply.set_exception(ServerFailure(cause))
+
+    async def close(self) -> None:
+        """Ends the process. Calls that still run fail."""
+        self._closed = True
+        async with self._starting:
+            if self._transport is not None:
+                self._transport.abort()
+        while self._process is not None:
+            await asyncio.sleep(0.002)
+
+
+def _spawn(descriptor: int) -> subprocess.Popen[bytes]:
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }  # fmt: skip
+    command = [*_COMMAND, str(os.getpid()), str(descriptor)]
+    return subprocess.Popen(
+        command, pass_fds=[descriptor], env=environment, stdin=subprocess.DEVNULL, start_new_session=True
+    )
