@@ -1,11 +1,12 @@
 """What staleness costs in learning: the quickstart's curve with batches that are k weight versions old.
 
-    python benchmarks/staleness.py [--steps 60] [--seeds 3] [--corrected]
+    python benchmarks/staleness.py [--steps 60] [--seeds 3] [--corrected] [--run "k = 4"] [--seed 2]
 
 The quickstart's model, task and recipe on the CPU, evaluated on held-out problems every ten steps. k = 0 is on-policy.
 With k > 0 and `rollout.weights.in_flight: false` every token of batch N comes from version N − k: the oldest that
 `rollout.max_staleness: k` allows, so this is the worst case of each k. --corrected adds k = 4 with importance weights
-(the decoupled objective). Each seed has its own model; its runs differ in nothing else.
+(the decoupled objective), and with the ratio of the objective taken to the engine's log-probs. --run and --seed choose
+single runs. Each seed has its own model; its runs differ in nothing else.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ RUNS = {
     "k = 1": ["rollout.max_staleness=1"],
     "k = 4": ["rollout.max_staleness=4"],
 }
-CORRECTED = {"k = 4, importance weights": ["rollout.max_staleness=4", "algorithm.off_policy.importance_weight=token"]}
+CORRECTED = {
+    "k = 4, importance weights": ["rollout.max_staleness=4", "algorithm.off_policy.importance_weight=token"],
+    "k = 4, ratio to the engine": ["rollout.max_staleness=4", "trainer.old_logprobs=engine"],
+}
 
 
 def main() -> None:
@@ -41,15 +45,18 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--corrected", action="store_true")
+    parser.add_argument("--run", action="append", choices=[*RUNS, *CORRECTED], help="only this one; may be repeated")
+    parser.add_argument("--seed", type=int, help="only this one")
     args = parser.parse_args()
-    all_runs = RUNS | CORRECTED if args.corrected else RUNS
+    known = RUNS | CORRECTED
+    all_runs = {name: known[name] for name in args.run or (known if args.corrected else RUNS)}
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     steps = range(0, args.steps + 1, EVERY)
     print(f"| run | seed | {' | '.join(f'step {step}' for step in steps)} | staleness | mismatch_kl | clipped |")
     print(f"|---|---|{'---|' * (len(steps) + 3)}")
     found: dict[str, list[dict[str, float]]] = {name: [] for name in all_runs}
-    for seed in range(args.seeds):
+    for seed in range(args.seeds) if args.seed is None else [args.seed]:
         with tempfile.TemporaryDirectory() as folder:
             prepare(Path(folder), seed)
             for name, settings in all_runs.items():

@@ -38,7 +38,18 @@ class Config(Section):
     @property
     def warnings(self) -> list[str]:
         """Settings that are accepted but probably not meant, one line each; printed when a run starts."""
-        return self.algorithm.warnings
+        return [*self.algorithm.warnings, *self._uncorrected_staleness()]
+
+    def _uncorrected_staleness(self) -> list[str]:
+        """The ratio to a recomputed π_old says nothing about the distance from the policy that generated."""
+        off_policy, staleness = self.algorithm.off_policy, self.rollout.max_staleness
+        corrected = off_policy.reads_old_logprobs or off_policy.opsm_delta is not None
+        if staleness < 2 or corrected or not self.recomputes_old_logprobs:
+            return []
+        found = (
+            f"rollout.max_staleness is {staleness} and algorithm.off_policy corrects nothing: stale batches push the "
+        )
+        return [found + "policy further than a clipped ratio shows. Set algorithm.off_policy.importance_weight: token"]
 
     @property
     def overlong_max_length(self) -> int:

@@ -411,6 +411,22 @@ def test_settings_that_do_not_belong_to_gspo_are_kept_and_named():
     assert "0.28, which is meant for the ratio of a token" in config.warnings[1]
 
 
+@pytest.mark.parametrize(
+    ("raw", "warned"),
+    [
+        ({"rollout": {"max_staleness": 4}}, True),
+        ({"rollout": {"max_staleness": 1}}, False),
+        ({"rollout": {"max_staleness": 4}, "algorithm": {"off_policy": {"importance_weight": "token"}}}, False),
+        ({"rollout": {"max_staleness": 4}, "algorithm": {"off_policy": {"opsm_delta": 0.1}}}, False),
+        ({"rollout": {"max_staleness": 4}, "trainer": {"old_logprobs": "engine"}}, False),
+    ],
+)
+def test_stale_batches_without_a_correction_are_named(raw, warned):
+    trainer = {"prompts_per_step": 32, "mini_batch_prompts": 16} | raw.get("trainer", {})
+    found = parse_config(raw | {"trainer": trainer}).warnings
+    assert len(found) == warned and all("importance_weight: token" in line for line in found)
+
+
 @pytest.mark.parametrize(("key", "value"), [("top_p", 0.95), ("top_k", 50), ("min_p", 0.05)])
 def test_rollouts_from_a_part_of_the_vocabulary_are_refused(key, value):
     with pytest.raises(ConfigError, match=rf"rollout: {key} is {value}: rollouts would be sampled from a part"):

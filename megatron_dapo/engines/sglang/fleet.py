@@ -12,7 +12,7 @@ from pathlib import Path
 from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.engines.protocol import EngineError
 from megatron_dapo.engines.sglang.client import SGLangClient
-from megatron_dapo.engines.sglang.client_process import SERVERS_PER_PROCESS, ClientProcess
+from megatron_dapo.engines.sglang.client_process import SERVERS_PER_PROCESS, WITH_ROUTED_EXPERTS, ClientProcess
 from megatron_dapo.engines.sglang.engine import SGLangEngine
 from megatron_dapo.engines.sglang.external_server import ExternalServer
 from megatron_dapo.engines.sglang.http import failures, wait_all
@@ -87,8 +87,9 @@ class Fleet:
         return engine
 
     async def _start_client_processes(self) -> None:
+        share = WITH_ROUTED_EXPERTS if self._config.servers.routed_experts else SERVERS_PER_PROCESS
         for index, server in enumerate(self._servers):
-            if index % SERVERS_PER_PROCESS == 0:
+            if index % share == 0:
                 self.client_processes.append(ClientProcess())
                 await self.client_processes[-1].start()
             server.process = self.client_processes[-1]
