@@ -121,7 +121,7 @@ def layer_time(
     # Context parallelism gives each rank two chunks of every sequence, and attention works on chunks.
     chunk = work.mean_length / (2 * cp) if cp > 1 else work.mean_length
     attention_speed = rate * chunk / (chunk + assumptions.HALF_SPEED_CHUNK)
-    mlp_speed, flops = product_speed, 6 * shape.layers * shape.hidden * shape.ffn_hidden
+    mlp_speed, flops = product_speed, 6.0 * shape.layers * shape.hidden * shape.ffn_hidden
     if shape.is_moe:
         uneven = assumptions.EXPERT_WAIT if policy.expert_parallel > 1 else 1.0
         mlp_speed, flops = product_speed * assumptions.EXPERT_MFU_SHARE / uneven, expert_flops(shape)

@@ -172,14 +172,14 @@ def test_a_cancelled_request_closes_its_connection_and_the_others_go_on():
 
 def test_no_sample_is_lost_or_trained_twice_when_the_process_is_killed_or_hangs(monkeypatch):
     """kill -9 and SIGSTOP while all requests run: the next try goes through a new process."""
-    monkeypatch.setattr(client_process, "GRACE", 0.5)
 
     async def main():
         servers = [await FakeServer(seconds=0.3).start() for _ in range(2)]
         process, config = ClientProcess(), settings(sample_timeout=2.0)
         await process.ready()
         engine = await engine_through(process, servers, config)
-        for number in (signal.SIGKILL, signal.SIGSTOP):
+        for number, grace in ((signal.SIGKILL, 1000.0), (signal.SIGSTOP, 0.5)):
+            monkeypatch.setattr(client_process, "GRACE", grace)  # a death is noticed without it
             collecting = asyncio.ensure_future(fill_batch(engine, config))
             before = sum(server.calls.count("/generate") for server in servers)
             while sum(server.calls.count("/generate") for server in servers) < before + 6:
