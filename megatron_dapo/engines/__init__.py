@@ -2,6 +2,8 @@
 
 - protocol.py        what an engine is: generate, abort, pause, weight updates; the errors and data types
 - factory.py         opens the engine that the configuration names
+- timed.py           reports when each request ran, for the timeline of a step
+- load.py            KV cache in use and waiting requests during a rollout
 - bucket_reader.py   reads weight buckets in a worker thread while the event loop runs
 - embedded/          transformers on the CPU, inside this process, exact to the bit
 - sglang/            SGLang servers over HTTP: started here or external

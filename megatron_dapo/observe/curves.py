@@ -11,7 +11,8 @@ from megatron_dapo.observe.figures import Figure, figures_of
 from megatron_dapo.observe.runs import Run
 
 COLOURS = ("#0b6bb8", "#cf4f00", "#008f68", "#b0559a", "#b98600", "#4b4fb8", "#6d6d6d", "#9c3b3b")
-DASHES = ("-", "--", ":", "-.")
+DASHES = ("-", "--", ":", "-.", (0, (9, 3)), (0, (2, 1.5, 2, 4)))
+WIDTHS = (1.5, 0.8, 2.4)
 SHOWN = (
     "reward",
     "accuracy",
@@ -26,10 +27,11 @@ SHOWN = (
 )
 UNITS = {"percent": 100.0}
 COLUMNS = 3
+WIDTH = 6  # columns of the grid: divisible by 1, 2 and 3
 
 
 def write_png(runs: list[Run], path: Path) -> Path:
-    """Draws the figures in SHOWN that the runs have data for, three in a row."""
+    """Draws the figures in SHOWN that the runs have data for, three in a row; the last row is filled."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Canvas
 
@@ -42,21 +44,34 @@ def write_png(runs: list[Run], path: Path) -> Path:
     rows = -(-len(panels) // COLUMNS)
     canvas = Canvas(figsize=(4.6 * COLUMNS, 3.0 * rows), dpi=130, layout="constrained")
     FigureCanvasAgg(canvas)
-    axes = canvas.subplots(rows, COLUMNS, squeeze=False).ravel()
-    for axis, (figure, run) in zip(axes, panels, strict=False):
+    for place, (figure, run) in zip(_places(canvas, len(panels)), panels, strict=True):
+        axis = canvas.add_subplot(place)
         (_draw_stack if figure.stacked else _draw_lines)(axis, figure, runs, run)
         _style(axis, figure, f" · {runs[run].name}" if run is not None and len(runs) > 1 else "")
-    for axis in axes[len(panels) :]:
-        axis.set_axis_off()
     if len(runs) > 1:
         from matplotlib.lines import Line2D
 
-        marks = [Line2D([], [], color=COLOURS[i % len(COLOURS)], label=run.name) for i, run in enumerate(runs)]
-        canvas.legend(handles=marks, loc="outside upper center", ncols=min(4, len(runs)), frameon=False)
+        marks = [
+            Line2D([], [], color=COLOURS[i % len(COLOURS)], ls=DASHES[i % len(DASHES)], label=run.name)
+            for i, run in enumerate(runs)
+        ]
+        canvas.legend(handles=marks, loc="outside upper center", ncols=min(4, len(runs)), frameon=False, handlelength=4)
     buffer = io.BytesIO()
     canvas.savefig(buffer, format="png")
     write_atomically(path, buffer.getvalue())
     return path
+
+
+def _places(canvas: Any, panels: int) -> list[Any]:
+    """A cell for each panel, row by row; those of an incomplete last row are wider, so that no cell is empty."""
+    rows = -(-panels // COLUMNS)
+    grid = canvas.add_gridspec(rows, WIDTH)
+    found = []
+    for row in range(rows):
+        count = min(COLUMNS, panels - row * COLUMNS)
+        width = WIDTH // count
+        found += [grid[row, i * width : (i + 1) * width] for i in range(count)]
+    return found
 
 
 def _panels(figure: Figure, runs: list[Run]) -> list[tuple[Figure, int | None]]:
@@ -79,7 +94,8 @@ def _draw_lines(axis: Any, figure: Figure, runs: list[Run], _: int | None) -> No
             y = [float("nan") if value is None else value * scale for value in series.y]
             few = len(y) <= 24
             axis.plot(
-                series.x, y, color=colour, lw=1.5, ls=DASHES[index % 4] if len(runs) > 1 else "-",
+                series.x, y, color=colour, lw=WIDTHS[index % 3] if len(runs) > 1 else 1.5,
+                ls=DASHES[(i if len(runs) > 1 else index) % len(DASHES)],
                 marker="o" if few else None, ms=3, label=series.label if i == 0 else None,
             )  # fmt: skip
             if series.low and series.high:

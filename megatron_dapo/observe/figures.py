@@ -57,8 +57,10 @@ class Figure:
 SECTIONS: dict[str, tuple[FigureSpec, ...]] = {
     "Learning": (
         FigureSpec("reward", "Reward", "mean over trained responses, penalties included", {"reward/mean": "reward"}),
-        FigureSpec("accuracy", "Accuracy", "share of right responses among trained ones",
-                   {"reward/accuracy": "accuracy"}, "percent"),
+        FigureSpec("accuracy", "Accuracy",
+                   "share of right responses; the filter drops groups that are all right or all wrong", {
+            "reward/accuracy_all": "all sampled", "reward/accuracy": "trained",
+        }, "percent"),
         FigureSpec("evaluation", "Evaluation", "held-out scores; the band is the confidence interval", {"eval/*": ""},
                    "percent"),
         FigureSpec("length", "Response length", "mean tokens per response", {
@@ -98,6 +100,15 @@ SECTIONS: dict[str, tuple[FigureSpec, ...]] = {
         }, "percent", zero=True),
         FigureSpec("occupancy", "Engine occupancy", "running requests per request that the engines can run",
                    {"rollout/engine_occupancy": "occupancy"}, "percent", zero=True),
+        FigureSpec("staleness", "Staleness", "weight versions between sampling and training", {
+            "rollout/staleness_tokens": "mean of tokens", "rollout/staleness_max": "oldest token",
+        }, zero=True),
+        FigureSpec("engine_load", "Engine load", "KV cache in use, mean and highest over the rollout", {
+            "rollout/kv_use": "mean", "rollout/kv_use_max": "highest",
+        }, "percent", zero=True),
+        FigureSpec("engine_queue", "Engine queue", "requests that wait in the engines, mean and highest", {
+            "rollout/queue": "mean", "rollout/queue_max": "highest",
+        }, "count", zero=True),
         FigureSpec("truncated", "Truncated responses", "by the length limit, or interrupted by the end of the step", {
             "rollout/truncated_share": "truncated", "rollout/interrupted_share": "interrupted",
         }, "percent", zero=True),
@@ -108,11 +119,21 @@ SECTIONS: dict[str, tuple[FigureSpec, ...]] = {
         FigureSpec("speed", "Throughput", "tokens per second", {
             "rollout/tokens_per_second": "rollout", "train/tokens_per_second": "update",
         }, "rate", zero=True),
+        FigureSpec("speed_per_gpu", "Throughput per GPU", "prompt and response tokens of trained samples per second", {
+            "train/tokens_per_second_per_gpu": "update", "time/tokens_per_second_per_gpu": "whole step",
+        }, "rate", zero=True),
+        FigureSpec("mfu", "MFU", "model FLOPs of the updates per FLOP that the GPUs could do (dense bf16, data sheet)",
+                   {"train/mfu": "mfu"}, "percent", zero=True),
+        FigureSpec("memory", "Memory", "of rank 0, in GiB: GPU memory of the trainer, memory of its process", {
+            "memory/gpu_peak_gib": "GPU, highest", "memory/gpu_reserved_gib": "GPU, reserved",
+            "memory/host_gib": "host",
+        }, zero=True),
     ),
 }  # fmt: skip
 
 SCORE = re.compile(r"eval/.*(?:avg|pass|maj)@\d+$")
-NOT_PHASES = ("time/step", "time/start")  # the sum; and the start-up, which is longer than all others
+# The sum; the start-up, which is longer than all others; and no time at all.
+NOT_PHASES = ("time/step", "time/start", "time/tokens_per_second_per_gpu")
 PHASE_ORDER = ("rollout", "hand_over", "advantages", "log_probs", "update", "sync", "checkpoint", "evaluate")
 
 

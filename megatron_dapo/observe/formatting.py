@@ -12,7 +12,7 @@ def step_summary(metrics: Mapping[str, float]) -> dict[str, str]:
     """Column title to text. Columns whose metrics are absent are left out."""
     columns = {
         "reward": number(metrics.get("reward/mean")),
-        "accuracy": percent(metrics.get("reward/accuracy")),
+        "accuracy": percent(metrics.get("reward/accuracy_all", metrics.get("reward/accuracy"))),
         "entropy": number(metrics.get("train/entropy")),
         "length": number(response_length(metrics), 4),
         "yield": percent(filter_yield(metrics)),

@@ -14,8 +14,11 @@ NOT_FILTERED = ("unfinished", "stale", "surplus")
 
 
 def is_wall_clock(name: str) -> bool:
-    """Whether a metric measures time or is a mean over time: it may differ between two runs of the same training."""
-    return name.startswith("time/") or name.endswith(("seconds", "per_second", "in_flight", "occupancy"))
+    """Whether a metric measures time or is a mean over time, or depends on the machine (memory): it may differ between
+    two runs of the same training."""
+    return name.startswith(("time/", "memory/", "rollout/kv_use", "rollout/queue")) or name.endswith(
+        ("seconds", "per_second", "per_gpu", "mfu", "in_flight", "occupancy")
+    )
 
 
 def dropped_groups(metrics: Mapping[str, float]) -> dict[str, float]:

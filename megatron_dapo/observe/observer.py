@@ -26,13 +26,17 @@ from statistics import median
 from typing import Any
 
 from megatron_dapo.config.observe import ObserveConfig
-from megatron_dapo.observe import transcripts
+from megatron_dapo.observe import environment, transcripts
+from megatron_dapo.observe.aliases import with_aliases
 from megatron_dapo.observe.append_file import AppendFile
 from megatron_dapo.observe.console import Console, PlainConsole, SamplingProgress
 from megatron_dapo.observe.diagnosis import Watch
 from megatron_dapo.observe.metrics_file import EVAL, STEP, MetricsFile, Record, RecordError, plain_numbers
 from megatron_dapo.observe.phases import Phase, Stopwatch
 from megatron_dapo.observe.retry_queue import RetryQueue
+from megatron_dapo.observe.status import NAME as STATUS
+from megatron_dapo.observe.status import StatusFile
+from megatron_dapo.observe.timeline import Timeline, write_trace
 from megatron_dapo.observe.trackers import TrackerQueue, make_trackers
 from megatron_dapo.types import Group
 
@@ -42,14 +46,19 @@ UNWRITTEN_LOG_LINES = 1_000
 
 
 class Observer:
-    """`total_steps` is the length of the run; `settings` is the resolved configuration, for the trackers."""
+    """`total_steps`: the length of the run. `settings`: the resolved configuration, for the trackers. `ranks`: of the
+    trainer."""
 
-    def __init__(self, config: ObserveConfig, run_dir: Path, *, total_steps: int, settings: dict[str, Any]) -> None:
+    def __init__(
+        self, config: ObserveConfig, run_dir: Path, *, total_steps: int, settings: dict[str, Any], ranks: int = 1
+    ) -> None:
         self._config, self._dir = config, Path(run_dir)
-        self._total, self._step = total_steps, 0
+        self._total, self._step, self._ranks = total_steps, 0, ranks
         trackers = make_trackers(config, self._dir, settings)  # first: it raises if a package is missing
         self._file = MetricsFile(self._dir / "metrics.jsonl")
         self._console = make_console(config.console, self._dir.name)
+        self._status: Console = StatusFile(self._dir / "logs" / STATUS, total_steps)
+        environment.record(self._dir, ranks)
         self._logs = {name: self._log_queue(name) for name in ("warnings.log", "trainer.log")}
         self._records: RetryQueue[Record] = RetryQueue(
             "metrics.jsonl", self._file.append, self.warn, limit=UNWRITTEN_RECORDS, errors=RecordError
@@ -61,6 +70,7 @@ class Observer:
         self._aligned = False  # whether the records on file are known to precede what this process records
         self._watch = self._replayed_watch()
         self._stopwatch = Stopwatch()
+        self._timeline = Timeline()
         self._recent: deque[float] = deque(maxlen=20)
 
     def phase(self, name: str) -> AbstractContextManager[Phase]:
@@ -69,30 +79,41 @@ class Observer:
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[Phase]:
-        phase = Phase(name, self._show)
+        phase, started = Phase(name, self._show), time.monotonic()
         self._stopwatch.enter(phase)
         self._show(lambda console: console.phase_started(name))
         try:
             yield phase
         finally:
             self._stopwatch.leave(phase)
+            self._timeline.phase(name, started, time.monotonic())
             self._show(lambda console: console.phase_ended(name))
 
     def sampling(self, progress: SamplingProgress) -> None:
         """Shows the sampler's progress. Cheap; may be called from any thread."""
         self._show(lambda console: console.sampling(progress))
 
+    def starting(self, seconds: float, limit: float, line: str) -> None:
+        """Shows how long the engines have been starting, and the last line of their log. Any thread."""
+        text = "s for the engines" + (f"; their log: {line}" if line else "")
+        self._show(lambda console: console.progress("start", round(seconds), limit, text))
+
+    def request(self, engine: str, name: str, started: float, tokens: int) -> None:
+        """A request that `engine` has finished now, for the timeline. Any thread; `started`: time.monotonic()."""
+        self._timeline.request(engine, name, started, time.monotonic(), tokens)
+
     def step(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group] = ()) -> None:
         """Records a finished step, with the times of the phases since the last one."""
         self._align(step)
         times = self._stopwatch.lap()
-        record = Record(step, STEP, plain_numbers(metrics) | times)
+        record = Record(step, STEP, plain_numbers(metrics) | times | self._speed(metrics, times))
         self._keep_transcripts(step, groups)
         self._records.put(record)  # after the transcripts: the transcripts of a recorded step exist
         self._step = step
         self._recent.append(times["time/step"])
         self._show(lambda console: console.step(step, self._total, record.metrics, self._remaining()))
         self._track(record)
+        self._write_trace(step)
         for finding in self._watch.observe(step, record.metrics):
             if self._config.warnings:
                 self.warn(finding.message)
@@ -172,6 +193,18 @@ class Observer:
     def _write_transcripts(self, item: tuple[int, list[transcripts.Transcript]]) -> None:
         transcripts.write(self._dir / "samples", *item)
 
+    def _speed(self, metrics: Mapping[str, float], times: Mapping[str, float]) -> dict[str, float]:
+        tokens, seconds = metrics.get("train/batch_tokens"), times["time/step"]
+        return {"time/tokens_per_second_per_gpu": tokens / seconds / self._ranks} if tokens and seconds else {}
+
+    def _write_trace(self, step: int) -> None:
+        trace = self._timeline.take()
+        if transcripts.is_due(step, self._config.trace_every):
+            try:
+                write_trace(self._dir, step, trace)
+            except OSError as error:
+                self.warn(f"no timeline of step {step}: {error}")
+
     def _write_report(self) -> None:
         from megatron_dapo.observe.report import write_report
 
@@ -190,14 +223,16 @@ class Observer:
 
     def _show(self, draw: Callable[[Console], None]) -> None:
         """A console that fails is replaced by a silent one."""
-        try:
-            draw(self._console)
-        except Exception:
-            self._console = Console()
+        for name in ("_console", "_status"):
+            try:
+                draw(getattr(self, name))
+            except Exception:
+                setattr(self, name, Console())
 
     def _track(self, record: Record) -> None:
+        metrics = with_aliases(record.metrics, self._config.aliases)
         for tracker in self._trackers:
-            tracker.put((record.step, record.metrics))
+            tracker.put((record.step, metrics))
 
     def _replayed_watch(self) -> Watch:
         watch = Watch()
@@ -228,6 +263,10 @@ class NullObserver(Observer):
         yield Phase(name)
 
     def sampling(self, progress: SamplingProgress) -> None: ...
+
+    def starting(self, seconds: float, limit: float, line: str) -> None: ...
+
+    def request(self, engine: str, name: str, started: float, tokens: int) -> None: ...
 
     def step(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group] = ()) -> None: ...
 

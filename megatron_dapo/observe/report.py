@@ -27,7 +27,8 @@ STEPS_WITH_TRANSCRIPTS = 24
 LONGEST_TEXT = 20_000
 SUMMARY = (
     ("Reward", "reward/mean", "number"),
-    ("Accuracy", "reward/accuracy", "percent"),
+    ("Accuracy, all sampled", "reward/accuracy_all", "percent"),
+    ("Accuracy, trained", "reward/accuracy", "percent"),
     ("Entropy", "train/entropy", "number"),
     ("Response length", "rollout/length_trained", "count"),
     ("Filter yield", "rollout/filter_yield", "percent"),
@@ -54,13 +55,16 @@ def write_report(run_dirs: Sequence[str | Path], output: str | Path, png: bool =
     return written
 
 
-def render(runs: Sequence[Run]) -> str:
-    """The page as text."""
+def render(runs: Sequence[Run], *, live: bool = False) -> str:
+    """The page as text. A live page asks the server that it came from for newer data."""
     script, style = _asset("chart.js") + _asset("report.js"), _asset("report.css")
+    if live:
+        script += _asset("watch.js")
     data = payload(runs)
     parts = {
         "TITLE": html.escape(data["title"]),
         "SCRIPT_HASH": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        "CONNECT": "connect-src 'self'; " if live else "",
         "STYLE": style,
         "DATA": embed_json(data),
         "SCRIPT": script,
@@ -100,8 +104,10 @@ def _run(run: Run) -> dict[str, Any]:
     return {
         "name": run.name,
         "steps": len(steps),
-        "last_step": max([*steps, *(r.step for r in run.evaluations)]),
+        "last_step": max([*steps, *(r.step for r in run.evaluations)], default=0),
         "seconds": sum(_finite(run.series("time/step")[1])),
+        "about": about(run),
+        "timeline": run.timeline,
         "summary": _summary(run),
         "findings": [{"step": f.step, "rule": f.rule, "seen": f.seen, "causes": f.causes} for f in run.findings],
         "warnings": run.warnings,
@@ -118,13 +124,38 @@ def _summary(run: Run) -> list[dict[str, Any]]:
     shown += [(name.removeprefix("eval/"), name, "percent") for name in scores if name.split("@")[1].isdigit()]
     found = []
     for label, metric, form in shown:
-        values = _finite(run.series(metric)[1])
-        if values:
-            width = 1 if metric.startswith("eval/") else max(1, min(5, len(values) // 4))
-            found.append(
-                {"label": label, "format": form, "start": fmean(values[:width]), "end": fmean(values[-width:])}
-            )
+        points = [(step, value) for step, value in zip(*run.series(metric), strict=True) if value - value == 0]
+        if points:
+            width = 1 if metric.startswith("eval/") else max(1, min(5, len(points) // 4))
+            values = [value for _, value in points]
+            found.append({
+                "label": label, "format": form, "start": fmean(values[:width]), "end": fmean(values[-width:]),
+                "start_steps": [points[0][0], points[width - 1][0]],
+            })  # fmt: skip
     return found
+
+
+def about(run: Run) -> list[tuple[str, str]]:
+    """What was trained, on what, with what and when. Entries without information are left out."""
+    config, starts = run.config, run.starts
+    first, last = (starts[0], starts[-1]) if starts else ({}, {})
+    data = [value for key, value in config.items() if key == "data.path" or key == "data.sources"]
+    found = {
+        "model": config.get("policy.model", ""),
+        "data": ", ".join(value for value in data if value not in ("", "[]", "null")),
+        "commit": _distinct(starts, "commit"),
+        "versions": ", ".join(f"{name} {number}" for name, number in last.get("versions", {}).items()),
+        "hardware": _distinct(starts, "hardware"),
+        "started": str(first.get("started", "")),
+        "last change": run.last_change,
+        "starts": f"{len(starts)}, the last at {last['started']}" if len(starts) > 1 else "",
+    }
+    return [(label, text) for label, text in found.items() if text]
+
+
+def _distinct(starts: Sequence[dict[str, Any]], key: str) -> str:
+    """A run may be resumed with another commit or on other hardware."""
+    return ", then ".join(dict.fromkeys(str(start[key]) for start in starts if start.get(key)))
 
 
 def _finite(values: Sequence[float]) -> list[float]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron_dapo.config.yaml12 import parse_yaml
 from megatron_dapo.errors import UserError
-from megatron_dapo.observe import transcripts
+from megatron_dapo.observe import environment, timeline, transcripts
 from megatron_dapo.observe.diagnosis import Finding, Watch
 from megatron_dapo.observe.metric_names import filter_yield, update_speed
 from megatron_dapo.observe.metrics_file import EVAL, STEP, Record, read_records
@@ -31,6 +32,9 @@ class Run:
     transcripts: list[Transcript]
     findings: list[Finding]
     warnings: list[str]  # logs/warnings.log
+    starts: list[dict[str, Any]] = field(default_factory=list)  # environment.json
+    timeline: dict[str, Any] | None = None  # of the newest step that has one
+    last_change: str = ""  # when metrics.jsonl was last written
 
     def series(self, metric: str) -> tuple[list[int], list[float]]:
         """Steps and values of one metric; steps without it are left out."""
@@ -44,23 +48,24 @@ class Run:
         return list(dict.fromkeys(name for record in [*self.steps, *self.evaluations] for name in record.metrics))
 
 
-def load_runs(directories: Sequence[str | Path]) -> list[Run]:
+def load_runs(directories: Sequence[str | Path], *, running: bool = False) -> list[Run]:
+    """`running`: the runs may not have finished a step, or not even started."""
     if not directories:
         raise ReportError("no run directory was named")
     paths = [Path(directory) for directory in directories]
-    return [load_run(path, name) for path, name in zip(paths, distinct_names(paths), strict=True)]
+    return [load_run(path, name, running=running) for path, name in zip(paths, distinct_names(paths), strict=True)]
 
 
-def load_run(directory: Path, name: str) -> Run:
+def load_run(directory: Path, name: str, *, running: bool = False) -> Run:
     file = directory / "metrics.jsonl"
     if not directory.is_dir():
         raise ReportError(f"{directory}: no such directory")
-    if not file.exists():
+    if not file.exists() and not running:
         raise ReportError(f"{directory}: not a run directory, it has no metrics.jsonl")
-    records = read_records(file)
+    records = read_records(file) if file.exists() else []
     steps = [_with_derived(record) for record in records if record.kind == STEP]
     evaluations = [record for record in records if record.kind == EVAL]
-    if not steps and not evaluations:
+    if not steps and not evaluations and not running:
         raise ReportError(f"{file} holds no finished step yet: wait for the first one")
     watch = Watch()
     return Run(
@@ -71,7 +76,14 @@ def load_run(directory: Path, name: str) -> Run:
         transcripts=transcripts.read(directory / "samples"),
         findings=[finding for record in steps for finding in watch.observe(record.step, record.metrics)],
         warnings=_warnings(directory / "logs" / "warnings.log"),
+        starts=environment.read(directory),
+        timeline=timeline.read_newest(directory),
+        last_change=_local_time(file.stat().st_mtime) if records else "",
     )
+
+
+def _local_time(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(seconds))
 
 
 def _with_derived(record: Record) -> Record:

@@ -56,6 +56,8 @@ class StepAccounting:
     interrupted_samples: int = 0
     response_tokens: int = 0
     wasted_tokens: int = 0
+    graded: int = 0  # samples of complete groups that have a grade, trained or not
+    correct: int = 0  # of those
     _lengths: dict[str, list[int]] = field(default_factory=lambda: {"trained": [], "dropped": [], "interrupted": []})
 
     def to_state(self) -> dict[str, Any]:
@@ -76,6 +78,7 @@ class StepAccounting:
         for group in groups:
             self.trained += len(group.samples)
             self._lengths["trained"] += [sample.length for sample in group.samples]
+            self._count_grades(group)
 
     def drop(self, group: Group, reason: str, samples: int | None = None) -> None:
         self.dropped[reason] += len(group.samples) if samples is None else samples
@@ -83,12 +86,18 @@ class StepAccounting:
         self.wasted_tokens += sum(sample.length for sample in group.samples)
         if reason not in (UNFINISHED, STALE):
             self._lengths["dropped"] += [sample.length for sample in group.samples]
+            self._count_grades(group)
+
+    def _count_grades(self, group: Group, times: int = 1) -> None:
+        self.graded += times * len(group.accuracies)
+        self.correct += times * sum(group.accuracies)
 
     def undrop(self, group: Group, reason: str) -> None:
         """A rejected group is used after all, to fill the batch."""
         self.dropped[reason] -= len(group.samples)
         self.dropped_groups[reason] -= 1
         self.wasted_tokens -= sum(sample.length for sample in group.samples)
+        self._count_grades(group, -1)  # `train` counts them again
 
     def fail(self, samples: int) -> None:
         self.failed_groups += 1
@@ -135,6 +144,8 @@ class StepAccounting:
             "rollout/truncated_share": _mean(sample.truncated for sample in samples),
         }
         found |= {f"rollout/dropped/{reason}": n for reason, n in sorted(self.dropped_groups.items()) if n}
+        if self.graded:
+            found["reward/accuracy_all"] = self.correct / self.graded
         found |= {f"rollout/length_{name}": _mean(lengths) for name, lengths in self._lengths.items() if lengths}
         return found
 

@@ -18,6 +18,8 @@
     signals          how a run is asked to stop
     ending           how a run ends early: what was saved, and how to continue
     watchdog         a rank that hangs is found, and all ranks write their stacks
+    profiler         torch.profiler for some steps
+    throughput       MFU, tokens per second and GPU, memory
     best_metric      the metric that decides which checkpoint is the best
 
 Only rank 0 has a `RolloutDriver`; all other modules run on every rank. Threads of rank 0: the main thread (training,

@@ -148,13 +148,14 @@ class Trainer:
         return TorchDistAsHF(converted, self.policy.shape) if converted else self.config.policy.model
 
     def _open_run(self) -> None:
-        trainer = self.config.trainer
-        run_dir = Path(trainer.run_dir)
+        config, run_dir = self.config, Path(self.config.trainer.run_dir)
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-        record_settings(run_dir, self.config, self.policy.shape)
-        settings = self.config.model_dump(mode="json")
-        self.observer = Observer(self.config.observe, run_dir, total_steps=trainer.steps, settings=settings)
-        self.rollouts = RolloutDriver(self.config, self.observer.sampling, self.data)
+        record_settings(run_dir, config, self.policy.shape)
+        ranks, settings = self.runtime.world_size, config.model_dump(mode="json")
+        self.observer = Observer(
+            config.observe, run_dir, total_steps=config.trainer.steps, settings=settings, ranks=ranks
+        )
+        self.rollouts = RolloutDriver(self.config, self.observer, self.data)
         self.collectives.driver_progress = lambda: self.rollouts.progress if self.rollouts else 0
 
     def _restore(self, state: dict[str, Any] | None) -> None:
@@ -227,7 +228,7 @@ class Trainer:
 
         def record() -> None:
             assert self.rollouts is not None and step.source is not None
-            metrics = {**step.metrics(), **self.rollouts.reward_metrics()}
+            metrics = {**step.metrics(self.policy), **self.rollouts.reward_metrics()}
             if not self.config.evaluate.data.files:
                 self.score = best_metric(metrics, self.config.trainer.checkpoint, self.score)
             self.observer.step(self.steps_done, metrics, step.source.groups)

@@ -11,8 +11,10 @@ import asyncio
 import contextlib
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from concurrent.futures import Executor, Future
+from pathlib import Path
 from typing import Any, TypeVar
 
 from transformers import AutoTokenizer
@@ -21,8 +23,11 @@ from megatron_dapo import fault_points
 from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.data import RunData, load_run_data
 from megatron_dapo.engines.factory import open_engine
+from megatron_dapo.engines.load import watched_load
 from megatron_dapo.engines.protocol import Bucket, Engine, EngineError, WeightReport, derive_seed
+from megatron_dapo.engines.timed import timed
 from megatron_dapo.evaluate import Evaluation, evaluate_sets
+from megatron_dapo.observe.observer import NullObserver, Observer
 from megatron_dapo.reward.pool import RewardPool
 from megatron_dapo.reward.responses import ResponseGrader
 from megatron_dapo.rollout.accounting import Progress
@@ -41,17 +46,16 @@ class RolloutDriver:
     def __init__(
         self,
         config: Config,
-        on_progress: Callable[[Progress], None] = lambda progress: None,
+        observer: Observer | None = None,
         data: RunData | None = None,
     ) -> None:
         """Loads the tokenizer and, unless they are given, the prompts; `start` starts everything else."""
-        self.config = config
+        self.config, self._observer = config, observer or NullObserver()
         tokenizer = AutoTokenizer.from_pretrained(config.policy.model)
         data = data or load_run_data(config, tokenizer)
         self.cursor, self.problems = data.mixture(config), data.evaluation
         self.progress = 0
         self._responses = ResponseGrader(tokenizer)
-        self._on_progress = on_progress
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True)
         self._idle = asyncio.Event()
@@ -72,10 +76,14 @@ class RolloutDriver:
 
     async def _open(self) -> None:
         logs = log_folder(self.config.trainer.run_dir)
-        self._engine = await open_engine(self.config.rollout, self.config.policy.model, logs)
+        showing = asyncio.ensure_future(self._show_start(logs))
+        try:
+            self._engine = await open_engine(self.config.rollout, self.config.policy.model, logs)
+        finally:
+            showing.cancel()
         self._pool = await RewardPool(self.config.reward, self._responses.tokenizer_json).__aenter__()
         self._sampler = Sampler(
-            self._engine,
+            timed(self._engine, self._observer.request),
             self._grade,
             lambda: self.cursor.take(1)[0],
             self.config.rollout,
@@ -84,6 +92,15 @@ class RolloutDriver:
             on_progress=self._on_sampling,
             on_decided=self.cursor.record,
         )
+
+    async def _show_start(self, logs: Path) -> None:
+        """Until cancelled: how long the engines have been starting, and what their log says."""
+        started, limit = time.monotonic(), self.config.rollout.servers.start_timeout
+        before = newest_line(logs)
+        while True:
+            await asyncio.sleep(PULSE_SECONDS)
+            line = newest_line(logs)
+            self._observer.starting(time.monotonic() - started, limit, line if line != before else "")
 
     def close(self) -> None:
         """Ends what was started here, and nothing else. Never raises: a run that ends has its own outcome."""
@@ -191,8 +208,9 @@ class RolloutDriver:
         async with self._counted_operation(bounded=False):
             fault_points.reach("rollouts/before_collect")
             self.cursor.begin_step(step)
-            batch = await self.sampler.collect(step)
-            batch.metrics |= self.cursor.metrics(batch)
+            async with watched_load(self.engine) as load:
+                batch = await self.sampler.collect(step)
+            batch.metrics |= {**self.cursor.metrics(batch), **load.metrics()}
             shown = batch.groups[: self.config.observe.samples_groups]
             self._responses.add_texts(sample for group in shown for sample in group.samples)
             fault_points.reach("rollouts/after_collect")
@@ -220,7 +238,7 @@ class RolloutDriver:
     def _on_sampling(self, progress: Progress) -> None:
         self.progress += 1
         fault_points.reach("rollouts/sampling")
-        self._on_progress(progress)
+        self._observer.sampling(progress)
 
     def reward_metrics(self) -> dict[str, float]:
         """What the graders did since the last call: retries, restarts, errors, seconds."""
@@ -282,6 +300,18 @@ class RolloutDriver:
                 f"rollout.samples_per_prompt is {ours}, but the checkpoint carries over {carried_over} groups of "
                 f"{saved} samples: use {saved}, or start another run_dir"
             )
+
+
+def newest_line(logs: Path) -> str:
+    """The last line of the server log that was written to last; empty if there is none."""
+    try:
+        log = max(logs.glob("server-*.log"), key=lambda path: path.stat().st_mtime)
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - 4096))
+            lines = file.read().decode(errors="replace").splitlines()
+    except (OSError, ValueError):  # no log yet
+        return ""
+    return next((line.strip()[:160] for line in reversed(lines) if line.strip()), "")
 
 
 def _say(text: str) -> None:

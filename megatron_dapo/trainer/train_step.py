@@ -20,6 +20,7 @@ from megatron_dapo.policy.policy import Policy
 from megatron_dapo.trainer.advantages import mini_batches, shape_batch
 from megatron_dapo.trainer.batch_sharing import share_batch
 from megatron_dapo.trainer.collectives import Collectives
+from megatron_dapo.trainer.throughput import throughput_metrics
 from megatron_dapo.types import StepBatch, json_default
 
 
@@ -60,8 +61,10 @@ class TrainStep:
             span.version == version for sample in self.source.samples for span in sample.weight_spans
         )
 
-    def metrics(self) -> dict[str, float]:
-        return {**self.rollout_metrics, **self.update_metrics.result("train/")}
+    def metrics(self, policy: Policy) -> dict[str, float]:
+        found = {**self.rollout_metrics, **self.update_metrics.result("train/")}
+        seconds, ranks = found.get("train/update_seconds", 0.0), policy.runtime.world_size
+        return found | throughput_metrics(policy.shape, self.batch.lengths, seconds, ranks)
 
     # ---- saved between two updates ----
 

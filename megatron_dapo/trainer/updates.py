@@ -17,6 +17,7 @@ from megatron_dapo.policy.policy import Policy
 from megatron_dapo.policy.step import NonFiniteError
 from megatron_dapo.trainer.collectives import Collectives
 from megatron_dapo.trainer.logprob_gate import check_gate
+from megatron_dapo.trainer.profiler import StepProfiler
 from megatron_dapo.trainer.train_step import TrainStep
 
 
@@ -39,10 +40,12 @@ class Updates:
         self._log, self._warn = log, warn
         self.gate_passed = not config.trainer.gate.enabled
         self.skipped_in_a_row = 0
+        self._profiler = StepProfiler(config, policy.runtime.rank)
 
     def prepare(self, step: TrainStep, version: int) -> None:
         """Before the first update, at weight version `version`: old log-probs where the ratio needs them, the gate on
         the first batch, the reference where KL needs it."""
+        self._profiler.begin(version + 1)
         fault_points.reach("loop/before_log_probs")
         recompute = self._config.recomputes_old_logprobs
         if recompute or not self.gate_passed:
@@ -76,6 +79,8 @@ class Updates:
             metrics = {"update_skipped": 1.0}
         step.update_metrics.add(metrics)
         step.updates_done += 1
+        if step.complete and (line := self._profiler.end(version + 1)):
+            self._log(line)
 
     def _skip(self, step: TrainStep, version: int, error: NonFiniteError) -> None:
         self.skipped_in_a_row += 1

@@ -50,12 +50,14 @@ class Tab:
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
-    async def open(self, path: Path, width: int = 1360, height: int = 1000, scheme: str = "light") -> None:
+    async def open(self, page: Path | str, width: int = 1360, height: int = 1000, scheme: str = "light") -> None:
+        """`page`: a file, or an address."""
+        url = page if isinstance(page, str) else page.resolve().as_uri()
         for domain in ("Page", "Runtime", "Log", "Network"):
             await self.call(f"{domain}.enable")
         await self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         await self.resize(width, height)
-        await self.call("Page.navigate", url=path.resolve().as_uri())
+        await self.call("Page.navigate", url=url)
         for _ in range(300):
             if any(event["method"] == "Page.loadEventFired" for event in self.events):
                 return
@@ -66,6 +68,23 @@ class Tab:
         await self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
         )
+
+    async def press(self, key: str) -> None:
+        code = {"Tab": 9, "Enter": 13, "ArrowRight": 39, " ": 32}[key]
+        text = {"text": {"Enter": "\r", " ": " "}[key]} if key in ("Enter", " ") else {}
+        for kind in ("keyDown", "keyUp"):
+            await self.call(
+                "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code,
+                **(text if kind == "keyDown" else {}),
+            )  # fmt: skip
+
+    async def until(self, script: str, seconds: float = 15.0) -> None:
+        """Waits until the script's value is true."""
+        for _ in range(round(seconds / 0.05)):
+            if await self.evaluate(script):
+                return
+            await asyncio.sleep(0.05)
+        raise TimeoutError(f"not true within {seconds:g} s: {script}")
 
     async def screenshot(self, path: Path, *, full: bool = True) -> None:
         found = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=full)

@@ -47,7 +47,8 @@ def test_the_report_has_every_required_figure(tmp_path):
     runs = load_runs([make_run(tmp_path / "run", steps=30)])
     found = {f.id: [s.label for s in f.runs[0]] for figures in figures_of(runs).values() for f in figures}
     expected = {
-        "reward": ["reward"], "accuracy": ["accuracy"], "entropy": ["entropy"], "length": ["trained", "dropped"],
+        "reward": ["reward"], "accuracy": ["all sampled", "trained"], "entropy": ["entropy"],
+        "length": ["trained", "dropped"],
         "clip": ["high", "low", "dual"], "mismatch_kl": ["mismatch_kl"], "grad_norm": ["grad_norm"],
         "groups": ["kept", "failed", "all-correct", "all-wrong", "unfinished"],
         "phases": ["rollout", "advantages", "log_probs", "update", "sync", "checkpoint", "other"],
@@ -195,3 +196,19 @@ def test_transcripts_alternate_right_and_wrong_responses():
     ]
     assert [step for step in range(1, 31) if transcripts.is_due(step, 10)] == [1, 10, 20, 30]
     assert not transcripts.is_due(10, 0)
+
+
+@pytest.mark.parametrize("panels", range(1, 8))
+def test_the_panels_of_the_image_fill_their_rows(panels):
+    from matplotlib.figure import Figure
+
+    from megatron_dapo.observe.curves import WIDTH, _places
+
+    cells = [
+        (row, column)
+        for place in _places(Figure(), panels)
+        for row in place.rowspan
+        for column in place.colspan
+    ]  # fmt: skip
+    rows = -(-panels // 3)
+    assert sorted(cells) == [(row, column) for row in range(rows) for column in range(WIDTH)], "each cell once"

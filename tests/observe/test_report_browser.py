@@ -1,11 +1,15 @@
-"""The report in a real browser: every figure has real paths, no error is logged, no request leaves the page.
+"""The report and the live page in a real browser: every figure has real paths, no error is logged, no request leaves
+the page, every control is reachable with the keyboard, 400 and 1400 pixels wide, light and dark.
 
 Chromium takes seconds to start, so one browser serves all tests.
 """
 
 import asyncio
+import json
 import math
 import re
+import shutil
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +18,11 @@ import pytest
 from browser import BINARY, Tab, chromium
 from synthetic_runs import HOSTILE, make_run
 
+from megatron_dapo.observe import environment
 from megatron_dapo.observe.metrics_file import STEP, MetricsFile, Record
 from megatron_dapo.observe.report import write_report
+from megatron_dapo.observe.timeline import Span, Trace, write_trace
+from megatron_dapo.observe.watch import make_server
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason="no chromium is installed (Debian: apt-get install chromium)")
 
@@ -38,6 +45,12 @@ MOVE = """(selector, x) => {
   svg.dispatchEvent(new PointerEvent("pointermove", { clientX: box.left + x * box.width, clientY: box.top + 90 }));
   return figure.querySelector(".tip").innerText;
 }"""
+
+
+TRACE = Trace(
+    phases=[Span("rollout", 0.0, 4.0), Span("log_probs", 4.0, 4.5), Span("update", 4.5, 6.0)],
+    requests={"http://a:1": [Span("p", 0.0, 3.0, 30), Span("q", 1.0, 4.0, 9)], "http://b:2": [Span("r", 0.5, 3.5, 31)]},
+)
 
 
 @dataclass
@@ -81,8 +94,104 @@ THREE = {
         f"({CHOOSE})('#transcripts select', 2, 'change'), document.querySelector('.response pre').textContent"
     ),
     "findings": "document.querySelector('#findings').innerText",
+    "dashes": (
+        "[...document.querySelectorAll('#figure-reward path.line')]"
+        ".map((line) => line.getAttribute('stroke-dasharray'))"
+    ),
+    "about": "document.querySelector('#about').innerText",
+    "summary": "document.querySelector('#summary').innerText",
+    "bars": "document.querySelectorAll('#timeline rect').length",
+    "curves": "[...document.querySelectorAll('#timeline path')].map((path) => path.getAttribute('d'))",
     "dark": f"document.getElementById('theme').click(), {BACKGROUND}",
 }
+
+
+CONTROLS = """[...document.querySelectorAll("button, select, input, summary, svg[role=img]")]
+  .filter((node) => node.checkVisibility())"""
+FOCUSED = f"""(() => {{
+  const node = document.activeElement, ring = getComputedStyle(node);
+  return [{CONTROLS}.indexOf(node), ring.outlineStyle !== "none" && parseFloat(ring.outlineWidth) > 0];
+}})()"""
+
+
+async def tab_through(tab: Tab) -> dict[str, Any]:
+    """Presses Tab until every control had the focus; the order, and the controls without a visible ring.
+
+    Between them Chromium also stops at areas that can be scrolled."""
+    count = await tab.evaluate(f"{CONTROLS}.length")
+    await tab.evaluate("document.activeElement.blur(), scrollTo(0, 0)")
+    reached, bare = [], []
+    for _ in range(2 * count):
+        await tab.press("Tab")
+        index, ring = await tab.evaluate(FOCUSED)
+        reached += [index] if index >= 0 else []
+        bare += [] if ring else [index]
+        if len(reached) == count:
+            break
+    return {"count": count, "reached": reached, "bare": bare}
+
+
+async def use_keyboard(tab: Tab) -> dict[str, Any]:
+    """Moves through a chart with the arrow keys and switches a button with Enter."""
+    found = await tab_through(tab)
+    await tab.evaluate("document.querySelector('#figure-reward svg[role=img]').focus()")
+    await tab.press("ArrowRight")
+    await tab.press("ArrowRight")
+    found["tip"] = await tab.evaluate("document.querySelector('#figure-reward .tip').innerText")
+    await tab.evaluate("document.querySelector('#figure-entropy button').focus()")
+    await tab.press("Enter")
+    found["log"] = await tab.evaluate("document.querySelector('#figure-entropy button').getAttribute('aria-pressed')")
+    return found
+
+
+LIVE = "document.getElementById('live').textContent"
+
+
+async def watch_a_run(new_tab: Any, folder: Path, width: int, scheme: str) -> Visit:
+    """A run that has not started, then runs, then ends; the page is open all the time."""
+    source, run = make_run(folder / f"source-{width}", 40), folder / f"watched-{width}"
+    lines = (source / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "logs").mkdir(parents=True)
+
+    def status(state: str, **more: Any) -> None:
+        phases = [{"name": "start", "since": 0.0, "text": "starting SGLang"}] if state == "running" else []
+        entry = {"state": state, "step": 0, "total": 40, "phases": phases, "updated": 4e9, **more}
+        (run / "logs" / "status.json").write_text(json.dumps(entry))
+
+    status("running")
+    facts: dict[str, Any] = {}
+    with make_server([run], port=0) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        try:
+            tab = await new_tab()
+            await tab.open(f"http://127.0.0.1:{server.server_address[1]}/", width=width, height=800, scheme=scheme)
+            await tab.until(f"{LIVE}.includes('starting SGLang')")
+            (run / "metrics.jsonl").write_text("".join(lines[:12]))
+            shutil.copytree(source / "samples", run / "samples")
+            await tab.until("document.querySelectorAll('#figure-reward path.line').length === 1")
+            await tab.evaluate(f"({CHOOSE})('#smoothing', 0, 'input')")
+            facts |= await use_keyboard(tab)
+            await tab.evaluate("document.querySelector('#figure-entropy svg[role=img]').focus(), scrollTo(0, 700)")
+            (run / "metrics.jsonl").write_text("".join(lines))
+            points = "document.querySelector('#figure-reward path.line').getAttribute('d').match(/[ML]/g).length"
+            await tab.until(f"{points} === 40")
+            facts["focus"] = await tab.evaluate("document.activeElement.closest('figure')?.id")
+            facts["scroll"] = await tab.evaluate("scrollY")
+            facts["smoothing"] = await tab.evaluate("document.querySelector('#smoothing').value")
+            facts["log_kept"] = await tab.evaluate(
+                "document.querySelector('#figure-entropy button').getAttribute('aria-pressed')"
+            )
+            status("finished", step=40)
+            await tab.until(f"{LIVE} === 'finished'")
+            facts |= {"background": await tab.evaluate(BACKGROUND), "overflow": await tab.evaluate(THREE["overflow"])}
+            await tab.evaluate("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
+            seen = Visit(await tab.evaluate(FIGURES), list(tab.complaints), list(tab.requests), facts)
+        finally:
+            server.shutdown()
+            thread.join()
+    await tab.until(f"{LIVE}.includes('still running?')")
+    return seen
 
 
 async def visit_all(folder: Path) -> dict[str, Visit]:
@@ -91,12 +200,16 @@ async def visit_all(folder: Path) -> dict[str, Visit]:
         make_run(folder / "naive-grpo", 120, 1, clip_higher=False),
         make_run(folder / "seed-2", 90, 2, hostile=True),
     ]
+    write_trace(three[0], 40, TRACE)
+    environment.record(three[0], ranks=2)
     odd = MetricsFile(folder / "odd" / "metrics.jsonl")
     values = [math.nan, 0.5, math.nan, 0.4, 0.3, math.inf, 0.0, -2.0]
     for step, value in enumerate(values, start=1):
         odd.append(Record(step, STEP, {"train/entropy": value, "train/grad_norm": value, "reward/mean": 0.0}))
     pages = {
-        "three": (three, {}), "narrow": (three, {"width": 400, "height": 800}), "one": ([three[0]], {"scheme": "dark"}),
+        "three": (three, {"width": 1400}), "narrow": (three, {"width": 400, "height": 800}),
+        "one": ([three[0]], {"scheme": "dark", "width": 1400}),
+        "narrow_dark": ([three[0]], {"scheme": "dark", "width": 400, "height": 800}),
         "single_step": ([make_run(folder / "single", 1)], {}), "odd": ([folder / "odd"], {}),
     }  # fmt: skip
     seen = {}
@@ -104,7 +217,12 @@ async def visit_all(folder: Path) -> dict[str, Visit]:
         for name, (runs, options) in pages.items():
             (page,) = write_report(runs, folder / f"{name}.html", png=False)
             asked = THREE if name == "three" else {key: THREE[key] for key in ("background", "overflow", "columns")}
-            seen[name] = await visit(await new_tab(), page, asked, **options)
+            tab = await new_tab()
+            seen[name] = await visit(tab, page, asked, **options)
+            if name in KEYBOARD:
+                seen[name].facts |= await use_keyboard(tab)
+        for width, scheme in ((400, "dark"), (1400, "light")):
+            seen[f"watch_{width}"] = await watch_a_run(new_tab, folder, width, scheme)
         tab = await new_tab()  # the same checks on a page that fails all of them
         (folder / "bad.html").write_text(
             "<script>console.error('a'); setTimeout(() => missing(), 0)</script><img src='http://127.0.0.1:9/x.png'>"
@@ -118,7 +236,9 @@ def seen(tmp_path_factory) -> dict[str, Visit]:
     return asyncio.run(visit_all(tmp_path_factory.mktemp("reports")))
 
 
-PAGES = ["three", "narrow", "one", "single_step", "odd"]
+PAGES = ["three", "narrow", "one", "narrow_dark", "single_step", "odd"]
+KEYBOARD = ["three", "narrow_dark"]
+WATCHED = ["watch_400", "watch_1400"]
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -136,7 +256,33 @@ def test_the_checks_fail_on_a_bad_page(seen):
     assert "http://127.0.0.1:9/x.png" in seen["bad"].requests
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", WATCHED)
+def test_the_live_page_asks_only_the_server_that_it_came_from(seen, page):
+    assert seen[page].complaints == []
+    (origin,) = {"/".join(url.split("/")[:3]) for url in seen[page].requests if not url.startswith("data:")}
+    assert origin.startswith("http://127.0.0.1:")
+    assert {url.split("/")[3].split("?")[0] for url in seen[page].requests if url.startswith("http")} == {"", "data"}
+
+
+@pytest.mark.parametrize("page", WATCHED)
+def test_the_live_page_follows_the_run_and_keeps_what_the_reader_chose(seen, page):
+    facts = seen[page].facts
+    assert facts["focus"] == "figure-entropy" and facts["scroll"] >= 600
+    assert facts["smoothing"] == "0" and facts["log_kept"] == "true"
+    assert facts["overflow"] <= 0 and facts["background"] == (
+        "rgb(17, 20, 24)" if page == "watch_400" else "rgb(246, 247, 249)"
+    )
+
+
+@pytest.mark.parametrize("page", [*KEYBOARD, *WATCHED])
+def test_every_control_is_reachable_with_the_keyboard(seen, page):
+    facts = seen[page].facts
+    assert facts["count"] > 20 and facts["reached"] == list(range(facts["count"])), "in the order of the page"
+    assert facts["bare"] == [], "the focus is visible"
+    assert re.match(r"step \d+", facts["tip"]) and facts["log"] == "true"
+
+
+@pytest.mark.parametrize("page", [*PAGES, *WATCHED])
 def test_every_figure_renders_with_real_paths_inside_its_axes(seen, page):
     assert len(seen[page].figures) >= (3 if page == "odd" else 17)
     for figure in seen[page].figures:
@@ -192,6 +338,22 @@ def test_runs_are_compared(seen):
         ["trainer.seed", "0", "1", "2"],
     ]
     assert "naive-grpo: entropy is" in seen["three"].facts["findings"]
+
+
+def test_runs_differ_without_colour(seen):
+    assert len(set(seen["three"].facts["dashes"])) == 3
+
+
+def test_the_header_says_what_was_run(seen):
+    about = seen["three"].facts["about"]
+    assert "models/qwen" in about and "megatron-dapo 0." in about and "2 ranks" in about and "started" in about
+    assert re.search(r"in steps 1–5", seen["three"].facts["summary"]), "the first value says of which steps it is"
+
+
+def test_the_timeline_has_a_bar_per_phase_and_a_curve_per_engine(seen):
+    facts = seen["three"].facts
+    assert facts["bars"] == 3 and len(facts["curves"]) == 2
+    assert not re.search("NaN|undefined", " ".join(facts["curves"]))
 
 
 def test_a_hostile_response_is_shown_as_text(seen):

@@ -6,7 +6,8 @@
 const SVG = "http://www.w3.org/2000/svg";
 const MARGIN = { top: 10, right: 12, bottom: 26, left: 50 };
 const HEIGHT = 232;
-const DASHES = ["", "6 4", "1.5 4", "10 3 2 3"];
+const DASHES = ["", "6 4", "1.5 4", "10 3 2 3", "14 5", "3 2 3 6"];
+const WIDTHS = [1.9, 1, 3.2];
 const COLOURS = 8;
 
 function svg(name, attributes, parent) {
@@ -28,6 +29,14 @@ function html(name, options = {}, ...children) {
 }
 
 const colour = (index) => `var(--c${index % COLOURS})`;
+const dashOf = (index) => DASHES[index % DASHES.length];
+
+// A line as it is drawn in a chart, for legends.
+function stroke(paint, dash, width) {
+  const mark = svg("svg", { class: "stroke", viewBox: "0 0 26 8", width: 26, height: 8, "aria-hidden": "true" });
+  svg("line", { x1: 1, x2: 25, y1: 4, y2: 4, "stroke-width": width, "stroke-dasharray": dash }, mark).style.stroke = paint;
+  return mark;
+}
 
 // Numbers -----------------------------------------------------------------------------------------------------------
 
@@ -150,7 +159,13 @@ class Panel {
     Object.assign(this, { figure, lines, page, title, log: figure.log });
     this.node = html("div", { class: "panel" });
     this.tip = html("div", { class: "tip", hidden: true });
-    page.panels.push(this);
+  }
+
+  // New numbers of the same series; `linesOf` makes the lines of one run.
+  setData(figure, linesOf) {
+    const runs = [...new Set(this.lines.map((line) => line.run))];
+    this.figure = figure;
+    this.lines = runs.flatMap((run) => linesOf(figure, run));
   }
 
   visible() {
@@ -158,6 +173,7 @@ class Panel {
   }
 
   draw() {
+    const focused = this.svg !== undefined && document.activeElement === this.svg;
     this.width = Math.max(220, this.node.clientWidth);
     this.svg = svg("svg", {
       viewBox: `0 0 ${this.width} ${HEIGHT}`, width: this.width, height: HEIGHT, role: "img", tabindex: 0,
@@ -172,6 +188,7 @@ class Panel {
     this.svg.addEventListener("keydown", (event) => this.key(event));
     this.svg.addEventListener("blur", () => this.page.hover(null, null));
     this.node.replaceChildren(...(this.title ? [html("div", { class: "panel-title", text: this.title })] : []), this.svg, this.tip);
+    if (focused) this.svg.focus({ preventScroll: true });
   }
 
   describe() {
@@ -266,7 +283,7 @@ class Panel {
         const raw = svg("path", { d: linePath(line.x, line.y, this.sx, this.sy), class: "raw" }, body);
         raw.style.stroke = line.colour;
       }
-      const path = svg("path", { d: linePath(line.x, line.shown, this.sx, this.sy), class: "line", "stroke-dasharray": line.dash }, body);
+      const path = svg("path", { d: linePath(line.x, line.shown, this.sx, this.sy), class: "line", "stroke-dasharray": line.dash, "stroke-width": line.width }, body);
       path.style.stroke = line.colour;
       if (line.x.length <= 24) this.dots(body, line);
     }
@@ -333,9 +350,8 @@ class Panel {
     const kind = this.figure.format;
     const table = html("table", {});
     for (const [line, raw, shown, band] of rows) {
-      const swatch = html("i", { class: this.figure.stacked ? "square" : "stroke" });
+      const swatch = this.figure.stacked ? html("i", { class: "square" }) : stroke(line.colour, line.dash, line.width);
       swatch.style.setProperty("--mark", line.colour);
-      if (line.dash) swatch.classList.add(`dash${DASHES.indexOf(line.dash)}`);
       const smoothed = shown !== raw && shown !== null ? ` (${format(shown, kind)})` : "";
       const range = band && band[0] !== null ? ` [${format(band[0], kind)}, ${format(band[1], kind)}]` : "";
       table.append(html("tr", {}, html("td", {}, swatch, line.name), html("td", { text: format(raw, kind) + smoothed + range })));

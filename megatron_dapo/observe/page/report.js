@@ -1,15 +1,21 @@
-// The page: header with runs and controls, summary, findings, figures, transcripts, configuration. Everything
-// from a run is inserted as text, never as markup.
+// The page: header with runs and controls, about the runs, summary, findings, figures, timeline, transcripts,
+// configuration. Everything from a run is inserted as text, never as markup. `show` may be called again with newer
+// data (watch.js): a part is rebuilt only if its data changed, and what the reader chose stays.
 
-const DATA = JSON.parse(document.getElementById("data").textContent);
+let DATA = JSON.parse(document.getElementById("data").textContent);
 const MANY = DATA.runs.length > 1;
 
 const page = {
-  panels: [], hidden: new Set(), step: null, steps: [0, 1],
+  hidden: new Set(), step: null, steps: [0, 1], parts: {}, cards: new Map(), // cards: by figure, with key and panels
+  picked: { run: 0, step: null, verdict: "all" }, // of the transcripts; step null: the latest
   smoothing: Math.max(...DATA.runs.map((run) => run.steps)) >= 30 ? 0.6 : 0,
 
+  get panels() {
+    return [...this.cards.values()].flatMap((card) => card.panels);
+  },
+
   hover(step, active) {
-    this.step = step;
+    Object.assign(this, { step, active });
     for (const panel of this.panels) if (panel.svg) panel.showCursor(step, panel === active);
   },
 
@@ -55,13 +61,13 @@ function header() {
   document.getElementById("top").append(
     html("div", { class: "bar" },
       html("div", { class: "name" }, html("span", { class: "product", text: "megatron-dapo" }), html("h1", { text: MANY ? `${DATA.runs.length} runs compared` : DATA.title })),
+      html("div", { id: "live", role: "status", "aria-live": "off", hidden: true }),
       MANY ? html("div", { class: "chips", role: "group", "aria-label": "runs" }, ...DATA.runs.map(chip)) : null,
       html("div", { class: "controls" }, html("label", {}, "smoothing", slider, shown), theme)));
 }
 
 function chip(run, index) {
-  const mark = html("i", { class: "square" });
-  mark.style.setProperty("--mark", colour(index));
+  const mark = stroke(colour(index), dashOf(index), 2.5);
   return html("button", {
     class: "chip", "aria-pressed": "true", title: "show or hide this run",
     onclick: (event) => {
@@ -80,9 +86,26 @@ function switchTheme() {
   root.dataset.theme = dark ? "light" : "dark";
 }
 
+// About the runs: model, data, versions, hardware, dates -----------------------------------------------------------------
+
+function about() {
+  const labels = [...new Set(DATA.runs.flatMap((run) => run.about.map(([label]) => label)))];
+  if (!labels.length) return null;
+  const head = MANY ? [html("thead", {}, html("tr", {}, html("td", {}), ...DATA.runs.map((run) => html("th", { text: run.name }))))] : [];
+  const rows = labels.map((label) => html("tr", {}, html("th", { scope: "row", text: label }),
+    ...DATA.runs.map((run) => html("td", { text: escapeInvisible((run.about.find(([name]) => name === label) || ["", "–"])[1]) }))));
+  return html("section", { id: "about", class: "scroll card", "aria-label": "about" }, html("table", { class: "data" }, ...head, html("tbody", {}, ...rows)));
+}
+
 // Summary and findings ----------------------------------------------------------------------------------------------
 
 const short = (value, kind) => (kind === "number" ? formatNumber(value, 3) : format(value, kind));
+
+// "38 % at step 0", "0.61 in steps 1–5".
+function startText(item) {
+  const [first, last] = item.start_steps;
+  return `${short(item.start, item.format)} ${first === last ? `at step ${first}` : `in steps ${first}–${last}`}`;
+}
 
 function summary() {
   if (MANY) return comparison();
@@ -90,7 +113,7 @@ function summary() {
   const tiles = run.summary.map((item) => html("div", { class: "tile" },
     html("div", { class: "tile-label", text: item.label }),
     html("div", { class: "tile-value", text: short(item.end, item.format) }),
-    html("div", { class: "tile-from", text: `from ${short(item.start, item.format)}` })));
+    html("div", { class: "tile-from", text: startText(item) })));
   tiles.unshift(html("div", { class: "tile" }, html("div", { class: "tile-label", text: "Steps" }), html("div", { class: "tile-value", text: String(run.last_step) }),
     html("div", { class: "tile-from", text: run.seconds ? `in ${formatDuration(run.seconds)}` : "" })));
   return html("section", { class: "tiles", id: "summary", "aria-label": "summary" }, ...tiles);
@@ -100,11 +123,10 @@ function comparison() {
   const labels = [...new Set(DATA.runs.flatMap((run) => run.summary.map((item) => item.label)))];
   const head = html("tr", {}, html("th", { text: "run" }), html("th", { text: "steps" }), html("th", { text: "time" }), ...labels.map((text) => html("th", { text })));
   const rows = DATA.runs.map((run, index) => {
-    const mark = html("i", { class: "square" });
-    mark.style.setProperty("--mark", colour(index));
+    const mark = stroke(colour(index), dashOf(index), 2.5);
     const cells = labels.map((label) => {
       const item = run.summary.find((entry) => entry.label === label);
-      return html("td", {}, item ? html("b", { text: short(item.end, item.format) }) : "–", item ? html("small", { text: ` from ${short(item.start, item.format)}` }) : null);
+      return html("td", {}, item ? html("b", { text: short(item.end, item.format) }) : "–", item ? html("small", { text: startText(item) }) : null);
     });
     return html("tr", { "data-run": index }, html("th", { scope: "row" }, mark, run.name), html("td", { text: String(run.last_step) }), html("td", { text: run.seconds ? formatDuration(run.seconds) : "–" }), ...cells);
   });
@@ -137,7 +159,8 @@ function block(id, title, ...children) {
   return html("section", { id, class: "block" }, html("h2", { text: title }), ...children);
 }
 
-// With several runs, colour distinguishes the runs and the dash pattern the series. A single run uses colours for its series.
+// With several runs, colour and dash pattern distinguish the runs, so that they are distinct without colour; the width
+// of the line distinguishes the series. A single run uses both for its series.
 function linesOf(figure, run) {
   const labels = [...new Set(figure.runs.flat().map((series) => series.label))];
   return figure.runs[run].map((series) => {
@@ -145,7 +168,7 @@ function linesOf(figure, run) {
     const single = !MANY || figure.stacked;
     const both = labels.length > 1 ? `${DATA.runs[run].name} · ${series.label}` : DATA.runs[run].name;
     return {
-      run, name: single ? series.label : both, colour: colour(single ? index : run), dash: MANY && !figure.stacked ? DASHES[index % DASHES.length] : "",
+      run, name: single ? series.label : both, colour: colour(single ? index : run), dash: figure.stacked ? "" : dashOf(single ? index : run), width: single ? 1.9 : WIDTHS[index % WIDTHS.length],
       x: series.x, y: series.y, low: series.low || undefined, high: series.high || undefined,
     };
   });
@@ -155,14 +178,22 @@ function legend(figure) {
   const labels = [...new Set(figure.runs.flat().map((series) => series.label))];
   if (labels.length < 2) return null;
   return html("div", { class: "legend" }, ...labels.map((label, index) => {
-    const mark = html("i", { class: figure.stacked ? "square" : "stroke" });
-    mark.style.setProperty("--mark", MANY && !figure.stacked ? "currentColor" : colour(index));
-    if (MANY && !figure.stacked && index % DASHES.length) mark.classList.add(`dash${index % DASHES.length}`);
+    const byWidth = MANY && !figure.stacked;
+    const mark = figure.stacked ? square(index) : stroke(byWidth ? "currentColor" : colour(index), byWidth ? "" : dashOf(index), byWidth ? WIDTHS[index % WIDTHS.length] : 1.9);
     return html("span", {}, mark, label);
   }));
 }
 
+function square(index) {
+  const mark = html("i", { class: "square" });
+  mark.style.setProperty("--mark", colour(index));
+  return mark;
+}
+
+// The card of a figure; the same node as before if only its numbers changed, so that its state stays.
 function figureCard(figure) {
+  const key = JSON.stringify(structure(figure)), known = page.cards.get(figure.id);
+  if (known && known.key === key) return known.node;
   const panels = figure.stacked
     ? figure.runs.map((series, run) => series.length ? new Panel(figure, linesOf(figure, run), page, MANY ? DATA.runs[run].name : "") : null).filter(Boolean)
     : [new Panel(figure, figure.runs.flatMap((_, run) => linesOf(figure, run)), page, "")];
@@ -175,20 +206,64 @@ function figureCard(figure) {
       event.currentTarget.setAttribute("aria-pressed", String(panels[0].log));
     },
   });
-  return html("figure", { class: "card" + (figure.stacked && panels.length > 1 ? " wide" : ""), id: `figure-${figure.id}` },
+  const node = html("figure", { class: "card", id: `figure-${figure.id}` },
     html("figcaption", {}, html("div", {}, html("h3", { text: figure.title }), html("p", { text: figure.note })), figure.stacked ? null : log),
     html("div", { class: "panels" }, ...panels.map((panel) => panel.node)), legend(figure));
+  page.cards.set(figure.id, { key, node, panels });
+  return node;
 }
 
 function figures() {
   return DATA.sections.map((section, index) => {
     const cards = section.figures.map(figureCard);
-    const narrow = cards.filter((card) => !card.classList.contains("wide"));
-    if (narrow.length % 2) narrow[narrow.length - 1].classList.add("wide"); // no gap in the grid
+    const several = (card) => card.querySelectorAll(".panel").length > 1;
+    const narrow = cards.filter((card) => !several(card));
+    const last = narrow.length % 2 ? narrow[narrow.length - 1] : null; // no gap in the grid
+    for (const card of cards) card.classList.toggle("wide", several(card) || card === last);
     const grid = html("div", { class: "figures" }, ...cards);
     if (index < DATA.sections.length - 1 || section.title !== "All other metrics") return block(`section-${index}`, section.title, grid);
-    return html("details", { class: "block", id: "others", ontoggle: () => page.redraw() }, html("summary", {}, html("h2", { text: `${section.title} (${section.figures.length})` })), grid);
+    return html("details", { class: "block", id: "others", open: page.othersOpen, ontoggle: (event) => { page.othersOpen = event.target.open; page.redraw(); } }, html("summary", {}, html("h2", { text: `${section.title} (${section.figures.length})` })), grid);
   });
+}
+
+// Timeline of a step: a bar per phase, and a curve of running requests per engine ------------------------------------------
+
+const LANE = 34;
+
+function timelines() {
+  const cards = DATA.runs.map((run) => (run.timeline ? timelineCard(run) : null)).filter(Boolean);
+  return cards.length ? block("timeline", "Timeline of a step", ...cards) : null;
+}
+
+function timelineCard(run) {
+  const { step, seconds, phases, engines } = run.timeline, width = 1000;
+  const names = [...new Set(phases.map(([name]) => name))];
+  const lanes = [...names.map((name) => ({ name })), ...engines], height = lanes.length * LANE + 22;
+  const x = (s) => 170 + (s / Math.max(seconds, 1e-9)) * (width - 180);
+  const totals = names.map((name) => `${name} ${formatDuration(phases.filter(([n]) => n === name).reduce((sum, [, a, b]) => sum + b - a, 0))}`);
+  const node = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", tabindex: 0, "aria-label": `step ${step}: ${totals.join(", ")}` });
+  lanes.forEach((lane, i) => {
+    const top = i * LANE + 4, bottom = top + LANE - 8;
+    svg("text", { x: 0, y: bottom - 8, class: "lane" }, node).textContent = lane.name.slice(0, 27);
+    if (lane.x) {
+      const most = Math.max(1, ...lane.y), y = (v) => (bottom - (v / most) * (bottom - top)).toFixed(1);
+      const path = lane.x.map((s, k) => `H${x(s).toFixed(1)}V${y(lane.y[k])}`).join("");
+      svg("path", { d: `M${x(lane.x[0]).toFixed(1)} ${bottom}${path}V${bottom}Z`, class: "area" }, node).style.fill = colour(6);
+      svg("text", { x: 166, y: top + 9, "text-anchor": "end", class: "lane" }, node).textContent = `≤ ${most}`;
+      return;
+    }
+    for (const [name, from, to] of phases.filter(([n]) => n === lane.name)) {
+      const bar = svg("rect", { x: x(from), y: top, width: Math.max(1, x(to) - x(from)), height: bottom - top, rx: 2 }, node);
+      bar.style.fill = colour(i);
+      svg("title", {}, bar).textContent = `${name}: ${formatDuration(to - from)}, from ${formatDuration(from)}`;
+    }
+  });
+  for (const tick of linearTicks(0, seconds || 1, 6)) {
+    svg("text", { x: x(tick), y: height - 4, "text-anchor": "middle", class: "lane" }, node).textContent = formatDuration(tick).replace(/^0 .*/, "0");
+  }
+  const title = `${MANY ? `${run.name}, ` : ""}step ${step}: ${formatDuration(seconds)}`;
+  return html("div", { class: "card timeline" }, html("h3", { text: title }),
+    html("small", { text: `phases of rank 0 and running requests per engine; open traces/step_${step}.json in ui.perfetto.dev for every request` }), html("div", { class: "scroll" }, node));
 }
 
 // Transcripts -------------------------------------------------------------------------------------------------------
@@ -196,20 +271,20 @@ function figures() {
 function transcripts() {
   const withText = DATA.runs.filter((run) => run.transcripts.length);
   if (!withText.length) return null;
-  const body = html("div", { class: "transcripts" });
-  const picked = { run: withText[0], step: null, verdict: "all" };
-  const runs = html("select", { "aria-label": "run", onchange: (event) => { picked.run = withText[Number(event.target.value)]; picked.step = null; show(); } },
-    ...withText.map((run, i) => html("option", { value: i, text: run.name })));
+  const body = html("div", { class: "transcripts" }), picked = page.picked;
+  picked.run = Math.min(picked.run, withText.length - 1);
+  const runs = html("select", { "aria-label": "run", onchange: (event) => { picked.run = Number(event.target.value); picked.step = null; show(); } },
+    ...withText.map((run, i) => html("option", { value: i, text: run.name, selected: i === picked.run })));
   const steps = html("select", { "aria-label": "step", onchange: (event) => { picked.step = Number(event.target.value); show(); } });
   const verdicts = html("select", { "aria-label": "verdict", onchange: (event) => { picked.verdict = event.target.value; show(); } },
-    ...["all", "right", "wrong", "ungraded"].map((text) => html("option", { value: text, text: text === "all" ? "all responses" : text })));
+    ...["all", "right", "wrong", "ungraded"].map((text) => html("option", { value: text, text: text === "all" ? "all responses" : text, selected: text === picked.verdict })));
   const note = html("small", {});
   function show() {
-    const known = [...new Set(picked.run.transcripts.map((item) => item.step))];
-    if (picked.step === null) picked.step = known[known.length - 1];
-    steps.replaceChildren(...known.map((step) => html("option", { value: step, text: `step ${step}`, selected: step === picked.step })));
-    note.textContent = picked.run.transcript_steps_left_out ? `${picked.run.transcript_steps_left_out} more steps are in samples/` : "";
-    const items = picked.run.transcripts.filter((item) => item.step === picked.step && (picked.verdict === "all" || item.verdict === picked.verdict));
+    const run = withText[picked.run], known = [...new Set(run.transcripts.map((item) => item.step))];
+    const shown = known.includes(picked.step) ? picked.step : known[known.length - 1];
+    steps.replaceChildren(...known.map((step) => html("option", { value: step, text: `step ${step}`, selected: step === shown })));
+    note.textContent = run.transcript_steps_left_out ? `${run.transcript_steps_left_out} more steps are in samples/` : "";
+    const items = run.transcripts.filter((item) => item.step === shown && (picked.verdict === "all" || item.verdict === picked.verdict));
     const prompts = [...new Set(items.map((item) => item.prompt_id))];
     body.replaceChildren(...prompts.map((id) => promptCard(items.filter((item) => item.prompt_id === id))));
     if (!prompts.length) body.append(html("p", { class: "empty", text: "No such response in this step." }));
@@ -248,12 +323,60 @@ function configuration() {
   return parts.length ? block("configuration", "Configuration", ...parts) : null;
 }
 
-function start() {
+// The parts of the page, in order: name, the data it depends on, its nodes.
+const PARTS = [
+  ["about", () => DATA.runs.map((run) => run.about), about],
+  ["summary", () => DATA.runs.map((run) => [run.summary, run.last_step, run.seconds]), summary],
+  ["findings", () => DATA.runs.map((run) => [run.findings, run.warnings]), findings],
+  ["figures", () => DATA.sections.map((section) => [section.title, section.figures.map(structure)]), figures],
+  ["timeline", () => DATA.runs.map((run) => run.timeline), timelines],
+  ["transcripts", () => DATA.runs.map((run) => run.transcripts), transcripts],
+  ["configuration", () => DATA.runs.map((run) => run.config), configuration],
+];
+
+// What a figure's panels depend on, apart from the numbers.
+function structure(figure) {
+  return [figure.id, figure.runs.map((run) => run.map((series) => series.label))];
+}
+
+// A function that gives the focus back to the same control after its part of the page was rebuilt.
+function keepFocus(part) {
+  const focused = document.activeElement;
+  if (!part.contains(focused)) return () => {};
+  const controls = (node) => [...node.querySelectorAll("button, select, summary, svg[role=img]")];
+  const figure = focused.closest("figure"), label = focused.getAttribute("aria-label");
+  const index = figure ? controls(figure).indexOf(focused) : -1;
+  return () => {
+    const found = figure ? controls(document.getElementById(figure.id) || figure)[index] : label && part.querySelector(`[aria-label="${CSS.escape(label)}"]`);
+    if (found) found.focus({ preventScroll: true });
+  };
+}
+
+function show(data) {
+  DATA = data;
   page.steps = allSteps();
-  header();
-  const parts = [summary(), findings(), ...figures(), transcripts(), configuration()].filter(Boolean);
-  document.getElementById("main").replaceChildren(...parts, html("footer", { text: `megatron-dapo ${DATA.version}` }));
+  for (const [name, input, build] of PARTS) {
+    const key = JSON.stringify(input()), part = page.parts[name];
+    if (part.key === key) continue;
+    part.key = key;
+    const restore = keepFocus(part.node), top = scrollY;
+    part.node.replaceChildren(...[build()].flat().filter(Boolean));
+    restore();
+    scrollTo(0, top);
+  }
+  const figures = DATA.sections.flatMap((section) => section.figures), shown = new Set(figures.map((figure) => figure.id));
+  for (const id of [...page.cards.keys()]) if (!shown.has(id)) page.cards.delete(id);
+  for (const figure of figures) for (const panel of page.cards.get(figure.id).panels) panel.setData(figure, linesOf);
+  document.querySelectorAll("[data-run]").forEach((node) => { node.hidden = page.hidden.has(Number(node.dataset.run)); });
   page.redraw();
+  if (page.step !== null) page.hover(page.step, page.active);
+}
+
+function start() {
+  header();
+  for (const [name] of PARTS) page.parts[name] = { key: null, node: html("div", { id: `part-${name}` }) };
+  document.getElementById("main").replaceChildren(...PARTS.map(([name]) => page.parts[name].node), html("footer", { text: `megatron-dapo ${DATA.version}` }));
+  show(DATA);
   let width = innerWidth;
   addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; page.redraw(); } });
   addEventListener("beforeprint", () => page.redraw());

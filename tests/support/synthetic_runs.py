@@ -29,7 +29,8 @@ def step_metrics(step: int, steps: int, seed: int, *, clip_higher: bool = True) 
     easy = int(50 * learnt + noise.random() * 6)
     length = 420 + 900 * learnt + noise.gauss(0, 25)
     return {
-        "reward/mean": 2 * accuracy - 1 - 0.06 * share, "reward/accuracy": accuracy, "reward/penalty": -0.06 * share,
+        "reward/mean": 2 * accuracy - 1 - 0.06 * share, "reward/accuracy": accuracy,
+        "reward/accuracy_all": (kept * accuracy + easy) / (kept + hard + easy), "reward/penalty": -0.06 * share,
         "rollout/groups_kept": kept, "rollout/groups_failed": 1 if noise.random() < 0.02 else 0,
         "rollout/groups_submitted": kept + hard + easy, "rollout/seconds": 31.0,
         "rollout/dropped/all-wrong": hard, "rollout/dropped/all-correct": easy,

@@ -1,0 +1,53 @@
+"""Metrics under other tools' names: the table in docs/monitoring.md, and what a tracker gets."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_dapo.config.observe import ObserveConfig
+from megatron_dapo.observe import observer as observer_module
+from megatron_dapo.observe.aliases import TABLES, with_aliases
+from megatron_dapo.observe.observer import Observer
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "monitoring.md").read_text()
+
+
+@pytest.mark.parametrize("tool", TABLES)
+def test_the_page_has_the_table(tool):
+    part = PAGE.split(f"| here | {tool} |")[1].split("\n\n")[0]
+    rows = re.findall(r"^\| `([^`]+)` \| `([^`]+)` \|(?: × (\d+) \|| \|)$", part, flags=re.M)
+    assert {ours: (theirs, float(factor or 1)) for ours, theirs, factor in rows} == TABLES[tool]
+    theirs = [name for name, _ in TABLES[tool].values()]
+    assert len(set(theirs)) == len(theirs), "one name, one metric"
+
+
+def test_aliases_are_added_and_our_names_stay():
+    metrics = {"train/mfu": 0.4, "reward/mean": 0.1, "time/step": 9.0, "train/lr": 1e-6}
+    assert with_aliases(metrics, []) == metrics
+    found = with_aliases(metrics, ["verl", "prime-rl"])
+    assert found["perf/mfu/actor"] == 0.4 and found["perf/mfu"] == pytest.approx(40.0)
+    assert found["timing_s/step"] == 9.0 and found["optim/lr"] == 1e-6
+    assert {name: found[name] for name in metrics} == metrics
+
+
+def test_trackers_get_aliases_and_the_file_does_not(tmp_path, monkeypatch):
+    sent = []
+
+    class Recorder:
+        name = "recorder"
+
+        def log(self, step, metrics):
+            sent.append(dict(metrics))
+
+        def rewind(self, step): ...
+
+        def close(self, status): ...
+
+    monkeypatch.setattr(observer_module, "make_trackers", lambda *_: [Recorder()])
+    config = ObserveConfig(console="off", report=False, aliases=["verl"])
+    observer = Observer(config, tmp_path, total_steps=1, settings={})
+    observer.step(1, {"train/grad_norm": 0.5})
+    observer.close("finished")
+    assert sent[0]["actor/grad_norm"] == sent[0]["train/grad_norm"] == 0.5
+    assert "actor/" not in (tmp_path / "metrics.jsonl").read_text()
