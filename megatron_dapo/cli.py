@@ -4,54 +4,20 @@ from __future__ import annotations
 
 import argparse
 import sys
-import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeAlias
+from collections.abc import Sequence
 
 from megatron_dapo import __version__
+from megatron_dapo.arguments import (
+    Commands,
+    Parser,
+    add_command,
+    add_settings,
+    at_least,
+    quiet_libraries,
+    set_log_level,
+    with_set,
+)  # fmt: skip
 from megatron_dapo.errors import UserError
-
-
-class Parser(argparse.ArgumentParser):
-    """Reports a wrong argument in one line, without the usage text."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
-
-
-Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
-
-
-def at_least(least: float, kind: type[Any] = int) -> Callable[[str], Any]:
-    """The type of an argument that must not be smaller."""
-
-    def number(text: str) -> Any:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = None
-        if value is None or not value >= least:
-            whole = "whole number" if kind is int else "number"
-            raise argparse.ArgumentTypeError(f"{text!r} is not a {whole} of at least {least:g}")
-        return value
-
-    return number
-
-
-def add_command(
-    sub: Commands,
-    name: str,
-    run: Callable[[argparse.Namespace], int],
-    summary: str,
-    epilog: str = "",
-) -> argparse.ArgumentParser:
-    """A sub-command whose --help starts with its purpose and ends with examples."""
-    parser = sub.add_parser(
-        name, help=summary, description=summary, epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    parser.set_defaults(run=run)
-    return parser
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -66,6 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_eval(sub)
     _add_convert(sub)
     _add_report(sub)
+    _add_watch(sub)
     _add_selfcheck(sub)
     _add_plan(sub)
     _add_simulate(sub)
@@ -80,9 +47,16 @@ def _add_train(sub: Commands) -> None:
 
         with end_at_once():  # before the imports, which take seconds
             from megatron_dapo.config import load_config
-            from megatron_dapo.launch.local import run_training
+            from megatron_dapo.config.hub import with_local_model
+            from megatron_dapo.observe.waiting import waiting
 
-            return run_training(load_config(args.config, args.set), dry_run=args.dry_run)
+            config = load_config(args.config, args.set)
+            with waiting(f"looking for the model {config.policy.model}"):
+                config = with_local_model(config)
+            with waiting("importing torch and Megatron-Core"):
+                from megatron_dapo.launch.local import run_training
+
+            return run_training(config, dry_run=args.dry_run)
 
     parser = add_command(
         sub, "train", run,
@@ -93,7 +67,7 @@ def _add_train(sub: Commands) -> None:
         "exit codes: 0 finished, 1 failed, 2 wrong configuration or set-up, 75 asked to stop and saved: start it again",
     )  # fmt: skip
     parser.add_argument("config", metavar="CONFIG", help="YAML file")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting")
+    add_settings(parser)
     parser.add_argument("--dry-run", action="store_true", help="check the set-up and the data, and stop")
 
 
@@ -111,7 +85,7 @@ def _add_ablate(sub: Commands) -> None:
         "example:\n  make quickstart && megatron-dapo ablate examples/ablations/arithmetic.yaml --seeds 3",
     )  # fmt: skip
     parser.add_argument("config", metavar="CONFIG", help="YAML file of the full recipe")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting")
+    add_settings(parser)
     parser.add_argument("--seeds", type=at_least(1), default=3, help="runs per variant (default 3)")
     parser.add_argument(
         "--out", metavar="DIR", default="runs/ablation", help="directory of the runs (default runs/ablation)"
@@ -121,12 +95,13 @@ def _add_ablate(sub: Commands) -> None:
 def _add_eval(sub: Commands) -> None:
     def run(args: argparse.Namespace) -> int:
         from megatron_dapo.config import load_config
+        from megatron_dapo.config.hub import with_local_model
         from megatron_dapo.evaluate import run
 
         short = {"policy.model": args.model, "evaluate.data.path": args.data, "evaluate.samples": args.samples}
         settings = [f"{key}={value}" for key, value in short.items() if value is not None]
         settings += ["evaluate.data.sources=[]"] if args.data is not None else []  # it replaces those of the file
-        config = load_config(args.config, [*args.set, *settings])
+        config = with_local_model(load_config(args.config, [*args.set, *settings]))
         run(config, args.out or f"{config.trainer.run_dir}/eval", args.seed)
         return 0
 
@@ -137,8 +112,8 @@ def _add_eval(sub: Commands) -> None:
         "  megatron-dapo eval run.yaml --model RUN/hf --set evaluate.top_p=1.0",
     )  # fmt: skip
     parser.add_argument("config", metavar="CONFIG", help="YAML file; evaluate, reward, rollout and policy are used")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting")
-    parser.add_argument("--model", metavar="DIR", help="HF model directory (policy.model)")
+    add_settings(parser)
+    parser.add_argument("--model", metavar="DIR", help="HF directory or name on the hub (policy.model)")
     parser.add_argument("--data", metavar="FILE", help="benchmark, jsonl or parquet (evaluate.data.path)")
     parser.add_argument("--samples", type=int, metavar="K", help="responses per problem (evaluate.samples)")
     parser.add_argument("--out", metavar="DIR", help="where results.json and responses/ go (default: RUN_DIR/eval)")
@@ -214,6 +189,21 @@ def _add_report(sub: Commands) -> None:
     parser.add_argument("--png", action="store_true", help="also write curves.png beside it")
 
 
+def _add_watch(sub: Commands) -> None:
+    def run(args: argparse.Namespace) -> int:
+        from megatron_dapo.observe.watch import watch
+
+        return watch(args.runs, args.port)
+
+    parser = add_command(
+        sub, "watch", run,
+        "Serve the report of running or finished runs as a live page on this machine (loopback, read-only).",
+        "examples:\n  megatron-dapo watch runs/quickstart\n  megatron-dapo watch runs/dapo runs/grpo --port 9000",
+    )  # fmt: skip
+    parser.add_argument("runs", nargs="+", metavar="RUN_DIR", help="run directories; a run may not have started yet")
+    parser.add_argument("--port", type=at_least(0), default=8642, help="default 8642; 0: any free port")
+
+
 def _add_selfcheck(sub: Commands) -> None:
     def run(args: argparse.Namespace) -> int:
         from megatron_dapo.selfcheck.layouts import run_layouts
@@ -252,14 +242,15 @@ def _add_plan(sub: Commands) -> None:
         "Predict from the model's config.json whether a configuration fits the GPUs, how long a step takes, which\n"
         "layouts are fastest, and what to change when it does not fit. Needs no GPU.",
         "examples:\n  megatron-dapo plan run.yaml --gpu h100 --gpus 128\n"
-        "  megatron-dapo plan run.yaml --gpu h200 --gpus 64 --engine-gpus 16 --set policy.tensor_parallel=4\n"
-        "  megatron-dapo plan --model Qwen2.5-32B --gpus 128        # no layout given: the fastest that fits\n"
+        "  megatron-dapo plan run.yaml --gpu h200 --gpus 96 --engine-gpus 32 --set policy.tensor_parallel=4\n"
+        "  megatron-dapo plan --model Qwen/Qwen2.5-32B --gpus 128   # no layout given: the fastest that fits\n"
         "  megatron-dapo plan --published                           # predictions beside published runs\n\n"
         "exit codes: 0 fits, 1 does not fit, 2 wrong input",
     )  # fmt: skip
     parser.add_argument("config", metavar="CONFIG", nargs="?", help="YAML file (omitted: defaults, best layout)")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting")
-    parser.add_argument("--model", metavar="DIR", help="directory with config.json (policy.model)")
+    add_settings(parser)
+    parser.add_argument("--model", metavar="DIR", help="directory with config.json, or name on the hub "
+                        "(policy.model)")  # fmt: skip
     _add_workload(parser)
     parser.add_argument("--gpu-memory", type=at_least(1, float), metavar="GIB", help="instead of the GPU's own")
     parser.add_argument("--compare", action="store_true", help="compare colocated engines and every split of the GPUs, "
@@ -301,7 +292,7 @@ def _add_simulate(sub: Commands) -> None:
         "  megatron-dapo simulate run.yaml --sweep rollout.max_staleness=0,1 --sweep engine_gpus=32,64",
     )  # fmt: skip
     parser.add_argument("config", metavar="CONFIG", help="YAML file")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting")
+    add_settings(parser)
     parser.add_argument("--sweep", action="append", default=[], metavar="KEY=V1,V2", help="simulate every combination "
                         "of these values; engine_gpus is a key, too")  # fmt: skip
     parser.add_argument(
@@ -320,6 +311,7 @@ def _add_slurm(sub: Commands) -> None:
         from pathlib import Path
 
         from megatron_dapo.config import load_config
+        from megatron_dapo.config.hub import with_local_model
         from megatron_dapo.launch.slurm import run_slurm
         from megatron_dapo.launch.slurm_status import print_status
 
@@ -328,7 +320,8 @@ def _add_slurm(sub: Commands) -> None:
         if args.config is None:
             raise UserError("name a CONFIG to submit, or a run directory with --status")
         nodes = [f"slurm.nodes={args.nodes}"] if args.nodes else []
-        return run_slurm(load_config(args.config, [*args.set, *nodes]), dry_run=args.dry_run, chain=args.chain)
+        config = with_local_model(load_config(args.config, [*args.set, *nodes]))
+        return run_slurm(config, dry_run=args.dry_run, chain=args.chain)
 
     parser = add_command(
         sub, "slurm", run,
@@ -340,7 +333,7 @@ def _add_slurm(sub: Commands) -> None:
         "exit codes: 0 submitted (--status: alive or finished), 1 --status: ended otherwise, 2 refused",
     )  # fmt: skip
     parser.add_argument("config", metavar="CONFIG", nargs="?", help="YAML file; its slurm section describes the job")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting")
+    add_settings(parser)
     parser.add_argument("--nodes", type=at_least(1), metavar="N", help="all nodes of the job (slurm.nodes)")
     parser.add_argument("--dry-run", action="store_true", help="check the run, write and print the script, and stop")
     parser.add_argument("--chain", type=at_least(1), default=1, metavar="K", help="submit K jobs, each after the last")
@@ -363,21 +356,20 @@ def _add_doctor(sub: Commands) -> None:
     parser.add_argument(
         "config", metavar="CONFIG", nargs="?", help="YAML file; its model, servers and paths are checked"
     )
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting")
+    add_settings(parser)
     parser.add_argument("--json", action="store_true", dest="as_json", help="print the checks as JSON")
     parser.add_argument("--only", metavar="NAMES", help="comma-separated names of checks (default: all)")
     parser.add_argument("--timeout", type=at_least(0.1, float), metavar="SECONDS", help="limit of each check")
 
 
-def quiet_libraries() -> None:
-    """Hides warnings of Megatron and torch (no apex, renamed collectives) that a user cannot act on."""
-    for module in ("megatron", "torch"):
-        warnings.filterwarnings("ignore", module=module)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     quiet_libraries()
-    args = build_parser().parse_args(argv)
+    try:
+        args = build_parser().parse_args(with_set(sys.argv[1:] if argv is None else argv))
+    except UserError as error:
+        print(f"megatron-dapo: {error}", file=sys.stderr)
+        return 2
+    set_log_level(args.__dict__.pop("verbose"))
     try:
         return int(args.run(args))
     except UserError as error:

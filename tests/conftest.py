@@ -1,4 +1,5 @@
-"""Real SGLang servers for the tests: one per installed version, started together, shared by the whole session."""
+"""Fixtures of several folders: real SGLang servers, one per installed version, started together and shared by the whole
+session; and the directory in which the commands of the documentation are given."""
 
 import asyncio
 import os
@@ -8,6 +9,7 @@ import socket
 import pytest
 import torch
 from installed_sglang import API_KEY_VARIABLE, SGLANG_VERSIONS, RealServer, sglang_python
+from workplace import sparse_models, workplace  # noqa: F401  (fixtures)
 
 
 def pytest_configure() -> None:

@@ -40,6 +40,12 @@ PRETRAINING_UPDATES = 1500  # at most
 PRETRAINING_BATCH = 128
 WRONG_SHARE = 0.4  # of the pre-training examples
 ENOUGH = 0.36  # mean probability of the right answer at which pre-training ends
+MARKER = ".quickstart"  # in a directory that the quickstart may use again
+MADE = (
+    "start", "start-megatron", "trained", "prompts.jsonl", "held_out.jsonl", "checkpoints", "lock", "logs", "samples",
+    "traces", "evaluations", "eval_before", "eval_after", "dumps", "metrics.jsonl", "config.yaml", "resume.json",
+    "environment.json", "report.html", "curves.png", "summary.json",
+)  # fmt: skip
 console = Console(stderr=True)
 
 
@@ -122,6 +128,23 @@ class Phases:
         self.seconds[name] = round(time.monotonic() - started, 1)
 
 
+def may_use(run_dir: Path) -> bool:
+    """Whether the directory is new, empty, or an earlier quickstart's."""
+    if not run_dir.exists() or not any(run_dir.iterdir()):
+        return True
+    return (run_dir / MARKER).exists() or (run_dir / "summary.json").exists()
+
+
+def remove_what_was_made(run_dir: Path) -> None:
+    """Everything that a quickstart and its run write; other files in the directory stay."""
+    for name in MADE:
+        path = run_dir / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
 def accuracy(config_file: Path, settings: list[str], model: Path, out: Path) -> float:
     config = load_config(config_file, [*settings, f"policy.model={model}"])
     (result,) = run_evaluation(config, str(out), seed=0).results.values()
@@ -132,15 +155,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run-dir", type=Path, default=Path("runs/quickstart"))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--fresh", action="store_true", help="remove the run directory first")
+    parser.add_argument("--fresh", action="store_true", help="remove what an earlier quickstart made there first")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting")
     args = parser.parse_args()
     warnings.filterwarnings("ignore", module="megatron|torch|transformers")
     torch.set_num_threads(1)
     run_dir, phase = args.run_dir, Phases()
+    if not may_use(run_dir):
+        console.print(f"{run_dir} has files that the quickstart did not make: name another --run-dir", highlight=False)
+        return 2
     if args.fresh or (run_dir / "summary.json").exists():
-        shutil.rmtree(run_dir, ignore_errors=True)
+        remove_what_was_made(run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / MARKER).touch()
     start, converted, trained = run_dir / "start", run_dir / "start-megatron", run_dir / "trained"
     config_file = Path(__file__).with_name("config.yaml")
     settings = [
@@ -172,6 +199,10 @@ def main() -> int:
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     console.print(f"[bold green]held-out avg@{config.evaluate.samples}: {before:.1%} → {after:.1%}[/]")
     console.print(f"open {run_dir / 'report.html'} or {run_dir / 'curves.png'}; {run_dir / 'trained'} is the model")
+    command = Path(sys.executable).with_name("megatron-dapo")
+    if shutil.which("megatron-dapo") is None and command.exists():
+        console.print(f"the command: {command}, or megatron-dapo after `source {command.with_name('activate')}`")
+    console.print(f"next: megatron-dapo watch {run_dir}; megatron-dapo train --help", highlight=False)
     return 0
 
 

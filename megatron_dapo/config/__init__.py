@@ -1,6 +1,8 @@
 """The configuration: one schema, unknown keys are errors. Imports no torch.
 
 - `load`       YAML file and `--set` overrides to a `Config`; the error messages
+- `other_names` our keys by the names of other tools
+- `hub`        models by their name on the Hugging Face hub
 - `yaml12`     the YAML 1.2 reader and writer
 - `base`       `Section`, the base of all sections; field types for paths and texts
 - `schema`     `Config`, and the checks across sections, against the model and against the number of ranks

@@ -1,4 +1,5 @@
-"""`algorithm`: what DAPO computes. The defaults are the published recipe."""
+"""`algorithm`: what DAPO computes. The defaults are the published recipe without its length penalty, which depends on
+the longest response: `overlong.penalty: soft` turns it on."""
 
 from __future__ import annotations
 

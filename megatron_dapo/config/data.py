@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from megatron_dapo.config.base import PathText, Section
 
@@ -18,7 +18,10 @@ NAME = re.compile(r"[\w.+-]+")  # a part of a metric's name
 class PromptFileConfig(Section):
     """How one prompt file is read."""
 
-    path: PathText = Field("", description="jsonl or parquet file, or a hub dataset name (owner/name).")
+    path: PathText = Field(
+        "",
+        description="jsonl or parquet file, or a hub dataset name (owner/name); a list of them is short for sources.",
+    )
     split: str = Field("train", description="Of a hub dataset: the split to read.")
     template: str = Field(
         "dapo",
@@ -51,12 +54,16 @@ class PromptFileConfig(Section):
         "too long, or with conflicting answers.",
     )
 
-    @field_validator("path", mode="before")
+    @model_validator(mode="before")
     @classmethod
-    def _one_path(cls, value: Any) -> Any:
-        if isinstance(value, list):
-            raise ValueError("expected one file; list several files under `sources`")
-        return value
+    def _list_of_paths(cls, raw: Any) -> Any:
+        """`path: [a, b]` is short for `sources: [{path: a}, {path: b}]`."""
+        paths = raw.get("path") if isinstance(raw, Mapping) else None
+        if not isinstance(paths, list):
+            return raw
+        if raw.get("sources"):
+            raise ValueError("path is a list and sources is not empty: list all files under one of them")
+        return {**raw, "path": "", "sources": [{"path": path} for path in paths]}
 
     @model_validator(mode="after")
     def _consistent(self) -> PromptFileConfig:

@@ -10,66 +10,11 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from megatron_dapo.config.base import ConfigError, admits
+from megatron_dapo.config.other_names import RENAMED, our_name
 from megatron_dapo.config.schema import Config
 from megatron_dapo.config.yaml12 import YamlError, dump_yaml, parse_yaml
 
-# Our keys by the names that other tools, or earlier versions, use (docs/migration.md): the error names ours.
-KNOWN_ELSEWHERE = {
-    name: ours
-    for ours, names in {
-        "algorithm.clip_low": "eps_clip epsilon clip_ratio_low ratio_clip_min",
-        "algorithm.clip_high": "eps_clip_higher epsilon_high clip_ratio_high eps_clip_high ratio_clip_max",
-        "algorithm.dual_clip": "clip_ratio_c eps_clip_c c_clip ratio_clip_c",
-        "algorithm.aggregation": "loss_agg_mode loss_type token_level_loss calculate_per_token_loss",
-        "algorithm.overlong.filter": "overlong_filter overlong_filtering mask_truncated_completions",
-        "algorithm.overlong.cache_length": "overlong_tokens soft_cache_length overlong_buffer_length",
-        "algorithm.overlong.factor": "overlong_penalty_factor penalty_factor",
-        "algorithm.overlong.max_length": "soft_max_length",
-        "algorithm.overlong.penalty": "overlong_reward_penalty overlong_buffer",
-        "algorithm.kl.coefficient": "kl_loss_coef kl_ctl reference_policy_kl_penalty",
-        "algorithm.kl.estimator": "kl_loss_type kl_estimator",
-        "algorithm.entropy_coefficient": "entropy_coeff entropy_coef",
-        "algorithm.off_policy.importance_weight": "use_tis rollout_is use_decoupled_loss",
-        "algorithm.off_policy.weight_cap": "tis_clip rollout_is_threshold",
-        "algorithm.off_policy.token_mask": "behav_imp_weight_cap behave_imp_weight_cap",
-        "rollout.max_staleness": "max_head_offpolicyness",
-        "rollout.dynamic_sampling": "dynamic_sample filter_groups use_dynamic_sampling",
-        "rollout.group_filter": "dynamic_sampling_filter_path dynamic_filter_fn should_accept_fn",
-        "rollout.sampler.fill": "dynamic_bs",
-        "rollout.sampler.oversampling": "gen_batch_size over_sampling_batch_size batch_multiplier",
-        "rollout.sampler.max_generation_batches": "max_num_gen_batches dynamic_sampling_max_gen_batches",
-        "rollout.sampler.unfinished": "partial_rollout",
-        "rollout.samples_per_prompt": "n_samples num_generations n_samples_per_prompt num_generations_per_prompt",
-        "rollout.max_response_tokens": "max_response_length max_completion_length max_new_tokens",
-        "rollout.max_prompt_tokens": "max_prompt_length rollout_max_prompt_len",
-        "policy.tensor_parallel": "tensor_model_parallel_size",
-        "policy.pipeline_parallel": "pipeline_model_parallel_size",
-        "policy.context_parallel": "context_parallel_size",
-        "policy.expert_parallel": "expert_model_parallel_size",
-        "policy.micro_batch_tokens": "max_tokens_per_gpu max_tokens_per_mb ppo_max_token_len_per_gpu",
-        "policy.model": "hf_checkpoint model_name model_path",
-        "policy.optimizer.lr": "learning_rate",
-        "policy.optimizer.grad_clip": "clip_grad max_grad_norm gradient_clipping",
-        "policy.optimizer.warmup_steps": "lr_warmup_steps",
-        "data.path": "train_files prompt_data",
-        "observe.samples_responses": "samples_answers",
-        "evaluate.data.path": "val_files eval_prompt_data",
-        "evaluate.every": "test_freq eval_interval val_period",
-        "trainer.mini_batch_prompts": "ppo_mini_batch_size global_batch_size",
-        "trainer.prompts_per_step": "train_batch_size rollout_batch_size num_prompts_per_step",
-        "trainer.steps": "num_rollout total_training_steps max_num_steps",
-        "trainer.checkpoint.every": "save_freq save_interval save_period",
-    }.items()
-    for name in names.split()
-}
-
-# Keys of earlier versions whose last part is a key elsewhere, or says too little to be recognised by itself.
-RENAMED = {
-    "algorithm.importance_sampling": "algorithm.off_policy",
-    "rollout.sampler.max_staleness": "rollout.sampler.max_carryover_staleness",
-    "rollout.embedded.rows": "rollout.embedded.batch_tokens",
-    "rollout.servers.request_timeout": "rollout.servers.sample_timeout",
-}
+LISTS = ("data.path", "evaluate.data.path")  # texts that may also be lists of texts
 
 
 def load_config(path: str | Path | None, overrides: Iterable[str] = ()) -> Config:
@@ -100,7 +45,7 @@ def parse_config(raw: dict[str, Any], where: str = "config") -> Config:
     try:
         return Config.model_validate(raw)
     except ValidationError as error:
-        lines = [_explain(e) for e in error.errors()]
+        lines = [line for e in error.errors() for line in _explain(e)]
         raise ConfigError(f"{where}: " + ("\n  ".join(["", *lines]) if len(lines) > 1 else lines[0])) from None
 
 
@@ -125,6 +70,8 @@ def apply_override(raw: dict[str, Any], item: str) -> None:
         if not takes_text:
             raise ConfigError(f"--set {item!r}: the value is not valid YAML: {error}") from None
         value = text.strip()
+    if key.strip() in LISTS and isinstance(value, list):
+        takes_text = False
     node[parts[-1]] = text.strip() if takes_text and not isinstance(value, str | None) else value
 
 
@@ -159,17 +106,28 @@ def _section_of(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-def _explain(error: Any) -> str:
+def _explain(error: Any) -> list[str]:
+    """One line; of an unknown section with keys of another tool, one line for each of them."""
     path = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
-        return f"unknown key {path!r}{_suggestion(path)}"
+        known = [key for key in _leaves(error["input"], path) if our_name(key)]
+        return [f"unknown key {key!r}{_suggestion(key)}" for key in known or [path]]
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "value_error":
-        return f"{path}: {message}" if path else message
+        return [f"{path}: {message}" if path else message]
     if error["type"] == "model_type":
-        return f"{path}: expected a section with keys of its own (found {error['input']!r})"
+        return [f"{path}: expected a section with keys of its own (found {error['input']!r})"]
     hint = "; put it in quotes" if error["type"] == "string_type" and isinstance(error["input"], bool) else ""
-    return f"{path}: {message} (found {error['input']!r}{hint})"
+    return [f"{path}: {message} (found {error['input']!r}{hint})"]
+
+
+def _leaves(value: Any, path: str) -> Iterator[str]:
+    """The dotted keys of a section; the path itself where the value is no section."""
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _leaves(inner, f"{path}.{key}")
+    else:
+        yield path
 
 
 def _suggestion(path: str) -> str:
@@ -177,8 +135,8 @@ def _suggestion(path: str) -> str:
     parent, _, leaf = path.rpartition(".")
     if path in RENAMED:
         return f"; it is now called {RENAMED[path]!r}"
-    if leaf in KNOWN_ELSEWHERE:
-        return f"; here it is called {KNOWN_ELSEWHERE[leaf]!r}"
+    if ours := our_name(path):
+        return f"; here it is called {ours!r}"
     keys = list(known_keys())
     siblings = [k for k in keys if k.rpartition(".")[0] == parent]
     leaves = {k.rpartition(".")[2]: k for k in reversed(keys)} | {k.rpartition(".")[2]: k for k in siblings}

@@ -315,7 +315,7 @@ def check_config(config: Config, world_size: int | None = None) -> ModelShape | 
     if not config.policy.model:
         return None
     if not Path(config.policy.model).is_dir():
-        raise ConfigError(f"policy.model: {config.policy.model} is not a directory")
+        raise ConfigError(f"policy.model: {config.policy.model} is not a directory, nor OWNER/NAME on the hub")
     shape = ModelShape.from_dir(config.policy.model)
     check_model(config.policy, shape, config.rollout.max_prompt_tokens + config.rollout.max_response_tokens)
     outside = [token for token in config.rollout.stop_token_ids if token >= shape.vocab]

@@ -21,6 +21,7 @@ from rich.table import Table
 from megatron_dapo.config import Config, ConfigError, ModelShape, check_config, dump_config
 from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.errors import UserError
+from megatron_dapo.observe.waiting import waiting
 from megatron_dapo.policy.gpu_count import gpu_count
 from megatron_dapo.trainer.resume import SETTINGS, check_resume
 from megatron_dapo.trainer.run_lock import RunLock
@@ -39,13 +40,14 @@ def run_training(config: Config, *, dry_run: bool = False) -> int:
 
     rendezvous = Rendezvous.from_environment()
     in_job = rendezvous.world_size > 1
-    ranks = rendezvous.world_size if in_job else local_ranks(config)
+    ranks = rendezvous.world_size if in_job else planned_ranks(config) if dry_run else local_ranks(config)
     shape = check_run(config, ranks)
     changed = check_resume(config, shape)
     data = None  # the prompts: rank 0 has them
     if rendezvous.rank == 0:
         # Ranks are forked from this process: threads of tokenizers or plugins must not be in it.
-        setup = _check_setup(config, shape, forked=not in_job and ranks > 1)
+        with waiting("checking the model's files and reading the prompts"):
+            setup = _check_setup(config, shape, forked=not in_job and ranks > 1)
         data = setup.data
         print_plan(config, shape, ranks)
         print(setup.report(), file=sys.stderr)
@@ -79,6 +81,13 @@ def _train(rendezvous: Any, config: Config, shape: ModelShape, lock: RunLock | N
 def local_ranks(config: Config) -> int:
     """As configured; else one per GPU; without GPUs, as many as the layout needs."""
     return config.trainer.ranks or gpu_count() or config.policy.model_ranks
+
+
+def planned_ranks(config: Config) -> int:
+    """Of a dry run, which may be of a job on other machines: as configured; else the trainer's part of the job."""
+    slurm = config.slurm
+    nodes = slurm.nodes - (slurm.engine_nodes or 0)
+    return config.trainer.ranks or (nodes * slurm.gpus_per_node if slurm.nodes > 1 else local_ranks(config))
 
 
 def check_run(config: Config, ranks: int) -> ModelShape:

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from megatron_dapo.config import Config, ModelShape, load_config
+from megatron_dapo.config.hub import local_model
 from megatron_dapo.planner.activations import Layers
 from megatron_dapo.planner.hardware import Cluster, PlanError, find_gpu
 from megatron_dapo.planner.modes import Mode, compare_modes
@@ -90,9 +91,10 @@ def model_shape(config: Config) -> ModelShape:
     name = config.policy.model
     if not name:
         raise PlanError("no model is named: set policy.model in the configuration, or give --model DIR")
+    name = local_model(name, weights=False)
     if not Path(name).is_dir():
         raise PlanError(
             f"policy.model: {name} is not a directory; plan needs a directory with the model's config.json "
-            "(the weights are not read): download it, or name another with --model DIR"
+            "(the weights are not read) or a name on the hub, for example --model Qwen/Qwen2.5-32B"
         )
     return ModelShape.from_dir(name)

@@ -16,7 +16,8 @@ from megatron_dapo.config import (
     load_config,
     parse_config,
 )  # fmt: skip
-from megatron_dapo.config.load import KNOWN_ELSEWHERE, RENAMED, known_keys
+from megatron_dapo.config.load import known_keys
+from megatron_dapo.config.other_names import KNOWN_ELSEWHERE, RENAMED
 from megatron_dapo.config.schema import check_model, check_world
 
 

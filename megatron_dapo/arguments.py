@@ -1,0 +1,96 @@
+"""The parts that the arguments of all commands share: parsers, settings without `--set`, log levels."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeAlias
+
+from megatron_dapo.errors import UserError
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports a wrong argument in one line, without the usage text."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
+
+
+def at_least(least: float, kind: type[Any] = int) -> Callable[[str], Any]:
+    """The type of an argument that must not be smaller."""
+
+    def number(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not value >= least:
+            whole = "whole number" if kind is int else "number"
+            raise argparse.ArgumentTypeError(f"{text!r} is not a {whole} of at least {least:g}")
+        return value
+
+    return number
+
+
+def add_command(
+    sub: Commands,
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    summary: str,
+    epilog: str = "",
+) -> argparse.ArgumentParser:
+    """A sub-command whose --help starts with its purpose and ends with examples."""
+    parser = sub.add_parser(
+        name, help=summary, description=summary, epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.set_defaults(run=run)
+    parser.add_argument("-v", "--verbose", action="count", default=0, help="log more; -vv: with the libraries")
+    return parser
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE",
+        help="override a setting; KEY=VALUE without --set means the same",
+    )  # fmt: skip
+
+
+SETTING = re.compile(r"\+{0,2}([a-z_]+(?:\.\w+)+=.*)", re.DOTALL)
+REMOVED_SETTING = re.compile(r"~([a-z_]+(?:\.\w+)+)(=.*)?")
+
+
+def with_set(words: Sequence[str]) -> list[str]:
+    """`a.b=c` and `+a.b=c`, as Hydra has them, become `--set a.b=c`."""
+    found: list[str] = []
+    for index, word in enumerate(words):
+        if word == "--":  # what follows is another program's
+            return [*found, *words[index:]]
+        is_value = bool(found) and found[-1] in ("--set", "--sweep")
+        if removed := REMOVED_SETTING.fullmatch(word):
+            raise UserError(f"{word}: a setting cannot be removed; its default or null disables it: {removed[1]}=null")
+        setting = None if is_value else SETTING.fullmatch(word)
+        found += ["--set", setting[1]] if setting else [word]
+    return found
+
+
+def set_log_level(verbose: int) -> None:
+    """Warnings by default; -v: what this package does; -vv: also what the libraries log."""
+    logging.basicConfig(
+        level=logging.DEBUG if verbose > 1 else logging.WARNING,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S",
+    )  # fmt: skip
+    if verbose:
+        logging.getLogger("megatron_dapo").setLevel(logging.DEBUG)
+
+
+def quiet_libraries() -> None:
+    """Hides warnings of Megatron and torch (no apex, renamed collectives) that a user cannot act on."""
+    for module in ("megatron", "torch"):
+        warnings.filterwarnings("ignore", module=module)
