@@ -1,4 +1,5 @@
-"""Every figure with a unit that README quotes is in benchmarks/RESULTS.md, with the same unit and digits."""
+"""Every figure with a unit that README quotes is in benchmarks/RESULTS.md, with the same unit and digits. On the other
+pages it is, or another test produces it, or it is no measurement: a limit, a size, a setting."""
 
 import re
 from pathlib import Path
@@ -96,3 +97,42 @@ def test_seconds_in_the_readme_have_no_second_meaning():
     """README says no speed, memory or accuracy in words that the patterns cannot read."""
     vague = re.findall(r"\b(?:half a second|twice as|a third|nearly \d|about \d+ (?:s|%|GiB))\b", README)
     assert not vague, vague
+
+
+# Figures of other pages that are not in RESULTS.md, and what they are. Rows of `plan` (| TP…) are checked by
+# tests/examples/test_configs.py, those of planning.md's comparison by tests/planner/test_published.py.
+ELSEWHERE = {
+    "docs/architecture.md": {"13 %": "limit in tests/test_imports.py"},
+    "docs/concepts.md": {"0.05 nats": "a limit to choose"},
+    "docs/configuration.md": {"0.2 s": "default", "300 s": "default"},
+    "docs/diagnosis.md": {f"{n} %": "limit of a rule" for n in ("1", "10", "15", "20", "30", "99")},
+    "docs/megatron.md": {"6 ×": "layers of stages"},
+    "docs/monitoring.md": {"989 TFLOP/s": "data sheet, planner/hardware.py"},
+    "docs/planning.md": {
+        "10 %": "tests/planner/test_decoding.py", "15 %": "tests/planner/test_decoding.py",
+        "3 %": "tests/planner/test_against_megatron.py", "14 GB/s": "published", "23 GB/s": "published",
+    },
+    "docs/rollout.md": {"000 tokens/s": "default"},
+    "examples/README.md": {"16 ×": "nodes", "80 GB": "GPU"},
+    "examples/gsm8k_1gpu/README.md": {
+        "1 s": "1.06 s in RESULTS.md, rounded", "128 ×": "setting", "22 GB": "14 bytes × 1.54 B parameters",
+        "3 GiB": "of a server that has released its memory", "70 %": "setting", "80 GB": "GPU",
+    },
+    "examples/qwen2.5_32b_dapo/README.md": {"2 ×": "setting", "522.6 GiB": "`plan` without parallelism"},
+    "examples/qwen2.5_32b_fast/README.md": {
+        "878 s": "`simulate`", "88 %": "`simulate`", "2.9 ×": "quotient of two plans", "275.8 s": "`plan` of the other",
+    },
+    "examples/qwen3_30b_a3b/README.md": {"14.2 GiB": "`plan`"},
+}  # fmt: skip
+OTHER_PAGES = [
+    str(page.relative_to(ROOT)) for folder in ("docs", "examples") for page in sorted((ROOT / folder).rglob("*.md"))
+]
+CHECKED_ROWS = re.compile(r"^\| (?:TP\d|[\w.-]+ \| (?:Qwen|Llama)).*$|^(?:naive GRPO|\+ ).*±.*$", re.M)
+
+
+@pytest.mark.parametrize("page", OTHER_PAGES)
+def test_a_figure_of_another_page_has_a_source(page):
+    text = CHECKED_ROWS.sub("", (ROOT / page).read_text())
+    found = {f"{number} {unit}" for number, unit in figures(text) - MEASURED}
+    known = ELSEWHERE.get(page, {})
+    assert found <= set(known), f"{page} quotes {sorted(found - set(known))}: neither in RESULTS.md nor in ELSEWHERE"

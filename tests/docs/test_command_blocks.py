@@ -1,0 +1,171 @@
+"""The commands of README, docs and examples, given as they are written, in a directory with the files that they name.
+
+A block of commands starts with ```bash (a script) or ```console (commands after `$`, with what they print). Words after
+that say what it needs beyond a checkout: gpu, slurm, network (downloads), model (weights of that size), minutes. Blocks
+that need nothing are executed here; the others where these exist, named in DOCS_HAVE (`DOCS_HAVE=gpu,minutes`). What is
+not executed must parse: the command exists, and its options do, too.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import threading
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from workplace import ROOT
+
+from megatron_dapo.arguments import with_set
+from megatron_dapo.cli import build_parser, main
+from megatron_dapo.observe.watch import make_server
+
+NEEDS = {"gpu", "slurm", "network", "model", "minutes"}
+HAVE = set(os.environ.get("DOCS_HAVE", "").split(",")) - {""}
+PLACEHOLDER = re.compile(r"SRC|DST|RUN_DIR|HF_DIR|CONFIG|JOB|DIR|PATH|A|B")
+FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n]*)\n(?P<body>.*?)^(?P=indent)```", re.M | re.S)
+PAGES = [
+    ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "examples").rglob("*.md")),
+]  # fmt: skip
+
+
+@dataclass
+class Block:
+    page: str
+    line: int
+    kind: str  # bash, console
+    needs: set[str]
+    text: str
+
+    @property
+    def commands(self) -> list[tuple[str, list[str]]]:
+        """Each command with the lines that it is said to print."""
+        found: list[tuple[str, list[str]]] = []
+        for line in self.text.replace("\\\n", " ").splitlines():
+            if self.kind == "console" and not line.startswith("$ "):
+                found[-1][1].append(line)
+            elif line.strip() and not line.startswith("#"):
+                found.append((line.removeprefix("$ "), []))
+        return found
+
+
+def blocks() -> list[Block]:
+    found = []
+    for page in PAGES:
+        text = page.read_text()
+        for fence in FENCE.finditer(text):
+            kind, *needs = fence["info"].split() or [""]
+            body = "\n".join(line.removeprefix(fence["indent"]) for line in fence["body"].splitlines())
+            line = text[: fence.start()].count("\n") + 1
+            found.append(Block(str(page.relative_to(ROOT)), line, kind, set(needs), body))
+    return found
+
+
+ALL = blocks()
+SCRIPTS = [block for block in ALL if block.kind in ("bash", "console")]
+
+
+def name(block: Block) -> str:
+    return f"{block.page}:{block.line}"
+
+
+def test_every_block_of_commands_is_marked():
+    for block in ALL:
+        if block.kind not in ("bash", "console"):
+            commands = re.findall(r"^(?:\$ |megatron-dapo |make |pip |uv |hf |sbatch )", block.text, flags=re.M)
+            assert not commands, f"{name(block)}: start the block with ```bash or ```console, and what it needs"
+    unknown = {name(block): block.needs - NEEDS for block in SCRIPTS if block.needs - NEEDS}
+    assert not unknown, f"{unknown}: known are {', '.join(sorted(NEEDS))}"
+    assert len(SCRIPTS) >= 25 and sum(not block.needs for block in SCRIPTS) >= 10
+
+
+@pytest.mark.parametrize("block", SCRIPTS, ids=name)
+def test_every_command_exists(block, capsys):
+    for command, _ in block.commands:
+        words = shlex.split(command, comments=True)
+        while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
+            words.pop(0)
+        if words[0] == "megatron-dapo":
+            try:
+                build_parser().parse_args(with_set(words[1:]))
+            except SystemExit as stop:
+                shown = not stop.code and {"--help", "--version"} & set(words)
+                assert shown, f"{name(block)}: {command!r} does not parse: {capsys.readouterr().err}"
+        elif words[0] == "make":
+            check = subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True, timeout=60)
+            assert check.returncode == 0, f"{name(block)}: {command!r}: {check.stderr}"
+
+
+@pytest.fixture(scope="module")
+def converted(sparse_models, tmp_path_factory):
+    """The quickstart's first model as a Megatron checkpoint."""
+    from megatron_dapo.weights.convert import hf_to_megatron
+
+    target = tmp_path_factory.mktemp("converted") / "start-megatron"
+    hf_to_megatron(sparse_models / "runs" / "quickstart" / "start", target)
+    return target
+
+
+def furnish(folder: Path, converted: Path) -> None:
+    """What the pages assume besides the examples' files: a configuration run.yaml, a model directory, two runs."""
+    from synthetic_runs import make_run
+
+    shutil.copy(ROOT / "examples" / "qwen2.5_32b_dapo" / "dapo.yaml", folder / "run.yaml")
+    (folder / "Qwen2.5-32B").symlink_to(folder / "models" / "Qwen2.5-32B")
+    (folder / "runs" / "quickstart" / "start-megatron").symlink_to(converted)
+    for run in ("quickstart", "32b", "dapo", "grpo"):
+        make_run(folder / "runs" / run, 12)
+
+
+def is_synopsis(words: list[str]) -> bool:
+    return any(PLACEHOLDER.fullmatch(word) for word in words)
+
+
+def run_main(words: list[str]) -> int:
+    try:
+        return main(words)
+    except SystemExit as stop:  # --help
+        return int(stop.code or 0)
+
+
+def watch_once(words: list[str]) -> int:
+    """Serves the page until it was read once."""
+    with make_server(build_parser().parse_args(words).runs, port=0) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.server_address[1]}/", timeout=60) as reply:
+            page = reply.read()
+        thread.join()
+    return 0 if b"connect-src 'self'" in page else 1
+
+
+@pytest.mark.parametrize("block", [block for block in SCRIPTS if block.needs <= HAVE], ids=name)
+def test_commands_do_what_the_page_says(block, workplace, converted, monkeypatch, capsys):
+    furnish(workplace, converted)
+    if "slurm" not in HAVE:
+        monkeypatch.setattr(shutil, "which", lambda name, *_, **__: None)  # the tools may be here without a controller
+    ran = 0
+    for command, expected in block.commands:
+        words = shlex.split(command, comments=True)
+        if is_synopsis(words) or words[:2] == ["make", "test"]:
+            continue  # this test is part of `make test`
+        capsys.readouterr()
+        if words[:2] == ["megatron-dapo", "watch"]:
+            code, said = watch_once(words[1:]), ""
+        elif words[0] == "megatron-dapo":
+            code = run_main(words[1:])
+            said = "".join(capsys.readouterr())
+        else:
+            result = subprocess.run(["bash", "-ec", command], cwd=ROOT, capture_output=True, text=True, timeout=1200)
+            code, said = result.returncode, result.stdout + result.stderr
+        failing = any("unknown key" in line for line in expected)
+        assert code == (2 if failing else 0), f"{name(block)}: {command!r} ended with {code}: {said}"
+        if "minutes" not in block.needs:
+            missing = [line for line in expected if line.strip() and line not in said.splitlines()]
+            assert not missing, f"{name(block)}: {command!r} printed\n{said}\nwithout\n{missing}"
+        ran += 1
+    assert ran or all(is_synopsis(shlex.split(command)) for command, _ in block.commands), f"{name(block)}: nothing ran"
