@@ -86,8 +86,8 @@ def local_ranks(config: Config) -> int:
 def planned_ranks(config: Config) -> int:
     """Of a dry run, which may be of a job on other machines: as configured; else the trainer's part of the job."""
     slurm = config.slurm
-    nodes = slurm.nodes - (slurm.engine_nodes or 0)
-    return config.trainer.ranks or (nodes * slurm.gpus_per_node if slurm.nodes > 1 else local_ranks(config))
+    gpus = (slurm.nodes - slurm.engine_nodes) * slurm.gpus_per_node if slurm.nodes > 1 else 0
+    return config.trainer.ranks or gpus or local_ranks(config)
 
 
 def check_run(config: Config, ranks: int) -> ModelShape:
