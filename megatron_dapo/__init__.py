@@ -8,7 +8,7 @@ Each folder's `__init__.py` lists its modules; docs/architecture.md explains how
 - `files`                  atomic writes, safetensors headers
 - `fault_points`           named points where tests kill a run
 - `evaluate`               runs a benchmark; `evaluation_statistics` computes avg@k, pass@k and maj@k
-- `cli`                    the `megatron-dapo` command
+- `cli`                    the `megatron-dapo` command; `arguments` has what the arguments of all commands share
 """
 
 __version__ = "0.1.0"

@@ -58,14 +58,12 @@ class Console:
 class PlainConsole(Console):
     """Lines for a log file: one per step, and one a minute inside a long phase.
 
-    Until the first step is done, each phase and note also gets a line when it starts, and a long phase a line every 15
-    seconds, because starting takes minutes.
+    Until the first step is done, each phase and note also gets a line when it starts, because starting takes minutes.
     A thread prints the line of a long phase, so it appears even when the phase reports nothing. Lines other than a
     step's begin with the time since the console was opened.
     """
 
     HEARTBEAT = 60.0
-    START_HEARTBEAT = 15.0
     CHECK_EVERY = 5.0
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -123,7 +121,7 @@ class PlainConsole(Console):
     def print_long_phase(self) -> None:
         """Prints the innermost phase if nothing was printed for `HEARTBEAT` seconds."""
         now = time.monotonic()
-        if now - self._last_line < min(self.HEARTBEAT, self.START_HEARTBEAT if self._starting else self.HEARTBEAT):
+        if now - self._last_line < self.HEARTBEAT:
             return
         for name, (started, text) in reversed(list(self._phases.items())):
             self._say(f"[{self._elapsed()}] {name} for {duration(now - started)}" + (f": {text}" if text else ""))

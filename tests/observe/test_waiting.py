@@ -50,17 +50,13 @@ def test_the_last_line_of_the_log_that_was_written_to_last(tmp_path):
 
 def test_the_console_shows_how_long_the_engines_have_been_starting(tmp_path, monkeypatch):
     stream = io.StringIO()
-    monkeypatch.setattr(PlainConsole, "START_HEARTBEAT", 0.0)
+    monkeypatch.setattr(PlainConsole, "HEARTBEAT", 0.0)
     monkeypatch.setattr("megatron_dapo.observe.observer.make_console", lambda *_: PlainConsole(stream))
     observer = Observer(ObserveConfig(report=False), tmp_path, total_steps=1, settings={})
     with observer.phase("start") as phase:
         phase.note("waiting for the engines")
         observer.starting(12.3, 900.0, "Load weight begin. avail mem=139 GB")
-    observer.step(1, {})
-    before = stream.getvalue()
-    assert "start: waiting for the engines" in before
-    assert ": 12/900 s for the engines; their log: Load weight begin. avail mem=139 GB" in before
-    observer.sampling(type("P", (), {"kept": 1, "needed": 2, "dropped": {}, "running_requests": 3,
-                                     "tokens_per_second": 10.0})())  # fmt: skip
-    assert stream.getvalue() == before, "after the first step a line a minute is enough"
-    observer.close("finished")
+    observer.close("stopped")
+    said = stream.getvalue()
+    assert "start: waiting for the engines" in said
+    assert ": 12/900 s for the engines; their log: Load weight begin. avail mem=139 GB" in said
