@@ -85,7 +85,8 @@ class Handler(BaseHTTPRequestHandler):
     timeout = 60
 
     def do_GET(self) -> None:
-        port = self.server.server_address[1]
+        assert isinstance(self.server, ThreadingHTTPServer)
+        port = self.server.server_port
         if self.headers.get("Host") not in (f"{ADDRESS}:{port}", f"localhost:{port}"):
             return self._send(HTTPStatus.FORBIDDEN, "text/plain", b"this page is served to this machine only\n")
         address = urlsplit(self.path)
@@ -133,7 +134,7 @@ def make_server(directories: Sequence[str | Path], port: int = PORT) -> Server:
 def watch(directories: Sequence[str | Path], port: int = PORT) -> int:
     """Serves until Ctrl-C."""
     with make_server(directories, port) as server:
-        port = server.server_address[1]
+        port = server.server_port
         print(f"http://{ADDRESS}:{port}/  (Ctrl-C ends it; the run goes on)", flush=True)
         print(f"from another machine: ssh -L {port}:localhost:{port} THIS_MACHINE, then the same address", flush=True)
         try:
