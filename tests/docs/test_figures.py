@@ -122,7 +122,9 @@ ELSEWHERE = {
     "examples/qwen2.5_32b_fast/README.md": {
         "878 s": "`simulate`", "88 %": "`simulate`", "2.9 ×": "quotient of two plans", "275.8 s": "`plan` of the other",
     },
-    "examples/qwen3_30b_a3b/README.md": {"14.2 GiB": "`plan`"},
+    "examples/qwen3_30b_a3b/README.md": {
+        "14.2 GiB": "`plan`", "132 GiB": "`plan`", "96 GiB": "`plan`", "80 GB": "calculated from sizes",
+    },
 }  # fmt: skip
 OTHER_PAGES = [
     str(page.relative_to(ROOT)) for folder in ("docs", "examples") for page in sorted((ROOT / folder).rglob("*.md"))
