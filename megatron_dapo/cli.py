@@ -137,9 +137,11 @@ def _add_convert(sub: Commands) -> None:
     )  # fmt: skip
     to_hf = add_command(
         inner, "megatron-to-hf", run,
-        "Write the weights of a torch_dist checkpoint (also a trainer's; its optimizer state is not read) as a\n"
-        "complete HF model: weights, index, config, tokenizer, generation config.",
-        "example:\n  megatron-dapo convert megatron-to-hf RUN/checkpoints/step_100 out --reference Qwen3-32B\n\n"
+        "Write the weights of a Megatron checkpoint (optimizer state is not read) as a complete HF model: weights,\n"
+        "index, config, tokenizer, generation config. SRC: a run directory, Megatron-LM's save directory, or one of\n"
+        "the checkpoints in them.",
+        "examples:\n  megatron-dapo convert megatron-to-hf RUN_DIR out --step 100\n"
+        "  megatron-dapo convert megatron-to-hf /checkpoints/pretrained out --reference Qwen3-32B\n\n"
         "exit codes: 0 done, 2 refused or failed (nothing is written), 3 done, but some weights are NaN or infinite",
     )  # fmt: skip
     for parser, name in ((to_megatron, "hf_to_megatron"), (to_hf, "megatron_to_hf")):
@@ -152,6 +154,7 @@ def _add_convert(sub: Commands) -> None:
         parser.add_argument("--workers", type=at_least(1), help="threads (default: one per core, 2 to 8)")
     to_hf.add_argument("--reference", metavar="HF_DIR", help="HF model with the config and tokenizer (default: the "
                        "copy that hf-to-megatron leaves in SRC)")  # fmt: skip
+    to_hf.add_argument("--step", type=at_least(0), metavar="N", help="which checkpoint of a run (default: the newest)")
     to_hf.add_argument("--shard-size", type=float, default=5.0, metavar="GB", help="largest weight file (default 5)")
     check = add_command(
         inner, "verify", run,

@@ -11,6 +11,7 @@ import errno
 import json
 import math
 import os
+import re
 import secrets
 import struct
 from collections.abc import Iterable, Sequence
@@ -150,9 +151,12 @@ def read_safetensors_directory(path: str | Path) -> dict[str, StoredTensor]:
     if not path.is_dir():
         raise DamagedFile(f"{path} is not a directory; expected a HF model directory with {SINGLE} or {INDEX}")
     if not (path / INDEX).exists():
-        if not (path / SINGLE).exists():
-            raise DamagedFile(f"{path}: neither {INDEX} nor {SINGLE} found; only safetensors checkpoints are read")
-        return read_safetensors_header(path / SINGLE)
+        if (path / SINGLE).exists():
+            return read_safetensors_header(path / SINGLE)
+        shards = [read_safetensors_header(file) for file in numbered_files(path, "model", "safetensors")]
+        if not shards:
+            raise DamagedFile(f"{path}: neither {INDEX} nor {SINGLE} found, and no model-00001-of-N.safetensors")
+        return merge_tensors(shards)
     file_of = _read_index(path / INDEX)
     missing = [file for file in sorted(set(file_of.values())) if not (path / file).exists()]
     if missing:
@@ -168,6 +172,34 @@ def read_safetensors_directory(path: str | Path) -> dict[str, StoredTensor]:
         if name not in found:
             raise DamagedFile(f"{path / file}: tensor {name} is missing, but {INDEX} says the file holds it")
     return found
+
+
+def numbered_files(path: Path, stem: str, suffix: str) -> list[Path]:
+    """The files `stem-00001-of-000NN.suffix` of a directory without an index; all of them, or an error."""
+    pattern = re.compile(rf"{stem}-(\d+)-of-(\d+)\.{suffix}")
+    found = {file.name: match for file in path.iterdir() if (match := pattern.fullmatch(file.name))}
+    if not found:
+        return []
+    totals = {match[2] for match in found.values()}
+    if len(totals) > 1:
+        raise DamagedFile(f"{path}: files of {len(totals)} models ({', '.join(sorted(found)[:4])} …) and no index")
+    (total,) = totals
+    expected = [f"{stem}-{number:0{len(total)}d}-of-{total}.{suffix}" for number in range(1, int(total) + 1)]
+    missing = [name for name in expected if name not in found]
+    if missing:
+        raise DamagedFile(f"{path / missing[0]} is missing ({len(missing)} of {int(total)} files); download it again")
+    return [path / name for name in expected]
+
+
+def merge_tensors(shards: Iterable[dict[str, StoredTensor]]) -> dict[str, StoredTensor]:
+    """All tensors of several files; a name in two of them is an error."""
+    merged: dict[str, StoredTensor] = {}
+    for shard in shards:
+        for name, stored in shard.items():
+            if name in merged:
+                raise DamagedFile(f"{stored.file}: tensor {name} is also in {merged[name].file.name}")
+            merged[name] = stored
+    return merged
 
 
 def _read_index(file: Path) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """Saves and loads the policy: weights and optimizer as a Megatron `torch_dist` checkpoint.
 
 The format is Megatron's own and does not depend on the layout: a checkpoint of one TP, PP, DP or EP loads at another.
+It also holds what Megatron-LM reads (`weights.formats.megatron_args`) and the HF model's config and tokenizer.
 Loading is exact or an error: a tensor that the checkpoint lacks, or has and we do not know, is named. `policy_files`
 is the part of a save that the training loop waits for; `trainer.checkpoint` decides where, when and in which thread
 the files are written.
@@ -9,6 +10,7 @@ the files are written.
 from __future__ import annotations
 
 import os
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,9 @@ from megatron_dapo.policy.optimizer_state import (
 )
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.policy.sharded_files import sharded_files
+from megatron_dapo.weights.formats.megatron_args import common_state, megatron_args
+from megatron_dapo.weights.locate import HF_FILES, locate
+from megatron_dapo.weights.side_files import side_files
 
 
 def save_policy(policy: Policy, directory: str | os.PathLike[str]) -> None:
@@ -45,8 +50,8 @@ def save_policy(policy: Policy, directory: str | os.PathLike[str]) -> None:
     policy.runtime.raise_together(error, "writing the checkpoint")
 
 
-def policy_files(policy: Policy, buffers: HostBuffers | None = None) -> list[CheckpointFile]:
-    """Collective. The files of the checkpoint that this rank writes.
+def policy_files(policy: Policy, buffers: HostBuffers | None = None, step: int = 0) -> list[CheckpointFile]:
+    """Collective. The files of the checkpoint that this rank writes. `step` is the iteration that Megatron-LM reads.
 
     With `buffers` they refer to copies in host memory, and training may go on at once. Without, they refer to the
     weights and optimizer state themselves, and must be written before either changes."""
@@ -58,15 +63,53 @@ def policy_files(policy: Policy, buffers: HostBuffers | None = None) -> list[Che
         buffers.reserve(host_sizes(policy))
     with whole_parameters(Tensor.cpu if buffers is None else buffers.copy):
         state = _sharded_state(policy, is_loading=False)
-    state["content_metadata"] = dict(SHARDING)
+    state |= common_state(_megatron_args(policy, step), step)
+    state["opt_param_scheduler"] = _scheduler_state(policy)
+    state["content_metadata"] |= SHARDING
 
     def to_host(tensor: Tensor) -> Tensor:
         return tensor if buffers is None or buffers.holds(tensor) else buffers.copy(tensor)
 
     files = sharded_files(state, policy.runtime, to_host)
+    if policy.runtime.rank == 0:
+        files += _side_files(policy.config.policy.model)
     if buffers is not None:
         buffers.synchronize()
     return files
+
+
+def _side_files(model: str) -> list[CheckpointFile]:
+    """Config and tokenizer of the HF model: an export of the checkpoint needs nothing else."""
+    folder = Path(model)
+    if not model or not (folder / "config.json").is_file():
+        return []
+    return [CheckpointFile(f"{HF_FILES}/{name}", [(folder / name).read_bytes()]) for name in side_files(folder)[0]]
+
+
+def _megatron_args(policy: Policy, step: int) -> Namespace:
+    """What Megatron-LM reads about the run. Its random states are not in the checkpoint."""
+    options, groups = policy.config.policy, policy.runtime.groups
+    virtual = options.virtual_pipeline if options.virtual_pipeline > 1 else None
+    return megatron_args(
+        policy.shape, iteration=step, tensor_model_parallel_size=options.tensor_parallel,
+        pipeline_model_parallel_size=options.pipeline_parallel, virtual_pipeline_model_parallel_size=virtual,
+        context_parallel_size=options.context_parallel, expert_model_parallel_size=options.expert_parallel,
+        expert_tensor_parallel_size=options.expert_tensor_parallel, world_size=policy.runtime.world_size,
+        data_parallel_size=groups.dp.size(), bf16=options.precision == "bf16", fp16=False,
+        use_distributed_optimizer=options.distributed_optimizer, no_save_optim=False,
+    )  # fmt: skip
+
+
+def _scheduler_state(policy: Policy) -> dict[str, Any]:
+    """Megatron-LM's learning-rate scheduler loads this; --override-opt-param-scheduler replaces its values."""
+    options = policy.config.policy.optimizer
+    decay = {"start_wd": options.weight_decay, "end_wd": options.weight_decay, "wd_incr_style": "constant"}
+    steps = options.decay_steps or policy.config.trainer.steps
+    return {
+        "max_lr": options.lr, "min_lr": options.min_lr, "lr_warmup_steps": options.warmup_steps,
+        "lr_decay_style": options.schedule, "lr_decay_steps": steps, "wd_incr_steps": steps,
+        "num_steps": policy.updates, **decay,
+    }  # fmt: skip
 
 
 def host_sizes(policy: Policy) -> list[int]:
@@ -103,8 +146,9 @@ def _step(state: dict[str, Any], directory: str | os.PathLike[str]) -> int:
 
 
 def load_weights(policy: Policy, directory: str | os.PathLike[str]) -> None:
-    """Collective. The weights alone: a converted checkpoint, or another run's."""
+    """Collective. The weights alone: a converted checkpoint, another run's or Megatron-LM's."""
     cpu.install()
+    directory = locate(Path(directory))
     _require(directory)
     _set_weights(policy, _load(_model_state(policy), directory, weights_only=True))
     policy.optimizer.reload_model_params()

@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from megatron_dapo.policy.checkpoint_files import CheckpointError, CheckpointFile
 from megatron_dapo.policy.runtime import Runtime
-from megatron_dapo.weights.formats.torch_dist_reader import CONFIG, METADATA
 from megatron_dapo.weights.formats.torch_zip import ALIGN, TensorArchive
+from megatron_dapo.weights.locate import CONFIG, METADATA
 
 COMMON = "common.pt"
 MAX_ITEM = 1 << 30  # larger tensors are split: an archive holds less than 4 GiB

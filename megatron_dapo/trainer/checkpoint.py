@@ -1,7 +1,7 @@
 """Checkpoints of a run: written in the background, complete or absent, checked before they are used.
 
     checkpoints/step_N/
-        policy/          weights and optimizer (Megatron torch_dist, any layout)
+        policy/          weights and optimizer (Megatron torch_dist, any layout), policy/hf: config and tokenizer
         trainer.json     step, data cursor, unfinished and surplus groups, the batch being trained, observers, layout
         trainer.arrays   the numpy arrays of trainer.json
         rng/rank_N.json  random states
@@ -136,7 +136,7 @@ class Checkpoints:
         name = checkpoint_name(step, updates)
         in_background = not wait and self._has_room(policy)
         state = {**state, "step": step, "score": score, "layout": _layout(policy)}
-        files = self._files(policy, state, self._buffers if in_background else None)
+        files = self._files(policy, step, state, self._buffers if in_background else None)
         size, error = self._prepare(name, sum(file.size for file in files))
         self._running = save = _Save(self.folder / name, size, began, error=error)
         if error is None:
@@ -231,8 +231,10 @@ class Checkpoints:
                 return False
         return True
 
-    def _files(self, policy: Policy, state: dict[str, Any], buffers: HostBuffers | None) -> list[CheckpointFile]:
-        files = policy_files(policy, buffers)
+    def _files(
+        self, policy: Policy, step: int, state: dict[str, Any], buffers: HostBuffers | None
+    ) -> list[CheckpointFile]:
+        files = policy_files(policy, buffers, step)
         for file in files:
             file.name = f"{POLICY}/{file.name}"
         files.append(CheckpointFile(f"{RNG}/rank_{self.runtime.rank}.json", [orjson.dumps(random_state())]))

@@ -5,6 +5,7 @@
     .step_N.old/       replaced or pruned, about to be deleted
     step_N.damaged/    its files are not as they were written; never used. Pruning keeps the newest of them
     best.json, scores.json
+    iter_N, latest_checkpointed_iteration.txt   links and tracker file, by which Megatron-LM finds the checkpoints
 
 A checkpoint gets its final name in one rename, after all files and folders are on disk. `manifest.json` lists every
 file with its size and CRC-32; it is written last. Checkpoints of older versions have none and cannot be checked.
@@ -29,6 +30,7 @@ from megatron_dapo.config.trainer import CheckpointConfig
 from megatron_dapo.files import fsync_path, write_atomically
 from megatron_dapo.policy.checkpoint_files import CheckpointError, FileRecord
 from megatron_dapo.trainer.state_files import STATE
+from megatron_dapo.weights.locate import TRACKER
 
 NAME = re.compile(r"step_(\d+)(?:\+(\d+))?")
 DAMAGED = re.compile(rf"{NAME.pattern}\.damaged(\d*)")
@@ -125,6 +127,8 @@ class CheckpointFolder:
             number += 1
             target = path.with_name(f"{path.name}.damaged{number}")
         path.rename(target)
+        with self._lock:
+            self._link_for_megatron()
         return target
 
     # ---- pruning ----
@@ -144,7 +148,27 @@ class CheckpointFolder:
                     problems.append(f"{self.path / BEST} cannot be written: {error.strerror or error}")
             outdated = [path for path in complete if path not in keep] + self._damaged()[:-1]
             problems += [problem for path in outdated if (problem := self._delete(path))]
+            problems += self._link_for_megatron()
         return problems
+
+    def _link_for_megatron(self) -> list[str]:
+        """Megatron-LM's `--load` with this folder finds the newest complete step, and others with `--ckpt-step`."""
+        steps = {step: path for path in self.complete() for step, updates in [_order(path)] if updates < 0}
+        links = {f"iter_{step:07d}": f"{path.name}/policy" for step, path in steps.items()}
+        try:
+            for link in self.path.glob("iter_*"):
+                if link.is_symlink() and link.name not in links:
+                    link.unlink()
+            for name, target in links.items():
+                if not os.path.lexists(self.path / name):
+                    (self.path / name).symlink_to(target)
+            if steps:
+                write_atomically(self.path / TRACKER, str(max(steps)), fsync=False)
+            else:
+                (self.path / TRACKER).unlink(missing_ok=True)
+        except OSError as error:
+            return [f"{self.path}: Megatron-LM will not find the checkpoints: {error.strerror or error}"]
+        return []
 
     def _damaged(self) -> list[Path]:
         """Checkpoints that were set aside, oldest first."""

@@ -41,7 +41,7 @@ from megatron_dapo.trainer.updates import TooManySkippedUpdates, Updates
 from megatron_dapo.trainer.watchdog import Watchdog, log_folder
 from megatron_dapo.trainer.weight_sync import WeightSync, describe
 from megatron_dapo.types import StepBatch
-from megatron_dapo.weights.formats.torch_dist_reader import TorchDistAsHF
+from megatron_dapo.weights.formats.megatron_reader import MegatronAsHF
 
 SYNC_ATTEMPTS = 3
 
@@ -143,9 +143,9 @@ class Trainer:
                 self.served_version = 0  # the engines have loaded the same model
             self._evaluate_when_due()
 
-    def _first_weights(self) -> str | TorchDistAsHF:
+    def _first_weights(self) -> str | MegatronAsHF:
         converted = self.config.policy.megatron_checkpoint
-        return TorchDistAsHF(converted, self.policy.shape) if converted else self.config.policy.model
+        return MegatronAsHF(converted, self.policy.shape) if converted else self.config.policy.model
 
     def _open_run(self) -> None:
         config, run_dir = self.config, Path(self.config.trainer.run_dir)

@@ -2,6 +2,7 @@
 
 - `mapping`        the table: which HF tensors make up which Megatron parameter (`ParameterMapping`); `WeightsError`
 - `names`          other spellings of Megatron names: Transformer Engine, checkpoints
+- `locate`         the checkpoint that a path means; formats that are not read are named
 - `sharding`       HF tensors to a rank's shard and back
 - `model_weights`  HF weights into live models (`load_hf_weights`), a rank's coordinates (`RankPosition`)
 - `sync`           live models to buckets of HF tensors on rank 0 (`WeightBuckets`)
@@ -9,7 +10,8 @@
 - `convert`        HF safetensors to Megatron torch_dist and back
 - `verify`         whether two checkpoints hold the same weights
 - `copy`           copies tensors from files to files on several threads (`copy_tensors`)
+- `side_files`     config, tokenizer and other files that travel with the weights
 - `destination`    an output directory that appears complete or not at all
 - `command`        the `megatron-dapo convert` commands
-- `formats/`       readers and writers of the two checkpoint formats
+- `formats/`       readers and writers of checkpoint formats
 """

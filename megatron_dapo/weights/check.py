@@ -6,6 +6,7 @@ without torch.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,23 +17,27 @@ from megatron_dapo.weights.mapping import WeightsError, hf_shapes
 
 HEAD = "lm_head.weight"
 _SHOWN = 5
+_IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")  # buffers of old transformers versions; computed, not trained
 
 
 def check_model_directory(path: str | Path) -> ModelShape:
     """An HF directory is complete: all files of its index, all tensors of its config.json, in the right shapes."""
     path = Path(path)
     shape = ModelShape.from_dir(path)
-    check_hf_tensors(read_safetensors_directory(path), shape, path)
+    if any(path.glob("pytorch_model*.bin")) and not any(path.glob("*.safetensors")):
+        from megatron_dapo.weights.formats.torch_file import read_bin_directory  # imports torch
+
+        check_hf_tensors(read_bin_directory(path), shape, path)
+    else:
+        check_hf_tensors(read_safetensors_directory(path), shape, path)
     return shape
 
 
 def check_megatron_checkpoint(path: str | Path, shape: ModelShape) -> None:
-    """A torch_dist checkpoint holds every weight of the model, completely and in the right shape."""
-    from megatron_dapo.weights.formats.torch_dist_reader import TorchDistReader  # imports torch
+    """A Megatron checkpoint holds every weight of the model, completely and in the right shape."""
+    from megatron_dapo.weights.formats.megatron_reader import open_megatron  # imports torch
 
-    if not Path(path).is_dir():
-        raise WeightsError(f"{path} is not a directory; expected a Megatron torch_dist checkpoint")
-    TorchDistReader(path, shape)
+    open_megatron(path, shape)
 
 
 def check_hf_tensors(stored: Mapping[str, StoredTensor], shape: ModelShape, path: Path) -> None:
@@ -51,13 +56,23 @@ def check_hf_tensors(stored: Mapping[str, StoredTensor], shape: ModelShape, path
 def check_hf_names(names: Iterable[str], shape: ModelShape, path: str | Path = "") -> None:
     """Exactly this model's tensors (a tied model may also store a copy of its embedding as head)."""
     expected, found = set(hf_shapes(shape)), set(names)
+    found = {name for name in found if not _IGNORED.search(name)}
     if shape.tied_embeddings:
         found.discard(HEAD)
     where = f"{path}: " if path else ""
     if missing := expected - found:
         raise WeightsError(f"{where}missing {listed(missing)}")
     if extra := found - expected:
-        raise WeightsError(f"{where}unexpected {listed(extra)}; the model that config.json describes does not have it")
+        raise WeightsError(f"{where}unexpected {listed(extra)}; {_why_unexpected(extra)}")
+
+
+def _why_unexpected(extra: set[str]) -> str:
+    if any(name.endswith("o_proj.bias") for name in extra):
+        return (
+            "Qwen models have no bias in the attention output (attention_bias adds it to q, k and v only); a model "
+            "with Llama's attention_bias cannot be converted as a Qwen"
+        )
+    return "the model that config.json describes does not have it"
 
 
 def listed(names: set[Any]) -> str:

@@ -49,11 +49,12 @@ def megatron_to_hf(
     allow_nan: bool,
     workers: int | None,
     reference: str | None,
+    step: int | None,
     shard_size: float,
 ) -> int:
     with _bar("megatron → hf") as progress:
         report = convert.megatron_to_hf(
-            source, destination, reference=reference, dtype=dtype, overwrite=overwrite, workers=workers,
+            source, destination, reference=reference, step=step, dtype=dtype, overwrite=overwrite, workers=workers,
             max_shard=int(shard_size * 1e9), progress=progress,
         )  # fmt: skip
     return _finish(report, allow_nan)
@@ -75,8 +76,8 @@ def verify(a: str, b: str, reference: str | None, tolerance: float, workers: int
 
 def _finish(report: convert.Report, allow_nan: bool) -> int:
     print(report)
-    for name in report.missing:
-        print(f"note: the HF model has no {name}", file=sys.stderr)
+    for note in report.notes:
+        print(f"note: {note}", file=sys.stderr)
     for where in report.not_finite[:_SHOWN]:
         print(f"warning: {where} has values that are NaN or infinite", file=sys.stderr)
     if len(report.not_finite) > _SHOWN:

@@ -6,6 +6,7 @@ the destination appears only when it is complete.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,17 +15,21 @@ from pathlib import Path
 import torch
 
 from megatron_dapo.config.model import ModelShape
-from megatron_dapo.weights.check import check_hf_tensors
+from megatron_dapo.errors import UserError
+from megatron_dapo.weights.check import HEAD, check_hf_tensors
 from megatron_dapo.weights.copy import BLOCK, copy_tensors, default_workers
 from megatron_dapo.weights.destination import check_free, new_directory
-from megatron_dapo.weights.formats.hf_reader import HFReader
-from megatron_dapo.weights.formats.hf_writer import MAX_SHARD, HFWriter, copy_side_files
-from megatron_dapo.weights.formats.torch_dist_reader import TorchDistReader
+from megatron_dapo.weights.formats.hf_reader import HFReader, read_hf_directory
+from megatron_dapo.weights.formats.hf_writer import MAX_SHARD, HFWriter
+from megatron_dapo.weights.formats.megatron_reader import open_megatron
 from megatron_dapo.weights.formats.torch_dist_writer import TorchDistWriter
+from megatron_dapo.weights.locate import HF_FILES, RELEASE, TRACKER, locate
 from megatron_dapo.weights.mapping import EMBEDDING, WeightsError, stored_mappings
+from megatron_dapo.weights.side_files import copy_side_files
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-HF_FILES = "hf"  # folder in a torch_dist checkpoint: config and tokenizer of the original model
+
+RECORD = "conversion.json"  # in a converted checkpoint: what an export cannot see in the weights
 
 Progress = Callable[[int, int], None]  # (bytes copied, total bytes)
 
@@ -39,7 +44,7 @@ class Report:
     nbytes: int
     seconds: float
     not_finite: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what is missing or was left out
 
     def __str__(self) -> str:
         rate = self.nbytes / max(self.seconds, 1e-9) / 1e9
@@ -65,14 +70,18 @@ def hf_to_megatron(
     dtypes = {mapping.name: _one_dtype(weights, mapping.hf, dtype) for mapping in stored_mappings(shape)}
     writer = TorchDistWriter(shape, dtypes, files=workers or default_workers())
     with new_directory(dst, writer.total, overwrite=overwrite) as directory:
-        files = writer.files(directory)
+        checkpoint = directory / RELEASE
+        checkpoint.mkdir()
+        files = writer.files(checkpoint)
         bad = copy_tensors(
             weights, writer.writes, files, workers=workers, advance=_counter(progress, writer.weight_bytes)
         )
-        (directory / HF_FILES).mkdir()
-        missing = copy_side_files(src, directory / HF_FILES)
-        writer.write_metadata(directory)
-    return Report(src, dst, len(weights), writer.weight_bytes, time.monotonic() - began, bad, missing)
+        (checkpoint / HF_FILES).mkdir()
+        notes = copy_side_files(src, checkpoint / HF_FILES)
+        (checkpoint / RECORD).write_text(json.dumps({"stores_head": HEAD in weights}))
+        writer.write_metadata(checkpoint)
+        (directory / TRACKER).write_text(RELEASE)
+    return Report(src, dst, len(weights), writer.weight_bytes, time.monotonic() - began, bad, notes)
 
 
 def megatron_to_hf(
@@ -80,33 +89,38 @@ def megatron_to_hf(
     destination: str | Path,
     *,
     reference: str | Path | None = None,
+    step: int | None = None,
     dtype: str | None = None,
     overwrite: bool = False,
     workers: int | None = None,
     max_shard: int = MAX_SHARD,
     progress: Progress = lambda done, total: None,
 ) -> Report:
-    """Write the weights of a torch_dist checkpoint (optimizer state is not read) as a complete HF directory.
+    """Write the weights of a Megatron checkpoint (optimizer state is not read) as a complete HF directory.
 
-    `reference`: the HF directory to take config and tokenizer from; by default the copy inside the checkpoint.
+    `source`: any path that `weights.locate` understands; `step` chooses among several checkpoints. `reference`: the HF
+    directory to take config and tokenizer from; by default the copy inside the checkpoint.
     """
     began, src, dst = time.monotonic(), Path(source), Path(destination)
     _check_paths(src, dst, overwrite)
+    src = locate(src, step)
+    tied_head = _stores_tied_head(src, reference)
     reference = find_reference(src, reference)
     shape = ModelShape.from_dir(reference)
-    weights = TorchDistReader(src, shape)
+    tied_head &= shape.tied_embeddings
+    weights = open_megatron(src, shape)
     dtypes = {
         mapping.name: DTYPES[dtype] if dtype else weights.dtype(mapping.name) for mapping in stored_mappings(shape)
     }
-    writer = HFWriter(shape, dtypes, max_shard=max_shard)
+    writer = HFWriter(shape, dtypes, max_shard=max_shard, tied_head=tied_head)
     with new_directory(dst, writer.total, overwrite=overwrite) as directory:
         files = writer.files(directory)
         bad = copy_tensors(
             weights, writer.writes, files, workers=workers, advance=_counter(progress, writer.weight_bytes)
         )
         writer.write_index(directory)
-        missing = copy_side_files(reference, directory, dtypes[EMBEDDING])
-    return Report(src, dst, len(writer.writes), writer.weight_bytes, time.monotonic() - began, bad, missing)
+        notes = copy_side_files(reference, directory, str(dtypes[EMBEDDING]).removeprefix("torch."))
+    return Report(src, dst, len(writer.writes), writer.weight_bytes, time.monotonic() - began, bad, notes)
 
 
 def open_hf(path: Path) -> tuple[ModelShape, HFReader]:
@@ -124,6 +138,16 @@ def find_reference(source: Path, reference: str | Path | None) -> Path:
     if (source / HF_FILES / "config.json").exists():
         return source / HF_FILES
     raise WeightsError(f"{source} does not say which model it holds; pass --reference with the HF model's directory")
+
+
+def _stores_tied_head(source: Path, reference: str | Path | None) -> bool:
+    """Whether the original HF model also stores a copy of its embedding as head, so that the export does the same."""
+    try:
+        if reference is not None:
+            return HEAD in read_hf_directory(Path(reference))
+        return bool(json.loads((source / RECORD).read_bytes())["stores_head"])
+    except (UserError, OSError, ValueError, KeyError):  # a reference without weights, or no record
+        return False
 
 
 def _check_paths(source: Path, destination: Path, overwrite: bool) -> None:

@@ -13,10 +13,11 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_dapo.files import fsync_path, fsync_tree
+from megatron_dapo.files import INDEX, SINGLE, fsync_path, fsync_tree
+from megatron_dapo.weights.locate import CONFIG, METADATA, TRACKER
 from megatron_dapo.weights.mapping import WeightsError
 
-_MARKS = ("metadata.json", ".metadata", "config.json", "model.safetensors", "model.safetensors.index.json")
+_MARKS = (TRACKER, CONFIG, METADATA, "config.json", SINGLE, INDEX)
 
 
 @contextlib.contextmanager

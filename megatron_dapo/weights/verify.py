@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from megatron_dapo.config.model import ModelShape
-from megatron_dapo.weights.convert import HF_FILES
 from megatron_dapo.weights.copy import BLOCK, CheckpointReader, RowRange, default_workers
 from megatron_dapo.weights.formats.hf_reader import HFReader
-from megatron_dapo.weights.formats.torch_dist_reader import TorchDistReader, torch_dist_in
+from megatron_dapo.weights.formats.megatron_reader import open_megatron
+from megatron_dapo.weights.locate import HF_FILES, Format, format_of, locate
 from megatron_dapo.weights.mapping import WeightsError, stored_mappings
 
 
@@ -56,7 +56,7 @@ def verify(
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Comparison:
     """Compare two checkpoints. With `tolerance` 0, dtypes and bits must be equal; else values may differ by it."""
-    left_path, right_path = Path(a), Path(b)
+    left_path, right_path = locate(a), locate(b)
     shape_from = _config_of(left_path, right_path, reference)
     left, entries_a = _open(left_path, shape_from)
     right, entries_b = _open(right_path, shape_from)
@@ -91,7 +91,7 @@ def _config_of(a: Path, b: Path, reference: str | Path | None) -> Path | None:
 
 
 def _open(path: Path, config: Path | None) -> tuple[CheckpointReader, dict[str, Entry]]:
-    if torch_dist_in(path) is None:
+    if format_of(path) is Format.HF:
         weights = HFReader(path)
         entries = {
             name: Entry(stored.shape, weights.dtype(name), (RowRange(name, 0, stored.shape[0] if stored.shape else 1),))
@@ -103,7 +103,7 @@ def _open(path: Path, config: Path | None) -> tuple[CheckpointReader, dict[str, 
     if config is None:
         raise WeightsError(f"{path} does not say which model it holds; pass --reference with the HF model's directory")
     shape = ModelShape.from_dir(config)
-    saved = TorchDistReader(path, shape)
+    saved = open_megatron(path, shape)
     found = {}
     for mapping in stored_mappings(shape):
         for source, name in enumerate(mapping.hf):

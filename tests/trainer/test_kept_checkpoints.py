@@ -12,6 +12,7 @@ from megatron_dapo.policy.fork_ranks import run_ranks
 from megatron_dapo.policy.runtime import RankError
 from megatron_dapo.trainer.checkpoint_folder import CheckpointFolder
 from megatron_dapo.trainer.state_files import read_state
+from megatron_dapo.weights.locate import locate
 
 # ---- damage ----
 
@@ -23,6 +24,24 @@ def test_the_manifest_lists_every_file(three):
     del on_disk["manifest.json"]
     assert {name: record["bytes"] for name, record in listed.items()} == on_disk
     assert {"policy/__0_0.distcp", "policy/.metadata", "trainer.json", "rng/rank_0.json"} <= set(listed)
+
+
+def test_megatron_lm_finds_the_checkpoints(three, tmp_path):
+    """Links and tracker file follow pruning and damage."""
+    run_dir, _ = copy_of(three, tmp_path)
+    folder = run_dir / "checkpoints"
+
+    def found():
+        links = {p.name: os.readlink(p) for p in folder.glob("iter_*")}
+        assert all((folder / name / "common.pt").is_file() for name in links)
+        return links, (folder / "latest_checkpointed_iteration.txt").read_text()
+
+    assert found() == ({f"iter_000000{i}": f"step_{i}/policy" for i in (1, 2, 3)}, "3")
+    assert locate(run_dir) == locate(folder) == folder / "step_3/policy"
+    kept = CheckpointFolder(run_dir, CheckpointConfig(keep=2))
+    assert kept.prune() == [] and found() == ({f"iter_000000{i}": f"step_{i}/policy" for i in (2, 3)}, "3")
+    kept.set_aside(folder / "step_3")
+    assert found() == ({"iter_0000002": "step_2/policy"}, "2")
 
 
 FILES = [

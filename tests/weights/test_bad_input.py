@@ -242,7 +242,7 @@ def test_destinations_that_are_refused(models, tmp_path, capsys):
 @pytest.fixture
 def checkpoint(models, tmp_path):
     hf_to_megatron(models["qwen2"], tmp_path / "megatron", workers=2)
-    return tmp_path / "megatron"
+    return tmp_path / "megatron" / "release"
 
 
 def test_a_checkpoint_that_does_not_say_its_model_needs_a_reference(checkpoint, tmp_path, capsys):
@@ -256,7 +256,7 @@ def test_a_reference_of_another_model_is_refused(models, checkpoint, tmp_path, c
     line = refused(capsys, "megatron-to-hf", checkpoint, tmp_path / "out", "--reference", models["qwen2-tied"])
     assert "unexpected tensor output_layer.weight" in line
     line = refused(capsys, "megatron-to-hf", models["qwen2"], tmp_path / "out", "--reference", models["qwen2"])
-    assert ".metadata" in line and "torch_dist" in line
+    assert "is a HF model; expected a Megatron checkpoint" in line
 
 
 @pytest.mark.parametrize("damage", ["truncated", "missing", "overwritten"])

@@ -86,7 +86,7 @@ def test_what_is_wrong_with_a_directory_is_named_in_one_line(sharded, change, sa
 def test_a_directory_that_does_not_exist_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match="is not a HF model directory"):
         check_model_directory(tmp_path / "none")
-    with pytest.raises(UserError, match="is not a directory; expected a Megatron torch_dist checkpoint"):
+    with pytest.raises(UserError, match="is not a directory; expected a checkpoint"):
         check_megatron_checkpoint(tmp_path / "none", None)
 
 
@@ -96,9 +96,9 @@ def test_a_checkpoint_is_checked_against_the_model(models, tmp_path):
     check_megatron_checkpoint(checkpoint, shape)
     with pytest.raises(UserError, match=r"linear_qkv.*\(4, 128, 64\), but .*config\.json says \(4, 256, 64\)"):
         check_megatron_checkpoint(checkpoint, ModelShape.from_dir(models["qwen3"]))
-    file = next(checkpoint.glob("*.distcp"))
+    file = next(checkpoint.rglob("*.distcp"))
     file.rename(tmp_path / "away")
     with pytest.raises(UserError, match=rf"{file.name} is missing, but \.metadata places tensor"):
         check_megatron_checkpoint(checkpoint, shape)
-    with pytest.raises(UserError, match=r"no \.metadata file; expected a Megatron torch_dist checkpoint"):
+    with pytest.raises(UserError, match="is a HF model; expected a Megatron checkpoint"):
         check_megatron_checkpoint(models["qwen2"], shape)

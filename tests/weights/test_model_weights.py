@@ -26,6 +26,7 @@ from megatron_dapo.weights.verify import verify
 LENGTHS = np.array([13, 29, 7])
 SINGLE: dict = {}
 TP2_PP2 = {"tensor_parallel": 2, "pipeline_parallel": 2}
+TP2_PP2_VPP2 = {**TP2_PP2, "virtual_pipeline": 2}
 PP2_VPP2 = {"pipeline_parallel": 2, "virtual_pipeline": 2}
 EP2 = {"expert_parallel": 2}
 TP2_EP2 = {"tensor_parallel": 2, "expert_parallel": 2}
@@ -75,7 +76,7 @@ def load_and_score(place, folder, checkpoint, options):
 @pytest.mark.parametrize(
     ("kind", "world", "options"),
     [
-        ("qwen2", 1, SINGLE), ("qwen2", 4, TP2_PP2), ("qwen2-tied", 4, TP2_PP2), ("qwen3", 1, SINGLE),
+        ("qwen2", 1, SINGLE), ("qwen2", 4, TP2_PP2_VPP2), ("qwen2-tied", 4, TP2_PP2), ("qwen3", 1, SINGLE),
         ("qwen3", 2, PP2_VPP2), ("qwen3-moe", 1, SINGLE), ("qwen3-moe", 2, EP2), ("qwen3-moe", 2, TP2_EP2),
     ],
 )  # fmt: skip

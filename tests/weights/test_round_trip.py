@@ -39,7 +39,7 @@ def test_a_round_trip_is_bit_exact(kind, dtype, tmp_path):
 def test_the_result_is_a_complete_hf_model(models, kind, tmp_path):
     hf_to_megatron(models[kind], tmp_path / "megatron")
     report = megatron_to_hf(tmp_path / "megatron", tmp_path / "again", max_shard=150_000)
-    assert report.missing == []
+    assert report.notes == []
     index = json.loads((tmp_path / "again/model.safetensors.index.json").read_text())
     found = tensors(tmp_path / "again")
     assert set(index["weight_map"]) == set(found)
@@ -96,7 +96,7 @@ def test_large_tensors_are_cut_into_chunks(models, tmp_path, monkeypatch):
     monkeypatch.setattr(torch_dist_writer, "MAX_FILE", 60_000)
     monkeypatch.setattr(copy, "BLOCK", 700)
     hf_to_megatron(models["qwen3-moe"], tmp_path / "megatron", workers=3)
-    assert len(list((tmp_path / "megatron").glob("*.distcp"))) > 5
+    assert len(list((tmp_path / "megatron/release").glob("*.distcp"))) > 5
     megatron_to_hf(tmp_path / "megatron", tmp_path / "again")
     before, after = HFReader(models["qwen3-moe"]), tensors(tmp_path / "again")
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -108,7 +108,7 @@ def test_metadata_is_what_torch_itself_would_write(models, tmp_path):
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     hf_to_megatron(models["qwen3"], tmp_path / "m", workers=1)
-    found = pickle.loads((tmp_path / "m/.metadata").read_bytes())
+    found = pickle.loads((tmp_path / "m/release/.metadata").read_bytes())
     key = "decoder.layers.self_attention.q_layernorm.weight"
     assert isinstance(found, dcp.Metadata) and found.planner_data is None
     assert found.state_dict_metadata[key] == dcp.TensorStorageMetadata(
@@ -118,7 +118,7 @@ def test_metadata_is_what_torch_itself_would_write(models, tmp_path):
     )
     info = found.storage_data[dcp.MetadataIndex(key, [2, 0])]
     assert isinstance(info, _StorageInfo) and info.transform_descriptors is None
-    with (tmp_path / "m" / info.relative_path).open("rb") as file:
+    with (tmp_path / "m/release" / info.relative_path).open("rb") as file:
         file.seek(info.offset)
         stored = torch.load(io.BytesIO(file.read(info.length)), weights_only=True)
     assert torch.equal(stored[0], HFReader(models["qwen3"])["model.layers.2.self_attn.q_norm.weight"])

@@ -27,7 +27,7 @@ class Evil:
 @pytest.fixture
 def checkpoint(models, tmp_path):
     hf_to_megatron(models["qwen2"], tmp_path / "megatron")
-    return tmp_path / "megatron"
+    return tmp_path / "megatron" / "release"
 
 
 def test_the_attack_works_on_a_plain_unpickler(tmp_path):

@@ -67,7 +67,7 @@ def test_two_megatron_checkpoints_need_to_know_the_model(models, tmp_path):
     from megatron_dapo.weights.mapping import WeightsError
 
     hf_to_megatron(models["qwen3"], tmp_path / "a")
-    (tmp_path / "a/hf/config.json").unlink()
+    (tmp_path / "a/release/hf/config.json").unlink()
     with pytest.raises(WeightsError, match="--reference"):
         verify(tmp_path / "a", tmp_path / "a")
     assert verify(tmp_path / "a", tmp_path / "a", reference=models["qwen3"]).same

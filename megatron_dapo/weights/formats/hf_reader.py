@@ -1,4 +1,4 @@
-"""Reads an HF safetensors directory through memory maps.
+"""Reads an HF model directory (safetensors or pytorch_model.bin) through read-only memory maps.
 
 Headers, offsets and the index are checked (`megatron_dapo.files`) before the first tensor is returned; tensor data is
 read on access.
@@ -6,7 +6,6 @@ read on access.
 
 from __future__ import annotations
 
-import math
 import mmap
 import os
 from collections.abc import Iterator, Mapping
@@ -15,32 +14,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_dapo.files import StoredTensor, read_safetensors_directory
+from megatron_dapo.files import INDEX, StoredTensor, read_safetensors_directory
+from megatron_dapo.weights.formats.mapped_file import map_file, release_pages, tensor_over, torch_dtype
+from megatron_dapo.weights.formats.torch_file import read_bin_directory
 
 
-def map_file(path: Path) -> mmap.mmap:
-    """A private mapping: writing to a tensor over it by mistake does not change the file."""
-    with path.open("rb") as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-
-
-def torch_dtype(stored: StoredTensor) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, stored.dtype)
-    return dtype
-
-
-def tensor_over(buffer: mmap.mmap, stored: StoredTensor) -> Tensor:
-    count, dtype = math.prod(stored.shape), torch_dtype(stored)
-    if count == 0:
-        return torch.empty(stored.shape, dtype=dtype)
-    return torch.frombuffer(buffer, dtype=dtype, count=count, offset=stored.offset).view(stored.shape)
-
-
-def release_pages(buffer: mmap.mmap, offset: int, length: int) -> None:
-    """Drop a range of a mapping from this process's memory; it stays in the page cache."""
-    start = offset - offset % mmap.PAGESIZE
-    if length:
-        buffer.madvise(mmap.MADV_DONTNEED, start, offset + length - start)
+def read_hf_directory(path: Path) -> dict[str, StoredTensor]:
+    """Every tensor of an HF model directory: safetensors, or else `pytorch_model.bin`."""
+    safetensors = any(path.glob("*.safetensors")) or (path / INDEX).exists()
+    if not safetensors and any(path.glob("pytorch_model*.bin")):
+        return read_bin_directory(path)
+    return read_safetensors_directory(path)
 
 
 class HFReader(Mapping[str, Tensor]):
@@ -48,7 +32,7 @@ class HFReader(Mapping[str, Tensor]):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self.stored = read_safetensors_directory(self.path)
+        self.stored = read_hf_directory(self.path)
         self._maps: dict[Path, mmap.mmap] = {}
 
     def __getitem__(self, name: str) -> Tensor:

@@ -1,26 +1,21 @@
-"""Writes an HF checkpoint: shards with their headers, the index, and the small files that make it complete."""
+"""Writes an HF checkpoint: shards with their headers, and the index."""
 
 from __future__ import annotations
 
 import json
 import math
-import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
 from megatron_dapo.config.model import ModelShape
 from megatron_dapo.files import INDEX, SINGLE, safetensors_header
+from megatron_dapo.weights.check import HEAD
 from megatron_dapo.weights.copy import OutputFile, RowRange, TensorWrite
-from megatron_dapo.weights.mapping import ParameterMapping, stored_mappings
+from megatron_dapo.weights.mapping import EMBEDDING, ParameterMapping, stored_mappings
 
 MAX_SHARD = 5 * 10**9
-SIDE_FILES = (
-    "config.json", "generation_config.json", "tokenizer*", "vocab.json", "merges.txt", "special_tokens_map.json",
-    "added_tokens.json", "chat_template*", "additional_chat_templates", "LICENSE*",
-)  # fmt: skip
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 @dataclass(slots=True)
@@ -37,10 +32,15 @@ class _Shard:
 class HFWriter:
     """Fixes which tensor goes where in which file; `weights.copy` then fills the files in any order."""
 
-    def __init__(self, shape: ModelShape, dtypes: dict[str, torch.dtype], *, max_shard: int = MAX_SHARD) -> None:
-        """`dtypes`: by canonical Megatron name."""
+    def __init__(
+        self, shape: ModelShape, dtypes: dict[str, torch.dtype], *, max_shard: int = MAX_SHARD, tied_head: bool = False
+    ) -> None:
+        """`dtypes`: by canonical Megatron name. `tied_head`: store the head of a tied model, too."""
         self._shards = [_Shard()]
-        for mapping in stored_mappings(shape):
+        mappings = stored_mappings(shape)
+        if tied_head:
+            mappings += [replace(mapping, hf=(HEAD,)) for mapping in mappings if mapping.name == EMBEDDING]
+        for mapping in mappings:
             for source, name in enumerate(mapping.hf):
                 size = math.prod(mapping.hf_shapes[source]) * dtypes[mapping.name].itemsize
                 if self._shards[-1].nbytes and self._shards[-1].nbytes + size > max_shard:
@@ -83,26 +83,3 @@ class HFWriter:
             writes.append(TensorWrite(number, at, dtype, ranges))
             at += math.prod(mapping.hf_shapes[source]) * dtype.itemsize
         return writes
-
-
-def copy_side_files(reference: Path, directory: Path, dtype: torch.dtype | None = None) -> list[str]:
-    """Copy config, tokenizer and generation config, and set config.json's dtype. Returns what the reference lacks."""
-    for pattern in SIDE_FILES:
-        for path in sorted(reference.glob(pattern)):
-            if path.is_dir():
-                shutil.copytree(path, directory / path.name)
-            else:
-                shutil.copyfile(path, directory / path.name)
-    if dtype is not None:
-        _set_dtype(directory / "config.json", dtype)
-    missing = [] if any((directory / name).exists() for name in TOKENIZER_FILES) else ["tokenizer"]
-    return missing + ([] if (directory / "generation_config.json").exists() else ["generation_config.json"])
-
-
-def _set_dtype(file: Path, dtype: torch.dtype) -> None:
-    config = json.loads(file.read_text())
-    name = str(dtype).removeprefix("torch.")
-    key = "dtype" if "dtype" in config else "torch_dtype"
-    if config.get(key) != name:
-        config[key] = name
-        file.write_text(json.dumps(config, indent=2) + "\n")

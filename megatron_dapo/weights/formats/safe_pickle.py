@@ -1,4 +1,4 @@
-"""Reads the two kinds of pickle in a torch_dist checkpoint without running code from them.
+"""Reads the pickles in checkpoints without running code from them.
 
 Only names on a short list resolve, and they resolve to inert stand-ins defined here, never to functions of torch,
 Megatron or another package. `torch.load(weights_only=True)` does not replace this: it cannot read `.metadata`.
@@ -130,6 +130,62 @@ def load_metadata(data: bytes) -> PickledObject:
     return found
 
 
+class Opaque(PickledObject):
+    """Stands in for any other class; accepts whatever a pickle does to an object."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+    def append(self, value: Any) -> None:
+        pass
+
+    def extend(self, values: Any) -> None:
+        pass
+
+    def add(self, value: Any) -> None:
+        pass
+
+
+# Packages whose objects may occur beside the weights in a file of Megatron; all of them become `Opaque`.
+_HARMLESS = ("argparse", "numpy", "torch", "megatron", "transformer_engine", "pathlib", "types", "enum", "signal",
+             "collections", "_codecs", "datetime", "copyreg")  # fmt: skip
+
+
+class _TreeUnpickler(_Unpickler):
+    """Tensors become PickledObjects of (storage, offset, shape, strides)."""
+
+    def __init__(self, data: bytes, *, opaque: bool) -> None:
+        allowed = {
+            **_PLAIN, **_STORAGES, **_DTYPES,
+            ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
+            ("torch._utils", "_rebuild_parameter"): lambda tensor, *rest: tensor,
+            ("torch._utils", "_rebuild_parameter_with_state"): lambda tensor, *rest: tensor,
+            ("torch._tensor", "_rebuild_from_type_v2"): lambda function, kind, args, state: function(*args),
+        }  # fmt: skip
+        super().__init__(data, allowed, storage=tuple)
+        self._opaque = opaque
+
+    def find_class(self, module: str, name: str) -> Any:
+        if self._opaque and (module, name) not in self._allowed and module.split(".")[0] in _HARMLESS:
+            return type(name, (Opaque,), {"kind": name})
+        return super().find_class(module, name)
+
+
+def load_torch_pickle(data: bytes, *, opaque: bool = False) -> Any:
+    """What `torch.save` pickled: containers, plain values, and tensors as PickledObjects (see `tensor_of`).
+
+    `opaque`: objects of Megatron, numpy and the like are allowed beside the tensors, as inert stand-ins.
+    """
+    return _load(_TreeUnpickler(data, opaque=opaque))
+
+
+def tensor_of(found: Any) -> tuple[torch.dtype, tuple[int, ...], str, int] | None:
+    """(dtype, shape, storage key, offset in elements) if `found` is a tensor; it must be contiguous."""
+    if not isinstance(found, PickledObject) or len(found.args) != 4 or isinstance(found, Opaque):
+        return None
+    return _contiguous(*found.args)
+
+
 def load_tensor_pickle(data: bytes) -> tuple[torch.dtype, tuple[int, ...], str, int]:
     """(dtype, shape, storage key, offset in elements) of the one contiguous tensor that a `data.pkl` describes."""
     allowed = {
@@ -140,7 +196,12 @@ def load_tensor_pickle(data: bytes) -> tuple[torch.dtype, tuple[int, ...], str, 
     found = _load(_Unpickler(data, allowed, storage=tuple))
     if not isinstance(found, PickledObject) or len(found.args) != 4:
         raise UnsafePickle("it holds something other than one tensor")
-    storage, offset, shape, stride = found.args
+    return _contiguous(*found.args)
+
+
+def _contiguous(
+    storage: Any, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]
+) -> tuple[torch.dtype, tuple[int, ...], str, int]:
     contiguous = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
     if any(have != want for have, want, n in zip(stride, contiguous, shape, strict=True) if n > 1) or offset < 0:
         raise UnsafePickle(f"a tensor of shape {shape} with strides {stride} is not contiguous")

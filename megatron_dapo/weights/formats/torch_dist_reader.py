@@ -7,34 +7,26 @@ metadata. Every chunk of every weight is located and checked before the first te
 from __future__ import annotations
 
 import math
-import mmap
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import combinations, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megatron_dapo.config.model import ModelShape
 from megatron_dapo.files import StoredTensor
-from megatron_dapo.weights.formats.hf_reader import map_file, release_pages, tensor_over
+from megatron_dapo.weights.formats.pieces import Piece, PieceReader, check_cover
 from megatron_dapo.weights.formats.safe_pickle import PickledObject, UnsafePickle, load_metadata
 from megatron_dapo.weights.formats.torch_zip import BadArchive, read_archive
+from megatron_dapo.weights.locate import METADATA
 from megatron_dapo.weights.mapping import ParameterMapping, WeightsError, stored_mappings
 from megatron_dapo.weights.names import disk_aliases, disk_locations
 
-METADATA = ".metadata"
-CONFIG = "metadata.json"
 _NOT_WEIGHTS = re.compile(r"(^|\.)(optimizer|chained_\d+|rng_state|opt_param_scheduler)(\.|/|$)")
-
-
-def torch_dist_in(path: Path) -> Path | None:
-    """The torch_dist checkpoint at `path`: the directory itself, or the `policy` folder of a run's `step_N`."""
-    return next((folder for folder in (path, path / "policy") if (folder / METADATA).exists()), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,27 +55,14 @@ class DiskTensor:
     chunks: tuple[Chunk, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Part of one parameter: a block of rows and columns (of a vector: consecutive entries), and its bytes."""
-
-    row: int
-    column: int
-    rows: int
-    columns: int
-    stored: StoredTensor
-
-
-class TorchDistReader:
-    """The weights of a torch_dist checkpoint, by canonical name."""
+class TorchDistReader(PieceReader):
+    """The weights of the torch_dist checkpoint in the folder `path`."""
 
     def __init__(self, path: str | os.PathLike[str], shape: ModelShape) -> None:
-        self.path, self.shape = torch_dist_in(Path(path)) or Path(path), shape
+        super().__init__(Path(path))
+        self.shape = shape
         self._tensors = read_metadata(self.path)
-        self._maps: dict[Path, mmap.mmap] = {}
         self._by_lead: dict[str, dict[tuple[int, ...], list[Chunk]]] = {}
-        self.pieces: dict[str, list[Piece]] = {}
-        self.dtypes: dict[str, torch.dtype] = {}
         used: set[str] = set()
         for mapping in stored_mappings(shape):
             used.update(self._locate(mapping))
@@ -93,45 +72,6 @@ class TorchDistReader:
                 f"{self.path}: unexpected tensor {extra[0]} ({len(extra)} in all); the reference's config.json "
                 "describes a model without it"
             )
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self.dtypes[name]
-
-    def rows(self, name: str, start: int, count: int) -> Tensor:
-        """Rows [start, start + count) of a parameter: a view of the file if one piece holds them all, else a copy."""
-        found = self._overlapping(name, start, count)
-        if len(found) == 1 and found[0].row <= start and start + count <= found[0].row + found[0].rows:
-            return self._view(found[0]).narrow(0, start - found[0].row, count)
-        width = max(p.column + p.columns for p in found)
-        out = torch.empty((count, width), dtype=self.dtypes[name])
-        for p in found:
-            low, high = max(start, p.row), min(start + count, p.row + p.rows)
-            part = self._view(p).reshape(p.rows, p.columns).narrow(0, low - p.row, high - low)
-            out[low - start : high - start, p.column : p.column + p.columns] = part
-        flat = len(self.pieces[name][0].stored.shape) == 1
-        return out.view(-1) if flat else out
-
-    def where(self, name: str) -> str:
-        """The file and tensor that hold a parameter, for messages."""
-        return f"{self.pieces[name][0].stored.file}: tensor {self.pieces[name][0].stored.name}"
-
-    def release(self, name: str, start: int, count: int) -> None:
-        """Drop rows that were read from this process's memory; they stay in the page cache."""
-        for p in self._overlapping(name, start, count):
-            low, high = max(start, p.row) - p.row, min(start + count, p.row + p.rows) - p.row
-            width = p.columns * self.dtypes[name].itemsize
-            release_pages(self._map(p.stored.file), p.stored.offset + low * width, (high - low) * width)
-
-    def _overlapping(self, name: str, start: int, count: int) -> list[Piece]:
-        return [p for p in self.pieces[name] if p.row < start + count and start < p.row + p.rows]
-
-    def _view(self, piece: Piece) -> Tensor:
-        return tensor_over(self._map(piece.stored.file), piece.stored)
-
-    def _map(self, file: Path) -> mmap.mmap:
-        if file not in self._maps:
-            self._maps[file] = map_file(file)
-        return self._maps[file]
 
     def _locate(self, mapping: ParameterMapping) -> tuple[str, ...]:
         """Find the parameter's tensors, check their shapes and list their pieces. Returns the keys."""
@@ -154,7 +94,7 @@ class TorchDistReader:
             pieces += (self._piece(tensor, chunk, location.index, at) for chunk in chunks)
             at += part[0]
         columns = math.prod(mapping.shape[1:])
-        _check_cover(f"{self.path}: tensor {location.keys[0]} (layer and expert {location.index})", pieces, at, columns)
+        check_cover(f"{self.path}: tensor {location.keys[0]} (layer and expert {location.index})", pieces, at, columns)
         self.pieces[mapping.name], self.dtypes[mapping.name] = pieces, self._tensors[location.keys[0]].dtype
         aliases = [key for key in disk_aliases(mapping.name, moe=self.shape.is_moe) if key in self._tensors]
         if any(self._tensors[key].chunks != self._tensors[location.keys[0]].chunks for key in aliases):
@@ -207,39 +147,6 @@ class TorchDistReader:
         row, column = chunk.offsets[depth], sum(chunk.offsets[depth + 1 :])
         stored = StoredTensor(tensor.key, chunk.file, str(item.dtype).removeprefix("torch."), inner, offset)
         return Piece(at + row, column, inner[0], math.prod(inner[1:]), stored)
-
-
-class TorchDistAsHF(Mapping[str, Tensor]):
-    """A torch_dist checkpoint as HF-named tensors, for code that loads HF weights; assembled on access."""
-
-    def __init__(self, path: str | os.PathLike[str], shape: ModelShape) -> None:
-        self.path = Path(path)
-        self._reader = TorchDistReader(path, shape)
-        self._mappings = {name: (m, source) for m in stored_mappings(shape) for source, name in enumerate(m.hf)}
-
-    def __getitem__(self, name: str) -> Tensor:
-        mapping, source = self._mappings[name]
-        parts = [self._reader.rows(mapping.name, s.start, s.rows) for s in mapping.segments if s.source == source]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._mappings)
-
-    def __len__(self) -> int:
-        return len(self._mappings)
-
-
-def _check_cover(where: str, pieces: list[Piece], rows: int, columns: int) -> None:
-    """The pieces cover the parameter exactly once."""
-    area = sum(p.rows * p.columns for p in pieces)
-    outside = any(p.row + p.rows > rows or p.column + p.columns > columns for p in pieces)
-    overlap = any(
-        a.row < b.row + b.rows and b.row < a.row + a.rows
-        and a.column < b.column + b.columns and b.column < a.column + a.columns
-        for a, b in combinations(pieces, 2)
-    )  # fmt: skip
-    if area != rows * columns or outside or overlap:
-        raise WeightsError(f"{where}: its {len(pieces)} chunks do not cover it exactly once; the checkpoint is damaged")
 
 
 def read_metadata(path: Path) -> dict[str, DiskTensor]:

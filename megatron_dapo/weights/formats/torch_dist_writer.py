@@ -2,6 +2,7 @@
 
 Layers are stacked along a leading axis and names are Transformer Engine's, as when Megatron itself saves a GPT model.
 On loading, modules look for an `_extra_state` object even if they have none; all these keys refer to one empty object.
+The small files are those that Megatron-LM's own save writes (`megatron_args`): it and other tools read the result.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import io
 import json
 import math
 import pickle
+import re
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,17 +22,16 @@ import torch
 
 from megatron_dapo.config.model import ModelShape
 from megatron_dapo.weights.copy import OutputFile, RowRange, TensorWrite
-from megatron_dapo.weights.formats.torch_dist_reader import CONFIG, METADATA
+from megatron_dapo.weights.formats.megatron_args import common_state, megatron_args
 from megatron_dapo.weights.formats.torch_zip import ALIGN, TensorArchive
+from megatron_dapo.weights.locate import CONFIG, METADATA
 from megatron_dapo.weights.mapping import ParameterMapping, Transform, WeightsError, stored_mappings
 from megatron_dapo.weights.names import disk_aliases, disk_locations
 
 MAX_CHUNK = 128 * 2**20  # a rank that needs part of a chunk reads all of it
 MAX_FILE = 4 * 2**30
 
-_LAYER_STATES = ("linear_qkv", "linear_proj", "core_attention", "q_layernorm", "k_layernorm")
-_STATES_DENSE = ("mlp.linear_fc1", "mlp.linear_fc2")
-_STATES_MOE = ("mlp.experts.experts.linear_fc1", "mlp.experts.experts.linear_fc2")
+_HAS_STATE = re.compile(r"(linear_\w+|\w*layernorm)\.weight$")  # modules with an `_extra_state`
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,7 @@ class TorchDistWriter:
     def write_metadata(self, directory: Path) -> None:
         """Write the small files of a checkpoint; `metadata.json`, which Megatron looks for first, comes last."""
         (directory / METADATA).write_bytes(pickle.dumps(self._metadata()))
-        torch.save({}, directory / "common.pt")
+        torch.save(common_state(megatron_args(self.shape)), directory / "common.pt")
         config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
         config |= {"common_backend": "torch", "common_backend_version": 1}
         (directory / CONFIG).write_text(json.dumps(config))
@@ -138,7 +140,8 @@ class TorchDistWriter:
         for key in extra_states(self.shape):
             tensors[key] = dcp.BytesStorageMetadata()
             storage[dcp.MetadataIndex(key)] = empty
-        return dcp.Metadata(state_dict_metadata=tensors, storage_data=storage)
+        meta = dcp.StorageMeta(save_id=str(uuid.uuid4()))
+        return dcp.Metadata(state_dict_metadata=tensors, storage_data=storage, storage_meta=meta)
 
     def _global_shape(self, chunk: ChunkWrite) -> tuple[int, ...]:
         axes = (self.shape.layers, self.shape.experts)[: len(chunk.index)]
@@ -156,16 +159,23 @@ def hf_ranges(mapping: ParameterMapping, start: int, count: int) -> tuple[RowRan
 
 
 def extra_states(shape: ModelShape) -> Iterator[str]:
-    """The object keys that local or Transformer Engine modules of this model look for."""
-    yield "decoder.final_layernorm._extra_state/shard_0_1"
-    modules = [f"self_attention.{name}" for name in _LAYER_STATES]
-    modules += ["pre_mlp_layernorm"] if shape.is_moe else _STATES_DENSE
-    for layer in range(shape.layers):
-        for module in modules:
-            yield f"decoder.layers.{module}._extra_state/shard_{layer}_{shape.layers}"
-        for expert in range(shape.experts):
-            for module in _STATES_MOE:
-                yield f"decoder.layers.{module}._extra_state/shard_{layer}.{expert}_{shape.layers}.{shape.experts}"
+    """The object keys that modules of this model look for: Transformer Engine's; those of local modules are a part."""
+    layers, experts = shape.layers, shape.experts
+    for mapping in stored_mappings(shape):
+        if not _HAS_STATE.search(mapping.name):
+            continue
+        (location, *_) = disk_locations(mapping.name, moe=shape.is_moe)
+        module, _, parameter = location.keys[0].rpartition(".")
+        if parameter != "weight":  # a norm inside a linear layer
+            continue
+        if mapping.expert is not None:
+            yield f"{module}._extra_state/shard_{mapping.layer}.{mapping.expert}_{layers}.{experts}"
+        elif mapping.layer is not None:
+            yield f"{module}._extra_state/shard_{mapping.layer}_{layers}"
+        else:
+            yield f"{module}._extra_state/shard_0_1"
+        if mapping.name.endswith("self_attention.linear_qkv.weight"):
+            yield f"decoder.layers.self_attention.core_attention._extra_state/shard_{mapping.layer}_{layers}"
 
 
 def _empty_object() -> bytes:

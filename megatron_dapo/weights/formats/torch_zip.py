@@ -144,6 +144,19 @@ def read_archive(view: memoryview) -> ArchivedTensor:
     return ArchivedTensor(dtype, shape, offset + begin)
 
 
+def open_archive(view: memoryview) -> dict[str, tuple[int, int]]:
+    """Record name (without the archive's own name) → (offset, size) of its bytes."""
+    try:
+        names = {name.split(b"/", 1)[-1].decode(): _data(view, *entry) for name, entry in _directory(view).items()}
+        if "byteorder" in names:
+            start, length = names["byteorder"]
+            if bytes(view[start : start + length]) != sys.byteorder.encode():
+                raise BadArchive("written on a machine with another byte order")
+    except (struct.error, IndexError, UnicodeDecodeError) as error:
+        raise BadArchive(f"not an archive as torch.save writes it ({type(error).__name__}: {error})") from None
+    return names
+
+
 def _directory(view: memoryview) -> dict[bytes, tuple[int, int]]:
     """Record name → (header offset, size)."""
     _, _, _, _, count, size, start, _ = _end = _END.unpack(view[-_END.size :])

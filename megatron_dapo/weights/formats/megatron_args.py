@@ -1,0 +1,56 @@
+"""What Megatron-LM stores in `common.pt` beside the weights: its arguments, the checkpoint version, the iteration.
+
+Megatron-LM checks the shape of the model against the arguments, takes them over with `--use-checkpoint-args`, and
+reads weights of version 0 as an old order of QKV rows. Other tools (slime's) read the shape from them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from megatron_dapo.config.model import ModelShape
+
+VERSION = 3.0
+CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+
+
+def megatron_args(shape: ModelShape, **more: Any) -> argparse.Namespace:
+    """The arguments of Megatron-LM that describe this model; `more` adds or replaces some."""
+    args: dict[str, Any] = {
+        "num_layers": shape.layers, "hidden_size": shape.hidden, "ffn_hidden_size": shape.ffn_hidden,
+        "num_attention_heads": shape.heads, "num_query_groups": shape.kv_heads, "group_query_attention": True,
+        "kv_channels": shape.head_dim, "seq_length": shape.max_positions,
+        "max_position_embeddings": shape.max_positions, "position_embedding_type": "rope",
+        "add_position_embedding": True, "rotary_base": int(shape.rope_theta), "rotary_percent": 1.0,
+        "rotary_interleaved": False, "add_bias_linear": False, "add_qkv_bias": shape.qkv_bias,
+        "qk_layernorm": shape.qk_norm, "swiglu": True, "squared_relu": False, "normalization": "RMSNorm",
+        "norm_epsilon": shape.norm_eps, "apply_layernorm_1p": False, "apply_query_key_layer_scaling": False,
+        "attention_dropout": 0.0, "hidden_dropout": 0.0,
+        "untie_embeddings_and_output_weights": not shape.tied_embeddings,
+        "vocab_size": shape.vocab, "padded_vocab_size": shape.vocab, "make_vocab_size_divisible_by": 1,
+        "tokenizer_type": "HuggingFaceTokenizer", "num_experts": None,
+        "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1,
+        "virtual_pipeline_model_parallel_size": None, "expert_model_parallel_size": 1, "context_parallel_size": 1,
+        "world_size": 1, "data_parallel_size": 1, "ckpt_format": "torch_dist", "bf16": shape.dtype == "bfloat16",
+        "fp16": shape.dtype == "float16", "consumed_train_samples": 0, "skipped_train_samples": 0,
+        "consumed_valid_samples": 0, "no_save_optim": True, "no_save_rng": True,
+    }  # fmt: skip
+    if shape.is_moe:
+        args |= {
+            "num_experts": shape.experts, "moe_router_topk": shape.experts_per_token, "moe_layer_freq": 1,
+            "moe_ffn_hidden_size": shape.expert_ffn_hidden, "moe_router_pre_softmax": not shape.norm_topk_prob,
+            "moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False,
+        }  # fmt: skip
+    return argparse.Namespace(**(args | more))
+
+
+def common_state(args: argparse.Namespace, iteration: int = 0) -> dict[str, Any]:
+    """What Megatron-LM's own save puts into `common.pt` besides optimizer and random states."""
+    return {
+        "args": args,
+        "checkpoint_version": VERSION,
+        "iteration": iteration,
+        "num_floating_point_operations_so_far": 0,
+        "content_metadata": dict(CONTENT),
+    }

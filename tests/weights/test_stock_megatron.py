@@ -1,0 +1,135 @@
+"""Megatron-LM's own code loads what we write, and we read what it saves; every tensor is compared."""
+
+import queue
+
+import pytest
+import stock_megatron
+import torch
+from test_model_weights import build_policy
+
+from megatron_dapo.config import ModelShape
+from megatron_dapo.policy.checkpoint import save_policy
+from megatron_dapo.policy.fork_ranks import run_ranks
+from megatron_dapo.selfcheck.synthetic import awkward_batch
+from megatron_dapo.weights.convert import hf_to_megatron, megatron_to_hf
+from megatron_dapo.weights.formats.hf_reader import HFReader
+from megatron_dapo.weights.model_weights import live_mappings
+from megatron_dapo.weights.sharding import megatron_tensor, shard
+from megatron_dapo.weights.verify import verify
+
+pytestmark = pytest.mark.skipif(stock_megatron.unavailable() is not None, reason=str(stock_megatron.unavailable()))
+
+if stock_megatron.unavailable() is None:
+    stock_megatron.checkpointing()  # imported once, before ranks are forked
+TP2_PP2_VPP2 = {"tensor_parallel": 2, "pipeline_parallel": 2, "virtual_pipeline": 2}
+TP2_EP2 = {"tensor_parallel": 2, "expert_parallel": 2}
+CASES = [("qwen2", 4, TP2_PP2_VPP2), ("qwen3-moe", 2, TP2_EP2)]
+
+
+def stock_args(policy, **more):
+    shape, options = policy.shape, policy.config.policy
+    args = stock_megatron.set_args(
+        ["--num-layers", str(shape.layers), "--hidden-size", str(shape.hidden), "--ckpt-format", "torch_dist",
+         "--num-attention-heads", str(shape.heads), "--tensor-model-parallel-size", str(options.tensor_parallel),
+         "--pipeline-model-parallel-size", str(options.pipeline_parallel), "--use-distributed-optimizer",
+         "--expert-model-parallel-size", str(options.expert_parallel), "--override-opt_param-scheduler"],
+        world_size=policy.runtime.world_size, data_parallel_size=policy.runtime.groups.dp.size(), **more,
+    )  # fmt: skip
+    from megatron.core import num_microbatches_calculator as calculator
+
+    calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR = calculator.ConstantNumMicroBatchesCalculator(1, 1, 1, False, 0)
+    return args
+
+
+def weights_of(policy):
+    return {m.name: p.detach().clone() for m, p in live_mappings(policy.model, policy.shape, policy.position)}
+
+
+def load_in_stock(rendezvous, folder, checkpoint, options, with_optimizer=False):
+    """Random weights, replaced by Megatron-LM's load_checkpoint; returns its iteration, the weights and moments."""
+    policy = build_policy(rendezvous, folder, options)
+    stock_args(policy, load=str(checkpoint), no_load_optim=not with_optimizer)
+    module = stock_megatron.checkpointing()
+    optimizer = policy.optimizer if with_optimizer else None
+    iteration, _ = module.load_checkpoint(policy.model, optimizer, None)
+    assert module.get_checkpoint_version() == 3.0
+    return iteration, policy.position, weights_of(policy)
+
+
+@pytest.mark.parametrize(("kind", "world", "options"), CASES, ids=["tp2pp2vpp2", "moe-tp2ep2"])
+def test_megatron_lm_loads_a_converted_model(models, tmp_path, kind, world, options):
+    hf_to_megatron(models[kind], tmp_path / "megatron")
+    ranks = run_ranks(world, load_in_stock, models[kind], tmp_path / "megatron", options, timeout=120)
+    hf, compared = HFReader(models[kind]), set()
+    from megatron_dapo.weights.mapping import parameter_mappings
+
+    mappings = parameter_mappings(ModelShape.from_dir(models[kind]))
+    for iteration, position, held in ranks:
+        assert iteration == 0
+        for name, parameter in held.items():
+            mapping = mappings[name]
+            rank, size = position.split(mapping)
+            rows = parameter.shape[0] * size if mapping.vocabulary else None
+            assert torch.equal(parameter, shard(mapping, megatron_tensor(mapping, hf), rank, size, rows=rows)), name
+            compared.add(name)
+    assert compared == set(mappings)
+
+
+def save_with_stock(rendezvous, folder, root, options, **more):
+    """One update, then Megatron-LM's save_checkpoint with optimizer and random states."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    policy = build_policy(rendezvous, folder, options)
+    policy.load_hf(folder)
+    policy.update(awkward_batch(policy.shape, seed=1))
+    stock_args(policy, save=str(root), **more)
+    filesystem_async._results_queue = queue.Queue()  # Megatron would start a manager process per rank
+    stock_megatron.checkpointing().save_checkpoint(7, policy.model, policy.optimizer, None, 0)
+    return policy.position, weights_of(policy)
+
+
+@pytest.mark.parametrize(("kind", "world", "options"), CASES, ids=["tp2pp2vpp2", "moe-tp2ep2"])
+def test_we_read_what_megatron_lm_saves(models, tmp_path, kind, world, options):
+    """The optimizer's dp_reshardable layout, random states and arguments beside the weights do not disturb."""
+    run_ranks(world, save_with_stock, models[kind], tmp_path / "run", options, timeout=120)
+    assert (tmp_path / "run/latest_checkpointed_iteration.txt").read_text() == "7"
+    megatron_to_hf(tmp_path / "run", tmp_path / "hf", reference=models[kind])
+    assert verify(tmp_path / "hf", tmp_path / "run").same
+    assert not verify(tmp_path / "hf", models[kind]).same
+    ranks = run_ranks(world, load_in_stock, tmp_path / "hf", tmp_path / "run", options, timeout=120)
+    assert all(iteration == 7 for iteration, _, _ in ranks)
+    exported = run_ranks(1, load_exported, models[kind], tmp_path / "hf")[0]
+    from megatron_dapo.weights.mapping import parameter_mappings
+
+    mappings = parameter_mappings(ModelShape.from_dir(models[kind]))
+    for _, position, held in ranks:
+        for name, parameter in held.items():
+            rank, size = position.split(mappings[name])
+            rows = parameter.shape[0] * size if mappings[name].vocabulary else None
+            full = exported[name][: mappings[name].shape[0]]
+            assert torch.equal(parameter, shard(mappings[name], full, rank, size, rows=rows)), name
+
+
+def load_exported(rendezvous, folder, exported):
+    policy = build_policy(rendezvous, folder, {})
+    policy.load_hf(exported)
+    return weights_of(policy)
+
+
+def save_a_step(rendezvous, folder, path, options):
+    policy = build_policy(rendezvous, folder, options)
+    policy.load_hf(folder)
+    policy.update(awkward_batch(policy.shape, seed=1))
+    save_policy(policy, path)
+    return weights_of(policy)
+
+
+@pytest.mark.parametrize(("kind", "world", "options"), CASES, ids=["tp2pp2vpp2", "moe-tp2ep2"])
+def test_megatron_lm_continues_from_a_checkpoint_of_a_run(models, tmp_path, kind, world, options):
+    (tmp_path / "iter_0000000").mkdir()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("0")
+    saved = run_ranks(world, save_a_step, models[kind], tmp_path / "iter_0000000", options, timeout=120)
+    loaded = run_ranks(world, load_in_stock, models[kind], tmp_path, options, timeout=120)
+    for before, (iteration, _, after) in zip(saved, loaded, strict=True):
+        assert iteration == 0 and before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before)
