@@ -1,6 +1,15 @@
-"""Megatron-LM's own code loads what we write, and we read what it saves; every tensor is compared."""
+"""Megatron-LM's own code loads what we write, and we read what it saves; every tensor is compared.
 
+    MEGATRON_LM=checkout SLIME=checkout pytest tests/weights/test_stock_megatron.py
+
+Without the checkouts the tests are skipped; `test_model_weights.py` loads with megatron-core's dist_checkpointing.
+"""
+
+import os
 import queue
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import stock_megatron
@@ -17,7 +26,10 @@ from megatron_dapo.weights.model_weights import live_mappings
 from megatron_dapo.weights.sharding import megatron_tensor, shard
 from megatron_dapo.weights.verify import verify
 
-pytestmark = pytest.mark.skipif(stock_megatron.unavailable() is not None, reason=str(stock_megatron.unavailable()))
+needs_megatron_lm = pytest.mark.skipif(
+    stock_megatron.unavailable() is not None, reason=str(stock_megatron.unavailable())
+)
+SLIME = os.environ.get("SLIME", "")
 
 if stock_megatron.unavailable() is None:
     stock_megatron.checkpointing()  # imported once, before ranks are forked
@@ -56,6 +68,7 @@ def load_in_stock(rendezvous, folder, checkpoint, options, with_optimizer=False)
     return iteration, policy.position, weights_of(policy)
 
 
+@needs_megatron_lm
 @pytest.mark.parametrize(("kind", "world", "options"), CASES, ids=["tp2pp2vpp2", "moe-tp2ep2"])
 def test_megatron_lm_loads_a_converted_model(models, tmp_path, kind, world, options):
     hf_to_megatron(models[kind], tmp_path / "megatron")
@@ -88,6 +101,7 @@ def save_with_stock(rendezvous, folder, root, options, **more):
     return policy.position, weights_of(policy)
 
 
+@needs_megatron_lm
 @pytest.mark.parametrize(("kind", "world", "options"), CASES, ids=["tp2pp2vpp2", "moe-tp2ep2"])
 def test_we_read_what_megatron_lm_saves(models, tmp_path, kind, world, options):
     """The optimizer's dp_reshardable layout, random states and arguments beside the weights do not disturb."""
@@ -124,6 +138,7 @@ def save_a_step(rendezvous, folder, path, options):
     return weights_of(policy)
 
 
+@needs_megatron_lm
 @pytest.mark.parametrize(("kind", "world", "options"), CASES, ids=["tp2pp2vpp2", "moe-tp2ep2"])
 def test_megatron_lm_continues_from_a_checkpoint_of_a_run(models, tmp_path, kind, world, options):
     (tmp_path / "iter_0000000").mkdir()
@@ -133,3 +148,13 @@ def test_megatron_lm_continues_from_a_checkpoint_of_a_run(models, tmp_path, kind
     for before, (iteration, _, after) in zip(saved, loaded, strict=True):
         assert iteration == 0 and before.keys() == after.keys()
         assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.skipif(not SLIME, reason="SLIME does not name a checkout of slime")
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3-moe"])
+def test_slimes_exporter_reads_a_converted_model(models, tmp_path, kind):
+    hf_to_megatron(models[kind], tmp_path / "megatron")
+    tool = Path(__file__).parents[1] / "support" / "slime_export.py"
+    paths = ["--input-dir", tmp_path / "megatron/release", "--output-dir", tmp_path / "hf"]
+    subprocess.run([sys.executable, tool, *paths, "--origin-hf-dir", models[kind]], check=True, capture_output=True)
+    assert verify(tmp_path / "hf", models[kind]).same

@@ -29,7 +29,7 @@ def megatron_args(shape: ModelShape, **more: Any) -> argparse.Namespace:
         "attention_dropout": 0.0, "hidden_dropout": 0.0,
         "untie_embeddings_and_output_weights": not shape.tied_embeddings,
         "vocab_size": shape.vocab, "padded_vocab_size": shape.vocab, "make_vocab_size_divisible_by": 1,
-        "tokenizer_type": "HuggingFaceTokenizer", "num_experts": None,
+        "tokenizer_type": "HuggingFaceTokenizer", "num_experts": None, "q_lora_rank": None,
         "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1,
         "virtual_pipeline_model_parallel_size": None, "expert_model_parallel_size": 1, "context_parallel_size": 1,
         "world_size": 1, "data_parallel_size": 1, "ckpt_format": "torch_dist", "bf16": shape.dtype == "bfloat16",
