@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,10 +19,12 @@ from megatron_dapo.config.model import ModelShape
 from megatron_dapo.errors import UserError
 from megatron_dapo.weights.check import HEAD, check_hf_tensors
 from megatron_dapo.weights.copy import BLOCK, copy_tensors, default_workers
-from megatron_dapo.weights.destination import check_free, new_directory
+from megatron_dapo.weights.copy_group import CopyGroup
+from megatron_dapo.weights.destination import PROGRESS, check_free, new_directory
 from megatron_dapo.weights.formats.hf_reader import HFReader, read_hf_directory
 from megatron_dapo.weights.formats.hf_writer import MAX_SHARD, HFWriter
 from megatron_dapo.weights.formats.megatron_reader import open_megatron
+from megatron_dapo.weights.formats.pieces import PieceReader
 from megatron_dapo.weights.formats.torch_dist_writer import TorchDistWriter
 from megatron_dapo.weights.locate import HF_FILES, RELEASE, TRACKER, locate
 from megatron_dapo.weights.mapping import EMBEDDING, WeightsError, stored_mappings
@@ -68,20 +71,21 @@ def hf_to_megatron(
     _check_paths(src, dst, overwrite)
     shape, weights = open_hf(src)
     dtypes = {mapping.name: _one_dtype(weights, mapping.hf, dtype) for mapping in stored_mappings(shape)}
-    writer = TorchDistWriter(shape, dtypes, files=workers or default_workers())
-    with new_directory(dst, writer.total, overwrite=overwrite) as directory:
+    group = CopyGroup.from_environment()
+    writer = TorchDistWriter(shape, dtypes, files=group.size * (workers or default_workers()))
+    plan = _plan(weights, writer, dtype)
+    with new_directory(dst, writer.total, overwrite=overwrite, plan=plan, group=group) as directory:
         checkpoint = directory / RELEASE
-        checkpoint.mkdir()
-        files = writer.files(checkpoint)
-        bad = copy_tensors(
-            weights, writer.writes, files, workers=workers, advance=_counter(progress, writer.weight_bytes)
-        )
-        (checkpoint / HF_FILES).mkdir()
+        checkpoint.mkdir(exist_ok=True)
+        report = _copy(weights, writer, checkpoint, directory / PROGRESS, group, workers, progress)
+        if group.rank:
+            return report(src, dst, began)
+        (checkpoint / HF_FILES).mkdir(exist_ok=True)
         notes = copy_side_files(src, checkpoint / HF_FILES)
         (checkpoint / RECORD).write_text(json.dumps({"stores_head": HEAD in weights}))
         writer.write_metadata(checkpoint)
         (directory / TRACKER).write_text(RELEASE)
-    return Report(src, dst, len(weights), writer.weight_bytes, time.monotonic() - began, bad, notes)
+    return report(src, dst, began, notes)
 
 
 def megatron_to_hf(
@@ -113,14 +117,49 @@ def megatron_to_hf(
         mapping.name: DTYPES[dtype] if dtype else weights.dtype(mapping.name) for mapping in stored_mappings(shape)
     }
     writer = HFWriter(shape, dtypes, max_shard=max_shard, tied_head=tied_head)
-    with new_directory(dst, writer.total, overwrite=overwrite) as directory:
-        files = writer.files(directory)
-        bad = copy_tensors(
-            weights, writer.writes, files, workers=workers, advance=_counter(progress, writer.weight_bytes)
-        )
+    group, plan = CopyGroup.from_environment(), _plan(weights, writer, dtype)
+    with new_directory(dst, writer.total, overwrite=overwrite, plan=plan, group=group) as directory:
+        report = _copy(weights, writer, directory, directory / PROGRESS, group, workers, progress)
+        if group.rank:
+            return report(src, dst, began)
         writer.write_index(directory)
         notes = copy_side_files(reference, directory, str(dtypes[EMBEDDING]).removeprefix("torch."))
-    return Report(src, dst, len(writer.writes), writer.weight_bytes, time.monotonic() - began, bad, notes)
+    return report(src, dst, began, notes)
+
+
+def _plan(weights: HFReader | PieceReader, writer: TorchDistWriter | HFWriter, dtype: str | None) -> str:
+    """Everything that decides what is written where: a killed conversion is continued only if it is unchanged."""
+    sources = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in weights.files()]
+    files = [(file.path.name, file.size, zlib.crc32(file.head)) for file in writer.files(Path())]
+    return json.dumps({"version": 1, "sources": sources, "files": files, "dtype": dtype, "tensors": len(writer.writes)})
+
+
+def _copy(
+    weights: HFReader | PieceReader,
+    writer: TorchDistWriter | HFWriter,
+    directory: Path,
+    notes: Path,
+    group: CopyGroup,
+    workers: int | None,
+    progress: Progress,
+) -> Callable[..., Report]:
+    """Copies this process's files; rank 0 then waits for the others. Returns what makes the report."""
+    result = copy_tensors(
+        weights, writer.writes, writer.files(directory), workers=workers, finished=notes, group=group,
+        advance=_counter(progress, writer.weight_bytes),
+    )  # fmt: skip
+    if group.rank:
+        group.hand_in(notes, result.not_finite)
+    else:
+        result.not_finite = sorted({*result.not_finite, *group.collect(notes)})
+    count = sum(len(mapping.hf) for mapping in stored_mappings(writer.shape))
+
+    def report(source: Path, destination: Path, began: float, remarks: Sequence[str] = ()) -> Report:
+        seconds = time.monotonic() - began
+        kept = [f"{result.kept} finished files of an interrupted run were compared and kept"] if result.kept else []
+        return Report(source, destination, count, writer.weight_bytes, seconds, result.not_finite, [*kept, *remarks])
+
+    return report
 
 
 def open_hf(path: Path) -> tuple[ModelShape, HFReader]:

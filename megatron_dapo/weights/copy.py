@@ -3,7 +3,8 @@
 The writers (`formats/`) fix the place of every byte before the first one is copied. Threads therefore never wait for
 each other, and memory holds a few blocks whatever the size of the model. safetensors and torch.save would need whole
 tensors in memory; benchmarks/convert.py prints this module's speed beside `cp` and its peak memory. Each block is
-checked for values that are not finite.
+checked for values that are not finite. A finished file is on disk and has a mark, so that the next run after a kill
+keeps it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import errno
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain, zip_longest
@@ -23,10 +24,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from megatron_dapo.weights.copy_group import CopyGroup
 from megatron_dapo.weights.formats.torch_zip import TensorArchive
 from megatron_dapo.weights.mapping import WeightsError
 
 BLOCK = 4 * 2**20
+READ_AHEAD = 4  # blocks that a thread asks the kernel for in advance
+ALONE = CopyGroup()
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _BEGIN_WRITING = 2  # SYNC_FILE_RANGE_WRITE
 
@@ -38,6 +42,7 @@ class CheckpointReader(Protocol):
 
     def dtype(self, name: str) -> torch.dtype: ...
     def rows(self, name: str, start: int, count: int) -> Tensor: ...
+    def prefetch(self, name: str, start: int, count: int) -> None: ...
     def release(self, name: str, start: int, count: int) -> None: ...
     def where(self, name: str) -> str: ...
 
@@ -72,6 +77,14 @@ class OutputFile:
     head: bytes = b""
 
 
+@dataclass(slots=True)
+class CopyResult:
+    """Tensors (with their files) that hold values that are not finite; files that an interrupted run had finished."""
+
+    not_finite: list[str]
+    kept: int = 0
+
+
 def default_workers() -> int:
     return max(2, min(8, len(os.sched_getaffinity(0))))
 
@@ -83,19 +96,24 @@ def copy_tensors(
     *,
     workers: int | None = None,
     advance: Callable[[int], None] = lambda count: None,
-) -> list[str]:
-    """Write and fsync all files. Returns the tensors (with their files) that hold values that are not finite."""
-    descriptors = [os.open(file.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644) for file in files]
-    job = _Job(source, descriptors, advance)
+    finished: Path | None = None,
+    group: CopyGroup = ALONE,
+) -> CopyResult:
+    """Write and fsync this process's files (`group`).
+
+    `finished`: a folder in which a mark is left for each file that is on disk. A file that has its mark already is
+    read and compared with the source instead of written; a block that differs is written again.
+    """
+    count = workers or default_workers()
+    job = _Job(source, files, advance, finished)
+    queues: dict[int, list[TensorWrite]] = {i: [] for i in range(len(files)) if group.owns(i)}
+    for write in writes:
+        if group.owns(write.file):
+            queues[write.file].append(write)
     try:
-        for fd, file in zip(descriptors, files, strict=True):
-            _reserve(fd, file.size)
-            _write(fd, memoryview(file.head), 0)
-        with ThreadPoolExecutor(workers or default_workers(), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             try:
-                for done in pool.map(job.run, _round_robin(writes)):
-                    assert done is None
-                for done in pool.map(os.fsync, descriptors):
+                for done in pool.map(job.run, _in_windows(queues, count, job)):
                     assert done is None
             except BaseException:
                 job.stop.set()
@@ -104,45 +122,121 @@ def copy_tensors(
     except OSError as error:
         raise WeightsError(f"{files[0].path.parent}: cannot write ({error.strerror or error})") from error
     finally:
-        for fd in descriptors:
-            os.close(fd)
-    return sorted(job.not_finite)
+        job.close()
+    return CopyResult(sorted(job.not_finite), job.kept)
 
 
-def _round_robin(writes: Iterable[TensorWrite]) -> Iterable[TensorWrite]:
-    """Alternate between files, so that several files are read and written at a time."""
-    queues: dict[int, list[TensorWrite]] = {}
-    for write in writes:
-        queues.setdefault(write.file, []).append(write)
-    return (write for write in chain.from_iterable(zip_longest(*queues.values())) if write is not None)
+def _in_windows(queues: dict[int, list[TensorWrite]], width: int, job: _Job) -> Iterator[TensorWrite]:
+    """A few files at a time, alternating between them: threads write to different files, and early files are
+    finished early, so that an interrupted run has something to keep."""
+    numbers = list(queues)
+    for number in numbers:
+        job.expect(number, len(queues[number]))
+    for start in range(0, len(numbers), width):
+        window = [queues[number] for number in numbers[start : start + width]]
+        yield from (write for write in chain.from_iterable(zip_longest(*window)) if write is not None)
 
 
 class _Job:
-    def __init__(self, source: CheckpointReader, descriptors: list[int], advance: Callable[[int], None]) -> None:
-        self.source, self.descriptors, self._advance = source, descriptors, advance
+    """Opens files when their first tensor comes, and finishes them after the last."""
+
+    def __init__(
+        self,
+        source: CheckpointReader,
+        files: Sequence[OutputFile],
+        advance: Callable[[int], None],
+        finished: Path | None,
+    ) -> None:
+        self.source, self.files, self._advance, self._finished = source, files, advance, finished
         self.stop, self._lock = threading.Event(), threading.Lock()
         self.not_finite: set[str] = set()
+        self.kept = 0
+        self._left: dict[int, int] = {}  # tensors of a file that are still to come
+        self._open: dict[int, int] = {}
+        self._compare: set[int] = set()  # files that an interrupted run has finished
+
+    def expect(self, number: int, count: int) -> None:
+        self._left[number] = count
+        if count == 0:
+            with self._lock:
+                self._descriptor(number)
+            self._finish(number)
 
     def run(self, write: TensorWrite) -> None:
-        fd, at = self.descriptors[write.file], write.offset
+        with self._lock:
+            fd = self._descriptor(write.file)
+        put = self._put_if_different if write.file in self._compare else _write
+        at = write.offset
         if write.archive:
-            _write(fd, memoryview(write.archive.head), at)
+            put(fd, memoryview(write.archive.head), at)
             at += write.archive.data_offset
-        for rows in write.ranges:
-            for block in _blocks(self.source, rows):
-                if self.stop.is_set():
-                    return
-                data = self._read(block, write.dtype)
-                _write(fd, data, at)
-                _start_flush(fd, at, len(data))
-                at += len(data)
-                self.source.release(block.name, block.start, block.count)
-                self._moved(len(data))
+        blocks = [block for rows in write.ranges for block in _blocks(self.source, rows)]
+        for block in blocks[:READ_AHEAD]:
+            self.source.prefetch(block.name, block.start, block.count)
+        for number, block in enumerate(blocks):
+            if self.stop.is_set():
+                return
+            if number + READ_AHEAD < len(blocks):
+                ahead = blocks[number + READ_AHEAD]
+                self.source.prefetch(ahead.name, ahead.start, ahead.count)
+            data = self._read(block, write.dtype)
+            put(fd, data, at)
+            _start_flush(fd, at, len(data))
+            at += len(data)
+            self.source.release(block.name, block.start, block.count)
+            self._moved(len(data))
         if write.archive:
             end = write.offset + write.archive.data_offset + write.archive.nbytes
             if at != end:
                 raise WeightsError(f"{write.ranges[0].name}: wrote up to byte {at}, expected {end}; please report this")
-            _write(fd, memoryview(write.archive.tail), at)
+            put(fd, memoryview(write.archive.tail), at)
+        with self._lock:
+            self._left[write.file] -= 1
+            last = self._left[write.file] == 0
+        if last:
+            self._finish(write.file)
+
+    def _descriptor(self, number: int) -> int:
+        if number in self._open:
+            return self._open[number]
+        file = self.files[number]
+        mark = self._mark(number)
+        keep = mark is not None and mark.exists() and file.path.exists() and file.path.stat().st_size == file.size
+        fd = os.open(file.path, os.O_RDWR | os.O_CREAT | (0 if keep else os.O_TRUNC), 0o644)
+        self._open[number] = fd
+        if keep:
+            self._compare.add(number)
+            self.kept += 1
+            self._put_if_different(fd, memoryview(file.head), 0)
+        else:
+            if mark is not None:
+                mark.unlink(missing_ok=True)
+            _reserve(fd, file.size)
+            _write(fd, memoryview(file.head), 0)
+        return fd
+
+    def _finish(self, number: int) -> None:
+        """The file is complete: flush it, close it, leave its mark."""
+        with self._lock:
+            fd = self._open.pop(number)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        if (mark := self._mark(number)) is not None:
+            mark.touch()
+
+    def _mark(self, number: int) -> Path | None:
+        return None if self._finished is None else self._finished / f"{self.files[number].path.name}.done"
+
+    def close(self) -> None:
+        for fd in self._open.values():
+            os.close(fd)
+
+    @staticmethod
+    def _put_if_different(fd: int, data: memoryview, at: int) -> None:
+        if os.pread(fd, len(data), at) != bytes(data):
+            _write(fd, data, at)
 
     def _read(self, block: RowRange, dtype: torch.dtype) -> memoryview:
         rows = self.source.rows(block.name, block.start, block.count)

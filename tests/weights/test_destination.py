@@ -1,6 +1,7 @@
 """A destination appears complete or not at all, whatever interrupts the conversion, and the next run cleans up."""
 
 import os
+import shutil
 import signal
 import time
 
@@ -8,7 +9,9 @@ import pytest
 
 from megatron_dapo.weights import convert, copy
 from megatron_dapo.weights.convert import hf_to_megatron, megatron_to_hf
+from megatron_dapo.weights.copy_group import CopyGroup
 from megatron_dapo.weights.destination import new_directory
+from megatron_dapo.weights.formats import torch_dist_writer
 from megatron_dapo.weights.mapping import WeightsError
 from megatron_dapo.weights.verify import verify
 
@@ -44,7 +47,7 @@ def test_an_error_while_writing_leaves_nothing(models, tmp_path, monkeypatch, er
     assert verify(models["qwen2"], out).same
 
 
-def killed_while_writing(source, out, overwrite=False):
+def killed_while_writing(source, out, overwrite=False, blocks=15):
     """A forked conversion, killed with SIGKILL after some blocks."""
     pid = os.fork()
     if pid == 0:
@@ -54,7 +57,8 @@ def killed_while_writing(source, out, overwrite=False):
             def slow(fd, data, at):
                 real(fd, data, at)
                 count[0] += 1
-                if count[0] > 15:
+                if count[0] > blocks:
+                    out.with_name("blocked").touch()
                     time.sleep(60)
 
             copy._write = slow
@@ -63,11 +67,12 @@ def killed_while_writing(source, out, overwrite=False):
             os._exit(0)
     temporary = out.with_name(f".{out.name}.incomplete")
     deadline = time.monotonic() + 20
-    while not (temporary.exists() and any(f.stat().st_size for f in temporary.iterdir())):
+    while not out.with_name("blocked").exists():
         assert time.monotonic() < deadline
         time.sleep(0.02)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
+    out.with_name("blocked").unlink()
     return temporary
 
 
@@ -75,10 +80,124 @@ def test_a_killed_conversion_can_be_run_again(models, tmp_path):
     out = tmp_path / "out"
     temporary = killed_while_writing(models["qwen2"], out)
     assert not out.exists() and temporary.exists()
-    assert not (temporary / "metadata.json").exists() and not (temporary / ".metadata").exists()
+    assert not any((temporary / "release" / name).exists() for name in ("metadata.json", ".metadata"))
     (temporary / "stale").write_text("from the run that was killed")
     hf_to_megatron(models["qwen2"], out)
     assert verify(models["qwen2"], out).same and not (out / "stale").exists() and beside(out) == []
+
+
+@pytest.fixture
+def killed(models, tmp_path, monkeypatch):
+    """A conversion of many small files that was killed in the middle: the source, the destination, finished files."""
+    monkeypatch.setattr(torch_dist_writer, "MAX_FILE", 40_000)
+    out = tmp_path / "out"
+    temporary = killed_while_writing(models["qwen2"], out, blocks=60)
+    finished = {p.name.removesuffix(".done") for p in (temporary / ".progress").glob("*.done")}
+    assert 2 <= len(finished) < len(list((temporary / "release").iterdir()))
+    return models["qwen2"], out, temporary, finished
+
+
+def test_a_killed_conversion_keeps_its_finished_files(killed):
+    source, out, temporary, finished = killed
+    before = {name: (temporary / "release" / name).stat().st_ino for name in finished}
+    report = hf_to_megatron(source, out, workers=1)
+    assert report.notes[0] == f"{len(finished)} finished files of an interrupted run were compared and kept"
+    assert {name: (out / "release" / name).stat().st_ino for name in finished} == before
+    assert verify(source, out).same and beside(out) == [] and not (out / ".progress").exists()
+
+
+def test_kept_files_are_verified(killed):
+    """A byte that changed on disk after the kill is found and written again."""
+    source, out, temporary, finished = killed
+    file = temporary / "release" / sorted(finished)[1]
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    hf_to_megatron(source, out, workers=1)
+    assert verify(source, out).same
+
+
+@pytest.mark.parametrize("change", ["dtype", "files", "source"])
+def test_another_plan_starts_again(killed, tmp_path, monkeypatch, change):
+    source, out, _, _ = killed
+    if change == "source":
+        source = shutil.copytree(source, tmp_path / "copy")
+    options = {"dtype": "bfloat16"} if change == "dtype" else {}
+    if change == "files":
+        monkeypatch.setattr(torch_dist_writer, "MAX_FILE", 50_000)
+    report = hf_to_megatron(source, out, workers=1, **options)
+    assert not any("kept" in note for note in report.notes)
+    assert verify(source, out, tolerance=0.01).same and beside(out) == []
+
+
+def rank_main(rank, source, out):
+    environment = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": str(rank)}
+    os.environ.update(environment)
+    report = hf_to_megatron(source, out / "m", workers=1)
+    megatron_to_hf(out / "m", out / "hf", workers=1, max_shard=60_000)
+    assert report.not_finite == ["x"] or rank
+    os._exit(0 if report.destination.exists() else 1)
+
+
+def in_ranks(size, function, *args):
+    pids = []
+    for rank in range(size):
+        if (pid := os.fork()) == 0:
+            try:
+                function(rank, *args)
+            except BaseException as error:
+                (args[-1] / f"error_{rank}").write_text(str(error))
+                os._exit(1)
+        pids.append(pid)
+    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+
+
+def test_tasks_of_one_step_share_a_conversion(models, tmp_path, monkeypatch):
+    """Three srun tasks write disjoint files, and one of them finds values that are not finite."""
+    monkeypatch.setattr(torch_dist_writer, "MAX_FILE", 60_000)
+    monkeypatch.setattr(convert.HFReader, "where", lambda self, name: "x")
+    monkeypatch.setattr(copy, "_all_finite", lambda data: data.numel() != 64 * 96 or os.environ["SLURM_PROCID"] != "2")
+    assert in_ranks(3, rank_main, models["qwen2"], tmp_path) == [0, 0, 0], [
+        p.read_text() for p in tmp_path.glob("error_*")
+    ]
+    assert verify(models["qwen2"], tmp_path / "m").same and verify(models["qwen2"], tmp_path / "hf").same
+    assert beside(tmp_path / "m") == [] and len(list((tmp_path / "m/release").glob("*.distcp"))) > 6
+
+
+def failing_rank(rank, source, out):
+    def fail(fd, data, at):
+        raise OSError(28, "No space left on device")
+
+    os.environ.update({"SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": str(rank)})
+    if rank == 1:
+        copy._write = fail
+    hf_to_megatron(source, out / "m", workers=1)
+
+
+def test_a_task_that_fails_ends_the_others(models, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch_dist_writer, "MAX_FILE", 60_000)
+    assert in_ranks(2, failing_rank, models["qwen2"], tmp_path) == [1, 1]
+    assert "rank 1: WeightsError" in (tmp_path / "error_0").read_text()
+    assert "No space left" in (tmp_path / "error_1").read_text()
+    assert not (tmp_path / "m").exists() and beside(tmp_path / "m") == []
+
+
+def test_a_batch_script_is_not_taken_for_a_task(monkeypatch):
+    """It has SLURM_NTASKS and SLURM_PROCID, but runs alone."""
+    monkeypatch.setenv("SLURM_NTASKS", "8")
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    assert CopyGroup.from_environment() == CopyGroup()
+
+
+def test_a_mount_point_is_filled_from_inside(models, tmp_path, monkeypatch):
+    out = tmp_path / "mount"
+    (out / "lost+found").mkdir(parents=True)
+    monkeypatch.setattr(os.path, "ismount", lambda path: path == out)
+    hf_to_megatron(models["qwen2"], out)
+    assert verify(models["qwen2"], out).same and beside(out) == []
+    assert {p.name for p in out.iterdir()} == {"lost+found", "release", "latest_checkpointed_iteration.txt"}
+    with pytest.raises(WeightsError, match="is a mount point and not empty; choose a folder in it"):
+        hf_to_megatron(models["qwen2"], out, overwrite=True)
 
 
 def test_overwrite_keeps_the_old_checkpoint_until_the_new_one_is_complete(models, tmp_path):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_dapo.files import INDEX, StoredTensor, read_safetensors_directory
-from megatron_dapo.weights.formats.mapped_file import map_file, release_pages, tensor_over, torch_dtype
+from megatron_dapo.weights.formats.mapped_file import map_file, prefetch_pages, release_pages, tensor_over, torch_dtype
 from megatron_dapo.weights.formats.torch_file import read_bin_directory
 
 
@@ -51,11 +51,21 @@ class HFReader(Mapping[str, Tensor]):
         """Rows [start, start + count) of a tensor: a view of the file."""
         return self[name].narrow(0, start, count)
 
+    def prefetch(self, name: str, start: int, count: int) -> None:
+        """Ask the kernel to read rows from disk, without waiting."""
+        prefetch_pages(*self._bytes(name, start, count))
+
     def release(self, name: str, start: int, count: int) -> None:
         """Drop rows that were read from this process's memory; they stay in the page cache."""
+        release_pages(*self._bytes(name, start, count))
+
+    def _bytes(self, name: str, start: int, count: int) -> tuple[mmap.mmap, int, int]:
         stored = self.stored[name]
         width = stored.nbytes // max(stored.shape[0], 1)
-        release_pages(self._map(stored.file), stored.offset + start * width, count * width)
+        return self._map(stored.file), stored.offset + start * width, count * width
+
+    def files(self) -> list[Path]:
+        return sorted({stored.file for stored in self.stored.values()})
 
     def where(self, name: str) -> str:
         """The file and tensor, for messages."""

@@ -36,6 +36,7 @@ class HFWriter:
         self, shape: ModelShape, dtypes: dict[str, torch.dtype], *, max_shard: int = MAX_SHARD, tied_head: bool = False
     ) -> None:
         """`dtypes`: by canonical Megatron name. `tied_head`: store the head of a tied model, too."""
+        self.shape = shape
         self._shards = [_Shard()]
         mappings = stored_mappings(shape)
         if tied_head:

@@ -41,3 +41,10 @@ def release_pages(buffer: mmap.mmap, offset: int, length: int) -> None:
     start = offset - offset % mmap.PAGESIZE
     if length:
         buffer.madvise(mmap.MADV_DONTNEED, start, offset + length - start)
+
+
+def prefetch_pages(buffer: mmap.mmap, offset: int, length: int) -> None:
+    """Ask the kernel to read a range from disk, without waiting."""
+    start = offset - offset % mmap.PAGESIZE
+    if length:
+        buffer.madvise(mmap.MADV_WILLNEED, start, offset + length - start)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_dapo.files import StoredTensor
-from megatron_dapo.weights.formats.mapped_file import map_file, release_pages, tensor_over
+from megatron_dapo.weights.formats.mapped_file import map_file, prefetch_pages, release_pages, tensor_over
 from megatron_dapo.weights.mapping import WeightsError
 
 
@@ -56,12 +57,24 @@ class PieceReader:
         """The file and tensor that hold a parameter, for messages."""
         return f"{self.pieces[name][0].stored.file}: tensor {self.pieces[name][0].stored.name}"
 
+    def prefetch(self, name: str, start: int, count: int) -> None:
+        """Ask the kernel to read rows from disk, without waiting."""
+        for place in self._bytes(name, start, count):
+            prefetch_pages(*place)
+
     def release(self, name: str, start: int, count: int) -> None:
         """Drop rows that were read from this process's memory; they stay in the page cache."""
+        for place in self._bytes(name, start, count):
+            release_pages(*place)
+
+    def _bytes(self, name: str, start: int, count: int) -> Iterator[tuple[mmap.mmap, int, int]]:
         for p in self._overlapping(name, start, count):
             low, high = max(start, p.row) - p.row, min(start + count, p.row + p.rows) - p.row
             width = p.columns * self.dtypes[name].itemsize
-            release_pages(self._map(p.stored.file), p.stored.offset + low * width, (high - low) * width)
+            yield self._map(p.stored.file), p.stored.offset + low * width, (high - low) * width
+
+    def files(self) -> list[Path]:
+        return sorted({piece.stored.file for pieces in self.pieces.values() for piece in pieces})
 
     def _overlapping(self, name: str, start: int, count: int) -> list[Piece]:
         return [p for p in self.pieces[name] if p.row < start + count and start < p.row + p.rows]
