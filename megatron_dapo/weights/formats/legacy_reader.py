@@ -108,10 +108,10 @@ def _canonical_tensors(ranks: list[_RankFile], shape: ModelShape) -> Iterator[tu
     """(tensor-parallel rank, canonical name, tensor) of all files."""
     stages, ep_size = 1 + max(rank.pp for rank in ranks), 1 + max(rank.ep for rank in ranks)
     offsets, layers = {}, 0
-    for chunk in range(max(len(rank.chunks) for rank in ranks)):  # the order in which a token passes the chunks
+    for number in range(max(len(rank.chunks) for rank in ranks)):  # the order in which a token passes the chunks
         for stage in range(stages):
-            offsets[stage, chunk] = layers
-            layers += max((_layers(rank.chunks[chunk]) for rank in ranks if rank.pp == stage), default=0)
+            offsets[stage, number] = layers
+            layers += max((_layers(rank.chunks[number]) for rank in ranks if rank.pp == stage), default=0)
     if layers != shape.layers:
         raise WeightsError(f"the ranks hold {layers} layers, but the reference's config.json says {shape.layers}")
     experts = shape.experts // ep_size
