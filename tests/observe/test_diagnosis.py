@@ -43,6 +43,7 @@ CASES = [
     ("grad-norm", series("train/grad_norm", *[0.1] * 5, 1.1), 6),
     ("flat-reward", series("reward/accuracy", *[0.0] * 5), 5),
     ("flat-reward", series("reward/accuracy", *[1.0] * 5), 5),
+    ("flat-reward", [{"reward/accuracy": 0.5, "reward/accuracy_all": 0.995}] * 5, 5),
     ("not-finite", series("train/loss", 0.1, math.nan), 2),
     ("not-finite", series("train/nonfinite_tokens", 0, 3), 2),
     ("skipped-update", series("train/update_skipped", 0, 1), 2),
