@@ -239,7 +239,7 @@ function timelineCard(run) {
   const { step, seconds, phases, engines } = run.timeline, width = 1000;
   const names = [...new Set(phases.map(([name]) => name))];
   const lanes = [...names.map((name) => ({ name })), ...engines], height = lanes.length * LANE + 22;
-  const x = (s) => 170 + (s / Math.max(seconds, 1e-9)) * (width - 180);
+  const x = (s) => 230 + (s / Math.max(seconds, 1e-9)) * (width - 245);
   const totals = names.map((name) => `${name} ${formatDuration(phases.filter(([n]) => n === name).reduce((sum, [, a, b]) => sum + b - a, 0))}`);
   const node = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", tabindex: 0, "aria-label": `step ${step}: ${totals.join(", ")}` });
   lanes.forEach((lane, i) => {
@@ -249,7 +249,7 @@ function timelineCard(run) {
       const most = Math.max(1, ...lane.y), y = (v) => (bottom - (v / most) * (bottom - top)).toFixed(1);
       const path = lane.x.map((s, k) => `H${x(s).toFixed(1)}V${y(lane.y[k])}`).join("");
       svg("path", { d: `M${x(lane.x[0]).toFixed(1)} ${bottom}${path}V${bottom}Z`, class: "area" }, node).style.fill = colour(6);
-      svg("text", { x: 166, y: top + 9, "text-anchor": "end", class: "lane" }, node).textContent = `≤ ${most}`;
+      svg("text", { x: 224, y: top + 9, "text-anchor": "end", class: "lane" }, node).textContent = `≤ ${most}`;
       return;
     }
     for (const [name, from, to] of phases.filter(([n]) => n === lane.name)) {
