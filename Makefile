@@ -8,6 +8,8 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 # The CPU build by an exact pin; with a GPU, whatever CUDA build pip selects.
 TORCH  ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo torch || echo torch==2.13.0)
+# Without a GPU, the versions that were measured together. With one, see docs/install.md.
+LOCK   ?= $(if $(findstring ==,$(TORCH)),-c megatron_dapo/locks/cpu.txt)
 
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
@@ -20,8 +22,8 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml setup.py
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (a few minutes the first time)"
-	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install -qq --disable-pip-version-check "$(TORCH)"
-	@$(BIN)/pip install -qq --disable-pip-version-check -e '.[dev]'
+	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install -qq --disable-pip-version-check $(LOCK) "$(TORCH)"
+	@$(BIN)/pip install -qq --disable-pip-version-check $(LOCK) -e '.[dev]'
 	@touch $@
 
 quickstart: $(STAMP)

@@ -1,5 +1,19 @@
-"""Everything is declared in pyproject.toml; this file serves tools that still call setup.py."""
+"""Everything is declared in pyproject.toml, except that the examples become a part of the wheel: the command
+`megatron-dapo quickstart` works without a checkout."""
+
+from pathlib import Path
+from shutil import copytree, ignore_patterns
 
 from setuptools import setup
+from setuptools.command.build_py import build_py
 
-setup()
+
+class BuildWithExamples(build_py):
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            target = Path(self.build_lib, "megatron_dapo", "_examples")
+            copytree("examples", target, dirs_exist_ok=True, ignore=ignore_patterns("__pycache__", "*.pyc"))
+
+
+setup(cmdclass={"build_py": BuildWithExamples})

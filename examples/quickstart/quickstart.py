@@ -1,6 +1,6 @@
 """The quickstart: a complete DAPO run with a tiny model, on two CPU cores, in a few minutes.
 
-    make quickstart                                    # or: python examples/quickstart/quickstart.py --seed 1
+    make quickstart          # in a checkout; megatron-dapo quickstart where the wheel is installed
 
 1. creates a tiny Qwen2 model and pre-trains it on two-digit sums. Some of the examples are wrong, so that it knows the
    task but is not certain;
@@ -156,6 +156,7 @@ def main() -> int:
     parser.add_argument("--run-dir", type=Path, default=Path("runs/quickstart"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--fresh", action="store_true", help="remove what an earlier quickstart made there first")
+    parser.add_argument("--pretraining-updates", type=int, default=PRETRAINING_UPDATES, help="at most (default 1500)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting")
     args = parser.parse_args()
     warnings.filterwarnings("ignore", module="megatron|torch|transformers")
@@ -179,7 +180,7 @@ def main() -> int:
         with phase("pretraining", "1. creating and pre-training a tiny Qwen2"):
             write_arithmetic(run_dir / "prompts.jsonl", arithmetic_problems(LEVEL, 700, seed=0))
             write_arithmetic(run_dir / "held_out.jsonl", arithmetic_problems(LEVEL, 100, seed=0, split="held-out"))
-            make_model(start, args.seed)
+            make_model(start, args.seed, args.pretraining_updates)
     with phase("convert_in", "2. HF → Megatron"):
         hf_to_megatron(start, converted, overwrite=True)
     with phase("train", "3. DAPO on Megatron-Core"):

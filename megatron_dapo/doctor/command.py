@@ -36,6 +36,7 @@ def probes(config: Config, named: bool) -> list[Probe]:
     found = [
         Probe("python", software.python_version),
         Probe("packages", software.packages),
+        Probe("lock", software.lock),
         Probe("apex", software.apex),
         Probe("gpu", gpu.gpu, 30),
         Probe("torch", gpu.torch_cuda, 120),

@@ -23,6 +23,14 @@ NEEDED: dict[str, tuple[tuple[int, ...], tuple[int, ...] | None]] = {
 SGLANG_FOR_TORCH = {(2, 11): ((0, 5, 11), (0, 5, 17)), (2, 13): ((0, 5, 18), (0, 5, 22)), (2, 14): ((0, 5, 23), None)}
 
 
+LOCKS = Path(__file__).resolve().parents[1] / "locks"
+# Versions that change results or speed; the others are only mentioned.
+MEASURED = (
+    "torch", "megatron-core", "transformer-engine", "sglang", "sglang-kernel", "transformers", "triton", "math-verify",
+    "flashinfer-python", "torch-memory-saver",
+)  # fmt: skip
+
+
 def installed(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)
@@ -63,6 +71,55 @@ def packages(read: Version = installed) -> Check:
             remedy += "; without psutil Megatron hangs when it saves a checkpoint"
         return Check("packages", "fail", "; ".join(wrong), remedy)
     return Check("packages", "ok", ", ".join(found))
+
+
+def lock(
+    read: Version = installed, folder: Path = LOCKS, python: tuple[int, ...] = tuple(sys.version_info[:2])
+) -> Check:
+    """The versions here and those that were measured together (megatron_dapo/locks). Other versions may work."""
+    torch = read("torch")
+    if torch is None:
+        return Check("lock", "fail", "torch is not installed", "tools/install.sh cpu, or cuda13")
+    name = "cpu" if _is_cpu_build(torch, folder, python) else "cuda13"
+    pins = read_lock(folder / f"{name}.txt", python)
+    versions = {package: read(package) for package in pins}
+    differ = [
+        f"{package} {version} ({pins[package]})" for package, version in versions.items()
+        if version and version_tuple(version) != version_tuple(pins[package])
+    ]  # fmt: skip
+    differ.sort(key=lambda text: text.split()[0] not in MEASURED)
+    important = any(text.split()[0] in MEASURED for text in differ)
+    same = sum(version is not None for version in versions.values()) - len(differ)
+    found = f"{same} packages as in locks/{name}.txt"
+    if differ:
+        found += f"; other versions than measured: {', '.join(differ)}"
+    if important:
+        return Check(
+            "lock", "warn", found, f"may work, but was not measured: tools/install.sh {name} installs what was"
+        )
+    return Check("lock", "ok", found)
+
+
+def read_lock(path: Path, python: tuple[int, ...]) -> dict[str, str]:
+    """Versions by package of a file of constraints; markers of the form `; python_version < '3.12'` are respected."""
+    pins = {}
+    for line in path.read_text().splitlines():
+        pin, _, marker = line.partition("#")[0].partition(";")
+        if "==" not in pin:
+            continue
+        if marker:
+            _, sign, bound = marker.replace("'", "").split()
+            if (python < version_tuple(bound)) != (sign == "<"):
+                continue
+        package, _, version = pin.strip().partition("==")
+        pins[package] = version
+    return pins
+
+
+def _is_cpu_build(torch: str, folder: Path, python: tuple[int, ...]) -> bool:
+    """By the local version, e.g. +cpu; a build without one is taken for that of the lock with the same version."""
+    _, _, local = torch.partition("+")
+    return local == "cpu" if local else read_lock(folder / "cpu.txt", python)["torch"] == torch
 
 
 def sglang_pairing(sglang: str, torch: str) -> str | None:

@@ -107,6 +107,26 @@ def test_sglang_must_match_torch(sglang, torch, fine):
     assert (software.sglang_pairing(sglang, torch) is None) is fine
 
 
+def test_versions_are_compared_with_those_that_were_measured_together():
+    measured = software.read_lock(software.LOCKS / "cuda13.txt", (3, 12)) | {"torch": "2.11.0+cu130"}
+    check = software.lock(measured.get, python=(3, 12))
+    assert check.status == "ok" and check.found == f"{len(measured)} packages as in locks/cuda13.txt"
+    check = software.lock((measured | {"sglang": "0.5.20", "soundfile": "0.14.0"}).get, python=(3, 12))
+    assert check.status == "warn" and "sglang 0.5.20 (0.5.17), soundfile 0.14.0 (0.13.1)" in check.found
+    assert "tools/install.sh cuda13" in check.remedy
+    check = software.lock((measured | {"soundfile": "0.14.0"}).get, python=(3, 12))
+    assert check.status == "ok" and "soundfile 0.14.0" in check.found
+    assert software.lock(lambda name: None).status == "fail"
+
+
+def test_the_lock_follows_the_torch_build_and_the_python_version():
+    on_cpu = {"torch": "2.13.0+cpu", "megatron-core": "0.16.1"}
+    assert software.lock(on_cpu.get, python=(3, 11)).found == "2 packages as in locks/cpu.txt"
+    assert "megatron-core 0.16.1 (0.19.2)" in software.lock(on_cpu.get, python=(3, 12)).found
+    assert "locks/cpu.txt" in software.lock({"torch": "2.13.0"}.get, python=(3, 11)).found
+    assert "locks/cuda13.txt" in software.lock({"torch": "2.12.0"}.get, python=(3, 11)).found
+
+
 def test_apex_from_pypi_is_found_by_its_distribution(tmp_path, monkeypatch):
     """A fake distribution as pip would leave it: a package called apex without fused optimizers."""
     (tmp_path / "apex" / "lib").mkdir(parents=True)

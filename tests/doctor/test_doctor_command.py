@@ -61,7 +61,7 @@ def test_only_selects_checks_by_name(capsys):
 
 def test_the_configuration_selects_the_checks():
     names = {probe.name for probe in probes(Config(), named=False)}
-    assert {"python", "packages", "apex", "gpu", "torch", "attention", "kernels", "run directory", "disk",
+    assert {"python", "packages", "lock", "apex", "gpu", "torch", "attention", "kernels", "run directory", "disk",
             "shared memory", "clock", "limits", "hf cache", "slurm", "ports", "weights"} == names  # fmt: skip
     named = parse_config({"policy": {"model": "somewhere"}, "rollout": {"engine": "sglang"}})
     assert {probe.name for probe in probes(named, named=True)} - names == {"sglang", "model"}

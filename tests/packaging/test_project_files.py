@@ -1,0 +1,61 @@
+"""Files for people and services around the code: they parse, and what they name exists."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+YAML_FILES = sorted([*ROOT.glob(".github/**/*.yml"), ROOT / ".pre-commit-config.yaml", ROOT / "CITATION.cff"])
+
+
+@pytest.mark.parametrize("path", YAML_FILES, ids=lambda path: path.name)
+def test_the_file_is_yaml(path):
+    assert isinstance(yaml.safe_load(path.read_text()), dict)
+
+
+def test_the_workflow_runs_the_two_commands_on_every_python_and_machine():
+    jobs = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())["jobs"]
+    assert jobs["test"]["strategy"]["matrix"] == {
+        "os": ["ubuntu-24.04", "ubuntu-24.04-arm"], "python": ["3.11", "3.12"]
+    }  # fmt: skip
+    lines = [step.get("run", "") for job in jobs.values() for step in job["steps"]]
+    for wanted in ("make quickstart", "make test", "python -m build", "tools/build_site.py", "tools/install.sh cpu"):
+        assert any(wanted in line for line in lines), wanted
+    for name in re.findall(r"tools/[\w.]+", " ".join(lines)):
+        assert (ROOT / name).is_file(), name
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.M)
+    assert set(re.findall(r"\bmake ([a-z-]+)", " ".join(lines))) <= set(targets)
+
+
+def test_hooks_before_a_commit_name_existing_programs():
+    for hook in yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]:
+        program = hook["entry"].split()[0]
+        assert program.startswith(".venv/bin/") and (ROOT / program).exists(), program
+
+
+def test_a_tag_has_its_section_of_the_changelog():
+    from megatron_dapo import __version__
+
+    def notes(version):
+        command = [sys.executable, str(ROOT / "tools/tag_notes.py"), version]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    assert notes(f"v{__version__}").stdout.startswith("First version.")
+    assert notes("v99.0").returncode == 1 and "no section ## 99.0" in notes("v99.0").stderr
+
+
+def test_the_site_builds_without_a_warning(tmp_path):
+    if importlib.util.find_spec("material") is None or importlib.util.find_spec("mkdocs") is None:
+        pytest.skip(
+            "mkdocs-material is not installed: pip install 'megatron-dapo[docs]'; the GitHub workflow builds it"
+        )
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools/build_site.py"), str(tmp_path / "site")], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "site/docs/cluster.html").exists()
