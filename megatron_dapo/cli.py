@@ -18,6 +18,7 @@ from megatron_dapo.arguments import (
     with_set,
 )  # fmt: skip
 from megatron_dapo.errors import UserError
+from megatron_dapo.launch.arguments import add_kubernetes, add_quickstart, add_slurm
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -27,6 +28,7 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--version", action="version", version=f"megatron-dapo {__version__}")
     sub = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    add_quickstart(sub)
     _add_train(sub)
     _add_ablate(sub)
     _add_eval(sub)
@@ -36,7 +38,8 @@ def build_parser() -> argparse.ArgumentParser:
     _add_selfcheck(sub)
     _add_plan(sub)
     _add_simulate(sub)
-    _add_slurm(sub)
+    add_slurm(sub)
+    add_kubernetes(sub)
     _add_doctor(sub)
     return parser
 
@@ -307,40 +310,6 @@ def _add_simulate(sub: Commands) -> None:
     parser.add_argument("--whole", action="store_true", help="simulate every server, also of a large fleet")
     parser.add_argument("--output", metavar="FILE", help="draw engines and trainer over time into this HTML file")
     parser.add_argument("--json", action="store_true", dest="as_json", help="print the results as JSON")
-
-
-def _add_slurm(sub: Commands) -> None:
-    def run(args: argparse.Namespace) -> int:
-        from pathlib import Path
-
-        from megatron_dapo.config import load_config
-        from megatron_dapo.config.hub import with_local_model
-        from megatron_dapo.launch.slurm import run_slurm
-        from megatron_dapo.launch.slurm_status import print_status
-
-        if args.status:
-            return print_status(Path(args.status).resolve())
-        if args.config is None:
-            raise UserError("name a CONFIG to submit, or a run directory with --status")
-        nodes = [f"slurm.nodes={args.nodes}"] if args.nodes else []
-        config = with_local_model(load_config(args.config, [*args.set, *nodes]))
-        return run_slurm(config, dry_run=args.dry_run, chain=args.chain)
-
-    parser = add_command(
-        sub, "slurm", run,
-        "Check a run, write its sbatch script into the run directory and submit it. The job resumes by itself.",
-        "examples:\n  megatron-dapo slurm run.yaml --nodes 16 --dry-run\n"
-        "  megatron-dapo slurm run.yaml --nodes 16 --set slurm.partition=h100\n"
-        "  megatron-dapo slurm run.yaml --chain 5      # five jobs in a row, where requeueing is not allowed\n"
-        "  megatron-dapo slurm --status runs/32b\n\n"
-        "exit codes: 0 submitted (--status: alive or finished), 1 --status: ended otherwise, 2 refused",
-    )  # fmt: skip
-    parser.add_argument("config", metavar="CONFIG", nargs="?", help="YAML file; its slurm section describes the job")
-    add_settings(parser)
-    parser.add_argument("--nodes", type=at_least(1), metavar="N", help="all nodes of the job (slurm.nodes)")
-    parser.add_argument("--dry-run", action="store_true", help="check the run, write and print the script, and stop")
-    parser.add_argument("--chain", type=at_least(1), default=1, metavar="K", help="submit K jobs, each after the last")
-    parser.add_argument("--status", metavar="RUN_DIR", help="print the state of a run's jobs")
 
 
 def _add_doctor(sub: Commands) -> None:

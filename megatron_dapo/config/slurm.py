@@ -39,10 +39,40 @@ class SlurmConfig(Section):
     cpus_per_task: int | None = Field(
         None, ge=1, description="Cores for each trainer rank; null: the cluster's default (exclusive: all cores)."
     )
-    memory: str | None = Field(None, description="Per node, e.g. 0 (all of it) or 900G; null: the cluster's default.")
+    memory: str | None = Field(
+        None,
+        description="Per node, e.g. 0 (all of it) or 900G; null: all of it if exclusive, else the cluster's default.",
+    )
     exclusive: bool = Field(True, description="No other job on these nodes.")
+    gpu_request: Literal["auto", "gpus-per-node", "gres", "none"] = Field(
+        "auto",
+        description="sbatch option that requests the GPUs. auto: what the cluster offers. none: Slurm does not manage "
+        "the GPUs, and exclusive nodes have all of them.",
+    )
+    gpu_type: str | None = Field(None, description="Type of the GPUs, as sinfo -o %G names it, e.g. h100; null: any.")
+    engine_partition: str | None = Field(
+        None, description="Partition of the engine nodes, if it is another one; makes a heterogeneous job."
+    )
+    head_partition: str | None = Field(
+        None,
+        description="Partition of an additional CPU node for the batch script and the router; makes a heterogeneous "
+        "job. Rank 0 stays on a trainer node, because it holds a part of the model.",
+    )
     router: bool = Field(False, description="Put sglang-router in front of the servers.")
-    router_port: int = Field(29000, ge=1024, le=65535, description="Port of sglang-router on the first engine node.")
+    router_port: int = Field(
+        29000, ge=1024, le=65535, description="Port of sglang-router on the head node or the first engine node."
+    )
+    spare_nodes: int = Field(
+        0, ge=0, description="Additional nodes of the job; those that the network check finds slow stay idle."
+    )
+    network_check: bool | None = Field(
+        None,
+        description="Measure all-reduce between the nodes before weights are loaded; null: with GPUs on several nodes.",
+    )
+    network_slow: float = Field(
+        0.5, ge=0, lt=1, description="A node is slow below this share of the median node's bandwidth."
+    )
+    network_minimum: float = Field(0.0, ge=0, description="A node is also slow below this many GB/s; 0: no minimum.")
 
     signal_seconds: int = Field(
         600, ge=1, description="The run saves and is queued again this long before the time limit."
@@ -56,19 +86,38 @@ class SlurmConfig(Section):
     crashes: int = Field(2, ge=1, description="Crashes in a row without a new checkpoint before the job gives up.")
     end_seconds: int = Field(120, ge=1, description="Time that the other ranks have once one rank has ended.")
 
-    setup: list[str] = Field(default_factory=list, description="Shell lines to run first, e.g. module load.")
+    mail_user: str | None = Field(None, description="Slurm sends e-mail here; null: none.")
+    mail_type: str = Field("END,FAIL,TIME_LIMIT", description="Events that mail_user hears of, as sbatch takes them.")
+    webhook_env: str | None = Field(
+        None,
+        description="Environment variable with a URL; when the job ends for good, the script posts a JSON object with "
+        "`text` to it.",
+    )
+
+    modules: list[str] = Field(default_factory=list, description="Environment modules to load first, e.g. cuda/13.0.")
+    setup: list[str] = Field(default_factory=list, description="Shell lines to run first, after the modules.")
     python: PathText = Field("", description="Python with megatron-dapo; empty: this one, or python3 in a container.")
     environment: dict[str, str] = Field(
         default_factory=dict,
-        description="Exported to all processes, e.g. NCCL_*. No secrets: export them in the shell you submit from.",
+        description="Exported to all processes, e.g. NCCL_*. No secrets: they belong into environment_file.",
     )
-    container_image: str | None = Field(None, description="pyxis/enroot: run all processes inside this image.")
+    environment_file: PathText = Field(
+        "",
+        description="File of NAME=value lines that only you can read, for keys and tokens: it works at sites where "
+        "jobs do not get the environment you submit from (--export=NONE).",
+    )
+    container_image: str | None = Field(None, description="Run all processes inside this container image.")
+    container_runtime: Literal["pyxis", "apptainer", "singularity"] = Field(
+        "pyxis", description="What runs the image: srun with pyxis/enroot, or a command on every node."
+    )
     container_mounts: list[str] = Field(
         default_factory=list,
         description="Mounts of the container, as HOST:CONTAINER[:flags]; empty: the folder you submit "
         "from and the run directory.",
     )
-    container_arguments: list[str] = Field(default_factory=list, description="More pyxis options of srun.")
+    container_arguments: list[str] = Field(
+        default_factory=list, description="More options of srun (pyxis) or of `apptainer exec`."
+    )
 
     @field_validator("*", mode="after")
     @classmethod
@@ -110,6 +159,13 @@ class SlurmConfig(Section):
                 raise ValueError(f"{name!r} is not the name of an environment variable")
         return value
 
+    @field_validator("webhook_env", mode="after")
+    @classmethod
+    def _webhook(cls, value: str | None) -> str | None:
+        if value is not None and not NAME.fullmatch(value):
+            raise ValueError(f"{value!r} is not the name of an environment variable; put the URL itself into one")
+        return value
+
     @model_validator(mode="after")
     def _nodes(self) -> SlurmConfig:
         if self.mode == "disaggregated":
@@ -126,7 +182,20 @@ class SlurmConfig(Section):
             raise ValueError(f"engine_nodes is {self.engine_nodes} but mode is colocated: set mode to disaggregated")
         if self.container_mounts and not self.container_image:
             raise ValueError("container_mounts without container_image: name the image")
+        if self.engine_partition and not self.engine_nodes:
+            raise ValueError("engine_partition needs engine nodes: set mode to disaggregated and engine_nodes")
+        if self.spare_nodes and (self.engine_partition or self.head_partition):
+            raise ValueError("spare_nodes needs all nodes in one partition: remove it, or the other partitions")
+        if self.spare_nodes and not self.checks_network:
+            raise ValueError("spare_nodes would be idle without a network check: set network_check to true")
+        if self.gpu_request == "none" and self.gpus_per_node and not self.exclusive:
+            raise ValueError("gpu_request is none, so other jobs could use the same GPUs: set exclusive to true")
         return self
+
+    @property
+    def checks_network(self) -> bool:
+        several = self.trainer_nodes > 1 or self.spare_nodes > 0
+        return bool(self.gpus_per_node) and several if self.network_check is None else self.network_check
 
     @property
     def trainer_nodes(self) -> int:

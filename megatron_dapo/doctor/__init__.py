@@ -2,8 +2,9 @@
 
 - `check.py`: a check, its result, its time limit; running a command.
 - `command.py`: the list of checks and their output.
-- `software.py`: Python and package versions.
+- `software.py`: Python and package versions, and the versions that were measured together (`megatron_dapo/locks`).
 - `gpu.py`: driver, CUDA, NCCL, attention kernels.
+- `network.py`: all-reduce between the nodes of a Slurm job; a program of its own that imports torch.
 - `storage.py`: run directory, disk space, /dev/shm, clock.
 - `environment.py`: ports, Slurm, limits, HF cache, SGLang's Python, model directory.
 

@@ -8,26 +8,48 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_dapo.config import Config, dump_config
 from megatron_dapo.engines.sglang.keys import RUN_WITH_KEYS
-from megatron_dapo.launch.slurm_checks import Ask, SlurmError, ask, check_cluster, check_job, check_submission
+from megatron_dapo.launch.slurm_checks import (
+    Ask,
+    SlurmError,
+    ask,
+    check_cluster,
+    check_job,
+    check_submission,
+    offered_gpu_request,
+)
 from megatron_dapo.launch.slurm_script import API_KEY, Job, render
 from megatron_dapo.launch.slurm_status import remember
 from megatron_dapo.trainer.preflight import check_setup
 
+SLOW_NODES = "logs/slow_nodes"  # of the run directory: one name a line
 
-def run_slurm(config: Config, *, dry_run: bool = False, chain: int = 1, ask: Ask = ask) -> int:
-    job = Job(config, Path(config.trainer.run_dir).resolve(), Path.cwd(), chained=chain > 1)
+
+def run_slurm(
+    config: Config, *, dry_run: bool = False, chain: int = 1, seeds: Sequence[int] = (), ask: Ask = ask
+) -> int:
+    """`seeds`: submit an array of runs, each with its own seed, in RUN_DIR/seed_N."""
+    run_dir = Path(config.trainer.run_dir).resolve()
+    job = Job(
+        config, run_dir, Path.cwd(), chained=chain > 1, gpu_request=known_gpu_request(config),
+        excluded=slow_nodes(run_dir), seeds=tuple(seeds),
+    )  # fmt: skip
     shape = check_job(job)
     absent = why_no_cluster(ask) if dry_run else ""
     if not absent:
         check_cluster(config, ask)
+        job = replace(job, gpu_request=offered_gpu_request(config, ask))
     report = check_setup(config, shape).report()
     write(job)
     expected = f"Slurm was not asked: {absent}" if absent else check_submission(job.script, ask)
     print(f"{describe(job)}\n{report}")
+    if job.excluded:
+        print(f"excluded, because an earlier attempt found them slow ({SLOW_NODES}): {', '.join(job.excluded)}")
     if dry_run:
         print(job.script.read_text())
         print(f"valid, not submitted: {job.script} ({expected})")
@@ -35,8 +57,20 @@ def run_slurm(config: Config, *, dry_run: bool = False, chain: int = 1, ask: Ask
     jobs = submit(job, chain, ask)
     remember(job.run_dir, jobs)
     print(f"submitted {job.script} as job {', then '.join(map(str, jobs))}")
-    print(f"follow: tail -F {job.run_dir}/logs/latest/rank_0.log; state: megatron-dapo slurm --status {job.run_dir}")
+    follow = job.run_dir / ("seed_*" if job.seeds else "") / "logs/latest/rank_0.log"
+    print(f"follow: tail -F {follow}; state: megatron-dapo slurm --status {job.run_dir}")
     return 0
+
+
+def known_gpu_request(config: Config) -> str:
+    """As configured; without a cluster to ask, what most clusters take."""
+    return "gpus-per-node" if config.slurm.gpu_request == "auto" else config.slurm.gpu_request
+
+
+def slow_nodes(run_dir: Path) -> tuple[str, ...]:
+    """Nodes that the network check of an earlier attempt found slow. Remove the file to use them again."""
+    path = run_dir / SLOW_NODES
+    return tuple(sorted(set(path.read_text().split()))) if path.exists() else ()
 
 
 def why_no_cluster(ask: Ask) -> str:
@@ -50,12 +84,13 @@ def why_no_cluster(ask: Ask) -> str:
 
 def write(job: Job) -> None:
     """Writes the script and the configuration it names. The servers' key is in neither: the script makes one."""
-    (job.run_dir / "logs").mkdir(parents=True, exist_ok=True)
-    config = job.config
-    if job.starts_servers and not config.rollout.servers.api_key_env:
-        servers = config.rollout.servers.model_copy(update={"api_key_env": API_KEY})
-        config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"servers": servers})})
-    job.settings.write_text(dump_config(config))
+    for run in [job, *(job.of_seed(seed) for seed in job.seeds)]:
+        (run.run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        config = run.config
+        if run.starts_servers and not config.rollout.servers.api_key_env:
+            servers = config.rollout.servers.model_copy(update={"api_key_env": API_KEY})
+            config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"servers": servers})})
+        run.settings.write_text(dump_config(config))
     job.script.write_text(render(job))
     if job.key_wrapper:
         shutil.copyfile(RUN_WITH_KEYS, job.key_wrapper)

@@ -6,6 +6,7 @@ the end, with `sbatch --test-only`, which knows limits, accounts and QoS.
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -45,7 +46,27 @@ def check_job(job: Job) -> ModelShape:
     shape = check_run(config, config.slurm.ranks)
     _check_time(config)
     _check_engines(job)
+    _check_environment_file(config)
+    if job.seeds and len(job.components) > 1:
+        raise ConfigError("Slurm has no arrays of heterogeneous jobs: submit each seed, or leave out "
+                          "slurm.engine_partition and slurm.head_partition")  # fmt: skip
+    if job.seeds and job.chained:
+        raise ConfigError("--seeds and --chain cannot be combined: chain the seeds one by one")
     return shape
+
+
+def _check_environment_file(config: Config) -> None:
+    name = config.slurm.environment_file
+    if not name:
+        return
+    path = Path(name)
+    if not path.is_file():
+        raise ConfigError(f"slurm.environment_file: {path} does not exist: write lines NAME=value into it")
+    if path.stat().st_mode & 0o077:
+        raise ConfigError(f"slurm.environment_file: others can read {path}, which is for secrets: chmod 600 {path}")
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if line.strip() and not line.startswith("#") and not re.match(r"[A-Za-z_][A-Za-z0-9_]*=", line):
+            raise ConfigError(f"slurm.environment_file: line {number} of {path} is not NAME=value")
 
 
 def _check_time(config: Config) -> None:
@@ -111,7 +132,7 @@ def _is_below(path: Path, folder: str) -> bool:
 
 
 def check_cluster(config: Config, ask: Ask = ask) -> None:
-    """The partition exists, or the cluster has a default one."""
+    """Every partition exists, or the cluster has a default one."""
     reply = ask("sinfo", "-h", "-o", "%P")
     if reply.returncode:
         raise SlurmError(f"sinfo failed: {reply.stderr.strip() or 'no reply'}; is the Slurm controller up?")
@@ -120,9 +141,33 @@ def check_cluster(config: Config, ask: Ask = ask) -> None:
     wanted = config.slurm.partition
     if wanted is None and not any(name.endswith("*") for name in names):
         raise ConfigError(f"slurm.partition is empty and the cluster has no default partition: choose one of {known}")
-    missing = [name for name in (wanted or "").split(",") if name and name not in {n.rstrip("*") for n in names}]
-    if missing:
-        raise ConfigError(f"slurm.partition: this cluster has no partition {missing[0]}; it has: {known}")
+    slurm = config.slurm
+    for key in ("partition", "engine_partition", "head_partition"):
+        wanted = getattr(slurm, key)
+        missing = [name for name in (wanted or "").split(",") if name and name not in {n.rstrip("*") for n in names}]
+        if missing:
+            raise ConfigError(f"slurm.{key}: this cluster has no partition {missing[0]}; it has: {known}")
+
+
+def offered_gpu_request(config: Config, ask: Ask = ask) -> str:
+    """How this cluster takes a request for GPUs: gpus-per-node (the cons_tres plugin), gres, or none where its nodes
+    have no GPUs as generic resources."""
+    slurm = config.slurm
+    if slurm.gpu_request != "auto" or not slurm.gpus_per_node:
+        return "gpus-per-node" if slurm.gpu_request == "auto" else slurm.gpu_request
+    where = [f"--partition={name}" for name in (slurm.partition,) if name]
+    reply = ask("sinfo", "-h", "-o", "%G", *where)
+    if reply.returncode:
+        raise SlurmError(f"sinfo failed: {reply.stderr.strip() or 'no reply'}; set slurm.gpu_request")
+    if not re.search(r"(^|,)gpu(:|\()", reply.stdout, re.MULTILINE):
+        if not slurm.exclusive:
+            raise ConfigError(
+                f"slurm.gpus_per_node is {slurm.gpus_per_node}, but Slurm manages no GPUs in this partition, so other "
+                "jobs could use the same ones: set slurm.exclusive to true, or slurm.partition to one with GPUs"
+            )
+        return "none"
+    reply = ask("scontrol", "show", "config")
+    return "gpus-per-node" if reply.returncode or "cons_tres" in reply.stdout else "gres"
 
 
 def check_submission(script: Path, ask: Ask = ask) -> str:

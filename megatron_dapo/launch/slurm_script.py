@@ -4,34 +4,42 @@
 trainer starts them itself), then the trainer under srun, one task per rank. It passes the signal before the time limit
 on to the trainer, and queues the job again, a bounded number of times, when the trainer has saved, crashed or hung.
 
-No value can add a line to the script: each one is quoted for the shell, and a line break is an error.
+No value can add a line to the script: each one is quoted for the shell, and a line break is an error (shell_text.py).
+The script does not depend on the environment it is submitted from: every step gets the script's own environment, also
+where the site or the user submits with --export=NONE.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import sys
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
-from megatron_dapo.config import Config, ConfigError
+from megatron_dapo.config import Config
 from megatron_dapo.config.rollout import ServerConfig
-from megatron_dapo.config.slurm import NAME
 from megatron_dapo.engines.sglang.keys import RUN_WITH_KEYS, command_with_keys
+from megatron_dapo.launch.shell_text import Shell, one_line, quote, quote_words, variable, wrap
 
 API_KEY = "MEGATRON_DAPO_API_KEY"
-WIDTH = 118  # columns of a wrapped command
-TEMPLATE = Path(__file__).with_name("job.sbatch.j2")
+TEMPLATES = Path(__file__).parent
 
 
-class Shell(str):
-    """Shell text of our own, such as `"$1"`, that must not be quoted. Never holds a value from the configuration."""
+@dataclass(frozen=True, slots=True)
+class Component:
+    """Nodes of one kind. A job with several components is heterogeneous."""
+
+    role: str  # head, trainers, engines; "all" for both kinds in one component
+    nodes: int
+    partition: str | None
+    gpus: int
+    tasks: int  # per node
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +50,21 @@ class Job:
     run_dir: Path
     folder: Path
     chained: bool = False  # a later job takes over, so this one does not queue itself again
+    gpu_request: str = "gpus-per-node"  # or gres, none: what the cluster offers
+    excluded: tuple[str, ...] = ()  # nodes that an earlier attempt found slow
+    seeds: tuple[int, ...] = ()  # an array of jobs, one run in seed_N for each
+
+    def of_seed(self, seed: int) -> Job:
+        """One run of the array, with a run directory and a weights directory of its own."""
+        run_dir = self.run_dir / f"seed_{seed}"
+        weights = Path(self.folder, self.config.rollout.weights.directory)
+        inside = self.run_dir in weights.parents
+        weights = run_dir / weights.relative_to(self.run_dir) if inside else weights / f"seed_{seed}"
+        trainer = self.config.trainer.model_copy(update={"run_dir": str(run_dir), "seed": seed})
+        update = {"weights": self.config.rollout.weights.model_copy(update={"directory": str(weights)})}
+        rollout = self.config.rollout.model_copy(update=update)
+        config = self.config.model_copy(update={"trainer": trainer, "rollout": rollout})
+        return replace(self, config=config, run_dir=run_dir, seeds=())
 
     @property
     def settings(self) -> Path:
@@ -77,26 +100,76 @@ class Job:
         return variable(self.config.rollout.servers.api_key_env or API_KEY)
 
     @property
+    def components(self) -> list[Component]:
+        """In the order of their het groups. Slurm runs the script on the first node of the first component."""
+        slurm = self.config.slurm
+        ranks, gpus = slurm.ranks_per_node, slurm.gpus_per_node
+        head = [Component("head", 1, slurm.head_partition, 0, 1)] if slurm.head_partition else []
+        if not slurm.engine_partition:
+            return [*head, Component("all", slurm.nodes + slurm.spare_nodes, slurm.partition, gpus, ranks)]
+        return [
+            *head, Component("trainers", slurm.trainer_nodes, slurm.partition, gpus, ranks),
+            Component("engines", slurm.engine_nodes, slurm.engine_partition, gpus, 1),
+        ]  # fmt: skip
+
+    def group(self, role: str) -> int | None:
+        """The het group of head, trainers or engines; None: the job has only one component, or no head."""
+        roles = [component.role for component in self.components]
+        found = role if role in roles else "all"
+        return roles.index(found) if len(roles) > 1 and found in roles else None
+
+    @property
     def options(self) -> dict[str, Any]:
-        """sbatch's long options; None: not given."""
+        """sbatch's long options of the whole job; None: not given."""
         slurm = self.config.slurm
         return {
             "job-name": slurm.job_name or self.run_dir.name,
-            "partition": slurm.partition, "account": slurm.account, "qos": slurm.qos, "reservation": slurm.reservation,
-            "nodes": slurm.nodes, "ntasks-per-node": slurm.ranks_per_node, "cpus-per-task": slurm.cpus_per_task,
-            "gpus-per-node": slurm.gpus_per_node or None, "mem": slurm.memory, "time": slurm.time,
-            "signal": f"B:USR1@{slurm.signal_seconds}", "chdir": self.folder,
-            "output": self.run_dir / "logs" / "slurm_%j.log", "open-mode": "append",
+            "time": slurm.time, "signal": f"B:USR1@{slurm.signal_seconds}", "chdir": self.folder,
+            "output": self.run_dir / "logs" / ("slurm_%A_%a.log" if self.seeds else "slurm_%j.log"),
+            "open-mode": "append", "array": ",".join(map(str, self.seeds)) or None,
+            "mail-user": slurm.mail_user, "mail-type": slurm.mail_type if slurm.mail_user else None,
+        }  # fmt: skip
+
+    def component_options(self, component: Component) -> dict[str, Any]:
+        slurm = self.config.slurm
+        memory = slurm.memory if slurm.memory is not None or not slurm.exclusive else "0"
+        kind = f"{slurm.gpu_type}:" if slurm.gpu_type else ""
+        requests = {"gpus-per-node": f"{kind}{component.gpus}", "gres": f"gpu:{kind}{component.gpus}"}
+        is_head = component.role == "head"
+        return {
+            "partition": component.partition, "account": slurm.account, "qos": slurm.qos,
+            "reservation": slurm.reservation, "exclude": None if is_head else ",".join(self.excluded) or None,
+            "nodes": component.nodes, "ntasks-per-node": component.tasks,
+            "cpus-per-task": None if is_head else slurm.cpus_per_task, "mem": None if is_head else memory,
+            **({self.gpu_request: requests[self.gpu_request]} if component.gpus and self.gpu_request != "none" else {}),
         }  # fmt: skip
 
     @property
-    def container_flags(self) -> list[str]:
-        slurm = self.config.slurm
+    def mounts(self) -> list[str]:
         folders = [self.folder, *([] if self.run_dir.is_relative_to(self.folder) else [self.run_dir])]
-        mounts = slurm.container_mounts or [f"{folder}:{folder}" for folder in folders]
+        return self.config.slurm.container_mounts or [f"{folder}:{folder}" for folder in folders]
+
+    @property
+    def container_flags(self) -> list[str]:
+        """Options of srun that run a step in the container (pyxis)."""
+        slurm = self.config.slurm
+        if not slurm.container_image or slurm.container_runtime != "pyxis":
+            return []
         return [
             f"--container-image={slurm.container_image}", f"--container-workdir={self.folder}",
-            f"--container-mounts={','.join(mounts)}", *slurm.container_arguments,
+            f"--container-mounts={','.join(self.mounts)}", *slurm.container_arguments,
+        ]  # fmt: skip
+
+    @property
+    def container_command(self) -> list[str]:
+        """The command before each command of a step that runs it in the container (Apptainer, Singularity). It passes
+        the environment on, so no key is on a command line."""
+        slurm = self.config.slurm
+        if not slurm.container_image or slurm.container_runtime == "pyxis":
+            return []
+        return [
+            slurm.container_runtime, "exec", *(["--nv"] if slurm.gpus_per_node else []), "--pwd", str(self.folder),
+            "--bind", ",".join(self.mounts), *slurm.container_arguments, slurm.container_image,
         ]  # fmt: skip
 
     @property
@@ -107,9 +180,14 @@ class Job:
 
     @property
     def leftover_weights(self) -> Path | None:
-        """Where a killed trainer leaves its last weight files; None: outside the run directory, not ours to clean."""
+        """Where in the run directory a killed trainer leaves weight files; None: outside of it, not ours to clean."""
         folder = Path(self.folder, self.config.rollout.weights.directory)
-        return folder if self.starts_servers and self.run_dir in folder.parents else None
+        return folder.relative_to(self.run_dir) if self.starts_servers and self.run_dir in folder.parents else None
+
+    @property
+    def name_in_json(self) -> str:
+        """The job's name inside a JSON text."""
+        return json.dumps(self.config.slurm.job_name or self.run_dir.name)[1:-1]
 
     def server_command(self) -> list[str]:
         """The fleet's own command for a server; the shell fills in $2, the port, and $3, the first GPU."""
@@ -127,12 +205,24 @@ class Job:
             Shell(later[before]) if before in later else word
             for before, word in zip(["", *command], self._visible(command), strict=False)
         ]
-        return ["env", *(Shell(f"{name}={quote(value)}") for name, value in environment.items()), *words]
+        settings = [Shell(f"{name}={quote(value)}") for name, value in environment.items()]
+        return [*self.container_words, "env", *settings, *words]
 
     def router_command(self) -> list[str]:
         servers, slurm = self.config.rollout.servers, self.config.slurm
         command = router_command(servers.python or self.python, slurm.router_port, servers, self.api_key)
-        return [*self._visible(command), "--worker-urls", Shell("${URLS//,/ }")]
+        return [*self.container_words, *self._visible(command), "--worker-urls", Shell("${URLS//,/ }")]
+
+    def network_command(self) -> list[str]:
+        slurm = self.config.slurm
+        return [
+            *self.container_words, self.python, "-u", "-m", "megatron_dapo.doctor.network", Shell('"$LOGS"'),
+            "--slow", str(slurm.network_slow), "--minimum", str(slurm.network_minimum),
+        ]  # fmt: skip
+
+    @property
+    def container_words(self) -> list[str]:
+        return [Shell('"${CONTAINER[@]}"')] if self.container_command else []
 
     @property
     def key_wrapper(self) -> Path | None:
@@ -158,57 +248,22 @@ def router_command(python: str, port: int, servers: ServerConfig, key: str) -> l
     ]  # fmt: skip
 
 
-def render(job: Job) -> str:
-    return _template().render(job=job, slurm=job.config.slurm, servers=job.config.rollout.servers, shell=Shell)
+def render(job: Job, template: str = "job.sbatch.j2", **values: object) -> str:
+    slurm, servers = job.config.slurm, job.config.rollout.servers
+    return _environment().get_template(template).render(job=job, slurm=slurm, servers=servers, shell=Shell, **values)
 
 
 @cache
-def _template() -> jinja2.Template:
+def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(
-        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
-    )
+        loader=jinja2.FileSystemLoader(TEMPLATES), undefined=jinja2.StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True, keep_trailing_newline=True,
+    )  # fmt: skip
     environment.filters |= {
         "q": quote, "q_words": quote_words, "split_words": shlex.split, "wrap": wrap, "one_line": one_line,
         "variable": variable,
     }  # fmt: skip
-    return environment.from_string(TEMPLATE.read_text())
-
-
-def quote(value: object) -> str:
-    """One shell word that stands for exactly this value."""
-    return value if isinstance(value, Shell) else shlex.quote(one_line(value))
-
-
-def quote_words(words: Iterable[object]) -> str:
-    return " ".join(quote(word) for word in words)
-
-
-def one_line(value: object) -> str:
-    """The value as text. Comments and #SBATCH lines end at a line break, quoted or not: such a value is an error."""
-    text = str(value)
-    if any(ord(character) < 32 or ord(character) == 127 for character in text):
-        raise ConfigError(f"{text!r} has a line break or a control character, which cannot be in a batch script")
-    return text
-
-
-def variable(name: str) -> str:
-    """The name of an environment variable, which cannot be quoted."""
-    if not NAME.fullmatch(name):
-        raise ConfigError(f"{name!r} is not the name of an environment variable")
-    return name
-
-
-def wrap(words: Iterable[object], indent: str = "") -> str:
-    """Quoted words on lines of a readable length; an option stays with its value."""
-    quoted = [quote(word) for word in words]
-    lines, line = [], indent
-    for word, after in zip(quoted, [*quoted[1:], ""], strict=True):
-        pair = len(word) + (len(after) + 1 if word.startswith("--") and not after.startswith("--") else 0)
-        if line.strip() and len(line) + 1 + pair > WIDTH:
-            lines.append(f"{line} \\")
-            line = f"{indent}  "
-        line += f"{' ' if line.strip() else ''}{word}"
-    return "\n".join([*lines, line])
+    return environment
 
 
 def seconds_of(time: str) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,7 +62,7 @@ SHORT = {
 
 @dataclass(frozen=True, slots=True)
 class JobStatus:
-    job: int
+    job: int | str  # 12, or 12_3 for task 3 of an array
     state: str
     reason: str = ""
     restarts: int = 0
@@ -90,12 +91,26 @@ def normal_state(text: str) -> str:
     return SHORT.get(name, name)
 
 
+def job_statuses(job: int, ask: Ask = ask) -> list[JobStatus]:
+    """Of an array the status of each task; of any other job one. A heterogeneous job has that of its first part."""
+    reply = ask("scontrol", "-o", "show", "job", str(job))
+    lines = [line for line in reply.stdout.splitlines() if "JobState=" in line]
+    if reply.returncode or not lines:
+        return [job_status(job, ask)]
+    found = [dict(word.split("=", 1) for word in line.split() if "=" in word) for line in lines]
+    tasks = [fields for fields in found if "ArrayTaskId" in fields]
+    return [
+        JobStatus(
+            f"{job}_{fields['ArrayTaskId']}" if tasks else job, normal_state(fields["JobState"]),
+            fields.get("Reason", ""), int(fields.get("Restarts", 0)), fields.get("ExitCode", ""),
+        ) for fields in sorted(tasks, key=lambda fields: fields["ArrayTaskId"]) or found[:1]
+    ]  # fmt: skip
+
+
 def job_status(job: int, ask: Ask = ask) -> JobStatus:
     reply = ask("scontrol", "-o", "show", "job", str(job))
     if reply.returncode == 0 and "JobState=" in reply.stdout:
-        found = dict(word.split("=", 1) for word in reply.stdout.split() if "=" in word)
-        return JobStatus(job, normal_state(found["JobState"]), found.get("Reason", ""), int(found.get("Restarts", 0)),
-                         found.get("ExitCode", ""))  # fmt: skip
+        return job_statuses(job, lambda *_: reply)[0]
     for options in (["-X"], ["-c"]):  # the database, or the log of completed jobs
         reply = ask("sacct", *options, "-n", "-P", "-j", str(job), "-o", "State")
         lines = [line for line in reply.stdout.splitlines() if line.strip()]
@@ -119,14 +134,43 @@ def print_status(run_dir: Path, ask: Ask = ask) -> int:
     jobs = submitted(run_dir)
     if not jobs:
         raise SlurmError(f"{run_dir}: no job was submitted with this run directory (no {JOBS})")
-    statuses = [job_status(job, ask) for job in jobs]
-    for status in [s for s in statuses[:-1] if not s.over] + statuses[-1:]:
+    *earlier, newest = [job_statuses(job, ask) for job in jobs]
+    for status in [s for statuses in earlier for s in statuses if not s.over] + newest:
         print(status.description())
-    print(f"{steps_done(run_dir)} steps done; logs: {run_dir / 'logs' / 'latest'}")
-    ended = run_dir / "logs" / "latest" / "heartbeat" / "ended"
-    if ended.exists():
-        print(ended.read_text().rstrip())
-    return 1 if all(s.over for s in statuses) and statuses[-1].state != "COMPLETED" else 0
+    for run in sorted(run_dir.glob("seed_*")) or [run_dir]:
+        print(f"{steps_done(run)} steps done; logs: {run / 'logs' / 'latest'}")
+        ended = run / "logs" / "latest" / "heartbeat" / "ended"
+        if ended.exists():
+            print(ended.read_text().rstrip())
+    over = all(status.over for statuses in [*earlier, newest] for status in statuses)
+    return 1 if over and any(status.state != "COMPLETED" for status in newest) else 0
+
+
+def run_on_nodes(run_dir: Path, first: str | None, rest: list[str], node: str | None = None) -> int:
+    """Runs a command on every node of the run's newest job, beside the run, with srun --overlap."""
+    if first is None:
+        raise SlurmError("name a command to run on the nodes, e.g. nvidia-smi")
+    jobs = submitted(run_dir)
+    if not jobs:
+        raise SlurmError(f"{run_dir}: no job was submitted with this run directory (no {JOBS})")
+    status = job_statuses(jobs[-1])[0]
+    if status.state != "RUNNING":
+        raise SlurmError(f"{status.description()}: a command needs a running job")
+    command = overlap_command(jobs[-1], [first, *rest], _job_fields(jobs[-1]), node)
+    return subprocess.run(command).returncode
+
+
+def overlap_command(job: int, command: list[str], fields: dict[str, str], node: str | None) -> list[str]:
+    where = [f"--nodelist={node}", "--nodes=1", "--ntasks=1"] if node else [
+        f"--nodes={fields['NumNodes']}", f"--ntasks={fields['NumNodes']}"
+    ]  # fmt: skip
+    flags = ["--overlap", "--mpi=none", "--cpu-bind=none", "--ntasks-per-node=1", "--label", "--export=ALL"]
+    return ["srun", f"--jobid={job}", *where, *flags, *command]
+
+
+def _job_fields(job: int) -> dict[str, str]:
+    lines = ask("scontrol", "-o", "show", "job", str(job)).stdout.splitlines()
+    return dict(word.split("=", 1) for word in lines[0].split() if "=" in word)
 
 
 def steps_done(run_dir: Path) -> int:

@@ -181,7 +181,7 @@ def run_rank(rendezvous, config, shape):
 @pytest.fixture(scope="module")
 def scenarios(cluster, folder, undisturbed):
     """All scenarios start now; a test waits for its own. The forks of `undisturbed` come before the threads."""
-    every = (lost_ranks, lost_node, lost_engine, hopeless_engine)
+    every = (lost_ranks, lost_node, lost_engine, failing_engine)
     pool = ThreadPoolExecutor(len(every))
     found = {scenario: pool.submit(scenario, cluster, folder) for scenario in every}
     yield found
@@ -257,16 +257,16 @@ def lost_engine(cluster, folder):
     return run.wait_end(2 * START)
 
 
-def hopeless_engine(cluster, folder):
+def failing_engine(cluster, folder):
     """An engine that ends at every start."""
     python = folder / "python"
     python.write_text("#!/bin/bash\necho 'this machine has no such library' >&2; exit 3\n")
     python.chmod(0o755)
     run = Run(
-        cluster, folder, "hopeless-engine",
+        cluster, folder, "failing-engine",
         slurm={"nodes": 2, "engine_nodes": 1, "mode": "disaggregated", "extra": ["--nodelist=n1,n2"], "crashes": 1},
         rollout={
-            "engine": "sglang", "weights": {"directory": str(folder / "hopeless-weights")},
+            "engine": "sglang", "weights": {"directory": str(folder / "failing-weights")},
             "servers": {
                 "device": "cpu", "python": str(python), "port": 32000 + os.getpid() % 900, "restarts": 1,
                 "start_timeout": 10 * START,
@@ -334,7 +334,7 @@ def test_a_killed_engine_comes_back_with_the_current_weights(scenarios):
 
 
 def test_an_engine_that_ends_at_every_start_ends_the_run_with_the_reason(scenarios):
-    run = scenarios[hopeless_engine].result()  # long before start_timeout
+    run = scenarios[failing_engine].result()  # long before start_timeout
     assert run.state["JobState"] == "FAILED", run.log
     assert re.findall(r"engine_n2_\d+ ended with code 3 \(start (\d)\)", run.log) == ["1", "2"]
     assert re.search(r"engine_n2_\d+ is given up", run.log)

@@ -1,6 +1,7 @@
 """No value of a configuration can add a line, an option or a command to the batch script."""
 
 import copy
+import json
 import re
 import shlex
 import subprocess
@@ -11,20 +12,44 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_dapo.config import ConfigError, parse_config
+from megatron_dapo.launch.shell_text import Shell, quote, variable
 from megatron_dapo.launch.slurm_checks import check_submission
-from megatron_dapo.launch.slurm_script import Job, Shell, quote, render, variable
+from megatron_dapo.launch.slurm_script import Job, render
 
 RAW = {
     "policy": {"model": "MODEL", "micro_batch_tokens": 32768},
     "rollout": {"servers": {}, "weights": {"directory": "/runs/x/weights"}},
-    "slurm": {"nodes": 4, "mode": "disaggregated", "engine_nodes": 1, "router": True, "container_image": "IMAGE"},
+    "slurm": {
+        "nodes": 4,
+        "mode": "disaggregated",
+        "engine_nodes": 1,
+        "router": True,
+        "container_image": "IMAGE",
+        "network_check": True,
+    },
 }
 # Every text that reaches the script, and how to set it.
 VALUES = {
     **{
         f"slurm.{name}": lambda raw, text, name=name: raw["slurm"].__setitem__(name, text)
-        for name in ("partition", "account", "qos", "reservation", "memory", "python", "container_image")
+        for name in (
+            "partition",
+            "account",
+            "qos",
+            "reservation",
+            "memory",
+            "python",
+            "container_image",
+            "gpu_type",
+            "engine_partition",
+            "head_partition",
+            "mail_user",
+            "environment_file",
+        )
     },
+    "slurm.modules": lambda raw, text: raw["slurm"].__setitem__("modules", [text]),
+    "slurm.apptainer": lambda raw, text: raw["slurm"].update(container_runtime="apptainer", container_image=text),
+    "slurm.mail_type": lambda raw, text: raw["slurm"].update(mail_user="me", mail_type=text),
     "slurm.job_name": lambda raw, text: raw["slurm"].__setitem__("job_name", text or "x"),
     "slurm.environment": lambda raw, text: raw["slurm"].__setitem__("environment", {"A": text}),
     "slurm.container_mounts": lambda raw, text: raw["slurm"].__setitem__("container_mounts", [text]),
@@ -55,8 +80,8 @@ def quoted_forms(key, text):
     prefixes = {
         "slurm.container_image": "--container-image=", "slurm.container_mounts": "--container-mounts=",
     }  # fmt: skip
-    prefix = prefixes.get(key, "")
-    return quote(prefix + text), quote(prefix + PLACEHOLDER)
+    prefix, suffix = prefixes.get(key, ""), ":8" if key == "slurm.gpu_type" else ""
+    return quote(prefix + text + suffix), quote(prefix + PLACEHOLDER + suffix)
 
 
 @pytest.mark.parametrize("key", VALUES)
@@ -110,6 +135,23 @@ def test_a_name_of_a_variable_is_a_name(key, name):
     raw["rollout"]["servers"][key] = name
     with pytest.raises(ConfigError, match="environment variable"):
         render(Job(parse_config(raw), Path("/runs/x"), Path("/project")))
+
+
+def test_the_name_of_the_job_stays_inside_the_text_of_the_webhook(tmp_path):
+    """The text is JSON whatever the name is. curl gets it, and the URL on its standard input."""
+    name = "a\"b'c $(touch x) %s \\ é"
+    raw = copy.deepcopy(RAW)
+    raw["slurm"] |= {"job_name": name, "webhook_env": "HOOK"}
+    text = render(Job(parse_config(raw), tmp_path, tmp_path))
+    leave = text[text.index("leave() {") : text.index("finish() {")]
+    program = f'say() {{ echo "$*"; }}\ncurl() {{ printf %s "$9" > sent; cat > config; }}\n{leave}\nleave 3'
+    done = subprocess.run(
+        ["bash", "-c", program], cwd=tmp_path, env={"SLURM_JOB_ID": "7", "HOOK": "https://x/secret", "PATH": "/bin"}
+    )
+    assert done.returncode == 3
+    found = (tmp_path / "sent").read_text()
+    assert json.loads(found) == {"text": f"{name} (job 7) ended with code 3"}
+    assert (tmp_path / "config").read_text() == 'url = "https://x/secret"\n'
 
 
 def test_our_own_shell_text_is_not_quoted():

@@ -1,4 +1,4 @@
-"""How often a job is queued again: the budget counts restarts in a row and recovers after good service.
+"""How often a job is queued again: the budget counts restarts in a row and recovers after progress.
 
 The script runs here as it is; Slurm's commands and the trainer are stubs.
 """
@@ -66,7 +66,7 @@ def test_the_job_gives_up_after_its_restarts(tmp_path):
     assert (tmp_path / "asked").read_text() == "requeue 7\n" * 2
 
 
-def test_good_service_restores_the_restarts(tmp_path):
+def test_progress_restores_the_restarts(tmp_path):
     job = StubJob(tmp_path, restarts=2, restart_reset_seconds=600)
     job.attempt("exit 75")
     job.attempt("exit 75")
@@ -75,7 +75,7 @@ def test_good_service_restores_the_restarts(tmp_path):
     assert "not queued again" in job.attempt(job.checkpoint(2, 599) + "exit 75")
 
 
-def test_good_service_counts_when_slurm_requeues_without_the_script(tmp_path):
+def test_progress_counts_when_slurm_requeues_without_the_script(tmp_path):
     """A lost node ends the script in the middle: the next attempt finds the checkpoint."""
     job = StubJob(tmp_path, restarts=2, restart_reset_seconds=600)
     job.attempt("exit 75")
@@ -126,7 +126,7 @@ def test_a_server_that_ends_at_every_start_is_given_up(tmp_path):
     assert "engine_n2_30000 is given up" in said
 
 
-def test_service_restores_the_restarts_of_a_server(tmp_path):
+def test_time_in_service_restores_the_restarts_of_a_server(tmp_path):
     """A server that works for restart_recovery seconds before it ends is started again as often as that happens."""
     job = StubJob(tmp_path, {"servers": {"restarts": 1, "restart_recovery": 1}}, **ENGINE_NODE)
     (tmp_path / "engine").write_text("sleep 1.1; echo >> served; exit 3\n")

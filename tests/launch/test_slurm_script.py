@@ -12,7 +12,13 @@ from sparse_model import write_sparse_model
 from megatron_dapo.config import ConfigError, parse_config
 from megatron_dapo.engines.sglang.keys import RUN_WITH_KEYS
 from megatron_dapo.launch import slurm as launch
-from megatron_dapo.launch.slurm_checks import SlurmError, check_cluster, check_job, check_submission
+from megatron_dapo.launch.slurm_checks import (
+    SlurmError,
+    check_cluster,
+    check_job,
+    check_submission,
+    offered_gpu_request,
+)
 from megatron_dapo.launch.slurm_script import Job, render, seconds_of
 from megatron_dapo.launch.slurm_status import submitted
 
@@ -105,7 +111,8 @@ def test_slurm_options_are_in_the_script(raw):
     ):  # fmt: skip
         assert f"\n{line}\n" in text, line
     assert text.index("module load cuda") < text.index("set -u")  # environment activation scripts break under it
-    assert "sglang_router.launch_router" in text and "router_url=http://${ENGINES[0]}:29000" in text
+    assert "sglang_router.launch_router" in text and "router_url=http://$ROUTER:29000" in text
+    assert 'ROUTER="${ENGINES[0]}"' in text
     assert "--port 29000" in text and "--prometheus-port 29001" in text
 
 
@@ -113,8 +120,8 @@ def test_every_step_runs_in_the_container(raw):
     raw["slurm"] |= {"container_image": "nvcr.io#nvidia/pytorch:25.09", "container_mounts": ["/data:/data:ro"]}
     text = script_of(raw)
     assert "--container-image=nvcr.io#nvidia/pytorch:25.09" in text and "--container-mounts=/data:/data:ro" in text
-    sruns = [line for line in text.splitlines() if line.lstrip().startswith("srun ")]
-    assert len(sruns) == 2 and all('"${CONTAINER[@]}"' in line for line in sruns)
+    sruns = [line for line in text.splitlines() if "srun --export=ALL" in line]
+    assert len(sruns) == 3 and all('"${CONTAINER[@]}"' in line for line in sruns)
     assert "python3 -u -m megatron_dapo.cli train" in text
     words = " ".join(text.replace("\\\n", " ").split())
     assert "python3 -m megatron_dapo.engines.sglang.run_with_keys sglang.launch_server" in words
@@ -189,6 +196,11 @@ def test_odd_names_are_quoted(raw, tmp_path):
         ("rollout", {"weights": {"transport": "tensor"}}, "needs one host"),
         ("rollout", {"servers": {"share_gpus": True}}, "the engines have GPUs of their own"),
         ("slurm", {"mode": "colocated", "engine_nodes": 0}, "set rollout.servers.share_gpus to true"),
+        ("slurm", {"engine_partition": "a", "mode": "colocated", "engine_nodes": 0}, "engine_partition needs engine"),
+        ("slurm", {"spare_nodes": 1, "head_partition": "cpu"}, "needs all nodes in one partition"),
+        ("slurm", {"spare_nodes": 1, "network_check": False}, "would be idle without a network check"),
+        ("slurm", {"gpu_request": "none", "exclusive": False}, "other jobs could use the same GPUs"),
+        ("slurm", {"webhook_env": "https://x"}, "put the URL itself into one"),
     ],
 )
 def test_impossible_jobs_are_refused(section, change, said, raw, tmp_path):
@@ -216,6 +228,69 @@ def test_a_wrong_partition_is_refused(partition, known, said, raw):
         check_cluster(parse_config(raw), answer(known))
 
 
+@pytest.mark.parametrize(
+    ("gres", "plugin", "change", "expected"),
+    [
+        ("gpu:h100:8(S:0-1)\n", "select/cons_tres", {}, "gpus-per-node"),
+        ("(null)\nshard:2,gpu:8\n", "select/cons_res", {}, "gres"),
+        ("(null)\n", "select/cons_tres", {}, "none"),
+        ("(null)\n", "select/cons_tres", {"gpu_request": "gres"}, "gres"),
+        ("gpu:8\n", "select/cons_res", {"gpus_per_node": 0}, "gpus-per-node"),
+    ],
+)
+def test_gpus_are_requested_as_the_cluster_offers_them(gres, plugin, change, expected, raw):
+    raw["slurm"] |= change
+    raw["policy"]["tensor_parallel"] = 1
+    config = parse_config(raw)
+    found = offered_gpu_request(config, lambda *command: answer(gres if command[0] == "sinfo" else plugin)(*command))
+    assert found == expected
+    text = script_of(raw, gpu_request=found)
+    options = {"gpus-per-node": "--gpus-per-node=8", "gres": "--gres=gpu:8"}
+    for name, option in options.items():
+        assert (f"#SBATCH {option}\n" in text) == (name == found and bool(config.slurm.gpus_per_node)), (name, found)
+
+
+def test_unmanaged_gpus_are_not_shared_with_other_jobs(raw):
+    raw["slurm"]["exclusive"] = False
+    with pytest.raises(ConfigError, match="Slurm manages no GPUs in this partition"):
+        offered_gpu_request(parse_config(raw), answer("(null)\n"))
+
+
+def test_secrets_are_in_a_file_that_only_its_owner_reads(raw, tmp_path):
+    path = tmp_path / "secrets"
+    raw["slurm"]["environment_file"] = str(path)
+    with pytest.raises(ConfigError, match="does not exist"):
+        check_job(job_of(raw))
+    path.write_text("A=1\nexport B=2\n")
+    path.chmod(0o640)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        check_job(job_of(raw))
+    path.chmod(0o600)
+    with pytest.raises(ConfigError, match=r"line 2 of .* is not NAME=value"):
+        check_job(job_of(raw))
+    path.write_text("A=1\n\n# no value\nB=2\n")
+    check_job(job_of(raw))
+
+
+def test_jobs_have_all_memory_of_exclusive_nodes(raw):
+    assert "#SBATCH --mem=0\n" in script_of(raw)
+    raw["slurm"]["exclusive"] = False
+    assert "--mem" not in script_of(raw)
+    raw["slurm"]["memory"] = "900G"
+    assert "#SBATCH --mem=900G\n" in script_of(raw)
+
+
+def test_modules_are_loaded_in_a_shell_without_them(raw, tmp_path):
+    raw["slurm"]["modules"] = ["cuda/13.0", "nccl"]
+    text = script_of(raw)
+    part = text[text.index("for file in") : text.index("set -u")]
+    (tmp_path / "init").mkdir()
+    (tmp_path / "init/bash").write_text('module() { echo "module $*"; }\n')
+    environment = {"PATH": "/usr/bin:/bin", "MODULESHOME": str(tmp_path)}
+    done = subprocess.run(["bash", "-c", part], env=environment, capture_output=True, text=True)
+    assert done.stdout == "module load cuda/13.0 nccl\n"
+
+
 def test_an_existing_or_default_partition_is_accepted(raw):
     check_cluster(parse_config(raw), answer("a100*\nh100\n"))
     raw["slurm"]["partition"] = None
@@ -240,11 +315,11 @@ def test_each_job_of_a_chain_depends_on_the_one_before(raw, capsys):
     launch.run_slurm(parse_config(raw), chain=3, ask=ask)
     submissions = [command[2:-1] for command in asked if "--parsable" in command]
     assert submissions == [
-        (), ("--dependency=afternotok:103", "--kill-on-invalid-dep=yes"),
-        ("--dependency=afternotok:104", "--kill-on-invalid-dep=yes"),
+        (), ("--dependency=afternotok:104", "--kill-on-invalid-dep=yes"),
+        ("--dependency=afternotok:105", "--kill-on-invalid-dep=yes"),
     ]  # fmt: skip
     assert '[ "$RESTARTS" -ge 0 ]' in Path(raw["trainer"]["run_dir"], "job.sbatch").read_text()
-    assert "as job 103, then 104, then 105" in capsys.readouterr().out
+    assert "as job 104, then 105, then 106" in capsys.readouterr().out
 
 
 def test_time_limits_in_seconds():
@@ -282,6 +357,7 @@ def test_gpu_assignment_on_a_real_cluster(mode, cluster, monkeypatch, raw, tmp_p
     raw["slurm"] = {
         "nodes": 4 if mode == "disaggregated" else 2, "mode": mode, "engine_nodes": 2 * (mode == "disaggregated"),
         "gpus_per_node": 4, "time": "5", "signal_seconds": 60, "python": str(tmp_path / "python"), "exclusive": False,
+        "network_check": False,
     }  # fmt: skip
     raw["rollout"]["servers"] |= {"tensor_parallel": 2, "share_gpus": mode == "colocated"}
     monkeypatch.chdir(tmp_path)

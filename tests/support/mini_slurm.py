@@ -1,4 +1,5 @@
-"""A real Slurm cluster of four nodes on this machine, for the tests: Debian's packages, no systemd, no cgroups.
+"""A real Slurm cluster on this machine, for the tests: Debian's packages, no systemd, no cgroups. It has four nodes
+with GPUs (n1 to n4) and two whose GPUs Slurm does not manage (p1, p2).
 
 Every daemon is a child of this process and ends with it. Each slurmd has its own mount and UTS namespace, so a task on
 node n3 has the host name n3 and finds the other nodes by name. `unavailable()` tells why a machine cannot run it.
@@ -20,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-NODES = ("n1", "n2", "n3", "n4")
+NODES = ("n1", "n2", "n3", "n4", "p1", "p2")
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "unshare")
 NODE_STATES = ("sinfo", "-h", "-N", "-p", "work", "-o")
 PR_SET_PDEATHSIG = 1
@@ -61,7 +62,10 @@ SlurmdTimeout={noticed}
 KillWait=5
 MinJobAge=3600
 NodeName=n[1-4] NodeHostname={host} NodeAddr=127.0.0.[11-14] Port=[{first}-{last}] CPUs=8 RealMemory=4000 Gres=gpu:4
+NodeName=p[1-2] NodeHostname={host} NodeAddr=127.0.0.[15-16] Port=[{first_plain}-{last_plain}] CPUs=8 RealMemory=4000
 PartitionName=work Nodes=n[1-4] Default=YES MaxTime=60 State=UP
+PartitionName=plain Nodes=p[1-2] MaxTime=60 State=UP
+PartitionName=engines Nodes=n[3-4] MaxTime=60 State=UP
 PartitionName=short Nodes=n[1-2] MaxTime=2 State=UP
 """
 
@@ -118,16 +122,17 @@ class MiniSlurm:
             raise TimeoutError(f"{error}: {self.run(*NODE_STATES, '%N %T (%E)')}; {self.run('squeue')}") from None
 
     def write_config(self) -> None:
-        ports = _free_ports(5)
+        ports = _free_ports(7)
         host = socket.gethostname().split(".")[0]
         text = CONFIG.format(
             root=self.root, host=host, port=ports[0], first=ports[1], last=ports[4], noticed=NOTICED,
+            first_plain=ports[5], last_plain=ports[6],
             first_job=ports[0] % 9000 + 1000,  # several clusters at once: a job's rendezvous port is made of its number
         )  # fmt: skip
         (self.root / "slurm.conf").write_text(text)
         for gpu in range(4):  # copies of /dev/null: Slurm requires device files
             os.mknod(self.root / f"gpu{gpu}", stat.S_IFCHR | 0o666, os.makedev(1, 3))
-        (self.root / "gres.conf").write_text(f"Name=gpu File={self.root}/gpu[0-3]\n")
+        (self.root / "gres.conf").write_text(f"NodeName=n[1-4] Name=gpu File={self.root}/gpu[0-3]\n")
 
     def start_node(self, node: str) -> None:
         # Empty, as after a reinstallation: a slurmd ends the steps that it finds there, and a requeued job has the same
