@@ -211,13 +211,13 @@ class _Traffic:
 def _data_parallel(
     shape: ModelShape, policy: PolicyConfig, cluster: Cluster, world: int, last_backward: float
 ) -> float:
-    """fp32 gradients are reduced during the backward pass of the last micro-batch; then new weights are gathered."""
+    """Gradients are reduced during the backward pass of the last micro-batch; then new weights are gathered."""
     stage_ranks = world // policy.pipeline_parallel
     ranks = stage_ranks // policy.tensor_parallel
     held = rank_parameters(shape, policy, 0)
     wire = cluster.wire(stage_ranks) * assumptions.WIRE_SHARE
     share = (ranks - 1) / ranks
-    reduce = 4 * held.total * share / wire
+    reduce = (2 if policy.gradient_reduction == "bf16" else 4) * held.total * share / wire
     gather = 2 * held.total * share / wire
     if not policy.distributed_optimizer:  # one all-reduce instead of scatter and gather
         reduce, gather = 2 * reduce, 0.0

@@ -77,6 +77,17 @@ def test_recomputation_takes_the_time_of_what_it_computes_again(shape, tp, cp):
     assert 0.8 * forward < full - none < forward  # the head is no part of it
 
 
+@given(SHAPES, POWER)
+def test_gradients_in_bf16_are_reduced_in_less_time(shape, tp):
+    """An update of 16 short samples: its backward pass hides little of the reduction."""
+    cluster, work = Cluster(find_gpu("h100"), 64), Workload(16, 1, 1, 16, 16, 64, 64)
+    fp32, bf16 = (
+        pass_time(shape, layout(tp, gradient_reduction=kind), cluster, work, 64, 0.5, train=True).data
+        for kind in ("fp32", "bf16")
+    )
+    assert 0.5 * fp32 < bf16 < fp32
+
+
 @given(SHAPES, POWER, POWER, TOKENS)
 def test_recomputation_never_needs_more_activations(shape, tp, pp, tokens):
     none, selective, full = (
