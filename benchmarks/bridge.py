@@ -172,8 +172,8 @@ def main() -> None:
     cost, size = STEP_SAMPLES / fast_cpu, STEP_SAMPLES * len(reply) / 1e9
     driver = STEP_SAMPLES / driver_cpu
     print(
-        f"a 32B step     {STEP_SAMPLES} samples, {size:.1f} GB of JSON: {cost:.0f} s of one core; with a client process "
-        f"{driver:.1f} s of rank 0, {100 * driver / args.step_seconds:.1f} % of a step of {args.step_seconds:.0f} s"
+        f"a 32B step     {STEP_SAMPLES} samples, {size:.1f} GB of JSON: {cost:.0f} s of one core; with a client "
+        f"process {driver:.1f} s of rank 0, {100 * driver / args.step_seconds:.1f} % of a step of {args.step_seconds:.0f} s"
     )
 
 
