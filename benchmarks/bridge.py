@@ -171,9 +171,10 @@ def main() -> None:
     print(f"ratio          {fast / slow:.1f} × in wall time, {fast_cpu / slow_cpu:.1f} × in CPU time (goal: 5)")
     cost, size = STEP_SAMPLES / fast_cpu, STEP_SAMPLES * len(reply) / 1e9
     driver = STEP_SAMPLES / driver_cpu
+    share = 100 * driver / args.step_seconds
     print(
         f"a 32B step     {STEP_SAMPLES} samples, {size:.1f} GB of JSON: {cost:.0f} s of one core; with a client "
-        f"process {driver:.1f} s of rank 0, {100 * driver / args.step_seconds:.1f} % of a step of {args.step_seconds:.0f} s"
+        f"process {driver:.1f} s of rank 0, {share:.1f} % of a step of {args.step_seconds:.0f} s"
     )
 
 
