@@ -7,8 +7,9 @@ kernels: it is the worst case, because nothing hides a delay. Meanwhile a thread
 at a given rate from a stub server, as in a run: the engine, the client, the sample (`rollout/group_runner.py`). Three
 arrangements: replies parsed in this process, the same with a switch interval of 0.5 ms instead of Python's 5 ms, and
 replies parsed in a client process, which is what a run does. "limit" is the CPU time that the thread needs: no
-arrangement of threads can be better. Needs free cores for the two threads, the client process and the stub; "limit"
-is CPU time and needs none.
+arrangement of threads can be better. A launch that finds the GIL taken waits until the event loop's callback ends, so
+the CPU time of callbacks is printed, too. Needs free cores for the two threads, the client process and the stub;
+"limit" and callbacks are CPU time and need none.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 import bridge
+import numpy as np
 import torch
 
 from megatron_dapo.config.rollout import RolloutConfig
@@ -42,7 +44,7 @@ Receive = Callable[[SGLangEngine], Awaitable[None]]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--seconds", type=float, default=5.0, help="0: only CPU times")
     parser.add_argument("--tokens", type=int, default=4500, help="per response")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -52,12 +54,17 @@ def main() -> None:
     stub.start()
     url = f"http://127.0.0.1:{ready.recv()}"
     try:
-        each = {process: seconds_per_reply(url, process) for process in (False, True)}
-        here, there = (f"{1e3 * seconds:.2f}" for seconds in each.values())
-        print(
-            f"{1e6 / launches(1.0):.2f} µs a launch alone. CPU time of the thread for a reply of {args.tokens} tokens:"
-        )
-        print(f"{here} ms; {there} ms if a client process parses it")
+        each = {}
+        for process in (False, True):
+            each[process], callbacks = seconds_per_reply(url, process)
+            times = ", ".join(f"{1e3 * np.quantile(callbacks, share):.2f}" for share in (0.5, 0.9, 0.99))
+            print(
+                f"parsed in {'a client process' if process else 'the thread'}: {1e3 * each[process]:.2f} ms of CPU "
+                f"time for {args.tokens} tokens; callbacks of more than 20 µs: {times} ms (50, 90, 99 %)"
+            )
+        if not args.seconds:
+            return
+        print(f"{1e6 / launches(1.0):.2f} µs a launch alone")
         print("| tokens/s | limit | thread | thread, switch interval 0.5 ms | limit, client process | client process |")
         print("|---|---|---|---|---|---|")
         for rate in RATES:
@@ -94,17 +101,31 @@ async def request(engine: SGLangEngine, number: int) -> None:
     append_completion(sample, await engine.generate(f"r{number}", sample.prompt_tokens, PARAMS))
 
 
-def seconds_per_reply(url: str, process: bool) -> float:
-    found = []
+def seconds_per_reply(url: str, process: bool) -> tuple[float, list[float]]:
+    """CPU seconds of the thread for a reply, and those of the event loop's callbacks (the short ones left out)."""
+    found: list[float] = []
+    callbacks: list[float] = []
+    run = asyncio.Handle._run
+
+    def timed(handle: asyncio.Handle) -> None:
+        began = time.thread_time()
+        run(handle)
+        if (seconds := time.thread_time() - began) > 20e-6:
+            callbacks.append(seconds)
 
     async def receive(engine: SGLangEngine) -> None:
         await asyncio.gather(*(request(engine, -number) for number in range(1, 17)))  # connections and caches
         began = time.thread_time()
         await asyncio.gather(*(request(engine, number) for number in range(COUNTED)))
         found.append((time.thread_time() - began) / COUNTED)
+        asyncio.Handle._run = timed  # type: ignore[method-assign]
+        try:
+            await asyncio.gather(*(request(engine, number) for number in range(COUNTED)))
+        finally:
+            asyncio.Handle._run = run  # type: ignore[method-assign]
 
     asyncio.run(with_engine(url, process, receive))
-    return found[0]
+    return found[0], callbacks
 
 
 def launches(seconds: float) -> float:
