@@ -19,14 +19,17 @@ class Architecture:
     qkv_bias: bool = False  # always; else where config.json has attention_bias
     qk_norm: bool = False
     moe: bool = False
+    shared_expert: bool = False  # beside the routed experts, with a sigmoid gate
 
 
 # A variant that combines these features is one more line here. New tensors need templates in `weights/mapping.py`.
 ARCHITECTURES = {
     "Qwen2ForCausalLM": Architecture("qwen2", qkv_bias=True),
+    "Qwen2MoeForCausalLM": Architecture("qwen2_moe", qkv_bias=True, moe=True, shared_expert=True),
     "Qwen3ForCausalLM": Architecture("qwen3", qk_norm=True),
     "Qwen3MoeForCausalLM": Architecture("qwen3_moe", qk_norm=True, moe=True),
 }
+SHARED = "shared_expert_intermediate_size"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +55,15 @@ class ModelShape:
     experts_per_token: int = 0
     expert_ffn_hidden: int = 0
     norm_topk_prob: bool = True
+    shared_ffn_hidden: int = 0  # of the shared expert
 
     @property
     def is_moe(self) -> bool:
         return self.experts > 0
+
+    @property
+    def has_shared_expert(self) -> bool:
+        return self.shared_ffn_hidden > 0
 
     @classmethod
     def from_dir(cls, path: str | Path) -> ModelShape:
@@ -102,6 +110,7 @@ class ModelShape:
             qk_norm=architecture.qk_norm,
             dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
             **(read.experts() if architecture.moe else {}),
+            **({"shared_ffn_hidden": read.integer(SHARED)} if architecture.shared_expert else {}),
         )
         if shape.heads % shape.kv_heads:
             raise ConfigError(
@@ -174,6 +183,8 @@ def _refuse_unsupported(config: dict[str, Any], where: str, architecture: Archit
         raise ConfigError(f"{where}: hidden_act is {config['hidden_act']!r}; Qwen models use 'silu'")
     if config.get("quantization_config"):
         raise ConfigError(f"{where}: quantised weights are not supported; use the bf16 checkpoint")
+    if config.get("qkv_bias") is False and architecture.qkv_bias:
+        raise ConfigError(f"{where}: qkv_bias is false; {architecture.kind} is supported with the bias only")
     if architecture.moe:
         if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
             raise ConfigError(f"{where}: dense layers inside a MoE model are not supported (mlp_only_layers)")

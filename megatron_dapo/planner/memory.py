@@ -125,7 +125,7 @@ def _fp8_copies(shape: ModelShape, policy: PolicyConfig, stage: int) -> float:
     matrices = count_parameters(shape)
     layers = stage_layers(shape, policy, stage) / shape.layers
     parts = policy.expert_parallel * policy.expert_tensor_parallel if shape.is_moe else policy.tensor_parallel
-    return 2 * layers * (matrices.attention / policy.tensor_parallel + matrices.mlp / parts)
+    return 2 * layers * ((matrices.attention + matrices.shared) / policy.tensor_parallel + matrices.mlp / parts)
 
 
 def _optimizer(held: RankParameters, policy: PolicyConfig, world: int, fused: bool) -> tuple[float, float]:

@@ -1,14 +1,14 @@
 """The exact number of parameters of a Qwen model, and of those on one rank.
 
-The total counts distinct weights (a tied output layer once). A rank's count is what Megatron allocates: norms and
-router are replicated on every tensor-parallel rank, the vocabulary is padded to equal shares, experts are divided among
+The total counts distinct weights (a tied output layer once). A rank's count is what Megatron allocates: norms,
+router and the shared expert's gate are replicated on every tensor-parallel rank, the vocabulary is padded to equal shares, experts are divided among
 expert-parallel and expert-tensor-parallel ranks, and with tied embeddings the last pipeline stage has its own copy of
 the embedding.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron_dapo.config import ModelShape
@@ -22,14 +22,15 @@ class Parameters:
     embedding: int
     output: int  # 0 when tied
     attention: int
-    mlp: int  # dense MLPs, or all experts
+    mlp: int  # dense MLPs, or all routed experts
+    shared: int  # shared experts, with their gates
     router: int
     norms: int
     active: int  # used by one token: includes embedding, output layer and `experts_per_token` experts
 
     @property
     def total(self) -> int:
-        return self.embedding + self.output + self.attention + self.mlp + self.router + self.norms
+        return self.embedding + self.output + self.attention + self.mlp + self.shared + self.router + self.norms
 
     @property
     def layer_matrices_active(self) -> int:
@@ -52,14 +53,20 @@ def count_parameters(shape: ModelShape) -> Parameters:
         output=0 if shape.tied_embeddings else embedding,
         attention=shape.layers * attention,
         mlp=shape.layers * experts * expert,
+        shared=shape.layers * (_shared_matrices(shape) + _shared_gate(shape)),
         router=shape.layers * router,
         norms=shape.layers * norms + shape.hidden,
         active=0,
     )
-    return Parameters(
-        whole.embedding, whole.output, whole.attention, whole.mlp, whole.router, whole.norms,
-        active=whole.total - shape.layers * idle,
-    )  # fmt: skip
+    return replace(whole, active=whole.total - shape.layers * idle)
+
+
+def _shared_matrices(shape: ModelShape) -> int:
+    return 3 * shape.hidden * shape.shared_ffn_hidden
+
+
+def _shared_gate(shape: ModelShape) -> int:
+    return shape.hidden if shape.has_shared_expert else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +101,8 @@ def rank_parameters(shape: ModelShape, policy: PolicyConfig, stage: int) -> Rank
     if shape.is_moe:
         parts = policy.expert_parallel * policy.expert_tensor_parallel
         experts = shape.experts * 3 * shape.hidden * shape.expert_ffn_hidden // parts
+        split += _shared_matrices(shape)
+        whole += _shared_gate(shape)
     else:
         split += 3 * shape.hidden * shape.ffn_hidden
     layers = stage_layers(shape, policy, stage)

@@ -13,7 +13,7 @@ from megatron_dapo.policy.batch import TrainBatch
 from megatron_dapo.types import RoutedExperts
 from megatron_dapo.weights.mapping import parameter_mappings
 
-MODELS = ("dense", "tied", "moe")
+MODELS = ("dense", "tied", "moe", "moe-shared")
 
 
 class ModelSize(NamedTuple):
@@ -29,6 +29,7 @@ SMALL = ModelSize()
 
 def synthetic_shape(kind: str, size: ModelSize = SMALL) -> ModelShape:
     """`dense`: Qwen2 with QKV bias. `tied`: Qwen3 with q/k norms and tied embeddings. `moe`: Qwen3 with experts.
+    `moe-shared`: Qwen2 with experts, a gated shared expert and QKV bias.
 
     All have grouped heads and a vocabulary that no layout divides.
     """
@@ -46,6 +47,11 @@ def synthetic_shape(kind: str, size: ModelSize = SMALL) -> ModelShape:
             return ModelShape("qwen3", tied_embeddings=True, **qwen3)
         case "moe":
             return ModelShape("qwen3_moe", tied_embeddings=False, **qwen3, **experts)
+        case "moe-shared":
+            return ModelShape(
+                "qwen2_moe", head_dim=8, qkv_bias=True, qk_norm=False, tied_embeddings=False, norm_topk_prob=False,
+                shared_ffn_hidden=40, **base, **experts,
+            )  # fmt: skip
     raise ValueError(f"unknown kind of model {kind!r}")
 
 

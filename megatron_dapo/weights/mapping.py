@@ -99,6 +99,7 @@ def _gate_up(prefix: str, ffn: str) -> tuple[tuple[str, str], ...]:
 
 
 _T, _S, _X = _Template, Split, Transform
+_SHARED = "mlp.shared_experts."
 
 _TOP = (
     _T(EMBEDDING, "vocab hidden", (("model.embed_tokens.weight", "vocab hidden"),), _S.ROWS),
@@ -117,7 +118,13 @@ _LAYER = (
     _T("mlp.linear_fc1.weight", "ffn2 hidden", _gate_up("mlp.", "ffn"), _S.GATE_UP_ROWS, _X.GATE_UP, "not is_moe"),
     _T("mlp.linear_fc2.weight", "hidden ffn", (("mlp.down_proj.weight", "hidden ffn"),), _S.COLUMNS, when="not is_moe"),
     _T("mlp.router.weight", "experts hidden", (("mlp.gate.weight", "experts hidden"),), when="is_moe"),
-)
+    _T(f"{_SHARED}linear_fc1.weight", "sffn2 hidden", _gate_up("mlp.shared_expert.", "sffn"), _S.GATE_UP_ROWS,
+       _X.GATE_UP, "has_shared_expert"),
+    _T(f"{_SHARED}linear_fc2.weight", "hidden sffn", (("mlp.shared_expert.down_proj.weight", "hidden sffn"),),
+       _S.COLUMNS, when="has_shared_expert"),
+    _T(f"{_SHARED}gate_weight", "one hidden", (("mlp.shared_expert_gate.weight", "one hidden"),),
+       when="has_shared_expert"),
+)  # fmt: skip
 _EXPERT = (
     _T("linear_fc1.weight", "effn2 hidden", _gate_up("", "effn"), _S.GATE_UP_ROWS, _X.GATE_UP, "is_moe"),
     _T("linear_fc2.weight", "hidden effn", (("down_proj.weight", "hidden effn"),), _S.COLUMNS, when="is_moe"),
@@ -130,6 +137,7 @@ def _sizes(shape: ModelShape) -> dict[str, int]:
         "hidden": shape.hidden, "vocab": shape.vocab, "head": shape.head_dim,
         "q": q, "kv": kv, "qkv": q + 2 * kv, "ffn": shape.ffn_hidden, "ffn2": 2 * shape.ffn_hidden,
         "experts": shape.experts, "effn": shape.expert_ffn_hidden, "effn2": 2 * shape.expert_ffn_hidden,
+        "sffn": shape.shared_ffn_hidden, "sffn2": 2 * shape.shared_ffn_hidden, "one": 1,
     }  # fmt: skip
 
 

@@ -35,6 +35,10 @@ SHAPES = {
         architecture="qwen3_moe", head_dim=16, qkv_bias=False, qk_norm=True, tied_embeddings=False,
         experts=4, experts_per_token=2, expert_ffn_hidden=48, norm_topk_prob=False, **COMMON,
     ),
+    "qwen2-moe": ModelShape(
+        architecture="qwen2_moe", head_dim=16, qkv_bias=True, qk_norm=False, tied_embeddings=False,
+        experts=4, experts_per_token=2, expert_ffn_hidden=48, norm_topk_prob=False, shared_ffn_hidden=80, **COMMON,
+    ),
 }  # fmt: skip
 
 
@@ -54,11 +58,15 @@ def hf_model(shape: ModelShape, seed: int = 0) -> Any:
         model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(head_dim=shape.head_dim, **options))
     else:
         options |= {
-            "head_dim": shape.head_dim, "num_experts": shape.experts,
-            "num_experts_per_tok": shape.experts_per_token, "moe_intermediate_size": shape.expert_ffn_hidden,
-            "norm_topk_prob": shape.norm_topk_prob,
+            "num_experts": shape.experts, "num_experts_per_tok": shape.experts_per_token,
+            "moe_intermediate_size": shape.expert_ffn_hidden, "norm_topk_prob": shape.norm_topk_prob,
         }  # fmt: skip
-        model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**options))
+        if shape.architecture == "qwen2_moe":
+            options["shared_expert_intermediate_size"] = shape.shared_ffn_hidden
+            model = transformers.Qwen2MoeForCausalLM(transformers.Qwen2MoeConfig(**options))
+        else:
+            config = transformers.Qwen3MoeConfig(head_dim=shape.head_dim, **options)
+            model = transformers.Qwen3MoeForCausalLM(config)
         model.set_experts_implementation("eager")  # the grouped matrix product has no fp64
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -56,7 +56,7 @@ split = {(case.name, case.model): traced(case) for case in named_cases(LAYOUTS)}
 
 
 def test_every_model_is_checked_in_the_layouts_that_split_it():
-    assert {("tp2sp", "moe"), ("ep2", "moe"), ("tp4sp", "dense"), ("pp2", "tied"), ("pp2", "dense")} <= split.keys()
+    assert {("tp2sp", "moe"), ("ep2tp2sp", "moe-shared"), ("ep2", "moe"), ("tp4sp", "dense"), ("pp2", "tied"), ("pp2", "dense")} <= split.keys()
     assert ("ep2", "dense") not in split and ("tp2", "moe") not in split  # the latter needs sequence parallelism
 
 
@@ -242,8 +242,9 @@ def test_planted_errors_are_seen(plant, layout, model, oracles):
     assert difference_to_oracle(oracles, model, layout, plant) > 1e-3
 
 
-def test_a_wrong_scale_of_the_load_balancing_loss_is_seen(oracles):
-    assert difference_to_oracle(oracles, "moe", "single", balance_divided_by_the_denominator) > 1e-3
+@pytest.mark.parametrize("model", ["moe", "moe-shared"])
+def test_a_wrong_scale_of_the_load_balancing_loss_is_seen(model, oracles):
+    assert difference_to_oracle(oracles, model, "single", balance_divided_by_the_denominator) > 1e-3
 
 
 @EVERY_MODEL

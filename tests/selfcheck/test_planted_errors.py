@@ -10,6 +10,7 @@ from megatron_dapo.policy import expert_load, routing_replay, step
 from megatron_dapo.policy.model import gpt, router
 from megatron_dapo.selfcheck import layouts
 from megatron_dapo.selfcheck.cases import random_cases
+from megatron_dapo.selfcheck.synthetic import MODELS
 
 TOLERANCE = 1e-5
 CASES = random_cases(200, seed=0)
@@ -20,7 +21,7 @@ def size(case, kind):
 
 
 def small(case):
-    return case.model == "moe" and case.layout.world_size <= 4
+    return "moe" in case.model and case.layout.world_size <= 4
 
 
 def experts_reduced_over_data_ranks_only(patch):
@@ -114,7 +115,7 @@ def test_the_random_cases_cover_the_options():
     assert len({case.key for case in CASES}) == 200
     assert {case.objective for case in CASES} == {"dapo", "gspo", "cispo"}
     assert len({case.aggregation for case in CASES}) == 4
-    assert {case.model for case in CASES} == {"dense", "tied", "moe"}
+    assert {case.model for case in CASES} == set(MODELS)
     for kind, large in (("tp", 4), ("pp", 4), ("vpp", 2), ("cp", 4), ("dp", 4), ("ep", 4), ("etp", 2)):
         assert sum(size(case, kind) >= large for case in CASES) >= 3, kind
     assert any(case.layout.world_size == 8 for case in CASES)

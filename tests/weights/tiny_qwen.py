@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 
-KINDS = ("qwen2", "qwen2-tied", "qwen3", "qwen3-moe")
+KINDS = ("qwen2", "qwen2-tied", "qwen3", "qwen3-moe", "qwen2-moe")
 COMMON: dict[str, Any] = {
     "vocab_size": 101, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 96, "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "initializer_range": 0.08,
@@ -20,7 +20,11 @@ COMMON: dict[str, Any] = {
 def build(kind: str, dtype: torch.dtype = torch.float32) -> Any:
     """Norms and biases are not trivial, so that a swapped or forgotten tensor shows."""
     torch.manual_seed(KINDS.index(kind))
-    if kind.startswith("qwen2"):
+    if kind == "qwen2-moe":
+        moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+        config = transformers.Qwen2MoeConfig(shared_expert_intermediate_size=80, **moe, **COMMON)
+        model = transformers.Qwen2MoeForCausalLM(config)
+    elif kind.startswith("qwen2"):
         config = transformers.Qwen2Config(tie_word_embeddings=kind == "qwen2-tied", **COMMON)
         model = transformers.Qwen2ForCausalLM(config)
     elif kind == "qwen3":  # heads · head_dim is not the hidden size

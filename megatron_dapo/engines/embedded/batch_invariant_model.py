@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from megatron_dapo.engines.protocol import EngineError
 
 PAGE = 64
+MODEL_TYPES = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 
 
 class PagedCache:
@@ -66,9 +67,9 @@ class BatchInvariantModel:
 
     def __init__(self, model: Any, batch_tokens: int) -> None:
         config = model.config
-        if config.model_type not in ("qwen2", "qwen3", "qwen3_moe"):
+        if config.model_type not in MODEL_TYPES:
             raise EngineError(
-                f"embedded engine: the model is of type {config.model_type!r}; expected qwen2, qwen3 or qwen3_moe"
+                f"embedded engine: the model is of type {config.model_type!r}; expected one of {', '.join(MODEL_TYPES)}"
             )
         if getattr(config, "use_sliding_window", False):
             raise EngineError("embedded engine: sliding-window attention is not supported (use_sliding_window)")
@@ -157,4 +158,6 @@ def _feed_forward(mlp: Any, hidden: Tensor) -> Tensor:
     for index in range(experts.num_experts):
         gate, up = F.linear(hidden, experts.gate_up_proj[index]).chunk(2, dim=-1)
         mixed = mixed + F.linear(experts.act_fn(gate) * up, experts.down_proj[index]) * share[:, index, None]
+    if hasattr(mlp, "shared_expert"):
+        mixed = mixed + torch.sigmoid(mlp.shared_expert_gate(hidden)) * mlp.shared_expert(hidden)
     return mixed
