@@ -19,17 +19,83 @@ class Architecture:
     qkv_bias: bool = False  # always; else where config.json has attention_bias
     qk_norm: bool = False
     moe: bool = False
+    normalised_experts: bool = False  # always; else where config.json has norm_topk_prob
     shared_expert: bool = False  # beside the routed experts, with a sigmoid gate
+    # Of gated DeltaNet layers: "fused" by key head (qkvz, ba) or "separate" (qkv, z, b, a).
+    linear_projections: str = ""
+    attention_gate: bool = False  # q_proj also has a sigmoid gate on the attention's output
+    zero_centred_norms: bool = False  # norms multiply by 1 + weight
+    text_config: bool = False  # a model with a vision tower: the text model is under text_config and language_model
+    carried: tuple[str, ...] = ()  # prefixes of tensors that are converted but neither trained nor synced
 
 
+_HYBRID: dict[str, Any] = {"qk_norm": True, "attention_gate": True, "zero_centred_norms": True}
+_EXPERTS: dict[str, Any] = {"moe": True, "shared_expert": True, "normalised_experts": True}
 # A variant that combines these features is one more line here. New tensors need templates in `weights/mapping.py`.
 ARCHITECTURES = {
     "Qwen2ForCausalLM": Architecture("qwen2", qkv_bias=True),
     "Qwen2MoeForCausalLM": Architecture("qwen2_moe", qkv_bias=True, moe=True, shared_expert=True),
     "Qwen3ForCausalLM": Architecture("qwen3", qk_norm=True),
     "Qwen3MoeForCausalLM": Architecture("qwen3_moe", qk_norm=True, moe=True),
+    "Qwen3NextForCausalLM": Architecture(
+        "qwen3_next", moe=True, shared_expert=True, linear_projections="fused", carried=("mtp.",), **_HYBRID
+    ),
+    "Qwen3_5ForCausalLM": Architecture("qwen3_5_text", linear_projections="separate", carried=("mtp.",), **_HYBRID),
+    "Qwen3_5ForConditionalGeneration": Architecture(
+        "qwen3_5", linear_projections="separate", text_config=True, carried=("mtp.", "model.visual."), **_HYBRID
+    ),
+    "Qwen3_5MoeForCausalLM": Architecture(
+        "qwen3_5_moe_text", linear_projections="separate", carried=("mtp.",), **_HYBRID, **_EXPERTS
+    ),
+    "Qwen3_5MoeForConditionalGeneration": Architecture(
+        "qwen3_5_moe",
+        linear_projections="separate",
+        text_config=True,
+        carried=("mtp.", "model.visual."),
+        **_HYBRID,
+        **_EXPERTS,
+    ),
 }
 SHARED = "shared_expert_intermediate_size"
+
+
+@dataclass(frozen=True, slots=True)
+class LinearAttention:
+    """The gated DeltaNet layers of a model. A key head serves `value_heads / key_heads` value heads."""
+
+    layers: tuple[int, ...]  # their numbers, from 0
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    fused: bool  # HF stores the rows of each key head together (qkvz, ba)
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Rows of the input projection: q, k, v, z, b, a. The convolution has those of q, k and v."""
+        keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
+        return keys, keys, values, values, self.value_heads, self.value_heads
+
+
+_VISION = ": it would need a vision tower, image tokens in prompts and three-dimensional rotary positions in training"
+_AUDIO = ": it would need an audio tower and audio tokens in prompts"
+# Why, and what it would take; by architecture.
+NOT_SUPPORTED = {
+    **dict.fromkeys(
+        ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration",
+         "Qwen3VLMoeForConditionalGeneration"),
+        _VISION,
+    ),
+    **dict.fromkeys(
+        ("Qwen2AudioForConditionalGeneration", "Qwen2_5OmniForConditionalGeneration", "Qwen2_5OmniModel",
+         "Qwen3OmniMoeForConditionalGeneration"),
+        _AUDIO,
+    ),
+    "QWenLMHeadModel": ": the first Qwen has other names and its own modeling code; use Qwen1.5 or newer",
+    "Qwen4ExpForCausalLM": ": it would need hyper-connections, sparse attention and n-gram embeddings in the model",
+    "Qwen4ExpForConditionalGeneration": ": it would need hyper-connections, sparse attention and n-gram embeddings",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +122,25 @@ class ModelShape:
     expert_ffn_hidden: int = 0
     norm_topk_prob: bool = True
     shared_ffn_hidden: int = 0  # of the shared expert
+    rotary_dim: int = 0  # channels of a head that are rotated; 0: all
+    linear: LinearAttention | None = None
+    attention_gate: bool = False
+    zero_centred_norms: bool = False
+    prefix: str = "model."  # of the HF names of the text model
+    carried: tuple[str, ...] = ()  # prefixes of HF tensors that are neither trained nor synced
+
+    @property
+    def linear_layers(self) -> tuple[int, ...]:
+        return self.linear.layers if self.linear else ()
+
+    @property
+    def attention_layers(self) -> int:
+        """The number of layers with softmax attention."""
+        return self.layers - len(self.linear_layers)
+
+    @property
+    def rotated(self) -> int:
+        return self.rotary_dim or self.head_dim
 
     @property
     def is_moe(self) -> bool:
@@ -86,9 +171,12 @@ class ModelShape:
         name = names[0] if isinstance(names, list) and names else names
         architecture = ARCHITECTURES.get(name) if isinstance(name, str) else None
         if architecture is None:
+            needed = NOT_SUPPORTED.get(name, "") if isinstance(name, str) else ""
             raise ConfigError(
-                f"{where}: architecture {name!r} is not supported; supported are {', '.join(ARCHITECTURES)}"
+                f"{where}: architecture {name!r} is not supported{needed}; supported are {', '.join(ARCHITECTURES)}"
             )
+        if architecture.text_config:
+            config = _text_config(config, where)
         _refuse_unsupported(config, where, architecture)
         read = _Reader(config, where, str(name))
         heads = read.integer("num_attention_heads")
@@ -97,7 +185,7 @@ class ModelShape:
             architecture=architecture.kind,
             layers=read.integer("num_hidden_layers"),
             hidden=hidden,
-            ffn_hidden=read.integer("intermediate_size"),
+            ffn_hidden=read.integer("intermediate_size", default=read.optional("moe_intermediate_size")),
             heads=heads,
             kv_heads=read.integer("num_key_value_heads", default=heads),
             head_dim=read.integer("head_dim", default=hidden // heads),
@@ -109,8 +197,13 @@ class ModelShape:
             qkv_bias=architecture.qkv_bias or read.flag("attention_bias"),
             qk_norm=architecture.qk_norm,
             dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
-            **(read.experts() if architecture.moe else {}),
-            **({"shared_ffn_hidden": read.integer(SHARED)} if architecture.shared_expert else {}),
+            **(read.experts(architecture.normalised_experts) if architecture.moe else {}),
+            shared_ffn_hidden=read.integer(SHARED) if architecture.shared_expert else 0,
+            **(read.linear_attention(architecture.linear_projections) if architecture.linear_projections else {}),
+            attention_gate=architecture.attention_gate,
+            zero_centred_norms=architecture.zero_centred_norms,
+            prefix="model.language_model." if architecture.text_config else "model.",
+            carried=architecture.carried,
         )
         if shape.heads % shape.kv_heads:
             raise ConfigError(
@@ -136,6 +229,9 @@ class _Reader:
             raise ConfigError(f"{self._where}: {key!r} must be a positive integer (found {value!r})")
         return value
 
+    def optional(self, key: str) -> int | None:
+        return self.integer(key) if self._config.get(key) is not None else None
+
     def number(self, key: str, default: float, source: dict[str, Any] | None = None) -> float:
         value = (self._config if source is None else source).get(key)
         if value is None:
@@ -154,14 +250,53 @@ class _Reader:
         """Newer files have it in rope_parameters."""
         return self.number("rope_theta", self.number("rope_theta", 10000.0, _rope(self._config, self._where)))
 
-    def experts(self) -> dict[str, Any]:
+    def linear_attention(self, projections: str) -> dict[str, Any]:
+        layers = self.integer("num_hidden_layers")
+        every = self.integer("full_attention_interval", default=4)
+        types = self._config.get("layer_types") or [
+            "linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)
+        ]
+        if len(types) != layers or not set(types) <= {"linear_attention", "full_attention"}:
+            raise ConfigError(
+                f"{self._where}: 'layer_types' must name linear_attention or full_attention for each of {layers} layers"
+            )
+        linear = LinearAttention(
+            layers=tuple(i for i, kind in enumerate(types) if kind == "linear_attention"),
+            key_heads=self.integer("linear_num_key_heads"),
+            value_heads=self.integer("linear_num_value_heads"),
+            key_dim=self.integer("linear_key_head_dim"),
+            value_dim=self.integer("linear_value_head_dim"),
+            conv_width=self.integer("linear_conv_kernel_dim", default=4),
+            fused=projections == "fused",
+        )
+        if linear.value_heads % linear.key_heads:
+            raise ConfigError(
+                f"{self._where}: linear_num_value_heads ({linear.value_heads}) must be a multiple of "
+                f"linear_num_key_heads ({linear.key_heads})"
+            )
+        rope = _rope(self._config, self._where)
+        share = self.number("partial_rotary_factor", self.number("partial_rotary_factor", 0.25, rope))
+        return {"linear": linear, "rotary_dim": int(self.integer("head_dim") * share)}
+
+    def experts(self, normalised: bool) -> dict[str, Any]:
         newer = "num_experts" if self._config.get("num_experts") is not None else "num_local_experts"
         return {
             "experts": self.integer(newer),
             "experts_per_token": self.integer("num_experts_per_tok"),
             "expert_ffn_hidden": self.integer("moe_intermediate_size"),
-            "norm_topk_prob": self.flag("norm_topk_prob"),
+            "norm_topk_prob": normalised or self.flag("norm_topk_prob"),
         }
+
+
+def _text_config(config: dict[str, Any], where: str) -> dict[str, Any]:
+    """The text model of a model with a vision tower; some keys may be at either level."""
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        raise ConfigError(f"{where}: 'text_config' is missing; a model with a vision tower must have it")
+    shared = {
+        key: config[key] for key in ("tie_word_embeddings", "dtype", "torch_dtype") if config.get(key) is not None
+    }
+    return shared | text
 
 
 def _rope(config: dict[str, Any], where: str) -> dict[str, Any]:

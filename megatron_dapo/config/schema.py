@@ -196,6 +196,7 @@ def check_model(policy: PolicyConfig, shape: ModelShape, max_tokens: int | None 
     """Checks the layout against the model. Every message names the key to change."""
     _check_heads(policy, shape)
     _check_stages(policy, shape)
+    _check_linear_attention(policy, shape)
     _check_experts(policy, shape)
     if max_tokens is not None and max_tokens > shape.max_positions:
         raise ConfigError(
@@ -254,6 +255,21 @@ def _stage_advice(layers: int, pp: int, vpp: int) -> str:
         return even
     first, last = min(pairs, key=lambda pair: max(abs(end - layers / pp) for end in pair))
     return f"{even}, or set policy.first_stage_layers={first} and policy.last_stage_layers={last}"
+
+
+def _check_linear_attention(policy: PolicyConfig, shape: ModelShape) -> None:
+    tp, cp = policy.tensor_parallel, policy.context_parallel
+    if shape.linear and shape.linear.key_heads % (tp * cp):
+        raise ConfigError(
+            f"policy.tensor_parallel × context_parallel is {tp} × {cp}, but the gated DeltaNet layers have "
+            f"{shape.linear.key_heads} key heads, which both split: choose a product among "
+            f"{_divisors(shape.linear.key_heads)}"
+        )
+    if shape.attention_gate and tp > shape.kv_heads:
+        raise ConfigError(
+            f"policy.tensor_parallel is {tp}, but the model has {shape.kv_heads} key/value heads, and Megatron cannot "
+            "give one head of gated attention to several ranks: lower tensor_parallel, or use context_parallel"
+        )
 
 
 def _check_experts(policy: PolicyConfig, shape: ModelShape) -> None:

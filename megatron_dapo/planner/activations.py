@@ -76,7 +76,7 @@ def _saved_without_recompute(shape: ModelShape, policy: PolicyConfig, layers: La
     s = Sizes.of(shape, policy)
     return {
         "norms": 2 * s.ts * s.hidden * (s.bytes + s.linear_bytes),  # input and output of each
-        "attention": _attention(s, shape.qk_norm, layers),
+        "attention": _mixers(shape, policy, s, layers),
         "mlp": _experts(shape, policy, s) if shape.is_moe else s.t * s.ffn * (2 * s.bytes + s.linear_bytes),
     }
 
@@ -105,6 +105,19 @@ def _recomputed(shape: ModelShape, policy: PolicyConfig, layers: Layers) -> list
     return found
 
 
+def _mixers(shape: ModelShape, policy: PolicyConfig, s: Sizes, layers: Layers) -> float:
+    """Attention, or the average of attention and gated DeltaNet layers. The latter save the projection, the
+    convolution's input and output, the rule's output, the norm's, and its input in fp32. Gated attention also saves
+    gate and output."""
+    attention = _attention(s, shape.qk_norm, layers) + (2 * s.t * s.q * s.bytes if shape.attention_gate else 0)
+    linear = shape.linear
+    if linear is None:
+        return attention
+    channels, values = sum(linear.parts[:3]), linear.parts[3]
+    delta = s.t * ((sum(linear.parts) + 2 * channels + 2 * values) * s.bytes + 4 * values) / policy.tensor_parallel
+    return (attention * shape.attention_layers + delta * len(linear.layers)) / shape.layers
+
+
 def _attention(s: Sizes, qk_norm: bool, layers: Layers) -> float:
     """q, k, v after RoPE, the output (the input of the projection), and one fp32 statistic per head. In fp8 the
     projection saves an input of its own."""
@@ -127,9 +140,11 @@ def _routed(shape: ModelShape, policy: PolicyConfig, s: Sizes) -> float:
 
 
 def _experts(shape: ModelShape, policy: PolicyConfig, s: Sizes) -> float:
-    """For each of `experts_per_token` copies of a token: fc1's input and output, fc2's input; fp32 router scores."""
+    """For each of `experts_per_token` copies of a token: fc1's input and output, fc2's input; fp32 router scores.
+    The shared expert is like a dense MLP."""
     each = (s.hidden + s.expert_ffn) * s.linear_bytes + 2 * s.expert_ffn * s.bytes
-    return _routed(shape, policy, s) * each + s.ts * shape.experts * 4 * 2
+    shared = s.t * shape.shared_ffn_hidden / policy.tensor_parallel * (2 * s.bytes + s.linear_bytes)
+    return _routed(shape, policy, s) * each + s.ts * shape.experts * 4 * 2 + shared
 
 
 def checkpoint_saved(shape: ModelShape, policy: PolicyConfig) -> float:

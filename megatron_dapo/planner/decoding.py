@@ -66,4 +66,4 @@ def decode_model(
 
 def kv_bytes(shape: ModelShape, tp: int, dtype_bytes: int = 2) -> float:
     """Keys and values of one token on one GPU; a head is never divided."""
-    return shape.layers * 2 * max(1, shape.kv_heads / tp) * shape.head_dim * dtype_bytes
+    return shape.attention_layers * 2 * max(1, shape.kv_heads / tp) * shape.head_dim * dtype_bytes

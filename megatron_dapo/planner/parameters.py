@@ -1,9 +1,9 @@
 """The exact number of parameters of a Qwen model, and of those on one rank.
 
 The total counts distinct weights (a tied output layer once). A rank's count is what Megatron allocates: norms,
-router and the shared expert's gate are replicated on every tensor-parallel rank, the vocabulary is padded to equal shares, experts are divided among
-expert-parallel and expert-tensor-parallel ranks, and with tied embeddings the last pipeline stage has its own copy of
-the embedding.
+router and the shared expert's gate are replicated on every tensor-parallel rank, the vocabulary is padded to equal
+shares, experts are divided among expert-parallel and expert-tensor-parallel ranks, and with tied embeddings the last
+pipeline stage has its own copy of the embedding.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Parameters:
 
     embedding: int
     output: int  # 0 when tied
-    attention: int
+    attention: int  # or gated DeltaNet
     mlp: int  # dense MLPs, or all routed experts
     shared: int  # shared experts, with their gates
     router: int
@@ -40,9 +40,8 @@ class Parameters:
 
 @lru_cache(maxsize=32)
 def count_parameters(shape: ModelShape) -> Parameters:
-    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    attention = shape.hidden * (q + 2 * kv) + q * shape.hidden + (q + 2 * kv if shape.qkv_bias else 0)
-    norms = 2 * shape.hidden + (2 * shape.head_dim if shape.qk_norm else 0)
+    full, linear = shape.attention_layers, len(shape.linear_layers)
+    norms = shape.layers * 2 * shape.hidden + full * _attention_norms(shape) + linear * _delta_norm(shape)
     experts = max(1, shape.experts)
     expert = 3 * shape.hidden * (shape.expert_ffn_hidden if shape.is_moe else shape.ffn_hidden)
     router = shape.experts * shape.hidden
@@ -51,14 +50,38 @@ def count_parameters(shape: ModelShape) -> Parameters:
     whole = Parameters(
         embedding=embedding,
         output=0 if shape.tied_embeddings else embedding,
-        attention=shape.layers * attention,
+        attention=full * _attention(shape) + linear * _delta(shape),
         mlp=shape.layers * experts * expert,
         shared=shape.layers * (_shared_matrices(shape) + _shared_gate(shape)),
         router=shape.layers * router,
-        norms=shape.layers * norms + shape.hidden,
+        norms=norms + shape.hidden,
         active=0,
     )
     return replace(whole, active=whole.total - shape.layers * idle)
+
+
+def _attention(shape: ModelShape) -> int:
+    """One layer, without norms; tensor-parallel ranks divide it."""
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    rows = (2 * q if shape.attention_gate else q) + 2 * kv
+    return shape.hidden * rows + q * shape.hidden + (rows if shape.qkv_bias else 0)
+
+
+def _attention_norms(shape: ModelShape) -> int:
+    return 2 * shape.head_dim if shape.qk_norm else 0
+
+
+def _delta(shape: ModelShape) -> int:
+    """One gated DeltaNet: projections, convolution, A_log and dt_bias; tensor-parallel ranks divide it."""
+    linear = shape.linear
+    if linear is None:
+        return 0
+    convolution = sum(linear.parts[:3]) * linear.conv_width
+    return shape.hidden * (sum(linear.parts) + linear.parts[3]) + convolution + 2 * linear.value_heads
+
+
+def _delta_norm(shape: ModelShape) -> int:
+    return shape.linear.value_dim if shape.linear else 0
 
 
 def _shared_matrices(shape: ModelShape) -> int:
@@ -91,12 +114,19 @@ def stage_layers(shape: ModelShape, policy: PolicyConfig, stage: int) -> int:
     return stages[stage] if stages else shape.layers // policy.pipeline_parallel
 
 
+def linear_layers(shape: ModelShape, policy: PolicyConfig, stage: int) -> int:
+    """Gated DeltaNet layers of a pipeline stage. With virtual stages, a stage has a part of each round."""
+    rounds = policy.virtual_pipeline
+    sizes = [stage_layers(shape, policy, i) // rounds for i in range(policy.pipeline_parallel)]
+    starts = [chunk * sum(sizes) + sum(sizes[:stage]) for chunk in range(rounds)]
+    held = {start + i for start in starts for i in range(sizes[stage])}
+    return len(held.intersection(shape.linear_layers))
+
+
 def rank_parameters(shape: ModelShape, policy: PolicyConfig, stage: int) -> RankParameters:
     """Parameters on a rank of pipeline stage `stage` (0 is the first), the same for all tensor-parallel ranks."""
     tp, pp = policy.tensor_parallel, policy.pipeline_parallel
-    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    split = shape.hidden * (q + 2 * kv) + q * shape.hidden + (q + 2 * kv if shape.qkv_bias else 0)
-    whole = 2 * shape.hidden + (2 * shape.head_dim if shape.qk_norm else 0) + shape.experts * shape.hidden
+    split, whole = 0, 2 * shape.hidden + shape.experts * shape.hidden  # of one layer, without its attention
     experts = 0
     if shape.is_moe:
         parts = policy.expert_parallel * policy.expert_tensor_parallel
@@ -105,8 +135,10 @@ def rank_parameters(shape: ModelShape, policy: PolicyConfig, stage: int) -> Rank
         whole += _shared_gate(shape)
     else:
         split += 3 * shape.hidden * shape.ffn_hidden
-    layers = stage_layers(shape, policy, stage)
+    layers, linear = stage_layers(shape, policy, stage), linear_layers(shape, policy, stage)
     dense = layers * (split // tp + whole)
+    dense += (layers - linear) * (_attention(shape) // tp + _attention_norms(shape))
+    dense += linear * (_delta(shape) // tp + _delta_norm(shape))
     table = padded_vocab(shape.vocab, tp) // tp * shape.hidden
     first, last = stage == 0, stage == pp - 1
     if first:

@@ -67,8 +67,11 @@ class PhaseTime:
 
 
 def attention_flops(shape: ModelShape, length: float) -> float:
-    """Forward FLOPs per token in the causal attention of all layers, over half of `length`."""
-    return shape.layers * 2 * shape.heads * shape.head_dim * length
+    """Forward FLOPs per token in the causal attention of all layers, over half of `length`. Gated DeltaNet layers
+    update and read a state instead."""
+    linear = shape.linear
+    states = len(shape.linear_layers) * 6 * linear.value_heads * linear.key_dim * linear.value_dim if linear else 0
+    return states + shape.attention_layers * 2 * shape.heads * shape.head_dim * length
 
 
 def expert_flops(shape: ModelShape) -> float:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.policy.batch import Ints, TrainBatch
+from megatron_dapo.policy.model.gated_delta_net import PackOrder
 from megatron_dapo.policy.model.local_spec import zigzag_positions
 from megatron_dapo.policy.model.rotary import RotaryTable
 from megatron_dapo.policy.model.router import MicroBatchRouting
@@ -33,6 +34,7 @@ class PackedSequences(PackedSeqParams):
     positions: Tensor | None = None  # [local tokens]: each token's position in its sequence
     rotary_table: RotaryTable | None = None  # made by the first layer that needs it
     routing: MicroBatchRouting | None = None  # of a model with experts
+    delta_order: PackOrder | None = None  # made by the first gated DeltaNet layer
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from megatron_dapo.config import ModelShape
+from megatron_dapo.config.model import LinearAttention
 from megatron_dapo.policy.batch import TrainBatch
 from megatron_dapo.types import RoutedExperts
 from megatron_dapo.weights.mapping import parameter_mappings
 
-MODELS = ("dense", "tied", "moe", "moe-shared")
+MODELS = ("dense", "tied", "moe", "moe-shared", "hybrid")
 
 
 class ModelSize(NamedTuple):
@@ -29,7 +30,8 @@ SMALL = ModelSize()
 
 def synthetic_shape(kind: str, size: ModelSize = SMALL) -> ModelShape:
     """`dense`: Qwen2 with QKV bias. `tied`: Qwen3 with q/k norms and tied embeddings. `moe`: Qwen3 with experts.
-    `moe-shared`: Qwen2 with experts, a gated shared expert and QKV bias.
+    `moe-shared`: Qwen2 with experts, a gated shared expert and QKV bias. `hybrid`: Qwen3-Next, with a gated DeltaNet in
+    every other layer.
 
     All have grouped heads and a vocabulary that no layout divides.
     """
@@ -52,17 +54,25 @@ def synthetic_shape(kind: str, size: ModelSize = SMALL) -> ModelShape:
                 "qwen2_moe", head_dim=8, qkv_bias=True, qk_norm=False, tied_embeddings=False, norm_topk_prob=False,
                 shared_ffn_hidden=40, **base, **experts,
             )  # fmt: skip
+        case "hybrid":
+            linear = LinearAttention(tuple(range(0, size.layers, 2)), 8, 16, 4, 6, conv_width=4, fused=True)
+            return ModelShape(
+                "qwen3_next", tied_embeddings=False, shared_ffn_hidden=40, linear=linear, rotary_dim=4,
+                attention_gate=True, zero_centred_norms=True, carried=("mtp.",), **qwen3, **experts,
+            )  # fmt: skip
     raise ValueError(f"unknown kind of model {kind!r}")
 
 
 def random_hf_weights(shape: ModelShape, seed: int = 0, scale: float = 0.1) -> dict[str, Tensor]:
-    """Random weights under HF names. Norms are near one and biases are not zero, so that every mapping error shows."""
+    """Random weights under HF names. Norms multiply by about one and biases are not zero, so that every mapping error
+    shows."""
     generator = torch.Generator().manual_seed(seed)
     weights: dict[str, Tensor] = {}
     for mapping in parameter_mappings(shape).values():
         for name, size in zip(mapping.hf, mapping.hf_shapes, strict=True):
             noise = torch.randn(size, generator=generator) * scale
-            weights[name] = 1 + noise if "norm" in name else noise
+            centre = 1 if "linear_attn.norm" in name or ("norm" in name and not shape.zero_centred_norms) else 0
+            weights[name] = centre + noise
     return weights
 
 

@@ -12,6 +12,8 @@
 - `copy`           copies tensors from files to files on several threads (`copy_tensors`)
 - `copy_group`     several processes, for example on several nodes, that share one conversion
 - `side_files`     config, tokenizer and other files that travel with the weights
+- `carried`        what conversion keeps beside the weights: tensors of multi-token prediction and vision
+- `packed_experts` files with all experts of a layer in one tensor
 - `destination`    an output directory that appears complete or not at all
 - `command`        the `megatron-dapo convert` commands
 - `formats/`       readers and writers of checkpoint formats

@@ -14,6 +14,7 @@ from typing import Any
 from megatron_dapo.config.model import ModelShape
 from megatron_dapo.files import StoredTensor, read_safetensors_directory
 from megatron_dapo.weights.mapping import WeightsError, hf_shapes
+from megatron_dapo.weights.packed_experts import unpacked
 
 HEAD = "lm_head.weight"
 _SHOWN = 5
@@ -29,7 +30,7 @@ def check_model_directory(path: str | Path) -> ModelShape:
 
         check_hf_tensors(read_bin_directory(path), shape, path)
     else:
-        check_hf_tensors(read_safetensors_directory(path), shape, path)
+        check_hf_tensors(unpacked(read_safetensors_directory(path)), shape, path)
     return shape
 
 
@@ -54,9 +55,10 @@ def check_hf_tensors(stored: Mapping[str, StoredTensor], shape: ModelShape, path
 
 
 def check_hf_names(names: Iterable[str], shape: ModelShape, path: str | Path = "") -> None:
-    """Exactly this model's tensors (a tied model may also store a copy of its embedding as head)."""
-    expected, found = set(hf_shapes(shape)), set(names)
-    found = {name for name in found if not _IGNORED.search(name)}
+    """Exactly this model's tensors. A tied model may also store a copy of its embedding as head, and some have tensors
+    that are only carried through a conversion."""
+    expected = set(hf_shapes(shape))
+    found = {name for name in names if not _IGNORED.search(name) and not name.startswith(shape.carried)}
     if shape.tied_embeddings:
         found.discard(HEAD)
     where = f"{path}: " if path else ""

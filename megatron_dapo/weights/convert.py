@@ -17,6 +17,8 @@ import torch
 
 from megatron_dapo.config.model import ModelShape
 from megatron_dapo.errors import UserError
+from megatron_dapo.weights.carried import FILE as CARRIED_FILE
+from megatron_dapo.weights.carried import copy_carried, export_carried
 from megatron_dapo.weights.check import HEAD, check_hf_tensors
 from megatron_dapo.weights.copy import BLOCK, copy_tensors, default_workers
 from megatron_dapo.weights.copy_group import CopyGroup
@@ -28,6 +30,7 @@ from megatron_dapo.weights.formats.pieces import PieceReader
 from megatron_dapo.weights.formats.torch_dist_writer import TorchDistWriter
 from megatron_dapo.weights.locate import HF_FILES, RELEASE, TRACKER, locate
 from megatron_dapo.weights.mapping import EMBEDDING, WeightsError, stored_mappings
+from megatron_dapo.weights.packed_experts import is_packed
 from megatron_dapo.weights.side_files import copy_side_files
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -82,7 +85,8 @@ def hf_to_megatron(
             return report(src, dst, began)
         (checkpoint / HF_FILES).mkdir(exist_ok=True)
         notes = copy_side_files(src, checkpoint / HF_FILES)
-        (checkpoint / RECORD).write_text(json.dumps({"stores_head": HEAD in weights}))
+        copy_carried(weights, shape, checkpoint / HF_FILES / CARRIED_FILE)
+        (checkpoint / RECORD).write_text(json.dumps({"stores_head": HEAD in weights, "packed_experts": weights.packed}))
         writer.write_metadata(checkpoint)
         (directory / TRACKER).write_text(RELEASE)
     return report(src, dst, began, notes)
@@ -108,7 +112,7 @@ def megatron_to_hf(
     began, src, dst = time.monotonic(), Path(source), Path(destination)
     _check_paths(src, dst, overwrite)
     src = locate(src, step)
-    tied_head = _stores_tied_head(src, reference)
+    tied_head, pack = _original_files(src, reference)
     reference = find_reference(src, reference)
     shape = ModelShape.from_dir(reference)
     tied_head &= shape.tied_embeddings
@@ -116,14 +120,15 @@ def megatron_to_hf(
     dtypes = {
         mapping.name: DTYPES[dtype] if dtype else weights.dtype(mapping.name) for mapping in stored_mappings(shape)
     }
-    writer = HFWriter(shape, dtypes, max_shard=max_shard, tied_head=tied_head)
+    writer = HFWriter(shape, dtypes, max_shard=max_shard, tied_head=tied_head, pack=pack)
     group, plan = CopyGroup.from_environment(), _plan(weights, writer, dtype)
     with new_directory(dst, writer.total, overwrite=overwrite, plan=plan, group=group) as directory:
         report = _copy(weights, writer, directory, directory / PROGRESS, group, workers, progress)
         if group.rank:
             return report(src, dst, began)
         writer.write_index(directory)
-        notes = copy_side_files(reference, directory, str(dtypes[EMBEDDING]).removeprefix("torch."))
+        notes = export_carried(reference, directory, shape)
+        notes += copy_side_files(reference, directory, str(dtypes[EMBEDDING]).removeprefix("torch."))
     return report(src, dst, began, notes)
 
 
@@ -167,7 +172,7 @@ def open_hf(path: Path) -> tuple[ModelShape, HFReader]:
     shape, weights = ModelShape.from_dir(path), HFReader(path)
     check_hf_tensors(weights.stored, shape, path)
     if shape.tied_embeddings and "lm_head.weight" in weights:
-        _check_tied(weights)
+        _check_tied(weights, shape.prefix)
     return shape, weights
 
 
@@ -179,14 +184,17 @@ def find_reference(source: Path, reference: str | Path | None) -> Path:
     raise WeightsError(f"{source} does not say which model it holds; pass --reference with the HF model's directory")
 
 
-def _stores_tied_head(source: Path, reference: str | Path | None) -> bool:
-    """Whether the original HF model also stores a copy of its embedding as head, so that the export does the same."""
+def _original_files(source: Path, reference: str | Path | None) -> tuple[bool, bool]:
+    """Whether the original HF model also stores a copy of its embedding as head, and whether it has all experts of a
+    layer in one tensor, so that the export does the same."""
     try:
         if reference is not None:
-            return HEAD in read_hf_directory(Path(reference))
-        return bool(json.loads((source / RECORD).read_bytes())["stores_head"])
+            names = read_hf_directory(Path(reference))
+            return HEAD in names, is_packed(names)
+        record = json.loads((source / RECORD).read_bytes())
+        return bool(record["stores_head"]), bool(record.get("packed_experts"))
     except (UserError, OSError, ValueError, KeyError):  # a reference without weights, or no record
-        return False
+        return False, False
 
 
 def _check_paths(source: Path, destination: Path, overwrite: bool) -> None:
@@ -210,8 +218,8 @@ def _one_dtype(weights: HFReader, names: tuple[str, ...], dtype: str | None) -> 
     return weights.dtype(first.name)
 
 
-def _check_tied(weights: HFReader) -> None:
-    head, embedding = weights["lm_head.weight"], weights["model.embed_tokens.weight"]
+def _check_tied(weights: HFReader, prefix: str) -> None:
+    head, embedding = weights["lm_head.weight"], weights[f"{prefix}embed_tokens.weight"]
     same = head.shape == embedding.shape and head.dtype == embedding.dtype
     step = max(1, BLOCK // max(1, head[0].numel() * head.dtype.itemsize)) if same else 1
     if not same or not all(torch.equal(a, b) for a, b in zip(head.split(step), embedding.split(step), strict=True)):

@@ -2,9 +2,10 @@
 sync all read it.
 
 A `ParameterMapping` says which HF tensors make up one Megatron parameter, and how. Every transform that Qwen needs
-(copy, QKV interleaved by query group, gate above up) only reorders whole rows. A mapping therefore lists *segments*:
-rows [a, a+n) of this HF tensor are rows [b, b+n) of the Megatron tensor. The same segments move bytes between files
-and slices between live shards, in both directions and without arithmetic, so every copy is exact.
+(copy, QKV interleaved by query group, gate above up, DeltaNet rows by key head) only reorders whole rows. A mapping
+therefore lists *segments*: rows [a, a+n) of this HF tensor are rows [b, b+n) of the Megatron tensor. The same segments
+move bytes between files and slices between live shards, in both directions and without arithmetic, so every copy is
+exact.
 
 Canonical names are those of Megatron's local (not Transformer Engine) modules with global layer and expert indices,
 e.g. `decoder.layers.3.mlp.experts.local_experts.5.linear_fc1.weight`. `weights.names` translates other spellings.
@@ -17,8 +18,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
+from operator import attrgetter
 
-from megatron_dapo.config.model import ModelShape
+from megatron_dapo.config.model import LinearAttention, ModelShape
 from megatron_dapo.errors import UserError
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -33,7 +35,9 @@ class WeightsError(UserError):
 class Transform(StrEnum):
     COPY = "copy"
     QKV = "qkv"  # per query group: its query heads, its key head, its value head
+    GATED_QKV = "gated_qkv"  # the same, with the heads' gates after the query heads; HF: query, gate, head by head
     GATE_UP = "gate_up"  # all gate rows, then all up rows
+    DELTA = "delta"  # q, k, v, z, b, a of a gated DeltaNet; HF: qkvz and ba, key head by key head
 
 
 class Split(StrEnum):
@@ -42,7 +46,7 @@ class Split(StrEnum):
     NONE = "none"
     ROWS = "rows"
     COLUMNS = "columns"
-    GATE_UP_ROWS = "gate_up_rows"  # a rank holds its part of the gate rows above its part of the up rows
+    PARTS = "parts"  # a rank holds its share of the rows of each part (gate and up; q, k, v, z, b, a)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +69,16 @@ class ParameterMapping:
     hf_shapes: tuple[tuple[int, ...], ...]
     transform: Transform
     split: Split
-    segments: tuple[Segment, ...]
+    segments: tuple[Segment, ...]  # in the order of the Megatron rows
+    parts: tuple[int, ...] = ()  # rows of each part, where the split is by parts
     layer: int | None = None
     expert: int | None = None
     vocabulary: bool = False  # may have padding rows, so that tensor-parallel ranks get equal shares
     tied: bool = False  # output layer of a model with tied embeddings: not stored, filled from the embedding
+
+    def segments_of(self, source: int) -> list[Segment]:
+        """The segments of HF tensor number `source`, in the order of its rows."""
+        return sorted((s for s in self.segments if s.source == source), key=lambda s: s.hf_start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +91,21 @@ class _Template:
     split: Split = Split.NONE
     transform: Transform = Transform.COPY
     when: str = ""  # name of a ModelShape flag; "not x" negates
+    parts: str = ""  # rows of the parts, for Split.PARTS
 
     def applies(self, shape: ModelShape) -> bool:
         if not self.when:
             return True
-        flag = self.when.removeprefix("not ")
-        return bool(getattr(shape, flag)) != self.when.startswith("not ")
+        flag = attrgetter(self.when.removeprefix("not "))
+        return bool(flag(shape)) != self.when.startswith("not ")
 
 
-def _qkv(part: str, tail: str) -> tuple[tuple[str, str], ...]:
-    return tuple((f"self_attn.{x}_proj.{part}", size + tail) for x, size in (("q", "q"), ("k", "kv"), ("v", "kv")))
+def _qkv(part: str, tail: str, q: str = "q") -> tuple[tuple[str, str], ...]:
+    return tuple((f"self_attn.{x}_proj.{part}", size + tail) for x, size in (("q", q), ("k", "kv"), ("v", "kv")))
+
+
+def _projections(*names: str) -> tuple[tuple[str, str], ...]:
+    return tuple((f"linear_attn.in_proj_{name}.weight", f"{name}l hidden") for name in names)
 
 
 def _gate_up(prefix: str, ffn: str) -> tuple[tuple[str, str], ...]:
@@ -102,38 +116,57 @@ _T, _S, _X = _Template, Split, Transform
 _SHARED = "mlp.shared_experts."
 
 _TOP = (
-    _T(EMBEDDING, "vocab hidden", (("model.embed_tokens.weight", "vocab hidden"),), _S.ROWS),
-    _T(FINAL_NORM, "hidden", (("model.norm.weight", "hidden"),)),
-    _T(OUTPUT, "vocab hidden", (("lm_head.weight", "vocab hidden"),), _S.ROWS, when="not tied_embeddings"),
-    _T(OUTPUT, "vocab hidden", (("model.embed_tokens.weight", "vocab hidden"),), _S.ROWS, when="tied_embeddings"),
+    _T(EMBEDDING, "vocab hidden", (("embed_tokens.weight", "vocab hidden"),), _S.ROWS),
+    _T(FINAL_NORM, "hidden", (("norm.weight", "hidden"),)),
+    _T(OUTPUT, "vocab hidden", (("embed_tokens.weight", "vocab hidden"),), _S.ROWS, when="tied_embeddings"),
 )
-_LAYER = (
-    _T("input_layernorm.weight", "hidden", (("input_layernorm.weight", "hidden"),)),
-    _T("self_attention.linear_qkv.weight", "qkv hidden", _qkv("weight", " hidden"), _S.ROWS, _X.QKV),
+_HEAD = _T(OUTPUT, "vocab hidden", (("lm_head.weight", "vocab hidden"),), _S.ROWS, when="not tied_embeddings")
+_ATTENTION = (
+    _T("self_attention.linear_qkv.weight", "qkv hidden", _qkv("weight", " hidden"), _S.ROWS, _X.QKV,
+       "not attention_gate"),
+    _T("self_attention.linear_qkv.weight", "gqkv hidden", _qkv("weight", " hidden", "gq"), _S.ROWS, _X.GATED_QKV,
+       "attention_gate"),
     _T("self_attention.linear_qkv.bias", "qkv", _qkv("bias", ""), _S.ROWS, _X.QKV, when="qkv_bias"),
     _T("self_attention.q_layernorm.weight", "head", (("self_attn.q_norm.weight", "head"),), when="qk_norm"),
     _T("self_attention.k_layernorm.weight", "head", (("self_attn.k_norm.weight", "head"),), when="qk_norm"),
     _T("self_attention.linear_proj.weight", "hidden q", (("self_attn.o_proj.weight", "hidden q"),), _S.COLUMNS),
+)  # fmt: skip
+_LINEAR = (  # gated DeltaNet, instead of attention
+    _T("self_attention.in_proj.weight", "delta hidden", _projections("qkvz", "ba"), _S.PARTS, _X.DELTA, "linear.fused",
+       parts="keys keys values values vheads vheads"),
+    _T("self_attention.in_proj.weight", "delta hidden", _projections("qkv", "z", "b", "a"), _S.PARTS, _X.COPY,
+       "not linear.fused", parts="keys keys values values vheads vheads"),
+    _T("self_attention.conv1d.weight", "qkvl one width", (("linear_attn.conv1d.weight", "qkvl one width"),), _S.PARTS,
+       parts="keys keys values"),
+    _T("self_attention.A_log", "vheads", (("linear_attn.A_log", "vheads"),), _S.ROWS),
+    _T("self_attention.dt_bias", "vheads", (("linear_attn.dt_bias", "vheads"),), _S.ROWS),
+    _T("self_attention.gated_norm.weight", "vdim", (("linear_attn.norm.weight", "vdim"),)),
+    _T("self_attention.out_proj.weight", "hidden values", (("linear_attn.out_proj.weight", "hidden values"),),
+       _S.COLUMNS),
+)  # fmt: skip
+_LAYER = (
+    _T("input_layernorm.weight", "hidden", (("input_layernorm.weight", "hidden"),)),
     _T("pre_mlp_layernorm.weight", "hidden", (("post_attention_layernorm.weight", "hidden"),)),
-    _T("mlp.linear_fc1.weight", "ffn2 hidden", _gate_up("mlp.", "ffn"), _S.GATE_UP_ROWS, _X.GATE_UP, "not is_moe"),
+    _T("mlp.linear_fc1.weight", "ffn2 hidden", _gate_up("mlp.", "ffn"), _S.PARTS, _X.GATE_UP, "not is_moe", "ffn ffn"),
     _T("mlp.linear_fc2.weight", "hidden ffn", (("mlp.down_proj.weight", "hidden ffn"),), _S.COLUMNS, when="not is_moe"),
     _T("mlp.router.weight", "experts hidden", (("mlp.gate.weight", "experts hidden"),), when="is_moe"),
-    _T(f"{_SHARED}linear_fc1.weight", "sffn2 hidden", _gate_up("mlp.shared_expert.", "sffn"), _S.GATE_UP_ROWS,
-       _X.GATE_UP, "has_shared_expert"),
+    _T(f"{_SHARED}linear_fc1.weight", "sffn2 hidden", _gate_up("mlp.shared_expert.", "sffn"), _S.PARTS, _X.GATE_UP,
+       "has_shared_expert", "sffn sffn"),
     _T(f"{_SHARED}linear_fc2.weight", "hidden sffn", (("mlp.shared_expert.down_proj.weight", "hidden sffn"),),
        _S.COLUMNS, when="has_shared_expert"),
     _T(f"{_SHARED}gate_weight", "one hidden", (("mlp.shared_expert_gate.weight", "one hidden"),),
        when="has_shared_expert"),
 )  # fmt: skip
 _EXPERT = (
-    _T("linear_fc1.weight", "effn2 hidden", _gate_up("", "effn"), _S.GATE_UP_ROWS, _X.GATE_UP, "is_moe"),
+    _T("linear_fc1.weight", "effn2 hidden", _gate_up("", "effn"), _S.PARTS, _X.GATE_UP, "is_moe", "effn effn"),
     _T("linear_fc2.weight", "hidden effn", (("down_proj.weight", "hidden effn"),), _S.COLUMNS, when="is_moe"),
 )
 
 
 def _sizes(shape: ModelShape) -> dict[str, int]:
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    return {
+    return _linear_sizes(shape.linear) | {
+        "gq": 2 * q, "gqkv": 2 * q + 2 * kv,
         "hidden": shape.hidden, "vocab": shape.vocab, "head": shape.head_dim,
         "q": q, "kv": kv, "qkv": q + 2 * kv, "ffn": shape.ffn_hidden, "ffn2": 2 * shape.ffn_hidden,
         "experts": shape.experts, "effn": shape.expert_ffn_hidden, "effn2": 2 * shape.expert_ffn_hidden,
@@ -141,18 +174,60 @@ def _sizes(shape: ModelShape) -> dict[str, int]:
     }  # fmt: skip
 
 
+def _linear_sizes(linear: LinearAttention | None) -> dict[str, int]:
+    """Names that end in l are those of HF's tensors."""
+    if linear is None:
+        return {}
+    keys, _, values, _, heads, _ = linear.parts
+    return {
+        "keys": keys, "values": values, "vheads": heads, "vdim": linear.value_dim, "delta": sum(linear.parts),
+        "qkvl": 2 * keys + values, "qkvzl": 2 * keys + 2 * values, "bal": 2 * heads, "zl": values, "bl": heads,
+        "al": heads, "width": linear.conv_width,
+    }  # fmt: skip
+
+
 def _segments(transform: Transform, shape: ModelShape, hf_shapes: tuple[tuple[int, ...], ...]) -> tuple[Segment, ...]:
-    if transform is not Transform.QKV:  # the HF tensors, concatenated along dimension 0
-        starts = [sum(s[0] for s in hf_shapes[:i]) for i in range(len(hf_shapes))]
-        return tuple(Segment(i, 0, starts[i], s[0]) for i, s in enumerate(hf_shapes))
+    if transform in (Transform.QKV, Transform.GATED_QKV):
+        rows = _gated_qkv_rows(shape) if transform is Transform.GATED_QKV else _qkv_rows(shape)
+    elif transform is Transform.DELTA:
+        assert shape.linear is not None
+        rows = _delta_rows(shape.linear)
+    else:  # the HF tensors, concatenated along dimension 0
+        rows = ((source, 0, size[0]) for source, size in enumerate(hf_shapes))
     segments, at = [], 0
-    heads = shape.heads // shape.kv_heads
-    for group in range(shape.kv_heads):
-        for source, count in enumerate((heads, 1, 1)):
-            rows = count * shape.head_dim
-            segments.append(Segment(source, group * rows, at, rows))
-            at += rows
+    for source, hf_start, count in rows:
+        segments.append(Segment(source, hf_start, at, count))
+        at += count
     return tuple(segments)
+
+
+Rows = Iterator[tuple[int, int, int]]  # HF tensor number, first row, number of rows; in Megatron's order
+
+
+def _qkv_rows(shape: ModelShape) -> Rows:
+    for group in range(shape.kv_heads):
+        for source, heads in enumerate((shape.heads // shape.kv_heads, 1, 1)):
+            rows = heads * shape.head_dim
+            yield source, group * rows, rows
+
+
+def _gated_qkv_rows(shape: ModelShape) -> Rows:
+    heads, d = shape.heads // shape.kv_heads, shape.head_dim
+    for group in range(shape.kv_heads):
+        for gate in (0, 1):
+            for head in range(group * heads, (group + 1) * heads):
+                yield 0, (2 * head + gate) * d, d
+        yield 1, group * d, d
+        yield 2, group * d, d
+
+
+def _delta_rows(linear: LinearAttention) -> Rows:
+    """Each key head has, in HF's qkvz, its rows of q, k, v and z, and in ba those of b and a."""
+    for source, parts in enumerate((linear.parts[:4], linear.parts[4:])):
+        per_head = [part // linear.key_heads for part in parts]
+        for part, rows in enumerate(per_head):
+            for head in range(linear.key_heads):
+                yield source, head * sum(per_head) + sum(per_head[:part]), rows
 
 
 def _mapping(t: _Template, shape: ModelShape, to: str = "", hf: str = "", layer: int | None = None,
@@ -165,16 +240,20 @@ def _mapping(t: _Template, shape: ModelShape, to: str = "", hf: str = "", layer:
     hf_shapes = tuple(dims(words) for _, words in t.hf)
     return ParameterMapping(
         name=to + t.name, shape=dims(t.shape), hf=tuple(hf + name for name, _ in t.hf), hf_shapes=hf_shapes,
-        transform=t.transform, split=t.split, segments=_segments(t.transform, shape, hf_shapes),
+        transform=t.transform, split=t.split, segments=_segments(t.transform, shape, hf_shapes), parts=dims(t.parts),
         layer=layer, expert=expert, vocabulary=t.shape.startswith("vocab"), tied=t.when == "tied_embeddings",
     )  # fmt: skip
 
 
 def _mappings(shape: ModelShape) -> Iterator[ParameterMapping]:
-    yield from (_mapping(t, shape) for t in _TOP if t.applies(shape))
+    yield from (_mapping(t, shape, hf=shape.prefix) for t in _TOP if t.applies(shape))
+    if _HEAD.applies(shape):
+        yield _mapping(_HEAD, shape)
+    linear = set(shape.linear_layers)
     for layer in range(shape.layers):
-        to, hf = f"decoder.layers.{layer}.", f"model.layers.{layer}."
-        yield from (_mapping(t, shape, to, hf, layer) for t in _LAYER if t.applies(shape))
+        to, hf = f"decoder.layers.{layer}.", f"{shape.prefix}layers.{layer}."
+        templates = (*(_LINEAR if layer in linear else _ATTENTION), *_LAYER)
+        yield from (_mapping(t, shape, to, hf, layer) for t in templates if t.applies(shape))
         for expert in range(shape.experts):
             to_expert, hf_expert = f"{to}mlp.experts.local_experts.{expert}.", f"{hf}mlp.experts.{expert}."
             yield from (_mapping(t, shape, to_expert, hf_expert, layer, expert) for t in _EXPERT if t.applies(shape))

@@ -8,12 +8,19 @@ separately; canonical names are the local ones with global layer and expert indi
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 
 # What follows `decoder.layers.N.`: Transformer Engine's spelling to the local one.
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+_DELTA_NORM = "self_attention.in_proj.layer_norm_weight"  # before a gated DeltaNet
+# Of a gated DeltaNet, checkpoints store each part as a tensor of its own.
+_DELTA_PARTS = {
+    "self_attention.in_proj.weight": ("query", "key", "value", "z", "beta", "alpha"),
+    "self_attention.conv1d.weight": ("query", "key", "value"),
 }
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
 _LOCAL_EXPERT = re.compile(r"^mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight$")
@@ -30,6 +37,8 @@ def to_local(name: str) -> str:
     layer, rest = found.groups()
     if grouped := _GROUPED_EXPERT.match(rest):
         rest = f"mlp.experts.local_experts.{grouped[2]}.{grouped[1]}.weight"
+    if rest == _DELTA_NORM:
+        rest = "input_layernorm.weight"
     return f"decoder.layers.{layer}.{_FUSED_NORMS.get(rest, rest)}"
 
 
@@ -63,20 +72,20 @@ def to_canonical(name: str, *, layer_offset: int = 0, expert_offset: int = 0) ->
 class DiskLocation:
     """Where a checkpoint stores one parameter: at `index` of the leading axes of the tensors `keys`.
 
-    There are two keys where gate and up are separate tensors.
+    There are several keys where the parts of a parameter are separate tensors: gate and up, or those of a DeltaNet.
     """
 
     keys: tuple[str, ...]
     index: tuple[int, ...]
 
 
-def disk_locations(name: str, *, moe: bool = False) -> list[DiskLocation]:
+def disk_locations(name: str, *, moe: bool = False, linear: Collection[int] = ()) -> list[DiskLocation]:
     """Every location where Megatron may store the parameter with this canonical name. We write the first one.
 
     By default, layers are stacked in one tensor with a layer axis, then an expert axis. With `non_homogeneous_layers`
     there is one tensor per layer. With `singleton_local_shards` there is also one per expert, and gate and up are
-    separate. Norms have their Transformer Engine names; a MoE model of local modules names its second norm like a
-    dense one.
+    separate. A model with gated DeltaNet layers (`linear`) always has one tensor per layer. Norms have their
+    Transformer Engine names; a MoE model of local modules names its second norm like a dense one.
     """
     found = _LAYER.match(name)
     if found is None:
@@ -93,6 +102,13 @@ def disk_locations(name: str, *, moe: bool = False) -> list[DiskLocation]:
         stacked = [(spelling.split(".", 3)[3], ()) for spelling in spellings]
         single = stacked[0][0]
     locations = [DiskLocation((f"decoder.layers.{stem}",), (layer, *index)) for stem, index in stacked]
+    if linear:
+        locations = []
+        if rest in _DELTA_PARTS:
+            return [DiskLocation(tuple(f"decoder.layers.{layer}.{rest}.{part}" for part in _DELTA_PARTS[rest]), ())]
+        if layer in linear and rest == "input_layernorm.weight":
+            stacked = [(_DELTA_NORM, ()), (rest, ())]
+            single = _DELTA_NORM
     locations += [DiskLocation((f"decoder.layers.{layer}.{stem}",), index) for stem, index in stacked]
     halves = ("_w", "_v") if "linear_fc1.weight" in single else ("",)
     locations.append(DiskLocation(tuple(f"decoder.layers.{layer}.{single}{half}" for half in halves), ()))

@@ -33,8 +33,8 @@ def hf_tensors(mapping: ParameterMapping, full: Tensor) -> dict[str, Tensor]:
     if len(mapping.segments) == 1:
         return {mapping.hf[0]: full}
     out = {}
-    for source, name in enumerate(mapping.hf):  # segments keep the row order of each HF tensor
-        pieces = [full.narrow(0, s.start, s.rows) for s in mapping.segments if s.source == source]
+    for source, name in enumerate(mapping.hf):
+        pieces = [full.narrow(0, s.start, s.rows) for s in mapping.segments_of(source)]
         out[name] = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
     return out
 
@@ -52,8 +52,8 @@ def shard(mapping: ParameterMapping, full: Tensor, rank: int, size: int, *, rows
         full = torch.cat([full, full.new_zeros(rows - full.shape[0], *full.shape[1:])])
     if mapping.split is Split.NONE or size == 1:
         return full
-    if mapping.split is Split.GATE_UP_ROWS:
-        return torch.cat([_part(half, 0, rank, size, mapping.name) for half in full.chunk(2)])
+    if mapping.split is Split.PARTS:
+        return torch.cat([_part(part, 0, rank, size, mapping.name) for part in full.split(mapping.parts)])
     return _part(full, 0 if mapping.split is Split.ROWS else 1, rank, size, mapping.name)
 
 
@@ -61,7 +61,7 @@ def unshard(mapping: ParameterMapping, shards: Sequence[Tensor]) -> Tensor:
     """The full tensor (vocabulary padding included) from every tensor-parallel rank's shard, in rank order."""
     if mapping.split is Split.NONE or len(shards) == 1:
         return shards[0]
-    if mapping.split is Split.GATE_UP_ROWS:
-        halves = [shard.chunk(2) for shard in shards]
-        return torch.cat([gate for gate, _ in halves] + [up for _, up in halves])
+    if mapping.split is Split.PARTS:
+        split = [shard.split([rows // len(shards) for rows in mapping.parts]) for shard in shards]
+        return torch.cat([part for parts in zip(*split, strict=True) for part in parts])
     return torch.cat(list(shards), dim=0 if mapping.split is Split.ROWS else 1)

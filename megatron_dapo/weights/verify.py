@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_dapo.config.model import ModelShape
+from megatron_dapo.weights.carried import WithCarried, carried_names, open_carried
 from megatron_dapo.weights.copy import BLOCK, CheckpointReader, RowRange, default_workers
 from megatron_dapo.weights.formats.hf_reader import HFReader
 from megatron_dapo.weights.formats.megatron_reader import open_megatron
@@ -93,10 +94,7 @@ def _config_of(a: Path, b: Path, reference: str | Path | None) -> Path | None:
 def _open(path: Path, config: Path | None) -> tuple[CheckpointReader, dict[str, Entry]]:
     if format_of(path) is Format.HF:
         weights = HFReader(path)
-        entries = {
-            name: Entry(stored.shape, weights.dtype(name), (RowRange(name, 0, stored.shape[0] if stored.shape else 1),))
-            for name, stored in weights.stored.items()
-        }
+        entries = {name: _whole(weights, name) for name in weights.stored}
         if config is not None and "lm_head.weight" in entries and ModelShape.from_dir(config).tied_embeddings:
             del entries["lm_head.weight"]  # a copy of the embedding
         return weights, entries
@@ -107,9 +105,18 @@ def _open(path: Path, config: Path | None) -> tuple[CheckpointReader, dict[str, 
     found = {}
     for mapping in stored_mappings(shape):
         for source, name in enumerate(mapping.hf):
-            ranges = tuple(RowRange(mapping.name, s.start, s.rows) for s in mapping.segments if s.source == source)
+            ranges = tuple(RowRange(mapping.name, s.start, s.rows) for s in mapping.segments_of(source))
             found[name] = Entry(mapping.hf_shapes[source], saved.dtype(mapping.name), ranges)
-    return saved, found
+    carried = open_carried(path / HF_FILES, shape)
+    if carried is None:
+        return saved, found
+    found |= {name: _whole(carried, name) for name in carried_names(carried, shape)}
+    return WithCarried(saved, carried), found
+
+
+def _whole(weights: HFReader, name: str) -> Entry:
+    shape = weights.stored[name].shape
+    return Entry(shape, weights.dtype(name), (RowRange(name, 0, shape[0] if shape else 1),))
 
 
 def _compare(

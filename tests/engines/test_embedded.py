@@ -25,7 +25,7 @@ def prompt_of(seed: int, length: int):
     return as_tokens(np.random.default_rng(seed).integers(0, 256, length))
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
 def test_logprobs_are_those_of_transformers(kind, temperature):
     """Prompt and response together are longer than a page (64 positions), so attention uses several pages."""
@@ -44,7 +44,7 @@ def test_logprobs_are_those_of_transformers(kind, temperature):
     assert completion.weight_spans == [WeightSpan(0, 0, len(completion.tokens))]
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "qwen3_next"])
 def test_other_requests_do_not_change_a_single_bit(kind):
     """Requests run alone, then among 70 in random order with aborts: identical bits."""
     prompts = [prompt_of(i, 3 + 11 * (i % 9)) for i in range(14)]

@@ -26,6 +26,8 @@ LAYOUTS = {
     "ep2": ("moe", {"expert_parallel": 2}),
     "pp2-uneven": ("dense", {"pipeline_parallel": 2, "last_stage_layers": 1}),
     "etp2": ("moe", {"tensor_parallel": 2, "expert_tensor_parallel": 2}),
+    "shared-expert": ("moe-shared", {"tensor_parallel": 2, "expert_parallel": 2}),
+    "gated-delta-net": ("hybrid", {"tensor_parallel": 2}),
     "bf16-reduction": ("dense", {"gradient_reduction": "bf16"}),
 }
 

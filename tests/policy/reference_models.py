@@ -10,11 +10,17 @@ import torch
 import transformers
 
 from megatron_dapo.config import Config, ModelShape
+from megatron_dapo.config.model import LinearAttention
 from megatron_dapo.policy.batch import TrainBatch
 
 COMMON: dict[str, Any] = {
     "layers": 2, "hidden": 64, "ffn_hidden": 96, "heads": 4, "kv_heads": 2, "vocab": 131, "max_positions": 256,
     "rope_theta": 1e6, "norm_eps": 1e-6, "dtype": "float32",
+}  # fmt: skip
+
+HYBRID: dict[str, Any] = {
+    "head_dim": 32, "rotary_dim": 8, "qkv_bias": False, "qk_norm": True, "attention_gate": True,
+    "zero_centred_norms": True, "carried": ("mtp.",),
 }  # fmt: skip
 
 SHAPES = {
@@ -39,6 +45,14 @@ SHAPES = {
         architecture="qwen2_moe", head_dim=16, qkv_bias=True, qk_norm=False, tied_embeddings=False,
         experts=4, experts_per_token=2, expert_ffn_hidden=48, norm_topk_prob=False, shared_ffn_hidden=80, **COMMON,
     ),
+    "qwen3-next": ModelShape(
+        architecture="qwen3_next", tied_embeddings=False, experts=4, experts_per_token=2, expert_ffn_hidden=48,
+        shared_ffn_hidden=80, linear=LinearAttention((0,), 4, 8, 16, 24, conv_width=4, fused=True), **HYBRID, **COMMON,
+    ),
+    "qwen3.5": ModelShape(
+        architecture="qwen3_5_text", tied_embeddings=True,
+        linear=LinearAttention((0,), 4, 8, 16, 24, conv_width=4, fused=False), **HYBRID, **COMMON,
+    ),
 }  # fmt: skip
 
 
@@ -51,8 +65,12 @@ def hf_model(shape: ModelShape, seed: int = 0) -> Any:
         "max_position_embeddings": shape.max_positions, "rms_norm_eps": shape.norm_eps, "initializer_range": 0.08,
         "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
     }  # fmt: skip
+    if shape.linear:
+        options |= hybrid_options(shape)
     torch.manual_seed(seed)
-    if shape.architecture == "qwen2":
+    if shape.architecture == "qwen3_5_text":
+        model = transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**options))
+    elif shape.architecture == "qwen2":
         model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**options))
     elif shape.architecture == "qwen3":
         model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(head_dim=shape.head_dim, **options))
@@ -61,8 +79,11 @@ def hf_model(shape: ModelShape, seed: int = 0) -> Any:
             "num_experts": shape.experts, "num_experts_per_tok": shape.experts_per_token,
             "moe_intermediate_size": shape.expert_ffn_hidden, "norm_topk_prob": shape.norm_topk_prob,
         }  # fmt: skip
-        if shape.architecture == "qwen2_moe":
+        if shape.has_shared_expert:
             options["shared_expert_intermediate_size"] = shape.shared_ffn_hidden
+        if shape.architecture == "qwen3_next":
+            model = transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**options))
+        elif shape.architecture == "qwen2_moe":
             model = transformers.Qwen2MoeForCausalLM(transformers.Qwen2MoeConfig(**options))
         else:
             config = transformers.Qwen3MoeConfig(head_dim=shape.head_dim, **options)
@@ -72,9 +93,25 @@ def hf_model(shape: ModelShape, seed: int = 0) -> Any:
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.add_(0.1 * torch.randn_like(parameter))
+            elif name.endswith("A_log"):
+                parameter.uniform_(0.01, 1.0).log_()  # strong decay amplifies rounding
             elif name.endswith("bias"):
                 parameter.normal_(0, 0.1)
     return model.float().eval()
+
+
+def hybrid_options(shape: ModelShape) -> dict[str, Any]:
+    linear = shape.linear
+    assert linear is not None
+    kinds = ["linear_attention" if i in linear.layers else "full_attention" for i in range(shape.layers)]
+    share = shape.rotary_dim / shape.head_dim
+    rope = {"rope_type": "default", "rope_theta": shape.rope_theta, "partial_rotary_factor": share}
+    return {
+        "head_dim": shape.head_dim, "layer_types": kinds, "rope_parameters": rope,
+        "linear_num_key_heads": linear.key_heads, "linear_num_value_heads": linear.value_heads,
+        "linear_key_head_dim": linear.key_dim, "linear_value_head_dim": linear.value_dim,
+        "linear_conv_kernel_dim": linear.conv_width,
+    }  # fmt: skip
 
 
 def hf_weights(model: Any, folder: Any) -> str:

@@ -20,12 +20,14 @@ def without_gpu(rendezvous, model):
     return trace_updates(rendezvous, Case(SINGLE, model), 3)
 
 
-@pytest.mark.parametrize("model", ["dense", "tied", "moe"])
+@pytest.mark.parametrize("model", ["dense", "tied", "moe", "moe-shared", "hybrid"])
 def test_cuda_and_cpu_give_the_same_update(model):
     on_gpu = run_ranks(1, trace_updates, Case(SINGLE, model), 3)[0]
     on_cpu = run_ranks(1, without_gpu, model)[0]
     difference = compare(on_gpu, on_cpu)
-    assert difference.within(1e-4), difference
+    # The kernels of flash-linear-attention multiply in tf32.
+    kernels = model == "hybrid" and importlib.util.find_spec("fla") is not None
+    assert difference.within(1e-2 if kernels else 1e-4), difference
 
 
 CASES = [

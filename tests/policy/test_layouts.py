@@ -56,7 +56,8 @@ split = {(case.name, case.model): traced(case) for case in named_cases(LAYOUTS)}
 
 
 def test_every_model_is_checked_in_the_layouts_that_split_it():
-    assert {("tp2sp", "moe"), ("ep2tp2sp", "moe-shared"), ("ep2", "moe"), ("tp4sp", "dense"), ("pp2", "tied"), ("pp2", "dense")} <= split.keys()
+    assert {("tp2sp", "moe"), ("ep2", "moe"), ("tp4sp", "dense"), ("pp2", "tied"), ("pp2", "dense")} <= split.keys()
+    assert {("ep2tp2sp", "moe-shared"), ("tp2cp2sp", "hybrid"), ("pp2vpp2", "hybrid")} <= split.keys()
     assert ("ep2", "dense") not in split and ("tp2", "moe") not in split  # the latter needs sequence parallelism
 
 

@@ -9,8 +9,11 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.models.qwen2 import Qwen2Config
+from transformers.models.qwen2_moe import Qwen2MoeConfig
 from transformers.models.qwen3 import Qwen3Config
+from transformers.models.qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_moe import Qwen3MoeConfig
+from transformers.models.qwen3_next import Qwen3NextConfig
 
 EOS = "<|endoftext|>"
 VOCABULARY = 320  # 256 bytes, the EOS token, and ids that no text uses
@@ -41,6 +44,24 @@ def tiny_config(kind: str = "qwen3", *, hidden: int = 64, layers: int = 2, inter
                 **common, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64,
                 norm_topk_prob=True,
             )  # fmt: skip
+        case "qwen2_moe":
+            return Qwen2MoeConfig(
+                **common, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64,
+                shared_expert_intermediate_size=96,
+            )  # fmt: skip
+        case "qwen3_next" | "qwen3_5":
+            hybrid = {
+                "head_dim": 16, "layer_types": ["linear_attention", "full_attention"] * (layers // 2),
+                "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+                "linear_value_head_dim": 12, "rope_parameters": {
+                    "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+            }  # fmt: skip
+            if kind == "qwen3_5":
+                return Qwen3_5TextConfig(**common, **hybrid)
+            return Qwen3NextConfig(
+                **common, **hybrid, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64,
+                shared_expert_intermediate_size=96, norm_topk_prob=True,
+            )  # fmt: skip
     raise ValueError(kind)
 
 
@@ -54,6 +75,8 @@ def tiny_model(kind: str = "qwen3", seed: int = 0, **shape: int):
                 parameter.normal_(0, 1.2 / parameter.shape[-1] ** 0.5)
             elif name.endswith("bias"):
                 parameter.normal_(0, 0.3)
+            elif name.endswith("A_log"):
+                parameter.uniform_(0.01, 1.0).log_()
     return model.eval()
 
 

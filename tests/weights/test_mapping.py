@@ -19,7 +19,8 @@ QWEN3 = ModelShape(
 @pytest.mark.parametrize("kind", tiny_qwen.KINDS)
 def test_the_table_is_exactly_what_transformers_saves(models, kind):
     shape, found = ModelShape.from_dir(models[kind]), HFReader(models[kind])
-    assert hf_shapes(shape) == {name: stored.shape for name, stored in found.stored.items()}
+    trained = {n: stored.shape for n, stored in found.stored.items() if not n.startswith(("mtp.", "model.visual."))}
+    assert hf_shapes(shape) == trained
 
 
 def test_qkv_is_interleaved_by_query_group():

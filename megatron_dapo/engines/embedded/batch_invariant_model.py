@@ -12,22 +12,28 @@ Keys and values are stored in pages of PAGE positions. Page 0 belongs to no sequ
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from megatron_dapo.engines.embedded.linear_attention import LinearStates, linear_attention
 from megatron_dapo.engines.protocol import EngineError
 
 PAGE = 64
-MODEL_TYPES = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+MODEL_TYPES = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 
 class PagedCache:
-    """Keys and values of all layers, [layers, pages, kv_heads, PAGE, head_dim]; grows when pages run out."""
+    """Keys and values of all attention layers, [layers, pages, kv_heads, PAGE, head_dim], and what the gated DeltaNet
+    layers keep; grows when pages run out."""
 
-    def __init__(self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, linear: LinearStates | None = None
+    ) -> None:
+        self.linear = linear
         self.shape = (layers, kv_heads, PAGE, head_dim)
         self.keys = torch.zeros(layers, 1, *self.shape[1:], dtype=dtype)
         self.values = torch.zeros_like(self.keys)
@@ -40,6 +46,8 @@ class PagedCache:
         # Values of an earlier sequence must be finite: masked positions are multiplied by zero, not skipped.
         self.keys[:, page].zero_()
         self.values[:, page].zero_()
+        if self.linear:
+            self.linear.clear(page)
         return page
 
     def release(self, pages: list[int]) -> None:
@@ -50,16 +58,20 @@ class PagedCache:
         if pages:
             self.keys[:, copies] = self.keys[:, pages]
             self.values[:, copies] = self.values[:, pages]
+            if self.linear:
+                self.linear.copy(pages, copies)
         return copies
 
     def _grow(self) -> None:
-        count = self.keys.shape[1]
-        more = max(64, count)
+        pages = self.keys.shape[1]
+        more = max(64, pages)
         layers, *rest = self.shape
         empty = torch.zeros(layers, more, *rest, dtype=self.keys.dtype)
         self.keys = torch.cat([self.keys, empty], dim=1)
         self.values = torch.cat([self.values, empty.clone()], dim=1)
-        self.free.extend(range(count + more - 1, count - 1, -1))
+        if self.linear:
+            self.linear.grow(more)
+        self.free.extend(range(pages + more - 1, pages - 1, -1))
 
 
 class BatchInvariantModel:
@@ -80,8 +92,9 @@ class BatchInvariantModel:
         self.cache = self.empty_cache()
 
     def empty_cache(self) -> PagedCache:
-        layers = self.model.config.num_hidden_layers
-        return PagedCache(layers, self.kv_heads, self.head_dim, self.model.dtype)
+        layers = sum(hasattr(layer, "self_attn") for layer in self.model.model.layers)
+        linear = LinearStates(self.model.config) if layers < self.model.config.num_hidden_layers else None
+        return PagedCache(layers, self.kv_heads, self.head_dim, self.model.dtype, linear)
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, positions: Tensor, pages: Tensor) -> Tensor:
@@ -94,25 +107,37 @@ class BatchInvariantModel:
         cos, sin = (part[0].unsqueeze(1) for part in body.rotary_emb(hidden, positions.unsqueeze(0)))
         write = (pages.gather(1, (positions // PAGE).unsqueeze(1)).squeeze(1), positions % PAGE)
         masked = torch.arange(pages.shape[1] * PAGE).view(-1, 1, 1, PAGE) > positions.view(1, -1, 1, 1)
-        for index, layer in enumerate(body.layers):
+        linear, attention_layers, linear_layers = self.cache.linear, count(), count()
+        updates = linear.plan(positions.tolist(), pages.tolist(), PAGE) if linear else []
+        for layer in body.layers:
             normed = layer.input_layernorm(hidden)
-            query, key, value = self._heads(layer.self_attn, normed, cos, sin)
-            self.cache.keys[index][write[0], :, write[1]] = key
-            self.cache.values[index][write[0], :, write[1]] = value
-            attended = self._attend(index, query, pages, masked)
-            hidden = hidden + layer.self_attn.o_proj(attended)
+            if linear and hasattr(layer, "linear_attn"):
+                hidden = hidden + linear_attention(layer.linear_attn, normed, linear, next(linear_layers), updates)
+            else:
+                index = next(attention_layers)
+                query, key, value, gate = self._heads(layer.self_attn, normed, cos, sin)
+                self.cache.keys[index][write[0], :, write[1]] = key
+                self.cache.values[index][write[0], :, write[1]] = value
+                attended = self._attend(index, query, pages, masked)
+                hidden = hidden + layer.self_attn.o_proj(attended if gate is None else attended * gate)
             normed = layer.post_attention_layernorm(hidden)
             hidden = hidden + _feed_forward(layer.mlp, normed)
         logits: Tensor = self.model.lm_head(body.norm(hidden))
         return logits
 
-    def _heads(self, attention: Any, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        query = attention.q_proj(hidden).view(self.batch_tokens, self.heads, self.head_dim)
+    def _heads(
+        self, attention: Any, hidden: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Query, key, value, and the gate on the output of gated attention."""
+        query, gate = attention.q_proj(hidden).view(self.batch_tokens, self.heads, -1), None
+        if query.shape[-1] == 2 * self.head_dim:
+            query, gate = query.chunk(2, dim=-1)
+            gate = torch.sigmoid(gate.reshape(self.batch_tokens, -1))
         key = attention.k_proj(hidden).view(self.batch_tokens, self.kv_heads, self.head_dim)
         value = attention.v_proj(hidden).view(self.batch_tokens, self.kv_heads, self.head_dim)
         if hasattr(attention, "q_norm"):
             query, key = attention.q_norm(query), attention.k_norm(key)
-        return _rotate(query, cos, sin), _rotate(key, cos, sin), value
+        return _rotate(query, cos, sin), _rotate(key, cos, sin), value, gate
 
     def _attend(self, layer: int, query: Tensor, pages: Tensor, masked: Tensor) -> Tensor:
         """Softmax over pages with a running maximum; a page with no visible key changes nothing, not even rounding."""
@@ -142,6 +167,9 @@ class BatchInvariantModel:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    rotated = cos.shape[-1]
+    if rotated < x.shape[-1]:
+        return torch.cat([_rotate(x[..., :rotated], cos, sin), x[..., rotated:]], dim=-1)
     left, right = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-right, left), dim=-1) * sin
 

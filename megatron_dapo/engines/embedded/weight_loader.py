@@ -1,7 +1,8 @@
 """Copies buckets of HF-named tensors into a transformers model: every tensor exactly once, or an error.
 
 Names are those of the checkpoint on disk. transformers keeps all experts of a MoE layer in one tensor for gate/up and
-one for down; checkpoints, and so the buckets, have one tensor per expert.
+one for down; checkpoints, and so the buckets, have one tensor per expert. Of a model with a vision tower it holds the
+text model, which checkpoints have under `model.language_model.`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class WeightLoader:
         return len(self._seen)
 
     def load(self, bucket: Bucket) -> str:
-        for name, tensor in bucket:
+        for full_name, tensor in bucket:
+            name = full_name.replace("model.language_model.", "model.", 1)
             target = self._targets.get(name)
             if target is None:
                 return f"the model has no tensor {name!r}"

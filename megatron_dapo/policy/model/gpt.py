@@ -26,6 +26,7 @@ from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.policy import cpu
 from megatron_dapo.policy.head.fused import HeadRequest, output_processor
 from megatron_dapo.policy.megatron_options import DTYPES, check_hardware, fusion_provider, megatron_refuses, passed_on
+from megatron_dapo.policy.model.hybrid_spec import use_gated_delta_net
 from megatron_dapo.policy.model.router import install_hooks, separate_expert_gradients, use_policy_routers
 from megatron_dapo.policy.runtime import Runtime
 from megatron_dapo.weights.mapping import padded_vocab
@@ -57,6 +58,8 @@ def transformer_config(shape: ModelShape, policy: PolicyConfig) -> TransformerCo
         "add_bias_linear": False,
         "add_qkv_bias": shape.qkv_bias,
         "qk_layernorm": shape.qk_norm,
+        "attention_output_gate": shape.attention_gate,
+        "layernorm_zero_centered_gamma": shape.zero_centred_norms,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "params_dtype": dtype,
@@ -90,6 +93,8 @@ def transformer_config(shape: ModelShape, policy: PolicyConfig) -> TransformerCo
     }
     if shape.is_moe:
         options |= _moe_options(shape, policy, te)
+    if shape.linear:  # checkpoints then have one tensor per layer
+        options["linear_attention_freq"] = [int(layer in shape.linear.layers) for layer in range(shape.layers)]
     with megatron_refuses("TransformerConfig"):
         return TransformerConfig(**(options | passed_on("model", policy)))
 
@@ -193,7 +198,7 @@ def build_model(shape: ModelShape, policy: PolicyConfig, runtime: Runtime) -> li
         with _fusion_without_apex(te and config.gradient_accumulation_fusion):
             chunk = PolicyModel(
                 config,
-                _block_spec(config, vp_stage, shape.rope_theta),
+                _block_spec(config, vp_stage, shape),
                 vocab_size=padded_vocab(shape.vocab, policy.tensor_parallel),
                 max_sequence_length=shape.max_positions,
                 pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -202,6 +207,7 @@ def build_model(shape: ModelShape, policy: PolicyConfig, runtime: Runtime) -> li
                 share_embeddings_and_output_weights=shape.tied_embeddings,
                 position_embedding_type="rope" if te else "none",  # our attention rotates
                 rotary_base=shape.rope_theta,
+                rotary_percent=shape.rotated / shape.head_dim,
                 pg_collection=runtime.groups,
                 vp_stage=vp_stage,
             )
@@ -255,7 +261,7 @@ def check_grouped_experts(shape: ModelShape, policy: PolicyConfig, te: bool, ver
         )
 
 
-def _block_spec(config: TransformerConfig, vp_stage: int | None, rotary_base: float) -> Any:
+def _block_spec(config: TransformerConfig, vp_stage: int | None, shape: ModelShape) -> Any:
     if has_transformer_engine():
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
@@ -263,6 +269,8 @@ def _block_spec(config: TransformerConfig, vp_stage: int | None, rotary_base: fl
     else:
         from megatron_dapo.policy.model.local_spec import local_block_spec
 
-        spec = local_block_spec(config, vp_stage, rotary_base)
+        spec = local_block_spec(config, vp_stage, shape.rope_theta, shape.rotated)
+    if shape.linear:
+        use_gated_delta_net(spec, config, vp_stage, shape.linear)
     use_policy_routers(spec.layer_specs)
     return spec

@@ -27,16 +27,22 @@ from megatron_dapo.policy.model.rotary import RotaryTable, rotate
 
 
 class RMSNorm(torch.nn.Module):
-    """Normalises in fp32. The weight has Megatron's sequence-parallel attribute, so its gradient is summed over TP."""
+    """Normalises in fp32, and multiplies by the weight or, in models with zero-centred norms, by 1 + weight.
+
+    The weight has Megatron's sequence-parallel attribute, so its gradient is summed over TP.
+    """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()
-        weight = torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
-        self.weight = torch.nn.Parameter(weight)
+        self.zero_centred = config.layernorm_zero_centered_gamma
+        weight = torch.full((hidden_size,), 0.0 if self.zero_centred else 1.0, dtype=config.params_dtype)
+        self.weight = torch.nn.Parameter(weight.to(torch.cuda.current_device()))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.zero_centred:
+            return (F.rms_norm(x.float(), self.weight.shape, None, self.eps) * (1 + self.weight.float())).to(x.dtype)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
@@ -83,10 +89,11 @@ class CoreAttention(MegatronModule):
         pg_collection: Any = None,
         *,
         rotary_base: float,
+        rotary_dim: int,
         **_: Any,
     ) -> None:
         super().__init__(config=config)
-        self.rotary_base = rotary_base
+        self.rotary_base, self.rotary_dim = rotary_base, rotary_dim
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.cp_group = groups.cp
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
@@ -123,7 +130,7 @@ class CoreAttention(MegatronModule):
         """A packed micro-batch gets its table in the first layer; the other layers reuse it."""
         table: RotaryTable | None = getattr(packed, "rotary_table", None)
         if table is None:
-            table = RotaryTable.of(self._positions(query, packed), query.shape[-1], self.rotary_base)
+            table = RotaryTable.of(self._positions(query, packed), self.rotary_dim, self.rotary_base)
             if packed is not None:
                 packed.rotary_table = table
         return table
@@ -169,7 +176,9 @@ def segment_lengths(packed: Any) -> list[int]:
     return list(cumulative.diff().tolist())
 
 
-def local_block_spec(config: Any, vp_stage: int | None, rotary_base: float) -> TransformerBlockSubmodules:
+def local_block_spec(
+    config: Any, vp_stage: int | None, rotary_base: float, rotary_dim: int
+) -> TransformerBlockSubmodules:
     """Megatron's local spec with our norm and attention in the layers, and our final norm. For a GPTModel with
     position_embedding_type "none"."""
     spec = get_gpt_layer_local_spec(
@@ -187,7 +196,7 @@ def local_block_spec(config: Any, vp_stage: int | None, rotary_base: float) -> T
             name: key for name, key in layer.sharded_state_dict_keys_map.items() if "pre_mlp" not in name
         }
     attention = layer.self_attention.submodules
-    attention.core_attention = partial(CoreAttention, rotary_base=rotary_base)
+    attention.core_attention = partial(CoreAttention, rotary_base=rotary_base, rotary_dim=rotary_dim)
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     layers = get_num_layers_to_build(config, vp_stage)

@@ -16,7 +16,7 @@ from megatron_dapo.policy.head.kernels import has_triton
 
 
 class RotaryTable(NamedTuple):
-    """Cosines and sines of the angles, each [tokens, h/2] in fp32."""
+    """Cosines and sines of the angles, each [tokens, h/2] in fp32. Channels of a head beyond h are not rotated."""
 
     cos: Tensor
     sin: Tensor
@@ -30,7 +30,10 @@ class RotaryTable(NamedTuple):
 
 
 def rotate(x: Tensor, table: RotaryTable) -> Tensor:
-    """Rotates x [tokens, …, heads, h]; same dtype and shape. Differentiable."""
+    """Rotates the first h channels of x [tokens, …, heads, channels]; same dtype and shape. Differentiable."""
+    rotated = 2 * table.cos.shape[-1]
+    if rotated < x.shape[-1]:
+        return torch.cat([rotate(x[..., :rotated], table), x[..., rotated:]], dim=-1)
     if x.is_cuda and x.dim() == 3 and has_triton():
         return _Rotate.apply(x, table)
     cos, sin = (part.view(part.shape[0], *[1] * (x.dim() - 2), -1) for part in table)

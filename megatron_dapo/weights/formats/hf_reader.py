@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_dapo.files import INDEX, StoredTensor, read_safetensors_directory
 from megatron_dapo.weights.formats.mapped_file import map_file, prefetch_pages, release_pages, tensor_over, torch_dtype
 from megatron_dapo.weights.formats.torch_file import read_bin_directory
+from megatron_dapo.weights.packed_experts import is_packed, unpacked
 
 
 def read_hf_directory(path: Path) -> dict[str, StoredTensor]:
@@ -28,11 +29,13 @@ def read_hf_directory(path: Path) -> dict[str, StoredTensor]:
 
 
 class HFReader(Mapping[str, Tensor]):
-    """A checked HF checkpoint: names to memory-mapped tensors."""
+    """A checked HF checkpoint: names to memory-mapped tensors. Experts have one name each, also where the file has all
+    of a layer in one tensor (`packed`)."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self.stored = read_hf_directory(self.path)
+        stored = read_hf_directory(self.path)
+        self.stored, self.packed = unpacked(stored), is_packed(stored)
         self._maps: dict[Path, mmap.mmap] = {}
 
     def __getitem__(self, name: str) -> Tensor:

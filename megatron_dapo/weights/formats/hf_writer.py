@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from megatron_dapo.files import INDEX, SINGLE, safetensors_header
 from megatron_dapo.weights.check import HEAD
 from megatron_dapo.weights.copy import OutputFile, RowRange, TensorWrite
 from megatron_dapo.weights.mapping import EMBEDDING, ParameterMapping, stored_mappings
+from megatron_dapo.weights.packed_experts import packed, packing_order
 
 MAX_SHARD = 5 * 10**9
 
@@ -23,32 +25,42 @@ class _Shard:
     tensors: list[tuple[str, ParameterMapping, int, torch.dtype]] = field(default_factory=list)
     nbytes: int = 0
 
-    def header(self) -> bytes:
-        return safetensors_header(
-            (name, dtype, mapping.hf_shapes[source]) for name, mapping, source, dtype in self.tensors
-        )
+    def stored(self, pack: bool) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+        """(name, dtype, shape), in the order of the file."""
+        found = [(name, dtype, mapping.hf_shapes[source]) for name, mapping, source, dtype in self.tensors]
+        return packed(found) if pack else found
 
 
 class HFWriter:
     """Fixes which tensor goes where in which file; `weights.copy` then fills the files in any order."""
 
     def __init__(
-        self, shape: ModelShape, dtypes: dict[str, torch.dtype], *, max_shard: int = MAX_SHARD, tied_head: bool = False
+        self,
+        shape: ModelShape,
+        dtypes: dict[str, torch.dtype],
+        *,
+        max_shard: int = MAX_SHARD,
+        tied_head: bool = False,
+        pack: bool = False,
     ) -> None:
-        """`dtypes`: by canonical Megatron name. `tied_head`: store the head of a tied model, too."""
-        self.shape = shape
+        """`dtypes`: by canonical Megatron name. `tied_head`: store the head of a tied model, too. `pack`: store all
+        experts of a layer in one tensor (`packed_experts`)."""
+        self.shape, self._pack = shape, pack
         self._shards = [_Shard()]
         mappings = stored_mappings(shape)
         if tied_head:
             mappings += [replace(mapping, hf=(HEAD,)) for mapping in mappings if mapping.name == EMBEDDING]
-        for mapping in mappings:
-            for source, name in enumerate(mapping.hf):
-                size = math.prod(mapping.hf_shapes[source]) * dtypes[mapping.name].itemsize
-                if self._shards[-1].nbytes and self._shards[-1].nbytes + size > max_shard:
-                    self._shards.append(_Shard())
-                self._shards[-1].tensors.append((name, mapping, source, dtypes[mapping.name]))
-                self._shards[-1].nbytes += size
-        self._headers = [shard.header() for shard in self._shards]
+        tensors = [(name, m, source, dtypes[m.name]) for m in mappings for source, name in enumerate(m.hf)]
+        if pack:
+            tensors.sort(key=lambda t: (-1 if t[1].layer is None else t[1].layer, packing_order(t[0])))
+        for _, group in groupby(tensors, key=lambda t: (packing_order(t[0])[0] if pack else "") or t[0]):
+            together = list(group)
+            size = sum(math.prod(m.hf_shapes[source]) * dtype.itemsize for _, m, source, dtype in together)
+            if self._shards[-1].nbytes and self._shards[-1].nbytes + size > max_shard:
+                self._shards.append(_Shard())
+            self._shards[-1].tensors += together
+            self._shards[-1].nbytes += size
+        self._headers = [safetensors_header(shard.stored(pack)) for shard in self._shards]
         self.writes = [write for i in range(len(self._shards)) for write in self._writes(i)]
 
     @property
@@ -68,7 +80,7 @@ class HFWriter:
     def write_index(self, directory: Path) -> None:
         if len(self._shards) == 1:
             return
-        where = {name: self._name(i) for i, shard in enumerate(self._shards) for name, *_ in shard.tensors}
+        where = {name: self._name(i) for i, shard in enumerate(self._shards) for name, *_ in shard.stored(self._pack)}
         index = {"metadata": {"total_size": self.weight_bytes}, "weight_map": dict(sorted(where.items()))}
         (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
@@ -80,7 +92,7 @@ class HFWriter:
     def _writes(self, number: int) -> list[TensorWrite]:
         writes, at = [], len(self._headers[number])
         for _, mapping, source, dtype in self._shards[number].tensors:
-            ranges = tuple(RowRange(mapping.name, s.start, s.rows) for s in mapping.segments if s.source == source)
+            ranges = tuple(RowRange(mapping.name, s.start, s.rows) for s in mapping.segments_of(source))
             writes.append(TensorWrite(number, at, dtype, ranges))
             at += math.prod(mapping.hf_shapes[source]) * dtype.itemsize
         return writes

@@ -143,10 +143,11 @@ def _pieces(mapping: ParameterMapping, parts: dict[int, StoredTensor], path: Pat
         elif mapping.split is Split.COLUMNS:
             pieces.append(Piece(0, rank * columns, count, columns, stored))
             rows = count
-        elif mapping.split is Split.GATE_UP_ROWS:
-            half = count // 2
-            pieces.append(Piece(rank * half, 0, half, columns, _rows_of(stored, 0, half)))
-            pieces.append(Piece((size + rank) * half, 0, half, columns, _rows_of(stored, half, half)))
+        elif mapping.split is Split.PARTS:
+            for i, whole_part in enumerate(mapping.parts):
+                part, before = whole_part // size, sum(mapping.parts[:i])
+                cut = _rows_of(stored, before // size, part)
+                pieces.append(Piece(before + rank * part, 0, part, columns, cut))
             rows += count
         else:
             raise WeightsError(f"{path}: tensor {mapping.name}: legacy checkpoints of this model are not supported")

@@ -22,11 +22,12 @@ def megatron_args(shape: ModelShape, **more: Any) -> argparse.Namespace:
         "num_attention_heads": shape.heads, "num_query_groups": shape.kv_heads, "group_query_attention": True,
         "kv_channels": shape.head_dim, "seq_length": shape.max_positions,
         "max_position_embeddings": shape.max_positions, "position_embedding_type": "rope",
-        "add_position_embedding": True, "rotary_base": int(shape.rope_theta), "rotary_percent": 1.0,
+        "add_position_embedding": True, "rotary_base": int(shape.rope_theta),
+        "rotary_percent": shape.rotated / shape.head_dim,
         "rotary_interleaved": False, "add_bias_linear": False, "add_qkv_bias": shape.qkv_bias,
         "qk_layernorm": shape.qk_norm, "swiglu": True, "squared_relu": False, "normalization": "RMSNorm",
-        "norm_epsilon": shape.norm_eps, "apply_layernorm_1p": False, "apply_query_key_layer_scaling": False,
-        "attention_dropout": 0.0, "hidden_dropout": 0.0,
+        "norm_epsilon": shape.norm_eps, "apply_layernorm_1p": shape.zero_centred_norms,
+        "apply_query_key_layer_scaling": False, "attention_dropout": 0.0, "hidden_dropout": 0.0,
         "untie_embeddings_and_output_weights": not shape.tied_embeddings,
         "vocab_size": shape.vocab, "padded_vocab_size": shape.vocab, "make_vocab_size_divisible_by": 1,
         "tokenizer_type": "HuggingFaceTokenizer", "num_experts": None, "q_lora_rank": None,
@@ -41,6 +42,8 @@ def megatron_args(shape: ModelShape, **more: Any) -> argparse.Namespace:
             "num_experts": shape.experts, "moe_router_topk": shape.experts_per_token, "moe_layer_freq": 1,
             "moe_ffn_hidden_size": shape.expert_ffn_hidden, "moe_router_pre_softmax": not shape.norm_topk_prob,
             "moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False,
+            "moe_shared_expert_intermediate_size": shape.shared_ffn_hidden or None,
+            "moe_shared_expert_gate": shape.has_shared_expert,
         }  # fmt: skip
     return argparse.Namespace(**(args | more))
 

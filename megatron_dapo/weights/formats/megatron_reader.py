@@ -35,7 +35,7 @@ class MegatronAsHF(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         mapping, source = self._mappings[name]
-        parts = [self._reader.rows(mapping.name, s.start, s.rows) for s in mapping.segments if s.source == source]
+        parts = [self._reader.rows(mapping.name, s.start, s.rows) for s in mapping.segments_of(source)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def __iter__(self) -> Iterator[str]:

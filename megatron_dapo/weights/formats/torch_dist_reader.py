@@ -75,7 +75,7 @@ class TorchDistReader(PieceReader):
 
     def _locate(self, mapping: ParameterMapping) -> tuple[str, ...]:
         """Find the parameter's tensors, check their shapes and list their pieces. Returns the keys."""
-        for location in disk_locations(mapping.name, moe=self.shape.is_moe):
+        for location in disk_locations(mapping.name, moe=self.shape.is_moe, linear=self.shape.linear_layers):
             if all(key in self._tensors for key in location.keys):
                 break
         else:
@@ -84,13 +84,12 @@ class TorchDistReader(PieceReader):
             )
         pieces: list[Piece] = []
         at = 0
-        for key in location.keys:
+        parts = mapping.parts if len(location.keys) > 1 else mapping.shape[:1]
+        for key, rows in zip(location.keys, parts, strict=True):
             tensor = self._tensors[key]
             part = tensor.shape[len(location.index) :]
             chunks = self._chunks(tensor, len(location.index)).get(location.index, [])
-            self._check_shape(
-                mapping, tensor, location.index, (mapping.shape[0] // len(location.keys), *mapping.shape[1:])
-            )
+            self._check_shape(mapping, tensor, location.index, (rows, *mapping.shape[1:]))
             pieces += (self._piece(tensor, chunk, location.index, at) for chunk in chunks)
             at += part[0]
         columns = math.prod(mapping.shape[1:])

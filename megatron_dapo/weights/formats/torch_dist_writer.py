@@ -25,13 +25,13 @@ from megatron_dapo.weights.copy import OutputFile, RowRange, TensorWrite
 from megatron_dapo.weights.formats.megatron_args import common_state, megatron_args
 from megatron_dapo.weights.formats.torch_zip import ALIGN, TensorArchive
 from megatron_dapo.weights.locate import CONFIG, METADATA
-from megatron_dapo.weights.mapping import ParameterMapping, Transform, WeightsError, stored_mappings
+from megatron_dapo.weights.mapping import ParameterMapping, WeightsError, stored_mappings
 from megatron_dapo.weights.names import disk_aliases, disk_locations
 
 MAX_CHUNK = 128 * 2**20  # a rank that needs part of a chunk reads all of it
 MAX_FILE = 4 * 2**30
 
-_HAS_STATE = re.compile(r"(linear_\w+|\w*layernorm)\.weight$")  # modules with an `_extra_state`
+_HAS_STATE = re.compile(r"(linear_\w+|\w*layernorm|in_proj|out_proj)\.weight$")  # modules with an `_extra_state`
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,9 @@ class ChunkWrite:
     key: str
     index: tuple[int, ...]
     mapping: ParameterMapping
-    start: int
+    start: int  # in the tensor `key`
     rows: int
+    total: int  # rows of the tensor `key`
     write: TensorWrite
 
     @property
@@ -92,24 +93,26 @@ class TorchDistWriter:
         return at
 
     def _chunks(self, mapping: ParameterMapping, dtype: torch.dtype) -> Iterator[ChunkWrite]:
-        (location, *_) = disk_locations(mapping.name, moe=self.shape.is_moe)
-        (key,) = location.keys
-        if self._dtypes.setdefault(key, dtype) != dtype:
+        (location, *_) = disk_locations(mapping.name, moe=self.shape.is_moe, linear=self.shape.linear_layers)
+        if self._dtypes.setdefault(location.keys[0], dtype) != dtype:
             raise WeightsError(
-                f"tensor {mapping.hf[0]} is {dtype}, in other layers {self._dtypes[key]}; pass --dtype to convert all"
+                f"tensor {mapping.hf[0]} is {dtype}, in other layers {self._dtypes[location.keys[0]]}; "
+                "pass --dtype to convert all"
             )
-        halves = 2 if mapping.transform is Transform.GATE_UP else 1  # a tensor-parallel rank reads part of each
-        size = mapping.shape[0] // halves
         width = math.prod(mapping.shape[1:]) * dtype.itemsize
         step = max(1, MAX_CHUNK // width)
-        for half in range(halves):
-            for start in range(half * size, (half + 1) * size, step):
-                count = min(step, (half + 1) * size - start)
-                lead = tuple(1 for _ in location.index)
+        lead, first = tuple(1 for _ in location.index), 0
+        for part, size in enumerate(mapping.parts or mapping.shape[:1]):  # a tensor-parallel rank reads a share of each
+            one_key = len(location.keys) == 1
+            key = location.keys[0 if one_key else part]
+            total, base = (mapping.shape[0], 0) if one_key else (size, first)
+            for start in range(first, first + size, step):
+                count = min(step, first + size - start)
                 archive = TensorArchive(dtype, (*lead, count, *mapping.shape[1:]))
                 at = self._reserve(archive.length)
                 write = TensorWrite(len(self._sizes) - 1, at, dtype, hf_ranges(mapping, start, count), archive)
-                yield ChunkWrite(key, location.index, mapping, start, count, write)
+                yield ChunkWrite(key, location.index, mapping, start - base, count, total, write)
+            first += size
 
     def write_metadata(self, directory: Path) -> None:
         """Write the small files of a checkpoint; `metadata.json`, which Megatron looks for first, comes last."""
@@ -130,7 +133,7 @@ class TorchDistWriter:
             assert chunk.write.archive
             box = dcp.ChunkStorageMetadata(offsets=torch.Size(chunk.offsets), sizes=torch.Size(chunk.sizes))
             info = _StorageInfo(_file_name(chunk.write.file), chunk.write.offset, chunk.write.archive.length)
-            for key in (chunk.key, *disk_aliases(chunk.mapping.name, moe=self.shape.is_moe)):
+            for key in (chunk.key, *disk_aliases(chunk.mapping.name, moe=self.shape.is_moe and not self.shape.linear)):
                 if key not in tensors:
                     properties = dcp.TensorProperties(dtype=chunk.write.dtype)
                     tensors[key] = dcp.TensorStorageMetadata(properties, torch.Size(self._global_shape(chunk)), [])
@@ -144,8 +147,8 @@ class TorchDistWriter:
         return dcp.Metadata(state_dict_metadata=tensors, storage_data=storage, storage_meta=meta)
 
     def _global_shape(self, chunk: ChunkWrite) -> tuple[int, ...]:
-        axes = (self.shape.layers, self.shape.experts)[: len(chunk.index)]
-        return (*axes, *chunk.mapping.shape)
+        axes = (self.shape.experts,) if self.shape.linear else (self.shape.layers, self.shape.experts)
+        return (*axes[: len(chunk.index)], chunk.total, *chunk.mapping.shape[1:])
 
 
 def hf_ranges(mapping: ParameterMapping, start: int, count: int) -> tuple[RowRange, ...]:
@@ -160,22 +163,20 @@ def hf_ranges(mapping: ParameterMapping, start: int, count: int) -> tuple[RowRan
 
 def extra_states(shape: ModelShape) -> Iterator[str]:
     """The object keys that modules of this model look for: Transformer Engine's; those of local modules are a part."""
-    layers, experts = shape.layers, shape.experts
     for mapping in stored_mappings(shape):
         if not _HAS_STATE.search(mapping.name):
             continue
-        (location, *_) = disk_locations(mapping.name, moe=shape.is_moe)
-        module, _, parameter = location.keys[0].rpartition(".")
-        if parameter != "weight":  # a norm inside a linear layer
+        (location, *_) = disk_locations(mapping.name, moe=shape.is_moe, linear=shape.linear_layers)
+        module, found, _ = location.keys[0].partition(".weight")
+        if not found:  # a norm inside a linear layer
             continue
-        if mapping.expert is not None:
-            yield f"{module}._extra_state/shard_{mapping.layer}.{mapping.expert}_{layers}.{experts}"
-        elif mapping.layer is not None:
-            yield f"{module}._extra_state/shard_{mapping.layer}_{layers}"
-        else:
-            yield f"{module}._extra_state/shard_0_1"
-        if mapping.name.endswith("self_attention.linear_qkv.weight"):
-            yield f"decoder.layers.self_attention.core_attention._extra_state/shard_{mapping.layer}_{layers}"
+        # Axes of the tensor that the object belongs to: layers, unless each layer has its own tensors, and experts.
+        axes = [] if mapping.layer is None or shape.linear else [(mapping.layer, shape.layers)]
+        axes += [] if mapping.expert is None else [(mapping.expert, shape.experts)]
+        index, sizes = (".".join(map(str, part)) for part in zip(*(axes or [(0, 1)]), strict=True))
+        yield f"{module}._extra_state/shard_{index}_{sizes}"
+        if module.endswith("self_attention.linear_qkv"):
+            yield f"{module.removesuffix('linear_qkv')}core_attention._extra_state/shard_{index}_{sizes}"
 
 
 def _empty_object() -> bytes:
