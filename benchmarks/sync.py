@@ -1,41 +1,137 @@
-"""Weight updates from trainer to engine on one device: seconds and GB/s by transport, and the memory in use.
+"""Weight updates from trainer to engine on one GPU: GB/s in the loop with the proof, tokens/s before and after.
 
-    python benchmarks/sync.py MODEL [--transports tensor disk] [--repeats 3] [-- ARGUMENTS OF sglang.launch_server]
+    python benchmarks/sync.py MODEL            # everything below; about 12 minutes on an H200
+    python benchmarks/sync.py MODEL --only real --transports tensor tensor+snapshot disk
 
-MODEL is an HF directory (random weights will do). One SGLang server shares the device with the trainer, as with
-`rollout.servers.share_gpus`: before every update it has released its memory and the trainer's state is offloaded. The
-limit printed beside it is one copy of the same bytes within the device; `--device cpu` runs everything on the CPU.
+MODEL is the HF directory of a small dense model (Qwen2.5-1.5B; random weights will do). Three models are measured:
+
+    real    MODEL itself
+    dense   15 GB, the shape of Qwen2.5-7B, random weights
+    moe     16 layers of Qwen3-30B-A3B, 6 291 tensors, 21 GB, random weights
+
+The last two need no files: the engine starts with random weights of its own (--load-format dummy) and gets the
+trainer's with the first update. They need MODEL's tokenizer, 45 GB of GPU memory and 45 GB of host memory.
+
+One SGLang server shares the GPU with the trainer, as with `rollout.servers.share_gpus`: before every update it has
+released its memory. Each line says:
+
+    seconds      from pausing the server to its verified version, without what the trainer does in between
+    pause, transfer, labels, proof    its parts, one after the other; proof: the log-probs of a fixed text
+    memory       of pause and labels: taking back the memory of weights and KV cache
+    GB/s         of the update without `memory`, proof included: the number to compare with 18.6 (SGLang alone: 52)
+    predicted    the same seconds by `megatron-dapo plan`'s model
+
+The limit printed beside it is one copy of the same bytes within the device. Arguments after `--` go to
+sglang.launch_server (default: --mem-fraction-static 0.7). `--device cpu` runs everything on the CPU with a tiny MODEL.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
+import json
+import math
+import shutil
 import statistics
 import sys
 import tempfile
 import time
 import warnings
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from megatron_dapo.config import Config, ModelShape, parse_config
 from megatron_dapo.engines.factory import open_engine
-from megatron_dapo.engines.protocol import Engine, WeightReport
-from megatron_dapo.policy.policy import Policy
-from megatron_dapo.policy.runtime import initialize
-from megatron_dapo.trainer.collectives import Collectives
-from megatron_dapo.trainer.colocation import Colocation, memory
-from megatron_dapo.trainer.signals import StopSignal
+from megatron_dapo.engines.protocol import Engine, SamplingParams, WeightReport
+from megatron_dapo.files import safetensors_header
+from megatron_dapo.planner.hardware import Cluster, find_gpu
+from megatron_dapo.planner.sync import sync_time
+from megatron_dapo.policy.model.gpt import build_model
+from megatron_dapo.policy.offload import Offloader
+from megatron_dapo.policy.runtime import Runtime, initialize
+from megatron_dapo.trainer.colocation import memory
+from megatron_dapo.types import as_tokens
+from megatron_dapo.weights.mapping import hf_shapes
+from megatron_dapo.weights.model_weights import WHOLE, load_hf_weights
 from megatron_dapo.weights.sync import WeightBuckets
 
+COMMON = {
+    "vocab_size": 151936, "max_position_embeddings": 32768, "rope_theta": 1e6, "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False, "hidden_act": "silu", "torch_dtype": "bfloat16", "initializer_range": 0.02,
+}  # fmt: skip
+RANDOM_MODELS: dict[str, dict[str, Any]] = {
+    "dense": COMMON | {
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "num_hidden_layers": 28, "hidden_size": 3584,
+        "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4,
+    },
+    "moe": COMMON | {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_hidden_layers": 16,
+        "hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 32, "num_key_value_heads": 4,
+        "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+        "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    },
+}  # fmt: skip
+RUNNING, TOKENS = 64, 256  # of the throughput measurement: requests at once, and tokens of each
 
-def settings(args: argparse.Namespace) -> Config:
-    servers = {"share_gpus": True, "device": args.device, "python": args.python, "arguments": args.server_arguments}
+
+def write_random_model(kind: str, folder: Path, tokenizer_of: Path) -> Path:
+    """Configuration and tokenizer, and weight files that are all hole: their names are checked, they are not read."""
+    folder.mkdir(parents=True)
+    for pattern in ("tokenizer*", "vocab.*", "merges.txt", "*.jinja", "special_tokens_map.json", "added_tokens.json"):
+        for path in tokenizer_of.glob(pattern):
+            shutil.copy(path, folder)
+    (folder / "config.json").write_text(json.dumps(RANDOM_MODELS[kind]))
+    shapes = hf_shapes(ModelShape.from_dir(str(folder)))
+    header = safetensors_header((name, torch.bfloat16, shape) for name, shape in shapes.items())
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(header)
+        file.truncate(len(header) + 2 * sum(math.prod(shape) for shape in shapes.values()))
+    return folder
+
+
+class Trainer:
+    """A model without optimizer, whose weights move to the host while the engine works."""
+
+    def __init__(self, config: Config, runtime: Runtime, model: Path, *, load: bool) -> None:
+        shape = ModelShape.from_dir(str(model))
+        self.chunks = build_model(shape, config.policy, runtime)
+        if config.policy.precision == "bf16":
+            self.chunks = [chunk.bfloat16() for chunk in self.chunks]
+        if load:
+            load_hf_weights(self.chunks, shape, str(model))
+        self.weights = WeightBuckets(self.chunks, shape, WHOLE, bucket_bytes=config.rollout.weights.bucket_bytes)
+        self.shape, self._offloader = shape, Offloader(runtime.device)
+
+    def offload(self) -> None:
+        self._offloader.offload(p for chunk in self.chunks for p in chunk.parameters())
+
+    def onload(self) -> None:
+        self._offloader.onload()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Other weights, as after an update."""
+        for chunk in self.chunks:
+            torch._foreach_mul_(list(chunk.parameters()), 1.001)
+
+
+def settings(args: argparse.Namespace, model: Path, transport: str, dummy: bool) -> Config:
+    servers = {
+        "share_gpus": True, "device": args.device, "python": args.python, "max_running": RUNNING,
+        "arguments": args.server_arguments + (["--load-format", "dummy"] if dummy else []),
+    }  # fmt: skip
+    kept = transport.endswith("+snapshot")
+    weights = {
+        "backend": "gloo", "transport": transport.split("+")[0], "keep_snapshot": kept,
+        "bucket_bytes": args.bucket_mib << 20,
+    }  # fmt: skip
     return parse_config(
         {
-            "policy": {"model": args.model, "precision": "bf16" if args.device == "cuda" else "fp32"},
-            "rollout": {"engine": "sglang", "servers": servers, "weights": {"backend": "gloo"}},
+            "policy": {"model": str(model), "precision": "bf16" if args.device == "cuda" else "fp32"},
+            "rollout": {"engine": "sglang", "servers": servers, "weights": weights},
         }
     )
 
@@ -54,78 +150,85 @@ def copy_seconds(size: int, device: torch.device) -> float:
     return min(times)
 
 
-async def hand_over(
-    engine: Engine, policy: Policy, weights: WeightBuckets, version: int
-) -> tuple[WeightReport, dict[str, float]]:
-    """One hand-over: from a trainer that has the device to an engine that serves, and back."""
-    colocation = Colocation(True, policy, Collectives(policy.runtime, StopSignal()), lambda line: None)
-    clock = {}
+async def tokens_per_second(engine: Engine, label: str) -> float:
+    params = SamplingParams(TOKENS, temperature=1.0, ignore_eos=True)
     began = time.perf_counter()
-    colocation.offload_training_state()
-    clock["offload"] = time.perf_counter() - began
-    await engine.load_weights(version, weights.buckets())
-    colocation.offload_weights()
-    report = await engine.serve_weights(version)
-    began = time.perf_counter()
-    await engine.release_memory()
-    clock["release"] = time.perf_counter() - began
-    began = time.perf_counter()
-    policy.onload()
-    clock["onload"] = time.perf_counter() - began
-    return report, clock
+    prompts = [as_tokens(range(10 + i, 42 + i)) for i in range(RUNNING)]
+    done = await asyncio.gather(*(engine.generate(f"{label}-{i}", p, params) for i, p in enumerate(prompts)))
+    return sum(len(completion.tokens) for completion in done) / (time.perf_counter() - began)
 
 
-async def measure(
-    args: argparse.Namespace, config: Config, policy: Policy, weights: WeightBuckets, limit: float
-) -> None:
-    device, version = policy.runtime.device, 0
-    for name in args.transports:
-        chosen = {"transport": name.split("+")[0], "keep_snapshot": name.endswith("+snapshot"), "backend": "gloo"}
-        rollout = config.rollout.model_copy(update={"weights": config.rollout.weights.model_copy(update=chosen)})
-        policy.offload_training_state()
-        policy.offload_weights()
-        print(f"{name}: engine starts; {memory(device)}", flush=True)
-        with tempfile.TemporaryDirectory() as logs:
-            engine = await open_engine(rollout, args.model, logs)
-            print(f"  engine serves; {memory(device)}", flush=True)
+async def hand_over(engine: Engine, trainer: Trainer, version: int) -> WeightReport:
+    await engine.load_weights(version, trainer.weights.buckets())
+    trainer.offload()
+    return await engine.serve_weights(version)
+
+
+async def measure(args: argparse.Namespace, trainer: Trainer, config: Config, name: str, limit: float) -> None:
+    device = next(trainer.chunks[0].parameters()).device
+    trainer.offload()
+    print(f"{name}: the engine starts; {memory(device)}", flush=True)
+    with tempfile.TemporaryDirectory() as logs:
+        engine = await open_engine(config.rollout, config.policy.model, logs)
+        await tokens_per_second(engine, "warm-up")
+        before = await tokens_per_second(engine, "before")
+        reports, after = [], 0.0
+        for version in range(1, args.repeats + 1):
             await engine.release_memory()
-            print(f"  engine released; {memory(device)}", flush=True)
-            policy.onload()
-            print(f"  trainer back; {memory(device)}", flush=True)
-            seconds: list[float] = []
-            for _ in range(args.repeats):
-                version += 1
-                report, clock = await hand_over(engine, policy, weights, version)
-                seconds.append(report.seconds)
-                print(f"  {report.seconds:.3f} s; " + ", ".join(f"{k} {v:.2f} s" for k, v in clock.items()), flush=True)
-            best = statistics.median(seconds)
-            print(
-                f"{name:<16} {report.tensors} tensors, {report.bytes / 1e9:.2f} GB: {best:.3f} s = "
-                f"{report.bytes / best / 1e9:.1f} GB/s, {best / limit:.0f} × one copy on the device; {report.proof}",
-                flush=True,
-            )
-            await engine.close()
+            trainer.onload()
+            trainer.step()
+            reports.append(await hand_over(engine, trainer, version))
+            after = await tokens_per_second(engine, f"after-{version}")
+            parts = ", ".join(f"{part} {seconds:.3f} s" for part, seconds in reports[-1].parts.items())
+            print(f"  {reports[-1].seconds:.3f} s ({parts}); then {after:,.0f} tokens/s", flush=True)
+        await engine.release_memory()
+        trainer.onload()
+        await engine.close()
+    moving = statistics.median(r.seconds - r.parts["memory"] for r in reports[1:] or reports)
+    size = reports[-1].bytes
+    gpu = find_gpu("h200")
+    predicted = sync_time(trainer.shape, config.policy, config.rollout.weights, Cluster(gpu, 1), 1)
+    print(
+        f"{name:<22} {reports[-1].tensors} tensors, {size / 1e9:.2f} GB: {moving:.3f} s = "
+        f"{size / moving / 1e9:.1f} GB/s with proof (predicted {predicted.total:.3f} s; a copy {limit * 1e3:.1f} ms); "
+        f"engine {before:,.0f} tokens/s before, {after:,.0f} after; {reports[-1].proof}",
+        flush=True,
+    )
+
+
+def run_model(args: argparse.Namespace, kind: str, model: Path, runtime: Runtime) -> None:
+    dummy = kind != "real"
+    first = settings(args, model, args.transports[0], dummy)
+    trainer = Trainer(first, runtime, model, load=not dummy)
+    limit = copy_seconds(min(trainer.weights.total_bytes, 8 << 30), runtime.device)
+    for transport in args.transports if kind == "real" else args.transports[:1]:
+        config = settings(args, model, transport, dummy)
+        asyncio.run(measure(args, trainer, config, f"{kind} {transport}", limit))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("--transports", nargs="+", default=["tensor", "tensor+snapshot", "disk"])
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--only", nargs="+", choices=["real", *RANDOM_MODELS], default=["real", *RANDOM_MODELS])
+    parser.add_argument("--transports", nargs="+", default=["tensor", "tensor+snapshot"])
+    parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--bucket-mib", type=int, default=512, help="rollout.weights.bucket_bytes; try 1024 and 2048")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--python", default="", help="the Python that has sglang; empty: this one")
-    ours, _, theirs = " ".join(sys.argv[1:]).partition(" -- ")
-    args = parser.parse_args(ours.split())
-    args.server_arguments = theirs.split()
+    own, theirs = sys.argv[1:], ["--mem-fraction-static", "0.7"]
+    if "--" in own:
+        own, theirs = own[: own.index("--")], own[own.index("--") + 1 :]
+    args = parser.parse_args(own)
+    args.server_arguments = theirs if args.device == "cuda" or "--" in sys.argv else []
     warnings.filterwarnings("ignore")
-    config = settings(args)
-    policy = Policy(config, ModelShape.from_dir(args.model), initialize(config.policy))
-    policy.load_hf(args.model)
-    weights = policy.weight_buckets()
-    size = weights.total_bytes
-    limit = copy_seconds(size, policy.runtime.device)
-    print(f"one copy of {size / 1e9:.2f} GB on the device: {limit * 1e3:.1f} ms ({size / limit / 1e9:.0f} GB/s)")
-    asyncio.run(measure(args, config, policy, weights, limit))
+    runtime = initialize(settings(args, args.model, "tensor", False).policy)
+    with tempfile.TemporaryDirectory() as folder:
+        for kind in args.only:
+            model = args.model if kind == "real" else write_random_model(kind, Path(folder, kind), args.model)
+            run_model(args, kind, model, runtime)
+            gc.collect()
+            if args.device == "cuda":
+                torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

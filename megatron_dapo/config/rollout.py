@@ -60,6 +60,11 @@ class ServerConfig(Section):
         description="Ask for the experts that computed each token (SGLang's --enable-return-routed-experts). "
         "policy.routing_replay: engine turns it on.",
     )
+    weight_deltas: bool = Field(
+        False,
+        description="Servers load a module of ours that applies weight updates with only what changed "
+        "(rollout.weights.delta needs it). External servers need --custom-weight-loader megatron_dapo_delta.install.",
+    )
     max_running: int = Field(256, ge=1, description="Requests that one server is given at a time.")
     start_timeout: float = Field(900.0, gt=0, description="Seconds until a started server must be ready.")
     sample_timeout: float | None = Field(
@@ -81,6 +86,10 @@ class ServerConfig(Section):
         1800.0, gt=0, description="Seconds of service after which a server may be restarted once more."
     )
 
+    @property
+    def server_count(self) -> int:
+        return len(self.urls) or self.count
+
     def sample_seconds(self, tokens: int) -> float:
         """How long one server may take for a sample of at most so many tokens."""
         return self.sample_timeout or SAMPLE_SECONDS + tokens / SLOWEST_TOKENS_PER_SECOND
@@ -96,22 +105,40 @@ class ServerConfig(Section):
         return self
 
 
+Senders = Literal["one", "stage", "expert_group"]
+
+
 class WeightTransportConfig(Section):
     """How new weights get to the engines, and how that is verified."""
 
     transport: Literal["disk", "tensor", "distributed"] = Field(
-        "disk", description="disk: files that both sides can read. tensor: same host. distributed: NCCL or gloo."
+        "disk",
+        description="disk: files that both sides can read. tensor: memory on the same host (CUDA IPC); with share_gpus "
+        "also on several nodes. distributed: NCCL or gloo, to GPUs that the trainer does not use.",
     )
     directory: PathText = Field("/dev/shm", description="Where disk updates (and snapshots) are written.")
     keep_snapshot: bool = Field(
         True,
-        description="Also write tensor and distributed updates to `directory`, for servers that are restarted.",
+        description="Also write tensor and distributed updates to `directory`, for servers that are restarted: at the "
+        "speed of the bus on a RAM disk, elsewhere from a copy in host memory while training goes on.",
     )
     backend: Literal["nccl", "gloo"] = Field(
         "nccl", description="Backend of the distributed transport: nccl between GPUs, gloo between CPUs."
     )
     master_address: str = Field("127.0.0.1", description="Address of this process for the servers (distributed).")
-    bucket_bytes: int = Field(512 << 20, gt=0, description="Largest size of one bucket of tensors.")
+    senders: Senders = Field(
+        "one",
+        description="Which ranks send weights (distributed), or pass them to other nodes (tensor). one: rank 0. stage: "
+        "the first rank of each pipeline stage. expert_group: also the first rank of each expert-parallel group.",
+    )
+    delta: bool = Field(
+        False,
+        description="Send only the elements that changed since the last version that all servers acknowledged "
+        "(distributed, one sender, servers.weight_deltas). The sender keeps a copy of the weights.",
+    )
+    bucket_bytes: int = Field(
+        512 << 20, gt=0, description="Largest size of one bucket of tensors. A sender needs memory for two."
+    )
     timeout: float = Field(600.0, gt=0, description="Seconds for one weight update call.")
     in_flight: bool = Field(
         True,
@@ -130,6 +157,15 @@ class WeightTransportConfig(Section):
         description="Checked besides the version that a server reports. probe: the servers agree on the log-probs of a "
         "fixed text. checksum: they agree on every tensor's checksum (probe where they have none). version: nothing.",
     )
+
+    @model_validator(mode="after")
+    def _snapshot_of_one_sender(self) -> WeightTransportConfig:
+        if self.senders != "one" and self.keep_snapshot and self.transport != "disk":
+            raise ValueError(
+                f"senders is {self.senders} and keep_snapshot is true, but no rank has all weights: set keep_snapshot "
+                "to false (a restarted server then gets its weights with the next update), or senders to one"
+            )
+        return self
 
     @property
     def flushes_cache(self) -> bool:
@@ -263,12 +299,34 @@ class RolloutConfig(Section):
     def shares_gpus(self) -> bool:
         return self.engine == "sglang" and self.servers.share_gpus
 
+    @property
+    def engines_read_memory(self) -> bool:
+        """Whether engines read weights from the memory of a rank on their own node."""
+        return self.engine == "sglang" and self.weights.transport == "tensor"
+
+    @property
+    def broadcasts_weights(self) -> bool:
+        return self.engine == "sglang" and self.weights.transport == "distributed"
+
     @model_validator(mode="after")
     def _options(self) -> RolloutConfig:
         if self.servers.share_gpus and self.max_staleness:
             raise ValueError(
                 "servers.share_gpus is on and max_staleness is above 0: engines cannot generate while the trainer uses "
                 "their GPUs; change one of the two"
+            )
+        if self.shares_gpus and self.weights.transport == "distributed" and self.weights.backend == "nccl":
+            raise ValueError(
+                "servers.share_gpus is on and weights.transport is distributed: trainer and engine would be two ranks "
+                "of one NCCL communicator on one GPU, which NCCL refuses; use tensor (CUDA IPC), or disk"
+            )
+        weights = self.weights
+        if weights.delta and (
+            weights.transport != "distributed" or weights.senders != "one" or not self.servers.weight_deltas
+        ):
+            raise ValueError(
+                "weights.delta needs weights.transport distributed, weights.senders one and servers.weight_deltas "
+                f"true; found {weights.transport}, {weights.senders}, {str(self.servers.weight_deltas).lower()}"
             )
         after = self.sampler.give_up_after
         if after is not None and self.group_filter != "accuracy":

@@ -96,8 +96,17 @@ def _check_engines(job: Job) -> None:
             f"rollout.servers.tensor_parallel is {rollout.servers.tensor_parallel}, but a node has "
             f"{slurm.gpus_per_node} GPUs: a server must fit on one node"
         )
-    if rollout.weights.transport == "tensor":
-        raise ConfigError("rollout.weights.transport is tensor, which needs one host: use disk or distributed")
+    if rollout.weights.transport == "tensor" and not rollout.servers.share_gpus:
+        raise ConfigError(
+            "rollout.weights.transport is tensor, which needs engines on the trainer's GPUs: set "
+            "rollout.servers.share_gpus to true, or use disk or distributed"
+        )
+    if rollout.weights.transport == "tensor" and rollout.weights.keep_snapshot:
+        raise ConfigError(
+            "rollout.weights.transport is tensor and keep_snapshot is true, but on several nodes no rank has all "
+            "weights: set rollout.weights.keep_snapshot to false (a restarted server then gets its weights with the "
+            "next update)"
+        )
     needs_disk = rollout.weights.transport == "disk" or rollout.weights.keep_snapshot
     folder = Path(job.folder, rollout.weights.directory)
     if needs_disk and any(folder.is_relative_to(local) for local in LOCAL_FOLDERS if not _is_below(job.run_dir, local)):

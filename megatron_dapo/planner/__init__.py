@@ -3,7 +3,7 @@
 - `command.py`: the command; `report.py`: its tables and JSON.
 - `plan.py`: joins trainer and engine into a `Plan`; `search.py`: the legal layouts, ranked.
 - `memory.py`, `activations.py`, `parameters.py`: memory of the trainer's fullest rank.
-- `timing.py`: seconds of the trainer's phases; `step.py`: all phases of a step.
+- `timing.py`: seconds of the trainer's phases; `sync.py`: of a weight update; `step.py`: all phases of a step.
 - `engine.py`: memory of the engines; `decoding.py`: time of a decoding step; `server_model.py`, `fleet_model.py`:
   engines as a queueing model; `generation.py`: dynamic sampling on it; `lengths.py`: response lengths.
 - `hardware.py`: data sheets of GPUs; `workload.py`: samples and lengths of one step.

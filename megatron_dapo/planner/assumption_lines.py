@@ -108,8 +108,7 @@ def _engine(task: Task, config: Config) -> list[str]:
         (
             f"weights move at {assumptions.DISK_BYTES_PER_SECOND / 1e9:g} GB/s per node and "
             f"{assumptions.DISK_TOTAL_BYTES_PER_SECOND / 1e9:g} GB/s in all (disk: written, then read), "
-            f"{assumptions.IPC_BYTES_PER_SECOND / 1e9:g} GB/s (tensor) or "
-            f"{assumptions.BROADCAST_BYTES_PER_SECOND / 1e9:g} GB/s (distributed); snapshots at "
-            f"{assumptions.SNAPSHOT_BYTES_PER_SECOND / 1e9:g} GB/s"
+            f"engine GPUs copy their shards at {assumptions.LOAD_BYTES_PER_SECOND / 1e9:g} GB/s, and a tensor costs "
+            f"{assumptions.SECONDS_PER_NAME * 1e6:g} µs; snapshots {assumptions.SNAPSHOT_BYTES_PER_SECOND / 1e9:g} GB/s"
         ),
     ]

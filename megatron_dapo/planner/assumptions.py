@@ -51,10 +51,17 @@ MOE_LAYER_SECONDS = 0.3e-3
 # ---- moving weights and state
 DISK_BYTES_PER_SECOND = 2e9  # of a shared file system, to or from one node
 DISK_TOTAL_BYTES_PER_SECOND = 20e9  # and to all nodes together
-IPC_BYTES_PER_SECOND = 18.6e9  # measured on an H200: weights of 3.1 GB in 0.166 s
-# From gathered parameters to engines over the network: gather, convert, broadcast and load, bucket by bucket.
-# Published for Megatron: 14 and 20 GB/s (verl, H20), 23 GB/s (miles, H100).
-BROADCAST_BYTES_PER_SECOND = 20e9
-SNAPSHOT_BYTES_PER_SECOND = 2.9e9  # into /dev/shm, while the weights are sent; measured on an H200: 3.1 GB in 1.06 s
+# Engines copy a bucket into their own parameters; measured on an H200 with SGLang alone: 3.1 GB in 0.06 s.
+LOAD_BYTES_PER_SECOND = 50e9
+# One NCCL broadcast of a large bucket to many GPUs; more than the network's share only inside a node.
+BROADCAST_LIMIT = 100e9
+# Other systems, from gathered parameters to engines: 14 and 20 GB/s (verl, H20), 23 GB/s (miles, H100).
+PEER_BROADCAST_BYTES_PER_SECOND = 20e9
+PEER_IPC_BYTES_PER_SECOND = 18.6e9  # tensor by tensor; measured here before buckets were flat: 3.1 GB in 0.166 s
+# SGLang's loader for one tensor (its weight_loader and the launch of a copy), and one comparison in its search for an
+# expert's name: a list of 3 × experts is searched for every name. The search took 0.89 s of CPU time for 18 432 names
+# (128 experts) on a busy virtual machine, 250 ns a comparison; a server's core is taken to be three times as fast.
+SECONDS_PER_NAME, SECONDS_PER_NAME_COMPARED = 30e-6, 80e-9
+SNAPSHOT_BYTES_PER_SECOND = 40e9  # into pinned host memory, while the weights are sent: HOST_BYTES_PER_SECOND
 HOST_BYTES_PER_SECOND = 40e9  # between a GPU and pinned host memory; measured on an H200
 PAUSE_SECONDS = 0.3  # of a weight update, without the transfer: pause, probe, resume

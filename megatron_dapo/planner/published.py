@@ -8,22 +8,24 @@ planner does not model (other trainers' kernels, reward computation, data loadin
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from typing import Any
 
 from megatron_dapo.config import ModelShape
 from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.config.rollout import RolloutConfig, SamplerConfig, ServerConfig, WeightTransportConfig
+from megatron_dapo.planner import assumptions
 from megatron_dapo.planner.assumptions import DEFAULT_MFU
 from megatron_dapo.planner.decoding import decode_model
 from megatron_dapo.planner.engine import EnginePlan, plan_engine
 from megatron_dapo.planner.generation import Fleet, Generation, generate
 from megatron_dapo.planner.hardware import Cluster, find_gpu
 from megatron_dapo.planner.memory import kept_while_engines_work, trainer_memory
+from megatron_dapo.planner.parameters import count_parameters
 from megatron_dapo.planner.search import Task
 from megatron_dapo.planner.step import Phase, step_phases, step_seconds
-from megatron_dapo.planner.timing import pass_time, sync_seconds
+from megatron_dapo.planner.timing import pass_time
 from megatron_dapo.planner.workload import Workload
 
 WITHIN = 0.75, 1.33  # a prediction divided by the published seconds
@@ -106,6 +108,7 @@ def _step(run: dict[str, Any], shape: ModelShape) -> tuple[dict[str, float], flo
     generation = _generation(rollout, cluster, shape, work, engine, run["staleness"])
     memory = trainer_memory(shape, policy, cluster.trainer_gpus, 8)
     phases = step_phases(task, rollout, policy, memory, engine, generation)
+    phases = [replace(p, seconds=_peer_sync(shape, cluster)) if p.name == "weight sync" else p for p in phases]
     return _parts(phases), step_seconds(phases, overlaps=run["staleness"] > 0)
 
 
@@ -132,10 +135,16 @@ def _training(run: dict[str, Any], shape: ModelShape) -> tuple[dict[str, float],
 
 
 def _sync(run: dict[str, Any], shape: ModelShape) -> tuple[dict[str, float], float]:
-    cluster = Cluster(find_gpu(run["gpu"]), run["gpus"], 8, run["engine_gpus"])
-    weights = WeightTransportConfig(transport="distributed", keep_snapshot=False)
-    seconds = sync_seconds(shape, weights, cluster, -(-run["engine_gpus"] // 8))
+    seconds = _peer_sync(shape, Cluster(find_gpu(run["gpu"]), run["gpus"], 8, run["engine_gpus"]))
     return {"weight sync": seconds}, seconds
+
+
+def _peer_sync(shape: ModelShape, cluster: Cluster) -> float:
+    """Other systems gather to one rank, and send tensor by tensor."""
+    network = cluster.wire(cluster.gpus) * assumptions.WIRE_SHARE
+    broadcast = min(network, assumptions.PEER_BROADCAST_BYTES_PER_SECOND)
+    rate = assumptions.PEER_IPC_BYTES_PER_SECOND if cluster.colocated else broadcast
+    return count_parameters(shape).total * 2 / rate + assumptions.PAUSE_SECONDS
 
 
 def _parts(phases: list[Phase]) -> dict[str, float]:

@@ -13,8 +13,8 @@ from megatron_dapo.planner.engine import EnginePlan
 from megatron_dapo.planner.generation import Generation
 from megatron_dapo.planner.hardware import GIB, Cluster
 from megatron_dapo.planner.memory import TrainerMemory
-from megatron_dapo.planner.parameters import count_parameters
 from megatron_dapo.planner.search import Task
+from megatron_dapo.planner.sync import buffer_bytes, sync_time
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ def step_phases(
         phases.append(_generation(task, engine, generation))
     phases += _training(task, policy)
     if engine is not None:
-        phases.append(_sync(task, rollout, engine))
+        phases.append(_sync(task, rollout, policy, engine))
         if task.kept:
             moved = memory.weights + memory.optimizer
             seconds = 2 * moved / HOST_BYTES_PER_SECOND
@@ -84,10 +84,14 @@ def _training(task: Task, policy: PolicyConfig) -> list[Phase]:
     return phases
 
 
-def _sync(task: Task, rollout: RolloutConfig, engine: EnginePlan) -> Phase:
+def _sync(task: Task, rollout: RolloutConfig, policy: PolicyConfig, engine: EnginePlan) -> Phase:
     cluster, weights = task.cluster, rollout.weights
     nodes = -(-engine.servers * engine.tensor_parallel // cluster.gpus_per_node)
-    seconds = timing.sync_seconds(task.shape, weights, cluster, nodes)
-    size = count_parameters(task.shape).total * 2 / GIB
-    snapshot = " and a snapshot" if weights.keep_snapshot and weights.transport != "disk" else ""
-    return Phase("weight sync", seconds, f"{size:.1f} GiB by {weights.transport}{snapshot}")
+    time = sync_time(task.shape, policy, weights, cluster, nodes, engine.tensor_parallel)
+    embedding = task.shape.vocab * task.shape.hidden * 2
+    buffers = (
+        ""
+        if weights.transport == "disk"
+        else (f"; {buffer_bytes(policy, weights, embedding) / GIB:.1f} GiB of buffers on each sender")
+    )
+    return Phase("weight sync", time.total, f"{weights.transport}, {time.describe()}{buffers}")

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from megatron_dapo.config import ModelShape
 from megatron_dapo.config.policy import PolicyConfig
-from megatron_dapo.config.rollout import WeightTransportConfig
 from megatron_dapo.planner import assumptions
 from megatron_dapo.planner.hardware import Cluster
 from megatron_dapo.planner.parameters import Parameters, count_parameters, rank_parameters
@@ -226,23 +225,3 @@ def _data_parallel(
         reduce, gather = 2 * reduce, 0.0
     adam = 28 * held.total / (ranks if policy.distributed_optimizer else 1) / (cluster.gpu.bandwidth * 1e12)
     return max(0.0, reduce - last_backward) + gather + adam
-
-
-def sync_seconds(shape: ModelShape, weights: WeightTransportConfig, cluster: Cluster, engine_nodes: int) -> float:
-    """Seconds until all engines have the new weights.
-
-    disk: written once, then read by every node of engines at the same time, as fast as the file system allows.
-    tensor, distributed: sent once, while a snapshot is written unless `keep_snapshot` is off.
-    """
-    size = count_parameters(shape).total * 2
-    if weights.transport == "disk":
-        one = size / assumptions.DISK_BYTES_PER_SECOND
-        all_ = engine_nodes * size / assumptions.DISK_TOTAL_BYTES_PER_SECOND
-        return one + max(one, all_) + assumptions.PAUSE_SECONDS
-    if weights.transport == "tensor":
-        moved = size / assumptions.IPC_BYTES_PER_SECOND
-    else:
-        network = cluster.wire(cluster.gpus) * assumptions.WIRE_SHARE
-        moved = size / min(network, assumptions.BROADCAST_BYTES_PER_SECOND)
-    snapshot = size / assumptions.SNAPSHOT_BYTES_PER_SECOND if weights.keep_snapshot else 0.0
-    return max(moved, snapshot) + assumptions.PAUSE_SECONDS

@@ -87,11 +87,11 @@ class Policy:
             etp_size=groups.expt_tp.size(),
         )
 
-    def weight_buckets(self, bucket_bytes: int = 512 << 20) -> WeightBuckets:
-        """Collective. The weights as buckets of HF-named tensors on rank 0, for the engines."""
-        return WeightBuckets(
-            self.model, self.shape, self.position, bucket_bytes=bucket_bytes, before=self.step.complete_weights
-        )
+    def weight_buckets(self, bucket_bytes: int = 512 << 20, **options: Any) -> WeightBuckets:
+        """Collective. The weights as buckets of HF-named tensors, for the engines; on rank 0 unless `options` say
+        otherwise."""
+        before = self.step.complete_weights
+        return WeightBuckets(self.model, self.shape, self.position, bucket_bytes=bucket_bytes, before=before, **options)
 
     def load_hf(self, source: str | os.PathLike[str] | Mapping[str, Tensor]) -> None:
         """Fills the model from a HF directory or HF-named tensors. A missing or unknown tensor is an error."""

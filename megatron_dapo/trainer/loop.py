@@ -39,7 +39,7 @@ from megatron_dapo.trainer.signals import Stopped, StopSignal
 from megatron_dapo.trainer.train_step import TrainStep
 from megatron_dapo.trainer.updates import TooManySkippedUpdates, Updates
 from megatron_dapo.trainer.watchdog import Watchdog, log_folder
-from megatron_dapo.trainer.weight_sync import WeightSync, describe
+from megatron_dapo.trainer.weight_sync import WeightSync, describe, weight_buckets
 from megatron_dapo.types import StepBatch
 from megatron_dapo.weights.formats.megatron_reader import MegatronAsHF
 
@@ -130,9 +130,8 @@ class Trainer:
                 phase.note(f"loading checkpoint {resume.name}")
             state = self.checkpoints.load(self.policy, resume) if resume else None
             phase.note("waiting for the engines")
-            self.weight_sync = WeightSync(
-                self.policy.weight_buckets(self.config.rollout.weights.bucket_bytes), self.collectives
-            )
+            buckets = weight_buckets(self.policy, self.config)
+            self.weight_sync = WeightSync(buckets, self.collectives, self.config.rollout.weights.timeout)
             self.collectives.wait(opening, "starting the engines", stoppable=True)
             if resume:
                 self._restore(state)

@@ -1,18 +1,27 @@
 """Weight sync, driven by the main thread: every rank's shards become buckets, and the engines load and serve them.
 
-    send    all ranks produce the buckets, rank 0's engines load them; on return no bucket is in use any more
+    send    all ranks produce the buckets, the engines load them; on return no bucket is in use any more
     serve   the engines take memory for their KV cache, check the version and serve it
 
-Between the two a trainer that shares GPUs with the engines offloads its weights (`Colocation`).
+Between the two a trainer that shares GPUs with the engines offloads its weights (`Colocation`). Rank 0 drives the
+engines. Other ranks send buckets of their own where `rollout.weights.senders` or engines on several nodes ask for it.
 """
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
+
 from megatron_dapo import fault_points
+from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.engines.protocol import Bucket, WeightReport
+from megatron_dapo.engines.sender_link import SenderLink
+from megatron_dapo.engines.sglang.weights.remote_sender import RemoteSender
+from megatron_dapo.policy.policy import Policy
 from megatron_dapo.trainer.caller_thread import CallerThread
 from megatron_dapo.trainer.collectives import BEAT_SECONDS, Collectives
 from megatron_dapo.weights.sync import WeightBuckets, discard
@@ -21,23 +30,76 @@ if TYPE_CHECKING:
     from megatron_dapo.trainer.rollout_driver import RolloutDriver
 
 
+def weight_buckets(policy: Policy, config: Config) -> WeightBuckets:
+    """Collective. The buckets of this run: who owns them, and which ranks hand them to engines."""
+    rollout, weights = config.rollout, config.rollout.weights
+    nodes = ranks_by_node() if rollout.engines_read_memory else []
+    several = len(nodes) > 1
+    if several:
+        _check_servers(rollout.servers.server_count, nodes, weights.keep_snapshot)
+    return policy.weight_buckets(
+        weights.bucket_bytes,
+        senders=weights.senders if several or rollout.broadcasts_weights else "one",
+        nodes=nodes if several else (),
+        keep_memory=not rollout.servers.share_gpus,
+    )
+
+
+def ranks_by_node() -> list[list[int]]:
+    """Collective. The ranks of each node, in rank order."""
+    names: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(names, f"{socket.gethostname()}/{os.environ.get('SLURM_NODEID', '')}")
+    return [[rank for rank, name in enumerate(names) if name == node] for node in dict.fromkeys(names)]
+
+
+def _check_servers(servers: int, nodes: list[list[int]], keep_snapshot: bool) -> None:
+    if keep_snapshot:
+        raise ConfigError(
+            f"the trainer is on {len(nodes)} nodes, and with this rollout.weights.transport no rank has all weights: "
+            "set rollout.weights.keep_snapshot to false"
+        )
+    if servers % len(nodes):
+        raise ConfigError(
+            f"{servers} servers cannot be on {len(nodes)} trainer nodes, the same number on each, as this "
+            "rollout.weights.transport needs: list them node by node in rollout.servers.urls, or use disk"
+        )
+
+
 class WeightSync:
     """Every method is called by all ranks, in the same order; ranks other than 0 pass None for `rollouts`."""
 
-    def __init__(self, buckets: WeightBuckets, collectives: Collectives) -> None:
-        self._buckets, self._collectives = buckets, collectives
+    def __init__(self, buckets: WeightBuckets, collectives: Collectives, timeout: float = 600.0) -> None:
+        """`timeout`: of one transfer to the engines (rollout.weights.timeout)."""
+        self._buckets, self._collectives, self._timeout = buckets, collectives, timeout
+        self._remote = RemoteSender()
+        self._updates = 0
+        self._store: dist.Store | None = None
+        if buckets.has_remote_senders:
+            # A connection of its own: a wait would block other users of the trainer's.
+            self._store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
 
     def send(self, version: int, rollouts: RolloutDriver | None) -> None:
         """Every server that works has all weights afterwards. Raises DriverError if none has."""
-        buckets = _Buckets(self._buckets.buckets())
+        self._updates += 1
+        buckets = _Buckets(self._buckets.buckets(), self._link())
         loading, caller = None, CallerThread()
         if rollouts is not None:
             loading = rollouts.load_weights(version, buckets, caller)
             loading.add_done_callback(caller.wake)
             while not caller.run(until=lambda: buckets.exhausted or loading.done(), timeout=BEAT_SECONDS):
                 pass  # a bucket is a collective, with its own timeout; the engine's request has one, too
+        elif buckets.link is not None:
+            self._remote.send(buckets, buckets.link)  # rank 0 learns of an error and raises it for all
+        if rollouts is not None and buckets.link is not None and not buckets.exhausted:
+            buckets.link.fail("the engines' update has ended")
         discard(buckets)  # on rank 0 nothing is left, unless the engine gave up early: the other ranks still send
         self._collectives.wait(loading, f"sending weight version {version} to the engines", caller=caller)
+
+    def _link(self) -> SenderLink | None:
+        if self._store is None:
+            return None
+        rank = self._collectives.runtime.rank
+        return SenderLink(self._store, rank, self._buckets.senders, self._updates, self._timeout)
 
     def serve(self, version: int, rollouts: RolloutDriver | None) -> WeightReport | None:
         """The engines serve `version` afterwards. Raises DriverError if none does."""
@@ -49,8 +111,8 @@ class WeightSync:
 class _Buckets:
     """An iterator that knows whether it has been read to its end."""
 
-    def __init__(self, buckets: Iterator[Bucket]) -> None:
-        self._buckets, self.exhausted = buckets, False
+    def __init__(self, buckets: Iterator[Bucket], link: SenderLink | None = None) -> None:
+        self._buckets, self.link, self.exhausted = buckets, link, False
 
     def __iter__(self) -> Iterator[Bucket]:
         return self
@@ -65,8 +127,15 @@ class _Buckets:
 
 
 def describe(report: WeightReport) -> str:
-    rate = report.bytes / report.seconds / 1e9
+    moving = report.seconds - report.parts.get("memory", 0.0)
+    parts = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in report.parts.items())
     return (
-        f"weights: {report.tensors} tensors, {report.bytes / 1e9:.3f} GB in {report.seconds:.2f} s ({rate:.1f} GB/s); "
-        f"{report.proof}"
+        f"weights: {report.tensors} tensors, {report.bytes / 1e9:.3f} GB{_share(report)} in {report.seconds:.2f} s"
+        f"{f' ({parts})' if parts else ''}, {report.bytes / max(moving, 1e-9) / 1e9:.1f} GB/s without taking memory "
+        f"back; {report.proof}"
     )
+
+
+def _share(report: WeightReport) -> str:
+    sent = report.sent_bytes or report.bytes
+    return f" ({sent / report.bytes:.1%} of it sent: what changed)" if sent < report.bytes else ""

@@ -6,6 +6,7 @@ Pure slicing. Nothing is copied without need, and no process group is used: rank
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -65,3 +66,35 @@ def unshard(mapping: ParameterMapping, shards: Sequence[Tensor]) -> Tensor:
         split = [shard.split([rows // len(shards) for rows in mapping.parts]) for shard in shards]
         return torch.cat([part for parts in zip(*split, strict=True) for part in parts])
     return torch.cat(list(shards), dim=0 if mapping.split is Split.ROWS else 1)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardCopy:
+    """A block of a shard and its place in HF tensor number `source`: `rows` rows, and all columns or `columns`."""
+
+    source: int
+    hf_row: int
+    shard_row: int
+    rows: int
+    columns: tuple[int, int] | None = None  # of the HF tensor: first column and their number
+
+
+def shard_copies(mapping: ParameterMapping, rank: int, size: int, shape: Sequence[int]) -> list[ShardCopy]:
+    """How the shard (of this shape) of tensor-parallel rank `rank` of `size` fills the HF tensors. Together the shards
+    fill every element once; vocabulary padding is left out."""
+    columns = None
+    if mapping.split is Split.NONE or size == 1:
+        parts = [(0, 0, shape[0])]  # (row of the full tensor, row of the shard, rows)
+    elif mapping.split is Split.GATE_UP_ROWS:
+        half = shape[0] // 2
+        parts = [(rank * half, 0, half), (mapping.shape[0] // 2 + rank * half, half, half)]
+    elif mapping.split is Split.ROWS:
+        parts = [(rank * shape[0], 0, shape[0])]
+    else:
+        parts, columns = [(0, 0, shape[0])], (rank * shape[1], shape[1])
+    return [
+        ShardCopy(s.source, s.hf_start + first - s.start, shard_row + first - full_row, last - first, columns)
+        for full_row, shard_row, rows in parts
+        for s in mapping.segments
+        if (first := max(full_row, s.start)) < (last := min(full_row + rows, s.start + s.rows))
+    ]

@@ -111,6 +111,9 @@ ELSEWHERE = {
     "docs/planning.md": {
         "10 %": "tests/planner/test_decoding.py", "15 %": "tests/planner/test_decoding.py",
         "3 %": "tests/planner/test_against_megatron.py", "14 GB/s": "published", "23 GB/s": "published",
+        **dict.fromkeys(("50 GB/s", "40 GB/s", "3.1 GB", "0.06 s", "0.3 s", "0.89 s", "3 ×"), "planner/assumptions.py"),
+        **dict.fromkeys(("0.8 s", "1.7 s", "1.9 s", "2.5 s", "3.7 s", "16.6 s"), "tests/planner/test_sync_model.py"),
+        "61 GiB": "2 bytes × parameters", "438 GiB": "2 bytes × parameters",
     },
     "docs/rollout.md": {"000 tokens/s": "default"},
     "examples/README.md": {"16 ×": "nodes", "80 GB": "GPU"},

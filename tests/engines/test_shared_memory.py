@@ -40,9 +40,14 @@ def other_process(pipe, on_gpu):
         reductions.rebuild_cuda_tensor = rebuild
     pipe.send("ready")
     while (text := pipe.recv()) is not None:
-        pairs = pickle.load(io.BytesIO(base64.b64decode(text)))
+        bucket = pickle.load(io.BytesIO(base64.b64decode(text)))
+        flat = bucket["flattened_tensor"]
+        pairs = [
+            (meta.name, flat[meta.start_idx : meta.end_idx].view(meta.dtype).reshape(meta.shape))
+            for meta in bucket["metadata"]
+        ]
         pipe.send({name: tensor.double().sum().item() for name, tensor in pairs})
-        del pairs
+        del bucket, flat, pairs
 
 
 class Server:

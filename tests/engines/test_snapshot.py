@@ -6,14 +6,18 @@ import multiprocessing
 import os
 import shutil
 import socket
+import tempfile
 import time
+from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from megatron_dapo.engines.protocol import EngineError
-from megatron_dapo.engines.sglang.weights.snapshot import LOCK, Snapshot, remove_dead_snapshots, write_safetensors
+from megatron_dapo.engines.sglang.weights.snapshot import LOCK, Snapshot, is_ram_disk, remove_dead_snapshots
+from megatron_dapo.engines.sglang.weights.snapshot_file import HostCopy, write_safetensors
 
 
 def versions(snapshot):
@@ -51,10 +55,72 @@ def test_a_version_replaces_the_previous_one_and_indexes_every_tensor(tmp_path):
     index = json.loads((path / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == 24 and set(index["weight_map"]) == {"a", "b"}
     assert load_file(path / index["weight_map"]["a"])["a"].tolist() == [2.0] * 4
-    snapshot._wait_for_removal()
+    snapshot.wait()
     assert versions(snapshot) == ["version-2"]
     snapshot.close()
     assert not path.exists()
+
+
+@pytest.fixture
+def ram_disk():
+    if not is_ram_disk(Path("/dev/shm")):
+        pytest.skip("/dev/shm is not a RAM disk here")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+def test_a_ram_disk_keeps_one_set_of_files_that_every_version_overwrites(ram_disk):
+    """Whatever the buckets look like: the version holds exactly the last ones, and nothing is current meanwhile."""
+    snapshot = Snapshot(ram_disk, "")
+    assert snapshot.in_ram
+    inodes = []
+    versions_of = [[4, 6], [4, 6], [5, 6], [4], [4, 6, 8]]  # elements of each bucket
+    for version, sizes in enumerate(versions_of):
+        snapshot.begin(version, background=True)
+        assert snapshot.current is None
+        for number, size in enumerate(sizes):
+            snapshot.add([(f"w{number}", torch.full((size,), float(version)))])
+        path = snapshot.commit()
+        assert path == snapshot.current and versions(snapshot) == [f"version-{version}"]
+        index = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
+        assert {name: load_file(path / file)[name].tolist() for name, file in index.items()} == {
+            f"w{number}": [float(version)] * size for number, size in enumerate(sizes)
+        }
+        assert len(list(path.glob("*.safetensors"))) == len(sizes)
+        inodes.append([(path / file).stat().st_ino for file in index.values()])
+    assert inodes[0] == inodes[1] and inodes[1][0] != inodes[2][0]
+    snapshot.begin(9)
+    snapshot.discard()
+    assert snapshot.current is None and not versions(snapshot)
+    snapshot.close()
+
+
+def test_a_background_snapshot_is_current_when_its_thread_has_written_it(tmp_path, monkeypatch):
+    """The bucket may change as soon as `add` returns."""
+    snapshot = Snapshot(tmp_path, "")
+    snapshot.in_ram = False
+    may_write, write = Event(), HostCopy.write
+    monkeypatch.setattr(HostCopy, "write", lambda copy, path: may_write.wait(20) and write(copy, path))
+    weight = torch.ones(4)
+    for version in (1, 2):
+        may_write.clear()
+        snapshot.begin(version, background=True)
+        snapshot.add([("a", weight.mul_(2))])
+        path = snapshot.commit()
+        weight.add_(1)
+        assert snapshot.exists and snapshot.current != path
+        may_write.set()
+        snapshot.wait()
+        assert snapshot.current == path and versions(snapshot) == [f"version-{version}"]
+    assert load_file(path / "model-00001.safetensors")["a"].tolist() == [6.0] * 4
+    monkeypatch.setattr(HostCopy, "write", lambda copy, path: os.stat("/nowhere"))
+    snapshot.begin(3, background=True)
+    snapshot.add([("a", weight)])
+    snapshot.commit()
+    with pytest.raises(EngineError, match=r"rollout\.weights\.directory.*/nowhere"):
+        snapshot.wait()
+    assert not versions(snapshot) or snapshot.current != path
+    snapshot.close()
 
 
 def test_a_full_disk_is_an_error_that_names_the_key(tmp_path, monkeypatch):

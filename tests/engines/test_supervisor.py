@@ -221,15 +221,15 @@ class Group:
 
     made: ClassVar[list[list[tuple[str, int]]]] = []
 
-    def __init__(self, config, servers):
-        self.members = transports.members_of(servers)
-        self.name = str(len(self.made))
+    def __init__(self, config, servers, senders):
+        self.members, self.senders = transports.members_of(servers), senders
+        self.names = {0: str(len(self.made))}
 
-    async def join(self):
+    async def join(self, link):
         self.made.append(self.members)
 
-    async def broadcast(self, bucket, body, label):
-        assert body["group_name"] == self.name and label.startswith("updating-to-")
+    async def broadcast(self, flat, body, label, link):
+        assert body["group_name"] == self.names[0] and label.startswith("updating-to-")
 
     async def leave(self):
         pass
@@ -238,7 +238,7 @@ class Group:
 @pytest.mark.parametrize("noticed", ["restarted by the fleet", "restarted by somebody else"])
 def test_a_restarted_server_joins_a_new_process_group(tmp_path, monkeypatch, noticed):
     """Its URL is the same, but the new process is in no group: the old group would wait for it for ever."""
-    monkeypatch.setattr(transports, "WeightProcessGroup", Group)
+    monkeypatch.setattr(transports, "WeightProcessGroups", Group)
     monkeypatch.setattr(Group, "made", [])
     monkeypatch.setattr(supervisor, "KILL_SECONDS", 0.1)
 

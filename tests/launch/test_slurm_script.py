@@ -174,6 +174,19 @@ def test_odd_names_are_quoted(raw, tmp_path):
     assert not (tmp_path / "x").exists()
 
 
+def test_colocated_jobs_of_several_nodes_may_use_shared_memory_without_a_snapshot(raw):
+    raw["slurm"] |= {"mode": "colocated", "engine_nodes": 0}
+    raw["rollout"]["servers"]["share_gpus"] = True
+    raw["rollout"]["weights"] = {"transport": "tensor"}
+    with pytest.raises(ConfigError, match=r"set rollout\.weights\.keep_snapshot to false"):
+        script_of(raw)
+    raw["rollout"]["weights"]["keep_snapshot"] = False
+    assert "for node in" in script_of(raw)
+    raw["rollout"]["weights"]["transport"] = "distributed"
+    with pytest.raises(ConfigError, match="two ranks of one NCCL communicator on one GPU"):
+        job_of(raw)
+
+
 @pytest.mark.parametrize(
     ("section", "change", "said"),
     [
@@ -193,7 +206,7 @@ def test_odd_names_are_quoted(raw, tmp_path):
         ("rollout", {"engine": "embedded"}, "these nodes would be idle"),
         ("rollout", {"servers": {"tensor_parallel": 16}}, "a server must fit on one node"),
         ("rollout", {"weights": {"directory": "/dev/shm"}}, "cannot see: use a shared directory"),
-        ("rollout", {"weights": {"transport": "tensor"}}, "needs one host"),
+        ("rollout", {"weights": {"transport": "tensor"}}, "needs engines on the trainer's GPUs"),
         ("rollout", {"servers": {"share_gpus": True}}, "the engines have GPUs of their own"),
         ("slurm", {"mode": "colocated", "engine_nodes": 0}, "set rollout.servers.share_gpus to true"),
         ("slurm", {"engine_partition": "a", "mode": "colocated", "engine_nodes": 0}, "engine_partition needs engine"),

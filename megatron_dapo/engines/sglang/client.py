@@ -7,8 +7,10 @@ connection breaks; the others raise `OutcomeUnknown`, and only a restart makes t
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import logging
+import pickle
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -35,6 +37,7 @@ log = logging.getLogger(__name__)
 
 OLDEST_VERSION = (0, 5, 17)
 MEMORY_TAGS = ("kv_cache", "weights")  # SGLang's names for the GPU memory that it can release
+FLATTENED = "flattened_bucket"  # SGLang's name for one block of bytes and the tensors in it
 HEALTH_SECONDS = 30.0  # SGLang's own health check gives up after 20
 
 
@@ -304,7 +307,18 @@ class SGLangClient:
 
     async def load_tensors(self, payload: str, timeout: float) -> None:
         """Repeatable while the shared memory behind `payload` exists: the same values are copied again."""
-        body = {"serialized_named_tensors": [payload] * self.tensor_parallel, "flush_cache": False}
+        body = {
+            "serialized_named_tensors": [payload] * self.tensor_parallel, "flush_cache": False,
+            "load_format": FLATTENED,
+        }  # fmt: skip
+        await self._control("/update_weights_from_tensor", body, timeout)
+
+    async def install_loader(self, loader: str, timeout: float) -> None:
+        """Runs one of our modules in the server, which was started with --custom-weight-loader. Repeatable."""
+        nothing = base64.b64encode(pickle.dumps([])).decode()
+        body = {
+            "serialized_named_tensors": [nothing] * self.tensor_parallel, "flush_cache": False, "load_format": loader,
+        }  # fmt: skip
         await self._control("/update_weights_from_tensor", body, timeout)
 
     async def join_group(self, body: dict[str, Any], timeout: float) -> None:

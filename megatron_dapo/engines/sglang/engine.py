@@ -131,7 +131,7 @@ class SGLangEngine:
         except (UnfinishedUpdate, UnknownLabel):
             held = None
         if held != self._version:
-            if self.snapshot.current is None:
+            if not self.snapshot.exists:
                 server.unavailable = f"it holds weight version {held}, current is {self._version}"
                 return
             await self._update.from_snapshot(self._version, server)

@@ -26,6 +26,8 @@ from megatron_dapo.engines.sglang.keys import Keys, command_with_keys, key_varia
 
 LOG_TAIL, LINE_LENGTH = 25, 300  # lines of a server's log that an error quotes, and the characters of each
 CPU_STUBS = Path(__file__).parent / "cpu_stubs"
+IN_SERVER = Path(__file__).parent / "in_server"
+DELTA_LOADER = "megatron_dapo_delta.install"  # a function of a module in that folder
 GUARD = Path(__file__).parent / "guard.py"
 # Seconds that a server keeps an idle connection, instead of SGLang's 5: longer than any client of ours.
 SERVER_KEEP_ALIVE = 60
@@ -45,13 +47,21 @@ def sglang_command(
         "--dtype", config.dtype, *(["--enable-return-routed-experts"] if config.routed_experts else []),
     ]  # fmt: skip
     environment = {"HF_HUB_OFFLINE": "1", "SGLANG_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEP_ALIVE)}
+    paths = [str(CPU_STUBS)] if config.device == "cpu" else []
+    if config.weight_deltas:
+        command += ["--custom-weight-loader", DELTA_LOADER]
+        paths.append(str(IN_SERVER))
+        if config.device != "cpu" and os.environ.get("PYTHONPATH"):
+            paths.append(os.environ["PYTHONPATH"])
+    if paths:
+        environment["PYTHONPATH"] = os.pathsep.join(paths)
     if config.device == "cpu":
         command += [
             "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch",
             "--grammar-backend", "none", "--disable-overlap-schedule", "--disable-cuda-graph", "--sleep-on-idle",
             "--max-total-tokens", "20000", "--max-running-requests", "16",
         ]  # fmt: skip
-        environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(CPU_STUBS)}
+        environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
     else:
         command += ["--base-gpu-id", str(index * config.tensor_parallel)]
         command += ["--enable-memory-saver"] if config.share_gpus else []

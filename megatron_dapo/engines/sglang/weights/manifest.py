@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from megatron_dapo.engines.flat_bucket import specs_of
 from megatron_dapo.engines.protocol import Bucket
 from megatron_dapo.files import read_safetensors_directory
 
@@ -28,15 +29,16 @@ class WeightManifest:
 
     def check(self, bucket: Bucket) -> str:
         """What is wrong with the bucket, or an empty string."""
-        for name, tensor in bucket:
+        for spec in specs_of(bucket):
+            name = spec.name
             if name in self._seen:
                 return f"tensor {name!r} was sent twice"
             self._seen.add(name)
             expected = self._shapes.get(name)
             if self._shapes and expected is None and not (self._tied and name == "lm_head.weight"):
                 return f"the model has no tensor {name!r}"
-            if expected is not None and expected != tuple(tensor.shape):
-                return f"tensor {name!r} has shape {tuple(tensor.shape)}, expected {expected}"
+            if expected is not None and expected != spec.shape:
+                return f"tensor {name!r} has shape {spec.shape}, expected {expected}"
         return ""
 
     def missing(self) -> str:

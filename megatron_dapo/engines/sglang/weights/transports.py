@@ -2,35 +2,34 @@
 
 `send` gives every bucket to every server, reads the buckets to their end whatever happens, and returns the errors of
 the servers that did not receive all of them. Which version a server then serves is decided in update.py.
+
+Buckets may be on other ranks (`RemoteBucket`): those ranks send them (remote_sender.py) as this process says.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from multiprocessing.reduction import ForkingPickler
+from functools import partial
 from typing import Any, Protocol
-
-import torch
-import torch.multiprocessing  # registers how tensors are pickled by reference to shared memory
-from torch.multiprocessing.reductions import reduce_tensor
 
 from megatron_dapo.config.rollout import WeightTransportConfig
 from megatron_dapo.engines.bucket_reader import BucketReader
+from megatron_dapo.engines.flat_bucket import FlatBucket, RemoteBucket, flat_size, flatten, specs_of
 from megatron_dapo.engines.protocol import Bucket, EngineError
-from megatron_dapo.engines.sglang.client import SGLangClient
+from megatron_dapo.engines.sender_link import SenderLink
+from megatron_dapo.engines.sglang.client import FLATTENED, SGLangClient
 from megatron_dapo.engines.sglang.http import failures, wait_all
 from megatron_dapo.engines.sglang.response_parser import updating_label
+from megatron_dapo.engines.sglang.weights.delta import DeltaEncoder
 from megatron_dapo.engines.sglang.weights.manifest import WeightManifest
-from megatron_dapo.engines.sglang.weights.process_group import WeightProcessGroup, members_of
-from megatron_dapo.engines.sglang.weights.snapshot import Snapshot, bucket_bytes, dtype_name
+from megatron_dapo.engines.sglang.weights.process_group import WeightProcessGroups, members_of
+from megatron_dapo.engines.sglang.weights.shared_bucket import SharedBucket, share
+from megatron_dapo.engines.sglang.weights.snapshot import Snapshot
+from megatron_dapo.engines.sglang.weights.snapshot_file import dtype_name
 
 Errors = dict[str, BaseException]  # by the server's name
-
-DEVICE_ARGUMENT = 6  # of torch's rebuild_cuda_tensor
 
 
 @dataclass(slots=True)
@@ -44,8 +43,9 @@ class Transfer:
 
     def count(self, bucket: Bucket, manifest: WeightManifest) -> None:
         self.bucket_error = self.bucket_error or manifest.check(bucket)
-        self.tensors += len(bucket)
-        self.bytes += bucket_bytes(bucket)
+        specs = specs_of(bucket)
+        self.tensors += len(specs)
+        self.bytes += flat_size(specs)
 
     def finish(self, manifest: WeightManifest, servers: Sequence[SGLangClient]) -> bool:
         """Whether the buckets were the whole model; if not, no server has it."""
@@ -59,6 +59,10 @@ class Transfer:
 
 
 class Transport(Protocol):
+    link: SenderLink | None  # to the other ranks that send, in the update that runs
+    servers: Sequence[str]  # the names of all servers, node by node
+    delta: DeltaEncoder | None  # None: every update is whole
+
     def prepare(self, bucket: Bucket) -> Any:
         """What `send` needs besides the bucket; called in the thread that produces buckets."""
         ...
@@ -77,8 +81,8 @@ def make_transport(config: WeightTransportConfig, snapshot: Snapshot) -> Transpo
     if config.transport == "disk":
         return DiskTransport(config, snapshot, manifest)
     kept = snapshot if config.keep_snapshot else None
-    channel = TensorChannel(config) if config.transport == "tensor" else DistributedChannel(config)
-    return DirectTransport(kept, channel, manifest)
+    channel: Channel = TensorChannel(config) if config.transport == "tensor" else DistributedChannel(config)
+    return DirectTransport(kept, channel, manifest, DeltaEncoder() if config.delta else None)
 
 
 class DiskTransport:
@@ -86,6 +90,9 @@ class DiskTransport:
 
     def __init__(self, config: WeightTransportConfig, snapshot: Snapshot, manifest: WeightManifest) -> None:
         self._config, self._snapshot, self._manifest = config, snapshot, manifest
+        self.link: SenderLink | None = None  # not used: rank 0 writes everything
+        self.delta: DeltaEncoder | None = None
+        self.servers: Sequence[str] = ()
 
     def prepare(self, bucket: Bucket) -> None:
         pass
@@ -115,13 +122,17 @@ class DiskTransport:
 
 
 class Channel(Protocol):
-    """How one bucket gets from here to the servers."""
+    """How one bucket gets from here, or from another rank, to the servers."""
 
-    async def open(self, version: int, servers: Sequence[SGLangClient]) -> Errors: ...
+    async def open(
+        self, version: int, servers: Sequence[SGLangClient], link: SenderLink | None, order: Sequence[str]
+    ) -> Errors:
+        """`order`: the names of all servers, node by node."""
+        ...
 
     def prepare(self, bucket: Bucket) -> Any: ...
 
-    async def send(self, bucket: Bucket, prepared: Any, servers: Sequence[SGLangClient]) -> Errors: ...
+    async def send(self, number: int, bucket: Bucket, prepared: Any, servers: Sequence[SGLangClient]) -> Errors: ...
 
     def release(self, prepared: Any) -> None: ...
 
@@ -131,155 +142,194 @@ class Channel(Protocol):
 class DirectTransport:
     """Sends each bucket while the next is produced; also writes a snapshot where one is kept."""
 
-    def __init__(self, snapshot: Snapshot | None, channel: Channel, manifest: WeightManifest) -> None:
-        self._snapshot, self._channel, self._manifest = snapshot, channel, manifest
+    def __init__(
+        self, snapshot: Snapshot | None, channel: Channel, manifest: WeightManifest, delta: DeltaEncoder | None = None
+    ) -> None:
+        self._snapshot, self._channel, self._manifest, self.delta = snapshot, channel, manifest, delta
+        self.link: SenderLink | None = None
+        self.servers: Sequence[str] = ()
 
     def prepare(self, bucket: Bucket) -> Any:
-        return self._channel.prepare(bucket)
+        return self._channel.prepare(self.delta.encode(flatten(bucket)) if self.delta else bucket)
 
     def release(self, prepared: Any) -> None:
         self._channel.release(prepared)
 
     async def send(self, version: int, servers: Sequence[SGLangClient], reader: BucketReader) -> Transfer:
+        try:
+            return await self._send(version, servers, reader)
+        except BaseException as error:
+            self._tell_senders(str(error))
+            raise
+
+    async def _send(self, version: int, servers: Sequence[SGLangClient], reader: BucketReader) -> Transfer:
         transfer = Transfer()
         self._manifest.begin()
         if self._snapshot:
-            self._snapshot.begin(version)
-        transfer.failed |= await self._channel.open(version, servers)
+            await asyncio.to_thread(partial(self._snapshot.begin, version, background=True))
+        transfer.failed |= await self._channel.open(version, servers, self.link, self.servers)
+        number = 0
         async for bucket, prepared in reader:
             transfer.count(bucket, self._manifest)
             remaining = transfer.remaining(servers)
-            if transfer.bucket_error or not (remaining or self._snapshot):
-                continue
-            writing = asyncio.ensure_future(asyncio.to_thread(self._snapshot.add, bucket)) if self._snapshot else None
-            try:
-                if remaining:
-                    transfer.failed |= await self._channel.send(bucket, prepared, remaining)
-            finally:
-                if writing is not None:
-                    await writing
+            if not remaining or transfer.bucket_error:
+                self._tell_senders(transfer.bucket_error or "no server is left that has all weights")
+            if not transfer.bucket_error and (remaining or self._snapshot):
+                transfer.failed |= await self._send_one(number, bucket, prepared, remaining)
+            number += 1
         complete = transfer.finish(self._manifest, servers)
         if self._snapshot:
             self._snapshot.commit() if complete else self._snapshot.discard()
         return transfer
+
+    async def _send_one(self, number: int, bucket: Bucket, prepared: Any, servers: Sequence[SGLangClient]) -> Errors:
+        writing = asyncio.ensure_future(asyncio.to_thread(self._snapshot.add, bucket)) if self._snapshot else None
+        try:
+            return await self._channel.send(number, bucket, prepared, servers) if servers else {}
+        finally:
+            if writing is not None:
+                await writing
+
+    def _tell_senders(self, cause: str) -> None:
+        if self.link is not None:
+            self.link.fail(cause)
 
     async def close(self) -> None:
         await self._channel.close()
 
 
 class TensorChannel:
-    """Same host: the request carries a reference to shared memory (or CUDA IPC memory), not the tensors."""
+    """Same host: the request carries a reference to shared memory (or CUDA IPC memory), not the tensors. With several
+    nodes, a rank on each node holds the bucket, and the servers of the node get that rank's reference."""
 
     def __init__(self, config: WeightTransportConfig) -> None:
         self._timeout = config.timeout
+        self._order: Sequence[str] = ()  # the names of all servers, node by node
+        self._link: SenderLink | None = None
 
-    async def open(self, version: int, servers: Sequence[SGLangClient]) -> Errors:
+    async def open(
+        self, version: int, servers: Sequence[SGLangClient], link: SenderLink | None, order: Sequence[str]
+    ) -> Errors:
+        self._link, self._order = link, order
+        if link is not None:
+            link.post_plan({"action": "share"})
         return {}
 
-    def prepare(self, bucket: Bucket) -> _SharedBucket:
-        return _share(bucket)
+    def prepare(self, bucket: Bucket) -> SharedBucket | None:
+        return None if isinstance(bucket, RemoteBucket) else share(bucket)
 
-    async def send(self, bucket: Bucket, prepared: _SharedBucket, servers: Sequence[SGLangClient]) -> Errors:
-        calls = {server.name: server.load_tensors(prepared.payload, self._timeout) for server in servers}
-        return failures(await wait_all(calls))
+    async def send(
+        self, number: int, bucket: Bucket, prepared: SharedBucket | None, servers: Sequence[SGLangClient]
+    ) -> Errors:
+        if self._link is None:
+            assert prepared is not None
+            payloads = {server.name: prepared.payload for server in servers}
+        else:
+            assert isinstance(bucket, FlatBucket | RemoteBucket)
+            try:
+                payloads = await self._payloads(self._link, number, bucket.receivers, prepared, servers)
+            except EngineError as error:
+                return {server.name: error for server in servers}
+        calls = {server.name: server.load_tensors(payloads[server.name], self._timeout) for server in servers}
+        failed = failures(await wait_all(calls))
+        if self._link is not None:
+            self._link.done(number)
+        return failed
 
-    def release(self, prepared: _SharedBucket) -> None:
-        prepared.memory.clear()
+    async def _payloads(
+        self,
+        link: SenderLink,
+        number: int,
+        receivers: Sequence[int],
+        prepared: SharedBucket | None,
+        servers: Sequence[SGLangClient],
+    ) -> dict[str, str]:
+        """By server: the reference of the rank on its node that holds this bucket."""
+        per_node = len(self._order) // len(receivers)
+        rank_of = {name: receivers[index // per_node] for index, name in enumerate(self._order)}
+        found: dict[int, str] = {}
+        for rank in {rank_of[server.name] for server in servers}:
+            if rank == 0:
+                assert prepared is not None
+                found[rank] = prepared.payload
+            else:
+                found[rank] = await asyncio.to_thread(link.payload, number, rank)
+        return {server.name: found[rank_of[server.name]] for server in servers}
+
+    def release(self, prepared: SharedBucket | None) -> None:
+        if prepared is not None:
+            prepared.memory.clear()
 
     async def close(self) -> None:
         pass
 
 
-@dataclass(slots=True)
-class _SharedBucket:
-    """A pickle, and the memory it refers to, which must outlive the requests."""
-
-    payload: str
-    memory: list[torch.Tensor]
-
-
-def _share(bucket: Bucket) -> _SharedBucket:
-    """Copies the bucket into one block of memory per dtype, and pickles a reference to it."""
-    flats: list[torch.Tensor] = []
-    views: dict[str, torch.Tensor] = {}
-    for dtype in dict.fromkeys(tensor.dtype for _, tensor in bucket):
-        same = [(name, tensor) for name, tensor in bucket if tensor.dtype == dtype]
-        flat = torch.cat([tensor.detach().reshape(-1) for _, tensor in same])
-        parts = flat.split([tensor.numel() for _, tensor in same])
-        views |= {name: part.view(tensor.shape) for (name, tensor), part in zip(same, parts, strict=True)}
-        flats.append(flat)
-    # Shared by file name: a file descriptor would have to be sent over a socket, and there is none to the server.
-    before = torch.multiprocessing.get_sharing_strategy()
-    torch.multiprocessing.set_sharing_strategy("file_system")
-    try:
-        buffer = io.BytesIO()
-        _Pickler(buffer).dump([(name, views[name]) for name, _ in bucket])
-    finally:
-        torch.multiprocessing.set_sharing_strategy(before)
-    return _SharedBucket(base64.b64encode(buffer.getvalue()).decode(), flats)
-
-
-class _Pickler(ForkingPickler):
-    """Names a GPU by its UUID, which SGLang reads: the server's process may number the GPUs differently."""
-
-    def reducer_override(self, value: Any) -> Any:
-        if not (isinstance(value, torch.Tensor) and value.is_cuda):
-            return NotImplemented
-        rebuild, arguments = reduce_tensor(value)
-        uuid = str(torch.cuda.get_device_properties(value.device).uuid)
-        return rebuild, (*arguments[:DEVICE_ARGUMENT], uuid, *arguments[DEVICE_ARGUMENT + 1 :])
-
-
 class DistributedChannel:
-    """Broadcasts from this process to all ranks of all servers: NCCL between GPUs, gloo between CPUs."""
+    """Broadcasts from the senders to all ranks of all servers: NCCL between GPUs, gloo between CPUs."""
 
     def __init__(self, config: WeightTransportConfig) -> None:
         self._config = config
-        self._group: WeightProcessGroup | None = None
-        self._version = self._sent = 0
+        self._groups: WeightProcessGroups | None = None
+        self._link: SenderLink | None = None
+        self._version = 0
 
-    async def open(self, version: int, servers: Sequence[SGLangClient]) -> Errors:
-        """Joins the servers into a group. A group with the same members, none of them restarted, is used again."""
-        self._version, self._sent = version, 0
-        if not servers or (self._group is not None and self._group.members == members_of(servers)):
+    async def open(
+        self, version: int, servers: Sequence[SGLangClient], link: SenderLink | None, order: Sequence[str]
+    ) -> Errors:
+        """Joins the servers into a group for each sender. Groups with the same members, none of them restarted, are
+        used again."""
+        self._version, self._link = version, link
+        senders, groups = link.ranks if link else [0], self._groups
+        if not servers:
+            return {}
+        if groups is not None and groups.members == members_of(servers) and groups.senders == senders:
+            if link is not None:
+                link.post_plan({"action": "same"})
             return {}
         await self.close()
         failed: Errors = {}
-        for _ in range(2):  # a join cannot be repeated, but a second group can be made
-            group = WeightProcessGroup(self._config, servers)
+        for _ in range(1 if link else 2):  # a join cannot be repeated, but a second group can be made
+            groups = WeightProcessGroups(self._config, servers, senders)
             try:
-                await group.join()
+                await groups.join(link)
             except EngineError as error:
-                await group.leave()
+                await groups.leave()
                 failed = {server.name: error for server in servers}
                 continue
-            self._group = group
+            self._groups = groups
             return {}
         return failed
 
-    def prepare(self, bucket: Bucket) -> None:
+    def prepare(self, bucket: Bucket) -> FlatBucket | RemoteBucket:
+        return bucket if isinstance(bucket, RemoteBucket) else flatten(bucket)
+
+    def release(self, prepared: FlatBucket | RemoteBucket) -> None:
         pass
 
-    def release(self, prepared: None) -> None:
-        pass
-
-    async def send(self, bucket: Bucket, prepared: None, servers: Sequence[SGLangClient]) -> Errors:
-        assert self._group is not None
+    async def send(
+        self, number: int, bucket: Bucket, prepared: FlatBucket | RemoteBucket, servers: Sequence[SGLangClient]
+    ) -> Errors:
+        assert self._groups is not None
+        if not prepared.specs:  # a delta of nothing
+            return {}
+        sender, flat = (prepared.owner, None) if isinstance(prepared, RemoteBucket) else (0, prepared.flat)
         body = {
-            "names": [name for name, _ in bucket], "dtypes": [dtype_name(tensor.dtype) for _, tensor in bucket],
-            "shapes": [list(tensor.shape) for _, tensor in bucket], "group_name": self._group.name,
-            "flush_cache": False,
+            "names": [spec.name for spec in prepared.specs],
+            "dtypes": [dtype_name(spec.dtype) for spec in prepared.specs],
+            "shapes": [list(spec.shape) for spec in prepared.specs], "group_name": self._groups.names[sender],
+            "flush_cache": False, "load_format": FLATTENED,
         }  # fmt: skip
-        self._sent += 1
         try:
-            await self._group.broadcast(bucket, body, updating_label(self._version, self._sent))
+            await self._groups.broadcast(flat, body, updating_label(self._version, number + 1), self._link)
         except EngineError as error:
             # A failed broadcast leaves it unknown which servers have the bucket.
+            if self._link is not None:
+                self._link.fail(str(error))
             await self.close()
             return {server.name: error for server in servers}
         return {}
 
     async def close(self) -> None:
-        if self._group is not None:
-            group, self._group = self._group, None
-            await group.leave()
+        if self._groups is not None:
+            groups, self._groups = self._groups, None
+            await groups.leave()

@@ -10,6 +10,7 @@ So no server ever generates with mixed weights under a version number, even if t
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor
@@ -23,6 +24,8 @@ from megatron_dapo.engines.protocol import Bucket, EngineError, WeightReport, We
 from megatron_dapo.engines.sglang.client import SGLangClient
 from megatron_dapo.engines.sglang.http import failures, wait_all
 from megatron_dapo.engines.sglang.response_parser import is_updating_label, updating_label
+from megatron_dapo.engines.sglang.server_process import DELTA_LOADER
+from megatron_dapo.engines.sglang.weights.delta import DeltaEncoder
 from megatron_dapo.engines.sglang.weights.snapshot import Snapshot
 from megatron_dapo.engines.sglang.weights.transports import Errors, Transfer, make_transport
 from megatron_dapo.types import LogProbs
@@ -41,7 +44,8 @@ class _Loaded:
     servers: Sequence[SGLangClient]
     failed: Errors
     transfer: Transfer
-    started: float
+    seconds: float
+    prepare_seconds: float  # of these, until the servers were paused and had memory for the weights
 
 
 class WeightUpdater:
@@ -54,6 +58,9 @@ class WeightUpdater:
         self._first_errors: dict[str, str] = {}  # of the update, by server
         self._checksums: tuple[int, str, dict[str, str]] | None = None  # version, server, its checksums
         self._agreed: tuple[int, LogProbs] | None = None  # version, its log-probs of the probe text
+        self._servers = 0
+        self._delta_loaders: set[tuple[str, int]] = set()  # servers that can apply deltas, with their incarnation
+        self._serve_seconds = self._memory_seconds = self._proof_seconds = 0.0  # of the last update
 
     @property
     def keeps_snapshot(self) -> bool:
@@ -64,8 +71,13 @@ class WeightUpdater:
         self, version: int, servers: Sequence[SGLangClient], buckets: Iterable[Bucket], executor: Executor | None = None
     ) -> None:
         """Every server receives all buckets; `serve` must follow."""
-        started, self.loaded = time.monotonic(), None
+        started, self.loaded, self._memory_seconds = time.monotonic(), None, 0.0
         failed: Errors = {s.name: EngineError(s.unavailable or "it is being restarted") for s in servers if s.down}
+        self._servers, delta = len(servers), self._transport.delta
+        if delta is not None:
+            delta.begin({(server.name, server.incarnation): server.serves for server in servers})
+        self._transport.link = getattr(buckets, "link", None)
+        self._transport.servers = [server.name for server in servers]
         for server in servers:
             if not server.down:
                 server.serves, server.unavailable = None, f"the update to version {version} has not ended"
@@ -73,6 +85,7 @@ class WeightUpdater:
             up = [server for server in servers if server.name not in failed]
             failed |= failures(await wait_all({s.name: self._prepare(s, version) for s in up}))
             ready = [server for server in servers if server.name not in failed]
+            prepared = time.monotonic() - started
             try:
                 transfer = await self._transport.send(version, ready, reader)
             except BaseException as error:
@@ -80,11 +93,12 @@ class WeightUpdater:
                 for server in servers:
                     server.unavailable = f"the update to version {version} broke off: {error}"
                 raise WeightUpdateError(f"weight version {version}: the buckets could not be sent: {error}") from error
-        self.loaded = self._last = _Loaded(version, servers, failed | transfer.failed, transfer, started)
+        seconds = time.monotonic() - started
+        self.loaded = self._last = _Loaded(version, servers, failed | transfer.failed, transfer, seconds, prepared)
 
     async def serve(self, version: int) -> Errors:
         """Lets every server serve that has the whole version and passes the proof; returns the others' errors."""
-        loaded, self.loaded = self.loaded, None
+        started, loaded, self.loaded = time.monotonic(), self.loaded, None
         if loaded is None or loaded.version != version:
             raise WeightUpdateError(f"weight version {version} has not been loaded")
         servers, failed = loaded.servers, dict(loaded.failed)
@@ -100,6 +114,9 @@ class WeightUpdater:
         for server in servers:
             if server.name not in failed:
                 server.serves, server.unavailable = version, ""
+        if self._transport.delta is not None and not failed:
+            self._transport.delta.acknowledge(version, [(server.name, server.incarnation) for server in servers])
+        self._serve_seconds = time.monotonic() - started
         return failed
 
     def report(self) -> WeightReport:
@@ -117,8 +134,15 @@ class WeightUpdater:
             proof += f", with the same checksums of {len(self._checksums[2])} tensors"
         elif self._agreed is not None:
             proof += f", which agree on the log-prob of a fixed text: {float(self._agreed[1].sum()):.4f}"
-        seconds, transfer = time.monotonic() - loaded.started, loaded.transfer
-        return WeightReport(version, served_by, failed, transfer.tensors, transfer.bytes, seconds, proof)
+        # What the trainer does between `load` and `serve`, such as offloading its weights, is not part of the update.
+        seconds, transfer = loaded.seconds + self._serve_seconds, loaded.transfer
+        parts = {
+            "pause": loaded.prepare_seconds, "transfer": loaded.seconds - loaded.prepare_seconds,
+            "labels": self._serve_seconds - self._proof_seconds, "proof": self._proof_seconds,
+            "memory": self._memory_seconds,
+        }  # fmt: skip
+        sent = self._transport.delta.sent_bytes if self._transport.delta is not None else transfer.bytes
+        return WeightReport(version, served_by, failed, transfer.tensors, transfer.bytes, seconds, proof, parts, sent)
 
     def _reason(self, server: SGLangClient) -> str:
         first = self._first_errors.get(server.name, "")
@@ -126,6 +150,7 @@ class WeightUpdater:
 
     async def from_snapshot(self, version: int, server: SGLangClient) -> None:
         """Gives one server the version that the others have, from disk."""
+        await asyncio.to_thread(self._snapshot.wait)  # it may still be written
         if self._snapshot.current is None or self._snapshot.current.name != f"version-{version}":
             raise EngineError(f"no snapshot of weight version {version} (rollout.weights.keep_snapshot)")
         await self._prepare(server, version, brackets=False)
@@ -141,17 +166,33 @@ class WeightUpdater:
         await server.notice_restart()
         capabilities = await server.capabilities()
         await server.pause(self._config.pause_mode)
-        await server.resume_memory("weights")
+        await self._resume_memory(server, "weights")
         await server.set_version_label(updating_label(version))
         if capabilities.bracketed_updates:
             if brackets and self._brackets:
                 await server.begin_update(self._config.timeout)
             else:
                 await server.close_update_session(self._config.timeout)
+        if brackets and self._transport.delta is not None:
+            await self._prepare_delta(server, self._transport.delta)
+
+    async def _prepare_delta(self, server: SGLangClient, delta: DeltaEncoder) -> None:
+        member = (server.name, server.incarnation)
+        if delta.active and member not in delta.members:
+            raise EngineError(f"server {server.name}: it has restarted, and this update has only what changed")
+        if member not in self._delta_loaders:
+            await server.install_loader(DELTA_LOADER, self._config.timeout)
+            self._delta_loaders.add(member)
+
+    async def _resume_memory(self, server: SGLangClient, tag: str) -> None:
+        started = time.monotonic()
+        await server.resume_memory(tag)
+        self._memory_seconds += (time.monotonic() - started) / max(1, self._servers)  # servers do this in parallel
 
     async def _commit(self, version: int, servers: Sequence[SGLangClient], brackets: bool = True) -> Errors:
         """Labels and proves the version on each server; returns the errors of those that failed."""
         failed = failures(await wait_all({s.name: self._finish(s, version, brackets) for s in servers}))
+        started = time.monotonic()
         labelled = [server for server in servers if server.name not in failed]
         if self._config.proof == "version" or not labelled:
             return failed
@@ -162,6 +203,7 @@ class WeightUpdater:
         else:
             results = await wait_all({server.name: server.logprobs_of(PROBE) for server in labelled})
             failed |= self._compare_probes(version, {n: r for n, r in results.items() if isinstance(r, np.ndarray)})
+        self._proof_seconds = time.monotonic() - started
         return failed | failures(results)
 
     def _compare_checksums(self, version: int, found: dict[str, dict[str, str]]) -> Errors:
@@ -197,7 +239,7 @@ class WeightUpdater:
         capabilities = await server.capabilities()
         if brackets and capabilities.bracketed_updates and self._brackets:
             await server.end_update(self._config.timeout)
-        await server.resume_memory("kv_cache")  # by now a trainer on the same GPU has offloaded its weights
+        await self._resume_memory(server, "kv_cache")  # by now a trainer on the same GPU has offloaded its weights
         if self._config.flushes_cache:
             await server.flush_cache()
         await server.set_version_label(str(version))

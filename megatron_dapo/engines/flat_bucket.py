@@ -1,0 +1,125 @@
+"""A bucket of weights as one block of bytes: one collective or one IPC handle moves it, and SGLang splits it.
+
+The tensors are views of the block, one after the other and without gaps. Large elements come first, so every tensor
+starts at a multiple of its element size. SGLang calls this format `flattened_bucket`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import overload
+
+import torch
+from torch import Tensor
+
+from megatron_dapo.engines.protocol import Bucket
+
+
+@dataclass(slots=True, frozen=True)
+class TensorSpec:
+    """Name, type and shape of one tensor of a bucket."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class FlatBucket(Sequence[tuple[str, Tensor]]):
+    """(name, tensor) pairs whose tensors are views of `flat`: [bytes], uint8. `receivers`: as of a `RemoteBucket`."""
+
+    flat: Tensor
+    specs: tuple[TensorSpec, ...]
+    views: tuple[Tensor, ...]
+    receivers: tuple[int, ...] = ()
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[str, Tensor]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[tuple[str, Tensor]]: ...
+
+    def __getitem__(self, index: int | slice) -> tuple[str, Tensor] | Sequence[tuple[str, Tensor]]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        return self.specs[index].name, self.views[index]
+
+    def __len__(self) -> int:
+        return len(self.specs)
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return iter([(spec.name, view) for spec, view in zip(self.specs, self.views, strict=True)])
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class RemoteBucket(Sequence[tuple[str, Tensor]]):
+    """A bucket whose tensors are on other ranks: `owner` broadcasts it, or `receivers` hand it to their engines. As a
+    sequence it is empty."""
+
+    owner: int
+    receivers: tuple[int, ...]
+    specs: tuple[TensorSpec, ...]
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[str, Tensor]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[tuple[str, Tensor]]: ...
+
+    def __getitem__(self, index: int | slice) -> tuple[str, Tensor] | Sequence[tuple[str, Tensor]]:
+        empty: list[tuple[str, Tensor]] = []
+        return empty[index]
+
+    def __len__(self) -> int:
+        return 0
+
+
+def specs_of(bucket: Bucket) -> tuple[TensorSpec, ...]:
+    """The tensors of any bucket, also of one that is elsewhere."""
+    if isinstance(bucket, FlatBucket | RemoteBucket):
+        return bucket.specs
+    return tuple(TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in bucket)
+
+
+def in_flat_order(specs: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
+    """The order of the tensors in the block."""
+    return tuple(sorted(specs, key=lambda spec: -spec.dtype.itemsize))
+
+
+def flat_size(specs: Iterable[TensorSpec]) -> int:
+    return sum(spec.bytes for spec in specs)
+
+
+def flat_starts(specs: Sequence[TensorSpec]) -> list[int]:
+    """The first byte of each tensor, and the end of the last."""
+    return list(accumulate((spec.bytes for spec in specs), initial=0))
+
+
+def bucket_in(memory: Tensor, specs: Sequence[TensorSpec], receivers: tuple[int, ...] = ()) -> FlatBucket:
+    """A bucket at the start of `memory` (uint8). `specs` are in flat order."""
+    starts = flat_starts(specs)
+    flat = memory[: starts[-1]]
+    views = (
+        flat[start : start + spec.bytes].view(spec.dtype).view(spec.shape)
+        for start, spec in zip(starts, specs, strict=False)  # the last start is the end
+    )
+    return FlatBucket(flat, tuple(specs), tuple(views), receivers)
+
+
+def flatten(bucket: Bucket) -> FlatBucket:
+    """The bucket itself if it is flat already, otherwise a flat copy on the same device."""
+    if isinstance(bucket, FlatBucket):
+        return bucket
+    pairs = sorted(bucket, key=lambda pair: -pair[1].element_size())
+    specs = [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in pairs]
+    device = pairs[0][1].device if pairs else torch.device("cpu")
+    copy = bucket_in(torch.empty(flat_size(specs), dtype=torch.uint8, device=device), specs)
+    for view, (_, tensor) in zip(copy.views, pairs, strict=True):
+        view.copy_(tensor.detach())
+    return copy

@@ -1,0 +1,135 @@
+"""The time of a weight update, from the same steps as the code: gather, send, load, prove; a snapshot beside them.
+
+Buckets pass through gather, send and load one after the other. Different buckets are in different stages at the same
+time, so the slowest stage decides; but an engine that receives a broadcast loads it before it receives the next. What
+comes on top:
+
+- fixed: pause, labels, cache flush, resume, and the proof, once per update
+- names: SGLang looks every tensor's name up, and MoE models search a list of 3 × experts for each one
+
+- distributed: every bucket is one broadcast from its sender to all engine GPUs. Engines take one bucket at a time, so
+  more senders do not add bandwidth. They remove the traffic between pipeline stages (senders: stage) or expert-parallel
+  ranks (expert_group), and gather while another one sends.
+- tensor: engines copy from the trainer's memory on the same GPU or node. On several nodes each bucket first goes to one
+  rank of each node, in turn, so a GPU receives 1 / (GPUs of a node) of the model.
+- disk: written once, then read by every node of engines at the same time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_dapo.config import ModelShape
+from megatron_dapo.config.policy import PolicyConfig
+from megatron_dapo.config.rollout import WeightTransportConfig
+from megatron_dapo.planner import assumptions
+from megatron_dapo.planner.hardware import Cluster
+from megatron_dapo.planner.parameters import count_parameters
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class SyncTime:
+    """Seconds. `gather`, `send`, `load` and `snapshot` overlap, except that a broadcast (`serial`) and its load do not;
+    `names` and `fixed` are added."""
+
+    bytes: float
+    tensors: int
+    senders: int
+    gather: float
+    send: float
+    load: float
+    snapshot: float
+    names: float
+    fixed: float
+    serial: bool = False
+
+    @property
+    def total(self) -> float:
+        engine = self.send + self.load if self.serial else max(self.send, self.load)
+        return max(self.gather, engine, self.snapshot) + self.names + self.fixed
+
+    def describe(self) -> str:
+        parts = {
+            "gather": self.gather, "send": self.send, "load": self.load, "snapshot": self.snapshot,
+            "names": self.names, "fixed": self.fixed,
+        }  # fmt: skip
+        shown = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in parts.items() if seconds >= 0.005)
+        senders = f"{self.senders} sender{'s' if self.senders > 1 else ''}"
+        return f"{self.bytes / GIB:.1f} GiB in {self.tensors:,} tensors from {senders}: {shown}"
+
+
+def count_tensors(shape: ModelShape) -> int:
+    """HF tensors of the model."""
+    attention = 4 + 3 * shape.qkv_bias + 2 * shape.qk_norm
+    mlp = 3 * shape.experts + 1 if shape.is_moe else 3
+    return shape.layers * (attention + mlp + 2) + 2 + (not shape.tied_embeddings)
+
+
+def count_senders(shape: ModelShape, policy: PolicyConfig, weights: WeightTransportConfig) -> int:
+    if weights.senders == "one":
+        return 1
+    experts = policy.expert_parallel if shape.is_moe and weights.senders == "expert_group" else 1
+    return policy.pipeline_parallel * experts
+
+
+def sync_time(
+    shape: ModelShape,
+    policy: PolicyConfig,
+    weights: WeightTransportConfig,
+    cluster: Cluster,
+    engine_nodes: int,
+    engine_tensor_parallel: int = 1,
+) -> SyncTime:
+    size = float(count_parameters(shape).total * 2)
+    tensors, senders = count_tensors(shape), count_senders(shape, policy, weights)
+    fixed = assumptions.PAUSE_SECONDS
+    lookups = assumptions.SECONDS_PER_NAME * tensors
+    if shape.is_moe:
+        lookups += assumptions.SECONDS_PER_NAME_COMPARED * tensors * 3 * shape.experts / 2
+    if weights.transport == "disk":
+        one = size / assumptions.DISK_BYTES_PER_SECOND
+        all_ = engine_nodes * size / assumptions.DISK_TOTAL_BYTES_PER_SECOND
+        return SyncTime(size, tensors, 1, 0.0, one + max(one, all_), 0.0, 0.0, 0.0, fixed)
+    network = cluster.gpu.network * 1e9 * assumptions.WIRE_SHARE
+    nvlink = cluster.gpu.nvlink * 1e9 * assumptions.WIRE_SHARE
+    gather = _gather(size, shape, policy, cluster, senders, nvlink, network)
+    # Each sender keeps its own part.
+    snapshot = size / senders / assumptions.SNAPSHOT_BYTES_PER_SECOND if weights.keep_snapshot else 0.0
+    load = size / engine_tensor_parallel / assumptions.LOAD_BYTES_PER_SECOND  # each engine GPU copies its own shards
+    if weights.transport == "tensor":
+        several = cluster.trainer_gpus > cluster.gpus_per_node
+        received = size / cluster.gpus_per_node / network  # by one GPU; buckets go to the node's GPUs in turn
+        send = max(received, size / senders / network) if several else 0.0
+    else:
+        send = size / min(network if cluster.gpus > cluster.gpus_per_node else nvlink, assumptions.BROADCAST_LIMIT)
+    serial = weights.transport == "distributed"
+    return SyncTime(size, tensors, senders, gather, send, load, snapshot, lookups, fixed, serial)
+
+
+def _gather(
+    size: float,
+    shape: ModelShape,
+    policy: PolicyConfig,
+    cluster: Cluster,
+    senders: int,
+    nvlink: float,
+    network: float,
+) -> float:
+    """Shards travel to their sender: inside a tensor-parallel group by NVLink; from other stages and expert-parallel
+    ranks through the network where they are on other nodes."""
+    tp = policy.tensor_parallel
+    inside = size * (tp - 1) / tp / senders / nvlink
+    apart = policy.pipeline_parallel * (policy.expert_parallel if shape.is_moe else 1) / senders
+    if apart <= 1:
+        return inside
+    wire = network if cluster.trainer_gpus > cluster.gpus_per_node else nvlink
+    return inside + size / senders * (1 - 1 / apart) / wire
+
+
+def buffer_bytes(policy: PolicyConfig, weights: WeightTransportConfig, largest: float) -> float:
+    """GPU memory of a sender: two buckets, and the shards of one from other ranks. `largest`: the largest parameter."""
+    bucket = max(weights.bucket_bytes, largest)
+    others = policy.tensor_parallel > 1 or policy.pipeline_parallel > 1 or policy.expert_parallel > 1
+    return bucket * (3 if others else 2)

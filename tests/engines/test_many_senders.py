@@ -1,0 +1,321 @@
+"""Several ranks send weights to a real SGLang server. The engine has bitwise the weights that one process sends, and
+after the death of a sender, a connection or the engine in mid-update it has a whole version or serves nothing.
+
+Every wait here is bounded by rollout.weights.timeout, 30 s; a failed sender is noticed within a second.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import threading
+
+import pytest
+import torch
+from installed_sglang import API_KEY_VARIABLE, sglang_python
+from tiny_model import write_model
+
+from megatron_dapo.config import ModelShape, parse_config
+from megatron_dapo.config.rollout import ServerConfig
+from megatron_dapo.engines.protocol import WeightUpdateError
+from megatron_dapo.engines.sglang.client import SGLangClient
+from megatron_dapo.engines.sglang.engine import SGLangEngine
+from megatron_dapo.engines.sglang.server_process import ServerProcess
+from megatron_dapo.engines.sglang.weights.group_source import GroupSource
+from megatron_dapo.engines.sglang.weights.update import PROBE
+from megatron_dapo.policy.fork_ranks import run_ranks
+from megatron_dapo.policy.policy import Policy
+from megatron_dapo.policy.runtime import RankError, initialize
+from megatron_dapo.trainer.collectives import Collectives, DriverError
+from megatron_dapo.trainer.signals import StopSignal
+from megatron_dapo.trainer.weight_sync import WeightSync, weight_buckets
+from megatron_dapo.weights.mapping import hf_shapes
+
+VERSION = "0.5.23"  # it has checksums
+BUCKET = 20_000
+
+
+def settings(senders="stage", layout=None):
+    return parse_config(
+        {
+            "policy": {"precision": "fp32", "timeout_seconds": 60, **(layout or {})},
+            "rollout": {
+                "servers": {"device": "cpu", "api_key_env": API_KEY_VARIABLE},
+                "weights": {
+                    "transport": "distributed", "backend": "gloo", "bucket_bytes": BUCKET, "timeout": 30,
+                    "senders": senders, "keep_snapshot": False,
+                },
+            },
+        }
+    )  # fmt: skip
+
+
+def weights_of(directory, seed):
+    torch.manual_seed(seed)
+    return {name: torch.randn(shape) * 0.1 for name, shape in hf_shapes(ModelShape.from_dir(str(directory))).items()}
+
+
+class Driver:
+    """Rank 0's engine, in a thread with an event loop, as in the trainer."""
+
+    def __init__(self, urls, config, directory, version):
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+        connecting = SGLangEngine.connect(urls, config.rollout, model=str(directory), version=version)
+        self.engine = self.do(connecting)
+        self.server = self.engine.servers[-1]
+
+    def start(self, work):
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def do(self, work):
+        return self.start(work).result(timeout=90)
+
+    def load_weights(self, version, buckets, executor):
+        return self.start(self.engine.load_weights(version, buckets, executor))
+
+    def serve_weights(self, version):
+        return self.start(self.engine.serve_weights(version))
+
+
+class Ranks:
+    """One rank: sends versions, and returns the engine's checksums on rank 0."""
+
+    def __init__(self, rendezvous, url, directory, config, version):
+        runtime = initialize(config.policy, rendezvous=rendezvous)
+        self.policy = Policy(config, ModelShape.from_dir(str(directory)), runtime)
+        self.directory, self.version, self.rank = directory, version, rendezvous.rank
+        weights = config.rollout.weights
+        buckets = self.policy.weight_buckets(weights.bucket_bytes, senders=weights.senders, keep_memory=True)
+        self.senders = buckets.senders
+        self.sync = WeightSync(buckets, Collectives(runtime, StopSignal()), weights.timeout)
+        self.driver = Driver([url], config, directory, version) if self.rank == 0 else None
+
+    def send(self, seed):
+        self.policy.load_hf(weights_of(self.directory, seed))
+        self.version += 1
+        self.sync.send(self.version, self.driver)
+        report = self.sync.serve(self.version, self.driver)
+        assert report is None or (not report.failed and report.parts["proof"] > 0)
+        return self.driver.do(self.driver.server.checksums()) if self.driver else None
+
+    def label(self):
+        return self.driver.do(self.driver.server.version_label()) if self.driver else None
+
+
+def from_one_process(url, directory, version, seed):
+    return from_one_process_with(url, directory, version, weights_of(directory, seed))
+
+
+def from_one_process_with(url, directory, version, weights):
+    """The engine's log-probs of a text and its checksums, after an update that this process sends alone."""
+
+    async def main():
+        config = settings("one")
+        engine = await SGLangEngine.connect([url], config.rollout, model=str(directory), version=version - 1)
+        report = await engine.update_weights(version, [list(weights.items())])
+        assert report.served_by == (url,)
+        server = engine.servers[0]
+        try:
+            has_checksums = (await server.capabilities()).checksums
+            logprobs = (await server.logprobs_of(PROBE)).tolist()
+            return logprobs, await server.checksums() if has_checksums else {}
+        finally:
+            await engine.close()
+
+    return asyncio.run(asyncio.wait_for(main(), 120))
+
+
+def several_updates(rendezvous, url, directory, config, version):
+    """An update, one whose second sender loses its connection, and another one."""
+    ranks = Ranks(rendezvous, url, directory, config, version)
+    first = ranks.send(seed=1)
+    original, calls = GroupSource.send, []
+
+    def broken(group, flat):
+        calls.append(1)
+        if ranks.rank == ranks.senders[-1] and len(calls) == 2:
+            group.leave()
+            raise ConnectionResetError("the connection was lost")
+        original(group, flat)
+
+    GroupSource.send = broken
+    try:
+        ranks.send(seed=2)
+        raise AssertionError("the update was served")
+    except DriverError as error:
+        cause = str(error)
+    finally:
+        GroupSource.send = original
+    label = ranks.label()
+    ranks.version += 1
+    return first, cause, label, ranks.send(seed=0), ranks.senders, ranks.version
+
+
+def killed_sender(rendezvous, url, directory, config, version):
+    ranks = Ranks(rendezvous, url, directory, config, version)
+    if ranks.rank == ranks.senders[-1]:
+        GroupSource.send = lambda group, flat: os.kill(os.getpid(), signal.SIGKILL)
+    ranks.send(seed=3)
+
+
+def test_two_pipeline_stages_send_the_weights_of_a_single_process(sglang_servers):
+    """TP2·PP2: two senders. Then one of them is killed, and the next update makes the engine whole again."""
+    if VERSION not in sglang_servers:
+        pytest.skip(f"SGLang {VERSION} is not installed: make sglang-cpu")
+    server = sglang_servers[VERSION]
+    url, directory = server.process.url, server.directory
+    _, expected = from_one_process(url, directory, server.version + 1, seed=0)
+    config = settings("stage", {"tensor_parallel": 2, "pipeline_parallel": 2})
+    results = run_ranks(4, several_updates, url, directory, config, server.version + 1, timeout=200)
+    other, cause, label, found, senders, version = results[0]
+    assert senders == [0, 2]
+    assert found == expected and len(expected) > 15
+    assert any(other[name] != expected[name] for name in expected)
+    assert "broadcasting weights failed" in cause and label.startswith("updating-to-"), (cause, label)
+    with pytest.raises(RankError):
+        run_ranks(4, killed_sender, url, directory, config, version, timeout=100)
+    server.version = version + 2
+    assert from_one_process(url, directory, server.version, seed=0)[1] == expected
+    server.model.load_state_dict(weights_of(directory, 0))
+
+
+def expert_parallel(rendezvous, url, directory, config, version, pid):
+    """Two updates; then the engine is killed while it receives the third."""
+    ranks = Ranks(rendezvous, url, directory, config, version)
+    other, found = ranks.send(seed=1), ranks.send(seed=0)
+    original, calls = SGLangClient.receive_broadcast, []
+
+    async def kill_it(client, *arguments):
+        calls.append(1)
+        if len(calls) == 3:
+            os.killpg(pid, signal.SIGKILL)
+        await original(client, *arguments)
+
+    SGLangClient.receive_broadcast = kill_it
+    try:
+        ranks.send(seed=2)
+        raise AssertionError("a dead engine served an update")
+    except DriverError as error:
+        cause = str(error)
+    return other, found, ranks.senders, cause
+
+
+VERSIONS = 54
+
+
+def deltas_of_50_steps(url, directory):
+    """Only what changed is sent in 50 steps; then the engine's checksums are those of a full update."""
+    base = settings("one")
+    servers = base.rollout.servers.model_copy(update={"weight_deltas": True})
+    rollout = base.rollout.model_copy(
+        update={"servers": servers, "weights": base.rollout.weights.model_copy(update={"delta": True})}
+    )
+
+    async def main():
+        engine = await SGLangEngine.connect([url], rollout, model=str(directory))
+        weights, shares = weights_of(directory, 7), []
+        for version in range(1, VERSIONS - 1):
+            for weight in weights.values():
+                weight.view(-1)[:: 19 + version].mul_(1.5)
+            report = await engine.update_weights(version, [list(weights.items())])
+            assert not report.failed
+            shares.append(report.sent_bytes / report.bytes)
+        found, kept = await engine.servers[0].checksums(), {name: weight.clone() for name, weight in weights.items()}
+        # Weights that somebody else changed: the sums disagree, no server serves, and then everything is sent.
+        other = await SGLangEngine.connect([url], settings("one").rollout, model=str(directory), version=version)
+        other.servers[0]._labels = set()
+        await other.update_weights(version, [list(weights_of(directory, 8).items())])
+        await other.close()
+        weights["model.norm.weight"][0] = 3.0
+        with pytest.raises(WeightUpdateError, match="but the sender had"):
+            await engine.update_weights(VERSIONS - 1, [list(weights.items())])
+        report = await engine.update_weights(VERSIONS, [list(weights.items())])
+        assert not report.failed and report.sent_bytes == report.bytes
+        await engine.close()
+        return found, shares, kept
+
+    found, shares, kept = asyncio.run(asyncio.wait_for(main(), 200))
+    assert shares[0] == 1 and max(shares[1:]) < 0.2
+    print(f"{sum(shares[1:]) / len(shares[1:]):.1%} of the bytes were sent in {len(shares) - 1} steps")
+    assert from_one_process_with(url, directory, VERSIONS + 1, kept)[1] == found
+
+
+def test_expert_groups_send_the_weights_of_a_single_process(tmp_path):
+    python = sglang_python(VERSION)
+    if not python.exists():
+        pytest.skip(f"SGLang {VERSION} is not installed: make sglang-cpu")
+    directory = write_model(tmp_path / "model", "qwen3_moe")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    config = ServerConfig(
+        device="cpu", python=str(python), dtype="float32", port=port, start_timeout=300, api_key_env=API_KEY_VARIABLE,
+        weight_deltas=True,
+    )  # fmt: skip
+    process = ServerProcess(str(directory), config, 0, tmp_path)
+    process.spawn()
+
+    async def ready():
+        client = process.client()
+        await process.wait_ready(client)
+        await client.close()
+
+    try:
+        asyncio.run(ready())
+        deltas_of_50_steps(process.url, directory)
+        _, expected = from_one_process(process.url, directory, VERSIONS + 2, seed=0)
+        chosen = settings("expert_group", {"expert_parallel": 2})
+        arguments = (process.url, directory, chosen, VERSIONS + 2, process.pid)
+        other, found, senders, cause = run_ranks(2, expert_parallel, *arguments, timeout=150)[0]
+        assert senders == [0, 1]
+        assert found == expected and other != expected
+        assert process.url in cause
+    finally:
+        asyncio.run(process.end())
+
+
+def hand_over(rendezvous, urls, directory, config, version):
+    """Two hand-overs from the ranks of two nodes to the engines on both; the engines' memory is released before."""
+    os.environ["SLURM_NODEID"] = str(rendezvous.rank // 2)
+    runtime = initialize(config.policy, rendezvous=rendezvous)
+    policy = Policy(config, ModelShape.from_dir(str(directory)), runtime)
+    buckets = weight_buckets(policy, config)
+    sync = WeightSync(buckets, Collectives(runtime, StopSignal()), 30)
+    driver = Driver(urls, config, directory, version) if rendezvous.rank == 0 else None
+    found = []
+    for seed in (1, 0):
+        policy.load_hf(weights_of(directory, seed))
+        version += 1
+        if driver:
+            driver.do(driver.engine.release_memory())
+        sync.send(version, driver)
+        report = sync.serve(version, driver)
+        if driver:
+            assert not report.failed and len(report.served_by) == 2
+            older = driver.do(driver.engine.servers[0].logprobs_of(PROBE))
+            found.append((older.tolist(), driver.do(driver.server.checksums())))
+    return found, buckets.nodes, buckets.senders, len(buckets.plans)
+
+
+def test_ranks_of_two_nodes_hand_all_weights_to_the_engines_of_their_node(sglang_servers):
+    """Shared memory crosses no nodes: each engine reads from a rank of its own node, in turn from all of them."""
+    if len(sglang_servers) < 2:
+        pytest.skip("needs two installed versions of SGLang: make sglang-cpu")
+    servers = [sglang_servers[version] for version in sorted(sglang_servers)]
+    urls, directory = [server.process.url for server in servers], servers[0].directory
+    version = max(server.version for server in servers) + 1
+    alone = [from_one_process(url, directory, version, seed=0) for url in urls]
+    chosen = settings("stage", {"tensor_parallel": 2, "pipeline_parallel": 2})
+    weights = chosen.rollout.weights.model_copy(update={"transport": "tensor"})
+    shared = chosen.rollout.servers.model_copy(update={"share_gpus": True, "urls": urls})
+    rollout = chosen.rollout.model_copy(update={"weights": weights, "servers": shared, "engine": "sglang"})
+    config = chosen.model_copy(update={"rollout": rollout})
+    found, nodes, senders, count = run_ranks(4, hand_over, urls, directory, config, version, timeout=200)[0]
+    assert nodes == [[0, 1], [2, 3]] and senders == [0, 1, 2, 3] and count > 4
+    (other_logprobs, other), (logprobs, checksums) = found
+    assert checksums == alone[1][1] and other != checksums
+    assert logprobs == pytest.approx(alone[0][0], abs=1e-5) and other_logprobs != pytest.approx(logprobs, abs=1e-2)
+    for server in servers:
+        server.version = version + 2
+        server.model.load_state_dict(weights_of(directory, 0))

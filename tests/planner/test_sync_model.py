@@ -1,0 +1,86 @@
+"""The planner's model of a weight update: counts as in the code, and the times of large models."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_dapo.config import ModelShape
+from megatron_dapo.config.policy import PolicyConfig
+from megatron_dapo.config.rollout import WeightTransportConfig
+from megatron_dapo.planner import assumptions
+from megatron_dapo.planner.hardware import Cluster, find_gpu
+from megatron_dapo.planner.sync import buffer_bytes, count_senders, count_tensors, sync_time
+from megatron_dapo.selfcheck.synthetic import synthetic_shape
+from megatron_dapo.weights.mapping import hf_shapes
+
+COMMON = {
+    "kv_heads": 8, "head_dim": 128, "vocab": 151936, "max_positions": 40960, "rope_theta": 1e6, "norm_eps": 1e-6,
+    "tied_embeddings": False, "qkv_bias": False, "qk_norm": True,
+}  # fmt: skip
+QWEN3_32B = ModelShape("qwen3", layers=64, hidden=5120, ffn_hidden=25600, heads=64, **COMMON)
+QWEN3_235B = ModelShape(
+    "qwen3_moe", layers=94, hidden=4096, ffn_hidden=12288, heads=64, experts=128, experts_per_token=8,
+    expert_ffn_hidden=1536, **(COMMON | {"kv_heads": 4}),
+)  # fmt: skip
+LAYOUT_32B = PolicyConfig(tensor_parallel=4, pipeline_parallel=4)
+LAYOUT_235B = PolicyConfig(tensor_parallel=4, pipeline_parallel=8, expert_parallel=8)
+
+
+def predicted(shape, policy, gpus, engine_gpus, tensor_parallel, **weights):
+    transport = "distributed" if engine_gpus else "tensor"
+    chosen = WeightTransportConfig(**{"transport": transport, "keep_snapshot": False, "senders": "stage"} | weights)
+    cluster = Cluster(find_gpu("h100"), gpus, 8, engine_gpus)
+    return sync_time(shape, policy, chosen, cluster, (engine_gpus or gpus) // 8, tensor_parallel)
+
+
+@pytest.mark.parametrize("kind", ["dense", "tied", "moe"])
+def test_tensors_are_counted_as_the_mapping_lists_them(kind):
+    assert count_tensors(synthetic_shape(kind)) == len(hf_shapes(synthetic_shape(kind)))
+
+
+def test_large_models_reach_their_engines_in_seconds():
+    """docs/planning.md has the assumptions."""
+    separate = predicted(QWEN3_32B, LAYOUT_32B, 128, 64, 4)
+    assert (separate.senders, separate.tensors) == (4, 707) and separate.total < 3
+    assert separate.send == pytest.approx(separate.bytes / (50e9 * assumptions.WIRE_SHARE))
+    colocated = predicted(QWEN3_235B, LAYOUT_235B, 256, 0, 8)
+    assert (colocated.senders, colocated.tensors) == (8, 36_945) and colocated.total < 8
+    assert colocated.send == pytest.approx(colocated.bytes / 8 / (50e9 * assumptions.WIRE_SHARE))
+    assert predicted(QWEN3_32B, LAYOUT_32B, 128, 0, 4).total < 3
+
+
+def test_the_documentation_has_these_times():
+    page = (Path(__file__).resolve().parents[2] / "docs" / "planning.md").read_text()
+    separate, colocated = predicted(QWEN3_32B, LAYOUT_32B, 128, 64, 4), predicted(QWEN3_32B, LAYOUT_32B, 128, 0, 4)
+    assert f"| {separate.total:.1f} s: broadcast {separate.send:.1f} s, load {separate.load:.1f} s |" in page
+    assert f"TP4, `tensor` | {colocated.total:.1f} s |" in page
+    large, apart = predicted(QWEN3_235B, LAYOUT_235B, 256, 0, 8), predicted(QWEN3_235B, LAYOUT_235B, 256, 128, 8)
+    assert f"| {large.total:.1f} s: between nodes {large.send:.1f} s, names {large.names:.1f} s |" in page
+    assert f"| {apart.total:.1f} s: an engine receives one broadcast at a time" in page
+
+
+def test_more_senders_shorten_the_gather_and_not_the_broadcast():
+    one, stage, groups = (
+        predicted(QWEN3_235B, LAYOUT_235B, 256, 128, 8, senders=senders) for senders in ("one", "stage", "expert_group")
+    )
+    assert [time.senders for time in (one, stage, groups)] == [1, 8, 64]
+    assert one.gather > 5 * stage.gather > 50 * groups.gather
+    assert one.send == stage.send == groups.send
+    colocated = [predicted(QWEN3_235B, LAYOUT_235B, 256, 0, 8, senders=senders).total for senders in ("one", "stage")]
+    assert colocated[0] > 3 * colocated[1]  # between trainer nodes more senders do add bandwidth
+
+
+def test_a_snapshot_overlaps_with_the_update_and_each_sender_keeps_its_part():
+    without, with_ = (
+        predicted(QWEN3_32B, PolicyConfig(), 8, 0, 1, senders="one", keep_snapshot=k) for k in (False, True)
+    )
+    assert with_.snapshot == pytest.approx(with_.bytes / assumptions.SNAPSHOT_BYTES_PER_SECOND)
+    assert without.snapshot == 0 and with_.total == max(without.total, with_.snapshot + with_.names + with_.fixed)
+
+
+def test_a_sender_holds_two_buckets_and_the_shards_of_one():
+    weights = WeightTransportConfig(bucket_bytes=1 << 29)
+    assert buffer_bytes(PolicyConfig(), weights, 1 << 20) == 2 << 29
+    assert buffer_bytes(PolicyConfig(tensor_parallel=2), weights, 1 << 20) == 3 << 29
+    assert buffer_bytes(PolicyConfig(), weights, 1 << 30) == 2 << 30  # a larger parameter is a bucket of its own
+    assert count_senders(QWEN3_32B, LAYOUT_32B, weights) == 1
