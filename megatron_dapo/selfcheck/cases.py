@@ -133,13 +133,14 @@ def random_cases(count: int, seed: int) -> list[Case]:
 
 def _random_case(rng: random.Random) -> Case:
     model = rng.choice(MODELS)
-    layout = _random_layout(rng, *rng.choices(list(WORLD_SIZES), list(WORLD_SIZES.values())), experts="moe" in model)
+    experts = synthetic_shape(model).is_moe
+    layout = _random_layout(rng, *rng.choices(list(WORLD_SIZES), list(WORLD_SIZES.values())), experts=experts)
     settings = loss_settings(rng.choice(OBJECTIVES), rng.choice(AGGREGATIONS), rng.choice(list(OFF_POLICY)))
     size = layout.model_size
     if layout.size("tp") == 4 and rng.random() < 0.5:
         size = size._replace(kv_heads=2)  # fewer than ranks: each is computed on two of them
     policy = dict(rng.choice(RECOMPUTE))
-    if "moe" in model and rng.random() < 0.3:
+    if experts and rng.random() < 0.3:
         policy["routing_replay"] = "engine"
     return Case(layout, model, settings, policy, size)
 

@@ -21,7 +21,7 @@ def size(case, kind):
 
 
 def small(case):
-    return "moe" in case.model and case.layout.world_size <= 4
+    return case.shape.is_moe and case.layout.world_size <= 4
 
 
 def experts_reduced_over_data_ranks_only(patch):
