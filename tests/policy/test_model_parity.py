@@ -3,15 +3,13 @@
 In fp32 they differ by rounding, so exactness is shown in fp64: in both, every cast to fp32 is made a cast to fp64.
 """
 
-import contextlib
 from dataclasses import dataclass
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from joined_ranks import Job, RankJobs
-from reference_models import SHAPES, hf_model, hf_weights
+from reference_models import SHAPES, fp64, hf_model, hf_weights, in_fp64
 
 from megatron_dapo.config import ModelShape, parse_config
 from megatron_dapo.policy.batch import TrainBatch
@@ -65,14 +63,6 @@ def our_logits(rendezvous, shape, folder, packed):
         return [logits[i, :length, : shape.vocab] for i, length in enumerate(LENGTHS)]
 
 
-@contextlib.contextmanager
-def fp64():
-    """Casts to fp32 are casts to fp64."""
-    names = {"float32": torch.float64, "float": torch.float64}
-    with mock.patch.multiple(torch, **names), mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
-        yield
-
-
 def our_fp64_logits(rendezvous, shape, folder):
     policy = Policy(fp32_config(), shape, initialize(fp32_config().policy, rendezvous=rendezvous))
     policy.load_hf(folder)
@@ -84,9 +74,7 @@ def our_fp64_logits(rendezvous, shape, folder):
 
 
 def fp64_logits(model, shape):
-    """transformers'. Its rotary frequencies are rounded to fp32 when it is built."""
-    channels = torch.arange(0, shape.rotated, 2, dtype=torch.float64)
-    model.double().model.rotary_emb.inv_freq = 1.0 / shape.rope_theta ** (channels / shape.rotated)
+    in_fp64(model, shape)
     with torch.no_grad(), fp64():
         return [model(tokens[None]).logits[0] for tokens in sequences(some_batch(shape))]
 
