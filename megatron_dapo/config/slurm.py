@@ -87,7 +87,9 @@ class SlurmConfig(Section):
     end_seconds: int = Field(120, ge=1, description="Time that the other ranks have once one rank has ended.")
 
     mail_user: str | None = Field(None, description="Slurm sends e-mail here; null: none.")
-    mail_type: str = Field("END,FAIL,TIME_LIMIT", description="Events that mail_user hears of, as sbatch takes them.")
+    mail_type: str = Field(
+        "END,FAIL,TIME_LIMIT", description="Events that Slurm reports to mail_user, as sbatch takes them."
+    )
     webhook_env: str | None = Field(
         None,
         description="Environment variable with a URL; when the job ends for good, the script posts a JSON object with "

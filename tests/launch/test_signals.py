@@ -29,7 +29,7 @@ USER = (signal.SIGUSR1, signal.SIGUSR2)
 @pytest.mark.parametrize("number", SENT)
 def test_a_run_that_still_imports_ends_at_once(number, tmp_path):
     """Before torch is there, so for all but the first moments of a start."""
-    os.mkfifo(tmp_path / "run.yaml")  # whoever reads it waits
+    os.mkfifo(tmp_path / "run.yaml")  # reading it blocks
     command = [sys.executable, "-m", "megatron_dapo.cli", "train", str(tmp_path / "run.yaml")]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
