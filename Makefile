@@ -1,6 +1,7 @@
 # make setup       the environment in .venv (CPU torch where there is no NVIDIA GPU)
 # make quickstart  see it work on this machine
-# make test        lint, types, tests; make test ALL_CASES=1 checks the long lists of cases in full
+# make check       lint, types and the fast tests, in three minutes
+# make test        lint, types, all tests; make test ALL_CASES=1 checks the long lists of cases in full
 # make sglang-cpu  SGLang servers that run without a GPU, for the tests; two versions
 PYTHON ?= python3
 VENV   := .venv
@@ -15,7 +16,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export ALL_CASES
 
-.PHONY: setup quickstart test lint types unit clean sglang-cpu
+.PHONY: setup quickstart check test lint types clean sglang-cpu
 
 setup: $(STAMP)
 
@@ -29,7 +30,14 @@ $(STAMP): pyproject.toml setup.py
 quickstart: $(STAMP)
 	@$(BIN)/python examples/quickstart/quickstart.py
 
-test: lint types unit
+# mypy runs beside the tests. A failure does not end the other parts.
+PARALLEL = @$(MAKE) --no-print-directory --keep-going -j
+
+check: lint
+	$(PARALLEL) 2 types tests-fast
+
+test: lint sglang-cpu
+	$(PARALLEL) 5 types tests-1 tests-2 tests-3 tests-rest
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -38,17 +46,25 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-# In three processes of about the same length, on two cores: the real servers and the real Slurm mostly wait. Slurm's
-# tests come last, so that they do not start while the servers do.
+# No server, no Slurm, no training in several processes.
+FAST := tests/algorithm tests/config tests/data tests/docs tests/rollout tests/simulation tests/planner \
+	$(wildcard tests/test_*.py) --ignore=tests/planner/test_against_megatron.py
+# In four processes with about the same CPU time (`pytest --cpu-times`), on two cores: real servers and Slurm mostly wait.
+# Slurm's tests come last, so that they do not start while the servers do.
 PART_1 := tests/trainer
-PART_2 := tests/engines tests/selfcheck tests/observe tests/doctor tests/weights tests/launch
-PYTEST  = $(BIN)/python -m pytest --durations=25
+PART_2 := tests/engines tests/observe tests/doctor tests/weights tests/launch
+PART_3 := tests/policy tests/selfcheck
+PARTS  := $(PART_1) $(PART_2) $(PART_3)
 
-unit: $(STAMP) sglang-cpu
-	@$(PYTEST) $(PART_1) > .pytest-part-1.log 2>&1 & first=$$!; \
-	$(PYTEST) $(PART_2) > .pytest-part-2.log 2>&1 & second=$$!; \
-	$(PYTEST) $(addprefix --ignore=,$(PART_1) $(PART_2)); code=$$?; \
-	wait $$first || code=1; wait $$second || code=1; cat .pytest-part-1.log .pytest-part-2.log; exit $$code
+tests-fast: TESTS = $(FAST)
+tests-1: TESTS = $(PART_1)
+tests-2: TESTS = $(PART_2)
+tests-3: TESTS = $(PART_3)
+tests-rest: TESTS = $(addprefix --ignore=,$(PARTS))
+
+tests-%: $(STAMP)
+	@$(BIN)/python -m pytest --durations=25 $(TESTS) > .pytest-part-$*.log 2>&1; code=$$?; \
+	cat .pytest-part-$*.log; exit $$code
 
 # SGLang pins other packages than we do, so it has its own environments. They borrow torch and whatever else fits from
 # .venv, and the newer one borrows from the older, so that the second costs 20 s and 0.2 GB instead of 2 GB.

@@ -1,22 +1,54 @@
-"""Fixtures of several folders: real SGLang servers, one per installed version, started together and shared by the whole
+"""Options of the test run; real SGLang servers, one per installed version, started together and shared by the whole
 session; and the directory in which the commands of the documentation are given."""
 
 import asyncio
+import gc
 import os
+import random
 import signal
 import socket
 
 import pytest
 import torch
+from cpu_time import CpuTimes
 from installed_sglang import API_KEY_VARIABLE, SGLANG_VERSIONS, RealServer, sglang_python
 from workplace import sparse_models, workplace  # noqa: F401  (fixtures)
 
 
-def pytest_configure() -> None:
+def pytest_addoption(parser) -> None:
+    parser.addoption("--cpu-times", metavar="FILE", help="append the CPU seconds of each test to FILE as JSON lines")
+    parser.addoption(
+        "--shuffle", metavar="SEED", type=int, help="run files, and the tests of each file, in random order"
+    )
+
+
+def pytest_configure(config) -> None:
+    if path := config.getoption("--cpu-times"):
+        config.pluginmanager.register(CpuTimes(path))
     torch.set_num_threads(1)
-    # A shell ignores SIGINT in the processes that it starts in the background, as `make test` does. Tests send it.
+    # A shell ignores SIGINT in the processes that it starts in the background. Tests send it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.setdefault(API_KEY_VARIABLE, "key-of-the-test-servers")
+
+
+def pytest_collection_modifyitems(config, items) -> None:
+    """Tests of one file stay together, so that its fixtures are made once."""
+    seed = config.getoption("--shuffle")
+    if seed is None:
+        return
+    files: dict[str, list] = {}
+    for item in items:
+        files.setdefault(item.nodeid.partition("::")[0], []).append(item)
+    generator = random.Random(seed)
+    for tests in (order := generator.sample([*files.values()], len(files))):
+        generator.shuffle(tests)
+    items[:] = [test for tests in order for test in tests]
+
+
+def pytest_collection_finish() -> None:
+    """The imported modules are never searched for garbage again: not here, nor in a forked rank, where a search would
+    also copy the memory that it shares with this process."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
@@ -41,24 +73,45 @@ def sglang_servers(tmp_path_factory):
         process.spawn()
         servers[version] = RealServer(process, config, directory, tiny_model())
 
-    async def ready() -> None:
-        for server in servers.values():
-            client = server.process.client()
-            await server.process.wait_ready(client)
-            await client.close()
-
     async def end() -> None:
         await asyncio.gather(*(server.process.end() for server in servers.values()))
 
     try:
-        asyncio.run(ready())
+        for server in servers.values():
+            wait_ready(server)
         yield servers
     finally:
         asyncio.run(end())
 
 
+def wait_ready(server: RealServer) -> None:
+    async def ready() -> None:
+        client = server.process.client()
+        await server.process.wait_ready(client)
+        await client.close()
+
+    asyncio.run(ready())
+
+
+@pytest.fixture
+def server_of_version(request):
+    """A function that returns the running server of an SGLang version. One that a test has ended is started again
+    with its first weights."""
+    from tiny_model import tiny_model
+
+    def find(version: str) -> RealServer:
+        if not sglang_python(version).exists():
+            pytest.skip(f"SGLang {version} is not installed: make sglang-cpu")
+        server = request.getfixturevalue("sglang_servers")[version]
+        if not server.process.alive():
+            server.process.spawn()
+            server.model, server.version = tiny_model(), 0
+            wait_ready(server)
+        return server
+
+    return find
+
+
 @pytest.fixture(params=SGLANG_VERSIONS)
-def sglang_server(request) -> RealServer:
-    if not sglang_python(request.param).exists():
-        pytest.skip(f"SGLang {request.param} is not installed: make sglang-cpu")
-    return request.getfixturevalue("sglang_servers")[request.param]
+def sglang_server(request, server_of_version) -> RealServer:
+    return server_of_version(request.param)

@@ -8,6 +8,7 @@ rank's reason. If the parent is killed, even with kill -9, Linux kills the ranks
 from __future__ import annotations
 
 import ctypes
+import gc
 import math
 import multiprocessing
 import multiprocessing.connection
@@ -137,6 +138,7 @@ def _rank_main(
     sender: Any, parent: int, rendezvous: Rendezvous, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     _die_with(parent)
+    gc.freeze()  # a search for garbage among the parent's objects would copy the memory that they are in
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)

@@ -1,8 +1,6 @@
 """Megatron and a real SGLang server agree on the log-probs of the server's samples, before training and after each of
-five updates, with every transport, for tensor- and pipeline-parallel trainers.
-
-The servers of the session are as they were started: this file's name puts it before the tests that change and kill
-them, and each test gives the server its first weights back."""
+five updates, with every transport, for tensor- and pipeline-parallel trainers. Each test begins and ends with the
+server's first weights."""
 
 import asyncio
 import threading
@@ -10,8 +8,9 @@ from concurrent.futures import Future
 
 import numpy as np
 import pytest
-from installed_sglang import API_KEY_VARIABLE
+from installed_sglang import API_KEY_VARIABLE, SGLANG_VERSIONS
 from long_lists import some
+from subject import restore_first_weights, run
 
 from megatron_dapo.config import ModelShape, parse_config
 from megatron_dapo.engines.protocol import SamplingParams
@@ -115,9 +114,18 @@ def share(batch):
     return box[0]
 
 
+OLDER, NEWER = SGLANG_VERSIONS  # every transport to each version: test_conformance.py
+SERVERS = [(version, transport) for version in SGLANG_VERSIONS for transport in ("disk", "tensor", "distributed")]
+
+
 @pytest.mark.parametrize("layout", some(("tensor_parallel", "pipeline_parallel"), "tensor_parallel"))
-@pytest.mark.parametrize("transport", ["disk", "tensor", "distributed"])
+@pytest.mark.parametrize(
+    ("sglang_server", "transport"),
+    some(SERVERS, (OLDER, "disk"), (OLDER, "tensor"), (OLDER, "distributed"), (NEWER, "distributed")),
+    indirect=["sglang_server"],
+)
 def test_trainer_and_server_agree_after_every_update(sglang_server, transport, layout, tmp_path):
+    run(restore_first_weights(sglang_server))
     config = config_for(transport, {layout: 2}, tmp_path)
     arguments = (sglang_server.process.url, sglang_server.directory, config, sglang_server.version)
     gaps, moved, version = run_ranks(2, gaps_of_a_trainer, *arguments, timeout=240)[0]

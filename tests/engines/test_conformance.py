@@ -7,7 +7,7 @@ import signal
 import numpy as np
 import pytest
 import torch
-from installed_sglang import SGLANG_VERSIONS, sglang_python
+from installed_sglang import SGLANG_VERSIONS
 from simulation import Prompts
 from subject import PROMPT, TOLERANCE, Subject, copy_of, run, settings
 from tiny_model import byte_tokenizer, changed_weights, reference_logprobs
@@ -20,12 +20,8 @@ from megatron_dapo.types import FinishReason, Grade, as_tokens
 
 
 @pytest.fixture(params=["embedded", *SGLANG_VERSIONS])
-def subject(request):
-    if request.param == "embedded":
-        return Subject(None)
-    if not sglang_python(request.param).exists():
-        pytest.skip(f"SGLang {request.param} is not installed: make sglang-cpu")
-    return Subject(request.getfixturevalue("sglang_servers")[request.param])
+def subject(request, server_of_version):
+    return Subject(None if request.param == "embedded" else server_of_version(request.param))
 
 
 @pytest.mark.parametrize(
@@ -366,7 +362,7 @@ def test_released_memory_is_resumed_by_the_next_update(sglang_server):
 @pytest.mark.parametrize("sglang_server", SGLANG_VERSIONS[:1], indirect=True)
 def test_a_real_server_killed_during_a_batch_is_restarted_and_joins_the_next_update(sglang_server, tmp_path):
     """kill -9 while all requests run on it: the batch completes with every sample once and right, no process of the old
-    server is left, and the new one joins the process group of the next update. Runs last: the fleet ends the server.
+    server is left, and the new one joins the process group of the next update. The fleet ends the server at the end.
     One version, because starting one takes half a minute."""
     subject = Subject(sglang_server)
     config = settings(

@@ -52,7 +52,17 @@ LAYOUTS = some(
     [*DEFAULT_LAYOUTS, "dp3", "tp2dp2do", "cp2dp2"],
     "tp2", "tp2sp", "pp2", "pp2vpp2", "cp2", "dp2", "dp2do", "ep2", "tp4sp", "tp2pp2", "tp2cp2sp", "ep2tp2sp",
 )  # fmt: skip
-split = {(case.name, case.model): traced(case) for case in named_cases(LAYOUTS)}
+# The dense model and the one with experts in every layout; the others where their own layers are split.
+SPLIT_LAYERS = {
+    "tied": {"tp2", "pp2", "tp2pp2", "dp2do"},
+    "moe-shared": {"tp2sp", "pp2", "ep2", "ep2tp2sp"},
+    "hybrid": {"tp2", "pp2vpp2", "cp2", "tp2cp2sp", "dp2"},
+}
+named = {(case.name, case.model): case for case in named_cases(LAYOUTS)}
+split = {
+    key: traced(case)
+    for key, case in some(named, *(k for k in named if k[0] in SPLIT_LAYERS.get(k[1], LAYOUTS))).items()
+}
 
 
 def test_every_model_is_checked_in_the_layouts_that_split_it():
@@ -72,6 +82,10 @@ def test_layout_gives_the_update_of_one_process(name, model):
 
 LOSSES = [(o, a, "sequence weight") for o in OBJECTIVES for a in AGGREGATIONS]
 LOSSES += [("dapo", a, "masks") for a in AGGREGATIONS]
+LOSSES = some(
+    LOSSES, *(("gspo", a, "sequence weight") for a in AGGREGATIONS), ("dapo", AGGREGATIONS[0], "sequence weight"),
+    ("cispo", AGGREGATIONS[-1], "sequence weight"), ("dapo", AGGREGATIONS[-1], "masks"),
+)  # fmt: skip
 losses = {case: traced(Case(LayoutSpec.parse("cp2"), "dense", loss_settings(*case)), 1) for case in LOSSES}
 
 

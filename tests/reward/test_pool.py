@@ -65,16 +65,28 @@ def test_thousands_of_integers_need_no_process():
 
 
 def test_grades_of_symbolic_answers_do_not_depend_on_the_load():
-    """Four busy processes beside two grading ones: each gets a fraction of a core, and wall time does not count."""
-    load = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
-    try:
-        pairs = symbolic(12) + [(reference, text.replace("{7}", "{6}")) for reference, text in symbolic(4)]
-        grades, metrics = run(RewardConfig(workers=2, cpu_seconds=2.0), pairs)
-    finally:
-        for process in load:
-            process.kill()
-            process.wait()
-    assert [g.correct for g in grades] == [True] * 12 + [False] * 4
+    """As on an overloaded machine: while they grade, the processes get no CPU for longer than their limit, twice. Wall
+    time does not count."""
+    limit = 1.0
+    pairs = symbolic(30) + [(reference, text.replace("{7}", "{6}")) for reference, text in symbolic(10)]
+
+    async def main() -> tuple[list[Grade], dict[str, float]]:
+        async with RewardPool(RewardConfig(workers=2, cpu_seconds=limit)) as pool:
+            await grade_all(pool, symbolic(4))  # both have started
+            grading = asyncio.ensure_future(grade_all(pool, pairs))
+            for _ in range(2):
+                await asyncio.sleep(0.05)
+                for process in (processes := grading_processes()):
+                    process.suspend()
+                assert len(processes) == 2
+                await asyncio.sleep(1.5 * limit)
+                assert not grading.done()
+                for process in processes:
+                    process.resume()
+            return await grading, pool.metrics()
+
+    grades, metrics = asyncio.run(main())
+    assert [g.correct for g in grades] == [True] * 30 + [False] * 10
     assert metrics["reward/ungraded"] == 0 and metrics["reward/retries"] == 0
 
 

@@ -11,11 +11,15 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_dapo.policy.fork_ranks import run_ranks
-from megatron_dapo.policy.runtime import Rendezvous
+from megatron_dapo.policy.runtime import Rendezvous, shutdown
+
+# Each job leaves process groups, with about fifty threads in each rank that wake up a hundred times a second. Joining a
+# new world costs as much as a small job.
+JOBS_PER_WORLD = 4
 
 
 @dataclass
@@ -56,7 +60,12 @@ class RankJobs:
 
 
 def _run_all(rendezvous: Rendezvous, jobs: list[Job]) -> list[tuple[bool, Any]]:
-    return [_run(rendezvous, job) for job in jobs]
+    outcomes = []
+    for first in range(0, len(jobs), JOBS_PER_WORLD):
+        here = replace(rendezvous, url=f"{rendezvous.url}-{first}")
+        outcomes += [_run(here, job) for job in jobs[first : first + JOBS_PER_WORLD]]
+        shutdown()
+    return outcomes
 
 
 def _run(rendezvous: Rendezvous, job: Job) -> tuple[bool, Any]:

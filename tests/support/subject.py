@@ -4,6 +4,7 @@ import asyncio
 from contextlib import asynccontextmanager
 
 import numpy as np
+import torch
 from installed_sglang import API_KEY_VARIABLE, RealServer
 from tiny_model import byte_tokenizer, changed_weights, reference_logprobs, tiny_model
 
@@ -65,6 +66,16 @@ class Subject:
     def assert_agrees(self, prompt, completion, temperature=1.0):
         expected = reference_logprobs(self.model, prompt, completion.tokens, temperature)
         assert np.abs(completion.logprobs - expected).max() < TOLERANCE
+
+
+async def restore_first_weights(server: RealServer) -> None:
+    """The weights of the server's directory, where a test before has sent others."""
+    first = tiny_model().state_dict()
+    if all(torch.equal(tensor, first[name]) for name, tensor in server.model.state_dict().items()):
+        return
+    async with Subject(server).open() as engine:
+        assert not (await engine.update_weights(engine.weight_version + 1, iter([[*first.items()]]))).failed
+    server.model.load_state_dict(first)
 
 
 def copy_of(model):

@@ -46,11 +46,14 @@ def test_tp1_tp2_and_dp2_give_the_same_curve(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
     assert run(raw_config(folder, tmp_path / "one", trainer__steps=3)) == 0
     assert run_ranks(2, rank, raw_config(folder, tmp_path / "dp2", trainer__steps=3)) == [0, 0]
-    tp2 = raw_config(folder, tmp_path / "tp2", trainer__steps=3, trainer__ranks=2, policy__tensor_parallel=2)
+    tp2 = raw_config(
+        folder, tmp_path / "tp2", trainer__steps=3, trainer__ranks=2, policy__tensor_parallel=2, observe__report=True
+    )
     done = subprocess.run(
         command(write_config(tp2, tmp_path / "tp2.yaml")), env=environment(), capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
+    assert "</html>" in (tmp_path / "tp2" / "report.html").read_text()
     for name in ("tp2", "dp2"):
         for ours, theirs in zip(steps(tmp_path / name), steps(tmp_path / "one"), strict=True):
             assert ours["reward/mean"] == theirs["reward/mean"]

@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 from forked import assert_same, at_point, fail_with, records, run, run_straight, send_signal
+from long_lists import some
 from tiny_run import evaluated_config
 
 from megatron_dapo.trainer.signals import INTERRUPTED, REQUEUE
@@ -48,6 +49,12 @@ MOMENTS = {
     "saving: not published": ("checkpoint/before_publish", 3),
     "saving: not pruned": ("checkpoint/before_prune", 3),
 }
+# The other moments of a save: test_checkpoints.py, without a whole run. The second update is as the first.
+MOMENTS = some(
+    MOMENTS, "sampling", "grading", "first update of a step", "old log-probs", "sending weights",
+    "weights sent but not served", "evaluation after the save", "saving: some files are written",
+    "saving: not published",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
