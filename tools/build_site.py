@@ -8,6 +8,7 @@ The pages keep their paths (README.md, docs/, examples/), so every link that wor
 
 from __future__ import annotations
 
+import logging
 import re
 import shutil
 import sys
@@ -21,7 +22,8 @@ GROUPS = {
     "Start": ["README.md", "examples/README.md", "docs/install.md"],
     "Use": [
         "docs/concepts.md", "docs/configuration.md", "docs/migration.md", "docs/data.md", "docs/grading.md",
-        "docs/rollout.md", "docs/conversion.md", "docs/megatron.md", "docs/diagnosis.md",
+        "docs/rollout.md", "docs/conversion.md", "docs/megatron.md", "docs/monitoring.md",
+        "docs/diagnosis.md",
     ],
     "Clusters": [
         "docs/planning.md", "docs/doctor.md", "docs/cluster.md", "docs/torchrun.md", "docs/kubernetes.md",
@@ -42,6 +44,8 @@ def copy_pages(target: Path) -> None:
                 copy = target / path.relative_to(ROOT)
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, copy)
+    for page in target.rglob("*.md"):  # mkdocs knows no words after the language of a block, such as ```bash gpu
+        page.write_text(re.sub(r"^( *```\w+) .*$", r"\1", page.read_text(), flags=re.M))
 
 
 def links_outside(target: Path) -> list[str]:
@@ -81,6 +85,7 @@ def main() -> int:
         from mkdocs.exceptions import Abort
     except ImportError:
         raise SystemExit("mkdocs is not installed: pip install 'mkdocs-material>=9.6,<10'") from None
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
     site = Path(sys.argv[1]).resolve()
     with tempfile.TemporaryDirectory() as folder:
         pages = Path(folder, "pages")
