@@ -25,8 +25,13 @@ def prompt_of(seed: int, length: int):
     return as_tokens(np.random.default_rng(seed).integers(0, 256, length))
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5"])
-@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+@pytest.mark.parametrize(
+    ("temperature", "kind"),
+    [
+        *((temperature, kind) for temperature in (1.0, 0.7, 0.0) for kind in ("qwen2", "qwen3", "qwen3_moe")),
+        *((1.0, kind) for kind in ("qwen2_moe", "qwen3_next", "qwen3_5")),
+    ],
+)
 def test_logprobs_are_those_of_transformers(kind, temperature):
     """Prompt and response together are longer than a page (64 positions), so attention uses several pages."""
     model, prompt = tiny_model(kind), prompt_of(1, 50)
