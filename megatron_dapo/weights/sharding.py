@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -85,9 +86,12 @@ def shard_copies(mapping: ParameterMapping, rank: int, size: int, shape: Sequenc
     columns = None
     if mapping.split is Split.NONE or size == 1:
         parts = [(0, 0, shape[0])]  # (row of the full tensor, row of the shard, rows)
-    elif mapping.split is Split.GATE_UP_ROWS:
-        half = shape[0] // 2
-        parts = [(rank * half, 0, half), (mapping.shape[0] // 2 + rank * half, half, half)]
+    elif mapping.split is Split.PARTS:
+        starts = accumulate(mapping.parts, initial=0)
+        parts = [
+            (start + rank * (rows // size), start // size, rows // size)
+            for start, rows in zip(starts, mapping.parts, strict=False)  # the last start is the end
+        ]
     elif mapping.split is Split.ROWS:
         parts = [(rank * shape[0], 0, shape[0])]
     else:

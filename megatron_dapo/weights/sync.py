@@ -242,6 +242,8 @@ class WeightBuckets:
                 for copy in shard_copies(mapping, index, len(parts), part.shape):
                     target = targets[mapping.hf[copy.source]].narrow(0, copy.hf_row, copy.rows)
                     source = part.narrow(0, copy.shard_row, copy.rows)
+                    if copy.columns is None and target.shape != source.shape:
+                        source = source.reshape(target.shape)
                     if copy.columns is not None:
                         target.narrow(1, *copy.columns).copy_(source)
                     else:
