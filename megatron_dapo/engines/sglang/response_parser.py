@@ -22,16 +22,38 @@ from megatron_dapo.engines.sglang.http import QUOTED, ServerFailure
 from megatron_dapo.types import FinishReason, LogProbs, RoutedExperts, Tokens, WeightSpan, pack_experts
 
 LARGEST_EXPERT = 65534
-_LOGPROBS, _IDS = b'"output_token_logprobs":[[', b'"output_ids":['
+_LOGPROBS, _IDS, _EXPERTS = b'"output_token_logprobs":[[', b'"output_ids":[', b'"routed_experts":"'
 
 
 def parse_completion(content: bytes, where: str, routed: int | None = None) -> Completion:
     """`where` names the server and the request, for errors. `routed`: the tokens of the prompt whose experts were asked
     for, besides those of the response; None: none were."""
-    return _parse_fast(content, where, routed) or _parse_general(content, where, routed)
+    if routed is None:
+        return _parse(content, where)
+    rest, experts = _cut_experts(content)
+    found = _parse(rest, where)
+    found.routed_experts = _routed_experts(experts, routed, len(found.tokens), where)
+    return found
 
 
-def _parse_fast(content: bytes, where: str, routed: int | None = None) -> Completion | None:
+def _parse(content: bytes, where: str) -> Completion:
+    return _parse_fast(content, where) or _parse_general(content, where)
+
+
+def _cut_experts(content: bytes) -> tuple[bytes, bytes | None]:
+    """The reply without its experts, and the experts: many megabytes that need not pass through a JSON parser. Inside
+    of a string the quotes of the key would be escaped, so what is found is the key."""
+    start = content.find(_EXPERTS) + len(_EXPERTS)
+    end = content.find(b'"', start)
+    if start >= len(_EXPERTS) and end > 0 and content.find(b"\\", start, end) < 0:
+        return content[:start] + content[end:], content[start:end]
+    try:  # not as SGLang writes it, or there are none
+        return content, orjson.loads(content)["meta_info"]["routed_experts"].encode()
+    except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
+        return content, None
+
+
+def _parse_fast(content: bytes, where: str) -> Completion | None:
     """None when the reply is not exactly as SGLang writes it."""
     ids, entries = content.find(_IDS) + len(_IDS), content.find(_LOGPROBS) + len(_LOGPROBS)
     # Searched from the end: little follows the log-probs, and if that has brackets too, the counts below differ.
@@ -53,13 +75,10 @@ def _parse_fast(content: bytes, where: str, routed: int | None = None) -> Comple
             return None
     except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):
         return None
-    experts = _routed_experts(meta, routed, count, where)
-    return Completion(
-        tokens, logprobs, reason, reply.get("text", ""), _spans(meta, count, where), routed_experts=experts
-    )
+    return Completion(tokens, logprobs, reason, reply.get("text", ""), _spans(meta, count, where))
 
 
-def _parse_general(content: bytes, where: str, routed: int | None = None) -> Completion:
+def _parse_general(content: bytes, where: str) -> Completion:
     try:
         reply = orjson.loads(content)
         meta = reply["meta_info"]
@@ -76,20 +95,19 @@ def _parse_general(content: bytes, where: str, routed: int | None = None) -> Com
     if reason is FinishReason.ABORT and finish.get("status_code"):
         raise ServerFailure(f"{where}: the server gave it up ({finish['status_code']}): {finish.get('message')}")
     tokens, logprobs = _columns(entries, ids, where)
-    experts = _routed_experts(meta, routed, len(tokens), where)
-    return Completion(tokens, logprobs, reason, text, _spans(meta, len(tokens), where), routed_experts=experts)
+    return Completion(tokens, logprobs, reason, text, _spans(meta, len(tokens), where))
 
 
-def _routed_experts(meta: dict[str, Any], prompt: int | None, response: int, where: str) -> RoutedExperts | None:
+def _routed_experts(encoded: bytes | None, prompt: int, response: int, where: str) -> RoutedExperts | None:
     """SGLang sends int32 [tokens, layers, experts per token] as base64, for all tokens but the last. None where it has
     fewer: a request that was retracted and then aborted has lost some, and it is not known which."""
-    if prompt is None or not response:
+    if not response:
         return None
-    rows, text = prompt + response - 1, meta.get("routed_experts")
-    if text is None:
+    rows = prompt + response - 1
+    if encoded is None:
         raise ServerFailure(f"{where}: the reply lacks 'routed_experts' (rollout.servers.routed_experts)")
     try:
-        values = np.frombuffer(base64.b64decode(text, validate=True), np.int32)
+        values = np.frombuffer(base64.b64decode(encoded, validate=True), np.int32)
     except ValueError as error:
         raise ServerFailure(f"{where}: its routed_experts cannot be decoded: {error}") from error
     if rows == 0 or values.size % rows or not values.size:
