@@ -175,7 +175,7 @@ def test_no_sample_is_lost_or_trained_twice_when_the_process_is_killed_or_hangs(
 
     async def main():
         servers = [await FakeServer(seconds=0.3).start() for _ in range(2)]
-        process, config = ClientProcess(), settings(sample_timeout=2.0)
+        process, config = ClientProcess(), settings(sample_timeout=3.0)
         await process.ready()
         engine = await engine_through(process, servers, config)
         for number, grace in ((signal.SIGKILL, 1000.0), (signal.SIGSTOP, 0.5)):

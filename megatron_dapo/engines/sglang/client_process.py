@@ -6,8 +6,8 @@ server, aborts and all control calls stay with the caller.
 - Cancelling `generate` cancels the request in the process, which closes its connection to the server.
 - If the process ends, every call that it runs fails with a `ServerFailure`, which the engine answers with another try;
   the next call starts a new process.
-- A call has the time limit that its server has. If the process has not replied GRACE seconds after that and has sent
-  nothing else meanwhile, it hangs and is killed.
+- A call has the time limit that its server has, from the moment when the process is ready. If the process has not
+  replied GRACE seconds after that and has sent nothing else meanwhile, it hangs and is killed.
 - The process ends when it is closed here and when this process dies.
 
 One process parses about 2.5 M tokens/s, so the fleet gives one to every 16 servers. Routed experts are forty times the
@@ -57,6 +57,7 @@ class ClientProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._transport: asyncio.WriteTransport | None = None
         self._starting = asyncio.Lock()
+        self._ready: asyncio.Future[Any] | None = None  # done when the process that was started last is ready
         self._last_reply = 0.0
         self._closed = False
 
@@ -78,8 +79,7 @@ class ClientProcess:
             try:
                 with theirs:
                     self._process = _spawn(theirs.fileno())
-                self._last_reply = time.monotonic()
-                self._transport, _ = await asyncio.get_running_loop().create_unix_connection(
+                transport, _ = await asyncio.get_running_loop().create_unix_connection(
                     lambda: FrameReader(self._received, self._lost), sock=ours
                 )
             except BaseException as error:
@@ -88,37 +88,63 @@ class ClientProcess:
                 if isinstance(error, OSError):
                     raise ServerFailure(f"cannot start a client process: {error}") from error
                 raise
-            return self._transport
+            if self._process is None:  # lost meanwhile
+                raise ServerFailure("the client process ended at once")
+            self._transport, self._ready = transport, self._send(transport, encode_ping)[1]
+            return transport
 
     async def ready(self) -> None:
         """Raises EngineError if it cannot start."""
         try:
-            await self._request(encode_ping, START_SECONDS)
+            await self._started()
         except ServerFailure as error:
             raise EngineError(f"cannot send requests to the servers: {error}; its output is on stderr") from error
 
-    async def generate(self, call: GenerateCall) -> Completion:
-        completion: Completion = await self._request(lambda number: encode_call(number, call), call.seconds)
-        return completion
-
-    async def _request(self, encode: Callable[[int], bytes], seconds: float) -> Any:
-        transport = self._transport or await self._start()
-        number, reply = next(self._numbers), asyncio.get_running_loop().create_future()
-        self._waiting[number] = reply
-        transport.write(encode(number))
+    async def _started(self) -> asyncio.WriteTransport:
+        transport, ready = self._transport or await self._start(), self._ready
+        assert ready is not None
+        if ready.done():
+            return transport
         try:
-            async with asyncio.timeout(seconds + GRACE):
-                return await reply
+            async with asyncio.timeout(START_SECONDS):
+                await asyncio.shield(ready)
+        except TimeoutError:
+            if ready is self._ready:
+                self._kill()
+            raise ServerFailure(f"the client process was not ready within {START_SECONDS:g} s") from None
+        if self._transport is None:
+            raise ServerFailure("the client process ended")
+        return self._transport
+
+    async def generate(self, call: GenerateCall) -> Completion:
+        number, reply = self._send(await self._started(), lambda number: encode_call(number, call))
+        try:
+            async with asyncio.timeout(call.seconds + GRACE):
+                completion: Completion = await reply
+                return completion
         except TimeoutError:
             self._cancel(number)
-            if time.monotonic() - self._last_reply > GRACE and self._process is not None:
-                self._process.kill()
-            raise ServerFailure(f"client process: no reply within {seconds + GRACE:g} s") from None
+            if time.monotonic() - self._last_reply > GRACE:
+                self._kill()
+            raise ServerFailure(f"client process: no reply within {call.seconds + GRACE:g} s") from None
         except asyncio.CancelledError:
             self._cancel(number)
             raise
         finally:
             self._waiting.pop(number, None)
+
+    def _send(
+        self, transport: asyncio.WriteTransport, encode: Callable[[int], bytes]
+    ) -> tuple[int, asyncio.Future[Any]]:
+        """The number of the message, and the future of its reply."""
+        number, reply = next(self._numbers), asyncio.get_running_loop().create_future()
+        self._waiting[number] = reply
+        transport.write(encode(number))
+        return number, reply
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
 
     def _cancel(self, number: int) -> None:
         if self._transport is not None:
@@ -127,7 +153,7 @@ class ClientProcess:
     def _received(self, header: bytes, body: memoryview) -> None:
         self._last_reply = time.monotonic()
         decoded = orjson.loads(header)
-        reply = self._waiting.get(decoded["number"])
+        reply = self._waiting.pop(decoded["number"], None)
         if reply is None or reply.done():
             return  # cancelled meanwhile
         result = decode_reply(decoded, body)
@@ -149,6 +175,7 @@ class ClientProcess:
         for reply in waiting.values():
             if not reply.done():
                 reply.set_exception(ServerFailure(cause))
+                reply.exception()  # nobody may wait for the ping
 
     async def close(self) -> None:
         """Ends the process. Calls that still run fail."""
