@@ -165,7 +165,8 @@ class ClientProcess:
     def _lost(self) -> None:
         """The process has ended, or its socket broke."""
         process, self._process, self._transport = self._process, None, None
-        assert process is not None
+        if process is None:  # its start was cancelled
+            return
         process.kill()  # it holds nothing that is worth waiting for
         code = process.wait()
         waiting, self._waiting = self._waiting, {}
