@@ -1,18 +1,22 @@
-"""Speed of the converters beside `cp` of the same bytes in the same run, and their peak memory.
+"""Speed of the converters and of `verify` beside `cp` and beside the libraries, and their peak memory, in one run.
 
-    python benchmarks/convert.py                      # two random-weight bf16 models, about 3.7 and 6.2 GB
-    python benchmarks/convert.py --layers 4 8 --rounds 1
+    python benchmarks/convert.py                      # a random-weight bf16 model of about 3.7 GB, cold and warm
+    python benchmarks/convert.py --layers 4 --rounds 1 --no-library
+    python benchmarks/convert.py --tensors            # 235B's 37 k tensors: real shapes in sparse files, and tiny ones
 
-Needs about four times the size of the largest model on the disk of --folder, and removes what it wrote. Every
-measurement is a new process. Source files are in the page cache for `cp` and the converter; rounds alternate between
-them, and the fastest of each is shown. The converters flush to disk before they return and `cp` does not, so `cp` is
-shown with and without a flush. CPU seconds (user and system, all threads) depend less on the load of the machine.
+Needs about four times the size of the model on the disk of --folder, and removes what it wrote. Every measurement is a
+new process; rounds alternate, and the fastest of each is shown. Cold: the source is dropped from the page cache first.
+The converters flush to disk before they return and `cp` does not, so `cp` is shown with and without a flush. CPU
+seconds (user and system, all threads) depend less on the load of the machine. The library way is what a script would
+do: safetensors' load_file, torch.cat, megatron-core's dist_checkpointing.save, and back. `verify` is compared with
+reading both checkpoints with `cat`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import resource
 import shutil
@@ -26,15 +30,24 @@ import torch
 from torch import Tensor
 
 from megatron_dapo.config.model import ModelShape
+from megatron_dapo.files import safetensors_header
 from megatron_dapo.weights.copy import copy_tensors
 from megatron_dapo.weights.formats.hf_writer import HFWriter
-from megatron_dapo.weights.mapping import stored_mappings
+from megatron_dapo.weights.mapping import hf_shapes, stored_mappings
 
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"], "hidden_size": 2048, "intermediate_size": 11008, "num_attention_heads": 16,
     "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
     "rope_theta": 1e6, "rms_norm_eps": 1e-6, "model_type": "qwen2",
 }  # fmt: skip
+QWEN3_235B = {
+    "architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 94, "num_attention_heads": 64,
+    "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+    "hidden_size": 4096, "intermediate_size": 12288, "moe_intermediate_size": 1536, "vocab_size": 151936,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "rope_theta": 1e6, "model_type": "qwen3_moe",
+}  # fmt: skip
+TINY = {"hidden_size": 64, "moe_intermediate_size": 16, "head_dim": 16, "num_attention_heads": 8, "vocab_size": 4096}
+Figures = dict[str, float]
 
 
 class RandomReader:
@@ -55,100 +68,255 @@ class RandomReader:
         at = (hash(name) + start * 7919) % (self._noise.numel() - size)
         return self._noise[at : at + size].view(count, *width)
 
-    def release(self, name: str, start: int, count: int) -> None:
+    read = rows
+
+    def prefetch(self, name: str, start: int, count: int) -> None:
         pass
 
     def where(self, name: str) -> str:
         return name
 
 
-def make_model(path: Path, layers: int) -> None:
+def make_model(path: Path, config: dict[str, object]) -> None:
     path.mkdir()
-    (path / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": layers}))
+    (path / "config.json").write_text(json.dumps(config))
     shape = ModelShape.from_dir(path)
     writer = HFWriter(shape, {mapping.name: torch.bfloat16 for mapping in stored_mappings(shape)})
     copy_tensors(RandomReader(shape), writer.writes, writer.files(path))
     writer.write_index(path)
 
 
-CHILD = """
-import json, resource, sys
+# -- one measurement, each in a process of its own --------------------------------------------------------------------
+
+# Peak RSS in bytes, and CPU seconds since `before`.
+USAGE = """
+import json, resource
+def usage(before):
+    now = resource.getrusage(resource.RUSAGE_SELF)
+    return now.ru_maxrss * 1024, now.ru_utime + now.ru_stime - before.ru_utime - before.ru_stime
+"""
+
+OURS = """
+import sys
 from megatron_dapo.weights import convert
 before = resource.getrusage(resource.RUSAGE_SELF)
 report = getattr(convert, sys.argv[1])(sys.argv[2], sys.argv[3])
-after = resource.getrusage(resource.RUSAGE_SELF)
-cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-print(json.dumps([report.seconds, after.ru_maxrss * 1024, cpu]))
+print(json.dumps([report.seconds, *usage(before)]))
+"""
+
+VERIFY = """
+import sys, time
+from megatron_dapo.weights.verify import verify
+before = resource.getrusage(resource.RUSAGE_SELF)
+began = time.monotonic()
+assert verify(sys.argv[2], sys.argv[3]).same
+print(json.dumps([time.monotonic() - began, *usage(before)]))
+"""
+
+# The usual script: whole tensors in memory, Megatron's own writer. Imports and process groups are not timed.
+LIBRARY = """
+import os, queue, sys, time
+from pathlib import Path
+import torch
+from safetensors.torch import load_file, save_file
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron_dapo.config.model import ModelShape
+from megatron_dapo.weights.mapping import stored_mappings
+from megatron_dapo.policy import cpu
+from megatron_dapo.weights.sharding import hf_tensors, megatron_tensor
+import torch._dynamo
+cpu.install()
+kind, source, out = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+store = torch.distributed.FileStore(str(out) + ".store", 1)
+torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+filesystem_async._results_queue = queue.Queue()
+shape = ModelShape.from_dir(source if kind == "hf_to_megatron" else source / "release/hf")
+out.mkdir()
+before, began = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
+if kind == "hf_to_megatron":
+    hf = {}
+    for file in source.glob("*.safetensors"):
+        hf |= load_file(file)
+    state = {m.name: ShardedTensor.from_rank_offsets(m.name, megatron_tensor(m, hf)) for m in stored_mappings(shape)}
+    dist_checkpointing.save(state, str(out))
+else:
+    made = {m.name: torch.empty(m.shape, dtype=torch.bfloat16) for m in stored_mappings(shape)}
+    state = {name: ShardedTensor.from_rank_offsets(name, tensor) for name, tensor in made.items()}
+    state = dist_checkpointing.load(state, sys.argv[4])
+    shards, size = [{}], 0
+    for m in stored_mappings(shape):
+        for name, tensor in hf_tensors(m, state[m.name]).items():
+            if size + tensor.nbytes > 5 * 10**9:
+                shards.append({})
+                size = 0
+            shards[-1][name] = tensor.contiguous()
+            size += tensor.nbytes
+    for number, shard in enumerate(shards):
+        save_file(shard, out / f"model-{number}.safetensors")
+        os.fsync(os.open(out / f"model-{number}.safetensors", os.O_RDONLY))
+print(json.dumps([time.monotonic() - began, *usage(before)]))
+os._exit(0)
 """
 
 
-def run_convert(kind: str, source: Path, destination: Path) -> dict[str, float]:
-    """Seconds of the conversion with its flush, seconds with the start of the process, peak RSS in bytes, CPU."""
-    began = time.monotonic()
-    command = [sys.executable, "-c", CHILD, kind, str(source), str(destination)]
-    seconds, rss, cpu = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    return {"ours": seconds, "process": time.monotonic() - began, "rss": rss, "ours_cpu": cpu}
+def run_child(script: str, *arguments: object) -> tuple[float, float, float]:
+    """Seconds, peak RSS in bytes and CPU seconds, as the child measured them."""
+    command = [sys.executable, "-c", USAGE + script, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-2000:])
+    seconds, rss, cpu = json.loads(done.stdout.splitlines()[-1])
+    return seconds, rss, cpu
 
 
-def run_cp(source: Path, destination: Path) -> dict[str, float]:
-    """Seconds of `cp -r`, the same with a flush of what it wrote, and its CPU."""
+def run_cp(source: Path, destination: Path) -> Figures:
+    """Seconds of `cp -r`, and the same with a flush of what it wrote."""
     began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(["cp", "-r", str(source), str(destination)], check=True)
     copied, after = time.monotonic() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
-    for file in destination.rglob("*"):
-        if file.is_file():
-            fd = os.open(file, os.O_RDONLY)
-            os.fsync(fd)
-            os.close(fd)
+    for file in files_of(destination):
+        fd = os.open(file, os.O_RDONLY)
+        os.fsync(fd)
+        os.close(fd)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return {"cp": copied, "cp_flush": time.monotonic() - began, "cp_cpu": cpu}
 
 
-def measure(kind: str, source: Path, folder: Path, rounds: int) -> dict[str, float]:
-    subprocess.run(f"cat {source}/* > /dev/null 2>&1", shell=True, check=False)
+def files_of(*folders: Path) -> list[Path]:
+    return [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+
+
+def set_cache(cold: bool, *folders: Path) -> None:
+    """Drop the files from the page cache, or read them into it."""
+    for file in files_of(*folders):
+        fd = os.open(file, os.O_RDONLY)
+        if cold:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        else:
+            while os.read(fd, 1 << 24):
+                pass
+        os.close(fd)
+
+
+def measure(kind: str, source: Path, folder: Path, library: Path | None, *, cold: bool, rounds: int) -> Figures:
+    """`library`: a checkpoint that the libraries wrote, to be read by them; None: without the library way."""
     target, found = folder / "out", []
     for _ in range(rounds):
-        figures = {}
-        for runner in (run_cp, lambda a, b: run_convert(kind, a, b)):
+        figures: Figures = {}
+        for who in ("cp", "ours", "library") if library else ("cp", "ours"):
             os.sync()
-            figures |= runner(source, target)
+            set_cache(cold, source, *([library] if library else []))
+            if who == "cp":
+                figures |= run_cp(source, target)
+            else:
+                script = OURS if who == "ours" else LIBRARY
+                values = run_child(script, kind, source, target, library or "")
+                figures |= dict(zip((who, f"{who}_rss", f"{who}_cpu"), values, strict=True))
             shutil.rmtree(target)
         found.append(figures)
-    best = {key: min(figures[key] for figures in found) for key in found[0]}
-    return best | {"rss": max(figures["rss"] for figures in found)}
+    return {key: min(figures[key] for figures in found) for key in found[0]}
 
 
-def show(label: str, nbytes: int, m: dict[str, float]) -> None:
-    print(
-        f"{label:<24}{nbytes / 1e9:6.2f} GB   cp {m['cp']:5.2f} s   cp+flush {m['cp_flush']:5.2f} s   "
-        f"convert {m['ours']:5.2f} s ({nbytes / m['ours'] / 1e9:.2f} GB/s, process {m['process']:.2f} s)   "
+def measure_verify(a: Path, b: Path, *, cold: bool, rounds: int) -> Figures:
+    found = []
+    for _ in range(rounds):
+        set_cache(cold, a, b)
+        began = time.monotonic()
+        subprocess.run(f"cat {a}/*.safetensors {b}/release/*.distcp > /dev/null", shell=True, check=True)
+        read = time.monotonic() - began
+        set_cache(cold, a, b)
+        seconds, rss, _ = run_child(VERIFY, "verify", a, b)
+        found.append({"read": read, "ours": seconds, "rss": rss})
+    return {key: min(figures[key] for figures in found) for key in found[0]}
+
+
+def show(label: str, nbytes: int, m: Figures) -> None:
+    line = (
+        f"{label:<22}{nbytes / 1e9:6.2f} GB   cp {m['cp']:6.2f} s   cp+flush {m['cp_flush']:6.2f} s   "
+        f"convert {m['ours']:6.2f} s ({nbytes / m['ours'] / 1e9:.2f} GB/s)   "
         f"{m['ours'] / m['cp']:.2f} x cp, {m['ours'] / m['cp_flush']:.2f} x cp+flush   "
-        f"CPU {m['cp_cpu']:.1f} s and {m['ours_cpu']:.1f} s   "
-        f"peak RSS {m['rss'] / 1e9:.2f} GB",
-        flush=True,
+        f"CPU {m['cp_cpu']:.1f} s and {m['ours_cpu']:.1f} s   RSS {m['ours_rss'] / 1e9:.2f} GB"
     )
+    if "library" in m:
+        line += f"   library {m['library']:.2f} s, CPU {m['library_cpu']:.1f} s, RSS {m['library_rss'] / 1e9:.2f} GB"
+    print(line, flush=True)
+
+
+def measure_model(layers: int, folder: Path, args: argparse.Namespace) -> None:
+    hf, megatron, library = folder / "hf", folder / "megatron", folder / "library"
+    make_model(hf, {**CONFIG, "num_hidden_layers": layers})
+    nbytes = sum(f.stat().st_size for f in hf.iterdir())
+    run_child(OURS, "hf_to_megatron", hf, megatron)
+    if args.library:
+        run_child(LIBRARY, "hf_to_megatron", hf, library)
+    for cold in (True, False):
+        state = "cold" if cold else "warm"
+        options = {"cold": cold, "rounds": args.rounds}
+        for label, kind, source in (("in", "hf_to_megatron", hf), ("out", "megatron_to_hf", megatron)):
+            found = measure(kind, source, folder, library if args.library else None, **options)
+            show(f"{label}, {state}, {layers} layers", nbytes, found)
+        m = measure_verify(hf, megatron, **options)
+        print(
+            f"verify, {state:<14}{2 * nbytes / 1e9:6.2f} GB   reading both {m['read']:6.2f} s   "
+            f"verify {m['ours']:6.2f} s   {m['ours'] / m['read']:.2f} x   RSS {m['rss'] / 1e9:.2f} GB",
+            flush=True,
+        )
+
+
+# -- many tensors -----------------------------------------------------------------------------------------------------
+
+PLAN = """
+import pickle, sys, time, torch
+from pathlib import Path
+from megatron_dapo.weights.convert import open_hf
+from megatron_dapo.weights.formats.torch_dist_writer import TorchDistWriter
+from megatron_dapo.weights.mapping import stored_mappings
+before, began = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
+shape, weights = open_hf(Path(sys.argv[2]))
+writer = TorchDistWriter(shape, {m.name: torch.bfloat16 for m in stored_mappings(shape)}, files=8)
+pickle.dumps(writer._metadata())
+print(json.dumps([time.monotonic() - began, *usage(before)]))
+"""
+
+
+def measure_tensors(folder: Path) -> None:
+    """The cost per tensor: checks, plan and metadata of the real model, and a conversion of as many tiny tensors."""
+    real = folder / "real"
+    real.mkdir()
+    (real / "config.json").write_text(json.dumps(QWEN3_235B))
+    shapes = hf_shapes(ModelShape.from_hf(QWEN3_235B))
+    header = safetensors_header([(name, torch.bfloat16, shape) for name, shape in shapes.items()])
+    size = len(header) + 2 * sum(math.prod(shape) for shape in shapes.values())
+    with (real / "model.safetensors").open("wb") as file:
+        file.write(header)
+        file.truncate(size)
+    seconds, rss, _ = run_child(PLAN, "plan", real)
+    print(f"{len(shapes)} tensors, {size / 1e9:.0f} GB, sparse: check and plan {seconds:.1f} s, RSS {rss / 1e9:.2f} GB")
+    make_model(folder / "tiny", {**QWEN3_235B, **TINY})
+    nbytes = sum(f.stat().st_size for f in (folder / "tiny").iterdir())
+    for kind, source, target in (("hf_to_megatron", "tiny", "m"), ("megatron_to_hf", "m", "again")):
+        seconds, rss, _ = run_child(OURS, kind, folder / source, folder / target)
+        print(f"{kind}: {len(shapes)} tensors, {nbytes / 1e9:.2f} GB: {seconds:.1f} s, RSS {rss / 1e9:.2f} GB")
+    seconds, rss, _ = run_child(VERIFY, "verify", folder / "tiny", folder / "m")
+    print(f"verify: {len(shapes)} tensors: {seconds:.1f} s, RSS {rss / 1e9:.2f} GB")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, nargs="+", default=[16, 32], help="sizes to measure")
+    parser.add_argument("--layers", type=int, nargs="+", default=[16], help="sizes to measure")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--no-library", dest="library", action="store_false", help="without the library way")
+    parser.add_argument("--tensors", action="store_true", help="measure the cost per tensor instead")
     parser.add_argument("--folder", help="where to write (default: the system's temporary folder)")
     args = parser.parse_args()
-    for layers in args.layers:
+    for layers in [0] if args.tensors else args.layers:
         with tempfile.TemporaryDirectory(prefix="convert-", dir=args.folder) as name:
-            folder = Path(name)
-            make_model(folder / "hf", layers)
-            nbytes = sum(f.stat().st_size for f in (folder / "hf").iterdir())
-            show(
-                f"hf-to-megatron, {layers} layers",
-                nbytes,
-                measure("hf_to_megatron", folder / "hf", folder, args.rounds),
-            )
-            run_convert("hf_to_megatron", folder / "hf", folder / "megatron")
-            shutil.rmtree(folder / "hf")
-            m = measure("megatron_to_hf", folder / "megatron", folder, args.rounds)
-            show(f"megatron-to-hf, {layers} layers", nbytes, m)
+            if args.tensors:
+                measure_tensors(Path(name))
+            else:
+                measure_model(layers, Path(name), args)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,10 @@ import errno
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,9 +28,10 @@ from megatron_dapo.weights.copy_group import CopyGroup
 from megatron_dapo.weights.formats.torch_zip import TensorArchive
 from megatron_dapo.weights.mapping import WeightsError
 
-BLOCK = 4 * 2**20
-READ_AHEAD = 4  # blocks that a thread asks the kernel for in advance
+BLOCK = 2**20  # fits the cache of a core: read, checked and written from there
+READ_AHEAD = 16  # blocks that a thread asks the kernel for in advance
 ALONE = CopyGroup()
+FLUSH_BLOCKS = 8  # after so many blocks the kernel starts to write them to disk
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _BEGIN_WRITING = 2  # SYNC_FILE_RANGE_WRITE
 
@@ -42,8 +43,8 @@ class CheckpointReader(Protocol):
 
     def dtype(self, name: str) -> torch.dtype: ...
     def rows(self, name: str, start: int, count: int) -> Tensor: ...
+    def read(self, name: str, start: int, count: int) -> Tensor: ...
     def prefetch(self, name: str, start: int, count: int) -> None: ...
-    def release(self, name: str, start: int, count: int) -> None: ...
     def where(self, name: str) -> str: ...
 
 
@@ -104,20 +105,16 @@ def copy_tensors(
     `finished`: a folder in which a mark is left for each file that is on disk. A file that has its mark already is
     read and compared with the source instead of written; a block that differs is written again.
     """
+    schedule = _Schedule({i: deque() for i in range(len(files)) if group.owns(i)}, writes)
+    job = _Job(source, files, advance, finished, schedule)
     count = workers or default_workers()
-    job = _Job(source, files, advance, finished)
-    queues: dict[int, list[TensorWrite]] = {i: [] for i in range(len(files)) if group.owns(i)}
-    for write in writes:
-        if group.owns(write.file):
-            queues[write.file].append(write)
     try:
         with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             try:
-                for done in pool.map(job.run, _in_windows(queues, count, job)):
-                    assert done is None
+                for done in [pool.submit(job.work) for _ in range(count)]:
+                    done.result()
             except BaseException:
                 job.stop.set()
-                pool.shutdown(wait=True, cancel_futures=True)
                 raise
     except OSError as error:
         raise WeightsError(f"{files[0].path.parent}: cannot write ({error.strerror or error})") from error
@@ -126,15 +123,57 @@ def copy_tensors(
     return CopyResult(sorted(job.not_finite), job.kept)
 
 
-def _in_windows(queues: dict[int, list[TensorWrite]], width: int, job: _Job) -> Iterator[TensorWrite]:
-    """A few files at a time, alternating between them: threads write to different files, and early files are
-    finished early, so that an interrupted run has something to keep."""
-    numbers = list(queues)
-    for number in numbers:
-        job.expect(number, len(queues[number]))
-    for start in range(0, len(numbers), width):
-        window = [queues[number] for number in numbers[start : start + width]]
-        yield from (write for write in chain.from_iterable(zip_longest(*window)) if write is not None)
+class _Schedule:
+    """Which thread writes what. A thread stays with its file: two threads that write to one file wait for each other,
+    and early files are finished early, so that an interrupted run has something to keep."""
+
+    def __init__(self, queues: dict[int, deque[TensorWrite]], writes: Iterable[TensorWrite]) -> None:
+        self._queues = queues
+        for write in writes:
+            if write.file in queues:
+                queues[write.file].append(write)
+        self._left = {number: len(queue) for number, queue in queues.items()}
+        self._threads = dict.fromkeys(queues, 0)
+        self._lock = threading.Lock()
+
+    @property
+    def empty_files(self) -> list[int]:
+        return [number for number, count in self._left.items() if not count]
+
+    def next(self, current: int | None) -> TensorWrite | None:
+        """The next tensor for a thread that has worked on file `current`; None when nothing is left."""
+        with self._lock:
+            if current is not None:
+                if self._queues[current]:
+                    return self._queues[current].popleft()
+                self._threads[current] -= 1
+            waiting = [number for number, queue in self._queues.items() if queue]
+            if not waiting:
+                return None
+            number = min(waiting, key=lambda number: (self._threads[number], number))
+            self._threads[number] += 1
+            return self._queues[number].popleft()
+
+    def is_last(self, number: int) -> bool:
+        """One tensor of the file is written: whether it was the last."""
+        with self._lock:
+            self._left[number] -= 1
+            return self._left[number] == 0
+
+
+@dataclass(slots=True)
+class _Put:
+    """Writes to one file, one thread at a time; with `compare` only what is not there already."""
+
+    fd: int
+    turn: threading.Lock
+    compare: bool = False
+
+    def __call__(self, data: memoryview, at: int) -> None:
+        if self.compare and os.pread(self.fd, len(data), at) == bytes(data):
+            return
+        with self.turn:
+            _write(self.fd, data, at)
 
 
 class _Job:
@@ -146,29 +185,38 @@ class _Job:
         files: Sequence[OutputFile],
         advance: Callable[[int], None],
         finished: Path | None,
+        schedule: _Schedule,
     ) -> None:
         self.source, self.files, self._advance, self._finished = source, files, advance, finished
+        self._schedule = schedule
         self.stop, self._lock = threading.Event(), threading.Lock()
         self.not_finite: set[str] = set()
         self.kept = 0
-        self._left: dict[int, int] = {}  # tensors of a file that are still to come
         self._open: dict[int, int] = {}
+        self._turns = [threading.Lock() for _ in files]  # the kernel would let threads spin for a file
         self._compare: set[int] = set()  # files that an interrupted run has finished
 
-    def expect(self, number: int, count: int) -> None:
-        self._left[number] = count
-        if count == 0:
-            with self._lock:
-                self._descriptor(number)
-            self._finish(number)
+    def work(self) -> None:
+        """One thread: takes tensors until none is left or another thread has failed."""
+        try:
+            for number in self._schedule.empty_files:
+                with self._lock:
+                    self._descriptor(number)
+            write = self._schedule.next(None)
+            while write is not None and not self.stop.is_set():
+                self.run(write)
+                write = self._schedule.next(write.file)
+        except BaseException:
+            self.stop.set()
+            raise
 
     def run(self, write: TensorWrite) -> None:
         with self._lock:
             fd = self._descriptor(write.file)
-        put = self._put_if_different if write.file in self._compare else _write
+        put = _Put(fd, self._turns[write.file], compare=write.file in self._compare)
         at = write.offset
         if write.archive:
-            put(fd, memoryview(write.archive.head), at)
+            put(memoryview(write.archive.head), at)
             at += write.archive.data_offset
         blocks = [block for rows in write.ranges for block in _blocks(self.source, rows)]
         for block in blocks[:READ_AHEAD]:
@@ -180,20 +228,17 @@ class _Job:
                 ahead = blocks[number + READ_AHEAD]
                 self.source.prefetch(ahead.name, ahead.start, ahead.count)
             data = self._read(block, write.dtype)
-            put(fd, data, at)
-            _start_flush(fd, at, len(data))
+            put(data, at)
             at += len(data)
-            self.source.release(block.name, block.start, block.count)
+            if number % FLUSH_BLOCKS == FLUSH_BLOCKS - 1:
+                _start_flush(fd, at - FLUSH_BLOCKS * BLOCK, FLUSH_BLOCKS * BLOCK)
             self._moved(len(data))
         if write.archive:
             end = write.offset + write.archive.data_offset + write.archive.nbytes
             if at != end:
                 raise WeightsError(f"{write.ranges[0].name}: wrote up to byte {at}, expected {end}; please report this")
-            put(fd, memoryview(write.archive.tail), at)
-        with self._lock:
-            self._left[write.file] -= 1
-            last = self._left[write.file] == 0
-        if last:
+            put(memoryview(write.archive.tail), at)
+        if self._schedule.is_last(write.file):
             self._finish(write.file)
 
     def _descriptor(self, number: int) -> int:
@@ -207,7 +252,7 @@ class _Job:
         if keep:
             self._compare.add(number)
             self.kept += 1
-            self._put_if_different(fd, memoryview(file.head), 0)
+            _Put(fd, self._turns[number], compare=True)(memoryview(file.head), 0)
         else:
             if mark is not None:
                 mark.unlink(missing_ok=True)
@@ -233,13 +278,8 @@ class _Job:
         for fd in self._open.values():
             os.close(fd)
 
-    @staticmethod
-    def _put_if_different(fd: int, data: memoryview, at: int) -> None:
-        if os.pread(fd, len(data), at) != bytes(data):
-            _write(fd, data, at)
-
     def _read(self, block: RowRange, dtype: torch.dtype) -> memoryview:
-        rows = self.source.rows(block.name, block.start, block.count)
+        rows = self.source.read(block.name, block.start, block.count)
         data = rows.to(dtype).contiguous()
         if not _all_finite(data):
             with self._lock:

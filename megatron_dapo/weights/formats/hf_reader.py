@@ -6,7 +6,6 @@ read on access.
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_dapo.files import INDEX, StoredTensor, read_safetensors_directory
-from megatron_dapo.weights.formats.mapped_file import map_file, prefetch_pages, release_pages, tensor_over, torch_dtype
+from megatron_dapo.weights.formats.mapped_file import WeightFiles, rows_of, tensor_over, torch_dtype
 from megatron_dapo.weights.formats.torch_file import read_bin_directory
 from megatron_dapo.weights.packed_experts import is_packed, unpacked
 
@@ -36,16 +35,11 @@ class HFReader(Mapping[str, Tensor]):
         self.path = Path(path)
         stored = read_hf_directory(self.path)
         self.stored, self.packed = unpacked(stored), is_packed(stored)
-        self._maps: dict[Path, mmap.mmap] = {}
+        self._files = WeightFiles()
 
     def __getitem__(self, name: str) -> Tensor:
         stored = self.stored[name]
-        return tensor_over(self._map(stored.file), stored)
-
-    def _map(self, file: Path) -> mmap.mmap:
-        if file not in self._maps:
-            self._maps[file] = map_file(file)
-        return self._maps[file]
+        return tensor_over(self._files.map(stored.file), stored)
 
     def dtype(self, name: str) -> torch.dtype:
         return torch_dtype(self.stored[name])
@@ -54,18 +48,13 @@ class HFReader(Mapping[str, Tensor]):
         """Rows [start, start + count) of a tensor: a view of the file."""
         return self[name].narrow(0, start, count)
 
+    def read(self, name: str, start: int, count: int) -> Tensor:
+        """Like `rows`, in a buffer that this thread's next call overwrites."""
+        return self._files.read(rows_of(self.stored[name], start, count))
+
     def prefetch(self, name: str, start: int, count: int) -> None:
         """Ask the kernel to read rows from disk, without waiting."""
-        prefetch_pages(*self._bytes(name, start, count))
-
-    def release(self, name: str, start: int, count: int) -> None:
-        """Drop rows that were read from this process's memory; they stay in the page cache."""
-        release_pages(*self._bytes(name, start, count))
-
-    def _bytes(self, name: str, start: int, count: int) -> tuple[mmap.mmap, int, int]:
-        stored = self.stored[name]
-        width = stored.nbytes // max(stored.shape[0], 1)
-        return self._map(stored.file), stored.offset + start * width, count * width
+        self._files.prefetch(rows_of(self.stored[name], start, count))
 
     def files(self) -> list[Path]:
         return sorted({stored.file for stored in self.stored.values()})

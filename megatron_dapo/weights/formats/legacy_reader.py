@@ -12,13 +12,13 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_dapo.config.model import ModelShape
-from megatron_dapo.files import ITEM_SIZES, StoredTensor
-from megatron_dapo.weights.formats.mapped_file import torch_dtype
+from megatron_dapo.files import StoredTensor
+from megatron_dapo.weights.formats.mapped_file import rows_of, torch_dtype
 from megatron_dapo.weights.formats.pieces import Piece, PieceReader, check_cover
 from megatron_dapo.weights.formats.safe_pickle import PickledObject
 from megatron_dapo.weights.formats.torch_file import TorchFile
@@ -146,7 +146,7 @@ def _pieces(mapping: ParameterMapping, parts: dict[int, StoredTensor], path: Pat
         elif mapping.split is Split.PARTS:
             for i, whole_part in enumerate(mapping.parts):
                 part, before = whole_part // size, sum(mapping.parts[:i])
-                cut = _rows_of(stored, before // size, part)
+                cut = rows_of(stored, before // size, part)
                 pieces.append(Piece(before + rank * part, 0, part, columns, cut))
             rows += count
         else:
@@ -161,8 +161,3 @@ def _pieces(mapping: ParameterMapping, parts: dict[int, StoredTensor], path: Pat
         )
     check_cover(f"{path}: tensor {mapping.name}", pieces, rows, columns)
     return pieces
-
-
-def _rows_of(stored: StoredTensor, start: int, count: int) -> StoredTensor:
-    width = math.prod(stored.shape[1:]) * ITEM_SIZES[stored.dtype]
-    return replace(stored, shape=(count, *stored.shape[1:]), offset=stored.offset + start * width)

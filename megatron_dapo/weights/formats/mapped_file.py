@@ -1,20 +1,24 @@
-"""Files mapped read-only, and tensors over them.
+"""Weight files: mapped read-only for random access, or read into a buffer of the calling thread.
 
 A read-only mapping needs no memory of its own: a file larger than the machine's memory can be mapped. Writing to a
-tensor over it ends the process.
+tensor over it ends the process. Copying and comparing use buffers instead: faulting in a mapping page by page costs
+three times the system time of reading it.
 """
 
 from __future__ import annotations
 
 import math
 import mmap
+import os
+import threading
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megatron_dapo.files import StoredTensor
+from megatron_dapo.files import ITEM_SIZES, DamagedFile, StoredTensor
 
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
@@ -36,15 +40,54 @@ def tensor_over(buffer: mmap.mmap, stored: StoredTensor) -> Tensor:
     return torch.frombuffer(buffer, dtype=dtype, count=count, offset=stored.offset).view(stored.shape)
 
 
-def release_pages(buffer: mmap.mmap, offset: int, length: int) -> None:
-    """Drop a range of a mapping from this process's memory; it stays in the page cache."""
-    start = offset - offset % mmap.PAGESIZE
-    if length:
-        buffer.madvise(mmap.MADV_DONTNEED, start, offset + length - start)
+class WeightFiles:
+    """Maps, descriptors and buffers of a checkpoint's files."""
+
+    def __init__(self) -> None:
+        self._maps: dict[Path, mmap.mmap] = {}
+        self._descriptors: dict[Path, int] = {}
+        self._own = threading.local()
+        self._lock = threading.Lock()
+
+    def __del__(self) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+
+    def map(self, file: Path) -> mmap.mmap:
+        with self._lock:
+            if file not in self._maps:
+                self._maps[file] = map_file(file)
+            return self._maps[file]
+
+    def _descriptor(self, file: Path) -> int:
+        with self._lock:
+            if file not in self._descriptors:
+                self._descriptors[file] = os.open(file, os.O_RDONLY)
+            return self._descriptors[file]
+
+    def read(self, stored: StoredTensor) -> Tensor:
+        """The tensor in a buffer that this thread's next call overwrites."""
+        if getattr(self._own, "size", -1) < stored.nbytes:
+            self._own.size = max(stored.nbytes, 1)
+            self._own.buffer = mmap.mmap(-1, self._own.size)
+        view = memoryview(self._own.buffer)[: stored.nbytes]
+        descriptor, done = self._descriptor(stored.file), 0
+        while done < stored.nbytes:
+            count = os.preadv(descriptor, [view[done:]], stored.offset + done)
+            if not count:
+                raise DamagedFile(f"{stored.file}: ends inside tensor {stored.name}; it changed while it was read")
+            done += count
+        dtype = torch_dtype(stored)
+        if not stored.nbytes:
+            return torch.empty(stored.shape, dtype=dtype)
+        return torch.frombuffer(self._own.buffer, dtype=dtype, count=math.prod(stored.shape)).view(stored.shape)
+
+    def prefetch(self, stored: StoredTensor) -> None:
+        """Ask the kernel to read the tensor from disk, without waiting."""
+        os.posix_fadvise(self._descriptor(stored.file), stored.offset, stored.nbytes, os.POSIX_FADV_WILLNEED)
 
 
-def prefetch_pages(buffer: mmap.mmap, offset: int, length: int) -> None:
-    """Ask the kernel to read a range from disk, without waiting."""
-    start = offset - offset % mmap.PAGESIZE
-    if length:
-        buffer.madvise(mmap.MADV_WILLNEED, start, offset + length - start)
+def rows_of(stored: StoredTensor, start: int, count: int) -> StoredTensor:
+    """Rows [start, start + count) of a stored tensor."""
+    width = math.prod(stored.shape[1:]) * ITEM_SIZES[stored.dtype]
+    return replace(stored, shape=(count, *stored.shape[1:]), offset=stored.offset + start * width)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -12,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_dapo.files import StoredTensor
-from megatron_dapo.weights.formats.mapped_file import map_file, prefetch_pages, release_pages, tensor_over
+from megatron_dapo.weights.formats.mapped_file import WeightFiles, rows_of, tensor_over
 from megatron_dapo.weights.mapping import WeightsError
 
 
@@ -34,17 +32,16 @@ class PieceReader:
         self.path = path
         self.pieces: dict[str, list[Piece]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
-        self._maps: dict[Path, mmap.mmap] = {}
+        self._files = WeightFiles()
 
     def dtype(self, name: str) -> torch.dtype:
         return self.dtypes[name]
 
     def rows(self, name: str, start: int, count: int) -> Tensor:
         """Rows [start, start + count) of a parameter: a view of the file if one piece holds them all, else a copy."""
-        found = self._overlapping(name, start, count)
-        if len(found) == 1 and found[0].row <= start and start + count <= found[0].row + found[0].rows:
-            return self._view(found[0]).narrow(0, start - found[0].row, count)
-        width = max(p.column + p.columns for p in found)
+        if (piece := self._holding(name, start, count)) is not None:
+            return self._view(piece).narrow(0, start - piece.row, count)
+        found, width = self._overlapping(name, start, count), self._columns(name)
         out = torch.empty((count, width), dtype=self.dtypes[name])
         for p in found:
             low, high = max(start, p.row), min(start + count, p.row + p.rows)
@@ -57,21 +54,27 @@ class PieceReader:
         """The file and tensor that hold a parameter, for messages."""
         return f"{self.pieces[name][0].stored.file}: tensor {self.pieces[name][0].stored.name}"
 
+    def read(self, name: str, start: int, count: int) -> Tensor:
+        """Like `rows`; rows of one piece are in a buffer that this thread's next call overwrites."""
+        if (piece := self._holding(name, start, count)) is not None:
+            return self._files.read(rows_of(piece.stored, start - piece.row, count))
+        return self.rows(name, start, count)
+
     def prefetch(self, name: str, start: int, count: int) -> None:
         """Ask the kernel to read rows from disk, without waiting."""
-        for place in self._bytes(name, start, count):
-            prefetch_pages(*place)
-
-    def release(self, name: str, start: int, count: int) -> None:
-        """Drop rows that were read from this process's memory; they stay in the page cache."""
-        for place in self._bytes(name, start, count):
-            release_pages(*place)
-
-    def _bytes(self, name: str, start: int, count: int) -> Iterator[tuple[mmap.mmap, int, int]]:
         for p in self._overlapping(name, start, count):
             low, high = max(start, p.row) - p.row, min(start + count, p.row + p.rows) - p.row
-            width = p.columns * self.dtypes[name].itemsize
-            yield self._map(p.stored.file), p.stored.offset + low * width, (high - low) * width
+            self._files.prefetch(rows_of(p.stored, low, high - low))
+
+    def _holding(self, name: str, start: int, count: int) -> Piece | None:
+        """The piece that holds all these rows, if one does."""
+        for p in self.pieces[name]:
+            if p.row <= start and start + count <= p.row + p.rows:
+                return p if p.columns == self._columns(name) else None
+        return None
+
+    def _columns(self, name: str) -> int:
+        return max(p.column + p.columns for p in self.pieces[name])
 
     def files(self) -> list[Path]:
         return sorted({piece.stored.file for pieces in self.pieces.values() for piece in pieces})
@@ -80,12 +83,7 @@ class PieceReader:
         return [p for p in self.pieces[name] if p.row < start + count and start < p.row + p.rows]
 
     def _view(self, piece: Piece) -> Tensor:
-        return tensor_over(self._map(piece.stored.file), piece.stored)
-
-    def _map(self, file: Path) -> mmap.mmap:
-        if file not in self._maps:
-            self._maps[file] = map_file(file)
-        return self._maps[file]
+        return tensor_over(self._files.map(piece.stored.file), piece.stored)
 
 
 def check_cover(where: str, pieces: list[Piece], rows: int, columns: int) -> None:

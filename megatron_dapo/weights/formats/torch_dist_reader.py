@@ -129,7 +129,7 @@ class TorchDistReader(PieceReader):
     def _piece(self, tensor: DiskTensor, chunk: Chunk, index: tuple[int, ...], at: int) -> Piece:
         """The part of a chunk that belongs to one layer (and expert)."""
         try:
-            item = read_archive(memoryview(self._map(chunk.file))[chunk.at : chunk.at + chunk.length])
+            item = read_archive(memoryview(self._files.map(chunk.file))[chunk.at : chunk.at + chunk.length])
         except (BadArchive, ValueError) as error:
             raise WeightsError(f"{chunk.file}: tensor {tensor.key} at byte {chunk.at}: {error}") from None
         if item.dtype != tensor.dtype or item.shape != chunk.sizes:
