@@ -89,8 +89,8 @@ class WithCarried:
     def prefetch(self, name: str, start: int, count: int) -> None:
         self._of(name).prefetch(name, start, count)
 
-    def release(self, name: str, start: int, count: int) -> None:
-        self._of(name).release(name, start, count)
+    def read(self, name: str, start: int, count: int) -> Tensor:
+        return self._of(name).read(name, start, count)
 
     def where(self, name: str) -> str:
         return self._of(name).where(name)

@@ -109,6 +109,8 @@ def copy_tensors(
     job = _Job(source, files, advance, finished, schedule)
     count = workers or default_workers()
     try:
+        for number in schedule.without_tensors:
+            job.write_head(number)
         with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             try:
                 for done in [pool.submit(job.work) for _ in range(count)]:
@@ -133,12 +135,9 @@ class _Schedule:
             if write.file in queues:
                 queues[write.file].append(write)
         self._left = {number: len(queue) for number, queue in queues.items()}
+        self.without_tensors = [number for number, queue in queues.items() if not queue]
         self._threads = dict.fromkeys(queues, 0)
         self._lock = threading.Lock()
-
-    @property
-    def empty_files(self) -> list[int]:
-        return [number for number, count in self._left.items() if not count]
 
     def next(self, current: int | None) -> TensorWrite | None:
         """The next tensor for a thread that has worked on file `current`; None when nothing is left."""
@@ -199,9 +198,6 @@ class _Job:
     def work(self) -> None:
         """One thread: takes tensors until none is left or another thread has failed."""
         try:
-            for number in self._schedule.empty_files:
-                with self._lock:
-                    self._descriptor(number)
             write = self._schedule.next(None)
             while write is not None and not self.stop.is_set():
                 self.run(write)
@@ -209,6 +205,11 @@ class _Job:
         except BaseException:
             self.stop.set()
             raise
+
+    def write_head(self, number: int) -> None:
+        """A file that holds no tensor."""
+        self._descriptor(number)
+        self._finish(number)
 
     def run(self, write: TensorWrite) -> None:
         with self._lock:
