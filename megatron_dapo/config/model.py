@@ -151,7 +151,8 @@ class ModelShape:
         return self.shared_ffn_hidden > 0
 
     @classmethod
-    def from_dir(cls, path: str | Path) -> ModelShape:
+    def from_dir(cls, path: str | Path, *, weights_only: bool = False) -> ModelShape:
+        """`weights_only`: for conversion, accept features that change the computation but not the weights."""
         file = Path(path) / "config.json"
         try:
             config = json.loads(file.read_bytes())
@@ -161,10 +162,10 @@ class ModelShape:
             raise ConfigError(f"{file} cannot be read ({error.strerror})") from None
         except ValueError as error:
             raise ConfigError(f"{file} is not valid JSON: {error}") from None
-        return cls.from_hf(config, str(file))
+        return cls.from_hf(config, str(file), weights_only=weights_only)
 
     @classmethod
-    def from_hf(cls, config: dict[str, Any], where: str = "config") -> ModelShape:
+    def from_hf(cls, config: dict[str, Any], where: str = "config", *, weights_only: bool = False) -> ModelShape:
         if not isinstance(config, dict):
             raise ConfigError(f"{where}: expected a JSON object, found {type(config).__name__}")
         names = config.get("architectures")
@@ -178,6 +179,8 @@ class ModelShape:
         if architecture.text_config:
             config = _text_config(config, where)
         _refuse_unsupported(config, where, architecture)
+        if not weights_only:
+            _refuse_untrained(config, where)
         read = _Reader(config, where, str(name))
         heads = read.integer("num_attention_heads")
         hidden = read.integer("hidden_size")
@@ -306,14 +309,23 @@ def _rope(config: dict[str, Any], where: str) -> dict[str, Any]:
     return rope
 
 
-def _refuse_unsupported(config: dict[str, Any], where: str, architecture: Architecture) -> None:
-    """A feature that would change the model's results if it were ignored is an error."""
+def _refuse_untrained(config: dict[str, Any], where: str) -> None:
+    """Features that the converters carry through but that training would compute differently."""
     rope = _rope(config, where)
     rope_type = rope.get("rope_type") or rope.get("type") or "default"
     if rope_type != "default":
-        raise ConfigError(f"{where}: rope type {rope_type!r} is not supported; only the default RoPE is")
+        raise ConfigError(
+            f"{where}: rope type {rope_type!r} is not supported in training; only the default RoPE is. The model can "
+            "be converted; to train it at its original length, remove rope_scaling"
+        )
     if config.get("use_sliding_window"):
-        raise ConfigError(f"{where}: sliding-window attention is not supported; set use_sliding_window to false")
+        raise ConfigError(
+            f"{where}: sliding-window attention is not supported in training; set use_sliding_window to false"
+        )
+
+
+def _refuse_unsupported(config: dict[str, Any], where: str, architecture: Architecture) -> None:
+    """A feature that would change the model's results if it were ignored is an error."""
     if config.get("hidden_act", "silu") != "silu":
         raise ConfigError(f"{where}: hidden_act is {config['hidden_act']!r}; Qwen models use 'silu'")
     if config.get("quantization_config"):

@@ -114,7 +114,7 @@ def megatron_to_hf(
     src = locate(src, step)
     tied_head, pack = _original_files(src, reference)
     reference = find_reference(src, reference)
-    shape = ModelShape.from_dir(reference)
+    shape = ModelShape.from_dir(reference, weights_only=True)
     tied_head &= shape.tied_embeddings
     weights = open_megatron(src, shape)
     dtypes = {
@@ -169,7 +169,7 @@ def _copy(
 
 def open_hf(path: Path) -> tuple[ModelShape, HFReader]:
     """Open an HF directory whose tensors are exactly those that its config.json describes."""
-    shape, weights = ModelShape.from_dir(path), HFReader(path)
+    shape, weights = ModelShape.from_dir(path, weights_only=True), HFReader(path)
     check_hf_tensors(weights.stored, shape, path)
     if shape.tied_embeddings and "lm_head.weight" in weights:
         _check_tied(weights, shape.prefix)

@@ -45,7 +45,19 @@ def copy_side_files(reference: Path, directory: Path, dtype: str | None = None) 
     if dtype is not None:
         _set_dtype(directory / "config.json", dtype)
     notes = [f"{reference} has no {what}" for what in missing_files(directory)]
+    notes += _config_notes(directory / "config.json")
     return notes + ([f"not copied from {reference}: {', '.join(left)}"] if left else [])
+
+
+def _config_notes(file: Path) -> list[str]:
+    """Features of attention that stay in config.json; Megatron's arguments do not describe them."""
+    config = json.loads(file.read_text())
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    found = [f"rope type {kind!r}"] if kind != "default" else []
+    found += ["use_sliding_window"] if config.get("use_sliding_window") else []
+    found += ["dual_chunk_attention_config"] if config.get("dual_chunk_attention_config") else []
+    return [f"config.json has {what}, which does not change the weights; it is kept there" for what in found]
 
 
 def missing_files(directory: Path) -> list[str]:

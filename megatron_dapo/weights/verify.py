@@ -99,12 +99,16 @@ def _open(path: Path, config: Path | None) -> tuple[CheckpointReader, dict[str, 
     if format_of(path) is Format.HF:
         weights = HFReader(path)
         entries = {name: _whole(weights, name) for name in weights.stored}
-        if config is not None and "lm_head.weight" in entries and ModelShape.from_dir(config).tied_embeddings:
+        if (
+            config is not None
+            and "lm_head.weight" in entries
+            and ModelShape.from_dir(config, weights_only=True).tied_embeddings
+        ):
             del entries["lm_head.weight"]  # a copy of the embedding
         return weights, entries
     if config is None:
         raise WeightsError(f"{path} does not say which model it holds; pass --reference with the HF model's directory")
-    shape = ModelShape.from_dir(config)
+    shape = ModelShape.from_dir(config, weights_only=True)
     saved = open_megatron(path, shape)
     found = {}
     for mapping in stored_mappings(shape):

@@ -1,6 +1,7 @@
 """Checkpoints that others write: paths, legacy Megatron files, pytorch_model.bin, formats that are refused by name."""
 
 import json
+import mmap
 import os
 import shutil
 
@@ -15,6 +16,7 @@ from megatron_dapo.policy.fork_ranks import run_ranks
 from megatron_dapo.weights.check import check_model_directory
 from megatron_dapo.weights.convert import hf_to_megatron, megatron_to_hf
 from megatron_dapo.weights.formats.hf_reader import HFReader
+from megatron_dapo.weights.formats.mapped_file import map_file
 from megatron_dapo.weights.locate import locate
 from megatron_dapo.weights.mapping import WeightsError
 from megatron_dapo.weights.verify import verify
@@ -260,6 +262,37 @@ def test_side_files_travel_and_others_are_named(models, tmp_path, capsys):
     expected = {p.name for p in folder.iterdir()} - {"figures", ".gitattributes", "model.onnx"}
     assert {p.name for p in (tmp_path / "again").iterdir()} == expected
     assert (tmp_path / "again/qwen.tiktoken").read_text() == "qwen.tiktoken"
+
+
+def test_long_context_attention_converts_and_is_named(models, tmp_path):
+    """YaRN, sliding windows and dual-chunk attention do not change the weights; training refuses the first two."""
+    folder = shutil.copytree(models["qwen2"], tmp_path / "hf")
+    config = json.loads((folder / "config.json").read_text()) | {
+        "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6}, "use_sliding_window": True,
+        "dual_chunk_attention_config": {"chunk_size": 262144},
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    report = hf_to_megatron(folder, tmp_path / "megatron")
+    for said in ("rope type 'yarn'", "use_sliding_window", "dual_chunk_attention_config"):
+        assert any(said in note for note in report.notes)
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "again")
+    assert (
+        json.loads((tmp_path / "again/config.json").read_text()) == config and verify(folder, tmp_path / "again").same
+    )
+    with pytest.raises(
+        UserError, match=r"rope type 'yarn' is not supported in training; .* The model can be converted"
+    ):
+        check_model_directory(folder)
+
+
+def test_a_file_larger_than_the_memory_is_mapped(tmp_path):
+    """A writable mapping of this size is refused by the kernel's default limits."""
+    size = 4 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with (tmp_path / "sparse").open("wb") as file:
+        file.truncate(size)
+    with pytest.raises(OSError, match="memory"), (tmp_path / "sparse").open("rb") as file:
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    assert map_file(tmp_path / "sparse")[size - 1] == 0
 
 
 def test_the_reference_decides_the_format_of_config_json(models, tmp_path):
