@@ -26,7 +26,7 @@ def synced(place, layout, model, bucket_bytes, rounds):
 @pytest.mark.parametrize(
     ("layout", "model"),
     [("single", "dense"), ("tp2sp", "dense"), ("pp2", "tied"), ("pp2vpp2", "tied"), ("dp2do", "tied"),
-     ("tp2pp2", "dense"), ("ep2", "moe"), ("ep2tp2sp", "moe-shared"), ("cp2", "dense")],
+     ("tp2pp2", "dense"), ("ep2", "moe"), ("ep2tp2sp", "moe-shared"), ("cp2", "dense"), ("tp2sp", "hybrid")],
 )  # fmt: skip
 def test_buckets_are_the_hf_tensors_bit_for_bit(layout, model):
     limit = 20_000
