@@ -182,7 +182,7 @@ def _result(case: Case, found: Outcome, reference: Outcome) -> Result:
 
 
 def check_in_job(rendezvous: Rendezvous, cases: Sequence[Case], updates: int, progress: Progress) -> list[Result]:
-    check_one = _CheckInJob(rendezvous, updates)
+    check_one = _CheckInJob(rendezvous, updates, [case.reference for case in cases])
     results = []
     for case in cases:
         progress(f"{case.name}, {case.model}")
@@ -193,9 +193,10 @@ def check_in_job(rendezvous: Rendezvous, cases: Sequence[Case], updates: int, pr
 class _CheckInJob:
     """Each case in the job's own ranks; all ranks agree on every outcome before the next one starts."""
 
-    def __init__(self, rendezvous: Rendezvous, updates: int) -> None:
+    def __init__(self, rendezvous: Rendezvous, updates: int, references: Sequence[Case]) -> None:
         self._rendezvous, self._updates = rendezvous, updates
-        self._references: dict[str, Trace | UserError] = {}
+        self._reference_cases = {case.key: case for case in references}
+        self._references: dict[str, Trace | str] = {}
         self._broken = ""
 
     def run(self, case: Case) -> Result:
@@ -221,28 +222,37 @@ class _CheckInJob:
         return next((f"rank {rank}: {text}" for rank, text in enumerate(errors) if text), "")
 
     def _reference(self, case: Case) -> Trace:
-        if case.key not in self._references:
-            self._references[case.key] = _reference_of_child(self._updates, case)
+        if not self._references:
+            self._references = _references_of_child(self._updates, self._reference_cases)
         found = self._references[case.key]
-        if isinstance(found, UserError):
-            raise found
+        if isinstance(found, str):
+            raise UserError(f"the single-process reference failed: {found}")
         return found
 
 
-def _reference_of_child(updates: int, case: Case) -> Trace | UserError:
-    """The single-process trace, from a process outside this job's world; or why there is none."""
+def _references_of_child(updates: int, cases: dict[str, Case]) -> dict[str, Trace | str]:
+    """The single-process traces, from one process outside this job's world; or why there is none."""
     with tempfile.TemporaryDirectory() as folder:
-        asked, answer = Path(folder) / "case.pickle", Path(folder) / "trace.pickle"
-        asked.write_bytes(pickle.dumps((case, updates)))
-        command = [sys.executable, "-m", __name__, str(asked), str(answer)]
+        request, reply = Path(folder) / "cases.pickle", Path(folder) / "traces.pickle"
+        request.write_bytes(pickle.dumps((cases, updates)))
+        command = [sys.executable, "-m", __name__, str(request), str(reply)]
         environment = _environment_of_one_process()
         try:
             subprocess.run(command, check=True, env=environment, timeout=600, stderr=subprocess.PIPE, text=True)
         except subprocess.SubprocessError as error:
             said = str(getattr(error, "stderr", None) or error).strip().splitlines()[-1:]
-            return UserError(f"the single-process reference failed: {' '.join(said)}")
-        trace: Trace = pickle.loads(answer.read_bytes())
-        return trace
+            return dict.fromkeys(cases, " ".join(said))
+        traces: dict[str, Trace | str] = pickle.loads(reply.read_bytes())
+        return traces
+
+
+def _trace_or_reason(case: Case, updates: int) -> Trace | str:
+    try:
+        return trace_updates(None, case, updates)
+    except Exception as error:
+        return reason(error)
+    finally:
+        shutdown()
 
 
 def _environment_of_one_process() -> dict[str, str]:
@@ -260,7 +270,5 @@ def reason(error: Exception) -> str:
 
 if __name__ == "__main__":
     source, target = map(Path, sys.argv[1:])
-    single, count = pickle.loads(source.read_bytes())
-    result = trace_updates(None, single, count)
-    shutdown()
-    target.write_bytes(pickle.dumps(result))
+    wanted, count = pickle.loads(source.read_bytes())
+    target.write_bytes(pickle.dumps({key: _trace_or_reason(case, count) for key, case in wanted.items()}))
