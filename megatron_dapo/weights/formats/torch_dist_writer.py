@@ -23,7 +23,7 @@ import torch
 from megatron_dapo.config.model import ModelShape
 from megatron_dapo.weights.copy import OutputFile, RowRange, TensorWrite
 from megatron_dapo.weights.formats.megatron_args import common_state, megatron_args
-from megatron_dapo.weights.formats.torch_zip import ALIGN, TensorArchive
+from megatron_dapo.weights.formats.torch_zip import ALIGN, tensor_archive
 from megatron_dapo.weights.locate import CONFIG, METADATA
 from megatron_dapo.weights.mapping import ParameterMapping, WeightsError, stored_mappings
 from megatron_dapo.weights.names import disk_aliases, disk_locations
@@ -108,7 +108,7 @@ class TorchDistWriter:
             total, base = (mapping.shape[0], 0) if one_key else (size, first)
             for start in range(first, first + size, step):
                 count = min(step, first + size - start)
-                archive = TensorArchive(dtype, (*lead, count, *mapping.shape[1:]))
+                archive = tensor_archive(dtype, (*lead, count, *mapping.shape[1:]))
                 at = self._reserve(archive.length)
                 write = TensorWrite(len(self._sizes) - 1, at, dtype, hf_ranges(mapping, start, count), archive)
                 yield ChunkWrite(key, location.index, mapping, start - base, count, total, write)

@@ -16,6 +16,7 @@ import sys
 import zlib
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -90,6 +91,12 @@ class TensorArchive:
         end = self.data_offset + self.nbytes
         self.tail = _local(*after) + _directory_of(before, (b"archive/data/0", len(records), self.nbytes), after, end)
         self.length = end + len(self.tail)
+
+
+@lru_cache(maxsize=256)
+def tensor_archive(dtype: torch.dtype, shape: tuple[int, ...]) -> TensorArchive:
+    """The archive of this dtype and shape; a large model has thousands of tensors and few shapes."""
+    return TensorArchive(dtype, shape)
 
 
 def _directory_of(
