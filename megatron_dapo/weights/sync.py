@@ -78,7 +78,7 @@ class WeightBuckets:
         self.nodes = [list(ranks) for ranks in nodes]
         self.plans = self._schedule(bucket_bytes, senders)
         self._groups = self._receiver_groups()
-        self._memory: list[Tensor | None] = [None, None]
+        self._memory: list[Tensor | None] = [None, None, None]
         self._views: dict[int, FlatBucket] = {}  # by the bucket's number, while the memory exists
 
     def _exchange_shapes(self, position: RankPosition) -> dict[str, list[_Shard]]:
@@ -186,18 +186,20 @@ class WeightBuckets:
             if self._rank not in {plan.owner, *plan.receivers}:
                 yield RemoteBucket(plan.owner, plan.receivers, plan.specs) if self._rank == 0 else []
                 continue
-            bucket = self._bucket(number, turn % 2)
-            turn += 1
+            hands = not plan.receivers or self._rank in plan.receivers
+            # A bucket that only passes through has a block of its own: engines may still read both of the others.
+            bucket = self._bucket(number, turn % 2 if hands else 2)
+            turn += hands
             if self._rank == plan.owner:
                 self._fill(plan, bucket, shards)
             if group := self._groups.get(tuple(sorted({plan.owner, *plan.receivers}))):
                 dist.broadcast(bucket.flat, plan.owner, group=group)
-            if plan.receivers and self._rank not in plan.receivers:
+            if not hands:
                 yield RemoteBucket(plan.owner, plan.receivers, plan.specs) if self._rank == 0 else []
                 continue
             yield bucket
         if not self._keep_memory:
-            self._memory, self._views = [None, None], {}
+            self._memory, self._views = [None, None, None], {}
 
     def _bucket(self, number: int, turn: int) -> FlatBucket:
         if number not in self._views:
