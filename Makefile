@@ -52,7 +52,7 @@ FAST := tests/algorithm tests/config tests/data tests/docs tests/rollout tests/s
 # In four processes with about the same CPU time (`pytest --cpu-times`), on two cores: real servers and Slurm mostly wait.
 # Slurm's tests come last, so that they do not start while the servers do.
 PART_1 := tests/trainer
-PART_2 := tests/engines tests/observe tests/doctor tests/weights tests/launch
+PART_2 := tests/engines tests/launch
 PART_3 := tests/policy tests/selfcheck
 PARTS  := $(PART_1) $(PART_2) $(PART_3)
 

@@ -86,7 +86,8 @@ class StepAccounting:
         self.wasted_tokens += sum(sample.length for sample in group.samples)
         if reason not in (UNFINISHED, STALE):
             self._lengths["dropped"] += [sample.length for sample in group.samples]
-            self._count_grades(group)
+            if not reason.startswith(EARLY):  # such a group is not complete; how much of it is graded depends on timing
+                self._count_grades(group)
 
     def _count_grades(self, group: Group, times: int = 1) -> None:
         self.graded += times * len(group.accuracies)

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from megatron_dapo.selfcheck.cases import Case
-from megatron_dapo.selfcheck.trace import WEIGHTS_TOLERANCE_FACTOR, Difference
+from megatron_dapo.selfcheck.trace import AFTER_ADAM_FACTOR, Difference
 
 COLUMNS = (
     "layout", "ranks", "model", "objective", "aggregation", "loss", "gradients", "grad norm", "weights", "seconds", "",
@@ -39,12 +39,12 @@ def print_results(console: Console, results: Sequence[Result], tolerance: float,
     for result in results:
         grid.add_row(*_row(result, tolerance))
     console.print(grid)
-    limit = tolerance * WEIGHTS_TOLERANCE_FACTOR
+    limit = tolerance * AFTER_ADAM_FACTOR
     bad = sum(not result.within(tolerance) for result in results)
     found = [result.difference for result in results if result.difference is not None]
     worst = max((difference.gradients for difference in found), default=float("nan"))
     console.print(f"{len(results)} cases, {bad} failed; largest difference of a gradient {worst:.1e}", highlight=False)
-    console.print(f"tolerance {tolerance:g} (weights {limit:g}, after Adam)")
+    console.print(f"tolerance {tolerance:g} (weights and the gradients of later updates {limit:g}, after Adam)")
 
 
 def _row(result: Result, tolerance: float) -> list[str]:
@@ -54,6 +54,8 @@ def _row(result: Result, tolerance: float) -> list[str]:
     else:
         numbers = [f"{x:.1e}" for x in (found.loss, found.gradients, found.grad_norm, found.weights)]
         worst = f"gradient of {found.gradients_at}" if not found.gradients <= tolerance else "see the numbers"
+        if not found.later_gradients <= tolerance * AFTER_ADAM_FACTOR:
+            worst = f"later gradient of {found.later_gradients_at}: {found.later_gradients:.1e}"
         verdict = "[green]ok[/]" if found.within(tolerance) else f"[red]FAIL[/] {worst}"
     names = [case.name, str(case.layout.world_size), case.model, case.objective, case.aggregation]
     return [*names, *numbers, f"{result.seconds:.1f}", verdict]

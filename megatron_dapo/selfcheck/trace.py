@@ -24,7 +24,7 @@ from megatron_dapo.weights.model_weights import live_mappings
 from megatron_dapo.weights.sharding import hf_tensors, unshard
 
 LOSS_TERMS = 0.1  # a loss is a sum of terms of about this size, which may cancel: rounding is relative to them
-WEIGHTS_TOLERANCE_FACTOR = 10  # Adam divides by the gradient's size: rounding in a tiny gradient is amplified
+AFTER_ADAM_FACTOR = 10  # Adam divides by the gradient's size: rounding in a tiny gradient is amplified
 
 
 @dataclass(slots=True)
@@ -39,18 +39,22 @@ class Trace:
 
 @dataclass(slots=True)
 class Difference:
-    """Largest relative difference of each kind, and the tensor that has it."""
+    """Largest relative difference of each kind, and the tensor that has it. `gradients` are those of the first update,
+    `later_gradients` those of the others, whose weights differ already."""
 
     loss: float
     grad_norm: float
     gradients: float
     gradients_at: str
+    later_gradients: float
+    later_gradients_at: str
     weights: float
     weights_at: str
 
     def within(self, tolerance: float) -> bool:
-        bounds = (self.loss, self.grad_norm, self.gradients, self.weights / WEIGHTS_TOLERANCE_FACTOR)
-        return all(x <= tolerance for x in bounds)  # NaN is not within
+        after_adam = (self.later_gradients / AFTER_ADAM_FACTOR, self.weights / AFTER_ADAM_FACTOR)
+        # NaN is not within.
+        return all(x <= tolerance for x in (self.loss, self.grad_norm, self.gradients, *after_adam))
 
 
 def trace_updates(rendezvous: Rendezvous | None, case: Case, updates: int) -> Trace:
@@ -136,13 +140,15 @@ def _complete_gradient_buffers(policy: Policy) -> None:
 
 def compare(found: Trace, reference: Trace) -> Difference:
     gradients = [_largest(a, b) for a, b in zip(found.gradients, reference.gradients, strict=True)]
-    gradient, gradient_at = max(gradients, key=lambda pair: _nan_first(pair[0]))
+    later, later_at = max(gradients[1:], key=lambda pair: _nan_first(pair[0]), default=(0.0, ""))
     weight, weight_at = _largest(found.weights, reference.weights)
     return Difference(
         loss=_largest_number(found.losses, reference.losses, LOSS_TERMS),
         grad_norm=_largest_number(found.grad_norms, reference.grad_norms),
-        gradients=gradient,
-        gradients_at=gradient_at,
+        gradients=gradients[0][0],
+        gradients_at=gradients[0][1],
+        later_gradients=later,
+        later_gradients_at=later_at,
         weights=weight,
         weights_at=weight_at,
     )

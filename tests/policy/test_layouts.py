@@ -77,6 +77,8 @@ def test_layout_gives_the_update_of_one_process(name, model):
     assert found.loss <= 1e-5
     assert found.grad_norm <= 1e-5
     assert found.gradients <= 1e-5, found.gradients_at
+    # Adam amplifies the rounding of tiny gradients, and the decay of a gated DeltaNet has such gradients.
+    assert found.later_gradients <= (1e-4 if model == "hybrid" else 1e-5), found.later_gradients_at
     assert found.weights <= 1e-4, found.weights_at
 
 

@@ -83,6 +83,7 @@ def test_options_do_not_change_the_update(name):
     assert ours.losses == pytest.approx(one.losses, rel=1e-5, abs=1e-6)
     assert difference.grad_norm <= 1e-5
     assert difference.gradients <= 1e-5, difference.gradients_at
+    assert difference.later_gradients <= 1e-5, difference.later_gradients_at
     assert difference.weights <= 1e-4, difference.weights_at
 
 

@@ -75,6 +75,7 @@ class Buckets:
     """Three buckets, each of them a collective: a rank that stops early leaves the others waiting."""
 
     made = 0
+    has_remote_senders = False
 
     def buckets(self):
         for number in range(3):
