@@ -52,11 +52,12 @@ LAYOUTS = some(
     [*DEFAULT_LAYOUTS, "dp3", "tp2dp2do", "cp2dp2"],
     "tp2", "tp2sp", "pp2", "pp2vpp2", "cp2", "dp2", "dp2do", "ep2", "tp4sp", "tp2pp2", "tp2cp2sp", "ep2tp2sp",
 )  # fmt: skip
-# The dense model and the one with experts in every layout; the others where their own layers are split.
+# The dense model in every layout; the others where their own layers are split.
 SPLIT_LAYERS = {
-    "tied": {"tp2", "pp2", "tp2pp2", "dp2do"},
-    "moe-shared": {"tp2sp", "pp2", "ep2", "ep2tp2sp"},
-    "hybrid": {"tp2sp", "pp2vpp2", "cp2", "tp2cp2sp", "dp2"},
+    "tied": {"tp2", "pp2", "tp2pp2"},
+    "moe": {"tp2sp", "pp2vpp2", "cp2", "dp2do", "ep2", "ep2tp2sp"},
+    "moe-shared": {"tp2sp", "ep2tp2sp"},
+    "hybrid": {"tp2sp", "pp2vpp2", "cp2", "tp2cp2sp"},
 }
 named = {(case.name, case.model): case for case in named_cases(LAYOUTS)}
 split = {

@@ -101,7 +101,7 @@ PLANTED = [
 def test_a_planted_error_is_found(plant, affected, monkeypatch):
     drawn = [case for case in CASES if affected(case)]
     assert len(drawn) >= 2  # the 200 cases reach it more than once
-    case = min(drawn, key=lambda c: c.layout.world_size)
+    case = min(drawn, key=lambda c: (c.layout.world_size, c.model != "moe"))  # the cheapest
     assert [result.within(TOLERANCE) for result in layouts.check([case], updates=1)] == [True]
     plant(monkeypatch)
     (result,) = layouts.check([case], updates=1)
