@@ -116,10 +116,9 @@ def flatten(bucket: Bucket) -> FlatBucket:
     """The bucket itself if it is flat already, otherwise a flat copy on the same device."""
     if isinstance(bucket, FlatBucket):
         return bucket
-    pairs = sorted(bucket, key=lambda pair: -pair[1].element_size())
-    specs = [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in pairs]
-    device = pairs[0][1].device if pairs else torch.device("cpu")
+    specs, tensors = in_flat_order(specs_of(bucket)), dict(bucket)
+    device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
     copy = bucket_in(torch.empty(flat_size(specs), dtype=torch.uint8, device=device), specs)
-    for view, (_, tensor) in zip(copy.views, pairs, strict=True):
-        view.copy_(tensor.detach())
+    for name, view in copy:
+        view.copy_(tensors[name].detach())
     return copy
