@@ -3,6 +3,10 @@
     python benchmarks/memory.py                            # one CUDA device, Qwen2.5-1.5B, random weights
     python benchmarks/memory.py --tokens 16384 --recompute full --head-chunk 1024
     python benchmarks/memory.py --dry-run                  # a tiny shape on the CPU: only the static parts are measured
+    python benchmarks/memory.py --largest --recompute full --set policy.optimizer.cpu_offload=0.5
+
+`--largest` takes as many layers of Qwen2.5-7B as the prediction allows on this GPU and in this host's memory. It trains
+that model, and prints how many parameters it has.
 
 Static parts are the sizes of Megatron's buffers and optimizer state. Peaks are torch.cuda.max_memory_allocated around
 the build, one forward and backward pass, and one step. The first update creates the optimizer state, so the second one
@@ -17,12 +21,16 @@ import sys
 import time
 import warnings
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+import psutil
 import torch
-from shapes import QWEN_1_5B
+from shapes import QWEN_1_5B, QWEN_7B
 
 from megatron_dapo.config import Config, ModelShape, parse_config
+from megatron_dapo.config.load import apply_override
+from megatron_dapo.planner import count_parameters
 from megatron_dapo.planner.activations import Layers
 from megatron_dapo.planner.memory import TrainerMemory, trainer_memory
 from megatron_dapo.policy.batch import TrainBatch
@@ -53,21 +61,44 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--recompute", choices=["none", "selective", "full"], default="none")
     parser.add_argument("--head-chunk", type=int, default=2048, metavar="TOKENS")
     parser.add_argument("--model", metavar="DIR", help="another model's directory with config.json (default: 1.5B)")
+    parser.add_argument("--largest", action="store_true", help="the largest model that should fit, of layers of 7B")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--dry-run", action="store_true", help="a tiny shape, also without CUDA")
     return parser.parse_args(argv)
 
 
 def make_config(args: argparse.Namespace) -> Config:
-    return parse_config(
-        {
-            "policy": {
-                "micro_batch_tokens": args.tokens, "recompute": args.recompute, "head_chunk_tokens": args.head_chunk,
-            },
-            "rollout": {"max_prompt_tokens": 16, "max_response_tokens": args.tokens - 16},
-            "trainer": {"prompts_per_step": 1, "mini_batch_prompts": 1},
-        }
-    )  # fmt: skip
+    raw: dict[str, Any] = {
+        "policy": {
+            "micro_batch_tokens": args.tokens, "recompute": args.recompute, "head_chunk_tokens": args.head_chunk,
+        },
+        "rollout": {"max_prompt_tokens": 16, "max_response_tokens": args.tokens - 16},
+        "trainer": {"prompts_per_step": 1, "mini_batch_prompts": 1},
+    }  # fmt: skip
+    for setting in args.set:
+        apply_override(raw, setting)
+    return parse_config(raw)
+
+
+def largest_shape(config: Config, layers: Layers) -> ModelShape:
+    """As many layers of Qwen2.5-7B as fit the GPU and, for what the optimizer offloads, 85 % of the free host memory.
+
+    Megatron keeps four fp32 values on the host for each offloaded parameter: weight, gradient and Adam's moments.
+    """
+    free = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else 139 << 30
+    host = 0.85 * psutil.virtual_memory().available
+    fits = QWEN_7B
+    for count in range(1, 200):
+        shape = replace(QWEN_7B, layers=count)
+        offloaded = 16 * config.policy.optimizer.cpu_offload * count_parameters(shape).total
+        memory = trainer_memory(shape, config.policy, world=1, micro_batches=1, layers=layers)
+        if memory.total > free or offloaded > host:
+            break
+        fits = shape
+    parameters = count_parameters(fits).total
+    print(f"largest: {fits.layers} layers, {parameters / 1e9:.2f} G parameters", flush=True)
+    return fits
 
 
 def make_batch(shape: ModelShape, tokens: int, sequences: int) -> TrainBatch:
@@ -183,8 +214,11 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     if args.dry_run:
         args.tokens, args.head_chunk = min(args.tokens, 512), min(args.head_chunk, 128)
-    shape = ModelShape.from_dir(args.model) if args.model else TINY if args.dry_run else QWEN_1_5B
     config = make_config(args)
+    if args.largest:
+        shape = largest_shape(config, "te" if has_transformer_engine() else "local")
+    else:
+        shape = ModelShape.from_dir(args.model) if args.model else TINY if args.dry_run else QWEN_1_5B
     lines, seconds = measure(config, shape, args.sequences)
     if args.json:
         print(json.dumps({line.part: {"predicted": line.predicted, "measured": line.measured} for line in lines}))

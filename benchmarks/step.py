@@ -2,6 +2,7 @@
 
     python benchmarks/step.py [--tokens 16384] [--model 1.5b|moe] [--set policy.recompute=full]
     python benchmarks/step.py --options [--model moe]     # each Megatron option on or off, side by side
+    python benchmarks/step.py --options --only fp8 flash  # those whose name has one of these words, and the defaults
 
 One GPU, a Qwen2.5-1.5B shape (or 4 layers of Qwen3-30B-A3B) with random weights, bf16, packed sequences; forward,
 backward and gradient finalisation; the optimizer's step by itself. MFU counts 6 FLOPs per active parameter and token
@@ -160,6 +161,8 @@ def compare_options(args: argparse.Namespace) -> None:
     print(f"{'option':<34} {'k tokens/s':>10} {'×':>6} {'MFU':>6} {'CE ×':>6} {'step ms':>8} {'peak GiB':>9}")
     defaults = 0.0
     for name, settings in (OPTIONS | (MOE_OPTIONS if SHAPES[args.model].is_moe else DENSE_OPTIONS)).items():
+        if args.only and settings and not any(word in name for word in args.only):
+            continue
         command = [sys.executable, __file__, "--json", "--model", args.model, "--tokens", str(args.tokens)]
         command += ["--sequences", str(args.sequences), "--repeats", str(args.repeats)]
         for setting in [*args.set, *settings]:
@@ -190,6 +193,7 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--options", action="store_true", help="compare Megatron's options")
+    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="options whose name has one of the words")
     parser.add_argument("--json", action="store_true", help="print the measurement as JSON")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
