@@ -8,6 +8,7 @@
 - `schema`     `Config`, and the checks across sections, against the model and against the number of ranks
 - `megatron`   options of Megatron-Core inside `policy`: fields by name, MoE, fp8
 - `model`      the shape of a Qwen model, from its config.json (`ModelShape`)
+- `rope`       its rotary embedding: default or YaRN
 - one file per section: `policy`, `rollout`, `reward`, `data`, `algorithm`, `evaluate`, `trainer`, `observe`, `slurm`
 """
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo.config.base import ConfigError
+from megatron_dapo.config.rope import Yarn, read_yarn, rope_parameters, rope_type
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,7 @@ class ModelShape:
     norm_topk_prob: bool = True
     shared_ffn_hidden: int = 0  # of the shared expert
     rotary_dim: int = 0  # channels of a head that are rotated; 0: all
+    yarn: Yarn | None = None
     linear: LinearAttention | None = None
     attention_gate: bool = False
     zero_centred_norms: bool = False
@@ -195,6 +197,7 @@ class ModelShape:
             vocab=read.integer("vocab_size"),
             max_positions=read.integer("max_position_embeddings", default=32768),
             rope_theta=read.rope_theta(),
+            yarn=read.yarn(),
             norm_eps=read.number("rms_norm_eps", default=1e-6),
             tied_embeddings=read.flag("tie_word_embeddings"),
             qkv_bias=architecture.qkv_bias or read.flag("attention_bias"),
@@ -221,6 +224,7 @@ class _Reader:
 
     def __init__(self, config: dict[str, Any], where: str, name: str) -> None:
         self._config, self._where, self._name = config, where, name
+        self._rope = rope_parameters(config, where)
 
     def integer(self, key: str, default: int | None = None) -> int:
         value = self._config.get(key)
@@ -251,7 +255,12 @@ class _Reader:
 
     def rope_theta(self) -> float:
         """Newer files have it in rope_parameters."""
-        return self.number("rope_theta", self.number("rope_theta", 10000.0, _rope(self._config, self._where)))
+        return self.number("rope_theta", self.number("rope_theta", 10000.0, self._rope))
+
+    def yarn(self) -> Yarn | None:
+        if rope_type(self._rope) != "yarn":
+            return None
+        return read_yarn(self._rope, self.integer("max_position_embeddings", default=32768), self._where)
 
     def linear_attention(self, projections: str) -> dict[str, Any]:
         layers = self.integer("num_hidden_layers")
@@ -277,8 +286,7 @@ class _Reader:
                 f"{self._where}: linear_num_value_heads ({linear.value_heads}) must be a multiple of "
                 f"linear_num_key_heads ({linear.key_heads})"
             )
-        rope = _rope(self._config, self._where)
-        share = self.number("partial_rotary_factor", self.number("partial_rotary_factor", 0.25, rope))
+        share = self.number("partial_rotary_factor", self.number("partial_rotary_factor", 0.25, self._rope))
         return {"linear": linear, "rotary_dim": int(self.integer("head_dim") * share)}
 
     def experts(self, normalised: bool) -> dict[str, Any]:
@@ -302,20 +310,12 @@ def _text_config(config: dict[str, Any], where: str) -> dict[str, Any]:
     return shared | text
 
 
-def _rope(config: dict[str, Any], where: str) -> dict[str, Any]:
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        raise ConfigError(f"{where}: 'rope_parameters' and 'rope_scaling' must be objects (found {rope!r})")
-    return rope
-
-
 def _refuse_untrained(config: dict[str, Any], where: str) -> None:
     """Features that the converters carry through but that training would compute differently."""
-    rope = _rope(config, where)
-    rope_type = rope.get("rope_type") or rope.get("type") or "default"
-    if rope_type != "default":
+    kind = rope_type(rope_parameters(config, where))
+    if kind not in ("default", "yarn"):
         raise ConfigError(
-            f"{where}: rope type {rope_type!r} is not supported in training; only the default RoPE is. The model can "
+            f"{where}: rope type {kind!r} is not supported in training; 'default' and 'yarn' are. The model can "
             "be converted; to train it at its original length, remove rope_scaling"
         )
     if config.get("use_sliding_window"):

@@ -29,7 +29,7 @@ def prompt_of(seed: int, length: int):
     ("temperature", "kind"),
     [
         *((temperature, kind) for temperature in (1.0, 0.7, 0.0) for kind in ("qwen2", "qwen3", "qwen3_moe")),
-        *((1.0, kind) for kind in ("qwen2_moe", "qwen3_next", "qwen3_5")),
+        *((1.0, kind) for kind in ("qwen2_yarn", "qwen2_moe", "qwen3_next", "qwen3_5")),
     ],
 )
 def test_logprobs_are_those_of_transformers(kind, temperature):

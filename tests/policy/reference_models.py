@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
 import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_dapo.config import Config, ModelShape
 from megatron_dapo.config.model import LinearAttention
+from megatron_dapo.config.rope import Yarn
 from megatron_dapo.policy.batch import TrainBatch
 
 COMMON: dict[str, Any] = {
@@ -58,6 +61,20 @@ SHAPES = {
 }  # fmt: skip
 
 
+# The slowest channels are divided by 4, the fastest kept, and one is between them.
+YARN = replace(SHAPES["qwen2"], yarn=Yarn(4.0, 64, attention_factor=1.3, beta_fast=8.0))
+
+
+def rope_options(shape: ModelShape) -> dict[str, Any]:
+    if shape.yarn is None:
+        return {"rope_type": "default", "rope_theta": shape.rope_theta}
+    return {
+        "rope_type": "yarn", "rope_theta": shape.rope_theta, "factor": shape.yarn.factor,
+        "original_max_position_embeddings": shape.yarn.original_positions, "beta_fast": shape.yarn.beta_fast,
+        "beta_slow": shape.yarn.beta_slow, "attention_factor": shape.yarn.attention_factor,
+    }  # fmt: skip
+
+
 def hf_model(shape: ModelShape, seed: int = 0) -> Any:
     """Norms and biases are random, so that a swapped or missing tensor changes the logits."""
     options: dict[str, Any] = {
@@ -65,7 +82,7 @@ def hf_model(shape: ModelShape, seed: int = 0) -> Any:
         "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads,
         "intermediate_size": shape.ffn_hidden, "tie_word_embeddings": shape.tied_embeddings,
         "max_position_embeddings": shape.max_positions, "rms_norm_eps": shape.norm_eps, "initializer_range": 0.08,
-        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
+        "rope_parameters": rope_options(shape),
     }  # fmt: skip
     if shape.linear:
         options |= hybrid_options(shape)
@@ -127,7 +144,12 @@ def fp64() -> Iterator[None]:
 def in_fp64(model: Any, shape: ModelShape) -> Any:
     """The model in fp64, with its rotary frequencies, which are rounded to fp32 when it is built."""
     channels = torch.arange(0, shape.rotated, 2, dtype=torch.float64)
-    model.double().model.rotary_emb.inv_freq = 1.0 / shape.rope_theta ** (channels / shape.rotated)
+    rotary = model.double().model.rotary_emb
+    if shape.yarn is None:
+        rotary.inv_freq = 1.0 / shape.rope_theta ** (channels / shape.rotated)
+    else:
+        with fp64():
+            rotary.inv_freq, _ = ROPE_INIT_FUNCTIONS["yarn"](model.config)
     return model
 
 

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 from joined_ranks import Job, RankJobs
-from reference_models import SHAPES, fp64, hf_model, hf_weights, in_fp64
+from reference_models import SHAPES, YARN, fp64, hf_model, hf_weights, in_fp64
 
 from megatron_dapo.config import ModelShape, parse_config
 from megatron_dapo.policy.batch import TrainBatch
+from megatron_dapo.policy.fork_ranks import run_ranks
 from megatron_dapo.policy.packing import PackingSpec, pack
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.policy.runtime import initialize
@@ -153,6 +154,16 @@ def test_fp64_logits_are_those_of_transformers(name, pairs):
     for a, b in zip(ours.results()[0], theirs, strict=True):
         assert a.dtype == b.dtype == torch.float64
         assert (a - b).abs().max() <= 1e-10
+
+
+def test_fp64_logits_with_yarn_are_those_of_transformers(tmp_path):
+    model = hf_model(YARN)
+    folder = hf_weights(model, tmp_path)
+    assert ModelShape.from_dir(folder).yarn == YARN.yarn
+    (found,) = run_ranks(1, our_fp64_logits, YARN, folder)
+    for ours, theirs, plain in zip(found, fp64_logits(model, YARN), fp64_logits(model, SHAPES["qwen2"]), strict=True):
+        assert (ours - theirs).abs().max() <= 1e-10
+        assert len(plain) < 10 or (theirs - plain).abs().max() > 1e-3  # YaRN changes the logits
 
 
 @pytest.mark.parametrize(

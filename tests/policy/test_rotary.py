@@ -1,10 +1,13 @@
 """The rotary embedding equals transformers', and has the properties of a rotation."""
 
+import pytest
 import torch
 from transformers import Qwen2Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding, apply_rotary_pos_emb
 
-from megatron_dapo.policy.model.rotary import RotaryTable, rotate
+from megatron_dapo.config import ModelShape
+from megatron_dapo.policy.model.rotary import RotaryTable, inverse_frequencies, rotate
 
 BASE, DIM = 1e6, 16
 
@@ -18,6 +21,41 @@ def test_it_equals_transformers():
     table = RotaryTable.of(positions, DIM, BASE)
     for ours, expected in zip((rotate(query, table), rotate(key, table)), theirs, strict=True):
         torch.testing.assert_close(ours, expected[0].transpose(0, 1), atol=1e-5, rtol=1e-5)
+
+
+def yarn_config(**rope):
+    rope = {"rope_type": "yarn", "rope_theta": BASE, **rope}
+    return Qwen2Config(
+        hidden_size=512, num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=40960,
+        rope_parameters=rope, architectures=["Qwen2ForCausalLM"], num_hidden_layers=2, intermediate_size=64, vocab_size=100,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"factor": 4.0, "original_max_position_embeddings": 32768},
+        {"factor": 2.0},
+        {"factor": None, "original_max_position_embeddings": 10240},
+        {"factor": 4.0, "beta_fast": 16, "beta_slow": 2, "truncate": False, "attention_factor": 0.9},
+        {"factor": 4.0, "mscale": 0.7, "mscale_all_dim": 1.2},
+        {"factor": 1.0, "original_max_position_embeddings": 40960},
+    ],
+)
+def test_yarn_equals_transformers(rope):
+    """Frequencies and attention factor, from the same config.json; most channels are on the ramp or beyond it."""
+    config = yarn_config(**rope)
+    shape = ModelShape.from_hf(config.to_dict())
+    expected, attention = ROPE_INIT_FUNCTIONS["yarn"](config)
+    found = inverse_frequencies(128, BASE, shape.yarn)
+    torch.testing.assert_close(found, expected, rtol=2e-6, atol=0)
+    assert shape.yarn.attention_factor == attention
+    plain = inverse_frequencies(128, BASE)
+    assert rope["factor"] == 1.0 or (torch.equal(found[:5], plain[:5]) and not torch.allclose(found[40:], plain[40:]))
+    cos, sin = Qwen2RotaryEmbedding(config)(torch.zeros(1), torch.tensor([[0, 3, 3000]]))
+    table = RotaryTable.of(torch.tensor([0, 3, 3000]), 128, BASE, shape.yarn)
+    for ours, theirs in zip(table, (cos, sin), strict=True):
+        torch.testing.assert_close(ours, theirs[0, :, :64], atol=2e-3, rtol=0)
 
 
 def test_scores_depend_only_on_the_distance():

@@ -37,6 +37,9 @@ def tiny_config(kind: str = "qwen3", *, hidden: int = 64, layers: int = 2, inter
     match kind:
         case "qwen2":
             return Qwen2Config(**common)
+        case "qwen2_yarn":
+            rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+            return Qwen2Config(**common, rope_parameters=rope)
         case "qwen3":
             return Qwen3Config(**common, head_dim=16)
         case "qwen3_moe":

@@ -266,7 +266,7 @@ def test_side_files_travel_and_others_are_named(models, tmp_path, capsys):
 
 
 def test_long_context_attention_converts_and_is_named(models, tmp_path):
-    """YaRN, sliding windows and dual-chunk attention do not change the weights; training refuses the first two."""
+    """YaRN, sliding windows and dual-chunk attention do not change the weights; training refuses sliding windows."""
     folder = shutil.copytree(models["qwen2"], tmp_path / "hf")
     config = json.loads((folder / "config.json").read_text()) | {
         "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6}, "use_sliding_window": True,
@@ -280,8 +280,12 @@ def test_long_context_attention_converts_and_is_named(models, tmp_path):
     assert (
         json.loads((tmp_path / "again/config.json").read_text()) == config and verify(folder, tmp_path / "again").same
     )
+    with pytest.raises(UserError, match="sliding-window attention is not supported in training"):
+        check_model_directory(folder)
+    config |= {"use_sliding_window": False, "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e6}}
+    (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(
-        UserError, match=r"rope type 'yarn' is not supported in training; .* The model can be converted"
+        UserError, match=r"rope type 'longrope' is not supported in training; .* The model can be converted"
     ):
         check_model_directory(folder)
 

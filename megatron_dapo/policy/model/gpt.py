@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import inspect
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,6 +28,7 @@ from megatron_dapo.policy import cpu
 from megatron_dapo.policy.head.fused import HeadRequest, output_processor
 from megatron_dapo.policy.megatron_options import DTYPES, check_hardware, fusion_provider, megatron_refuses, passed_on
 from megatron_dapo.policy.model.hybrid_spec import use_gated_delta_net
+from megatron_dapo.policy.model.rotary import inverse_frequencies
 from megatron_dapo.policy.model.router import install_hooks, separate_expert_gradients, use_policy_routers
 from megatron_dapo.policy.runtime import Runtime
 from megatron_dapo.weights.mapping import padded_vocab
@@ -91,12 +93,26 @@ def transformer_config(shape: ModelShape, policy: PolicyConfig) -> TransformerCo
         **_recompute_options(policy),
         **_fp8_options(policy),
     }
+    if te and shape.yarn:
+        options["softmax_scale"] = _yarn_softmax_scale(shape)
     if shape.is_moe:
         options |= _moe_options(shape, policy, te)
     if shape.linear:  # checkpoints then have one tensor per layer
         options["linear_attention_freq"] = [int(layer in shape.linear.layers) for layer in range(shape.layers)]
     with megatron_refuses("TransformerConfig"):
         return TransformerConfig(**(options | passed_on("model", policy)))
+
+
+def _yarn_softmax_scale(shape: ModelShape) -> float:
+    """Transformer Engine's rotation cannot scale, so the scores are scaled: the same if every channel is rotated."""
+    assert shape.yarn
+    if shape.rotated < shape.head_dim and shape.yarn.attention_factor != 1:
+        raise ConfigError(
+            f"YaRN with an attention factor of {shape.yarn.attention_factor:.3g} on {shape.rotated} of "
+            f"{shape.head_dim} channels of a head is not supported with Transformer Engine; remove rope_scaling from "
+            "config.json, or set attention_factor to 1 in it (also for the engine)"
+        )
+    return shape.yarn.attention_factor**2 / math.sqrt(shape.head_dim)
 
 
 def uses_gradient_fusion(policy: PolicyConfig, te: bool) -> bool:
@@ -213,6 +229,8 @@ def build_model(shape: ModelShape, policy: PolicyConfig, runtime: Runtime) -> li
             )
         if chunk.post_process:  # our head adds its gradient itself; plain cross-entropy leaves it to Megatron's DDP
             chunk.output_layer.gradient_accumulation_fusion = False
+        if te and shape.yarn:
+            chunk.rotary_pos_emb.inv_freq = inverse_frequencies(shape.rotated, shape.rope_theta, shape.yarn)
         install_hooks(chunk)
         separate_expert_gradients(chunk, config)
         chunks.append(chunk.to(runtime.device))
@@ -269,7 +287,7 @@ def _block_spec(config: TransformerConfig, vp_stage: int | None, shape: ModelSha
     else:
         from megatron_dapo.policy.model.local_spec import local_block_spec
 
-        spec = local_block_spec(config, vp_stage, shape.rope_theta, shape.rotated)
+        spec = local_block_spec(config, vp_stage, shape.rope_theta, shape.rotated, shape.yarn)
     if shape.linear:
         use_gated_delta_net(spec, config, vp_stage, shape.linear)
     use_policy_routers(spec.layer_specs)

@@ -22,6 +22,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor
 
+from megatron_dapo.config.rope import Yarn
 from megatron_dapo.policy.model import varlen_attention as varlen
 from megatron_dapo.policy.model.rotary import RotaryTable, rotate
 
@@ -90,10 +91,11 @@ class CoreAttention(MegatronModule):
         *,
         rotary_base: float,
         rotary_dim: int,
+        yarn: Yarn | None = None,
         **_: Any,
     ) -> None:
         super().__init__(config=config)
-        self.rotary_base, self.rotary_dim = rotary_base, rotary_dim
+        self.rotary_base, self.rotary_dim, self.yarn = rotary_base, rotary_dim, yarn
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.cp_group = groups.cp
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
@@ -130,7 +132,7 @@ class CoreAttention(MegatronModule):
         """A packed micro-batch gets its table in the first layer; the other layers reuse it."""
         table: RotaryTable | None = getattr(packed, "rotary_table", None)
         if table is None:
-            table = RotaryTable.of(self._positions(query, packed), self.rotary_dim, self.rotary_base)
+            table = RotaryTable.of(self._positions(query, packed), self.rotary_dim, self.rotary_base, self.yarn)
             if packed is not None:
                 packed.rotary_table = table
         return table
@@ -177,7 +179,7 @@ def segment_lengths(packed: Any) -> list[int]:
 
 
 def local_block_spec(
-    config: Any, vp_stage: int | None, rotary_base: float, rotary_dim: int
+    config: Any, vp_stage: int | None, rotary_base: float, rotary_dim: int, yarn: Yarn | None = None
 ) -> TransformerBlockSubmodules:
     """Megatron's local spec with our norm and attention in the layers, and our final norm. For a GPTModel with
     position_embedding_type "none"."""
@@ -196,7 +198,7 @@ def local_block_spec(
             name: key for name, key in layer.sharded_state_dict_keys_map.items() if "pre_mlp" not in name
         }
     attention = layer.self_attention.submodules
-    attention.core_attention = partial(CoreAttention, rotary_base=rotary_base, rotary_dim=rotary_dim)
+    attention.core_attention = partial(CoreAttention, rotary_base=rotary_base, rotary_dim=rotary_dim, yarn=yarn)
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     layers = get_num_layers_to_build(config, vp_stage)

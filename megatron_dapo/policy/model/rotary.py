@@ -2,7 +2,8 @@
 
 Megatron's torch version loops over the packed sequences in Python and reads their lengths from the device, twice in
 every layer; on a GPU that costs more than the attention itself. Here cosines and sines are computed once per
-micro-batch. Channel i is rotated together with channel i + h/2 (Qwen's and Llama's convention), in fp32.
+micro-batch. Channel i is rotated together with channel i + h/2 (Qwen's and Llama's convention), in fp32. YaRN changes
+the frequencies, and its attention factor multiplies cosines and sines, as in transformers.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_dapo.config.rope import Yarn
 from megatron_dapo.policy.head.kernels import has_triton
 
 
@@ -22,11 +24,24 @@ class RotaryTable(NamedTuple):
     sin: Tensor
 
     @classmethod
-    def of(cls, positions: Tensor, head_dim: int, base: float) -> RotaryTable:
+    def of(cls, positions: Tensor, head_dim: int, base: float, yarn: Yarn | None = None) -> RotaryTable:
         """positions [tokens]: the index of each token in its own sequence."""
-        channels = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
-        angles = torch.outer(positions.float(), 1.0 / base ** (channels / head_dim))
-        return cls(angles.cos(), angles.sin())
+        angles = torch.outer(positions.float(), inverse_frequencies(head_dim, base, yarn, positions.device))
+        scale = yarn.attention_factor if yarn else 1.0
+        return cls(angles.cos() * scale, angles.sin() * scale)
+
+
+def inverse_frequencies(
+    head_dim: int, base: float, yarn: Yarn | None = None, device: torch.device | None = None
+) -> Tensor:
+    """Angle per position of each pair of channels, [head_dim / 2]."""
+    channels = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32)
+    periods = base ** (channels / head_dim)
+    if yarn is None:
+        return 1.0 / periods
+    low, high = yarn.ramp(head_dim, base)
+    divided = ((channels / 2 - low) / (high - low)).clamp(0, 1)
+    return divided / (yarn.factor * periods) + (1 - divided) / periods
 
 
 def rotate(x: Tensor, table: RotaryTable) -> Tensor:
