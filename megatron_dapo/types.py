@@ -78,16 +78,32 @@ class Prompt:
 
 @dataclass(slots=True, frozen=True)
 class Grade:
-    """A grader's verdict. `correct is None` means ungraded: the sample is masked and never counts as wrong."""
+    """A grader's verdict. `correct is None` means ungraded: the sample is masked and never counts as wrong.
+
+    `parts` has the score of each of several graders, None where it is ungraded. `turns` has a reward for each turn of
+    the model, in addition to `score`; it may be shorter than the conversation.
+    """
 
     correct: bool | None
     score: float
     extracted: str | None = None
     reason: str = ""
+    parts: dict[str, float | None] = field(default_factory=dict)
+    turns: tuple[float, ...] = ()
 
     @property
     def ungraded(self) -> bool:
         return self.correct is None
+
+    def to_state(self) -> list[Any]:
+        more = [self.parts, list(self.turns)] if self.parts or self.turns else []
+        return [self.correct, self.score, self.extracted, self.reason, *more]
+
+    @classmethod
+    def from_state(cls, state: Sequence[Any]) -> Grade:
+        """Also reads states without `parts` and `turns`."""
+        correct, score, extracted, reason, parts, turns = (*state, *({}, ())[len(state) - 4 :])
+        return cls(correct, score, extracted, reason, dict(parts), tuple(turns))
 
 
 @dataclass(slots=True, frozen=True)
@@ -142,8 +158,7 @@ class Sample:
             "finish_reason": self.finish_reason.value,
             "weight_spans": [[s.version, s.start, s.end] for s in self.weight_spans],
             "seed": self.seed, "text": self.text,
-            "grade": None if self.grade is None else [
-                self.grade.correct, self.grade.score, self.grade.extracted, self.grade.reason],
+            "grade": None if self.grade is None else self.grade.to_state(),
             "routed_experts": self.routed_experts,
         }  # fmt: skip
 
@@ -157,7 +172,7 @@ class Sample:
                 "engine_logprobs": _read_logprobs(state["engine_logprobs"]),
                 "finish_reason": FinishReason(state["finish_reason"]),
                 "weight_spans": [WeightSpan(*span) for span in state["weight_spans"]],
-                "grade": None if state["grade"] is None else Grade(*state["grade"]),
+                "grade": None if state["grade"] is None else Grade.from_state(state["grade"]),
                 "routed_experts": _read_experts(state.get("routed_experts")),
             }
         )

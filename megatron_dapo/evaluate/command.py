@@ -31,7 +31,7 @@ def run(config: Config, out: str | Path, seed: int) -> Evaluation:
 
     from megatron_dapo.data import load_prompts, load_tokenizer
     from megatron_dapo.engines.factory import open_engine
-    from megatron_dapo.reward import RewardPool
+    from megatron_dapo.reward import open_graders
 
     shape = check_config(config)
     if shape is None:
@@ -50,7 +50,7 @@ def run(config: Config, out: str | Path, seed: int) -> Evaluation:
         try:
             with Bar(console=console, transient=True) as bar:
                 task = bar.add_task("responses")
-                async with RewardPool(config.reward) as pool:
+                async with open_graders(config.reward) as pool:
                     return await evaluate_sets(
                         engine, sets, pool, settings, seed,
                         lambda done, total: bar.update(task, completed=done, total=total),

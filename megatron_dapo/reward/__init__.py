@@ -4,6 +4,10 @@
 - `extract`      the final answer of a response
 - `equivalence`  whether two answers are equivalent
 - `dapo`         the published run's rules
+- `combined`     `open_graders`: the grader of a run, or several with weights; `Graders`, their interface
+- `remote`       requests to servers that grade
+- `http_reward`  a server of the user's
+- `judge`        a model behind an OpenAI-compatible server
 - `pool`         `RewardPool`: grades from asyncio, in this process or in grading processes
 - `responses`    `ResponseGrader`: decodes tokens, here or in a grading process
 - `process`      one grading process as the pool sees it
@@ -11,7 +15,8 @@
 - `supervisor`   runs the worker and kills everything that it leaves behind
 """
 
+from megatron_dapo.reward.combined import Graders, open_graders
 from megatron_dapo.reward.grader import Grader, GraderError, load_grader
 from megatron_dapo.reward.pool import RewardPool
 
-__all__ = ["Grader", "GraderError", "RewardPool", "load_grader"]
+__all__ = ["Grader", "GraderError", "Graders", "RewardPool", "load_grader", "open_graders"]

@@ -39,6 +39,8 @@ class _Job(GradingRequest):
 class RewardPool:
     """`async with RewardPool(config) as pool: grade = await pool.grade(prompt, sample)`."""
 
+    decodes_tokens = True
+
     def __init__(self, config: RewardConfig, tokenizer: str = "") -> None:
         """`tokenizer`: the JSON of a `tokenizers.Tokenizer`; `grade_tokens` needs it."""
         self._config, self._tokenizer = config, tokenizer.encode()
@@ -211,7 +213,7 @@ class RewardPool:
         if "error" in reply:
             self._raised(job, reply["error"], reply["response"])
             return
-        grade = Grade(*reply["grade"])
+        grade = Grade.from_state(reply["grade"])
         if grade.ungraded:
             self._counts["ungraded/by-grader"] += 1
         self._answer(job, grade)

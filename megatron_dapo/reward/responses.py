@@ -7,10 +7,11 @@ text, for reading; `decode` gives the text that was graded.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 from typing import Any
 
-from megatron_dapo.reward.pool import RewardPool
+from megatron_dapo.reward.combined import Graders
 from megatron_dapo.types import Grade, Prompt, Sample, Tokens
 
 SHORT = 512  # tokens; decoding fewer costs less than sending them to a process
@@ -27,11 +28,14 @@ class ResponseGrader:
     def decode(self, tokens: Tokens) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
 
-    async def grade(self, pool: RewardPool, prompt: Prompt, sample: Sample) -> Grade:
+    async def grade(self, pool: Graders, prompt: Prompt, sample: Sample) -> Grade:
         """`pool` has `tokenizer_json`."""
         if sample.length > SHORT and self.tokenizer_json:
-            return await pool.grade_tokens(prompt, sample)
-        sample.text = self.decode(sample.response_tokens)
+            if pool.decodes_tokens:
+                return await pool.grade_tokens(prompt, sample)
+            sample.text = await asyncio.to_thread(self.decode, sample.response_tokens)  # releases the GIL
+        else:
+            sample.text = self.decode(sample.response_tokens)
         return await pool.grade(prompt, sample)
 
     def add_texts(self, samples: Iterable[Sample]) -> None:

@@ -121,8 +121,9 @@ async def _grade_together(connection: Connection, grader: FunctionGrader, reques
 
 
 def _reply(request: dict[str, Any], grade: Grade, seconds: float, quick: bool) -> bytes:
-    verdict = [grade.correct, grade.score, grade.extracted, grade.reason]
-    return json.dumps({"index": request["index"], "grade": verdict, "seconds": seconds, "quick": quick}).encode()
+    return json.dumps(
+        {"index": request["index"], "grade": grade.to_state(), "seconds": seconds, "quick": quick}
+    ).encode()
 
 
 def _failure(request: dict[str, Any], error: BaseException) -> bytes:

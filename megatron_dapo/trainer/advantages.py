@@ -44,8 +44,20 @@ def shape_batch(batch: StepBatch, config: Config) -> tuple[TrainBatch, dict[str,
         "rollout/masked_share": _mean(~active),
         "rollout/length_mean": _mean(lengths),
         "rollout/length_max": float(lengths.max(initial=0)),
-    }
+    } | _scores_by_grader(batch)
     return TrainBatch.from_samples(samples, advantages, active), metrics
+
+
+def _scores_by_grader(batch: StepBatch) -> dict[str, float]:
+    """Of several graders: the mean score of each, and the share of responses that it could not grade."""
+    grades = [s.grade for s in batch.samples if s.grade is not None and s.grade.parts]
+    metrics = {}
+    for name in sorted({name for grade in grades for name in grade.parts}):
+        scores = [grade.parts.get(name) for grade in grades]
+        known = [score for score in scores if score is not None]
+        metrics[f"reward/grader/{name}"] = _mean(np.array(known))
+        metrics[f"reward/grader/{name}/ungraded_share"] = 1 - len(known) / len(scores)
+    return metrics
 
 
 def mini_batches(batch: StepBatch, config: Config) -> list[list[int]]:

@@ -28,7 +28,7 @@ from megatron_dapo.engines.protocol import Bucket, Engine, EngineError, WeightRe
 from megatron_dapo.engines.timed import timed
 from megatron_dapo.evaluate import Evaluation, evaluate_sets
 from megatron_dapo.observe.observer import NullObserver, Observer
-from megatron_dapo.reward.pool import RewardPool
+from megatron_dapo.reward.combined import Graders, open_graders
 from megatron_dapo.reward.responses import ResponseGrader
 from megatron_dapo.rollout.accounting import Progress
 from megatron_dapo.rollout.sampler import Sampler
@@ -64,7 +64,7 @@ class RolloutDriver:
         self._queue = BatchQueue(self._collect, lambda: self.engine.weight_version, config.rollout.max_staleness)
         self._counted: dict[str, float] = {}
         self._engine: Engine | None = None
-        self._pool: RewardPool | None = None
+        self._pool: Graders | None = None
         self._sampler: Sampler | None = None
 
     # ---- start and close ----
@@ -81,7 +81,7 @@ class RolloutDriver:
             self._engine = await open_engine(self.config.rollout, self.config.policy.model, logs)
         finally:
             showing.cancel()
-        self._pool = await RewardPool(self.config.reward, self._responses.tokenizer_json).__aenter__()
+        self._pool = await open_graders(self.config.reward, self._responses.tokenizer_json).__aenter__()
         self._sampler = Sampler(
             timed(self._engine, self._observer.request),
             self._grade,
@@ -250,7 +250,8 @@ class RolloutDriver:
         assert self._pool is not None
         now = self._pool.metrics()
         names = ("reward/errors", "reward/retries", "reward/restarts", "reward/seconds")
-        return {name: now[name] - self._counted.get(name, 0.0) for name in names}
+        reasons = sorted(name for name in now if name.startswith("reward/ungraded/"))
+        return {name: now.get(name, 0.0) - self._counted.get(name, 0.0) for name in (*names, *reasons)}
 
     # ---- weights and memory ----
 

@@ -1,0 +1,127 @@
+"""Opens what `reward` configures: one grader, or several whose scores are added up with weights.
+
+The first of several graders decides `correct`. `Grade.parts` has the score of each. Where a grader with a weight could
+not grade a response, the sum is not known, so the response is ungraded; a grader of weight 0 is only reported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from itertools import zip_longest
+from types import TracebackType
+from typing import Protocol, Self
+
+from megatron_dapo.config.reward import RewardConfig, WeightedGraderConfig
+from megatron_dapo.reward.pool import RewardPool
+from megatron_dapo.types import Grade, Prompt, Sample
+
+
+class Graders(Protocol):
+    """What grades the responses of a run."""
+
+    @property
+    def decodes_tokens(self) -> bool:
+        """Whether `grade_tokens` works; otherwise the caller decodes and calls `grade`."""
+        ...
+
+    async def grade(self, prompt: Prompt, sample: Sample) -> Grade: ...
+    async def grade_tokens(self, prompt: Prompt, sample: Sample) -> Grade: ...
+    def metrics(self) -> dict[str, float]: ...
+    async def __aenter__(self) -> Self: ...
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+def open_graders(config: RewardConfig, tokenizer: str = "") -> Graders:
+    """`async with open_graders(config) as graders: …`. `tokenizer`: as for RewardPool."""
+    if not config.graders:
+        return _single(config, "reward", tokenizer)
+    return CombinedGraders(
+        [
+            Weighted(one.label, one.weight, _single(_settings(config, one), f"reward.graders[{i}]", tokenizer))
+            for i, one in enumerate(config.graders)
+        ]
+    )
+
+
+def _settings(config: RewardConfig, one: WeightedGraderConfig) -> RewardConfig:
+    own = {"grader": one.grader, "http": one.http, "judge": one.judge, "graders": []}
+    return config.model_copy(update=own)
+
+
+def _single(config: RewardConfig, key: str, tokenizer: str) -> Graders:
+    # Imported here: grading processes import this package, and need no HTTP client.
+    if config.grader == "http":
+        from megatron_dapo.reward.http_reward import HttpReward
+
+        return HttpReward(config, f"{key}.http")
+    if config.grader == "judge":
+        from megatron_dapo.reward.judge import Judge
+
+        return Judge(config, f"{key}.judge")
+    return RewardPool(config, tokenizer)
+
+
+@dataclass(slots=True, frozen=True)
+class Weighted:
+    name: str
+    weight: float
+    grader: Graders
+
+
+class CombinedGraders:
+    def __init__(self, members: list[Weighted]) -> None:
+        self._members = members
+        self._stack = AsyncExitStack()
+        self._counts: Counter[str] = Counter()
+        self.decodes_tokens = all(member.grader.decodes_tokens for member in members)
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            for member in self._members:
+                await stack.enter_async_context(member.grader)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    async def grade(self, prompt: Prompt, sample: Sample) -> Grade:
+        return self._combine(await asyncio.gather(*(m.grader.grade(prompt, sample) for m in self._members)))
+
+    async def grade_tokens(self, prompt: Prompt, sample: Sample) -> Grade:
+        return self._combine(await asyncio.gather(*(m.grader.grade_tokens(prompt, sample) for m in self._members)))
+
+    def metrics(self) -> dict[str, float]:
+        """The counts of all graders; graded, ungraded and correct are those of the combined grade."""
+        total: Counter[str] = Counter()
+        for member in self._members:
+            total.update(member.grader.metrics())
+        own = {f"reward/{name}": float(self._counts[name]) for name in ("graded", "ungraded", "correct")}
+        return {**total, **own}
+
+    def _combine(self, grades: list[Grade]) -> Grade:
+        grade = combine({m.name: (m.weight, g) for m, g in zip(self._members, grades, strict=True)})
+        self._counts["ungraded" if grade.ungraded else "graded"] += 1
+        self._counts["correct"] += grade.correct is True
+        return grade
+
+
+def combine(grades: dict[str, tuple[float, Grade]]) -> Grade:
+    """The combined grade of (weight, grade) by the grader's name; the first decides `correct`."""
+    parts = {name: None if grade.ungraded else grade.score for name, (_, grade) in grades.items()}
+    first = next(iter(grades.values()))[1]
+    missing = [name for name, (weight, grade) in grades.items() if grade.ungraded and (weight or grade is first)]
+    if missing:
+        why = "; ".join(f"{name}: {grades[name][1].reason}" for name in missing)
+        return Grade(None, 0.0, first.extracted, why, parts)
+    counted = [(weight, grade) for weight, grade in grades.values() if weight]
+    score = sum(weight * grade.score for weight, grade in counted)
+    turns = zip_longest(*([weight * reward for reward in grade.turns] for weight, grade in counted), fillvalue=0.0)
+    return Grade(first.correct, score, first.extracted, first.reason, parts, tuple(map(sum, turns)))
