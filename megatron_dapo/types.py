@@ -102,8 +102,8 @@ class Grade:
     @classmethod
     def from_state(cls, state: Sequence[Any]) -> Grade:
         """Also reads states without `parts` and `turns`."""
-        correct, score, extracted, reason, parts, turns = (*state, *({}, ())[len(state) - 4 :])
-        return cls(correct, score, extracted, reason, dict(parts), tuple(turns))
+        parts, turns = state[4:] or ({}, ())
+        return cls(*state[:4], dict(parts), tuple(turns))
 
 
 @dataclass(slots=True, frozen=True)

@@ -104,7 +104,7 @@ def test_a_passing_failure_is_retried(status):
 FAILURES = {
     "refused": (lambda request, body: reply({"detail": "no"}, 422), "http-status"),
     "always 503": (lambda request, body: reply({}, 503), "http-status"),
-    "a redirect": (lambda request, body: web.Response(status=307, headers={"Location": "http://x.test/"}), "http-status"),
+    "a redirect": (lambda request, body: web.Response(status=307, headers={"Location": "http://x/"}), "http-status"),
     "no JSON": (lambda request, body: web.Response(text="<html>hello</html>"), "http-unusable-reply"),
     "NaN": (lambda request, body: web.Response(text='{"grades": [NaN, NaN]}'), "http-unusable-reply"),
     "infinity": (lambda request, body: web.Response(text='{"grades": [1e999, 1e999]}'), "http-unusable-reply"),
