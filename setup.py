@@ -2,7 +2,7 @@
 `megatron-dapo quickstart` works without a checkout."""
 
 from pathlib import Path
-from shutil import copytree, ignore_patterns
+from shutil import copytree, ignore_patterns, rmtree
 
 from setuptools import setup
 from setuptools.command.build_py import build_py
@@ -10,6 +10,8 @@ from setuptools.command.build_py import build_py
 
 class BuildWithExamples(build_py):
     def run(self) -> None:
+        if not self.editable_mode:
+            rmtree(self.build_lib, ignore_errors=True)  # else modules that no longer exist would get into the wheel
         super().run()
         if not self.editable_mode:
             target = Path(self.build_lib, "megatron_dapo", "_examples")

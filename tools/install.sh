@@ -24,6 +24,12 @@ fi
 [ -x "$venv/bin/python" ] || python3 -m venv "$venv"
 install() { "$venv/bin/python" -m pip install --disable-pip-version-check --constraint "$constraints" "$@"; }
 
+# The wheel is built outside of the checkout, which may be read-only and stays clean.
+work="$(mktemp -d)"
+trap 'rm -rf "$work"' EXIT
+printf '[build]\nbuild_base=%s/build\n' "$work" > "$work/setup.cfg"
+export DIST_EXTRA_CONFIG="$work/setup.cfg"
+
 # torch first: the extensions of Transformer Engine are built against it.
 install "$(grep '^torch==' "$constraints")" "setuptools>=77" wheel
 if [ "$lock" = cuda13 ]; then

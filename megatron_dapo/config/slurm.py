@@ -14,6 +14,12 @@ from megatron_dapo.config.base import PathText, Section
 # What sbatch --time takes: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]].
 TIME = re.compile(r"(\d+-\d{1,2}(:\d{1,2}){0,2}|\d+(:\d{1,2}){0,2})|UNLIMITED|INFINITE", re.IGNORECASE)
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# Variables that the batch script, or the script of a pod, assigns: a value from `environment` would be lost.
+SCRIPT_VARIABLES = frozenset(
+    "ASKED ATTEMPT CODE CONTAINER DEADLINE ENGINES GROUP IFS JOB_BEFORE LEFT LOCAL_RANK LOGS MASTER_ADDR MASTER_PORT "
+    "NODES PIDS PROBES RANK RESTARTS ROUTER RUN SLOW SLURM_EXPORT_ENV SPARE TRAINER TRAINERS URLS USED WORLD_SIZE "
+    "began file index line local name node option pid saved start text used".split()
+)
 CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -159,6 +165,7 @@ class SlurmConfig(Section):
         for name in value:
             if not NAME.fullmatch(name):
                 raise ValueError(f"{name!r} is not the name of an environment variable")
+            check_not_ours(name)
         return value
 
     @field_validator("webhook_env", mode="after")
@@ -166,6 +173,7 @@ class SlurmConfig(Section):
     def _webhook(cls, value: str | None) -> str | None:
         if value is not None and not NAME.fullmatch(value):
             raise ValueError(f"{value!r} is not the name of an environment variable; put the URL itself into one")
+        check_not_ours(value or "")
         return value
 
     @model_validator(mode="after")
@@ -210,6 +218,11 @@ class SlurmConfig(Section):
     @property
     def ranks(self) -> int:
         return self.trainer_nodes * self.ranks_per_node
+
+
+def check_not_ours(name: str) -> None:
+    if name in SCRIPT_VARIABLES or re.fullmatch(r"GROUP_\d", name):
+        raise ValueError(f"{name} is a variable of the batch script: use another name")
 
 
 def _texts(value: Any) -> list[str]:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_dapo.config import Config, ConfigError, ModelShape
+from megatron_dapo.config.slurm import check_not_ours
 from megatron_dapo.errors import UserError
 from megatron_dapo.launch.local import check_run
 from megatron_dapo.launch.slurm_script import Job, seconds_of
@@ -67,6 +68,10 @@ def _check_environment_file(config: Config) -> None:
     for number, line in enumerate(path.read_text().splitlines(), 1):
         if line.strip() and not line.startswith("#") and not re.match(r"[A-Za-z_][A-Za-z0-9_]*=", line):
             raise ConfigError(f"slurm.environment_file: line {number} of {path} is not NAME=value")
+        try:
+            check_not_ours(line.partition("=")[0])
+        except ValueError as error:
+            raise ConfigError(f"slurm.environment_file: line {number} of {path}: {error}") from None
 
 
 def _check_time(config: Config) -> None:

@@ -38,6 +38,7 @@ from megatron_dapo.types import Grade, Prompt, Sample, StepBatch
 
 T = TypeVar("T")
 CLOSE_SECONDS = 120.0
+CANCEL_SECONDS = 10.0
 SETTLE_SECONDS = 300.0
 PULSE_SECONDS = 1.0
 
@@ -57,7 +58,7 @@ class RolloutDriver:
         self.progress = 0
         self._responses = ResponseGrader(tokenizer)
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True)
+        self._thread = threading.Thread(target=self._run_loop, name="rollouts", daemon=True)
         self._idle = asyncio.Event()
         self._idle.set()
         self._running = 0  # operations
@@ -106,14 +107,22 @@ class RolloutDriver:
         """Ends what was started here, and nothing else. Never raises: a run that ends has its own outcome."""
         if not self._thread.is_alive():
             return
+        closed = asyncio.run_coroutine_threadsafe(self._close(), self._loop)
+        closed.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._loop.stop))
         try:
-            asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(CLOSE_SECONDS)
-        except TimeoutError:
-            _say(f"waited {CLOSE_SECONDS:g} s for the engines and graders to close; leaving them")
+            closed.result(CLOSE_SECONDS)
+        except TimeoutError:  # the thread is a daemon; if it comes back, it still closes everything
+            return _say(f"waited {CLOSE_SECONDS:g} s for the engines and graders to close; leaving them")
         except Exception as error:
             _say(f"the engines and graders did not close cleanly: {type(error).__name__}: {error}")
-        self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CLOSE_SECONDS)
+
+    def _run_loop(self) -> None:
+        self._loop.run_forever()
+        if left := asyncio.all_tasks(self._loop):  # a run that failed leaves operations
+            for task in left:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.wait(left, timeout=CANCEL_SECONDS))
 
     def close_engines(self) -> Future[None]:
         """Ends the servers, and with them their GPU memory, before the rest."""

@@ -12,9 +12,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_dapo.config import ConfigError, parse_config
+from megatron_dapo.config.slurm import SCRIPT_VARIABLES
 from megatron_dapo.launch.shell_text import Shell, quote, variable
 from megatron_dapo.launch.slurm_checks import check_submission
-from megatron_dapo.launch.slurm_script import Job, render
+from megatron_dapo.launch.slurm_script import TEMPLATES, Job, render
 
 RAW = {
     "policy": {"model": "MODEL", "micro_batch_tokens": 32768},
@@ -135,6 +136,22 @@ def test_a_name_of_a_variable_is_a_name(key, name):
     raw["rollout"]["servers"][key] = name
     with pytest.raises(ConfigError, match="environment variable"):
         render(Job(parse_config(raw), Path("/runs/x"), Path("/project")))
+
+
+def test_the_variables_of_the_script_are_not_the_users():
+    """Every name that a template assigns is refused in slurm.environment, where the script would overwrite it."""
+    text = "\n".join(re.sub(r"{[#%].*?[#%]}", "", path.read_text(), flags=re.S) for path in TEMPLATES.glob("*.j2"))
+    text = re.sub(r"^\s*#.*|  #.*", "", text, flags=re.M)
+    lists = re.findall(r"\b(?:read -r|mapfile -t|printf -v|for|local|declare -A) ([\w ]+)", text)
+    words = [word for words in lists for word in re.split(r"\bin\b", words)[0].split()]
+    assigned = set(re.findall(r"(?:^|(?<=[\s;\"'(]))([A-Za-z_]\w*)\+?=(?![=~])", text, flags=re.M)) | {*words}
+    assigned -= {"CUDA_DEVICE_MAX_CONNECTIONS", "GROUP_"}  # keeps the value that it has; GROUP_0, GROUP_1
+    assert {"RUN", "NODES", "ENGINES", "MASTER_ADDR", "RANK", "node", "index"} <= assigned
+    assert assigned == SCRIPT_VARIABLES
+    for name in ("ENGINES", "GROUP_0"):
+        for change in ({"environment": {name: "1"}}, {"webhook_env": name}):
+            with pytest.raises(ConfigError, match=f"{name} is a variable of the batch script: use another name"):
+                parse_config(RAW | {"slurm": RAW["slurm"] | change})
 
 
 def test_the_name_of_the_job_stays_inside_the_text_of_the_webhook(tmp_path):

@@ -281,6 +281,9 @@ def test_secrets_are_in_a_file_that_only_its_owner_reads(raw, tmp_path):
     path.chmod(0o600)
     with pytest.raises(ConfigError, match=r"line 2 of .* is not NAME=value"):
         check_job(job_of(raw))
+    path.write_text("A=1\nNODES=2\n")
+    with pytest.raises(ConfigError, match=r"line 2 of .*: NODES is a variable of the batch script"):
+        check_job(job_of(raw))
     path.write_text("A=1\n\n# no value\nB=2\n")
     check_job(job_of(raw))
 

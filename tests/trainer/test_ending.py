@@ -1,5 +1,6 @@
 """A run that must end while its weights are consistent saves first, on all ranks, and says how to continue."""
 
+import gc
 import re
 import signal
 import time
@@ -165,7 +166,7 @@ def test_blocked_rollout_thread_is_found(point, straight, tmp_path, capfd):
     assert "test_ending.py" in stacks  # where the rollout thread sleeps
 
 
-def test_closing_a_blocked_rollout_thread_has_a_time_limit(straight, tmp_path, capfd, monkeypatch):
+def test_closing_a_blocked_rollout_thread_has_a_time_limit(straight, tmp_path, capfd, caplog, monkeypatch):
     parsed = parse_config(config(straight[0], tmp_path))
     driver = rollout_driver.RolloutDriver(parsed)
     driver.start().result(60)
@@ -173,4 +174,7 @@ def test_closing_a_blocked_rollout_thread_has_a_time_limit(straight, tmp_path, c
     driver._loop.call_soon_threadsafe(time.sleep, 3)
     driver.close()
     assert "waited 0.5 s for the engines and graders to close" in capfd.readouterr().err
-    driver._thread.join()
+    driver._thread.join()  # it came back, and closed everything
+    del driver
+    gc.collect()
+    assert "Task was destroyed" not in caplog.text
