@@ -15,11 +15,12 @@ from megatron_dapo.config.base import PathText, Section
 TIME = re.compile(r"(\d+-\d{1,2}(:\d{1,2}){0,2}|\d+(:\d{1,2}){0,2})|UNLIMITED|INFINITE", re.IGNORECASE)
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # Variables that the batch script, or the script of a pod, assigns: a value from `environment` would be lost.
-SCRIPT_VARIABLES = frozenset(
-    "ASKED ATTEMPT CODE CONTAINER DEADLINE ENGINES GROUP IFS JOB_BEFORE LEFT LOCAL_RANK LOGS MASTER_ADDR MASTER_PORT "
-    "NODES PIDS PROBES RANK RESTARTS ROUTER RUN SLOW SLURM_EXPORT_ENV SPARE TRAINER TRAINERS URLS USED WORLD_SIZE "
-    "began file index line local name node option pid saved start text used".split()
-)
+ASSIGNED = """
+ASKED ATTEMPT CODE CONTAINER DEADLINE ENGINES GROUP IFS JOB_BEFORE LEFT LOCAL_RANK LOGS MASTER_ADDR MASTER_PORT NODES
+PIDS PROBES RANK RESTARTS ROUTER RUN SLOW SLURM_EXPORT_ENV SPARE TRAINER TRAINERS URLS USED WORLD_SIZE
+began file index line local name node option pid saved start text used
+"""
+SCRIPT_VARIABLES = frozenset(ASSIGNED.split())
 CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 

@@ -30,7 +30,8 @@ class DoctorError(UserError):
 def probes(config: Config, named: bool) -> list[Probe]:
     """All checks for this configuration; `named` says whether the user gave one (defaults name no model)."""
     run_dir = Path(config.trainer.run_dir)
-    parameters = _parameters(config)
+    shape = _shape(config)
+    parameters = count_parameters(shape).total if shape else 0
     size = 2 * parameters if config.rollout.weights.transport == "disk" or config.rollout.weights.keep_snapshot else 0
     servers = config.rollout.servers
     found = [
@@ -55,17 +56,19 @@ def probes(config: Config, named: bool) -> list[Probe]:
         found.append(Probe("weights", partial(storage.weights_directory, Path(config.rollout.weights.directory), size)))
         if named:
             found.append(Probe("sglang", partial(environment.serving_python, servers), 160))
+    if shape and shape.linear:
+        found.append(Probe("delta rule", gpu.delta_rule, 130))
     if config.policy.model:
         found.append(Probe("model", partial(environment.model_directory, Path(config.policy.model)), 120))
     return found
 
 
-def _parameters(config: Config) -> int:
-    """0 when no model is named or it cannot be read; the `model` check reports that."""
+def _shape(config: Config) -> ModelShape | None:
+    """None when no model is named or it cannot be read; the `model` check reports that."""
     try:
-        return count_parameters(ModelShape.from_dir(config.policy.model)).total if config.policy.model else 0
+        return ModelShape.from_dir(config.policy.model) if config.policy.model else None
     except (ConfigError, OSError):
-        return 0
+        return None
 
 
 def run(

@@ -69,6 +69,12 @@ from megatron_dapo.policy.model.gpt import has_transformer_engine
 fusion = fusion_provider(has_transformer_engine())
 print(json.dumps({"cuda": not cpu.needed(), "fusion": fusion, "adam": adam_provider()}))
 """
+DELTA_RULE_PROBE = """
+import importlib.metadata, json, torch
+from megatron_dapo.policy.model.delta_rule import has_fla
+version = importlib.metadata.version("flash-linear-attention") if has_fla() else ""
+print(json.dumps({"cuda": torch.cuda.is_available(), "version": version}))
+"""
 
 
 def gpu(run: CommandRunner = run_command) -> Check:
@@ -154,6 +160,22 @@ def kernels(run: CommandRunner = run_command, environment: Mapping[str, str] | N
         return Check("kernels", "ok", f"gradient accumulation fused by {seen['fusion']}, {adam}")
     return Check("kernels", "warn", f"gradient accumulation is not fused, {adam}", "pip install --no-build-isolation "
                  "'transformer-engine[pytorch]', or NVIDIA's apex with CUDA extensions (not PyPI's apex)")  # fmt: skip
+
+
+def delta_rule(run: CommandRunner = run_command) -> Check:
+    """The kernels of gated DeltaNet layers, for a model that has them."""
+    remedy = "pip install flash-linear-attention"
+    result = run([sys.executable, "-c", DELTA_RULE_PROBE], 120, None)
+    if result.code != 0:
+        found = f"flash-linear-attention does not import: {last_line(result.err)}"
+        return Check("delta rule", "fail", found, f"{remedy}, for this torch and triton; or uninstall it")
+    seen = json.loads(last_line(result.out))
+    if not seen["cuda"]:
+        return Check("delta rule", "ok", "no GPU: gated DeltaNet layers run in torch")
+    if not seen["version"]:
+        found = "no flash-linear-attention: the gated DeltaNet layers of this model run in torch, which is slower"
+        return Check("delta rule", "warn", found, remedy)
+    return Check("delta rule", "ok", f"flash-linear-attention {seen['version']}")
 
 
 def judge_attention(result: CommandResult, environment: Mapping[str, str]) -> Check:
