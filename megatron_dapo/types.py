@@ -103,7 +103,8 @@ class Grade:
     def from_state(cls, state: Sequence[Any]) -> Grade:
         """Also reads states without `parts` and `turns`."""
         parts, turns = state[4:] or ({}, ())
-        return cls(*state[:4], dict(parts), tuple(turns))
+        correct, score, extracted, reason = state[:4]
+        return cls(correct, score, extracted, reason, dict(parts), tuple(turns))
 
 
 @dataclass(slots=True, frozen=True)

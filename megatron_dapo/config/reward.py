@@ -127,13 +127,13 @@ class RewardConfig(Section):
         "exact: the same text. http: a server of yours. judge: a model behind an OpenAI-compatible server. "
         "python:module.function: your own.",
     )
+    http: HttpRewardConfig = HttpRewardConfig()
+    judge: JudgeConfig = JudgeConfig()
     graders: list[WeightedGraderConfig] = Field(
         default_factory=list,
         description="Several graders instead of `grader`: the score is the weighted sum of theirs, and the first one "
         "decides what is correct. A response that one of them with a weight cannot grade is ungraded.",
     )
-    http: HttpRewardConfig = HttpRewardConfig()
-    judge: JudgeConfig = JudgeConfig()
     scores: Literal["plus-minus-one", "zero-one"] = Field(
         "plus-minus-one", description="Scores of correct and wrong responses: +1/−1, or 1/0."
     )

@@ -14,6 +14,7 @@ from megatron_dapo.cli import build_parser
 from megatron_dapo.config import Config
 from megatron_dapo.config.load import known_keys
 from megatron_dapo.config.other_names import KNOWN_ELSEWHERE, our_name
+from megatron_dapo.config.reward import RemoteConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 HIDDEN = re.compile(r"/(\.|runs/|build/|dist/)")
@@ -140,7 +141,9 @@ def test_configuration_reference_is_up_to_date():
 
 def test_configuration_reference_has_every_key():
     text = (ROOT / "docs" / "configuration.md").read_text()
-    repeated = {key for key in KEYS if key.startswith("evaluate.data.")}
+    listed_above = ("evaluate.data.", "reward.graders.http.", "reward.graders.judge.")
+    repeated = {key for key in KEYS if key.startswith(listed_above)}
+    repeated |= {f"reward.judge.{name}" for name in RemoteConfig.model_fields}  # listed under reward.http
     for key in KEYS - repeated:
         assert f"| `{key}` |" in text or f"# {key}\n" in text, key
 
