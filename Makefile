@@ -15,6 +15,8 @@ LOCK   ?= $(if $(findstring ==,$(TORCH)),-c megatron_dapo/locks/cpu.txt)
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export ALL_CASES
+# Hundreds of processes would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup quickstart check test lint types clean sglang-cpu
 

@@ -1,8 +1,11 @@
 """Options of the test run; real SGLang servers, one per installed version, started together and shared by the whole
 session; and the directory in which the commands of the documentation are given."""
 
-import asyncio
 import gc
+
+gc.disable()  # until the tests are collected: a search for garbage visits everything imported so far and finds nothing
+
+import asyncio
 import os
 import random
 import signal
@@ -49,6 +52,7 @@ def pytest_collection_finish() -> None:
     """The imported modules are never searched for garbage again: not here, nor in a forked rank, where a search would
     also copy the memory that it shares with this process."""
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

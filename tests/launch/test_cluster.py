@@ -246,7 +246,7 @@ def lost_engine(cluster, folder):
         },
     )  # fmt: skip
     run.until(lambda: run.steps() >= 3, 3 * START, "three steps")
-    serves = rf"{re.escape(str(python[-1]))} \S+run_with_keys.py sglang.launch_server"
+    serves = rf"{re.escape(str(python[-1]))} \S+run_with_keys.py cpu_launch_server"
     engine = next(p.pid for p in run.processes() if re.match(serves, p.command))
     family = {engine, *descendants(engine)}
     began, before = time.monotonic(), run.steps()

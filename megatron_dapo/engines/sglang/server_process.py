@@ -26,6 +26,7 @@ from megatron_dapo.engines.sglang.keys import Keys, command_with_keys, key_varia
 
 LOG_TAIL, LINE_LENGTH = 25, 300  # lines of a server's log that an error quotes, and the characters of each
 CPU_STUBS = Path(__file__).parent / "cpu_stubs"
+CPU_LAUNCHER = "cpu_launch_server"  # a module in that folder
 IN_SERVER = Path(__file__).parent / "in_server"
 DELTA_LOADER = "megatron_dapo_delta.install"  # a function of a module in that folder
 GUARD = Path(__file__).parent / "guard.py"
@@ -41,8 +42,9 @@ def sglang_command(
 ) -> tuple[list[str], dict[str, str]]:
     """The keys are not part of it: the environment of the process must hold the variables of `key_variables`."""
     python, has_package = config.python or sys.executable, not config.python if has_package is None else has_package
+    launcher = CPU_LAUNCHER if config.device == "cpu" else "sglang.launch_server"
     command = [
-        *command_with_keys(python, "sglang.launch_server", key_variables(config), has_package=has_package),
+        *command_with_keys(python, launcher, key_variables(config), has_package=has_package),
         "--model-path", model, "--host", config.host, "--port", str(port), "--tp-size", str(config.tensor_parallel),
         "--dtype", config.dtype, *(["--enable-return-routed-experts"] if config.routed_experts else []),
     ]  # fmt: skip
