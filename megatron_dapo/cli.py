@@ -249,14 +249,14 @@ def _add_plan(sub: Commands) -> None:
         "layouts are fastest, and what to change when it does not fit. Needs no GPU.",
         "examples:\n  megatron-dapo plan run.yaml --gpu h100 --gpus 128\n"
         "  megatron-dapo plan run.yaml --gpu h200 --gpus 96 --engine-gpus 32 --set policy.tensor_parallel=4\n"
-        "  megatron-dapo plan --model Qwen/Qwen2.5-32B --gpus 128   # no layout given: the fastest that fits\n"
-        "  megatron-dapo plan --published                           # predictions beside published runs\n\n"
+        "  megatron-dapo plan --model Qwen2.5-32B --gpus 128   # no layout given: the fastest that fits\n"
+        "  megatron-dapo plan --published                      # predictions beside published runs\n\n"
         "exit codes: 0 fits, 1 does not fit, 2 wrong input",
     )  # fmt: skip
     parser.add_argument("config", metavar="CONFIG", nargs="?", help="YAML file (omitted: defaults, best layout)")
     add_settings(parser)
-    parser.add_argument("--model", metavar="DIR", help="directory with config.json, or name on the hub "
-                        "(policy.model)")  # fmt: skip
+    parser.add_argument("--model", metavar="MODEL", help="directory with config.json, name on the hub, or a published "
+                        "Qwen (policy.model)")  # fmt: skip
     _add_workload(parser)
     parser.add_argument("--gpu-memory", type=at_least(1, float), metavar="GIB", help="instead of the GPU's own")
     parser.add_argument("--compare", action="store_true", help="compare colocated engines and every split of the GPUs, "

@@ -6,7 +6,8 @@
 - `timing.py`: seconds of the trainer's phases; `sync.py`: of a weight update; `step.py`: all phases of a step.
 - `engine.py`: memory of the engines; `decoding.py`: time of a decoding step; `server_model.py`, `fleet_model.py`:
   engines as a queueing model; `generation.py`: dynamic sampling on it; `lengths.py`: response lengths.
-- `hardware.py`: data sheets of GPUs; `workload.py`: samples and lengths of one step.
+- `hardware.py`: data sheets of GPUs; `workload.py`: samples and lengths of one step; `known_models.py`: shapes of
+  published Qwens by name.
 - `assumptions.py`: the constants, with their sources; `assumption_lines.py`: the same as text.
 - `modes.py`: colocated engines and splits of the GPUs compared; `published.py`: published runs beside predictions.
 """

@@ -10,10 +10,11 @@ from typing import Any
 
 from rich.console import Console
 
-from megatron_dapo.config import Config, ModelShape, load_config
+from megatron_dapo.config import Config, ConfigError, ModelShape, load_config
 from megatron_dapo.config.hub import local_model
 from megatron_dapo.planner.activations import Layers
 from megatron_dapo.planner.hardware import Cluster, PlanError, find_gpu
+from megatron_dapo.planner.known_models import known_shape
 from megatron_dapo.planner.modes import Mode, compare_modes
 from megatron_dapo.planner.plan import make_plan
 from megatron_dapo.planner.published import compare_all
@@ -90,11 +91,20 @@ def console_for(stream: Any) -> Console:
 def model_shape(config: Config) -> ModelShape:
     name = config.policy.model
     if not name:
-        raise PlanError("no model is named: set policy.model in the configuration, or give --model DIR")
-    name = local_model(name, weights=False)
-    if not Path(name).is_dir():
+        raise PlanError("no model is named: set policy.model, or give for example --model Qwen2.5-32B")
+    try:
+        directory = local_model(name, weights=False)
+        found = Path(directory).is_dir()
+    except ConfigError:  # not in the cache, and the hub cannot be reached or does not have it
+        found = False
+        if known_shape(name) is None:
+            raise
+    if found:
+        return ModelShape.from_dir(directory)
+    if (shape := known_shape(name)) is None:
         raise PlanError(
             f"policy.model: {name} is not a directory; plan needs a directory with the model's config.json "
-            "(the weights are not read) or a name on the hub, for example --model Qwen/Qwen2.5-32B"
+            "(the weights are not read), a name on the hub, or a published Qwen, for example --model Qwen2.5-32B"
         )
-    return ModelShape.from_dir(name)
+    print(f"{name} is not here: the published config.json of that model is used", file=sys.stderr)
+    return shape
