@@ -29,7 +29,7 @@ from megatron_dapo.engines.protocol import SamplingParams
 from megatron_dapo.policy.batch import TrainBatch
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.policy.runtime import initialize, shutdown
-from megatron_dapo.rollout.group_runner import append_completion
+from megatron_dapo.rollout.completion import append_completion
 from megatron_dapo.types import FinishReason, Sample, as_logprobs, as_tokens
 
 SIZES = {

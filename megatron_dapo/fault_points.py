@@ -25,6 +25,7 @@ POINTS = {
     "loop/before_sync": "the step is recorded, and saved where that is due; no weight has been sent",
     "rollouts/before_collect": "in the rollout thread: sampling of a batch has not begun",
     "rollouts/before_grade": "in the rollout thread: a response is generated and not graded",
+    "rollouts/after_turn": "in the rollout thread: a turn of a conversation is generated; its function waits",
     "rollouts/sampling": "in the rollout thread: a sample of a batch is graded, or a group decided",
     "sync/before_bucket": "the engines wait for weights; the next bucket is not produced",
     "sync/before_serve": "the engines have all weights and do not serve them; a colocated trainer holds none",

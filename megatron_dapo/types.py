@@ -23,6 +23,7 @@ Tokens = NDArray[np.int32]
 LogProbs = NDArray[np.float32]
 # [tokens, layers · experts per token]: 1 + the expert that computed the token, 0 where it is not known.
 RoutedExperts = NDArray[np.uint8] | NDArray[np.uint16]
+ASSISTANT = "assistant"  # role of the turns that the policy generates
 
 
 def as_tokens(ids: Iterable[int] | NDArray[Any]) -> Tokens:
@@ -116,9 +117,30 @@ class WeightSpan:
     end: int
 
 
+@dataclass(slots=True, frozen=True)
+class TurnSpan:
+    """Response tokens [start, end) are one turn: generated (role `assistant`), or appended by a rollout function."""
+
+    role: str
+    start: int
+    end: int
+    seconds: float = 0.0  # generating it; of an appended turn, what the rollout function needed to produce it
+    finish_reason: str = ""  # of a generated turn
+    reward: float | None = None  # given by the environment for this turn
+
+    @property
+    def generated(self) -> bool:
+        return self.role == ASSISTANT
+
+
 @dataclass(slots=True)
 class Sample:
-    """One response. `response_tokens` and `engine_logprobs` always have the same length."""
+    """One response. `response_tokens` and `engine_logprobs` always have the same length.
+
+    A response of several turns also has tokens that the policy has not generated. `trained` is False for them, their
+    log-prob is 0, and no loss, count or metric includes them. `index` numbers the rollouts of a group. A rollout whose
+    history was rewritten has several samples; `part` numbers them, and all have the rollout's grade.
+    """
 
     prompt_id: str
     index: int
@@ -131,12 +153,20 @@ class Sample:
     text: str = ""
     grade: Grade | None = None
     routed_experts: RoutedExperts | None = None  # of prompt and response; rows may be missing at the end
+    trained: NDArray[np.bool_] | None = None  # [response tokens]; None: all of them
+    turns: list[TurnSpan] = field(default_factory=list)  # empty: the response is one generated turn
+    part: int = 0
 
     def __post_init__(self) -> None:
         if len(self.response_tokens) != len(self.engine_logprobs):
             raise ValueError(
                 f"sample {self.prompt_id}#{self.index}: {len(self.response_tokens)} response tokens but "
                 f"{len(self.engine_logprobs)} log-probs; the engine must return one log-prob per token"
+            )
+        if self.trained is not None and len(self.trained) != len(self.response_tokens):
+            raise ValueError(
+                f"sample {self.prompt_id}#{self.index}: {len(self.response_tokens)} response tokens but "
+                f"{len(self.trained)} entries of `trained`"
             )
 
     @property
@@ -146,6 +176,27 @@ class Sample:
     @property
     def length(self) -> int:
         return len(self.response_tokens)
+
+    @property
+    def rollout(self) -> int:
+        """The number of its rollout in the group."""
+        return self.index
+
+    @property
+    def trained_tokens(self) -> int:
+        """Response tokens that the policy generated."""
+        return self.length if self.trained is None else int(np.count_nonzero(self.trained))
+
+    @property
+    def trained_mask(self) -> NDArray[np.bool_]:
+        """[response tokens]"""
+        return np.ones(self.length, np.bool_) if self.trained is None else self.trained
+
+    @property
+    def final_tokens(self) -> Tokens:
+        """What a grader reads: the last generated turn, or the whole response if it is a single one."""
+        last = next((turn for turn in reversed(self.turns) if turn.generated), None)
+        return self.response_tokens if last is None else self.response_tokens[last.start : last.end]
 
     @property
     def oldest_version(self) -> int:
@@ -161,6 +212,8 @@ class Sample:
             "seed": self.seed, "text": self.text,
             "grade": None if self.grade is None else self.grade.to_state(),
             "routed_experts": self.routed_experts,
+            "trained": self.trained, "part": self.part,
+            "turns": [[t.role, t.start, t.end, t.seconds, t.finish_reason, t.reward] for t in self.turns],
         }  # fmt: skip
 
     @classmethod
@@ -175,6 +228,8 @@ class Sample:
                 "weight_spans": [WeightSpan(*span) for span in state["weight_spans"]],
                 "grade": None if state["grade"] is None else Grade.from_state(state["grade"]),
                 "routed_experts": _read_experts(state.get("routed_experts")),
+                "trained": None if state.get("trained") is None else np.asarray(state["trained"], np.bool_),
+                "turns": [TurnSpan(*turn) for turn in state.get("turns", ())],
             }
         )
 
@@ -196,15 +251,31 @@ def _read_logprobs(values: LogProbs | list[float | str]) -> LogProbs:
 
 @dataclass(slots=True)
 class Group:
-    """All samples of one prompt. Filtering and the normalisation of advantages work on whole groups."""
+    """All samples of one prompt. Filtering and the normalisation of advantages work on whole groups, and in them on
+    rollouts: several samples of one rollout have one grade, which counts once."""
 
     prompt: Prompt
-    samples: list[Sample]
+    samples: list[Sample]  # the samples of one rollout follow each other
+
+    @property
+    def rollouts(self) -> list[list[Sample]]:
+        """The samples of each rollout, in order."""
+        found: list[list[Sample]] = []
+        for sample in self.samples:
+            if sample.part == 0:
+                found.append([])
+            found[-1].append(sample)
+        return found
+
+    @property
+    def grades(self) -> list[Grade]:
+        """The grade of every rollout that was graded, ungraded verdicts excepted, in order."""
+        return [s.grade for s in self.samples if s.part == 0 and s.grade is not None and s.grade.correct is not None]
 
     @property
     def accuracies(self) -> list[bool]:
-        """Correctness of every graded sample, in order."""
-        return [s.grade.correct for s in self.samples if s.grade is not None and s.grade.correct is not None]
+        """Correctness of every graded rollout, in order."""
+        return [bool(grade.correct) for grade in self.grades]
 
     @property
     def oldest_version(self) -> int:

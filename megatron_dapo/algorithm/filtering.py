@@ -74,14 +74,14 @@ FILTERS: dict[str, GroupFilter] = {
 
 
 def give_up_after(samples: int) -> EarlyRejection:
-    """Rejects a group whose first `samples` samples are all correct or all wrong.
+    """Rejects a group whose first `samples` rollouts are all correct or all wrong.
 
     The first by index, not the first to finish: those would be the short ones. A group with an ungraded sample among
     them is not rejected early.
     """
 
     def reject_early(group: Group) -> str | None:
-        grades = [sample.grade for sample in group.samples[:samples]]
+        grades = [sample.grade for sample in group.samples if sample.part == 0][:samples]
         verdicts = [grade.correct for grade in grades if grade is not None and grade.correct is not None]
         if len(verdicts) < samples:
             return None
@@ -138,8 +138,8 @@ class _UserFilter:
 
 
 def _scores(group: Group) -> list[float]:
-    """Raw scores of the graded samples, without penalties."""
-    scores = [s.grade.score for s in group.samples if s.grade is not None and not s.grade.ungraded]
+    """Raw scores of the graded rollouts, without penalties."""
+    scores = [grade.score for grade in group.grades]
     if not all(math.isfinite(score) for score in scores):
         raise UserError(
             f"prompt {group.prompt.id!r}: expected finite scores, found {scores}; a grader that cannot decide must "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -240,7 +240,10 @@ class RolloutConfig(Section):
         2048, gt=0, description="Longest prompt, in tokens; data.too_long decides about longer ones."
     )
     max_response_tokens: int = Field(
-        20480, gt=0, description="Longest response, in tokens; one that reaches it ends there and counts as truncated."
+        20480,
+        gt=0,
+        description="Longest response, in tokens; one that reaches it ends there and counts as truncated. In "
+        "a conversation: everything after the prompt.",
     )
     temperature: float = Field(
         1.0, gt=0, description="Divides the logits while sampling; unless it is 1, the engine's log-probs differ from "
@@ -267,6 +270,14 @@ class RolloutConfig(Section):
     )
     stop_token_ids: list[int] = Field(
         default_factory=list, description="Tokens that end a response, besides the model's own."
+    )
+    generate: str | None = Field(
+        None,
+        description="python:module.function: your own rollout, with several turns, tools or an environment "
+        "(docs/rollouts_of_your_own.md). null: a response is one generated turn.",
+    )
+    generate_settings: dict[str, Any] = Field(
+        default_factory=dict, description="Passed to the function of rollout.generate as its settings."
     )
     dynamic_sampling: bool = Field(True, description="Drop groups that group_filter rejects, and sample others.")
     group_filter: str = Field(

@@ -1,7 +1,8 @@
 """What an update trains on: a mini-batch of token sequences as flat numpy arrays.
 
 Per-sample arrays are [samples]. Response arrays are [responses]: the response tokens of all samples, concatenated.
-Masks are set before anything is counted: the `loss_mask` of a truncated or ungraded sample is False. `validate` refuses
+Masks are set before anything is counted: the `loss_mask` of a truncated or ungraded sample, and of every token that
+the policy has not generated, is False. `validate` refuses
 input that would later become a NaN, a wrong count or a hang.
 """
 
@@ -42,7 +43,8 @@ class TrainBatch:
     def from_samples(
         cls, samples: Sequence[Sample], advantages: Sequence[float] | Floats, active: Sequence[bool] | NDArray[np.bool_]
     ) -> TrainBatch:
-        """`active[i]` False masks sample i: it is ungraded, or truncated under overlong filtering."""
+        """`active[i]` False masks sample i: it is ungraded, or truncated under overlong filtering. Of the others, the
+        tokens that the policy has not generated are masked."""
         lengths = np.array([s.length for s in samples], dtype=np.int64)
         routed = [s.routed_experts for s in samples]
         return cls(
@@ -50,7 +52,7 @@ class TrainBatch:
             prompt_lengths=np.array([len(s.prompt_tokens) for s in samples], dtype=np.int64),
             response_lengths=lengths,
             advantages=np.asarray(advantages, dtype=np.float32),
-            loss_mask=np.repeat(np.asarray(active, dtype=np.bool_), lengths),
+            loss_mask=np.repeat(np.asarray(active, dtype=np.bool_), lengths) & trained_tokens(samples),
             engine_logprobs=_concat([s.engine_logprobs for s in samples], np.float32),
             routed_experts=routed if any(experts is not None for experts in routed) else None,
         )
@@ -142,6 +144,11 @@ class TrainBatch:
             else:
                 values[field.name] = None if value is None else _take(value, self.response_offsets, index)
         return TrainBatch(**values)
+
+
+def trained_tokens(samples: Sequence[Sample]) -> NDArray[np.bool_]:
+    """[responses]: the tokens that the policy generated."""
+    return _concat([sample.trained_mask for sample in samples], np.bool_)
 
 
 def _concat(parts: Sequence[NDArray[Any]], dtype: type) -> NDArray[Any]:

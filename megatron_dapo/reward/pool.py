@@ -83,9 +83,9 @@ class RewardPool:
         return self._count(quick or await self._grade_in_process(_Job(prompt, sample.text)))
 
     async def grade_tokens(self, prompt: Prompt, sample: Sample) -> Grade:
-        """The grade of the text that `sample.response_tokens` decode to."""
+        """The grade of the text that `sample.final_tokens` decode to."""
         self._check_open()
-        return self._count(await self._grade_in_process(_Job(prompt, "", sample.response_tokens)))
+        return self._count(await self._grade_in_process(_Job(prompt, "", sample.final_tokens)))
 
     def _check_open(self) -> None:
         if self._failure is not None:

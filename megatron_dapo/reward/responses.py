@@ -30,15 +30,23 @@ class ResponseGrader:
 
     async def grade(self, pool: Graders, prompt: Prompt, sample: Sample) -> Grade:
         """`pool` has `tokenizer_json`."""
-        if sample.length > SHORT and self.tokenizer_json:
+        tokens = sample.final_tokens
+        if len(tokens) > SHORT and self.tokenizer_json:
             if pool.decodes_tokens:
                 return await pool.grade_tokens(prompt, sample)
-            sample.text = await asyncio.to_thread(self.decode, sample.response_tokens)  # releases the GIL
+            sample.text = await asyncio.to_thread(self.decode, tokens)  # releases the GIL
         else:
-            sample.text = self.decode(sample.response_tokens)
+            sample.text = self.decode(tokens)
         return await pool.grade(prompt, sample)
 
     def add_texts(self, samples: Iterable[Sample]) -> None:
         """For samples that are shown to people."""
         for sample in samples:
-            sample.text = self.decode(sample.response_tokens)
+            sample.text = self.readable(sample)
+
+    def readable(self, sample: Sample) -> str:
+        """The response; the turns of a conversation under their roles."""
+        if not sample.turns:
+            return self.decode(sample.response_tokens)
+        turns = ((turn.role, self.decode(sample.response_tokens[turn.start : turn.end])) for turn in sample.turns)
+        return "\n".join(f"[{role}] {text}" for role, text in turns)

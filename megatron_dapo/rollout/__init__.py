@@ -9,6 +9,11 @@
     pending_group.py     PendingGroup and its states
     running_groups.py    RunningGroups: waits for the groups that are in flight, or aborts them
     group_runner.py      GroupRunner: generates and grades the samples of a group
+    generation.py        Generation: one response or turn, continued after aborts
+    completion.py        adds what an engine generated to a sample
+    functions.py         RolloutFunction: the user's function of `rollout.generate`
+    conversation.py      Conversation: what a rollout function generates and appends
+    chat_history.py      ChatHistory: what a chat template adds for new messages
     occupancy.py         Occupancy: how full the engine was during a step
     staleness.py         how old the tokens of a batch are, and the limit
     accounting.py        StepAccounting: every sample that enters a step leaves it exactly once

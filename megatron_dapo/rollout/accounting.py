@@ -41,7 +41,8 @@ class Progress:
 
 @dataclass(slots=True)
 class StepAccounting:
-    """Counts of one step: samples unless the name says groups or tokens."""
+    """Counts of one step: samples unless the name says groups or tokens. Several samples of one rollout count once.
+    Tokens are those that the policy generated."""
 
     submitted: int = 0
     carried_in: int = 0
@@ -58,6 +59,7 @@ class StepAccounting:
     wasted_tokens: int = 0
     graded: int = 0  # samples of complete groups that have a grade, trained or not
     correct: int = 0  # of those
+    restarted: int = 0  # interrupted rollouts whose function started again
     _lengths: dict[str, list[int]] = field(default_factory=lambda: {"trained": [], "dropped": [], "interrupted": []})
 
     def to_state(self) -> dict[str, Any]:
@@ -76,16 +78,16 @@ class StepAccounting:
 
     def train(self, groups: Iterable[Group]) -> None:
         for group in groups:
-            self.trained += len(group.samples)
-            self._lengths["trained"] += [sample.length for sample in group.samples]
+            self.trained += len(group.rollouts)
+            self._lengths["trained"] += _lengths(group)
             self._count_grades(group)
 
     def drop(self, group: Group, reason: str, samples: int | None = None) -> None:
-        self.dropped[reason] += len(group.samples) if samples is None else samples
+        self.dropped[reason] += len(group.rollouts) if samples is None else samples
         self.dropped_groups[reason] += 1
-        self.wasted_tokens += sum(sample.length for sample in group.samples)
+        self.wasted_tokens += sum(_lengths(group))
         if reason not in (UNFINISHED, STALE):
-            self._lengths["dropped"] += [sample.length for sample in group.samples]
+            self._lengths["dropped"] += _lengths(group)
             if not reason.startswith(EARLY):  # such a group is not complete; how much of it is graded depends on timing
                 self._count_grades(group)
 
@@ -95,9 +97,9 @@ class StepAccounting:
 
     def undrop(self, group: Group, reason: str) -> None:
         """A rejected group is used after all, to fill the batch."""
-        self.dropped[reason] -= len(group.samples)
+        self.dropped[reason] -= len(group.rollouts)
         self.dropped_groups[reason] -= 1
-        self.wasted_tokens -= sum(sample.length for sample in group.samples)
+        self.wasted_tokens -= sum(_lengths(group))
         self._count_grades(group, -1)  # `train` counts them again
 
     def fail(self, samples: int) -> None:
@@ -109,8 +111,8 @@ class StepAccounting:
 
     def interrupt(self, samples: Iterable[Sample]) -> None:
         for sample in samples:
-            self.interrupted_samples += 1
-            self._lengths["interrupted"].append(sample.length)
+            self.interrupted_samples += sample.part == 0
+            self._lengths["interrupted"].append(sample.trained_tokens)
 
     def check(self) -> None:
         entered = self.submitted + self.carried_in
@@ -145,6 +147,8 @@ class StepAccounting:
             "rollout/truncated_share": _mean(sample.truncated for sample in samples),
         }
         found |= {f"rollout/dropped/{reason}": n for reason, n in sorted(self.dropped_groups.items()) if n}
+        if self.restarted:
+            found["rollout/restarted"] = self.restarted
         if self.graded:
             found["reward/accuracy_all"] = self.correct / self.graded
         found |= {f"rollout/length_{name}": _mean(lengths) for name, lengths in self._lengths.items() if lengths}
@@ -161,6 +165,11 @@ def _from_older_format(state: dict[str, Any]) -> dict[str, Any]:
         "interrupted_samples": state.pop("cut_samples"),
         "_lengths": {"interrupted": lengths.pop("cut"), **lengths},
     }
+
+
+def _lengths(group: Group) -> list[int]:
+    """Generated tokens of each rollout."""
+    return [sum(sample.trained_tokens for sample in rollout) for rollout in group.rollouts]
 
 
 def _mean(values: Iterable[float]) -> float:

@@ -40,21 +40,40 @@ class PendingGroup:
         return not self.unfinished_samples
 
     @property
+    def unfinished_rollouts(self) -> list[list[Sample]]:
+        return [samples for samples in self.group.rollouts if samples[0].grade is None]
+
+    @property
     def unfinished_samples(self) -> list[Sample]:
         return [sample for sample in self.group.samples if sample.grade is None]
 
     @property
     def has_tokens(self) -> bool:
-        return any(sample.length for sample in self.group.samples)
+        return any(sample.trained_tokens for sample in self.group.samples)
 
     @property
     def tokens(self) -> int:
-        return sum(sample.length for sample in self.group.samples)
+        return sum(sample.trained_tokens for sample in self.group.samples)
 
     @property
     def oldest_version(self) -> int:
         """The oldest weight version of its tokens. Call only if `has_tokens`."""
-        return min(sample.oldest_version for sample in self.group.samples if sample.length)
+        return min(sample.oldest_version for sample in self.group.samples if sample.trained_tokens)
+
+    def add_part(self, sample: Sample) -> None:
+        """Adds another sample of a rollout, after the others of that rollout."""
+        after = max(i for i, other in enumerate(self.group.samples) if other.index == sample.index)
+        self.group.samples.insert(after + 1, sample)
+
+    def restart(self, rollout: list[Sample]) -> None:
+        """Makes a rollout a single empty sample again, in place."""
+        first, *others = rollout
+        self.group.samples = [s for s in self.group.samples if not any(s is other for other in others)]
+        del rollout[1:]
+        (empty,) = new_samples(self.group.prompt, [first.seed])
+        for name in Sample.__slots__:
+            if name != "index":
+                setattr(first, name, getattr(empty, name))
 
     def to_state(self) -> dict[str, Any]:
         return {"serial": self.serial, "step": self.step, "group": self.group.to_state()}

@@ -66,9 +66,9 @@ class RunningGroups:
 
     async def abort(self) -> None:
         """Aborts all requests and waits until every group has ended."""
-        self._runner.stop()
         clock = asyncio.get_running_loop().time
         deadline = clock() + ABORT_TIMEOUT
+        self._runner.stop()
         while self._tasks:
             if clock() > deadline:
                 raise EngineError(
@@ -78,6 +78,7 @@ class RunningGroups:
             await self._engine.abort()
             await asyncio.wait(self._tasks, timeout=ABORT_REPEAT)
             self._remove_ended()
+            self._runner.stop()  # rollout functions that have generated a turn in the meantime
 
     def cancel(self) -> None:
         """Cancels the tasks of groups that could not be aborted."""

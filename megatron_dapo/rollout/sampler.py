@@ -23,6 +23,7 @@ from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.engines.protocol import Engine
 from megatron_dapo.rollout.accounting import Progress
 from megatron_dapo.rollout.carry_over import CarryOver
+from megatron_dapo.rollout.functions import RolloutFunction
 from megatron_dapo.rollout.group_runner import Grader
 from megatron_dapo.rollout.step_collector import SamplerSetup, SamplingLimitError, StepCollector
 from megatron_dapo.types import Group, Prompt, StepBatch
@@ -43,9 +44,11 @@ class Sampler:
         group_filter: GroupFilter | None = None,
         on_progress: Callable[[Progress], None] | None = None,
         on_decided: Callable[[Group], None] | None = None,
+        function: RolloutFunction | None = None,
     ) -> None:
         """`next_prompt` raises StopIteration when there are no more prompts. `group_filter` overrides the configured
-        one. `on_decided` is called once for every group that the filter kept or rejected."""
+        one. `on_decided` is called once for every group that the filter kept or rejected. `function` makes the
+        responses; None: a response is one generated turn."""
         chosen = group_filter or (load_group_filter(config.group_filter) if config.dynamic_sampling else keep_all)
         reject_early: EarlyRejection | None = getattr(chosen, "reject_early", None)
         if config.dynamic_sampling and config.sampler.give_up_after is not None:
@@ -53,7 +56,7 @@ class Sampler:
         self._setup = SamplerSetup(
             engine=engine, grade=grade, next_prompt=next_prompt, config=config, groups_per_step=groups_per_step,
             seed=seed, group_filter=chosen, reject_early=reject_early, on_progress=on_progress,
-            on_decided=on_decided,
+            on_decided=on_decided, function=function,
         )  # fmt: skip
         self._carry_over = CarryOver()
         self._collecting = False

@@ -18,6 +18,7 @@ from megatron_dapo.errors import UserError
 from megatron_dapo.rollout.accounting import EARLY, STALE, SURPLUS, UNFINISHED, Progress, StepAccounting
 from megatron_dapo.rollout.carry_over import CarryOver, DrawnPrompts
 from megatron_dapo.rollout.fill_policy import FillPolicy
+from megatron_dapo.rollout.functions import RolloutFunction
 from megatron_dapo.rollout.group_runner import Grader, GroupRunner
 from megatron_dapo.rollout.interrupted_step import InterruptedStep
 from megatron_dapo.rollout.occupancy import Occupancy
@@ -45,6 +46,7 @@ class SamplerSetup:
     reject_early: EarlyRejection | None
     on_progress: Callable[[Progress], None] | None
     on_decided: Callable[[Group], None] | None = None
+    function: RolloutFunction | None = None
 
 
 class StepCollector:
@@ -69,6 +71,8 @@ class StepCollector:
             setup.reject_early,
             self._on_piece,
             self._on_generated,
+            setup.function,
+            self._on_restart,
         )
         self._running = RunningGroups(step, setup.engine, self._runner, self._options.stall_timeout, self._on_end)
         self._clock = asyncio.get_running_loop().time
@@ -308,7 +312,7 @@ class StepCollector:
             for pending in surplus:
                 self._accounting.drop(pending.group, SURPLUS)
             surplus = []
-        self._accounting.carry(sum(len(pending.group.samples) for pending in surplus))
+        self._accounting.carry(sum(len(pending.group.rollouts) for pending in surplus))
         unfinished = self._settle_unfinished()
         self._accounting.train(groups)
         self._accounting.check()
@@ -371,6 +375,10 @@ class StepCollector:
         self._accounting.finished_samples += finished
         if finished:
             self._report()
+
+    def _on_restart(self, tokens: int) -> None:
+        self._accounting.restarted += 1
+        self._accounting.wasted_tokens += tokens
 
     def _on_generated(self) -> None:
         self._note_occupancy()

@@ -1,8 +1,9 @@
 """From graded groups to a training batch: rewards, length penalty, advantages, masks. Pure functions.
 
 The order is that of the DAPO recipe. Groups have been filtered on accuracy. The length penalty is added to the score.
-Advantages are normalised over the graded samples of each group. Ungraded samples, and truncated ones under overlong
-filtering, are masked here, before any token is counted.
+Advantages are normalised over the graded rollouts of each group; every sample of a rollout gets the rollout's. Ungraded
+samples, truncated ones under overlong filtering, and tokens that the policy has not generated are masked here, before
+any token is counted.
 """
 
 from __future__ import annotations
@@ -15,42 +16,71 @@ import torch
 from megatron_dapo.algorithm import carries_loss, group_advantages, length_penalty
 from megatron_dapo.config import Config
 from megatron_dapo.policy.batch import Floats, TrainBatch
-from megatron_dapo.types import StepBatch
+from megatron_dapo.types import Sample, StepBatch
 
 
 def shape_batch(batch: StepBatch, config: Config) -> tuple[TrainBatch, dict[str, float]]:
     """The whole step's samples, in order, and the metrics that describe them."""
     samples = batch.samples
-    lengths = np.array([s.length for s in samples])
-    graded = np.array([s.grade is not None and not s.grade.ungraded for s in samples])
-    scores = np.array([s.grade.score if s.grade is not None else 0.0 for s in samples], dtype=np.float64)
-    penalties = _penalties(lengths, config)
-    groups = np.repeat(np.arange(len(batch.groups)), [len(g.samples) for g in batch.groups])
-    advantages = group_advantages(
+    rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
+    grades = [rollout[0].grade for rollout in rollouts]
+    graded = np.array([grade is not None and not grade.ungraded for grade in grades])
+    scores = np.array([0.0 if grade is None else grade.score for grade in grades], dtype=np.float64)
+    penalties = _penalties(np.array([_total_length(rollout) for rollout in rollouts]), config)
+    groups = np.repeat(np.arange(len(batch.groups)), [len(g.rollouts) for g in batch.groups])
+    of_rollouts = group_advantages(
         torch.from_numpy(scores + penalties),
         torch.from_numpy(groups),
         normalize_std=config.algorithm.advantage == "group-std",
         eps=config.algorithm.advantage_eps,
         valid=torch.from_numpy(graded),
     ).numpy()
+    advantages = np.repeat(of_rollouts, [len(rollout) for rollout in rollouts])  # [samples]
     active = np.array([carries_loss(s, config.algorithm.overlong) for s in samples])
+    lengths = np.array([sum(sample.trained_tokens for sample in rollout) for rollout in rollouts])
     metrics = {
         "reward/mean": _mean((scores + penalties)[graded]),
         "reward/score": _mean(scores[graded]),
         "reward/accuracy": _mean([c for g in batch.groups for c in g.accuracies]),
         "reward/penalty": _mean(penalties),
         "reward/ungraded_share": _mean(~graded),
-        "reward/advantage_abs": _mean(np.abs(advantages)),
+        "reward/advantage_abs": _mean(np.abs(of_rollouts)),
         "rollout/masked_share": _mean(~active),
         "rollout/length_mean": _mean(lengths),
         "rollout/length_max": float(lengths.max(initial=0)),
-    } | _scores_by_grader(batch)
+    }
+    metrics |= _turn_metrics(rollouts) | _scores_by_grader(batch)
     return TrainBatch.from_samples(samples, advantages, active), metrics
+
+
+def _total_length(rollout: list[Sample]) -> int:
+    """Tokens after the prompt, appended ones included: what `rollout.max_response_tokens` limits. A later sample of a
+    rollout has a part of them in its prompt."""
+    prompt = len(rollout[0].prompt_tokens)
+    return max(len(sample.prompt_tokens) + sample.length - prompt for sample in rollout)
+
+
+def _turn_metrics(rollouts: list[list[Sample]]) -> dict[str, float]:
+    """Of rollout functions; empty if there is none."""
+    turns = [[turn for sample in rollout for turn in sample.turns] for rollout in rollouts]
+    if not any(turns):
+        return {}
+    generated = np.array([sum(turn.generated for turn in found) for found in turns])
+    seconds = [sum(turn.seconds for turn in found if not turn.generated) for found in turns]
+    samples = [sample for rollout in rollouts for sample in rollout]
+    tokens, trained = sum(s.length for s in samples), sum(s.trained_tokens for s in samples)
+    return {
+        "rollout/turns_mean": _mean(generated),
+        "rollout/turns_max": float(generated.max()),
+        "rollout/tool_seconds": float(np.mean(seconds)),
+        "rollout/appended_share": 1 - trained / max(1, tokens),
+        "rollout/samples_per_rollout": len(samples) / len(rollouts),
+    }
 
 
 def _scores_by_grader(batch: StepBatch) -> dict[str, float]:
     """Of several graders: the mean score of each, and the share of responses that it could not grade."""
-    grades = [s.grade for s in batch.samples if s.grade is not None and s.grade.parts]
+    grades = [s.grade for s in batch.samples if s.part == 0 and s.grade is not None and s.grade.parts]
     metrics = {}
     for name in sorted({name for grade in grades for name in grade.parts}):
         scores = [grade.parts.get(name) for grade in grades]

@@ -7,6 +7,7 @@ Without the gate, such a run looks healthy for hours. With it, the run ends in i
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_dapo.config.trainer import GateConfig
 from megatron_dapo.errors import UserError
@@ -17,12 +18,17 @@ class GateError(UserError):
     """Trainer and engine disagree too much to train."""
 
 
-def check_gate(batch: TrainBatch, logprobs: Floats, config: GateConfig) -> str:
-    """Compares the trainer's `logprobs` [responses] with the engine's. Returns a line for the log, or raises
-    GateError."""
+def check_gate(
+    batch: TrainBatch, logprobs: Floats, config: GateConfig, trained: NDArray[np.bool_] | None = None
+) -> str:
+    """Compares the trainer's `logprobs` [responses] with the engine's, of the tokens that are `trained` (default: all).
+    Returns a line for the log, or raises GateError."""
     assert batch.engine_logprobs is not None
     gap = np.abs(logprobs.astype(np.float64) - batch.engine_logprobs)
-    mean, largest = (float(gap.mean()), float(gap.max())) if gap.size else (0.0, 0.0)
+    compared = len(gap)
+    if trained is not None:  # the engine has no log-probs of the other tokens
+        gap, compared = np.where(trained, gap, 0.0), int(trained.sum())
+    mean, largest = (float(gap.sum() / compared), float(gap.max())) if compared else (0.0, 0.0)
     if not (mean <= config.max_mean_gap and largest <= config.max_gap):
         worst = int(np.argmax(np.where(np.isnan(gap), np.inf, gap)))
         sample = int(np.searchsorted(batch.response_offsets, worst, side="right")) - 1
@@ -33,4 +39,4 @@ def check_gate(batch: TrainBatch, logprobs: Floats, config: GateConfig) -> str:
             "than policy.model, a different RoPE base or norm epsilon, another sampling temperature, or less precision "
             "than trainer.gate allows for."
         )
-    return f"trainer and engine agree: mean |gap| {mean:.3g} nats, largest {largest:.3g}, over {gap.size} tokens"
+    return f"trainer and engine agree: mean |gap| {mean:.3g} nats, largest {largest:.3g}, over {compared} tokens"

@@ -24,6 +24,7 @@ from megatron_dapo.data import RunData, load_run_data, load_tokenizer
 from megatron_dapo.errors import UserError
 from megatron_dapo.observe.trackers import make_trackers
 from megatron_dapo.reward.grader import load_grader
+from megatron_dapo.rollout.functions import load_rollout_function
 from megatron_dapo.weights.check import check_megatron_checkpoint, check_model_directory
 
 WANDB_URL = "https://api.wandb.ai"
@@ -49,6 +50,7 @@ def check_setup(config: Config, shape: ModelShape) -> Setup:
     load_objective(config.algorithm)
     load_grader(config.reward)
     load_group_filter(config.rollout.group_filter)
+    load_rollout_function(config.rollout)
     tokenizer = load_tokenizer(config.policy.model, shape.vocab)
     _check_weights(config, shape)
     data = load_run_data(config, tokenizer, _named)

@@ -31,6 +31,7 @@ from megatron_dapo.observe.observer import NullObserver, Observer
 from megatron_dapo.reward.combined import Graders, open_graders
 from megatron_dapo.reward.responses import ResponseGrader
 from megatron_dapo.rollout.accounting import Progress
+from megatron_dapo.rollout.functions import load_rollout_function
 from megatron_dapo.rollout.sampler import Sampler
 from megatron_dapo.trainer.batch_queue import BatchQueue
 from megatron_dapo.trainer.watchdog import log_folder
@@ -57,6 +58,7 @@ class RolloutDriver:
         self.cursor, self.problems = data.mixture(config), data.evaluation
         self.progress = 0
         self._responses = ResponseGrader(tokenizer)
+        self._function = load_rollout_function(config.rollout, tokenizer)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="rollouts", daemon=True)
         self._idle = asyncio.Event()
@@ -92,6 +94,7 @@ class RolloutDriver:
             seed=self.config.trainer.seed,
             on_progress=self._on_sampling,
             on_decided=self.cursor.record,
+            function=self._function,
         )
 
     async def _show_start(self, logs: Path) -> None:

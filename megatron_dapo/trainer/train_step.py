@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 import orjson
+from numpy.typing import NDArray
 
 from megatron_dapo.config import Config, ConfigError
-from megatron_dapo.policy.batch import Floats, TrainBatch
+from megatron_dapo.policy.batch import Floats, TrainBatch, trained_tokens
 from megatron_dapo.policy.metrics import StepMetrics
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.trainer.advantages import mini_batches, shape_batch
@@ -54,6 +55,12 @@ class TrainStep:
     @property
     def complete(self) -> bool:
         return self.updates_done == len(self.mini_batches)
+
+    @property
+    def trained_tokens(self) -> NDArray[np.bool_]:
+        """[responses], rank 0: the tokens that the policy generated."""
+        assert self.source is not None
+        return trained_tokens(self.source.samples)
 
     def sampled_by(self, version: int) -> bool:
         """Whether every token was sampled from this weight version (rank 0)."""

@@ -62,7 +62,9 @@ class Updates:
         if self._collectives.agree(step.sampled_by(version)):
             # Rank 0 has the engine's log-probs of every sample.
             gate = self._config.trainer.gate
-            line = self._collectives.on_driver(lambda: check_gate(step.batch, logprobs, gate), "checking the gate")
+            line = self._collectives.on_driver(
+                lambda: check_gate(step.batch, logprobs, gate, step.trained_tokens), "checking the gate"
+            )
             self._log(line or "trainer and engine agree")
         else:
             self._log("the gate was not checked: this batch was sampled from older weights")

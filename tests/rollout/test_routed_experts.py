@@ -3,7 +3,7 @@
 import numpy as np
 
 from megatron_dapo.engines.protocol import Completion
-from megatron_dapo.rollout.group_runner import _routed_tokens, append_completion
+from megatron_dapo.rollout.completion import append_completion, computed_tokens
 from megatron_dapo.types import FinishReason, Sample, as_logprobs, as_tokens
 
 
@@ -19,7 +19,7 @@ def part(count, rows, first):
 
 def extend(sample, *parts):
     for count, brings, first in parts:
-        start = _routed_tokens(sample, sample.length)
+        start = computed_tokens(sample, sample.length)
         rows = len(sample.prompt_tokens) + sample.length + count - 1 - start if brings else None
         append_completion(sample, part(count, rows, first))
     return sample
