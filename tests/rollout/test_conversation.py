@@ -1,0 +1,425 @@
+"""Conversations: tokens are sampled or appended and never encoded again; interruptions change nothing."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from conversation_engine import END, TOKENIZER, ConversationEngine, logprob_of, next_token
+from simulation import Prompts, collect, collect_with_cuts, rollout, run_virtual, through_json
+
+from megatron_dapo.algorithm.filtering import give_up_after
+from megatron_dapo.config.rollout import RolloutConfig
+from megatron_dapo.engines.protocol import Completion, EngineError
+from megatron_dapo.errors import UserError
+from megatron_dapo.rollout.completion import append_completion
+from megatron_dapo.rollout.conversation import Conversation, Limits, turn_seed
+from megatron_dapo.rollout.functions import RolloutFunction, load_rollout_function, rollout_function
+from megatron_dapo.rollout.generation import Generation
+from megatron_dapo.rollout.pending_group import new_samples
+from megatron_dapo.rollout.sampler import Sampler
+from megatron_dapo.types import FinishReason, Grade, Group, Prompt, Sample, as_logprobs, as_tokens
+
+
+def encode(text):
+    return TOKENIZER(text, add_special_tokens=False)["input_ids"]
+
+
+def prompt_of(text="5+7=", **meta):
+    return Prompt("p", text, as_tokens(encode(text)), meta=meta)
+
+
+def conversation_of(prompt, engine, room=200, stop=()):
+    async def extend(sample, request):
+        config = RolloutConfig(max_response_tokens=room)
+        return await Generation(engine, config, lambda *_: None).generate(sample, request, set(), lambda: None)
+
+    return Conversation(prompt, new_samples(prompt, [17]), extend, TOKENIZER, Limits(room, stop))
+
+
+def talk(function, prompt=None, **more):
+    """The conversation after `function(conversation)`."""
+
+    async def main():
+        conversation = conversation_of(prompt or prompt_of(), ConversationEngine(), **more)
+        await function(conversation)
+        return conversation
+
+    return run_virtual(main())
+
+
+def turn_of(seed, context, longest):
+    made = []
+    while len(made) < longest and (not made or made[-1] != END):
+        made.append(next_token(seed, context + made))
+    return made
+
+
+# ---- tokens ----
+
+
+def test_the_tokens_are_those_that_were_sampled_and_appended():
+    async def function(conversation):
+        first = await conversation.generate(max_tokens=5)
+        conversation.append("higher\n")
+        second = await conversation.generate(as_tokens([9, 10]), max_tokens=30)
+        assert [first.index, second.index] == [0, 1] and conversation.turns == 2
+
+    conversation = talk(function)
+    (sample,) = conversation.samples
+    prompt = encode("5+7=")
+    first = turn_of(17, prompt, 5)
+    second = turn_of(turn_seed(17, 1), prompt + first + encode("higher\n") + [9, 10], 30)
+    assert sample.response_tokens.tolist() == first + encode("higher\n") + [9, 10] + second
+    sampled = [True] * len(first) + [False] * 9 + [True] * len(second)
+    assert sample.trained.tolist() == sampled and sample.trained_tokens == len(first) + len(second)
+    expected = [logprob_of(t) if s else 0.0 for t, s in zip(sample.response_tokens, sampled, strict=True)]
+    assert sample.engine_logprobs == pytest.approx(np.float32(expected))
+    edges = np.cumsum([0, len(first), 7, 2, len(second)]).tolist()
+    assert [(t.role, t.start, t.end) for t in sample.turns] == [
+        ("assistant", edges[0], edges[1]), ("tool", edges[1], edges[2]),
+        ("user", edges[2], edges[3]), ("assistant", edges[3], edges[4]),
+    ]  # fmt: skip
+    assert [(s.start, s.end) for s in sample.weight_spans] == [(0, edges[1]), (edges[3], edges[4])]
+    assert sample.final_tokens.tolist() == second
+    assert Sample.from_state(through_json(sample.to_state())).to_state().keys() == sample.to_state().keys()
+
+
+def test_states_are_exact_and_older_ones_are_read():
+    async def function(conversation):
+        await conversation.generate(max_tokens=3)
+        conversation.append("x")
+        conversation.reward(0.5)
+
+    (sample,) = talk(function).samples
+    for state in (sample.to_state(), through_json(sample.to_state())):
+        again = Sample.from_state(state)
+        assert again.turns == sample.turns and again.turns[0].reward == 0.5
+        assert again.trained.dtype == np.bool_ and again.trained.tolist() == sample.trained.tolist()
+    older = {k: v for k, v in sample.to_state().items() if k not in ("turns", "trained", "part")}
+    again = Sample.from_state(older)
+    assert again.turns == [] and again.trained is None and again.trained_tokens == sample.length and again.part == 0
+
+
+def test_room_limits_the_whole_conversation():
+    async def function(conversation):
+        assert conversation.room == 20
+        await conversation.generate(max_tokens=2)
+        conversation.append("123456789012345")
+        left = conversation.room
+        assert left == 20 - conversation.length
+        turn = await conversation.generate()
+        assert len(turn.tokens) <= left
+        conversation.append("this does not fit into what is left")
+        assert conversation.room == 0
+        turn = await conversation.generate()
+        assert turn.truncated and not len(turn.tokens)
+        conversation.finish()
+
+    (sample,) = talk(function, room=20).samples
+    assert sample.length == 20 and sample.truncated
+
+
+def test_a_stop_string_ends_a_turn():
+    async def function(conversation):
+        turn = await conversation.generate(stop=["e", "a", "3", "+", "K", "x", "Q"], max_tokens=100)
+        assert turn.finish_reason is FinishReason.STOP
+
+    talk(function)
+
+
+def test_appended_tokens_cannot_be_trained():
+    async def function(conversation):
+        conversation.append("x", trained=True)
+
+    with pytest.raises(UserError, match="only sampled tokens can be trained"):
+        talk(function)
+
+
+# ---- chat templates ----
+
+STRIPS_THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['role'] == 'assistant' and not loop.last %}{{ m['content'].split('E')[-1] }}"
+    "{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+class Templated:
+    """The tokenizer with another chat template."""
+
+    def __init__(self, template):
+        self.chat_template = template
+
+    def __call__(self, *args, **more):
+        return TOKENIZER(*args, **more)
+
+    def decode(self, *args, **more):
+        return TOKENIZER.decode(*args, **more)
+
+    def apply_chat_template(self, messages, **more):
+        return TOKENIZER.apply_chat_template(messages, chat_template=self.chat_template, **more)
+
+
+def chat_prompt(tokenizer):
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "5+7="}], tokenize=False, add_generation_prompt=True
+    )
+    return prompt_of(text, question="5+7=")
+
+
+def chat(template, sampled, *new):
+    """The conversation of responses with the given tokens, each followed by a user's message."""
+    tokenizer = Templated(template)
+    prompt, turns = chat_prompt(tokenizer), iter(sampled)
+
+    async def extend(sample, request):
+        tokens = next(turns)
+        append_completion(sample, Completion(as_tokens(tokens), as_logprobs([-1.0] * len(tokens)), FinishReason.STOP))
+        return True
+
+    async def main():
+        conversation = Conversation(prompt, new_samples(prompt, [17]), extend, tokenizer, Limits(200))
+        await conversation.generate()
+        for text in new:
+            await conversation.generate([{"role": "user", "content": text}])
+        conversation.finish()
+        return conversation
+
+    return asyncio.run(main())
+
+
+TURN_END = encode("<|im_end|>")
+
+
+def test_a_template_is_applied_to_the_new_messages_only():
+    # The model writes "12" as no tokenizer would: with a token that decodes to nothing (padding) in the middle.
+    odd = [*encode("1"), TOKENIZER.pad_token_id, *encode("2"), *TURN_END]
+    (sample,) = chat(TOKENIZER.chat_template, [odd, encode("ok"), encode("bye")], "again", "more").samples
+    text = "\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n"
+    more = "<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
+    # The first turn ended itself; the second one was not closed by the model, so the template closes it.
+    assert sample.response_tokens.tolist() == odd + encode(text) + encode("ok") + encode(more) + encode("bye")
+    assert [turn.role for turn in sample.turns] == ["assistant", "user", "assistant", "user", "assistant"]
+
+
+def test_a_template_that_rewrites_history_starts_another_sample():
+    thinking, later = encode("thinkE12"), encode("13")
+    conversation = chat(STRIPS_THINKING, [[*thinking, *TURN_END], [*later, *TURN_END], later], "again", "more")
+    first, second = conversation.samples
+    assert first.response_tokens.tolist() == [*thinking, *TURN_END] and first.trained is None
+    assert TOKENIZER.decode(second.prompt_tokens).endswith(
+        "<|im_start|>assistant\n12<|im_end|>\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n"
+    )
+    # "13" has no thinking to strip: the third turn continues the second sample.
+    assert second.response_tokens[: len(later)].tolist() == later and len(second.turns) == 3
+    assert (first.index, first.part, second.index, second.part) == (0, 0, 0, 1)
+
+
+def test_messages_need_a_prompt_that_was_rendered_from_messages():
+    async def function(conversation):
+        await conversation.generate([{"role": "user", "content": "x"}])
+
+    with pytest.raises(UserError, match=r"set data\.template to chat"):
+        talk(function)
+
+
+# ---- through the sampler ----
+
+
+async def guess_until_even(prompt, conversation, settings):
+    """Up to four turns; it ends at a turn of even length. Tools take time."""
+    for number in range(4):
+        turn = await conversation.generate(max_tokens=12)
+        if len(turn.tokens) % 2 == 0:
+            break
+        await asyncio.sleep(settings.get("seconds", 0.3))
+        if number == 1:
+            conversation.new_sample([3, len(turn.tokens)])
+        else:
+            conversation.append(f"<{number}:{len(turn.tokens)}>")
+        conversation.reward(0.25)
+    return Grade(len(turn.tokens) % 3 == 0, float(len(turn.tokens) % 3 == 0))
+
+
+def function_of(function, resume="turn", **settings):
+    return RolloutFunction("python:test.function", function, settings, TOKENIZER, resume)
+
+
+def expected_rollout(prompt, seed):
+    """[(prompt, response, trained)] of guess_until_even without interruption."""
+    samples = [(prompt, [], [])]
+    for number in range(4):
+        context, response, trained = samples[-1]
+        tokens = turn_of(turn_seed(seed, number), context + response, 12)
+        response += tokens
+        trained += [True] * len(tokens)
+        if len(tokens) % 2 == 0:
+            break
+        if number == 1:
+            samples.append(([3, len(tokens)], [], []))
+        else:
+            response += encode(f"<{number}:{len(tokens)}>")
+            trained += [False] * len(encode(f"<{number}:{len(tokens)}>"))
+    return samples
+
+
+def assert_expected(group: Group):
+    for rollout_samples in group.rollouts:
+        expected = expected_rollout(rollout_samples[0].prompt_tokens.tolist(), rollout_samples[0].seed)
+        found = [
+            (s.prompt_tokens.tolist(), s.response_tokens.tolist(), s.trained_mask.tolist()) for s in rollout_samples
+        ]
+        assert found == expected
+        assert len({id(sample.grade) for sample in rollout_samples}) == 1 and rollout_samples[0].grade is not None
+
+
+def sampler_of(config, engine, source, function, **more):
+    async def grade(prompt, sample):
+        raise AssertionError("the function grades")
+
+    return Sampler(engine, grade, source, config, groups_per_step=4, function=function, **more)
+
+
+@pytest.mark.parametrize("resume", ["turn", "restart"])
+@pytest.mark.parametrize("reload", [False, True])
+def test_an_interrupted_conversation_loses_nothing(resume, reload):
+    """Cancelled at several moments, in turns and between them, the batch is that of an uninterrupted step."""
+    config, function = rollout(samples=4, longest=80), function_of(guess_until_even, resume)
+
+    async def collected(cuts):
+        engine, source = ConversationEngine(slots=5), Prompts()
+        sampler = sampler_of(config, engine, source, function)
+        make = lambda: sampler_of(config, engine, source, function)  # noqa: E731
+        return (await collect_with_cuts(sampler, make, 0, cuts, reload))[0]
+
+    straight = run_virtual(collected([]))
+    cut = run_virtual(collected([0.35, 0.5, 1.0, 0.7, 2.0]))
+    assert any(len(rollout_samples) > 1 for group in straight.groups for rollout_samples in group.rollouts)
+    for group in (*straight.groups, *cut.groups):
+        assert_expected(group)
+    assert [g.prompt.id for g in cut.groups] == [g.prompt.id for g in straight.groups]
+    assert ("rollout/restarted" in cut.metrics) == (resume == "restart")
+    assert cut.metrics["rollout/samples_trained"] == 16
+
+
+def test_partial_conversations_are_carried_over_to_the_next_step():
+    config = rollout(samples=3, longest=80, oversampling=3.0, order="completion", unfinished="continue")
+    batches, *_ = collect(
+        config, steps=4, engine=lambda: ConversationEngine(slots=30), function=function_of(guess_until_even)
+    )
+    mixed = 0
+    for batch in batches:
+        for group in batch.groups:
+            assert_expected(group)
+            mixed += len({span.version for s in group.samples for span in s.weight_spans}) > 1
+    assert mixed  # some conversations began in one step and ended in the next
+
+
+def test_a_function_that_does_something_else_when_it_is_called_again_starts_again():
+    calls = {}
+
+    async def different(prompt, conversation, settings):
+        key = (prompt.id, conversation.samples[0].index)
+        calls[key] = calls.get(key, 0) + 1
+        await conversation.generate(max_tokens=3)
+        conversation.append(f"call {calls[key]}")
+        await conversation.generate(max_tokens=30)
+        return Grade(True, 1.0)
+
+    async def main():
+        config, engine, source = rollout(samples=2, longest=80), ConversationEngine(slots=3), Prompts()
+        make = lambda: sampler_of(config, engine, source, function_of(different), group_filter=lambda g: (True, ""))  # noqa: E731
+        return (await collect_with_cuts(make(), make, 0, [1.0], False))[0]
+
+    batch = run_virtual(main())
+    assert batch.metrics["rollout/restarted"] >= 1
+    for sample in batch.samples:
+        appended = TOKENIZER.decode(sample.response_tokens[~sample.trained_mask])
+        assert appended == f"call {calls[sample.prompt_id, sample.index]}"
+
+
+def test_rewards_of_turns_are_added_to_the_score():
+    (batch,), *_ = collect(
+        rollout(samples=4, longest=80), engine=ConversationEngine, function=function_of(guess_until_even)
+    )
+    for group in batch.groups:
+        for samples in group.rollouts:
+            rewarded = sum(turn.reward is not None for s in samples for turn in s.turns)
+            assert samples[0].grade.score == float(samples[0].grade.correct) + 0.25 * rewarded
+
+
+def test_the_grader_grades_the_last_sample_if_the_function_does_not():
+    seen = []
+
+    async def plain(prompt, conversation, settings):
+        await conversation.generate(max_tokens=4)
+        conversation.append("!!")
+        await conversation.generate(max_tokens=4)
+
+    async def grade(prompt, sample):
+        seen.append(sample.final_tokens.tolist())
+        return Grade(sample.index % 2 == 0, 1.0)
+
+    (batch,), *_ = collect(rollout(samples=2), engine=ConversationEngine, function=function_of(plain), grade=grade)
+    assert sorted(seen) == sorted(s.response_tokens[s.turns[-1].start :].tolist() for s in batch.samples)
+
+
+def test_an_early_rejection_ends_conversations_also_between_their_turns():
+    async def slow(prompt, conversation, settings):
+        await conversation.generate(max_tokens=2)
+        if conversation.samples[0].index > 1:
+            await asyncio.sleep(10_000)
+        return Grade(False, 0.0)
+
+    config = rollout(samples=4, max_generation_batches=2, on_limit="stop")
+
+    async def main():
+        engine = ConversationEngine(slots=30)
+        sampler = sampler_of(config, engine, Prompts(), function_of(slow), group_filter=rejecting)
+        with pytest.raises(UserError, match="early-all-wrong"):
+            await sampler.collect(0)
+        return asyncio.get_running_loop().time()
+
+    def rejecting(group):
+        return True, ""
+
+    rejecting.reject_early = give_up_after(2)
+    assert run_virtual(main()) < 1000
+
+
+def test_a_function_that_raises_fails_its_group_and_names_the_line():
+    async def broken(prompt, conversation, settings):
+        await conversation.generate(max_tokens=2)
+        if prompt.id == "p1":
+            raise KeyError("no such tool")
+        return Grade(conversation.samples[0].index == 0, 1.0)
+
+    (batch,), *_ = collect(rollout(samples=2), engine=ConversationEngine, function=function_of(broken))
+    assert batch.metrics["rollout/groups_failed"] == 1 and "p1" not in {g.prompt.id for g in batch.groups}
+
+    async def always(prompt, conversation, settings):
+        raise KeyError("no such tool")
+
+    with pytest.raises(EngineError, match=r"raised KeyError at test_conversation.py:\d+ on prompt 'p\d+': 'no such"):
+        collect(rollout(samples=2), engine=ConversationEngine, function=function_of(always))
+
+
+def test_a_function_is_checked_when_it_is_loaded(tmp_path, monkeypatch):
+    (tmp_path / "own_rollout.py").write_text(
+        "from megatron_dapo.rollout.functions import rollout_function\n"
+        "@rollout_function(resume='turn')\n"
+        "async def good(prompt, conversation, settings): ...\n"
+        "def plain(prompt, conversation, settings): ...\n"
+        "@rollout_function(resume='sometimes')\n"
+        "async def odd(prompt, conversation, settings): ...\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    good = load_rollout_function(RolloutConfig(generate="python:own_rollout.good", generate_settings={"n": 3}))
+    assert good.resume == "turn" and good.settings == {"n": 3}
+    assert load_rollout_function(RolloutConfig()) is None
+    for name, message in (("plain", "async def"), ("odd", "resume='sometimes'"), ("none", "no function 'none'")):
+        with pytest.raises(UserError, match=message):
+            load_rollout_function(RolloutConfig(generate=f"python:own_rollout.{name}"))
+    assert rollout_function()(good.function) is good.function
