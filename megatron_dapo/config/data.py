@@ -31,10 +31,18 @@ class PromptFileConfig(Section):
     )
     system: str = Field("", description="System message of the chat template; empty: the template's own.")
     question_column: str | None = Field(
-        None, description="Dotted path, e.g. extra_info.raw_problem; null: prompt, question or problem."
+        None, description="Dotted path, e.g. extra_info.raw_problem; null: prompt, question, problem or messages."
     )
     answer_column: str | None = Field(
         None, description="Dotted path; null: reward_model.ground_truth, answer, ground_truth or solution."
+    )
+    tools_column: str | None = Field(
+        None, description="Dotted path to a list of tools (JSON schemas) for the chat template; null: tools, if any."
+    )
+    environment_column: str | None = Field(
+        None,
+        description="Dotted path to a name, or an object with name and arguments, that rollout functions find in "
+        "prompt.meta; null: environment, if any.",
     )
     answer_marker: str = Field(
         "####", description="If an answer contains it, the answer is what follows its last occurrence (GSM8K)."
@@ -86,6 +94,8 @@ class SourceConfig(Section):
     system: str | None = Field(None, description="As data.system.")
     question_column: str | None = Field(None, description="As data.question_column.")
     answer_column: str | None = Field(None, description="As data.answer_column.")
+    tools_column: str | None = Field(None, description="As data.tools_column.")
+    environment_column: str | None = Field(None, description="As data.environment_column.")
     answer_marker: str | None = Field(None, description="As data.answer_marker.")
 
     @model_validator(mode="after")

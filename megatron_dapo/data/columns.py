@@ -1,20 +1,25 @@
-"""Finds the question, the answer and the source in a row, whatever the columns are called.
+"""Finds the question, the answer, tools, environment and source in a row, whatever the columns are called.
 
 Known without configuration: DAPO-Math-17k and verl's files (`prompt` is a list of messages, the answer is in
 `reward_model.ground_truth`), AIME files (`problem` or `question`, `answer`) and GSM8K (the answer follows `####`). A
 question that already has the DAPO template is unwrapped, so that no template is applied twice and the same problem
 has the same id in every file.
+
+A list of messages with more than one turn is kept as it is, for the chat template. Tools are a list of JSON schemas. An
+environment is a name with arguments, for rollout functions; a row that has one needs no answer. Lists and objects may
+be given as JSON text. Parquet fills absent fields of nested values with null; nulls are removed.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_dapo.config.data import PromptFileConfig
 from megatron_dapo.data.templates import DAPO_TEMPLATE
 
-QUESTION_COLUMNS = ("prompt", "question", "problem")
+QUESTION_COLUMNS = ("prompt", "question", "problem", "messages")
 ANSWER_COLUMNS = ("reward_model.ground_truth", "answer", "ground_truth", "solution")
 _DAPO_START, _DAPO_END = DAPO_TEMPLATE.split("{question}")
 
@@ -25,6 +30,16 @@ class Problem:
     answer: str
     system: str = ""
     source: str = ""
+    messages: list[dict[str, Any]] = field(default_factory=list)  # of several turns; empty: the question alone
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    environment: dict[str, Any] = field(default_factory=dict)  # name and arguments; empty: none
+
+    @property
+    def identity(self) -> str:
+        """What makes it the same problem as another one."""
+        turns = [f"{m['role']}: {m['content']}" for m in self.messages] or [self.question]
+        more = [json.dumps(self.environment, sort_keys=True, default=str)] if self.environment else []
+        return "\n".join([*turns, *more])
 
 
 class BadRow(ValueError):
@@ -37,12 +52,106 @@ class MissingColumn(BadRow):
 
 def read_problem(row: dict[str, Any], config: PromptFileConfig) -> Problem:
     column, value = _find(row, config.question_column, QUESTION_COLUMNS, "question")
-    question, system = _question(value, column)
-    column, value = _find(row, config.answer_column, ANSWER_COLUMNS, "answer")
+    messages = _several_turns(value, column, config.template)
+    if messages:
+        question, system = next(m["content"] for m in reversed(messages) if m["role"] == "user"), ""
+    else:
+        question, system = _question(value, column)
+    environment = _environment(row, config)
     source = row.get("data_source")
     return Problem(
-        question, _answer(value, column, config.answer_marker), system, source if isinstance(source, str) else ""
+        question,
+        _read_answer(row, config, required=not environment),
+        system,
+        source if isinstance(source, str) else "",
+        messages,
+        _tools(row, config),
+        environment,
     )
+
+
+def _read_answer(row: dict[str, Any], config: PromptFileConfig, required: bool) -> str:
+    try:
+        column, value = _find(row, config.answer_column, ANSWER_COLUMNS, "answer")
+    except MissingColumn:
+        if required:
+            raise
+        return ""
+    return "" if value is None and not required else _answer(value, column, config.answer_marker)
+
+
+def _several_turns(value: Any, column: str, template: str) -> list[dict[str, Any]]:
+    """The messages if they are more than a system message and a question; empty otherwise."""
+    if not isinstance(value, list) or len([m for m in value if _role(m) != "system"]) < 2:
+        return []
+    messages = [{"content": "", **_without_nulls(m)} for m in value if isinstance(m, dict)]
+    if len(messages) != len(value) or not all(_role(m) and isinstance(m["content"], str) for m in messages):
+        raise BadRow(f"{column}: expected messages with role and content")
+    if not any(m["role"] == "user" for m in messages):
+        raise BadRow(f"{column}: no message is the user's")
+    if messages[-1]["role"] == "assistant":
+        raise BadRow(f"{column}: the last message is the assistant's, so there is nothing to generate")
+    if not template.endswith("chat"):
+        raise BadRow(f"{column}: several messages need a chat template; set data.template to chat")
+    for message in messages:
+        _check_encodable(message["content"], column)
+    return messages
+
+
+def _role(message: Any) -> str:
+    role = message.get("role") if isinstance(message, dict) else None
+    return role if isinstance(role, str) else ""
+
+
+def _tools(row: dict[str, Any], config: PromptFileConfig) -> list[dict[str, Any]]:
+    column, value = _optional(row, config.tools_column, "tools")
+    value = _parsed(value, column)
+    if value in (None, []):
+        return []
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise BadRow(f"{column}: expected a list of tools (JSON schemas), found {type(value).__name__}")
+    return list(_without_nulls(value))
+
+
+def _environment(row: dict[str, Any], config: PromptFileConfig) -> dict[str, Any]:
+    """{"name": …, "arguments": {…}} from a name, or from an object with both; empty if the row has none."""
+    column, value = _optional(row, config.environment_column, "environment")
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        value = _parsed(value, column)
+    if value in (None, "", {}):
+        return {}
+    found = {"name": value} if isinstance(value, str) else _without_nulls(value)
+    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+        raise BadRow(f"{column}: expected a name, or an object with `name` and `arguments`")
+    arguments = _parsed(found.get("arguments"), f"{column}.arguments")
+    if not isinstance(arguments, dict | None):
+        raise BadRow(f"{column}.arguments: expected an object, found {type(arguments).__name__}")
+    return {"name": found["name"], "arguments": arguments or {}}
+
+
+def _optional(row: dict[str, Any], wanted: str | None, usual: str) -> tuple[str, Any]:
+    """A column that rows need not have; one that the configuration names must be there."""
+    try:
+        return _find(row, wanted, (usual,), usual)
+    except MissingColumn:
+        if wanted:
+            raise
+        return usual, None
+
+
+def _parsed(value: Any, column: str) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value.strip() else None
+    except ValueError as error:
+        raise BadRow(f"{column}: expected JSON, found {value[:60]!r} ({error})") from None
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _find(row: dict[str, Any], wanted: str | None, usual: tuple[str, ...], what: str) -> tuple[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any
 from megatron_dapo.config.data import PromptFileConfig
 from megatron_dapo.data.columns import BadRow, MissingColumn, Problem, read_problem
 from megatron_dapo.data.sources import DataError, read_rows
-from megatron_dapo.data.templates import render
+from megatron_dapo.data.templates import render, to_messages
 from megatron_dapo.types import Prompt, as_tokens
 
 SHOWN = 5  # examples of each kind in the summary
@@ -150,7 +150,7 @@ def _collect(config: PromptFileConfig, report: LoadReport) -> list[_Entry]:
             missing = missing or (str(error) if isinstance(error, MissingColumn) else "")
             report.bad.append((line, str(error)))
             continue
-        key = identity = prompt_id(problem.question)
+        key = identity = prompt_id(problem.identity)
         if identity in entries and config.duplicates == "keep":
             report.duplicates += 1
             identity, key = f"{key}-{line}", f"{key}-{line}"
@@ -179,9 +179,7 @@ def _choose(entry: _Entry, config: PromptFileConfig, report: LoadReport) -> str 
 def _tokenise(
     chosen: list[tuple[_Entry, str]], config: PromptFileConfig, tokenizer: Any, limit: int | None, report: LoadReport
 ) -> list[Prompt]:
-    texts = [
-        render(config.template, e.problem.question, tokenizer, config.system or e.problem.system) for e, _ in chosen
-    ]
+    texts = [_render(entry.problem, config, tokenizer) for entry, _ in chosen]
     token_lists = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
     prompts = []
     for (entry, answer), text, tokens in zip(chosen, texts, token_lists, strict=True):
@@ -195,10 +193,37 @@ def _tokenise(
             report.cut += 1
             tokens = tokens[-limit:]
             text = tokenizer.decode(tokens)
-        meta = {"question": entry.problem.question, "line": entry.line}
+        meta = {"question": entry.problem.question, "line": entry.line, **_more_meta(entry.problem, config)}
         source = entry.problem.source or Path(config.path).stem
         prompts.append(Prompt(entry.id, text, as_tokens(tokens), answer, source, meta))
     return prompts
+
+
+def _render(problem: Problem, config: PromptFileConfig, tokenizer: Any) -> str:
+    try:
+        return render(
+            config.template, problem.question, tokenizer, config.system or problem.system, problem.messages,
+            problem.tools,
+        )  # fmt: skip
+    except DataError:
+        raise
+    except Exception as error:  # a template is code, and the messages of a row may not be what it expects
+        raise DataError(
+            f"{config.path}: the tokenizer's chat template failed on {problem.question[:60]!r}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _more_meta(problem: Problem, config: PromptFileConfig) -> dict[str, Any]:
+    """What a conversation and its rollout function need of the row, where it is not the question alone."""
+    found: dict[str, Any] = {}
+    if config.template.endswith("chat"):
+        messages = to_messages(config.template, problem.question, config.system or problem.system, problem.messages)
+        if messages != [{"role": "user", "content": problem.question}]:
+            found["messages"] = messages
+    if problem.tools:
+        found["tools"] = problem.tools
+    return found | ({"environment": problem.environment} if problem.environment else {})
 
 
 def answer_key(answer: str) -> str:

@@ -57,7 +57,7 @@ def test_bad_rows_are_counted_and_named_with_their_lines(tmp_path, tokenizer):
     report = prompts.report
     assert (report.rows, report.kept) == (15, 2)  # the blank line is not a row
     assert dict(report.bad) == {
-        2: "no question column (prompt, question, problem); the row has answer",
+        2: "no question column (prompt, question, problem, messages); the row has answer",
         3: "question: the prompt is empty",
         4: "answer: the answer is null",
         5: "invalid UTF-8 at byte 17 of the line",
@@ -66,7 +66,7 @@ def test_bad_rows_are_counted_and_named_with_their_lines(tmp_path, tokenizer):
         8: "invalid JSON: Expecting value at character 32",
         9: "expected an object, found list",
         11: "answer: invalid Unicode (a lone surrogate) at character 1",
-        12: "question: expected one user message, found 2",
+        12: "question: several messages need a chat template; set data.template to chat",
         13: "question: the prompt is null",
         14: "answer: expected text or a number, found bool",
         15: "answer: the answer is empty",
