@@ -7,6 +7,7 @@ import pytest
 
 from megatron_dapo.policy.fork_ranks import run_ranks
 from megatron_dapo.policy.gpu_count import gpu_count
+from megatron_dapo.policy.model.delta_rule import has_fla
 from megatron_dapo.selfcheck.cases import Case
 from megatron_dapo.selfcheck.layout_spec import LayoutSpec
 from megatron_dapo.selfcheck.trace import compare, trace_updates
@@ -26,7 +27,7 @@ def test_cuda_and_cpu_give_the_same_update(model):
     on_cpu = run_ranks(1, without_gpu, model)[0]
     difference = compare(on_gpu, on_cpu)
     # The kernels of flash-linear-attention multiply in tf32.
-    kernels = model == "hybrid" and importlib.util.find_spec("fla") is not None
+    kernels = model == "hybrid" and has_fla()
     assert difference.within(1e-2 if kernels else 1e-4), difference
 
 

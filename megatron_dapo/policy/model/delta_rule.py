@@ -12,7 +12,9 @@ every sequence that has one, as one batch. `Chunks` describes a pack once for al
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -28,12 +30,25 @@ UNIT_EPS = 1e-6  # of the unit length, under the root
 
 @lru_cache(maxsize=1)
 def has_fla() -> bool:
-    """Whether flash-linear-attention is installed. A broken installation is an error, not a fallback."""
+    """Whether flash-linear-attention is installed and right on this GPU. A broken installation is an error, not a
+    fallback. With Triton 3.4.0 to 3.7.0 its gradients are wrong on Hopper, so it refuses the backward pass."""
     if importlib.util.find_spec("fla") is None:
         return False
     import fla.ops.gated_delta_rule  # noqa: F401
 
+    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9 and _triton_is_wrong_on_hopper():
+        warnings.warn(
+            "flash-linear-attention is not used: its gradients are wrong on Hopper with this Triton. The rule is "
+            "computed in torch, which is slower; install Triton >= 3.7.1, or tilelang",
+            stacklevel=2,
+        )
+        return False
     return True
+
+
+def _triton_is_wrong_on_hopper() -> bool:
+    version = tuple(int(part) for part in importlib.metadata.version("triton").split("+")[0].split(".")[:3])
+    return (3, 4, 0) <= version < (3, 7, 1) and importlib.util.find_spec("tilelang") is None
 
 
 @dataclass(frozen=True, slots=True)
