@@ -2,6 +2,7 @@
 
     python benchmarks/convert.py                      # a random-weight bf16 model of about 3.7 GB, cold and warm
     python benchmarks/convert.py --layers 4 --rounds 1 --no-library
+    python benchmarks/convert.py --workers 1          # one thread
     python benchmarks/convert.py --tensors            # 235B's 37 k tensors: real shapes in sparse files, and tiny ones
 
 Needs about four times the size of the model on the disk of --folder, and removes what it wrote. Every measurement is a
@@ -24,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -70,8 +72,8 @@ class RandomReader:
 
     read = rows
 
-    def prefetch(self, name: str, start: int, count: int) -> None:
-        pass
+    def spans(self, name: str, start: int, count: int) -> Iterator[tuple[int, None]]:
+        yield count, None
 
     def where(self, name: str) -> str:
         return name
@@ -97,19 +99,19 @@ def usage(before):
 """
 
 OURS = """
-import sys
+import os, sys
 from megatron_dapo.weights import convert
 before = resource.getrusage(resource.RUSAGE_SELF)
-report = getattr(convert, sys.argv[1])(sys.argv[2], sys.argv[3])
+report = getattr(convert, sys.argv[1])(sys.argv[2], sys.argv[3], workers=int(os.environ["WORKERS"]) or None)
 print(json.dumps([report.seconds, *usage(before)]))
 """
 
 VERIFY = """
-import sys, time
+import os, sys, time
 from megatron_dapo.weights.verify import verify
 before = resource.getrusage(resource.RUSAGE_SELF)
 began = time.monotonic()
-assert verify(sys.argv[2], sys.argv[3]).same
+assert verify(sys.argv[2], sys.argv[3], workers=int(os.environ["WORKERS"]) or None).same
 print(json.dumps([time.monotonic() - began, *usage(before)]))
 """
 
@@ -307,10 +309,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, nargs="+", default=[16], help="sizes to measure")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=0, help="threads of the converters and of verify (0: default)")
     parser.add_argument("--no-library", dest="library", action="store_false", help="without the library way")
     parser.add_argument("--tensors", action="store_true", help="measure the cost per tensor instead")
     parser.add_argument("--folder", help="where to write (default: the system's temporary folder)")
     args = parser.parse_args()
+    os.environ["WORKERS"] = str(args.workers)
     for layers in [0] if args.tensors else args.layers:
         with tempfile.TemporaryDirectory(prefix="convert-", dir=args.folder) as name:
             if args.tensors:

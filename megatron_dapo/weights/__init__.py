@@ -10,6 +10,7 @@
 - `convert`        HF safetensors to Megatron torch_dist and back
 - `verify`         whether two checkpoints hold the same weights
 - `copy`           copies tensors from files to files on several threads (`copy_tensors`)
+- `output_file`    what a converted file consists of
 - `copy_group`     several processes, for example on several nodes, that share one conversion
 - `side_files`     config, tokenizer and other files that travel with the weights
 - `carried`        what conversion keeps beside the weights: tensors of multi-token prediction and vision

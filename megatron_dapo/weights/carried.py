@@ -8,15 +8,17 @@ reference's files. `ModelShape.carried` has the prefixes of their names.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megatron_dapo.config.model import ModelShape
-from megatron_dapo.files import INDEX, SINGLE, safetensors_header
-from megatron_dapo.weights.copy import CheckpointReader, OutputFile, RowRange, TensorWrite, copy_tensors
+from megatron_dapo.files import INDEX, SINGLE, StoredTensor, safetensors_header
+from megatron_dapo.weights.copy import copy_tensors
 from megatron_dapo.weights.formats.hf_reader import HFReader
+from megatron_dapo.weights.output_file import CheckpointReader, OutputFile, RowRange, TensorWrite
 
 FILE = SINGLE
 ONLY, SHARD = "model-00001-of-00001.safetensors", "model-carried.safetensors"
@@ -86,8 +88,14 @@ class WithCarried:
     def rows(self, name: str, start: int, count: int) -> Tensor:
         return self._of(name).rows(name, start, count)
 
-    def prefetch(self, name: str, start: int, count: int) -> None:
-        self._of(name).prefetch(name, start, count)
+    def spans(self, name: str, start: int, count: int) -> Iterator[tuple[int, StoredTensor | None]]:
+        return self._of(name).spans(name, start, count)
+
+    def read_into(self, stored: StoredTensor, skip: int, view: memoryview) -> None:
+        self._carried.read_into(stored, skip, view)  # by its file
+
+    def prefetch(self, stored: StoredTensor, skip: int, nbytes: int) -> None:
+        self._carried.prefetch(stored, skip, nbytes)
 
     def read(self, name: str, start: int, count: int) -> Tensor:
         return self._of(name).read(name, start, count)

@@ -27,7 +27,8 @@ def yarn_config(**rope):
     rope = {"rope_type": "yarn", "rope_theta": BASE, **rope}
     return Qwen2Config(
         hidden_size=512, num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=40960,
-        rope_parameters=rope, architectures=["Qwen2ForCausalLM"], num_hidden_layers=2, intermediate_size=64, vocab_size=100,
+        rope_parameters=rope, architectures=["Qwen2ForCausalLM"], num_hidden_layers=2, intermediate_size=64,
+        vocab_size=100,
     )  # fmt: skip
 
 

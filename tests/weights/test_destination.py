@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from megatron_dapo.weights import convert, copy
+from megatron_dapo.weights import convert, copy, output_file
 from megatron_dapo.weights.convert import hf_to_megatron, megatron_to_hf
 from megatron_dapo.weights.copy_group import CopyGroup
 from megatron_dapo.weights.destination import new_directory
@@ -24,6 +24,7 @@ def beside(path):
 @pytest.mark.parametrize("to_hf", [False, True])
 def test_an_error_while_writing_leaves_nothing(models, tmp_path, monkeypatch, error, to_hf):
     source, out = models["qwen2"], tmp_path / "out"
+    monkeypatch.setattr(copy, "BLOCK", 4096)
     if to_hf:
         hf_to_megatron(source, tmp_path / "megatron")
         source = tmp_path / "megatron"
@@ -61,7 +62,7 @@ def killed_while_writing(source, out, overwrite=False, blocks=15):
                     out.with_name("blocked").touch()
                     time.sleep(60)
 
-            copy._write = slow
+            copy._write, copy.BLOCK = slow, 4096
             hf_to_megatron(source, out, workers=1, overwrite=overwrite)
         finally:
             os._exit(0)
@@ -156,7 +157,9 @@ def test_tasks_of_one_step_share_a_conversion(models, tmp_path, monkeypatch):
     """Three srun tasks write disjoint files, and one of them finds values that are not finite."""
     monkeypatch.setattr(torch_dist_writer, "MAX_FILE", 60_000)
     monkeypatch.setattr(convert.HFReader, "where", lambda self, name: "x")
-    monkeypatch.setattr(copy, "_all_finite", lambda data: data.numel() != 64 * 96 or os.environ["SLURM_PROCID"] != "2")
+    monkeypatch.setattr(
+        output_file, "_all_finite", lambda data: data.numel() != 64 * 96 or os.environ["SLURM_PROCID"] != "2"
+    )
     assert in_ranks(3, rank_main, models["qwen2"], tmp_path) == [0, 0, 0], [
         p.read_text() for p in tmp_path.glob("error_*")
     ]

@@ -94,7 +94,7 @@ def test_large_tensors_are_cut_into_chunks(models, tmp_path, monkeypatch):
 
     monkeypatch.setattr(torch_dist_writer, "MAX_CHUNK", 5_000)
     monkeypatch.setattr(torch_dist_writer, "MAX_FILE", 60_000)
-    monkeypatch.setattr(copy, "BLOCK", 700)
+    monkeypatch.setattr(copy, "BLOCK", 4096)
     hf_to_megatron(models["qwen3-moe"], tmp_path / "megatron", workers=3)
     assert len(list((tmp_path / "megatron/release").glob("*.distcp"))) > 5
     megatron_to_hf(tmp_path / "megatron", tmp_path / "again")

@@ -52,9 +52,18 @@ class HFReader(Mapping[str, Tensor]):
         """Like `rows`, in a buffer that this thread's next call overwrites."""
         return self._files.read(rows_of(self.stored[name], start, count))
 
-    def prefetch(self, name: str, start: int, count: int) -> None:
-        """Ask the kernel to read rows from disk, without waiting."""
-        self._files.prefetch(rows_of(self.stored[name], start, count))
+    def spans(self, name: str, start: int, count: int) -> Iterator[tuple[int, StoredTensor | None]]:
+        """The rows as runs of bytes in files, in order: number of rows, and where they are."""
+        if count:
+            yield count, rows_of(self.stored[name], start, count)
+
+    def read_into(self, stored: StoredTensor, skip: int, view: memoryview) -> None:
+        """Bytes [skip, skip + len(view)) of a stored tensor."""
+        self._files.read_into(stored, skip, view)
+
+    def prefetch(self, stored: StoredTensor, skip: int, nbytes: int) -> None:
+        """Ask the kernel to read bytes of a stored tensor from disk, without waiting."""
+        self._files.prefetch(stored, skip, nbytes)
 
     def files(self) -> list[Path]:
         return sorted({stored.file for stored in self.stored.values()})

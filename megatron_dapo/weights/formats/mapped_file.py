@@ -70,21 +70,24 @@ class WeightFiles:
         if getattr(self._own, "size", -1) < stored.nbytes:
             self._own.size = max(stored.nbytes, 1)
             self._own.buffer = mmap.mmap(-1, self._own.size)
-        view = memoryview(self._own.buffer)[: stored.nbytes]
-        descriptor, done = self._descriptor(stored.file), 0
-        while done < stored.nbytes:
-            count = os.preadv(descriptor, [view[done:]], stored.offset + done)
-            if not count:
-                raise DamagedFile(f"{stored.file}: ends inside tensor {stored.name}; it changed while it was read")
-            done += count
+        self.read_into(stored, 0, memoryview(self._own.buffer)[: stored.nbytes])
         dtype = torch_dtype(stored)
         if not stored.nbytes:
             return torch.empty(stored.shape, dtype=dtype)
         return torch.frombuffer(self._own.buffer, dtype=dtype, count=math.prod(stored.shape)).view(stored.shape)
 
-    def prefetch(self, stored: StoredTensor) -> None:
-        """Ask the kernel to read the tensor from disk, without waiting."""
-        os.posix_fadvise(self._descriptor(stored.file), stored.offset, stored.nbytes, os.POSIX_FADV_WILLNEED)
+    def read_into(self, stored: StoredTensor, skip: int, view: memoryview) -> None:
+        """Bytes [skip, skip + len(view)) of the tensor."""
+        descriptor, at = self._descriptor(stored.file), stored.offset + skip
+        while view:
+            count = os.preadv(descriptor, [view], at)
+            if not count:
+                raise DamagedFile(f"{stored.file}: ends inside tensor {stored.name}; it changed while it was read")
+            view, at = view[count:], at + count
+
+    def prefetch(self, stored: StoredTensor, skip: int, nbytes: int) -> None:
+        """Ask the kernel to read bytes [skip, skip + nbytes) of the tensor from disk, without waiting."""
+        os.posix_fadvise(self._descriptor(stored.file), stored.offset + skip, nbytes, os.POSIX_FADV_WILLNEED)
 
 
 def rows_of(stored: StoredTensor, start: int, count: int) -> StoredTensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -60,11 +61,24 @@ class PieceReader:
             return self._files.read(rows_of(piece.stored, start - piece.row, count))
         return self.rows(name, start, count)
 
-    def prefetch(self, name: str, start: int, count: int) -> None:
-        """Ask the kernel to read rows from disk, without waiting."""
-        for p in self._overlapping(name, start, count):
+    def spans(self, name: str, start: int, count: int) -> Iterator[tuple[int, StoredTensor | None]]:
+        """The rows as runs of bytes in files, in order: number of rows, and where they are; None if they have to be
+        put together from several places."""
+        found = sorted(self._overlapping(name, start, count), key=lambda p: p.row)
+        if any(p.columns != self._columns(name) for p in found):
+            yield count, None
+            return
+        for p in found:
             low, high = max(start, p.row) - p.row, min(start + count, p.row + p.rows) - p.row
-            self._files.prefetch(rows_of(p.stored, low, high - low))
+            yield high - low, rows_of(p.stored, low, high - low)
+
+    def read_into(self, stored: StoredTensor, skip: int, view: memoryview) -> None:
+        """Bytes [skip, skip + len(view)) of a stored tensor."""
+        self._files.read_into(stored, skip, view)
+
+    def prefetch(self, stored: StoredTensor, skip: int, nbytes: int) -> None:
+        """Ask the kernel to read bytes of a stored tensor from disk, without waiting."""
+        self._files.prefetch(stored, skip, nbytes)
 
     def _holding(self, name: str, start: int, count: int) -> Piece | None:
         """The piece that holds all these rows, if one does."""
