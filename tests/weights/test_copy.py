@@ -66,6 +66,17 @@ def test_a_value_that_is_not_finite_is_found_anywhere(folder):
         (folder / "out").unlink()
 
 
+def test_gaps_between_tensors_are_zero(folder):
+    """Buffers are used again; a gap at the end of a block must not show what was in them."""
+    rows = (RowRange("a", 0, 2501),)
+    writes = [TensorWrite(0, at, torch.bfloat16, rows) for at in (0, 20_000, 40_000)]
+    copy_tensors(HFReader(folder), writes, [OutputFile(folder / "out", 60_000)], workers=1)
+    found = (folder / "out").read_bytes()
+    assert len(found) == 60_000
+    for at in (0, 20_000, 40_000):
+        assert any(found[at + 4096 : at + 5002]) and not any(found[at + 5002 : at + 20_000])
+
+
 def test_a_file_system_without_direct_writes_gets_buffered_ones(folder, monkeypatch):
     real_open, real_write, refused = os.open, os.pwrite, []
 
