@@ -51,14 +51,12 @@ def _add_train(sub: Commands) -> None:
         with end_at_once():  # before the imports, which take seconds
             from megatron_dapo.config import load_config
             from megatron_dapo.config.hub import with_local_model
+            from megatron_dapo.launch.local import run_training
             from megatron_dapo.observe.waiting import waiting
 
             config = load_config(args.config, args.set)
             with waiting(f"looking for the model {config.policy.model}"):
                 config = with_local_model(config)
-            with waiting("importing torch and Megatron-Core"):
-                from megatron_dapo.launch.local import run_training
-
             return run_training(config, dry_run=args.dry_run)
 
     parser = add_command(

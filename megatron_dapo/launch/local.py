@@ -21,7 +21,7 @@ from rich.table import Table
 from megatron_dapo.config import Config, ConfigError, ModelShape, check_config, dump_config
 from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.errors import UserError
-from megatron_dapo.observe.waiting import waiting
+from megatron_dapo.observe.waiting import importing, waiting
 from megatron_dapo.policy.gpu_count import gpu_count
 from megatron_dapo.trainer.resume import SETTINGS, check_resume
 from megatron_dapo.trainer.run_lock import RunLock
@@ -35,14 +35,18 @@ SETUP_ERROR = "setup_error"  # in the log folder; the batch script does not queu
 
 def run_training(config: Config, *, dry_run: bool = False) -> int:
     """Checks the set-up, then trains or resumes; returns the exit code."""
-    from megatron_dapo.policy.fork_ranks import run_ranks
-    from megatron_dapo.policy.runtime import Rendezvous
+    with importing("torch"):
+        from megatron_dapo.policy.fork_ranks import run_ranks
+        from megatron_dapo.policy.runtime import Rendezvous
 
     rendezvous = Rendezvous.from_environment()
     in_job = rendezvous.world_size > 1
     ranks = rendezvous.world_size if in_job else planned_ranks(config) if dry_run else local_ranks(config)
     shape = check_run(config, ranks)
     changed = check_resume(config, shape)
+    if not dry_run:
+        with importing("Megatron-Core"):  # forked ranks share it
+            from megatron_dapo.trainer import loop  # noqa: F401
     data = None  # the prompts: rank 0 has them
     if rendezvous.rank == 0:
         # Ranks are forked from this process: threads of tokenizers or plugins must not be in it.

@@ -6,6 +6,7 @@ that the output of a short command stays as it is.
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
@@ -42,3 +43,18 @@ def waiting(doing: str, stream: TextIO | None = None) -> Iterator[None]:
     finally:
         done.set()
         thread.join()
+
+
+@contextmanager
+def importing(what: str) -> Iterator[None]:
+    """For heavy imports. Garbage is not collected meanwhile: there is hardly any, and every search visits all that has
+    been imported so far, a sixth of the time. Later searches leave out what was imported, also in forked ranks."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with waiting(f"importing {what}"):
+            yield
+    finally:
+        gc.freeze()
+        if collects:
+            gc.enable()

@@ -1,15 +1,18 @@
 """What a command waits for before a run has its console, and while the engines start."""
 
+import gc
 import io
 import os
 import threading
 import time
 
+import pytest
+
 from megatron_dapo.config.observe import ObserveConfig
 from megatron_dapo.observe import waiting as module
 from megatron_dapo.observe.console import PlainConsole
 from megatron_dapo.observe.observer import Observer
-from megatron_dapo.observe.waiting import waiting
+from megatron_dapo.observe.waiting import importing, waiting
 from megatron_dapo.trainer.rollout_driver import newest_line
 
 
@@ -60,3 +63,12 @@ def test_the_console_shows_how_long_the_engines_have_been_starting(tmp_path, mon
     said = stream.getvalue()
     assert "start: waiting for the engines" in said
     assert ": 12/900 s for the engines; their log: Load weight begin. avail mem=139 GB" in said
+
+
+def test_garbage_is_collected_again_after_imports_also_after_a_failed_one():
+    with importing("torch"):
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    with pytest.raises(ImportError), importing("nothing"):
+        raise ImportError
+    assert gc.isenabled()
