@@ -1,4 +1,4 @@
-# make setup       the environment in .venv (CPU torch where there is no NVIDIA GPU)
+# make setup       the environment in .venv
 # make quickstart  see it work on this machine
 # make check       lint, types and the fast tests, in three minutes
 # make test        lint, types, all tests; make test ALL_CASES=1 checks the long lists of cases in full
@@ -7,7 +7,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-# The CPU build by an exact pin; with a GPU, whatever CUDA build pip selects.
+# With a GPU, whatever CUDA build pip selects.
 TORCH  ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo torch || echo torch==2.13.0)
 # Without a GPU, the versions that were measured together. With one, see docs/install.md.
 LOCK   ?= $(if $(findstring ==,$(TORCH)),-c megatron_dapo/locks/cpu.txt)

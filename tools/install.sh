@@ -36,8 +36,10 @@ if [ "$lock" = cuda13 ]; then
   # One cuDNN only, the one that torch brings along: with two of them Transformer Engine silently uses a slow attention.
   site="$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')"
   export CUDNN_PATH="$site/nvidia/cudnn" NVTE_FRAMEWORK=pytorch
-  install ninja pybind11
+  install ninja packaging pybind11
   install --no-build-isolation "transformer-engine[pytorch]"
+  # SGLang 0.5.17 pins nvidia-cutlass-dsl 4.6.0, which fits only an older nvidia-cudnn-frontend than Transformer Engine asks
+  # for: pip reports this conflict here and goes on.
   install --no-build-isolation "$root[sglang]"
 else
   install --no-build-isolation "$root"
