@@ -169,7 +169,8 @@ def compare_options(args: argparse.Namespace) -> None:
             command += ["--set", setting]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
+            lines = done.stderr.strip().splitlines() or ["no output"]
+            reason = next((line for line in reversed(lines) if "Error" in line), lines[-1])
             print(f"{name:<34} failed: {reason[:120]}", flush=True)
             continue
         found = json.loads(done.stdout.splitlines()[-1])
