@@ -1,0 +1,222 @@
+"""Runs tool calls, each in a process of its own that is confined and limited. One call at a time.
+
+    python -I tool_worker.py FD
+
+Reads JSON lines from the socket FD: {"tool", "code", "seconds", "cpu_seconds", "memory_mb", "disk_mb", "characters",
+"network"}, and writes {"text", "limit"} for each. `limit` names what ended the call: time, cpu-time, memory, output,
+disk, killed, crashed; empty: the code came to its end, also by an exception. "unconfined": this machine cannot run
+tools safely, and nothing was run. Runs under `reward.supervisor`, by path and without this package.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import operator
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from typing import Any
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+import confinement
+
+LOOK_SECONDS = 0.05  # between two looks at the scratch directory
+OUT_OF_MEMORY, UNCONFINED = 77, 78  # exit codes of a call that got a MemoryError, and of one that could not start
+FILE_MB = 16
+
+
+def main() -> None:
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    lines = connection.makefile("rb")
+    os.environ.clear()  # it may hold secrets
+    os.environ.update(PATH="/usr/bin:/bin", LANG="C.UTF-8", OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):  # meant for the trainer
+        signal.signal(number, lambda *_: None)
+    for line in lines:
+        connection.sendall(json.dumps(run(json.loads(line))).encode() + b"\n")
+
+
+def run(call: dict[str, Any]) -> dict[str, str]:
+    scratch = tempfile.mkdtemp(prefix="tool-")
+    try:
+        return _run(call, scratch)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _run(call: dict[str, Any], scratch: str) -> dict[str, str]:
+    output, theirs = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.dup2(theirs, 1)
+            _child(call, scratch)
+        finally:
+            os._exit(1)
+    os.close(theirs)
+    limit = "crashed"
+    try:
+        text, limit = _watch(call, scratch, output)
+    finally:
+        os.close(output)
+        status = _end(pid, grace=0.0 if limit else 1.0)
+    return {"text": text, "limit": limit or _limit_of(status)}
+
+
+def _end(pid: int, grace: float) -> int:
+    """Waits a moment for a call that has closed its output, then kills it. Returns its status."""
+    deadline = time.monotonic() + grace
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return status
+        time.sleep(0.001)
+    os.kill(pid, signal.SIGKILL)
+    return os.waitpid(pid, 0)[1]
+
+
+def _watch(call: dict[str, Any], scratch: str, output: int) -> tuple[str, str]:
+    """Collects the output until the call ends or hits a limit: (text, limit)."""
+    deadline, most, parts, size = time.monotonic() + call["seconds"], 4 * call["characters"], [], 0
+    while True:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return _text(parts, call), "time"
+        if select.select([output], [], [], min(left, LOOK_SECONDS))[0]:
+            part = os.read(output, 65536)
+            if not part:
+                return _text(parts, call), ""
+            parts.append(part)
+            size += len(part)
+            if size > most:
+                return _text(parts, call), "output"
+        if _size(scratch) > call["disk_mb"] * 2**20:
+            return _text(parts, call), "disk"
+
+
+def _text(parts: list[bytes], call: dict[str, Any]) -> str:
+    text = b"".join(parts).decode(errors="replace")
+    if len(text) > call["characters"]:
+        return text[: call["characters"]] + " …"
+    return text
+
+
+def _size(folder: str) -> int:
+    total = 0
+    for where, folders, files in os.walk(folder):
+        total += 4096 * len(folders)
+        for name in files:
+            try:
+                total += max(4096, os.lstat(os.path.join(where, name)).st_size)
+            except OSError:
+                continue
+    return total
+
+
+def _limit_of(status: int) -> str:
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        # SIGKILL: the hard limit of CPU time, the system's memory, or it ran on after it had closed its output.
+        return {int(signal.SIGXCPU): "cpu-time", int(signal.SIGKILL): "killed"}.get(number, "crashed")
+    return {OUT_OF_MEMORY: "memory", UNCONFINED: "unconfined"}.get(os.WEXITSTATUS(status), "")
+
+
+# ---- in the process of the call ----
+
+
+def _child(call: dict[str, Any], scratch: str) -> None:
+    os.dup2(1, 2)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.closerange(3, 4096)  # the socket, and whatever else
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_DFL)
+    os.chdir(scratch)
+    os.environ.update(HOME=scratch, TMPDIR=scratch)
+    tempfile.tempdir = None
+    try:
+        confinement.confine(scratch, confinement.system_directories(), call["network"])
+        confinement.limit(call["cpu_seconds"], call["memory_mb"] * 2**20, min(FILE_MB, call["disk_mb"]) * 2**20)
+    except BaseException as error:
+        print(_message(error), flush=True)
+        os._exit(UNCONFINED)
+    code = 0
+    try:
+        TOOLS[call["tool"]](call["code"])
+    except MemoryError:
+        code = OUT_OF_MEMORY
+    except SystemExit as stop:
+        if isinstance(stop.code, str):
+            print(stop.code)
+    except BaseException as error:
+        print(_message(error))
+    try:
+        sys.stdout.flush()
+    finally:
+        os._exit(code)
+
+
+def _message(error: BaseException) -> str:
+    """The last line of a traceback, and the line of the code."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == "<tool>"]
+    where = f" (line {frames[-1].lineno})" if frames else ""
+    return "".join(traceback.format_exception_only(error)).strip().splitlines()[-1] + where
+
+
+def run_python(code: str) -> None:
+    """Runs it as a script. A value in the last line is printed, as in an interactive session."""
+    tree = ast.parse(code, "<tool>")
+    names: dict[str, Any] = {"__name__": "__main__", "__builtins__": __builtins__}
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, "<tool>", "exec"), names)
+    if isinstance(last, ast.Expr):
+        value = eval(compile(ast.Expression(last.value), "<tool>", "eval"), names)
+        if value is not None:
+            print(repr(value))
+
+
+_OPERATORS = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod, ast.Pow: operator.pow, ast.USub: operator.neg, ast.UAdd: operator.pos,
+}  # fmt: skip
+_FUNCTIONS = {
+    name: getattr(math, name) for name in ("sqrt", "exp", "log", "log2", "sin", "cos", "tan", "factorial", "gcd")
+} | {"abs": abs, "round": round, "min": min, "max": max}  # fmt: skip
+_CONSTANTS = {"pi": math.pi, "e": math.e}
+
+
+def run_calculator(expression: str) -> None:
+    """Prints the value of an arithmetic expression; nothing else can be evaluated."""
+    sys.set_int_max_str_digits(100_000)
+    print(calculate(ast.parse(expression.strip().replace("^", "**"), "<tool>", "eval").body))
+
+
+def calculate(node: ast.expr) -> Any:
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return node.value
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+        left, right = calculate(node.left), calculate(node.right)
+        whole = isinstance(left, int) and isinstance(right, int) and right and left % right == 0
+        return left // right if whole else left / right
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        return _OPERATORS[type(node.op)](calculate(node.left), calculate(node.right))
+    if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
+        return _OPERATORS[type(node.op)](calculate(node.operand))
+    if isinstance(node, ast.Name) and node.id in _CONSTANTS:
+        return _CONSTANTS[node.id]
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS:
+        return _FUNCTIONS[node.func.id](*map(calculate, node.args))
+    raise ValueError(f"not arithmetic: {ast.unparse(node)[:40]}")
+
+
+TOOLS = {"python": run_python, "calculator": run_calculator}
+
+if __name__ == "__main__":
+    main()
