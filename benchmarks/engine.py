@@ -139,9 +139,6 @@ def main() -> int:
     parser.add_argument("config")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", dest="settings")
     parser.add_argument("--seconds", type=float, default=20.0, help="length of the measurement after the warm-up")
-    parser.add_argument(
-        "--running", type=int, nargs="+", metavar="N", help="requests on a server; default: max_running"
-    )
     parser.add_argument("--lengths", type=float, nargs=2, metavar=("MEAN", "SIGMA"))
     parser.add_argument("--compare", type=Path, metavar="RUN_DIR")
     parser.add_argument("--limit", type=float, help="tokens/s measured before; only --compare is done")

@@ -1,12 +1,12 @@
 """The cost of RL over plain training: tokens/s and MFU of a DAPO update and of cross-entropy with the same model.
 
-    python benchmarks/step.py [--tokens 16384] [--model 1.5b|moe] [--set policy.recompute=full]
+    python benchmarks/step.py [--tokens 16384] [--model 1.5b|7b|32b|moe] [--set policy.recompute=full]
     python benchmarks/step.py --options [--model moe]     # each Megatron option on or off, side by side
     python benchmarks/step.py --options --only fp8 flash  # those whose name has one of these words, and the defaults
 
-One GPU, a Qwen2.5-1.5B shape (or 4 layers of Qwen3-30B-A3B) with random weights, bf16, packed sequences; forward,
-backward and gradient finalisation; the optimizer's step by itself. MFU counts 6 FLOPs per active parameter and token
-plus causal attention, against 790 TFLOP/s (bf16, also for fp8).
+One GPU, a Qwen2.5-1.5B shape (or some layers of Qwen2.5-7B, 32B or Qwen3-30B-A3B) with random weights, bf16, packed
+sequences; forward, backward and gradient finalisation; the optimizer's step by itself. MFU counts 6 FLOPs per active
+parameter and token plus causal attention, against 790 TFLOP/s (bf16, also for fp8).
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from shapes import QWEN_1_5B, QWEN_30B_A3B_LAYERS
+from random_model import CONFIGS
+from shapes import QWEN_1_5B, QWEN_7B, QWEN_30B_A3B_LAYERS
 
 from megatron_dapo.config import ModelShape, parse_config
 from megatron_dapo.config.load import apply_override
@@ -34,7 +36,10 @@ from megatron_dapo.policy.policy import Policy
 from megatron_dapo.policy.runtime import initialize
 
 PEAK = 790e12
-SHAPES = {"1.5b": QWEN_1_5B, "moe": QWEN_30B_A3B_LAYERS}
+SHAPES = {
+    "1.5b": QWEN_1_5B, "moe": QWEN_30B_A3B_LAYERS, "7b": replace(QWEN_7B, layers=8),
+    "32b": replace(ModelShape.from_hf(CONFIGS["32b"]), layers=4),
+}  # fmt: skip
 # The defaults, then each option by itself.
 OPTIONS = {
     "defaults": [],
@@ -112,9 +117,13 @@ def flops(shape: ModelShape, tokens: int, sequences: int) -> float:
     return tokens * (6 * weights + 3 * attention)
 
 
+def shape_of(args: argparse.Namespace) -> ModelShape:
+    return replace(SHAPES[args.model], layers=args.layers) if args.layers else SHAPES[args.model]
+
+
 def measure_one(args: argparse.Namespace) -> dict[str, Any]:
     """Seconds and peak memory of each pass, with the options of this process."""
-    shape, tokens = SHAPES[args.model], args.tokens
+    shape, tokens = shape_of(args), args.tokens
     raw: dict[str, Any] = {
         "policy": {"micro_batch_tokens": tokens},
         "rollout": {"max_prompt_tokens": 64, "max_response_tokens": tokens // args.sequences - 64},
@@ -140,7 +149,7 @@ def measure_one(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def print_one(args: argparse.Namespace, found: dict[str, Any]) -> None:
-    work = flops(SHAPES[args.model], args.tokens, args.sequences)
+    work = flops(shape_of(args), args.tokens, args.sequences)
     reference = found["plain cross-entropy"][0]
     print(f"{found['machine']}, {vars(args)}")
     for name in ("plain cross-entropy", "DAPO update", "log-probs only"):
@@ -156,7 +165,7 @@ def print_one(args: argparse.Namespace, found: dict[str, Any]) -> None:
 
 def compare_options(args: argparse.Namespace) -> None:
     """Each option in a process of its own, one line each."""
-    work = flops(SHAPES[args.model], args.tokens, args.sequences)
+    work = flops(shape_of(args), args.tokens, args.sequences)
     print(f"{args.model}, {args.tokens} tokens per update; × is the DAPO update's speed beside the defaults'")
     print(f"{'option':<34} {'k tokens/s':>10} {'×':>6} {'MFU':>6} {'CE ×':>6} {'step ms':>8} {'peak GiB':>9}")
     defaults = 0.0
@@ -164,7 +173,7 @@ def compare_options(args: argparse.Namespace) -> None:
         if args.only and settings and not any(word in name for word in args.only):
             continue
         command = [sys.executable, __file__, "--json", "--model", args.model, "--tokens", str(args.tokens)]
-        command += ["--sequences", str(args.sequences), "--repeats", str(args.repeats)]
+        command += ["--layers", str(args.layers), "--sequences", str(args.sequences), "--repeats", str(args.repeats)]
         for setting in [*args.set, *settings]:
             command += ["--set", setting]
         done = subprocess.run(command, capture_output=True, text=True)
@@ -188,6 +197,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=list(SHAPES), default="1.5b")
     parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--layers", type=int, default=0, help="another number of layers; 0: the model's")
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="an option of the configuration"

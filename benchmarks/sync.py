@@ -30,23 +30,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import json
-import math
-import shutil
 import statistics
 import sys
 import tempfile
 import time
 import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
+from random_model import write_random_model
 
 from megatron_dapo.config import Config, ModelShape, parse_config
 from megatron_dapo.engines.factory import open_engine
 from megatron_dapo.engines.protocol import Engine, SamplingParams, WeightReport
-from megatron_dapo.files import safetensors_header
 from megatron_dapo.planner.hardware import Cluster, find_gpu
 from megatron_dapo.planner.sync import sync_time
 from megatron_dapo.policy.model.gpt import build_model
@@ -54,42 +50,11 @@ from megatron_dapo.policy.offload import Offloader
 from megatron_dapo.policy.runtime import Runtime, initialize
 from megatron_dapo.trainer.colocation import memory
 from megatron_dapo.types import as_tokens
-from megatron_dapo.weights.mapping import hf_shapes
 from megatron_dapo.weights.model_weights import WHOLE, load_hf_weights
 from megatron_dapo.weights.sync import WeightBuckets
 
-COMMON = {
-    "vocab_size": 151936, "max_position_embeddings": 32768, "rope_theta": 1e6, "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False, "hidden_act": "silu", "torch_dtype": "bfloat16", "initializer_range": 0.02,
-}  # fmt: skip
-RANDOM_MODELS: dict[str, dict[str, Any]] = {
-    "dense": COMMON | {
-        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "num_hidden_layers": 28, "hidden_size": 3584,
-        "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4,
-    },
-    "moe": COMMON | {
-        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_hidden_layers": 16,
-        "hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 32, "num_key_value_heads": 4,
-        "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
-        "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
-    },
-}  # fmt: skip
+RANDOM_MODELS = ("dense", "moe")
 RUNNING, TOKENS = 64, 256  # of the throughput measurement: requests at once, and tokens of each
-
-
-def write_random_model(kind: str, folder: Path, tokenizer_of: Path) -> Path:
-    """Configuration and tokenizer, and weight files that are all hole: their names are checked, they are not read."""
-    folder.mkdir(parents=True)
-    for pattern in ("tokenizer*", "vocab.*", "merges.txt", "*.jinja", "special_tokens_map.json", "added_tokens.json"):
-        for path in tokenizer_of.glob(pattern):
-            shutil.copy(path, folder)
-    (folder / "config.json").write_text(json.dumps(RANDOM_MODELS[kind]))
-    shapes = hf_shapes(ModelShape.from_dir(str(folder)))
-    header = safetensors_header((name, torch.bfloat16, shape) for name, shape in shapes.items())
-    with (folder / "model.safetensors").open("wb") as file:
-        file.write(header)
-        file.truncate(len(header) + 2 * sum(math.prod(shape) for shape in shapes.values()))
-    return folder
 
 
 class Trainer:
