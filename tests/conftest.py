@@ -55,6 +55,16 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def process_groups_end_with_their_module():
+    """Each has threads that wake up a hundred times a second: without this, 231 of them at the end of a part."""
+    yield
+    if torch.distributed.is_initialized():
+        from megatron_dapo.policy.runtime import shutdown
+
+        shutdown()
+
+
 @pytest.fixture(scope="session")
 def sglang_servers(tmp_path_factory):
     from tiny_model import tiny_model, write_model

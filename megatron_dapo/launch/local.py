@@ -45,8 +45,11 @@ def run_training(config: Config, *, dry_run: bool = False) -> int:
     shape = check_run(config, ranks)
     changed = check_resume(config, shape)
     if not dry_run:
-        with importing("Megatron-Core"):  # forked ranks share it
+        with importing("Megatron-Core"):  # before ranks are forked, which share it
             from megatron_dapo.trainer import loop  # noqa: F401
+
+            if rendezvous.rank == 0:
+                from transformers import AutoTokenizer  # noqa: F401
     data = None  # the prompts: rank 0 has them
     if rendezvous.rank == 0:
         # Ranks are forked from this process: threads of tokenizers or plugins must not be in it.

@@ -15,8 +15,25 @@
 - `supervisor`   runs the worker and kills everything that it leaves behind
 """
 
-from megatron_dapo.reward.combined import Graders, open_graders
-from megatron_dapo.reward.grader import Grader, GraderError, load_grader
-from megatron_dapo.reward.pool import RewardPool
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_dapo.reward.combined import Graders, open_graders
+    from megatron_dapo.reward.grader import Grader, GraderError, load_grader
+    from megatron_dapo.reward.pool import RewardPool
 
 __all__ = ["Grader", "GraderError", "Graders", "RewardPool", "load_grader", "open_graders"]
+
+_MODULES = {
+    "Grader": "grader", "GraderError": "grader", "load_grader": "grader", "Graders": "combined",
+    "open_graders": "combined", "RewardPool": "pool",
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """Imports when asked: a grading process needs neither the pool nor the configuration."""
+    from importlib import import_module
+
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -14,15 +14,17 @@ import inspect
 import math
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from megatron_dapo.config.reward import RewardConfig
 from megatron_dapo.errors import UserError
 from megatron_dapo.plugins import is_plugin, load_function
 from megatron_dapo.reward.dapo import published_answer, published_verdict
 from megatron_dapo.reward.equivalence import decide, equivalent
 from megatron_dapo.reward.extract import clean, final_answer
 from megatron_dapo.types import Grade, Prompt
+
+if TYPE_CHECKING:  # a grading process does not need it
+    from megatron_dapo.config.reward import RewardConfig
 
 
 class Grader(Protocol):

@@ -17,8 +17,6 @@ from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-from transformers import AutoTokenizer
-
 from megatron_dapo import fault_points
 from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.data import RunData, load_run_data
@@ -52,6 +50,8 @@ class RolloutDriver:
         data: RunData | None = None,
     ) -> None:
         """Loads the tokenizer and, unless they are given, the prompts; `start` starts everything else."""
+        from transformers import AutoTokenizer  # takes seconds, and the other ranks do without it
+
         self.config, self._observer = config, observer or NullObserver()
         tokenizer = AutoTokenizer.from_pretrained(config.policy.model)
         data = data or load_run_data(config, tokenizer)
