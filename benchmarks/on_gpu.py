@@ -1,0 +1,153 @@
+"""All measurements that need one GPU, one after the other, each with a time limit and a log of its own.
+
+    python benchmarks/on_gpu.py --model MODEL_1_5B --out DIR [--only NAME …] [--list] [-- SERVER ARGUMENTS]
+
+MODEL is the HF directory of Qwen2.5-1.5B (or another small Qwen2) with its tokenizer; `--data` has gsm8k_train.jsonl
+and gsm8k_test.jsonl, for the runs. A measurement that has ended without an error is not repeated, so an interrupted
+session goes on with the same command. The last lines of every log are printed. Arguments after `--` go to every SGLang
+server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+EXAMPLE = str(HERE.parent / "examples/gsm8k_1gpu/gsm8k.yaml")
+ENDED = "ended with code"
+SHOWN = 12  # lines of a log
+
+
+@dataclass(frozen=True)
+class Measurement:
+    name: str
+    seconds: int  # limit
+    script: str
+    arguments: list[str]
+
+    def command(self) -> list[str]:
+        program = ["-m", "megatron_dapo"] if self.script == "megatron-dapo" else [str(HERE / self.script)]
+        if self.script == "pytest":
+            program = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        return [sys.executable, "-W", "ignore", *program, *self.arguments]
+
+
+def measurements(model: Path, data: Path, out: Path, server: list[str]) -> list[Measurement]:
+    def servers(fraction: str, *more: str) -> list[str]:
+        return ["--set", "rollout.servers.arguments=" + json.dumps(["--mem-fraction-static", fraction, *server, *more])]
+
+    def gsm8k(steps: int, folder: str, *changes: str) -> list[str]:
+        settings = [
+            f"policy.model={model}", f"data.path={data}/gsm8k_train.jsonl", "data.template=dapo+chat",
+            f"evaluate.data.path={data}/gsm8k_test.jsonl", "evaluate.data.template=dapo+chat", "evaluate.temperature=0",
+            f"evaluate.every={steps}", "rollout.max_response_tokens=768", "policy.micro_batch_tokens=16384",
+            "policy.optimizer.lr=2e-6", "policy.optimizer.warmup_steps=2", "rollout.servers.max_running=384",
+            "rollout.sampler.max_carryover_staleness=2", "trainer.prompts_per_step=64", "trainer.mini_batch_prompts=32",
+            f"trainer.steps={steps}", "trainer.checkpoint.every=0", "trainer.old_logprobs=engine",
+            f"trainer.run_dir={out / folder}", "observe.console=plain", *changes,
+        ]  # fmt: skip
+        graphs = ("--cuda-graph-max-bs", "384", "--max-running-requests", "384")
+        return [EXAMPLE, *(word for item in settings for word in ("--set", item)), *servers("0.7", *graphs)]
+
+    moe, hybrid, few = str(out / "moe"), str(out / "qwen3_next"), ("--cuda-graph-max-bs", "64")
+    return [
+        Measurement("step", 150, "step.py", ["--options", "--only", "fp8", "fusion", "--repeats", "5"]),
+        Measurement("step_moe", 90, "step.py", ["--model", "moe", "--repeats", "5"]),
+        Measurement("step_7b", 150, "step.py", ["--model", "7b", "--options", "--only", "fp8", "--repeats", "5"]),
+        Measurement("calibrate_train", 100, "calibrate.py", ["train"]),
+        Measurement("sync", 140, "sync.py", [
+            str(model), "--only", "real", "--transports", "tensor", "--bucket-mib", "2048", "--",
+            "--mem-fraction-static", "0.5", *server, *few,
+        ]),
+        Measurement("sync_moe", 220, "sync.py", [
+            str(model), "--only", "moe", "--transports", "tensor", "--bucket-mib", "2048", "--",
+            "--mem-fraction-static", "0.5", *server, "--cuda-graph-max-bs", "8",
+        ]),
+        Measurement("replay_model", 60, "routing_replay.py", ["make", moe, "--tokenizer", str(model)]),
+        Measurement("replay", 200, "routing_replay.py", [
+            "run", EXAMPLE, "--set", f"policy.model={moe}", *servers("0.4", "--cuda-graph-max-bs", "16"),
+        ]),
+        Measurement("hybrid_rule", 60, "gated_delta_net.py", ["rule"]),
+        Measurement("hybrid_model", 60, "gated_delta_net.py", ["make", hybrid]),
+        Measurement("hybrid", 240, "gated_delta_net.py", [
+            "train", hybrid, "--run", str(out / "run_hybrid"), "--set", "observe.console=plain",
+            *servers("0.4", "--cuda-graph-max-bs", "16"),
+        ]),
+        Measurement("calibrate_decode", 240, "calibrate.py", [
+            "decode", "--tokenizer", str(model), "--", "--mem-fraction-static", "0.85", *server, "--cuda-graph-max-bs",
+            "256",
+        ]),
+        Measurement("memory", 200, "memory.py", [
+            "--largest", "--recompute", "full", "--tokens", "4096", "--set", "policy.optimizer.cpu_offload=0.5",
+        ]),
+        Measurement("tests", 300, "pytest", [str(HERE.parent / "tests/policy/test_cuda.py")]),
+        Measurement("fp8", 420, "megatron-dapo", ["train", *gsm8k(10, "run_fp8", "policy.fp8.recipe=tensorwise")]),
+        Measurement("run", 600, "megatron-dapo", ["train", *gsm8k(20, "run")]),
+        Measurement("engine", 200, "engine.py", [*gsm8k(20, "run_engine"), "--compare", str(out / "run")]),
+    ]  # fmt: skip
+
+
+def measure(one: Measurement, log: Path) -> int:
+    """Ends the whole process group at the limit, servers included."""
+    with log.open("a") as file:
+        file.write(shlex.join(one.command()) + "\n")
+        file.flush()
+        process = subprocess.Popen(one.command(), stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            code = process.wait(one.seconds)
+            file.write(f"{one.name} {ENDED} {code}\n")
+        except subprocess.TimeoutExpired:
+            code = 124
+            process.send_signal(signal.SIGTERM)  # it may end its servers itself
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+            file.write(f"{one.name} was stopped after {one.seconds} s\n")
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    return code
+
+
+def main() -> int:
+    own, server = sys.argv[1:], []
+    if "--" in own:
+        own, server = own[: own.index("--")], own[own.index("--") + 1 :]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--data", type=Path, default=Path("data"))
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", nargs="+", metavar="NAME")
+    parser.add_argument("--list", action="store_true", help="print the commands, and stop")
+    args = parser.parse_args(own)
+    chosen = measurements(args.model.resolve(), args.data.resolve(), args.out.resolve(), server)
+    if unknown := set(args.only or ()) - {one.name for one in chosen}:
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(one.name for one in chosen)}")
+    chosen = [one for one in chosen if not args.only or one.name in args.only]
+    if args.list:
+        for one in chosen:
+            print(f"{one.name} ({one.seconds} s): {shlex.join(one.command())}")
+        return 0
+    args.out.mkdir(parents=True, exist_ok=True)
+    for one in chosen:
+        log = args.out / f"{one.name}.log"
+        if log.exists() and f"{one.name} {ENDED} 0" in log.read_text():
+            continue
+        began = time.monotonic()
+        code = measure(one, log)
+        print(f"== {one.name}: code {code} after {time.monotonic() - began:.0f} s", flush=True)
+        print("\n".join(line[:240] for line in log.read_text().splitlines()[-SHOWN:]), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
