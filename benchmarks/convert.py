@@ -6,7 +6,8 @@
     python benchmarks/convert.py --tensors            # 235B's 37 k tensors: real shapes in sparse files, and tiny ones
 
 Needs about four times the size of the model on the disk of --folder, and removes what it wrote. Every measurement is a
-new process; rounds alternate, and the fastest of each is shown. Cold: the source is dropped from the page cache first.
+new process; rounds begin with another one in turn, and medians are shown. Cold: the source is dropped from the page
+cache first.
 The converters flush to disk before they return and `cp` does not, so `cp` is shown with and without a flush. CPU
 seconds (user and system, all threads) depend less on the load of the machine. The library way is what a script would
 do: safetensors' load_file, torch.cat, megatron-core's dist_checkpointing.save, and back. `verify` is compared with
@@ -21,6 +22,7 @@ import math
 import os
 import resource
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -205,9 +207,10 @@ def set_cache(cold: bool, *folders: Path) -> None:
 def measure(kind: str, source: Path, folder: Path, library: Path | None, *, cold: bool, rounds: int) -> Figures:
     """`library`: a checkpoint that the libraries wrote, to be read by them; None: without the library way."""
     target, found = folder / "out", []
-    for _ in range(rounds):
+    ways = ["cp", "ours", "library"] if library else ["cp", "ours"]
+    for number in range(rounds):
         figures: Figures = {}
-        for who in ("cp", "ours", "library") if library else ("cp", "ours"):
+        for who in ways[number % len(ways) :] + ways[: number % len(ways)]:  # disks may be fast for the first one
             os.sync()
             set_cache(cold, source, *([library] if library else []))
             if who == "cp":
@@ -218,7 +221,7 @@ def measure(kind: str, source: Path, folder: Path, library: Path | None, *, cold
                 figures |= dict(zip((who, f"{who}_rss", f"{who}_cpu"), values, strict=True))
             shutil.rmtree(target)
         found.append(figures)
-    return {key: min(figures[key] for figures in found) for key in found[0]}
+    return {key: statistics.median(figures[key] for figures in found) for key in found[0]}
 
 
 def measure_verify(a: Path, b: Path, *, cold: bool, rounds: int) -> Figures:
@@ -231,7 +234,7 @@ def measure_verify(a: Path, b: Path, *, cold: bool, rounds: int) -> Figures:
         set_cache(cold, a, b)
         seconds, rss, _ = run_child(VERIFY, "verify", a, b)
         found.append({"read": read, "ours": seconds, "rss": rss})
-    return {key: min(figures[key] for figures in found) for key in found[0]}
+    return {key: statistics.median(figures[key] for figures in found) for key in found[0]}
 
 
 def show(label: str, nbytes: int, m: Figures) -> None:

@@ -2,6 +2,7 @@
 
     python benchmarks/sync.py MODEL            # everything below; about 12 minutes on an H200
     python benchmarks/sync.py MODEL --only real --transports tensor tensor+snapshot disk
+    python benchmarks/sync.py MODEL --only real --transports tensor --fp8
 
 MODEL is the HF directory of a small dense model (Qwen2.5-1.5B; random weights will do). Three models are measured:
 
@@ -20,6 +21,10 @@ released its memory. Each line says:
     memory       of pause and labels: taking back the memory of weights and KV cache
     GB/s         of the update without `memory`, proof included: the number to compare with 18.6 (SGLang alone: 52)
     predicted    the same seconds by `megatron-dapo plan`'s model
+
+--fp8 (model `real` only): the server starts with MODEL in fp8 (`convert hf-to-fp8`), and the sender quantises. The
+first update sends the weights that the server started with, so its log-probs of a text must not change: the largest gap is
+printed. Weights that arrived in another format or order would change them.
 
 The limit printed beside it is one copy of the same bytes within the device. Arguments after `--` go to
 sglang.launch_server (default: --mem-fraction-static 0.7). `--device cpu` runs everything on the CPU with a tiny MODEL.
@@ -50,6 +55,7 @@ from megatron_dapo.policy.offload import Offloader
 from megatron_dapo.policy.runtime import Runtime, initialize
 from megatron_dapo.trainer.colocation import memory
 from megatron_dapo.types import as_tokens
+from megatron_dapo.weights.fp8_checkpoint import hf_to_fp8
 from megatron_dapo.weights.model_weights import WHOLE, load_hf_weights
 from megatron_dapo.weights.sync import WeightBuckets
 
@@ -67,7 +73,10 @@ class Trainer:
             self.chunks = [chunk.bfloat16() for chunk in self.chunks]
         if load:
             load_hf_weights(self.chunks, shape, str(model))
-        self.weights = WeightBuckets(self.chunks, shape, WHOLE, bucket_bytes=config.rollout.weights.bucket_bytes)
+        weights = config.rollout.weights
+        self.weights = WeightBuckets(
+            self.chunks, shape, WHOLE, bucket_bytes=weights.bucket_bytes, quantization=weights.quantization
+        )
         self.shape, self._offloader = shape, Offloader(runtime.device)
 
     def offload(self) -> None:
@@ -93,6 +102,8 @@ def settings(args: argparse.Namespace, model: Path, transport: str, dummy: bool)
         "backend": "gloo", "transport": transport.split("+")[0], "keep_snapshot": kept,
         "bucket_bytes": args.bucket_mib << 20,
     }  # fmt: skip
+    if args.served:
+        servers["model"], weights["quantization"] = str(args.served), "fp8"
     return parse_config(
         {
             "policy": {"model": str(model), "precision": "bf16" if args.device == "cuda" else "fp32"},
@@ -137,12 +148,20 @@ async def measure(args: argparse.Namespace, trainer: Trainer, config: Config, na
         engine = await open_engine(config.rollout, config.policy.model, logs)
         await tokens_per_second(engine, "warm-up")
         before = await tokens_per_second(engine, "before")
+        text, at_start = as_tokens(range(100, 400)), {}
+        if args.served:
+            at_start = await engine.logprobs_of(text)  # type: ignore[attr-defined]
         reports, after = [], 0.0
         for version in range(1, args.repeats + 1):
             await engine.release_memory()
             trainer.onload()
-            trainer.step()
+            if version > 1 or not args.served:
+                trainer.step()
             reports.append(await hand_over(engine, trainer, version))
+            if version == 1 and args.served:
+                now = await engine.logprobs_of(text)  # type: ignore[attr-defined]
+                gap = max(float(abs(now[name] - at_start[name]).max()) for name in now)
+                print(f"  the same weights, sent in fp8: log-probs of {len(text)} tokens differ by at most {gap:.6f}")
             after = await tokens_per_second(engine, f"after-{version}")
             parts = ", ".join(f"{part} {seconds:.3f} s" for part, seconds in reports[-1].parts.items())
             print(f"  {reports[-1].seconds:.3f} s ({parts}); then {after:,.0f} tokens/s", flush=True)
@@ -178,6 +197,7 @@ def main() -> None:
     parser.add_argument("--transports", nargs="+", default=["tensor", "tensor+snapshot"])
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--bucket-mib", type=int, default=512, help="rollout.weights.bucket_bytes; try 1024 and 2048")
+    parser.add_argument("--fp8", action="store_true", help="quantise on the sender; with --only real")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--python", default="", help="the Python that has sglang; empty: this one")
     own, theirs = sys.argv[1:], ["--mem-fraction-static", "0.7"]
@@ -185,9 +205,15 @@ def main() -> None:
         own, theirs = own[: own.index("--")], own[own.index("--") + 1 :]
     args = parser.parse_args(own)
     args.server_arguments = theirs if args.device == "cuda" or "--" in sys.argv else []
+    if args.fp8 and args.only != ["real"]:
+        parser.error("--fp8 needs --only real")
     warnings.filterwarnings("ignore")
+    args.served = None
     runtime = initialize(settings(args, args.model, "tensor", False).policy)
     with tempfile.TemporaryDirectory() as folder:
+        if args.fp8:
+            args.served = Path(folder, "fp8")
+            print(hf_to_fp8(args.model, args.served), flush=True)
         for kind in args.only:
             model = args.model if kind == "real" else write_random_model(kind, Path(folder, kind), args.model)
             run_model(args, kind, model, runtime)

@@ -157,6 +157,16 @@ def _add_convert(sub: Commands) -> None:
                        "copy that hf-to-megatron leaves in SRC)")  # fmt: skip
     to_hf.add_argument("--step", type=at_least(0), metavar="N", help="which checkpoint of a run (default: the newest)")
     to_hf.add_argument("--shard-size", type=float, default=5.0, metavar="GB", help="largest weight file (default 5)")
+    to_fp8 = add_command(
+        inner, "hf-to-fp8", run,
+        "Write a HF Qwen model with its matrices in fp8, as the published Qwen FP8 checkpoints: the model for servers\n"
+        "when weight sync sends fp8 (rollout.servers.model, rollout.weights.quantization).",
+        "example:\n  megatron-dapo convert hf-to-fp8 Qwen3-32B Qwen3-32B-fp8",
+    )  # fmt: skip
+    to_fp8.set_defaults(convert="hf_to_fp8")
+    to_fp8.add_argument("source", metavar="SRC", help="HF model in bf16")
+    to_fp8.add_argument("destination", metavar="DST", help="directory to create; it appears when complete")
+    to_fp8.add_argument("--overwrite", action="store_true", help="replace DST if it is a checkpoint")
     check = add_command(
         inner, "verify", run,
         "Check that two checkpoints, HF or torch_dist, hold the same weights: names, shapes, dtypes, every value.",

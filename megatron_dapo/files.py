@@ -25,11 +25,11 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 ITEM_SIZES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
-    "uint8": 1, "bool": 1,
+    "uint8": 1, "bool": 1, "float8_e4m3fn": 1,
 }  # fmt: skip
 _DTYPE_OF_CODE = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
-    "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
+    "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool", "F8_E4M3": "float8_e4m3fn",
 }  # fmt: skip
 _CODE_OF_DTYPE = {dtype: code for code, dtype in _DTYPE_OF_CODE.items()}
 _MAX_HEADER = 100 * 2**20

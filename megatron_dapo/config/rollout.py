@@ -41,6 +41,10 @@ class ServerConfig(Section):
     device: Literal["cuda", "cpu"] = Field(
         "cuda", description="Device of the servers that this run starts; cpu is for tests with small models."
     )
+    model: PathText = Field(
+        "", description="HF directory that servers are started with; empty: policy.model. It may be quantised, see "
+        "weights.quantization.",
+    )  # fmt: skip
     python: PathText = Field("", description="The Python that has sglang installed; empty: the one that runs this.")
     host: str = Field("127.0.0.1", description="Interface to bind to; anything but loopback needs api_key_env.")
     port: int = Field(30000, ge=1024, le=65535, description="First port; a port in use is skipped.")
@@ -106,6 +110,7 @@ class ServerConfig(Section):
 
 
 Senders = Literal["one", "stage", "expert_group"]
+Quantization = Literal["none", "fp8"]
 
 
 class WeightTransportConfig(Section):
@@ -130,6 +135,11 @@ class WeightTransportConfig(Section):
         "one",
         description="Which ranks send weights (distributed), or pass them to other nodes (tensor). one: rank 0. stage: "
         "the first rank of each pipeline stage. expert_group: also the first rank of each expert-parallel group.",
+    )
+    quantization: Quantization = Field(
+        "none",
+        description="fp8: the sender quantises the matrices of attention and MLP in blocks of 128 × 128, as the Qwen "
+        "FP8 checkpoints have them, and sends half of the bytes; servers.model must be such a checkpoint.",
     )
     delta: bool = Field(
         False,
@@ -338,6 +348,11 @@ class RolloutConfig(Section):
             raise ValueError(
                 "weights.delta needs weights.transport distributed, weights.senders one and servers.weight_deltas "
                 f"true; found {weights.transport}, {weights.senders}, {str(self.servers.weight_deltas).lower()}"
+            )
+        if weights.quantization != "none" and (weights.delta or not self.servers.model or self.engine != "sglang"):
+            raise ValueError(
+                f"weights.quantization is {weights.quantization}: it needs engine sglang, servers.model (an fp8 "
+                "checkpoint, see megatron-dapo convert hf-to-fp8) and weights.delta false"
             )
         after = self.sampler.give_up_after
         if after is not None and self.group_filter != "accuracy":

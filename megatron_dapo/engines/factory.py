@@ -16,7 +16,7 @@ async def open_engine(config: RolloutConfig, model: str, log_dir: str | Path) ->
         return EmbeddedEngine.from_directory(model, config.embedded, pause_mode=config.weights.pause_mode)
     from megatron_dapo.engines.sglang.fleet import Fleet
 
-    engine = await Fleet(config, model, log_dir).start()
+    engine = await Fleet(config, config.servers.model or model, log_dir).start()
     if config.servers.router_url:
         from megatron_dapo.engines.sglang.router import wait_for_router
 

@@ -12,6 +12,7 @@ comes on top:
   ranks (expert_group), and gather while another one sends.
 - tensor: engines copy from the trainer's memory on the same GPU or node. On several nodes each bucket first goes to one
   rank of each node, in turn, so a GPU receives 1 / (GPUs of a node) of the model.
+- fp8 (`weights.quantization`): half of the bytes, but a second tensor, the scales, for every matrix.
 - disk: written once, then read by every node of engines at the same time.
 """
 
@@ -63,8 +64,35 @@ class SyncTime:
 def count_tensors(shape: ModelShape) -> int:
     """HF tensors of the model."""
     attention = 4 + 3 * shape.qkv_bias + 2 * shape.qk_norm
-    mlp = 3 * shape.experts + 1 if shape.is_moe else 3
-    return shape.layers * (attention + mlp + 2) + 2 + (not shape.tied_embeddings)
+    # Gated DeltaNet: two or four input projections, output projection, convolution, A_log, dt_bias, norm.
+    delta = (2 if shape.linear.fused else 4) + 5 if shape.linear else 0
+    layers = shape.attention_layers * attention + len(shape.linear_layers) * delta
+    layers += shape.layers * (_mlp_matrices(shape) + shape.is_moe + shape.has_shared_expert + 2)
+    return layers + 2 + (not shape.tied_embeddings)
+
+
+def _mlp_matrices(shape: ModelShape) -> int:
+    """Of one layer."""
+    return 3 * (shape.experts if shape.is_moe else 1) + 3 * shape.has_shared_expert
+
+
+def count_quantised(shape: ModelShape) -> tuple[int, int]:
+    """Matrices that `weights.quantization: fp8` quantises, as in `weights/fp8.py`, and their parameters."""
+    q, kv = shape.heads * shape.head_dim * (2 if shape.attention_gate else 1), 2 * shape.kv_heads * shape.head_dim
+    attention = shape.hidden * (q + kv + shape.heads * shape.head_dim)
+    mlp = shape.experts * shape.expert_ffn_hidden if shape.is_moe else shape.ffn_hidden
+    mlp = 3 * shape.hidden * (mlp + shape.shared_ffn_hidden)
+    matrices = 4 * shape.attention_layers + shape.layers * _mlp_matrices(shape)
+    return matrices, shape.attention_layers * attention + shape.layers * mlp
+
+
+def sent(shape: ModelShape, weights: WeightTransportConfig) -> tuple[float, int]:
+    """Bytes and tensors of an update."""
+    size, tensors = float(count_parameters(shape).total * 2), count_tensors(shape)
+    if weights.quantization == "none":
+        return size, tensors
+    matrices, parameters = count_quantised(shape)
+    return size - parameters * (1 - 4 / 128**2), tensors + matrices  # one byte each, and a scale for each block
 
 
 def count_senders(shape: ModelShape, policy: PolicyConfig, weights: WeightTransportConfig) -> int:
@@ -82,8 +110,8 @@ def sync_time(
     engine_nodes: int,
     engine_tensor_parallel: int = 1,
 ) -> SyncTime:
-    size = float(count_parameters(shape).total * 2)
-    tensors, senders = count_tensors(shape), count_senders(shape, policy, weights)
+    size, tensors = sent(shape, weights)
+    senders = count_senders(shape, policy, weights)
     fixed = assumptions.PAUSE_SECONDS
     lookups = assumptions.SECONDS_PER_NAME * tensors
     if shape.is_moe:
@@ -94,7 +122,7 @@ def sync_time(
         return SyncTime(size, tensors, 1, 0.0, one + max(one, all_), 0.0, 0.0, 0.0, fixed)
     network = cluster.gpu.network * 1e9 * assumptions.WIRE_SHARE
     nvlink = cluster.gpu.nvlink * 1e9 * assumptions.WIRE_SHARE
-    gather = _gather(size, shape, policy, cluster, senders, nvlink, network)
+    gather = _gather(count_parameters(shape).total * 2.0, shape, policy, cluster, senders, nvlink, network)
     # Each sender keeps its own part.
     snapshot = size / senders / assumptions.SNAPSHOT_BYTES_PER_SECOND if weights.keep_snapshot else 0.0
     load = size / engine_tensor_parallel / assumptions.LOAD_BYTES_PER_SECOND  # each engine GPU copies its own shards
@@ -132,4 +160,5 @@ def buffer_bytes(policy: PolicyConfig, weights: WeightTransportConfig, largest: 
     """GPU memory of a sender: two buckets, and the shards of one from other ranks. `largest`: the largest parameter."""
     bucket = max(weights.bucket_bytes, largest)
     others = policy.tensor_parallel > 1 or policy.pipeline_parallel > 1 or policy.expert_parallel > 1
-    return bucket * (3 if others else 2)
+    # A bucket that is quantised is assembled in a third block. The other two are smaller then, but not always.
+    return bucket * (2 + others + (weights.quantization != "none"))

@@ -26,6 +26,7 @@ from megatron_dapo.observe.trackers import make_trackers
 from megatron_dapo.reward.grader import load_grader
 from megatron_dapo.rollout.functions import load_rollout_function
 from megatron_dapo.weights.check import check_megatron_checkpoint, check_model_directory
+from megatron_dapo.weights.fp8_checkpoint import check_fp8_directory
 
 WANDB_URL = "https://api.wandb.ai"
 STEP_METRICS = ("rollout/", "reward/", "train/", "data/")  # prefixes of a step's metrics
@@ -84,6 +85,8 @@ def _check_weights(config: Config, shape: ModelShape) -> None:
     """The index and the headers of all weight files."""
     with _named("policy.model"):
         check_model_directory(config.policy.model)
+    if config.rollout.weights.quantization == "fp8":
+        check_fp8_directory(config.rollout.servers.model)
     if config.policy.megatron_checkpoint:
         with _named("policy.megatron_checkpoint"):
             check_megatron_checkpoint(config.policy.megatron_checkpoint, shape)

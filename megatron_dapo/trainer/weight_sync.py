@@ -42,6 +42,7 @@ def weight_buckets(policy: Policy, config: Config) -> WeightBuckets:
         senders=weights.senders if several or rollout.broadcasts_weights else "one",
         nodes=nodes if several else (),
         keep_memory=not rollout.servers.share_gpus,
+        quantization=weights.quantization,
     )
 
 

@@ -8,6 +8,8 @@
 - `sync`           live models to buckets of HF tensors, on rank 0 or on several senders (`WeightBuckets`)
 - `check`          model directories and checkpoints, checked from indexes and headers
 - `convert`        HF safetensors to Megatron torch_dist and back
+- `fp8`            matrices in fp8 with scales, for the engines
+- `fp8_checkpoint` an HF checkpoint in fp8, for servers
 - `verify`         whether two checkpoints hold the same weights
 - `copy`           copies tensors from files to files on several threads (`copy_tensors`)
 - `output_file`    what a converted file consists of

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from megatron_dapo.weights import convert
+from megatron_dapo.weights import convert, fp8_checkpoint
 from megatron_dapo.weights.mapping import WeightsError
 from megatron_dapo.weights.verify import verify as compare
 
@@ -58,6 +58,12 @@ def megatron_to_hf(
             max_shard=int(shard_size * 1e9), progress=progress,
         )  # fmt: skip
     return _finish(report, allow_nan)
+
+
+def hf_to_fp8(source: str, destination: str, overwrite: bool) -> int:
+    with _bar("hf → fp8") as progress:
+        report = fp8_checkpoint.hf_to_fp8(source, destination, overwrite=overwrite, progress=progress)
+    return _finish(report, allow_nan=False)
 
 
 def verify(a: str, b: str, reference: str | None, tolerance: float, workers: int | None) -> int:

@@ -71,7 +71,7 @@ def hf_to_megatron(
 ) -> Report:
     """Write the weights of an HF directory as a torch_dist checkpoint that loads at any TP, PP and EP."""
     began, src, dst = time.monotonic(), Path(source), Path(destination)
-    _check_paths(src, dst, overwrite)
+    check_paths(src, dst, overwrite)
     shape, weights = open_hf(src)
     dtypes = {mapping.name: _one_dtype(weights, mapping.hf, dtype) for mapping in stored_mappings(shape)}
     group = CopyGroup.from_environment()
@@ -110,7 +110,7 @@ def megatron_to_hf(
     directory to take config and tokenizer from; by default the copy inside the checkpoint.
     """
     began, src, dst = time.monotonic(), Path(source), Path(destination)
-    _check_paths(src, dst, overwrite)
+    check_paths(src, dst, overwrite)
     src = locate(src, step)
     tied_head, pack = _original_files(src, reference)
     reference = find_reference(src, reference)
@@ -197,7 +197,7 @@ def _original_files(source: Path, reference: str | Path | None) -> tuple[bool, b
         return False, False
 
 
-def _check_paths(source: Path, destination: Path, overwrite: bool) -> None:
+def check_paths(source: Path, destination: Path, overwrite: bool) -> None:
     """Refuse a bad destination before reading anything."""
     here, there = source.resolve(), destination.resolve()
     if here == there or here in there.parents or there in here.parents:

@@ -24,9 +24,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_dapo.config.model import ModelShape
-from megatron_dapo.config.rollout import Senders
+from megatron_dapo.config.rollout import Quantization, Senders
 from megatron_dapo.engines.flat_bucket import FlatBucket, RemoteBucket, TensorSpec, bucket_in, flat_size, in_flat_order
 from megatron_dapo.engines.protocol import Bucket
+from megatron_dapo.weights.fp8 import quantise_bucket, quantised_specs
 from megatron_dapo.weights.mapping import OUTPUT, ParameterMapping, WeightsError, parameter_mappings
 from megatron_dapo.weights.model_weights import RankPosition, live_mappings
 from megatron_dapo.weights.sharding import shard_copies
@@ -48,7 +49,8 @@ class _BucketPlan:
     owner: int
     receivers: tuple[int, ...]
     mappings: tuple[ParameterMapping, ...]
-    specs: tuple[TensorSpec, ...]
+    gathered: tuple[TensorSpec, ...]  # as the model has them
+    specs: tuple[TensorSpec, ...]  # as they are sent
 
 
 class WeightBuckets:
@@ -65,11 +67,12 @@ class WeightBuckets:
         senders: Senders = "one",
         nodes: Sequence[Sequence[int]] = (),
         keep_memory: bool = False,
+        quantization: Quantization = "none",
     ) -> None:
         """`before` is called before weights are read, on every rank and in the thread that iterates. `nodes`: the ranks
         of each node, where ranks hand weights to the engines on their own node. `keep_memory`: the two blocks are kept
-        between updates."""
-        self._before, self._keep_memory = before, keep_memory
+        between updates. `quantization`: what the owner does with a bucket before it sends it."""
+        self._before, self._keep_memory, self._quantization = before, keep_memory, quantization
         self._mine = {mapping.name: parameter for mapping, parameter in live_mappings(model_chunks, shape, position)}
         self._rank = dist.get_rank()
         self._device = next(iter(self._mine.values())).device
@@ -79,6 +82,7 @@ class WeightBuckets:
         self.plans = self._schedule(bucket_bytes, senders)
         self._groups = self._receiver_groups()
         self._memory: list[Tensor | None] = [None, None, None]
+        self._gathered: Tensor | None = None  # where the owner assembles a bucket that it quantises
         self._views: dict[int, FlatBucket] = {}  # by the bucket's number, while the memory exists
 
     def _exchange_shapes(self, position: RankPosition) -> dict[str, list[_Shard]]:
@@ -124,10 +128,12 @@ class WeightBuckets:
             [(owner, part) for part in self._partition(mappings, limit)] for owner, mappings in sorted(owned.items())
         ]
         turns = [turn for round_ in zip_longest(*partitions) for turn in round_ if turn is not None]
-        return [
-            _BucketPlan(owner, tuple(ranks[i % len(ranks)] for ranks in self.nodes), part, self._specs(part))
-            for i, (owner, part) in enumerate(turns)
-        ]
+        plans = []
+        for i, (owner, part) in enumerate(turns):
+            specs, receivers = self._specs(part), tuple(ranks[i % len(ranks)] for ranks in self.nodes)
+            sent = specs if self._quantization == "none" else quantised_specs(specs)
+            plans.append(_BucketPlan(owner, receivers, part, specs, sent))
+        return plans
 
     def _partition(self, mappings: Sequence[ParameterMapping], limit: int) -> Iterator[tuple[ParameterMapping, ...]]:
         """The parameters in table order, at most `limit` bytes per bucket (a larger one is a bucket of its own)."""
@@ -199,7 +205,7 @@ class WeightBuckets:
                 continue
             yield bucket
         if not self._keep_memory:
-            self._memory, self._views = [None, None, None], {}
+            self._memory, self._views, self._gathered = [None, None, None], {}, None
 
     def _bucket(self, number: int, turn: int) -> FlatBucket:
         if number not in self._views:
@@ -232,8 +238,19 @@ class WeightBuckets:
             work.wait()
         return received
 
-    @torch.no_grad()
     def _fill(self, plan: _BucketPlan, bucket: FlatBucket, shards: dict[str, list[Tensor]]) -> None:
+        if plan.gathered == plan.specs:
+            self._assemble(plan, bucket, shards)
+            return
+        if self._gathered is None:
+            largest = max(flat_size(plan.gathered) for plan in self.plans)
+            self._gathered = torch.empty(largest, dtype=torch.uint8, device=self._device)
+        whole = bucket_in(self._gathered, plan.gathered)
+        self._assemble(plan, whole, shards)
+        quantise_bucket(whole, bucket)
+
+    @torch.no_grad()
+    def _assemble(self, plan: _BucketPlan, bucket: FlatBucket, shards: dict[str, list[Tensor]]) -> None:
         """Copies every shard to its place in the HF tensors: one fused copy for all blocks of whole rows."""
         targets = dict(bucket)
         to: list[Tensor] = []

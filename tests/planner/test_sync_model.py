@@ -1,16 +1,20 @@
 """The planner's model of a weight update: counts as in the code, and the times of large models."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_dapo.config import ModelShape
 from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.config.rollout import WeightTransportConfig
+from megatron_dapo.engines.flat_bucket import TensorSpec, flat_size
 from megatron_dapo.planner import assumptions
 from megatron_dapo.planner.hardware import Cluster, find_gpu
-from megatron_dapo.planner.sync import buffer_bytes, count_senders, count_tensors, sync_time
+from megatron_dapo.planner.sync import buffer_bytes, count_quantised, count_senders, count_tensors, sent, sync_time
 from megatron_dapo.selfcheck.synthetic import synthetic_shape
+from megatron_dapo.weights.fp8 import quantised_specs
 from megatron_dapo.weights.mapping import hf_shapes
 
 COMMON = {
@@ -33,9 +37,19 @@ def predicted(shape, policy, gpus, engine_gpus, tensor_parallel, **weights):
     return sync_time(shape, policy, chosen, cluster, (engine_gpus or gpus) // 8, tensor_parallel)
 
 
-@pytest.mark.parametrize("kind", ["dense", "tied", "moe"])
-def test_tensors_are_counted_as_the_mapping_lists_them(kind):
-    assert count_tensors(synthetic_shape(kind)) == len(hf_shapes(synthetic_shape(kind)))
+@pytest.mark.parametrize(
+    "shape",
+    [*map(synthetic_shape, ("dense", "tied", "moe", "moe-shared", "hybrid")), QWEN3_32B, QWEN3_235B,
+     replace(synthetic_shape("hybrid"), linear=replace(synthetic_shape("hybrid").linear, fused=False))],
+)  # fmt: skip
+def test_tensors_are_counted_as_the_mapping_lists_them(shape):
+    found = hf_shapes(shape)
+    assert count_tensors(shape) == len(found)
+    specs = quantised_specs(TensorSpec(name, torch.bfloat16, size) for name, size in found.items())
+    size, tensors = sent(shape, WeightTransportConfig(quantization="fp8"))
+    assert tensors == len(specs) and count_quantised(shape)[0] == len(specs) - len(found)
+    if shape.hidden % 128 == 0 and shape.experts in (0, 128):  # whole blocks
+        assert size == pytest.approx(flat_size(specs), rel=1e-9)
 
 
 def test_large_models_reach_their_engines_in_seconds():
@@ -57,6 +71,13 @@ def test_the_documentation_has_these_times():
     large, apart = predicted(QWEN3_235B, LAYOUT_235B, 256, 0, 8), predicted(QWEN3_235B, LAYOUT_235B, 256, 128, 8)
     assert f"| {large.total:.1f} s: between nodes {large.send:.1f} s, names {large.names:.1f} s |" in page
     assert f"| {apart.total:.1f} s: an engine receives one broadcast at a time" in page
+    small = predicted(QWEN3_235B, LAYOUT_235B, 256, 128, 8, quantization="fp8")
+    assert f"| {small.total:.1f} s: broadcast {small.send:.1f} s, names {small.names:.1f} s |" in page
+    small = predicted(QWEN3_32B, LAYOUT_32B, 128, 64, 4, quantization="fp8")
+    assert f"TP4, `distributed`, fp8 | {small.total:.1f} s |" in page
+    # Not built: all GPUs of the sender's node in the group, so that the broadcast leaves through all of its networks.
+    node = apart.bytes / assumptions.BROADCAST_LIMIT + apart.load + apart.names + apart.fixed
+    assert f"predicted at {node:.1f} s" in page
 
 
 def test_more_senders_shorten_the_gather_and_not_the_broadcast():
@@ -83,4 +104,6 @@ def test_a_sender_holds_two_buckets_and_the_shards_of_one():
     assert buffer_bytes(PolicyConfig(), weights, 1 << 20) == 2 << 29
     assert buffer_bytes(PolicyConfig(tensor_parallel=2), weights, 1 << 20) == 3 << 29
     assert buffer_bytes(PolicyConfig(), weights, 1 << 30) == 2 << 30  # a larger parameter is a bucket of its own
+    fp8 = weights.model_copy(update={"quantization": "fp8"})
+    assert buffer_bytes(PolicyConfig(), fp8, 1 << 20) == 3 << 29
     assert count_senders(QWEN3_32B, LAYOUT_32B, weights) == 1

@@ -1,0 +1,94 @@
+"""Writes an HF checkpoint in fp8 (`fp8`): the model that servers are started with when weight sync quantises.
+
+The files are those of the source, tensor by tensor, and config.json gets a `quantization_config`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_dapo.config.base import ConfigError
+from megatron_dapo.engines.flat_bucket import TensorSpec, flat_size, flat_starts, in_flat_order
+from megatron_dapo.files import INDEX, SINGLE, safetensors_header
+from megatron_dapo.weights.convert import Report, check_paths, open_hf
+from megatron_dapo.weights.destination import new_directory
+from megatron_dapo.weights.formats.hf_reader import HFReader
+from megatron_dapo.weights.fp8 import BLOCK, SCALE, is_quantised, quantise, quantised_specs, quantization_config
+from megatron_dapo.weights.side_files import copy_side_files
+
+Progress = Callable[[int, int], None]
+
+
+def hf_to_fp8(
+    source: str | Path,
+    destination: str | Path,
+    *,
+    overwrite: bool = False,
+    progress: Progress = lambda done, total: None,
+) -> Report:
+    """One tensor is in memory at a time."""
+    began, src, dst = time.monotonic(), Path(source), Path(destination)
+    check_paths(src, dst, overwrite)
+    _, weights = open_hf(src)
+    files: dict[str, list[str]] = {}
+    for name, stored in weights.stored.items():
+        files.setdefault(stored.file.stem, []).append(name)
+    sent = {name: quantised_specs([_spec(weights, name)]) for name in weights.stored}
+    total, done, where = sum(flat_size(specs) for specs in sent.values()), 0, {}
+    with new_directory(dst, total, overwrite=overwrite) as directory:
+        for number, names in enumerate(files.values(), 1):
+            file = SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+            specs = in_flat_order(spec for name in names for spec in sent[name])
+            header = safetensors_header((spec.name, spec.dtype, spec.shape) for spec in specs)
+            at = {spec.name: len(header) + start for spec, start in zip(specs, flat_starts(specs), strict=False)}
+            with (directory / file).open("wb") as out:
+                out.write(header)
+                for name in names:
+                    for key, data in _tensors(weights, name, sent[name]):
+                        out.seek(at[key])
+                        done += out.write(data)
+                    progress(done, total)
+            where |= dict.fromkeys(at, file)
+        if len(files) > 1:
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+            (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        notes = copy_side_files(src, directory)
+        config = json.loads((directory / "config.json").read_text())
+        config["quantization_config"] = quantization_config(weights.stored)
+        (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return Report(src, dst, len(where), total, time.monotonic() - began, notes=notes)
+
+
+def _spec(weights: HFReader, name: str) -> TensorSpec:
+    return TensorSpec(name, weights.dtype(name), weights.stored[name].shape)
+
+
+def _tensors(weights: HFReader, name: str, specs: tuple[TensorSpec, ...]) -> Iterator[tuple[str, memoryview]]:
+    found = {spec.name: torch.empty(spec.shape, dtype=spec.dtype) for spec in specs}
+    if is_quantised(name):
+        quantise(weights[name], found[name], found[name + SCALE])
+    else:
+        found[name] = weights[name].contiguous()
+    for key, tensor in found.items():
+        raw: Any = tensor.view(-1).view(torch.uint8).numpy()
+        yield key, memoryview(raw)
+
+
+def check_fp8_directory(path: str | Path) -> None:
+    """The directory holds a model in the format that weight sync with fp8 sends."""
+    file = Path(path) / "config.json"
+    try:
+        found = json.loads(file.read_text()).get("quantization_config") or {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"rollout.servers.model: {file} cannot be read ({error})") from None
+    if found.get("quant_method") != "fp8" or found.get("weight_block_size") != [BLOCK, BLOCK]:
+        raise ConfigError(
+            f"rollout.servers.model: {path} is not in fp8 with blocks of {BLOCK} × {BLOCK}, which "
+            "rollout.weights.quantization: fp8 sends; create it with megatron-dapo convert hf-to-fp8"
+        )
