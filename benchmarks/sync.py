@@ -23,8 +23,8 @@ released its memory. Each line says:
     predicted    the same seconds by `megatron-dapo plan`'s model
 
 --fp8 (model `real` only): the server starts with MODEL in fp8 (`convert hf-to-fp8`), and the sender quantises. The
-first update sends the weights that the server started with, so its log-probs of a text must not change: the largest gap is
-printed. Weights that arrived in another format or order would change them.
+first update sends the weights that the server started with, so its log-probs of a text must not change: the largest gap
+is printed. Weights that arrived in another format or order would change them.
 
 The limit printed beside it is one copy of the same bytes within the device. Arguments after `--` go to
 sglang.launch_server (default: --mem-fraction-static 0.7). `--device cpu` runs everything on the CPU with a tiny MODEL.
