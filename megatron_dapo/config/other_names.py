@@ -24,6 +24,7 @@ KNOWN_ELSEWHERE = {
         "rollout.max_staleness": "max_head_offpolicyness",
         "rollout.dynamic_sampling": "dynamic_sample filter_groups use_dynamic_sampling",
         "rollout.group_filter": "dynamic_sampling_filter_path dynamic_filter_fn should_accept_fn",
+        "rollout.generate": "custom_generate_function_path default_agent_loop agent_loop_config_path",
         "rollout.sampler.fill": "dynamic_bs",
         "rollout.sampler.oversampling": "gen_batch_size over_sampling_batch_size batch_multiplier",
         "rollout.sampler.max_generation_batches": "max_num_gen_batches dynamic_sampling_max_gen_batches",

@@ -32,6 +32,7 @@ def run(config: Config, out: str | Path, seed: int) -> Evaluation:
     from megatron_dapo.data import load_prompts, load_tokenizer
     from megatron_dapo.engines.factory import open_engine
     from megatron_dapo.reward import open_graders
+    from megatron_dapo.rollout.functions import load_rollout_function
 
     shape = check_config(config)
     if shape is None:
@@ -41,6 +42,7 @@ def run(config: Config, out: str | Path, seed: int) -> Evaluation:
         raise ConfigError("evaluate.data.path is empty: name the problems to evaluate")
     folder, console, settings = create_output(out), Console(), config.resolved_evaluate
     tokenizer = load_tokenizer(config.policy.model, shape.vocab)
+    function = load_rollout_function(config.rollout, tokenizer)
     sets = {name: load_prompts(file, tokenizer, config.rollout.max_prompt_tokens) for name, file in files.items()}
     for prompts in sets.values():
         console.print(prompts.report.summary(), highlight=False, soft_wrap=True)
@@ -53,7 +55,7 @@ def run(config: Config, out: str | Path, seed: int) -> Evaluation:
                 async with open_graders(config.reward) as pool:
                     return await evaluate_sets(
                         engine, sets, pool, settings, seed,
-                        lambda done, total: bar.update(task, completed=done, total=total),
+                        lambda done, total: bar.update(task, completed=done, total=total), function,
                     )  # fmt: skip
         finally:
             await engine.close()

@@ -9,11 +9,18 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any, Protocol
 
+import numpy as np
+
 from megatron_dapo.config.evaluate import EvalConfig
 from megatron_dapo.engines.protocol import Completion, SamplingParams, derive_seed
 from megatron_dapo.errors import UserError
 from megatron_dapo.evaluate.results import EvalResult, Evaluation, EvaluationError, ProblemResult, Response, summarise
-from megatron_dapo.types import FinishReason, Grade, Prompt, Sample, Tokens
+from megatron_dapo.reward.responses import readable
+from megatron_dapo.rollout.completion import append_completion
+from megatron_dapo.rollout.conversation import Conversation, Limits
+from megatron_dapo.rollout.functions import RolloutFunction
+from megatron_dapo.rollout.generation import TurnRequest
+from megatron_dapo.types import FinishReason, Grade, Prompt, Sample, Tokens, as_logprobs, as_tokens
 
 Progress = Callable[[int, int], None]
 
@@ -58,8 +65,10 @@ async def evaluate_sets(
     config: EvalConfig,
     seed: int,
     progress: Progress | None = None,
+    function: RolloutFunction | None = None,
 ) -> Evaluation:
-    """As `evaluate`, for several benchmarks at once, each with its own number of samples (`EvalConfig.for_set`)."""
+    """As `evaluate`, for several benchmarks at once, each with its own number of samples (`EvalConfig.for_set`).
+    `function` makes the responses; None: a response is one generated turn."""
     if config.max_response_tokens is None:
         raise ValueError("evaluate needs max_response_tokens: pass Config.resolved_evaluate")
     for name, prompts in sets.items():
@@ -75,7 +84,7 @@ async def evaluate_sets(
         for prompt in prompts
         for index in range(settings[name].samples)
     ]
-    responses = iter(await _Requests(engine, grader_pool, config, seed, progress).run(wanted))
+    responses = iter(await _Requests(engine, grader_pool, config, seed, progress, function).run(wanted))
     seconds = time.monotonic() - started
     results = {}
     for name, prompts in sets.items():
@@ -92,9 +101,16 @@ class _Requests:
     """The requests of one evaluation."""
 
     def __init__(
-        self, engine: Generator, grader_pool: GraderPool, config: EvalConfig, seed: int, progress: Progress | None
+        self,
+        engine: Generator,
+        grader_pool: GraderPool,
+        config: EvalConfig,
+        seed: int,
+        progress: Progress | None,
+        function: RolloutFunction | None,
     ) -> None:
         self._engine, self._pool, self._config, self._seed, self._progress = engine, grader_pool, config, seed, progress
+        self._function = function
         self._slots = asyncio.Semaphore(config.concurrency)
         self._tasks: list[asyncio.Task[Response]] = []
         self._generating: set[asyncio.Task[Any]] = set()
@@ -121,45 +137,72 @@ class _Requests:
 
     async def _one(self, prefix: str, prompt: Prompt, index: int) -> Response:
         async with self._slots:
-            sample = await self._generate(prefix, prompt, index)
-            grade = await self._pool.grade(prompt, sample)
+            samples, grade = await self._generate(prefix, prompt, index)
+            if grade is None:
+                grade = await self._pool.grade(prompt, samples[-1])
         self._done += 1
         if self._progress is not None:
             self._progress(self._done, len(self._tasks))
-        return Response(
-            sample.text, sample.length, sample.finish_reason.value, grade.correct, grade.extracted, grade.reason
-        )
+        last = samples[-1]
+        text = last.text if self._function is None else "\n".join(readable(s, self._decode) for s in samples)
+        tokens = sum(sample.trained_tokens for sample in samples)
+        return Response(text, tokens, last.finish_reason.value, grade.correct, grade.extracted, grade.reason)
 
-    async def _generate(self, prefix: str, prompt: Prompt, index: int) -> Sample:
-        """Repeats a response that the engine aborts by itself; the seed makes it the same response."""
-        assert self._config.max_response_tokens is not None
+    async def _generate(self, prefix: str, prompt: Prompt, index: int) -> tuple[list[Sample], Grade | None]:
+        """The samples of one rollout, and the grade if its function gave one."""
+        longest, stop = self._config.max_response_tokens, tuple(self._config.stop or ())
+        assert longest is not None
         seed = derive_seed(self._seed, 0, prompt.id, index)
+        empty = as_tokens([]), as_logprobs([]), FinishReason.ABORT
+        samples, name = (
+            [Sample(prompt.id, index, prompt.tokens, *empty, seed=seed)],
+            f"eval-{prefix}{prompt.id}-{index}",
+        )
+        if self._function is None:
+            await self._extend(samples[0], TurnRequest(name, seed, 0, longest, stop))
+            return samples, None
+        conversation = Conversation(
+            prompt, samples, self._extend, self._function.tokenizer, Limits(longest, stop), name=name
+        )
+        grade = await self._function(conversation)
+        samples[-1].text = self._decode(samples[-1].final_tokens)
+        return samples, grade
+
+    def _decode(self, tokens: Tokens) -> str:
+        assert self._function is not None
+        return str(self._function.tokenizer.decode(tokens, skip_special_tokens=True))
+
+    async def _extend(self, sample: Sample, request: TurnRequest) -> bool:
+        """Generates a response or a turn. Repeats one that the engine aborts by itself; the seed makes it the same."""
+        if request.end <= request.start:
+            sample.finish_reason = FinishReason.LENGTH
+            return True
+        config = self._config
         params = SamplingParams(
-            max_new_tokens=self._config.max_response_tokens, temperature=self._config.temperature,
-            top_p=self._config.top_p, top_k=self._config.top_k, stop=tuple(self._config.stop or ()), seed=seed,
+            max_new_tokens=request.end - request.start, temperature=config.temperature, top_p=config.top_p,
+            top_k=config.top_k, stop=request.stop, seed=request.seed,
         )  # fmt: skip
+        context = np.concatenate([sample.prompt_tokens, sample.response_tokens]) if sample.length else None
         for attempt in range(ATTEMPTS):
-            name = f"eval-{prefix}{prompt.id}-{index}" + (f"-try{attempt}" if attempt else "")
-            made = await self._request(name, prompt, params)
+            name = request.name + (f"-try{attempt}" if attempt else "")
+            made = await self._request(name, sample.prompt_tokens if context is None else context, params)
             if made.finish_reason is not FinishReason.ABORT:
-                return Sample(
-                    prompt.id, index, prompt.tokens, made.tokens, made.logprobs, made.finish_reason,
-                    made.weight_spans, seed=seed, text=made.text,
-                )  # fmt: skip
+                append_completion(sample, made)
+                return True
             if self._stopping:
                 raise asyncio.CancelledError
             await asyncio.sleep(ATTEMPT_PAUSE)
         raise EvaluationError(
-            f"the engine aborted response {index} to problem {prompt.id} {ATTEMPTS} times: nothing may pause the "
-            "engine or change its weights while an evaluation runs"
+            f"the engine aborted response {sample.index} to problem {sample.prompt_id} {ATTEMPTS} times: nothing may "
+            "pause the engine or change its weights while an evaluation runs"
         )
 
-    async def _request(self, name: str, prompt: Prompt, params: SamplingParams) -> Completion:
+    async def _request(self, name: str, tokens: Tokens, params: SamplingParams) -> Completion:
         task = asyncio.current_task()
         assert task is not None
         self._generating.add(task)
         try:
-            return await self._engine.generate(name, prompt.tokens, params)
+            return await self._engine.generate(name, tokens, params)
         finally:
             self._generating.discard(task)
 

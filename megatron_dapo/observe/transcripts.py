@@ -38,6 +38,7 @@ class Transcript:
     tokens: int
     finish_reason: str
     text: str
+    part: int = 0  # of a rollout with several samples
 
 
 def is_due(step: int, every: int) -> bool:
@@ -67,15 +68,16 @@ def _transcript(step: int, group: Group, sample: Sample) -> Transcript:
         prompt_id=group.prompt.id,
         prompt=question,
         reference=group.prompt.answer,
-        group=f"{sum(group.accuracies)} of {len(group.samples)} right",
+        group=f"{sum(group.accuracies)} of {len(group.rollouts)} right",
         index=sample.index,
         verdict=VERDICTS[None if grade is None else grade.correct],
         reason="" if grade is None else grade.reason,
         extracted=None if grade is None else grade.extracted,
         score=None if grade is None else grade.score,
-        tokens=sample.length,
+        tokens=sample.trained_tokens,
         finish_reason=sample.finish_reason.value,
         text=sample.text,
+        part=sample.part,
     )
 
 
@@ -116,6 +118,7 @@ def _readable(step: int, transcripts: Sequence[Transcript]) -> str:
             shown = item.prompt_id
             title = f"step {step} · prompt {item.prompt_id} · {item.group} · reference {item.reference}"
             lines += ["=" * 100, title, "=" * 100, item.prompt]
-        head = f"response {item.index}: {item.verdict} ({item.reason}), {item.tokens} tokens, {item.finish_reason}"
+        name = f"response {item.index}" + (f", sample {item.part + 1}" if item.part else "")
+        head = f"{name}: {item.verdict} ({item.reason}), {item.tokens} tokens, {item.finish_reason}"
         lines += ["", "-" * 100, f"{head}, extracted: {item.extracted}", "-" * 100, item.text, ""]
     return "\n".join(lines) + "\n"

@@ -8,7 +8,7 @@ text, for reading; `decode` gives the text that was graded.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from megatron_dapo.reward.combined import Graders
@@ -42,11 +42,12 @@ class ResponseGrader:
     def add_texts(self, samples: Iterable[Sample]) -> None:
         """For samples that are shown to people."""
         for sample in samples:
-            sample.text = self.readable(sample)
+            sample.text = readable(sample, self.decode)
 
-    def readable(self, sample: Sample) -> str:
-        """The response; the turns of a conversation under their roles."""
-        if not sample.turns:
-            return self.decode(sample.response_tokens)
-        turns = ((turn.role, self.decode(sample.response_tokens[turn.start : turn.end])) for turn in sample.turns)
-        return "\n".join(f"[{role}] {text}" for role, text in turns)
+
+def readable(sample: Sample, decode: Callable[[Tokens], str]) -> str:
+    """The response; the turns of a conversation under their roles."""
+    if not sample.turns:
+        return decode(sample.response_tokens)
+    turns = ((turn.role, decode(sample.response_tokens[turn.start : turn.end])) for turn in sample.turns)
+    return "\n".join(f"[{role}] {text}" for role, text in turns)

@@ -240,7 +240,9 @@ class RolloutDriver:
 
         seed = derive_seed(self.config.trainer.seed, step, "evaluation", 0)
         settings = self.config.resolved_evaluate
-        return self._submit(evaluate_sets(self.engine, self.problems, self._pool, settings, seed, advance))
+        return self._submit(
+            evaluate_sets(self.engine, self.problems, self._pool, settings, seed, advance, self._function)
+        )
 
     async def _grade(self, prompt: Prompt, sample: Sample) -> Grade:
         assert self._pool is not None

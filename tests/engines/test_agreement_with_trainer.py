@@ -1,6 +1,6 @@
-"""Megatron and a real SGLang server agree on the log-probs of the server's samples, before training and after each of
-five updates, with every transport, for tensor- and pipeline-parallel trainers. Each test begins and ends with the
-server's first weights."""
+"""Megatron and a real SGLang server agree on the log-probs of the server's samples of one and of several turns, before
+training and after each of five updates, with every transport, for tensor- and pipeline-parallel trainers. Each test
+begins and ends with the server's first weights."""
 
 import asyncio
 import threading
@@ -8,6 +8,7 @@ from concurrent.futures import Future
 
 import numpy as np
 import pytest
+from faults import Texts
 from installed_sglang import API_KEY_VARIABLE, SGLANG_VERSIONS
 from long_lists import some
 from subject import restore_first_weights, run
@@ -18,7 +19,10 @@ from megatron_dapo.policy.batch import TrainBatch
 from megatron_dapo.policy.fork_ranks import run_ranks
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.policy.runtime import initialize
-from megatron_dapo.types import Sample, as_tokens
+from megatron_dapo.rollout.conversation import Conversation, Limits
+from megatron_dapo.rollout.generation import Generation
+from megatron_dapo.rollout.pending_group import new_samples
+from megatron_dapo.types import Prompt, Sample, as_tokens
 
 UPDATES = 5
 TOLERANCE = 1e-4
@@ -48,7 +52,7 @@ class Driver:
     def __init__(self, url, config, directory, version):
         from megatron_dapo.engines.sglang.engine import SGLangEngine
 
-        self.loop = asyncio.new_event_loop()
+        self.loop, self.rollout = asyncio.new_event_loop(), config.rollout
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
         self.engine = self.do(SGLangEngine.connect([url], config.rollout, model=str(directory), version=version))
 
@@ -69,10 +73,35 @@ class Driver:
 
         made = self.do(all_of_them())
         assert all(span.version == version for completion in made for span in completion.weight_spans)
-        return [
+        samples = [
             Sample(str(i), 0, prompt, c.tokens, c.logprobs, c.finish_reason)
             for i, (prompt, c) in enumerate(zip(prompts, made, strict=True))
         ]
+        return [*samples, *self.do(self.conversations(version))]
+
+    async def conversations(self, version):
+        """Two samples of three turns each, with tokens appended between the turns."""
+        generation = Generation(self.engine, self.rollout, lambda tokens, finished: None)
+
+        async def extend(sample, request):
+            return await generation.generate(sample, request, set(), lambda: None)
+
+        async def converse(number):
+            prompt = Prompt(f"c{number}", "", as_tokens([70 + number, 71]))
+            limits = Limits(self.rollout.max_response_tokens)
+            conversation = Conversation(
+                prompt, new_samples(prompt, [number]), extend, Texts(), limits, name=f"{version}-c{number}"
+            )
+            for tokens in ([80, 81 + number, 82], [90], []):
+                await conversation.generate(max_tokens=5)
+                conversation.append(tokens)
+            conversation.finish()
+            return conversation.samples
+
+        made = [sample for number in range(2) for sample in await converse(number)]
+        assert all(len(sample.turns) == 5 and sample.length == sample.trained_tokens + 4 for sample in made)
+        assert {span.version for sample in made for span in sample.weight_spans} == {version}
+        return made
 
 
 def gaps_of_a_trainer(place, url, directory, config, version):
@@ -84,9 +113,13 @@ def gaps_of_a_trainer(place, url, directory, config, version):
     driver = Driver(url, config, directory, version) if place.rank == 0 else None
     gaps, moved = [], []
     for update in range(UPDATES + 1):
-        batch = share(TrainBatch.from_samples(driver.samples(version), [1, -1, 2, -2], [True] * 4) if driver else None)
+        batch = share(
+            TrainBatch.from_samples(driver.samples(version), [1, -1, 2, -2, 1, -1], [True] * 6) if driver else None
+        )
         logprobs, _ = policy.log_probs(batch)
-        gaps.append(float(np.abs(logprobs - batch.engine_logprobs).max()))
+        gap = np.abs(logprobs - batch.engine_logprobs)
+        assert gap[~batch.loss_mask].min() > 0.1  # appended tokens: the server has no log-probs of them
+        gaps.append(float(gap[batch.loss_mask].max()))
         before = logprobs
         if update < UPDATES:
             policy.update(batch)

@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 from aiohttp import web
 from fake_server import FakeServer, changed
-from faults import PROMPT, fill_batch, run, settings
+from faults import PROMPT, Texts, fill_batch, run, settings
+from simulation import Prompts
 
 from megatron_dapo.engines.protocol import EngineError, SamplingParams
 from megatron_dapo.engines.sglang.engine import SGLangEngine
-from megatron_dapo.types import FinishReason, as_tokens
+from megatron_dapo.rollout.functions import RolloutFunction
+from megatron_dapo.rollout.sampler import Sampler
+from megatron_dapo.types import FinishReason, Grade, as_tokens
 
 
 async def sleep_for_ever(server, body):
@@ -251,3 +254,38 @@ def test_the_body_of_a_generate_request():
         "max_new_tokens": 8, "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.0, "ignore_eos": False,
         "stop": ["a", "b"], "stop_token_ids": [5], "sampling_seed": 2**62,
     }  # fmt: skip
+
+
+def test_a_server_that_dies_in_mid_conversation_loses_nothing():
+    """Every conversation is whole, and every request of a later turn had all tokens before it."""
+    contexts = []
+
+    def note(server, body):
+        contexts.append(body["input_ids"])
+
+    async def three_turns(prompt, conversation, settings):
+        for number in range(3):
+            await conversation.generate(max_tokens=4)
+            conversation.append([7, number])
+        return Grade(conversation.samples[0].index % 2 == 0, 1.0)
+
+    async def main():
+        dying, good = await FakeServer(fault=note).start(), await FakeServer(fault=note).start()
+        dying.drop["/generate"] = [""] * 10 + ["die"]
+        config = settings().model_copy(update={"max_response_tokens": 40})
+        engine = await SGLangEngine.connect([dying.url, good.url], config)
+        function = RolloutFunction("python:test.three_turns", three_turns, {}, Texts())
+        sampler = Sampler(engine, None, Prompts(), config, groups_per_step=6, function=function)
+        batch = await sampler.collect(0)
+        await engine.close()
+        assert dying.dead and good.served
+        return batch
+
+    batch = run(main())
+    assert batch.metrics["rollout/samples_trained"] == 24 and batch.metrics["rollout/samples_failed"] == 0
+    for sample in batch.samples:
+        assert [turn.role for turn in sample.turns] == ["assistant", "tool"] * 3
+        assert sample.trained_tokens == 12 and sample.length == 18
+        for turn in sample.turns[::2]:
+            whole = [*sample.prompt_tokens, *sample.response_tokens[: turn.start]]
+            assert whole in contexts

@@ -16,6 +16,7 @@ from megatron_dapo.launch.ablate import variants
 
 GPUS = {  # of the trainer, and of engines that have their own; a new file without an entry fails
     "examples/quickstart/config.yaml": (1, 0),
+    "examples/guessing_game/config.yaml": (1, 0),
     "examples/ablations/arithmetic.yaml": (1, 0),
     "examples/gsm8k_1gpu/gsm8k.yaml": (1, 0),
     "examples/qwen3_30b_a3b/dapo.yaml": (8, 24),

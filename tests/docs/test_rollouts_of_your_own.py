@@ -1,0 +1,51 @@
+"""The file in docs/rollouts_of_your_own.md is the example's, has at most 60 lines, and trains."""
+
+import importlib
+import multiprocessing
+import re
+from pathlib import Path
+
+import pytest
+from forked import records
+
+ROOT = Path(__file__).resolve().parents[2]
+FAST = ["trainer.steps=1", "trainer.prompts_per_step=8", "evaluate.samples=1", "observe.console=off"]
+
+
+def code_in_the_docs():
+    page = (ROOT / "docs" / "rollouts_of_your_own.md").read_text()
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.S) if "__main__" in block]
+    return code
+
+
+def test_the_file_in_the_docs_is_the_example():
+    code = code_in_the_docs()
+    assert len(code.splitlines()) <= 60
+    assert code == (ROOT / "examples" / "guessing_game" / "game.py").read_text()
+
+
+def train():
+    game = importlib.import_module("examples.guessing_game.game")
+    whole = game.make_model
+    game.make_model = lambda folder, seed: whole(folder, seed, updates=20)
+    raise SystemExit(game.main("3", *FAST))
+
+
+@pytest.fixture
+def from_a_checkout(tmp_path, monkeypatch):
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    return tmp_path
+
+
+def test_it_trains(from_a_checkout):
+    process = multiprocessing.get_context("fork").Process(target=train)
+    process.start()
+    process.join(300)
+    assert process.exitcode == 0
+    found = records(from_a_checkout / "runs" / "guessing_game")
+    (metrics,) = [metrics for _, kind, metrics in found if kind == "step"]
+    assert metrics["rollout/turns_max"] <= 3 and metrics["train/tokens"] > 0
+    assert [kind for _, kind, _ in found].count("eval") == 2
