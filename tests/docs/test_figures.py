@@ -104,7 +104,7 @@ def test_seconds_in_the_readme_have_no_second_meaning():
 ELSEWHERE = {
     "docs/architecture.md": {"13 %": "limit in tests/test_imports.py"},
     "docs/concepts.md": {"0.05 nats": "a limit to choose"},
-    "docs/configuration.md": {"0.2 s": "default", "300 s": "default"},
+    "docs/configuration.md": {"0.2 s": "default", "300 s": "default", "128 ×": "size of a block"},
     "docs/diagnosis.md": {f"{n} %": "limit of a rule" for n in ("1", "10", "15", "20", "30", "99")},
     "docs/megatron.md": {"6 ×": "layers of stages"},
     "docs/monitoring.md": {"989 TFLOP/s": "data sheet, planner/hardware.py"},
@@ -112,10 +112,15 @@ ELSEWHERE = {
         "10 %": "tests/planner/test_decoding.py", "15 %": "tests/planner/test_decoding.py",
         "3 %": "tests/planner/test_against_megatron.py", "14 GB/s": "published", "23 GB/s": "published",
         **dict.fromkeys(("50 GB/s", "40 GB/s", "3.1 GB", "0.06 s", "0.3 s", "0.89 s", "3 ×"), "planner/assumptions.py"),
-        **dict.fromkeys(("0.8 s", "1.7 s", "1.9 s", "2.5 s", "3.7 s", "16.6 s"), "tests/planner/test_sync_model.py"),
+        **dict.fromkeys(
+            [f"{n} s" for n in ("0.8", "1.5", "1.7", "1.9", "2.5", "3.3", "3.7", "6.8", "7.9", "11.0", "16.6")],
+            "tests/planner/test_sync_model.py",
+        ),
+        "100 GB/s": "assumed",
         "61 GiB": "2 bytes × parameters", "438 GiB": "2 bytes × parameters",
     },
-    "docs/rollout.md": {"000 tokens/s": "default"},
+    "docs/results.md": {"14 GB/s": "published", "23 GB/s": "published"},
+    "docs/rollout.md": {"000 tokens/s": "default", "128 ×": "size of a block"},
     "examples/README.md": {"16 ×": "nodes", "80 GB": "GPU"},
     "examples/gsm8k_1gpu/README.md": {
         "1 s": "1.06 s in RESULTS.md, rounded", "128 ×": "setting", "22 GB": "14 bytes × 1.54 B parameters",
