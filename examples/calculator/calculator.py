@@ -1,0 +1,86 @@
+"""Products of two numbers with a calculator: the model learns to call it instead of guessing. Data and a tiny model.
+
+    python -m examples.calculator.calculator [SEED]    # from the root of a checkout; minutes on two CPU cores
+
+The model writes `[37*48]`, the tool's process computes, `1776` follows, and the model repeats it as its answer. It is
+pre-trained on examples of which most guess, copy the question wrongly, or do not use the result.
+"""
+
+import json
+import random
+import sys
+from pathlib import Path
+
+import torch
+
+from examples.quickstart.quickstart import new_model
+from megatron_dapo.config import load_config
+from megatron_dapo.data import arithmetic_tokenizer, save_arithmetic_tokenizer
+from megatron_dapo.launch.local import run_training
+
+CALLS, USES = 0.6, 0.6  # shares of the examples that call the tool rightly, and of those that use its result
+
+
+def questions(seed, count):
+    rng, found = random.Random(seed), {}
+    while len(found) < count:
+        a, b = rng.randint(11, 99), rng.randint(11, 99)
+        found[f"{a}*{b}="] = str(a * b)
+    return found
+
+
+def write_problems(path, problems):
+    path.write_text("".join(json.dumps({"question": q, "answer": a}) + "\n" for q, a in problems.items()))
+
+
+def example(question, answer, rng):
+    """(what the model writes or reads after the question, whether the model writes it)."""
+    expression = question[:-1] if rng.random() < CALLS else f"{rng.randint(11, 99)}*{rng.randint(11, 99)}"
+    result = str(eval(expression))
+    said = result if rng.random() < USES else str(rng.randint(100, 9999))
+    return [(f"[{expression}]", True), (f"{result}\n", False), (said, True)]
+
+
+def batch(problems, tokenizer, rng):
+    rows, labels = [], []
+    for question, answer in problems:
+        tokens = tokenizer(question, add_special_tokens=False)["input_ids"]
+        wanted = [-100] * len(tokens)
+        for text, written in example(question, answer, rng):
+            part = tokenizer(text, add_special_tokens=False)["input_ids"]
+            tokens, wanted = tokens + part, wanted + (part if written else [-100] * len(part))
+        rows.append([*tokens, tokenizer.eos_token_id])
+        labels.append([*wanted, tokenizer.eos_token_id])
+    width = max(map(len, rows))
+    padded = [row + [tokenizer.pad_token_id] * (width - len(row)) for row in rows]
+    return torch.tensor(padded), torch.tensor([row + [-100] * (width - len(row)) for row in labels])
+
+
+def make_model(folder, seed, problems, updates=400):
+    tokenizer, model, rng = arithmetic_tokenizer(), new_model(seed), random.Random(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: min(1.0, (update + 1) / 20))
+    for update in range(1, updates + 1):
+        inputs, labels = batch(rng.choices(list(problems.items()), k=128), tokenizer, rng)
+        loss = model(input_ids=inputs, labels=labels).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if update % 50 == 0:
+            print(f"pre-training {update}: loss {loss.item():.3f}", flush=True)
+    model.save_pretrained(folder)
+    save_arithmetic_tokenizer(folder)
+
+
+if __name__ == "__main__":
+    seed, run = int(sys.argv[1]) if len(sys.argv) > 1 else 0, Path("runs/calculator")
+    run.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)
+    problems = questions(0, 1100)
+    train, held_out = dict(list(problems.items())[:1000]), dict(list(problems.items())[1000:])
+    write_problems(run / "prompts.jsonl", train)
+    write_problems(run / "held_out.jsonl", held_out)
+    make_model(run / "start", seed, train)
+    sys.exit(run_training(load_config(Path(__file__).with_name("config.yaml"), [f"trainer.seed={seed}"])))
