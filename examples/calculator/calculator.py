@@ -1,6 +1,6 @@
 """Products of two numbers with a calculator: the model learns to call it instead of guessing. Data and a tiny model.
 
-    python -m examples.calculator.calculator [SEED]    # from the root of a checkout; minutes on two CPU cores
+    python -m examples.calculator.calculator [SEED [KEY=VALUE …]]    # from the root of a checkout; minutes on two CPU cores
 
 The model writes `[37*48]`, the tool's process computes, `1776` follows, and the model repeats it as its answer. It is
 pre-trained on examples of which most guess, copy the question wrongly, or do not use the result.
@@ -56,12 +56,12 @@ def batch(problems, tokenizer, rng):
     return torch.tensor(padded), torch.tensor([row + [-100] * (width - len(row)) for row in labels])
 
 
-def make_model(folder, seed, problems, updates=400):
+def make_model(folder, seed, problems, updates=150):
     tokenizer, model, rng = arithmetic_tokenizer(), new_model(seed), random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: min(1.0, (update + 1) / 20))
     for update in range(1, updates + 1):
-        inputs, labels = batch(rng.choices(list(problems.items()), k=128), tokenizer, rng)
+        inputs, labels = batch(rng.choices(list(problems.items()), k=64), tokenizer, rng)
         loss = model(input_ids=inputs, labels=labels).loss
         optimizer.zero_grad()
         loss.backward()
@@ -75,7 +75,7 @@ def make_model(folder, seed, problems, updates=400):
 
 
 if __name__ == "__main__":
-    seed, run = int(sys.argv[1]) if len(sys.argv) > 1 else 0, Path("runs/calculator")
+    seed, run, settings = int(sys.argv[1]) if len(sys.argv) > 1 else 0, Path("runs/calculator"), sys.argv[2:]
     run.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     problems = questions(0, 1100)
@@ -83,4 +83,4 @@ if __name__ == "__main__":
     write_problems(run / "prompts.jsonl", train)
     write_problems(run / "held_out.jsonl", held_out)
     make_model(run / "start", seed, train)
-    sys.exit(run_training(load_config(Path(__file__).with_name("config.yaml"), [f"trainer.seed={seed}"])))
+    sys.exit(run_training(load_config(Path(__file__).with_name("config.yaml"), [f"trainer.seed={seed}", *settings])))

@@ -14,6 +14,7 @@
     functions.py         RolloutFunction: the user's function of `rollout.generate`
     conversation.py      Conversation: what a rollout function generates and appends
     chat_history.py      ChatHistory: what a chat template adds for new messages
+    openai_endpoint.py   an OpenAI-compatible endpoint in front of a conversation
     occupancy.py         Occupancy: how full the engine was during a step
     staleness.py         how old the tokens of a batch are, and the limit
     accounting.py        StepAccounting: every sample that enters a step leaves it exactly once

@@ -47,6 +47,13 @@ class ChatHistory:
             return None
         return tail if _squeezed(self.rendered()) == _squeezed(head + last["content"] + tail) else None
 
+    def replace(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> str:
+        """Other messages instead of all; returns them under the template. `tools` None: those of before."""
+        self.messages, self._checked = list(messages), True
+        if tools is not None:
+            self._tools = list(tools) or None
+        return self.rendered()
+
     def rendered(self) -> str:
         """All messages, and the start of the next response."""
         return self._render(self.messages, start=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -159,11 +159,14 @@ class Conversation:
         """Adds messages under the chat template. They are written when the next turn is generated."""
         self._waiting += messages
 
-    def new_sample(self, content: Content | Sequence[Message]) -> None:
-        """Starts another sample of this rollout, with `content` as its prompt; it gets the rollout's grade."""
+    def new_sample(
+        self, content: Content | Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> None:
+        """Starts another sample of this rollout, with `content` as its prompt; it gets the rollout's grade. Before the
+        first turn, it replaces the prompt instead. `tools` are for the chat template."""
         if _is_messages(content):
-            self._history.messages, self._waiting = list(content), []  # type: ignore[arg-type]
-            content = self._history.rendered()
+            self._waiting = []
+            content = self._history.replace(content, tools)  # type: ignore[arg-type]
         self._start_sample(self._encode(content))  # type: ignore[arg-type]
 
     def reward(self, value: float, turn: int | None = None) -> None:
@@ -281,6 +284,9 @@ class Conversation:
         self._last = now
 
     def _start_sample(self, prompt: Tokens) -> None:
+        if self._part == 0 and len(self.samples) == 1 and not self._sample.turns and not self._sample.length:
+            self._sample.prompt_tokens = prompt
+            return
         if self._turns < len(self._sample.turns):
             raise ReplayMismatch
         if self._part == len(self.samples) - 1:

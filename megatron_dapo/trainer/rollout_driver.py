@@ -30,7 +30,9 @@ from megatron_dapo.reward.combined import Graders, open_graders
 from megatron_dapo.reward.responses import ResponseGrader
 from megatron_dapo.rollout.accounting import Progress
 from megatron_dapo.rollout.functions import load_rollout_function
+from megatron_dapo.rollout.openai_endpoint import close_endpoints
 from megatron_dapo.rollout.sampler import Sampler
+from megatron_dapo.rollout.tools.sandbox import close_sandboxes, take_tool_metrics
 from megatron_dapo.trainer.batch_queue import BatchQueue
 from megatron_dapo.trainer.watchdog import log_folder
 from megatron_dapo.types import Grade, Prompt, Sample, StepBatch
@@ -132,6 +134,8 @@ class RolloutDriver:
         return self._submit(self._close_engines(), bounded=True)
 
     async def _close(self) -> None:
+        await close_sandboxes()
+        await close_endpoints()
         if self._pool is not None:
             await self._pool.__aexit__(None, None, None)
         await self._close_engines()
@@ -222,7 +226,7 @@ class RolloutDriver:
             self.cursor.begin_step(step)
             async with watched_load(self.engine) as load:
                 batch = await self.sampler.collect(step)
-            batch.metrics |= {**self.cursor.metrics(batch), **load.metrics()}
+            batch.metrics |= {**self.cursor.metrics(batch), **load.metrics(), **take_tool_metrics()}
             shown = batch.groups[: self.config.observe.samples_groups]
             self._responses.add_texts(sample for group in shown for sample in group.samples)
             fault_points.reach("rollouts/after_collect")

@@ -5,9 +5,9 @@
       generate_settings: {format: hermes, tools: [calculator, python], max_calls: 4, limits: {seconds: 10}}
 
 `format: hermes` is Qwen's: the model calls tools by name as its chat template asks it to, and gets the results as
-messages of the role `tool`. `format: marks` needs no chat template: what the model writes between `open` and `close` goes
-to the only tool, and the result follows at once. The configured grader grades the last turn. A call that hits a limit
-gets what was printed and the name of the limit as its result.
+messages of the role `tool`. `format: marks` needs no chat template: what the model writes between `open` and `close`
+goes to the only tool, and the result follows at once. The configured grader grades the last turn. A call that hits a
+limit gets what was printed and the name of the limit as its result.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ToolSettings:
         unknown = [tool for tool in found.tools if tool not in TOOLS]
         if found.format not in FORMATS or unknown or not found.tools:
             raise UserError(
-                f"rollout.generate_settings of call_tools: format is {found.format!r} and tools are {list(found.tools)}; "
+                f"rollout.generate_settings of call_tools: format is {found.format!r}, tools are {list(found.tools)}; "
                 f"expected one of {', '.join(FORMATS)} and some of {', '.join(TOOLS)}"
             )
         if found.format == "marks" and (len(found.tools) != 1 or not found.open or not found.close):

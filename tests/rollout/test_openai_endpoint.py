@@ -1,0 +1,207 @@
+"""The OpenAI-compatible endpoint: stock clients get replies, and their rollouts hold exactly the sampled tokens."""
+
+import asyncio
+import json
+
+import openai
+import pytest
+from conversation_engine import TOKENIZER
+
+from megatron_dapo.engines.protocol import Completion
+from megatron_dapo.rollout.completion import append_completion
+from megatron_dapo.rollout.conversation import Conversation, Limits, RolloutInterrupted
+from megatron_dapo.rollout.openai_endpoint import close_endpoints, openai_endpoint
+from megatron_dapo.rollout.pending_group import new_samples
+from megatron_dapo.types import FinishReason, Prompt, WeightSpan, as_logprobs, as_tokens
+
+TURN_END = "<|im_end|>"
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+
+
+def encode(text):
+    return TOKENIZER(text, add_special_tokens=False)["input_ids"]
+
+
+def chat(*messages):
+    text = "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in messages)
+    return encode(text + "<|im_start|>assistant\n")
+
+
+def conversation_of(replies, room=4000):
+    """A conversation whose turns are `replies`; None: it is interrupted."""
+    texts = iter(replies)
+
+    async def extend(sample, request):
+        text = next(texts)
+        if text is None:
+            return False
+        # Two spaces for one: were the response encoded from a client's message, the tokens would differ.
+        tokens = as_tokens(encode(text + TURN_END)[: request.end - request.start])
+        spans = [WeightSpan(3, 0, len(tokens))]
+        append_completion(sample, Completion(tokens, as_logprobs([-0.5] * len(tokens)), FinishReason.STOP, "", spans))
+        return True
+
+    prompt = Prompt(
+        "p", TOKENIZER.decode(chat(("user", "hi"))), as_tokens(chat(("user", "hi"))), meta={"question": "hi"}
+    )
+    return Conversation(prompt, new_samples(prompt, [17]), extend, TOKENIZER, Limits(room))
+
+
+def run(agent, replies, **more):
+    """(what the agent returned, the conversation)"""
+
+    async def main():
+        conversation = conversation_of(replies, **more)
+        try:
+            async with openai_endpoint(conversation) as endpoint:
+                client = openai.AsyncOpenAI(base_url=endpoint.base_url, api_key="any", max_retries=0)
+                return await agent(client, endpoint), conversation
+        finally:
+            await close_endpoints()
+
+    return asyncio.run(main())
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+async def say(client, messages, **more):
+    return (await client.chat.completions.create(model="policy", messages=messages, **more)).choices[0]
+
+
+def test_a_stock_client_talks_and_the_tokens_are_those_that_were_sampled():
+    async def agent(client, endpoint):
+        assert [model.id async for model in client.models.list()] == ["policy"]
+        first = await say(client, [user("hi")])
+        assert (first.message.content, first.finish_reason) == ("a  b ", "stop")
+        # Libraries strip responses and send content as parts: neither changes the history.
+        history = [user("hi"), {"role": "assistant", "content": [{"type": "text", "text": "a  b"}]}, user("more")]
+        return (await say(client, history)).message.content
+
+    last, conversation = run(agent, ["a  b ", "c"])
+    (sample,) = conversation.samples
+    first, between, second = encode("a  b <|im_end|>"), encode("\n") + chat(("user", "more")), encode("c<|im_end|>")
+    assert last == "c" and sample.prompt_tokens.tolist() == chat(("user", "hi"))
+    assert sample.response_tokens.tolist() == first + between + second
+    assert sample.trained.tolist() == [True] * len(first) + [False] * len(between) + [True] * len(second)
+
+
+def test_other_first_messages_replace_the_prompt():
+    async def agent(client, endpoint):
+        await say(client, [{"role": "developer", "content": "be brief"}, user("hi")])
+
+    _, conversation = run(agent, ["a"])
+    (sample,) = conversation.samples
+    assert sample.prompt_tokens.tolist() == chat(("system", "be brief"), ("user", "hi"))
+    assert sample.trained is None or sample.trained.all()
+
+
+def test_a_changed_history_starts_another_sample_of_the_rollout():
+    async def agent(client, endpoint):
+        await say(client, [user("hi")])
+        await say(client, [user("hi"), {"role": "assistant", "content": "summary"}, user("more")])
+        await say(client, [user("hi"), {"role": "assistant", "content": "summary"}, user("more"),
+                           {"role": "assistant", "content": "c"}, user("on")])  # fmt: skip
+
+    _, conversation = run(agent, ["a long thought", "c", "d"])
+    one, two = conversation.samples
+    assert one.response_tokens.tolist() == encode("a long thought<|im_end|>") and one.part == 0
+    assert two.prompt_tokens.tolist() == chat(("user", "hi"), ("assistant", "summary"), ("user", "more"))
+    assert two.response_tokens.tolist() == encode("c<|im_end|>\n") + chat(("user", "on")) + encode("d<|im_end|>")
+    assert (two.part, two.index) == (1, one.index)
+
+
+def test_tool_calls_are_parsed_and_their_results_continue_the_sample():
+    async def agent(client, endpoint):
+        first = await say(client, [user("hi")], tools=[TOOL])
+        (call,) = first.message.tool_calls
+        assert (first.finish_reason, call.function.name) == ("tool_calls", "add")
+        assert json.loads(call.function.arguments) == {"a": 1} and first.message.content == "let me see"
+        result = {"role": "tool", "tool_call_id": call.id, "content": "2"}
+        history = [user("hi"), first.message.model_dump(exclude_none=True), result]
+        return (await say(client, history, tools=[TOOL])).message.content
+
+    last, conversation = run(agent, ["let me see\n" + CALL, "two"])
+    (sample,) = conversation.samples
+    expected = encode("let me see\n" + CALL + "<|im_end|>\n") + chat(("tool", "2")) + encode("two<|im_end|>")
+    assert last == "two" and sample.response_tokens.tolist() == expected
+
+
+def test_stop_texts_limits_and_streams():
+    async def agent(client, endpoint):
+        choice = await say(client, [user("hi")], stop=["STOP"])
+        assert choice.message.content == "abc"
+        limited = await client.chat.completions.create(model="policy", messages=[user("x")], max_tokens=4)
+        assert limited.usage.completion_tokens == 4
+        stream = await client.chat.completions.create(model="policy", messages=[user("y")], stream=True)
+        return "".join([chunk.choices[0].delta.content async for chunk in stream])
+
+    assert run(agent, ["abcSTOP", "0123456789", "streamed"])[0] == "streamed"
+
+
+def test_a_rollout_is_found_by_its_key_and_bad_requests_are_refused():
+    async def agent(client, endpoint):
+        root = endpoint.base_url.split("/rollouts/")[0] + "/v1"
+        by_key = openai.AsyncOpenAI(base_url=root, api_key=endpoint.api_key, max_retries=0)
+        assert (await say(by_key, [user("hi")])).message.content == "a"
+        stranger = openai.AsyncOpenAI(base_url=root, api_key="guess", max_retries=0)
+        with pytest.raises(openai.NotFoundError, match="no such rollout"):
+            await say(stranger, [user("hi")])
+        for bad, message in (({"n": 2}, "n must be 1"), ({"messages": []}, "messages is empty"),
+                             ({"messages": [{"content": "x"}]}, "needs a role")):  # fmt: skip
+            with pytest.raises(openai.BadRequestError, match=message):
+                await client.chat.completions.create(**{"model": "policy", "messages": [user("hi")], **bad})
+        return (await say(client, [user("hi"), {"role": "assistant", "content": "a"}, user("b")])).message.content
+
+    assert run(agent, ["a", "still here"])[0] == "still here"
+
+
+def test_an_interrupted_rollout_ends_its_function_whatever_the_agent_does():
+    async def agent(client, endpoint):
+        for _ in range(3):
+            with pytest.raises(openai.BadRequestError):
+                await say(client, [user("hi")])
+
+    with pytest.raises(RolloutInterrupted):
+        run(agent, [None])
+
+
+def test_an_agent_library_runs_unchanged():
+    """smolagents in a thread: its tool-calling agent calls a tool and gives a final answer."""
+    import smolagents
+
+    @smolagents.tool
+    def multiply(a: int, b: int) -> int:
+        """Multiplies.
+
+        Args:
+            a: one number
+            b: another number
+        """
+        return a * b
+
+    def work(endpoint):
+        model = smolagents.OpenAIServerModel("policy", api_base=endpoint.base_url, api_key=endpoint.api_key)
+        agent = smolagents.ToolCallingAgent(tools=[multiply], model=model, max_steps=4, verbosity_level=0)
+        return agent.run("What is 12*34?")
+
+    async def agent(client, endpoint):
+        return await asyncio.to_thread(work, endpoint)
+
+    replies = [
+        '<tool_call>{"name": "multiply", "arguments": {"a": 12, "b": 34}}</tool_call>',
+        '<tool_call>{"name": "final_answer", "arguments": {"answer": "408"}}</tool_call>',
+    ]
+    answer, conversation = run(agent, replies, room=60000)
+    assert str(answer) == "408"
+    generated = [
+        sample.response_tokens[turn.start : turn.end].tolist()
+        for sample in conversation.samples for turn in sample.turns if turn.generated
+    ]  # fmt: skip
+    assert generated == [encode(reply + TURN_END) for reply in replies]
+    assert all(
+        sample.engine_logprobs[sample.trained_mask].tolist() == [-0.5] * sample.trained_tokens
+        for sample in conversation.samples
+    )
