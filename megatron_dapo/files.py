@@ -14,8 +14,8 @@ import os
 import re
 import secrets
 import struct
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ _DTYPE_OF_CODE = {
     "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool", "F8_E4M3": "float8_e4m3fn",
 }  # fmt: skip
 _CODE_OF_DTYPE = {dtype: code for code, dtype in _DTYPE_OF_CODE.items()}
+_PACKED = re.compile(r"^(model\..+\.mlp\.experts)\.(gate_up|down)_proj$")
+_PARTS = {"gate_up": ("gate", "up"), "down": ("down",)}
 _MAX_HEADER = 100 * 2**20
 
 
@@ -244,3 +246,27 @@ def _check_contiguous(path: Path, found: list[StoredTensor], start: int, size: i
             )
     if at != size:
         raise DamagedFile(f"{path}: {size - at} bytes after the last tensor; download the file again")
+
+
+def is_packed(stored: Iterable[str]) -> bool:
+    return any(_PACKED.match(name) for name in stored)
+
+
+def unpacked(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The same tensors with one name per expert and projection, also where a file has all experts of a layer in one
+    (`weights/packed_experts.py`)."""
+    found: dict[str, StoredTensor] = {}
+    for name, tensor in stored.items():
+        match = _PACKED.match(name)
+        if match is None or len(tensor.shape) != 3:
+            found[name] = tensor
+            continue
+        parts = _PARTS[match[2]]
+        shape = (tensor.shape[1] // len(parts), tensor.shape[2])
+        size = shape[0] * shape[1] * ITEM_SIZES[tensor.dtype]
+        for expert in range(tensor.shape[0]):
+            for i, part in enumerate(parts):
+                single = f"{match[1]}.{expert}.{part}_proj.weight"
+                offset = tensor.offset + (expert * len(parts) + i) * size
+                found[single] = replace(tensor, name=single, shape=shape, offset=offset)
+    return found

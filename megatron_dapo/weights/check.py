@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo.config.model import ModelShape
-from megatron_dapo.files import StoredTensor, read_safetensors_directory
+from megatron_dapo.files import StoredTensor, read_safetensors_directory, unpacked
 from megatron_dapo.weights.mapping import WeightsError, hf_shapes
-from megatron_dapo.weights.packed_experts import unpacked
 
 HEAD = "lm_head.weight"
 _SHOWN = 5

@@ -17,6 +17,7 @@ import torch
 
 from megatron_dapo.config.model import ModelShape
 from megatron_dapo.errors import UserError
+from megatron_dapo.files import is_packed
 from megatron_dapo.weights.carried import FILE as CARRIED_FILE
 from megatron_dapo.weights.carried import copy_carried, export_carried
 from megatron_dapo.weights.check import HEAD, check_hf_tensors
@@ -30,7 +31,6 @@ from megatron_dapo.weights.formats.pieces import PieceReader
 from megatron_dapo.weights.formats.torch_dist_writer import TorchDistWriter
 from megatron_dapo.weights.locate import HF_FILES, RELEASE, TRACKER, locate
 from megatron_dapo.weights.mapping import EMBEDDING, WeightsError, stored_mappings
-from megatron_dapo.weights.packed_experts import is_packed
 from megatron_dapo.weights.side_files import copy_side_files
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

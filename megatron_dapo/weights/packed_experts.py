@@ -2,45 +2,17 @@
 
 `mlp.experts.gate_up_proj` is [experts, gate rows then up rows, hidden], `mlp.experts.down_proj` is [experts, hidden,
 rows]. Both are the experts' own tensors one after the other. So a reader sees the usual names, each a part of the
-packed tensor's bytes, and a writer writes the experts in that order under one header entry.
+packed tensor's bytes (`files.unpacked`), and a writer writes the experts in that order under one header entry.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable
 from itertools import groupby
 from typing import Any
 
-from megatron_dapo.files import ITEM_SIZES, StoredTensor
-
-_PACKED = re.compile(r"^(model\..+\.mlp\.experts)\.(gate_up|down)_proj$")
 _SINGLE = re.compile(r"^(model\..+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
-_PARTS = {"gate_up": ("gate", "up"), "down": ("down",)}
-
-
-def is_packed(stored: Iterable[str]) -> bool:
-    return any(_PACKED.match(name) for name in stored)
-
-
-def unpacked(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The same tensors with one name per expert and projection."""
-    found: dict[str, StoredTensor] = {}
-    for name, tensor in stored.items():
-        match = _PACKED.match(name)
-        if match is None or len(tensor.shape) != 3:
-            found[name] = tensor
-            continue
-        parts = _PARTS[match[2]]
-        shape = (tensor.shape[1] // len(parts), tensor.shape[2])
-        size = shape[0] * shape[1] * ITEM_SIZES[tensor.dtype]
-        for expert in range(tensor.shape[0]):
-            for i, part in enumerate(parts):
-                single = f"{match[1]}.{expert}.{part}_proj.weight"
-                offset = tensor.offset + (expert * len(parts) + i) * size
-                found[single] = replace(tensor, name=single, shape=shape, offset=offset)
-    return found
 
 
 def packing_order(name: str) -> tuple[str, int, int]:

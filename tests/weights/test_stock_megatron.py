@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fused_adam
 import pytest
 import stock_megatron
 import torch
@@ -19,6 +20,7 @@ from test_model_weights import build_policy
 from megatron_dapo.config import ModelShape
 from megatron_dapo.policy.checkpoint import save_policy
 from megatron_dapo.policy.fork_ranks import run_ranks
+from megatron_dapo.policy.optimizer_state import inner_optimizers
 from megatron_dapo.selfcheck.synthetic import awkward_batch
 from megatron_dapo.weights.convert import hf_to_megatron, megatron_to_hf
 from megatron_dapo.weights.formats.hf_reader import HFReader
@@ -57,13 +59,12 @@ def weights_of(policy):
     return {m.name: p.detach().clone() for m, p in live_mappings(policy.model, policy.shape, policy.position)}
 
 
-def load_in_stock(rendezvous, folder, checkpoint, options, with_optimizer=False):
-    """Random weights, replaced by Megatron-LM's load_checkpoint; returns its iteration, the weights and moments."""
+def load_in_stock(rendezvous, folder, checkpoint, options):
+    """Random weights, replaced by Megatron-LM's load_checkpoint; returns its iteration and the weights."""
     policy = build_policy(rendezvous, folder, options)
-    stock_args(policy, load=str(checkpoint), no_load_optim=not with_optimizer)
+    stock_args(policy, load=str(checkpoint), no_load_optim=True)
     module = stock_megatron.checkpointing()
-    optimizer = policy.optimizer if with_optimizer else None
-    iteration, _ = module.load_checkpoint(policy.model, optimizer, None)
+    iteration, _ = module.load_checkpoint(policy.model, None, None)
     assert module.get_checkpoint_version() == 3.0
     return iteration, policy.position, weights_of(policy)
 
@@ -130,24 +131,60 @@ def load_exported(rendezvous, folder, exported):
     return weights_of(policy)
 
 
+def optimizer_state(policy):
+    """The fp32 parameters, Adam's moments and the step counts of this rank."""
+    groups = [(adam, group) for adam in inner_optimizers(policy.optimizer) for group in adam.param_groups]
+    states = [
+        {"param": parameter.detach().clone()} | {key: value.clone() for key, value in adam.state[parameter].items()}
+        for adam, group in groups
+        for parameter in group["params"]
+    ]
+    return states, [group["step"] for _, group in groups]
+
+
 def save_a_step(rendezvous, folder, path, options):
+    """Returns weights and optimizer as saved, and the weights after one more update."""
+    fused_adam.use("transformer_engine")  # on the CPU Megatron itself cannot load the state of torch's Adam
     policy = build_policy(rendezvous, folder, options)
     policy.load_hf(folder)
     policy.update(awkward_batch(policy.shape, seed=1))
     save_policy(policy, path)
-    return weights_of(policy)
+    saved = weights_of(policy), optimizer_state(policy)
+    policy.update(awkward_batch(policy.shape, seed=2))
+    return *saved, weights_of(policy)
+
+
+def continue_in_stock(rendezvous, folder, checkpoint, options):
+    """The same after Megatron-LM's load_checkpoint, and its iteration."""
+    fused_adam.use("transformer_engine")
+    policy = build_policy(rendezvous, folder, options)
+    stock_args(policy, load=str(checkpoint), no_load_rng=True)
+    iteration, _ = stock_megatron.checkpointing().load_checkpoint(policy.model, policy.optimizer, None)
+    loaded = weights_of(policy), optimizer_state(policy)
+    policy.updates = 1  # the learning rate is ours; Megatron-LM has a scheduler of its own
+    policy.update(awkward_batch(policy.shape, seed=2))
+    return *loaded, weights_of(policy), iteration
 
 
 @needs_megatron_lm
-@pytest.mark.parametrize(("kind", "world", "options"), CASES, ids=["tp2pp2vpp2", "moe-tp2ep2"])
+@pytest.mark.parametrize(
+    ("kind", "world", "options"), [*CASES, ("qwen2", 2, {})], ids=["tp2pp2vpp2", "moe-tp2ep2", "dp2"]
+)
 def test_megatron_lm_continues_from_a_checkpoint_of_a_run(models, tmp_path, kind, world, options):
+    """Weights, fp32 parameters, moments, step count and iteration are ours, and so is the next update."""
     (tmp_path / "iter_0000000").mkdir()
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("0")
     saved = run_ranks(world, save_a_step, models[kind], tmp_path / "iter_0000000", options, timeout=120)
-    loaded = run_ranks(world, load_in_stock, models[kind], tmp_path, options, timeout=120)
-    for before, (iteration, _, after) in zip(saved, loaded, strict=True):
-        assert iteration == 0 and before.keys() == after.keys()
-        assert all(torch.equal(before[name], after[name]) for name in before)
+    loaded = run_ranks(world, continue_in_stock, models[kind], tmp_path, options, timeout=120)
+    for before, (*after, iteration) in zip(saved, loaded, strict=True):
+        assert iteration == 0
+        for ours, theirs in ((before[0], after[0]), (before[2], after[2])):
+            assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+        (ours, steps), (theirs, their_steps) = before[1], after[1]
+        assert set(steps) == {1} and steps == their_steps
+        for state, other in zip(ours, theirs, strict=True):
+            assert set(state) == {"param", "exp_avg", "exp_avg_sq"}
+            assert all(torch.equal(state[key], other[key]) for key in state)
 
 
 @pytest.mark.skipif(not SLIME, reason="SLIME does not name a checkout of slime")

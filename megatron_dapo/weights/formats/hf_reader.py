@@ -13,10 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_dapo.files import INDEX, StoredTensor, read_safetensors_directory
+from megatron_dapo.files import INDEX, StoredTensor, is_packed, read_safetensors_directory, unpacked
 from megatron_dapo.weights.formats.mapped_file import WeightFiles, rows_of, tensor_over, torch_dtype
 from megatron_dapo.weights.formats.torch_file import read_bin_directory
-from megatron_dapo.weights.packed_experts import is_packed, unpacked
 
 
 def read_hf_directory(path: Path) -> dict[str, StoredTensor]:

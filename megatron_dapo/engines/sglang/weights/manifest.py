@@ -8,20 +8,27 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from megatron_dapo.config.model import ARCHITECTURES
 from megatron_dapo.engines.flat_bucket import specs_of
 from megatron_dapo.engines.protocol import Bucket
-from megatron_dapo.files import read_safetensors_directory
+from megatron_dapo.files import read_safetensors_directory, unpacked
 
 
 class WeightManifest:
-    """Names and shapes from the safetensors headers of an HF directory. Without a directory everything is accepted."""
+    """Names and shapes from the safetensors headers of an HF directory. Without a directory everything is accepted.
+    Tensors that are never synced (a vision tower, multi-token prediction) are not part of an update, and experts have
+    one name each."""
 
     def __init__(self, model: str | Path) -> None:
+        file = Path(model) / "config.json"
+        config = json.loads(file.read_text()) if file.is_file() else {}
+        architecture = ARCHITECTURES.get(next(iter(config.get("architectures") or []), ""))
+        carried = architecture.carried if architecture else ()
         self._shapes: dict[str, tuple[int, ...]] = {}
         if str(model) and any(Path(model).glob("*.safetensors")):
-            self._shapes = {name: stored.shape for name, stored in read_safetensors_directory(model).items()}
-        config = Path(model) / "config.json"
-        self._tied = config.is_file() and bool(json.loads(config.read_text()).get("tie_word_embeddings"))
+            stored = unpacked(read_safetensors_directory(model))
+            self._shapes = {name: tensor.shape for name, tensor in stored.items() if not name.startswith(carried)}
+        self._tied = bool(config.get("tie_word_embeddings") or config.get("text_config", {}).get("tie_word_embeddings"))
         self._seen: set[str] = set()
 
     def begin(self) -> None:
