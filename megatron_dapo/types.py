@@ -156,6 +156,7 @@ class Sample:
     trained: NDArray[np.bool_] | None = None  # [response tokens]; None: all of them
     turns: list[TurnSpan] = field(default_factory=list)  # empty: the response is one generated turn
     part: int = 0
+    teacher_logprobs: LogProbs | None = None  # [response tokens], of distillation; None: not scored
 
     def __post_init__(self) -> None:
         if len(self.response_tokens) != len(self.engine_logprobs):
@@ -213,6 +214,7 @@ class Sample:
             "grade": None if self.grade is None else self.grade.to_state(),
             "routed_experts": self.routed_experts,
             "trained": self.trained, "part": self.part,
+            "teacher_logprobs": self.teacher_logprobs,
             "turns": [[t.role, t.start, t.end, t.seconds, t.finish_reason, t.reward] for t in self.turns],
         }  # fmt: skip
 
@@ -229,6 +231,7 @@ class Sample:
                 "grade": None if state["grade"] is None else Grade.from_state(state["grade"]),
                 "routed_experts": _read_experts(state.get("routed_experts")),
                 "trained": None if state.get("trained") is None else np.asarray(state["trained"], np.bool_),
+                "teacher_logprobs": _read_optional_logprobs(state.get("teacher_logprobs")),
                 "turns": [TurnSpan(*turn) for turn in state.get("turns", ())],
             }
         )
@@ -247,6 +250,10 @@ def pack_experts(values: NDArray[Any]) -> RoutedExperts:
 
 def _read_logprobs(values: LogProbs | list[float | str]) -> LogProbs:
     return as_logprobs(values if isinstance(values, np.ndarray) else (float(x) for x in values))
+
+
+def _read_optional_logprobs(values: LogProbs | list[float | str] | None) -> LogProbs | None:
+    return None if values is None else _read_logprobs(values)
 
 
 @dataclass(slots=True)

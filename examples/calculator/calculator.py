@@ -1,9 +1,10 @@
 """Products of two numbers with a calculator: the model learns to call it instead of guessing. Data and a tiny model.
 
-    python -m examples.calculator.calculator [SEED [KEY=VALUE …]]    # from the root of a checkout; minutes on two CPU cores
+    python -m examples.calculator.calculator [SEED [KEY=VALUE …]]    # from the root of a checkout; two CPU cores, minutes
 
 The model writes `[37*48]`, the tool's process computes, `1776` follows, and the model repeats it as its answer. It is
-pre-trained on examples of which most guess, copy the question wrongly, or do not use the result.
+pre-trained on examples of which many guess instead of calling it, or do not use the result. All numbers have a fixed
+width, so that a tiny model learns to copy them.
 """
 
 import json
@@ -18,13 +19,13 @@ from megatron_dapo.config import load_config
 from megatron_dapo.data import arithmetic_tokenizer, save_arithmetic_tokenizer
 from megatron_dapo.launch.local import run_training
 
-CALLS, USES = 0.6, 0.6  # shares of the examples that call the tool rightly, and of those that use its result
+CALLS, USES = 0.6, 0.7  # shares of the examples that call the tool, and of those that use its result
 
 
 def questions(seed, count):
     rng, found = random.Random(seed), {}
     while len(found) < count:
-        a, b = rng.randint(11, 99), rng.randint(11, 99)
+        a, b = rng.randint(32, 99), rng.randint(32, 99)
         found[f"{a}*{b}="] = str(a * b)
     return found
 
@@ -35,10 +36,10 @@ def write_problems(path, problems):
 
 def example(question, answer, rng):
     """(what the model writes or reads after the question, whether the model writes it)."""
-    expression = question[:-1] if rng.random() < CALLS else f"{rng.randint(11, 99)}*{rng.randint(11, 99)}"
-    result = str(eval(expression))
-    said = result if rng.random() < USES else str(rng.randint(100, 9999))
-    return [(f"[{expression}]", True), (f"{result}\n", False), (said, True)]
+    guess = str(rng.randint(1000, 9999))
+    if rng.random() >= CALLS:
+        return [(guess, True)]
+    return [(f"[{question[:-1]}]", True), (f"{answer}\n", False), (answer if rng.random() < USES else guess, True)]
 
 
 def batch(problems, tokenizer, rng):
@@ -56,7 +57,7 @@ def batch(problems, tokenizer, rng):
     return torch.tensor(padded), torch.tensor([row + [-100] * (width - len(row)) for row in labels])
 
 
-def make_model(folder, seed, problems, updates=150):
+def make_model(folder, seed, problems, updates=300):
     tokenizer, model, rng = arithmetic_tokenizer(), new_model(seed), random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: min(1.0, (update + 1) / 20))

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from megatron_dapo.config.base import Section
+from megatron_dapo.config.base import PathText, Section
 from megatron_dapo.plugins import is_plugin
 
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -35,6 +35,48 @@ class KLConfig(Section):
     estimator: Literal["k1", "k2", "k3"] = Field(
         "k3", description="With d = log π_ref − log π. k1: −d. k2: d²/2. k3: exp(d) − 1 − d, never negative."
     )
+
+
+class DistillationConfig(Section):
+    """On-policy distillation: a teacher scores the tokens that the policy generated, and each token's advantage is
+    weight · (log π_teacher − log π_engine), whose mean is −KL(π‖π_teacher). Added to DAPO's advantages, or alone. Set
+    `urls` or `model` to turn it on."""
+
+    urls: list[str] = Field(
+        default_factory=list,
+        description="SGLang servers of the teacher, which must have the policy's tokenizer; they are used in turn.",
+    )
+    model: PathText = Field(
+        "", description="Instead of urls: HF directory of a small teacher, computed with transformers on rank 0's CPU."
+    )
+    weight: float = Field(1.0, gt=0, description="Multiplies the advantage of every token.")
+    alone: bool = Field(
+        False,
+        description="Without DAPO's advantages: grades are only reported, ungraded responses are trained too.",
+    )
+    max_gap: float = Field(
+        10.0,
+        gt=0,
+        description="Bound of |log π_teacher − log π_engine| of a token: none may dominate.",
+    )
+    api_key_env: str | None = Field(
+        None, description="Name of the environment variable that holds the servers' bearer token; null: none is sent."
+    )
+    timeout: float = Field(300.0, gt=0, description="Seconds for one request.")
+    retries: int = Field(3, ge=0, description="How often a request is repeated; then the response is not scored.")
+    concurrency: int = Field(32, ge=1, description="Requests at a time.")
+
+    @property
+    def enabled(self) -> bool:
+        return bool(self.urls or self.model)
+
+    @model_validator(mode="after")
+    def _one_teacher(self) -> DistillationConfig:
+        if self.urls and self.model:
+            raise ValueError("urls and model name two teachers: remove one of them")
+        if self.alone and not self.enabled:
+            raise ValueError("alone is true, but there is no teacher: set urls or model")
+        return self
 
 
 class OffPolicyConfig(Section):
@@ -143,6 +185,7 @@ class AlgorithmConfig(Section):
     advantage_eps: float = Field(1e-6, ge=0, description="Added to the group's std, not to its variance.")
     entropy_coefficient: float = Field(0.0, ge=0, description="Bonus on the policy's entropy.")
     kl: KLConfig = KLConfig()
+    distillation: DistillationConfig = DistillationConfig()
     off_policy: OffPolicyConfig = OffPolicyConfig()
     overlong: OverlongConfig = OverlongConfig()
 

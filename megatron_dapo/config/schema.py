@@ -93,11 +93,24 @@ class Config(Section):
     def _across_sections(self) -> Config:
         checks = (
             self._check_groups, self._check_lengths, self._check_overlong, self._check_stops, self._check_environment,
-            self._check_time_limits, self._check_off_policy, self._check_routing_replay,
+            self._check_distillation, self._check_time_limits, self._check_off_policy, self._check_routing_replay,
         )  # fmt: skip
         for check in checks:
             check()
         return self
+
+    def _check_distillation(self) -> None:
+        distillation = self.algorithm.distillation
+        if distillation.enabled and self.rollout.temperature != 1.0:
+            raise ValueError(
+                f"algorithm.distillation compares log-probs at temperature 1, but rollout.temperature is "
+                f"{self.rollout.temperature:g}: set it to 1"
+            )
+        if distillation.alone and self.rollout.dynamic_sampling:
+            raise ValueError(
+                "algorithm.distillation.alone trains on every response, but rollout.dynamic_sampling drops groups by "
+                "their grades: set it to false"
+            )
 
     def _check_time_limits(self) -> None:
         """The error of the sampler saves the run; the watchdog, which ends a hanging process, cannot."""

@@ -4,6 +4,7 @@
 - factory.py         opens the engine that the configuration names
 - timed.py           reports when each request ran, for the timeline of a step
 - load.py            KV cache in use and waiting requests during a rollout
+- teacher.py         log-probs of a teacher, for distillation
 - flat_bucket.py     a bucket of weights as one block of bytes
 - sender_link.py     how the ranks that send weights coordinate an update
 - bucket_reader.py   reads weight buckets in a worker thread while the event loop runs

@@ -36,6 +36,7 @@ class TrainBatch:
     old_logprobs: Floats | None = None  # [responses]; None where the engine's log-probs are the old ones
     engine_logprobs: Floats | None = None  # [responses]
     ref_logprobs: Floats | None = None  # [responses]
+    token_advantages: Floats | None = None  # [responses]; added to that of the sample
     # Of each sample [its tokens, layers · experts per token]; rows may be missing at the end. None: the router chooses.
     routed_experts: list[RoutedExperts | None] | None = None  # [samples]
 
@@ -96,7 +97,7 @@ class TrainBatch:
         expected = {
             "tokens": int(self.lengths.sum()), "response_lengths": samples, "advantages": samples,
             "loss_mask": responses, "old_logprobs": responses, "engine_logprobs": responses,
-            "ref_logprobs": responses, "routed_experts": samples,
+            "ref_logprobs": responses, "token_advantages": responses, "routed_experts": samples,
         }  # fmt: skip
         for name, length in expected.items():
             value = getattr(self, name)
@@ -119,7 +120,7 @@ class TrainBatch:
             raise BatchError(
                 f"sample {missing[0]}: its advantage is {self.advantages[missing[0]]}; an ungraded sample needs 0"
             )
-        for name in ("old_logprobs", "engine_logprobs", "ref_logprobs"):
+        for name in ("old_logprobs", "engine_logprobs", "ref_logprobs", "token_advantages"):
             values = getattr(self, name)
             if values is None:
                 continue

@@ -285,6 +285,8 @@ class _LossInputs:
         self._batch = batch
         self._sample_of = np.repeat(np.arange(batch.samples), batch.response_lengths)  # [responses]
         self._advantages = batch.advantages[self._sample_of]  # [responses]
+        if batch.token_advantages is not None:
+            self._advantages = self._advantages + batch.token_advantages
         self._weights, self._counts = token_weights(
             config.algorithm.aggregation,
             torch.from_numpy(batch.loss_mask),

@@ -16,6 +16,7 @@ import torch
 from megatron_dapo.algorithm import carries_loss, group_advantages, length_penalty
 from megatron_dapo.config import Config
 from megatron_dapo.policy.batch import Floats, TrainBatch
+from megatron_dapo.trainer.distillation import add_distillation
 from megatron_dapo.types import Sample, StepBatch
 
 
@@ -50,7 +51,16 @@ def shape_batch(batch: StepBatch, config: Config) -> tuple[TrainBatch, dict[str,
         "rollout/length_max": float(lengths.max(initial=0)),
     }
     metrics |= _turn_metrics(rollouts) | _scores_by_grader(batch)
-    return TrainBatch.from_samples(samples, advantages, active), metrics
+    shaped = TrainBatch.from_samples(samples, advantages, active)
+    if config.algorithm.distillation.enabled:
+        metrics |= add_distillation(shaped, samples, config.algorithm)
+        metrics["rollout/masked_share"] = _mean(~np.array([m.any() for m in _by_sample(shaped)]))
+    return shaped, metrics
+
+
+def _by_sample(batch: TrainBatch) -> list[np.ndarray]:
+    """The loss mask of each sample."""
+    return np.split(batch.loss_mask, batch.response_offsets[1:-1])
 
 
 def _total_length(rollout: list[Sample]) -> int:

@@ -23,6 +23,7 @@ from megatron_dapo.data import RunData, load_run_data
 from megatron_dapo.engines.factory import open_engine
 from megatron_dapo.engines.load import watched_load
 from megatron_dapo.engines.protocol import Bucket, Engine, EngineError, WeightReport, derive_seed
+from megatron_dapo.engines.teacher import Teacher, open_teacher
 from megatron_dapo.engines.timed import timed
 from megatron_dapo.evaluate import Evaluation, evaluate_sets
 from megatron_dapo.observe.observer import NullObserver, Observer
@@ -70,6 +71,7 @@ class RolloutDriver:
         self._counted: dict[str, float] = {}
         self._engine: Engine | None = None
         self._pool: Graders | None = None
+        self._teacher: Teacher | None = None
         self._sampler: Sampler | None = None
 
     # ---- start and close ----
@@ -86,6 +88,7 @@ class RolloutDriver:
             self._engine = await open_engine(self.config.rollout, self.config.policy.model, logs)
         finally:
             showing.cancel()
+        self._teacher = await open_teacher(self.config.algorithm.distillation)
         self._pool = await open_graders(self.config.reward, self._responses.tokenizer_json).__aenter__()
         self._sampler = Sampler(
             timed(self._engine, self._observer.request),
@@ -134,6 +137,8 @@ class RolloutDriver:
         return self._submit(self._close_engines(), bounded=True)
 
     async def _close(self) -> None:
+        if self._teacher is not None:
+            await self._teacher.close()
         await close_sandboxes()
         await close_endpoints()
         if self._pool is not None:
@@ -204,7 +209,16 @@ class RolloutDriver:
 
     def batch(self, step: int) -> Future[StepBatch]:
         """The batch of `step`, when it is complete. It stays here until `remove_batch`."""
-        return asyncio.run_coroutine_threadsafe(self._queue.get(step), self._loop)
+        return asyncio.run_coroutine_threadsafe(self._batch(step), self._loop)
+
+    async def _batch(self, step: int) -> StepBatch:
+        batch = await self._queue.get(step)
+        if self._teacher is not None:  # the batch is still in the queue, so an interruption loses nothing
+            batch.metrics |= await self._teacher.score(batch.samples, self._advance)
+        return batch
+
+    def _advance(self) -> None:
+        self.progress += 1
 
     def has_batch(self, step: int) -> bool:
         return self._queue.has(step)

@@ -1,0 +1,153 @@
+"""Log-probs of a teacher for tokens that the policy generated: one prefill for each sample, nothing is generated.
+
+A teacher is behind SGLang servers, or a small model in this process. `Teacher.score` writes `Sample.teacher_logprobs`.
+A sample that cannot be scored keeps None and is counted; the trainer gives its tokens no distillation advantage.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from typing import Any, Protocol
+
+import numpy as np
+
+from megatron_dapo.config.algorithm import DistillationConfig
+from megatron_dapo.engines.protocol import EngineError
+from megatron_dapo.types import LogProbs, Sample, Tokens, as_logprobs
+
+log = logging.getLogger(__name__)
+
+PAUSE = 0.5  # seconds before the first retry; doubled for each further one
+
+
+class Scorer(Protocol):
+    async def logprobs(self, prompt: Tokens, response: Tokens) -> LogProbs:
+        """[response tokens]: the log-prob of each, given everything before it. Raises EngineError."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class Teacher:
+    def __init__(self, scorer: Scorer, config: DistillationConfig) -> None:
+        self._scorer, self._config = scorer, config
+
+    async def score(
+        self, samples: Sequence[Sample], on_progress: Callable[[], None] = lambda: None
+    ) -> dict[str, float]:
+        """Scores those that have no log-probs yet; returns metrics."""
+        started, places = time.monotonic(), asyncio.Semaphore(self._config.concurrency)
+
+        async def one(sample: Sample) -> None:
+            async with places:
+                sample.teacher_logprobs = await self._score(sample)
+                if on_progress is not None:
+                    on_progress()
+
+        todo = [sample for sample in samples if sample.teacher_logprobs is None and sample.length]
+        async with asyncio.TaskGroup() as group:
+            for sample in todo:
+                group.create_task(one(sample))
+        return {"distillation/seconds": time.monotonic() - started}
+
+    async def _score(self, sample: Sample) -> LogProbs | None:
+        for failures in range(self._config.retries + 1):
+            try:
+                return await self._scorer.logprobs(sample.prompt_tokens, sample.response_tokens)
+            except EngineError as error:
+                last = error
+            if failures < self._config.retries:
+                await asyncio.sleep(PAUSE * 2**failures)
+        log.warning("sample %s#%d has no log-probs of the teacher: %s", sample.prompt_id, sample.index, last)
+        return None
+
+    async def close(self) -> None:
+        await self._scorer.close()
+
+
+async def open_teacher(config: DistillationConfig) -> Teacher | None:
+    if not config.enabled:
+        return None
+    if config.urls:
+        return Teacher(SGLangScorer(config), config)
+    return Teacher(await asyncio.to_thread(TransformersScorer, config.model), config)
+
+
+class SGLangScorer:
+    def __init__(self, config: DistillationConfig) -> None:
+        from megatron_dapo.engines.sglang.http import Connection
+
+        key = None
+        if config.api_key_env:
+            key = os.environ.get(config.api_key_env)
+            if not key:
+                raise EngineError(
+                    f"algorithm.distillation.api_key_env names {config.api_key_env}, which is not set: export it"
+                )
+        self._servers = [Connection(url, api_key=key, timeout=config.timeout) for url in config.urls]
+        self._turn = count()
+
+    async def logprobs(self, prompt: Tokens, response: Tokens) -> LogProbs:
+        server = self._servers[next(self._turn) % len(self._servers)]
+        body = {
+            "input_ids": [*prompt.tolist(), *response.tolist()], "return_logprob": True,
+            # The first entry has no log-prob; it must not be the response's.
+            "logprob_start_len": max(0, len(prompt) - 2),
+            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+        }  # fmt: skip
+        reply = await server.post("/generate", body)
+        return read_logprobs(reply, response, server.url)
+
+    async def close(self) -> None:
+        for server in self._servers:
+            await server.close()
+
+
+def read_logprobs(reply: Any, response: Tokens, server: str) -> LogProbs:
+    """Of SGLang's reply. Its token ids must be those of the response: another tokenizer would give other tokens."""
+    try:
+        entries = reply["meta_info"]["input_token_logprobs"][-len(response) :]
+        found = as_logprobs(np.array([entry[0] for entry in entries], dtype=np.float32))
+        tokens = [int(entry[1]) for entry in entries]
+    except (KeyError, TypeError, IndexError, ValueError) as error:
+        raise EngineError(f"teacher {server}: its reply has no usable input_token_logprobs ({error!r})") from error
+    if tokens != response.tolist():
+        raise EngineError(f"teacher {server}: it scored {len(tokens)} other tokens than the response's {len(response)}")
+    if not np.isfinite(found).all():
+        raise EngineError(f"teacher {server}: a log-prob is {found[~np.isfinite(found)][0]}")
+    return found
+
+
+class TransformersScorer:
+    """One forward pass for each sample, in a thread."""
+
+    def __init__(self, model: str) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        try:
+            self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        except (OSError, ValueError) as error:
+            raise EngineError(f"algorithm.distillation.model: cannot load a model from {model}: {error}") from error
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="teacher")
+
+    async def logprobs(self, prompt: Tokens, response: Tokens) -> LogProbs:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._compute, prompt, response)
+
+    def _compute(self, prompt: Tokens, response: Tokens) -> LogProbs:
+        import torch
+
+        tokens = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))
+        with torch.inference_mode():
+            logits = self._model(input_ids=tokens[None]).logits[0, len(prompt) - 1 : -1]
+        found = logits.log_softmax(-1).gather(1, tokens[len(prompt) :, None])[:, 0]
+        return as_logprobs(found.numpy())
+
+    async def close(self) -> None:
+        self._thread.shutdown(wait=False)
