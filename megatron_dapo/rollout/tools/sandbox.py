@@ -224,5 +224,5 @@ def take_tool_metrics() -> dict[str, float]:
     loop, total = asyncio.get_running_loop(), Counter[str]()
     for key, sandbox in _shared.items():
         if key[0] is loop:
-            total.update(sandbox.take_metrics())  # type: ignore[arg-type]
+            total.update(sandbox.take_metrics())
     return dict(total)

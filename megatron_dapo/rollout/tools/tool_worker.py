@@ -26,7 +26,7 @@ import traceback
 from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-import confinement
+import confinement  # type: ignore[import-not-found]
 
 LOOK_SECONDS = 0.05  # between two looks at the scratch directory
 OUT_OF_MEMORY, UNCONFINED = 77, 78  # exit codes of a call that got a MemoryError, and of one that could not start
@@ -85,7 +85,8 @@ def _end(pid: int, grace: float) -> int:
 
 def _watch(call: dict[str, Any], scratch: str, output: int) -> tuple[str, str]:
     """Collects the output until the call ends or hits a limit: (text, limit)."""
-    deadline, most, parts, size = time.monotonic() + call["seconds"], 4 * call["characters"], [], 0
+    parts: list[bytes] = []
+    deadline, most, size = time.monotonic() + call["seconds"], 4 * call["characters"], 0
     while True:
         left = deadline - time.monotonic()
         if left <= 0:
@@ -182,7 +183,7 @@ def run_python(code: str) -> None:
             print(repr(value))
 
 
-_OPERATORS = {
+_OPERATORS: dict[type[ast.AST], Any] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod, ast.Pow: operator.pow, ast.USub: operator.neg, ast.UAdd: operator.pos,
 }  # fmt: skip
