@@ -78,18 +78,33 @@ def _add_ablate(sub: Commands) -> None:
 
         from megatron_dapo.launch.ablate import run_ablation
 
-        return run_ablation(args.config, args.set, args.seeds, Path(args.out))
+        return run_ablation(
+            args.config, args.set, args.seeds, Path(args.out), design="grid" if args.grid else args.design,
+            jobs=args.jobs, minutes=args.minutes, discard=args.discard_runs,
+        )  # fmt: skip
 
     parser = add_command(
         sub, "ablate", run,
-        "Run the paper's ablation: naive GRPO, then DAPO's changes one by one; writes a table and a figure.",
-        "example:\n  make quickstart && megatron-dapo ablate examples/ablations/arithmetic.yaml --seeds 3",
+        "Switch DAPO's changes on and off in real runs; writes a table and an interactive page.",
+        "examples:\n  megatron-dapo ablate examples/ablations/arithmetic.yaml --seeds 3\n"
+        "  megatron-dapo ablate examples/ablations/*.yaml --grid --seeds 5 --jobs 14",
     )  # fmt: skip
-    parser.add_argument("config", metavar="CONFIG", help="YAML file of the full recipe")
-    add_settings(parser)
-    parser.add_argument("--seeds", type=at_least(1), default=3, help="runs per variant (default 3)")
     parser.add_argument(
-        "--out", metavar="DIR", default="runs/ablation", help="directory of the runs (default runs/ablation)"
+        "config", metavar="CONFIG", nargs="+", help="YAML file of the full recipe; several: one task each"
+    )
+    add_settings(parser)
+    parser.add_argument(
+        "--design", choices=("order", "grid", "leave-one-out"), default="order",
+        help="order: the paper's, changes added one by one (default). grid: all 16 combinations of the four changes. "
+        "leave-one-out: all changes, none, and all but one",
+    )  # fmt: skip
+    parser.add_argument("--grid", action="store_true", help="short for --design grid")
+    parser.add_argument("--seeds", type=at_least(1), default=3, help="runs per combination (default 3)")
+    parser.add_argument("--jobs", type=at_least(1), default=1, help="runs at a time, one thread each (default 1)")
+    parser.add_argument("--minutes", type=at_least(0, float), help="start no run after so many minutes")
+    parser.add_argument("--discard-runs", action="store_true", help="keep only the curves of finished runs")
+    parser.add_argument(
+        "--out", metavar="DIR", default="runs/ablation", help="directory of the results (default runs/ablation)"
     )
 
 

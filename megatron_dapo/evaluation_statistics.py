@@ -24,8 +24,16 @@ def clustered_interval(means: Sequence[float], confidence: float) -> tuple[float
     if set(means) in ({0.0}, {1.0}):
         far = 1 - ((1 - confidence) / 2) ** (1 / len(means))
         return (0.0, far) if means[0] == 0 else (1 - far, 1.0)
-    half = student_t(confidence, len(means) - 1) * math.sqrt(variance(means) / len(means))
-    return max(0.0, fmean(means) - half), min(1.0, fmean(means) + half)
+    low, high = mean_interval(means, confidence) or (0.0, 1.0)
+    return max(0.0, low), min(1.0, high)
+
+
+def mean_interval(values: Sequence[float], confidence: float) -> tuple[float, float] | None:
+    """Student's t interval of the mean; None for fewer than two values."""
+    if len(values) < 2:
+        return None
+    half = student_t(confidence, len(values) - 1) * math.sqrt(variance(values) / len(values))
+    return fmean(values) - half, fmean(values) + half
 
 
 def student_t(confidence: float, freedom: int) -> float:

@@ -9,5 +9,6 @@
 - `shell_text.py`: values of a configuration as shell text.
 - `slurm_status.py`: `megatron-dapo slurm --status` and `--on`: the state of a run's jobs, and commands on their nodes.
 - `examples.py`: `megatron-dapo quickstart` and `examples`: the examples of this installation.
-- `ablate.py`: `megatron-dapo ablate`: the paper's ablation as training runs.
+- `ablate.py`: `megatron-dapo ablate`: DAPO's changes switched on and off in training runs.
+- `ablation_designs.py`, `ablation_runs.py`, `ablation_results.py`: which runs, the runs, their curves and effects.
 """

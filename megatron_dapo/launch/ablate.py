@@ -1,142 +1,171 @@
-"""`megatron-dapo ablate CONFIG`: the paper's ablation as training runs: naive GRPO, then DAPO's changes one by one.
+"""`megatron-dapo ablate CONFIG...`: DAPO's changes switched on and off in real training runs.
 
-A variant is a list of settings on top of the given configuration. Each variant is trained once per seed, in a separate
-process. An interrupted run is resumed and a finished one is not repeated. The table shows the measured scores.
+Designs: the paper's order (naive GRPO, then the changes one by one), all 16 combinations of the four changes, or
+leave-one-out. Every combination is trained once per seed. A run that is part of several designs is trained once. The
+results are table.json, ablation.html and ablation.png, made of whatever has finished.
 """
 
 from __future__ import annotations
 
 import json
-import re
-import statistics
-import subprocess
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from megatron_dapo.config import Config, load_config
 from megatron_dapo.errors import UserError
-from megatron_dapo.observe.metrics_file import read_records
+from megatron_dapo.files import write_atomically
+from megatron_dapo.launch.ablation_designs import Design, Variant, effects, variants
+from megatron_dapo.launch.ablation_results import load_results, make_table
+from megatron_dapo.launch.ablation_runs import Job, Outcome, run_jobs
+from megatron_dapo.observe.ablation_page import write_ablation_page
+
+__all__ = ["Variant", "run_ablation", "variants"]
 
 
-@dataclass(frozen=True, slots=True)
-class Variant:
-    name: str
-    settings: tuple[str, ...]
-    paper: float  # AIME 2024 avg@32 of the published 32B run, for comparison
-
-
-def variants(config: Config) -> list[Variant]:
-    """In the order of the paper's table. clip_high and the length penalty are taken from the configuration."""
-    algorithm = config.algorithm
-    penalty = "soft" if algorithm.overlong.penalty == "none" else algorithm.overlong.penalty
-    steps: list[tuple[str, tuple[str, ...], float]] = [
-        (
-            "naive GRPO",
-            (
-                f"algorithm.clip_high={algorithm.clip_low}", "algorithm.aggregation=seq-mean-token-mean",
-                "algorithm.overlong.filter=false", "algorithm.overlong.penalty=none",
-                "rollout.dynamic_sampling=false",
-            ),
-            30,
-        ),
-        ("+ overlong filtering", ("algorithm.overlong.filter=true",), 36),
-        ("+ clip-higher", (f"algorithm.clip_high={algorithm.clip_high}",), 38),
-        ("+ soft overlong punishment", (f"algorithm.overlong.penalty={penalty}",), 41),
-        ("+ token-level loss", ("algorithm.aggregation=token-mean",), 42),
-        ("+ dynamic sampling", ("rollout.dynamic_sampling=true",), 50),
-    ]  # fmt: skip
-    found: list[Variant] = []
-    total: tuple[str, ...] = ()
-    for name, settings, paper in steps:
-        total += settings
-        found.append(Variant(name, total, paper))
-    return found
-
-
-def run_ablation(config_file: str, settings: Sequence[str], seeds: int, out: Path) -> int:
-    """Trains every variant with every seed, writes table.json and ablation.png, and prints the table."""
+def run_ablation(
+    config_files: Sequence[str],
+    settings: Sequence[str],
+    seeds: int,
+    out: Path,
+    *,
+    design: Design = "order",
+    jobs: int = 1,
+    minutes: float | None = None,
+    discard: bool = False,
+) -> int:
+    """Trains what is missing and writes the results. 0 if every run has finished, else 1."""
     if seeds < 1:
         raise UserError(f"--seeds is {seeds}: each variant needs at least one run")
-    config = load_config(config_file, settings)
+    tasks = {task_folder(file, config_files, out): file for file in config_files}
+    if len(tasks) < len(config_files):
+        raise UserError(f"expected files with different names, found {', '.join(config_files)}")
+    configs = {task: _checked(file, settings) for task, file in tasks.items()}
+    planned = [
+        Job(tasks[task], (*settings, *variant.settings), task, variant.folder, seed)
+        for task, config in configs.items()
+        for variant in variants(config, design)
+        for seed in range(seeds)
+    ]
+    console = Console()
+    outcomes = run_jobs(planned, jobs, _Progress(console, len(planned)), minutes=minutes, discard=discard)
+    for task, config in configs.items():
+        _write_results(task, config, design, seeds, console)
+    return _summarise(outcomes, console)
+
+
+def task_folder(file: str, config_files: Sequence[str], out: Path) -> Path:
+    """`out` itself for one configuration; of several, each has a folder in it."""
+    return out if len(config_files) == 1 else out / Path(file).stem
+
+
+def _checked(file: str, settings: Sequence[str]) -> Config:
+    config = load_config(file, settings)
     if not config.evaluate.data.files or not config.evaluate.every:
         raise UserError("an ablation compares evaluation scores: set evaluate.data.path and evaluate.every")
-    console = Console()
-    curves: dict[str, list[list[tuple[int, float]]]] = {}
-    for variant in variants(config):
-        curves[variant.name] = []
-        for seed in range(seeds):
-            folder = out / variant.name.strip("+ ").replace(" ", "_") / f"seed_{seed}"
-            console.print(f"{variant.name}, seed {seed} → {folder}", highlight=False)
-            own = [f"trainer.seed={seed}", f"trainer.run_dir={folder}"]
-            _train(config_file, [*settings, *variant.settings, *own], folder)
-            curves[variant.name].append(evaluation_curve(folder))
-    table = {name: [curve[-1][1] for curve in runs] for name, runs in curves.items()}
-    (out / "table.json").write_text(json.dumps({"scores": table, "curves": curves}, indent=2) + "\n")
-    draw(curves, out / "ablation.png")
-    console.print(as_table(variants(config), table))
-    console.print(f"written: {out / 'table.json'}, {out / 'ablation.png'}")
-    return 0
+    if config.algorithm.clip_high <= config.algorithm.clip_low:
+        raise UserError(
+            f"{file}: algorithm.clip_high is {config.algorithm.clip_high:g}, expected above clip_low "
+            f"({config.algorithm.clip_low:g}): otherwise there is no clip-higher to switch off"
+        )
+    return config
 
 
-def _train(config_file: str, settings: Sequence[str], folder: Path) -> None:
-    """Trains in a separate process, so that runs cannot influence each other."""
-    folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "megatron_dapo.cli", "train", config_file, "--set", "observe.console=plain"]
-    for item in settings:
-        command += ["--set", item]
-    with (folder / "train.log").open("a") as log:
-        code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT).returncode
-    if code:
-        raise UserError(f"the run in {folder} ended with code {code}: see the end of {folder / 'train.log'}")
+class _Progress:
+    """One line per run that ended here."""
+
+    def __init__(self, console: Console, total: int) -> None:
+        self._console, self._total, self._done = console, total, 0
+
+    def __call__(self, outcome: Outcome) -> None:
+        self._done += 1
+        if outcome.skipped:
+            return
+        text = f"FAILED, {outcome.problem}" if outcome.problem else f"{outcome.seconds:.0f} s"
+        self._console.print(f"[{self._done}/{self._total}] {outcome.job}: {text}", highlight=False, markup=False)
 
 
-def evaluation_curve(run_dir: Path) -> list[tuple[int, float]]:
-    """(step, avg@k) of every evaluation of a run; of several benchmarks, the first one's."""
-    found = []
-    for record in read_records(run_dir / "metrics.jsonl"):
-        scores = [value for name, value in record.metrics.items() if re.fullmatch(r"eval/(.+/)?avg@\d+", name)]
-        if scores:
-            found.append((record.step, scores[0]))
-    if not found:
-        raise UserError(f"{run_dir} has no evaluation: evaluate.every must be at most trainer.steps")
-    return found
+def _write_results(task: Path, config: Config, design: Design, seeds: int, console: Console) -> None:
+    rows = variants(config, design)
+    runs, seconds = load_results(task, [row.folder for row in rows], range(seeds))
+    if not any(runs.values()):
+        return
+    table = make_table(task.name, design, rows, effects(design, config), runs, len(rows) * seeds, seconds)
+    write_atomically(task / "table.json", json.dumps(table, allow_nan=False) + "\n")
+    write_ablation_page(table, task / "ablation.html")
+    draw(table, task / "ablation.png")
+    console.print(scores_table(table))
+    console.print(effects_table(table))
+    names = ("table.json", "ablation.html", "ablation.png")
+    console.print("written: " + ", ".join(str(task / name) for name in names), soft_wrap=True)
 
 
-def as_table(variants: Sequence[Variant], scores: dict[str, list[float]]) -> Table:
-    seeds = len(next(iter(scores.values())))
-    table = Table(title=f"avg@k at the end, mean ± standard deviation over {seeds} seeds")
-    for column in ("", "here", "min", "max", "paper (AIME 2024, 32B)"):
-        table.add_column(column, justify="left" if not column else "right")
-    for variant in variants:
-        values = scores[variant.name]
-        spread = statistics.stdev(values) if len(values) > 1 else 0.0
-        cells = [f"{statistics.fmean(values):.1%} ± {spread:.1%}", f"{min(values):.1%}", f"{max(values):.1%}"]
-        table.add_row(variant.name, *cells, f"{variant.paper:.0f}")
-    return table
+def _summarise(outcomes: Sequence[Outcome], console: Console) -> int:
+    failed = [outcome for outcome in outcomes if outcome.problem]
+    skipped = sum(outcome.skipped for outcome in outcomes)
+    trained = len(outcomes) - len(failed) - skipped
+    console.print(f"{trained} runs trained, {skipped} finished before, {len(failed)} not finished", highlight=False)
+    for outcome in failed:
+        console.print(f"  {outcome.job}: {outcome.problem}", highlight=False, markup=False, soft_wrap=True)
+    if failed:
+        console.print("the same command runs what is missing")
+    return 1 if failed else 0
 
 
-def draw(curves: dict[str, list[list[tuple[int, float]]]], path: Path) -> None:
-    """One line per variant: the mean over seeds, with the range as a band."""
+def with_interval(found: dict[str, Any], kind: str) -> str:
+    """`74.1% [71.5%, 76.2%]`"""
+    shown = ("{:.1%}" if kind == "percent" else "{:.4g}").format
+    ends = "" if found["low"] is None else f" [{shown(found['low'])}, {shown(found['high'])}]"
+    return shown(found["mean"]) + ends
+
+
+def scores_table(table: dict[str, Any]) -> Table:
+    shown = Table(title=f"{table['title']}: held-out avg@k at the end, mean and 95 % confidence interval over seeds")
+    with_paper = any(row["paper"] is not None for row in table["combinations"])
+    for column in ("", "here", "seeds", *(["paper (AIME 2024, 32B)"] if with_paper else [])):
+        shown.add_column(column, justify="left" if not column else "right")
+    for row in table["combinations"]:
+        score = row["values"].get("held_out")
+        cells = [row["name"], with_interval(score, "percent") if score else "–", str(len(row["seeds"]))]
+        shown.add_row(*cells, *([f"{row['paper']:.0f}"] if with_paper else []))
+    return shown
+
+
+def effects_table(table: dict[str, Any]) -> Table:
+    """Rows are measures, columns are changes."""
+    shown = Table(title="effect of each change: mean difference, 95 % confidence interval, * if it excludes 0")
+    shown.add_column("")
+    for effect in table["effects"]:
+        shown.add_column(effect["label"], justify="right")
+    for measure in table["measures"]:
+        cells = []
+        for effect in table["effects"]:
+            found = effect["measures"].get(measure["id"])
+            star = "*" if found and found["verdict"] in ("higher", "lower") else ""
+            cells.append(with_interval(found, measure["format"]) + star if found else "–")
+        shown.add_row(measure["label"], *cells)
+    return shown
+
+
+def draw(table: dict[str, Any], path: Path) -> None:
+    """The held-out score of every combination: the mean over seeds, with its interval as a band."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    for name, runs in curves.items():
-        steps = [step for step, _ in runs[0]]
-        columns = [[run[i][1] for run in runs] for i in range(len(steps))]
-        (line,) = axes.plot(steps, [statistics.fmean(c) for c in columns], marker="o", markersize=3, label=name)
-        axes.fill_between(
-            steps, [min(c) for c in columns], [max(c) for c in columns], alpha=0.12, color=line.get_color()
-        )
+    for row in table["combinations"]:
+        if (curve := row["bands"].get("held_out")) is None:
+            continue
+        (line,) = axes.plot(curve["x"], curve["y"], marker="o", markersize=3, label=row["name"])
+        if None not in curve["low"]:
+            axes.fill_between(curve["x"], curve["low"], curve["high"], alpha=0.12, color=line.get_color())
     axes.set(xlabel="rollout step", ylabel="held-out avg@k", ylim=(0, 1))
     axes.grid(alpha=0.3)
-    axes.legend(loc="lower right", fontsize=8)
+    axes.legend(loc="lower right", fontsize=7 if len(table["combinations"]) > 8 else 8)
     figure.savefig(path, dpi=150)
     plt.close(figure)

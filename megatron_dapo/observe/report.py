@@ -57,15 +57,19 @@ def write_report(run_dirs: Sequence[str | Path], output: str | Path, png: bool =
 
 def render(runs: Sequence[Run], *, live: bool = False) -> str:
     """The page as text. A live page asks the server that it came from for newer data."""
-    script, style = _asset("chart.js") + _asset("report.js"), _asset("report.css")
-    if live:
-        script += _asset("watch.js")
     data = payload(runs)
+    scripts = ["chart.js", "report.js", *(["watch.js"] if live else [])]
+    return fill_page(data["title"], scripts, ["report.css"], data, connect="connect-src 'self'; " if live else "")
+
+
+def fill_page(title: str, scripts: Sequence[str], styles: Sequence[str], data: Any, *, connect: str = "") -> str:
+    """report.html with these files of page/ and this data inside. Only this script may run."""
+    script = "".join(map(_asset, scripts))
     parts = {
-        "TITLE": html.escape(data["title"]),
+        "TITLE": html.escape(title),
         "SCRIPT_HASH": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        "CONNECT": "connect-src 'self'; " if live else "",
-        "STYLE": style,
+        "CONNECT": connect,
+        "STYLE": "".join(map(_asset, styles)),
         "DATA": embed_json(data),
         "SCRIPT": script,
     }

@@ -19,6 +19,8 @@ from megatron_dapo.policy.batch import Floats, TrainBatch
 from megatron_dapo.trainer.distillation import add_distillation
 from megatron_dapo.types import Sample, StepBatch
 
+SMALLEST_ADVANTAGE = 1e-6  # below: the rewards of a group are equal, up to rounding
+
 
 def shape_batch(batch: StepBatch, config: Config) -> tuple[TrainBatch, dict[str, float]]:
     """The whole step's samples, in order, and the metrics that describe them."""
@@ -50,6 +52,7 @@ def shape_batch(batch: StepBatch, config: Config) -> tuple[TrainBatch, dict[str,
         "rollout/length_mean": _mean(lengths),
         "rollout/length_max": float(lengths.max(initial=0)),
     }
+    metrics |= _signal_metrics(batch, advantages, active, config)
     metrics |= _turn_metrics(rollouts) | _scores_by_grader(batch)
     shaped = TrainBatch.from_samples(samples, advantages, active)
     if config.algorithm.distillation.enabled:
@@ -68,6 +71,31 @@ def _total_length(rollout: list[Sample]) -> int:
     rollout has a part of them in its prompt."""
     prompt = len(rollout[0].prompt_tokens)
     return max(len(sample.prompt_tokens) + sample.length - prompt for sample in rollout)
+
+
+def _signal_metrics(batch: StepBatch, advantages: Floats, active: np.ndarray, config: Config) -> dict[str, float]:
+    """Where the learning signal is: groups without any, truncated responses, tokens of long responses, wrong ones."""
+    samples = batch.samples
+    groups = np.repeat(np.arange(len(batch.groups)), [len(g.samples) for g in batch.groups])
+    size = np.abs(advantages) * active
+    strongest = np.zeros(len(batch.groups))
+    np.maximum.at(strongest, groups, size)
+    truncated = np.array([sample.truncated for sample in samples])
+    found = {
+        "reward/zero_advantage_share": _mean(strongest < SMALLEST_ADVANTAGE),
+        "reward/truncated_advantage_share": float(size[truncated].sum() / max(size.sum(), SMALLEST_ADVANTAGE)),
+    }
+    lengths = np.array([sample.trained_tokens for sample in samples])
+    counted = lengths[active & (lengths > 0)]
+    if counted.size:
+        weights = 1.0 / counted if config.algorithm.aggregation == "seq-mean-token-mean" else np.ones(counted.size)
+        long = counted >= np.quantile(counted, 0.75)
+        mean_weight = (weights * counted).sum() / counted.sum()
+        found["rollout/long_token_weight"] = float((weights * counted)[long].sum() / counted[long].sum() / mean_weight)
+    wrong = np.array([s.grade is not None and s.grade.correct is False for s in samples])
+    if wrong.any():
+        found["rollout/length_wrong"] = _mean(lengths[wrong])
+    return found
 
 
 def _turn_metrics(rollouts: list[list[Sample]]) -> dict[str, float]:

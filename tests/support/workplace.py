@@ -29,8 +29,10 @@ MODELS = {  # by the directory that a configuration names; the sizes of the publ
     "models/Qwen2.5-32B": shape("Qwen2ForCausalLM", 5120, 27648, 64, 40, 8, 152064, False),
     "models/Qwen2.5-1.5B": shape("Qwen2ForCausalLM", 1536, 8960, 28, 12, 2, 151936, True),
     "models/Qwen3-30B-A3B-Base": shape("Qwen3MoeForCausalLM", 2048, 6144, 48, 32, 4, 151936, False, **EXPERTS),
-    "runs/guessing_game/start": shape("Qwen2ForCausalLM", 96, 256, 3, 4, 2, 300, True),
-    "runs/quickstart/start": shape("Qwen2ForCausalLM", 96, 256, 3, 4, 2, 300, True),
+    **{
+        f"runs/{name}": shape("Qwen2ForCausalLM", 96, 256, 3, 4, 2, 300, True)
+        for name in ("guessing_game/start", "quickstart/start", "ablation_tasks/sums", "ablation_tasks/counting")
+    },
 }
 # quickstart.py makes these and fills them in; every other file names its own.
 FILLED_IN = {

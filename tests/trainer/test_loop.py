@@ -178,7 +178,27 @@ def test_rewards_advantages_and_masks_of_two_groups():
     assert metrics["reward/accuracy"] == pytest.approx(0.5)
     assert metrics["reward/penalty"] == pytest.approx(-1 / 5)
     assert metrics["reward/ungraded_share"] == pytest.approx(1 / 5)
+    assert metrics["reward/truncated_advantage_share"] == 0.0, "truncated samples carry no loss"
+    assert metrics["rollout/long_token_weight"] == 1.0, "token-mean"
     assert mini_batches(StepBatch(0, groups), config) == [[0, 1], [2, 3, 4]]
+
+
+def test_metrics_of_where_the_signal_is():
+    """Three groups, the second all right. |advantage| of the first and third: 4 times 0.7071, one of it truncated.
+    Lengths in the loss 2, 8, 3, 3, 3, 3; with a mean per sequence a token of the 8 weighs 1/8, the mean token 6/22."""
+    pairs = [[sample(True, 2), sample(False, 8, FinishReason.LENGTH)], [sample(True, 3), sample(True, 3)]]
+    pairs.append([sample(True, 3), sample(False, 3)])
+    groups = [Group(Prompt(name, "", as_tokens([1])), pair) for name, pair in zip("abc", pairs, strict=True)]
+    config = parse_config(
+        {"rollout": {"max_response_tokens": 8}, "algorithm": {"aggregation": "seq-mean-token-mean"},
+         "trainer": {"prompts_per_step": 3, "mini_batch_prompts": 3}}
+    )  # fmt: skip
+    _, metrics = shape_batch(StepBatch(0, groups), config)
+    assert metrics["reward/zero_advantage_share"] == pytest.approx(1 / 3)
+    assert metrics["reward/truncated_advantage_share"] == pytest.approx(1 / 4)
+    # the upper quartile of 2, 3, 3, 3, 3, 8 is 3: the longest quarter are 8 and the four of 3 tokens
+    assert metrics["rollout/long_token_weight"] == pytest.approx((5 / 20) / (6 / 22))
+    assert metrics["rollout/length_wrong"] == pytest.approx(5.5)
 
 
 # ---- the gate ----
