@@ -43,7 +43,7 @@ MEASURES: dict[str, Measure] = {
     "accuracy": Measure("Accuracy", "share of right responses among all sampled", "percent", "reward/accuracy_all"),
     "held_out": Measure("Held-out score", "avg@k", "percent", at="last evaluation"),
     "entropy": Measure("Entropy", "mean per token, in nats", "number", "train/entropy"),
-    "length": Measure("Response length", "mean tokens per trained response", "number", "rollout/length_mean"),
+    "length": Measure("Response length", "mean tokens per trained response", "number", "rollout/length_trained"),
     "yield": Measure("Yield", "share of judged groups that are trained on and have a signal", "percent"),
     "zero_advantage": Measure(
         "Zero-advantage groups", "share of trained groups", "percent", "reward/zero_advantage_share"
