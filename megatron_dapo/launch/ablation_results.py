@@ -142,18 +142,22 @@ def band(curves: Sequence[Curve]) -> dict[str, list[Any]]:
 
 
 def effect_of(effect: Effect, name: str, runs: Runs) -> dict[str, Any] | None:
-    """The effect on one measure; only seeds that all runs of all pairs have. None without such a seed."""
-    seeds = set.intersection(*(set(runs.get(side, {})) for pair in effect.pairs for side in pair))
+    """The effect on one measure. Pairs with a combination that has no run are left out; of the others, only seeds that
+    all their runs have are used. None without such a seed."""
+    complete = [pair for pair in effect.pairs if all(runs.get(side) for side in pair)]
+    if not complete:
+        return None
+    seeds = set.intersection(*(set(runs[side]) for pair in complete for side in pair))
     per_seed = []
     for seed in sorted(seeds):
-        pairs = [[value_of(name, runs[side][seed]) for side in pair] for pair in effect.pairs]
+        pairs = [[value_of(name, runs[side][seed]) for side in pair] for pair in complete]
         differences = [a - b for a, b in pairs if a is not None and b is not None]
         if len(differences) == len(pairs):
             per_seed.append(fmean(differences))
     if not per_seed:
         return None
     found = interval(per_seed)
-    return found | {"verdict": verdict(found), "per_seed": per_seed}
+    return found | {"verdict": verdict(found), "pairs": len(complete), "per_seed": per_seed}
 
 
 def verdict(found: Mapping[str, Any]) -> str:

@@ -19,6 +19,7 @@
 - `runs`           reads run directories
 - `figures`        which metrics each figure of the report shows
 - `report`, `page/` report.html; curves draws the same figures as curves.png
+- `ablation_page`  ablation.html: the curves of an ablation, with four switches
 - `watch`          the report as a live page, `megatron-dapo watch`
 """
 

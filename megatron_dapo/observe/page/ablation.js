@@ -32,15 +32,19 @@ class AblationPanel extends Panel {
     return DATA.combinations.filter((row) => row !== page.chosen && row.bands[this.figure.id]).map((row) => row.bands[this.figure.id]);
   }
 
+  // Of the means alone: with few seeds, the intervals are so wide that they would hide the curves.
   extent() {
-    const found = DATA.combinations.flatMap((row) => (row.bands[this.figure.id] ? row.bands[this.figure.id].y : [])).concat(super.extent());
+    const found = DATA.combinations.flatMap((row) => (row.bands[this.figure.id] ? row.bands[this.figure.id].y : []));
     return found.length ? found : [0, 1];
   }
 
   drawLines() {
+    const clip = svg("clipPath", { id: `plot-${this.figure.id}` }, this.svg);
+    svg("rect", { x: MARGIN.left, y: MARGIN.top, width: this.width - MARGIN.left - MARGIN.right, height: HEIGHT - MARGIN.top - MARGIN.bottom }, clip);
     const body = svg("g", { class: "others" }, this.svg);
     for (const band of this.others()) svg("path", { d: linePath(band.x, band.y, this.sx, this.sy) }, body);
     super.drawLines();
+    for (const band of this.svg.querySelectorAll(".band")) band.setAttribute("clip-path", `url(#plot-${this.figure.id})`);
   }
 }
 
