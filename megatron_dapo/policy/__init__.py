@@ -12,6 +12,7 @@
 - `learning_rate`     the schedule of the learning rate
 - `megatron_options`  Megatron's options by name against the installed version; what needs CUDA; its DDP and optimizer
 - `options_report`    what `train --dry-run` says about them
+- `megatron_import`   imports Megatron-Core without what a CPU does not use
 - `runtime`           device, process groups, errors that reach all ranks (`initialize`, `Rendezvous`)
 - `fork_ranks`        ranks on this machine without torchrun
 - `gpu_count`         the number of GPUs, without initializing CUDA
@@ -26,6 +27,8 @@
 - `head/`             the output layer fused with log-probs, entropy and loss
 """
 
+from megatron_dapo.policy import megatron_import
 from megatron_dapo.policy.gpu_count import keep_cuda_uninitialized
 
 keep_cuda_uninitialized()
+megatron_import.install()

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch._dynamo  # torch's optimizers import it; after `install` that would fail
 from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")

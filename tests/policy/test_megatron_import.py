@@ -1,0 +1,52 @@
+"""Megatron-Core is imported without torch's compiler and wandb where there is no CUDA, and nothing else notices."""
+
+import sys
+
+import pytest
+import torch
+
+from megatron_dapo.policy import megatron_import
+from megatron_dapo.policy.megatron_import import MegatronFinder, _leave_as_is, _without
+
+without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA everything is imported")
+
+
+@without_cuda
+def test_megatrons_small_functions_are_not_compiled():
+    from megatron.core.fusions.fused_bias_swiglu import swiglu
+
+    assert type(swiglu).__name__ == "function" and not hasattr(swiglu, "_torchdynamo_orig_callable")
+    assert torch.compile is not _leave_as_is, "torch.compile is the original again"
+    assert not any(isinstance(finder, MegatronFinder) for finder in sys.meta_path)
+
+
+def test_a_decorator_with_and_without_options_leaves_the_function_as_it_is():
+    def function():
+        pass
+
+    assert _leave_as_is(function) is function and _leave_as_is(dynamic=True)(function) is function
+
+
+def test_a_module_is_missing_only_meanwhile_and_only_if_it_was_not_there():
+    name = "colorsys"  # of the standard library, and nobody needs it
+    sys.modules.pop(name, None)
+    with _without(name), pytest.raises(ImportError):
+        import colorsys
+    import colorsys
+
+    with _without(name):
+        import colorsys as again
+    assert again is colorsys
+
+
+def test_it_is_installed_once_and_not_after_megatron(monkeypatch):
+    import megatron.core  # noqa: F401
+
+    before = list(sys.meta_path)
+    megatron_import.install()
+    assert sys.meta_path == before
+    monkeypatch.delitem(sys.modules, "megatron.core")
+    monkeypatch.setattr(sys, "meta_path", list(before))
+    megatron_import.install()
+    megatron_import.install()
+    assert [type(finder) for finder in sys.meta_path].count(MegatronFinder) == 1
