@@ -17,6 +17,7 @@
 - `fork_ranks`        ranks on this machine without torchrun
 - `gpu_count`         the number of GPUs, without initializing CUDA
 - `cpu`               Megatron-Core on a machine without CUDA
+- `gloo`              one network device for all gloo groups of a process
 - `offload`           device memory to the host and back, for engines on the same GPUs
 - `checkpoint`        saves and loads weights and optimizer state
 - `optimizer_state`   the optimizer state as whole parameters, for every Adam that Megatron may pick

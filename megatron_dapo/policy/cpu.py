@@ -22,6 +22,8 @@ import torch
 import torch._dynamo  # torch's optimizers import it; after `install` that would fail
 from torch.overrides import TorchFunctionMode
 
+from megatron_dapo.policy import gloo
+
 CPU = torch.device("cpu")
 _installed_mode: TorchFunctionMode | None = None
 
@@ -38,6 +40,7 @@ def install() -> None:
     _installed_mode = CudaMeansCpu()
     _installed_mode.__enter__()
     _patch_torch_cuda()
+    gloo.share_devices()
     for patch in (
         _run_fused_helpers_eagerly,
         _keep_rng_on_the_host,

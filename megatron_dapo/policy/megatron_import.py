@@ -54,7 +54,7 @@ class _MegatronLoader(Loader):
 
 
 @contextmanager
-def _without_compiler(torch: ModuleType) -> Iterator[None]:
+def _without_compiler(torch: Any) -> Iterator[None]:
     original, torch.compile = torch.compile, _leave_as_is
     try:
         yield
