@@ -182,6 +182,11 @@ class AlgorithmConfig(Section):
         "group-std",
         description="group-std divides by the group's unbiased std; group-mean only subtracts the mean.",
     )
+    turn_credit: Literal["rollout", "turn"] = Field(
+        "rollout",
+        description="Rewards of single turns (docs/grading.md). rollout: all are part of the score. turn: the tokens "
+        "of a turn are not credited with rewards of earlier turns.",
+    )
     advantage_eps: float = Field(1e-6, ge=0, description="Added to the group's std, not to its variance.")
     entropy_coefficient: float = Field(0.0, ge=0, description="Bonus on the policy's entropy.")
     kl: KLConfig = KLConfig()

@@ -95,6 +95,8 @@ def load_rollout_function(config: RolloutConfig, tokenizer: Any = None) -> Rollo
 
 
 def with_rewards(grade: Grade, conversation: Conversation) -> Grade:
-    """The grade with the rewards of the turns added to its score."""
+    """The grade with the rewards of the turns added to its score: those of the function and those of the grader."""
+    for turn, value in enumerate(grade.turns[: conversation.turns]):
+        conversation.reward(value, turn)
     rewards = conversation.rewards
     return grade if rewards is None else replace(grade, score=grade.score + rewards)

@@ -7,6 +7,7 @@
     batch_sharing    rank 0's batch on the ranks that train on it
     train_step       the step being trained; it can be saved between two updates
     advantages       from graded groups to rewards, advantages and masks
+    turn_credit      rewards of single turns to advantages of tokens
     distillation     a teacher's log-probs to advantages of tokens
     updates          log-probs, the gate and the updates of one step
     logprob_gate     trainer and engine must agree on the log-probs of the first batch

@@ -17,6 +17,7 @@ from megatron_dapo.algorithm import carries_loss, group_advantages, length_penal
 from megatron_dapo.config import Config
 from megatron_dapo.policy.batch import Floats, TrainBatch
 from megatron_dapo.trainer.distillation import add_distillation
+from megatron_dapo.trainer.turn_credit import turn_advantages
 from megatron_dapo.types import Sample, StepBatch
 
 SMALLEST_ADVANTAGE = 1e-6  # below: the rewards of a group are equal, up to rounding
@@ -55,6 +56,13 @@ def shape_batch(batch: StepBatch, config: Config) -> tuple[TrainBatch, dict[str,
     metrics |= _signal_metrics(batch, advantages, active, config)
     metrics |= _turn_metrics(rollouts) | _scores_by_grader(batch)
     shaped = TrainBatch.from_samples(samples, advantages, active)
+    if config.algorithm.turn_credit == "turn":
+        shaped.token_advantages = turn_advantages(
+            [group.rollouts for group in batch.groups],
+            np.split(scores + penalties, np.cumsum([len(group.rollouts) for group in batch.groups])[:-1]),
+            normalize_std=config.algorithm.advantage == "group-std",
+            eps=config.algorithm.advantage_eps,
+        )
     if config.algorithm.distillation.enabled:
         metrics |= add_distillation(shaped, samples, config.algorithm)
         metrics["rollout/masked_share"] = _mean(~np.array([m.any() for m in _by_sample(shaped)]))

@@ -24,7 +24,9 @@ def add_distillation(batch: TrainBatch, samples: Sequence[Sample], config: Algor
     teacher = np.concatenate([none, *(_filled(s) for s in samples)])
     assert batch.engine_logprobs is not None
     gap = np.where(known, teacher - batch.engine_logprobs, 0.0)
-    batch.token_advantages = (settings.weight * gap.clip(-settings.max_gap, settings.max_gap)).astype(np.float32)
+    before = 0.0 if batch.token_advantages is None or settings.alone else batch.token_advantages
+    own = settings.weight * gap.clip(-settings.max_gap, settings.max_gap)
+    batch.token_advantages = (before + own).astype(np.float32)
     if settings.alone:
         batch.advantages = np.zeros_like(batch.advantages)
         kept = np.array([not (config.overlong.filter and s.truncated) for s in samples], dtype=np.bool_)
