@@ -1,6 +1,6 @@
 """Products of two numbers with a calculator: the model learns to call it instead of guessing. Data and a tiny model.
 
-    python -m examples.calculator.calculator [SEED [KEY=VALUE …]]    # from the root of a checkout; two CPU cores, minutes
+    python -m examples.calculator.calculator [SEED [KEY=VALUE …]]    # from the root of a checkout, in minutes
 
 The model writes `[37*48]`, the tool's process computes, `1776` follows, and the model repeats it as its answer. It is
 pre-trained on examples of which many guess instead of calling it, or do not use the result. All numbers have a fixed
