@@ -17,6 +17,7 @@ from megatron_dapo.launch.ablate import variants
 GPUS = {  # of the trainer, and of engines that have their own; a new file without an entry fails
     "examples/quickstart/config.yaml": (1, 0),
     "examples/guessing_game/config.yaml": (1, 0),
+    "examples/calculator/config.yaml": (1, 0),
     "examples/ablations/arithmetic.yaml": (1, 0),
     **{f"examples/ablations/{task}.yaml": (1, 0) for task in ("entropy", "signal", "long_wrong", "truncated")},
     "examples/gsm8k_1gpu/gsm8k.yaml": (1, 0),

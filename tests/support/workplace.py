@@ -31,7 +31,13 @@ MODELS = {  # by the directory that a configuration names; the sizes of the publ
     "models/Qwen3-30B-A3B-Base": shape("Qwen3MoeForCausalLM", 2048, 6144, 48, 32, 4, 151936, False, **EXPERTS),
     **{
         f"runs/{name}": shape("Qwen2ForCausalLM", 96, 256, 3, 4, 2, 300, True)
-        for name in ("guessing_game/start", "quickstart/start", "ablation_tasks/sums", "ablation_tasks/counting")
+        for name in (
+            "calculator/start",
+            "guessing_game/start",
+            "quickstart/start",
+            "ablation_tasks/sums",
+            "ablation_tasks/counting",
+        )
     },
 }
 # quickstart.py makes these and fills them in; every other file names its own.
