@@ -40,7 +40,8 @@ def hf_to_fp8(
     for name, stored in weights.stored.items():
         files.setdefault(stored.file.stem, []).append(name)
     sent = {name: quantised_specs([_spec(weights, name)]) for name in weights.stored}
-    total, done, where = sum(flat_size(specs) for specs in sent.values()), 0, {}
+    total, done = sum(flat_size(specs) for specs in sent.values()), 0
+    where: dict[str, str] = {}
     with new_directory(dst, total, overwrite=overwrite) as directory:
         for number, names in enumerate(files.values(), 1):
             file = SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
