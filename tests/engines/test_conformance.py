@@ -7,16 +7,18 @@ import signal
 import numpy as np
 import pytest
 import torch
-from installed_sglang import SGLANG_VERSIONS
+from installed_sglang import API_KEY_VARIABLE, SGLANG_VERSIONS
 from simulation import Prompts
 from subject import PROMPT, TOLERANCE, Subject, copy_of, run, settings
 from tiny_model import byte_tokenizer, changed_weights, reference_logprobs
 
+from megatron_dapo.config.algorithm import DistillationConfig
 from megatron_dapo.engines.protocol import EngineError, SamplingParams, WeightUpdateError
 from megatron_dapo.engines.sglang.fleet import Fleet
 from megatron_dapo.engines.sglang.guard import members
+from megatron_dapo.engines.teacher import open_teacher
 from megatron_dapo.rollout.sampler import Sampler
-from megatron_dapo.types import FinishReason, Grade, as_tokens
+from megatron_dapo.types import FinishReason, Grade, Sample, as_logprobs, as_tokens
 
 
 @pytest.fixture(params=["embedded", *SGLANG_VERSIONS])
@@ -401,3 +403,24 @@ def test_a_real_server_killed_during_a_batch_is_restarted_and_joins_the_next_upd
         assert np.abs(sample.engine_logprobs - expected).max() < TOLERANCE
     assert [span.version for span in after.weight_spans] == [version + 1]
     subject.assert_agrees(PROMPT, after)
+
+
+def test_a_teachers_log_probs_are_those_of_its_model(sglang_server):
+    """Scored by prefill, for distillation: prompts of one and of several tokens, and a second time from the cache."""
+    response = as_tokens([33, 34, 200, 35, 36])
+    prompts = [PROMPT, as_tokens([7]), PROMPT, as_tokens([7, 8])]
+    samples = [
+        Sample("p", i, prompt, response, as_logprobs([0.0] * len(response)), FinishReason.STOP)
+        for i, prompt in enumerate(prompts)
+    ]
+
+    async def main():
+        config = DistillationConfig(urls=[sglang_server.process.url], api_key_env=API_KEY_VARIABLE, concurrency=1)
+        teacher = await open_teacher(config)
+        await teacher.score(samples)
+        await teacher.close()
+
+    run(main())
+    for sample in samples:
+        expected = reference_logprobs(sglang_server.model, sample.prompt_tokens, response)
+        np.testing.assert_allclose(sample.teacher_logprobs, expected, atol=TOLERANCE)
