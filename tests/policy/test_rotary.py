@@ -1,12 +1,15 @@
 """The rotary embedding equals transformers', and has the properties of a rotation."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import Qwen2Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding, apply_rotary_pos_emb
 
-from megatron_dapo.config import ModelShape
+from megatron_dapo.config import ConfigError, ModelShape
+from megatron_dapo.policy.model.gpt import _yarn_softmax_scale
 from megatron_dapo.policy.model.rotary import RotaryTable, inverse_frequencies, rotate
 
 BASE, DIM = 1e6, 16
@@ -57,6 +60,19 @@ def test_yarn_equals_transformers(rope):
     table = RotaryTable.of(torch.tensor([0, 3, 3000]), 128, BASE, shape.yarn)
     for ours, theirs in zip(table, (cos, sin), strict=True):
         torch.testing.assert_close(ours, theirs[0, :, :64], atol=2e-3, rtol=0)
+
+
+def test_with_transformer_engine_the_attention_factor_scales_the_scores():
+    """Its rotation cannot scale. With some channels not rotated the two are not the same, and it is refused."""
+    shape = ModelShape.from_hf(yarn_config(factor=4.0).to_dict())
+    factor = shape.yarn.attention_factor
+    assert factor > 1.1 and _yarn_softmax_scale(shape) == pytest.approx(factor**2 / 128**0.5)
+    positions, x = torch.tensor([3, 900]), torch.randn(2, 1, 128)
+    plain = replace(shape.yarn, attention_factor=1.0)
+    scaled, unscaled = (rotate(x, RotaryTable.of(positions, 128, BASE, yarn))[:, 0] for yarn in (shape.yarn, plain))
+    torch.testing.assert_close(scaled @ scaled.mT, unscaled @ unscaled.mT * factor**2, atol=1e-3, rtol=1e-5)
+    with pytest.raises(ConfigError, match="on 64 of 128 channels of a head is not supported with Transformer Engine"):
+        _yarn_softmax_scale(replace(shape, rotary_dim=64))
 
 
 def test_scores_depend_only_on_the_distance():
