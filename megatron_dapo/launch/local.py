@@ -44,8 +44,10 @@ def run_training(config: Config, *, dry_run: bool = False) -> int:
     ranks = rendezvous.world_size if in_job else planned_ranks(config) if dry_run else local_ranks(config)
     shape = check_run(config, ranks)
     changed = check_resume(config, shape)
-    if not dry_run:
-        with importing("Megatron-Core"):  # before ranks are forked, which share it
+    # Before ranks are forked, which share it. With GPUs each rank imports for itself: an import that initialized CUDA
+    # here would leave it unusable in every rank.
+    if not dry_run and (in_job or ranks == 1 or gpu_count() == 0):
+        with importing("Megatron-Core"):
             from megatron_dapo.trainer import loop  # noqa: F401
 
             if rendezvous.rank == 0:
