@@ -87,7 +87,7 @@ def _add_ablate(sub: Commands) -> None:
         sub, "ablate", run,
         "Switch DAPO's changes on and off in real runs; writes a table and an interactive page.",
         "examples:\n  megatron-dapo ablate examples/ablations/arithmetic.yaml --seeds 3\n"
-        "  megatron-dapo ablate examples/ablations/*.yaml --grid --seeds 5 --jobs 14",
+        "  megatron-dapo ablate examples/ablations/{entropy,signal}.yaml --grid --seeds 5 --jobs 14",
     )  # fmt: skip
     parser.add_argument(
         "config", metavar="CONFIG", nargs="+", help="YAML file of the full recipe; several: one task each"
