@@ -122,6 +122,7 @@ ELSEWHERE = {
     "docs/results.md": {"14 GB/s": "published", "23 GB/s": "published"},
     "docs/rollout.md": {"000 tokens/s": "default", "128 ×": "size of a block"},
     "examples/README.md": {"16 ×": "nodes", "80 GB": "GPU"},
+    "examples/ablations/README.md": {"95 %": "confidence level"},
     "examples/gsm8k_1gpu/README.md": {
         "1 s": "1.06 s in RESULTS.md, rounded", "128 ×": "setting", "22 GB": "14 bytes × 1.54 B parameters",
         "3 GiB": "of a server that has released its memory", "70 %": "setting", "80 GB": "GPU",
