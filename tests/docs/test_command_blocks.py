@@ -3,7 +3,8 @@
 A block of commands starts with ```bash (a script) or ```console (commands after `$`, with what they print). Words after
 that say what it needs beyond a checkout: gpu, slurm, network (downloads), model (weights of that size), minutes. Blocks
 that need nothing are executed here; the others where these exist, named in DOCS_HAVE (`DOCS_HAVE=gpu,minutes`). What is
-not executed must parse: the command exists, and its options do, too.
+not executed must parse: the command exists, and its options do, too. Where a block needs Slurm, `megatron-dapo slurm`
+is executed with recording stand-ins for Slurm's commands.
 """
 
 import os
@@ -21,6 +22,7 @@ from workplace import ROOT
 
 from megatron_dapo.arguments import with_set
 from megatron_dapo.cli import build_parser, main
+from megatron_dapo.launch.slurm_status import remember
 from megatron_dapo.observe.watch import make_server
 
 NEEDS = {"gpu", "slurm", "network", "model", "minutes"}
@@ -169,3 +171,44 @@ def test_commands_do_what_the_page_says(block, workplace, converted, monkeypatch
             assert not missing, f"{name(block)}: {command!r} printed\n{said}\nwithout\n{missing}"
         ran += 1
     assert ran or all(is_synopsis(shlex.split(command)) for command, _ in block.commands), f"{name(block)}: nothing ran"
+
+
+SLURM_COMMANDS = """\
+#!/bin/bash
+echo "${0##*/} $*" >> "$RECORD"
+case "${0##*/} $*" in
+  sinfo*%G*) echo gpu:h100:8 ;;
+  sinfo*) printf 'h100\\nbatch*\\n' ;;
+  *--test-only*) echo "sbatch: Job 1 to start at 2026-01-01T00:00:00" >&2 ;;
+  sbatch*) echo 4711 ;;
+  *"show job"*) echo "JobId=4711 JobState=$STATE Reason=None Restarts=0 ExitCode=0:0 NodeList=n[1-16] NumNodes=16" ;;
+  scontrol*) echo "SelectType = select/cons_tres" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("block", [block for block in SCRIPTS if block.needs == {"slurm"}], ids=name)
+def test_slurm_commands_reach_the_cluster(block, workplace, converted, monkeypatch, capfd):
+    """With recording stand-ins for Slurm's commands; real jobs run in tests/launch."""
+    furnish(workplace, converted)
+    remember(workplace / "runs" / "32b", [4711])
+    commands, record = workplace / "bin", workplace / "record"
+    commands.mkdir()
+    for command in ("sinfo", "sbatch", "scontrol", "squeue", "sacct", "srun"):
+        (commands / command).write_text(SLURM_COMMANDS)
+        (commands / command).chmod(0o755)
+    for variable, value in (("HOME", workplace), ("EDITOR", "true"), ("RECORD", record),
+                            ("PATH", f"{commands}:{os.environ['PATH']}")):  # fmt: skip
+        monkeypatch.setenv(variable, str(value))
+    (workplace / ".config").mkdir()
+    for command, _ in block.commands:
+        words = shlex.split(command, comments=True)
+        about_a_job = {"--status", "--on"} & set(words)
+        monkeypatch.setenv("STATE", "RUNNING" if about_a_job else "COMPLETED")
+        if words[:2] == ["megatron-dapo", "slurm"]:
+            record.write_text("")
+            assert run_main(words[1:]) == 0, f"{name(block)}: {command!r}: {capfd.readouterr()}"
+            wanted = "srun --jobid=4711" if "--on" in words else "show job" if about_a_job else "sbatch --parsable"
+            assert (wanted in record.read_text()) == ("--dry-run" not in words), f"{command!r}: {record.read_text()}"
+        elif words[0] == "install":
+            subprocess.run(["bash", "-ec", command], check=True)
