@@ -1,5 +1,6 @@
 """Megatron-Core is imported without torch's compiler and wandb where there is no CUDA, and nothing else notices."""
 
+import subprocess
 import sys
 
 import pytest
@@ -11,13 +12,22 @@ from megatron_dapo.policy.megatron_import import MegatronFinder, _leave_as_is, _
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA everything is imported")
 
 
+CHECK = """
+import sys, torch
+import megatron_dapo.policy.policy
+from megatron.core.fusions.fused_bias_swiglu import swiglu
+from megatron_dapo.policy.megatron_import import MegatronFinder, _leave_as_is
+assert type(swiglu).__name__ == "function" and not hasattr(swiglu, "_torchdynamo_orig_callable"), swiglu
+assert torch.compile is not _leave_as_is, "torch.compile is not the original again"
+assert not any(isinstance(finder, MegatronFinder) for finder in sys.meta_path)
+"""
+
+
 @without_cuda
 def test_megatrons_small_functions_are_not_compiled():
-    from megatron.core.fusions.fused_bias_swiglu import swiglu
-
-    assert type(swiglu).__name__ == "function" and not hasattr(swiglu, "_torchdynamo_orig_callable")
-    assert torch.compile is not _leave_as_is, "torch.compile is the original again"
-    assert not any(isinstance(finder, MegatronFinder) for finder in sys.meta_path)
+    """In a new process: another test may have imported Megatron-Core by itself."""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", CHECK], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_decorator_with_and_without_options_leaves_the_function_as_it_is():
