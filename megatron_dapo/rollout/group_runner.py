@@ -93,6 +93,8 @@ class GroupRunner:
         conversation, grade = None, None
         try:
             if self._function is None:
+                if samples[0].turns:  # of a rollout function that the configuration no longer names
+                    self._restart(pending, samples)
                 complete = await self._generate(pending, samples[0])
             else:
                 complete, conversation, grade = await self._converse(pending, samples, self._function)

@@ -42,6 +42,18 @@ def test_what_a_part_has_not_brought_is_zero():
     assert extend(empty_sample(), (4, False, 0)).routed_experts is None
 
 
+def test_a_turn_brings_the_experts_of_what_was_appended_before_it():
+    sample = extend(empty_sample(), (4, True, 1))
+    sample.trained = np.array([True] * 4 + [False] * 2)
+    sample.response_tokens = np.concatenate([sample.response_tokens, as_tokens([8, 9])])
+    sample.engine_logprobs = np.concatenate([sample.engine_logprobs, as_logprobs([0, 0])])
+    assert computed_tokens(sample, sample.length) == 3 + 4 - 1  # the last generated token and the two appended are not
+    extend(sample, (2, True, 50))
+    assert sample.routed_experts[:, 0].tolist() == [1, 2, 3, 4, 5, 6, 50, 51, 52, 53]
+    assert len(sample.routed_experts) == len(sample.prompt_tokens) + sample.length - 1
+    assert sample.trained.tolist() == [True] * 4 + [False] * 2 + [True] * 2
+
+
 def test_they_survive_the_state():
     sample = extend(empty_sample(), (4, True, 1))
     again = Sample.from_state(sample.to_state())

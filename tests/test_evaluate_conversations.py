@@ -1,0 +1,83 @@
+"""An evaluation with a rollout function: the same conversations as in training, repeated if the engine aborts them."""
+
+import asyncio
+
+import pytest
+from conversation_engine import TOKENIZER, ConversationEngine
+from simulation import run_virtual
+
+from megatron_dapo.config.evaluate import EvalConfig
+from megatron_dapo.engines.protocol import EngineError
+from megatron_dapo.evaluate import evaluate_sets
+from megatron_dapo.rollout.functions import RolloutFunction
+from megatron_dapo.types import Grade, Prompt, as_tokens
+
+PROMPTS = [Prompt(f"p{i}", f"{i}+1=", as_tokens([20 + i, 21])) for i in range(3)]
+
+
+async def two_turns(prompt, conversation, settings):
+    first = await conversation.generate(max_tokens=4)
+    conversation.append("<" + str(len(first.tokens)) + ">")
+    second = await conversation.generate(max_tokens=settings["longest"])
+    return None if prompt.id == "p0" else Grade(len(second.tokens) % 2 == 0, 1.0)
+
+
+class LastTurns:
+    """A grader that notes what it grades."""
+
+    def __init__(self):
+        self.seen = []
+
+    async def grade(self, prompt, sample):
+        self.seen.append((prompt.id, sample.text))
+        return Grade(True, 1.0)
+
+
+def evaluated(aborts=()):
+    async def main():
+        engine, pool = ConversationEngine(), LastTurns()
+        function = RolloutFunction("python:test.two_turns", two_turns, {"longest": 6}, TOKENIZER)
+        config = EvalConfig(samples=2, max_response_tokens=30, concurrency=4, temperature=1.0)
+
+        async def abort():
+            for seconds in aborts:
+                await asyncio.sleep(seconds)
+                await engine.abort()
+
+        _, found = await asyncio.gather(
+            abort(), evaluate_sets(engine, {"": PROMPTS}, pool, config, seed=0, function=function)
+        )
+        return found.results[""], pool
+
+    return run_virtual(main())
+
+
+def test_responses_are_conversations():
+    result, pool = evaluated()
+    responses = [response for problem in result.problems for response in problem.responses]
+    assert len(responses) == 6
+    for response in responses:
+        first, reply, last = (part.split("] ", 1)[1] for part in response.text.split("\n["))
+        assert reply.startswith("<") and response.tokens <= 10
+        assert response.tokens >= len(first) + len(last)  # generated tokens, without the reply
+    assert [name for name, _ in pool.seen] == ["p0", "p0"]  # the function graded the others
+    assert {text for _, text in pool.seen} == {r.text.rpartition("] ")[2] for r in result.problems[0].responses}
+
+
+def test_aborted_turns_are_repeated_with_the_same_tokens():
+    straight, _ = evaluated()
+    again, _ = evaluated(aborts=[0.15, 0.3])
+    assert [p.responses for p in again.problems] == [p.responses for p in straight.problems]
+
+
+def test_a_function_that_raises_ends_the_evaluation():
+    async def main():
+        function = RolloutFunction("python:test.broken", broken, {}, TOKENIZER)
+        config = EvalConfig(samples=2, max_response_tokens=30)
+        await evaluate_sets(ConversationEngine(), {"": PROMPTS}, LastTurns(), config, seed=0, function=function)
+
+    async def broken(prompt, conversation, settings):
+        raise ValueError("no board")
+
+    with pytest.raises(EngineError, match=r"python:test\.broken raised ValueError at .*: no board"):
+        run_virtual(main())
