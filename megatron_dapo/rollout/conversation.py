@@ -88,10 +88,17 @@ class Conversation:
     # ---- what a rollout function uses ----
 
     @property
+    def seed(self) -> int:
+        """Of this rollout: an environment with chance takes its random numbers from it, and repeats exactly."""
+        return self.samples[0].seed
+
+    @property
     def room(self) -> int:
         """Tokens that may still be generated or appended."""
-        sample = self._sample
-        return self._limits.max_response_tokens - self.length - (len(sample.prompt_tokens) - len(self.prompt.tokens))
+        if self._cut:
+            return 0
+        before = len(self._sample.prompt_tokens) - len(self.prompt.tokens)
+        return self._limits.max_response_tokens - before - self.length
 
     @property
     def length(self) -> int:
@@ -183,7 +190,7 @@ class Conversation:
         """The function has returned: its last turn decides how all samples of the rollout ended."""
         if self.replaying:
             raise ReplayMismatch
-        if not self._generated:
+        if not self._generated or any(not sample.length for sample in self.samples):
             raise UserError("it returned without generating a turn")
         part, index = self._generated[-1]
         reason = FinishReason.LENGTH if self._cut else FinishReason(self.samples[part].turns[index].finish_reason)
@@ -284,8 +291,15 @@ class Conversation:
         self._last = now
 
     def _start_sample(self, prompt: Tokens) -> None:
+        """Unless the prompt leaves no room for a response: then the conversation is truncated where it is. Before the
+        first turn, the prompt replaces that of the first sample."""
+        if len(prompt) - len(self.prompt.tokens) >= self._limits.max_response_tokens:
+            self._cut = True
+            return
         if self._part == 0 and len(self.samples) == 1 and not self._sample.turns and not self._sample.length:
             self._sample.prompt_tokens = prompt
+            return
+        if self._part == self._turns == 0 and np.array_equal(prompt, self._sample.prompt_tokens):  # called again
             return
         if self._turns < len(self._sample.turns):
             raise ReplayMismatch

@@ -119,6 +119,18 @@ def test_room_limits_the_whole_conversation():
     assert sample.length == 20 and sample.truncated
 
 
+def test_a_new_sample_that_leaves_no_room_truncates_the_conversation():
+    async def function(conversation):
+        await conversation.generate(max_tokens=2)
+        conversation.new_sample([5] * 40)
+        turn = await conversation.generate()
+        assert turn.truncated and not len(turn.tokens)
+        conversation.finish()
+
+    (sample,) = talk(function, room=20).samples
+    assert sample.truncated and 1 <= sample.length <= 2 and len(sample.turns) == 2
+
+
 def test_a_stop_string_ends_a_turn():
     async def function(conversation):
         turn = await conversation.generate(stop=["e", "a", "3", "+", "K", "x", "Q"], max_tokens=100)
