@@ -235,7 +235,10 @@ def _add_watch(sub: Commands) -> None:
 
 def _add_selfcheck(sub: Commands) -> None:
     def run(args: argparse.Namespace) -> int:
-        from megatron_dapo.selfcheck.layouts import run_layouts
+        from megatron_dapo.observe.waiting import importing
+
+        with importing("torch and Megatron-Core"):
+            from megatron_dapo.selfcheck.layouts import run_layouts
 
         names = args.layouts.split(",") if args.layouts else None
         updates = args.updates or (1 if args.random else 3)
