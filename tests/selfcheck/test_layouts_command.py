@@ -1,6 +1,8 @@
 """`megatron-dapo selfcheck layouts`: what it prints and returns, also when a layout is wrong, fails or cannot exist."""
 
+import contextlib
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -185,10 +187,16 @@ def as_a_job(rendezvous, port, references, names):
 
 
 def run_as_a_job(references, names):
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    return run_ranks(2, as_a_job, port, references, names)
+    return run_ranks(2, as_a_job, unused_port(), references, names)
+
+
+def unused_port():
+    """Below the ports that the kernel gives to connections: one of them could be taken before the job uses it."""
+    while True:
+        port = random.randrange(20000, 32000)
+        with contextlib.suppress(OSError), socket.socket() as found:
+            found.bind(("127.0.0.1", port))
+            return port
 
 
 def single_traces(rendezvous):
