@@ -64,28 +64,19 @@ def counting_batch(problems: Sequence[ArithmeticProblem], tokenizer, rng: random
         response = [*text, tokenizer.eos_token_id]
         sequences.append(question + response)
         targets.append([-100] * len(question) + response)
-    width = max(map(len, sequences))
-    inputs = torch.tensor([tokens + [tokenizer.pad_token_id] * (width - len(tokens)) for tokens in sequences])
-    return inputs, torch.tensor([labels + [-100] * (width - len(labels)) for labels in targets])
+    return quickstart.padded(sequences, targets, tokenizer.pad_token_id)
 
 
 def make_counting_model(folder: Path, seed: int, updates: int) -> None:
     tokenizer, model = arithmetic_tokenizer(), quickstart.new_model(seed)
     problems, rng = counting_problems("train"), random.Random(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda update: min(1.0, (update + 1) / 20) * min(1.0, 0.05 + (updates - update) / (updates * 0.3))
-    )
-    for update in range(1, updates + 1):
-        inputs, labels = counting_batch(problems, tokenizer, rng)
-        loss = model(input_ids=inputs, labels=labels).loss
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
+
+    def rate(update: int) -> float:
+        return quickstart.warm_up(update) * min(1.0, 0.05 + (updates - update) / (updates * 0.3))
+
+    for update, loss in quickstart.pretrain(model, lambda: counting_batch(problems, tokenizer, rng), updates, rate):
         if update % 100 == 0:
-            print(f"  counting: update {update}, loss {loss.item():.3f}", flush=True)
+            print(f"  counting: update {update}, loss {loss:.3f}", flush=True)
     model.save_pretrained(folder)
     save_arithmetic_tokenizer(folder)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from examples.quickstart.quickstart import new_model
+from examples.quickstart.quickstart import new_model, padded, pretrain
 from megatron_dapo.config import load_config
 from megatron_dapo.data import arithmetic_tokenizer, save_arithmetic_tokenizer
 from megatron_dapo.launch.local import run_training
@@ -52,25 +52,15 @@ def batch(problems, tokenizer, rng):
             tokens, wanted = tokens + part, wanted + (part if written else [-100] * len(part))
         rows.append([*tokens, tokenizer.eos_token_id])
         labels.append([*wanted, tokenizer.eos_token_id])
-    width = max(map(len, rows))
-    padded = [row + [tokenizer.pad_token_id] * (width - len(row)) for row in rows]
-    return torch.tensor(padded), torch.tensor([row + [-100] * (width - len(row)) for row in labels])
+    return padded(rows, labels, tokenizer.pad_token_id)
 
 
 def make_model(folder, seed, problems, updates=300):
     tokenizer, model, rng = arithmetic_tokenizer(), new_model(seed), random.Random(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: min(1.0, (update + 1) / 20))
-    for update in range(1, updates + 1):
-        inputs, labels = batch(rng.choices(list(problems.items()), k=64), tokenizer, rng)
-        loss = model(input_ids=inputs, labels=labels).loss
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
+    items = list(problems.items())
+    for update, loss in pretrain(model, lambda: batch(rng.choices(items, k=64), tokenizer, rng), updates):
         if update % 50 == 0:
-            print(f"pre-training {update}: loss {loss.item():.3f}", flush=True)
+            print(f"pre-training {update}: loss {loss:.3f}", flush=True)
     model.save_pretrained(folder)
     save_arithmetic_tokenizer(folder)
 

@@ -69,16 +69,11 @@ def make_model(folder: Path, seed: int, updates: int = PRETRAINING_UPDATES) -> N
     """A `new_model`, pre-trained with cross-entropy, written as an HF directory."""
     tokenizer, model = arithmetic_tokenizer(), new_model(seed)
     problems, rng = arithmetic_problems(LEVEL, 700, seed=0), random.Random(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: min(1.0, (update + 1) / 20))
-    for update in range(1, updates + 1):
-        inputs, labels = pretraining_batch(rng.choices(problems, k=PRETRAINING_BATCH), tokenizer, rng, WRONG_SHARE)
-        loss = model(input_ids=inputs, labels=labels).loss
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
+
+    def batch():
+        return pretraining_batch(rng.choices(problems, k=PRETRAINING_BATCH), tokenizer, rng, WRONG_SHARE)
+
+    for update, _ in pretrain(model, batch, updates):
         if update % 25 == 0:
             right = probability_of_right_answers(model, problems[:100], tokenizer)
             console.print(f"  pre-training {update}: the right answer has probability {right:.2f}", highlight=False)
@@ -86,6 +81,26 @@ def make_model(folder: Path, seed: int, updates: int = PRETRAINING_UPDATES) -> N
                 break
     model.save_pretrained(folder)
     save_arithmetic_tokenizer(folder)
+
+
+def warm_up(update: int) -> float:
+    return min(1.0, (update + 1) / 20)
+
+
+def pretrain(model, batch, updates: int, rate=warm_up):
+    """Updates with cross-entropy on what `batch()` returns (token ids, labels); yields the number and loss of each.
+    `rate`: of the learning rate, by update."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    for update in range(1, updates + 1):
+        inputs, labels = batch()
+        loss = model(input_ids=inputs, labels=labels).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        yield update, loss.item()
 
 
 @torch.no_grad()
@@ -108,8 +123,12 @@ def pretraining_batch(problems, tokenizer, rng, wrong_share):
         response = [*tokenizer(answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
         sequences.append(question + response)
         targets.append([-100] * len(question) + response)
+    return padded(sequences, targets, tokenizer.pad_token_id)
+
+
+def padded(sequences, targets, pad: int):
+    """Token ids and labels of equal length; padding has no label."""
     width = max(map(len, sequences))
-    pad = tokenizer.pad_token_id
     inputs = torch.tensor([tokens + [pad] * (width - len(tokens)) for tokens in sequences])
     return inputs, torch.tensor([labels + [-100] * (width - len(labels)) for labels in targets])
 
