@@ -90,7 +90,12 @@ def measurements(model: Path, data: Path, out: Path, server: list[str]) -> list[
         Measurement("memory", 200, "memory.py", [
             "--largest", "--recompute", "full", "--tokens", "4096", "--set", "policy.optimizer.cpu_offload=0.5",
         ]),
+        Measurement("sync_fp8", 140, "sync.py", [
+            str(model), "--only", "real", "--transports", "tensor", "--fp8", "--", "--mem-fraction-static", "0.5",
+            *server, *few,
+        ]),
         Measurement("tests", 300, "pytest", [str(HERE.parent / "tests/policy/test_cuda.py")]),
+        Measurement("tests_options", 600, "pytest", [str(HERE.parent / "tests/policy/test_cuda_options.py")]),
         Measurement("fp8", 420, "megatron-dapo", ["train", *gsm8k(10, "run_fp8", "policy.fp8.recipe=tensorwise")]),
         Measurement("run", 600, "megatron-dapo", ["train", *gsm8k(20, "run")]),
         Measurement("engine", 200, "engine.py", [*gsm8k(20, "run_engine"), "--compare", str(out / "run")]),
