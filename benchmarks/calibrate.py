@@ -1,12 +1,12 @@
 """The planner's times beside measurements with layers of Qwen2.5-32B on one GPU: some layers train, all layers decode.
 
     python benchmarks/calibrate.py train [--layers 2 6] [--tokens 16384]
-    python benchmarks/calibrate.py decode --tokenizer DIR [--running 16 64 128 256] [-- SERVER ARGUMENTS]
+    python benchmarks/calibrate.py decode --tokenizer DIR [--points 16x256 256x256 …] [-- SERVER ARGUMENTS]
 
 `train` measures a DAPO update of the first and of the second number of layers. Their difference is the time of a layer,
 the rest is the head; 64 layers with one head are printed beside the prediction at `--mfu`. `decode` starts SGLang with
-random weights (64 GB in bf16) and decodes `--response` tokens for each of N requests at once; the time of a step is
-printed beside the prediction. Ratios above 1: slower than predicted.
+random weights (64 GB in bf16) and decodes `--response` tokens for each of N requests at once (`--points`: N x tokens of
+the prompt); the time of a step is printed beside the prediction. Ratios above 1: slower than predicted.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ from megatron_dapo.planner.decoding import decode_model
 from megatron_dapo.planner.hardware import Cluster, find_gpu
 from megatron_dapo.planner.parameters import count_parameters
 from megatron_dapo.planner.timing import attention_flops
-
-PROMPT = 256
 
 
 def shape_of(kind: str, layers: int | None = None) -> ModelShape:
@@ -73,10 +71,10 @@ async def decode(args: argparse.Namespace, folder: Path) -> None:
     from megatron_dapo.types import as_tokens
 
     model = write_random_model(args.kind, folder / args.kind, args.tokenizer)
-    arguments = [*args.server_arguments, "--load-format", "dummy", "--max-running-requests", str(max(args.running))]
-    servers = {
-        "arguments": arguments, "max_running": max(args.running), "device": args.device, "python": args.python,
-    }  # fmt: skip
+    points = [tuple(int(number) for number in point.split("x")) for point in args.points]
+    most = max(running for running, _ in points)
+    arguments = [*args.server_arguments, "--load-format", "dummy", "--max-running-requests", str(most)]
+    servers = {"arguments": arguments, "max_running": most, "device": args.device, "python": args.python}
     config = parse_config(
         {
             "policy": {"model": str(model)},
@@ -88,16 +86,17 @@ async def decode(args: argparse.Namespace, folder: Path) -> None:
     params = SamplingParams(args.response, temperature=1.0, ignore_eos=True)
     engine = await open_engine(config.rollout, str(model), str(folder))
     try:
-        for running in (args.running[0], *args.running):  # the first one twice: it warms up
-            prompts = [as_tokens(range(10 + i, 10 + i + PROMPT)) for i in range(running)]
+        for number, (running, prompt) in enumerate((points[0], *points)):  # the first one twice: it warms up
+            starts = [1000 * (number + 1) + i for i in range(running)]  # no prompt twice: it would be cached
+            prompts = [as_tokens(range(start, start + prompt)) for start in starts]
             names = [f"{time.monotonic()}-{i}" for i in range(running)]
             began = time.perf_counter()
             await asyncio.gather(*(engine.generate(n, p, params) for n, p in zip(names, prompts, strict=True)))
             seconds = time.perf_counter() - began
-            prefill = predict.per_prompt_token * PROMPT * running
-            steps = args.response * predict.step(running, running * (PROMPT + args.response / 2))
+            prefill = predict.per_prompt_token * prompt * running
+            steps = args.response * predict.step(running, running * (prompt + args.response / 2))
             print(
-                f"{running:4d} running: {running * args.response / seconds:8,.0f} tokens/s, "
+                f"{running:4d} running, prompts of {prompt}: {running * args.response / seconds:8,.0f} tokens/s, "
                 f"{1e3 * seconds / args.response:6.1f} ms a step with prefill, "
                 f"predicted {1e3 * (steps + prefill) / args.response:6.1f} ms: {seconds / (steps + prefill):.2f}",
                 flush=True,
@@ -121,7 +120,9 @@ def main() -> None:
     decoding.add_argument("--kind", choices=("32b", "dense", "moe", "tiny"), default="32b")
     decoding.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     decoding.add_argument("--python", default="", help="the Python that has sglang; empty: this one")
-    decoding.add_argument("--running", type=int, nargs="+", default=[16, 64, 128, 256])
+    decoding.add_argument(
+        "--points", nargs="+", default=["16x256", "64x256", "128x256", "256x256", "16x4096", "40x4096"]
+    )
     decoding.add_argument("--response", type=int, default=256)
     args = parser.parse_args(own)
     args.server_arguments = theirs

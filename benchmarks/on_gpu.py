@@ -50,7 +50,7 @@ def measurements(model: Path, data: Path, out: Path, server: list[str]) -> list[
         settings = [
             f"policy.model={model}", f"data.path={data}/gsm8k_train.jsonl", "data.template=dapo+chat",
             f"evaluate.data.path={data}/gsm8k_test.jsonl", "evaluate.data.template=dapo+chat", "evaluate.temperature=0",
-            f"evaluate.every={steps}", "rollout.max_response_tokens=768", "policy.micro_batch_tokens=16384",
+            "evaluate.every=10", "rollout.max_response_tokens=768", "policy.micro_batch_tokens=16384",
             "policy.optimizer.lr=2e-6", "policy.optimizer.warmup_steps=2", "rollout.servers.max_running=384",
             "rollout.sampler.max_carryover_staleness=2", "trainer.prompts_per_step=64", "trainer.mini_batch_prompts=32",
             f"trainer.steps={steps}", "trainer.checkpoint.every=0", "trainer.old_logprobs=engine",
@@ -59,9 +59,10 @@ def measurements(model: Path, data: Path, out: Path, server: list[str]) -> list[
         graphs = ("--cuda-graph-max-bs", "384", "--max-running-requests", "384")
         return [EXAMPLE, *(word for item in settings for word in ("--set", item)), *servers("0.7", *graphs)]
 
-    moe, hybrid, few = str(out / "moe"), str(out / "qwen3_next"), ("--cuda-graph-max-bs", "64")
+    moe, hybrid, fp8, few = *(str(out / name) for name in ("moe", "qwen3_next", "fp8")), ("--cuda-graph-max-bs", "64")
     return [
-        Measurement("step", 150, "step.py", ["--options", "--only", "fp8", "fusion", "--repeats", "5"]),
+        Measurement("step", 150, "step.py", ["--options", "--only", "fp8", "--repeats", "5"]),
+        Measurement("step_32k", 60, "step.py", ["--tokens", "32768", "--sequences", "16", "--repeats", "5"]),
         Measurement("step_moe", 90, "step.py", ["--model", "moe", "--repeats", "5"]),
         Measurement("step_7b", 150, "step.py", ["--model", "7b", "--options", "--only", "fp8", "--repeats", "5"]),
         Measurement("calibrate_train", 100, "calibrate.py", ["train"]),
@@ -96,7 +97,11 @@ def measurements(model: Path, data: Path, out: Path, server: list[str]) -> list[
         ]),
         Measurement("tests", 300, "pytest", [str(HERE.parent / "tests/policy/test_cuda.py")]),
         Measurement("tests_options", 600, "pytest", [str(HERE.parent / "tests/policy/test_cuda_options.py")]),
-        Measurement("fp8", 420, "megatron-dapo", ["train", *gsm8k(10, "run_fp8", "policy.fp8.recipe=tensorwise")]),
+        Measurement("fp8_model", 60, "megatron-dapo", ["convert", "hf-to-fp8", str(model), fp8]),
+        Measurement("fp8", 600, "megatron-dapo", ["train", *gsm8k(
+            20, "run_fp8", "policy.fp8.recipe=blockwise", "rollout.weights.quantization=fp8",
+            f"rollout.servers.model={fp8}", "trainer.gate.max_mean_gap=0.2",
+        )]),
         Measurement("run", 600, "megatron-dapo", ["train", *gsm8k(20, "run")]),
         Measurement("engine", 200, "engine.py", [*gsm8k(20, "run_engine"), "--compare", str(out / "run")]),
     ]  # fmt: skip

@@ -91,11 +91,13 @@ def test_memory_is_released_when_idle_and_resumed_in_the_order_weights_kv_cache(
                 server.calls.index(path)
                 for path in (
                     "/resume_memory_occupation weights", "/update_weights_from_disk",
-                    "/resume_memory_occupation kv_cache", "/flush_cache", "/continue_generation",
+                    "/resume_memory_occupation kv_cache", "/continue_generation",
                 )
             ]  # fmt: skip
             assert order == sorted(order)
+            assert "/flush_cache" not in server.calls  # releasing the KV cache has emptied it
         await engine.update_weights(2, [WEIGHTS])  # nothing to take back this time
+        assert all("/flush_cache" in server.calls for server in servers)
         assert (await engine.generate("t", PROMPT, SamplingParams(8))).finish_reason == FinishReason.STOP
         await engine.close()
 

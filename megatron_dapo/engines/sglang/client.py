@@ -214,15 +214,15 @@ class SGLangClient:
         self._released = set(MEMORY_TAGS)  # also if the reply is lost: the request was sent, and most likely ran
         await self._control("/release_memory_occupation", {"tags": held}, repeatable=False)
 
-    async def resume_memory(self, tag: str) -> None:
-        """Takes the memory of `tag` back, if it was released; its contents are undefined.
+    async def resume_memory(self, tag: str) -> bool:
+        """Takes the memory of `tag` back and returns True, if it was released; its contents are undefined.
 
         Not repeatable: resuming what is not released raises KeyError in SGLang's scheduler, which ends the process. If
         the connection breaks, the call most likely ran, so the update goes on; if it did not run, the server fails at
         the next call that uses the memory.
         """
         if tag not in self._released:
-            return
+            return False
         self._released.remove(tag)
         try:
             await self._control("/resume_memory_occupation", {"tags": [tag]}, repeatable=False)
@@ -230,6 +230,7 @@ class SGLangClient:
             if not isinstance(error.__cause__, BrokenConnection):
                 raise
             log.warning("%s; going on as if it had run", error)
+        return True
 
     async def _until_idle(self) -> None:
         """An aborted request returns a moment before the scheduler has removed it."""

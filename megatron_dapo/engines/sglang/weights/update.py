@@ -184,10 +184,11 @@ class WeightUpdater:
             await server.install_loader(DELTA_LOADER, self._config.timeout)
             self._delta_loaders.add(member)
 
-    async def _resume_memory(self, server: SGLangClient, tag: str) -> None:
+    async def _resume_memory(self, server: SGLangClient, tag: str) -> bool:
         started = time.monotonic()
-        await server.resume_memory(tag)
+        was_released = await server.resume_memory(tag)
         self._memory_seconds += (time.monotonic() - started) / max(1, self._servers)  # servers do this in parallel
+        return was_released
 
     async def _commit(self, version: int, servers: Sequence[SGLangClient], brackets: bool = True) -> Errors:
         """Labels and proves the version on each server; returns the errors of those that failed."""
@@ -239,8 +240,9 @@ class WeightUpdater:
         capabilities = await server.capabilities()
         if brackets and capabilities.bracketed_updates and self._brackets:
             await server.end_update(self._config.timeout)
-        await self._resume_memory(server, "kv_cache")  # by now a trainer on the same GPU has offloaded its weights
-        if self._config.flushes_cache:
+        # By now a trainer on the same GPU has offloaded its weights. Releasing the KV cache has emptied it.
+        empty = await self._resume_memory(server, "kv_cache")
+        if self._config.flushes_cache and not empty:
             await server.flush_cache()
         await server.set_version_label(str(version))
         found = await server.version_label()
