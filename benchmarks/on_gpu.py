@@ -95,6 +95,10 @@ def measurements(model: Path, data: Path, out: Path, server: list[str]) -> list[
             str(model), "--only", "real", "--transports", "tensor", "--fp8", "--", "--mem-fraction-static", "0.5",
             *server, *few,
         ]),
+        Measurement("loop_sync", 200, "megatron-dapo", ["train", *gsm8k(
+            5, "run_sync", "evaluate.every=0", "rollout.weights.keep_snapshot=false",
+            f"rollout.weights.bucket_bytes={2 << 30}",
+        )]),
         Measurement("tests", 300, "pytest", [str(HERE.parent / "tests/policy/test_cuda.py")]),
         Measurement("tests_options", 600, "pytest", [str(HERE.parent / "tests/policy/test_cuda_options.py")]),
         Measurement("fp8_model", 60, "megatron-dapo", ["convert", "hf-to-fp8", str(model), fp8]),
