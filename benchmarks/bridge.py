@@ -1,11 +1,12 @@
 """The cost of the SGLang client: one client process against a stub server that replies at once.
 
-    python benchmarks/bridge.py [--samples 600] [--tokens 4500]
+    [SLIME=checkout] python benchmarks/bridge.py [--samples 600] [--tokens 4500]
 
 Every reply has the size of a long response of a 32B model: 4500 tokens with their log-probs, about a quarter of a
 megabyte of JSON. The same requests are made with plain httpx and json; both must give the same numpy arrays. The stub
 runs in its own process and sends prepared bytes. The last line has the client in a process of its own, as in a run: CPU
-time is that of the driving process.
+time is that of the driving process. If SLIME names a checkout of slime, its own client makes the requests, too; it
+keeps tokens and log-probs as lists.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import multiprocessing
+import os
 import random
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -116,6 +120,26 @@ async def ours(url: str, samples: int, at_once: int, parsed_here: bool = True) -
             await server.process.close()
 
 
+def body(index: int) -> dict[str, Any]:
+    sampling = {"max_new_tokens": 20480}
+    return {"rid": f"r{index}", "input_ids": list(range(400)), "sampling_params": sampling, "return_logprob": True}
+
+
+async def slime(url: str, samples: int, at_once: int) -> tuple[float, float, tuple[Any, Any]]:
+    sys.path.insert(0, os.environ["SLIME"])
+    from slime.utils import http_utils
+
+    http_utils.init_http_client(
+        SimpleNamespace(rollout_num_engines=1, sglang_server_concurrency=at_once, use_distributed_post=False)
+    )
+
+    async def ask(index: int) -> tuple[Any, Any]:
+        rows = (await http_utils.post(f"{url}/generate", body(index)))["meta_info"]["output_token_logprobs"]
+        return [row[1] for row in rows], [row[0] for row in rows]
+
+    return await measure(ask, samples, at_once)
+
+
 async def plain(url: str, samples: int, at_once: int) -> tuple[float, float, tuple[Any, Any]]:
     try:
         import httpx
@@ -125,11 +149,7 @@ async def plain(url: str, samples: int, at_once: int) -> tuple[float, float, tup
     async with httpx.AsyncClient(timeout=60, limits=limits) as client:
 
         async def ask(index: int) -> tuple[Any, Any]:
-            body = {
-                "rid": f"r{index}", "input_ids": list(range(400)), "sampling_params": {"max_new_tokens": 20480},
-                "return_logprob": True,
-            }  # fmt: skip
-            reply = (await client.post(f"{url}/generate", json=body)).json()
+            reply = (await client.post(f"{url}/generate", json=body(index))).json()
             rows = reply["meta_info"]["output_token_logprobs"]
             return np.array([row[1] for row in rows], np.int32), np.array([row[0] for row in rows], np.float32)
 
@@ -150,11 +170,14 @@ def main() -> None:
     url = f"http://127.0.0.1:{ready.recv()}"
     try:
         found = {}
-        for name, client, samples in (
+        clients: list[tuple[str, Any, int]] = [
             ("httpx + json", plain, args.samples // 4),
             ("megatron-dapo", ours, args.samples),
             ("client process", partial(ours, parsed_here=False), args.samples),
-        ):
+        ]
+        if os.environ.get("SLIME"):
+            clients.insert(1, ("slime", slime, args.samples // 4))
+        for name, client, samples in clients:
             seconds, cpu, result = asyncio.run(client(url, samples, args.at_once))
             found[name] = (samples / seconds, samples / cpu, result)
             tokens, megabytes = samples * args.tokens / 1e6, samples * len(reply) / 1e6
@@ -162,12 +185,14 @@ def main() -> None:
                 f"{name:14s} {samples / seconds:7.0f} samples/s {tokens / seconds:6.2f} M tokens/s "
                 f"{megabytes / seconds:6.0f} MB/s {1e3 * cpu / samples:6.2f} ms CPU per sample"
             )
-        for name in ("megatron-dapo", "client process"):
-            for a, b in zip(found["httpx + json"][2], found[name][2], strict=True):
-                assert np.array_equal(a, b), "the clients disagree"
+        for _, _, result in found.values():
+            for a, b in zip(found["httpx + json"][2], result, strict=True):
+                assert np.array_equal(a, np.asarray(b, a.dtype)), "the clients disagree"
     finally:
         stub.terminate()
-    (slow, slow_cpu, _), (fast, fast_cpu, _), (_, driver_cpu, _) = found.values()
+    slow, slow_cpu, _ = found["httpx + json"]
+    fast, fast_cpu, _ = found["megatron-dapo"]
+    driver_cpu = found["client process"][1]
     print(f"ratio          {fast / slow:.1f} × in wall time, {fast_cpu / slow_cpu:.1f} × in CPU time (goal: 5)")
     cost, size = STEP_SAMPLES / fast_cpu, STEP_SAMPLES * len(reply) / 1e9
     driver = STEP_SAMPLES / driver_cpu

@@ -5,8 +5,9 @@
 The quickstart's model, task and recipe on the CPU, evaluated on held-out problems every ten steps. k = 0 is on-policy.
 With k > 0 and `rollout.weights.in_flight: false` every token of batch N comes from version N − k: the oldest that
 `rollout.max_staleness: k` allows, so this is the worst case of each k. --corrected adds k = 4 with importance weights
-(the decoupled objective), and with the ratio of the objective taken to the engine's log-probs. --run and --seed choose
-single runs. Each seed has its own model; its runs differ in nothing else.
+(the decoupled objective), with the ratio of the objective taken to the engine's log-probs, and with masks: tokens, or
+responses by their geometric mean, whose weight is outside 0.5 to 2. --run and --seed choose single runs. Each seed has
+its own model; its runs differ in nothing else.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ RUNS = {
 CORRECTED = {
     "k = 4, importance weights": ["rollout.max_staleness=4", "algorithm.off_policy.importance_weight=token"],
     "k = 4, ratio to the engine": ["rollout.max_staleness=4", "trainer.old_logprobs=engine"],
+    "k = 4, token mask": ["rollout.max_staleness=4", "algorithm.off_policy.token_mask=[0.5, 2.0]"],
+    "k = 4, response mask": ["rollout.max_staleness=4", "algorithm.off_policy.geometric_mask=[0.5, 2.0]"],
 }
 
 

@@ -1,0 +1,61 @@
+"""The calculated rows of docs/results.md about 32B: from the plans in the examples' READMEs, which tests/examples
+compares with `megatron-dapo plan`, and from the predictions for published runs."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_dapo.config import load_config
+from megatron_dapo.planner import published
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "results.md").read_text()
+GPUS, SAMPLES, TOKENS = 128, 512 * 16, 5120 + 256
+STEPS = [item for item in published.compare_all() if ", step" in item.set_up]
+RANGE = min(item.ratio for item in STEPS), max(item.ratio for item in STEPS)
+
+
+def planned_step(example: str) -> float:
+    text = (ROOT / "examples" / example / "README.md").read_text()
+    first = re.findall(r"^\| TP.* \| ([\d,.]+) s \|$", text, flags=re.M)[0]
+    return float(first.replace(",", ""))
+
+
+def thousand_gpu_hours(step: float, steps: int) -> float:
+    return step * steps * GPUS / 3600 / 1000
+
+
+@pytest.mark.parametrize("example", ["qwen2.5_32b_dapo", "qwen2.5_32b_fast"])
+def test_step_and_gpu_hours(example):
+    config = load_config(ROOT / "examples" / example / "dapo.yaml")
+    assert config.trainer.prompts_per_step * config.rollout.samples_per_prompt == SAMPLES
+    step, steps = planned_step(example), config.trainer.steps
+    least, most = step / RANGE[1], step / RANGE[0]
+    hours = [thousand_gpu_hours(seconds, steps) for seconds in (step, least, most)]
+    cells = f"| {step:,.1f} s | {least:,.0f} to {most:,.0f} s | {hours[0]:.1f} k | {hours[1]:.1f} to {hours[2]:.1f} k |"
+    (row,) = [line for line in PAGE.splitlines() if line.startswith("| [") and f"/{example}/README.md)" in line]
+    assert row.endswith(cells), f"calculated: {cells}"
+    cost = f"| {step:,.1f} s | {SAMPLES} | {TOKENS} | {1000 * step * GPUS / SAMPLES / TOKENS:.2f} |"
+    assert cost in PAGE, f"calculated: {cost}"
+
+
+def test_the_range_is_that_of_the_published_steps():
+    text = " ".join(PAGE.split())
+    dense = [item.ratio for item in STEPS if "Qwen3-32B" in item.set_up]
+    assert len(STEPS) == 10 and "the ten step times" in text
+    found = [f"{ratio:.2f}" for ratio in (*RANGE, *dense)]
+    assert "is {} to {} there, and {} and {} for the two of a dense 32B".format(*found) in text
+    (first,) = [item for item in STEPS if item.name == "nemo-rl-32b"]
+    assert f"the planner gives {first.predicted:.1f} s for NeMo-RL's first run" in text
+
+
+@pytest.mark.parametrize("name", ["nemo-rl-32b", "nemo-rl-32b-1-off"])
+def test_the_published_rows(name):
+    runs = json.loads((Path(published.__file__).parent / "published_runs.json").read_text())
+    (run,) = [run for run in (runs if isinstance(runs, list) else runs["runs"]) if run["name"] == name]
+    samples, tokens = run["prompts"] * run["samples_per_prompt"], run["mean_prompt"] + run["mean_response"]
+    cost = 1000 * run["seconds"] * run["gpus"] / samples / tokens
+    row = f"| {run['gpus']} H100 | {run['seconds']} s | {samples} | {tokens} | {cost:.2f} |"
+    assert row in PAGE, f"calculated: {row}"
