@@ -59,3 +59,17 @@ def test_the_published_rows(name):
     cost = 1000 * run["seconds"] * run["gpus"] / samples / tokens
     row = f"| {run['gpus']} H100 | {run['seconds']} s | {samples} | {tokens} | {cost:.2f} |"
     assert row in PAGE, f"calculated: {row}"
+
+
+def benchmark_commands() -> set[tuple[str, tuple[str, ...]]]:
+    """(file, options) of the `python benchmarks/…` commands of all pages."""
+    pages = [ROOT / "README.md", ROOT / "benchmarks" / "RESULTS.md", *(ROOT / "docs").glob("*.md")]
+    commands = [c for page in pages for c in re.findall(r"python (benchmarks/[^`\n]+)", page.read_text())]
+    own = [command.partition(" -- ")[0].split() for command in commands]  # what follows goes to a server
+    return {(words[0], tuple(word for word in words[1:] if word.startswith("--"))) for words in own}
+
+
+@pytest.mark.parametrize(("file", "options"), sorted(benchmark_commands()))
+def test_a_benchmark_has_the_options_that_are_quoted(file, options):
+    source = (ROOT / file).read_text()
+    assert not [option for option in options if f'"{option}"' not in source]
