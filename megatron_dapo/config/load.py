@@ -138,9 +138,22 @@ def _suggestion(path: str) -> str:
     if ours := our_name(path):
         return f"; here it is called {ours!r}"
     keys = list(known_keys())
-    siblings = [k for k in keys if k.rpartition(".")[0] == parent]
-    leaves = {k.rpartition(".")[2]: k for k in reversed(keys)} | {k.rpartition(".")[2]: k for k in siblings}
-    near = difflib.get_close_matches(leaf, leaves, n=1) or difflib.get_close_matches(path, keys, n=1)
+    siblings = [key for key in keys if key.rpartition(".")[0] == parent]
+    inside = [key for key in keys if parent and key.startswith(f"{parent}.")]
+    # A name of another section must be almost the same: with 300 keys, some resemble any word.
+    near = _near(leaf, siblings, 0.75) or _near(leaf, inside, 0.8) or _near(leaf, keys, 0.85, partial=False)
     if near:
-        return f"; did you mean {leaves.get(near[0], near[0])!r}?"
-    return "; known here: " + ", ".join(k.rpartition(".")[2] for k in siblings) if siblings else ""
+        return f"; did you mean {' or '.join(map(repr, near))}?"
+    where = f"keys of {parent}" if parent else "sections"
+    return f"; {where}: " + ", ".join(key.rpartition(".")[2] for key in siblings) + " (docs/configuration.md)"
+
+
+def _near(leaf: str, keys: list[str], similarity: float, partial: bool = True) -> list[str]:
+    """The keys, if they are few, whose last part is spelled like `leaf`, or (`partial`) one begins with the other:
+    `question` and `question_column`, `time_limit` and `time`."""
+    names = {key.rpartition(".")[2] for key in keys}
+    near = difflib.get_close_matches(leaf, names, n=1, cutoff=similarity)
+    if not near and partial:
+        near = [name for name in names if (name.startswith(leaf) and len(leaf) > 3) or leaf.startswith(f"{name}_")]
+    found = [key for key in keys if key.rpartition(".")[2] in near]
+    return found if len(found) < 4 else []

@@ -31,7 +31,14 @@ WIDTH = 6  # columns of the grid: divisible by 1, 2 and 3
 
 
 def write_png(runs: list[Run], path: Path) -> Path:
-    """Draws the figures in SHOWN that the runs have data for, three in a row; the last row is filled."""
+    buffer = io.BytesIO()
+    draw(runs).savefig(buffer, format="png")
+    write_atomically(path, buffer.getvalue())
+    return path
+
+
+def draw(runs: list[Run]) -> Any:
+    """The figures in SHOWN that the runs have data for, three in a row; the last row is filled."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Canvas
 
@@ -56,10 +63,7 @@ def write_png(runs: list[Run], path: Path) -> Path:
             for i, run in enumerate(runs)
         ]
         canvas.legend(handles=marks, loc="outside upper center", ncols=min(4, len(runs)), frameon=False, handlelength=4)
-    buffer = io.BytesIO()
-    canvas.savefig(buffer, format="png")
-    write_atomically(path, buffer.getvalue())
-    return path
+    return canvas
 
 
 def _places(canvas: Any, panels: int) -> list[Any]:
@@ -108,7 +112,7 @@ def _draw_lines(axis: Any, figure: Figure, runs: list[Run], _: int | None) -> No
     elif figure.zero:
         axis.set_ylim(bottom=min(0.0, axis.get_ylim()[0]) if axis.dataLim.ymin < 0 else 0.0)
     if len(labels) > 1:
-        axis.legend(frameon=False, fontsize=8, handlelength=2.8)
+        _add_legend(axis)
 
 
 def _draw_stack(axis: Any, figure: Figure, runs: list[Run], run: int | None) -> None:
@@ -123,7 +127,12 @@ def _draw_stack(axis: Any, figure: Figure, runs: list[Run], run: int | None) -> 
             bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
     else:
         axis.stackplot(series[0].x, values, colors=colours, labels=[s.label for s in series])
-    axis.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=4)
+    _add_legend(axis)
+
+
+def _add_legend(axis: Any) -> None:
+    """Below the axis, where it covers nothing."""
+    axis.legend(frameon=False, fontsize=8, handlelength=2.8, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=4)
 
 
 def _style(axis: Any, figure: Figure, suffix: str) -> None:

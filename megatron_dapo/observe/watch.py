@@ -1,8 +1,8 @@
 """`megatron-dapo watch`: the report as a live page, while the run goes on.
 
-A small web server on the loopback address. It only reads: GET is the only method, and there are two addresses, the page
-and its data. Requests that name another host are refused, so a web page elsewhere cannot read it through a browser.
-The page asks for newer data every second; the data is sent only if a file of the run changed.
+A small web server on the loopback address. It only reads: the methods are GET and HEAD, and there are two addresses,
+the page and its data. Requests that name another host are refused, so a web page elsewhere cannot read it through a
+browser. The page asks for newer data every second; the data is sent only if a file of the run changed.
 """
 
 from __future__ import annotations
@@ -84,6 +84,9 @@ class Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "megatron-dapo", ""
     timeout = 60
 
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
     def do_GET(self) -> None:
         assert isinstance(self.server, ThreadingHTTPServer)
         port = self.server.server_port
@@ -110,7 +113,8 @@ class Handler(BaseHTTPRequestHandler):
         }.items():  # fmt: skip
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(content)
+        if self.command != "HEAD":
+            self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None: ...
 

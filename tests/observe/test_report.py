@@ -212,3 +212,19 @@ def test_the_panels_of_the_image_fill_their_rows(panels):
     ]  # fmt: skip
     rows = -(-panels // 3)
     assert sorted(cells) == [(row, column) for row in range(rows) for column in range(WIDTH)], "each cell once"
+
+
+def test_no_legend_of_the_image_covers_an_axis(tmp_path):
+    from megatron_dapo.observe.curves import draw
+
+    runs = load_runs([make_run(tmp_path / "one", 40), make_run(tmp_path / "two", 30, seed=1)])
+    for shown in (runs[:1], runs):
+        canvas = draw(shown)
+        canvas.canvas.draw()
+        legends = [(axis, axis.get_legend()) for axis in canvas.axes if axis.get_legend()]
+        assert len(legends) >= 5
+        for axis, legend in [*legends, *((None, legend) for legend in canvas.legends)]:
+            box = legend.get_window_extent()
+            covered = [other.get_title("left") for other in canvas.axes if other.get_window_extent().overlaps(box)]
+            assert not covered, f"the legend of {axis and axis.get_title('left')} covers {covered}"
+            assert canvas.bbox.count_contains(box.corners()) == 4, "outside of the image"

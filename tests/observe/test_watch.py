@@ -51,6 +51,10 @@ def test_the_page_and_its_data_are_all_there_is(tmp_path):
         assert headers["Cache-Control"] == "no-store" and headers["X-Frame-Options"] == "DENY"
         for path in ("/metrics.jsonl", "/../secret", "/data/../../secret", "/%2e%2e/secret", "//etc/passwd"):
             assert ask(address, path)[0] == 404, path
+        for path in ("/", "/data", "/missing"):
+            (status, headers, _), (again, head, nothing) = ask(address, path), ask(address, path, "HEAD")
+            assert (again, head["Content-Type"], nothing) == (status, headers["Content-Type"], ""), path
+            assert int(head["Content-Length"]) > 0
         for method in ("POST", "PUT", "DELETE", "OPTIONS"):
             assert ask(address, "/data", method)[0] == 501, method
         for host in ("example.org", f"example.org:{address[1]}", "127.0.0.1", f"127.0.0.1.example.org:{address[1]}"):
