@@ -40,7 +40,7 @@ if [ "$lock" = cuda13 ]; then
   install --no-build-isolation "transformer-engine[pytorch]"
   # SGLang 0.5.17 pins nvidia-cutlass-dsl 4.6.0, which fits only an older nvidia-cudnn-frontend than Transformer Engine asks
   # for: pip reports this conflict here and goes on.
-  install --no-build-isolation "$root[sglang]"
+  install --no-build-isolation "${root}[sglang]"
 else
   install --no-build-isolation "$root"
 fi
