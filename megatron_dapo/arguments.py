@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import logging
 import re
 import warnings
@@ -16,6 +17,12 @@ class Parser(argparse.ArgumentParser):
     """Reports a wrong argument in one line, without the usage text."""
 
     def error(self, message: str) -> NoReturn:
+        if wrong := re.match(r"argument \w+: invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            near = difflib.get_close_matches(wrong[1], re.findall(r"[\w-]+", wrong[2]), n=1)
+            remedy = f"did you mean {near[0]!r}?" if near else f"choose from {wrong[2]}"
+            message = f"there is no {wrong[1]!r}; {remedy}"
+        elif message.startswith("unrecognized arguments"):
+            message += "; settings are given with their section: trainer.steps=5"
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 

@@ -91,7 +91,7 @@ CONFIG_FILES = [
     Case("a directory as configuration", "directory", arguments=["train", "."]),
     Case("not UTF-8", "UTF-8", damage=config_file(b"policy: {model: \xff\xfe}\n"), arguments=BAD_FILE),
     Case("not YAML", "line 3", damage=config_file(b"policy:\n  model: [a\ndata: }\n"), arguments=BAD_FILE),
-    Case("tabs", "YAML", damage=config_file(b"policy:\n\tmodel: a\n"), arguments=BAD_FILE),
+    Case("tabs", "indent with spaces", damage=config_file(b"policy:\n\tmodel: a\n"), arguments=BAD_FILE),
     Case("a list", "sections", damage=config_file(b"- a\n- b\n"), arguments=BAD_FILE),
     Case("a text", "sections", damage=config_file(b"policy\n"), arguments=BAD_FILE),
     Case("a section that is a value", "policy", damage=config_file(b"policy: 3\n"), arguments=BAD_FILE),
@@ -287,8 +287,10 @@ RUN_DIRECTORIES = [
 ]  # fmt: skip
 COMMANDS = [
     command("train", "CONFIG"),
-    command("trian CONFIG", "trian"),
+    command("trian CONFIG", "did you mean 'train'?"),
+    command("dance CONFIG", "choose from 'quickstart', "),
     command("train CONFIG --no-such-option", "--no-such-option"),
+    command("train CONFIG steps=5", "with their section: trainer.steps=5"),
     command("plan CONFIG --gpus 0", "--gpus"),
     command("plan CONFIG --gpus -8", "--gpus"),
     command("plan CONFIG --gpus many", "--gpus"),
@@ -317,6 +319,8 @@ COMMANDS = [
     command("doctor CONFIG --timeout 0 --only python", "--timeout"),
     command("doctor none.yaml", "no such file"),
     command("report nowhere", "nowhere"),
+    command("watch nowhere", "nowhere"),
+    command("examples /proc/mine", "/proc/mine cannot be created"),
     command("convert hf-to-megatron nowhere out", "nowhere"),
     command("convert verify nowhere model", "nowhere"),
     command("eval none.yaml", "no such file"),
@@ -336,7 +340,7 @@ def bare_machine(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sys, "path", [*sys.path])  # a plugin's folder is added to it
-    monkeypatch.setattr(sys, "modules", {**sys.modules})
+    monkeypatch.delitem(sys.modules, "bad_plugin", raising=False)  # another test's
     find_spec = importlib.util.find_spec
     hidden = ("wandb", "tensorboard")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name in hidden else find_spec(name, *a))

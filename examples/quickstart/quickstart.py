@@ -184,10 +184,14 @@ def main() -> int:
     if not may_use(run_dir):
         console.print(f"{run_dir} has files that the quickstart did not make: name another --run-dir", highlight=False)
         return 2
-    if args.fresh or (run_dir / "summary.json").exists():
-        remove_what_was_made(run_dir)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / MARKER).touch()
+    try:
+        if args.fresh or (run_dir / "summary.json").exists():
+            remove_what_was_made(run_dir)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / MARKER).touch()
+    except OSError as error:
+        console.print(f"{run_dir} cannot be written ({error.strerror}): name another --run-dir", highlight=False)
+        return 2
     start, converted, trained = run_dir / "start", run_dir / "start-megatron", run_dir / "trained"
     config_file = Path(__file__).with_name("config.yaml")
     settings = [

@@ -43,8 +43,8 @@ def local_model(name: str, *, weights: bool = True) -> str:
     except (LocalEntryNotFoundError, OfflineModeIsEnabled):
         why = "HF_HUB_OFFLINE is set" if offline else "the hub cannot be reached"
         raise ConfigError(
-            f"policy.model: {name} is neither a directory nor in the hub's cache, and {why}: download it with a "
-            f"network (hf download {repository}), or name a directory"
+            f"policy.model: there is no directory {name}. A model of that name on the hub is not in the cache, and "
+            f"{why}: name an existing directory, or download it where there is a network (hf download {repository})"
         ) from None
     except (HfHubHTTPError, OSError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

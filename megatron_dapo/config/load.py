@@ -35,7 +35,8 @@ def load_config(path: str | Path | None, overrides: Iterable[str] = ()) -> Confi
         except YamlError as error:
             raise ConfigError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(raw, dict):
-        raise ConfigError(f"{where}: expected sections at the top level, found {type(raw).__name__}")
+        found = "a list" if isinstance(raw, list) else "text"
+        raise ConfigError(f"{where}: expected sections at the top level, found {found}")
     for item in overrides:
         apply_override(raw, item)
     return parse_config(raw, where)

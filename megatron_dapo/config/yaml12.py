@@ -94,7 +94,8 @@ def parse_yaml(text: str) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
-        raise YamlError(f"{', '.join(filter(None, (error.context, error.problem)))}{place}") from None
+        problem = "found a tab: indent with spaces" if "character '\\t'" in str(error.problem) else error.problem
+        raise YamlError(f"{', '.join(filter(None, (error.context, problem)))}{place}") from None
     except (yaml.YAMLError, ValueError) as error:
         raise YamlError(" ".join(str(error).split())) from None
     except RecursionError:

@@ -36,7 +36,7 @@ def run(config: Config, out: str | Path, seed: int) -> Evaluation:
 
     shape = check_config(config)
     if shape is None:
-        raise ConfigError("policy.model is empty: name the HF directory of the model to evaluate")
+        raise ConfigError("policy.model is empty: name a HF directory, or a model of the hub, to evaluate")
     files = config.evaluate.data.files
     if not files:
         raise ConfigError("evaluate.data.path is empty: name the problems to evaluate")

@@ -27,7 +27,10 @@ def copy_examples(target: Path) -> None:
     """Copies the examples, to be edited. Nothing that exists is changed."""
     if target.exists():
         raise UserError(f"{target} exists: name a new directory")
-    shutil.copytree(examples_folder(), target, ignore=shutil.ignore_patterns("__pycache__"))
+    try:
+        shutil.copytree(examples_folder(), target, ignore=shutil.ignore_patterns("__pycache__"))
+    except OSError as error:
+        raise UserError(f"{target} cannot be created ({error.strerror}): name another directory") from None
     print(f"copied to {target}; start with {target / 'README.md'}")
 
 

@@ -102,7 +102,7 @@ def planned_ranks(config: Config) -> int:
 def check_run(config: Config, ranks: int) -> ModelShape:
     """The configuration against the model's config.json and the number of ranks. Opens no other file."""
     if not config.policy.model:
-        raise ConfigError("policy.model is empty: name the HF directory of the model to train")
+        raise ConfigError("policy.model is empty: name a HF directory, or a model of the hub, to train")
     if not config.data.files:
         raise ConfigError("data.path is empty: name the prompts to train on")
     for key, section in (("data", config.data), ("evaluate.data", config.evaluate.data)):

@@ -40,3 +40,9 @@ def test_a_new_start_removes_only_what_a_quickstart_makes(quickstart, tmp_path):
     quickstart.remove_what_was_made(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [quickstart.MARKER, "notes.md"]
     assert (outside / "weights").exists(), "a link is removed, not what it points to"
+
+
+def test_a_directory_that_cannot_be_written_is_one_line(quickstart, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["quickstart.py", "--run-dir", "/proc/mine"])
+    assert quickstart.main() == 2
+    assert "/proc/mine cannot be written" in capsys.readouterr().err
