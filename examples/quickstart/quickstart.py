@@ -141,7 +141,8 @@ class Phases:
 
     @contextmanager
     def __call__(self, name: str, text: str):
-        console.print(f"[bold]{text}[/]")
+        if text:
+            console.print(f"[bold]{text}[/]")
         started = time.monotonic()
         yield
         self.seconds[name] = round(time.monotonic() - started, 1)
@@ -179,6 +180,9 @@ def main() -> int:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting")
     args = parser.parse_args()
     warnings.filterwarnings("ignore", module="megatron|torch|transformers")
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     torch.set_num_threads(1)
     run_dir, phase = args.run_dir, Phases()
     if not may_use(run_dir):
@@ -222,10 +226,14 @@ def main() -> int:
     summary = {"accuracy_before": before, "accuracy_after": after, "seed": args.seed, "seconds": phase.seconds}
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     console.print(f"[bold green]held-out avg@{config.evaluate.samples}: {before:.1%} → {after:.1%}[/]")
-    console.print(f"open {run_dir / 'report.html'} or {run_dir / 'curves.png'}; {run_dir / 'trained'} is the model")
+    console.print(
+        f"open {run_dir / 'report.html'} or {run_dir / 'curves.png'}; {run_dir / 'trained'} is the model",
+        soft_wrap=True,
+    )
     command = Path(sys.executable).with_name("megatron-dapo")
     if shutil.which("megatron-dapo") is None and command.exists():
-        console.print(f"the command: {command}, or megatron-dapo after `source {command.with_name('activate')}`")
+        activate = command.with_name("activate")
+        console.print(f"the command: {command}, or megatron-dapo after `source {activate}`", soft_wrap=True)
     console.print(f"next: megatron-dapo watch {run_dir}; megatron-dapo train --help", highlight=False)
     return 0
 
