@@ -127,7 +127,9 @@ ELSEWHERE = {
     "docs/results.md": {
         "14 GB/s": "published", "23 GB/s": "published", "35 minutes": "published", "52 %": "published",
         "376 s": "published", "200 s": "published", "374.9 s": "tests/planner/test_published.py",
+        "14.2 s": "published", "6.2 s": "published", "2.5 s": "tests/planner/test_sync_model.py",
         "95 %": "confidence level", "2.7 points": "1.96 √(p (1 − p) / 1319)", "2.3 points": "likewise",
+        "1.5 points": "the standard error of 800 samples",
         "50 GB/s": "planner/assumptions.py", "50 %": "default of --kept",
         **{f"{n} s": "test_results.py" for n in ("2,275.8", "2,112", "3,091", "791.1", "734", "1,074")},
     },

@@ -48,7 +48,7 @@ def test_the_range_is_that_of_the_published_steps():
     found = [f"{ratio:.2f}" for ratio in (*RANGE, *dense)]
     assert "is {} to {} there, and {} and {} for the two of a dense 32B".format(*found) in text
     (first,) = [item for item in STEPS if item.name == "nemo-rl-32b"]
-    assert f"the planner gives {first.predicted:.1f} s for NeMo-RL's first run" in text
+    assert f"The planner gives {first.predicted:.1f} s for NeMo-RL's first run" in text
 
 
 @pytest.mark.parametrize("name", ["nemo-rl-32b", "nemo-rl-32b-1-off"])
