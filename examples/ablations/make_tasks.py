@@ -8,11 +8,16 @@ counting/  a model of the same size with three kinds of response to `37+4=`:
            direct     `41`, often wrong
            counting   `38,39,40,41 answer:41`, right, and longer the larger the second number is
            rambling   counts too far and gives a wrong answer: the long wrong responses
+steady/    the same without rambling; a direct response is `answer:41`.
+letters/   writes twelve letters that do not matter, a few of them often and most of them rarely, then the sum of two
+           digits, often wrong: `afkpejodinch answer:07`. Its held-out sums are not trained with RL; pre-training has
+           seen them.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import sys
@@ -28,11 +33,14 @@ from megatron_dapo.data import arithmetic_problems, arithmetic_tokenizer, save_a
 from megatron_dapo.data.arithmetic import ArithmeticProblem, split_of
 
 LARGEST_STEP = 6  # the second number of a counting problem
-COUNTING_UPDATES = 300
 BATCH = 32
-SHARES = {"direct": 0.35, "counting": 0.4, "rambling": 0.25}  # of the pre-training examples
+SHARES = {"direct": 0.35, "counting": 0.4, "rambling": 0.25}  # of the counting model's pre-training examples
 DIRECT_WRONG = 0.5  # of the direct ones
+DIRECT_SHARE = 0.5  # of the steady model's examples
 RAMBLING_EXTRA = (3, 9)  # numbers counted beyond the answer
+LETTERS, LETTERS_WRONG = "abcdefghijklmnop", 0.25
+LETTER_SHARES = [1 / rank**2 for rank in range(1, len(LETTERS) + 1)]  # few are frequent, many are rare
+LETTER_COUNT = 12
 
 
 def counting_problems(split: str) -> list[ArithmeticProblem]:
@@ -45,38 +53,71 @@ def counting_problems(split: str) -> list[ArithmeticProblem]:
     return found
 
 
-def example_response(a: int, b: int, rng: random.Random) -> str:
+def digit_sums() -> dict[str, list[ArithmeticProblem]]:
+    """The hundred sums of two digits, by split."""
+    found: dict[str, list[ArithmeticProblem]] = {"train": [], "held-out": []}
+    for a, b in itertools.product(range(10), repeat=2):
+        found[split_of(f"{a}+{b}=")].append(ArithmeticProblem(f"{a}+{b}=", f"{a + b:02}", 1))
+    return found
+
+
+def nearly(answer: int, rng: random.Random, wrong: float) -> int:
+    """The answer, or with this probability one that is wrong by a little."""
+    return answer + rng.choice((-2, -1, 1, 2)) if rng.random() < wrong else answer
+
+
+def counting_response(problem: ArithmeticProblem, rng: random.Random) -> str:
     """A response of one of the three kinds."""
+    a, b = map(int, problem.question.rstrip("=").split("+"))
     kind = rng.choices(list(SHARES), weights=list(SHARES.values()))[0]
     if kind == "direct":
-        return str(a + b + (rng.choice((-2, -1, 1, 2)) if rng.random() < DIRECT_WRONG else 0))
+        return str(nearly(a + b, rng, DIRECT_WRONG))
     last = a + b + (rng.randint(*RAMBLING_EXTRA) if kind == "rambling" else 0)
     return ",".join(str(n) for n in range(a + 1, last + 1)) + f" answer:{last}"
 
 
-def counting_batch(problems: Sequence[ArithmeticProblem], tokenizer, rng: random.Random):
+def steady_response(problem: ArithmeticProblem, rng: random.Random) -> str:
+    """Counting, always right, or the answer alone, often wrong. The first token decides."""
+    a, b = map(int, problem.question.rstrip("=").split("+"))
+    if rng.random() < DIRECT_SHARE:
+        return f"answer:{nearly(a + b, rng, DIRECT_WRONG)}"
+    return ",".join(str(n) for n in range(a + 1, a + b + 1)) + f" answer:{a + b}"
+
+
+def letters_response(problem: ArithmeticProblem, rng: random.Random) -> str:
+    """Letters that have nothing to do with the question, then the answer. Each position has its own frequent ones."""
+    ranks = rng.choices(range(len(LETTERS)), weights=LETTER_SHARES, k=LETTER_COUNT)
+    text = "".join(LETTERS[(5 * position + rank) % len(LETTERS)] for position, rank in enumerate(ranks))
+    return f"{text} answer:{max(0, nearly(int(problem.answer), rng, LETTERS_WRONG)):02}"
+
+
+def pretraining_batch(problems: Sequence[ArithmeticProblem], respond, tokenizer, rng: random.Random):
     """Token ids and labels; the loss is on the response."""
     sequences, targets = [], []
     for problem in rng.choices(problems, k=BATCH):
-        a, b = map(int, problem.question.rstrip("=").split("+"))
         question = tokenizer(problem.question, add_special_tokens=False)["input_ids"]
-        text = tokenizer(example_response(a, b, rng), add_special_tokens=False)["input_ids"]
+        text = tokenizer(respond(problem, rng), add_special_tokens=False)["input_ids"]
         response = [*text, tokenizer.eos_token_id]
         sequences.append(question + response)
         targets.append([-100] * len(question) + response)
     return quickstart.padded(sequences, targets, tokenizer.pad_token_id)
 
 
-def make_counting_model(folder: Path, seed: int, updates: int) -> None:
-    tokenizer, model = arithmetic_tokenizer(), quickstart.new_model(seed)
-    problems, rng = counting_problems("train"), random.Random(seed)
+def make_model(folder: Path, problems: Sequence[ArithmeticProblem], respond, seed: int, updates: int) -> None:
+    """A model that answers as `respond` does, unless it exists."""
+    if (folder / "config.json").exists():
+        return
+    tokenizer, model, rng = arithmetic_tokenizer(), quickstart.new_model(seed), random.Random(seed)
 
     def rate(update: int) -> float:
         return quickstart.warm_up(update) * min(1.0, 0.05 + (updates - update) / (updates * 0.3))
 
-    for update, loss in quickstart.pretrain(model, lambda: counting_batch(problems, tokenizer, rng), updates, rate):
+    def batch():
+        return pretraining_batch(problems, respond, tokenizer, rng)
+
+    for update, loss in quickstart.pretrain(model, batch, updates, rate):
         if update % 100 == 0:
-            print(f"  counting: update {update}, loss {loss:.3f}", flush=True)
+            print(f"  {folder.name}: update {update}, loss {loss:.3f}", flush=True)
     model.save_pretrained(folder)
     save_arithmetic_tokenizer(folder)
 
@@ -85,22 +126,31 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/ablation_tasks"))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--updates", type=int, default=COUNTING_UPDATES, help="of the counting model")
     args = parser.parse_args()
     torch.set_num_threads(1)
     args.out.mkdir(parents=True, exist_ok=True)
-    sums = arithmetic_problems(2, 500, seed=0)
-    write_arithmetic(args.out / "sums.jsonl", sums)
-    write_arithmetic(args.out / "sums_held_out.jsonl", arithmetic_problems(2, 60, seed=0, split="held-out"))
+    sums, digits = arithmetic_problems(2, 500, seed=0), digit_sums()
     mixed = [*sums[:300], *arithmetic_problems(5, 300, seed=0)]
     random.Random(0).shuffle(mixed)
-    write_arithmetic(args.out / "mixed.jsonl", mixed)
-    write_arithmetic(args.out / "counting.jsonl", counting_problems("train"))
-    write_arithmetic(args.out / "counting_held_out.jsonl", counting_problems("held-out")[:60])
+    prompts = {
+        "sums": sums,
+        "sums_held_out": arithmetic_problems(2, 60, seed=0, split="held-out"),
+        "mixed": mixed,
+        "counting": counting_problems("train"),
+        "counting_held_out": counting_problems("held-out")[:60],
+        "digits": digits["train"],
+        "digits_held_out": digits["held-out"],
+    }
+    for name, problems in prompts.items():
+        write_arithmetic(args.out / f"{name}.jsonl", problems)
     if not (args.out / "sums" / "config.json").exists():
         quickstart.make_model(args.out / "sums", args.seed)
-    if not (args.out / "counting" / "config.json").exists():
-        make_counting_model(args.out / "counting", args.seed, args.updates)
+    for name, (problems, respond, updates) in {
+        "counting": (prompts["counting"], counting_response, 300),
+        "steady": (prompts["counting"], steady_response, 300),
+        "letters": ([*digits["train"], *digits["held-out"]], letters_response, 400),
+    }.items():
+        make_model(args.out / name, problems, respond, args.seed, updates)
     print(json.dumps({"written": str(args.out)}))
     return 0
 

@@ -44,17 +44,27 @@ def run_ablation(
     if len(tasks) < len(config_files):
         raise UserError(f"expected files with different names, found {', '.join(config_files)}")
     configs = {task: _checked(file, settings) for task, file in tasks.items()}
-    planned = [
-        Job(tasks[task], (*settings, *variant.settings), task, variant.folder, seed)
-        for task, config in configs.items()
-        for variant in variants(config, design)
-        for seed in range(seeds)
-    ]
+    planned = plan(tasks, configs, settings, design, seeds)
     console = Console()
     outcomes = run_jobs(planned, jobs, _Progress(console, len(planned)), minutes=minutes, discard=discard)
     for task, config in configs.items():
         _write_results(task, config, design, seeds, console)
     return _summarise(outcomes, console)
+
+
+def plan(
+    tasks: dict[Path, str], configs: dict[Path, Config], settings: Sequence[str], design: Design, seeds: int
+) -> list[Job]:
+    """All runs in order. The tasks alternate, and all combinations get a seed before any gets the next one, so that an
+    ablation that is stopped early compares equal numbers of seeds. A grid starts with all seeds of leave-one-out."""
+    found = []
+    for task, config in configs.items():
+        first = {row.folder for row in variants(config, "leave-one-out" if design == "grid" else design)}
+        for number, variant in enumerate(variants(config, design)):
+            for seed in range(seeds):
+                job = Job(tasks[task], (*settings, *variant.settings), task, variant.folder, seed)
+                found.append(((variant.folder not in first, seed, number), job))
+    return [job for _, job in sorted(found, key=lambda item: item[0])]
 
 
 def task_folder(file: str, config_files: Sequence[str], out: Path) -> Path:

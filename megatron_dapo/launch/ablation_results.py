@@ -43,6 +43,10 @@ MEASURES: dict[str, Measure] = {
     "accuracy": Measure("Accuracy", "share of right responses among all sampled", "percent", "reward/accuracy_all"),
     "held_out": Measure("Held-out score", "avg@k", "percent", at="last evaluation"),
     "entropy": Measure("Entropy", "mean per token, in nats", "number", "train/entropy"),
+    "clipped_high": Measure(
+        "Clipped at the top", "share of tokens whose ratio the upper bound replaced", "percent",
+        "train/clip_fraction_high",
+    ),
     "length": Measure("Response length", "mean tokens per trained response", "number", "rollout/length_trained"),
     "yield": Measure("Yield", "share of judged groups that are trained on and have a signal", "percent"),
     "zero_advantage": Measure(
@@ -59,8 +63,12 @@ MEASURES: dict[str, Measure] = {
         "rollout/long_token_weight",
     ),
     "length_wrong": Measure("Length of wrong responses", "mean tokens", "number", "rollout/length_wrong"),
+    "score": Measure(
+        "Score in the loss", "mean over responses in the loss, without penalties", "number", "reward/score_in_loss"
+    ),
     "reward_noise": Measure(
-        "Reward noise", "standard deviation of the reward between neighbouring steps", "number", at="whole run"
+        "Reward noise", "standard deviation of the score in the loss between neighbouring steps", "number",
+        at="whole run",
     ),
 }  # fmt: skip
 
@@ -92,7 +100,7 @@ def read_curves(run_dir: Path) -> Curves:
 
 def value_of(name: str, curves: Mapping[str, Curve]) -> float | None:
     """A run's one number for a measure; None if it has none."""
-    curve = curves.get("reward" if name == "reward_noise" else name)
+    curve = curves.get("score" if name == "reward_noise" else name)
     if curve is None or not curve["y"]:
         return None
     values = curve["y"]
@@ -172,7 +180,7 @@ def make_table(title: str, design: str, variants: Sequence[Variant], effects: Se
                planned: int, seconds: float) -> dict[str, Any]:  # fmt: skip
     """What table.json holds and the page shows."""
     present = {name for by_seed in runs.values() for curves in by_seed.values() for name in curves}
-    if "reward" in present:
+    if "score" in present:
         present.add("reward_noise")
     measures = [name for name in MEASURES if name in present]
     combinations = []

@@ -1,8 +1,7 @@
-"""Trains the runs of an ablation, several at a time, each in its own process.
+"""Trains the runs of an ablation in the given order, several at a time, each in its own process.
 
 A finished run leaves one small file of curves, `results/COMBINATION/seed_N.json`; it is not trained again. An
-interrupted run is resumed by the next call. A failed run is reported and does not stop the others. The first seed of
-every combination runs before the second, so that an ablation that is stopped early compares equal numbers of seeds.
+interrupted run is resumed by the next call. A failed run is reported and does not stop the others.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from megatron_dapo.launch.ablation_results import read_curves
 
 # A report per run costs a quarter of the time of a small run; the ablation has its own page.
 RUN_SETTINGS = ("observe.console=plain", "observe.report=false")
+WORKER = [sys.executable, "-m", "megatron_dapo.launch.ablation_worker"]
 GRACE_SECONDS = 30.0
 
 
@@ -46,6 +46,10 @@ class Job:
     @property
     def folder(self) -> Path:
         return self.task / "runs" / self.combination / f"seed_{self.seed}"
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "train.log"
 
     @property
     def result_file(self) -> Path:
@@ -74,39 +78,61 @@ class Outcome:
     skipped: bool = False  # finished by an earlier call
 
 
-class Processes:
-    """The running trainers. `stop` asks them to end, waits, and kills what is left."""
+class Workers:
+    """Processes that train (`ablation_worker.py`), one per run at a time. A worker that is free takes the next run; one
+    that ended is replaced."""
 
-    def __init__(self) -> None:
-        self._running: set[subprocess.Popen[bytes]] = set()
+    def __init__(self, environment: dict[str, str]) -> None:
+        self._environment = environment
+        self._idle: list[subprocess.Popen[str]] = []
+        self._busy: set[subprocess.Popen[str]] = set()
         self._lock = threading.Lock()
-        self.stopped = False
+        self._stopped = False
 
-    def run(self, command: Sequence[str], log: Path, environment: dict[str, str]) -> int:
-        with log.open("ab") as file:
-            with self._lock:
-                if self.stopped:
-                    return -signal.SIGTERM
-                process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
-                self._running.add(process)
-            try:
-                return process.wait()
-            finally:
-                with self._lock:
-                    self._running.discard(process)
+    def run(self, job: Job) -> int:
+        """The exit code of the run; its output is in its log."""
+        with self._lock:
+            if self._stopped:
+                return -signal.SIGTERM
+            worker = self._idle.pop() if self._idle else self._start()
+            self._busy.add(worker)
+        code = _ask(worker, job)
+        with self._lock:
+            self._busy.discard(worker)
+            if worker.poll() is None:
+                self._idle.append(worker)
+        return code
+
+    def _start(self) -> subprocess.Popen[str]:
+        pipe = subprocess.PIPE
+        return subprocess.Popen(WORKER, stdin=pipe, stdout=pipe, text=True, env=self._environment)
 
     def stop(self) -> None:
+        """Asks trainers and workers to end, waits, and kills what is left."""
         with self._lock:
-            self.stopped = True
-            left = list(self._running)
-        for process in left:
-            process.terminate()
+            self._stopped = True
+            left = [*self._idle, *self._busy]
+        for worker in left:
+            worker.terminate()
         deadline = time.monotonic() + GRACE_SECONDS
-        for process in left:
+        for worker in left:
             try:
-                process.wait(max(0.0, deadline - time.monotonic()))
+                worker.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                process.kill()
+                worker.kill()
+                worker.wait()
+
+
+def _ask(worker: subprocess.Popen[str], job: Job) -> int:
+    assert worker.stdin is not None and worker.stdout is not None
+    run = {"config": job.config_file, "settings": job.all_settings, "log": str(job.log)}
+    try:
+        worker.stdin.write(json.dumps(run) + "\n")
+        worker.stdin.flush()
+        answer = worker.stdout.readline()
+    except BrokenPipeError:
+        answer = ""
+    return int(answer) if answer else worker.wait() or 1  # without an answer the worker has ended
 
 
 def run_jobs(
@@ -123,8 +149,8 @@ def run_jobs(
     the outcomes so far are returned.
     """
     deadline = None if minutes is None else time.monotonic() + 60 * minutes
-    processes, outcomes = Processes(), []
-    waiting = iter(sorted(jobs, key=lambda job: job.seed))
+    trainers, outcomes = Workers(_environment(workers)), []
+    waiting = iter(jobs)
     pending: set[Future[Outcome]] = set()
     with _terminable(), ThreadPoolExecutor(workers) as pool:
         try:
@@ -133,7 +159,7 @@ def run_jobs(
                     job = next(waiting, None)
                     if job is None:
                         break
-                    pending.add(pool.submit(_run, job, processes, workers, discard))
+                    pending.add(pool.submit(_run, job, trainers, discard))
                 if not pending:
                     break
                 done, pending = wait(pending, return_when=FIRST_COMPLETED)
@@ -141,10 +167,9 @@ def run_jobs(
                     outcomes.append(future.result())
                     report(outcomes[-1])
         except KeyboardInterrupt:
-            processes.stop()
-        except BaseException:
-            processes.stop()
-            raise
+            pass
+        finally:
+            trainers.stop()
     known = {outcome.job for outcome in outcomes}
     return [*outcomes, *(Outcome(job, "not run") for job in jobs if job not in known)]
 
@@ -166,7 +191,7 @@ def _terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _run(job: Job, processes: Processes, workers: int, discard: bool) -> Outcome:
+def _run(job: Job, trainers: Workers, discard: bool) -> Outcome:
     try:
         digest = job.digest()
         if job.result_file.exists():
@@ -174,10 +199,9 @@ def _run(job: Job, processes: Processes, workers: int, discard: bool) -> Outcome
             return Outcome(job, skipped=True)
         started = time.monotonic()
         job.folder.mkdir(parents=True, exist_ok=True)
-        log = job.folder / "train.log"
-        code = processes.run(_command(job), log, _environment(workers))
+        code = trainers.run(job)
         if code:
-            return Outcome(job, f"ended with code {code}: see the end of {log}", time.monotonic() - started)
+            return Outcome(job, f"ended with code {code}: see the end of {job.log}", time.monotonic() - started)
         seconds = round(time.monotonic() - started, 1)
         result = {"digest": digest, "seconds": seconds, "curves": read_curves(job.folder)}
         job.result_file.parent.mkdir(parents=True, exist_ok=True)
@@ -196,11 +220,6 @@ def _check_result(job: Job, digest: str) -> None:
         raise UserError(f"{job.result_file} is not a result of ablate: remove it, and the run is repeated") from None
     if found != digest:
         raise UserError(f"{job.result_file} was made with other settings: name another --out, or remove it and its run")
-
-
-def _command(job: Job) -> list[str]:
-    command = [sys.executable, "-m", "megatron_dapo.cli", "train", job.config_file]
-    return [*command, *(word for item in job.all_settings for word in ("--set", item))]
 
 
 def _environment(workers: int) -> dict[str, str]:

@@ -137,7 +137,7 @@ def _collect(pipes: list[Any], processes: list[ForkProcess], timeout: float | No
 def _rank_main(
     sender: Any, parent: int, rendezvous: Rendezvous, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
-    _die_with(parent)
+    die_with(parent)
     gc.freeze()  # a search for garbage among the parent's objects would copy the memory that they are in
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     for number in (signal.SIGTERM, signal.SIGUSR1):
@@ -159,7 +159,7 @@ def _rank_main(
     raise SystemExit(0 if ok else 1)
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
     """The kernel sends SIGKILL to this process when its parent ends. Only Linux can; elsewhere ranks of a killed
     parent end at their next collective timeout."""
     if sys.platform != "linux":

@@ -41,10 +41,13 @@ def shape_batch(batch: StepBatch, config: Config) -> tuple[TrainBatch, dict[str,
     ).numpy()
     advantages = np.repeat(of_rollouts, [len(rollout) for rollout in rollouts])  # [samples]
     active = np.array([carries_loss(s, config.algorithm.overlong) for s in samples])
+    starts = np.cumsum([0, *(len(rollout) for rollout in rollouts)])[:-1]
+    in_loss = np.logical_or.reduceat(active, starts) if len(active) else active  # [rollouts]
     lengths = np.array([sum(sample.trained_tokens for sample in rollout) for rollout in rollouts])
     metrics = {
         "reward/mean": _mean((scores + penalties)[graded]),
         "reward/score": _mean(scores[graded]),
+        "reward/score_in_loss": _mean(scores[in_loss]),
         "reward/accuracy": _mean([c for g in batch.groups for c in g.accuracies]),
         "reward/penalty": _mean(penalties),
         "reward/ungraded_share": _mean(~graded),

@@ -12,6 +12,7 @@ import pytest
 from megatron_dapo.cli import main
 from megatron_dapo.config import load_config
 from megatron_dapo.launch import ablation_runs
+from megatron_dapo.launch.ablate import plan
 from megatron_dapo.launch.ablation_designs import DESIGNS, SWITCHES, Effect, effects, variants
 from megatron_dapo.launch.ablation_results import band, effect_of, interval, read_curves, value_of, verdict
 from megatron_dapo.launch.ablation_runs import Job, run_jobs
@@ -23,18 +24,25 @@ algorithm: {overlong: {cache_length: 4}}
 trainer: {steps: 2}
 evaluate: {every: 1, data: {path: held_out.jsonl}}
 """
-# Stands in for the trainer: two steps and an evaluation whose score is the number of changes; notes its start.
-TRAINER = """
+# Stands in for a worker: a run is two steps and an evaluation whose score is the number of changes; notes its start.
+WORKER = """
 import json, os, sys, pathlib
-folder, changes = pathlib.Path(sys.argv[1]), int(sys.argv[2])
-(folder / "starts").open("a").write(os.environ.get("OMP_NUM_THREADS", "") + "\\n")
-if (folder.parent.parent.parent / "broken").exists() and folder.parent.name == "token_loss":
-    sys.exit(3)
 def line(step, kind, **metrics):
     return json.dumps({"step": step, "kind": kind, "metrics": metrics}) + "\\n"
-step = {"reward/mean": 0.5, "train/entropy": 1.0 / (1 + changes)}
-(folder / "metrics.jsonl").write_text(
-    line(1, "step", **step) + line(2, "step", **step) + line(2, "eval", **{"eval/avg@4": changes / 10}))
+def train(job):
+    folder = pathlib.Path(job["log"]).parent
+    task, name = folder.parent.parent.parent, folder.parent.name
+    changes = 0 if name == "none" else name.count("+") + 1
+    (folder / "starts").open("a").write(os.environ.get("OMP_NUM_THREADS", "") + "\\n")
+    (task / "order").open("a").write(f"{name} {folder.name}\\n")
+    if (task / "broken").exists() and name == "token_loss":
+        return 3
+    step = {"reward/mean": 0.5, "train/entropy": 1.0 / (1 + changes)}
+    (folder / "metrics.jsonl").write_text(
+        line(1, "step", **step) + line(2, "step", **step) + line(2, "eval", **{"eval/avg@4": changes / 10}))
+    return 0
+for text in sys.stdin:
+    print(train(json.loads(text)), flush=True)
 """
 
 
@@ -47,11 +55,7 @@ def config(tmp_path):
 
 @pytest.fixture
 def fake_trainer(monkeypatch):
-    def command(job):
-        count = 0 if job.combination == "none" else job.combination.count("+") + 1
-        return [sys.executable, "-S", "-c", TRAINER, str(job.folder), str(count)]
-
-    monkeypatch.setattr(ablation_runs, "_command", command)
+    monkeypatch.setattr(ablation_runs, "WORKER", [sys.executable, "-S", "-c", WORKER])
 
 
 # ---- designs ----
@@ -99,8 +103,8 @@ def test_effects_compare_combinations_that_differ_in_one_change(config, design, 
 # ---- statistics ----
 
 
-def curves(score, reward=(0.0,)):
-    return {"held_out": {"x": [5], "y": [score]}, "reward": {"x": list(range(len(reward))), "y": list(reward)}}
+def curves(held_out, score=(0.0,)):
+    return {"held_out": {"x": [5], "y": [held_out]}, "score": {"x": list(range(len(score))), "y": list(score)}}
 
 
 def test_interval_is_students_t():
@@ -142,7 +146,7 @@ def test_value_of_a_run():
     """Mean of the last quarter of the steps; reward noise: neighbours differ by 1, 1, 2: √(6/3/2) = 1."""
     eight = {"x": list(range(8)), "y": [0.0] * 6 + [2.0, 4.0]}
     assert value_of("entropy", {"entropy": eight}) == 3.0
-    assert value_of("reward_noise", curves(0, reward=(0.0, 1.0, 0.0, 2.0))) == pytest.approx(1.0)
+    assert value_of("reward_noise", curves(0, score=(0.0, 1.0, 0.0, 2.0))) == pytest.approx(1.0)
     assert value_of("held_out", {"held_out": {"x": [0, 5], "y": [0.1, 0.7]}}) == 0.7
     assert value_of("entropy", {}) is None
 
@@ -230,23 +234,76 @@ def test_clip_higher_must_be_something_to_switch_off(config, tmp_path, capsys):
     assert "clip_high" in capsys.readouterr().err
 
 
-def test_sigterm_ends_the_running_trainers(config, tmp_path, monkeypatch):
-    """The trainer of the second run would never end; the first one's result stays."""
-    script = "import sys, time, pathlib; pathlib.Path(sys.argv[1], 'metrics.jsonl').touch(); time.sleep(600)"
-    monkeypatch.setattr(ablation_runs, "_command", lambda job: [sys.executable, "-S", "-c", script, str(job.folder)])
-    job = Job(str(config), (), tmp_path / "out", "none", 0)
-    processes = []
-    popen = ablation_runs.subprocess.Popen
-    monkeypatch.setattr(
-        ablation_runs.subprocess, "Popen", lambda *a, **k: processes.append(popen(*a, **k)) or processes[-1]
+def test_a_grid_starts_with_leave_one_out_and_the_tasks_alternate(config, tmp_path):
+    """Stopped early, it has the same seeds of the same combinations for every task."""
+    tasks = {tmp_path / name: str(config) for name in ("a", "b")}
+    configs = {task: load_config(file) for task, file in tasks.items()}
+    found = plan(tasks, configs, (), "grid", 2)
+    assert len(found) == len(set(found)) == 64 and [job.task.name for job in found] == ["a", "b"] * 32
+    first = {row.folder for row in variants(configs[tmp_path / "a"], "leave-one-out")}
+    assert [job.combination in first for job in found] == [True] * 24 + [False] * 40
+    assert [job.seed for job in found] == [0] * 12 + [1] * 12 + [0] * 20 + [1] * 20
+    assert [job.seed for job in plan(tasks, configs, (), "order", 2)] == [0] * 12 + [1] * 12
+
+
+def test_a_worker_that_ended_is_replaced(config, tmp_path, monkeypatch):
+    """Killed in the first run: that run has failed, the next one has a worker of its own."""
+    monkeypatch.setattr(ablation_runs, "WORKER", [sys.executable, "-S", "-c", "import os; os.kill(os.getpid(), 9)"])
+    jobs = [Job(str(config), (), tmp_path / "out", "none", seed) for seed in range(2)]
+    assert ["ended with code -9" in outcome.problem for outcome in run_jobs(jobs, 1, lambda o: None)] == [True, True]
+
+
+@pytest.fixture
+def worker(monkeypatch, tmp_path):
+    """A real worker whose trainer is `trainer(config, settings)` of the module that a test writes."""
+    script = tmp_path / "worker.py"
+    script.write_text(
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from megatron_dapo.launch import ablation_worker\n"
+        "import trainer_of_test\n"
+        "ablation_worker._train = trainer_of_test.train\n"
+        "ablation_worker.Worker().serve()\n"
     )
+    monkeypatch.setattr(ablation_runs, "WORKER", [sys.executable, str(script), str(tmp_path)])
+    return tmp_path / "trainer_of_test.py"
+
+
+def test_each_run_is_a_fork_that_writes_its_own_log(worker, config, tmp_path):
+    """One import for both runs; what a run changes in memory or prints does not reach the next one."""
+    worker.write_text(
+        "import os, pathlib\n"
+        "imported = pathlib.Path(__file__).with_name('imported').open('a').write('once ')\n"
+        "seen = []\n"
+        "def train(config, settings):\n"
+        "    seen.append(settings[-2])\n"
+        "    print(seen, flush=True)\n"
+        "    os.write(2, b'to stderr')\n"
+        "    if settings[-2].endswith('1'): raise RuntimeError('second run')\n"
+        "    return 7\n"
+    )
+    jobs = [Job(str(config), (), tmp_path / "out", "none", seed) for seed in range(2)]
+    problems = [outcome.problem for outcome in run_jobs(jobs, 1, lambda outcome: None)]
+    assert "ended with code 7" in problems[0] and "ended with code 1" in problems[1]
+    assert jobs[0].log.read_text() == "['trainer.seed=0']\nto stderr"
+    assert jobs[1].log.read_text().startswith("['trainer.seed=1']\nto stderr")
+    assert "RuntimeError: second run" in jobs[1].log.read_text()
+    assert (tmp_path / "imported").read_text() == "once "
+
+
+def test_sigterm_ends_the_running_trainers(worker, config, tmp_path):
+    """The trainer would never end."""
+    worker.write_text(
+        "import os, time\ndef train(config, settings):\n    print(os.getpid(), flush=True); time.sleep(600)\n"
+    )
+    job = Job(str(config), (), tmp_path / "out", "none", 0)
 
     def terminate_when_running():
-        while not (job.folder / "metrics.jsonl").exists():
+        while not (job.log.exists() and job.log.read_text().endswith("\n")):
             threading.Event().wait(0.01)
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=terminate_when_running).start()
     (outcome,) = run_jobs([job], 1, lambda outcome: None)
     assert outcome.problem == "not run" and not job.result_file.exists()
-    assert processes[0].poll() == -signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(job.log.read_text()), 0)

@@ -70,6 +70,27 @@ FACTS = """({
 })"""
 
 
+# Presses the switches one at a time so that all 16 combinations are passed (Gray code), starting with clip-higher off.
+# It ends with all switches on.
+EVERY_COMBINATION = """
+(() => {
+  const buttons = [...document.querySelectorAll(".switch")], found = [];
+  for (const press of [1, 2, 1, 3, 1, 2, 1, 0, 1, 2, 1, 3, 1, 2, 1, null]) {
+    const current = document.querySelector("#combinations tr[aria-current=true]");
+    const ids = ["reward", "accuracy", "held_out", "entropy", "length", "yield"];
+    const count = (id, what) => document.querySelectorAll(`#figure-${id} ${what}`).length;
+    found.push({
+      on: buttons.filter((b) => b.getAttribute("aria-pressed") === "true").map((b) => b.dataset.switch),
+      folder: current.dataset.folder,
+      name: document.querySelector("#chosen").innerText,
+      drawn: ids.map((id) => [count(id, "path.line"), count(id, "path.band"), count(id, ".others path")]),
+    });
+    if (press !== null) buttons[press].click();
+  }
+  return found;
+})()"""
+
+
 async def visit(page: Path) -> dict:
     seen = {}
     async with chromium() as new_tab:
@@ -78,6 +99,8 @@ async def visit(page: Path) -> dict:
         seen["full"] = await tab.evaluate(FACTS)
         await tab.evaluate("document.querySelector('[data-switch=clip_higher]').click()")
         seen["without_clip"] = await tab.evaluate(FACTS)
+        seen["by_switches"] = await tab.evaluate(EVERY_COMBINATION)
+        await tab.evaluate("document.querySelector('[data-switch=clip_higher]').click()")
         await tab.evaluate("document.activeElement.blur(), scrollTo(0, 0)")
         reached = []
         for key in ("Tab", "Tab", " ", "Tab", "Tab", "Enter"):  # dynamic sampling off, overlong off: token_loss alone
@@ -130,6 +153,17 @@ def test_a_switch_changes_the_curve_and_keeps_the_axes(seen):
     assert seen["without_clip"]["current"] == ["dynamic_sampling+token_loss+overlong"]
     assert before["line"] != after["line"] and before["band"] != after["band"]
     assert before["ticks"] == after["ticks"]
+
+
+def test_the_switches_reach_all_16_combinations_and_each_has_its_curves_among_the_others(seen, table):
+    """The combination that the switches name is the one that is shown, in all six panels."""
+    found = seen["by_switches"]
+    names = {row["folder"]: row["name"] for row in table["combinations"]}
+    assert {step["folder"] for step in found} == set(names) and len(found) == 16
+    for step in found:
+        assert step["folder"] == ("+".join(step["on"]) or "none") and step["name"].startswith(names[step["folder"]])
+        without_runs = step["folder"] == "token_loss"
+        assert step["drawn"] == [[0, 0, 15] if without_runs else [1, 1, 14]] * 6, step["folder"]
 
 
 def test_switches_work_with_the_keyboard_and_a_combination_without_runs_is_said_to_have_none(seen):

@@ -93,7 +93,7 @@ def test_ranks_end_with_a_killed_parent(tmp_path):
 
 
 def ask_for_another_parent(rendezvous):
-    fork_ranks._die_with(os.getppid() + 1)
+    fork_ranks.die_with(os.getppid() + 1)
     return "still here"
 
 

@@ -37,6 +37,8 @@ MODELS = {  # by the directory that a configuration names; the sizes of the publ
             "quickstart/start",
             "ablation_tasks/sums",
             "ablation_tasks/counting",
+            "ablation_tasks/letters",
+            "ablation_tasks/steady",
         )
     },
 }

@@ -175,6 +175,7 @@ def test_rewards_advantages_and_masks_of_two_groups():
     assert active == [True, False, True, False, True]
     assert metrics["reward/mean"] == pytest.approx(-1 / 4)  # 1, −2, 1, −1 over the graded four
     assert metrics["reward/score"] == pytest.approx(0.0)
+    assert metrics["reward/score_in_loss"] == pytest.approx(1 / 3)  # 1, 1, −1: neither the truncated nor the ungraded
     assert metrics["reward/accuracy"] == pytest.approx(0.5)
     assert metrics["reward/penalty"] == pytest.approx(-1 / 5)
     assert metrics["reward/ungraded_share"] == pytest.approx(1 / 5)

@@ -1,0 +1,154 @@
+"""The tables and the figure of a finished grid, from the table.json of each task.
+
+    python examples/ablations/summary.py runs/ablation_grid                          # Markdown
+    python examples/ablations/summary.py runs/ablation_grid --figure grid.png
+
+For each task the effect of its change: over the grid (with minus without, averaged over the 8 settings of the others)
+and leave-one-out (all changes minus all but this one), with 95 % intervals over seeds. Then the effect of every change
+on the held-out score of every task.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from megatron_dapo.config import parse_config
+from megatron_dapo.launch.ablate import with_interval
+from megatron_dapo.launch.ablation_designs import SWITCH_LABELS, Effect, effects
+from megatron_dapo.launch.ablation_results import Curve, Runs, band, effect_of, value_of
+
+# The change that a task is for, and its measures. "by definition": the setting itself fixes the value with the change.
+TASKS = {
+    "entropy": ("clip-higher", {"entropy": "", "clipped_high": "", "held_out": ""}),
+    "signal": ("dynamic sampling", {"effective_batch": "", "zero_advantage": "by definition", "held_out": ""}),
+    "long_wrong": ("token-level loss", {"length_wrong": "", "long_token_weight": "by definition", "held_out": ""}),
+    "truncated": (
+        "overlong handling",
+        {"held_out": "", "reward_noise": "", "length": "", "truncated_weight": "by definition"},
+    ),
+}
+
+
+def find_effect(design: str, label: str) -> Effect:
+    return next(effect for effect in effects(design, parse_config({})) if effect.label == label)  # type: ignore[arg-type]
+
+
+def runs_of(table: dict[str, Any]) -> Runs:
+    return {name: {int(seed): curves for seed, curves in found.items()} for name, found in table["runs"].items()}
+
+
+def side_runs(effect: Effect, side: int, runs: Runs) -> dict[int, list[dict[str, Curve]]]:
+    """By seed, the curves of one side of the pairs: those runs that the effect is computed from."""
+    pairs = [pair for pair in effect.pairs if all(runs.get(name) for name in pair)]
+    seeds = set.intersection(*(set(runs[name]) for pair in pairs for name in pair)) if pairs else set()
+    return {seed: [runs[pair[side]][seed] for pair in pairs] for seed in sorted(seeds)}
+
+
+def side_mean(effect: Effect, side: int, measure: str, runs: Runs) -> float | None:
+    values = [value_of(measure, curves) for found in side_runs(effect, side, runs).values() for curves in found]
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
+
+
+def shown(found: dict[str, Any] | None, kind: str) -> str:
+    return "–" if found is None else f"{with_interval(found, kind)} ({found['runs']} seeds)"
+
+
+def task_rows(task: str, table: dict[str, Any]) -> list[str]:
+    label, measures = TASKS[task]
+    runs, rows = runs_of(table), []
+    known = {measure["id"]: measure for measure in table["measures"]}
+    grid, left_out = find_effect("grid", label), find_effect("leave-one-out", label)
+    for name, note in measures.items():
+        if name not in known:
+            continue
+        kind = known[name]["format"]
+        sides = [side_mean(grid, side, name, runs) for side in (1, 0)]
+        means = " → ".join("–" if v is None else ("{:.1%}" if kind == "percent" else "{:.4g}").format(v) for v in sides)
+        found, alone = effect_of(grid, name, runs), effect_of(left_out, name, runs)
+        verdict = note or (found["verdict"] if found else "no run")
+        cells = (task, label, known[name]["label"].lower(), means, shown(found, kind), shown(alone, kind), verdict)
+        rows.append("| " + " | ".join(cells) + " |")
+    return rows
+
+
+def markdown(tables: dict[str, dict[str, Any]]) -> str:
+    lines = [
+        "| task | change | measure | without → with | effect in the grid | leave-one-out | verdict |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    lines += [row for task, table in tables.items() for row in task_rows(task, table)]
+    lines += [
+        "",
+        "Effect on the held-out score, in the grid:",
+        "",
+        "| task | " + " | ".join(SWITCH_LABELS.values()) + " |",
+    ]
+    lines.append("|---" * (1 + len(SWITCH_LABELS)) + "|")
+    for task, table in tables.items():
+        cells = []
+        for label in SWITCH_LABELS.values():
+            found = effect_of(find_effect("grid", label), "held_out", runs_of(table))
+            star = "*" if found and found["verdict"] in ("higher", "lower") else ""
+            cells.append("–" if found is None else with_interval(found, "percent") + star)
+        lines.append(f"| {task} | " + " | ".join(cells) + " |")
+    finished, planned = (sum(table[name] for table in tables.values()) for name in ("finished", "planned"))
+    minutes = sum(table["seconds"] for table in tables.values()) / 60
+    return "\n".join([*lines, "", f"{finished} of {planned} runs, {minutes:.0f} minutes of one core each."])
+
+
+def mean_curves(effect: Effect, side: int, measure: str, runs: Runs) -> list[Curve]:
+    """Of each seed, the mean curve of the runs on one side of the pairs."""
+    by_seed = side_runs(effect, side, runs).values()
+    means = [band(known) for found in by_seed if (known := [curves[measure] for curves in found if measure in curves])]
+    return [{"x": mean["x"], "y": mean["y"]} for mean in means]
+
+
+def draw(tables: dict[str, dict[str, Any]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(tables), figsize=(4 * len(tables), 3.4), layout="constrained", squeeze=False)
+    for panel, (task, table) in zip(axes[0], tables.items(), strict=True):
+        label, measures = TASKS[task]
+        name, runs, effect = next(iter(measures)), runs_of(table), find_effect("grid", label)
+        for side, text in ((0, f"with {label}"), (1, "without")):
+            if not (curves := mean_curves(effect, side, name, runs)):
+                continue
+            curve = band(curves)
+            (line,) = panel.plot(curve["x"], curve["y"], label=text)
+            if None not in curve["low"]:
+                panel.fill_between(curve["x"], curve["low"], curve["high"], alpha=0.2, color=line.get_color())
+        title = next(measure["label"] for measure in table["measures"] if measure["id"] == name)
+        panel.set(xlabel="rollout step", title=f"{task}: {title.lower()}")
+        panel.grid(alpha=0.3)
+        panel.legend(fontsize=8)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, help="the --out of megatron-dapo ablate")
+    parser.add_argument("--figure", type=Path, help="also draw the first measure of each task")
+    args = parser.parse_args()
+    files = {task: args.results / task / "table.json" for task in TASKS}
+    tables = {task: json.loads(file.read_text()) for task, file in files.items() if file.exists()}
+    if not tables:
+        print(f"no table.json in {', '.join(str(file.parent) for file in files.values())}", file=sys.stderr)
+        return 2
+    print(markdown(tables))
+    if args.figure:
+        draw(tables, args.figure)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""examples/ablations/summary.py: the tables and the figure of a grid, from runs whose effects are known."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_dapo.config import parse_config
+from megatron_dapo.launch.ablation_designs import effects, variants
+from megatron_dapo.launch.ablation_results import make_table
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def summary():
+    spec = importlib.util.spec_from_file_location("summary", ROOT / "examples" / "ablations" / "summary.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def results(tmp_path):
+    """Clip-higher adds 0.2 to the entropy, 0.3 with all other changes; nothing else has an effect. Seeds differ. One
+    run of the grid is missing."""
+    config = parse_config({})
+    rows = variants(config, "grid")
+
+    def curves(changes, seed):
+        on = "clip_higher" in changes
+        entropy = 1 + 0.01 * seed + on * (0.2 + 0.1 * (len(changes) == 5)) + 0.001 * seed * on
+        return {"entropy": {"x": [1, 2], "y": [1.0, entropy]}, "held_out": {"x": [2], "y": [0.5 + 0.01 * seed]}}
+
+    runs = {row.folder: {seed: curves(row.changes, seed) for seed in range(3)} for row in rows}
+    del runs["token_loss"][2]
+    table = make_table("entropy", "grid", rows, effects("grid", config), runs, 48, 60.0 * 47)
+    (tmp_path / "entropy").mkdir()
+    (tmp_path / "entropy" / "table.json").write_text(json.dumps(table))
+    return tmp_path
+
+
+def test_tables_have_both_effects_with_their_seeds(summary, results, monkeypatch, capsys):
+    """Grid: (7 · 0.2 + 0.3)/8 = 0.2125, plus 0.001 per seed, over the two seeds that all runs have. Leave-one-out: 0.3
+    plus 0.001 per seed, over three."""
+    figure = results / "grid.png"
+    monkeypatch.setattr("sys.argv", ["summary.py", str(results), "--figure", str(figure)])
+    assert summary.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    (entropy,) = [line for line in lines if line.startswith("| entropy | clip-higher | entropy")]
+    assert "| 0.213 [" in entropy and "(2 seeds)" in entropy, entropy
+    assert "| 0.301 [" in entropy and "(3 seeds)" in entropy and entropy.endswith("| higher |")
+    (score,) = [line for line in lines if line.startswith("| entropy | clip-higher | held-out score")]
+    assert score.endswith("| no visible effect |") and "| 50.5% → 50.5% |" in score
+    assert "47 of 48 runs, 47 minutes of one core each." in lines
+    assert figure.stat().st_size > 5000
+
+
+def test_a_folder_without_results_is_named(summary, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["summary.py", str(tmp_path)])
+    assert summary.main() == 2 and str(tmp_path / "signal") in capsys.readouterr().err
