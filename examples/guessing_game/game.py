@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from examples.quickstart.quickstart import new_model
+from examples.quickstart.quickstart import new_model, pretrain
 from megatron_dapo.config import load_config
 from megatron_dapo.data import arithmetic_tokenizer, save_arithmetic_tokenizer
 from megatron_dapo.launch.local import run_training
@@ -27,8 +27,8 @@ async def play(prompt, conversation, settings):
     return Grade(False, -1.0, guess, "out of turns")
 
 
-def random_game(rng):  # one in four players halves what is left; the others guess at random
-    text, secret, left, skilled = f"{rng.randint(1000, 9999)}:", rng.choice(DIGITS), DIGITS, rng.random() < 0.25
+def game(rng):  # one in three players halves what is left; the others guess at random
+    text, secret, left, skilled = f"{rng.randint(1000, 9999)}:", rng.choice(DIGITS), DIGITS, rng.random() < 1 / 3
     for _ in range(3):
         guess = left[len(left) // 2] if skilled and left else rng.choice(DIGITS)
         left = [n for n in left if n != guess and (n > guess) == (secret > guess)]
@@ -38,21 +38,21 @@ def random_game(rng):  # one in four players halves what is left; the others gue
 
 def make_model(folder, seed, updates=300):
     tokenizer, model, rng = arithmetic_tokenizer(), new_model(seed), random.Random(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    for _ in range(updates):
-        games = torch.tensor(tokenizer([random_game(rng) for _ in range(64)])["input_ids"])
-        model(input_ids=games, labels=games).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+
+    def batch():
+        games = torch.tensor(tokenizer([game(rng) for _ in range(64)])["input_ids"])
+        return games, games.where(torch.tensor([0] * 5 + [1, 1, 0, 0] * 3) > 0, -100)  # labels: the guesses
+
+    print("pre-training: loss", list(pretrain(model, batch, updates))[-1][1])
     model.save_pretrained(folder)
     save_arithmetic_tokenizer(folder)
 
 
 def main(seed="0", *settings):
+    torch.set_num_threads(1)
     make_model("runs/guessing_game/start", int(seed))
-    for name, numbers in (("games", range(1000, 3000)), ("held_out", range(3000, 3100))):
-        rows = (f'{{"question": "{i}:", "answer": "the secret of each rollout"}}\n' for i in numbers)
-        Path(f"runs/guessing_game/{name}.jsonl").write_text("".join(rows))
+    for name, ids in (("games.jsonl", range(1000, 3000)), ("held_out.jsonl", range(3000, 3100))):
+        Path("runs/guessing_game", name).write_text("".join(f'{{"question": "{i}:", "answer": "?"}}\n' for i in ids))
     return run_training(load_config(Path(__file__).with_name("config.yaml"), [f"trainer.seed={seed}", *settings]))
 
 

@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 from forked import records
 
+from megatron_dapo.data import arithmetic_tokenizer
+
+TOKENIZER = arithmetic_tokenizer()
 ROOT = Path(__file__).resolve().parents[2]
 FAST = ["trainer.steps=1", "trainer.prompts_per_step=8", "evaluate.samples=1", "observe.console=off"]
 
@@ -22,6 +25,25 @@ def test_the_file_in_the_docs_is_the_example():
     code = code_in_the_docs()
     assert len(code.splitlines()) <= 60
     assert code == (ROOT / "examples" / "guessing_game" / "game.py").read_text()
+
+
+def test_the_model_is_pretrained_on_guesses_only(tmp_path, monkeypatch):
+    """On what it writes itself. A start model that has not learned to use the replies does not improve."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    game, batches = importlib.import_module("examples.guessing_game.game"), []
+
+    def one_batch(model, batch, updates):
+        batches.append(batch())
+        yield 1, 0.0
+
+    monkeypatch.setattr(game, "pretrain", one_batch)
+    game.make_model(tmp_path, seed=0)
+    ((games, labels),) = batches
+    for tokens, wanted in zip(games, labels, strict=True):
+        guesses, others = (TOKENIZER.decode(tokens[part]) for part in (wanted != -100, wanted == -100))
+        assert re.fullmatch(r"([1-7]\n){3}", guesses) and re.fullmatch(r"\d{4}:([<>]\n){3}", others)
+    first = [TOKENIZER.decode(tokens)[5] for tokens in games]
+    assert 15 < first.count("4") < 45, "a third of 64 players, and one in seven of the others"
 
 
 def train():
