@@ -14,6 +14,7 @@ from tiny_run import raw_config
 from megatron_dapo.cli import main
 from megatron_dapo.config import check_config, parse_config
 from megatron_dapo.trainer.resume import record_settings
+from megatron_dapo.weights.locate import TRACKER
 
 DATA = "data.path"
 
@@ -189,6 +190,12 @@ def without_tokenizer(place):
 
 MODELS = [
     Case("no config.json", "config.json", damage=without("config.json")),
+    Case(
+        "a Megatron checkpoint as model",
+        "belongs into policy.megatron_checkpoint",
+        {"policy.model": "converted"},
+        damage=lambda p: ((p.folder / "converted").mkdir(), (p.folder / "converted" / TRACKER).touch()),
+    ),
     Case("config.json is no JSON", "JSON", damage=lambda p: (p.model / "config.json").write_text("{")),
     Case("config.json is a list", "object", damage=lambda p: (p.model / "config.json").write_text("[]")),
     Case("num_hidden_layers is a word", "num_hidden_layers", damage=shape(num_hidden_layers="three")),
@@ -323,6 +330,7 @@ COMMANDS = [
     command("examples /proc/mine", "/proc/mine cannot be created"),
     command("convert hf-to-megatron nowhere out", "nowhere"),
     command("convert verify nowhere model", "nowhere"),
+    command("convert megatron-to-hf model out", "is a HF model already"),
     command("eval none.yaml", "no such file"),
     command("eval CONFIG --samples 0", "evaluate.samples"),
     command("eval CONFIG", "data.path"),

@@ -159,7 +159,9 @@ class ModelShape:
         try:
             config = json.loads(file.read_bytes())
         except FileNotFoundError:
-            raise ConfigError(f"{file} not found: {path} is not a HF model directory") from None
+            megatron = (file.parent / "latest_checkpointed_iteration.txt").exists()
+            hint = "; a Megatron checkpoint belongs into policy.megatron_checkpoint" if megatron else ""
+            raise ConfigError(f"{file} not found: {path} is not a HF model directory{hint}") from None
         except OSError as error:
             raise ConfigError(f"{file} cannot be read ({error.strerror})") from None
         except ValueError as error:

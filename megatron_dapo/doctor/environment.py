@@ -48,6 +48,9 @@ def slurm(run: CommandRunner = run_command, now: Callable[[], datetime] = dateti
     result = run(["sinfo", "--noheader", "--format=%P %D %T"], 15)
     if result.missing:
         return Check("slurm", "ok", "not a Slurm machine")
+    if "configuration source" in result.err:
+        return Check("slurm", "warn", "Slurm's commands are installed, but no cluster is configured", "set "
+                     "SLURM_CONF if this machine belongs to a cluster")  # fmt: skip
     if result.code != 0:
         return Check("slurm", "fail", f"sinfo failed: {last_line(result.err) or 'no output'}", "the controller does "
                      "not respond: check SLURM_CONF, munge and slurmctld, or ask the administrators")  # fmt: skip

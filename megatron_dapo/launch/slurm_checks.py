@@ -149,7 +149,7 @@ def check_cluster(config: Config, ask: Ask = ask) -> None:
     """Every partition exists, or the cluster has a default one."""
     reply = ask("sinfo", "-h", "-o", "%P")
     if reply.returncode:
-        raise SlurmError(f"sinfo failed: {reply.stderr.strip() or 'no reply'}; is the Slurm controller up?")
+        raise SlurmError(f"sinfo failed: {_reason(reply.stderr)}; start this command where Slurm's commands work")
     names = reply.stdout.split()
     known = ", ".join(name.rstrip("*") for name in names) or "none"
     wanted = config.slurm.partition
@@ -163,6 +163,11 @@ def check_cluster(config: Config, ask: Ask = ask) -> None:
             raise ConfigError(f"slurm.{key}: this cluster has no partition {missing[0]}; it has: {known}")
 
 
+def _reason(text: str) -> str:
+    """The last line, which names the error that ended the command."""
+    return text.strip().rpartition("\n")[2] or "no reply"
+
+
 def offered_gpu_request(config: Config, ask: Ask = ask) -> str:
     """How this cluster takes a request for GPUs: gpus-per-node (the cons_tres plugin), gres, or none where its nodes
     have no GPUs as generic resources."""
@@ -172,7 +177,7 @@ def offered_gpu_request(config: Config, ask: Ask = ask) -> str:
     where = [f"--partition={name}" for name in (slurm.partition,) if name]
     reply = ask("sinfo", "-h", "-o", "%G", *where)
     if reply.returncode:
-        raise SlurmError(f"sinfo failed: {reply.stderr.strip() or 'no reply'}; set slurm.gpu_request")
+        raise SlurmError(f"sinfo failed: {_reason(reply.stderr)}; set slurm.gpu_request")
     if not re.search(r"(^|,)gpu(:|\()", reply.stdout, re.MULTILINE):
         if not slurm.exclusive:
             raise ConfigError(

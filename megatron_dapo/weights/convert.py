@@ -29,7 +29,7 @@ from megatron_dapo.weights.formats.hf_writer import MAX_SHARD, HFWriter
 from megatron_dapo.weights.formats.megatron_reader import open_megatron
 from megatron_dapo.weights.formats.pieces import PieceReader
 from megatron_dapo.weights.formats.torch_dist_writer import TorchDistWriter
-from megatron_dapo.weights.locate import HF_FILES, RELEASE, TRACKER, locate
+from megatron_dapo.weights.locate import HF_FILES, RELEASE, TRACKER, Format, format_of, locate
 from megatron_dapo.weights.mapping import EMBEDDING, WeightsError, stored_mappings
 from megatron_dapo.weights.side_files import copy_side_files
 
@@ -181,6 +181,8 @@ def find_reference(source: Path, reference: str | Path | None) -> Path:
         return Path(reference)
     if (source / HF_FILES / "config.json").exists():
         return source / HF_FILES
+    if format_of(source) is Format.HF:
+        raise WeightsError(f"{source} is a HF model already; expected a Megatron checkpoint")
     raise WeightsError(f"{source} does not say which model it holds; pass --reference with the HF model's directory")
 
 

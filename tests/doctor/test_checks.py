@@ -358,6 +358,13 @@ def test_slurm_controller_is_judged_by_sinfo(tmp_path, monkeypatch):
     assert check.status == "fail" and "Unable to contact" in check.found
 
 
+def test_slurm_commands_without_a_cluster_are_no_failure(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    program(tmp_path, "sinfo", "echo 'sinfo: fatal: Could not establish a configuration source' >&2; exit 1")
+    check = environment.slurm()
+    assert check.status == "warn" and "no cluster is configured" in check.found
+
+
 def test_slurm_absent_or_all_down():
     assert environment.slurm(results()).found == "not a Slurm machine"
     down = results(sinfo=CommandResult(0, "gpu 4 drained\n"), scontrol=CommandResult(1, ""))
