@@ -2,6 +2,7 @@
 
     python examples/ablations/summary.py runs/ablation_grid                          # Markdown
     python examples/ablations/summary.py runs/ablation_grid --figure grid.png
+    python examples/ablations/summary.py runs/ablation_grid --into examples/ablations/README.md benchmarks/RESULTS.md
 
 For each task the effect of its change: over the grid (with minus without, averaged over the 8 settings of the others)
 and leave-one-out (all changes minus all but this one), with 95 % intervals over seeds. Then the effect of every change
@@ -32,6 +33,7 @@ TASKS = {
         {"held_out": "", "reward_noise": "", "length": "", "truncated_weight": "by definition"},
     ),
 }
+BEGIN, END = "<!-- grid: begin -->", "<!-- grid: end -->"
 
 
 def find_effect(design: str, label: str) -> Effect:
@@ -99,7 +101,7 @@ def markdown(tables: dict[str, dict[str, Any]]) -> str:
         lines.append(f"| {task} | " + " | ".join(cells) + " |")
     finished, planned = (sum(table[name] for table in tables.values()) for name in ("finished", "planned"))
     minutes = sum(table["seconds"] for table in tables.values()) / 60
-    return "\n".join([*lines, "", f"{finished} of {planned} runs, {minutes:.0f} minutes of one core each."])
+    return "\n".join([*lines, "", f"{finished} of {planned} runs, {minutes:.0f} minutes of one core in all."])
 
 
 def mean_curves(effect: Effect, side: int, measure: str, runs: Runs) -> list[Curve]:
@@ -134,17 +136,30 @@ def draw(tables: dict[str, dict[str, Any]], path: Path) -> None:
     plt.close(figure)
 
 
+def put_into(page: Path, text: str) -> None:
+    """Replaces what is between the two marks."""
+    before, found, rest = page.read_text().partition(BEGIN)
+    _, ended, after = rest.partition(END)
+    if not found or not ended:
+        raise SystemExit(f"{page}: expected the lines {BEGIN} and {END}")
+    page.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, help="the --out of megatron-dapo ablate")
     parser.add_argument("--figure", type=Path, help="also draw the first measure of each task")
+    parser.add_argument("--into", type=Path, nargs="+", default=[], help="pages that get the tables, between marks")
     args = parser.parse_args()
     files = {task: args.results / task / "table.json" for task in TASKS}
     tables = {task: json.loads(file.read_text()) for task, file in files.items() if file.exists()}
     if not tables:
         print(f"no table.json in {', '.join(str(file.parent) for file in files.values())}", file=sys.stderr)
         return 2
-    print(markdown(tables))
+    text = markdown(tables)
+    print(text)
+    for page in args.into:
+        put_into(page, text)
     if args.figure:
         draw(tables, args.figure)
     return 0

@@ -53,10 +53,28 @@ def test_tables_have_both_effects_with_their_seeds(summary, results, monkeypatch
     assert "| 0.301 [" in entropy and "(3 seeds)" in entropy and entropy.endswith("| higher |")
     (score,) = [line for line in lines if line.startswith("| entropy | clip-higher | held-out score")]
     assert score.endswith("| no visible effect |") and "| 50.5% → 50.5% |" in score
-    assert "47 of 48 runs, 47 minutes of one core each." in lines
+    assert "47 of 48 runs, 47 minutes of one core in all." in lines
     assert figure.stat().st_size > 5000
 
 
 def test_a_folder_without_results_is_named(summary, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["summary.py", str(tmp_path)])
     assert summary.main() == 2 and str(tmp_path / "signal") in capsys.readouterr().err
+
+
+def test_tables_are_put_between_the_marks_of_a_page(summary, results, monkeypatch, capsys):
+    page = results / "page.md"
+    page.write_text("before\n<!-- grid: begin -->\nold\n<!-- grid: end -->\nafter\n")
+    monkeypatch.setattr("sys.argv", ["summary.py", str(results), "--into", str(page)])
+    assert summary.main() == 0
+    printed = capsys.readouterr().out
+    assert page.read_text() == f"before\n<!-- grid: begin -->\n\n{printed}\n<!-- grid: end -->\nafter\n"
+    page.write_text("no marks")
+    with pytest.raises(SystemExit, match="grid: begin"):
+        summary.main()
+    assert page.read_text() == "no marks"
+
+
+@pytest.mark.parametrize("page", ["examples/ablations/README.md", "benchmarks/RESULTS.md"])
+def test_the_pages_have_the_marks(summary, page):
+    assert (ROOT / page).read_text().count(summary.BEGIN) == (ROOT / page).read_text().count(summary.END) == 1
