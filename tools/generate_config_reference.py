@@ -20,21 +20,25 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from megatron_dapo.config import Config, Section
+from megatron_dapo.config import Config, Section, load_config
 
-TARGET = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
+ROOT = Path(__file__).resolve().parent.parent
+TARGET = ROOT / "docs" / "configuration.md"
+PUBLISHED = ROOT / "examples" / "qwen2.5_32b_dapo" / "dapo.yaml"
 
 HEAD = """\
 <!-- Written by tools/generate_config_reference.py: change the schema in megatron_dapo/config, then run it. -->
 # Configuration
 
-A run is one YAML file. Every key has a default, mostly that of the published 32B run; the differences are listed in
-[examples/qwen2.5_32b_dapo](../examples/qwen2.5_32b_dapo/README.md). `--set section.key=value` overrides a key on the
-command line; the value is read as YAML, so `null`, `true`, `1e-6` and `[a, b]` work.
+A run is one YAML file. Every key has a default. Those of the recipe are the published 32B run's
+([examples/qwen2.5_32b_dapo](../examples/qwen2.5_32b_dapo/README.md)), except these, which that run sets:
+@@DIFFERENCES@@.
 
-An unknown key is an error that names the nearest known key, or our name for a key of another tool
-([migration.md](migration.md)). `megatron-dapo train CONFIG --dry-run` checks a file against the model, the data and the
-number of ranks, and writes the resolved configuration with every key to the run directory.
+`section.key=value` on the command line overrides a key, with or without `--set` before it; the value is read as YAML,
+so `null`, `true`, `1e-6` and `[a, b]` work. An unknown key is an error that names the key you probably mean, our name
+for a key of another tool ([migration.md](migration.md)), or the keys of that section. `megatron-dapo train CONFIG
+--dry-run` checks a file against the model, the data and the number of ranks, and writes the resolved configuration with
+every key to the run directory.
 
 """
 
@@ -43,12 +47,32 @@ def reference() -> str:
     """The whole page."""
     names = list(Config.model_fields)
     links = " · ".join(f"[{name}](#{name})" for name in names)
-    parts = [HEAD + links + "\n"]
+    parts = [HEAD.replace("@@DIFFERENCES@@", _differences()) + links + "\n"]
     described: dict[type[Section], str] = {}
     for name in names:
         for path, section in _sections(name, _section(Config.model_fields[name].annotation)):
             parts.append(_page(path, section, described))
     return "\n".join(parts)
+
+
+def _differences() -> str:
+    """Keys of the recipe, not of the layout or the files, that the published run sets to other values."""
+    values = [dict(_values(load_config(file))) for file in (None, PUBLISHED)]
+    recipe = ("algorithm.", "reward.", "rollout.sampler.", "data.template", "data.too_long")
+    found = [(key, values[1][key]) for key, value in values[0].items() if key.startswith(recipe) and value is not None
+             and values[1][key] != value]  # fmt: skip
+    return ",\n".join(
+        f"`{key}: {value:g}`" if isinstance(value, float) else f"`{key}: {value}`" for key, value in found
+    )
+
+
+def _values(section: Section, path: str = "") -> Iterator[tuple[str, Any]]:
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            yield from _values(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", value
 
 
 def _sections(path: str, section: type[Section] | None) -> Iterator[tuple[str, type[Section]]]:
