@@ -362,8 +362,12 @@ def _add_doctor(sub: Commands) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     quiet_libraries()
+    words = sys.argv[1:] if argv is None else argv
+    if not words:
+        build_parser().print_help(sys.stderr)
+        return 2
     try:
-        args = build_parser().parse_args(with_set(sys.argv[1:] if argv is None else argv))
+        args = build_parser().parse_args(with_set(words))
     except UserError as error:
         print(f"megatron-dapo: {error}", file=sys.stderr)
         return 2

@@ -29,6 +29,12 @@ def test_a_setting_without_set_reaches_the_configuration(capsys):
     assert "unknown key 'trainer.stepz'; did you mean 'trainer.steps'?" in capsys.readouterr().err
 
 
+def test_without_a_command_all_commands_are_listed(capsys):
+    assert main([]) == 2
+    said = capsys.readouterr().err
+    assert all(f"    {name}" in said for name in ("quickstart", "train", "watch", "doctor"))
+
+
 def test_keys_of_verl_are_answered_with_ours():
     with pytest.raises(ConfigError) as error:
         load_config(None, [
