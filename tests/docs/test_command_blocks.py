@@ -176,7 +176,7 @@ def comparable(line: str, exact: bool) -> str:
     return line if exact else " ".join(re.findall(r"[\w@→#]+", NUMBER.sub("#", line)))
 
 
-@pytest.mark.timeout(7200)
+@pytest.mark.timeout(7200 if HAVE else 300)
 @pytest.mark.parametrize("block", [block for block in SCRIPTS if HAVE or not block.needs], ids=name)
 def test_commands_do_what_the_page_says(block, request, converted, monkeypatch, capsys):
     if block.needs - HAVE:
