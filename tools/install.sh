@@ -15,11 +15,17 @@ if [ -z "$lock" ] || [ ! -f "$constraints" ]; then
   exit 2
 fi
 venv="${2:-$root/.venv-$lock}"
+least=11
+[ "$lock" = cpu ] || least=12
 
 # A bare container image has no Python yet.
 if ! command -v python3 >/dev/null && command -v apt-get >/dev/null; then
   apt-get update -qq
   DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends python3-venv python3-dev build-essential git
+fi
+if ! python3 -c "import sys; sys.exit(sys.version_info < (3, $least))"; then
+  echo "install.sh: expected Python 3.$least or newer as python3, found $(python3 --version)" >&2
+  exit 2
 fi
 [ -x "$venv/bin/python" ] || python3 -m venv "$venv"
 install() { "$venv/bin/python" -m pip install --disable-pip-version-check --constraint "$constraints" "$@"; }

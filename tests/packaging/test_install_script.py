@@ -18,8 +18,8 @@ echo "${0##*/} $* [${CUDNN_PATH:-}]" >> "$RECORD"
 """
 
 
-def install(tmp_path, *arguments):
-    (tmp_path / "python3").write_text(PYTHON)
+def install(tmp_path, *arguments, python=PYTHON):
+    (tmp_path / "python3").write_text(python)
     (tmp_path / "python3").chmod(0o755)
     record = tmp_path / "record"
     done = subprocess.run(
@@ -45,6 +45,16 @@ def test_the_script_installs_the_locked_versions(lock, package, tmp_path):
 def test_an_unknown_lock_is_refused(tmp_path):
     done, record = install(tmp_path, "cuda12")
     assert done.returncode == 2 and "expected cpu or cuda13, found 'cuda12'" in done.stderr and not record
+
+
+@pytest.mark.parametrize(("lock", "least"), [("cpu", 11), ("cuda13", 12)])
+def test_an_old_python_is_refused_before_anything_is_installed(lock, least, tmp_path):
+    old = (
+        f'[ "$1" = -c ] && {{ [[ "$2" != *"(3, {least})"* ]]; exit; }}\n[ "$1" = --version ] && exec echo Python 3.10.1'
+    )
+    done, record = install(tmp_path, lock, str(tmp_path / "venv"), python=PYTHON.replace("[ ", f"{old}\n[ ", 1))
+    assert done.returncode == 2 and f"expected Python 3.{least} or newer as python3, found Python 3.10.1" in done.stderr
+    assert not record and not (tmp_path / "venv").exists()
 
 
 def test_images_run_the_script():

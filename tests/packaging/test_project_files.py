@@ -31,6 +31,16 @@ def test_the_workflow_runs_the_two_commands_on_every_python_and_machine():
     assert set(re.findall(r"\bmake ([a-z-]+)", " ".join(lines))) <= set(targets)
 
 
+def test_an_old_python_is_refused_before_anything_is_installed(tmp_path):
+    (tmp_path / "python3.10").write_text('#!/bin/bash\n[ "$1" = -c ] && exit 1\necho "$@" >> "$0.calls"\n')
+    (tmp_path / "python3.10").chmod(0o755)
+    for python in (tmp_path / "python3.10", tmp_path / "missing"):
+        command = ["make", "quickstart", f"VENV={tmp_path / 'venv'}", f"PYTHON={python}"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode and "older than 3.11: name another one, e.g. make PYTHON=python3.12 quick" in done.stdout
+    assert {path.name for path in tmp_path.iterdir()} == {"python3.10"}, "nothing was installed"
+
+
 def test_hooks_before_a_commit_name_existing_programs():
     for hook in yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]:
         program = hook["entry"].split()[0]
