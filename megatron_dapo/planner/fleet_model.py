@@ -15,6 +15,7 @@ class FleetModel:
         self.now = 0.0
         self._waiting: deque[Sequence] = deque()
         self._next: list[float | None] = [None] * servers  # event of each server
+        self._loads = [0] * servers  # sequences that run or wait on each
         self._server_of: dict[int, int] = {}
 
     def submit(self, sequences: Iterable[Sequence]) -> None:
@@ -23,15 +24,20 @@ class FleetModel:
 
     def _dispatch(self) -> None:
         while self._waiting:
-            index = min(range(len(self.servers)), key=lambda i: len(self.servers[i]))
+            load = min(self._loads)
+            index = self._loads.index(load)
             server = self.servers[index]
-            if len(server) >= server.max_running:
+            if load >= server.max_running:
                 return
             sequence = self._waiting.popleft()
             server.run_until(self.now)
             self._server_of[id(sequence)] = index
             server.add(sequence)
-            self._next[index] = server.next_event()
+            self._changed(index)
+
+    def _changed(self, index: int) -> None:
+        server = self.servers[index]
+        self._next[index], self._loads[index] = server.next_event(), len(server)
 
     def next_event(self) -> float | None:
         return min((event for event in self._next if event is not None), default=None)
@@ -49,7 +55,7 @@ class FleetModel:
         index = self._next.index(event)
         server, self.now = self.servers[index], event
         ended = server.run_until(event)
-        self._next[index] = server.next_event()
+        self._changed(index)
         for sequence in ended:
             del self._server_of[id(sequence)]
         if ended:
@@ -66,13 +72,13 @@ class FleetModel:
                 server = self.servers[index]
                 server.run_until(self.now)
                 server.remove(sequence)
-                self._next[index] = server.next_event()
+                self._changed(index)
         self._dispatch()
 
     def abort_all(self) -> None:
         for index, server in enumerate(self.servers):
             server.run_until(self.now)
             server.clear()
-            self._next[index] = None
+            self._changed(index)
         self._waiting.clear()
         self._server_of.clear()

@@ -49,6 +49,7 @@ class ServerModel:
     _newest: list[tuple[int, Sequence]] = field(default_factory=list)  # in the order of admission
     _count: int = 0
     _admissions: int = 0
+    _pace: tuple[int, float] | None = None  # decoding steps to the next event and the seconds of each, if known
 
     def __len__(self) -> int:
         """Sequences that run or wait here."""
@@ -79,6 +80,7 @@ class ServerModel:
             self.context += sequence.context
             self.backlog += sequence.prefill * self.decode.per_prompt_token
             self._count += 1
+            self._pace = None
             heapq.heappush(self._running, (sequence.end, sequence.admission, sequence))
             self._newest.append((sequence.admission, sequence))
 
@@ -108,33 +110,29 @@ class ServerModel:
         sequence.running = False
         self.context -= sequence.context
         self._count -= 1
+        self._pace = None
 
     def next_event(self) -> float | None:
         """When the next sequence ends or is retracted; None: nothing runs."""
-        steps = self._steps_to_event()
-        return None if steps is None else self.now + self.backlog + self._seconds(steps)
-
-    def _steps_to_event(self) -> int | None:
-        while self._running and not self._alive(self._running[0]):
-            heapq.heappop(self._running)
-        if not self._running:
+        if not self._count:
             return None
+        steps, seconds = self._pace or self._find_pace()
+        return self.now + self.backlog + (steps - self.part) * seconds
+
+    def _find_pace(self) -> tuple[int, float]:
+        """While a sequence runs. Each step takes as long as at the mean context until the event."""
+        while not self._alive(self._running[0]):
+            heapq.heappop(self._running)
         steps = self._running[0][0] - self.tokens
         if self._count > 1:
             steps = min(steps, max(1, (self.kv_tokens - self.context) // self._count))
-        return steps
+        self._pace = steps, self.decode.step(self._count, self.context + self._count * steps / 2)
+        return self._pace
 
     @staticmethod
     def _alive(entry: tuple[int, int, Sequence]) -> bool:
         end, admission, sequence = entry
         return sequence.running and sequence.admission == admission and sequence.end == end
-
-    def _seconds(self, steps: int) -> float:
-        """Seconds until `steps` more decoding steps are complete, at the mean context meanwhile."""
-        return (steps - self.part) * self._step_seconds(steps)
-
-    def _step_seconds(self, steps: int) -> float:
-        return self.decode.step(self._count, self.context + self._count * steps / 2)
 
     def run_until(self, time: float) -> list[Sequence]:
         """Advances to `time` and returns the sequences that ended, in order. Retracted ones wait in the queue again."""
@@ -157,13 +155,15 @@ class ServerModel:
             done = min(self.backlog, seconds)
             self.backlog -= done
             seconds -= done
-            most = self._steps_to_event() or 0
-            exact = self.part + seconds / self._step_seconds(most)
+            most, each = self._pace or self._find_pace()
+            exact = self.part + seconds / each
             steps = min(most, int(exact + 1e-6))
             self.part = max(0.0, exact - steps) if steps < most else 0.0
-            self.tokens += steps
-            self.context += steps * self._count
-            self.generated += steps * self._count
+            if steps:
+                self.tokens += steps
+                self.context += steps * self._count
+                self.generated += steps * self._count
+                self._pace = None
         self.now = max(self.now, time)
 
     def _finish(self) -> list[Sequence]:
