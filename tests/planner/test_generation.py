@@ -61,6 +61,20 @@ def test_an_aborted_sequence_keeps_its_tokens():
     assert server.running == 1 and server.context == 8
 
 
+def test_the_next_event_follows_every_change():
+    """A step takes 2 s of one sequence, 3 s of two."""
+    server = ServerModel(SECOND, 1000, 8)
+    long, short = Sequence(10, 5, 0), Sequence(2, 5, 0)
+    server.add(long)
+    assert server.next_event() == 20.0
+    server.add(short)
+    assert server.next_event() == 6.0
+    server.run_until(3.0)  # one step
+    assert server.next_event() == 6.0
+    server.remove(short)
+    assert server.next_event() == 3.0 + 9 * 2
+
+
 def test_a_full_kv_cache_retracts_the_newest_and_computes_it_again():
     server = ServerModel(SECOND, kv_tokens=100, max_running=8)
     old, new = Sequence(40, 40, 0), Sequence(40, 40, 0)
@@ -80,6 +94,18 @@ def test_requests_wait_for_a_slot_of_the_least_loaded_server():
     fleet.submit(sequences)
     ends = fleet.run_until(100.0)
     assert [(time, sequences.index(s)) for time, s in ends] == [(2.0, 1), (4.0, 2), (8.0, 0)]
+
+
+def test_an_aborted_request_makes_room():
+    fleet = FleetModel(1, SECOND, 1000, max_running=1)
+    first, second, third = (Sequence(n, 1, 0) for n in (4, 1, 5))
+    fleet.submit([first, second])
+    fleet.abort([first])
+    assert fleet.run_until(10.0) == [(2.0, second)]
+    fleet.submit([first])
+    fleet.abort_all()
+    fleet.submit([third])
+    assert fleet.run_until(100.0) == [(20.0, third)]
 
 
 @pytest.mark.parametrize("mean", [100, 1000, 3600])
