@@ -71,8 +71,12 @@ class Subject:
 async def restore_first_weights(server: RealServer) -> None:
     """The weights of the server's directory, where a test before has sent others."""
     first = tiny_model().state_dict()
-    if all(torch.equal(tensor, first[name]) for name, tensor in server.model.state_dict().items()):
-        return
+    if not all(torch.equal(tensor, first[name]) for name, tensor in server.model.state_dict().items()):
+        await send_first_weights(server)
+
+
+async def send_first_weights(server: RealServer) -> None:
+    first = tiny_model().state_dict()
     async with Subject(server).open() as engine:
         assert not (await engine.update_weights(engine.weight_version + 1, iter([[*first.items()]]))).failed
     server.model.load_state_dict(first)

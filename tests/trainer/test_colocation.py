@@ -4,14 +4,11 @@ On a CPU memory is not scarce, but everything else is as on a GPU: storages are 
 offloaded memory fails.
 """
 
-import re
-import socket
-import subprocess
 from functools import partial
 
 import pytest
 from forked import assert_same, at_point, records, run, run_straight
-from tiny_run import HERE, command, environment, evaluated_config, raw_config, write_config
+from tiny_run import environment, evaluated_config
 
 from megatron_dapo.config import check_config, parse_config
 from megatron_dapo.config.rollout import RolloutConfig
@@ -185,39 +182,3 @@ def test_nothing_is_offloaded_without_colocation(separate, tmp_path):
         Policy.offload_training_state = Policy.offload_weights = Policy.onload = None
 
     assert run(config(separate[0], tmp_path), refuse) == 0
-
-
-SGLANG = HERE.parents[1] / ".venv-sglang-0.5.18" / "bin" / "python"
-
-
-@pytest.mark.skipif(not SGLANG.exists(), reason="SGLang for the CPU is not installed: make sglang-cpu")
-def test_real_servers_are_colocated_with_the_ranks_of_two_nodes(tmp_path):
-    """Three steps, with a checkpoint after the second and at the end. Each server gets its weights from the rank on its
-    own node; tensor-parallel halves of every tensor cross the nodes first."""
-    raw = raw_config(
-        tmp_path / "model", tmp_path / "run", trainer__steps=3, trainer__ranks=2, trainer__checkpoint={"every": 2},
-        policy__tensor_parallel=2, rollout__engine="sglang",
-        rollout__weights={"transport": "tensor", "keep_snapshot": False},
-        rollout__servers={"device": "cpu", "dtype": "float32", "python": str(SGLANG), "share_gpus": True, "count": 2},
-    )  # fmt: skip
-    path = write_config(raw, tmp_path / "config.yaml")
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    job = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = []
-    for rank in "01":
-        own = {**environment(), **job, "RANK": rank, "SLURM_NODEID": rank}
-        with (tmp_path / f"rank-{rank}").open("wb") as output:
-            ranks.append(subprocess.Popen(command(path), env=own, stdout=output, stderr=output))
-    try:
-        codes = [process.wait(240) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert codes == [0, 0], [(tmp_path / f"rank-{rank}").read_text()[-3000:] for rank in "01"]
-    log = (tmp_path / "run" / "logs" / "trainer.log").read_text()
-    assert re.findall(r"version (\d) acknowledged by 2 of 2", log) == ["0", "1", "2", "3"]
-    assert log.count("GPU to the engines") == 5 and log.count("GPU to the trainer") == 4
-    gaps = [metrics["train/mismatch_max"] for _, kind, metrics in records(tmp_path / "run") if kind == "step"]
-    assert len(gaps) == 3 and max(gaps) < 1e-2 and "trainer and engine agree" in log

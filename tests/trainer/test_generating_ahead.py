@@ -193,7 +193,8 @@ def test_two_ranks_and_a_real_server_overlap(version, pause_mode, folder, tmp_pa
     python = sglang_python(version)
     if not python.exists():
         pytest.skip(f"SGLang {version} is not installed: make sglang-cpu")
-    servers = {"device": "cpu", "python": str(python), "dtype": "float32", "start_timeout": 600, "max_running": 16}
+    # Few at a time: with many, on a busy machine, the server has generated all that it may before the trainer is done.
+    servers = {"device": "cpu", "python": str(python), "dtype": "float32", "start_timeout": 600, "max_running": 4}
     weights = {"pause_mode": pause_mode, "directory": str(tmp_path)}
     raw = ahead(
         folder, tmp_path / "run", 2, rollout__engine="sglang", rollout__servers=servers, rollout__weights=weights,

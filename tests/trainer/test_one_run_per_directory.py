@@ -1,15 +1,15 @@
 """`train` twice in one run directory: the second one is refused, and a run that has lost its lock saves nothing."""
 
 import json
+import multiprocessing
 import os
 import shutil
-import signal
-import subprocess
+import sys
 import time
 
 import pytest
 from forked import at_point, run
-from tiny_run import command, environment, make_model, raw_config, write_config
+from tiny_run import environment, make_model, raw_config, write_config
 
 from megatron_dapo import cli
 
@@ -26,20 +26,26 @@ def wait_for(condition, seconds=120):
         time.sleep(0.1)
 
 
+def train_command(path):
+    os.environ.update(environment())
+    sys.exit(cli.main(["train", str(path)]))
+
+
 def test_second_command_is_refused_until_the_first_is_killed(folder, tmp_path, capsys, monkeypatch):
     """Two ranks on this machine: their launcher holds the lock."""
     monkeypatch.syspath_prepend(environment()["PYTHONPATH"].split(os.pathsep)[0])
     raw = raw_config(folder, tmp_path / "run", trainer__steps=1000, trainer__ranks=2)
     path = write_config(raw, tmp_path / "config.yaml")
-    first = subprocess.Popen(command(path), env=environment(), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    first = multiprocessing.get_context("fork").Process(target=train_command, args=(path,))
+    first.start()
     try:
         wait_for(lambda: (tmp_path / "run/metrics.jsonl").exists() and (tmp_path / "run/metrics.jsonl").stat().st_size)
         assert cli.main(["train", str(path)]) == 2
         said = capsys.readouterr().err.splitlines()[-1]
         assert f"is in use by another run (pid {first.pid} on " in said and "set another trainer.run_dir" in said
     finally:
-        first.send_signal(signal.SIGKILL)
-        first.wait()
+        first.kill()
+        first.join()
     # Its ranks may live a little longer; the lock is free at once.
     raw["trainer"]["steps"] = len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) + 2
     assert run(raw) == 0
