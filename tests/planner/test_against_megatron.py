@@ -1,18 +1,19 @@
 """The memory model against real Megatron ranks on the CPU: weights, gradients, optimizer state, activations."""
 
 import dataclasses
+import functools
 import warnings
 
 import numpy as np
 import pytest
 import torch
+from joined_ranks import RankJobs
 from long_lists import some
 
 from megatron_dapo.config import parse_config
 from megatron_dapo.planner.activations import Sizes, layer_saved
 from megatron_dapo.planner.memory import stage_memory
 from megatron_dapo.planner.parameters import rank_parameters
-from megatron_dapo.policy.fork_ranks import run_ranks
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.policy.runtime import Rendezvous, initialize, shutdown
 from megatron_dapo.selfcheck.synthetic import awkward_batch, synthetic_shape
@@ -62,16 +63,18 @@ def held_by_rank(place: Rendezvous, kind: str, options: dict) -> tuple[int, int,
         state += sum(p.nbytes for group in inner.param_groups for p in group["params"])  # the fp32 copies
         for values in inner.state.values():
             state += sum(v.nbytes for key, v in values.items() if key in ("exp_avg", "exp_avg_sq"))
-    stage = runtime.groups.pp.rank()
-    shutdown()
-    return stage, parameters, gradients, state
+    return runtime.groups.pp.rank(), parameters, gradients, state
+
+
+jobs = RankJobs()
+held = {name: jobs.add(2, held_by_rank, *layout) for name, layout in LAYOUTS.items()}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_weights_gradients_and_optimizer_state(name):
     kind, options = LAYOUTS[name]
     config, shape = make_config("bf16", **options), wide(kind)
-    for stage, parameters, gradients, state in run_ranks(2, held_by_rank, kind, options, timeout=60):
+    for stage, parameters, gradients, state in held[name].results():
         expected = stage_memory(shape, config.policy, 2, 1, stage, layers="local")
         assert rank_parameters(shape, config.policy, stage).total == parameters
         assert expected.weights == 2 * parameters
@@ -79,9 +82,10 @@ def test_weights_gradients_and_optimizer_state(name):
         assert expected.optimizer == pytest.approx(state, rel=0.02)
 
 
-def saved_by_second_layer(kind, **options):
+@functools.cache
+def saved_by_second_layer(kind, recomputed=None):
     """(bytes, tokens): every tensor that autograd keeps of the second layer, each storage once."""
-    config, shape = make_config("bf16", **options), wide(kind)
+    config, shape = make_config("bf16", **recomputing(recomputed)), wide(kind)
     runtime = initialize(config.policy, rendezvous=Rendezvous(url=""))
     policy = Policy(config, shape, runtime)
     batch = awkward_batch(shape, 0, samples=60)
@@ -91,13 +95,16 @@ def saved_by_second_layer(kind, **options):
     return measured, micro_batches[0].tokens
 
 
+def recomputing(module):
+    return {"recompute": "selective", "recompute_modules": [module]} if module else {}
+
+
 @pytest.mark.parametrize(("kind", "module"), some((("dense", "mlp"), ("moe", "moe")), ("moe", "moe")))
 def test_activations_that_recomputing_a_module_does_not_save(kind, module):
-    options = {"recompute": "selective", "recompute_modules": [module]}
     shape = wide(kind)
-    (all_of_it, tokens), (less, _) = saved_by_second_layer(kind), saved_by_second_layer(kind, **options)
-    layouts = [make_config("bf16", **given).policy.model_copy(update={"micro_batch_tokens": tokens})
-               for given in ({}, options)]  # fmt: skip
+    (all_of_it, tokens), (less, _) = saved_by_second_layer(kind), saved_by_second_layer(kind, module)
+    layouts = [make_config("bf16", **recomputing(given)).policy.model_copy(update={"micro_batch_tokens": tokens})
+               for given in (None, module)]  # fmt: skip
     expected = np.subtract(*(sum(layer_saved(shape, layout, "local").values()) for layout in layouts))
     if shape.is_moe:  # the CPU's router is perfectly spread on average, and SwiGLU is not fused
         routed = tokens * shape.experts_per_token

@@ -26,8 +26,12 @@ def make(rendezvous, layout, model):
     return Policy(config, synthetic_shape(model), initialize(config.policy, rendezvous=rendezvous))
 
 
+def update(policy, seed):
+    return policy.update(awkward_batch(policy.shape, seed, samples=8))
+
+
 def two_more_updates(policy):
-    metrics = [policy.update(awkward_batch(policy.shape, seed)) for seed in (2, 3)]
+    metrics = [update(policy, seed) for seed in (2, 3)]
     return metrics[-1]["loss"], gather_full(policy, policy.runtime, gradient=False)
 
 
@@ -35,7 +39,7 @@ def train_and_save(rendezvous, layout, model, folder):
     policy = make(rendezvous, layout, model)
     policy.load_hf(random_hf_weights(policy.shape))
     for seed in (0, 1):
-        policy.update(awkward_batch(policy.shape, seed))
+        update(policy, seed)
     save_policy(policy, folder)
     return two_more_updates(policy)
 
@@ -85,7 +89,7 @@ def save_with_megatron(rendezvous, layout, model, folder):
     policy = make(rendezvous, layout, model)
     policy.load_hf(random_hf_weights(policy.shape))
     for seed in (0, 1):
-        policy.update(awkward_batch(policy.shape, seed))
+        update(policy, seed)
     with whole_parameters():
         state = checkpoint._sharded_state(policy, is_loading=False)
     folder.mkdir(exist_ok=True)

@@ -95,13 +95,13 @@ def moved(rendezvous, config, shape, folder):
     policy = Policy(config, shape, initialize(config.policy, rendezvous=rendezvous))
     policy.load_hf(random_hf_weights(shape))
     loaded = {name: tensor.clone() for bucket in policy.weight_buckets(4000).buckets() for name, tensor in bucket}
-    policy.update(awkward_batch(shape, 0))
+    policy.update(awkward_batch(shape, 0, samples=8))
     save_policy(policy, folder)
     updated = {name: tensor.clone() for bucket in policy.weight_buckets(4000).buckets() for name, tensor in bucket}
     other = Policy(config, shape, policy.runtime)
     load_policy(other, folder)
     restored = {name: tensor.clone() for bucket in other.weight_buckets(4000).buckets() for name, tensor in bucket}
-    batch = awkward_batch(shape, 1)
+    batch = awkward_batch(shape, 1, samples=8)
     policy.update(batch)
     other.update(batch)
     same = all(

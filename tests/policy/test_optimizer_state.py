@@ -1,5 +1,7 @@
 """Every Adam that Megatron may pick saves and loads its moments and its step count exactly."""
 
+import functools
+
 import fused_adam
 import megatron.core.optimizer as megatron_optimizer
 import pytest
@@ -45,8 +47,12 @@ def steps(policy):
                     yield from (part.state[parameter]["step"].item() for parameter in group["params"])
 
 
+def update_once(policy, seed):
+    return policy.update(awkward_batch(SHAPE, seed, samples=8))["loss"]
+
+
 def update(policy, seeds):
-    losses = [policy.update(awkward_batch(policy.shape, seed))["loss"] for seed in seeds]
+    losses = [update_once(policy, seed) for seed in seeds]
     return losses, gather_full(policy, policy.runtime, gradient=False), set(steps(policy))
 
 
@@ -59,7 +65,7 @@ def save_after(rendezvous, layout, kind, folder, updates):
     policy = make_policy(rendezvous, layout, kind)
     policy.load_hf(random_hf_weights(SHAPE))
     for seed in range(updates):
-        policy.update(awkward_batch(SHAPE, seed))
+        update_once(policy, seed)
     save_policy(policy, folder)
     return update(policy, (7, 8))
 
@@ -67,7 +73,7 @@ def save_after(rendezvous, layout, kind, folder, updates):
 def load_and_update(rendezvous, layout, kind, folder, updates):
     policy = make_policy(rendezvous, layout, kind)
     policy.load_hf(random_hf_weights(SHAPE, seed=5))
-    policy.update(awkward_batch(SHAPE, 9))  # state that loading must replace
+    update_once(policy, seed=9)  # state that loading must replace
     load_policy(policy, folder)
     assert policy.updates == updates and set(steps(policy)) == {updates}
     return update(policy, (7, 8))
@@ -75,6 +81,18 @@ def load_and_update(rendezvous, layout, kind, folder, updates):
 
 def run(function, layout, *args):
     return run_ranks(LayoutSpec.parse(layout).world_size, function, layout, *args)[0]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A checkpoint, made once: its folder, and what two updates after it give."""
+
+    @functools.cache
+    def make_checkpoint(layout, kind, updates):
+        folder = tmp_path_factory.mktemp("saved") / "c"
+        return folder, run(save_after, layout, kind, folder, updates)
+
+    return make_checkpoint
 
 
 def assert_same(found, expected):
@@ -87,10 +105,10 @@ def assert_same(found, expected):
     some([(kind, layout) for kind in KINDS for layout in ("do", "single", "dp2do")],
          *((kind, "do") for kind in KINDS), ("torch", "single"), ("torch", "dp2do")),
 )  # fmt: skip
-def test_training_continues_bit_for_bit(kind, layout, tmp_path):
-    expected = run(save_after, layout, kind, tmp_path / "c", 3)
+def test_training_continues_bit_for_bit(kind, layout, saved):
+    folder, expected = saved(layout, kind, 3)
     assert expected[2] == {5}
-    assert_same(run(load_and_update, layout, kind, tmp_path / "c", 3), expected)
+    assert_same(run(load_and_update, layout, kind, folder, 3), expected)
 
 
 @pytest.mark.parametrize(
@@ -98,19 +116,19 @@ def test_training_continues_bit_for_bit(kind, layout, tmp_path):
     some([(kind, layout) for kind in KINDS for layout in ("do", "single")],
          ("torch", "do"), ("apex", "do"), ("transformer_engine", "single")),
 )  # fmt: skip
-def test_a_checkpoint_from_before_the_first_update(kind, layout, tmp_path):
+def test_a_checkpoint_from_before_the_first_update(kind, layout, saved):
     """A run that is stopped while it samples its first batch saves this."""
-    expected = run(save_after, layout, kind, tmp_path / "c", 0)
+    folder, expected = saved(layout, kind, 0)
     assert expected[2] == {2}
-    assert_same(run(load_and_update, layout, kind, tmp_path / "c", 0), expected)
+    assert_same(run(load_and_update, layout, kind, folder, 0), expected)
 
 
 @pytest.mark.parametrize("layout", ["do", "single"])
-@pytest.mark.parametrize(("saved", "loaded"), [("torch", "transformer_engine"), ("apex", "torch")])
-def test_another_optimizer_continues_with_the_step_count(saved, loaded, layout, tmp_path):
+@pytest.mark.parametrize(("before", "after"), [("torch", "transformer_engine"), ("apex", "torch")])
+def test_another_optimizer_continues_with_the_step_count(before, after, layout, saved):
     """Transformer Engine was installed or removed between two runs. The kernels round differently."""
-    losses, weights, counts = run(save_after, layout, saved, tmp_path / "c", 3)
-    found_losses, found, found_counts = run(load_and_update, layout, loaded, tmp_path / "c", 3)
+    folder, (losses, weights, counts) = saved(layout, before, 3)
+    found_losses, found, found_counts = run(load_and_update, layout, after, folder, 3)
     assert found_losses == pytest.approx(losses, rel=1e-5) and found_counts == counts
     assert all((found[name] - weight).abs().max() <= 1e-5 for name, weight in weights.items())
 
@@ -129,9 +147,9 @@ def load_without_step(rendezvous, layout, kind, folder, updates):
 
 @pytest.mark.parametrize("layout", ["do", "single"])
 @pytest.mark.parametrize("kind", ["torch", "apex"])
-def test_a_checkpoint_without_a_step_count_has_one_step_per_update(kind, layout, tmp_path):
-    expected = run(save_after, layout, kind, tmp_path / "c", 3)
-    assert_same(run(load_without_step, layout, kind, tmp_path / "c", 3), expected)
+def test_a_checkpoint_without_a_step_count_has_one_step_per_update(kind, layout, saved):
+    folder, expected = saved(layout, kind, 3)
+    assert_same(run(load_without_step, layout, kind, folder, 3), expected)
 
 
 def load_with_two_steps(rendezvous, layout, kind, folder):
@@ -147,9 +165,9 @@ def load_with_two_steps(rendezvous, layout, kind, folder):
         load_policy(make(rendezvous, layout, kind), folder)
 
 
-def test_different_step_counts_are_an_error(tmp_path):
-    run(save_after, "do", "torch", tmp_path / "c", 3)
-    run(load_with_two_steps, "do", "torch", tmp_path / "c")
+def test_different_step_counts_are_an_error(saved):
+    folder, _ = saved("do", "torch", 3)
+    run(load_with_two_steps, "do", "torch", folder)
 
 
 def test_the_step_count_is_found_wherever_megatron_keeps_it():
@@ -214,7 +232,7 @@ def offloading_policy(rendezvous, layout, fraction):
     ("layout", "fraction", "updates"),
     some([("do", 0.5, 3), ("do", 1.0, 0), ("dp2do", 0.5, 2)], ("do", 1.0, 0), ("dp2do", 0.5, 2)),
 )
-def test_an_offloaded_optimizer_continues_bit_for_bit(layout, fraction, updates, tmp_path):
-    expected = run(save_after, layout, fraction, tmp_path / "c", updates)
+def test_an_offloaded_optimizer_continues_bit_for_bit(layout, fraction, updates, saved):
+    folder, expected = saved(layout, fraction, updates)
     assert expected[2] == {updates + 2}
-    assert_same(run(load_and_update, layout, fraction, tmp_path / "c", updates), expected)
+    assert_same(run(load_and_update, layout, fraction, folder, updates), expected)
