@@ -40,8 +40,9 @@ PARALLEL = @$(MAKE) --no-print-directory --keep-going -j
 check: lint
 	$(PARALLEL) 2 types tests-fast
 
+# Five at a time on two cores, because real servers and Slurm mostly wait. The next part starts when one has ended.
 test: lint sglang-cpu
-	$(PARALLEL) 5 types tests-1 tests-2 tests-3 tests-rest
+	$(PARALLEL) 5 types $(addprefix tests-,$(PARTS))
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -51,23 +52,22 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 # No server, no Slurm, no training in several processes.
-FAST := tests/algorithm tests/config tests/data tests/docs tests/rollout tests/simulation tests/planner \
+PART_fast := tests/algorithm tests/config tests/data tests/docs tests/rollout tests/simulation tests/planner \
 	$(wildcard tests/test_*.py) --ignore=tests/planner/test_against_megatron.py
-# In four processes with about the same CPU time (`pytest --cpu-times`), on two cores: real servers and Slurm mostly wait.
-# Slurm's tests come last, so that they do not start while the servers do.
-PART_1 := tests/trainer
-PART_2 := tests/engines tests/launch
-PART_3 := tests/policy tests/selfcheck
-PARTS  := $(PART_1) $(PART_2) $(PART_3)
 
-tests-fast: TESTS = $(FAST)
-tests-1: TESTS = $(PART_1)
-tests-2: TESTS = $(PART_2)
-tests-3: TESTS = $(PART_3)
-tests-rest: TESTS = $(addprefix --ignore=,$(PARTS))
+# Parts of one to four CPU minutes (`pytest --cpu-times`): first those that wait, then the long ones.
+PARTS := launch engines trainer policy loop rest selfcheck rollout
+PART_launch    := tests/launch
+PART_engines   := tests/engines
+PART_trainer   := $(wildcard tests/trainer/test_[a-k]*.py)
+PART_loop      := $(wildcard tests/trainer/test_[l-z]*.py)
+PART_policy    := tests/policy
+PART_selfcheck := tests/selfcheck tests/examples tests/packaging tests/doctor
+PART_rollout   := tests/rollout tests/simulation tests/planner
+PART_rest      := $(foreach part,$(filter-out rest,$(PARTS)),$(addprefix --ignore=,$(PART_$(part))))
 
 tests-%: $(STAMP)
-	@$(BIN)/python -m pytest --durations=25 $(TESTS) > .pytest-part-$*.log 2>&1; code=$$?; \
+	@$(BIN)/python -m pytest --durations=25 $(PART_$*) > .pytest-part-$*.log 2>&1; code=$$?; \
 	cat .pytest-part-$*.log; exit $$code
 
 # SGLang pins other packages than we do, so it has its own environments. They borrow torch and whatever else fits from
