@@ -131,7 +131,8 @@ def draw(tables: dict[str, dict[str, Any]], path: Path) -> None:
         title = next(measure["label"] for measure in table["measures"] if measure["id"] == name)
         panel.set(xlabel="rollout step", title=f"{task}: {title.lower()}")
         panel.grid(alpha=0.3)
-        panel.legend(fontsize=8)
+        if panel.lines:
+            panel.legend(fontsize=8)
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
