@@ -195,7 +195,7 @@ def test_a_student_approaches_its_teacher(folder, tmp_path):
         model.lm_head.weight.mul_(15)
     model.save_pretrained(teacher)
     raw = raw_config(
-        folder, tmp_path / "run", trainer__steps=10, rollout__dynamic_sampling=False, trainer__prompts_per_step=16,
+        folder, tmp_path / "run", trainer__steps=6, rollout__dynamic_sampling=False, trainer__prompts_per_step=16,
         trainer__mini_batch_prompts=8, policy__optimizer={"lr": 1e-2}, trainer__checkpoint={"every": 100},
         algorithm__distillation={"model": str(teacher), "alone": True},
     )  # fmt: skip
