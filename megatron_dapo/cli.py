@@ -143,7 +143,7 @@ def _add_convert(sub: Commands) -> None:
         options = {key: value for key, value in vars(args).items() if key not in ("run", "convert")}
         return int(getattr(command, args.convert)(**options))
 
-    group = sub.add_parser("convert", help="HF checkpoints to Megatron torch_dist and back, and compare them")
+    group = sub.add_parser("convert", help="Convert HF checkpoints to Megatron and back, and compare them.")
     inner = group.add_subparsers(title="conversions", metavar="CONVERSION", required=True)
     to_megatron = add_command(
         inner, "hf-to-megatron", run,
@@ -244,7 +244,7 @@ def _add_selfcheck(sub: Commands) -> None:
         updates = args.updates or (1 if args.random else 3)
         return run_layouts(names, args.tolerance, updates, random=args.random, seed=args.seed)
 
-    group = sub.add_parser("selfcheck", help="check that this installation computes correctly")
+    group = sub.add_parser("selfcheck", help="Check that this installation computes correctly.")
     inner = group.add_subparsers(title="checks", metavar="CHECK", required=True)
     parser = add_command(
         inner, "layouts", run,

@@ -188,6 +188,7 @@ def test_commands_do_what_the_page_says(block, request, converted, monkeypatch, 
     else:
         folder = request.getfixturevalue("workplace")
         furnish(folder, converted)
+    monkeypatch.setenv("COLUMNS", "120")  # of the tables that a page shows
     if "slurm" not in HAVE:
         monkeypatch.setattr(shutil, "which", lambda name, *_, **__: None)  # the tools may be here without a controller
     ran = 0
