@@ -7,6 +7,7 @@ import signal
 import numpy as np
 import pytest
 import torch
+from faults import Texts
 from installed_sglang import API_KEY_VARIABLE, SGLANG_VERSIONS
 from simulation import Prompts
 from subject import PROMPT, TOLERANCE, Subject, copy_of, run, settings
@@ -17,6 +18,7 @@ from megatron_dapo.engines.protocol import EngineError, SamplingParams, WeightUp
 from megatron_dapo.engines.sglang.fleet import Fleet
 from megatron_dapo.engines.sglang.guard import members
 from megatron_dapo.engines.teacher import open_teacher
+from megatron_dapo.rollout.functions import RolloutFunction
 from megatron_dapo.rollout.sampler import Sampler
 from megatron_dapo.types import FinishReason, Grade, Sample, as_logprobs, as_tokens
 
@@ -362,17 +364,24 @@ def test_released_memory_is_resumed_by_the_next_update(sglang_server):
 
 
 @pytest.mark.parametrize("sglang_server", SGLANG_VERSIONS[:1], indirect=True)
-def test_a_real_server_killed_during_a_batch_is_restarted_and_joins_the_next_update(sglang_server, tmp_path):
-    """kill -9 while all requests run on it: the batch completes with every sample once and right, no process of the old
-    server is left, and the new one joins the process group of the next update. It stays, for the tests that follow. One
-    version, because starting one takes half a minute."""
+def test_a_real_server_killed_in_mid_conversation_is_restarted_and_joins_the_next_update(sglang_server, tmp_path):
+    """kill -9 among the first and second turns of a batch: it completes with every sample once and right, no process of
+    the old server is left, and the new one joins the process group of the next update. It stays, for the tests that
+    follow. One version, because starting one takes half a minute."""
     subject = Subject(sglang_server)
     config = settings(
         "distributed", samples_per_prompt=4, max_response_tokens=64, dynamic_sampling=False,
     ).model_copy(update={"servers": sglang_server.config.model_copy(
         update={"heartbeat": 0.5, "attempts": 30, "sample_timeout": 60.0})})  # fmt: skip
 
-    async def grade(prompt, sample):
+    first_turns = []
+
+    async def two_turns(prompt, conversation, settings):
+        index = conversation.samples[0].index
+        await conversation.generate(max_tokens=4 + 8 * index)
+        first_turns.append((prompt.id, index))
+        conversation.append([7, 8])
+        await conversation.generate(max_tokens=24)
         return Grade(True, 1.0)
 
     async def main():
@@ -380,9 +389,12 @@ def test_a_real_server_killed_during_a_batch_is_restarted_and_joins_the_next_upd
         fleet.processes = [sglang_server.process]
         engine = await fleet.start(version=sglang_server.version)
         await subject.update(engine, seed=77)
-        sampler = Sampler(engine, grade, Prompts(), config, groups_per_step=4)
+        function = RolloutFunction("python:test.two_turns", two_turns, {}, Texts())
+        sampler = Sampler(engine, None, Prompts(), config, groups_per_step=4, function=function)
         collecting = asyncio.ensure_future(sampler.collect(0))
-        await asyncio.sleep(0.2)
+        while len(first_turns) < 4:
+            await asyncio.sleep(0.001)
+        assert not collecting.done()
         session = sglang_server.process.pid
         assert len(members(session)) >= 4  # guard, server, scheduler, detokenizer
         os.kill(session, signal.SIGKILL)
@@ -399,10 +411,13 @@ def test_a_real_server_killed_during_a_batch_is_restarted_and_joins_the_next_upd
 
     version, model, batch, after = run(main(), 280)
     assert len({(s.prompt_id, s.index) for s in batch.samples}) == len(batch.samples) == 16
+    assert len(set(first_turns)) == len(first_turns) >= 16, "a conversation started again"
+    assert batch.metrics["rollout/samples_failed"] == 0
     for sample in batch.samples:
         assert {span.version for span in sample.weight_spans} == {version}
+        assert [turn.role for turn in sample.turns] == ["assistant", "tool", "assistant"]
         expected = reference_logprobs(model, sample.prompt_tokens, sample.response_tokens)
-        assert np.abs(sample.engine_logprobs - expected).max() < TOLERANCE
+        assert np.abs(sample.engine_logprobs - expected)[sample.trained_mask].max() < TOLERANCE
     assert [span.version for span in after.weight_spans] == [version + 1]
     subject.assert_agrees(PROMPT, after)
 
