@@ -209,6 +209,9 @@ def test_commands_do_what_the_page_says(block, request, converted, monkeypatch, 
         printed = {comparable(line, exact) for line in said.splitlines()}
         missing = [line for line in expected if line.strip() and comparable(line, exact) not in printed]
         assert not missing, f"{name(block)}: {command!r} printed\n{said}\nwithout\n{missing}"
+        shown = {comparable(line, exact) for line in expected}
+        rows = [line for line in said.splitlines() if line.startswith("│") and comparable(line, exact) not in shown]
+        assert not rows or not expected, f"{name(block)}: {command!r} also printed {rows}"
         ran += 1
     assert ran or all(is_synopsis(words) for words in lines), f"{name(block)}: nothing ran"
 
