@@ -8,9 +8,11 @@
 attention is further from it than bf16 explains (wrong gradients were reported on Hopper for some Triton versions).
 `train` starts `megatron-dapo train`: packed training, weight sync, and the start-up gate, which compares SGLang's
 log-probs with the trainer's and ends the run if they differ. It prints the gate's figures and one line per step; exit
-code 0 means that the gate passed and all steps were made. `--set key=value` changes any setting, for example
-`--set 'rollout.servers.arguments=["--mem-fraction-static","0.5","--disable-radix-cache"]`. Where SGLang cannot load the
-model, its log under RUN/ has the reason.
+code 0 means that the gate passed and all steps were made. Its limit is 0.15 nats: random weights magnify rounding. In
+transformers, bf16 and fp32 of this model differ by 0.057, so two bf16 implementations by about 0.08; a decay that is
+wrong in one layer shows as 0.49. `--set key=value` changes any setting, for example `--set
+'rollout.servers.arguments=["--mem-fraction-static","0.5","--disable-radix-cache"]`. Where SGLang cannot load the model,
+its log under RUN/ has the reason.
 """
 
 from __future__ import annotations
@@ -135,7 +137,7 @@ def train(folder: Path, run: Path, changes: list[str], dry_run: bool) -> int:
         "rollout.weights.transport=tensor", "rollout.sampler.order=prompt", "rollout.dynamic_sampling=false",
         f"data.path={folder}/prompts.jsonl", "data.template=plain", "reward.grader=math", "evaluate.every=0",
         f"trainer.run_dir={run}", "trainer.ranks=1", "trainer.steps=3", "trainer.prompts_per_step=16",
-        "trainer.mini_batch_prompts=8", "trainer.checkpoint.every=0", *changes,
+        "trainer.mini_batch_prompts=8", "trainer.checkpoint.every=0", "trainer.gate.max_mean_gap=0.15", *changes,
     ]  # fmt: skip
     (folder / "run.yaml").write_text("{}\n")
     words = [word for item in settings for word in ("--set", item)]

@@ -15,7 +15,9 @@ EngineSoftware = Literal["sglang", "vllm"]
 # ---- decoding: fitted to 104 vLLM measurements on H100 (8B to 235B, TP 1 to 8, batch 8 to 1 019; rms error 10 %,
 # tests/planner/decode_measurements.json), and checked with SGLang 0.5.17 on an H200 (1.5B, batch 1, 64, 256).
 READ_SHARE = 0.9  # of the memory bandwidth, while weights and keys and values are read
-DECODE_MFU = 0.4  # of the peak, where a decoding step is limited by arithmetic; also of prefill
+# Of the peak, where a decoding step is limited by arithmetic; also of prefill. SGLang: 32B in bf16 on an H200, 16 to
+# 256 sequences with prompts of 256 or 4 096 tokens, six points within 6 % (`benchmarks/calibrate.py decode`).
+DECODE_MFU: dict[EngineSoftware, float] = {"sglang": 0.6, "vllm": 0.4}
 SECONDS_PER_LAYER = 60e-6  # launches and small kernels
 ALL_REDUCE_SECONDS = 15e-6  # one all-reduce of a layer, inside a node
 # One all-reduce of a layer between nodes; 235B at TP 16 (NeMo-RL) needs 40 to 60 µs.
@@ -32,7 +34,8 @@ DEFAULT_FRACTION = 0.88  # SGLang's --mem-fraction-static
 ENGINE_OVERHEAD_BYTES = 3.0 * GIB  # CUDA context, graphs, activations: outside that fraction, and kept after a release
 
 # ---- training
-# Of the peak, in long products: 0.50 to 0.52 measured on an H200 (1.5B, 16 384 tokens, torch and Transformer Engine).
+# Of the peak, in long products: 0.50 to 0.53 measured on an H200 (1.5B, torch and Transformer Engine), 0.60 with layers
+# of 32B (`benchmarks/calibrate.py train`). The lower value is used: published runs on H100s fit it.
 DEFAULT_MFU = 0.5
 WIRE_SHARE = 0.7  # of a link's bandwidth that collectives reach
 FILL = 0.9  # of a micro-batch that first-fit packing fills, unless one sequence already does
@@ -57,6 +60,7 @@ LOAD_BYTES_PER_SECOND = 50e9
 BROADCAST_LIMIT = 100e9
 # Other systems, from gathered parameters to engines: 14 and 20 GB/s (verl, H20), 23 GB/s (miles, H100).
 PEER_BROADCAST_BYTES_PER_SECOND = 20e9
+PEER_PAUSE_SECONDS = 0.3  # besides the transfer; assumed
 PEER_IPC_BYTES_PER_SECOND = 18.6e9  # tensor by tensor; measured here before buckets were flat: 3.1 GB in 0.166 s
 # SGLang's loader for one tensor (its weight_loader and the launch of a copy), and one comparison in its search for an
 # expert's name: a list of 3 × experts is searched for every name. The search took 0.89 s of CPU time for 18 432 names
@@ -64,4 +68,5 @@ PEER_IPC_BYTES_PER_SECOND = 18.6e9  # tensor by tensor; measured here before buc
 SECONDS_PER_NAME, SECONDS_PER_NAME_COMPARED = 30e-6, 80e-9
 SNAPSHOT_BYTES_PER_SECOND = 40e9  # into pinned host memory, while the weights are sent: HOST_BYTES_PER_SECOND
 HOST_BYTES_PER_SECOND = 40e9  # between a GPU and pinned host memory; measured on an H200
-PAUSE_SECONDS = 0.3  # of a weight update, without the transfer: pause, probe, resume
+# Of a weight update, without the transfer: pause, labels, probe, resume. Measured on an H200: 0.04 to 0.09 s.
+PAUSE_SECONDS = 0.1

@@ -144,7 +144,7 @@ def _peer_sync(shape: ModelShape, cluster: Cluster) -> float:
     network = cluster.wire(cluster.gpus) * assumptions.WIRE_SHARE
     broadcast = min(network, assumptions.PEER_BROADCAST_BYTES_PER_SECOND)
     rate = assumptions.PEER_IPC_BYTES_PER_SECOND if cluster.colocated else broadcast
-    return count_parameters(shape).total * 2 / rate + assumptions.PAUSE_SECONDS
+    return count_parameters(shape).total * 2 / rate + assumptions.PEER_PAUSE_SECONDS
 
 
 def _parts(phases: list[Phase]) -> dict[str, float]:
