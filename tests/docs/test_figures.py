@@ -135,7 +135,7 @@ ELSEWHERE = {
         "95 %": "confidence level", "2.7 points": "1.96 √(p (1 − p) / 1319)", "2.3 points": "likewise",
         "1.5 points": "the standard error of 800 samples",
         "50 GB/s": "planner/assumptions.py", "50 %": "default of --kept",
-        **{f"{n} s": "test_results.py" for n in ("2,275.8", "2,112", "3,091", "791.1", "734", "1,074")},
+        **{f"{n} s": "test_results.py" for n in ("2,257.6", "2,096", "3,066", "770.4", "715", "1,046")},
     },
     "docs/rollout.md": {"7 000 tokens/s": "default", "128 ×": "size of a block"},
     "examples/README.md": {"16 ×": "nodes", "80 GB": "GPU", "20 minutes": "about, of the paper's order"},
@@ -148,8 +148,8 @@ ELSEWHERE = {
         "2 ×": "setting", "522.6 GiB": "`plan` without parallelism", "38 minutes": "its table",
     },
     "examples/qwen2.5_32b_fast/README.md": {
-        "878 s": "`simulate`", "88 %": "`simulate`", "2.9 ×": "quotient of two plans",
-        "2,275.8 s": "`plan` of the other",
+        "914 s": "`simulate`", "92 %": "`simulate`", "2.9 ×": "quotient of two plans",
+        "2,257.6 s": "`plan` of the other",
     },
     "examples/qwen3_30b_a3b/README.md": {
         "14.2 GiB": "`plan`", "132 GiB": "`plan`", "96 GiB": "`plan`", "80 GB": "calculated from sizes",
