@@ -19,7 +19,7 @@ from typing import Any
 from megatron_dapo.arguments import quiet_libraries
 from megatron_dapo.config import load_config
 from megatron_dapo.errors import UserError
-from megatron_dapo.launch.local import run_training
+from megatron_dapo.launch.local import import_trainer, run_training
 from megatron_dapo.policy.gpu_count import gpu_count
 
 
@@ -86,12 +86,9 @@ def _train(config_file: str, settings: Sequence[str]) -> int:
 
 def main() -> None:
     quiet_libraries()
-    # With GPUs each trainer imports for itself: an import that initialized CUDA here would leave it unusable in all.
+    # With GPUs each trainer imports for itself, as in local.py.
     if gpu_count() == 0:
-        from transformers import AutoTokenizer  # noqa: F401
-
-        from megatron_dapo.trainer import loop  # noqa: F401
-
+        import_trainer(driver=True)
         gc.freeze()  # what is imported is never collected, so its memory stays shared
     Worker().serve()
 

@@ -48,10 +48,7 @@ def run_training(config: Config, *, dry_run: bool = False) -> int:
     # here would leave it unusable in every rank.
     if not dry_run and (in_job or ranks == 1 or gpu_count() == 0):
         with importing("Megatron-Core"):
-            from megatron_dapo.trainer import loop  # noqa: F401
-
-            if rendezvous.rank == 0:
-                from transformers import AutoTokenizer  # noqa: F401
+            import_trainer(driver=rendezvous.rank == 0)
     data = None  # the prompts: rank 0 has them
     if rendezvous.rank == 0:
         # Ranks are forked from this process: threads of tokenizers or plugins must not be in it.
@@ -79,6 +76,14 @@ def run_training(config: Config, *, dry_run: bool = False) -> int:
         except UserError as error:
             print(f"megatron-dapo: {error}", file=sys.stderr)
             return 1
+
+
+def import_trainer(*, driver: bool) -> None:
+    """What every rank needs, and what rank 0 (`driver`) needs besides."""
+    from megatron_dapo.trainer import loop  # noqa: F401
+
+    if driver:
+        from transformers import AutoTokenizer  # noqa: F401
 
 
 def _train(rendezvous: Any, config: Config, shape: ModelShape, lock: RunLock | None, data: RunData | None) -> int:
