@@ -92,7 +92,7 @@ def train(folder: Path, name: str, seed: int, steps: int, settings: list[str]) -
     curve = {f"step {r.step}": r.metrics["eval/avg@8"] for r in records if r.kind == "eval"}
     return curve | {
         "staleness": max(m["rollout/staleness_max"] for m in trained),
-        "mismatch": fmean(m["train/mismatch_kl"] for m in trained),
+        "mismatch": fmean(m["train/mismatch_kl"] for m in trained if "train/mismatch_kl" in m),
         "clipped": fmean(m["train/clip_fraction_high"] + m["train/clip_fraction_low"] for m in trained),
     }
 

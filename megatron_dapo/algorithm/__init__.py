@@ -34,7 +34,7 @@ from megatron_dapo.algorithm.overlong import (
     relative_overlong_penalty,
     soft_overlong_penalty,
 )
-from megatron_dapo.algorithm.token_batch import Scores, TokenBatch
+from megatron_dapo.algorithm.token_batch import Proximal, Scores, TokenBatch
 
 __all__ = [
     "EarlyRejection",
@@ -43,6 +43,7 @@ __all__ = [
     "Needs",
     "Objective",
     "PolicyLoss",
+    "Proximal",
     "Scores",
     "TokenBatch",
     "TokenMetrics",

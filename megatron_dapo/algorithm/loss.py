@@ -40,8 +40,9 @@ class LossOutputs:
         …                                 other metrics of the objective
         approx_kl                         k3 estimate of KL(π_old‖π)
         entropy, reference_kl             where entropy, ref_logprobs are given
-        mismatch_mean, mismatch_kl        where engine_logprobs are given: |old − engine|; k3 of KL(engine‖π_old)
-        mismatch_over_cap                 same: tokens whose weight exp(old − engine) is above the cap (sequence
+        mismatch_mean, mismatch_kl        where engine_logprobs are given and log-probs of the proximal policy are
+                                          known: |proximal − engine|; k3 of KL(engine‖proximal)
+        mismatch_over_cap                 same: tokens whose weight exp(proximal − engine) is above the cap (sequence
                                           level: the sequence's weight)
         importance_weight                 the weight applied, where there is one
         token_mask_share, sequence_mask_share, opsm_share
@@ -128,7 +129,7 @@ class PolicyLoss:
         off_policy = self.off_policy.sequence_values(scores, batch)
         totals = _sums_per_sequence([*own.values(), *off_policy.values()], batch, reduce, scores.logprobs.dtype)
         sums = dict(zip(own, totals[: len(own)], strict=True))
-        corrections = self.off_policy.correct(batch, dict(zip(off_policy, totals[len(own) :], strict=True)))
+        corrections = self.off_policy.correct(scores, batch, dict(zip(off_policy, totals[len(own) :], strict=True)))
         return _SequenceTerms(sums, corrections)
 
     def _losses(self, scores: Scores, batch: TokenBatch, terms: _SequenceTerms) -> Tensor:
@@ -166,9 +167,10 @@ class PolicyLoss:
             values["entropy"] = scores.entropy
         if batch.ref_logprobs is not None:
             values["reference_kl"] = kl_estimate(logprobs, batch.ref_logprobs, self.config.kl.estimator)
-        if batch.engine_logprobs is not None:
-            peaks["mismatch_max"] = values["mismatch_mean"] = (old - batch.engine_logprobs).abs()
-            values["mismatch_kl"] = kl_estimate(batch.engine_logprobs, old, "k3")
+        proximal = batch.proximal_logprobs(scores)
+        if batch.engine_logprobs is not None and proximal is not None:
+            peaks["mismatch_max"] = values["mismatch_mean"] = (proximal - batch.engine_logprobs).abs()
+            values["mismatch_kl"] = kl_estimate(batch.engine_logprobs, proximal, "k3")
         values |= terms.corrections.means
         self._check_names(of_objective, values | peaks)
         values, peaks = values | of_objective.means, peaks | of_objective.maxima

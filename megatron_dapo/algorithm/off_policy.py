@@ -63,23 +63,27 @@ class OffPolicy:
             values["drift"] = batch.engine_logprobs - scores.logprobs
         return values
 
-    def correct(self, batch: TokenBatch, sums: Sums) -> Corrections:
+    def correct(self, scores: Scores, batch: TokenBatch, sums: Sums) -> Corrections:
         """Elementwise over any slice of tokens once `sums` are known. Metrics only, if no correction is on."""
         found = Corrections()
         if batch.engine_logprobs is None:
             return found
-        self._weigh(found, batch, sums)
+        self._weigh(found, scores, batch, sums)
         self._mask_tokens(found, batch)
         self._exclude_sequences(found, batch, sums)
         self._mask_drifted(found, batch, sums)
         return found
 
-    def _weigh(self, found: Corrections, batch: TokenBatch, sums: Sums) -> None:
+    def _weigh(self, found: Corrections, scores: Scores, batch: TokenBatch, sums: Sums) -> None:
         level, cap = self.config.importance_weight, self.config.weight_cap
+        if level == "off":
+            proximal = batch.proximal_logprobs(scores)
+            if proximal is not None and batch.engine_logprobs is not None:
+                found.means["mismatch_over_cap"] = (proximal - batch.engine_logprobs).exp() > cap
+            return
         weights = (sums["mismatch"] if level == "sequence" else _mismatch(batch)).exp()
         found.means["mismatch_over_cap"] = weights > cap
-        if level != "off":
-            found.weights = found.means["importance_weight"] = weights.clamp(max=cap)
+        found.weights = found.means["importance_weight"] = weights.clamp(max=cap)
 
     def _mask_tokens(self, found: Corrections, batch: TokenBatch) -> None:
         if self.config.token_mask is not None:

@@ -7,10 +7,14 @@ of it.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+# Where the log-probs of the proximal policy are: the trainer's, before the first update of a step. "old": old_logprobs.
+# "current": the scores, because no weight has changed since. "unknown": nowhere; old_logprobs are the engine's.
+Proximal = Literal["old", "current", "unknown"]
 
 
 class Scores(NamedTuple):
@@ -39,6 +43,10 @@ class TokenBatch:
     sequences: int
     ref_logprobs: Tensor | None = None  # of the frozen reference policy
     engine_logprobs: Tensor | None = None  # as the inference engine reported them
+    proximal: Proximal = "old"
+
+    def proximal_logprobs(self, scores: Scores) -> Tensor | None:
+        return {"old": self.old_logprobs, "current": scores.logprobs, "unknown": None}[self.proximal]
 
     @property
     def tensors(self) -> dict[str, Tensor]:

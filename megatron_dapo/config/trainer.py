@@ -62,8 +62,8 @@ class TrainerConfig(Section):
     old_logprobs: Literal["auto", "recompute", "engine"] = Field(
         "auto",
         description="Log-probs of the denominator of the ratio. recompute: the trainer's own, before the first update "
-        "of a step. engine: the engine's. auto: recompute if a step has more than one update, or if "
-        "algorithm.off_policy reads them.",
+        "of a step. engine: the engine's, without that pass; train/mismatch_* is then measured by the first update of "
+        "a step. auto: recompute if a step has more than one update, or if algorithm.off_policy reads them.",
     )
     max_skipped_updates: int = Field(
         3, ge=0, description="Updates in a row that may be skipped because of a NaN or infinity before the run ends."

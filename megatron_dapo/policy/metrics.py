@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_dapo.algorithm import PolicyLoss, Scores, TokenBatch
+from megatron_dapo.algorithm import PolicyLoss, Proximal, Scores, TokenBatch
 from megatron_dapo.policy.runtime import Runtime
 
 
@@ -25,7 +25,9 @@ class MetricReducer:
     are found once, by running the (pure) loss on one token.
     """
 
-    def __init__(self, loss: PolicyLoss, runtime: Runtime, *, reference: bool, engine: bool) -> None:
+    def __init__(
+        self, loss: PolicyLoss, runtime: Runtime, *, reference: bool, engine: bool, proximal: Proximal = "old"
+    ) -> None:
         one = torch.zeros(1)
         batch = TokenBatch(
             old_logprobs=one,
@@ -37,6 +39,7 @@ class MetricReducer:
             sequences=1,
             ref_logprobs=one if reference else None,
             engine_logprobs=one if engine else None,
+            proximal=proximal,
         )
         result = loss(Scores(one, one), batch)
         self.sums = ["loss_sum", "denominator", *result.sums]

@@ -180,9 +180,10 @@ class Policy:
         for parameter, value in zip(self._parameters(), values, strict=True):
             parameter.copy_(value, non_blocking=True)
 
-    def update(self, batch: TrainBatch) -> dict[str, float]:
-        """One optimizer update. Returns the metrics of the whole mini-batch, the same on every rank."""
-        return self.step.update(batch)
+    def update(self, batch: TrainBatch, *, first: bool = False) -> dict[str, float]:
+        """One optimizer update; `first`: of a step. Returns the metrics of the whole mini-batch, the same on every
+        rank."""
+        return self.step.update(batch, first=first)
 
     def gradients(self, batch: TrainBatch) -> dict[str, float]:
         """Fills the gradient buffers with the exact gradient of the mini-batch's loss; does not step the optimizer."""

@@ -20,7 +20,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megatron_dapo.algorithm import PolicyLoss, Scores, TokenBatch, token_weights
+from megatron_dapo.algorithm import PolicyLoss, Proximal, Scores, TokenBatch, token_weights
 from megatron_dapo.config import Config, ModelShape
 from megatron_dapo.errors import UserError
 from megatron_dapo.policy.batch import Ints, TrainBatch
@@ -68,14 +68,15 @@ class UpdateStep:
         optimizer.get_grad_norm = self._finite_grad_norm  # Megatron's step calls it before it changes anything
         self._overlaps_gather = any(chunk.ddp_config.overlap_param_gather for chunk in chunks)
         self._weights_incomplete = False
-        self._reducers: dict[tuple[bool, bool], MetricReducer] = {}
+        self._reducers: dict[tuple[bool, bool, Proximal], MetricReducer] = {}
 
-    def update(self, batch: TrainBatch) -> dict[str, float]:
-        """One optimizer update. Returns the metrics of the whole mini-batch, the same on every rank."""
+    def update(self, batch: TrainBatch, *, first: bool = False) -> dict[str, float]:
+        """One optimizer update. Returns the metrics of the whole mini-batch, the same on every rank. `first`: of a
+        step; its log-probs are the proximal policy's, whose mismatch with the engine is known without another pass."""
         started = time.monotonic()
         self.validate(batch, "checking a mini-batch")
         micro_batches = self.pack(batch)
-        metrics = self.gradients(batch, micro_batches)
+        metrics = self.gradients(batch, micro_batches, first=first)
         metrics |= _packing_metrics(micro_batches)
         if metrics["nonfinite_tokens"]:
             self.zero_grad()
@@ -87,17 +88,20 @@ class UpdateStep:
         metrics |= {"grad_norm": 0.0, "lr": 0.0} if skipped else self.step_optimizer()
         return metrics | {"update_skipped": float(skipped), "update_seconds": time.monotonic() - started}
 
-    def gradients(self, batch: TrainBatch, micro_batches: list[PackedMicroBatch] | None = None) -> dict[str, float]:
+    def gradients(
+        self, batch: TrainBatch, micro_batches: list[PackedMicroBatch] | None = None, *, first: bool = False
+    ) -> dict[str, float]:
         """Fills the gradient buffers with the exact gradient of the mini-batch's loss; does not step the optimizer."""
         micro_batches = self.pack(batch) if micro_batches is None else micro_batches
-        inputs = _LossInputs(batch, self.config)
+        proximal: Proximal = "old" if batch.old_logprobs is not None else "current" if first else "unknown"
+        inputs = _LossInputs(batch, self.config, proximal)
         self.zero_grad()
         balances = self.shape.is_moe and self.config.policy.moe_aux_loss_coefficient > 0
         denominator = self._denominator(inputs) if balances else 0
         if balances:
             self._set_load_balancing(micro_batches, denominator)
         stored = self.run(micro_batches, self._loss_func_maker(inputs))
-        reducer = self._reducer(batch.ref_logprobs is not None, batch.engine_logprobs is not None)
+        reducer = self._reducer(batch.ref_logprobs is not None, batch.engine_logprobs is not None, proximal)
         metrics = reducer.reduce(stored)
         if balances and metrics["denominator"] != denominator:
             raise RuntimeError(f"Megatron divides by {metrics['denominator']:.0f}, the loss announced {denominator}")
@@ -229,11 +233,13 @@ class UpdateStep:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    def _reducer(self, reference: bool, engine: bool) -> MetricReducer:
+    def _reducer(self, reference: bool, engine: bool, proximal: Proximal) -> MetricReducer:
         """Made once for each kind of batch: the metric names depend on nothing else."""
-        kind = (reference, engine)
+        kind = (reference, engine, proximal)
         if kind not in self._reducers:
-            self._reducers[kind] = MetricReducer(self.loss, self.runtime, reference=reference, engine=engine)
+            self._reducers[kind] = MetricReducer(
+                self.loss, self.runtime, reference=reference, engine=engine, proximal=proximal
+            )
         return self._reducers[kind]
 
     def _denominator(self, inputs: _LossInputs) -> int:
@@ -281,8 +287,8 @@ class UpdateStep:
 class _LossInputs:
     """What the loss needs to know of a mini-batch. Weights and counts are computed here, before anything is split."""
 
-    def __init__(self, batch: TrainBatch, config: Config) -> None:
-        self._batch = batch
+    def __init__(self, batch: TrainBatch, config: Config, proximal: Proximal) -> None:
+        self._batch, self._proximal = batch, proximal
         self._sample_of = np.repeat(np.arange(batch.samples), batch.response_lengths)  # [responses]
         self._advantages = batch.advantages[self._sample_of]  # [responses]
         if batch.token_advantages is not None:
@@ -317,6 +323,7 @@ class _LossInputs:
             sequences=sequences,
             ref_logprobs=pick(batch.ref_logprobs),
             engine_logprobs=pick(batch.engine_logprobs),
+            proximal=self._proximal,
         )
 
 

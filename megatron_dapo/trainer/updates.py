@@ -74,7 +74,8 @@ class Updates:
         """The next update of the step."""
         try:
             fault_points.reach("loop/before_update")
-            metrics = self._policy.update(step.batch.select(step.mini_batches[step.updates_done]))
+            batch = step.batch.select(step.mini_batches[step.updates_done])
+            metrics = self._policy.update(batch, first=step.updates_done == 0)
             self.skipped_in_a_row = 0
         except NonFiniteError as error:
             self._skip(step, version, error)

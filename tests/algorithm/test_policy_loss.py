@@ -94,6 +94,22 @@ def test_metrics_of_optional_inputs():
     assert "importance_weight" not in sums
 
 
+def test_mismatch_where_the_old_log_probs_are_the_engines():
+    """In the first update of a step the policy is the proximal one: π/engine is 2.5 and 0.5, the rest 1. Later ones
+    have nothing to compare."""
+    masked = Sequence([100], 1.0, [False])
+    inputs = pack([Sequence([2.5, 0.5], 1.0), Sequence([1], -1.0), masked], AlgorithmConfig())
+    first = {
+        "mismatch_kl": 1 - ln(1.25), "mismatch_mean": ln(5), "mismatch_max": ln(2.5), "mismatch_over_cap": 1,
+    }  # fmt: skip
+    for proximal, expected in (("current", first), ("unknown", {})):
+        inputs.batch.proximal = proximal
+        outputs = policy_loss(inputs.scores, inputs.batch, AlgorithmConfig())
+        found = {name: value.item() for name, value in (outputs.sums | outputs.maxima).items() if "mismatch" in name}
+        assert found == pytest.approx(expected)
+        close(outputs.loss_sum, -(1.28 + 0.5) + 1)  # the same loss
+
+
 def test_without_dual_clip():
     outputs, inputs = run(CASE, dual_clip=None)
     close(outputs.loss_sum, 21.62 - 20 + 40)  # the ratio of 20 counts in full: 2·20
