@@ -3,6 +3,7 @@
     python benchmarks/step.py [--tokens 16384] [--model 1.5b|7b|32b|moe] [--set policy.recompute=full]
     python benchmarks/step.py --options [--model moe]     # each Megatron option on or off, side by side
     python benchmarks/step.py --options --only fp8 flash  # those whose name has one of these words, and the defaults
+    python benchmarks/step.py --profile --set policy.fp8.recipe=tensorwise  # what the GPU does in one DAPO update
 
 One GPU, a Qwen2.5-1.5B shape (or some layers of Qwen2.5-7B, 32B or Qwen3-30B-A3B) with random weights, bf16, packed
 sequences; forward, backward and gradient finalisation; the optimizer's step by itself. MFU counts 6 FLOPs per active
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -64,6 +66,14 @@ MOE_OPTIONS = {
     "router fusion": ["policy.moe.router_fusion=true"],
     "recompute moe": ["policy.recompute=selective", "policy.recompute_modules=[moe]"],
     "recompute layernorm, moe_act": ["policy.recompute=selective", "policy.recompute_modules=[layernorm, moe_act]"],
+}
+# Kernels by their names, for --profile; the first that matches.
+KERNELS = {
+    "attention": r"fmha|flash|attn|attention|sdpa",
+    "fp8 conversion": r"cast|amax|quantiz|fp8_transpose|compute_scale|swizzle|block_scal",
+    "matrix products": r"gemm|nvjet|cutlass|xmma|cublas",
+    "copies and memory": r"memcpy|memset|copy_kernel|fill",
+    "other": "",
 }
 
 
@@ -121,8 +131,7 @@ def shape_of(args: argparse.Namespace) -> ModelShape:
     return replace(SHAPES[args.model], layers=args.layers) if args.layers else SHAPES[args.model]
 
 
-def measure_one(args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds and peak memory of each pass, with the options of this process."""
+def make_policy(args: argparse.Namespace) -> tuple[Policy, list[TrainBatch]]:
     shape, tokens = shape_of(args), args.tokens
     raw: dict[str, Any] = {
         "policy": {"micro_batch_tokens": tokens},
@@ -132,7 +141,12 @@ def measure_one(args: argparse.Namespace) -> dict[str, Any]:
         apply_override(raw, setting)
     config = parse_config(raw)
     policy = Policy(config, shape, initialize(config.policy))
-    batches = [make_batch(shape, tokens, args.sequences, seed) for seed in range(4)]
+    return policy, [make_batch(shape, tokens, args.sequences, seed) for seed in range(4)]
+
+
+def measure_one(args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds and peak memory of each pass, with the options of this process."""
+    policy, batches = make_policy(args)
     passes: dict[str, Callable[[int], Any]] = {
         "plain cross-entropy": lambda i: cross_entropy(policy, batches[i % 4]),
         "DAPO update": lambda i: policy.gradients(batches[i % 4]),
@@ -146,6 +160,40 @@ def measure_one(args: argparse.Namespace) -> dict[str, Any]:
     layers = "Transformer Engine" if has_transformer_engine() else "plain torch layers"
     found["machine"] = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {layers}"
     return found
+
+
+def profile_update(args: argparse.Namespace) -> None:
+    """Milliseconds of the GPU by kind of kernel in one DAPO update, and how long the GPU has nothing to do."""
+    policy, batches = make_policy(args)
+    for batch in batches[:3]:
+        policy.gradients(batch)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        started = time.perf_counter()
+        policy.gradients(batches[3])
+        launched = time.perf_counter() - started
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - started
+    on_gpu = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    spans = [(event.time_range.start, event.time_range.end, event.name) for event in on_gpu]
+    sums = dict.fromkeys(KERNELS, 0.0)
+    largest: dict[str, float] = {}
+    for start, end, name in spans:
+        kind = next(kind for kind, pattern in KERNELS.items() if re.search(pattern, name.lower()))
+        sums[kind] += (end - start) / 1e3
+        largest[name] = largest.get(name, 0.0) + (end - start) / 1e3
+    busy, until = 0.0, 0.0
+    for start, end, _ in sorted(spans):
+        busy += max(0.0, end - max(start, until)) / 1e3
+        until = max(until, end)
+    print(f"{vars(args)}")
+    print(
+        f"{1e3 * seconds:.1f} ms for {args.tokens} tokens: GPU busy {busy:.1f} ms; the host had launched all "
+        f"{len(spans)} kernels after {1e3 * launched:.1f} ms"
+    )
+    print(", ".join(f"{kind} {value:.1f} ms" for kind, value in sums.items()))
+    for name, value in sorted(largest.items(), key=lambda pair: -pair[1])[:15]:
+        print(f"  {value:7.2f} ms  {name[:110]}", flush=True)
 
 
 def print_one(args: argparse.Namespace, found: dict[str, Any]) -> None:
@@ -205,11 +253,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--options", action="store_true", help="compare Megatron's options")
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="options whose name has one of the words")
+    parser.add_argument("--profile", action="store_true", help="the GPU's time by kind of kernel in one DAPO update")
     parser.add_argument("--json", action="store_true", help="print the measurement as JSON")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     if args.options:
         compare_options(args)
+    elif args.profile:
+        profile_update(args)
     elif args.json:
         print(json.dumps(measure_one(args)))
     else:

@@ -7,7 +7,7 @@ starts at a multiple of its element size. SGLang calls this format `flattened_bu
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import overload
 
@@ -32,12 +32,14 @@ class TensorSpec:
 
 @dataclass(slots=True, frozen=True, eq=False)
 class FlatBucket(Sequence[tuple[str, Tensor]]):
-    """(name, tensor) pairs whose tensors are views of `flat`: [bytes], uint8. `receivers`: as of a `RemoteBucket`."""
+    """(name, tensor) pairs whose tensors are views of `flat`: [bytes], uint8. `receivers`: as of a `RemoteBucket`.
+    `readers`: the ends of copies from this block that have been started (see `wait_for_readers`)."""
 
     flat: Tensor
     specs: tuple[TensorSpec, ...]
     views: tuple[Tensor, ...]
     receivers: tuple[int, ...] = ()
+    readers: list[torch.cuda.Event] = field(default_factory=list)
 
     @overload
     def __getitem__(self, index: int) -> tuple[str, Tensor]: ...
@@ -101,15 +103,27 @@ def flat_starts(specs: Sequence[TensorSpec]) -> list[int]:
     return list(accumulate((spec.bytes for spec in specs), initial=0))
 
 
-def bucket_in(memory: Tensor, specs: Sequence[TensorSpec], receivers: tuple[int, ...] = ()) -> FlatBucket:
-    """A bucket at the start of `memory` (uint8). `specs` are in flat order."""
+def bucket_in(
+    memory: Tensor,
+    specs: Sequence[TensorSpec],
+    receivers: tuple[int, ...] = (),
+    readers: list[torch.cuda.Event] | None = None,
+) -> FlatBucket:
+    """A bucket at the start of `memory` (uint8). `specs` are in flat order. Buckets in the same memory share
+    `readers`."""
     starts = flat_starts(specs)
     flat = memory[: starts[-1]]
     views = (
         flat[start : start + spec.bytes].view(spec.dtype).view(spec.shape)
         for start, spec in zip(starts, specs, strict=False)  # the last start is the end
     )
-    return FlatBucket(flat, tuple(specs), tuple(views), receivers)
+    return FlatBucket(flat, tuple(specs), tuple(views), receivers, [] if readers is None else readers)
+
+
+def wait_for_readers(bucket: FlatBucket) -> None:
+    """What is launched on the current stream from now on runs after the copies from this block."""
+    while bucket.readers:
+        torch.cuda.current_stream(bucket.flat.device).wait_event(bucket.readers.pop())
 
 
 def flatten(bucket: Bucket) -> FlatBucket:

@@ -10,7 +10,8 @@ rank that holds it directly to the owner. Who owns what is the caller's choice (
 Owners take turns, so that one gathers its next bucket while another one sends. With `receivers` the owner passes each
 bucket on to other ranks, which hand it to the engines on their node. All ranks iterate over the same buckets in the
 same order, whether they take part in one or not. A rank uses two blocks of memory, of the largest bucket's size each:
-a bucket is valid until the bucket after the next one is requested.
+a bucket is valid until the bucket after the next one is requested. A copy from a bucket's block may end later, if
+`readers` has its end.
 """
 
 from __future__ import annotations
@@ -25,7 +26,15 @@ from torch import Tensor, nn
 
 from megatron_dapo.config.model import ModelShape
 from megatron_dapo.config.rollout import Quantization, Senders
-from megatron_dapo.engines.flat_bucket import FlatBucket, RemoteBucket, TensorSpec, bucket_in, flat_size, in_flat_order
+from megatron_dapo.engines.flat_bucket import (
+    FlatBucket,
+    RemoteBucket,
+    TensorSpec,
+    bucket_in,
+    flat_size,
+    in_flat_order,
+    wait_for_readers,
+)
 from megatron_dapo.engines.protocol import Bucket
 from megatron_dapo.weights.fp8 import quantise_bucket, quantised_specs
 from megatron_dapo.weights.mapping import OUTPUT, ParameterMapping, WeightsError, parameter_mappings
@@ -82,6 +91,7 @@ class WeightBuckets:
         self.plans = self._schedule(bucket_bytes, senders)
         self._groups = self._receiver_groups()
         self._memory: list[Tensor | None] = [None, None, None]
+        self._readers: list[list[torch.cuda.Event]] = [[], [], []]  # by block
         self._gathered: Tensor | None = None  # where the owner assembles a bucket that it quantises
         self._views: dict[int, FlatBucket] = {}  # by the bucket's number, while the memory exists
 
@@ -196,6 +206,7 @@ class WeightBuckets:
             # A bucket that only passes through has a block of its own: engines may still read both of the others.
             bucket = self._bucket(number, turn % 2 if hands else 2)
             turn += hands
+            wait_for_readers(bucket)
             if self._rank == plan.owner:
                 self._fill(plan, bucket, shards)
             if group := self._groups.get(tuple(sorted({plan.owner, *plan.receivers}))):
@@ -206,6 +217,7 @@ class WeightBuckets:
             yield bucket
         if not self._keep_memory:
             self._memory, self._views, self._gathered = [None, None, None], {}, None
+            self._readers = [[], [], []]
 
     def _bucket(self, number: int, turn: int) -> FlatBucket:
         if number not in self._views:
@@ -213,7 +225,7 @@ class WeightBuckets:
             if memory is None:
                 largest = max(flat_size(plan.specs) for plan in self.plans)
                 memory = self._memory[turn] = torch.empty(largest, dtype=torch.uint8, device=self._device)
-            self._views[number] = bucket_in(memory, plan.specs, plan.receivers)
+            self._views[number] = bucket_in(memory, plan.specs, plan.receivers, self._readers[turn])
         return self._views[number]
 
     @torch.no_grad()

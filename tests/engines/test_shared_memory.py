@@ -1,7 +1,8 @@
 """The tensor transport: memory that another process maps, by CUDA IPC on a GPU and by shared files elsewhere.
 
 Many updates through the reader, the channel and the snapshot, while the weights are offloaded as with
-`rollout.servers.share_gpus`: every tensor must arrive unchanged, and no process may crash.
+`rollout.servers.share_gpus`: every tensor must arrive unchanged, also in the snapshot, whose copies may end after the
+update; and no process may crash.
 """
 
 import asyncio
@@ -12,9 +13,11 @@ import pickle
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from megatron_dapo.config.rollout import WeightTransportConfig
 from megatron_dapo.engines.bucket_reader import BucketReader
+from megatron_dapo.engines.flat_bucket import TensorSpec, bucket_in, flat_size, wait_for_readers
 from megatron_dapo.engines.sglang.weights.snapshot import Snapshot
 from megatron_dapo.engines.sglang.weights.transports import DirectTransport, TensorChannel
 from megatron_dapo.policy.offload import Offloader
@@ -90,13 +93,34 @@ def server():
     assert process.exitcode == 0
 
 
-def test_every_update_arrives_while_weights_are_offloaded_and_onloaded(server, tmp_path):
+def named_pieces(weights):
+    return [[(f"w{i}.{part}", piece) for part, piece in enumerate(w.view(PARTS, -1))] for i, w in enumerate(weights)]
+
+
+def in_two_blocks(weights):
+    """Flat buckets in two blocks that are used in turn, as `WeightBuckets` makes them."""
+    size, readers = weights[0].nbytes, ([], [])
+    blocks = [torch.empty(size, dtype=torch.uint8, device=DEVICE) for _ in range(2)]
+    for index, pieces in enumerate(named_pieces(weights)):
+        specs = [TensorSpec(name, piece.dtype, tuple(piece.shape)) for name, piece in pieces]
+        assert flat_size(specs) == size
+        bucket = bucket_in(blocks[index % 2], specs, readers=readers[index % 2])
+        wait_for_readers(bucket)
+        for (_, target), (_, piece) in zip(bucket, pieces, strict=True):
+            target.copy_(piece)
+        yield bucket
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_every_update_arrives_while_weights_are_offloaded_and_onloaded(server, flat, tmp_path):
     weights = [torch.randn(ELEMENTS, device=DEVICE).bfloat16() for _ in range(TENSORS)]
-    offloader, snapshot = Offloader(DEVICE), Snapshot(tmp_path, "")
+    offloader, snapshot = Offloader(DEVICE), Snapshot("/dev/shm" if flat else tmp_path, "")
 
     def buckets():
-        for index, whole in enumerate(weights):
-            yield [(f"w{index}.{part}", piece.clone()) for part, piece in enumerate(whole.view(PARTS, -1))]
+        if flat:
+            yield from in_two_blocks(weights)
+        else:
+            yield from ([(name, piece.clone()) for name, piece in pieces] for pieces in named_pieces(weights))
         offloader.offload(weights)
 
     async def update(version):
@@ -108,15 +132,18 @@ def test_every_update_arrives_while_weights_are_offloaded_and_onloaded(server, t
     for version in range(UPDATES):
         for whole in weights:
             whole.add_(0.01)
-        expected = {
-            f"w{index}.{part}": piece.double().sum().item()
-            for index, whole in enumerate(weights)
-            for part, piece in enumerate(whole.view(PARTS, -1))
-        }
+        expected = {name: piece.double().sum().item() for pieces in named_pieces(weights) for name, piece in pieces}
         sent = asyncio.run(update(version))
         assert not sent.failed and sent.tensors == len(expected)
         assert server.sums == expected
         assert not any(whole.untyped_storage().nbytes() for whole in weights)
         offloader.empty_cache()
         offloader.onload()
+        if version % 10 == 9:
+            snapshot.wait()
+            files = [load_file(path) for path in snapshot.current.glob("*.safetensors")]
+            found = {name: tensor for file in files for name, tensor in file.items()}
+            for name, piece in (pair for pieces in named_pieces(weights) for pair in pieces):
+                assert torch.equal(found.pop(name), piece.cpu()), name
+            assert not found
     snapshot.close()

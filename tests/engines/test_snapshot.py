@@ -81,6 +81,7 @@ def test_a_ram_disk_keeps_one_set_of_files_that_every_version_overwrites(ram_dis
         for number, size in enumerate(sizes):
             snapshot.add([(f"w{number}", torch.full((size,), float(version)))])
         path = snapshot.commit()
+        snapshot.wait()
         assert path == snapshot.current and versions(snapshot) == [f"version-{version}"]
         index = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
         assert {name: load_file(path / file)[name].tolist() for name, file in index.items()} == {

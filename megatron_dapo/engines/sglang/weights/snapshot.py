@@ -5,8 +5,9 @@ Buckets are written as safetensors shards when they arrive; the directory gets i
 - On a RAM disk the files of the previous version are overwritten in place. Their pages exist already and are pinned
   for CUDA, so a bucket costs one copy at the speed of the bus. Allocating pages at every step is far slower.
   The previous version is useless by then: no server may serve it any more.
-- Elsewhere a background snapshot (`begin(background=True)`) is a copy in host memory, and a thread writes the files
-  after `commit`. Training does not wait for the disk unless the disk is slower than a step.
+- A background snapshot (`begin(background=True)`) is completed by a thread after `commit`: on a RAM disk when the GPU's
+  copies have ended, elsewhere when the thread has written the files from a copy in host memory. Training waits for
+  neither, unless they are slower than a step.
 
 The versions of one process are in a directory of its own, whose lock file it holds for as long as it lives. The next
 process on the same host removes directories whose owner is dead: after kill -9 nobody else would free that memory.
@@ -52,7 +53,7 @@ class Snapshot:
         self._copies: list[HostCopy] = []  # elsewhere, in the background: the buckets in host memory
         self._background = False
         self._buckets = 0
-        self._thread: Thread | None = None  # writes the host copies, or removes the version before
+        self._thread: Thread | None = None  # completes the version, and removes the one before
         self._error: OSError | None = None  # of the thread
 
     def _claim(self) -> None:
@@ -81,7 +82,7 @@ class Snapshot:
         except OSError as error:
             raise self._unwritable(self._root, error) from error
         self._index, self._size, self._buckets = {}, 0, 0
-        self._background = background and not self.in_ram
+        self._background = background
 
     def _copy_model_files(self, folder: Path) -> None:
         for pattern in FILES_TO_COPY if self.model else ():
@@ -90,12 +91,12 @@ class Snapshot:
                     shutil.copy(path, folder)
 
     def add(self, bucket: Bucket) -> None:
-        """The bucket's memory may be reused on return."""
+        """The bucket's memory may be reused on return, after its `readers` if it is a FlatBucket."""
         assert self._partial is not None
         self._buckets += 1
         name = f"model-{self._buckets:05d}.safetensors"
         try:
-            if self._background:
+            if self._background and not self.in_ram:
                 self._copy(bucket)
             else:
                 self._write(self._partial / name, bucket)
@@ -136,35 +137,35 @@ class Snapshot:
         assert self._partial is not None
         self._drop_files(self._buckets)
         del self._copies[self._buckets :]
-        index = {"metadata": {"total_size": self._size}, "weight_map": self._index}
-        (self._partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
         partial, self._partial = self._partial, None
         final, before = partial.with_suffix(""), self.current
-        if self._background:
-            self._thread = Thread(target=self._write_copies, args=(partial, final, before), name="snapshot")
-            self._thread.start()
-            return final
-        self._publish(partial, final)
-        if before is not None and before != final:
-            self._thread = Thread(target=shutil.rmtree, args=(before, True), name="snapshot")
-            self._thread.start()
+        if not self._background:
+            self._complete(partial, final)
+        self._thread = Thread(target=self._finish, args=(partial, final, before), name="snapshot")
+        self._thread.start()
         return final
 
-    def _publish(self, partial: Path, final: Path) -> None:
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
-        self.current = final
-
-    def _write_copies(self, partial: Path, final: Path, before: Path | None) -> None:
+    def _finish(self, partial: Path, final: Path, before: Path | None) -> None:
+        """In the thread."""
         try:
-            for number, copy in enumerate(self._copies):
-                copy.write(partial / f"model-{number + 1:05d}.safetensors")
-            self._publish(partial, final)
+            if self._background:
+                self._complete(partial, final)
         except OSError as error:
             self._error = error
             shutil.rmtree(partial, ignore_errors=True)
         if before is not None and before != final:
             shutil.rmtree(before, ignore_errors=True)
+
+    def _complete(self, partial: Path, final: Path) -> None:
+        for file in self._files:
+            file.wait()
+        for number, copy in enumerate(self._copies if self._background else ()):
+            copy.write(partial / f"model-{number + 1:05d}.safetensors")
+        index = {"metadata": {"total_size": self._size}, "weight_map": self._index}
+        (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+        self.current = final
 
     @property
     def exists(self) -> bool:

@@ -37,6 +37,7 @@ class _FileImage:
         *self._starts, self.size = accumulate((bucket_bytes([pair]) for pair in ordered), initial=len(self.head))
         self._memory: Any = None  # holds `size` bytes
         self._pinned: Tensor | None = None
+        self._copied: torch.cuda.Event | None = None  # the end of the copy that `fill` has started
 
     def fits(self, bucket: Bucket) -> bool:
         """Whether the bucket has the tensors that this file was made for."""
@@ -55,11 +56,13 @@ class _FileImage:
             )
 
     def unpin(self) -> None:
+        self.wait()
         if self._pinned is not None:
             torch.cuda.cudart().cudaHostUnregister(self._pinned.data_ptr())
             self._pinned = None
 
     def fill(self, bucket: Bucket) -> None:
+        """Pinned memory and a flat bucket: starts the copy, and adds its end to the bucket's `readers`."""
         if isinstance(bucket, FlatBucket) and bucket.flat.nbytes and self._pinned is not None:
             self._fill_at_once(bucket)
             return
@@ -78,14 +81,22 @@ class _FileImage:
                 done.result()
 
     def _fill_at_once(self, bucket: FlatBucket) -> None:
-        """One copy, on a stream of its own: the engines read the bucket at the same time."""
+        """One copy, on a stream of its own: the engines read the bucket at the same time, and need not wait for it."""
         assert flat_size(bucket.specs) == self.size - len(self.head)
         target = torch.frombuffer(self._memory, dtype=torch.uint8, count=bucket.flat.nbytes, offset=len(self.head))
         stream = torch.cuda.Stream(bucket.flat.device)
         stream.wait_stream(torch.cuda.current_stream(bucket.flat.device))
         with torch.cuda.stream(stream):
             target.copy_(bucket.flat, non_blocking=True)
-        stream.synchronize()
+        bucket.flat.record_stream(stream)  # the memory may be freed before the copy has ended
+        self._copied = stream.record_event()
+        bucket.readers.append(self._copied)
+
+    def wait(self) -> None:
+        """Until the copy has ended that `fill` started."""
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._copied = None
 
 
 class MappedFile(_FileImage):
@@ -117,6 +128,7 @@ class HostCopy(_FileImage):
             self.pin(bucket[0][1].device)
 
     def write(self, path: Path) -> None:
+        self.wait()
         with path.open("wb") as file:
             file.write(self._memory)
 
