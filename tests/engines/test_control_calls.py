@@ -232,6 +232,31 @@ def test_a_connection_that_always_breaks_is_an_error_after_four_tries():
     run(main())
 
 
+def test_requests_on_their_way_do_not_hold_up_a_weight_update(tmp_path):
+    """A paused SGLang keeps a request that arrives then and does not abort it: after 60 s the server was restarted. The
+    pause itself takes a second if requests run, so they are aborted before."""
+
+    async def arrives_late(server, body):
+        if body.get("logprob_start_len") != 0:  # not the proof's request
+            await asyncio.sleep(0.4)
+
+    async def main():
+        server = await FakeServer(seconds=5.0, fault=arrives_late).start()
+        engine = await SGLangEngine.connect([server.url], config(tmp_path, share_gpus=False, sample_timeout=20.0))
+        sent = [asyncio.ensure_future(engine.generate(f"{i}", PROMPT, SamplingParams(8))) for i in range(6)]
+        await asyncio.sleep(0.1)
+        report = await engine.update_weights(1, [WEIGHTS])
+        assert report.served_by == (server.url,) and not server.crashes
+        done = await asyncio.gather(*sent)
+        assert all(one.finish_reason is FinishReason.ABORT for one in done)
+        calls = [path for path in server.calls if path in ("/abort_request", "/pause_generation")]
+        assert calls[-1] == "/pause_generation" and calls.count("/pause_generation") == 1
+        await engine.close()
+        await server.stop()
+
+    run(main())
+
+
 def test_no_request_is_sent_on_a_connection_that_the_server_may_be_closing(monkeypatch):
     """The server breaks connections that were idle for 0.3 s; clients of SGLang's 5 s drop theirs after 2."""
     assert http.KEEP_ALIVE <= 2.5

@@ -39,6 +39,7 @@ OLDEST_VERSION = (0, 5, 17)
 MEMORY_TAGS = ("kv_cache", "weights")  # SGLang's names for the GPU memory that it can release
 FLATTENED = "flattened_bucket"  # SGLang's name for one block of bytes and the tensors in it
 HEALTH_SECONDS = 30.0  # SGLang's own health check gives up after 20
+ABORT_INTERVAL = 0.05  # seconds until requests that arrived after an abort are aborted
 
 
 class SGLangClient:
@@ -176,9 +177,16 @@ class SGLangClient:
 
         Repeatable: a paused server pauses again.
         """
+        if mode == "abort":
+            await self._abort_all()
         await self._control("/pause_generation", {"mode": mode})
-        if mode != "abort":
-            return
+
+    async def _abort_all(self) -> None:
+        """Until all requests have returned. The caller sends no new ones.
+
+        This must precede the pause: a request that is still on its way would wait in a paused server, which does not
+        abort it. And a server that is told to pause while requests run looks once a second whether they have ended.
+        """
         deadline = time.monotonic() + self.config.control_timeout
         while self.in_flight:
             if time.monotonic() > deadline:
@@ -186,7 +194,10 @@ class SGLangClient:
                     f"server {self.name}: {self.in_flight} aborted requests did not return within "
                     f"{self.config.control_timeout:g} s (rollout.servers.control_timeout)"
                 )
-            await asyncio.sleep(0.005)
+            await self.abort()
+            again = time.monotonic() + ABORT_INTERVAL
+            while self.in_flight and time.monotonic() < again:
+                await asyncio.sleep(0.005)
 
     async def resume(self) -> None:
         """Repeatable: a server that is not paused ignores it."""
