@@ -145,7 +145,7 @@ def train(folder: Path, run: Path, changes: list[str], dry_run: bool) -> int:
     for line in (run / "metrics.jsonl").read_text().splitlines() if (run / "metrics.jsonl").exists() else []:
         record = json.loads(line)
         words = ("gate", "gap", "kl", "loss", "grad_norm", "tokens_per")
-        shown = {key: value for key, value in record.items() if any(word in key for word in words)}
+        shown = {key: value for key, value in record["metrics"].items() if any(word in key for word in words)}
         print(json.dumps({"step": record.get("step"), **shown}))
     return code
 

@@ -52,6 +52,8 @@ class Console:
 
     def warn(self, message: str) -> None: ...
 
+    def line(self, text: str) -> None: ...
+
     def close(self, status: str) -> None: ...
 
 
@@ -108,6 +110,9 @@ class PlainConsole(Console):
 
     def warn(self, message: str) -> None:
         self._say(f"WARNING: {message}")
+
+    def line(self, text: str) -> None:
+        self._say(f"[{self._elapsed()}] {text}")
 
     def close(self, status: str) -> None:
         self._closed.set()

@@ -143,6 +143,11 @@ class Observer:
         """Written to logs/trainer.log only: what is worth keeping but is neither a metric nor a warning."""
         self._log("trainer.log", f"after step {self._step}: {message}")
 
+    def report(self, message: str) -> None:
+        """Logged like that, and shown."""
+        self._show(lambda console: console.line(message))
+        self.log(message)
+
     def rewind(self, step: int) -> None:
         """Removes everything recorded after `step`: the run continues from its checkpoint of that step."""
         self._aligned = True
@@ -278,6 +283,8 @@ class NullObserver(Observer):
     def warn(self, message: str) -> None: ...
 
     def log(self, message: str) -> None: ...
+
+    def report(self, message: str) -> None: ...
 
     def rewind(self, step: int) -> None: ...
 

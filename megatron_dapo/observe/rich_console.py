@@ -98,6 +98,9 @@ class RichConsole(Console):
     def warn(self, message: str) -> None:
         self._live.console.print(f"[bold yellow]warning[/] {escape(message)}")
 
+    def line(self, text: str) -> None:
+        self._live.console.print(escape(text))
+
     def close(self, status: str) -> None:
         self._live.stop()
         self._terminal.print(f"{escape(self._title)}: {escape(status)} at {time.strftime('%H:%M:%S')}")

@@ -2,9 +2,12 @@
 
 A wrong weight mapping, RoPE base, temperature or tokenizer shows as a gap between the two log-probs of the same token.
 Without the gate, such a run looks healthy for hours. With it, the run ends in its first minute with the measured gap.
+A gap within the limits is printed, logged and, for the first step of a run, recorded as `gate/…`.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,16 +21,36 @@ class GateError(UserError):
     """Trainer and engine disagree too much to train."""
 
 
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """|log π_trainer − log π_engine| over the compared tokens, and KL(engine‖trainer) by its k3 estimate, in nats."""
+
+    mean: float
+    largest: float
+    kl: float
+    tokens: int
+
+    def __str__(self) -> str:
+        return (
+            f"trainer and engine agree: mean |gap| {self.mean:.3g} nats, largest {self.largest:.3g}, KL {self.kl:.3g}, "
+            f"over {self.tokens} tokens"
+        )
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return {"gate/mean_gap": self.mean, "gate/max_gap": self.largest, "gate/kl": self.kl}
+
+
 def check_gate(
     batch: TrainBatch, logprobs: Floats, config: GateConfig, trained: NDArray[np.bool_] | None = None
-) -> str:
+) -> Gap:
     """Compares the trainer's `logprobs` [responses] with the engine's, of the tokens that are `trained` (default: all).
-    Returns a line for the log, or raises GateError."""
+    Raises GateError if the gap is beyond the limits."""
     assert batch.engine_logprobs is not None
-    gap = np.abs(logprobs.astype(np.float64) - batch.engine_logprobs)
-    compared = len(gap)
+    difference = logprobs.astype(np.float64) - batch.engine_logprobs
     if trained is not None:  # the engine has no log-probs of the other tokens
-        gap, compared = np.where(trained, gap, 0.0), int(trained.sum())
+        difference = np.where(trained, difference, 0.0)
+    gap, compared = np.abs(difference), len(difference) if trained is None else int(trained.sum())
     mean, largest = (float(gap.sum() / compared), float(gap.max())) if compared else (0.0, 0.0)
     if not (mean <= config.max_mean_gap and largest <= config.max_gap):
         worst = int(np.argmax(np.where(np.isnan(gap), np.inf, gap)))
@@ -39,4 +62,4 @@ def check_gate(
             "than policy.model, a different RoPE base or norm epsilon, another sampling temperature, or less precision "
             "than trainer.gate allows for."
         )
-    return f"trainer and engine agree: mean |gap| {mean:.3g} nats, largest {largest:.3g}, over {compared} tokens"
+    return Gap(mean, largest, float((np.expm1(difference) - difference).sum() / max(compared, 1)), compared)

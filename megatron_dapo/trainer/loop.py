@@ -190,7 +190,7 @@ class Trainer:
         with self.observer.phase("advantages"):
             step = TrainStep.share(batch, self.config, self.collectives, self.policy)
         with self.observer.phase("log_probs"):
-            self.updates.prepare(step, self.steps_done)
+            self.updates.prepare(step, self.steps_done, self.observer.report)
         self.current, self.sampling = step, False
         if self.rollouts is not None:
             self.rollouts.remove_batch(self.steps_done)

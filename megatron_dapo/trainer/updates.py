@@ -42,33 +42,34 @@ class Updates:
         self.skipped_in_a_row = 0
         self._profiler = StepProfiler(config, policy.runtime.rank)
 
-    def prepare(self, step: TrainStep, version: int) -> None:
+    def prepare(self, step: TrainStep, version: int, report: Callable[[str], None]) -> None:
         """Before the first update, at weight version `version`: old log-probs where the ratio needs them, the gate on
-        the first batch, the reference where KL needs it."""
+        the first batch, whose result is reported, and the reference where KL needs it."""
         self._profiler.begin(version + 1)
         fault_points.reach("loop/before_log_probs")
         recompute = self._config.recomputes_old_logprobs
         if recompute or not self.gate_passed:
             logprobs = self._policy.old_log_probs(step.batch, step.mini_batches)
             if not self.gate_passed:
-                self._pass_gate(step, version, logprobs)
+                report(self._pass_gate(step, version, logprobs))
             if recompute:
                 step.batch.old_logprobs = logprobs
         if self._policy.needs.reference:
             step.batch.ref_logprobs = self._policy.reference_log_probs(step.batch, step.mini_batches)
 
-    def _pass_gate(self, step: TrainStep, version: int, logprobs: Floats) -> None:
+    def _pass_gate(self, step: TrainStep, version: int, logprobs: Floats) -> str:
         """Only tokens of the current weights can be compared; a batch from before a resume may hold older ones."""
-        if self._collectives.agree(step.sampled_by(version)):
-            # Rank 0 has the engine's log-probs of every sample.
-            gate = self._config.trainer.gate
-            line = self._collectives.on_driver(
-                lambda: check_gate(step.batch, logprobs, gate, step.trained_tokens), "checking the gate"
-            )
-            self._log(line or "trainer and engine agree")
-        else:
-            self._log("the gate was not checked: this batch was sampled from older weights")
         self.gate_passed = True
+        if not self._collectives.agree(step.sampled_by(version)):
+            return "the gate was not checked: this batch was sampled from older weights"
+        # Rank 0 has the engine's log-probs of every sample.
+        gate = self._config.trainer.gate
+        gap = self._collectives.on_driver(
+            lambda: check_gate(step.batch, logprobs, gate, step.trained_tokens), "checking the gate"
+        )
+        if gap is not None and version == 0:  # a resumed run records what an uninterrupted one does
+            step.rollout_metrics |= gap.metrics
+        return str(gap)
 
     def make_one(self, step: TrainStep, version: int) -> None:
         """The next update of the step."""

@@ -137,12 +137,14 @@ def test_plain_console_prints_steps_evaluations_and_warnings(tmp_path, capsys):
     watched.step(2, metrics)
     watched.evaluation(2, {"eval/avg@8": 0.625, "eval/avg@8_low": 0.5, "eval/avg@8_high": 0.7})
     watched.warn("look [here]")
+    watched.report("a [gap]")
     watched.close("finished")
-    step, evaluation, warning, end = capsys.readouterr().out.splitlines()
+    step, evaluation, warning, line, end = capsys.readouterr().out.splitlines()
     assert step.startswith("step 2/8  reward 0.412  accuracy 50.0%  entropy 0.250  length 812.4  yield 50.0%")
     assert "rollout tok/s 12.3k" in step
     assert evaluation == "step 2 evaluation  avg@8 62.5%"
     assert warning == "WARNING: look [here]" and end == "run finished"
+    assert line.endswith("] a [gap]") and "a [gap]" in (tmp_path / "logs" / "trainer.log").read_text()
 
 
 def test_off_is_silent_and_auto_is_plain_without_a_terminal(tmp_path, capsys):
@@ -242,13 +244,14 @@ def test_the_rich_console_shows_phases_progress_and_steps():
     console.step(3, 20, {"reward/mean": 0.5, "train/entropy": 0.25}, remaining=7200)
     console.phase_ended("update")
     console.warn("entropy [fell]")
+    console.line("a [gap]")
     console.close("finished")
     shown = stream.getvalue()
     for text in (
         "a [run]", "loading [weights]", "12/64 groups", "all-wrong 5", "running 80", "3000 tok/s",
         "3/16 updates [of 16]",
         "reward   entropy\n",
-        "     3    0.500     0.250\n", "ETA 2h00", "entropy [fell]", "finished",
+        "     3    0.500     0.250\n", "ETA 2h00", "entropy [fell]", "a [gap]", "finished",
     ):  # fmt: skip
         assert text in shown, text
 

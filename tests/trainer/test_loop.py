@@ -211,8 +211,10 @@ def test_gate_measures_the_gap_and_names_the_worst_token():
         engine_logprobs=np.array([-1, -2, -3, -4], np.float32),
     )  # fmt: skip
     gate = parse_config({"trainer": {"gate": {"max_mean_gap": 0.1, "max_gap": 0.5}}}).trainer.gate
-    said = check_gate(batch, np.array([-1.1, -2, -3, -4.1], np.float32), gate)
-    assert "mean |gap| 0.05 nats, largest 0.1" in said
+    gap = check_gate(batch, np.array([-1.1, -2, -3, -4.1], np.float32), gate)
+    assert "mean |gap| 0.05 nats, largest 0.1, KL 0.00242, over 4 tokens" in str(gap)
+    expected = {"gate/mean_gap": 0.05, "gate/max_gap": 0.1, "gate/kl": 2 * (np.exp(-0.1) - 0.9) / 4}
+    assert gap.metrics == pytest.approx(expected, rel=1e-4)
     with pytest.raises(GateError, match=r"largest 0\.6 .* in sample 1, response token 0"):
         check_gate(batch, np.array([-1, -2, -3.6, -4], np.float32), gate)
     with pytest.raises(GateError):
@@ -247,6 +249,17 @@ def test_wrong_rope_base_stops_the_run_before_the_first_update(folder, tmp_path,
     assert "trainer and engine disagree about the engine's own samples" in said
     assert "Not saved: no update was made. There is no checkpoint." in said
     assert not steps(tmp_path)
+
+
+def test_the_gap_is_recorded_with_the_first_step_and_printed_at_every_start(folder, tmp_path, capfd):
+    for total in (1, 2):
+        raw = raw_config(folder, tmp_path, trainer__steps=total, observe__console="plain")
+        assert run(raw) == 0
+        assert capfd.readouterr().out.count("] trainer and engine agree: mean |gap| ") == 1
+    first, second = steps(tmp_path)
+    assert 0 < first["gate/mean_gap"] < first["gate/max_gap"] < 1e-3
+    assert 0 <= first["gate/kl"] < 1e-6
+    assert not [name for name in second if name.startswith("gate/")]  # a resumed run has the metrics of any other
 
 
 # ---- guards ----

@@ -88,7 +88,9 @@ def test_the_gate_compares_generated_tokens_only():
     trained = np.concatenate([s.trained_mask for g in groups_of_turns() for s in g.samples])
     gate = parse_config({"trainer": {"gate": {"max_mean_gap": 0.01, "max_gap": 0.02}}}).trainer.gate
     logprobs = np.where(trained, -1.005, -9.0).astype(np.float32)
-    assert "mean |gap| 0.005 nats, largest 0.005, over 16 tokens" in check_gate(batch, logprobs, gate, trained)
+    assert "mean |gap| 0.005 nats, largest 0.005, KL 1.25e-05, over 16 tokens" in str(
+        check_gate(batch, logprobs, gate, trained)
+    )
     with pytest.raises(GateError):
         check_gate(batch, logprobs, gate)
 
