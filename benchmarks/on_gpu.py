@@ -46,7 +46,7 @@ def measurements(model: Path, data: Path, out: Path, server: list[str]) -> list[
     def servers(fraction: str, *more: str) -> list[str]:
         return ["--set", "rollout.servers.arguments=" + json.dumps(["--mem-fraction-static", fraction, *server, *more])]
 
-    def gsm8k(steps: int, folder: str, *changes: str) -> list[str]:
+    def gsm8k(steps: int, folder: str, *changes: str, fraction: str = "0.7", more: tuple[str, ...] = ()) -> list[str]:
         settings = [
             f"policy.model={model}", f"data.path={data}/gsm8k_train.jsonl", "data.template=dapo+chat",
             f"evaluate.data.path={data}/gsm8k_test.jsonl", "evaluate.data.template=dapo+chat", "evaluate.temperature=0",
@@ -57,7 +57,7 @@ def measurements(model: Path, data: Path, out: Path, server: list[str]) -> list[
             f"trainer.run_dir={out / folder}", "observe.console=plain", *changes,
         ]  # fmt: skip
         graphs = ("--cuda-graph-max-bs", "384", "--max-running-requests", "384")
-        return [EXAMPLE, *(word for item in settings for word in ("--set", item)), *servers("0.7", *graphs)]
+        return [EXAMPLE, *(word for item in settings for word in ("--set", item)), *servers(fraction, *graphs, *more)]
 
     moe, hybrid, fp8, few = *(str(out / name) for name in ("moe", "qwen3_next", "fp8")), ("--cuda-graph-max-bs", "64")
     return [
@@ -65,6 +65,8 @@ def measurements(model: Path, data: Path, out: Path, server: list[str]) -> list[
         Measurement("step_32k", 60, "step.py", ["--tokens", "32768", "--sequences", "16", "--repeats", "5"]),
         Measurement("step_moe", 90, "step.py", ["--model", "moe", "--repeats", "5"]),
         Measurement("step_7b", 150, "step.py", ["--model", "7b", "--options", "--only", "fp8", "--repeats", "5"]),
+        Measurement("profile", 60, "step.py", ["--profile"]),
+        Measurement("profile_fp8", 60, "step.py", ["--profile", "--set", "policy.fp8.recipe=tensorwise"]),
         Measurement("calibrate_train", 100, "calibrate.py", ["train"]),
         Measurement("sync", 140, "sync.py", [
             str(model), "--only", "real", "--transports", "tensor", "--bucket-mib", "2048", "--",
@@ -82,13 +84,13 @@ def measurements(model: Path, data: Path, out: Path, server: list[str]) -> list[
         Measurement("hybrid_model", 60, "gated_delta_net.py", ["make", hybrid]),
         Measurement("hybrid", 240, "gated_delta_net.py", [
             "train", hybrid, "--run", str(out / "run_hybrid"), "--set", "observe.console=plain",
-            *servers("0.4", "--cuda-graph-max-bs", "16"),
+            "--set", "rollout.servers.port=31000", *servers("0.2", "--cuda-graph-max-bs", "16"),
         ]),
         Measurement("calibrate_decode", 240, "calibrate.py", [
             "decode", "--tokenizer", str(model), "--", "--mem-fraction-static", "0.85", *server, "--cuda-graph-max-bs",
             "256",
         ]),
-        Measurement("memory", 200, "memory.py", [
+        Measurement("memory", 300, "memory.py", [
             "--largest", "--recompute", "full", "--tokens", "4096", "--set", "policy.optimizer.cpu_offload=0.5",
         ]),
         Measurement("sync_fp8", 140, "sync.py", [
@@ -96,15 +98,27 @@ def measurements(model: Path, data: Path, out: Path, server: list[str]) -> list[
             *server, *few,
         ]),
         Measurement("loop_sync", 200, "megatron-dapo", ["train", *gsm8k(
-            5, "run_sync", "evaluate.every=0", "rollout.weights.keep_snapshot=false",
-            f"rollout.weights.bucket_bytes={2 << 30}",
+            4, "run_sync", "evaluate.every=0", f"rollout.weights.bucket_bytes={2 << 30}",
         )]),
+        Measurement("tests_sharing", 120, "pytest", [str(HERE.parent / "tests/engines/test_shared_memory.py")]),
         Measurement("tests", 300, "pytest", [str(HERE.parent / "tests/policy/test_cuda.py")]),
         Measurement("tests_options", 600, "pytest", [str(HERE.parent / "tests/policy/test_cuda_options.py")]),
         Measurement("fp8_model", 60, "megatron-dapo", ["convert", "hf-to-fp8", str(model), fp8]),
         Measurement("fp8", 600, "megatron-dapo", ["train", *gsm8k(
             20, "run_fp8", "policy.fp8.recipe=blockwise", "rollout.weights.quantization=fp8",
             f"rollout.servers.model={fp8}", "trainer.gate.max_mean_gap=0.2",
+        )]),
+        Measurement("fp8_mismatch", 300, "megatron-dapo", ["train", *gsm8k(
+            3, "run_fp8_mismatch", "policy.fp8.recipe=blockwise", "rollout.weights.quantization=fp8",
+            f"rollout.servers.model={fp8}", "trainer.gate.max_mean_gap=0.2", "evaluate.every=0",
+            "policy.micro_batch_tokens=8192", "rollout.servers.max_running=128", "trainer.prompts_per_step=32",
+            "rollout.servers.port=32000", fraction="0.2",
+        )]),
+        # Trainer and server hold their memory all the time, and the server generates during the updates.
+        Measurement("run_100", 1500, "megatron-dapo", ["train", *gsm8k(
+            100, "run_100", "rollout.servers.share_gpus=false", "rollout.max_staleness=1",
+            "policy.micro_batch_tokens=8192", f"rollout.weights.bucket_bytes={1 << 30}",
+            fraction="0.5", more=("--max-total-tokens", "450000"),
         )]),
         Measurement("run", 600, "megatron-dapo", ["train", *gsm8k(20, "run")]),
         Measurement("engine", 200, "engine.py", [*gsm8k(20, "run_engine"), "--compare", str(out / "run")]),
