@@ -3,6 +3,7 @@
     python benchmarks/sync.py MODEL            # everything below; about 12 minutes on an H200
     python benchmarks/sync.py MODEL --only real --transports tensor tensor+snapshot disk
     python benchmarks/sync.py MODEL --only real --transports tensor --fp8
+    python benchmarks/sync.py MODEL --only moe --transports tensor --pack-experts
 
 MODEL is the HF directory of a small dense model (Qwen2.5-1.5B; random weights will do). Three models are measured:
 
@@ -25,6 +26,9 @@ released its memory. Each line says:
 --fp8 (model `real` only): the server starts with MODEL in fp8 (`convert hf-to-fp8`), and the sender quantises. The
 first update sends the weights that the server started with, so its log-probs of a text must not change: the largest gap
 is printed. Weights that arrived in another format or order would change them.
+
+--pack-experts: `rollout.weights.pack_experts`. The first update is as slow as without it: the server compares what the
+packed copies would write with what SGLang's own loader writes, and says in its log (printed here) whether they agree.
 
 The limit printed beside it is one copy of the same bytes within the device. Arguments after `--` go to
 sglang.launch_server (default: --mem-fraction-static 0.7). `--device cpu` runs everything on the CPU with a tiny MODEL.
@@ -100,7 +104,7 @@ def settings(args: argparse.Namespace, model: Path, transport: str, dummy: bool)
     kept = transport.endswith("+snapshot")
     weights = {
         "backend": "gloo", "transport": transport.split("+")[0], "keep_snapshot": kept,
-        "bucket_bytes": args.bucket_mib << 20,
+        "bucket_bytes": args.bucket_mib << 20, "pack_experts": args.pack_experts,
     }  # fmt: skip
     if args.served:
         servers["model"], weights["quantization"] = str(args.served), "fp8"
@@ -168,6 +172,8 @@ async def measure(args: argparse.Namespace, trainer: Trainer, config: Config, na
         await engine.release_memory()
         trainer.onload()
         await engine.close()
+        for log in Path(logs).rglob("*.log"):
+            print("".join(f"  {line}\n" for line in log.read_text().splitlines() if "experts::" in line), end="")
     moving = statistics.median(r.seconds - r.parts["memory"] for r in reports[1:] or reports)
     size = reports[-1].bytes
     gpu = find_gpu("h200")
@@ -198,6 +204,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--bucket-mib", type=int, default=512, help="rollout.weights.bucket_bytes; try 1024 and 2048")
     parser.add_argument("--fp8", action="store_true", help="quantise on the sender; with --only real")
+    parser.add_argument("--pack-experts", action="store_true", help="send the experts of a layer as few tensors")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--python", default="", help="the Python that has sglang; empty: this one")
     own, theirs = sys.argv[1:], ["--mem-fraction-static", "0.7"]

@@ -69,6 +69,12 @@ class ServerConfig(Section):
         description="Servers load a module of ours that applies weight updates with only what changed "
         "(rollout.weights.delta needs it). External servers need --custom-weight-loader megatron_dapo_delta.install.",
     )
+    packed_experts: bool = Field(
+        False,
+        description="Servers load a module of ours that loads the experts of a layer at once; "
+        "rollout.weights.pack_experts turns it on. External servers need --custom-weight-loader "
+        "megatron_dapo_experts.install.",
+    )
     max_running: int = Field(256, ge=1, description="Requests that one server is given at a time.")
     start_timeout: float = Field(900.0, gt=0, description="Seconds until a started server must be ready.")
     sample_timeout: float | None = Field(
@@ -145,6 +151,11 @@ class WeightTransportConfig(Section):
         False,
         description="Send only the elements that changed since the last version that all servers acknowledged "
         "(distributed, one sender, servers.weight_deltas). The sender keeps a copy of the weights.",
+    )
+    pack_experts: bool = Field(
+        False,
+        description="MoE models: send the experts of a layer as few large tensors (tensor, distributed). SGLang spends "
+        "seconds on the names of thousands of expert tensors.",
     )
     bucket_bytes: int = Field(
         512 << 20, gt=0, description="Largest size of one bucket of tensors. A sender needs memory for two."
@@ -329,6 +340,15 @@ class RolloutConfig(Section):
     def broadcasts_weights(self) -> bool:
         return self.engine == "sglang" and self.weights.transport == "distributed"
 
+    @model_validator(mode="before")
+    @classmethod
+    def _loader_of_packed_experts(cls, raw: Any) -> Any:
+        """Servers are started with their own section alone."""
+        weights, servers = (raw.get(key) or {} for key in ("weights", "servers")) if isinstance(raw, dict) else ({}, {})
+        if not (isinstance(weights, dict) and isinstance(servers, dict) and weights.get("pack_experts") is True):
+            return raw
+        return {**raw, "servers": {"packed_experts": True, **servers}}
+
     @model_validator(mode="after")
     def _options(self) -> RolloutConfig:
         if self.servers.share_gpus and self.max_staleness:
@@ -349,6 +369,8 @@ class RolloutConfig(Section):
                 "weights.delta needs weights.transport distributed, weights.senders one and servers.weight_deltas "
                 f"true; found {weights.transport}, {weights.senders}, {str(self.servers.weight_deltas).lower()}"
             )
+        if weights.pack_experts and not self.servers.packed_experts:
+            raise ValueError("weights.pack_experts is true and servers.packed_experts is false: leave the latter out")
         if weights.quantization != "none" and (weights.delta or not self.servers.model or self.engine != "sglang"):
             raise ValueError(
                 f"weights.quantization is {weights.quantization}: it needs engine sglang, servers.model (an fp8 "

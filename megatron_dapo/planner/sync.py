@@ -5,7 +5,8 @@ time, so the slowest stage decides; but an engine that receives a broadcast load
 comes on top:
 
 - fixed: pause, labels, cache flush, resume, and the proof, once per update
-- names: SGLang looks every tensor's name up, and MoE models search a list of 3 × experts for each one
+- names: SGLang looks every tensor's name up, and MoE models search a list of 3 × experts for each one. With
+  `weights.pack_experts` a run of experts in a bucket has one name.
 
 - distributed: every bucket is one broadcast from its sender to all engine GPUs. Engines take one bucket at a time, so
   more senders do not add bandwidth. They remove the traffic between pipeline stages (senders: stage) or expert-parallel
@@ -18,6 +19,7 @@ comes on top:
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from megatron_dapo.config import ModelShape
@@ -95,6 +97,18 @@ def sent(shape: ModelShape, weights: WeightTransportConfig) -> tuple[float, int]
     return size - parameters * (1 - 4 / 128**2), tensors + matrices  # one byte each, and a scale for each block
 
 
+def count_names(shape: ModelShape, weights: WeightTransportConfig) -> int:
+    """Names that SGLang looks up in an update, at most."""
+    size, tensors = sent(shape, weights)
+    if not (shape.is_moe and weights.pack_experts):
+        return tensors
+    kinds = 1 if weights.quantization == "none" else 2  # weights, and scales
+    experts, buckets = 3 * shape.experts * shape.layers, math.ceil(size / weights.bucket_bytes)
+    return tensors - kinds * (
+        experts - min(experts, shape.layers + buckets)
+    )  # a bucket ends a run, and so does a layer
+
+
 def count_senders(shape: ModelShape, policy: PolicyConfig, weights: WeightTransportConfig) -> int:
     if weights.senders == "one":
         return 1
@@ -113,9 +127,10 @@ def sync_time(
     size, tensors = sent(shape, weights)
     senders = count_senders(shape, policy, weights)
     fixed = assumptions.PAUSE_SECONDS
-    lookups = assumptions.SECONDS_PER_NAME * tensors
+    names = count_names(shape, weights)
+    lookups = assumptions.SECONDS_PER_NAME * names
     if shape.is_moe:
-        lookups += assumptions.SECONDS_PER_NAME_COMPARED * tensors * 3 * shape.experts / 2
+        lookups += assumptions.SECONDS_PER_NAME_COMPARED * names * 3 * shape.experts / 2
     if weights.transport == "disk":
         one = size / assumptions.DISK_BYTES_PER_SECOND
         all_ = engine_nodes * size / assumptions.DISK_TOTAL_BYTES_PER_SECOND

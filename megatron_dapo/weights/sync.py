@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 
 import torch
 import torch.distributed as dist
@@ -146,15 +146,17 @@ class WeightBuckets:
         return plans
 
     def _partition(self, mappings: Sequence[ParameterMapping], limit: int) -> Iterator[tuple[ParameterMapping, ...]]:
-        """The parameters in table order, at most `limit` bytes per bucket (a larger one is a bucket of its own)."""
+        """The parameters in table order, at most `limit` bytes per bucket (a larger one is a bucket of its own). The
+        parameters of an expert stay together, so that experts can be packed."""
         bucket: list[ParameterMapping] = []
         filled = 0
-        for mapping in mappings:
-            size = torch.Size(mapping.shape).numel() * self._shards[mapping.name][0].dtype.itemsize
+        for _, together in groupby(mappings, lambda m: m.name if m.expert is None else (m.layer, m.expert)):
+            unit = list(together)
+            size = sum(torch.Size(m.shape).numel() * self._shards[m.name][0].dtype.itemsize for m in unit)
             if bucket and filled + size > limit:
                 yield tuple(bucket)
                 bucket, filled = [], 0
-            bucket.append(mapping)
+            bucket += unit
             filled += size
         if bucket:
             yield tuple(bucket)

@@ -35,7 +35,7 @@ VERSION = "0.5.23"  # it has checksums
 BUCKET = 20_000
 
 
-def settings(senders="stage", layout=None):
+def settings(senders="stage", layout=None, **weights):
     return parse_config(
         {
             "policy": {"precision": "fp32", "timeout_seconds": 60, **(layout or {})},
@@ -43,7 +43,7 @@ def settings(senders="stage", layout=None):
                 "servers": {"device": "cpu", "api_key_env": API_KEY_VARIABLE},
                 "weights": {
                     "transport": "distributed", "backend": "gloo", "bucket_bytes": BUCKET, "timeout": 30,
-                    "senders": senders, "keep_snapshot": False,
+                    "senders": senders, "keep_snapshot": False, **weights,
                 },
             },
         }
@@ -241,7 +241,29 @@ def deltas_of_50_steps(url, directory):
     assert from_one_process_with(url, directory, VERSIONS + 1, kept)[1] == found
 
 
+def packed_experts(url, directory, version, expected):
+    """Twice by each transport: the first update goes through SGLang's own loader, the second is copied."""
+
+    async def main(version):
+        for transport in ("tensor", "distributed"):
+            config = settings("one", transport=transport, pack_experts=True, bucket_bytes=BUCKET)
+            engine = await SGLangEngine.connect([url], config.rollout, model=str(directory), version=version)
+            for seed in (9, 0):
+                weights, version = weights_of(directory, seed), version + 1
+                whole = list(weights.items())
+                half = len(whole) // 2  # in the middle of an expert
+                report = await engine.update_weights(version, [whole[:half], whole[half:]])
+                assert not report.failed and report.tensors == len(weights)
+                found = await engine.servers[0].checksums()
+                assert (found == expected) == (seed == 0), transport
+            await engine.close()
+        return version
+
+    return asyncio.run(asyncio.wait_for(main(version), 120))
+
+
 def test_expert_groups_send_the_weights_of_a_single_process(tmp_path):
+    """On the way, the same server gets updates with only what changed, and updates with packed experts."""
     python = sglang_python(VERSION)
     if not python.exists():
         pytest.skip(f"SGLang {VERSION} is not installed: make sglang-cpu")
@@ -251,7 +273,7 @@ def test_expert_groups_send_the_weights_of_a_single_process(tmp_path):
         port = free.getsockname()[1]
     config = ServerConfig(
         device="cpu", python=str(python), dtype="float32", port=port, start_timeout=300, api_key_env=API_KEY_VARIABLE,
-        weight_deltas=True,
+        weight_deltas=True, packed_experts=True,
     )  # fmt: skip
     process = ServerProcess(str(directory), config, 0, tmp_path)
     process.spawn()
@@ -265,8 +287,11 @@ def test_expert_groups_send_the_weights_of_a_single_process(tmp_path):
         asyncio.run(ready())
         deltas_of_50_steps(process.url, directory)
         _, expected = from_one_process(process.url, directory, VERSIONS + 2, seed=0)
-        chosen = settings("expert_group", {"expert_parallel": 2})
-        arguments = (process.url, directory, chosen, VERSIONS + 2, process.pid)
+        version = packed_experts(process.url, directory, VERSIONS + 2, expected)
+        said = [line for line in process.log.read_text().splitlines() if "experts::" in line]
+        assert len(said) == 1 and said[0].endswith("is loaded at once"), said
+        chosen = settings("expert_group", {"expert_parallel": 2}, pack_experts=True)
+        arguments = (process.url, directory, chosen, version, process.pid)
         other, found, senders, cause = run_ranks(2, expert_parallel, *arguments, timeout=150)[0]
         assert senders == [0, 1]
         assert found == expected and other != expected

@@ -137,14 +137,18 @@ def test_after_a_failure_nothing_more_is_sent_but_all_buckets_are_read(group, wh
 
 def test_references_carry_the_number_of_their_bucket(group, monkeypatch):
     """Rank 0 counts all buckets, also those of other ranks. Memory is used again when the engines have loaded it."""
-    monkeypatch.setattr(remote_sender, "share", lambda b: type("S", (), {"payload": f"bucket {int(b.flat[0])}"})())
+
+    def share(bucket, *, pack_experts):
+        return type("S", (), {"payload": f"bucket {int(bucket.flat[0])}, packed {pack_experts}"})()
+
+    monkeypatch.setattr(remote_sender, "share", share)
     first, second = links(1)
-    first.post_plan({"action": "share"})
+    first.post_plan({"action": "share", "pack_experts": True})
     read = []
     sending = threading.Thread(target=RemoteSender().send, args=(mixed(range(7), read), second))
     sending.start()
     for number in (0, 2, 4, 6):
-        assert first.payload(number, 2) == f"bucket {number}"
+        assert first.payload(number, 2) == f"bucket {number}, packed True"
         assert max(read) <= number + 3  # the next one is prepared, the one after it is not
         first.done(number)
     sending.join(20)

@@ -10,9 +10,18 @@ from megatron_dapo.config import ModelShape
 from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.config.rollout import WeightTransportConfig
 from megatron_dapo.engines.flat_bucket import TensorSpec, flat_size
+from megatron_dapo.engines.sglang.weights.expert_packing import packed
 from megatron_dapo.planner import assumptions
 from megatron_dapo.planner.hardware import Cluster, find_gpu
-from megatron_dapo.planner.sync import buffer_bytes, count_quantised, count_senders, count_tensors, sent, sync_time
+from megatron_dapo.planner.sync import (
+    buffer_bytes,
+    count_names,
+    count_quantised,
+    count_senders,
+    count_tensors,
+    sent,
+    sync_time,
+)
 from megatron_dapo.selfcheck.synthetic import synthetic_shape
 from megatron_dapo.weights.fp8 import quantised_specs
 from megatron_dapo.weights.mapping import hf_shapes
@@ -50,6 +59,23 @@ def test_tensors_are_counted_as_the_mapping_lists_them(shape):
     assert tensors == len(specs) and count_quantised(shape)[0] == len(specs) - len(found)
     if shape.hidden % 128 == 0 and shape.experts in (0, 128):  # whole blocks
         assert size == pytest.approx(flat_size(specs), rel=1e-9)
+
+
+def test_names_of_packed_experts_are_counted_as_the_sender_packs_them():
+    """235B in buckets that hold 14 whole experts (37.7 MB each)."""
+    weights = WeightTransportConfig(pack_experts=True)
+    names, held, bucket = 0, 0, []
+    for name, size in hf_shapes(QWEN3_235B).items():
+        held += name.endswith("gate_proj.weight")
+        if held > 14:
+            names, held, bucket = names + len(packed(bucket)), 1, []
+        bucket.append(TensorSpec(name, torch.bfloat16, size))
+    names += len(packed(bucket))
+    assert names == pytest.approx(count_names(QWEN3_235B, weights), rel=0.02)
+    assert 15 * names < count_tensors(QWEN3_235B)
+    assert count_names(QWEN3_32B, weights) == count_tensors(QWEN3_32B)
+    one_by_one, at_once = (predicted(QWEN3_235B, LAYOUT_235B, 256, 0, 8, pack_experts=pack) for pack in (False, True))
+    assert at_once.names < one_by_one.names / 10 and at_once.load == one_by_one.load
 
 
 def test_large_models_reach_their_engines_in_seconds():

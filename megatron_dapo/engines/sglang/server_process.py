@@ -28,7 +28,8 @@ LOG_TAIL, LINE_LENGTH = 25, 300  # lines of a server's log that an error quotes,
 CPU_STUBS = Path(__file__).parent / "cpu_stubs"
 CPU_LAUNCHER = "cpu_launch_server"  # a module in that folder
 IN_SERVER = Path(__file__).parent / "in_server"
-DELTA_LOADER = "megatron_dapo_delta.install"  # a function of a module in that folder
+# Functions of modules in that folder.
+DELTA_LOADER, EXPERT_LOADER = "megatron_dapo_delta.install", "megatron_dapo_experts.install"
 GUARD = Path(__file__).parent / "guard.py"
 # Seconds that a server keeps an idle connection, instead of SGLang's 5: longer than any client of ours.
 SERVER_KEEP_ALIVE = 60
@@ -50,8 +51,9 @@ def sglang_command(
     ]  # fmt: skip
     environment = {"HF_HUB_OFFLINE": "1", "SGLANG_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEP_ALIVE)}
     paths = [str(CPU_STUBS)] if config.device == "cpu" else []
-    if config.weight_deltas:
-        command += ["--custom-weight-loader", DELTA_LOADER]
+    loaders = [DELTA_LOADER] * config.weight_deltas + [EXPERT_LOADER] * config.packed_experts
+    if loaders:
+        command += ["--custom-weight-loader", *loaders]
         paths.append(str(IN_SERVER))
         if config.device != "cpu" and os.environ.get("PYTHONPATH"):
             paths.append(os.environ["PYTHONPATH"])

@@ -43,7 +43,7 @@ class RemoteSender:
                     plan = link.plan()
                     self._follow(plan, link)
                 if plan["action"] == "share":
-                    self._share(number, bucket, link)
+                    self._share(number, bucket, link, plan["pack_experts"])
                 else:
                     self._finish(link)
                     assert self._thread is not None and self._group is not None
@@ -87,9 +87,9 @@ class RemoteSender:
             link.wait_done(self._shared[0][0])
             del self._shared[0]
 
-    def _share(self, number: int, bucket: FlatBucket, link: SenderLink) -> None:
+    def _share(self, number: int, bucket: FlatBucket, link: SenderLink, pack_experts: bool) -> None:
         """Before the memory of a bucket is used again, two buckets later, the engines must have loaded it."""
-        self._shared.append((number, share(bucket)))
+        self._shared.append((number, share(bucket, pack_experts=pack_experts)))
         link.put_payload(number, self._shared[-1][1].payload)
         while len(self._shared) > 1:
             link.wait_done(self._shared[0][0])

@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from megatron_dapo.engines.flat_bucket import flat_starts, flatten
 from megatron_dapo.engines.protocol import Bucket
+from megatron_dapo.engines.sglang.weights.expert_packing import packed
 
 DEVICE_ARGUMENT = 6  # of torch's rebuild_cuda_tensor
 
@@ -31,17 +32,18 @@ class SharedBucket:
     memory: list[torch.Tensor]
 
 
-def share(bucket: Bucket) -> SharedBucket:
+def share(bucket: Bucket, *, pack_experts: bool = False) -> SharedBucket:
     """Pickles a reference to the bucket's block of memory, in SGLang's format `flattened_bucket`."""
     flat = flatten(bucket)
-    starts = flat_starts(flat.specs)
+    specs = packed(flat.specs) if pack_experts else flat.specs
+    starts = flat_starts(specs)
     # SGLang reads these attributes. Its own class cannot be imported here, and its unpickler allows this one.
     metadata = [
         SimpleNamespace(
             name=spec.name, shape=spec.shape, dtype=spec.dtype, start_idx=start, end_idx=start + spec.bytes,
             numel=spec.bytes,
         )
-        for spec, start in zip(flat.specs, starts, strict=False)  # the last start is the end
+        for spec, start in zip(specs, starts, strict=False)  # the last start is the end
     ]  # fmt: skip
     # Shared by file name: a file descriptor would have to be sent over a socket, and there is none to the server.
     before = torch.multiprocessing.get_sharing_strategy()

@@ -23,6 +23,7 @@ from megatron_dapo.engines.sglang.client import FLATTENED, SGLangClient
 from megatron_dapo.engines.sglang.http import failures, wait_all
 from megatron_dapo.engines.sglang.response_parser import updating_label
 from megatron_dapo.engines.sglang.weights.delta import DeltaEncoder
+from megatron_dapo.engines.sglang.weights.expert_packing import packed
 from megatron_dapo.engines.sglang.weights.manifest import WeightManifest
 from megatron_dapo.engines.sglang.weights.process_group import WeightProcessGroups, members_of
 from megatron_dapo.engines.sglang.weights.shared_bucket import SharedBucket, share
@@ -203,7 +204,7 @@ class TensorChannel:
     nodes, a rank on each node holds the bucket, and the servers of the node get that rank's reference."""
 
     def __init__(self, config: WeightTransportConfig) -> None:
-        self._timeout = config.timeout
+        self._timeout, self._pack_experts = config.timeout, config.pack_experts
         self._order: Sequence[str] = ()  # the names of all servers, node by node
         self._link: SenderLink | None = None
 
@@ -212,11 +213,11 @@ class TensorChannel:
     ) -> Errors:
         self._link, self._order = link, order
         if link is not None:
-            link.post_plan({"action": "share"})
+            link.post_plan({"action": "share", "pack_experts": self._pack_experts})
         return {}
 
     def prepare(self, bucket: Bucket) -> SharedBucket | None:
-        return None if isinstance(bucket, RemoteBucket) else share(bucket)
+        return None if isinstance(bucket, RemoteBucket) else share(bucket, pack_experts=self._pack_experts)
 
     async def send(
         self, number: int, bucket: Bucket, prepared: SharedBucket | None, servers: Sequence[SGLangClient]
@@ -313,10 +314,10 @@ class DistributedChannel:
         if not prepared.specs:  # a delta of nothing
             return {}
         sender, flat = (prepared.owner, None) if isinstance(prepared, RemoteBucket) else (0, prepared.flat)
+        specs = packed(prepared.specs) if self._config.pack_experts else prepared.specs
         body = {
-            "names": [spec.name for spec in prepared.specs],
-            "dtypes": [dtype_name(spec.dtype) for spec in prepared.specs],
-            "shapes": [list(spec.shape) for spec in prepared.specs], "group_name": self._groups.names[sender],
+            "names": [spec.name for spec in specs], "dtypes": [dtype_name(spec.dtype) for spec in specs],
+            "shapes": [list(spec.shape) for spec in specs], "group_name": self._groups.names[sender],
             "flush_cache": False, "load_format": FLATTENED,
         }  # fmt: skip
         try:

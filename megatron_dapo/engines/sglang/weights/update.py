@@ -24,7 +24,7 @@ from megatron_dapo.engines.protocol import Bucket, EngineError, WeightReport, We
 from megatron_dapo.engines.sglang.client import SGLangClient
 from megatron_dapo.engines.sglang.http import failures, wait_all
 from megatron_dapo.engines.sglang.response_parser import is_updating_label, updating_label
-from megatron_dapo.engines.sglang.server_process import DELTA_LOADER
+from megatron_dapo.engines.sglang.server_process import DELTA_LOADER, EXPERT_LOADER
 from megatron_dapo.engines.sglang.weights.delta import DeltaEncoder
 from megatron_dapo.engines.sglang.weights.snapshot import Snapshot
 from megatron_dapo.engines.sglang.weights.transports import Errors, Transfer, make_transport
@@ -59,7 +59,7 @@ class WeightUpdater:
         self._checksums: tuple[int, str, dict[str, str]] | None = None  # version, server, its checksums
         self._agreed: tuple[int, LogProbs] | None = None  # version, its log-probs of the probe text
         self._servers = 0
-        self._delta_loaders: set[tuple[str, int]] = set()  # servers that can apply deltas, with their incarnation
+        self._installed: set[tuple[str, int, str]] = set()  # a server, its incarnation, and a loader of ours in it
         self._serve_seconds = self._memory_seconds = self._proof_seconds = 0.0  # of the last update
 
     @property
@@ -173,16 +173,18 @@ class WeightUpdater:
                 await server.begin_update(self._config.timeout)
             else:
                 await server.close_update_session(self._config.timeout)
-        if brackets and self._transport.delta is not None:
-            await self._prepare_delta(server, self._transport.delta)
+        if brackets:
+            await self._install_loaders(server, self._transport.delta)
 
-    async def _prepare_delta(self, server: SGLangClient, delta: DeltaEncoder) -> None:
+    async def _install_loaders(self, server: SGLangClient, delta: DeltaEncoder | None) -> None:
         member = (server.name, server.incarnation)
-        if delta.active and member not in delta.members:
+        if delta is not None and delta.active and member not in delta.members:
             raise EngineError(f"server {server.name}: it has restarted, and this update has only what changed")
-        if member not in self._delta_loaders:
-            await server.install_loader(DELTA_LOADER, self._config.timeout)
-            self._delta_loaders.add(member)
+        packs = self._config.pack_experts and self._config.transport != "disk"
+        for loader in (DELTA_LOADER,) * (delta is not None) + (EXPERT_LOADER,) * packs:
+            if (*member, loader) not in self._installed:
+                await server.install_loader(loader, self._config.timeout)
+                self._installed.add((*member, loader))
 
     async def _resume_memory(self, server: SGLangClient, tag: str) -> bool:
         started = time.monotonic()
