@@ -361,18 +361,14 @@ def _add_doctor(sub: Commands) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    quiet_libraries()
-    words = sys.argv[1:] if argv is None else argv
-    if not words:
-        build_parser().print_help(sys.stderr)
-        return 2
     try:
+        quiet_libraries()
+        words = sys.argv[1:] if argv is None else argv
+        if not words:
+            build_parser().print_help(sys.stderr)
+            return 2
         args = build_parser().parse_args(with_set(words))
-    except UserError as error:
-        print(f"megatron-dapo: {error}", file=sys.stderr)
-        return 2
-    set_log_level(args.__dict__.pop("verbose"))
-    try:
+        set_log_level(args.__dict__.pop("verbose"))
         return int(args.run(args))
     except UserError as error:
         print(f"megatron-dapo: {error}", file=sys.stderr)

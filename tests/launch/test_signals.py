@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -42,6 +43,35 @@ def test_a_run_that_still_imports_ends_at_once(number, tmp_path):
         process.kill()
     assert process.returncode == 75
     assert f"asked to stop ({number.name}) while nothing had to be saved" in said
+
+
+@pytest.mark.parametrize("imported", ["argparse", "megatron_dapo.errors", "megatron_dapo.cli", "pydantic", "numpy"])
+def test_ctrl_c_while_a_command_imports_ends_in_one_line(imported):
+    """Python prints the modules as they are imported. Python's own start, before any module of ours, is its own."""
+    command = [
+        sys.executable,
+        "-X",
+        "importtime",
+        "-m",
+        "megatron_dapo",
+        "simulate",
+        "examples/qwen2.5_32b_dapo/dapo.yaml",
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    said = []
+    for line in process.stderr:
+        if not line.startswith("import time:"):
+            said.append(line.strip())
+        elif line.split("|")[-1].strip() == imported:
+            process.send_signal(signal.SIGINT)
+    assert list(filter(None, said)) == ["megatron-dapo: interrupted"]
+    # After an exception inside of exec() Python ends itself with the signal; a shell shows 130 for both.
+    assert process.wait(10) in (130, -signal.SIGINT)
+
+
+def test_the_installed_command_is_that_module():
+    scripts = tomllib.loads(Path("pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"megatron-dapo": "megatron_dapo.__main__:main"}
 
 
 def grading_processes():
