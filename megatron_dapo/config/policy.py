@@ -194,14 +194,24 @@ class PolicyConfig(Section):
             raise ValueError("sequence_parallel needs tensor_parallel of 2 or more: remove it or raise tensor_parallel")
         for check in (self._check_stages, self._check_recompute, self._check_communication, self._check_precision):
             check()
-        align = self.pack_alignment
-        if self.micro_batch_tokens % align:
-            raise ValueError(
-                f"micro_batch_tokens ({self.micro_batch_tokens}) must be a multiple of {align}, because the packed "
-                "tokens are split over 2 × context_parallel chunks and, under sequence parallelism, over "
-                f"tensor_parallel ranks{self._fp8_alignment}: use {-(-self.micro_batch_tokens // align) * align}"
-            )
+        self._check_alignment()
         return self
+
+    def _check_alignment(self) -> None:
+        tokens, align, tp = self.micro_batch_tokens, self.pack_alignment, self.tensor_parallel
+        fitting = -(-tokens // align) * align
+        if tokens % align and tp & (tp - 1):  # hardly meant: few models have heads for it
+            raise ValueError(
+                f"tensor_parallel is {tp}, which must divide the attention heads of the model. If it does: under "
+                f"sequence parallelism packed tokens are split over its ranks, so micro_batch_tokens ({tokens}) must "
+                f"be a multiple of {align}, for example {fitting}"
+            )
+        if tokens % align:
+            raise ValueError(
+                f"micro_batch_tokens ({tokens}) must be a multiple of {align}, because the packed tokens are split "
+                "over 2 × context_parallel chunks and, under sequence parallelism, over tensor_parallel ranks"
+                f"{self._fp8_alignment}: use {fitting}"
+            )
 
     def _check_stages(self) -> None:
         ends = {name: getattr(self, name) for name in ("first_stage_layers", "last_stage_layers")}

@@ -89,6 +89,7 @@ def test_the_resolved_configuration_reads_back_as_itself(tmp_path):
         ({"policy": {"sequence_parallel": True}}, "raise tensor_parallel"),
         ({"policy": {"micro_batch_tokens": 4096}}, "raise it to at least 22528"),
         ({"policy": {"context_parallel": 2, "micro_batch_tokens": 32770}}, "multiple of 4"),
+        ({"policy": {"tensor_parallel": 3}}, "policy: tensor_parallel is 3, which must divide the attention heads"),
         ({"policy": {"optimizer": {"min_lr": 1.0}}}, "lower min_lr"),
         (
             {"algorithm": {"overlong": {"penalty": "soft", "max_length": 100, "cache_length": 100}}},
