@@ -39,6 +39,7 @@ from megatron_dapo.policy.policy import Policy
 from megatron_dapo.policy.runtime import Rendezvous, initialize, shutdown
 
 MIB = 1 << 20
+LIBRARIES = 1 << 30  # of the GPU's memory: kernels of libraries, loaded at their first use
 TINY = replace(QWEN_1_5B, layers=2, hidden=64, ffn_hidden=160, heads=4, head_dim=16, vocab=1000)
 
 
@@ -86,7 +87,7 @@ def largest_shape(config: Config, layers: Layers) -> ModelShape:
 
     Megatron keeps four fp32 values on the host for each offloaded parameter: weight, gradient and Adam's moments.
     """
-    free = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else 139 << 30
+    free = (torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 139 << 30) - LIBRARIES
     host = 0.85 * psutil.virtual_memory().available
     fits = QWEN_7B
     for count in range(1, 200):
@@ -97,7 +98,9 @@ def largest_shape(config: Config, layers: Layers) -> ModelShape:
             break
         fits = shape
     parameters = count_parameters(fits).total
-    print(f"largest: {fits.layers} layers, {parameters / 1e9:.2f} G parameters", flush=True)
+    on_host = 16 * config.policy.optimizer.cpu_offload * parameters
+    print(f"largest: {fits.layers} layers, {parameters / 1e9:.2f} G parameters; GPU {free / 2**30:.1f} GiB, offloaded "
+          f"{on_host / 2**30:.1f} of {host / 2**30:.1f} GiB", flush=True)  # fmt: skip
     return fits
 
 
