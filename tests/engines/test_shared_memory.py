@@ -7,6 +7,7 @@ update; and no process may crash.
 
 import asyncio
 import base64
+import contextlib
 import io
 import multiprocessing
 import pickle
@@ -54,10 +55,10 @@ def other_process(pipe, on_gpu):
 
 
 class Server:
-    name, tensor_parallel = "other process", 1
+    tensor_parallel = 1
 
-    def __init__(self, pipe):
-        self.pipe, self.sums = pipe, {}
+    def __init__(self, pipe, name):
+        self.pipe, self.name, self.sums = pipe, name, {}
 
     async def load_tensors(self, payload, timeout):
         self.sums |= await asyncio.to_thread(self._talk, payload)
@@ -81,16 +82,38 @@ class AnyTensors:
 
 
 @pytest.fixture
-def server():
+def server(request):
+    """One other process, or as many as the parameter says."""
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=other_process, args=(theirs, ON_GPU))
-    process.start()
-    assert ours.recv() == "ready"
-    yield Server(ours)
-    ours.send(None)
-    process.join(20)
-    assert process.exitcode == 0
+    pipes = [context.Pipe() for _ in range(getattr(request, "param", 1))]
+    processes = [context.Process(target=other_process, args=(theirs, ON_GPU)) for _, theirs in pipes]
+    for process, (_, theirs) in zip(processes, pipes, strict=True):
+        process.start()
+        theirs.close()
+    assert all(ours.recv() == "ready" for ours, _ in pipes)
+    servers = [Server(ours, f"process {number}") for number, (ours, _) in enumerate(pipes)]
+    yield servers if hasattr(request, "param") else servers[0]
+    for (ours, _), process in zip(pipes, processes, strict=True):
+        with contextlib.suppress(BrokenPipeError):
+            ours.send(None)
+        process.join(20)
+        assert process.exitcode == 0
+
+
+@pytest.mark.parametrize("server", [2], indirect=True)
+def test_two_servers_read_a_block_that_every_update_uses_again(server):
+    """The first update removed the name of the memory that the second one needs."""
+    block, specs = torch.empty(64, dtype=torch.uint8, device=DEVICE), [TensorSpec("w", torch.uint8, (64,))]
+
+    async def update(version):
+        transport = DirectTransport(None, TensorChannel(WeightTransportConfig()), AnyTensors())
+        async with BucketReader([bucket_in(block, specs)], transport.prepare, transport.release) as reader:
+            return await transport.send(version, server, reader)
+
+    for version in range(1, 6):
+        block.fill_(version)
+        assert not asyncio.run(update(version)).failed
+        assert [one.sums for one in server] == [{"w": 64.0 * version}] * 2
 
 
 def named_pieces(weights):

@@ -31,6 +31,13 @@ class SharedBucket:
     payload: str
     memory: list[torch.Tensor]
 
+    def expect(self, readers: int) -> None:
+        """So many processes will open the payload. For memory that is shared by name torch counts one for each pickle,
+        and removes the name when the count is zero; the next payload of the same block could not be opened."""
+        for tensor in self.memory:
+            for _ in range(0 if tensor.is_cuda else readers - 1):
+                tensor.untyped_storage()._shared_incref()
+
 
 def share(bucket: Bucket, *, pack_experts: bool = False) -> SharedBucket:
     """Pickles a reference to the bucket's block of memory, in SGLang's format `flattened_bucket`."""

@@ -224,6 +224,7 @@ class TensorChannel:
     ) -> Errors:
         if self._link is None:
             assert prepared is not None
+            prepared.expect(len(servers))
             payloads = {server.name: prepared.payload for server in servers}
         else:
             assert isinstance(bucket, FlatBucket | RemoteBucket)
