@@ -76,6 +76,10 @@ def measurements(model: Path, data: Path, out: Path, server: list[str]) -> list[
             str(model), "--only", "moe", "--transports", "tensor", "--bucket-mib", "2048", "--",
             "--mem-fraction-static", "0.5", *server, "--cuda-graph-max-bs", "8",
         ]),
+        Measurement("sync_moe_packed", 220, "sync.py", [
+            str(model), "--only", "moe", "--transports", "tensor", "--bucket-mib", "2048", "--pack-experts", "--",
+            "--mem-fraction-static", "0.5", *server, "--cuda-graph-max-bs", "8",
+        ]),
         Measurement("replay_model", 60, "routing_replay.py", ["make", moe, "--tokenizer", str(model)]),
         Measurement("replay", 200, "routing_replay.py", [
             "run", EXAMPLE, "--set", f"policy.model={moe}", *servers("0.4", "--cuda-graph-max-bs", "16"),
@@ -114,11 +118,13 @@ def measurements(model: Path, data: Path, out: Path, server: list[str]) -> list[
             "policy.micro_batch_tokens=8192", "rollout.servers.max_running=128", "trainer.prompts_per_step=32",
             "rollout.servers.port=32000", fraction="0.2",
         )]),
-        # Trainer and server hold their memory all the time, and the server generates during the updates.
+        # Trainer and two servers keep their memory, and the servers generate during the updates.
         Measurement("run_100", 1500, "megatron-dapo", ["train", *gsm8k(
-            100, "run_100", "rollout.servers.share_gpus=false", "rollout.max_staleness=1",
-            "policy.micro_batch_tokens=8192", f"rollout.weights.bucket_bytes={1 << 30}",
-            fraction="0.5", more=("--max-total-tokens", "450000"),
+            100, "run_100", "rollout.servers.share_gpus=false", "rollout.servers.count=2", "rollout.max_staleness=1",
+            "policy.micro_batch_tokens=8192", "rollout.servers.max_running=256",
+            f"rollout.weights.bucket_bytes={1 << 30}", fraction="0.5",
+            more=("--base-gpu-id", "0", "--max-total-tokens", "300000", "--max-running-requests", "256",
+                  "--cuda-graph-max-bs", "256"),
         )]),
         Measurement("run", 600, "megatron-dapo", ["train", *gsm8k(20, "run")]),
         Measurement("engine", 200, "engine.py", [*gsm8k(20, "run_engine"), "--compare", str(out / "run")]),
