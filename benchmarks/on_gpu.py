@@ -3,9 +3,9 @@
     python benchmarks/on_gpu.py --model MODEL_1_5B --out DIR [--only NAME …] [--list] [-- SERVER ARGUMENTS]
 
 MODEL is the HF directory of Qwen2.5-1.5B (or another small Qwen2) with its tokenizer; `--data` has gsm8k_train.jsonl
-and gsm8k_test.jsonl, for the runs. A measurement that has ended without an error is not repeated, so an interrupted
-session goes on with the same command. The last lines of every log are printed. Arguments after `--` go to every SGLang
-server.
+and gsm8k_test.jsonl, for the runs, and for `switches` the first 400 lines of the latter as gsm8k_test_400.jsonl. A
+measurement that has ended without an error is not repeated, so an interrupted session goes on with the same command.
+The last lines of every log are printed. Arguments after `--` go to every SGLang server.
 """
 
 from __future__ import annotations
@@ -127,6 +127,11 @@ def measurements(model: Path, data: Path, out: Path, server: list[str]) -> list[
                   "--cuda-graph-max-bs", "256"),
         )]),
         Measurement("run", 600, "megatron-dapo", ["train", *gsm8k(20, "run")]),
+        Measurement("switches", 590, "ablation.py", [
+            "--out", str(out / "ablation_gsm8k"), "--seeds", "1", "--minutes", "8.5", "--set", f"policy.model={model}",
+            "--set", f"data.path={data}/gsm8k_train.jsonl", "--set", f"evaluate.data.path={data}/gsm8k_test_400.jsonl",
+            "--", *server, "--max-running-requests", "512", "--cuda-graph-max-bs", "512",
+        ]),
         Measurement("engine", 200, "engine.py", [*gsm8k(20, "run_engine"), "--compare", str(out / "run")]),
     ]  # fmt: skip
 

@@ -101,7 +101,9 @@ def _add_ablate(sub: Commands) -> None:
     parser.add_argument("--grid", action="store_true", help="short for --design grid")
     parser.add_argument("--seeds", type=at_least(1), default=3, help="runs per combination (default 3)")
     parser.add_argument("--jobs", type=at_least(1), default=1, help="runs at a time, one thread each (default 1)")
-    parser.add_argument("--minutes", type=at_least(0, float), help="start no run after so many minutes")
+    parser.add_argument(
+        "--minutes", type=at_least(0, float), help="end after so many minutes; the same command continues"
+    )
     parser.add_argument("--discard-runs", action="store_true", help="keep only the curves of finished runs")
     parser.add_argument(
         "--out", metavar="DIR", default="runs/ablation", help="directory of the results (default runs/ablation)"

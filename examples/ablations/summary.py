@@ -7,6 +7,11 @@
 For each task the effect of its change: over the grid (with minus without, averaged over the 8 settings of the others)
 and leave-one-out (all changes minus all but this one), with 95 % intervals over seeds. Then the effect of every change
 on the held-out score of every task.
+
+A folder with a table.json of its own is one task for all four changes (gsm8k.yaml): each change has its measures there,
+leave-one-out, and every run its values.
+
+    python examples/ablations/summary.py runs/ablation_gsm8k --figure gsm8k.png
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -58,25 +64,54 @@ def side_mean(effect: Effect, side: int, measure: str, runs: Runs) -> float | No
 
 
 def shown(found: dict[str, Any] | None, kind: str) -> str:
-    return "–" if found is None else f"{with_interval(found, kind)} ({found['runs']} seeds)"
+    if found is None:
+        return "–"
+    return f"{with_interval(found, kind)} ({found['runs']} seed{'s' if found['runs'] > 1 else ''})"
 
 
-def task_rows(task: str, table: dict[str, Any]) -> list[str]:
-    label, measures = TASKS[task]
+def number(value: float | None, kind: str) -> str:
+    return "–" if value is None else ("{:.1%}" if kind == "percent" else "{:.4g}").format(value)
+
+
+def change_rows(task: str, change: str, table: dict[str, Any], designs: Sequence[str]) -> list[str]:
+    """The measures of one change; `change` is a key of TASKS. An effect for each design."""
+    label, measures = TASKS[change]
     runs, rows = runs_of(table), []
     known = {measure["id"]: measure for measure in table["measures"]}
-    grid, left_out = find_effect("grid", label), find_effect("leave-one-out", label)
+    by_design = [find_effect(design, label) for design in designs]
     for name, note in measures.items():
         if name not in known:
             continue
         kind = known[name]["format"]
-        sides = [side_mean(grid, side, name, runs) for side in (1, 0)]
-        means = " → ".join("–" if v is None else ("{:.1%}" if kind == "percent" else "{:.4g}").format(v) for v in sides)
-        found, alone = effect_of(grid, name, runs), effect_of(left_out, name, runs)
-        verdict = note or (found["verdict"] if found else "no run")
-        cells = (task, label, known[name]["label"].lower(), means, shown(found, kind), shown(alone, kind), verdict)
+        means = " → ".join(number(side_mean(by_design[0], side, name, runs), kind) for side in (1, 0))
+        found = [effect_of(effect, name, runs) for effect in by_design]
+        verdict = note or (found[0]["verdict"] if found[0] else "no run")
+        cells = (task, label, known[name]["label"].lower(), means, *(shown(one, kind) for one in found), verdict)
         rows.append("| " + " | ".join(cells) + " |")
     return rows
+
+
+def one_task(table: dict[str, Any]) -> str:
+    """Leave-one-out of a task with all four changes: the measures of each change, then every run's values."""
+    lines = ["| task | change | measure | without → with | effect | verdict |", "|---|---|---|---|---|---|"]
+    lines += [row for change in TASKS for row in change_rows(table["title"], change, table, ["leave-one-out"])]
+    measures = {measure["id"]: measure for measure in table["measures"]}
+    lines += ["", "| combination | seeds | held-out before → after | " + " | ".join(
+        measure["label"].lower() for name, measure in measures.items() if name != "held_out"
+    ) + " |", "|---" * (len(measures) + 2) + "|"]  # fmt: skip
+    for row in table["combinations"]:
+        if not row["seeds"]:
+            continue
+        scores = row["bands"]["held_out"]["y"]
+        values = [row["values"].get(name, {}).get("mean") for name in measures if name != "held_out"]
+        kinds = [measure["format"] for name, measure in measures.items() if name != "held_out"]
+        cells = (
+            row["name"], str(len(row["seeds"])), f"{number(scores[0], 'percent')} → {number(scores[-1], 'percent')}",
+            *(number(value, kind) for value, kind in zip(values, kinds, strict=True)),
+        )  # fmt: skip
+        lines.append("| " + " | ".join(cells) + " |")
+    done = f"{table['finished']} of {table['planned']} runs, {table['seconds'] / 60:.1f} minutes in all."
+    return "\n".join([*lines, "", done])
 
 
 def markdown(tables: dict[str, dict[str, Any]]) -> str:
@@ -84,7 +119,8 @@ def markdown(tables: dict[str, dict[str, Any]]) -> str:
         "| task | change | measure | without → with | effect in the grid | leave-one-out | verdict |",
         "|---|---|---|---|---|---|---|",
     ]
-    lines += [row for task, table in tables.items() for row in task_rows(task, table)]
+    designs = ["grid", "leave-one-out"]
+    lines += [row for task, table in tables.items() for row in change_rows(task, task, table, designs)]
     lines += [
         "",
         "Effect on the held-out score, in the grid:",
@@ -111,7 +147,8 @@ def mean_curves(effect: Effect, side: int, measure: str, runs: Runs) -> list[Cur
     return [{"x": mean["x"], "y": mean["y"]} for mean in means]
 
 
-def draw(tables: dict[str, dict[str, Any]], path: Path) -> None:
+def draw(tables: dict[str, dict[str, Any]], path: Path, design: str = "grid") -> None:
+    """A panel for each key of TASKS: the first measure of its change that has a curve."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -120,7 +157,10 @@ def draw(tables: dict[str, dict[str, Any]], path: Path) -> None:
     figure, axes = plt.subplots(1, len(tables), figsize=(4 * len(tables), 3.4), layout="constrained", squeeze=False)
     for panel, (task, table) in zip(axes[0], tables.items(), strict=True):
         label, measures = TASKS[task]
-        name, runs, effect = next(iter(measures)), runs_of(table), find_effect("grid", label)
+        runs, effect = runs_of(table), find_effect(design, label)
+        curves = {name for by_seed in runs.values() for found in by_seed.values() for name in found}
+        few = {"held_out"} if design == "leave-one-out" else set()  # evaluated before the first and after the last step
+        name = next(name for name in measures if name in curves - few)
         for side, text in ((0, f"with {label}"), (1, "without")):
             if not (curves := mean_curves(effect, side, name, runs)):
                 continue
@@ -129,7 +169,7 @@ def draw(tables: dict[str, dict[str, Any]], path: Path) -> None:
             if None not in curve["low"]:
                 panel.fill_between(curve["x"], curve["low"], curve["high"], alpha=0.2, color=line.get_color())
         title = next(measure["label"] for measure in table["measures"] if measure["id"] == name)
-        panel.set(xlabel="rollout step", title=f"{task}: {title.lower()}")
+        panel.set(xlabel="rollout step", title=f"{table['title']}: {title.lower()}")
         panel.grid(alpha=0.3)
         if panel.lines:
             panel.legend(fontsize=8)
@@ -154,15 +194,19 @@ def main() -> int:
     args = parser.parse_args()
     files = {task: args.results / task / "table.json" for task in TASKS}
     tables = {task: json.loads(file.read_text()) for task, file in files.items() if file.exists()}
+    design, alone = "grid", args.results / "table.json"
+    if alone.exists():
+        tables, design = dict.fromkeys(TASKS, json.loads(alone.read_text())), "leave-one-out"
     if not tables:
-        print(f"no table.json in {', '.join(str(file.parent) for file in files.values())}", file=sys.stderr)
+        folders = [args.results, *(file.parent for file in files.values())]
+        print(f"no table.json in {', '.join(map(str, folders))}", file=sys.stderr)
         return 2
-    text = markdown(tables)
+    text = markdown(tables) if design == "grid" else one_task(tables["entropy"])
     print(text)
     for page in args.into:
         put_into(page, text)
     if args.figure:
-        draw(tables, args.figure)
+        draw(tables, args.figure, design)
     return 0
 
 

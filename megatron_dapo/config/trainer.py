@@ -13,6 +13,9 @@ class CheckpointConfig(Section):
     """What is saved and kept in the run directory's checkpoints/. A run that must end early saves as well."""
 
     every: int = Field(5, ge=0, description="Save every this many steps, and at the end; 0: only at the end.")
+    at_end: bool = Field(
+        True, description="Save after the last step. false: of a run that finished, only metrics are of interest."
+    )
     keep: int = Field(2, ge=1, description="Newest checkpoints to keep.")
     keep_best: bool = Field(True, description="Also keep the checkpoint with the best `best_metric`.")
     best_metric: str = Field(

@@ -56,11 +56,13 @@ def plan(
     tasks: dict[Path, str], configs: dict[Path, Config], settings: Sequence[str], design: Design, seeds: int
 ) -> list[Job]:
     """All runs in order. The tasks alternate, and all combinations get a seed before any gets the next one, so that an
-    ablation that is stopped early compares equal numbers of seeds. A grid starts with all seeds of leave-one-out."""
+    ablation that is stopped early compares equal numbers of seeds. The paper's order is kept. The other designs start
+    with the full recipe, and a grid with all seeds of leave-one-out."""
     found = []
     for task, config in configs.items():
         first = {row.folder for row in variants(config, "leave-one-out" if design == "grid" else design)}
-        for number, variant in enumerate(variants(config, design)):
+        rows = variants(config, design)
+        for number, variant in enumerate(rows if design == "order" else rows[::-1]):
             for seed in range(seeds):
                 job = Job(tasks[task], (*settings, *variant.settings), task, variant.folder, seed)
                 found.append(((variant.folder not in first, seed, number), job))

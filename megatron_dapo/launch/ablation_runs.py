@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -30,7 +32,7 @@ from megatron_dapo.launch.ablation_results import read_curves
 # A report per run costs a quarter of the time of a small run; the ablation has its own page.
 RUN_SETTINGS = ("observe.console=plain", "observe.report=false")
 WORKER = [sys.executable, "-m", "megatron_dapo.launch.ablation_worker"]
-GRACE_SECONDS = 30.0
+GRACE_SECONDS = 60.0  # a trainer that is asked to end saves first
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +66,9 @@ class Job:
         return f"{self.task.name}: {self.combination}, seed {self.seed}"
 
     def digest(self) -> str:
-        """Of every setting that can change the result."""
+        """Of every setting that can change the result. Where external servers listen does not."""
         found = load_config(self.config_file, self.all_settings).model_dump(mode="json")
-        del found["observe"], found["trainer"]["run_dir"]
+        del found["observe"], found["trainer"]["run_dir"], found["rollout"]["servers"]["urls"]
         return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -143,26 +145,29 @@ def run_jobs(
     minutes: float | None = None,
     discard: bool = False,
 ) -> list[Outcome]:
-    """Trains all jobs, `workers` at a time; `report` is called as each ends. After `minutes`, no run is started.
+    """Trains all jobs, `workers` at a time; `report` is called as each ends.
 
-    `discard`: the folder of a run is removed once its result is stored. Ctrl-C and SIGTERM end the running trainers;
-    the outcomes so far are returned.
+    `minutes`: no run is started that would not end by then, if it takes as long as the longest of its task so far;
+    trainers that still run are ended. `discard`: the folder of a run is removed once its result is stored. Ctrl-C and
+    SIGTERM end the running trainers; the outcomes so far are returned.
     """
-    deadline = None if minutes is None else time.monotonic() + 60 * minutes
-    trainers, outcomes = Workers(_environment(workers)), []
-    waiting = iter(jobs)
+    deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
+    trainers, outcomes = Workers(_environment(workers)), list[Outcome]()
+    waiting = deque(jobs)
     pending: set[Future[Outcome]] = set()
     with _terminable(), ThreadPoolExecutor(workers) as pool:
         try:
             while True:
-                while len(pending) < workers and (deadline is None or time.monotonic() < deadline):
-                    job = next(waiting, None)
-                    if job is None:
-                        break
-                    pending.add(pool.submit(_run, job, trainers, discard))
-                if not pending:
+                while (
+                    waiting
+                    and len(pending) < workers
+                    and time.monotonic() + _expected_seconds(waiting[0], outcomes) < deadline
+                ):
+                    pending.add(pool.submit(_run, waiting.popleft(), trainers, discard))
+                left = None if minutes is None else deadline - time.monotonic()
+                done, pending = wait(pending, timeout=left, return_when=FIRST_COMPLETED)
+                if not done:
                     break
-                done, pending = wait(pending, return_when=FIRST_COMPLETED)
                 for future in done:
                     outcomes.append(future.result())
                     report(outcomes[-1])
@@ -174,14 +179,22 @@ def run_jobs(
     return [*outcomes, *(Outcome(job, "not run") for job in jobs if job not in known)]
 
 
+def _expected_seconds(job: Job, outcomes: Sequence[Outcome]) -> float:
+    """Of a run that is to be trained: as long as the longest of its task."""
+    known = [outcome.seconds for outcome in outcomes if outcome.job.task == job.task]
+    return 0.0 if job.result_file.exists() else max(known, default=0.0)
+
+
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """SIGTERM interrupts as Ctrl-C does, so that no trainer is left behind."""
+    """SIGTERM interrupts as Ctrl-C does, so that no trainer is left behind. Once: a signal to a process group may be
+    followed by another while the trainers save."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def interrupt(number: int, frame: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, interrupt)
@@ -195,8 +208,7 @@ def _run(job: Job, trainers: Workers, discard: bool) -> Outcome:
     try:
         digest = job.digest()
         if job.result_file.exists():
-            _check_result(job, digest)
-            return Outcome(job, skipped=True)
+            return Outcome(job, seconds=_seconds_of_result(job, digest), skipped=True)
         started = time.monotonic()
         job.folder.mkdir(parents=True, exist_ok=True)
         code = trainers.run(job)
@@ -213,13 +225,15 @@ def _run(job: Job, trainers: Workers, discard: bool) -> Outcome:
         return Outcome(job, str(error))
 
 
-def _check_result(job: Job, digest: str) -> None:
+def _seconds_of_result(job: Job, digest: str) -> float:
     try:
-        found = json.loads(job.result_file.read_text())["digest"]
+        stored = json.loads(job.result_file.read_text())
+        found, seconds = stored["digest"], float(stored["seconds"])
     except (ValueError, KeyError, TypeError):
         raise UserError(f"{job.result_file} is not a result of ablate: remove it, and the run is repeated") from None
     if found != digest:
         raise UserError(f"{job.result_file} was made with other settings: name another --out, or remove it and its run")
+    return seconds
 
 
 def _environment(workers: int) -> dict[str, str]:

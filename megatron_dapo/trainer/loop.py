@@ -136,7 +136,8 @@ class Trainer:
             if resume:
                 self._restore(state)
         if self.current is None:  # else the weights are between two versions, and no engine may serve them
-            if resume or self.config.policy.megatron_checkpoint or self.colocation.shared:
+            external = self.config.rollout.servers.urls  # an earlier run may have left other weights in them
+            if resume or self.config.policy.megatron_checkpoint or self.colocation.shared or external:
                 self._sync_weights()
             else:
                 self.served_version = 0  # the engines have loaded the same model
@@ -325,10 +326,10 @@ class Trainer:
 
     def _save_when_due(self) -> None:
         """A stop is honoured here as well: the step is complete."""
-        every, last = self.config.trainer.checkpoint.every, self.steps_done == self.config.trainer.steps
+        checkpoint, last = self.config.trainer.checkpoint, self.steps_done == self.config.trainer.steps
         self._check_lock()
         self.checkpoints.poll()
-        if last or (every and self.steps_done % every == 0):
+        if checkpoint.at_end if last else checkpoint.every and self.steps_done % checkpoint.every == 0:
             with self._no_rollouts():
                 self._save()
         if not last:

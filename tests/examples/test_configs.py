@@ -20,6 +20,7 @@ GPUS = {  # of the trainer, and of engines that have their own; a new file witho
     "examples/calculator/config.yaml": (1, 0),
     "examples/ablations/arithmetic.yaml": (1, 0),
     **{f"examples/ablations/{task}.yaml": (1, 0) for task in ("entropy", "signal", "long_wrong", "truncated")},
+    "examples/ablations/gsm8k.yaml": (1, 0),  # the server is external, on the same GPU
     "examples/gsm8k_1gpu/gsm8k.yaml": (1, 0),
     "examples/qwen3_30b_a3b/dapo.yaml": (8, 24),
     "examples/qwen2.5_32b_fast/dapo.yaml": (48, 80),

@@ -229,6 +229,42 @@ def test_no_run_is_started_after_the_time_limit(config, tmp_path, fake_trainer, 
     assert "18 not finished" in " ".join(capsys.readouterr().out.split())
 
 
+def test_no_run_is_started_that_would_not_end_in_time(config, tmp_path, monkeypatch):
+    """A run of the first call took 100 s. One minute is too short for another; two minutes are not."""
+    monkeypatch.setattr(ablation_runs, "WORKER", [sys.executable, "-S", "-c", WORKER])
+    jobs = [Job(str(config), (), tmp_path / "out", name, 0) for name in ("none", "token_loss")]
+    (first,) = run_jobs(jobs[:1], 1, lambda outcome: None)
+    stored = json.loads(first.job.result_file.read_text()) | {"seconds": 100.0}
+    first.job.result_file.write_text(json.dumps(stored))
+    found = run_jobs(jobs, 1, lambda outcome: None, minutes=1)
+    assert [(outcome.skipped, outcome.problem) for outcome in found] == [(True, ""), (False, "not run")]
+    assert not jobs[1].folder.exists()
+    found = run_jobs(jobs, 1, lambda outcome: None, minutes=2)
+    assert [(outcome.skipped, outcome.problem) for outcome in found] == [(True, ""), (False, "")]
+
+
+def test_a_time_limit_ends_the_trainers_that_still_run(config, tmp_path, monkeypatch):
+    """The worker would never answer. It is asked to end, as with SIGTERM (below)."""
+    monkeypatch.setattr(ablation_runs, "WORKER", [sys.executable, "-S", "-c", "import time; time.sleep(600)"])
+    job = Job(str(config), (), tmp_path / "out", "none", 0)
+    (outcome,) = run_jobs([job], 1, lambda outcome: None, minutes=0.01)
+    assert outcome.problem == "not run" and job.folder.exists() and not job.result_file.exists()
+
+
+def test_leave_one_out_starts_with_the_full_recipe(config, tmp_path):
+    """Every effect needs it, and naive GRPO is in none of them."""
+    found = plan({tmp_path: str(config)}, {tmp_path: load_config(config)}, (), "leave-one-out", 1)
+    assert [found[0].combination, found[-1].combination] == ["+".join(SWITCHES), "none"] and len(found) == 6
+
+
+def test_where_external_servers_listen_does_not_change_a_result(config, tmp_path):
+    digests = {
+        Job(str(config), (f"rollout.servers.urls=['http://127.0.0.1:{port}']",), tmp_path, "none", 0).digest()
+        for port in (1, 2)
+    }
+    assert len(digests) == 1
+
+
 def test_clip_higher_must_be_something_to_switch_off(config, tmp_path, capsys):
     assert main(["ablate", str(config), "--set", "algorithm.clip_high=0.2", "--out", str(tmp_path)]) == 2
     assert "clip_high" in capsys.readouterr().err
@@ -291,19 +327,31 @@ def test_each_run_is_a_fork_that_writes_its_own_log(worker, config, tmp_path):
 
 
 def test_sigterm_ends_the_running_trainers(worker, config, tmp_path):
-    """The trainer would never end."""
+    """The trainer would never end. While it saves, a second signal comes: `timeout` and Slurm signal whole groups."""
     worker.write_text(
-        "import os, time\ndef train(config, settings):\n    print(os.getpid(), flush=True); time.sleep(600)\n"
+        "import os, pathlib, signal, sys, time\n"
+        "here = pathlib.Path(__file__).parent\n"
+        "def save(number, frame):\n"
+        "    (here / 'saving').touch()\n"
+        "    while not (here / 'second').exists(): time.sleep(0.01)\n"
+        "    sys.exit(143)\n"
+        "def train(config, settings):\n"
+        "    signal.signal(signal.SIGTERM, save)\n"
+        "    print(os.getpid(), flush=True); time.sleep(600)\n"
     )
     job = Job(str(config), (), tmp_path / "out", "none", 0)
 
-    def terminate_when_running():
+    def terminate_twice():
         while not (job.log.exists() and job.log.read_text().endswith("\n")):
             threading.Event().wait(0.01)
         os.kill(os.getpid(), signal.SIGTERM)
+        while not (tmp_path / "saving").exists():
+            threading.Event().wait(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+        (tmp_path / "second").touch()
 
-    threading.Thread(target=terminate_when_running).start()
+    threading.Thread(target=terminate_twice).start()
     (outcome,) = run_jobs([job], 1, lambda outcome: None)
     assert outcome.problem == "not run" and not job.result_file.exists()
     with pytest.raises(ProcessLookupError):
-        os.kill(int(job.log.read_text()), 0)
+        os.kill(int(job.log.read_text().split()[0]), 0)

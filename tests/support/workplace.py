@@ -27,6 +27,7 @@ def shape(architecture, hidden, ffn, layers, heads, kv, vocab, tied, **more):
 EXPERTS = {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
 MODELS = {  # by the directory that a configuration names; the sizes of the published config.json files
     "models/Qwen2.5-32B": shape("Qwen2ForCausalLM", 5120, 27648, 64, 40, 8, 152064, False),
+    "models/Qwen2.5-Coder-1.5B-Instruct": shape("Qwen2ForCausalLM", 1536, 8960, 28, 12, 2, 151936, True),
     "models/Qwen2.5-1.5B": shape("Qwen2ForCausalLM", 1536, 8960, 28, 12, 2, 151936, True),
     "models/Qwen3-30B-A3B-Base": shape("Qwen3MoeForCausalLM", 2048, 6144, 48, 32, 4, 151936, False, **EXPERTS),
     **{
