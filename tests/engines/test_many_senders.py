@@ -5,6 +5,7 @@ Every wait here is bounded by rollout.weights.timeout, 30 s; a failed sender is 
 """
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -205,8 +206,9 @@ VERSIONS = 54
 
 
 def deltas_of_50_steps(url, directory):
-    """Only what changed is sent in 50 steps; then the engine's checksums are those of a full update."""
-    base = settings("one")
+    """Only what changed is sent in 50 steps; then the engine's checksums are those of a full update. Updates with
+    everything have packed experts."""
+    base = settings("one", pack_experts=True)
     servers = base.rollout.servers.model_copy(update={"weight_deltas": True})
     rollout = base.rollout.model_copy(
         update={"servers": servers, "weights": base.rollout.weights.model_copy(update={"delta": True})}
@@ -241,12 +243,13 @@ def deltas_of_50_steps(url, directory):
     assert from_one_process_with(url, directory, VERSIONS + 1, kept)[1] == found
 
 
-def packed_experts(url, directory, version, expected):
-    """Twice by each transport: the first update goes through SGLang's own loader, the second is copied."""
+def packed_experts(url, directory, version, expected, snapshots):
+    """Twice by each transport. The snapshot has the names of a checkpoint."""
 
     async def main(version):
         for transport in ("tensor", "distributed"):
-            config = settings("one", transport=transport, pack_experts=True, bucket_bytes=BUCKET)
+            kept = {"keep_snapshot": True, "directory": str(snapshots)}
+            config = settings("one", transport=transport, pack_experts=True, **kept)
             engine = await SGLangEngine.connect([url], config.rollout, model=str(directory), version=version)
             for seed in (9, 0):
                 weights, version = weights_of(directory, seed), version + 1
@@ -256,6 +259,9 @@ def packed_experts(url, directory, version, expected):
                 assert not report.failed and report.tensors == len(weights)
                 found = await engine.servers[0].checksums()
                 assert (found == expected) == (seed == 0), transport
+            engine.snapshot.wait()
+            index = json.loads((engine.snapshot.current / "model.safetensors.index.json").read_text())
+            assert index["weight_map"].keys() == weights.keys()
             await engine.close()
         return version
 
@@ -287,7 +293,7 @@ def test_expert_groups_send_the_weights_of_a_single_process(tmp_path):
         asyncio.run(ready())
         deltas_of_50_steps(process.url, directory)
         _, expected = from_one_process(process.url, directory, VERSIONS + 2, seed=0)
-        version = packed_experts(process.url, directory, VERSIONS + 2, expected)
+        version = packed_experts(process.url, directory, VERSIONS + 2, expected, tmp_path / "snapshots")
         said = [line for line in process.log.read_text().splitlines() if "experts::" in line]
         assert len(said) == 1 and said[0].endswith("is loaded at once"), said
         chosen = settings("expert_group", {"expert_parallel": 2}, pack_experts=True)
