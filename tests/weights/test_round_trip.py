@@ -1,7 +1,10 @@
 """HF → Megatron → HF is bit-exact, complete and loadable, and a dtype is changed only on request."""
 
+import ctypes
 import io
 import json
+import mmap
+import os
 import pickle
 
 import pytest
@@ -10,9 +13,11 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from megatron_dapo.config.model import ModelShape
 from megatron_dapo.weights.convert import hf_to_megatron, megatron_to_hf
 from megatron_dapo.weights.formats.hf_reader import HFReader
 from megatron_dapo.weights.formats.safe_pickle import load_metadata
+from megatron_dapo.weights.formats.torch_dist_reader import TorchDistReader
 from megatron_dapo.weights.verify import verify
 
 
@@ -100,6 +105,33 @@ def test_large_tensors_are_cut_into_chunks(models, tmp_path, monkeypatch):
     megatron_to_hf(tmp_path / "megatron", tmp_path / "again")
     before, after = HFReader(models["qwen3-moe"]), tensors(tmp_path / "again")
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_opening_a_checkpoint_does_not_read_its_tensors(tmp_path):
+    """On a cold disk the kernel would read megabytes ahead at both ends of every tensor, one after the other, before
+    the copy begins: 0.7 s of 4.1 s."""
+    config = transformers.Qwen2Config(tie_word_embeddings=True, **{**tiny_qwen.COMMON, "vocab_size": 65536})
+    hf = tiny_qwen.save(transformers.Qwen2ForCausalLM(config), tmp_path / "hf")
+    hf_to_megatron(hf, tmp_path / "megatron", workers=1)
+    checkpoint = tmp_path / "megatron/release"
+    file = checkpoint / "__0_0.distcp"
+    with file.open("rb") as opened:
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if cached_pages(file):
+        pytest.skip("this file system is in memory: it has no page cache to drop")
+    TorchDistReader(checkpoint, ModelShape.from_dir(hf))
+    # 0.13 MB of 17.3 MB: the pages at the ends of the embedding and of 40 tensors that are smaller than 0.03 MB.
+    assert 0 < cached_pages(file) * mmap.PAGESIZE < 0.25e6
+
+
+def cached_pages(file):
+    """How many of the file's pages are in memory."""
+    libc, size = ctypes.CDLL(None, use_errno=True), file.stat().st_size
+    with file.open("r+b") as opened, mmap.mmap(opened.fileno(), size) as mapped:
+        found = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
+        address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+        assert libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), found) == 0
+        return sum(page & 1 for page in found)
 
 
 def test_metadata_is_what_torch_itself_would_write(models, tmp_path):

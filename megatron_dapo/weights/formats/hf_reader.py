@@ -62,7 +62,7 @@ class HFReader(Mapping[str, Tensor]):
 
     def prefetch(self, stored: StoredTensor, skip: int, nbytes: int) -> None:
         """Ask the kernel to read bytes of a stored tensor from disk, without waiting."""
-        self._files.prefetch(stored, skip, nbytes)
+        self._files.prefetch(stored.file, stored.offset + skip, nbytes)
 
     def files(self) -> list[Path]:
         return sorted({stored.file for stored in self.stored.values()})

@@ -85,9 +85,9 @@ class WeightFiles:
                 raise DamagedFile(f"{stored.file}: ends inside tensor {stored.name}; it changed while it was read")
             view, at = view[count:], at + count
 
-    def prefetch(self, stored: StoredTensor, skip: int, nbytes: int) -> None:
-        """Ask the kernel to read bytes [skip, skip + nbytes) of the tensor from disk, without waiting."""
-        os.posix_fadvise(self._descriptor(stored.file), stored.offset + skip, nbytes, os.POSIX_FADV_WILLNEED)
+    def prefetch(self, file: Path, at: int, nbytes: int) -> None:
+        """Ask the kernel to read bytes [at, at + nbytes) of the file from disk, without waiting."""
+        os.posix_fadvise(self._descriptor(file), at, nbytes, os.POSIX_FADV_WILLNEED)
 
 
 def rows_of(stored: StoredTensor, start: int, count: int) -> StoredTensor:

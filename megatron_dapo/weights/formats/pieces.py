@@ -78,7 +78,7 @@ class PieceReader:
 
     def prefetch(self, stored: StoredTensor, skip: int, nbytes: int) -> None:
         """Ask the kernel to read bytes of a stored tensor from disk, without waiting."""
-        self._files.prefetch(stored, skip, nbytes)
+        self._files.prefetch(stored.file, stored.offset + skip, nbytes)
 
     def _holding(self, name: str, start: int, count: int) -> Piece | None:
         """The piece that holds all these rows, if one does."""

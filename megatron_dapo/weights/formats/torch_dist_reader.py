@@ -28,6 +28,8 @@ from megatron_dapo.weights.names import disk_aliases, disk_locations
 
 _NOT_WEIGHTS = re.compile(r"(^|\.)(optimizer|chained_\d+|rng_state|opt_param_scheduler)(\.|/|$)")
 
+_ARCHIVE_END = 1024  # bytes; one page or two. The records before and after the data of one tensor fit
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
@@ -63,6 +65,7 @@ class TorchDistReader(PieceReader):
         self.shape = shape
         self._tensors = read_metadata(self.path)
         self._by_lead: dict[str, dict[tuple[int, ...], list[Chunk]]] = {}
+        self._prefetch_archives()
         used: set[str] = set()
         for mapping in stored_mappings(shape):
             used.update(self._locate(mapping))
@@ -72,6 +75,14 @@ class TorchDistReader(PieceReader):
                 f"{self.path}: unexpected tensor {extra[0]} ({len(extra)} in all); the reference's config.json "
                 "describes a model without it"
             )
+
+    def _prefetch_archives(self) -> None:
+        """Read the ends of all archives, which describe their tensors, from disk at once. Otherwise the first access to
+        each end waits for the disk, and for the megabytes that the kernel reads ahead there."""
+        for chunk in (chunk for tensor in self._tensors.values() for chunk in tensor.chunks):
+            size = min(_ARCHIVE_END, chunk.length)
+            self._files.prefetch(chunk.file, chunk.at, size)
+            self._files.prefetch(chunk.file, chunk.at + chunk.length - size, size)
 
     def _locate(self, mapping: ParameterMapping) -> tuple[str, ...]:
         """Find the parameter's tensors, check their shapes and list their pieces. Returns the keys."""
