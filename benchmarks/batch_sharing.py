@@ -17,7 +17,7 @@ import numpy as np
 from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.policy.batch import TrainBatch
 from megatron_dapo.policy.fork_ranks import run_ranks
-from megatron_dapo.policy.runtime import Rendezvous, initialize
+from megatron_dapo.policy.runtime import Rendezvous, initialize, shutdown
 from megatron_dapo.policy.schedule import shares_of_ranks
 from megatron_dapo.trainer.batch_sharing import share_batch
 from megatron_dapo.trainer.collectives import Collectives
@@ -57,6 +57,7 @@ def receive(rendezvous: Rendezvous, samples: int, mean: int, everything: bool) -
     with StopSignal() as stop:
         collectives = Collectives(runtime, stop)
         found, _ = share_batch(collectives, batch, mini, shares)
+    shutdown()
     # The whole batch had a byte of mask per token; now it is a bit.
     return collectives.received_bytes + (len(found.loss_mask) * 7 // 8 if everything else 0)
 

@@ -32,7 +32,7 @@ from megatron_dapo.policy.fork_ranks import run_ranks
 from megatron_dapo.policy.gpu_count import gpu_count
 from megatron_dapo.policy.optimizer_state import initialize_state
 from megatron_dapo.policy.policy import Policy
-from megatron_dapo.policy.runtime import Rendezvous, initialize
+from megatron_dapo.policy.runtime import Rendezvous, initialize, shutdown
 from megatron_dapo.trainer.checkpoint import Checkpoints, SaveReport
 
 SMALL = replace(QWEN_1_5B, layers=14, hidden=512, ffn_hidden=1536, heads=8, head_dim=64, vocab=32000)
@@ -136,6 +136,7 @@ def measure(rendezvous: Rendezvous, folder: Path, repeats: int) -> tuple[list[Re
     plain = folder / f"plain-{rendezvous.rank}"
     took = seconds(lambda: write_plainly(plain, results[0].size // rendezvous.world_size))
     plain.unlink()
+    shutdown()
     return [Result("plain writing (the limit)", took, took, results[0].size), *results], check, load
 
 

@@ -35,7 +35,7 @@ from megatron_dapo.planner import count_parameters
 from megatron_dapo.policy.batch import TrainBatch
 from megatron_dapo.policy.model.gpt import has_transformer_engine
 from megatron_dapo.policy.policy import Policy
-from megatron_dapo.policy.runtime import initialize
+from megatron_dapo.policy.runtime import initialize, shutdown
 
 PEAK = 790e12
 SHAPES = {
@@ -265,6 +265,7 @@ def main() -> None:
         print(json.dumps(measure_one(args)))
     else:
         print_one(args, measure_one(args))
+    shutdown()
 
 
 if __name__ == "__main__":

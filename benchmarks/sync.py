@@ -56,7 +56,7 @@ from megatron_dapo.planner.hardware import Cluster, find_gpu
 from megatron_dapo.planner.sync import sync_time
 from megatron_dapo.policy.model.gpt import build_model
 from megatron_dapo.policy.offload import Offloader
-from megatron_dapo.policy.runtime import Runtime, initialize
+from megatron_dapo.policy.runtime import Runtime, initialize, shutdown
 from megatron_dapo.trainer.colocation import memory
 from megatron_dapo.types import as_tokens
 from megatron_dapo.weights.fp8_checkpoint import hf_to_fp8
@@ -227,6 +227,7 @@ def main() -> None:
             gc.collect()
             if args.device == "cuda":
                 torch.cuda.empty_cache()
+    shutdown()
 
 
 if __name__ == "__main__":

@@ -64,3 +64,10 @@ def test_the_site_builds_without_a_warning(tmp_path):
     )
     assert done.returncode == 0 and "WARNING" not in done.stdout + done.stderr, done.stdout + done.stderr
     assert (tmp_path / "site/docs/cluster.html").exists()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda path: path.name)
+def test_a_benchmark_that_opens_process_groups_closes_them(path):
+    """Otherwise torch ends it with a warning on a GPU."""
+    text = path.read_text()
+    assert ("initialize(" in text) == ("    shutdown()\n" in text)
