@@ -51,6 +51,7 @@ class Report:
     seconds: float
     not_finite: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # what is missing or was left out
+    rank: int = 0  # of several processes that convert together; rank 0 has the findings of all
 
     def __str__(self) -> str:
         rate = self.nbytes / max(self.seconds, 1e-9) / 1e9
@@ -154,15 +155,18 @@ def _copy(
         advance=_counter(progress, writer.weight_bytes),
     )  # fmt: skip
     if group.rank:
-        group.hand_in(notes, result.not_finite)
+        group.hand_in(notes, result.not_finite, result.kept)
     else:
-        result.not_finite = sorted({*result.not_finite, *group.collect(notes)})
+        not_finite, kept_by_others = group.collect(notes)
+        result.not_finite = sorted({*result.not_finite, *not_finite})
+        result.kept += kept_by_others
     count = sum(len(mapping.hf) for mapping in stored_mappings(writer.shape))
 
     def report(source: Path, destination: Path, began: float, remarks: Sequence[str] = ()) -> Report:
         seconds = time.monotonic() - began
         kept = [f"{result.kept} finished files of an interrupted run were compared and kept"] if result.kept else []
-        return Report(source, destination, count, writer.weight_bytes, seconds, result.not_finite, [*kept, *remarks])
+        found, said = result.not_finite, [*kept, *remarks]
+        return Report(source, destination, count, writer.weight_bytes, seconds, found, said, group.rank)
 
     return report
 

@@ -60,14 +60,15 @@ class CopyGroup:
         if not _wait(started, _START_SECONDS):
             raise WeightsError(f"rank 0 has not created {notes.parent} within {_START_SECONDS:.0f} s; see its messages")
 
-    def hand_in(self, notes: Path, found: list[str], error: str | None = None) -> None:
+    def hand_in(self, notes: Path, found: list[str], kept: int = 0, error: str | None = None) -> None:
         """Every rank but the first: its files are written, or why not."""
-        content = {"token": self.token, "not_finite": found, "error": error}
+        content = {"token": self.token, "not_finite": found, "kept": kept, "error": error}
         write_atomically(notes / f"rank_{self.rank}.json", json.dumps(content))
 
-    def collect(self, notes: Path) -> list[str]:
+    def collect(self, notes: Path) -> tuple[list[str], int]:
         """Rank 0: waits for the notes of all others and joins them. A failure of one is an error."""
         joined: list[str] = []
+        kept = 0
         for rank in range(1, self.size):
             note = notes / f"rank_{rank}.json"
             _wait(note.exists)
@@ -75,7 +76,8 @@ class CopyGroup:
             if content["error"]:
                 raise WeightsError(f"rank {rank}: {content['error']}")
             joined += content["not_finite"]
-        return joined
+            kept += content["kept"]
+        return joined, kept
 
     def wait_for_end(self, temporary: Path, path: Path) -> None:
         """Every rank but the first: waits until rank 0 has published or given up."""

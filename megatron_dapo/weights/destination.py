@@ -105,7 +105,7 @@ def _joined(names: _Names, group: CopyGroup) -> Iterator[Path]:
         yield names.temporary
     except BaseException as error:
         with contextlib.suppress(OSError):
-            group.hand_in(notes, [], f"{type(error).__name__}: {error}")
+            group.hand_in(notes, [], error=f"{type(error).__name__}: {error}")
         raise
     group.wait_for_end(names.temporary, names.path)
 

@@ -1,5 +1,7 @@
 """A destination appears complete or not at all, whatever interrupts the conversion, and the next run cleans up."""
 
+import contextlib
+import io
 import os
 import shutil
 import signal
@@ -7,7 +9,7 @@ import time
 
 import pytest
 
-from megatron_dapo.weights import convert, copy, output_file
+from megatron_dapo.weights import command, convert, copy, output_file
 from megatron_dapo.weights.convert import hf_to_megatron, megatron_to_hf
 from megatron_dapo.weights.copy_group import CopyGroup
 from megatron_dapo.weights.destination import new_directory
@@ -134,10 +136,11 @@ def test_another_plan_starts_again(killed, tmp_path, monkeypatch, change):
 def rank_main(rank, source, out):
     environment = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": str(rank)}
     os.environ.update(environment)
-    report = hf_to_megatron(source, out / "m", workers=1)
+    with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.redirect_stderr(said):
+        code = command.hf_to_megatron(str(source), str(out / "m"), None, False, False, workers=1)
     megatron_to_hf(out / "m", out / "hf", workers=1, max_shard=60_000)
-    assert report.not_finite == ["x"] or rank
-    os._exit(0 if report.destination.exists() else 1)
+    (out / f"said_{rank}").write_text(said.getvalue())
+    os._exit(code)
 
 
 def in_ranks(size, function, *args):
@@ -154,17 +157,26 @@ def in_ranks(size, function, *args):
 
 
 def test_tasks_of_one_step_share_a_conversion(models, tmp_path, monkeypatch):
-    """Three srun tasks write disjoint files, and one of them finds values that are not finite."""
+    """Three srun tasks write disjoint files, and one of them finds values that are not finite. Rank 0 reports it: an
+    exit code of another rank could make srun end rank 0 before."""
     monkeypatch.setattr(torch_dist_writer, "MAX_FILE", 60_000)
     monkeypatch.setattr(convert.HFReader, "where", lambda self, name: "x")
     monkeypatch.setattr(
         output_file, "_all_finite", lambda data: data.numel() != 64 * 96 or os.environ["SLURM_PROCID"] != "2"
     )
-    assert in_ranks(3, rank_main, models["qwen2"], tmp_path) == [0, 0, 0], [
+    assert in_ranks(3, rank_main, models["qwen2"], tmp_path) == [command.NOT_FINITE, 0, 0], [
         p.read_text() for p in tmp_path.glob("error_*")
     ]
+    assert "warning: x has values" in (tmp_path / "said_0").read_text()
+    assert (tmp_path / "said_1").read_text() == (tmp_path / "said_2").read_text() == ""
     assert verify(models["qwen2"], tmp_path / "m").same and verify(models["qwen2"], tmp_path / "hf").same
     assert beside(tmp_path / "m") == [] and len(list((tmp_path / "m/release").glob("*.distcp"))) > 6
+
+
+def test_rank_0_joins_the_notes_of_all(tmp_path):
+    CopyGroup(1, 3).hand_in(tmp_path, ["a"], kept=2)
+    CopyGroup(2, 3).hand_in(tmp_path, ["b"], kept=3)
+    assert CopyGroup(0, 3).collect(tmp_path) == (["a", "b"], 5)
 
 
 def failing_rank(rank, source, out):
