@@ -171,7 +171,7 @@ def _add_convert(sub: Commands) -> None:
         parser.add_argument("--allow-nan", action="store_true", help="exit with 0 even if weights are not finite")
         parser.add_argument("--workers", type=at_least(1), help="threads (default: one per core, 2 to 8)")
     to_hf.add_argument("--reference", metavar="HF_DIR", help="HF model with the config and tokenizer (default: the "
-                       "copy that hf-to-megatron leaves in SRC)")  # fmt: skip
+                       "copy in SRC, from hf-to-megatron or the run)")  # fmt: skip
     to_hf.add_argument("--step", type=at_least(0), metavar="N", help="which checkpoint of a run (default: the newest)")
     to_hf.add_argument("--shard-size", type=float, default=5.0, metavar="GB", help="largest weight file (default 5)")
     to_fp8 = add_command(
@@ -187,7 +187,8 @@ def _add_convert(sub: Commands) -> None:
     check = add_command(
         inner, "verify", run,
         "Check that two checkpoints, HF or torch_dist, hold the same weights: names, shapes, dtypes, every value.",
-        "example:\n  megatron-dapo convert verify Qwen3-32B /checkpoints/qwen3-32b\n\nexit codes: 0 same, 1 different",
+        "example:\n  megatron-dapo convert verify Qwen3-32B /checkpoints/qwen3-32b\n\n"
+        "exit codes: 0 same, 1 different, 2 refused or failed",
     )  # fmt: skip
     check.set_defaults(convert="verify")
     check.add_argument("a", metavar="A")

@@ -36,11 +36,11 @@ def carried_names(weights: HFReader, shape: ModelShape) -> list[str]:
     return sorted(name for name in weights if name.startswith(shape.carried))
 
 
-def copy_carried(weights: HFReader | None, shape: ModelShape, file: Path) -> int:
-    """Copy them to a new file, as they are; returns how many bytes."""
-    names = carried_names(weights, shape) if weights is not None else []
-    if weights is None or not names:
-        return 0
+def copy_carried(weights: HFReader, shape: ModelShape, file: Path) -> list[StoredTensor]:
+    """Copy them to a new file, as they are. Returns them."""
+    names = carried_names(weights, shape)
+    if not names:
+        return []
     header = safetensors_header((name, weights.dtype(name), weights.stored[name].shape) for name in names)
     writes, at = [], len(header)
     for name in names:
@@ -49,15 +49,15 @@ def copy_carried(weights: HFReader | None, shape: ModelShape, file: Path) -> int
         at += stored.nbytes
     file.unlink(missing_ok=True)  # of an interrupted conversion
     copy_tensors(weights, writes, [OutputFile(file, at, header)])
-    return at - len(header)
+    return [weights.stored[name] for name in names]
 
 
-def export_carried(reference: Path, directory: Path, shape: ModelShape) -> list[str]:
-    """Add the reference's to the HF checkpoint in `directory`, as one more shard. Returns what is missing."""
+def export_carried(reference: Path, directory: Path, shape: ModelShape) -> tuple[list[StoredTensor], list[str]]:
+    """Add the reference's to the HF checkpoint in `directory`, as one more shard. Returns them, and what is missing."""
     weights = open_carried(reference, shape)
     if weights is None:
         prefixes = " or ".join(f"{prefix}*" for prefix in shape.carried)
-        return [f"{reference} has no tensors {prefixes}: there are none in the result"] if shape.carried else []
+        return [], [f"{reference} has no tensors {prefixes}: there are none in the result"] if shape.carried else []
     index = directory / INDEX
     if index.exists():
         known = json.loads(index.read_text())
@@ -66,11 +66,12 @@ def export_carried(reference: Path, directory: Path, shape: ModelShape) -> list[
         (directory / SINGLE).rename(directory / ONLY)
         size = sum(tensor.nbytes for tensor in stored.values())
         known = {"metadata": {"total_size": size}, "weight_map": dict.fromkeys(stored, ONLY)}
-    known["metadata"]["total_size"] += copy_carried(weights, shape, directory / SHARD)
-    known["weight_map"] |= dict.fromkeys(carried_names(weights, shape), SHARD)
+    copied = copy_carried(weights, shape, directory / SHARD)
+    known["metadata"]["total_size"] += sum(tensor.nbytes for tensor in copied)
+    known["weight_map"] |= dict.fromkeys((tensor.name for tensor in copied), SHARD)
     known["weight_map"] = dict(sorted(known["weight_map"].items()))
     index.write_text(json.dumps(known, indent=2) + "\n")
-    return []
+    return copied, []
 
 
 class WithCarried:

@@ -73,7 +73,9 @@ def verify(a: str, b: str, reference: str | None, tolerance: float, workers: int
         print(line)
     if len(result.differences) > _SHOWN:
         print(f"… and {len(result.differences) - _SHOWN} more")
-    verdict = "bitwise equal" if not result.largest else f"equal within {result.largest:.3g}"
+    verdict = "bitwise equal"
+    if tolerance:  # dtypes may differ
+        verdict = f"equal within {result.largest:.3g}" if result.largest else "all values are equal"
     if not result.same:
         verdict = f"{len(result.differences)} differences"
     print(f"{result.tensors} tensors, {result.nbytes / 1e9:.2f} GB compared: {verdict}")

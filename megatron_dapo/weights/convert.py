@@ -17,7 +17,7 @@ import torch
 
 from megatron_dapo.config.model import ModelShape
 from megatron_dapo.errors import UserError
-from megatron_dapo.files import is_packed
+from megatron_dapo.files import StoredTensor, is_packed
 from megatron_dapo.weights.carried import FILE as CARRIED_FILE
 from megatron_dapo.weights.carried import copy_carried, export_carried
 from megatron_dapo.weights.check import HEAD, check_hf_tensors
@@ -86,11 +86,11 @@ def hf_to_megatron(
             return report(src, dst, began)
         (checkpoint / HF_FILES).mkdir(exist_ok=True)
         notes = copy_side_files(src, checkpoint / HF_FILES)
-        copy_carried(weights, shape, checkpoint / HF_FILES / CARRIED_FILE)
+        carried = copy_carried(weights, shape, checkpoint / HF_FILES / CARRIED_FILE)
         (checkpoint / RECORD).write_text(json.dumps({"stores_head": HEAD in weights, "packed_experts": weights.packed}))
         writer.write_metadata(checkpoint)
         (directory / TRACKER).write_text(RELEASE)
-    return report(src, dst, began, notes)
+    return report(src, dst, began, notes, carried)
 
 
 def megatron_to_hf(
@@ -128,9 +128,9 @@ def megatron_to_hf(
         if group.rank:
             return report(src, dst, began)
         writer.write_index(directory)
-        notes = export_carried(reference, directory, shape)
+        carried, notes = export_carried(reference, directory, shape)
         notes += copy_side_files(reference, directory, str(dtypes[EMBEDDING]).removeprefix("torch."))
-    return report(src, dst, began, notes)
+    return report(src, dst, began, notes, carried)
 
 
 def _plan(weights: HFReader | PieceReader, writer: TorchDistWriter | HFWriter, dtype: str | None) -> str:
@@ -162,11 +162,14 @@ def _copy(
         result.kept += kept_by_others
     count = sum(len(mapping.hf) for mapping in stored_mappings(writer.shape))
 
-    def report(source: Path, destination: Path, began: float, remarks: Sequence[str] = ()) -> Report:
-        seconds = time.monotonic() - began
+    def report(
+        source: Path, destination: Path, began: float, remarks: Sequence[str] = (), carried: Sequence[StoredTensor] = ()
+    ) -> Report:
+        seconds, tensors = time.monotonic() - began, count + len(carried)
+        nbytes = writer.weight_bytes + sum(tensor.nbytes for tensor in carried)
         kept = [f"{result.kept} finished files of an interrupted run were compared and kept"] if result.kept else []
         found, said = result.not_finite, [*kept, *remarks]
-        return Report(source, destination, count, writer.weight_bytes, seconds, found, said, group.rank)
+        return Report(source, destination, tensors, nbytes, seconds, found, said, group.rank)
 
     return report
 

@@ -128,7 +128,8 @@ def _of_megatron(path: Path, step: int | None) -> Path | None:
     tracker = path / TRACKER
     if not tracker.exists() and not iterations:
         return None
-    have = ", ".join(str(number) for number in sorted(iterations)) or "none"
+    only = f"only {RELEASE!r}: leave out --step" if (path / RELEASE).is_dir() else "none"
+    have = ", ".join(str(number) for number in sorted(iterations)) or only
     if step is not None:
         if step not in iterations:
             raise WeightsError(f"{path} has no iteration {step}; it has {have}")

@@ -71,6 +71,8 @@ def test_a_path_may_be_a_run_or_megatrons_save_directory(converted, models, tmp_
     with pytest.raises(WeightsError, match="is one checkpoint; --step chooses"):
         locate(root / "release", 3)
     assert locate(models["qwen2"]) == models["qwen2"]
+    with pytest.raises(WeightsError, match="has no iteration 3; it has only 'release': leave out --step"):
+        locate(converted.parent, 3)
 
 
 def test_a_run_exports_without_a_reference(converted, models, tmp_path):

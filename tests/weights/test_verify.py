@@ -1,6 +1,7 @@
 """`convert verify` says same only for the same, and names what differs."""
 
 import pytest
+import tiny_qwen
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -35,6 +36,13 @@ def test_one_flipped_bit_is_found(models, copy_of, tmp_path, capsys, kind):
     assert main(["convert", "verify", str(models[kind]), str(tmp_path / "a")]) == 0
     assert "bitwise equal" in capsys.readouterr().out
     assert main(["convert", "verify", str(models[kind]), str(other), "--tolerance", "1e-3"]) == 0
+
+
+def test_values_in_another_dtype_are_not_called_bitwise_equal(tmp_path, capsys):
+    source = tiny_qwen.save(tiny_qwen.build("qwen2", torch.bfloat16), tmp_path / "hf")
+    hf_to_megatron(source, tmp_path / "wide", dtype="float32")
+    assert main(["convert", "verify", str(source), str(tmp_path / "wide"), "--tolerance", "1e-3"]) == 0
+    assert "compared: all values are equal" in capsys.readouterr().out
 
 
 def test_a_sign_of_zero_and_a_nan_are_differences(copy_of, models):
