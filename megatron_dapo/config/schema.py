@@ -278,6 +278,11 @@ def _check_linear_attention(policy: PolicyConfig, shape: ModelShape) -> None:
             f"{shape.linear.key_heads} key heads, which both split: choose a product among "
             f"{_divisors(shape.linear.key_heads)}"
         )
+    if shape.linear and policy.precision == "bf16" and not policy.distributed_optimizer:
+        raise ConfigError(
+            "policy.distributed_optimizer is false, but gated DeltaNet layers have parameters in fp32 among those in "
+            "bf16, and Megatron's other optimizer cannot save them: set it to true"
+        )
     if shape.attention_gate and tp > shape.kv_heads:
         raise ConfigError(
             f"policy.tensor_parallel is {tp}, but the model has {shape.kv_heads} key/value heads, and Megatron cannot "

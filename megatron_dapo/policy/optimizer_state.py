@@ -13,6 +13,10 @@ Transformer Engine's and apex's FusedAdam keep it as an integer per parameter gr
 together, so the checkpoint holds one number (in the parameter groups, as Megatron writes it), and `set_step` gives it
 to whichever optimizer is in use. Megatron alone fails to load torch's AdamW: it looks for `step` among the saved
 tensors, and it shares one counter between all parameters, which then counts every parameter's update.
+
+Places. Megatron finds the state of a parameter by its place in a parameter group. It notes the places before it moves
+fp32 parameters to the front of their group, so in a model with bf16 and fp32 parameters (gated DeltaNet) they are
+wrong: `correct_places`.
 """
 
 from __future__ import annotations
@@ -68,6 +72,15 @@ def inner_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
     """The torch, Transformer Engine or apex optimizers inside Megatron's."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         yield part.optimizer
+
+
+def correct_places(optimizer: Any) -> None:
+    """Notes where the parameters of distributed optimizers are in their groups. To be called once, after creation."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(part, DistributedOptimizer):
+            for group, kinds in enumerate(zip(part.model_fp32_groups, part.model_float16_groups, strict=True)):
+                for place, parameter in enumerate(parameter for kind in kinds for parameter in kind):
+                    part.model_param_group_index_map[parameter] = (group, place)
 
 
 def _parts(adam: Any) -> list[torch.optim.Optimizer]:

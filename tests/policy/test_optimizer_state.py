@@ -193,6 +193,45 @@ class FusedAdam(fused_adam.FusedAdam):
         self.state[parameter].update(others)  # the hybrid optimizer keeps them there
 
 
+HYBRID = synthetic_shape("hybrid")
+
+
+def hybrid_policy(rendezvous, layout, seed):
+    config = selfcheck_config(LayoutSpec.parse(layout), policy={"precision": "bf16"})
+    policy = Policy(config, HYBRID, initialize(config.policy, rendezvous=rendezvous))
+    kinds = {parameter.dtype for chunk in policy.model for parameter in chunk.parameters()}
+    assert kinds == {torch.float32, torch.bfloat16}
+    policy.load_hf(random_hf_weights(HYBRID, seed=seed))
+    return policy
+
+
+def update_hybrid(policy, seeds):
+    losses = [policy.update(awkward_batch(HYBRID, seed, samples=8))["loss"] for seed in seeds]
+    return losses, gather_full(policy, policy.runtime, gradient=False), None
+
+
+def save_hybrid(rendezvous, layout, folder):
+    policy = hybrid_policy(rendezvous, layout, seed=0)
+    update_hybrid(policy, (0, 1, 2))
+    save_policy(policy, folder)
+    return update_hybrid(policy, (7, 8))
+
+
+def load_hybrid(rendezvous, layout, folder):
+    policy = hybrid_policy(rendezvous, layout, seed=5)
+    update_hybrid(policy, (9,))
+    load_policy(policy, folder)
+    return update_hybrid(policy, (7, 8))
+
+
+@pytest.mark.parametrize("layout", ["do", "dp2do"])
+def test_a_model_with_parameters_of_two_types_continues_bit_for_bit(layout, tmp_path):
+    """Megatron looks up the state of a parameter by its place in its group, and then moves fp32 parameters to the
+    front of the group."""
+    expected = run(save_hybrid, layout, tmp_path / "c")
+    assert_same(run(load_hybrid, layout, tmp_path / "c"), expected)
+
+
 def split_by_fraction(self, fraction):
     """As Megatron does on CUDA: the first parameters, up to this share, have copies on the host; the others stay. Here
     both are in host memory."""
