@@ -273,7 +273,7 @@ def measure_model(layers: int, folder: Path, args: argparse.Namespace) -> None:
 # -- many tensors -----------------------------------------------------------------------------------------------------
 
 PLAN = """
-import pickle, sys, time, torch
+import sys, time, torch
 from pathlib import Path
 from megatron_dapo.weights.convert import open_hf
 from megatron_dapo.weights.formats.torch_dist_writer import TorchDistWriter
@@ -281,7 +281,7 @@ from megatron_dapo.weights.mapping import stored_mappings
 before, began = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
 shape, weights = open_hf(Path(sys.argv[2]))
 writer = TorchDistWriter(shape, {m.name: torch.bfloat16 for m in stored_mappings(shape)}, files=8)
-pickle.dumps(writer._metadata())
+writer.metadata()
 print(json.dumps([time.monotonic() - began, *usage(before)]))
 """
 

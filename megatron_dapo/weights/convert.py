@@ -10,6 +10,7 @@ import json
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -78,17 +79,22 @@ def hf_to_megatron(
     group = CopyGroup.from_environment()
     writer = TorchDistWriter(shape, dtypes, files=group.size * (workers or default_workers()))
     plan = _plan(weights, writer, dtype)
-    with new_directory(dst, writer.total, overwrite=overwrite, plan=plan, group=group) as directory:
+    with (
+        new_directory(dst, writer.total, overwrite=overwrite, plan=plan, group=group) as directory,
+        ThreadPoolExecutor(1) as pool,
+    ):
         checkpoint = directory / RELEASE
         checkpoint.mkdir(exist_ok=True)
+        # Metadata needs an import that takes most of a second; the copy waits for the disk meanwhile.
+        metadata = None if group.rank else pool.submit(writer.metadata)
         report = _copy(weights, writer, checkpoint, directory / PROGRESS, group, workers, progress)
-        if group.rank:
+        if metadata is None:
             return report(src, dst, began)
         (checkpoint / HF_FILES).mkdir(exist_ok=True)
         notes = copy_side_files(src, checkpoint / HF_FILES)
         carried = copy_carried(weights, shape, checkpoint / HF_FILES / CARRIED_FILE)
         (checkpoint / RECORD).write_text(json.dumps({"stores_head": HEAD in weights, "packed_experts": weights.packed}))
-        writer.write_metadata(checkpoint)
+        writer.write_metadata(checkpoint, metadata.result())
         (directory / TRACKER).write_text(RELEASE)
     return report(src, dst, began, notes, carried)
 

@@ -91,7 +91,7 @@ class _Job:
         self.stop, self._lock = threading.Event(), threading.Lock()
         self.kept = 0
         self._blocks = [(i, at) for i, c in enumerate(contents) for at in range(0, max(1, c.file.size), BLOCK)]
-        self._next, self._ahead = 0, workers
+        self._next, self._ahead = 0, 2 * workers
         self._left = [max(1, -(-c.file.size // BLOCK)) for c in contents]
         self._open: dict[int, int] = {}
         self._compare: set[int] = set()  # files that an interrupted run has finished

@@ -114,9 +114,13 @@ class TorchDistWriter:
                 yield ChunkWrite(key, location.index, mapping, start - base, count, total, write)
             first += size
 
-    def write_metadata(self, directory: Path) -> None:
+    def metadata(self) -> bytes:
+        """The content of `.metadata`."""
+        return pickle.dumps(self._metadata())
+
+    def write_metadata(self, directory: Path, metadata: bytes) -> None:
         """Write the small files of a checkpoint; `metadata.json`, which Megatron looks for first, comes last."""
-        (directory / METADATA).write_bytes(pickle.dumps(self._metadata()))
+        (directory / METADATA).write_bytes(metadata)
         torch.save(common_state(megatron_args(self.shape)), directory / "common.pt")
         config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
         config |= {"common_backend": "torch", "common_backend_version": 1}
