@@ -70,7 +70,7 @@ MOE_OPTIONS = {
 # Kernels by their names, for --profile; the first that matches.
 KERNELS = {
     "attention": r"fmha|flash|attn|attention|sdpa",
-    "fp8 conversion": r"cast|amax|quantiz|fp8_transpose|compute_scale|swizzle|block_scal",
+    "fp8 conversion": r"(?<!no)cast|amax|quantiz|fp8_transpose|compute_scale|swizzle|block_scal",
     "matrix products": r"gemm|nvjet|cutlass|xmma|cublas",
     "copies and memory": r"memcpy|memset|copy_kernel|fill",
     "other": "",

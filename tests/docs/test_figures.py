@@ -97,7 +97,7 @@ def test_the_figures_that_matter_are_found():
 
 
 def test_a_wrong_figure_would_be_found():
-    assert ("0.95", "MFU") not in MEASURED and ("2.05", "×") not in MEASURED
+    assert ("0.87", "MFU") not in MEASURED and ("2.05", "×") not in MEASURED
     assert not figures("a GSM8K step: 1.99 × the speed") <= MEASURED
 
 
