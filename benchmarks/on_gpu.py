@@ -86,7 +86,7 @@ def measurements(model: Path, data: Path, out: Path, server: list[str]) -> list[
         ]),
         Measurement("hybrid_rule", 60, "gated_delta_net.py", ["rule"]),
         Measurement("hybrid_model", 60, "gated_delta_net.py", ["make", hybrid]),
-        Measurement("hybrid", 240, "gated_delta_net.py", [
+        Measurement("hybrid", 400, "gated_delta_net.py", [
             "train", hybrid, "--run", str(out / "run_hybrid"), "--set", "observe.console=plain",
             "--set", "rollout.servers.port=31000", *servers("0.2", "--cuda-graph-max-bs", "16"),
         ]),
@@ -101,7 +101,7 @@ def measurements(model: Path, data: Path, out: Path, server: list[str]) -> list[
             str(model), "--only", "real", "--transports", "tensor", "--fp8", "--", "--mem-fraction-static", "0.5",
             *server, *few,
         ]),
-        Measurement("loop_sync", 200, "megatron-dapo", ["train", *gsm8k(
+        Measurement("loop_sync", 300, "megatron-dapo", ["train", *gsm8k(
             4, "run_sync", "evaluate.every=0", f"rollout.weights.bucket_bytes={2 << 30}",
         )]),
         Measurement("tests_sharing", 120, "pytest", [str(HERE.parent / "tests/engines/test_shared_memory.py")]),
