@@ -3,6 +3,7 @@
     make sglang-cpu                                            # once: installs SGLang for the CPU
     python benchmarks/soak.py                                  # 200 steps, about 30 minutes
     python benchmarks/soak.py --steps 6 --kill-every 3 --gap 0 1
+    python benchmarks/soak.py --max-staleness 1 --transport tensor --gap 0 1   # servers generate during the updates
 
 Trains a tiny model with the real loop and two SGLang servers. In every step the trainer is idle for a random time in
 `--gap` seconds; the servers close idle connections after 5 s, so 3 to 8 s meets every case. Every
@@ -94,6 +95,7 @@ def write_run(folder: Path, options: argparse.Namespace) -> Path:
         folder / "model", folder / "run", trainer__steps=options.steps, trainer__mini_batch_prompts=4,
         trainer__checkpoint={"every": 10}, policy__optimizer={"lr": 1e-5},  # the task must not become too easy
         rollout__engine="sglang", rollout__weights={"transport": options.transport},
+        rollout__max_staleness=options.max_staleness,
         rollout__servers={
             "device": "cpu", "dtype": "float32", "python": str(proxied), "count": 2, "share_gpus": options.colocated,
             "restarts": 100, "port": random.Random(os.getpid()).randrange(31000, 60000),
@@ -355,6 +357,7 @@ def main() -> int:
     parser.add_argument("--drop-rate", type=float, default=0.02, help="share of calls whose connection is reset")
     parser.add_argument("--gap", type=float, nargs=2, default=(3.0, 8.0), metavar="SECONDS", help="idle time per step")
     parser.add_argument("--transport", default="disk", choices=("disk", "tensor"), help="rollout.weights.transport")
+    parser.add_argument("--max-staleness", type=int, default=0, help="rollout.max_staleness")
     parser.add_argument("--colocated", action="store_true", help="servers release their memory while training")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="keep run, logs and calls there (default: temporary)")

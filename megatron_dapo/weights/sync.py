@@ -80,11 +80,14 @@ class WeightBuckets:
     ) -> None:
         """`before` is called before weights are read, on every rank and in the thread that iterates. `nodes`: the ranks
         of each node, where ranks hand weights to the engines on their own node. `keep_memory`: the two blocks are kept
-        between updates. `quantization`: what the owner does with a bucket before it sends it."""
-        self._before, self._keep_memory, self._quantization = before, keep_memory, quantization
+        between updates, on a GPU. `quantization`: what the owner does with a bucket before it sends it."""
+        self._before, self._quantization = before, quantization
         self._mine = {mapping.name: parameter for mapping, parameter in live_mappings(model_chunks, shape, position)}
         self._rank = dist.get_rank()
         self._device = next(iter(self._mine.values())).device
+        # Host memory is shared by name, and torch removes the name once readers have opened and closed it: a call that
+        # is repeated because its reply was lost counts twice.
+        self._keep_memory = keep_memory and self._device.type == "cuda"
         self._mappings = {n: m for n, m in parameter_mappings(shape).items() if not m.tied or n != OUTPUT}
         self._shards = self._exchange_shapes(position)
         self.nodes = [list(ranks) for ranks in nodes]

@@ -32,8 +32,8 @@ class SharedBucket:
     memory: list[torch.Tensor]
 
     def expect(self, readers: int) -> None:
-        """So many processes will open the payload. For memory that is shared by name torch counts one for each pickle,
-        and removes the name when the count is zero; the next payload of the same block could not be opened."""
+        """So many processes will open the payload. For memory that is shared by name torch expects one for each pickle,
+        and removes the name after as many have closed it."""
         for tensor in self.memory:
             for _ in range(0 if tensor.is_cuda else readers - 1):
                 tensor.untyped_storage()._shared_incref()
