@@ -98,7 +98,7 @@ def write_run(folder: Path, options: argparse.Namespace) -> Path:
         rollout__max_staleness=options.max_staleness,
         rollout__servers={
             "device": "cpu", "dtype": "float32", "python": str(proxied), "count": 2, "share_gpus": options.colocated,
-            "restarts": 100, "port": random.Random(os.getpid()).randrange(31000, 60000),
+            "restarts": 100, "port": random.Random(os.getpid()).randrange(20000, 32000),  # below the ephemeral ports
             "environment": {"SGLANG_TIMEOUT_KEEP_ALIVE": "5"},  # SGLang's default, which external servers have
         },
     )  # fmt: skip
@@ -237,7 +237,7 @@ def count_steps(folder: Path) -> int:
 
 def check_accounting(steps: Sequence[dict[str, Any]], problems: list[str]) -> dict[str, int]:
     """The totals of the run; what does not add up goes to `problems`."""
-    totals: Counter[str] = Counter()
+    totals = Counter(dict.fromkeys(("submitted", "trained", "dropped", "failed"), 0))
     carried = 0
     for record in steps:
         names = ("submitted", "carried_in", "trained", "dropped", "failed", "carried_over")
@@ -251,7 +251,7 @@ def check_accounting(steps: Sequence[dict[str, Any]], problems: list[str]) -> di
                 f"step {record['step']}: {carried} samples were carried over, {count['carried_in']} came in"
             )
         carried = count["carried_over"]
-        totals.update({name: count[name] for name in ("submitted", "trained", "dropped", "failed")})
+        totals.update({name: count[name] for name in totals})
     totals["carried"] = carried
     return dict(totals)
 
