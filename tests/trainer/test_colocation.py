@@ -65,10 +65,10 @@ def colocate():
         engine_has["kv_cache"] = True
         return await serve(self, version)
 
-    def checked_update(self, *args):
+    def checked_update(self, *args, **options):
         assert not engine_has["weights"] and not engine_has["kv_cache"], "the engine has memory while the trainer works"
         assert bytes_on_device(self), "the trainer works without its weights"
-        return update(self, *args)
+        return update(self, *args, **options)
 
     Policy.__init__, Policy.update = remember, checked_update
     EmbeddedEngine.generate, EmbeddedEngine.release_memory = checked_generate, checked_release
