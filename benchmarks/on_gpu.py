@@ -102,7 +102,7 @@ def measurements(model: Path, data: Path, out: Path, server: list[str]) -> list[
             *server, *few,
         ]),
         Measurement("loop_sync", 300, "megatron-dapo", ["train", *gsm8k(
-            4, "run_sync", "evaluate.every=0", f"rollout.weights.bucket_bytes={2 << 30}",
+            4, "run_sync", "evaluate.every=0", f"rollout.weights.bucket_bytes={4 << 30}",
         )]),
         Measurement("tests_sharing", 120, "pytest", [str(HERE.parent / "tests/engines/test_shared_memory.py")]),
         Measurement("tests", 300, "pytest", [str(HERE.parent / "tests/policy/test_cuda.py")]),

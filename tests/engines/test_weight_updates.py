@@ -96,8 +96,9 @@ def test_memory_is_released_when_idle_and_resumed_in_the_order_weights_kv_cache(
             ]  # fmt: skip
             assert order == sorted(order)
             assert "/flush_cache" not in server.calls  # releasing the KV cache has emptied it
+            assert "/pause_generation" not in server.calls  # it has been paused since
         await engine.update_weights(2, [WEIGHTS])  # nothing to take back this time
-        assert all("/flush_cache" in server.calls for server in servers)
+        assert all({"/flush_cache", "/pause_generation"} <= set(server.calls) for server in servers)
         assert (await engine.generate("t", PROMPT, SamplingParams(8))).finish_reason == FinishReason.STOP
         await engine.close()
 
@@ -202,6 +203,26 @@ def test_a_server_with_other_weights_fails_the_checksum(tmp_path):
         report = await engine.update_weights(1, [WEIGHTS])
         assert set(report.failed) == {servers[2].url} and "1 tensors differ" in report.failed[servers[2].url]
         assert "same checksums" in report.proof
+        await engine.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("proof", ["version", "checksum", "probe"])
+def test_a_server_that_reports_another_version_after_an_update_does_not_serve(tmp_path, proof):
+    """It took the call that sets the version, and did not do what it says."""
+
+    async def main():
+        servers, engine = await fake_fleet(tmp_path, proof=proof)
+        forgetful, label = servers[1], servers[1]._label
+
+        async def ignore_versions(request, body):
+            return await label(request, {"new_version": "default"} if body["new_version"].isdigit() else body)
+
+        forgetful._label = ignore_versions
+        report = await engine.update_weights(1, [WEIGHTS])
+        assert set(report.failed) == {forgetful.url} and len(report.served_by) == 2
+        assert "it reports weight version 'default', expected 1" in report.failed[forgetful.url]
         await engine.close()
 
     run(main())

@@ -68,6 +68,7 @@ class SGLangClient:
         self._labels: set[str] = set()  # what its version label can be if it is still the same process
         self._capabilities: Capabilities | None = None
         self._released: set[str] = set()  # memory tags that it has released
+        self._paused = False  # and without requests
 
     @property
     def down(self) -> bool:
@@ -131,7 +132,7 @@ class SGLangClient:
     def restarted(self) -> None:
         """A new process serves at this URL: it is in no process group and holds all of its memory."""
         self.incarnation += 1
-        self._capabilities, self._released, self._labels = None, set(), set()
+        self._capabilities, self._released, self._labels, self._paused = None, set(), set(), False
 
     # ---- generation ----
 
@@ -177,9 +178,12 @@ class SGLangClient:
 
         Repeatable: a paused server pauses again.
         """
+        if self._paused and not self.in_flight:
+            return
         if mode == "abort":
             await self._abort_all()
         await self._control("/pause_generation", {"mode": mode})
+        self._paused = mode == "abort"
 
     async def _abort_all(self) -> None:
         """Until all requests have returned. The caller sends no new ones.
@@ -199,9 +203,11 @@ class SGLangClient:
             while self.in_flight and time.monotonic() < again:
                 await asyncio.sleep(0.005)
 
-    async def resume(self) -> None:
-        """Repeatable: a server that is not paused ignores it."""
-        await self._control("/continue_generation", {})
+    async def resume(self, *, empty_cache: bool = True) -> None:
+        """`empty_cache`: torch's cache of GPU memory, before the next request. Repeatable: a server that is not paused
+        ignores it."""
+        self._paused = False
+        await self._control("/continue_generation", {"torch_empty_cache": empty_cache})
 
     async def flush_cache(self, timeout: float | None = None) -> None:
         """Repeatable. It passes through the scheduler, so its reply comes after everything sent before has run."""

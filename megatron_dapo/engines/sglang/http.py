@@ -181,6 +181,15 @@ async def wait_all(calls: Mapping[str, Awaitable[Any]]) -> dict[str, BaseExcepti
     return dict(zip(calls, results, strict=True))
 
 
+async def all_of(*calls: Awaitable[Any]) -> list[Any]:
+    """The results of calls that run at the same time. All have ended when the first error is raised."""
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
 def failures(results: Mapping[str, object]) -> dict[str, BaseException]:
     """The exceptions among the results of `wait_all`."""
     return {name: result for name, result in results.items() if isinstance(result, BaseException)}

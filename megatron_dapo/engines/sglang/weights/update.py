@@ -22,7 +22,7 @@ from megatron_dapo.config.rollout import WeightTransportConfig
 from megatron_dapo.engines.bucket_reader import BucketReader
 from megatron_dapo.engines.protocol import Bucket, EngineError, WeightReport, WeightUpdateError
 from megatron_dapo.engines.sglang.client import SGLangClient
-from megatron_dapo.engines.sglang.http import failures, wait_all
+from megatron_dapo.engines.sglang.http import all_of, failures, wait_all
 from megatron_dapo.engines.sglang.response_parser import is_updating_label, updating_label
 from megatron_dapo.engines.sglang.server_process import DELTA_LOADER, EXPERT_LOADER
 from megatron_dapo.engines.sglang.weights.delta import DeltaEncoder
@@ -166,8 +166,7 @@ class WeightUpdater:
         await server.notice_restart()
         capabilities = await server.capabilities()
         await server.pause(self._config.pause_mode)
-        await self._resume_memory(server, "weights")
-        await server.set_version_label(updating_label(version))
+        await all_of(self._resume_memory(server, "weights"), server.set_version_label(updating_label(version)))
         if capabilities.bracketed_updates:
             if brackets and self._brackets:
                 await server.begin_update(self._config.timeout)
@@ -197,17 +196,29 @@ class WeightUpdater:
         failed = failures(await wait_all({s.name: self._finish(s, version, brackets) for s in servers}))
         started = time.monotonic()
         labelled = [server for server in servers if server.name not in failed]
-        if self._config.proof == "version" or not labelled:
-            return failed
-        able = [(await server.capabilities()).checksums for server in labelled]
-        if self._config.proof == "checksum" and all(able):
-            results = await wait_all({server.name: server.checksums() for server in labelled})
-            failed |= self._compare_checksums(version, {n: r for n, r in results.items() if isinstance(r, dict)})
-        else:
-            results = await wait_all({server.name: server.logprobs_of(PROBE) for server in labelled})
-            failed |= self._compare_probes(version, {n: r for n, r in results.items() if isinstance(r, np.ndarray)})
+        by_checksum = self._config.proof == "checksum" and all(
+            [(await server.capabilities()).checksums for server in labelled]
+        )
+        results = await wait_all({s.name: self._evidence(s, version, by_checksum) for s in labelled})
+        failed |= self._compare_checksums(version, {n: r for n, r in results.items() if isinstance(r, dict)})
+        failed |= self._compare_probes(version, {n: r for n, r in results.items() if isinstance(r, np.ndarray)})
         self._proof_seconds = time.monotonic() - started
         return failed | failures(results)
+
+    async def _evidence(
+        self, server: SGLangClient, version: int, by_checksum: bool
+    ) -> dict[str, str] | LogProbs | None:
+        """What is compared between servers, of one that reports the version."""
+        label = server.version_label()
+        if by_checksum:
+            found, evidence = await all_of(label, server.checksums())
+        elif self._config.proof == "version":
+            found, evidence = await label, None
+        else:
+            found, evidence = await all_of(label, server.logprobs_of(PROBE))
+        if found != str(version):
+            raise EngineError(f"server {server.name}: it reports weight version {found!r}, expected {version}")
+        return evidence
 
     def _compare_checksums(self, version: int, found: dict[str, dict[str, str]]) -> Errors:
         """All servers of a run have the same layout, so each tensor must have the same checksum everywhere."""
@@ -242,12 +253,12 @@ class WeightUpdater:
         capabilities = await server.capabilities()
         if brackets and capabilities.bracketed_updates and self._brackets:
             await server.end_update(self._config.timeout)
-        # By now a trainer on the same GPU has offloaded its weights. Releasing the KV cache has emptied it.
-        empty = await self._resume_memory(server, "kv_cache")
-        if self._config.flushes_cache and not empty:
+        await all_of(self._resume_cache(server), server.set_version_label(str(version)))
+        # Tensors of a checkpoint in bf16 are copied to their place: nothing worth freeing remains.
+        await server.resume(empty_cache=self._config.quantization != "none")
+
+    async def _resume_cache(self, server: SGLangClient) -> None:
+        """The KV cache has its memory and is empty. A trainer on the same GPU has offloaded its weights by now."""
+        was_released = await self._resume_memory(server, "kv_cache")
+        if self._config.flushes_cache and not was_released:  # releasing it has emptied it
             await server.flush_cache()
-        await server.set_version_label(str(version))
-        found = await server.version_label()
-        if found != str(version):
-            raise EngineError(f"server {server.name}: it reports weight version {found!r}, expected {version}")
-        await server.resume()
