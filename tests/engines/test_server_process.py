@@ -13,6 +13,7 @@ import pytest
 
 from megatron_dapo.config.rollout import ServerConfig
 from megatron_dapo.engines.protocol import EngineError
+from megatron_dapo.engines.sglang import server_process
 from megatron_dapo.engines.sglang.guard import members
 from megatron_dapo.engines.sglang.keys import Keys, command_with_keys
 from megatron_dapo.engines.sglang.server_process import ServerProcess, sglang_command
@@ -62,6 +63,27 @@ def test_the_whole_tree_dies_with_a_killed_launcher(tmp_path, moment):
     session = int((tmp_path / "session").read_text())
     launcher.kill()
     launcher.join()
+    wait_for(lambda: not members(session), "the end of the server's processes")
+
+
+def test_the_whole_tree_dies_with_its_caller_without_a_signal(tmp_path):
+    """The kernel's signal may come at any moment; the guard looks for its caller by itself, too."""
+    deaf = (
+        f"import sys; sys.path.insert(0, {str(server_process.GUARD.parent)!r})\n"
+        "import guard; guard.die_with_parent = lambda number: None; sys.exit(guard.main())"
+    )
+    started = (
+        "import os, subprocess, sys, time; me = str(os.getpid())\n"
+        f"p = subprocess.Popen([sys.executable, '-c', {deaf!r}, me, *sys.argv[2:]], start_new_session=True)\n"
+        "open(sys.argv[1], 'w').write(str(p.pid)); time.sleep(100)"
+    )
+    command = [sys.executable, "-c", TREE, str(tmp_path / "ready")]
+    caller = subprocess.Popen([sys.executable, "-c", started, str(tmp_path / "session"), *command])
+    wait_for((tmp_path / "ready").exists, "the workers")
+    session = int((tmp_path / "session").read_text())
+    assert len(members(session)) == 4
+    caller.kill()
+    caller.wait()
     wait_for(lambda: not members(session), "the end of the server's processes")
 
 

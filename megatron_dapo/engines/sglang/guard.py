@@ -5,6 +5,9 @@
 SGLang's worker processes ask the kernel to die with their parent, but only after half a minute of imports: a caller
 that is killed while a server starts would leave them behind with GPU memory. The guard is told by the kernel when its
 caller is gone and then kills every process of the session. It exits as the command did. Standard library only.
+
+The guard waits for signals (sigtimedwait) and has no handlers: one that came just before a wait would be noticed only
+after the wait.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ PR_SET_PDEATHSIG = 1
 CALLER_DIED = signal.SIGHUP
 IGNORED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)  # Slurm sends them to all processes; they are for the trainer
 NOT_EXECUTABLE = 127
+AWAITED_SIGNALS = (signal.SIGCHLD, CALLER_DIED, signal.SIGTERM)  # the command gets SIGTERM too, and the guard waits
+LOOK_SECONDS = 2.0  # without any signal
 KILL_SECONDS = 5.0  # a process in the kernel, for example in a driver, may take longer; it dies when it returns
 
 
@@ -30,8 +35,7 @@ def main() -> int:
     for number in IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
-    signal.signal(signal.SIGTERM, lambda *_: None)  # the command gets it too, and the guard waits for its end
-    signal.signal(CALLER_DIED, lambda *_: _end(session))
+    signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED_SIGNALS)
     die_with_parent(CALLER_DIED)
     if os.getppid() != caller:
         return 1
@@ -39,22 +43,23 @@ def main() -> int:
     if child == 0:
         _exec(command, session)
     while True:
-        try:
-            _, status = os.waitpid(child, 0)
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended or os.getppid() != caller:
             break
-        except InterruptedError:
-            continue
+        signal.sigtimedwait(AWAITED_SIGNALS, LOOK_SECONDS)
     kill_session(session, spare=session)
+    if not ended:
+        return 1
     if os.WIFSIGNALED(status):
         with contextlib.suppress(OSError):  # SIGKILL has no handler
             signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, AWAITED_SIGNALS)
         os.kill(session, os.WTERMSIG(status))
     return os.waitstatus_to_exitcode(status)
 
 
 def _exec(command: list[str], parent: int) -> None:
-    for number in (signal.SIGTERM, CALLER_DIED):
-        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, AWAITED_SIGNALS)
     die_with_parent(signal.SIGKILL)
     try:
         if os.getppid() == parent:
@@ -62,11 +67,6 @@ def _exec(command: list[str], parent: int) -> None:
     except OSError as error:
         print(f"cannot start {command[0]}: {error}", file=sys.stderr, flush=True)
     os._exit(NOT_EXECUTABLE)
-
-
-def _end(session: int) -> None:
-    kill_session(session, spare=session)
-    os._exit(1)
 
 
 def die_with_parent(number: int) -> None:
