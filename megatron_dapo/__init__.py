@@ -5,6 +5,7 @@ Each folder's `__init__.py` lists its modules; docs/architecture.md explains how
 - `types`                  prompts, samples, groups, batches: what travels between rooms
 - `errors`                 `UserError`, which the command line prints without a traceback
 - `plugins`                `python:module.name` in a configuration
+- `tables`                 the width of printed tables
 - `files`                  atomic writes, safetensors headers
 - `fault_points`           named points where tests kill a run
 - `evaluate`               runs a benchmark; `evaluation_statistics` computes avg@k, pass@k and maj@k

@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent / "megatron_dapo"
 
 # Lowest first. A room may import its own files and rooms of a lower level.
 LEVELS = [
-    {"errors", "arguments", "plugins", "types", "config", "files", "fault_points", "__init__"},
+    {"errors", "arguments", "plugins", "tables", "types", "config", "files", "fault_points", "__init__"},
     {"algorithm", "data", "reward", "observe", "evaluation_statistics"},
     {"engines", "rollout"},
     {"weights", "policy", "planner", "simulation"},

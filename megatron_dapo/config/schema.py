@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -208,6 +209,7 @@ class Config(Section):
 def check_model(policy: PolicyConfig, shape: ModelShape, max_tokens: int | None = None) -> None:
     """Checks the layout against the model. Every message names the key to change."""
     _check_heads(policy, shape)
+    _check_mlp(policy, shape)
     _check_stages(policy, shape)
     _check_linear_attention(policy, shape)
     _check_experts(policy, shape)
@@ -231,6 +233,17 @@ def _check_heads(policy: PolicyConfig, shape: ModelShape) -> None:
             f"policy.tensor_parallel is {tp}, but the model has {shape.kv_heads} key/value heads: it must divide them "
             f"or be a multiple of them; choose one of {', '.join(map(str, fitting))}"
         )
+
+
+def _check_mlp(policy: PolicyConfig, shape: ModelShape) -> None:
+    tp = policy.tensor_parallel
+    sizes = {"the MLP": 0 if shape.is_moe else shape.ffn_hidden, "the shared expert": shape.shared_ffn_hidden}
+    for what, size in sizes.items():
+        if size % tp:
+            raise ConfigError(
+                f"policy.tensor_parallel is {tp}, but {what} has {size} hidden units: choose one of "
+                f"{_divisors(math.gcd(size, shape.heads))}"
+            )
 
 
 def _fits_kv(tensor_parallel: int, kv_heads: int) -> bool:

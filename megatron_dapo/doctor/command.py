@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -18,6 +17,7 @@ from megatron_dapo.doctor import environment, gpu, software, storage
 from megatron_dapo.doctor.check import Check, Probe, examine
 from megatron_dapo.errors import UserError
 from megatron_dapo.planner import count_parameters
+from megatron_dapo.tables import table_console
 
 INDENT = 21
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
@@ -81,7 +81,7 @@ def run(
 ) -> int:
     chosen = _choose(make(load_config(config, overrides), config is not None), only)
     checks: list[Check] = []
-    console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)
+    console = table_console()
     for check in _examine_all(chosen, timeout):
         checks.append(check)
         if not as_json:

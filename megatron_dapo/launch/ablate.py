@@ -22,6 +22,7 @@ from megatron_dapo.launch.ablation_designs import Design, Variant, effects, vari
 from megatron_dapo.launch.ablation_results import load_results, make_table
 from megatron_dapo.launch.ablation_runs import Job, Outcome, run_jobs
 from megatron_dapo.observe.ablation_page import write_ablation_page
+from megatron_dapo.tables import table_console
 
 __all__ = ["Variant", "run_ablation", "variants"]
 
@@ -45,7 +46,7 @@ def run_ablation(
         raise UserError(f"expected files with different names, found {', '.join(config_files)}")
     configs = {task: _checked(file, settings) for task, file in tasks.items()}
     planned = plan(tasks, configs, settings, design, seeds)
-    console = Console()
+    console = table_console()
     outcomes = run_jobs(planned, jobs, _Progress(console, len(planned)), minutes=minutes, discard=discard)
     for task, config in configs.items():
         _write_results(task, config, design, seeds, console)

@@ -108,7 +108,8 @@ def _engine(task: Task, config: Config) -> list[str]:
         (
             f"weights move at {assumptions.DISK_BYTES_PER_SECOND / 1e9:g} GB/s per node and "
             f"{assumptions.DISK_TOTAL_BYTES_PER_SECOND / 1e9:g} GB/s in all (disk: written, then read), "
-            f"engine GPUs copy their shards at {assumptions.LOAD_BYTES_PER_SECOND / 1e9:g} GB/s, and a tensor costs "
-            f"{assumptions.SECONDS_PER_NAME * 1e6:g} µs; snapshots {assumptions.SNAPSHOT_BYTES_PER_SECOND / 1e9:g} GB/s"
+            f"engine GPUs copy their shards at {assumptions.LOAD_BYTES_PER_SECOND / 1e9:g} GB/s, and the tensor "
+            f"of an expert costs {assumptions.SECONDS_PER_EXPERT_NAME * 1e6:g} µs more; snapshots "
+            f"{assumptions.SNAPSHOT_BYTES_PER_SECOND / 1e9:g} GB/s"
         ),
     ]

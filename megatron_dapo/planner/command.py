@@ -6,9 +6,6 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
 
 from megatron_dapo.config import Config, ConfigError, ModelShape, load_config
 from megatron_dapo.config.hub import local_model
@@ -20,6 +17,7 @@ from megatron_dapo.planner.plan import make_plan
 from megatron_dapo.planner.published import compare_all
 from megatron_dapo.planner.report import plan_json, print_comparisons, print_modes, print_plan
 from megatron_dapo.planner.workload import Workload
+from megatron_dapo.tables import table_console
 
 
 def run(
@@ -59,7 +57,7 @@ def run(
     if as_json:
         print(json.dumps(plan_json(plan, top), indent=2))
     else:
-        print_plan(plan, console_for(sys.stdout), top)
+        print_plan(plan, table_console(), top)
     return 0 if plan.fits else 1
 
 
@@ -70,7 +68,7 @@ def _compare(modes: list[Mode], cluster: Cluster, top: int, as_json: bool) -> in
         rows = [{key: getattr(mode, key) for key in keys} for mode in modes[:top]]
         print(json.dumps(rows, indent=2))
     else:
-        print_modes(modes[:top], cluster, console_for(sys.stdout))
+        print_modes(modes[:top], cluster, table_console())
     return 0 if modes else 1
 
 
@@ -79,13 +77,8 @@ def _published(as_json: bool) -> int:
     if as_json:
         print(json.dumps([{**asdict(item), "ratio": item.ratio, "within": item.within} for item in found], indent=2))
     else:
-        print_comparisons(found, console_for(sys.stdout))
+        print_comparisons(found, table_console())
     return 0
-
-
-def console_for(stream: Any) -> Console:
-    """As wide as the terminal; 100 columns elsewhere."""
-    return Console(file=stream, width=None if stream.isatty() else 100)
 
 
 def model_shape(config: Config) -> ModelShape:

@@ -5,8 +5,11 @@ time, so the slowest stage decides; but an engine that receives a broadcast load
 comes on top:
 
 - fixed: pause, labels, cache flush, resume, and the proof, once per update
-- names: SGLang looks every tensor's name up, and MoE models search a list of 3 × experts for each one. With
-  `weights.pack_experts` a run of experts in a bucket has one name.
+- names: SGLang looks every tensor's name up, and searches a list of 3 × experts for each tensor of an expert. With
+  `weights.pack_experts` a run of experts in a bucket has one name, and needs no search.
+
+A snapshot is copied to host memory beside that. A sender has two blocks, so the copy of the last two buckets delays
+nothing.
 
 - distributed: every bucket is one broadcast from its sender to all engine GPUs. Engines take one bucket at a time, so
   more senders do not add bandwidth. They remove the traffic between pipeline stages (senders: stage) or expert-parallel
@@ -97,16 +100,17 @@ def sent(shape: ModelShape, weights: WeightTransportConfig) -> tuple[float, int]
     return size - parameters * (1 - 4 / 128**2), tensors + matrices  # one byte each, and a scale for each block
 
 
-def count_names(shape: ModelShape, weights: WeightTransportConfig) -> int:
-    """Names that SGLang looks up in an update, at most."""
+def count_names(shape: ModelShape, weights: WeightTransportConfig) -> tuple[int, int]:
+    """Names that SGLang looks up in an update: those of experts, which it searches for, and the others, at most."""
     size, tensors = sent(shape, weights)
-    if not (shape.is_moe and weights.pack_experts):
-        return tensors
+    if not shape.is_moe:
+        return 0, tensors
     kinds = 1 if weights.quantization == "none" else 2  # weights, and scales
     experts, buckets = 3 * shape.experts * shape.layers, math.ceil(size / weights.bucket_bytes)
-    return tensors - kinds * (
-        experts - min(experts, shape.layers + buckets)
-    )  # a bucket ends a run, and so does a layer
+    others = tensors - kinds * experts
+    if not weights.pack_experts:
+        return kinds * experts, others
+    return 0, others + kinds * min(experts, shape.layers + buckets)  # a bucket ends a run, and so does a layer
 
 
 def count_senders(shape: ModelShape, policy: PolicyConfig, weights: WeightTransportConfig) -> int:
@@ -127,10 +131,9 @@ def sync_time(
     size, tensors = sent(shape, weights)
     senders = count_senders(shape, policy, weights)
     fixed = assumptions.PAUSE_SECONDS
-    names = count_names(shape, weights)
-    lookups = assumptions.SECONDS_PER_NAME * names
-    if shape.is_moe:
-        lookups += assumptions.SECONDS_PER_NAME_COMPARED * names * 3 * shape.experts / 2
+    searched, found = count_names(shape, weights)
+    search = assumptions.SECONDS_PER_EXPERT_NAME + assumptions.SECONDS_PER_NAME_COMPARED * 3 * shape.experts / 2
+    lookups = assumptions.SECONDS_PER_NAME * found + search * searched
     if weights.transport == "disk":
         one = size / assumptions.DISK_BYTES_PER_SECOND
         all_ = engine_nodes * size / assumptions.DISK_TOTAL_BYTES_PER_SECOND
@@ -139,7 +142,8 @@ def sync_time(
     nvlink = cluster.gpu.nvlink * 1e9 * assumptions.WIRE_SHARE
     gather = _gather(count_parameters(shape).total * 2.0, shape, policy, cluster, senders, nvlink, network)
     # Each sender keeps its own part.
-    snapshot = size / senders / assumptions.SNAPSHOT_BYTES_PER_SECOND if weights.keep_snapshot else 0.0
+    copied = max(0.0, size / senders - 2 * weights.bucket_bytes) if weights.keep_snapshot else 0.0
+    snapshot = copied / assumptions.SNAPSHOT_BYTES_PER_SECOND
     load = size / engine_tensor_parallel / assumptions.LOAD_BYTES_PER_SECOND  # each engine GPU copies its own shards
     if weights.transport == "tensor":
         several = cluster.trainer_gpus > cluster.gpus_per_node

@@ -41,6 +41,7 @@ from megatron_dapo.selfcheck.cases import (
 from megatron_dapo.selfcheck.layout_spec import LayoutSpec
 from megatron_dapo.selfcheck.report import Result, print_results
 from megatron_dapo.selfcheck.trace import Trace, compare, trace_updates
+from megatron_dapo.tables import table_console
 
 MOST_FORKED_RANKS = 16
 SECONDS_PER_CASE = 180.0
@@ -54,7 +55,7 @@ def run_layouts(
     """The command: prints one line per case; returns 0 when all are within the tolerance, else 1."""
     rendezvous = Rendezvous.from_environment()
     in_job = rendezvous.world_size > 1
-    console = Console(quiet=rendezvous.rank != 0)
+    console = table_console(columns=160, quiet=rendezvous.rank != 0)
     if random is not None and in_job:
         raise UserError("--random draws layouts of different sizes: run it without torchrun")
     cases = random_cases(random, seed) if random else _chosen(names, rendezvous.world_size if in_job else None, console)

@@ -23,7 +23,9 @@ from megatron_dapo.weights.mapping import OUTPUT, parameter_mappings
 from megatron_dapo.weights.model_weights import live_mappings
 from megatron_dapo.weights.sharding import hf_tensors, unshard
 
-LOSS_TERMS = 0.1  # a loss is a sum of terms of about this size, which may cancel: rounding is relative to them
+# A loss is a sum of terms, which may cancel: rounding is relative to them. Their size is about 0.1 in a mean over
+# tokens, and larger in a sum, where other updates then have a larger loss.
+LOSS_TERMS, LOSS_TERMS_SHARE = 0.1, 0.1
 AFTER_ADAM_FACTOR = 10  # Adam divides by the gradient's size: rounding in a tiny gradient is amplified
 
 
@@ -143,7 +145,7 @@ def compare(found: Trace, reference: Trace) -> Difference:
     later, later_at = max(gradients[1:], key=lambda pair: _nan_first(pair[0]), default=(0.0, ""))
     weight, weight_at = _largest(found.weights, reference.weights)
     return Difference(
-        loss=_largest_number(found.losses, reference.losses, LOSS_TERMS),
+        loss=_largest_number(found.losses, reference.losses, _size_of_terms(reference.losses)),
         grad_norm=_largest_number(found.grad_norms, reference.grad_norms),
         gradients=gradients[0][0],
         gradients_at=gradients[0][1],
@@ -152,6 +154,10 @@ def compare(found: Trace, reference: Trace) -> Difference:
         weights=weight,
         weights_at=weight_at,
     )
+
+
+def _size_of_terms(losses: Sequence[float]) -> float:
+    return max([LOSS_TERMS, *(LOSS_TERMS_SHARE * abs(loss) for loss in losses)])
 
 
 def _nan_first(x: float) -> float:

@@ -7,12 +7,13 @@ import sys
 from pathlib import Path
 
 from megatron_dapo.config import load_config
-from megatron_dapo.planner.command import console_for, model_shape
+from megatron_dapo.planner.command import model_shape
 from megatron_dapo.planner.hardware import Cluster, find_gpu
 from megatron_dapo.simulation.page import write_page
 from megatron_dapo.simulation.report import print_variants, variants_json
 from megatron_dapo.simulation.sweep import Inputs, parse_sweep, run_sweep
 from megatron_dapo.simulation.workload import SimulationError
+from megatron_dapo.tables import table_console
 
 
 def run(
@@ -50,7 +51,7 @@ def run(
     if as_json:
         print(json.dumps(variants_json(variants), indent=2))
     else:
-        print_variants(variants, console_for(sys.stdout))
+        print_variants(variants, table_console())
     if output:
         path = Path(output)
         try:

@@ -21,14 +21,13 @@ from megatron_dapo.selfcheck.cases import DEFAULT_LAYOUTS, Case
 from megatron_dapo.selfcheck.layout_spec import SINGLE, LayoutSpec
 from megatron_dapo.selfcheck.layouts import run_layouts
 from megatron_dapo.selfcheck.synthetic import MODELS
-from megatron_dapo.selfcheck.trace import trace_updates
+from megatron_dapo.selfcheck.trace import Trace, compare, trace_updates
 
 FEW = ("dense", "moe")  # the command's own behaviour does not depend on the model; a job in other processes has all
 
 
 @pytest.fixture(autouse=True)
-def wide_terminal_and_few_models(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
+def few_models(monkeypatch):
     monkeypatch.setattr(cases, "MODELS", FEW)
 
 
@@ -36,6 +35,20 @@ def test_it_passes_and_says_what_it_compared(capsys):
     assert run_layouts(["tp2"], tolerance=1e-5, updates=1) == 0
     printed = capsys.readouterr().out
     assert "tp2" in printed and "ok" in printed and "FAIL" not in printed
+    assert "token-mean" in printed and "…" not in printed  # nothing is cut, as in a file
+
+
+def test_a_loss_is_compared_with_the_size_of_its_terms():
+    """cispo with seq-mean-token-sum, in the layout tp2dp4ep4etp2spdo: the terms of the first update cancel."""
+
+    def difference(losses, reference):
+        same = {"weights": {"a": torch.ones(1)}, "gradients": [{"a": torch.ones(1)}]}
+        return compare(Trace(losses=losses, **same), Trace(losses=reference, **same)).loss
+
+    sums = [-0.039525, 10.939984, -44.375470]
+    assert difference([-0.039527, 10.939985, -44.375467], sums) < 1e-6
+    assert difference([-0.039525, 10.939984, -44.376], sums) > 1e-5
+    assert difference([-0.039527, 0.1], [-0.039525, 0.1]) > 1e-5  # a mean over tokens
 
 
 class Averaged(OnePassLoss):
