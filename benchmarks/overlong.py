@@ -3,10 +3,10 @@
     python examples/ablations/make_tasks.py
     python benchmarks/overlong.py --out runs/overlong --seeds 5        # 75 runs of 10 to 30 s, one after the other
 
-The parts are filter, penalty, both, and neither, with and without dynamic sampling; a penalty of 0.01; and two changes
-of the advantages that exist only here, to find the cause: none in groups without a right response, and group statistics
-without truncated responses. With the task's limit of 18 tokens a sum with 3 is cut after its answer, before the end of
-text, and graded right; with 17 it is cut in its answer. The evaluation has 8 samples per prompt instead of 2.
+The parts are filter, penalty, both, and neither, with and without dynamic sampling; a penalty of 0.01; the filter with
+`algorithm.overlong.group_statistics: in_loss`; and a change that exists only here, to find the cause: no advantages in
+groups without a right response. With the task's limit of 18 tokens a sum with 3 is cut after its answer, before the
+end of text, and graded right; with 17 it is cut in its answer. The evaluation has 8 samples per prompt instead of 2.
 
 The table has, for each part, the held-out score and its difference from neither (pairs of one seed, 95 % intervals).
 Then how often held-out prompts whose counting is cut in training are answered by counting. Then the mean advantages of
@@ -51,7 +51,8 @@ class Part:
     dynamic_sampling: bool = False
     factor: float = 0.2
     limit: int = 18  # rollout.max_response_tokens
-    change: str = ""  # of the advantages
+    statistics: str = "all"  # algorithm.overlong.group_statistics
+    skip_all_wrong: bool = False  # no advantages in groups without a right response
 
     @property
     def folder(self) -> str:
@@ -64,20 +65,20 @@ class Part:
             f"algorithm.overlong.filter={str(self.filter).lower()}",
             f"algorithm.overlong.penalty={'soft' if self.penalty else 'none'}",
             f"algorithm.overlong.factor={self.factor}",
+            f"algorithm.overlong.group_statistics={self.statistics}",
             f"rollout.max_response_tokens={self.limit}",
             f"rollout.dynamic_sampling={str(self.dynamic_sampling).lower()}",
         ]
 
 
 CLASSES = ("right", "wrong", "truncated_right", "truncated_wrong")  # of responses
-SKIP_ALL_WRONG, OWN_STATISTICS = "skip all-wrong", "own statistics"
 FOUR = (("neither", False, False), ("filter", True, False), ("penalty", False, True), ("both", True, True))
 PARTS = [
     *(Part(*names) for names in FOUR),
     Part("both, penalty 0.01", True, True, factor=0.01),
-    Part("both, no advantages in all-wrong groups", True, True, change=SKIP_ALL_WRONG),
+    Part("both, no advantages in all-wrong groups", True, True, skip_all_wrong=True),
     *(Part(*names, limit=17) for names in FOUR),
-    Part("filter, truncated not in the statistics", True, False, limit=17, change=OWN_STATISTICS),
+    Part("filter, truncated not in the statistics", True, False, limit=17, statistics="in_loss"),
     *(Part(*names, dynamic_sampling=True) for names in FOUR),
 ]
 FIRST = PARTS[0]
@@ -92,18 +93,16 @@ def observe(part: Part, record: Path) -> None:
     shape, group_advantages = train_step.shape_batch, advantages.group_advantages
     current: dict[str, torch.Tensor] = {}
 
-    def changed(rewards: torch.Tensor, groups: torch.Tensor, *, valid: torch.Tensor, **options: Any) -> torch.Tensor:
-        if part.change == OWN_STATISTICS:
-            valid = valid & ~current["truncated"]
-        found = group_advantages(rewards, groups, valid=valid, **options)
-        return torch.where(current["all_wrong"], 0.0, found) if part.change == SKIP_ALL_WRONG else found
+    def changed(rewards: torch.Tensor, groups: torch.Tensor, **options: Any) -> torch.Tensor:
+        found = group_advantages(rewards, groups, **options)
+        return torch.where(current["all_wrong"], 0.0, found) if part.skip_all_wrong else found
 
     def recorded(batch: StepBatch, config: Config) -> tuple[TrainBatch, dict[str, float]]:
         # One sample per rollout here, so samples and rollouts are the same.
         sizes = [len(group.samples) for group in batch.groups]
         truncated = np.array([sample.truncated for sample in batch.samples])
         all_wrong = np.repeat([not any(group.accuracies) for group in batch.groups], sizes)
-        current.update(truncated=torch.from_numpy(truncated), all_wrong=torch.from_numpy(all_wrong))
+        current["all_wrong"] = torch.from_numpy(all_wrong)
         shaped, metrics = shape(batch, config)
         with_truncated = np.repeat([any(s.truncated for s in group.samples) for group in batch.groups], sizes)
         right = np.array([bool(s.grade and s.grade.correct) for s in batch.samples])

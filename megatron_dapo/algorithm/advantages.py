@@ -21,8 +21,8 @@ def group_advantages(
     The std is unbiased, and eps is added to it, not to the variance. Rewards that are all equal, and a group of one,
     give exactly 0. normalize_std=False subtracts only the mean.
 
-    valid  bool [samples]; False marks an ungraded sample: it is left out of the statistics, whatever its reward, and
-           gets 0. A truncated sample whose loss is masked is still valid: its reward is part of the group's statistics.
+    valid  bool [samples]; False marks a sample that is left out of the statistics, whatever its reward, and gets 0: one
+           that is ungraded, or masked as truncated with `overlong.group_statistics: in_loss`.
     """
     values, inverse, usable = _checked(rewards, group_ids, valid)
     groups = int(inverse.max()) + 1 if inverse.numel() else 0

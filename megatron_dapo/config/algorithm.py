@@ -129,6 +129,11 @@ class OverlongConfig(Section):
     """Overlong responses. Masking them and penalising their length are independent switches."""
 
     filter: bool = Field(False, description="Mask the loss of truncated samples (overlong filtering).")
+    group_statistics: Literal["all", "in_loss"] = Field(
+        "all",
+        description="With filter: whose rewards make the mean and std of a group. all: also those of masked responses, "
+        "as published; the others then look better than they are. in_loss: only those of responses in the loss.",
+    )
     penalty: Literal["none", "soft", "linear", "relative"] = Field(
         "none",
         description="soft: the paper's three stages. linear: λ·clamp((L−L_thresh)/(L_max−L_thresh), 0, 1) with "
@@ -137,6 +142,12 @@ class OverlongConfig(Section):
     max_length: int | None = Field(None, gt=0, description="L_max in tokens; null means rollout.max_response_tokens.")
     cache_length: int = Field(4096, gt=0, description="L_cache: the penalty grows over the last L_cache tokens.")
     factor: float = Field(1.0, ge=0, description="The largest penalty (soft, linear) or the weight (relative).")
+
+    @model_validator(mode="after")
+    def _statistics_of_the_filter(self) -> OverlongConfig:
+        if self.group_statistics == "in_loss" and not self.filter:
+            raise ValueError("group_statistics is in_loss, but filter is false: all responses are in the loss")
+        return self
 
     @model_validator(mode="after")
     def _cache_below_max(self) -> OverlongConfig:
@@ -233,6 +244,11 @@ class AlgorithmConfig(Section):
         if self.clip_low > 1:
             raise ValueError(
                 f"clip_low is {self.clip_low}, but 1 − clip_low must not be negative: set it between 0 and 1"
+            )
+        if self.turn_credit == "turn" and self.overlong.group_statistics == "in_loss":
+            raise ValueError(
+                "turn_credit is turn and overlong.group_statistics is in_loss: the rewards of turns are compared over "
+                "all graded rollouts of a group; set one of the two to its default"
             )
         if self.dual_clip is not None and self.dual_clip <= 1:
             raise ValueError(

@@ -39,7 +39,7 @@ class Config(Section):
     @property
     def warnings(self) -> list[str]:
         """Settings that are accepted but probably not meant, one line each; printed when a run starts."""
-        return [*self.algorithm.warnings, *self._uncorrected_staleness()]
+        return [*self.algorithm.warnings, *self._uncorrected_staleness(), *self._penalty_in_wrong_groups()]
 
     def _uncorrected_staleness(self) -> list[str]:
         """The ratio to a recomputed π_old says nothing about the distance from the policy that generated."""
@@ -51,6 +51,18 @@ class Config(Section):
             f"rollout.max_staleness is {staleness} and algorithm.off_policy corrects nothing: stale batches push the "
         )
         return [found + "policy further than a clipped ratio shows. Set algorithm.off_policy.importance_weight: token"]
+
+    def _penalty_in_wrong_groups(self) -> list[str]:
+        """Dynamic sampling drops groups without a right response before the penalty is added (examples/ablations)."""
+        penalty = self.algorithm.overlong.penalty
+        if penalty == "none" or self.rollout.dynamic_sampling or self.algorithm.advantage != "group-std":
+            return []
+        found = (
+            f"algorithm.overlong.penalty is {penalty} and rollout.dynamic_sampling is false: in a group without a "
+            "right response the penalty alone differs, and the group's std makes it as large as a reward, so short "
+            "wrong responses are reinforced. Turn dynamic sampling on, or use algorithm.advantage: group-mean"
+        )
+        return [found]
 
     @property
     def overlong_max_length(self) -> int:

@@ -1,9 +1,9 @@
 """From graded groups to a training batch: rewards, length penalty, advantages, masks. Pure functions.
 
 The order is that of the DAPO recipe. Groups have been filtered on accuracy. The length penalty is added to the score.
-Advantages are normalised over the graded rollouts of each group; every sample of a rollout gets the rollout's. Ungraded
-samples, truncated ones under overlong filtering, and tokens that the policy has not generated are masked here, before
-any token is counted.
+Advantages are normalised over the graded rollouts of each group, or over those of them that are in the loss
+(`overlong.group_statistics`); every sample of a rollout gets the rollout's. Ungraded samples, truncated ones under
+overlong filtering, and tokens that the policy has not generated are masked here, before any token is counted.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ def shape_batch(batch: StepBatch, config: Config) -> tuple[TrainBatch, dict[str,
     scores = np.array([0.0 if grade is None else grade.score for grade in grades], dtype=np.float64)
     penalties = _penalties(np.array([_total_length(rollout) for rollout in rollouts]), config)
     groups = np.repeat(np.arange(len(batch.groups)), [len(g.rollouts) for g in batch.groups])
+    active = np.array([carries_loss(s, config.algorithm.overlong) for s in samples])
+    starts = np.cumsum([0, *(len(rollout) for rollout in rollouts)])[:-1]
+    in_loss = np.logical_or.reduceat(active, starts) if len(active) else active  # [rollouts]
     of_rollouts = group_advantages(
         torch.from_numpy(scores + penalties),
         torch.from_numpy(groups),
         normalize_std=config.algorithm.advantage == "group-std",
         eps=config.algorithm.advantage_eps,
-        valid=torch.from_numpy(graded),
+        valid=torch.from_numpy(in_loss if config.algorithm.overlong.group_statistics == "in_loss" else graded),
     ).numpy()
     advantages = np.repeat(of_rollouts, [len(rollout) for rollout in rollouts])  # [samples]
-    active = np.array([carries_loss(s, config.algorithm.overlong) for s in samples])
-    starts = np.cumsum([0, *(len(rollout) for rollout in rollouts)])[:-1]
-    in_loss = np.logical_or.reduceat(active, starts) if len(active) else active  # [rollouts]
     lengths = np.array([sum(sample.trained_tokens for sample in rollout) for rollout in rollouts])
     metrics = {
         "reward/mean": _mean((scores + penalties)[graded]),

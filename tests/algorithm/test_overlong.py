@@ -5,11 +5,13 @@ import torch
 
 from megatron_dapo.algorithm import (
     carries_loss,
+    group_advantages,
     length_penalty,
     linear_overlong_penalty,
     relative_overlong_penalty,
     soft_overlong_penalty,
 )
+from megatron_dapo.config import parse_config
 from megatron_dapo.config.algorithm import OverlongConfig
 from megatron_dapo.types import FinishReason, Grade, Sample, as_logprobs, as_tokens
 
@@ -66,3 +68,26 @@ def test_ungraded_samples_and_filtered_truncated_ones_carry_no_loss():
     assert not carries_loss(sample("length"), on)
     assert not carries_loss(sample("stop", correct=None), off)
     assert not carries_loss(sample("stop", graded=False), off)
+
+
+@pytest.mark.parametrize(
+    ("penalty", "dynamic_sampling", "advantage", "warned"),
+    [
+        ("soft", False, "group-std", True),
+        ("soft", True, "group-std", False),
+        ("soft", False, "group-mean", False),
+        ("none", False, "group-std", False),
+    ],
+)
+def test_a_penalty_in_groups_without_a_right_response_is_warned_of(penalty, dynamic_sampling, advantage, warned):
+    """There it is the only difference: however small, it becomes an advantage of about 1 for a short wrong response."""
+    config = parse_config(
+        {
+            "rollout": {"dynamic_sampling": dynamic_sampling, "max_response_tokens": 20480},
+            "algorithm": {"advantage": advantage, "overlong": {"penalty": penalty, "factor": 0.01}},
+        }
+    )
+    assert [("short wrong responses are reinforced" in line) for line in config.warnings] == [True] * warned
+    penalties = soft_overlong_penalty([100, 20480], 20480, 4096, 0.01)
+    advantages = group_advantages(penalties - 1, [0, 0], normalize_std=True)
+    assert advantages[0] == pytest.approx(0.7071, abs=1e-3)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_dapo.config import parse_config
+from megatron_dapo.config import ConfigError, parse_config
 from megatron_dapo.policy.batch import TrainBatch
 from megatron_dapo.policy.fork_ranks import run_ranks
 from megatron_dapo.policy.policy import Policy
@@ -81,6 +81,22 @@ def test_advantages_and_counts_are_those_of_rollouts():
     assert metrics["rollout/tool_seconds"] == pytest.approx(2 * 0.25 / 5)
     assert metrics["rollout/appended_share"] == pytest.approx(8 / 24)
     assert metrics["rollout/samples_per_rollout"] == pytest.approx(6 / 5)
+
+
+def test_masked_rollouts_can_be_left_out_of_the_statistics_of_their_group():
+    """In group b the truncated rollout is right, and masked. With all rewards the mean of 1, 1, −1 is 1/3."""
+    _, b = groups_of_turns()
+    std = np.std([1, 1, -1], ddof=1)
+    for statistics, expected in (("all", [2 / 3 / std, -4 / 3 / std]), ("in_loss", [0.7071, -0.7071])):
+        batch, _ = shape_batch(StepBatch(0, [b]), config_of(filter=True, group_statistics=statistics))
+        np.testing.assert_allclose(batch.advantages[[0, 2]], expected, atol=1e-4)
+        assert not batch.loss_mask[1:9].any()
+    assert batch.advantages[1] == 0
+    with pytest.raises(ConfigError, match="in_loss, but filter is false"):
+        config_of(group_statistics="in_loss")
+    with pytest.raises(ConfigError, match="turn_credit is turn and overlong"):
+        overlong = {"filter": True, "group_statistics": "in_loss"}
+        parse_config({"algorithm": {"turn_credit": "turn", "overlong": overlong}})
 
 
 def test_the_gate_compares_generated_tokens_only():
