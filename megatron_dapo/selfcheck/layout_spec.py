@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_dapo.config import Config, parse_config
 from megatron_dapo.errors import UserError
-from megatron_dapo.selfcheck.synthetic import ModelSize
+from megatron_dapo.selfcheck.synthetic import ModelSize, multiple
 
 PART = re.compile(r"(vpp|etp|tp|pp|cp|dp|ep)([1-9]\d*)|(sp|do)")
 
@@ -45,9 +45,9 @@ class LayoutSpec:
         """Large enough for the layout: it has to divide layers, key/value heads and experts."""
         stages = self.size("pp") * self.size("vpp")
         return ModelSize(
-            layers=_multiple(stages, at_least=4),
-            kv_heads=_multiple(self.size("tp"), at_least=2),
-            experts=_multiple(self.size("ep"), at_least=4),
+            layers=multiple(stages, at_least=4),
+            kv_heads=multiple(self.size("tp"), at_least=2),
+            experts=multiple(self.size("ep"), at_least=4),
         )
 
     @property
@@ -59,10 +59,6 @@ class LayoutSpec:
 
 
 SINGLE = LayoutSpec.parse("single")
-
-
-def _multiple(of: int, at_least: int) -> int:
-    return -(-at_least // of) * of
 
 
 def selfcheck_config(layout: LayoutSpec, *, policy: Mapping[str, Any] | None = None, **algorithm: Any) -> Config:
@@ -81,7 +77,7 @@ def selfcheck_config(layout: LayoutSpec, *, policy: Mapping[str, Any] | None = N
                 "sequence_parallel": layout.sequence_parallel,
                 "distributed_optimizer": layout.distributed_optimizer,
                 "precision": "fp32",
-                "micro_batch_tokens": _multiple(2 * cp * tp, at_least=budget),
+                "micro_batch_tokens": multiple(2 * cp * tp, at_least=budget),
                 "head_chunk_tokens": 24,
                 "moe_aux_loss_coefficient": 0.5,  # of models with experts; large, so that it shows in every gradient
                 "timeout_seconds": 120,

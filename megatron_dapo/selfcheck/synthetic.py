@@ -28,20 +28,27 @@ class ModelSize(NamedTuple):
 SMALL = ModelSize()
 
 
+def multiple(number: int, *, at_least: int) -> int:
+    """The smallest multiple of `number` that is not below `at_least`."""
+    return -(-at_least // number) * number
+
+
 def synthetic_shape(kind: str, size: ModelSize = SMALL) -> ModelShape:
     """`dense`: Qwen2 with QKV bias. `tied`: Qwen3 with q/k norms and tied embeddings. `moe`: Qwen3 with experts.
     `moe-shared`: Qwen2 with experts, a gated shared expert and QKV bias. `hybrid`: Qwen3-Next, with a gated DeltaNet in
     every other layer.
 
-    All have grouped heads and a vocabulary that no layout divides.
+    All have grouped heads, MLPs that the heads divide, and a vocabulary that no layout divides.
     """
     heads = 2 * size.kv_heads
     base: dict[str, Any] = {
-        "layers": size.layers, "hidden": 32, "ffn_hidden": 48, "heads": heads, "kv_heads": size.kv_heads, "vocab": 101,
-        "max_positions": 512, "rope_theta": 1e4, "norm_eps": 1e-6, "dtype": "float32",
+        "layers": size.layers, "hidden": 32, "ffn_hidden": multiple(size.kv_heads, at_least=48), "heads": heads,
+        "kv_heads": size.kv_heads, "vocab": 101, "max_positions": 512, "rope_theta": 1e4, "norm_eps": 1e-6,
+        "dtype": "float32",
     }  # fmt: skip
     qwen3: dict[str, Any] = {"head_dim": 16, "qkv_bias": False, "qk_norm": True, **base}
     experts: dict[str, Any] = {"experts": size.experts, "experts_per_token": 2, "expert_ffn_hidden": 24}
+    shared = multiple(size.kv_heads, at_least=40)
     match kind:
         case "dense":
             return ModelShape("qwen2", head_dim=8, qkv_bias=True, qk_norm=False, tied_embeddings=False, **base)
@@ -52,12 +59,12 @@ def synthetic_shape(kind: str, size: ModelSize = SMALL) -> ModelShape:
         case "moe-shared":
             return ModelShape(
                 "qwen2_moe", head_dim=8, qkv_bias=True, qk_norm=False, tied_embeddings=False, norm_topk_prob=False,
-                shared_ffn_hidden=40, **base, **experts,
+                shared_ffn_hidden=shared, **base, **experts,
             )  # fmt: skip
         case "hybrid":
             linear = LinearAttention(tuple(range(0, size.layers, 2)), 8, 16, 4, 6, conv_width=4, fused=True)
             return ModelShape(
-                "qwen3_next", tied_embeddings=False, shared_ffn_hidden=40, linear=linear, rotary_dim=4,
+                "qwen3_next", tied_embeddings=False, shared_ffn_hidden=shared, linear=linear, rotary_dim=4,
                 attention_gate=True, zero_centred_norms=True, carried=("mtp.",), **qwen3, **experts,
             )  # fmt: skip
     raise ValueError(f"unknown kind of model {kind!r}")
