@@ -23,9 +23,7 @@ from megatron_dapo.weights.mapping import OUTPUT, parameter_mappings
 from megatron_dapo.weights.model_weights import live_mappings
 from megatron_dapo.weights.sharding import hf_tensors, unshard
 
-# A loss is a sum of terms, which may cancel: rounding is relative to them. Their size is about 0.1 in a mean over
-# tokens, and larger in a sum, where other updates then have a larger loss.
-LOSS_TERMS, LOSS_TERMS_SHARE = 0.1, 0.1
+TOKEN_TERM = 0.1  # what a token adds to a loss, about; such terms may cancel, and rounding is relative to them
 AFTER_ADAM_FACTOR = 10  # Adam divides by the gradient's size: rounding in a tiny gradient is amplified
 
 
@@ -34,6 +32,7 @@ class Trace:
     """What a few updates produced. Gradients and weights are full HF-named tensors, on rank 0 only."""
 
     losses: list[float] = field(default_factory=list)  # of a model with experts also their load
+    loss_terms: float = TOKEN_TERM  # the size of the terms of a loss
     grad_norms: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
@@ -76,6 +75,8 @@ def trace_config(rendezvous: Rendezvous | None, config: Config, shape: ModelShap
     trace = Trace()
     for update in range(updates):
         batch = awkward_batch(shape, seed=update)
+        if config.algorithm.aggregation == "seq-mean-token-sum":
+            trace.loss_terms = TOKEN_TERM * float(batch.response_lengths.mean())
         if config.policy.routing_replay == "engine":
             batch.routed_experts = random_experts(shape, batch, seed=update)
         metrics = policy.gradients(batch)
@@ -145,7 +146,7 @@ def compare(found: Trace, reference: Trace) -> Difference:
     later, later_at = max(gradients[1:], key=lambda pair: _nan_first(pair[0]), default=(0.0, ""))
     weight, weight_at = _largest(found.weights, reference.weights)
     return Difference(
-        loss=_largest_number(found.losses, reference.losses, _size_of_terms(reference.losses)),
+        loss=_largest_number(found.losses, reference.losses, reference.loss_terms),
         grad_norm=_largest_number(found.grad_norms, reference.grad_norms),
         gradients=gradients[0][0],
         gradients_at=gradients[0][1],
@@ -154,10 +155,6 @@ def compare(found: Trace, reference: Trace) -> Difference:
         weights=weight,
         weights_at=weight_at,
     )
-
-
-def _size_of_terms(losses: Sequence[float]) -> float:
-    return max([LOSS_TERMS, *(LOSS_TERMS_SHARE * abs(loss) for loss in losses)])
 
 
 def _nan_first(x: float) -> float:

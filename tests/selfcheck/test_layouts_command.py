@@ -18,10 +18,10 @@ from megatron_dapo.policy.loss_func import OnePassLoss
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.selfcheck import cases, layouts, trace
 from megatron_dapo.selfcheck.cases import DEFAULT_LAYOUTS, Case
-from megatron_dapo.selfcheck.layout_spec import SINGLE, LayoutSpec
+from megatron_dapo.selfcheck.layout_spec import SINGLE, LayoutSpec, selfcheck_config
 from megatron_dapo.selfcheck.layouts import run_layouts
-from megatron_dapo.selfcheck.synthetic import MODELS
-from megatron_dapo.selfcheck.trace import Trace, compare, trace_updates
+from megatron_dapo.selfcheck.synthetic import MODELS, synthetic_shape
+from megatron_dapo.selfcheck.trace import TOKEN_TERM, Trace, compare, trace_config, trace_updates
 
 FEW = ("dense", "moe")  # the command's own behaviour does not depend on the model; a job in other processes has all
 
@@ -40,15 +40,17 @@ def test_it_passes_and_says_what_it_compared(capsys):
 
 def test_a_loss_is_compared_with_the_size_of_its_terms():
     """cispo with seq-mean-token-sum, in the layout tp2dp4ep4etp2spdo: the terms of the first update cancel."""
+    shape = synthetic_shape("dense")
+    configs = [selfcheck_config(SINGLE, aggregation=f"seq-mean-token-{kind}") for kind in ("sum", "mean")]
+    sums, means = (run_ranks(1, trace_config, config, shape, 1)[0].loss_terms for config in configs)
+    assert means == TOKEN_TERM and 10 * means < sums < 30 * means  # responses have 3 to 29 tokens
 
-    def difference(losses, reference):
-        same = {"weights": {"a": torch.ones(1)}, "gradients": [{"a": torch.ones(1)}]}
-        return compare(Trace(losses=losses, **same), Trace(losses=reference, **same)).loss
+    def difference(loss, reference, terms):
+        same = {"weights": {"a": torch.ones(1)}, "gradients": [{"a": torch.ones(1)}], "loss_terms": terms}
+        return compare(Trace(losses=[loss], **same), Trace(losses=[reference], **same)).loss
 
-    sums = [-0.039525, 10.939984, -44.375470]
-    assert difference([-0.039527, 10.939985, -44.375467], sums) < 1e-6
-    assert difference([-0.039525, 10.939984, -44.376], sums) > 1e-5
-    assert difference([-0.039527, 0.1], [-0.039525, 0.1]) > 1e-5  # a mean over tokens
+    assert difference(-0.039527, -0.039525, sums) < 5e-6 and difference(-0.03960, -0.039525, sums) > 1e-5
+    assert difference(-0.039527, -0.039525, means) > 1e-5
 
 
 class Averaged(OnePassLoss):
