@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import sys
-from typing import IO
 
 from rich.console import Console
 
 
-def table_console(stream: IO[str] | None = None, *, columns: int = 100, quiet: bool = False) -> Console:
+def table_console(*, columns: int = 100, quiet: bool = False) -> Console:
     """`columns`: of a file or pipe, for which rich would take 80 and cut words."""
-    stream = stream or sys.stdout
-    return Console(file=stream, width=None if stream.isatty() else columns, highlight=False, quiet=quiet)
+    return Console(width=None if sys.stdout.isatty() else columns, highlight=False, quiet=quiet)

@@ -1,15 +1,12 @@
 """The time of a weight update, from the same steps as the code: gather, send, load, prove; a snapshot beside them.
 
 Buckets pass through gather, send and load one after the other. Different buckets are in different stages at the same
-time, so the slowest stage decides; but an engine that receives a broadcast loads it before it receives the next. What
-comes on top:
+time, so the slowest stage decides; but an engine that receives a broadcast loads it before it receives the next. A
+sender has two blocks of memory, so the snapshot of the last two buckets delays nothing. What comes on top:
 
 - fixed: pause, labels, cache flush, resume, and the proof, once per update
 - names: SGLang looks every tensor's name up, and searches a list of 3 × experts for each tensor of an expert. With
   `weights.pack_experts` a run of experts in a bucket has one name, and needs no search.
-
-A snapshot is copied to host memory beside that. A sender has two blocks, so the copy of the last two buckets delays
-nothing.
 
 - distributed: every bucket is one broadcast from its sender to all engine GPUs. Engines take one bucket at a time, so
   more senders do not add bandwidth. They remove the traffic between pipeline stages (senders: stage) or expert-parallel
