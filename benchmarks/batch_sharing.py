@@ -16,9 +16,9 @@ import numpy as np
 
 from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.policy.batch import TrainBatch
-from megatron_dapo.policy.fork_ranks import run_ranks
-from megatron_dapo.policy.runtime import Rendezvous, initialize, shutdown
+from megatron_dapo.policy.megatron.runtime import initialize, shutdown
 from megatron_dapo.policy.schedule import shares_of_ranks
+from megatron_dapo.processes.fork_ranks import Rendezvous, run_ranks
 from megatron_dapo.trainer.batch_sharing import share_batch
 from megatron_dapo.trainer.collectives import Collectives
 from megatron_dapo.trainer.signals import StopSignal

@@ -25,15 +25,15 @@ from pathlib import Path
 import torch.distributed as dist
 from shapes import QWEN_1_5B
 
+from megatron_dapo.checkpoints import policy_state
+from megatron_dapo.checkpoints.checkpoints import Checkpoints, SaveReport
+from megatron_dapo.checkpoints.optimizer_state import initialize_state
 from megatron_dapo.config import parse_config
 from megatron_dapo.config.trainer import CheckpointConfig
-from megatron_dapo.policy import checkpoint
-from megatron_dapo.policy.fork_ranks import run_ranks
-from megatron_dapo.policy.gpu_count import gpu_count
-from megatron_dapo.policy.optimizer_state import initialize_state
+from megatron_dapo.policy.megatron.importing import gpu_count
+from megatron_dapo.policy.megatron.runtime import initialize, shutdown
 from megatron_dapo.policy.policy import Policy
-from megatron_dapo.policy.runtime import Rendezvous, initialize, shutdown
-from megatron_dapo.trainer.checkpoint import Checkpoints, SaveReport
+from megatron_dapo.processes.fork_ranks import Rendezvous, run_ranks
 
 SMALL = replace(QWEN_1_5B, layers=14, hidden=512, ffn_hidden=1536, heads=8, head_dim=64, vocab=32000)
 
@@ -91,9 +91,9 @@ def save_with_megatron(policy: Policy, folder: Path) -> None:
 
     filesystem_async._results_queue = queue.Queue()  # Megatron would start a server process for it
     initialize_state(policy.optimizer)
-    state = checkpoint._sharded_state(policy, is_loading=False)
+    state = policy_state._sharded_state(policy, is_loading=False)
     folder.mkdir(parents=True, exist_ok=True)
-    dist_checkpointing.save(state, str(folder), content_metadata=checkpoint._metadata(policy))
+    dist_checkpointing.save(state, str(folder), content_metadata=policy_state._metadata(policy))
 
 
 def our_saves(policy: Policy, folder: Path, repeats: int) -> tuple[list[Result], Checkpoints]:

@@ -4,7 +4,7 @@
 
 The main thread launches small operators as fast as Python can, which is what a training step does between two large
 kernels: it is the worst case, because nothing hides a delay. Meanwhile a thread with an event loop requests responses
-at a given rate from a stub server, as in a run: the engine, the client, the sample (`rollout/completion.py`). Three
+at a given rate from a stub server, as in a run: the engine, the client, the sample (`rollout/generation.py`). Three
 arrangements: replies parsed in this process, the same with a switch interval of 0.5 ms instead of Python's 5 ms, and
 replies parsed in a client process, which is what a run does. "limit" is the CPU time that the thread needs: no
 arrangement of threads can be better. A launch that finds the GIL taken waits until the event loop's callback ends, so
@@ -31,7 +31,7 @@ from megatron_dapo.engines.protocol import SamplingParams
 from megatron_dapo.engines.sglang.client import SGLangClient
 from megatron_dapo.engines.sglang.client_process import ClientProcess
 from megatron_dapo.engines.sglang.engine import SGLangEngine
-from megatron_dapo.rollout.completion import append_completion
+from megatron_dapo.rollout.generation import append_completion
 from megatron_dapo.rollout.pending_group import new_samples
 from megatron_dapo.types import Prompt, as_tokens
 

@@ -32,7 +32,7 @@ import torch
 
 from megatron_dapo.arguments import quiet_libraries
 from megatron_dapo.config import Config, load_config
-from megatron_dapo.evaluation_statistics import mean_interval
+from megatron_dapo.evaluate.statistics import mean_interval
 from megatron_dapo.launch.local import import_trainer, run_training
 from megatron_dapo.policy.batch import TrainBatch
 from megatron_dapo.trainer import advantages, train_step

@@ -31,8 +31,8 @@ from megatron_dapo.engines.protocol import Completion, SamplingParams
 from megatron_dapo.engines.sglang.client import SGLangClient
 from megatron_dapo.engines.sglang.client_process import ClientProcess
 from megatron_dapo.engines.sglang.engine import SGLangEngine
+from megatron_dapo.reward.combined import ResponseGrader
 from megatron_dapo.reward.pool import RewardPool
-from megatron_dapo.reward.responses import ResponseGrader
 from megatron_dapo.rollout.sampler import Sampler
 from megatron_dapo.types import FinishReason, Grade, Prompt, Sample, WeightSpan, as_logprobs, as_tokens
 

@@ -24,12 +24,12 @@ import numpy as np
 import torch
 
 from megatron_dapo.config import Config, ModelShape, load_config
-from megatron_dapo.engines.factory import open_engine
+from megatron_dapo.engines.load import open_engine
 from megatron_dapo.engines.protocol import SamplingParams
 from megatron_dapo.policy.batch import TrainBatch
+from megatron_dapo.policy.megatron.runtime import initialize, shutdown
 from megatron_dapo.policy.policy import Policy
-from megatron_dapo.policy.runtime import initialize, shutdown
-from megatron_dapo.rollout.completion import append_completion
+from megatron_dapo.rollout.generation import append_completion
 from megatron_dapo.types import FinishReason, Sample, as_logprobs, as_tokens
 
 SIZES = {

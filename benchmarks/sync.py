@@ -50,18 +50,18 @@ import torch
 from random_model import write_random_model
 
 from megatron_dapo.config import Config, ModelShape, parse_config
-from megatron_dapo.engines.factory import open_engine
+from megatron_dapo.engines.load import open_engine
 from megatron_dapo.engines.protocol import Engine, SamplingParams, WeightReport
 from megatron_dapo.planner.hardware import Cluster, find_gpu
 from megatron_dapo.planner.sync import sync_time
+from megatron_dapo.policy.megatron.runtime import Runtime, initialize, shutdown
 from megatron_dapo.policy.model.gpt import build_model
 from megatron_dapo.policy.offload import Offloader
-from megatron_dapo.policy.runtime import Runtime, initialize, shutdown
+from megatron_dapo.sync.gather import WeightBuckets
 from megatron_dapo.trainer.colocation import memory
 from megatron_dapo.types import as_tokens
 from megatron_dapo.weights.fp8_checkpoint import hf_to_fp8
 from megatron_dapo.weights.model_weights import WHOLE, load_hf_weights
-from megatron_dapo.weights.sync import WeightBuckets
 
 RANDOM_MODELS = ("dense", "moe")
 RUNNING, TOKENS = 64, 256  # of the throughput measurement: requests at once, and tokens of each

@@ -25,8 +25,8 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron_dapo.algorithm import PolicyLoss, TokenBatch, group_advantages, token_weights
 from megatron_dapo.config.algorithm import AlgorithmConfig
-from megatron_dapo.policy import cpu
 from megatron_dapo.policy.loss_func import check_transformer_config, from_cross_entropy, make_loss_func
+from megatron_dapo.policy.megatron import cpu
 
 VOCAB, PROMPT, RESPONSE, GROUPS, GROUP_SIZE = 64, 4, 12, 8, 8
 

@@ -76,7 +76,7 @@ def _add_ablate(sub: Commands) -> None:
     def run(args: argparse.Namespace) -> int:
         from pathlib import Path
 
-        from megatron_dapo.launch.ablate import run_ablation
+        from megatron_dapo.ablation.command import run_ablation
 
         return run_ablation(
             args.config, args.set, args.seeds, Path(args.out), design="grid" if args.grid else args.design,
@@ -314,7 +314,7 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
 
 def _add_simulate(sub: Commands) -> None:
     def run(args: argparse.Namespace) -> int:
-        from megatron_dapo.simulation.command import run
+        from megatron_dapo.planner.simulation.command import run
 
         return run(**{key: value for key, value in vars(args).items() if key != "run"})
 

@@ -254,7 +254,7 @@ def is_packed(stored: Iterable[str]) -> bool:
 
 def unpacked(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """The same tensors with one name per expert and projection, also where a file has all experts of a layer in one
-    (`weights/packed_experts.py`)."""
+    (`weights/names.py`)."""
     found: dict[str, StoredTensor] = {}
     for name, tensor in stored.items():
         match = _PACKED.match(name)

@@ -60,7 +60,7 @@ def process_groups_end_with_their_module():
     """Each has threads that wake up a hundred times a second: without this, 231 of them at the end of a part."""
     yield
     if torch.distributed.is_initialized():
-        from megatron_dapo.policy.runtime import shutdown
+        from megatron_dapo.policy.megatron.runtime import shutdown
 
         shutdown()
 

@@ -11,9 +11,9 @@ import pytest
 import yaml
 from tiny_run import raw_config
 
+from megatron_dapo.checkpoints.resume import record_settings
 from megatron_dapo.cli import main
 from megatron_dapo.config import check_config, parse_config
-from megatron_dapo.trainer.resume import record_settings
 from megatron_dapo.weights.locate import TRACKER
 
 DATA = "data.path"

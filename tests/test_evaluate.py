@@ -9,9 +9,10 @@ import pytest
 from rich.console import Console
 
 from megatron_dapo.config import ConfigError, parse_config
-from megatron_dapo.config.evaluate import EvalConfig
 from megatron_dapo.config.reward import RewardConfig
-from megatron_dapo.engines.protocol import Completion, EngineError, SamplingParams
+from megatron_dapo.config.trainer import EvalConfig
+from megatron_dapo.engines.protocol import Completion, SamplingParams
+from megatron_dapo.errors import EngineError
 from megatron_dapo.evaluate import (
     EvaluationError,
     ProblemResult,

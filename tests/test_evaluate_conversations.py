@@ -6,10 +6,10 @@ import pytest
 from conversation_engine import TOKENIZER, ConversationEngine
 from simulation import run_virtual
 
-from megatron_dapo.config.evaluate import EvalConfig
-from megatron_dapo.engines.protocol import EngineError
+from megatron_dapo.config.trainer import EvalConfig
+from megatron_dapo.errors import EngineError
 from megatron_dapo.evaluate import evaluate_sets
-from megatron_dapo.rollout.functions import RolloutFunction
+from megatron_dapo.rollout.agents.functions import RolloutFunction
 from megatron_dapo.types import Grade, Prompt, as_tokens
 
 PROMPTS = [Prompt(f"p{i}", f"{i}+1=", as_tokens([20 + i, 21])) for i in range(3)]

@@ -19,9 +19,8 @@ import tempfile
 from pathlib import Path
 
 from megatron_dapo.config.rollout import ServerConfig
-from megatron_dapo.engines.protocol import EngineError
 from megatron_dapo.engines.sglang.server_process import ServerProcess
-from megatron_dapo.errors import UserError
+from megatron_dapo.errors import EngineError, UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 

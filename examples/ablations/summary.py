@@ -24,10 +24,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from megatron_dapo.ablation.command import with_interval
+from megatron_dapo.ablation.designs import SWITCH_LABELS, Effect, effects
+from megatron_dapo.ablation.results import Curve, Runs, band, effect_of, value_of
 from megatron_dapo.config import parse_config
-from megatron_dapo.launch.ablate import with_interval
-from megatron_dapo.launch.ablation_designs import SWITCH_LABELS, Effect, effects
-from megatron_dapo.launch.ablation_results import Curve, Runs, band, effect_of, value_of
 
 # The change that a task is for, and its measures. "by definition": the setting itself fixes the value with the change.
 TASKS = {

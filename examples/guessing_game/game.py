@@ -10,7 +10,7 @@ from examples.quickstart.quickstart import new_model, pretrain
 from megatron_dapo.config import load_config
 from megatron_dapo.data import arithmetic_tokenizer, save_arithmetic_tokenizer
 from megatron_dapo.launch.local import run_training
-from megatron_dapo.rollout.functions import rollout_function
+from megatron_dapo.rollout.agents.functions import rollout_function
 from megatron_dapo.types import Grade
 
 DIGITS = "1234567"

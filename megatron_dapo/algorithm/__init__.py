@@ -26,7 +26,15 @@ from megatron_dapo.algorithm.filtering import (
 )
 from megatron_dapo.algorithm.kl import kl_estimate
 from megatron_dapo.algorithm.loss import LossOutputs, PolicyLoss, policy_loss
-from megatron_dapo.algorithm.objective import Needs, Objective, TokenMetrics, load_objective
+from megatron_dapo.algorithm.objective import (
+    Needs,
+    Objective,
+    Proximal,
+    Scores,
+    TokenBatch,
+    TokenMetrics,
+    load_objective,
+)
 from megatron_dapo.algorithm.overlong import (
     carries_loss,
     length_penalty,
@@ -34,7 +42,6 @@ from megatron_dapo.algorithm.overlong import (
     relative_overlong_penalty,
     soft_overlong_penalty,
 )
-from megatron_dapo.algorithm.token_batch import Proximal, Scores, TokenBatch
 
 __all__ = [
     "EarlyRejection",

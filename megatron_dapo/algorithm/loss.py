@@ -17,9 +17,16 @@ import torch
 from torch import Tensor
 
 from megatron_dapo.algorithm.kl import kl_estimate
-from megatron_dapo.algorithm.objective import Needs, TokenMetrics, load_objective
+from megatron_dapo.algorithm.objective import (
+    Needs,
+    Scores,
+    TokenBatch,
+    TokenMetrics,
+    blank,
+    check_shapes,
+    load_objective,
+)
 from megatron_dapo.algorithm.off_policy import Corrections, OffPolicy
-from megatron_dapo.algorithm.token_batch import Scores, TokenBatch, blank, check_shapes
 from megatron_dapo.config.algorithm import AlgorithmConfig
 
 Reduce = Callable[[Tensor], Tensor]

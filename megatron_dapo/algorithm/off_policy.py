@@ -26,8 +26,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megatron_dapo.algorithm.objective import Needs, Sums
-from megatron_dapo.algorithm.token_batch import Scores, TokenBatch
+from megatron_dapo.algorithm.objective import Needs, Scores, Sums, TokenBatch
 from megatron_dapo.config.algorithm import OffPolicyConfig
 
 

@@ -9,10 +9,9 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from megatron_dapo.config.base import ConfigError, admits
+from megatron_dapo.config.base import ConfigError, YamlError, admits, dump_yaml, parse_yaml
 from megatron_dapo.config.other_names import RENAMED, our_name
 from megatron_dapo.config.schema import Config
-from megatron_dapo.config.yaml12 import YamlError, dump_yaml, parse_yaml
 
 LISTS = ("data.path", "evaluate.data.path")  # texts that may also be lists of texts
 

@@ -2,7 +2,7 @@
 
 `policy.megatron` passes fields of Megatron-Core's configuration objects on by name. A field that one of our keys sets
 is an error that names the key. A field that would break a promise of this trainer is an error that says why. Both are
-found here, without Megatron; `policy/megatron_options.py` checks names and types against the installed version.
+found here, without Megatron; `policy/megatron/options.py` checks names and types against the installed version.
 """
 
 from __future__ import annotations

@@ -12,14 +12,12 @@ from pydantic import model_validator
 from megatron_dapo.config.algorithm import AlgorithmConfig
 from megatron_dapo.config.base import ConfigError, Section
 from megatron_dapo.config.data import DataConfig
-from megatron_dapo.config.evaluate import EvalConfig
 from megatron_dapo.config.model import ModelShape
-from megatron_dapo.config.observe import ObserveConfig
 from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.config.reward import RewardConfig
 from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.config.slurm import SlurmConfig
-from megatron_dapo.config.trainer import TrainerConfig
+from megatron_dapo.config.trainer import EvalConfig, ObserveConfig, TrainerConfig
 
 # Names of environment variables that hold a secret.
 SECRET = re.compile(r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$", re.IGNORECASE)

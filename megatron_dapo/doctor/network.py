@@ -153,7 +153,7 @@ def run(folder: Path, share: float, minimum: float) -> int:
     import torch
     import torch.distributed as dist
 
-    from megatron_dapo.policy.runtime import Rendezvous
+    from megatron_dapo.processes.fork_ranks import Rendezvous
 
     rendezvous = Rendezvous.from_environment()
     device = torch.device("cpu")

@@ -6,13 +6,18 @@ The servers are asked every few seconds. A server that does not answer is left o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, cast
 
-from megatron_dapo.engines.protocol import Engine, EngineError
+from megatron_dapo.config.rollout import RolloutConfig
+from megatron_dapo.engines.protocol import Completion, Engine, SamplingParams
+from megatron_dapo.errors import EngineError
+from megatron_dapo.types import Tokens
 
 EVERY = 5.0  # seconds between two readings
 PATH = "/v1/loads?include=core"
@@ -65,3 +70,54 @@ async def _read(server: Any) -> list[tuple[float, float]]:
         return [(float(rank["token_usage"]), float(rank["num_waiting_reqs"])) for rank in reply["loads"]]
     except (EngineError, KeyError, TypeError, ValueError):
         return []
+
+
+# Reports when each request ran and on which server, for the timeline of a step.
+
+
+# server, request id, start (time.monotonic()), tokens
+OnRequest = Callable[[str, str, float, int], None]
+
+
+class _TimedEngine:
+    """Times `generate`; everything else is the engine's own."""
+
+    def __init__(self, engine: Engine, on_request: OnRequest) -> None:
+        self._engine, self._on_request = engine, on_request
+
+    async def generate(self, request_id: str, prompt: Tokens, params: SamplingParams) -> Completion:
+        started = time.monotonic()
+        completion = await self._engine.generate(request_id, prompt, params)
+        self._on_request(completion.server, request_id, started, len(completion.tokens))
+        return completion
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+def timed(engine: Engine, on_request: OnRequest | None) -> Engine:
+    """The engine, with every finished request reported. Requests that fail are not."""
+    return engine if on_request is None else cast(Engine, _TimedEngine(engine, on_request))
+
+
+# Opens the engine that the configuration names, ready to serve; `engine.close()` ends everything it started.
+
+
+async def open_engine(config: RolloutConfig, model: str, log_dir: str | Path) -> Engine:
+    """`model`: the HF directory. `log_dir`: for the logs of servers that are started."""
+    if config.engine == "embedded":
+        from megatron_dapo.engines.embedded.engine import EmbeddedEngine
+
+        return EmbeddedEngine.from_directory(model, config.embedded, pause_mode=config.weights.pause_mode)
+    from megatron_dapo.engines.sglang.fleet import Fleet
+
+    engine = await Fleet(config, config.servers.model or model, log_dir).start()
+    if config.servers.router_url:
+        from megatron_dapo.engines.sglang.fleet import wait_for_router
+
+        try:
+            await wait_for_router(config.servers)
+        except BaseException:
+            await engine.close()
+            raise
+    return engine

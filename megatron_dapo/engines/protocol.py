@@ -19,7 +19,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from megatron_dapo.errors import UserError
+from megatron_dapo.errors import EngineError
 from megatron_dapo.types import FinishReason, LogProbs, RoutedExperts, Tokens, WeightSpan
 
 if TYPE_CHECKING:
@@ -27,10 +27,6 @@ if TYPE_CHECKING:
 
 # A part of a weight update: tensors under the names of the HF checkpoint.
 Bucket = Sequence[tuple[str, "Tensor"]]
-
-
-class EngineError(UserError):
-    """An engine failed; the message names the server, the operation and the cause."""
 
 
 class WeightUpdateError(EngineError):

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from megatron_dapo.config.algorithm import DistillationConfig
-from megatron_dapo.engines.protocol import EngineError
+from megatron_dapo.errors import EngineError
 from megatron_dapo.types import LogProbs, Sample, Tokens, as_logprobs
 
 log = logging.getLogger(__name__)

@@ -11,15 +11,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from megatron_dapo.config.evaluate import EvalConfig
+from megatron_dapo.config.trainer import EvalConfig
 from megatron_dapo.engines.protocol import Completion, SamplingParams, derive_seed
 from megatron_dapo.errors import UserError
 from megatron_dapo.evaluate.results import EvalResult, Evaluation, EvaluationError, ProblemResult, Response, summarise
-from megatron_dapo.reward.responses import readable
-from megatron_dapo.rollout.completion import append_completion
-from megatron_dapo.rollout.conversation import Conversation, Limits
-from megatron_dapo.rollout.functions import RolloutFunction
-from megatron_dapo.rollout.generation import TurnRequest
+from megatron_dapo.reward.combined import readable
+from megatron_dapo.rollout.agents.conversation import Conversation, Limits
+from megatron_dapo.rollout.agents.functions import RolloutFunction
+from megatron_dapo.rollout.generation import TurnRequest, append_completion
 from megatron_dapo.types import FinishReason, Grade, Prompt, Sample, Tokens, as_logprobs, as_tokens
 
 Progress = Callable[[int, int], None]

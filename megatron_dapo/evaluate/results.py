@@ -13,9 +13,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from megatron_dapo.config.evaluate import EvalConfig
+from megatron_dapo.config.trainer import EvalConfig
 from megatron_dapo.errors import UserError
-from megatron_dapo.evaluation_statistics import clustered_interval, pass_at_k
+from megatron_dapo.evaluate.statistics import clustered_interval, pass_at_k
 from megatron_dapo.files import write_atomically
 from megatron_dapo.reward.equivalence import last_number_matches
 from megatron_dapo.types import FinishReason

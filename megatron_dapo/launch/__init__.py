@@ -11,5 +11,4 @@
 - `examples.py`: `megatron-dapo quickstart` and `examples`: the examples of this installation.
 - `ablate.py`: `megatron-dapo ablate`: DAPO's changes switched on and off in training runs.
 - `ablation_designs.py`, `ablation_runs.py`, `ablation_results.py`: which runs, the runs, their curves and effects.
-- `ablation_worker.py`: a process that trains runs of an ablation, in forks that share its imports.
 """

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from megatron_dapo.checkpoints.resume import SETTINGS, check_resume
 from megatron_dapo.config import Config, ConfigError, ModelShape, check_config, dump_config
 from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.errors import UserError
 from megatron_dapo.observe.waiting import importing, waiting
-from megatron_dapo.policy.gpu_count import gpu_count
-from megatron_dapo.trainer.resume import SETTINGS, check_resume
+from megatron_dapo.policy.megatron.importing import gpu_count
 from megatron_dapo.trainer.run_lock import RunLock
 
 if TYPE_CHECKING:
@@ -36,8 +36,7 @@ SETUP_ERROR = "setup_error"  # in the log folder; the batch script does not queu
 def run_training(config: Config, *, dry_run: bool = False) -> int:
     """Checks the set-up, then trains or resumes; returns the exit code."""
     with importing("torch"):
-        from megatron_dapo.policy.fork_ranks import run_ranks
-        from megatron_dapo.policy.runtime import Rendezvous
+        from megatron_dapo.processes.fork_ranks import Rendezvous, run_ranks
 
     rendezvous = Rendezvous.from_environment()
     in_job = rendezvous.world_size > 1

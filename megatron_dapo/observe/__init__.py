@@ -25,6 +25,6 @@
 
 from megatron_dapo.observe.metric_names import is_wall_clock
 from megatron_dapo.observe.observer import NullObserver, Observer
-from megatron_dapo.observe.phases import Phase
+from megatron_dapo.observe.timeline import Phase
 
 __all__ = ["NullObserver", "Observer", "Phase", "is_wall_clock"]

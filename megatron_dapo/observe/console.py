@@ -5,15 +5,68 @@ A console never ends a run: it goes silent when the terminal is gone.
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import sys
 import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Protocol, TextIO
+from pathlib import Path
+from typing import Any, Protocol, TextIO
 
-from megatron_dapo.observe.formatting import duration, number, percent, step_summary
+from megatron_dapo.files import write_atomically
+from megatron_dapo.observe.metric_names import filter_yield, response_length, update_speed
+
+# Short texts for the consoles: numbers, percentages, durations, and the summary of one step.
+
+
+def step_summary(metrics: Mapping[str, float]) -> dict[str, str]:
+    """Column title to text. Columns whose metrics are absent are left out."""
+    columns = {
+        "reward": number(metrics.get("reward/mean")),
+        "accuracy": percent(metrics.get("reward/accuracy_all", metrics.get("reward/accuracy"))),
+        "entropy": number(metrics.get("train/entropy")),
+        "length": number(response_length(metrics), 4),
+        "yield": percent(filter_yield(metrics)),
+        "grad": number(metrics.get("train/grad_norm")),
+        "rollout tok/s": number(metrics.get("rollout/tokens_per_second")),
+        "update tok/s": number(update_speed(metrics)),
+        "time": duration(metrics.get("time/step")),
+    }
+    return {title: text for title, text in columns.items() if text}
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Examples: 0.412, 12.3, 8.1k, 3e-06."""
+    if value is None:
+        return ""
+    if not math.isfinite(value):
+        return str(float(value))
+    size = abs(value)
+    for limit, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if size >= limit:
+            scale = 1e3 if letter == "k" else limit
+            return f"{value / scale:.{digits}g}{letter}"
+    if size and size < 1e-3:
+        return f"{value:.1e}"
+    return f"{value:#.{digits}g}".rstrip(".") if size < 10**digits else f"{value:.0f}"
+
+
+def percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.1%}" if math.isfinite(share) else str(float(share))
+
+
+def duration(seconds: float | None) -> str:
+    if seconds is None or not math.isfinite(seconds):
+        return ""
+    if seconds < 100:
+        return f"{seconds:.1f}s"
+    minutes, hours = seconds / 60, seconds / 3600
+    if minutes < 100:
+        return f"{minutes:.0f}min"
+    return f"{int(hours)}h{int(minutes) % 60:02d}" if hours < 48 else f"{hours / 24:.1f}d"
 
 
 class SamplingProgress(Protocol):
@@ -163,3 +216,66 @@ def evaluation_text(metrics: Mapping[str, float]) -> str:
     return "  ".join(
         f"{name} {percent(v) if '@' in name or 'rate' in name else number(v)}" for name, v in shown.items()
     )
+
+
+# logs/status.json: what the run is doing now, for `megatron-dapo watch`. Written at most once a second.
+
+
+EVERY = 1.0  # seconds between two writes
+NAME = "status.json"
+
+
+class StatusFile(Console):
+    def __init__(self, path: Path, total: int) -> None:
+        self._path = path
+        self._state: dict[str, Any] = {"state": "running", "pid": os.getpid(), "step": 0, "total": total}
+        self._phases: dict[str, dict[str, Any]] = {}
+        self._written = 0.0
+
+    def phase_started(self, name: str) -> None:
+        self._phases[name] = {"name": name, "since": time.time(), "text": ""}
+        self._write()
+
+    def phase_ended(self, name: str) -> None:
+        self._phases.pop(name, None)
+        self._write()
+
+    def note(self, name: str, text: str) -> None:
+        self._update(name, text=text)
+
+    def progress(self, name: str, done: float, total: float, text: str) -> None:
+        self._update(name, text=f"{done:g}/{total:g} {text}".rstrip(), done=done, total=total)
+
+    def sampling(self, progress: SamplingProgress) -> None:
+        self._update("rollout", text=sampling_text(progress), done=progress.kept, total=progress.needed)
+
+    def step(self, step: int, total: int, metrics: Mapping[str, float], remaining: float | None) -> None:
+        self._state |= {"step": step, "total": total, "remaining": remaining}
+        self._write(now=True)
+
+    def close(self, status: str) -> None:
+        self._state["state"] = status
+        self._phases.clear()
+        self._write(now=True)
+
+    def _update(self, name: str, **values: Any) -> None:
+        self._phases[name] = {"name": name, "since": time.time(), **self._phases.get(name, {}), **values}
+        self._write()
+
+    def _write(self, *, now: bool = False) -> None:
+        moment = time.time()
+        if not now and 0 <= moment - self._written < EVERY:
+            return
+        self._written = moment
+        state = {**self._state, "phases": list(self._phases.values()), "updated": moment}
+        with suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self._path, json.dumps(state), fsync=False)
+
+
+def read_status(run_dir: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads((run_dir / "logs" / NAME).read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None

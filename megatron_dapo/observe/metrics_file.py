@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron_dapo.errors import UserError
 from megatron_dapo.files import write_atomically
-from megatron_dapo.observe.append_file import AppendFile
+from megatron_dapo.observe.retry_queue import AppendFile
 
 STEP, EVAL = "step", "eval"
 

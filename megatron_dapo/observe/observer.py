@@ -25,18 +25,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from megatron_dapo.config.observe import ObserveConfig
+from megatron_dapo.config.trainer import ObserveConfig
 from megatron_dapo.observe import environment, transcripts
-from megatron_dapo.observe.aliases import with_aliases
-from megatron_dapo.observe.append_file import AppendFile
-from megatron_dapo.observe.console import Console, PlainConsole, SamplingProgress
+from megatron_dapo.observe.console import NAME as STATUS
+from megatron_dapo.observe.console import Console, PlainConsole, SamplingProgress, StatusFile
 from megatron_dapo.observe.diagnosis import Watch
+from megatron_dapo.observe.metric_names import with_aliases
 from megatron_dapo.observe.metrics_file import EVAL, STEP, MetricsFile, Record, RecordError, plain_numbers
-from megatron_dapo.observe.phases import Phase, Stopwatch
-from megatron_dapo.observe.retry_queue import RetryQueue
-from megatron_dapo.observe.status import NAME as STATUS
-from megatron_dapo.observe.status import StatusFile
-from megatron_dapo.observe.timeline import Timeline, write_trace
+from megatron_dapo.observe.retry_queue import AppendFile, RetryQueue
+from megatron_dapo.observe.timeline import Phase, Stopwatch, Timeline, write_trace
 from megatron_dapo.observe.trackers import TrackerQueue, make_trackers
 from megatron_dapo.types import Group
 

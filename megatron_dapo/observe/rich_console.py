@@ -12,8 +12,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from megatron_dapo.observe.console import Console, SamplingProgress, evaluation_text
-from megatron_dapo.observe.formatting import duration, number, step_summary
+from megatron_dapo.observe.console import Console, SamplingProgress, duration, evaluation_text, number, step_summary
 
 HEADER_EVERY = 20
 

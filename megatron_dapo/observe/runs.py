@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.config.yaml12 import parse_yaml
+from megatron_dapo.config.base import parse_yaml
 from megatron_dapo.errors import UserError
 from megatron_dapo.observe import environment, timeline, transcripts
 from megatron_dapo.observe.diagnosis import Finding, Watch

@@ -15,10 +15,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_dapo.config.observe import ObserveConfig, WandbConfig
+from megatron_dapo.config.trainer import ObserveConfig, WandbConfig
 from megatron_dapo.errors import UserError
-from megatron_dapo.observe.append_file import AppendFile
-from megatron_dapo.observe.retry_queue import RetryQueue
+from megatron_dapo.observe.retry_queue import AppendFile, RetryQueue
 
 UNSENT_RECORDS = 1_000
 FIRST_PAUSE = 4  # records; an attempt to reach wandb's server may take a minute

@@ -19,10 +19,10 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from megatron_dapo.errors import UserError
+from megatron_dapo.observe.console import read_status
 from megatron_dapo.observe.metrics_file import RecordError
 from megatron_dapo.observe.report import payload, render
 from megatron_dapo.observe.runs import ReportError, load_runs
-from megatron_dapo.observe.status import read_status
 
 ADDRESS = "127.0.0.1"
 PORT = 8642

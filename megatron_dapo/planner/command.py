@@ -3,21 +3,40 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import asdict
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
 
 from megatron_dapo.config import Config, ConfigError, ModelShape, load_config
 from megatron_dapo.config.hub import local_model
 from megatron_dapo.planner.activations import Layers
 from megatron_dapo.planner.hardware import Cluster, PlanError, find_gpu
-from megatron_dapo.planner.known_models import known_shape
 from megatron_dapo.planner.modes import Mode, compare_modes
 from megatron_dapo.planner.plan import make_plan
 from megatron_dapo.planner.published import compare_all
 from megatron_dapo.planner.report import plan_json, print_comparisons, print_modes, print_plan
 from megatron_dapo.planner.workload import Workload
 from megatron_dapo.tables import table_console
+
+# The config.json of published Qwens (`models.json`: what decides the shape), so that `plan` and `simulate` need no
+# download. The models of a size with -Base, -Instruct or -Chat have the same shape.
+
+
+def known_shape(name: str) -> ModelShape | None:
+    """By the last part of a path or of a name on the hub, e.g. Qwen2.5-32B, Qwen/Qwen2.5-32B, models/Qwen2.5-32B."""
+    last = Path(name.partition("@")[0]).name
+    for candidate in (last, re.sub(r"-(Base|Instruct|Chat)$", "", last)):
+        if candidate in _configs():
+            return ModelShape.from_hf(_configs()[candidate], candidate)
+    return None
+
+
+@cache
+def _configs() -> dict[str, dict[str, object]]:
+    return json.loads((files("megatron_dapo.planner") / "models.json").read_text(encoding="utf-8"))
 
 
 def run(

@@ -13,11 +13,9 @@ from dataclasses import dataclass, field, replace
 
 from megatron_dapo.config.rollout import SamplerConfig
 from megatron_dapo.planner.decoding import DecodeModel
-from megatron_dapo.planner.fleet_model import FleetModel
-from megatron_dapo.planner.server_model import Sequence
+from megatron_dapo.planner.server_model import FleetModel, Sequence
 from megatron_dapo.planner.workload import Workload
-from megatron_dapo.rollout.fill_policy import FillPolicy
-from megatron_dapo.rollout.yield_estimate import YieldEstimate
+from megatron_dapo.rollout.fill_policy import FillPolicy, YieldEstimate
 
 COUNTED_STEPS = 3  # are averaged
 PART = 96  # groups

@@ -28,8 +28,8 @@
 - `head/`             the output layer fused with log-probs, entropy and loss
 """
 
-from megatron_dapo.policy import megatron_import
-from megatron_dapo.policy.gpu_count import keep_cuda_uninitialized
+from megatron_dapo.policy.megatron import importing
+from megatron_dapo.policy.megatron.importing import keep_cuda_uninitialized
 
 keep_cuda_uninitialized()
-megatron_import.install()
+importing.install()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dapo.algorithm import PolicyLoss, Proximal, Scores, TokenBatch
-from megatron_dapo.policy.runtime import Runtime
+from megatron_dapo.policy.megatron.runtime import Runtime
 
 
 class MetricReducer:

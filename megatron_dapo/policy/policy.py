@@ -18,18 +18,18 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from megatron_dapo.algorithm import Needs
+from megatron_dapo.checkpoints.optimizer_state import correct_places, set_fused
 from megatron_dapo.config import Config, ModelShape
 from megatron_dapo.errors import UserError
 from megatron_dapo.policy.batch import Floats, TrainBatch
 from megatron_dapo.policy.loss_func import check_transformer_config
-from megatron_dapo.policy.megatron_options import ddp_config, optimizer_config
+from megatron_dapo.policy.megatron.options import ddp_config, optimizer_config
+from megatron_dapo.policy.megatron.runtime import Runtime
 from megatron_dapo.policy.model.gpt import PolicyModel, build_model
 from megatron_dapo.policy.offload import Offloader, storage_key
-from megatron_dapo.policy.optimizer_state import correct_places, set_fused
-from megatron_dapo.policy.runtime import Runtime
 from megatron_dapo.policy.step import UpdateStep
+from megatron_dapo.sync.gather import WeightBuckets
 from megatron_dapo.weights.model_weights import RankPosition, load_hf_weights
-from megatron_dapo.weights.sync import WeightBuckets
 
 
 class Policy:

@@ -22,19 +22,41 @@ from torch import Tensor
 
 from megatron_dapo.algorithm import PolicyLoss, Proximal, Scores, TokenBatch, token_weights
 from megatron_dapo.config import Config, ModelShape
+from megatron_dapo.config.policy import OptimizerConfig
 from megatron_dapo.errors import UserError
 from megatron_dapo.policy.batch import Ints, TrainBatch
-from megatron_dapo.policy.expert_load import ExpertLoad
 from megatron_dapo.policy.head.fused import HeadRequest
-from megatron_dapo.policy.learning_rate import learning_rate, set_learning_rate
 from megatron_dapo.policy.loss_func import OnePassLoss, make_loss_func
+from megatron_dapo.policy.megatron.runtime import Runtime
 from megatron_dapo.policy.metrics import MetricReducer
 from megatron_dapo.policy.model.gpt import PolicyModel
 from megatron_dapo.policy.model.router import MicroBatchRouting, router_layers
 from megatron_dapo.policy.packing import PackedMicroBatch, PackingSpec, pack
-from megatron_dapo.policy.routing_replay import RoutingReplay, record
-from megatron_dapo.policy.runtime import Runtime
+from megatron_dapo.policy.routing_replay import ExpertLoad, RoutingReplay, record
 from megatron_dapo.policy.schedule import schedule_micro_batches, shares_of_ranks
+
+# The learning rate as a function of the number of updates made. It has no state, so there is nothing to save.
+
+
+def learning_rate(config: OptimizerConfig, update: int, updates_per_step: int, total_steps: int) -> float:
+    """The rate of update number `update`, counted from 0. Warm-up is linear; its first update has a rate above zero."""
+    warmup = config.warmup_steps * updates_per_step
+    if update < warmup:
+        return config.lr * (update + 1) / warmup
+    if config.schedule == "constant":
+        return config.lr
+    decay = max(1, (config.decay_steps or total_steps) * updates_per_step - warmup)
+    progress = min(1.0, (update - warmup) / decay)
+    left = 1 - progress if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return config.min_lr + (config.lr - config.min_lr) * left
+
+
+def set_learning_rate(optimizer: Any, rate: float, weight_decay: float) -> None:
+    """Sets what Megatron leaves to its own scheduler: the rate, and the weight decay (none for norms and biases)."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+        group["weight_decay"] = weight_decay * group.get("wd_mult", 1.0)
+
 
 MakeLossFunc = Callable[[PackedMicroBatch], Any]
 

@@ -27,15 +27,16 @@ import numpy as np
 import psutil
 
 from megatron_dapo.config.reward import RewardConfig
+from megatron_dapo.processes import supervisor
+from megatron_dapo.processes.supervisor import END
 from megatron_dapo.reward.grader import GraderError
-from megatron_dapo.reward.supervisor import END
 from megatron_dapo.types import Prompt, Tokens, json_default
 
 POLL_SECONDS = 0.05
 USAGE_SECONDS = 0.25  # between two looks at what the process uses: a look costs as much as grading a response
 START_SECONDS = 120.0
 END_SECONDS = 30.0  # until the supervisor must have killed all descendants
-_SUPERVISOR = Path(__file__).with_name("supervisor.py")
+_SUPERVISOR = Path(supervisor.__file__)
 _CPU_TIME_EXIT = 128 + signal.SIGPROF
 
 

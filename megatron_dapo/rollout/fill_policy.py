@@ -9,9 +9,12 @@ unfinished is not lost, but the next step must prefill it again, and it becomes 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_dapo.config.rollout import SamplerConfig
+from megatron_dapo.config.rollout import RolloutConfig, SamplerConfig
+from megatron_dapo.errors import UserError
+from megatron_dapo.types import Group
 
 MARGIN = 1.3
 # Simulated (tests/support/fleet.py): 1.3 leaves a fifth of the slots empty. 3 is a little faster than 2 at 32B with
@@ -67,3 +70,70 @@ class FillPolicy:
     def must_finish_now(self, staleness: int) -> bool:
         """A partial group of this staleness would be too stale in the next step."""
         return self.options.unfinished == "continue" and self.too_stale(staleness + 1)
+
+
+# The share of decided groups that the group filter keeps: an estimate that follows a run.
+
+
+# Before the first decision: as if 8 groups had been decided and 70 % of them kept.
+PRIOR_DECIDED, PRIOR_YIELD = 8.0, 0.7
+DECAY = 0.7  # weight of a decision after each further step
+SMALLEST = 0.05  # limits the groups in flight when nothing is kept
+
+
+@dataclass(slots=True)
+class YieldEstimate:
+    kept: float = PRIOR_DECIDED * PRIOR_YIELD
+    decided: float = PRIOR_DECIDED
+
+    @property
+    def value(self) -> float:
+        return max(SMALLEST, self.kept / self.decided)
+
+    def add(self, keep: bool) -> None:
+        self.kept += keep
+        self.decided += 1
+
+    def end_step(self) -> None:
+        self.kept *= DECAY
+        self.decided *= DECAY
+
+    def to_state(self) -> list[float]:
+        return [self.kept, self.decided]
+
+    @classmethod
+    def from_state(cls, state: list[float] | None) -> YieldEstimate:
+        """None: a checkpoint of a version that had no estimate."""
+        return cls(*state) if state else cls()
+
+
+# How many weight versions the tokens of a batch are behind the weights that train on them.
+
+
+def trained_version(config: RolloutConfig, step: int, served: int) -> int:
+    """The version that trains on the batch of `step`; `served`: the engine's version now."""
+    return step if config.max_staleness else served
+
+
+def staleness_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
+    """Of groups trained at `version`: of each group's oldest token (mean, max), and of all tokens (mean)."""
+    oldest = [version - group.oldest_version for group in groups]
+    spans = [span for group in groups for sample in group.samples for span in sample.weight_spans]
+    tokens = sum(span.end - span.start for span in spans)
+    behind = sum((version - span.version) * (span.end - span.start) for span in spans)
+    return {
+        "rollout/staleness": sum(oldest) / max(1, len(oldest)),
+        "rollout/staleness_max": float(max(oldest, default=0)),
+        "rollout/staleness_tokens": behind / max(1, tokens),
+    }
+
+
+def check_staleness(metrics: dict[str, float], config: RolloutConfig, step: int) -> None:
+    """Admission control and carry-over keep this; a resumed run with a lower limit may not."""
+    found = metrics["rollout/staleness_max"]
+    if config.max_staleness and found > config.staleness_limit:
+        raise UserError(
+            f"the batch of step {step} has tokens that are {found:.0f} weight versions old, but rollout.max_staleness "
+            f"is {config.max_staleness}: if it was lowered for a run that is resumed, use the earlier value until this "
+            "step is trained"
+        )

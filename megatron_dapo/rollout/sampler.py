@@ -22,8 +22,8 @@ from megatron_dapo.algorithm import EarlyRejection, GroupFilter, give_up_after, 
 from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.engines.protocol import Engine
 from megatron_dapo.rollout.accounting import Progress
+from megatron_dapo.rollout.agents.functions import RolloutFunction
 from megatron_dapo.rollout.carry_over import CarryOver
-from megatron_dapo.rollout.functions import RolloutFunction
 from megatron_dapo.rollout.group_runner import Grader
 from megatron_dapo.rollout.step_collector import SamplerSetup, SamplingLimitError, StepCollector
 from megatron_dapo.types import Group, Prompt, StepBatch

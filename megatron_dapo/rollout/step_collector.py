@@ -13,18 +13,14 @@ from dataclasses import dataclass
 
 from megatron_dapo.algorithm import EarlyRejection, GroupFilter
 from megatron_dapo.config.rollout import RolloutConfig
-from megatron_dapo.engines.protocol import Engine, EngineError, ForeignWeightsError, derive_seed
-from megatron_dapo.errors import UserError
-from megatron_dapo.rollout.accounting import EARLY, STALE, SURPLUS, UNFINISHED, Progress, StepAccounting
-from megatron_dapo.rollout.carry_over import CarryOver, DrawnPrompts
-from megatron_dapo.rollout.fill_policy import FillPolicy
-from megatron_dapo.rollout.functions import RolloutFunction
-from megatron_dapo.rollout.group_runner import Grader, GroupRunner
-from megatron_dapo.rollout.interrupted_step import InterruptedStep
-from megatron_dapo.rollout.occupancy import Occupancy
+from megatron_dapo.engines.protocol import Engine, ForeignWeightsError, derive_seed
+from megatron_dapo.errors import EngineError, UserError
+from megatron_dapo.rollout.accounting import EARLY, STALE, SURPLUS, UNFINISHED, Occupancy, Progress, StepAccounting
+from megatron_dapo.rollout.agents.functions import RolloutFunction
+from megatron_dapo.rollout.carry_over import CarryOver, DrawnPrompts, InterruptedStep
+from megatron_dapo.rollout.fill_policy import FillPolicy, check_staleness, staleness_metrics, trained_version
+from megatron_dapo.rollout.group_runner import ABORT_TIMEOUT, Grader, GroupRunner, RunningGroups
 from megatron_dapo.rollout.pending_group import UNDECIDED, GroupState, GroupTable, PendingGroup, new_samples
-from megatron_dapo.rollout.running_groups import ABORT_TIMEOUT, RunningGroups
-from megatron_dapo.rollout.staleness import check_staleness, staleness_metrics, trained_version
 from megatron_dapo.types import Group, Prompt, StepBatch
 
 

@@ -8,6 +8,7 @@ overlong filtering, and tokens that the policy has not generated are masked here
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -15,10 +16,92 @@ import torch
 
 from megatron_dapo.algorithm import carries_loss, group_advantages, length_penalty
 from megatron_dapo.config import Config
-from megatron_dapo.policy.batch import Floats, TrainBatch
-from megatron_dapo.trainer.distillation import add_distillation
-from megatron_dapo.trainer.turn_credit import turn_advantages
+from megatron_dapo.config.algorithm import AlgorithmConfig
+from megatron_dapo.policy.batch import Floats, TrainBatch, trained_tokens
 from megatron_dapo.types import Sample, StepBatch
+
+# On-policy distillation: the teacher's log-probs become an advantage for each token.
+
+
+def add_distillation(batch: TrainBatch, samples: Sequence[Sample], config: AlgorithmConfig) -> dict[str, float]:
+    """Sets `batch.token_advantages`, and with `alone` also advantages and mask; returns metrics."""
+    settings, generated = config.distillation, trained_tokens(samples)
+    scored = np.array([s.teacher_logprobs is not None for s in samples], dtype=np.bool_)
+    known = np.repeat(scored, batch.response_lengths) & generated  # [responses]
+    none = np.zeros(0, np.float32)
+    teacher = np.concatenate([none, *(_filled(s) for s in samples)])
+    assert batch.engine_logprobs is not None
+    gap = np.where(known, teacher - batch.engine_logprobs, 0.0)
+    before = 0.0 if batch.token_advantages is None or settings.alone else batch.token_advantages
+    own = settings.weight * gap.clip(-settings.max_gap, settings.max_gap)
+    batch.token_advantages = (before + own).astype(np.float32)
+    if settings.alone:
+        batch.advantages = np.zeros_like(batch.advantages)
+        kept = np.array([not (config.overlong.filter and s.truncated) for s in samples], dtype=np.bool_)
+        batch.loss_mask = known & np.repeat(kept, batch.response_lengths)
+    return {
+        "distillation/reverse_kl": float(-gap[known].mean()) if known.any() else 0.0,
+        "distillation/unscored_share": float(1 - scored.mean()) if len(samples) else 0.0,
+    }
+
+
+def _filled(sample: Sample) -> np.ndarray:
+    return np.zeros(sample.length, np.float32) if sample.teacher_logprobs is None else sample.teacher_logprobs
+
+
+# Rewards of single turns as advantages of tokens: a turn is not credited with rewards that were earned before it.
+
+
+Rollout = Sequence[Sample]
+
+
+def turn_advantages(
+    groups: Sequence[Sequence[Rollout]], totals: Sequence[np.ndarray], *, normalize_std: bool, eps: float
+) -> Floats:
+    """[responses]: what is added to the advantage of every token. `totals[g]`: scores of the rollouts of group g."""
+    found = [
+        _of_group(rollouts, _divisor(rollouts, scores, normalize_std, eps))
+        for rollouts, scores in zip(groups, totals, strict=True)
+    ]
+    return np.concatenate([np.zeros(0, np.float32), *found]).astype(np.float32)
+
+
+def _of_group(rollouts: Sequence[Rollout], divisor: float) -> np.ndarray:
+    earned = [_earned_before(rollout) for rollout in rollouts]
+    graded = [before for before, rollout in zip(earned, rollouts, strict=True) if _graded(rollout)]
+    parts = []
+    for rollout, before in zip(rollouts, earned, strict=True):
+        turn = 0
+        for sample in rollout:
+            values = np.zeros(sample.length)
+            for span in sample.turns:
+                if span.generated:
+                    mean = np.mean([other[min(turn, len(other) - 1)] for other in graded]) if graded else 0.0
+                    values[span.start : span.end] = -(before[turn] - mean) / divisor if _graded(rollout) else 0.0
+                    turn += 1
+            parts.append(values)
+    return np.concatenate([np.zeros(0), *parts])
+
+
+def _earned_before(rollout: Rollout) -> list[float]:
+    """Rewards before each generated turn, and at the end those of all turns."""
+    rewards = [span.reward or 0.0 for sample in rollout for span in sample.turns if span.generated]
+    return [0.0, *np.cumsum(rewards).tolist()]
+
+
+def _divisor(rollouts: Sequence[Rollout], scores: np.ndarray, normalize_std: bool, eps: float) -> float:
+    """1 where all scores are equal: there the rewards alone differ."""
+    graded = np.array([_graded(rollout) for rollout in rollouts], dtype=np.bool_)
+    if not normalize_std or graded.sum() < 2:
+        return 1.0
+    std = float(np.std(scores[graded], ddof=1))
+    return std + eps if std > 0 else 1.0
+
+
+def _graded(rollout: Rollout) -> bool:
+    grade = rollout[0].grade
+    return grade is not None and not grade.ungraded
+
 
 SMALLEST_ADVANTAGE = 1e-6  # below: the rewards of a group are equal, up to rounding
 

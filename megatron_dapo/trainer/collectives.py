@@ -18,12 +18,9 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from megatron_dapo.config import ConfigError
-from megatron_dapo.engines.protocol import EngineError
-from megatron_dapo.policy.checkpoint_files import CheckpointError
-from megatron_dapo.policy.runtime import RankError, Runtime
-from megatron_dapo.trainer.caller_thread import CallerThread
-from megatron_dapo.trainer.logprob_gate import GateError
-from megatron_dapo.trainer.run_lock import LockLost
+from megatron_dapo.errors import CheckpointError, EngineError, GateError, LockLost, RankError
+from megatron_dapo.policy.megatron.runtime import Runtime
+from megatron_dapo.sync.caller_thread import CallerThread
 from megatron_dapo.trainer.signals import Stopped, StopSignal
 
 T = TypeVar("T")

@@ -5,12 +5,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from megatron_dapo.errors import UserError
-from megatron_dapo.policy.checkpoint_files import CheckpointError
+from megatron_dapo.errors import CheckpointError, GateError, LockLost, UserError
 from megatron_dapo.trainer.collectives import DriverError
-from megatron_dapo.trainer.logprob_gate import GateError
-from megatron_dapo.trainer.run_lock import LockLost
-from megatron_dapo.trainer.updates import TooManySkippedUpdates
+from megatron_dapo.trainer.train_step import TooManySkippedUpdates
 
 CONTINUE = "start the same command again to continue"
 REASONS: dict[type[BaseException], str] = {

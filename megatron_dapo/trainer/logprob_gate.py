@@ -13,12 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_dapo.config.trainer import GateConfig
-from megatron_dapo.errors import UserError
+from megatron_dapo.errors import GateError
 from megatron_dapo.policy.batch import Floats, TrainBatch
-
-
-class GateError(UserError):
-    """Trainer and engine disagree too much to train."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,25 +19,24 @@ from typing import Any
 import numpy as np
 
 from megatron_dapo import fault_points
+from megatron_dapo.checkpoints.checkpoints import Checkpoints, SaveReport
+from megatron_dapo.checkpoints.folder import best_metric
+from megatron_dapo.checkpoints.resume import record_settings
 from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.data import RunData
-from megatron_dapo.errors import UserError
+from megatron_dapo.errors import CheckpointError, UserError
 from megatron_dapo.evaluate import Evaluation
 from megatron_dapo.observe.observer import NullObserver, Observer
-from megatron_dapo.policy.checkpoint_files import CheckpointError
+from megatron_dapo.policy.megatron.runtime import initialize, shutdown
 from megatron_dapo.policy.policy import Policy
-from megatron_dapo.policy.runtime import Rendezvous, initialize, shutdown
-from megatron_dapo.trainer.best_metric import best_metric
-from megatron_dapo.trainer.checkpoint import Checkpoints, SaveReport
+from megatron_dapo.processes.fork_ranks import Rendezvous
 from megatron_dapo.trainer.collectives import Collectives, DriverError
 from megatron_dapo.trainer.colocation import Colocation
 from megatron_dapo.trainer.ending import RunEnded, not_saved, nothing_new, saved, say
-from megatron_dapo.trainer.resume import record_settings
 from megatron_dapo.trainer.rollout_driver import RolloutDriver
 from megatron_dapo.trainer.run_lock import RunLock
 from megatron_dapo.trainer.signals import Stopped, StopSignal
-from megatron_dapo.trainer.train_step import TrainStep
-from megatron_dapo.trainer.updates import TooManySkippedUpdates, Updates
+from megatron_dapo.trainer.train_step import TooManySkippedUpdates, TrainStep, Updates
 from megatron_dapo.trainer.watchdog import Watchdog, log_folder
 from megatron_dapo.trainer.weight_sync import WeightSync, describe, weight_buckets
 from megatron_dapo.types import StepBatch

@@ -18,13 +18,12 @@ from urllib.parse import urlparse
 from megatron_dapo.algorithm.filtering import load_group_filter
 from megatron_dapo.algorithm.objective import load_objective
 from megatron_dapo.config import Config, ConfigError, ModelShape
-from megatron_dapo.config.evaluate import EvalConfig
-from megatron_dapo.config.observe import WandbConfig
+from megatron_dapo.config.trainer import EvalConfig, WandbConfig
 from megatron_dapo.data import RunData, load_run_data, load_tokenizer
 from megatron_dapo.errors import UserError
 from megatron_dapo.observe.trackers import make_trackers
 from megatron_dapo.reward.grader import load_grader
-from megatron_dapo.rollout.functions import load_rollout_function
+from megatron_dapo.rollout.agents.functions import load_rollout_function
 from megatron_dapo.weights.check import check_megatron_checkpoint, check_model_directory
 from megatron_dapo.weights.fp8_checkpoint import check_fp8_directory
 
@@ -76,7 +75,7 @@ def _check_enough_prompts(config: Config, data: RunData) -> None:
 
 def _check_megatron(config: Config, shape: ModelShape) -> list[str]:
     """Options against the installed Megatron-Core."""
-    from megatron_dapo.policy.options_report import check_options
+    from megatron_dapo.policy.megatron.options_report import check_options
 
     return check_options(config.policy, shape)
 

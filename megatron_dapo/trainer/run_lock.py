@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.errors import UserError
+from megatron_dapo.errors import LockLost, UserError
 from megatron_dapo.files import write_atomically
 
 BEAT_SECONDS = 10.0
@@ -37,10 +37,6 @@ POLL_SECONDS = 1.0
 
 class RunDirInUse(UserError):
     """Another run holds the lock; the message names it."""
-
-
-class LockLost(UserError):
-    """The lock of this run was removed or taken over: this run must not write any more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,12 +19,12 @@ import torch.distributed as dist
 from megatron_dapo import fault_points
 from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.engines.protocol import Bucket, WeightReport
-from megatron_dapo.engines.sender_link import SenderLink
 from megatron_dapo.engines.sglang.weights.remote_sender import RemoteSender
 from megatron_dapo.policy.policy import Policy
-from megatron_dapo.trainer.caller_thread import CallerThread
+from megatron_dapo.sync.caller_thread import CallerThread
+from megatron_dapo.sync.gather import WeightBuckets, discard
+from megatron_dapo.sync.sender_link import SenderLink
 from megatron_dapo.trainer.collectives import BEAT_SECONDS, Collectives
-from megatron_dapo.weights.sync import WeightBuckets, discard
 
 if TYPE_CHECKING:
     from megatron_dapo.trainer.rollout_driver import RolloutDriver

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_dapo.files import INDEX, SINGLE, fsync_path, fsync_tree, write_atomically
-from megatron_dapo.weights.copy_group import CopyGroup
+from megatron_dapo.weights.copy import CopyGroup
 from megatron_dapo.weights.locate import CONFIG, METADATA, TRACKER
 from megatron_dapo.weights.mapping import WeightsError
 

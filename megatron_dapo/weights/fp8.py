@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_dapo.engines.flat_bucket import FlatBucket, TensorSpec, in_flat_order
+from megatron_dapo.sync.bucket import FlatBucket, TensorSpec, in_flat_order
 
 BLOCK = 128
 LARGEST = 448.0  # of e4m3

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from megatron_dapo.config.base import ConfigError
-from megatron_dapo.engines.flat_bucket import TensorSpec, flat_size, flat_starts, in_flat_order
 from megatron_dapo.files import INDEX, SINGLE, safetensors_header
+from megatron_dapo.sync.bucket import TensorSpec, flat_size, flat_starts, in_flat_order
 from megatron_dapo.weights.convert import Report, check_paths, open_hf
 from megatron_dapo.weights.destination import new_directory
 from megatron_dapo.weights.formats.hf_reader import HFReader

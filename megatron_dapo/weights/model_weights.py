@@ -23,10 +23,11 @@ from megatron_dapo.weights.mapping import (
     OUTPUT,
     ParameterMapping,
     WeightsError,
+    megatron_tensor,
     parameter_mappings,
+    shard,
 )
 from megatron_dapo.weights.names import to_canonical
-from megatron_dapo.weights.sharding import megatron_tensor, shard
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,10 @@ separately; canonical names are the local ones with global layer and expert indi
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
 
 # What follows `decoder.layers.N.`: Transformer Engine's spelling to the local one.
 _FUSED_NORMS = {
@@ -120,3 +122,35 @@ def disk_aliases(name: str, *, moe: bool = False) -> list[str]:
     if moe and name.endswith(".pre_mlp_layernorm.weight"):
         return ["decoder.layers.mlp.linear_fc1.layer_norm_weight"]  # local modules use this name in every layer
     return []
+
+
+# Files that hold all experts of a layer in one tensor, as some Qwen3.5-MoE files do.
+
+
+_SINGLE = re.compile(r"^(model\..+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
+
+
+def packing_order(name: str) -> tuple[str, int, int]:
+    """Sorts the tensors of a layer so that those of one packed tensor are consecutive."""
+    match = _SINGLE.match(name)
+    if match is None:
+        return "", 0, 0
+    return _packed_name(match), int(match[2]), int(match[3] == "up")
+
+
+def packed(tensors: Iterable[tuple[str, Any, tuple[int, ...]]]) -> list[tuple[str, Any, tuple[int, ...]]]:
+    """(name, dtype, shape) of the tensors as they are in the file, from those of the experts in packing order."""
+    found: list[tuple[str, Any, tuple[int, ...]]] = []
+    for name, group in groupby(tensors, key=lambda tensor: packing_order(tensor[0])[0]):
+        several = list(group)
+        if not name:
+            found += several
+            continue
+        parts = 2 if name.endswith("gate_up_proj") else 1
+        rows, columns = several[0][2]
+        found.append((name, several[0][1], (len(several) // parts, parts * rows, columns)))
+    return found
+
+
+def _packed_name(match: re.Match[str]) -> str:
+    return f"{match[1]}.{'down' if match[3] == 'down' else 'gate_up'}_proj"

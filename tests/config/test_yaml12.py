@@ -5,7 +5,7 @@ import math
 import pytest
 import yaml
 
-from megatron_dapo.config.yaml12 import YamlError, dump_yaml, parse_yaml
+from megatron_dapo.config.base import YamlError, dump_yaml, parse_yaml
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from megatron_dapo.config import ConfigError, parse_config
 from megatron_dapo.config.data import DataConfig
 from megatron_dapo.data import DataError, arithmetic_tokenizer, load_prompts
-from megatron_dapo.data.templates import DAPO_TEMPLATE
+from megatron_dapo.data.columns import DAPO_TEMPLATE
 
 
 @pytest.fixture(scope="module")

@@ -16,10 +16,10 @@ from subject import restore_first_weights, run
 from megatron_dapo.config import ModelShape, parse_config
 from megatron_dapo.engines.protocol import SamplingParams
 from megatron_dapo.policy.batch import TrainBatch
-from megatron_dapo.policy.fork_ranks import run_ranks
+from megatron_dapo.policy.megatron.runtime import initialize
 from megatron_dapo.policy.policy import Policy
-from megatron_dapo.policy.runtime import initialize
-from megatron_dapo.rollout.conversation import Conversation, Limits
+from megatron_dapo.processes.fork_ranks import run_ranks
+from megatron_dapo.rollout.agents.conversation import Conversation, Limits
 from megatron_dapo.rollout.generation import Generation
 from megatron_dapo.rollout.pending_group import new_samples
 from megatron_dapo.types import Prompt, Sample, as_tokens

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from megatron_dapo.engines.bucket_reader import BucketReader
+from megatron_dapo.sync.bucket import BucketReader
 
 
 class Receiver:

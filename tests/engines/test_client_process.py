@@ -15,7 +15,7 @@ from aiohttp import web
 from fake_server import FakeServer, changed
 from faults import PROMPT, WEIGHTS, fill_batch, run, settings
 
-from megatron_dapo.engines.protocol import Completion, EngineError, SamplingParams
+from megatron_dapo.engines.protocol import Completion, SamplingParams
 from megatron_dapo.engines.sglang import client_process
 from megatron_dapo.engines.sglang.client import SGLangClient
 from megatron_dapo.engines.sglang.client_messages import FrameReader, decode_reply, encode_completion
@@ -23,6 +23,7 @@ from megatron_dapo.engines.sglang.client_process import ClientProcess
 from megatron_dapo.engines.sglang.engine import SGLangEngine
 from megatron_dapo.engines.sglang.fleet import Fleet
 from megatron_dapo.engines.sglang.http import ServerFailure
+from megatron_dapo.errors import EngineError
 from megatron_dapo.types import FinishReason, WeightSpan, as_logprobs, as_tokens
 
 

@@ -10,7 +10,7 @@ from subject import run, send_first_weights
 from tiny_run import environment, raw_config
 
 from megatron_dapo.config import check_config, parse_config
-from megatron_dapo.policy.fork_ranks import run_ranks
+from megatron_dapo.processes.fork_ranks import run_ranks
 from megatron_dapo.trainer.loop import train
 
 STEPS = 3

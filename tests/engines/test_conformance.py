@@ -14,11 +14,12 @@ from subject import PROMPT, TOLERANCE, Subject, copy_of, run, settings
 from tiny_model import byte_tokenizer, changed_weights, reference_logprobs
 
 from megatron_dapo.config.algorithm import DistillationConfig
-from megatron_dapo.engines.protocol import EngineError, SamplingParams, WeightUpdateError
+from megatron_dapo.engines.protocol import SamplingParams, WeightUpdateError
 from megatron_dapo.engines.sglang.fleet import Fleet
-from megatron_dapo.engines.sglang.guard import members
 from megatron_dapo.engines.teacher import open_teacher
-from megatron_dapo.rollout.functions import RolloutFunction
+from megatron_dapo.errors import EngineError
+from megatron_dapo.processes.guard import members
+from megatron_dapo.rollout.agents.functions import RolloutFunction
 from megatron_dapo.rollout.sampler import Sampler
 from megatron_dapo.types import FinishReason, Grade, Sample, as_logprobs, as_tokens
 

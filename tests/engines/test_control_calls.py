@@ -7,11 +7,12 @@ from fake_process import fake_fleet
 from fake_server import FakeServer
 from faults import PROMPT, WEIGHTS, run, settings
 
-from megatron_dapo.engines.protocol import EngineError, SamplingParams
+from megatron_dapo.engines.protocol import SamplingParams
 from megatron_dapo.engines.sglang import http
 from megatron_dapo.engines.sglang.client import SGLangClient
 from megatron_dapo.engines.sglang.engine import SGLangEngine
 from megatron_dapo.engines.sglang.http import BrokenConnection, OutcomeUnknown
+from megatron_dapo.errors import EngineError
 from megatron_dapo.types import FinishReason
 
 REPEATABLE = (

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_dapo.engines.flat_bucket import flatten
 from megatron_dapo.engines.sglang.server_process import IN_SERVER
 from megatron_dapo.engines.sglang.weights.delta import DeltaEncoder
+from megatron_dapo.sync.bucket import flatten
 
 sys.path.insert(0, str(Path(IN_SERVER)))
 import megatron_dapo_delta

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from megatron_dapo.config import parse_config
-from megatron_dapo.engines.flat_bucket import FlatBucket, TensorSpec, bucket_in, flat_size, flatten
 from megatron_dapo.engines.sglang.server_process import IN_SERVER, sglang_command
 from megatron_dapo.engines.sglang.weights.expert_packing import packed
+from megatron_dapo.sync.bucket import FlatBucket, TensorSpec, bucket_in, flat_size, flatten
 from megatron_dapo.weights.fp8 import quantised_specs
 
 sys.path.insert(0, str(Path(IN_SERVER)))

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from faults import PROMPT, WEIGHTS, fill_batch, run, settings
 
-from megatron_dapo.engines.protocol import EngineError, SamplingParams
+from megatron_dapo.engines.protocol import SamplingParams
 from megatron_dapo.engines.sglang.fleet import Fleet
+from megatron_dapo.errors import EngineError
 from megatron_dapo.types import FinishReason
 
 FAKE = Path(__file__).resolve().parents[1] / "support" / "fake_server.py"

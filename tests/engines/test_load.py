@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from megatron_dapo.engines.load import LoadReadings, watched_load
-from megatron_dapo.engines.protocol import EngineError
+from megatron_dapo.errors import EngineError
 
 
 class Server:

@@ -22,11 +22,12 @@ from megatron_dapo.engines.protocol import WeightUpdateError
 from megatron_dapo.engines.sglang.client import SGLangClient
 from megatron_dapo.engines.sglang.engine import SGLangEngine
 from megatron_dapo.engines.sglang.server_process import ServerProcess
-from megatron_dapo.engines.sglang.weights.group_source import GroupSource
+from megatron_dapo.engines.sglang.weights.process_group import GroupSource
 from megatron_dapo.engines.sglang.weights.update import PROBE
-from megatron_dapo.policy.fork_ranks import run_ranks
+from megatron_dapo.errors import RankError
+from megatron_dapo.policy.megatron.runtime import initialize
 from megatron_dapo.policy.policy import Policy
-from megatron_dapo.policy.runtime import RankError, initialize
+from megatron_dapo.processes.fork_ranks import run_ranks
 from megatron_dapo.trainer.collectives import Collectives, DriverError
 from megatron_dapo.trainer.signals import StopSignal
 from megatron_dapo.trainer.weight_sync import WeightSync, weight_buckets

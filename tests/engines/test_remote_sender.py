@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_dapo.engines.flat_bucket import RemoteBucket, TensorSpec, bucket_in
-from megatron_dapo.engines.sender_link import SenderLink, UpdateFailed
 from megatron_dapo.engines.sglang.weights import remote_sender
 from megatron_dapo.engines.sglang.weights.remote_sender import RemoteSender
+from megatron_dapo.sync.bucket import RemoteBucket, TensorSpec, bucket_in
+from megatron_dapo.sync.sender_link import SenderLink, UpdateFailed
 
 JOIN = {
     "action": "join", "address": "nowhere", "port": 1, "world": 3, "backend": "gloo", "timeout": 5,

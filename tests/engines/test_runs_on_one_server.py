@@ -7,7 +7,7 @@ from installed_sglang import API_KEY_VARIABLE, SGLANG_VERSIONS
 from subject import run, send_first_weights
 from tiny_run import environment, evaluated_config, write_config
 
-from megatron_dapo.launch.ablation_runs import Job, run_jobs
+from megatron_dapo.ablation.runs import Job, run_jobs
 
 STEPS = 2
 VERSION = SGLANG_VERSIONS[-1]

@@ -11,9 +11,10 @@ from fake_server import FakeServer, changed
 from faults import PROMPT, Texts, fill_batch, run, settings
 from simulation import Prompts
 
-from megatron_dapo.engines.protocol import EngineError, SamplingParams
+from megatron_dapo.engines.protocol import SamplingParams
 from megatron_dapo.engines.sglang.engine import SGLangEngine
-from megatron_dapo.rollout.functions import RolloutFunction
+from megatron_dapo.errors import EngineError
+from megatron_dapo.rollout.agents.functions import RolloutFunction
 from megatron_dapo.rollout.sampler import Sampler
 from megatron_dapo.types import FinishReason, Grade, as_tokens
 

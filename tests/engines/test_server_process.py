@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from megatron_dapo.config.rollout import ServerConfig
-from megatron_dapo.engines.protocol import EngineError
 from megatron_dapo.engines.sglang import server_process
-from megatron_dapo.engines.sglang.guard import members
 from megatron_dapo.engines.sglang.keys import Keys, command_with_keys
 from megatron_dapo.engines.sglang.server_process import ServerProcess, sglang_command
+from megatron_dapo.errors import EngineError
+from megatron_dapo.processes.guard import members
 
 # A main process with two workers that nothing tells of its death, as SGLang's while they import.
 TREE = """\

@@ -15,9 +15,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_dapo.engines.protocol import EngineError
-from megatron_dapo.engines.sglang.weights.snapshot import LOCK, Snapshot, is_ram_disk, remove_dead_snapshots
-from megatron_dapo.engines.sglang.weights.snapshot_file import HostCopy, write_safetensors
+from megatron_dapo.engines.sglang.weights.snapshot import (
+    LOCK,
+    HostCopy,
+    Snapshot,
+    is_ram_disk,
+    remove_dead_snapshots,
+    write_safetensors,
+)
+from megatron_dapo.errors import EngineError
 
 
 def versions(snapshot):

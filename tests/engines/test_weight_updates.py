@@ -6,8 +6,9 @@ import pytest
 from fake_server import FakeServer
 from faults import PROMPT, WEIGHTS, fill_batch, run, settings
 
-from megatron_dapo.engines.protocol import EngineError, SamplingParams, WeightUpdateError
+from megatron_dapo.engines.protocol import SamplingParams, WeightUpdateError
 from megatron_dapo.engines.sglang.engine import SGLangEngine
+from megatron_dapo.errors import EngineError
 from megatron_dapo.types import FinishReason, WeightSpan, as_tokens
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dapo.ablation.designs import effects, variants
+from megatron_dapo.ablation.results import make_table
 from megatron_dapo.config import parse_config
-from megatron_dapo.launch.ablation_designs import effects, variants
-from megatron_dapo.launch.ablation_results import make_table
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,10 +9,10 @@ import pytest
 import yaml
 from workplace import EXAMPLES, FILES, FILLED_IN, ROOT
 
+from megatron_dapo.ablation.command import variants
 from megatron_dapo.cli import main
 from megatron_dapo.config import load_config
 from megatron_dapo.config.load import known_keys
-from megatron_dapo.launch.ablate import variants
 
 GPUS = {  # of the trainer, and of engines that have their own; a new file without an entry fails
     "examples/quickstart/config.yaml": (1, 0),

@@ -11,9 +11,9 @@ from megatron_dapo.algorithm import PolicyLoss, Scores, TokenBatch, token_weight
 from megatron_dapo.config import ConfigError
 from megatron_dapo.config.algorithm import AlgorithmConfig
 from megatron_dapo.policy import step
-from megatron_dapo.policy.fork_ranks import run_ranks
+from megatron_dapo.policy.megatron.runtime import initialize
 from megatron_dapo.policy.policy import Policy
-from megatron_dapo.policy.runtime import initialize
+from megatron_dapo.processes.fork_ranks import run_ranks
 from megatron_dapo.selfcheck.cases import Case
 from megatron_dapo.selfcheck.layout_spec import LayoutSpec, selfcheck_config
 from megatron_dapo.selfcheck.synthetic import awkward_batch, random_hf_weights, synthetic_shape

@@ -9,13 +9,13 @@ import threading
 
 import pytest
 
+from megatron_dapo.ablation import runs
+from megatron_dapo.ablation.command import plan
+from megatron_dapo.ablation.designs import DESIGNS, SWITCHES, Effect, effects, variants
+from megatron_dapo.ablation.results import band, effect_of, interval, read_curves, value_of, verdict
+from megatron_dapo.ablation.runs import Job, run_jobs
 from megatron_dapo.cli import main
 from megatron_dapo.config import load_config
-from megatron_dapo.launch import ablation_runs
-from megatron_dapo.launch.ablate import plan
-from megatron_dapo.launch.ablation_designs import DESIGNS, SWITCHES, Effect, effects, variants
-from megatron_dapo.launch.ablation_results import band, effect_of, interval, read_curves, value_of, verdict
-from megatron_dapo.launch.ablation_runs import Job, run_jobs
 from megatron_dapo.observe.metrics_file import EVAL, STEP, Record
 
 CONFIG = """
@@ -55,7 +55,7 @@ def config(tmp_path):
 
 @pytest.fixture
 def fake_trainer(monkeypatch):
-    monkeypatch.setattr(ablation_runs, "WORKER", [sys.executable, "-S", "-c", WORKER])
+    monkeypatch.setattr(runs, "WORKER", [sys.executable, "-S", "-c", WORKER])
 
 
 # ---- designs ----
@@ -231,7 +231,7 @@ def test_no_run_is_started_after_the_time_limit(config, tmp_path, fake_trainer, 
 
 def test_no_run_is_started_that_would_not_end_in_time(config, tmp_path, monkeypatch):
     """A run of the first call took 100 s. One minute is too short for another; two minutes are not."""
-    monkeypatch.setattr(ablation_runs, "WORKER", [sys.executable, "-S", "-c", WORKER])
+    monkeypatch.setattr(runs, "WORKER", [sys.executable, "-S", "-c", WORKER])
     jobs = [Job(str(config), (), tmp_path / "out", name, 0) for name in ("none", "token_loss")]
     (first,) = run_jobs(jobs[:1], 1, lambda outcome: None)
     stored = json.loads(first.job.result_file.read_text()) | {"seconds": 100.0}
@@ -245,7 +245,7 @@ def test_no_run_is_started_that_would_not_end_in_time(config, tmp_path, monkeypa
 
 def test_a_time_limit_ends_the_trainers_that_still_run(config, tmp_path, monkeypatch):
     """The worker would never answer. It is asked to end, as with SIGTERM (below)."""
-    monkeypatch.setattr(ablation_runs, "WORKER", [sys.executable, "-S", "-c", "import time; time.sleep(600)"])
+    monkeypatch.setattr(runs, "WORKER", [sys.executable, "-S", "-c", "import time; time.sleep(600)"])
     job = Job(str(config), (), tmp_path / "out", "none", 0)
     (outcome,) = run_jobs([job], 1, lambda outcome: None, minutes=0.01)
     assert outcome.problem == "not run" and job.folder.exists() and not job.result_file.exists()
@@ -284,7 +284,7 @@ def test_a_grid_starts_with_leave_one_out_and_the_tasks_alternate(config, tmp_pa
 
 def test_a_worker_that_ended_is_replaced(config, tmp_path, monkeypatch):
     """Killed in the first run: that run has failed, the next one has a worker of its own."""
-    monkeypatch.setattr(ablation_runs, "WORKER", [sys.executable, "-S", "-c", "import os; os.kill(os.getpid(), 9)"])
+    monkeypatch.setattr(runs, "WORKER", [sys.executable, "-S", "-c", "import os; os.kill(os.getpid(), 9)"])
     jobs = [Job(str(config), (), tmp_path / "out", "none", seed) for seed in range(2)]
     assert ["ended with code -9" in outcome.problem for outcome in run_jobs(jobs, 1, lambda o: None)] == [True, True]
 
@@ -295,12 +295,12 @@ def worker(monkeypatch, tmp_path):
     script = tmp_path / "worker.py"
     script.write_text(
         "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from megatron_dapo.launch import ablation_worker\n"
+        "from megatron_dapo.ablation import runs\n"
         "import trainer_of_test\n"
-        "ablation_worker._train = trainer_of_test.train\n"
-        "ablation_worker.Worker().serve()\n"
+        "runs._train = trainer_of_test.train\n"
+        "runs.Worker().serve()\n"
     )
-    monkeypatch.setattr(ablation_runs, "WORKER", [sys.executable, str(script), str(tmp_path)])
+    monkeypatch.setattr(runs, "WORKER", [sys.executable, str(script), str(tmp_path)])
     return tmp_path / "trainer_of_test.py"
 
 

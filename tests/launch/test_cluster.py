@@ -25,7 +25,7 @@ from megatron_dapo.cli import main
 from megatron_dapo.config import check_config, parse_config
 from megatron_dapo.launch.slurm_status import submitted
 from megatron_dapo.observe.metric_names import is_wall_clock
-from megatron_dapo.policy.fork_ranks import run_ranks
+from megatron_dapo.processes.fork_ranks import run_ranks
 from megatron_dapo.trainer.loop import train
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from megatron_dapo.config.rollout import RolloutConfig
-from megatron_dapo.engines.factory import open_engine
-from megatron_dapo.engines.protocol import EngineError, SamplingParams
+from megatron_dapo.engines.load import open_engine
+from megatron_dapo.engines.protocol import SamplingParams
+from megatron_dapo.errors import EngineError
 from megatron_dapo.types import as_tokens
 
 FAKE = Path(__file__).resolve().parents[1] / "support" / "fake_server.py"

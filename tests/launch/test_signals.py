@@ -17,9 +17,9 @@ from mini_slurm import signals, wait_for
 from megatron_dapo.config import parse_config
 from megatron_dapo.config.reward import RewardConfig
 from megatron_dapo.config.rollout import ServerConfig
-from megatron_dapo.engines.sglang.guard import members
 from megatron_dapo.engines.sglang.server_process import ServerProcess
 from megatron_dapo.launch.slurm_script import Job, render
+from megatron_dapo.processes.guard import members
 from megatron_dapo.reward import RewardPool
 from megatron_dapo.types import FinishReason, Prompt, Sample, as_logprobs, as_tokens
 

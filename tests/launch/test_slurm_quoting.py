@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from megatron_dapo.config import ConfigError, parse_config
 from megatron_dapo.config.slurm import SCRIPT_VARIABLES
-from megatron_dapo.launch.shell_text import Shell, quote, variable
 from megatron_dapo.launch.slurm_checks import check_submission
-from megatron_dapo.launch.slurm_script import TEMPLATES, Job, render
+from megatron_dapo.launch.slurm_script import TEMPLATES, Job, Shell, quote, render, variable
 
 RAW = {
     "policy": {"model": "MODEL", "micro_batch_tokens": 32768},

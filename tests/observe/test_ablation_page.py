@@ -10,11 +10,10 @@ import pytest
 from browser import BINARY, Tab, chromium
 from synthetic_runs import make_run
 
+from megatron_dapo.ablation.designs import SWITCH_LABELS, SWITCHES, effects, variants
+from megatron_dapo.ablation.results import SWITCHES as PAGE_SWITCHES
+from megatron_dapo.ablation.results import make_table, read_curves, render_ablation, write_ablation_page
 from megatron_dapo.config import parse_config
-from megatron_dapo.launch.ablation_designs import SWITCH_LABELS, SWITCHES, effects, variants
-from megatron_dapo.launch.ablation_results import make_table, read_curves
-from megatron_dapo.observe.ablation_page import SWITCHES as PAGE_SWITCHES
-from megatron_dapo.observe.ablation_page import render_ablation, write_ablation_page
 
 SEEDS = 3
 HOSTILE = "</script><script>window.hacked = 1</script>"

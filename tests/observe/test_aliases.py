@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.config.observe import ObserveConfig
+from megatron_dapo.config.trainer import ObserveConfig
 from megatron_dapo.observe import observer as observer_module
-from megatron_dapo.observe.aliases import TABLES, with_aliases
+from megatron_dapo.observe.metric_names import TABLES, with_aliases
 from megatron_dapo.observe.observer import Observer
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "monitoring.md").read_text()

@@ -18,12 +18,11 @@ import pytest
 from synthetic_runs import make_groups
 
 from megatron_dapo.config import ConfigError, load_config
-from megatron_dapo.config.observe import ObserveConfig, WandbConfig
+from megatron_dapo.config.trainer import ObserveConfig, WandbConfig
 from megatron_dapo.files import write_atomically
 from megatron_dapo.observe import Observer, transcripts
-from megatron_dapo.observe.append_file import AppendFile
 from megatron_dapo.observe.metrics_file import EVAL, STEP, read_records
-from megatron_dapo.observe.retry_queue import RetryQueue
+from megatron_dapo.observe.retry_queue import AppendFile, RetryQueue
 
 PLAIN = ObserveConfig(console="plain", report=False, samples_every=2, warnings=False)
 

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 from synthetic_runs import make_groups, step_metrics
 
-from megatron_dapo.config.observe import ObserveConfig
+from megatron_dapo.config.trainer import ObserveConfig
 from megatron_dapo.observe import NullObserver, Observer, is_wall_clock
 from megatron_dapo.observe.console import PlainConsole
 from megatron_dapo.observe.metrics_file import STEP, read_records
@@ -94,7 +94,7 @@ def test_an_evaluation_that_is_repeated_after_a_resume_is_recorded_once(tmp_path
 
 def test_phases_add_up_to_the_step_and_nested_seconds_count_once(tmp_path, monkeypatch):
     clock = [100.0]
-    monkeypatch.setattr("megatron_dapo.observe.phases.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("megatron_dapo.observe.timeline.time.monotonic", lambda: clock[0])
     watched = observer(tmp_path)
     clock[0] += 50  # before the first phase: part of no step
     with watched.phase("update"):

@@ -4,7 +4,7 @@ import json
 
 from synthetic_runs import make_run
 
-from megatron_dapo.config.observe import ObserveConfig
+from megatron_dapo.config.trainer import ObserveConfig
 from megatron_dapo.observe.observer import Observer
 from megatron_dapo.observe.runs import load_runs
 from megatron_dapo.observe.timeline import Span, Trace, read_newest, running_requests, write_trace

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_dapo.config.observe import ObserveConfig, WandbConfig
+from megatron_dapo.config.trainer import ObserveConfig, WandbConfig
 from megatron_dapo.errors import UserError
 from megatron_dapo.observe import Observer
 from megatron_dapo.observe.metrics_file import read_records

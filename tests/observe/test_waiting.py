@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from megatron_dapo.config.observe import ObserveConfig
+from megatron_dapo.config.trainer import ObserveConfig
 from megatron_dapo.observe import waiting as module
 from megatron_dapo.observe.console import PlainConsole
 from megatron_dapo.observe.observer import Observer

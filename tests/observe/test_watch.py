@@ -11,7 +11,7 @@ import pytest
 from synthetic_runs import make_run
 
 from megatron_dapo.cli import main
-from megatron_dapo.config.observe import ObserveConfig
+from megatron_dapo.config.trainer import ObserveConfig
 from megatron_dapo.errors import UserError
 from megatron_dapo.observe.observer import Observer
 from megatron_dapo.observe.watch import make_server

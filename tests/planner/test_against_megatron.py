@@ -14,8 +14,9 @@ from megatron_dapo.config import parse_config
 from megatron_dapo.planner.activations import Sizes, layer_saved
 from megatron_dapo.planner.memory import stage_memory
 from megatron_dapo.planner.parameters import rank_parameters
+from megatron_dapo.policy.megatron.runtime import initialize, shutdown
 from megatron_dapo.policy.policy import Policy
-from megatron_dapo.policy.runtime import Rendezvous, initialize, shutdown
+from megatron_dapo.processes.fork_ranks import Rendezvous
 from megatron_dapo.selfcheck.synthetic import awkward_batch, synthetic_shape
 
 LAYOUTS = {

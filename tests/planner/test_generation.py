@@ -7,10 +7,9 @@ import pytest
 
 from megatron_dapo.config.rollout import SamplerConfig
 from megatron_dapo.planner.decoding import DecodeModel
-from megatron_dapo.planner.fleet_model import FleetModel
 from megatron_dapo.planner.generation import Fleet, generate
 from megatron_dapo.planner.lengths import Lengths
-from megatron_dapo.planner.server_model import Sequence, ServerModel
+from megatron_dapo.planner.server_model import FleetModel, Sequence, ServerModel
 from megatron_dapo.planner.workload import Workload
 
 # One second per decoding step, one per running sequence, and half a second per prompt token.

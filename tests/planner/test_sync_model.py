@@ -9,7 +9,6 @@ import torch
 from megatron_dapo.config import ModelShape
 from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.config.rollout import WeightTransportConfig
-from megatron_dapo.engines.flat_bucket import TensorSpec, flat_size
 from megatron_dapo.engines.sglang.weights.expert_packing import packed
 from megatron_dapo.planner import assumptions
 from megatron_dapo.planner.hardware import Cluster, find_gpu
@@ -23,6 +22,7 @@ from megatron_dapo.planner.sync import (
     sync_time,
 )
 from megatron_dapo.selfcheck.synthetic import synthetic_shape
+from megatron_dapo.sync.bucket import TensorSpec, flat_size
 from megatron_dapo.weights.fp8 import quantised_specs
 from megatron_dapo.weights.mapping import hf_shapes
 

@@ -9,13 +9,13 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint import FileSystemReader, TensorStorageMetadata
 
-from megatron_dapo.policy import checkpoint, sharded_files
-from megatron_dapo.policy.checkpoint import CheckpointError, load_policy, save_policy
-from megatron_dapo.policy.fork_ranks import run_ranks
-from megatron_dapo.policy.optimizer_state import whole_parameters
+from megatron_dapo.checkpoints import policy_state, torch_dist_files
+from megatron_dapo.checkpoints.optimizer_state import whole_parameters
+from megatron_dapo.checkpoints.policy_state import CheckpointError, load_policy, save_policy
+from megatron_dapo.checkpoints.torch_dist_files import Shard, Stored
+from megatron_dapo.policy.megatron.runtime import initialize
 from megatron_dapo.policy.policy import Policy
-from megatron_dapo.policy.runtime import initialize
-from megatron_dapo.policy.sharded_files import Shard, Stored
+from megatron_dapo.processes.fork_ranks import run_ranks
 from megatron_dapo.selfcheck.layout_spec import LayoutSpec, selfcheck_config
 from megatron_dapo.selfcheck.synthetic import awkward_batch, random_hf_weights, synthetic_shape
 from megatron_dapo.selfcheck.trace import gather_full
@@ -91,9 +91,9 @@ def save_with_megatron(rendezvous, layout, model, folder):
     for seed in (0, 1):
         update(policy, seed)
     with whole_parameters():
-        state = checkpoint._sharded_state(policy, is_loading=False)
+        state = policy_state._sharded_state(policy, is_loading=False)
     folder.mkdir(exist_ok=True)
-    dist_checkpointing.save(state, str(folder), content_metadata=checkpoint._metadata(policy))
+    dist_checkpointing.save(state, str(folder), content_metadata=policy_state._metadata(policy))
     return two_more_updates(policy)
 
 
@@ -127,7 +127,7 @@ def test_our_writer_and_megatrons_write_the_same(tmp_path):
 
 
 def save_in_small_pieces(rendezvous, folder):
-    sharded_files.MAX_ITEM, sharded_files.SMALL_FILE = 1000, 4096
+    torch_dist_files.MAX_ITEM, torch_dist_files.SMALL_FILE = 1000, 4096
     return train_and_save(rendezvous, "do", "dense", folder)
 
 
@@ -150,9 +150,9 @@ def test_large_tensors_are_split_over_several_files(tmp_path):
 def test_every_element_is_written_exactly_once(change, message):
     shards = [Shard("a", torch.float32, (2, 3), (row, 0), (1, 3)) for row in range(2)] + [Shard("b/shard_0_1")]
     stored = [Stored(shard, "__0_0.distcp", 0, 1) for shard in shards]
-    assert sharded_files._metadata(stored)
+    assert torch_dist_files._metadata(stored)
     with pytest.raises(CheckpointError, match=message):
-        sharded_files._metadata(change(stored))
+        torch_dist_files._metadata(change(stored))
 
 
 def forget_moments(rendezvous, layout, model, folder):

@@ -5,9 +5,9 @@ import os
 
 import pytest
 
-from megatron_dapo.policy.fork_ranks import run_ranks
-from megatron_dapo.policy.gpu_count import gpu_count
+from megatron_dapo.policy.megatron.importing import gpu_count
 from megatron_dapo.policy.model.delta_rule import has_fla
+from megatron_dapo.processes.fork_ranks import run_ranks
 from megatron_dapo.selfcheck.cases import Case
 from megatron_dapo.selfcheck.layout_spec import LayoutSpec
 from megatron_dapo.selfcheck.trace import compare, trace_updates
@@ -49,7 +49,7 @@ def heads_on_cuda(rendezvous):
     import torch
 
     from megatron_dapo.config.policy import PolicyConfig
-    from megatron_dapo.policy.runtime import initialize
+    from megatron_dapo.policy.megatron.runtime import initialize
 
     runtime = initialize(PolicyConfig(timeout_seconds=60), rendezvous=rendezvous)
     return [head_on_cuda(runtime.groups.tp, case, getattr(torch, dtype), vocab) for case, dtype, vocab in CASES]
@@ -138,8 +138,8 @@ def waits_of_an_update(rendezvous, micro_batch_tokens):
     import torch
 
     from megatron_dapo.config import parse_config
+    from megatron_dapo.policy.megatron.runtime import initialize
     from megatron_dapo.policy.policy import Policy
-    from megatron_dapo.policy.runtime import initialize
     from megatron_dapo.selfcheck.synthetic import awkward_batch, random_hf_weights, synthetic_shape
 
     config = parse_config(
@@ -173,14 +173,14 @@ def packed_attention(rendezvous, one_kernel):
     import torch
 
     from megatron_dapo.config.policy import PolicyConfig
-    from megatron_dapo.policy.model import varlen_attention as varlen
+    from megatron_dapo.policy.megatron.runtime import initialize
+    from megatron_dapo.policy.model import local_spec as varlen
     from megatron_dapo.policy.model.local_spec import CoreAttention
     from megatron_dapo.policy.packing import _packed_params
-    from megatron_dapo.policy.runtime import initialize
 
     runtime = initialize(PolicyConfig(timeout_seconds=60), rendezvous=rendezvous)
     if not one_kernel:
-        varlen.can_attend = lambda query: False
+        varlen.can_attend_packed = lambda query: False
     config = type("C", (), {"kv_channels": 64, "init_method": None})()
     attention = CoreAttention.__new__(CoreAttention)
     torch.nn.Module.__init__(attention)
@@ -239,9 +239,9 @@ def scored(rendezvous, with_te):
 
     from megatron_dapo.config import ModelShape, parse_config
     from megatron_dapo.policy.batch import TrainBatch
+    from megatron_dapo.policy.megatron.runtime import initialize
     from megatron_dapo.policy.model import gpt as model
     from megatron_dapo.policy.policy import Policy
-    from megatron_dapo.policy.runtime import initialize
     from megatron_dapo.selfcheck.synthetic import random_hf_weights
 
     if not with_te:
@@ -287,8 +287,8 @@ def test_transformer_engine_and_torch_layers_agree():
 
 def resumable(rendezvous, distributed):
     from megatron_dapo.config import parse_config
+    from megatron_dapo.policy.megatron.runtime import initialize
     from megatron_dapo.policy.policy import Policy
-    from megatron_dapo.policy.runtime import initialize
     from megatron_dapo.selfcheck.synthetic import synthetic_shape
 
     config = parse_config(
@@ -302,7 +302,7 @@ def resumable(rendezvous, distributed):
 
 def continued(policy):
     """Two more updates: their losses, all weights, and the whole optimizer state, on the host."""
-    from megatron_dapo.policy.optimizer_state import inner_optimizers
+    from megatron_dapo.checkpoints.optimizer_state import inner_optimizers
     from megatron_dapo.selfcheck.synthetic import awkward_batch
 
     losses = [policy.update(awkward_batch(policy.shape, seed))["loss"] for seed in (3, 4)]
@@ -316,7 +316,7 @@ def continued(policy):
 
 
 def save_and_continue(rendezvous, distributed, folder):
-    from megatron_dapo.policy.checkpoint import save_policy
+    from megatron_dapo.checkpoints.policy_state import save_policy
     from megatron_dapo.selfcheck.synthetic import awkward_batch, random_hf_weights
 
     policy = resumable(rendezvous, distributed)
@@ -328,7 +328,7 @@ def save_and_continue(rendezvous, distributed, folder):
 
 
 def load_and_continue(rendezvous, distributed, folder):
-    from megatron_dapo.policy.checkpoint import load_policy
+    from megatron_dapo.checkpoints.policy_state import load_policy
 
     policy = resumable(rendezvous, distributed)
     load_policy(policy, folder)

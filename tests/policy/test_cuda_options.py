@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_dapo.policy.fork_ranks import run_ranks
-from megatron_dapo.policy.gpu_count import gpu_count
+from megatron_dapo.policy.megatron.importing import gpu_count
+from megatron_dapo.processes.fork_ranks import run_ranks
 
 pytestmark = [
     pytest.mark.skipif(gpu_count() == 0, reason="needs an NVIDIA GPU; this machine has none"),
@@ -42,8 +42,8 @@ FP8 = {"fp8 tensorwise", "fp8 blockwise", "fp8 delayed"}
 
 def make(rendezvous, model, options):
     from megatron_dapo.config import parse_config
+    from megatron_dapo.policy.megatron.runtime import initialize
     from megatron_dapo.policy.policy import Policy
-    from megatron_dapo.policy.runtime import initialize
     from megatron_dapo.selfcheck.synthetic import random_hf_weights, synthetic_shape
 
     shape = replace(synthetic_shape(model), hidden=256, ffn_hidden=512, heads=4, kv_heads=2, head_dim=64)
@@ -94,7 +94,7 @@ def test_options_of_a_moe_model_train_like_the_defaults(name):
 
 
 def save_and_continue(rendezvous, options, folder):
-    from megatron_dapo.policy.checkpoint import save_policy
+    from megatron_dapo.checkpoints.policy_state import save_policy
     from megatron_dapo.selfcheck.synthetic import awkward_batch
 
     policy = make(rendezvous, "dense", options)
@@ -105,7 +105,7 @@ def save_and_continue(rendezvous, options, folder):
 
 
 def load_and_continue(rendezvous, options, folder):
-    from megatron_dapo.policy.checkpoint import load_policy
+    from megatron_dapo.checkpoints.policy_state import load_policy
     from megatron_dapo.selfcheck.synthetic import awkward_batch
 
     policy = make(rendezvous, "dense", options)

@@ -13,9 +13,9 @@ from tiny_run import raw_config, write_config
 
 from megatron_dapo.cli import main
 from megatron_dapo.config import ConfigError
-from megatron_dapo.policy import fork_ranks
-from megatron_dapo.policy.fork_ranks import run_ranks
-from megatron_dapo.policy.runtime import RankError
+from megatron_dapo.errors import RankError
+from megatron_dapo.processes import fork_ranks
+from megatron_dapo.processes.fork_ranks import run_ranks
 
 
 def square(rendezvous, offset):

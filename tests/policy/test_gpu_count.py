@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from megatron_dapo.policy.gpu_count import gpu_count, keep_cuda_uninitialized
+from megatron_dapo.policy.megatron.importing import gpu_count, keep_cuda_uninitialized
 
 
 @pytest.fixture

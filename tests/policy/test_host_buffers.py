@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_dapo.policy import host_buffers
-from megatron_dapo.policy.host_buffers import HostBuffers, available_host_memory
+from megatron_dapo.checkpoints import host_buffers
+from megatron_dapo.checkpoints.host_buffers import HostBuffers, available_host_memory
 
 CPU = torch.device("cpu")
 

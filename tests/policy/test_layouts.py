@@ -14,10 +14,10 @@ from reference_models import fp64, hf_model, hf_weights, in_fp64, naive_gradient
 from megatron_dapo.algorithm import Needs
 from megatron_dapo.algorithm.objectives.dapo import DAPO
 from megatron_dapo.policy import step
-from megatron_dapo.policy.expert_load import ExpertLoad
 from megatron_dapo.policy.loss_func import OnePassLoss
+from megatron_dapo.policy.megatron.runtime import initialize
 from megatron_dapo.policy.policy import Policy
-from megatron_dapo.policy.runtime import initialize
+from megatron_dapo.policy.routing_replay import ExpertLoad
 from megatron_dapo.selfcheck import trace
 from megatron_dapo.selfcheck.cases import (
     AGGREGATIONS,

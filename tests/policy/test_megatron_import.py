@@ -6,8 +6,8 @@ import sys
 import pytest
 import torch
 
-from megatron_dapo.policy import megatron_import
-from megatron_dapo.policy.megatron_import import MegatronFinder, _leave_as_is, _without
+from megatron_dapo.policy.megatron import importing
+from megatron_dapo.policy.megatron.importing import MegatronFinder, _leave_as_is, _without
 
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA everything is imported")
 
@@ -16,7 +16,7 @@ CHECK = """
 import sys, torch
 import megatron_dapo.policy.policy
 from megatron.core.fusions.fused_bias_swiglu import swiglu
-from megatron_dapo.policy.megatron_import import MegatronFinder, _leave_as_is
+from megatron_dapo.policy.megatron.importing import MegatronFinder, _leave_as_is
 assert type(swiglu).__name__ == "function" and not hasattr(swiglu, "_torchdynamo_orig_callable"), swiglu
 assert torch.compile is not _leave_as_is, "torch.compile is not the original again"
 assert not any(isinstance(finder, MegatronFinder) for finder in sys.meta_path)
@@ -53,10 +53,10 @@ def test_it_is_installed_once_and_not_after_megatron(monkeypatch):
     import megatron.core  # noqa: F401
 
     before = list(sys.meta_path)
-    megatron_import.install()
+    importing.install()
     assert sys.meta_path == before
     monkeypatch.delitem(sys.modules, "megatron.core")
     monkeypatch.setattr(sys, "meta_path", list(before))
-    megatron_import.install()
-    megatron_import.install()
+    importing.install()
+    importing.install()
     assert [type(finder) for finder in sys.meta_path].count(MegatronFinder) == 1

@@ -11,10 +11,10 @@ from megatron.core.transformer import TransformerConfig
 from megatron_dapo.config import ConfigError, parse_config
 from megatron_dapo.config.megatron import OWNED, REFUSED, owner_of
 from megatron_dapo.config.policy import PolicyConfig
-from megatron_dapo.policy import megatron_options
-from megatron_dapo.policy.megatron_options import ddp_config, hardware_needs, optimizer_config, passed_on
+from megatron_dapo.policy.megatron import options
+from megatron_dapo.policy.megatron.options import ddp_config, hardware_needs, optimizer_config, passed_on
+from megatron_dapo.policy.megatron.options_report import check_options
 from megatron_dapo.policy.model import gpt
-from megatron_dapo.policy.options_report import check_options
 from megatron_dapo.selfcheck.synthetic import synthetic_shape
 
 CLASSES = {"model": TransformerConfig, "ddp": DistributedDataParallelConfig, "optimizer": OptimizerConfig}
@@ -54,8 +54,8 @@ def test_every_field_that_we_set_is_ours_or_may_be_overridden():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpt, "TransformerConfig", recording("model"))
-        patch.setattr(megatron_options, "DistributedDataParallelConfig", recording("ddp"))
-        patch.setattr(megatron_options, "MegatronOptimizerConfig", recording("optimizer"))
+        patch.setattr(options, "DistributedDataParallelConfig", recording("ddp"))
+        patch.setattr(options, "MegatronOptimizerConfig", recording("optimizer"))
         policy = policy_of(recompute="full", recompute_layers=1)
         gpt.transformer_config(MOE, policy)
         ddp_config(policy, on_cuda=False, replicas=1)
@@ -194,7 +194,7 @@ ON_CUDA = [
 def test_options_that_need_cuda_are_refused_without_it(keys, message):
     policy = policy_of(**keys)
     with pytest.raises(ConfigError, match=message):
-        megatron_options.check_hardware(policy, te=False)
+        options.check_hardware(policy, te=False)
     lines = check_options(policy, MOE)  # but a login node may check the rest
     assert lines[-1].startswith("not checked here, because this machine has no CUDA: policy.")
 
@@ -210,7 +210,7 @@ def test_cpu_options_need_no_hardware():
 def test_the_report_shows_what_is_passed_on():
     policy = policy_of(megatron={"model": {"fp8_margin": 1}, "ddp": {"bucket_size": 7}})
     lines = check_options(policy, DENSE)
-    assert lines[0].startswith(f"megatron-core {megatron_options.megatron_version()}: layers of ")
+    assert lines[0].startswith(f"megatron-core {options.megatron_version()}: layers of ")
     assert lines[1] == "policy.megatron.model (TransformerConfig): fp8_margin=1"
     assert lines[2] == "policy.megatron.ddp (DistributedDataParallelConfig): bucket_size=7"
 

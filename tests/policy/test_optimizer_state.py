@@ -11,14 +11,14 @@ from megatron.core import dist_checkpointing
 from megatron.core.optimizer import optimizer_config
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
+from megatron_dapo.checkpoints import policy_state
+from megatron_dapo.checkpoints.optimizer_state import inner_optimizers, saved_step
+from megatron_dapo.checkpoints.policy_state import CheckpointError, load_policy, save_policy
 from megatron_dapo.config import parse_config
-from megatron_dapo.policy import checkpoint
-from megatron_dapo.policy.checkpoint import CheckpointError, load_policy, save_policy
-from megatron_dapo.policy.fork_ranks import run_ranks
+from megatron_dapo.policy.megatron.runtime import initialize
 from megatron_dapo.policy.model import gpt
-from megatron_dapo.policy.optimizer_state import inner_optimizers, saved_step
 from megatron_dapo.policy.policy import Policy
-from megatron_dapo.policy.runtime import initialize
+from megatron_dapo.processes.fork_ranks import run_ranks
 from megatron_dapo.selfcheck.layout_spec import LayoutSpec, selfcheck_config
 from megatron_dapo.selfcheck.synthetic import awkward_batch, random_hf_weights, synthetic_shape
 from megatron_dapo.selfcheck.trace import gather_full
@@ -141,7 +141,7 @@ def without_steps(state):
 
 def load_without_step(rendezvous, layout, kind, folder, updates):
     load = dist_checkpointing.load
-    checkpoint.dist_checkpointing.load = lambda *args, **kwargs: without_steps(load(*args, **kwargs))
+    policy_state.dist_checkpointing.load = lambda *args, **kwargs: without_steps(load(*args, **kwargs))
     return load_and_update(rendezvous, layout, kind, folder, updates)
 
 
@@ -160,7 +160,7 @@ def load_with_two_steps(rendezvous, layout, kind, folder):
         state["optimizer"]["optimizer"]["param_groups"][0]["step"] = 99
         return state
 
-    checkpoint.dist_checkpointing.load = altered
+    policy_state.dist_checkpointing.load = altered
     with pytest.raises(CheckpointError, match=r"c cannot be loaded: .* different step counts .*: \[3, 99\]"):
         load_policy(make(rendezvous, layout, kind), folder)
 

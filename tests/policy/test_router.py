@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from megatron_dapo.config import ConfigError, check_model, parse_config
-from megatron_dapo.policy.expert_load import ExpertLoad
 from megatron_dapo.policy.model.gpt import check_grouped_experts
+from megatron_dapo.policy.routing_replay import ExpertLoad
 from megatron_dapo.selfcheck.synthetic import synthetic_shape
 
 MOE, DENSE = synthetic_shape("moe"), synthetic_shape("dense")

@@ -9,12 +9,12 @@ from joined_ranks import RankJobs
 
 from megatron_dapo.config import parse_config
 from megatron_dapo.config.policy import OptimizerConfig
+from megatron_dapo.errors import RankError
 from megatron_dapo.policy.batch import TrainBatch
-from megatron_dapo.policy.fork_ranks import run_ranks
-from megatron_dapo.policy.learning_rate import learning_rate
+from megatron_dapo.policy.megatron.runtime import initialize
 from megatron_dapo.policy.policy import Policy
-from megatron_dapo.policy.runtime import RankError, initialize
-from megatron_dapo.policy.step import NonFiniteError
+from megatron_dapo.policy.step import NonFiniteError, learning_rate
+from megatron_dapo.processes.fork_ranks import run_ranks
 from megatron_dapo.selfcheck.layout_spec import LayoutSpec, selfcheck_config
 from megatron_dapo.selfcheck.synthetic import awkward_batch, random_hf_weights, synthetic_shape
 from megatron_dapo.selfcheck.trace import gather_full

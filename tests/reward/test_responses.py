@@ -7,10 +7,10 @@ from test_pool import HOSTILE, prompt
 
 from megatron_dapo.config.reward import RewardConfig
 from megatron_dapo.data import arithmetic_tokenizer
-from megatron_dapo.reward import responses as module
+from megatron_dapo.reward import combined as module
+from megatron_dapo.reward.combined import ResponseGrader
 from megatron_dapo.reward.grader import GraderError
 from megatron_dapo.reward.pool import RewardPool
-from megatron_dapo.reward.responses import ResponseGrader
 from megatron_dapo.types import FinishReason, Sample, as_logprobs, as_tokens
 
 

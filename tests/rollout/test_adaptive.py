@@ -20,9 +20,8 @@ from simulation import (
 
 from megatron_dapo.config.rollout import SamplerConfig
 from megatron_dapo.observe.metric_names import is_wall_clock
-from megatron_dapo.rollout.fill_policy import FillPolicy
+from megatron_dapo.rollout.fill_policy import FillPolicy, YieldEstimate
 from megatron_dapo.rollout.sampler import Sampler
-from megatron_dapo.rollout.yield_estimate import YieldEstimate
 
 ADAPTIVE = {"oversampling": "adaptive", "order": "completion", "unfinished": "continue"}
 ONE_BY_ONE = {"oversampling": 1, "order": "prompt", "unfinished": "finish"}

@@ -6,9 +6,8 @@ import pytest
 from scripted_conversation import chat, conversation_of, encode
 
 from megatron_dapo.errors import UserError
-from megatron_dapo.rollout.tools.call_tools import ToolSettings, generate
-from megatron_dapo.rollout.tools.sandbox import close_sandboxes, take_tool_metrics
-from megatron_dapo.rollout.tools.tool_calls import ToolCall, find_tool_calls
+from megatron_dapo.rollout.agents.tools.call_tools import ToolCall, ToolSettings, find_tool_calls, generate
+from megatron_dapo.rollout.agents.tools.sandbox import close_sandboxes, take_tool_metrics
 
 
 def talk(replies, settings, **more):

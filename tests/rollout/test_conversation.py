@@ -9,12 +9,11 @@ from simulation import Prompts, collect, collect_with_cuts, rollout, run_virtual
 
 from megatron_dapo.algorithm.filtering import give_up_after
 from megatron_dapo.config.rollout import RolloutConfig
-from megatron_dapo.engines.protocol import Completion, EngineError
-from megatron_dapo.errors import UserError
-from megatron_dapo.rollout.completion import append_completion
-from megatron_dapo.rollout.conversation import Conversation, Limits, turn_seed
-from megatron_dapo.rollout.functions import RolloutFunction, load_rollout_function, rollout_function
-from megatron_dapo.rollout.generation import Generation
+from megatron_dapo.engines.protocol import Completion
+from megatron_dapo.errors import EngineError, UserError
+from megatron_dapo.rollout.agents.conversation import Conversation, Limits, turn_seed
+from megatron_dapo.rollout.agents.functions import RolloutFunction, load_rollout_function, rollout_function
+from megatron_dapo.rollout.generation import Generation, append_completion
 from megatron_dapo.rollout.pending_group import new_samples
 from megatron_dapo.rollout.sampler import Sampler
 from megatron_dapo.types import FinishReason, Grade, Group, Prompt, Sample, as_logprobs, as_tokens
@@ -419,7 +418,7 @@ def test_a_function_that_raises_fails_its_group_and_names_the_line():
 
 def test_a_function_is_checked_when_it_is_loaded(tmp_path, monkeypatch):
     (tmp_path / "own_rollout.py").write_text(
-        "from megatron_dapo.rollout.functions import rollout_function\n"
+        "from megatron_dapo.rollout.agents.functions import rollout_function\n"
         "@rollout_function(resume='turn')\n"
         "async def good(prompt, conversation, settings): ...\n"
         "def plain(prompt, conversation, settings): ...\n"

@@ -5,9 +5,8 @@ from simulation import Prompts, through_json
 
 from megatron_dapo.config.rollout import SamplerConfig
 from megatron_dapo.rollout.accounting import StepAccounting
-from megatron_dapo.rollout.carry_over import CarryOver, DrawnPrompts
+from megatron_dapo.rollout.carry_over import CarryOver, DrawnPrompts, InterruptedStep
 from megatron_dapo.rollout.fill_policy import FillPolicy
-from megatron_dapo.rollout.interrupted_step import InterruptedStep
 from megatron_dapo.rollout.pending_group import GroupState, GroupTable, PendingGroup, new_samples
 from megatron_dapo.types import Group
 

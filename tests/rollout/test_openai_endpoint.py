@@ -7,8 +7,8 @@ import openai
 import pytest
 from scripted_conversation import TURN_END, chat, conversation_of, encode
 
-from megatron_dapo.rollout.conversation import RolloutInterrupted
-from megatron_dapo.rollout.openai_endpoint import close_endpoints, openai_endpoint
+from megatron_dapo.rollout.agents.conversation import RolloutInterrupted
+from megatron_dapo.rollout.agents.openai_endpoint import close_endpoints, openai_endpoint
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'

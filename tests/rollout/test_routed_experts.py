@@ -3,7 +3,7 @@
 import numpy as np
 
 from megatron_dapo.engines.protocol import Completion
-from megatron_dapo.rollout.completion import append_completion, computed_tokens
+from megatron_dapo.rollout.generation import append_completion, computed_tokens
 from megatron_dapo.types import FinishReason, Sample, as_logprobs, as_tokens
 
 

@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from megatron_dapo.errors import UserError
-from megatron_dapo.rollout.tools import confinement
-from megatron_dapo.rollout.tools.sandbox import Sandbox, ToolLimits
+from megatron_dapo.rollout.agents.tools import confinement
+from megatron_dapo.rollout.agents.tools.sandbox import Sandbox, ToolLimits
 
 LIMITS = ToolLimits(seconds=60.0, cpu_seconds=1, memory_mb=64, disk_mb=2, characters=200)
 

@@ -13,9 +13,9 @@ import torch
 from megatron_dapo.cli import main
 from megatron_dapo.errors import UserError
 from megatron_dapo.policy import step
-from megatron_dapo.policy.fork_ranks import run_ranks
 from megatron_dapo.policy.loss_func import OnePassLoss
 from megatron_dapo.policy.policy import Policy
+from megatron_dapo.processes.fork_ranks import run_ranks
 from megatron_dapo.selfcheck import cases, layouts, trace
 from megatron_dapo.selfcheck.cases import DEFAULT_LAYOUTS, Case
 from megatron_dapo.selfcheck.layout_spec import SINGLE, LayoutSpec, selfcheck_config

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_dapo.policy import expert_load, routing_replay, step
+from megatron_dapo.policy import routing_replay, step
 from megatron_dapo.policy.model import gpt, router
 from megatron_dapo.selfcheck import layouts
 from megatron_dapo.selfcheck.cases import random_cases
@@ -47,7 +47,7 @@ def balance_of_each_micro_batch(patch):
     def planted(self, micro_batches, denominator):
         self.score(micro_batches, head=False)
         for micro in micro_batches:
-            load = expert_load.ExpertLoad.gather([micro], self.shape, self.runtime)
+            load = routing_replay.ExpertLoad.gather([micro], self.shape, self.runtime)
             micro.packed.routing.slopes = load.slopes(0.5, denominator) / len(micro_batches)
 
     patch.setattr(step.UpdateStep, "_set_load_balancing", planted)

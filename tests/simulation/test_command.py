@@ -9,7 +9,7 @@ import pytest
 
 from megatron_dapo.cli import main
 from megatron_dapo.observe.metrics_file import MetricsFile, Record
-from megatron_dapo.simulation.page import occupancy
+from megatron_dapo.planner.simulation.page import occupancy
 
 MODEL = {
     "architectures": ["Qwen2ForCausalLM"], "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,

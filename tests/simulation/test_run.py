@@ -9,8 +9,8 @@ from megatron_dapo.planner.decoding import DecodeModel, decode_model
 from megatron_dapo.planner.generation import Fleet, generate
 from megatron_dapo.planner.hardware import Cluster, find_gpu
 from megatron_dapo.planner.published import published_shapes
+from megatron_dapo.planner.simulation.run import Setting, simulate
 from megatron_dapo.planner.workload import Workload
-from megatron_dapo.simulation.run import Setting, simulate
 
 # A millisecond per step and a tenth of one per sequence: 16 sequences take 2.6 ms.
 ENGINE = DecodeModel(0.0, 0.0, 0.0, 0.0, 0.0, fixed=1e-3, per_sequence=1e-4, per_prompt_token=1e-6)

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from megatron_dapo.simulation.virtual_clock import run_virtually
+from megatron_dapo.planner.simulation.run import run_virtually
 
 
 def test_hours_pass_at_once_and_in_order():

@@ -8,8 +8,8 @@ import logging
 
 import openai
 
-from megatron_dapo.rollout.functions import rollout_function
-from megatron_dapo.rollout.openai_endpoint import openai_endpoint
+from megatron_dapo.rollout.agents.functions import rollout_function
+from megatron_dapo.rollout.agents.openai_endpoint import openai_endpoint
 
 TOKENS = 6  # of each turn
 

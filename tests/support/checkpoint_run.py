@@ -4,15 +4,15 @@ import shutil
 
 import torch
 
+from megatron_dapo.checkpoints import checkpoints
+from megatron_dapo.checkpoints.checkpoints import Checkpoints
 from megatron_dapo.config.trainer import CheckpointConfig
-from megatron_dapo.policy.fork_ranks import run_ranks
+from megatron_dapo.policy.megatron.runtime import initialize
 from megatron_dapo.policy.policy import Policy
-from megatron_dapo.policy.runtime import initialize
+from megatron_dapo.processes.fork_ranks import run_ranks
 from megatron_dapo.selfcheck.layout_spec import LayoutSpec, selfcheck_config
 from megatron_dapo.selfcheck.synthetic import awkward_batch, random_hf_weights, synthetic_shape
 from megatron_dapo.selfcheck.trace import gather_full
-from megatron_dapo.trainer import checkpoint
-from megatron_dapo.trainer.checkpoint import Checkpoints
 
 SHAPE = synthetic_shape("dense")
 
@@ -28,7 +28,7 @@ class Run:
         self.checkpoints = Checkpoints(
             run_dir, CheckpointConfig(**options), self.policy.runtime, self.reports.append, warn=self.warnings.append
         )
-        checkpoint.available_host_memory = lambda: 1 << 40  # whatever else runs on this machine
+        checkpoints.available_host_memory = lambda: 1 << 40  # whatever else runs on this machine
 
     def start(self):
         self.policy.load_hf(random_hf_weights(SHAPE))

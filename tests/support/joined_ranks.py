@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_dapo.policy.fork_ranks import run_ranks
-from megatron_dapo.policy.runtime import Rendezvous, shutdown
+from megatron_dapo.policy.megatron.runtime import shutdown
+from megatron_dapo.processes.fork_ranks import Rendezvous, run_ranks
 
 # Each job leaves process groups, with about fifty threads in each rank that wake up a hundred times a second. Joining a
 # new world costs as much as a small job.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from conversation_engine import TOKENIZER
 
 from megatron_dapo.engines.protocol import Completion
-from megatron_dapo.rollout.completion import append_completion
-from megatron_dapo.rollout.conversation import Conversation, Limits
+from megatron_dapo.rollout.agents.conversation import Conversation, Limits
+from megatron_dapo.rollout.generation import append_completion
 from megatron_dapo.rollout.pending_group import new_samples
 from megatron_dapo.types import FinishReason, Prompt, WeightSpan, as_logprobs, as_tokens
 

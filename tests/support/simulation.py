@@ -19,7 +19,8 @@ import pytest
 
 from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.engines.embedded.token_sampling import uniform
-from megatron_dapo.engines.protocol import Capabilities, Completion, EngineError, SamplingParams
+from megatron_dapo.engines.protocol import Capabilities, Completion, SamplingParams
+from megatron_dapo.errors import EngineError
 from megatron_dapo.rollout.sampler import Sampler
 from megatron_dapo.types import (
     FinishReason,

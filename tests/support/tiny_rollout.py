@@ -1,6 +1,6 @@
 """Rollout functions for runs of a random model: two turns with a reply between them."""
 
-from megatron_dapo.rollout.functions import rollout_function
+from megatron_dapo.rollout.agents.functions import rollout_function
 
 
 @rollout_function(resume="turn")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from simulation import Prompts, SimulatedEngine, assert_whole, coin_grader, rollout, run_virtual, through_json
 
 from megatron_dapo.rollout.sampler import Sampler
-from megatron_dapo.trainer.batch_queue import BatchQueue
+from megatron_dapo.trainer.rollout_driver import BatchQueue
 from megatron_dapo.types import StepBatch
 
 

@@ -8,10 +8,10 @@ from forked import at_point, records, run, send_signal
 from tiny_run import environment, raw_config
 
 from megatron_dapo.config import check_config, parse_config
-from megatron_dapo.policy.fork_ranks import run_ranks
+from megatron_dapo.policy.megatron.runtime import initialize
 from megatron_dapo.policy.policy import Policy
-from megatron_dapo.policy.runtime import initialize
 from megatron_dapo.policy.schedule import shares_of_ranks
+from megatron_dapo.processes.fork_ranks import run_ranks
 from megatron_dapo.selfcheck.layout_spec import LayoutSpec, selfcheck_config
 from megatron_dapo.selfcheck.synthetic import awkward_batch, random_experts, random_hf_weights, synthetic_shape
 from megatron_dapo.trainer.batch_sharing import share_batch

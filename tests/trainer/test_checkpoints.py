@@ -11,11 +11,10 @@ import pytest
 from checkpoint_run import Checks, Run, copy_of, names, resumed, run, same
 
 from megatron_dapo import fault_points
-from megatron_dapo.policy.checkpoint_files import CheckpointError
-from megatron_dapo.policy.fork_ranks import run_ranks
-from megatron_dapo.policy.runtime import RankError
-from megatron_dapo.trainer import checkpoint, checkpoint_folder
-from megatron_dapo.trainer.state_files import read_state
+from megatron_dapo.checkpoints import checkpoints, folder
+from megatron_dapo.checkpoints.folder import read_state
+from megatron_dapo.errors import CheckpointError, RankError
+from megatron_dapo.processes.fork_ranks import run_ranks
 
 # ---- in the background ----
 
@@ -56,7 +55,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(layout, ranks, tmp_path)
 
 def save_with_little_memory(rendezvous, run_dir):
     this = Run(rendezvous, run_dir).start()
-    checkpoint.available_host_memory = lambda: 1 << 30
+    checkpoints.available_host_memory = lambda: 1 << 30
     path = this.save(1)
     assert path.exists() and this.errors() == [None]  # written before `save` returned
     assert this.reports[0].waited_seconds == pytest.approx(this.reports[0].seconds, rel=0.5)
@@ -76,7 +75,7 @@ def states(rendezvous, run_dir):
     state = {"current": {"batch": {"tokens": np.ones(3, np.int32)}, "done": 2, "old": np.array([0.5], np.float32)}}
     this.save(1, wait=True, updates=2, skipped=3, **state)
     if this.rank == 1:
-        checkpoint.read_state = None  # only rank 0 reads it
+        checkpoints.read_state = None  # only rank 0 reads it
     path = this.checkpoints.newest()
     return path.name, this.checkpoints.load(this.policy, path)
 
@@ -100,8 +99,8 @@ def test_a_state_is_binary_and_comes_back_bit_for_bit(tmp_path):
         "nested": [{"a": np.uint8([7])}, (1, "two", None)],
         "number": np.float64(0.1),
     }
-    from megatron_dapo.policy.checkpoint_files import write_files
-    from megatron_dapo.trainer.state_files import state_files
+    from megatron_dapo.checkpoints.files import write_files
+    from megatron_dapo.checkpoints.folder import state_files
 
     written = write_files(tmp_path, state_files(values))
     assert written["trainer.json"].bytes < 1000 and written["trainer.arrays"].bytes < 401_000
@@ -162,7 +161,7 @@ def save_without_space(rendezvous, run_dir):
     this = Run(rendezvous, run_dir).start()
     this.save(1, wait=True)
     usage = shutil.disk_usage(run_dir)
-    checkpoint_folder.shutil.disk_usage = lambda path: usage._replace(free=1000)
+    folder.shutil.disk_usage = lambda path: usage._replace(free=1000)
     fault_points.on("checkpoint/before_write", fault_points.kill)  # nothing may be written
     this.save(2)
     return this.errors()[-1]
@@ -176,9 +175,7 @@ def test_space_is_checked_before_anything_is_written(tmp_path):
 
 def save_until_full(rendezvous, run_dir):
     this = Run(rendezvous, run_dir, keep=100).start()
-    checkpoint_folder.shutil.disk_usage = lambda path: (
-        os.statvfs(path) and shutil._ntuple_diskusage(1 << 40, 0, 1 << 40)
-    )
+    folder.shutil.disk_usage = lambda path: os.statvfs(path) and shutil._ntuple_diskusage(1 << 40, 0, 1 << 40)
     for step in range(1, 100):
         this.save(step)
         this.checkpoints._await_running()
@@ -234,7 +231,7 @@ def test_a_kill_between_moving_the_old_and_the_new_one_keeps_the_old(three, tmp_
     """Both have the same name: a stop was saved, resumed and stopped again at the same place."""
     run_dir, _ = copy_of(three, tmp_path)
     folder = run_dir / "checkpoints"
-    (folder / "step_3" / checkpoint_folder.REPLACED).touch()
+    (folder / "step_3" / folder.REPLACED).touch()
     (folder / "step_3").rename(folder / ".step_3.old")
     assert Checks(run_dir).newest() == "step_3"
     assert names(run_dir) == ["step_1", "step_2", "step_3"]

@@ -13,9 +13,10 @@ from tiny_run import environment, evaluated_config
 from megatron_dapo.config import check_config, parse_config
 from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.engines.embedded.engine import EmbeddedEngine
-from megatron_dapo.engines.protocol import EngineError, WeightUpdateError
-from megatron_dapo.policy.fork_ranks import run_ranks
+from megatron_dapo.engines.protocol import WeightUpdateError
+from megatron_dapo.errors import EngineError
 from megatron_dapo.policy.policy import Policy
+from megatron_dapo.processes.fork_ranks import run_ranks
 from megatron_dapo.trainer.loop import train
 
 STEPS = 3

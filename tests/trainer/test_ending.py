@@ -12,10 +12,9 @@ from tiny_run import environment, evaluated_config
 from megatron_dapo import fault_points
 from megatron_dapo.config import check_config, parse_config
 from megatron_dapo.engines.embedded.engine import EmbeddedEngine
-from megatron_dapo.engines.protocol import EngineError
+from megatron_dapo.errors import EngineError, RankError
 from megatron_dapo.evaluate import EvaluationError
-from megatron_dapo.policy.fork_ranks import run_ranks
-from megatron_dapo.policy.runtime import RankError
+from megatron_dapo.processes.fork_ranks import run_ranks
 from megatron_dapo.trainer import rollout_driver
 from megatron_dapo.trainer.loop import train
 from megatron_dapo.trainer.signals import INTERRUPTED

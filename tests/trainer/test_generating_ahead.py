@@ -14,7 +14,7 @@ from tiny_run import make_model, raw_config
 from megatron_dapo import fault_points
 from megatron_dapo.config import check_config, parse_config
 from megatron_dapo.engines.embedded.engine import EmbeddedEngine
-from megatron_dapo.policy.fork_ranks import run_ranks
+from megatron_dapo.processes.fork_ranks import run_ranks
 from megatron_dapo.trainer.loop import train
 from megatron_dapo.trainer.signals import REQUEUE
 

@@ -7,11 +7,10 @@ import orjson
 import pytest
 from checkpoint_run import Checks, copy_of, names, only_newest, resumed, run, same
 
+from megatron_dapo.checkpoints.folder import CheckpointFolder, read_state
 from megatron_dapo.config.trainer import CheckpointConfig
-from megatron_dapo.policy.fork_ranks import run_ranks
-from megatron_dapo.policy.runtime import RankError
-from megatron_dapo.trainer.checkpoint_folder import CheckpointFolder
-from megatron_dapo.trainer.state_files import read_state
+from megatron_dapo.errors import RankError
+from megatron_dapo.processes.fork_ranks import run_ranks
 from megatron_dapo.weights.locate import locate
 
 # ---- damage ----

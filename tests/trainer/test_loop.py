@@ -14,11 +14,12 @@ from tiny_run import HERE, command, environment, make_model, raw_config, write_c
 
 from megatron_dapo import cli, fault_points
 from megatron_dapo.config import check_config, parse_config
+from megatron_dapo.errors import GateError
 from megatron_dapo.policy.batch import TrainBatch
-from megatron_dapo.policy.fork_ranks import run_ranks
 from megatron_dapo.policy.step import NonFiniteError
+from megatron_dapo.processes.fork_ranks import run_ranks
 from megatron_dapo.trainer.advantages import mini_batches, shape_batch
-from megatron_dapo.trainer.logprob_gate import GateError, check_gate
+from megatron_dapo.trainer.logprob_gate import check_gate
 from megatron_dapo.trainer.loop import train
 from megatron_dapo.trainer.signals import REQUEUE
 from megatron_dapo.types import FinishReason, Grade, Group, Prompt, Sample, StepBatch, as_logprobs, as_tokens

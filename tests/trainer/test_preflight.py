@@ -4,7 +4,7 @@ import pytest
 from tiny_run import raw_config
 
 from megatron_dapo.config import ConfigError, check_config, parse_config
-from megatron_dapo.config.observe import WandbConfig
+from megatron_dapo.config.trainer import WandbConfig
 from megatron_dapo.data import arithmetic_problems, run_data, write_arithmetic
 from megatron_dapo.launch.local import run_training
 from megatron_dapo.trainer.preflight import _check_best_metric, _check_wandb, check_setup

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_dapo.config import ConfigError, load_config
-from megatron_dapo.trainer.profiler import StepProfiler
+from megatron_dapo.trainer.throughput import StepProfiler
 
 
 def test_the_trace_has_the_work_of_its_steps(tmp_path):

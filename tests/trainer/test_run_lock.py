@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_dapo.errors import UserError
+from megatron_dapo.errors import LockLost, UserError
 from megatron_dapo.trainer import run_lock
-from megatron_dapo.trainer.run_lock import Holder, LockLost, RunDirInUse, RunLock
+from megatron_dapo.trainer.run_lock import Holder, RunDirInUse, RunLock
 
 FORK = multiprocessing.get_context("fork")
 

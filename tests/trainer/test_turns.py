@@ -6,15 +6,16 @@ import pytest
 import torch
 
 from megatron_dapo.config import ConfigError, parse_config
+from megatron_dapo.errors import GateError
 from megatron_dapo.policy.batch import TrainBatch
-from megatron_dapo.policy.fork_ranks import run_ranks
+from megatron_dapo.policy.megatron.runtime import initialize
 from megatron_dapo.policy.policy import Policy
-from megatron_dapo.policy.runtime import initialize
+from megatron_dapo.processes.fork_ranks import run_ranks
 from megatron_dapo.selfcheck.layout_spec import LayoutSpec, selfcheck_config
 from megatron_dapo.selfcheck.synthetic import random_hf_weights, synthetic_shape
 from megatron_dapo.selfcheck.trace import gather_full
 from megatron_dapo.trainer.advantages import mini_batches, shape_batch
-from megatron_dapo.trainer.logprob_gate import GateError, check_gate
+from megatron_dapo.trainer.logprob_gate import check_gate
 from megatron_dapo.types import (
     FinishReason,
     Grade,

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_dapo.config.policy import PolicyConfig
-from megatron_dapo.engines.protocol import EngineError
-from megatron_dapo.policy.fork_ranks import run_ranks
-from megatron_dapo.policy.runtime import initialize
-from megatron_dapo.trainer.caller_thread import CallerThread
+from megatron_dapo.errors import EngineError
+from megatron_dapo.policy.megatron.runtime import initialize
+from megatron_dapo.processes.fork_ranks import run_ranks
+from megatron_dapo.sync.caller_thread import CallerThread
 from megatron_dapo.trainer.collectives import Collectives, DriverError
 from megatron_dapo.trainer.signals import StopSignal
 from megatron_dapo.trainer.weight_sync import WeightSync

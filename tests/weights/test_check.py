@@ -11,7 +11,7 @@ from megatron_dapo.config import ConfigError, ModelShape
 from megatron_dapo.errors import UserError
 from megatron_dapo.weights.check import check_megatron_checkpoint, check_model_directory
 from megatron_dapo.weights.convert import hf_to_megatron
-from megatron_dapo.weights.formats import mapped_file
+from megatron_dapo.weights.formats import hf_reader
 
 UP = "model.layers.1.mlp.up_proj.weight"
 
@@ -30,8 +30,8 @@ def sharded(copy_of):
 
 
 def test_a_complete_directory_gives_its_shape_without_reading_tensors(sharded, monkeypatch):
-    monkeypatch.setattr(mapped_file, "map_file", lambda path: pytest.fail("a weight file was mapped"))
-    monkeypatch.setattr(mapped_file.mmap, "mmap", lambda *_, **__: pytest.fail("a weight file was mapped"))
+    monkeypatch.setattr(hf_reader, "map_file", lambda path: pytest.fail("a weight file was mapped"))
+    monkeypatch.setattr(hf_reader.mmap, "mmap", lambda *_, **__: pytest.fail("a weight file was mapped"))
     assert check_model_directory(sharded) == ModelShape.from_dir(sharded)
 
 

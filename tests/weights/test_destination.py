@@ -11,7 +11,7 @@ import pytest
 
 from megatron_dapo.weights import command, convert, copy, output_file
 from megatron_dapo.weights.convert import hf_to_megatron, megatron_to_hf
-from megatron_dapo.weights.copy_group import CopyGroup
+from megatron_dapo.weights.copy import CopyGroup
 from megatron_dapo.weights.destination import new_directory
 from megatron_dapo.weights.formats import torch_dist_writer
 from megatron_dapo.weights.mapping import WeightsError

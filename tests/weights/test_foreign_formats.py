@@ -13,7 +13,7 @@ from test_model_weights import build_policy
 
 from megatron_dapo.cli import main
 from megatron_dapo.errors import UserError
-from megatron_dapo.policy.fork_ranks import run_ranks
+from megatron_dapo.processes.fork_ranks import run_ranks
 from megatron_dapo.weights.check import check_model_directory
 from megatron_dapo.weights.convert import hf_to_megatron, megatron_to_hf
 from megatron_dapo.weights.formats.hf_reader import HFReader

@@ -6,9 +6,18 @@ import torch
 
 from megatron_dapo.config.model import ModelShape
 from megatron_dapo.weights.formats.hf_reader import HFReader
-from megatron_dapo.weights.mapping import WeightsError, hf_shapes, padded_vocab, parameter_mappings, stored_mappings
+from megatron_dapo.weights.mapping import (
+    WeightsError,
+    hf_shapes,
+    hf_tensors,
+    megatron_tensor,
+    padded_vocab,
+    parameter_mappings,
+    shard,
+    stored_mappings,
+    unshard,
+)
 from megatron_dapo.weights.names import disk_locations, to_canonical, to_local, to_te
-from megatron_dapo.weights.sharding import hf_tensors, megatron_tensor, shard, unshard
 
 QWEN3 = ModelShape(
     "qwen3", layers=2, hidden=4, ffn_hidden=6, heads=4, kv_heads=2, head_dim=2, vocab=5, max_positions=8,

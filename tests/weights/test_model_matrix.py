@@ -16,13 +16,12 @@ from joined_ranks import Job, RankJobs
 from long_lists import some
 from safetensors.torch import load_file, save_file
 
+from megatron_dapo.checkpoints.policy_state import load_weights
 from megatron_dapo.config import ModelShape, parse_config
 from megatron_dapo.config.rollout import EmbeddedConfig
-from megatron_dapo.engines.embedded.engine import EmbeddedEngine
-from megatron_dapo.engines.embedded.weight_loader import _targets
-from megatron_dapo.policy.checkpoint import load_weights
+from megatron_dapo.engines.embedded.engine import EmbeddedEngine, _targets
+from megatron_dapo.policy.megatron.runtime import initialize
 from megatron_dapo.policy.policy import Policy
-from megatron_dapo.policy.runtime import initialize
 from megatron_dapo.selfcheck.layout_spec import LayoutSpec, selfcheck_config
 from megatron_dapo.selfcheck.trace import compare, trace_config
 from megatron_dapo.weights.convert import hf_to_megatron, megatron_to_hf

@@ -10,9 +10,9 @@ from safetensors.torch import save_file
 from megatron_dapo.config import ModelShape, parse_config
 from megatron_dapo.config import model as config_model
 from megatron_dapo.config.model import Architecture
-from megatron_dapo.policy.fork_ranks import run_ranks
+from megatron_dapo.policy.megatron.runtime import initialize
 from megatron_dapo.policy.policy import Policy
-from megatron_dapo.policy.runtime import initialize
+from megatron_dapo.processes.fork_ranks import run_ranks
 from megatron_dapo.weights import mapping
 from megatron_dapo.weights.check import check_model_directory
 from megatron_dapo.weights.convert import hf_to_megatron, megatron_to_hf

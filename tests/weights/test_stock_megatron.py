@@ -17,15 +17,15 @@ import stock_megatron
 import torch
 from test_model_weights import build_policy
 
+from megatron_dapo.checkpoints.optimizer_state import inner_optimizers
+from megatron_dapo.checkpoints.policy_state import save_policy
 from megatron_dapo.config import ModelShape
-from megatron_dapo.policy.checkpoint import save_policy
-from megatron_dapo.policy.fork_ranks import run_ranks
-from megatron_dapo.policy.optimizer_state import inner_optimizers
+from megatron_dapo.processes.fork_ranks import run_ranks
 from megatron_dapo.selfcheck.synthetic import awkward_batch
 from megatron_dapo.weights.convert import hf_to_megatron, megatron_to_hf
 from megatron_dapo.weights.formats.hf_reader import HFReader
+from megatron_dapo.weights.mapping import megatron_tensor, shard
 from megatron_dapo.weights.model_weights import live_mappings
-from megatron_dapo.weights.sharding import megatron_tensor, shard
 from megatron_dapo.weights.verify import verify
 
 needs_megatron_lm = pytest.mark.skipif(

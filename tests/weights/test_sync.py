@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from megatron_dapo.policy.fork_ranks import run_ranks
+from megatron_dapo.policy.megatron.runtime import initialize
 from megatron_dapo.policy.policy import Policy
-from megatron_dapo.policy.runtime import initialize
+from megatron_dapo.processes.fork_ranks import run_ranks
 from megatron_dapo.selfcheck.layout_spec import LayoutSpec, selfcheck_config
 from megatron_dapo.selfcheck.synthetic import random_hf_weights, synthetic_shape
-from megatron_dapo.weights import sync
+from megatron_dapo.sync import gather
 
 
 def synced(place, layout, model, bucket_bytes, rounds):
@@ -58,8 +58,8 @@ def test_a_shard_that_no_rank_holds_is_an_error(monkeypatch):
 def without_one_parameter(place):
     config = selfcheck_config(LayoutSpec.parse("single"))
     policy = Policy(config, synthetic_shape("dense"), initialize(config.policy, rendezvous=place))
-    real = sync.live_mappings
-    sync.live_mappings = lambda *args: list(real(*args))[:-1]
+    real = gather.live_mappings
+    gather.live_mappings = lambda *args: list(real(*args))[:-1]
     policy.weight_buckets()
 
 

@@ -5,8 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_dapo.algorithm.objective import Objective, Sums, TokenMetrics, bounded_exp, ratio_metrics
-from megatron_dapo.algorithm.token_batch import Scores, TokenBatch
+from megatron_dapo.algorithm.objective import (
+    Objective,
+    Scores,
+    Sums,
+    TokenBatch,
+    TokenMetrics,
+    bounded_exp,
+    ratio_metrics,
+)
 
 
 class CISPO(Objective):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megatron_dapo.algorithm.objective import Needs, Sums, bounded_exp
+from megatron_dapo.algorithm.objective import Needs, Scores, Sums, TokenBatch, bounded_exp
 from megatron_dapo.algorithm.objectives.dapo import DAPO
-from megatron_dapo.algorithm.token_batch import Scores, TokenBatch
 
 
 class GSPO(DAPO):

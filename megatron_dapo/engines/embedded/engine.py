@@ -23,23 +23,77 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megatron_dapo.config.rollout import EmbeddedConfig, PauseMode
-from megatron_dapo.engines.bucket_reader import BucketReader
-from megatron_dapo.engines.embedded.batch_invariant_model import PAGE, BatchInvariantModel
-from megatron_dapo.engines.embedded.prompt_cache import PromptCache
+from megatron_dapo.engines.embedded.batch_invariant_model import PAGE, BatchInvariantModel, PromptCache
 from megatron_dapo.engines.embedded.token_sampling import sample_tokens, uniform
-from megatron_dapo.engines.embedded.weight_loader import WeightLoader
 from megatron_dapo.engines.protocol import (
     Bucket,
     Capabilities,
     Completion,
-    EngineError,
     SamplingParams,
     WeightReport,
     WeightUpdateError,
 )
+from megatron_dapo.errors import EngineError
+from megatron_dapo.sync.bucket import BucketReader
 from megatron_dapo.types import FinishReason, Tokens, WeightSpan, as_logprobs, as_tokens
+
+# Copies buckets of HF-named tensors into a transformers model: every tensor exactly once, or an error.
+
+
+class WeightLoader:
+    """`load` and `missing` return an error message, or an empty string."""
+
+    def __init__(self, model: Any) -> None:
+        self._targets = dict(_targets(model))
+        self._tied = bool(model.config.tie_word_embeddings)
+        self._seen: set[str] = set()
+        self.bytes = 0
+
+    @property
+    def count(self) -> int:
+        return len(self._seen)
+
+    def load(self, bucket: Bucket) -> str:
+        for full_name, tensor in bucket:
+            name = full_name.replace("model.language_model.", "model.", 1)
+            target = self._targets.get(name)
+            if target is None:
+                return f"the model has no tensor {name!r}"
+            if name in self._seen:
+                return f"tensor {name!r} was sent twice"
+            if target.shape != tensor.shape:
+                return f"tensor {name!r} has shape {tuple(tensor.shape)}, expected {tuple(target.shape)}"
+            with torch.no_grad():
+                target.copy_(tensor)
+            self._seen.add(name)
+            self.bytes += tensor.numel() * tensor.element_size()
+        return ""
+
+    def missing(self) -> str:
+        absent = sorted(set(self._targets) - self._seen - ({"lm_head.weight"} if self._tied else set()))
+        return f"{len(absent)} tensors are missing, the first is {absent[0]!r}" if absent else ""
+
+
+def _targets(model: Any) -> list[tuple[str, Tensor]]:
+    """Every tensor of the model under its name in a checkpoint."""
+    found: list[tuple[str, Tensor]] = []
+    for name, parameter in model.state_dict(keep_vars=True).items():
+        data = parameter.data
+        if name.endswith(".mlp.experts.gate_up_proj"):
+            prefix = name.removesuffix(".gate_up_proj")
+            for index, expert in enumerate(data):
+                gate, up = expert.chunk(2)
+                found += [(f"{prefix}.{index}.gate_proj.weight", gate), (f"{prefix}.{index}.up_proj.weight", up)]
+        elif name.endswith(".mlp.experts.down_proj"):
+            prefix = name.removesuffix(".down_proj")
+            found += [(f"{prefix}.{index}.down_proj.weight", expert) for index, expert in enumerate(data)]
+        else:
+            found.append((name, data))
+    return found
+
 
 PADDING = SamplingParams(max_new_tokens=1, temperature=0.0)
 STOP_TIMEOUT = 60.0

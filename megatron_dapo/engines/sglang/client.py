@@ -19,9 +19,8 @@ from typing import Any
 import numpy as np
 
 from megatron_dapo.config.rollout import PauseMode, ServerConfig
-from megatron_dapo.engines.protocol import Capabilities, Completion, EngineError, SamplingParams
+from megatron_dapo.engines.protocol import Capabilities, Completion, SamplingParams
 from megatron_dapo.engines.sglang.client_process import ClientProcess
-from megatron_dapo.engines.sglang.generate_call import GenerateCall
 from megatron_dapo.engines.sglang.http import (
     BrokenConnection,
     Connection,
@@ -30,7 +29,8 @@ from megatron_dapo.engines.sglang.http import (
     ServerFailure,
 )
 from megatron_dapo.engines.sglang.keys import Keys
-from megatron_dapo.engines.sglang.response_parser import version_number
+from megatron_dapo.engines.sglang.response_parser import GenerateCall, version_number
+from megatron_dapo.errors import EngineError
 from megatron_dapo.types import LogProbs, Tokens
 
 log = logging.getLogger(__name__)

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import orjson
 
-from megatron_dapo.engines.protocol import Completion, EngineError
-from megatron_dapo.engines.sglang.generate_call import GenerateCall
+from megatron_dapo.engines.protocol import Completion
 from megatron_dapo.engines.sglang.http import BrokenConnection, NotSent, RequestRefused, ServerFailure
-from megatron_dapo.engines.sglang.response_parser import UnfinishedUpdate, UnknownLabel
+from megatron_dapo.engines.sglang.response_parser import GenerateCall, UnfinishedUpdate, UnknownLabel
+from megatron_dapo.errors import EngineError
 from megatron_dapo.types import FinishReason, WeightSpan
 
 BUFFER = 1 << 20

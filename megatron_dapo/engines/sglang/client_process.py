@@ -29,7 +29,7 @@ from typing import Any
 
 import orjson
 
-from megatron_dapo.engines.protocol import Completion, EngineError
+from megatron_dapo.engines.protocol import Completion
 from megatron_dapo.engines.sglang.client_messages import (
     FrameReader,
     decode_reply,
@@ -37,8 +37,9 @@ from megatron_dapo.engines.sglang.client_messages import (
     encode_cancellation,
     encode_ping,
 )
-from megatron_dapo.engines.sglang.generate_call import GenerateCall
 from megatron_dapo.engines.sglang.http import ServerFailure
+from megatron_dapo.engines.sglang.response_parser import GenerateCall
+from megatron_dapo.errors import EngineError
 
 log = logging.getLogger(__name__)
 

@@ -26,9 +26,9 @@ from megatron_dapo.engines.sglang.client_messages import (
     encode_error,
     encode_ping,
 )
-from megatron_dapo.engines.sglang.generate_call import GenerateCall
-from megatron_dapo.engines.sglang.guard import die_with_parent
 from megatron_dapo.engines.sglang.http import Connection
+from megatron_dapo.engines.sglang.response_parser import GenerateCall
+from megatron_dapo.processes.guard import die_with_parent
 
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 

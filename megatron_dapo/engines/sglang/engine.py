@@ -27,7 +27,6 @@ from megatron_dapo.engines.protocol import (
     Bucket,
     Capabilities,
     Completion,
-    EngineError,
     ForeignWeightsError,
     SamplingParams,
     WeightReport,
@@ -46,6 +45,7 @@ from megatron_dapo.engines.sglang.response_parser import UnfinishedUpdate, Unkno
 from megatron_dapo.engines.sglang.supervision import Supervision, Unsupervised
 from megatron_dapo.engines.sglang.weights.snapshot import Snapshot
 from megatron_dapo.engines.sglang.weights.update import WeightUpdater
+from megatron_dapo.errors import EngineError
 from megatron_dapo.types import FinishReason, LogProbs, Tokens, as_logprobs, as_tokens
 
 log = logging.getLogger(__name__)

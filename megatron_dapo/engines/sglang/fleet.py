@@ -6,20 +6,21 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from megatron_dapo.config.rollout import RolloutConfig
-from megatron_dapo.engines.protocol import EngineError
+from megatron_dapo.config.rollout import RolloutConfig, ServerConfig
 from megatron_dapo.engines.sglang.client import SGLangClient
 from megatron_dapo.engines.sglang.client_process import SERVERS_PER_PROCESS, WITH_ROUTED_EXPERTS, ClientProcess
 from megatron_dapo.engines.sglang.engine import SGLangEngine
-from megatron_dapo.engines.sglang.external_server import ExternalServer
-from megatron_dapo.engines.sglang.http import failures, wait_all
+from megatron_dapo.engines.sglang.http import Connection, ServerFailure, failures, wait_all
 from megatron_dapo.engines.sglang.keys import Keys
-from megatron_dapo.engines.sglang.server_process import CommandMaker, ServerProcess, sglang_command
+from megatron_dapo.engines.sglang.server_process import CommandMaker, ExternalServer, ServerProcess, sglang_command
 from megatron_dapo.engines.sglang.supervisor import POLL, Supervisor
 from megatron_dapo.engines.sglang.weights.snapshot import remove_dead_snapshots
+from megatron_dapo.errors import EngineError
 
 
 class Fleet:
@@ -124,3 +125,35 @@ class Fleet:
         await wait_all({server.name: server.close() for server in self._servers})
         await wait_all({str(index): client.close() for index, client in enumerate(self.client_processes)})
         await wait_all({str(index): process.end() for index, process in enumerate(self.processes)})
+
+
+# Waits for sglang-router, which distributes the generate requests over the servers.
+
+
+async def wait_for_router(config: ServerConfig) -> None:
+    """Until the router counts all servers as healthy. Until then it refuses requests."""
+    assert config.router_url is not None
+    router = Connection(config.router_url, api_key=Keys.of_external_servers(config).api, timeout=config.control_timeout)
+    deadline, wanted = time.monotonic() + config.start_timeout, len(config.urls)
+    try:
+        while True:
+            try:
+                known = _healthy(await router.get("/readiness", tries=1), wanted)
+                if known >= wanted:
+                    return
+                last = f"it knows {known} of {wanted} servers"
+            except ServerFailure as error:
+                last = str(error)
+            if time.monotonic() > deadline:
+                raise EngineError(
+                    f"the router {router.url} was not ready after {config.start_timeout:g} s "
+                    f"(rollout.servers.start_timeout); the last: {last}"
+                )
+            await asyncio.sleep(0.5)
+    finally:
+        await router.close()
+
+
+def _healthy(reply: Any, wanted: int) -> int:
+    """A router that reports no number is taken to know all."""
+    return int(reply.get("healthy_workers", wanted)) if isinstance(reply, dict) else wanted

@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from megatron_dapo.engines.protocol import EngineError
+from megatron_dapo.errors import EngineError
 
 QUOTED = 300  # characters of a reply that an error message quotes
 KEEP_ALIVE = 2.0  # seconds; uvicorn, and with it SGLang, closes idle connections after 5

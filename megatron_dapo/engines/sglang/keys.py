@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_dapo.config.rollout import ServerConfig
-from megatron_dapo.engines.protocol import EngineError
+from megatron_dapo.errors import EngineError
 
 API_KEY_VARIABLE = "MEGATRON_DAPO_API_KEY"
 RUN_WITH_KEYS = Path(__file__).with_name("run_with_keys.py")

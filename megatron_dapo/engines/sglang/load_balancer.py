@@ -14,8 +14,8 @@ import random
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
-from megatron_dapo.engines.protocol import EngineError
 from megatron_dapo.engines.sglang.client import SGLangClient
+from megatron_dapo.errors import EngineError
 
 AFFINITY_SLACK = 8  # requests by which a prompt's own server may be busier than the least busy one
 BACKOFF = (0.25, 8.0)  # seconds without requests after a failure: the first time, at most

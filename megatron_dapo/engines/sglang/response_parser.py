@@ -12,13 +12,14 @@ middle of an update is labelled `updating-to-N`.
 from __future__ import annotations
 
 import base64
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import orjson
 
 from megatron_dapo.engines.protocol import Completion
-from megatron_dapo.engines.sglang.http import QUOTED, ServerFailure
+from megatron_dapo.engines.sglang.http import QUOTED, Connection, ServerFailure
 from megatron_dapo.types import FinishReason, LogProbs, RoutedExperts, Tokens, WeightSpan, pack_experts
 
 LARGEST_EXPERT = 65534
@@ -177,3 +178,35 @@ def version_number(label: Any, where: str) -> int:
     except (TypeError, ValueError):
         kind = UnfinishedUpdate if is_updating_label(str(label)) else UnknownLabel
         raise kind(f"{where}: its weights are labelled {label!r}, not with a version of this run") from None
+
+
+# One generate request to one server: sent over HTTP, its reply parsed. `GenerateCall` is all that this needs, so it
+# runs where the caller is or in a client process (`client_process`).
+
+
+@dataclass(slots=True, frozen=True)
+class GenerateCall:
+    """`url` may be a router's; `server` is the name for errors. `routed_from`: return the experts of the tokens from
+    this position of the prompt on."""
+
+    url: str
+    api_key: str | None
+    server: str
+    request_id: str
+    prompt: Tokens
+    sampling: dict[str, Any]
+    seconds: float
+    routed_from: int | None = None
+
+    async def send(self, connection: Connection) -> Completion:
+        """One try. `connection` is to `url`, with `api_key`."""
+        body: dict[str, Any] = {
+            "rid": self.request_id, "input_ids": self.prompt, "sampling_params": self.sampling,
+            "return_logprob": True, "logprob_start_len": -1,
+        }  # fmt: skip
+        routed = None
+        if self.routed_from is not None:
+            body |= {"return_routed_experts": True, "routed_experts_start_len": self.routed_from}
+            routed = len(self.prompt) - self.routed_from
+        content = await connection.generate(body, self.seconds)
+        return parse_completion(content, f"server {self.server}, request {self.request_id}", routed)

@@ -17,12 +17,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from megatron_dapo.config.rollout import ServerConfig
-from megatron_dapo.engines.protocol import EngineError
 from megatron_dapo.engines.sglang.client import SGLangClient
-from megatron_dapo.engines.sglang.guard import IGNORED_SIGNALS, kill_session
 from megatron_dapo.engines.sglang.keys import Keys, command_with_keys, key_variables
+from megatron_dapo.errors import EngineError
+from megatron_dapo.processes import guard
+from megatron_dapo.processes.guard import IGNORED_SIGNALS, kill_session
 
 LOG_TAIL, LINE_LENGTH = 25, 300  # lines of a server's log that an error quotes, and the characters of each
 CPU_STUBS = Path(__file__).parent / "cpu_stubs"
@@ -30,7 +32,7 @@ CPU_LAUNCHER = "cpu_launch_server"  # a module in that folder
 IN_SERVER = Path(__file__).parent / "in_server"
 # Functions of modules in that folder.
 DELTA_LOADER, EXPERT_LOADER = "megatron_dapo_delta.install", "megatron_dapo_experts.install"
-GUARD = Path(__file__).parent / "guard.py"
+GUARD = Path(guard.__file__)
 # Seconds that a server keeps an idle connection, instead of SGLang's 5: longer than any client of ours.
 SERVER_KEEP_ALIVE = 60
 
@@ -231,3 +233,49 @@ def _free_port(host: str, first: int, taken: set[int]) -> int:
                 continue
         return port
     raise EngineError(f"no free port on {host} from {first} on (rollout.servers.port)")
+
+
+# A server that this process did not start (another Slurm step, another team): waited for and watched, never ended.
+
+
+class ExternalServer:
+    ours = False
+
+    def __init__(self, url: str, config: ServerConfig, log_dir: Path) -> None:
+        self.url, self._config = url, config
+        self._keys = Keys.of_external_servers(config)
+        parts = urlsplit(url)
+        self._log = log_dir / f"engine_{parts.hostname}_{parts.port}.log"
+        self.port = 0
+
+    def client(self, generate_url: str | None = None) -> SGLangClient:
+        return SGLangClient(self.url, self._config, keys=self._keys, generate_url=generate_url)
+
+    def alive(self) -> bool:
+        """Unknown here: only its replies tell."""
+        return True
+
+    def spawn(self, taken: set[int] | None = None) -> None:
+        """Its launcher restarts it."""
+
+    async def end(self, patience: float = 0.0) -> None:
+        """Not ours to end."""
+
+    def log_tail(self) -> str:
+        return log_tail(self._log) if self._log.exists() else "its log is where its launcher writes it"
+
+    async def wait_ready(self, server: SGLangClient) -> None:
+        deadline = time.monotonic() + self._config.start_timeout
+        while True:
+            try:
+                await server.connection.control("GET", "/health", None, timeout=60, tries=1)
+                return
+            except EngineError as error:
+                if self._log.with_suffix(".given_up").exists():
+                    raise EngineError(f"server {self.url} will not be started again; {self.log_tail()}") from error
+                if time.monotonic() > deadline:
+                    raise EngineError(
+                        f"server {self.url} was not ready after {self._config.start_timeout:g} s "
+                        f"(rollout.servers.start_timeout); the last: {error}; {self.log_tail()}"
+                    ) from error
+            await asyncio.sleep(0.5)

@@ -13,12 +13,11 @@ import logging
 import time
 
 from megatron_dapo.config.rollout import ServerConfig
-from megatron_dapo.engines.protocol import EngineError
 from megatron_dapo.engines.sglang.client import SGLangClient
 from megatron_dapo.engines.sglang.engine import SGLangEngine
-from megatron_dapo.engines.sglang.external_server import ExternalServer
 from megatron_dapo.engines.sglang.http import ServerFailure, nobody_listens
-from megatron_dapo.engines.sglang.server_process import ServerProcess
+from megatron_dapo.engines.sglang.server_process import ExternalServer, ServerProcess
+from megatron_dapo.errors import EngineError
 
 log = logging.getLogger(__name__)
 

@@ -13,6 +13,7 @@ The norm multiplies by its weight, not by 1 + weight as the model's other norms 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
 from torch import Tensor
 
@@ -226,3 +228,38 @@ def _zigzag(lengths: Sequence[int], cp: int) -> Tensor:
             for rank in range(cp)
         ]
     )
+
+
+# Puts gated DeltaNet layers into a block spec, where the model has them instead of attention.
+
+
+NORM_KEY = {"input_layernorm.": "self_attention.in_proj.layer_norm_"}  # where Megatron's own layer stores this norm
+
+
+def use_gated_delta_net(spec: Any, config: Any, vp_stage: int | None, linear: LinearAttention) -> None:
+    """Changes the layers of this stage that `linear` names; the others stay as they are."""
+    first = get_transformer_layer_offset(config, vp_stage)
+    spec.layer_specs = [
+        _delta_layer(layer, linear) if first + i in linear.layers else layer for i, layer in enumerate(spec.layer_specs)
+    ]
+
+
+def _delta_layer(layer: ModuleSpec, linear: LinearAttention) -> ModuleSpec:
+    layer = copy.deepcopy(layer)
+    submodules, attention = layer.submodules, layer.submodules.self_attention.submodules
+    in_proj, out_proj, norm = attention.linear_qkv, attention.linear_proj, submodules.input_layernorm
+    if _fuses_norm(in_proj):
+        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
+
+        in_proj, norm = TEColumnParallelLinear, TENorm
+    submodules.input_layernorm = norm
+    submodules.self_attention = ModuleSpec(
+        module=GatedDeltaNet, params={"linear": linear}, submodules=GatedDeltaNetSubmodules(in_proj, out_proj)
+    )
+    known = {k: v for k, v in submodules.sharded_state_dict_keys_map.items() if not k.startswith("input_layernorm")}
+    submodules.sharded_state_dict_keys_map = known | NORM_KEY
+    return layer
+
+
+def _fuses_norm(linear: Any) -> bool:
+    return "LayerNorm" in getattr(linear, "__name__", "")

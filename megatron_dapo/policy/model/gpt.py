@@ -24,13 +24,13 @@ from torch import Tensor
 
 from megatron_dapo.config import ConfigError, ModelShape, check_model
 from megatron_dapo.config.policy import PolicyConfig
-from megatron_dapo.policy import cpu
 from megatron_dapo.policy.head.fused import HeadRequest, output_processor
-from megatron_dapo.policy.megatron_options import DTYPES, check_hardware, fusion_provider, megatron_refuses, passed_on
-from megatron_dapo.policy.model.hybrid_spec import use_gated_delta_net
+from megatron_dapo.policy.megatron import cpu
+from megatron_dapo.policy.megatron.options import DTYPES, check_hardware, fusion_provider, megatron_refuses, passed_on
+from megatron_dapo.policy.megatron.runtime import Runtime
+from megatron_dapo.policy.model.gated_delta_net import use_gated_delta_net
 from megatron_dapo.policy.model.rotary import inverse_frequencies
 from megatron_dapo.policy.model.router import install_hooks, separate_expert_gradients, use_policy_routers
-from megatron_dapo.policy.runtime import Runtime
 from megatron_dapo.weights.mapping import padded_vocab
 
 

@@ -9,8 +9,9 @@ model is built without position embedding, because the attention rotates (see `r
 
 from __future__ import annotations
 
+import inspect
 import math
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -23,7 +24,6 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor
 
 from megatron_dapo.config.rope import Yarn
-from megatron_dapo.policy.model import varlen_attention as varlen
 from megatron_dapo.policy.model.rotary import RotaryTable, rotate
 
 
@@ -116,9 +116,9 @@ class CoreAttention(MegatronModule):
         if packed_seq_params is None:
             return self._attend(query, key, value, attention_mask)
         cp = self.cp_group.size()
-        if cp == 1 and varlen.can_attend(query):
+        if cp == 1 and can_attend_packed(query):
             cumulative, longest = packed_seq_params.cu_seqlens_q_padded, packed_seq_params.max_seqlen_q
-            return varlen.attend(query, key, value, cumulative, longest, self.scale).flatten(1)
+            return attend_packed(query, key, value, cumulative, longest, self.scale).flatten(1)
         q, k, v = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
         lengths = [length // cp for length in segment_lengths(packed_seq_params)]
         parts = [
@@ -203,3 +203,39 @@ def local_block_spec(
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     layers = get_num_layers_to_build(config, vp_stage)
     return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=RMSNorm)
+
+
+# Causal attention over packed sequences in one kernel, with linear memory and without Transformer Engine.
+
+
+@lru_cache(maxsize=1)
+def _varlen_attn() -> tuple[Any, frozenset[str]] | None:
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return varlen_attn, frozenset(inspect.signature(varlen_attn).parameters)
+
+
+def can_attend_packed(query: Tensor) -> bool:
+    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and _varlen_attn() is not None
+
+
+def attend_packed(query: Tensor, key: Tensor, value: Tensor, cumulative: Tensor, longest: int, scale: float) -> Tensor:
+    """query [t, n, h], key and value [t, groups, h] to [t, n, h]; `cumulative` [sequences + 1] int32 on the device."""
+    found = _varlen_attn()
+    assert found is not None
+    function, options = found
+    keywords: dict[str, Any] = {}
+    if query.shape[1] != key.shape[1]:
+        if "enable_gqa" in options:
+            keywords["enable_gqa"] = True
+        else:
+            repeats = query.shape[1] // key.shape[1]
+            key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+    keywords |= {"window_size": (-1, 0)} if "window_size" in options else {"is_causal": True}
+    if "scale" in options:
+        keywords["scale"] = scale
+    else:  # it divides by √h; apply the remaining factor
+        query = query * (scale * query.shape[-1] ** 0.5)
+    return function(query, key, value, cumulative, cumulative, longest, longest, **keywords)

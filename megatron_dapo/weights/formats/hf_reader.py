@@ -7,15 +7,27 @@ read on access.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megatron_dapo.files import INDEX, StoredTensor, is_packed, read_safetensors_directory, unpacked
+from megatron_dapo.files import (
+    INDEX,
+    StoredTensor,
+    is_packed,
+    read_safetensors_directory,
+    unpacked,
+)
 from megatron_dapo.weights.formats.mapped_file import WeightFiles, rows_of, tensor_over, torch_dtype
 from megatron_dapo.weights.formats.torch_file import read_bin_directory
+
+# Weight files: mapped read-only for random access, or read into a buffer of the calling thread.
+
+
+warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
 
 def read_hf_directory(path: Path) -> dict[str, StoredTensor]:

@@ -11,16 +11,17 @@ import math
 import mmap
 import os
 import threading
-import warnings
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megatron_dapo.files import ITEM_SIZES, DamagedFile, StoredTensor
-
-warnings.filterwarnings("ignore", message="The given buffer is not writable")
+from megatron_dapo.files import (
+    ITEM_SIZES,
+    DamagedFile,
+    StoredTensor,
+)
 
 
 def map_file(path: Path) -> mmap.mmap:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_dapo.engines.flat_bucket import FlatBucket, TensorSpec, flat_starts, flatten
+from megatron_dapo.sync.bucket import FlatBucket, TensorSpec, flat_starts, flatten
 
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from megatron_dapo.engines.flat_bucket import TensorSpec
+from megatron_dapo.sync.bucket import TensorSpec
 
 PREFIX = "experts::"
 _MATRIX = re.compile(r"^(.+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.(\w+)$")

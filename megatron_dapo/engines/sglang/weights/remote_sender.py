@@ -15,11 +15,11 @@ from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from megatron_dapo.engines.flat_bucket import FlatBucket
 from megatron_dapo.engines.protocol import Bucket
-from megatron_dapo.engines.sender_link import POLL, SenderLink, UpdateFailed
-from megatron_dapo.engines.sglang.weights.group_source import GroupSource
+from megatron_dapo.engines.sglang.weights.process_group import GroupSource
 from megatron_dapo.engines.sglang.weights.shared_bucket import SharedBucket, share
+from megatron_dapo.sync.bucket import FlatBucket
+from megatron_dapo.sync.sender_link import POLL, SenderLink, UpdateFailed
 
 
 class RemoteSender:

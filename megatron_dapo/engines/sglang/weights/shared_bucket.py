@@ -13,9 +13,9 @@ import torch
 import torch.multiprocessing  # registers how tensors are pickled by reference to shared memory
 from torch.multiprocessing.reductions import reduce_tensor
 
-from megatron_dapo.engines.flat_bucket import flat_starts, flatten
 from megatron_dapo.engines.protocol import Bucket
 from megatron_dapo.engines.sglang.weights.expert_packing import packed
+from megatron_dapo.sync.bucket import flat_starts, flatten
 
 DEVICE_ARGUMENT = 6  # of torch's rebuild_cuda_tensor
 

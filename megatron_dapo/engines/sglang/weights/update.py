@@ -19,8 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_dapo.config.rollout import WeightTransportConfig
-from megatron_dapo.engines.bucket_reader import BucketReader
-from megatron_dapo.engines.protocol import Bucket, EngineError, WeightReport, WeightUpdateError
+from megatron_dapo.engines.protocol import Bucket, WeightReport, WeightUpdateError
 from megatron_dapo.engines.sglang.client import SGLangClient
 from megatron_dapo.engines.sglang.http import all_of, failures, wait_all
 from megatron_dapo.engines.sglang.response_parser import is_updating_label, updating_label
@@ -28,6 +27,8 @@ from megatron_dapo.engines.sglang.server_process import DELTA_LOADER, EXPERT_LOA
 from megatron_dapo.engines.sglang.weights.delta import DeltaEncoder
 from megatron_dapo.engines.sglang.weights.snapshot import Snapshot
 from megatron_dapo.engines.sglang.weights.transports import Errors, Transfer, make_transport
+from megatron_dapo.errors import EngineError
+from megatron_dapo.sync.bucket import BucketReader
 from megatron_dapo.types import LogProbs
 
 # The text of the probe: any tokens will do, since all servers get the same and every vocabulary has them.

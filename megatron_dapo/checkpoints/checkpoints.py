@@ -1,0 +1,416 @@
+"""Checkpoints of a run: written in the background, complete or absent, checked before they are used.
+
+    checkpoints/step_N/
+        policy/          weights and optimizer (Megatron torch_dist, any layout), policy/hf: config and tokenizer
+        trainer.json     step, data cursor, unfinished and surplus groups, the batch being trained, observers, layout
+        trainer.arrays   the numpy arrays of trainer.json
+        rng/rank_N.json  random states
+        manifest.json    size and CRC-32 of every file
+
+`save` copies the state to host memory and returns; a thread of each rank writes and syncs this rank's files. The
+threads use no collectives: a rank hands in its file list as a file of the unfinished checkpoint, and rank 0's thread
+publishes when all lists are there. `poll`, at every step, tells all ranks how far the save is. One save runs at a
+time: the next one waits for it, and `finish` waits at the end of the run. A killed run leaves an unfinished folder,
+which the next start removes. A failed save (a full disk) is reported and leaves the checkpoints before it.
+
+Host memory: each rank keeps a copy of what it writes, about 14 bytes per parameter of a bf16 model divided by TP, PP
+and, for 12 of them, DP: 22 GB for 1.5B parameters on one GPU. On a node it is the sum over its ranks.
+Colocated training holds another such copy while the engines generate. Where a node has too little memory, all ranks
+write from the device instead and the loop waits for the disk; a warning says so.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+import torch
+import torch.distributed as dist
+
+from megatron_dapo import fault_points
+from megatron_dapo.checkpoints.files import Cancelled, CheckpointFile, FileRecord, damaged_files, write_files
+from megatron_dapo.checkpoints.folder import CheckpointFolder, checkpoint_name, read_state, state_files
+from megatron_dapo.checkpoints.host_buffers import HostBuffers, available_host_memory
+from megatron_dapo.checkpoints.policy_state import host_sizes, load_policy, policy_files
+from megatron_dapo.config.trainer import CheckpointConfig
+from megatron_dapo.errors import CheckpointError
+from megatron_dapo.files import write_atomically
+from megatron_dapo.policy.megatron.runtime import Runtime
+from megatron_dapo.policy.policy import Policy
+
+# torch's random states of this rank, as JSON values.
+
+
+def random_state() -> dict[str, str]:
+    state = {"torch": torch.get_rng_state().numpy().tobytes().hex()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state().numpy().tobytes().hex()
+    return state
+
+
+def set_random_state(state: dict[str, str]) -> None:
+    def tensor(text: str) -> torch.Tensor:
+        return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+
+    torch.set_rng_state(tensor(state["torch"]))
+    if torch.cuda.is_available() and "cuda" in state:
+        torch.cuda.set_rng_state(tensor(state["cuda"]))
+
+
+POLICY, RNG, HANDED_IN = "policy", "rng", "written"
+# Keys of the state that only rank 0 needs.
+DRIVER_ONLY = frozenset({"rollouts", "observer", "batches", "next_batch", "batch"})
+MEMORY_TO_SPARE = 4 << 30  # on each node, for everything else
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """How one save ended; the same on every rank. `error` is None when the checkpoint is published."""
+
+    path: Path
+    error: str | None
+    waited_seconds: float  # for which the loop stood still in `save`
+    seconds: float  # from the call of `save` until the checkpoint was published, or the save was given up
+    bytes: int = 0  # of all ranks
+
+
+@dataclass(slots=True)
+class _Save:
+    """A running save on this rank. Its thread sets `error`, `seconds` and `problems`, then `ended`."""
+
+    path: Path
+    bytes: int
+    began: float
+    waited: float = 0.0
+    seconds: float = 0.0
+    cancel: threading.Event = field(default_factory=threading.Event)
+    ended: threading.Event = field(default_factory=threading.Event)
+    error: str | None = None
+    problems: list[str] = field(default_factory=list)  # that do not concern the new checkpoint
+
+
+class Checkpoints:
+    """The checkpoints of one run. All methods but `set_score` are collective."""
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        config: CheckpointConfig,
+        runtime: Runtime,
+        report: Callable[[SaveReport], None] = lambda report: None,
+        *,
+        warn: Callable[[str], None] = lambda line: None,
+        mark: Callable[[str], None] = lambda doing: None,
+        guard: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`report` is called on every rank once for each save, when it has ended: in `save`, `poll` or `finish`.
+        `warn` is called on rank 0 with what a user should know. `mark` is called while a method waits. `guard` is
+        called on rank 0 before a checkpoint is published, which it prevents by raising."""
+        self.runtime = runtime
+        self._folder = CheckpointFolder(run_dir, config)
+        self._report, self._warn, self._mark, self._guard = report, warn, mark, guard
+        self._buffers = HostBuffers(runtime.device)
+        self._running: _Save | None = None
+        self._last_error: str | None = None
+
+    @property
+    def folder(self) -> Path:
+        return self._folder.path
+
+    # ---- saving ----
+
+    def save(
+        self,
+        policy: Policy,
+        step: int,
+        updates: int | None,
+        state: dict[str, Any],
+        score: float | None,
+        *,
+        wait: bool = False,
+    ) -> Path:
+        """Starts a save and returns its path; `step` steps are done, and `updates` of the next one (None: the step is
+        complete). Rank 0's `state` is saved: JSON values and numpy arrays. A save that is still running is finished
+        first.
+
+        The path exists when the save has ended without error: see `poll`. With `wait` the save has ended on return,
+        and a failure is a CheckpointError on every rank."""
+        began = time.monotonic()
+        self._await_running()
+        fault_points.reach("checkpoint/before_stage")
+        name = checkpoint_name(step, updates)
+        in_background = not wait and self._has_room(policy)
+        state = {**state, "step": step, "score": score, "layout": _layout(policy)}
+        files = self._files(policy, step, state, self._buffers if in_background else None)
+        size, error = self._prepare(name, sum(file.size for file in files))
+        self._running = save = _Save(self.folder / name, size, began, error=error)
+        if error is None:
+            facts = {"version": 1, "step": step, "score": score, "world_size": self.runtime.world_size}
+            thread = threading.Thread(target=self._write, args=(save, files, facts), name=f"save {name}", daemon=True)
+            thread.start()
+        else:
+            save.ended.set()
+        if not in_background:
+            self._await_end(save)
+        save.waited = time.monotonic() - began
+        if wait:
+            self.finish()
+        elif error is not None or not in_background:
+            self.poll()
+        return save.path
+
+    def poll(self) -> None:
+        """Reports the running save if it has ended. Does not wait for it; call it at every step."""
+        if (save := self._running) is not None and self._has_ended(save):
+            self._running = None
+            self._conclude(save)
+
+    def _conclude(self, save: _Save) -> None:
+        results: list[Any] = [None] * self.runtime.world_size
+        dist.all_gather_object(results, (save.error, save.seconds))
+        failed = [(rank, error) for rank, (error, _) in enumerate(results) if error]
+        error = None
+        if failed:
+            error = failed[0][1] if self.runtime.world_size == 1 else f"rank {failed[0][0]}: {failed[0][1]}"
+        if self.runtime.rank == 0:
+            for line in save.problems:
+                self._warn(line)
+            if failed:
+                self._folder.discard(save.path.name)
+        self._last_error = error
+        self._report(SaveReport(save.path, error, save.waited, results[0][1], save.bytes))
+
+    def finish(self) -> None:
+        """Waits until no save is running. If it failed, every rank raises CheckpointError."""
+        if (save := self._running) is None:
+            return
+        self._await_running()
+        if self._last_error is not None:
+            raise CheckpointError(f"{save.path} was not saved: {self._last_error}")
+
+    def set_score(self, step: int, score: float) -> None:
+        """Rank 0 only. The score of the checkpoint of `step`, known only after the evaluation that follows its save.
+        The checkpoint may not be published yet."""
+        for problem in self._folder.set_score(checkpoint_name(step, None), score):
+            self._warn(problem)
+
+    def _await_running(self) -> None:
+        if (save := self._running) is not None:
+            self._await_end(save)
+            self._running = None
+            self._conclude(save)
+
+    def _await_end(self, save: _Save) -> None:
+        """Short collectives, however long the writing takes: a rank that is gone is found within their timeout."""
+        pause = 0.01
+        while not self._has_ended(save):
+            self._mark(f"writing {save.path.name}")
+            save.ended.wait(pause)
+            pause = min(1.0, 2 * pause)
+
+    def _has_ended(self, save: _Save) -> bool:
+        """Collective. Whether the threads of all ranks have ended; rank 0's ends last. One failure cancels the rest."""
+        flags = torch.tensor([save.error is not None, not save.ended.is_set()], dtype=torch.int32)
+        flags = flags.to(self.runtime.device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        any_failed, any_running = flags.tolist()
+        if any_failed:
+            save.cancel.set()
+        return not any_running
+
+    def _has_room(self, policy: Policy) -> bool:
+        """Whether every node has memory for the copies of its ranks. The same on every rank."""
+        missing = self._buffers.missing(host_sizes(policy))
+        mine = (socket.gethostname(), missing, available_host_memory())
+        ranks: list[Any] = [mine] * self.runtime.world_size
+        dist.all_gather_object(ranks, mine)
+        for node in sorted({host for host, _, _ in ranks}):
+            needed = sum(missing for host, missing, _ in ranks if host == node)
+            free = min(free for host, _, free in ranks if host == node)
+            if needed and needed + MEMORY_TO_SPARE > free:
+                if self.runtime.rank == 0:
+                    self._warn(
+                        f"checkpoints are not written in the background: {node} has {free / 1e9:.1f} GB of memory "
+                        f"free, the copies need {needed / 1e9:.1f} GB and {MEMORY_TO_SPARE / 1e9:.1f} GB to spare"
+                    )
+                return False
+        return True
+
+    def _files(
+        self, policy: Policy, step: int, state: dict[str, Any], buffers: HostBuffers | None
+    ) -> list[CheckpointFile]:
+        files = policy_files(policy, buffers, step)
+        for file in files:
+            file.name = f"{POLICY}/{file.name}"
+        files.append(CheckpointFile(f"{RNG}/rank_{self.runtime.rank}.json", [orjson.dumps(random_state())]))
+        return [*files, *state_files(state)] if self.runtime.rank == 0 else files
+
+    def _prepare(self, name: str, size: int) -> tuple[int, str | None]:
+        """Bytes of all ranks; and why the checkpoint cannot be written, if it cannot."""
+        total = torch.tensor([size], dtype=torch.int64, device=self.runtime.device)
+        dist.all_reduce(total)
+        error: list[str | None] = [None]
+        if self.runtime.rank == 0:
+            try:
+                self._folder.prepare(name, int(total.item()))
+            except (OSError, CheckpointError) as found:
+                error = [str(found)]
+        dist.broadcast_object_list(error, src=0)
+        return int(total.item()), error[0]
+
+    # ---- in the thread of a save ----
+
+    def _write(self, save: _Save, files: Sequence[CheckpointFile], facts: dict[str, Any]) -> None:
+        building = self._folder.building(save.path.name)
+        try:
+            fault_points.reach("checkpoint/before_write")
+            written = write_files(building, files, cancelled=save.cancel.is_set)
+            fault_points.reach("checkpoint/after_write")
+            if self.runtime.rank != 0:
+                self._hand_in(building, written)
+            elif self._collect(building, written, save.cancel):
+                self._guard()
+                self._folder.publish(save.path.name, written, facts)
+                save.problems = self._folder.prune()
+        except Cancelled:
+            pass
+        except Exception as error:
+            save.error = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        finally:
+            save.seconds = time.monotonic() - save.began
+            save.ended.set()
+
+    def _hand_in(self, building: Path, written: dict[str, FileRecord]) -> None:
+        folder = building / HANDED_IN
+        folder.mkdir(exist_ok=True)
+        content = orjson.dumps({name: record.to_json() for name, record in written.items()})
+        write_atomically(folder / f"rank_{self.runtime.rank}.json", content)
+
+    def _collect(self, building: Path, written: dict[str, FileRecord], cancel: threading.Event) -> bool:
+        """Adds the other ranks' files to `written` as soon as they are handed in. False if the save is given up."""
+        missing = set(range(1, self.runtime.world_size))
+        while missing:
+            for rank in sorted(missing):
+                path = building / HANDED_IN / f"rank_{rank}.json"
+                if path.exists():
+                    for name, record in orjson.loads(path.read_bytes()).items():
+                        written[name] = FileRecord.from_json(record)
+                    path.unlink()
+                    missing.remove(rank)
+            if missing and cancel.wait(0.1):
+                return False
+        if (building / HANDED_IN).exists():
+            (building / HANDED_IN).rmdir()
+        return True
+
+    # ---- loading ----
+
+    def newest(self) -> Path | None:
+        """The newest checkpoint whose files are as they were written; the same on every rank, and each rank reads a
+        part of the files. Damaged ones are named and renamed. If all are damaged, it is an error."""
+        rejected: list[str] = []
+        if self.runtime.rank == 0:
+            self._folder.clean_up()
+        while True:
+            path, problems = self._candidate()
+            if path is None:
+                if rejected:
+                    raise CheckpointError(
+                        f"no checkpoint in {self.folder} can be used: {'; '.join(rejected)}. Restore one, or choose "
+                        "another trainer.run_dir"
+                    )
+                return None
+            if not problems:
+                return path
+            more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+            rejected.append(f"{path} is damaged: {problems[0]}{more}")
+            self._set_aside(path, rejected[-1])
+
+    def _set_aside(self, path: Path, line: str) -> None:
+        error: Exception | None = None
+        if self.runtime.rank == 0:
+            try:
+                now = self._folder.set_aside(path)
+                self._warn(f"{line}. It is now {now.name}; the checkpoint before it is used")
+            except OSError as found:
+                error = CheckpointError(f"{line}. It cannot be renamed ({found.strerror}); remove it")
+        self.runtime.raise_together(error, "looking for a checkpoint")
+
+    def _candidate(self) -> tuple[Path | None, list[str]]:
+        """The newest checkpoint that is left, and what is wrong with it."""
+        found: list[Any] = [None, {}, []]
+        if self.runtime.rank == 0 and (complete := self._folder.complete()):
+            found[0] = complete[-1]
+            try:
+                found[1] = self._folder.files_of(complete[-1]) or _legacy(complete[-1])
+            except CheckpointError as error:
+                found[2] = [str(error)]
+        dist.broadcast_object_list(found, src=0)
+        path, files, problems = found
+        if path is None or problems:
+            return path, problems
+        largest_first = sorted(files, key=lambda name: (-files[name].bytes, name))
+        mine = largest_first[self.runtime.rank :: self.runtime.world_size]
+        lines: list[list[str]] = [[]] * self.runtime.world_size
+        dist.all_gather_object(lines, damaged_files(path, {name: files[name] for name in mine}))
+        return path, [line for part in lines for line in part]
+
+    def load(self, policy: Policy, path: Path) -> dict[str, Any]:
+        """Restores policy and random states; returns the rest. Only rank 0 reads it and has all of it; on the other
+        ranks the values of `DRIVER_ONLY`, the bulk, are None."""
+        shared: list[Any] = [None]
+        state: dict[str, Any] = {}
+        error: Exception | None = None
+        if self.runtime.rank == 0:
+            try:
+                state = read_state(path)
+                shared = [_without_driver_only(state)]
+            except CheckpointError as found:
+                error = found
+        self.runtime.raise_together(error, f"reading {path}")
+        dist.broadcast_object_list(shared, src=0)
+        if self.runtime.rank != 0:
+            state = shared[0]
+        _check_layout(state["layout"], _layout(policy), path)
+        load_policy(policy, path / POLICY)
+        mine = path / RNG / f"rank_{self.runtime.rank}.json"
+        if state["layout"]["world_size"] == self.runtime.world_size and mine.exists():
+            set_random_state(orjson.loads(mine.read_bytes()))
+        return state
+
+
+def _legacy(path: Path) -> dict[str, FileRecord]:
+    """A checkpoint without manifest has nothing to compare with, but its state must be readable."""
+    read_state(path)
+    return {}
+
+
+def _without_driver_only(state: Any) -> Any:
+    if not isinstance(state, dict):
+        return state
+    return {key: None if key in DRIVER_ONLY else _without_driver_only(value) for key, value in state.items()}
+
+
+def _layout(policy: Policy) -> dict[str, Any]:
+    options = policy.config.policy
+    return {
+        "world_size": policy.runtime.world_size,
+        "distributed_optimizer": options.distributed_optimizer,
+        "experts_are_split": options.expert_parallel > 1,
+    }
+
+
+def _check_layout(saved: dict[str, Any], ours: dict[str, Any], path: Path) -> None:
+    """TP, PP, CP and DP may change between save and load; these two decide how the optimizer is written."""
+    for name, key in (("distributed_optimizer", "distributed_optimizer"), ("experts_are_split", "expert_parallel > 1")):
+        if saved[name] != ours[name]:
+            raise CheckpointError(
+                f"{path} was saved with policy.{key} {saved[name]}, this run has {ours[name]}. The optimizer state "
+                "cannot be converted; use the saved setting"
+            )

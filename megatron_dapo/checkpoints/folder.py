@@ -1,0 +1,317 @@
+"""The folder `checkpoints/` of a run, as rank 0 sees it: publishing, pruning, scores, damaged checkpoints.
+
+    step_N/            a complete checkpoint; step_N+K: step N is done, and K updates of the next one
+    .step_N.tmp/       being written
+    .step_N.old/       replaced or pruned, about to be deleted
+    step_N.damaged/    its files are not as they were written; never used. Pruning keeps the newest of them
+    best.json, scores.json
+    iter_N, latest_checkpointed_iteration.txt   links and tracker file, by which Megatron-LM finds the checkpoints
+
+A checkpoint gets its final name in one rename, after all files and folders are on disk. `manifest.json` lists every
+file with its size and CRC-32; it is written last. Checkpoints of older versions have none and cannot be checked.
+Pruning renames before it deletes, so what is left of an interrupted deletion is never taken for a checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from megatron_dapo import fault_points
+from megatron_dapo.checkpoints.files import CheckpointFile, FileRecord
+from megatron_dapo.config.trainer import CheckpointConfig
+from megatron_dapo.errors import CheckpointError
+from megatron_dapo.files import fsync_path, write_atomically
+from megatron_dapo.weights.locate import TRACKER
+
+# The state of the loop as two files: small JSON, and all numpy arrays in one binary file.
+
+
+STATE, ARRAYS = "trainer.json", "trainer.arrays"
+MARK = "$array"
+ALIGN = 8
+
+
+def state_files(state: dict[str, Any]) -> list[CheckpointFile]:
+    """A snapshot: later changes of the arrays do not reach the files."""
+    arrays: list[bytes] = []
+    position = 0
+
+    def extract(value: Any) -> Any:
+        nonlocal position
+        if isinstance(value, dict):
+            if MARK in value:
+                raise ValueError(f"{MARK!r} is not allowed as a key of the state")
+            return {key: extract(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [extract(item) for item in value]
+        if not isinstance(value, np.ndarray):
+            return value
+        if value.dtype.kind not in "biuf":
+            raise TypeError(f"an array of {value.dtype} cannot be part of the state")
+        content, start = value.tobytes(), position
+        arrays.append(content + bytes(-len(content) % ALIGN))
+        position += len(arrays[-1])
+        return {MARK: [value.dtype.str, list(value.shape), start]}
+
+    text = orjson.dumps(extract(state), option=orjson.OPT_SERIALIZE_NUMPY)
+    return [CheckpointFile(STATE, [text]), CheckpointFile(ARRAYS, [b"".join(arrays)])]
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """The state that `state_files` wrote. Older checkpoints have lists in place of arrays and no second file."""
+    path = folder / STATE
+    try:
+        state = orjson.loads(path.read_bytes())
+        path = folder / ARRAYS
+        content = path.read_bytes() if path.exists() else b""
+        restored = _restore(state, content)
+    except (OSError, ValueError, TypeError) as error:  # orjson's error is a ValueError
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(restored, dict):
+        raise CheckpointError(f"{folder / STATE} does not hold a state")
+    return restored
+
+
+def _restore(value: Any, content: bytes) -> Any:
+    if isinstance(value, list):
+        return [_restore(item, content) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if MARK in value:
+        kind, shape, start = value[MARK]
+        dtype = np.dtype(kind)
+        count = int(np.prod(shape, dtype=np.int64))
+        return (
+            np.frombuffer(content, dtype, count=count, offset=start).reshape(shape).copy()
+            if count
+            else np.empty(shape, dtype)
+        )
+    return {key: _restore(item, content) for key, item in value.items()}
+
+
+NAME = re.compile(r"step_(\d+)(?:\+(\d+))?")
+DAMAGED = re.compile(rf"{NAME.pattern}\.damaged(\d*)")
+MANIFEST, BEST, SCORES = "manifest.json", "best.json", "scores.json"
+REPLACED = ".replaced"  # in a checkpoint that was moved away for another one of the same name
+
+
+def checkpoint_name(step: int, updates: int | None) -> str:
+    return f"step_{step}" if updates is None else f"step_{step}+{updates}"
+
+
+class CheckpointFolder:
+    """Used by the loop and by the thread that writes; a lock keeps their changes apart."""
+
+    def __init__(self, run_dir: str | Path, config: CheckpointConfig) -> None:
+        self.path = Path(run_dir).resolve() / "checkpoints"
+        self._config = config
+        self._lock = threading.Lock()
+
+    def building(self, name: str) -> Path:
+        return self.path / f".{name}.tmp"
+
+    def complete(self) -> list[Path]:
+        """Complete checkpoints, oldest first. Files and folders with other names are ignored."""
+        try:
+            named = [path for path in self.path.iterdir() if NAME.fullmatch(path.name)]
+            found = [path for path in named if (path / MANIFEST).is_file() or (path / STATE).is_file()]
+        except OSError:
+            return []
+        return sorted(found, key=_order)
+
+    def clean_up(self) -> None:
+        """After a kill: removes unfinished checkpoints and unfinished deletions. One that was moved away to be
+        replaced, and whose replacement never came, gets its name back."""
+        with self._lock, contextlib.suppress(OSError):
+            for path in list(self.path.glob(".step_*")):
+                name = path.name.removeprefix(".").removesuffix(path.suffix)
+                if path.suffix == ".old" and (path / REPLACED).exists() and not (self.path / name).exists():
+                    (path / REPLACED).unlink()
+                    path.rename(self.path / name)
+                elif path.suffix in (".tmp", ".old"):
+                    shutil.rmtree(path, ignore_errors=True)
+
+    def prepare(self, name: str, size: int) -> Path:
+        """An empty folder for a checkpoint of `size` bytes. OSError where there is no room."""
+        building = self.building(name)
+        shutil.rmtree(building, ignore_errors=True)
+        building.mkdir(parents=True)
+        free = shutil.disk_usage(building).free
+        if free < size:
+            building.rmdir()
+            raise CheckpointError(
+                f"{self.path} has {free / 1e9:.2f} GB free, the checkpoint needs {size / 1e9:.2f} GB; delete "
+                "something there, or lower trainer.checkpoint.keep"
+            )
+        return building
+
+    def discard(self, name: str) -> None:
+        shutil.rmtree(self.building(name), ignore_errors=True)
+
+    def publish(self, name: str, files: Mapping[str, FileRecord], facts: Mapping[str, Any]) -> None:
+        """All files are written and synced. Writes the manifest and gives the checkpoint its name."""
+        building, target, aside = self.building(name), self.path / name, self.path / f".{name}.old"
+        records = {file: files[file].to_json() for file in sorted(files)}
+        write_atomically(building / MANIFEST, orjson.dumps({**facts, "files": records}))
+        for folder, _, _ in os.walk(building):
+            fsync_path(folder)
+        fault_points.reach("checkpoint/before_publish")
+        with self._lock:
+            shutil.rmtree(aside, ignore_errors=True)
+            if target.exists():
+                (target / REPLACED).touch()
+                target.rename(aside)
+            building.rename(target)
+            fsync_path(self.path)
+            shutil.rmtree(aside, ignore_errors=True)
+        fault_points.reach("checkpoint/before_prune")
+
+    def files_of(self, path: Path) -> dict[str, FileRecord]:
+        """What the manifest lists; nothing for a checkpoint of an older version."""
+        if not (path / MANIFEST).exists():
+            return {}
+        try:
+            listed = _read(path / MANIFEST)["files"]
+            return {name: FileRecord.from_json(record) for name, record in listed.items()}
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"{path / MANIFEST} is damaged: {type(error).__name__}: {error}") from error
+
+    def set_aside(self, path: Path) -> Path:
+        """Renames a damaged checkpoint, so that it is neither used nor counted. Returns where it is now."""
+        target = path.with_name(f"{path.name}.damaged")
+        number = 1
+        while target.exists():
+            number += 1
+            target = path.with_name(f"{path.name}.damaged{number}")
+        path.rename(target)
+        with self._lock:
+            self._link_for_megatron()
+        return target
+
+    # ---- pruning ----
+
+    def prune(self) -> list[str]:
+        """Keeps the newest checkpoints, the best, and the newest damaged one. Returns a line for each failure."""
+        problems: list[str] = []
+        with self._lock:
+            complete = self.complete()
+            keep = set(complete[-self._config.keep :])
+            if self._config.keep_best and (best := self._best(complete)) is not None:
+                keep.add(best[1])
+                try:
+                    content = {"checkpoint": best[1].name, "score": best[0]}
+                    write_atomically(self.path / BEST, orjson.dumps(content), fsync=False)
+                except OSError as error:
+                    problems.append(f"{self.path / BEST} cannot be written: {error.strerror or error}")
+            outdated = [path for path in complete if path not in keep] + self._damaged()[:-1]
+            problems += [problem for path in outdated if (problem := self._delete(path))]
+            problems += self._link_for_megatron()
+        return problems
+
+    def _link_for_megatron(self) -> list[str]:
+        """Megatron-LM's `--load` with this folder finds the newest complete step, and others with `--ckpt-step`."""
+        steps = {step: path for path in self.complete() for step, updates in [_order(path)] if updates < 0}
+        links = {f"iter_{step:07d}": f"{path.name}/policy" for step, path in steps.items()}
+        try:
+            for link in self.path.glob("iter_*"):
+                if link.is_symlink() and link.name not in links:
+                    link.unlink()
+            for name, target in links.items():
+                if not os.path.lexists(self.path / name):
+                    (self.path / name).symlink_to(target)
+            if steps:
+                write_atomically(self.path / TRACKER, str(max(steps)), fsync=False)
+            else:
+                (self.path / TRACKER).unlink(missing_ok=True)
+        except OSError as error:
+            return [f"{self.path}: Megatron-LM will not find the checkpoints: {error.strerror or error}"]
+        return []
+
+    def _damaged(self) -> list[Path]:
+        """Checkpoints that were set aside, oldest first."""
+        found = [(match, path) for path in self.path.iterdir() if (match := DAMAGED.fullmatch(path.name))]
+        return [path for _, path in sorted(((_position(match), int(match[3] or 1)), path) for match, path in found)]
+
+    def _delete(self, path: Path) -> str | None:
+        aside = self.path / f".{path.name}.old"
+        try:
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+        except OSError as error:
+            return f"the old checkpoint {path} cannot be removed: {error.strerror or error}"
+        shutil.rmtree(aside, ignore_errors=True)
+        return None
+
+    def set_score(self, name: str, score: float) -> list[str]:
+        """For a score that is known after the checkpoint was saved. Returns problems, as `prune` does."""
+        try:
+            scores = {**self._scores(), name: score}
+            known = {path.name for path in self.complete()} | {name}
+            write_atomically(self.path / SCORES, orjson.dumps({n: s for n, s in scores.items() if n in known}))
+        except OSError as error:
+            return [f"{self.path / SCORES} cannot be written: {error.strerror or error}"]
+        return self.prune()
+
+    def _best(self, complete: list[Path]) -> tuple[float, Path] | None:
+        """Of equal scores the newest."""
+        scores = self._scores()
+        scored = [(score, _order(p), p) for p in complete if (score := self._score(p, scores)) is not None]
+        if not scored:
+            return None
+        score, _, path = max(scored)
+        return score, path
+
+    def _score(self, path: Path, scores: Mapping[str, Any]) -> float | None:
+        """From scores.json, the manifest or, of an older version, the state. A file that cannot be read has none."""
+        with contextlib.suppress(CheckpointError, KeyError, TypeError, ValueError):
+            if path.name in scores:
+                return float(scores[path.name])
+            score = _read(path / (MANIFEST if (path / MANIFEST).exists() else STATE))["score"]
+            return None if score is None else float(score)
+        return None
+
+    def _scores(self) -> dict[str, Any]:
+        try:
+            found = _read(self.path / SCORES) if (self.path / SCORES).exists() else {}
+        except CheckpointError:
+            return {}
+        return found if isinstance(found, dict) else {}
+
+
+def _read(path: Path) -> Any:
+    try:
+        return orjson.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def _order(path: Path) -> tuple[int, int]:
+    """A complete step comes before the stops in the middle of the next one."""
+    match = NAME.fullmatch(path.name)
+    assert match is not None
+    return _position(match)
+
+
+def _position(match: re.Match[str]) -> tuple[int, int]:
+    return int(match[1]), -1 if match[2] is None else int(match[2])
+
+
+# The metric that decides which checkpoint is the best one.
+
+
+def best_metric(metrics: Mapping[str, float], config: CheckpointConfig, default: float | None) -> float | None:
+    """`best_metric` as configured; else the evaluation's avg@k; else the accuracy of the step's samples. `default` if
+    these metrics do not have it."""
+    averages = [name for name in metrics if "avg@" in name]
+    name = config.best_metric or next(iter(averages), "reward/accuracy")
+    return float(metrics[name]) if name in metrics else default

@@ -1,0 +1,199 @@
+"""Saves and loads the policy: weights and optimizer as a Megatron `torch_dist` checkpoint.
+
+The format is Megatron's own and does not depend on the layout: a checkpoint of one TP, PP, DP or EP loads at another.
+It also holds what Megatron-LM reads (`weights.formats.megatron_args`) and the HF model's config and tokenizer.
+Loading is exact or an error: a tensor that the checkpoint lacks, or has and we do not know, is named. `policy_files`
+is the part of a save that the training loop waits for; `trainer.checkpoint` decides where, when and in which thread
+the files are written.
+"""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.validation import StrictHandling
+from torch import Tensor
+
+from megatron_dapo.checkpoints.files import CheckpointFile, write_files
+from megatron_dapo.checkpoints.host_buffers import HostBuffers
+from megatron_dapo.checkpoints.optimizer_state import (
+    KEYS,
+    SHARDING,
+    adapt_step,
+    drop_classes,
+    initialize_state,
+    inner_optimizers,
+    saved_step,
+    set_step,
+    whole_parameters,
+)
+from megatron_dapo.checkpoints.torch_dist_files import sharded_files
+from megatron_dapo.errors import CheckpointError
+from megatron_dapo.policy.megatron import cpu
+from megatron_dapo.policy.policy import Policy
+from megatron_dapo.weights.formats.megatron_args import common_state, megatron_args
+from megatron_dapo.weights.locate import HF_FILES, locate
+from megatron_dapo.weights.side_files import side_files
+
+
+def save_policy(policy: Policy, directory: str | os.PathLike[str]) -> None:
+    """Collective. Writes the checkpoint and returns when all ranks have written it. The directory may exist."""
+    error: Exception | None = None
+    files = policy_files(policy)
+    try:
+        write_files(Path(directory), files)
+    except CheckpointError as found:
+        error = found
+    policy.runtime.raise_together(error, "writing the checkpoint")
+
+
+def policy_files(policy: Policy, buffers: HostBuffers | None = None, step: int = 0) -> list[CheckpointFile]:
+    """Collective. The files of the checkpoint that this rank writes. `step` is the iteration that Megatron-LM reads.
+
+    With `buffers` they refer to copies in host memory, and training may go on at once. Without, they refer to the
+    weights and optimizer state themselves, and must be written before either changes."""
+    cpu.install()
+    policy.step.complete_weights()
+    initialize_state(policy.optimizer)
+    if buffers is not None:
+        buffers.reset()
+        buffers.reserve(host_sizes(policy))
+    with whole_parameters(Tensor.cpu if buffers is None else buffers.copy):
+        state = _sharded_state(policy, is_loading=False)
+    state |= common_state(_megatron_args(policy, step), step)
+    state["opt_param_scheduler"] = _scheduler_state(policy)
+    state["content_metadata"] |= SHARDING
+
+    def to_host(tensor: Tensor) -> Tensor:
+        return tensor if buffers is None or buffers.holds(tensor) else buffers.copy(tensor)
+
+    files = sharded_files(state, policy.runtime, to_host)
+    if policy.runtime.rank == 0:
+        files += _side_files(policy.config.policy.model)
+    if buffers is not None:
+        buffers.synchronize()
+    return files
+
+
+def _side_files(model: str) -> list[CheckpointFile]:
+    """Config and tokenizer of the HF model: an export of the checkpoint needs nothing else."""
+    folder = Path(model)
+    if not model or not (folder / "config.json").is_file():
+        return []
+    return [CheckpointFile(f"{HF_FILES}/{name}", [(folder / name).read_bytes()]) for name in side_files(folder)[0]]
+
+
+def _megatron_args(policy: Policy, step: int) -> Namespace:
+    """What Megatron-LM reads about the run. Its random states are not in the checkpoint."""
+    options, groups = policy.config.policy, policy.runtime.groups
+    virtual = options.virtual_pipeline if options.virtual_pipeline > 1 else None
+    return megatron_args(
+        policy.shape, iteration=step, tensor_model_parallel_size=options.tensor_parallel,
+        pipeline_model_parallel_size=options.pipeline_parallel, virtual_pipeline_model_parallel_size=virtual,
+        context_parallel_size=options.context_parallel, expert_model_parallel_size=options.expert_parallel,
+        expert_tensor_parallel_size=options.expert_tensor_parallel, world_size=policy.runtime.world_size,
+        data_parallel_size=groups.dp.size(), bf16=options.precision == "bf16", fp16=False,
+        use_distributed_optimizer=options.distributed_optimizer, no_save_optim=False,
+    )  # fmt: skip
+
+
+def _scheduler_state(policy: Policy) -> dict[str, Any]:
+    """Megatron-LM's learning-rate scheduler loads this; --override-opt-param-scheduler replaces its values."""
+    options = policy.config.policy.optimizer
+    decay = {"start_wd": options.weight_decay, "end_wd": options.weight_decay, "wd_incr_style": "constant"}
+    steps = options.decay_steps or policy.config.trainer.steps
+    return {
+        "max_lr": options.lr, "min_lr": options.min_lr, "lr_warmup_steps": options.warmup_steps,
+        "lr_decay_style": options.schedule, "lr_decay_steps": steps, "wd_incr_steps": steps,
+        "num_steps": policy.updates, **decay,
+    }  # fmt: skip
+
+
+def host_sizes(policy: Policy) -> list[int]:
+    """Sizes of the copies that `policy_files` makes on this rank, about: the weights, and three fp32 tensors per
+    parameter that the optimizer holds here."""
+    weights = [parameter.nbytes for chunk in policy.model for parameter in chunk.parameters()]
+    groups = [group for inner in inner_optimizers(policy.optimizer) for group in inner.param_groups]
+    return weights + [4 * parameter.numel() for group in groups for parameter in group["params"] for _ in KEYS]
+
+
+def load_policy(policy: Policy, directory: str | os.PathLike[str]) -> None:
+    """Collective. Weights, optimizer and update count of a checkpoint that `save_policy` wrote, at any layout."""
+    cpu.install()
+    _require(directory)
+    initialize_state(policy.optimizer)
+    with whole_parameters():
+        state = _load(_sharded_state(policy, is_loading=True), directory)
+        _set_weights(policy, state)
+        policy.updates = int(state["updates"])
+        step = _step(state, directory)
+        adapt_step(policy.optimizer, state["optimizer"], step)
+        policy.optimizer.load_state_dict(state["optimizer"])
+    policy.set_fused_adam()
+    set_step(policy.optimizer, step)
+
+
+def _step(state: dict[str, Any], directory: str | os.PathLike[str]) -> int:
+    """A checkpoint without a step count has made as many optimizer steps as updates."""
+    try:
+        step = saved_step(state["optimizer"])
+    except ValueError as error:
+        raise CheckpointError(f"{directory} cannot be loaded: {error}") from error
+    return int(state["updates"]) if step is None else step
+
+
+def load_weights(policy: Policy, directory: str | os.PathLike[str]) -> None:
+    """Collective. The weights alone: a converted checkpoint, another run's or Megatron-LM's."""
+    cpu.install()
+    directory = locate(Path(directory))
+    _require(directory)
+    _set_weights(policy, _load(_model_state(policy), directory, weights_only=True))
+    policy.optimizer.reload_model_params()
+
+
+def _require(directory: str | os.PathLike[str]) -> None:
+    if not dist_checkpointing.check_is_distributed_checkpoint(str(directory)):
+        raise CheckpointError(f"{directory} is not a torch_dist checkpoint (it has no metadata.json)")
+
+
+def _load(state: dict[str, Any], directory: str | os.PathLike[str], weights_only: bool = False) -> dict[str, Any]:
+    # A checkpoint with optimizer state has more than weights; what we ask for must all be there in any case.
+    strict = StrictHandling.ASSUME_OK_UNEXPECTED if weights_only else StrictHandling.RAISE_ALL
+    try:
+        return dist_checkpointing.load(state, str(directory), strict=strict)
+    except dist_checkpointing.core.CheckpointingException as error:
+        raise CheckpointError(f"{directory} does not fit this model: {error}") from error
+
+
+def _metadata(policy: Policy) -> dict[str, Any]:
+    return {**SHARDING, "dp_cp_group": policy.runtime.groups.dp_cp}
+
+
+def _model_state(policy: Policy) -> dict[str, Any]:
+    """One entry per model chunk; sharded keys carry global layer numbers, so the chunks do not matter on disk."""
+    metadata = _metadata(policy)
+    return {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(policy.model)}
+
+
+def _sharded_state(policy: Policy, *, is_loading: bool) -> dict[str, Any]:
+    state = _model_state(policy)
+    models = state["model0"] if len(policy.model) == 1 else _distinct(state)
+    metadata = _metadata(policy)
+    state["optimizer"] = policy.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata)
+    drop_classes(state["optimizer"])
+    state["updates"] = policy.updates
+    return state
+
+
+def _distinct(state: dict[str, Any]) -> dict[str, Any]:
+    """Chunks number their layers from 0 each: keep their entries apart for the optimizer's look-up by parameter."""
+    return {f"{chunk}.{name}": entry for chunk, part in state.items() for name, entry in part.items()}
+
+
+def _set_weights(policy: Policy, state: dict[str, Any]) -> None:
+    for i, chunk in enumerate(policy.model):
+        chunk.load_state_dict(state[f"model{i}"], strict=False)

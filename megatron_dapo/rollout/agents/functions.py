@@ -1,0 +1,101 @@
+"""Rollout functions: `rollout.generate: python:module.function`, the user's own way to make a response.
+
+    @rollout_function(resume="turn")
+    async def generate(prompt, conversation, settings):
+        turn = await conversation.generate()
+        conversation.append(answer_of_the_tool(turn.text))
+        await conversation.generate()
+        return None                      # the configured grader grades the last turn; or return a Grade
+
+`resume` declares what happens to a conversation that is interrupted. `turn`: the function is called again and the
+conversation replays its completed turns, so the function must do the same again. `restart`: it starts from the prompt.
+"""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar, cast
+
+from megatron_dapo.config.rollout import RolloutConfig
+from megatron_dapo.errors import EngineError, UserError
+from megatron_dapo.plugins import load_function
+from megatron_dapo.rollout.agents.conversation import Conversation
+from megatron_dapo.types import Grade, Prompt
+
+Resume = Literal["turn", "restart"]
+Generate = Callable[[Prompt, Conversation, dict[str, Any]], Awaitable[Grade | None]]
+F = TypeVar("F", bound=Callable[..., Any])
+RESUME_MODES = ("turn", "restart")
+
+
+class RolloutFunctionError(EngineError):
+    """A rollout function raised; its group failed. The message names the function, the prompt and the line."""
+
+
+def rollout_function(resume: Resume = "turn") -> Callable[[F], F]:
+    """A decorator that declares what happens when a conversation is interrupted."""
+
+    def declare(function: F) -> F:
+        function.resume = resume  # type: ignore[attr-defined]
+        return function
+
+    return declare
+
+
+@dataclass(slots=True, frozen=True)
+class RolloutFunction:
+    name: str
+    function: Generate
+    settings: dict[str, Any]
+    tokenizer: Any
+    resume: Resume = "restart"
+
+    async def __call__(self, conversation: Conversation) -> Grade | None:
+        """Calls the function to its end. The grade includes the turns' rewards; None: the grader decides."""
+        prompt = conversation.prompt
+        try:
+            returned = await self.function(prompt, conversation, self.settings)
+            conversation.finish()
+        except EngineError:
+            raise
+        except Exception as error:
+            frames = traceback.extract_tb(error.__traceback__)
+            where = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+            raise RolloutFunctionError(
+                f"rollout.generate: {self.name} raised {type(error).__name__}{where} on prompt {prompt.id!r}: {error}"
+            ) from error
+        if returned is not None and not isinstance(returned, Grade):
+            raise UserError(
+                f"rollout.generate: {self.name} must return a Grade or None, but returned {returned!r} on prompt "
+                f"{prompt.id!r}"
+            )
+        return returned
+
+
+def load_rollout_function(config: RolloutConfig, tokenizer: Any = None) -> RolloutFunction | None:
+    """The function that `rollout.generate` names; None: a response is one turn."""
+    if config.generate is None:
+        return None
+    function = load_function(config.generate, "rollout.generate")
+    if not inspect.iscoroutinefunction(function):
+        raise UserError(f"rollout.generate: {config.generate} must be an `async def` function")
+    resume = getattr(function, "resume", "restart")
+    if resume not in RESUME_MODES:
+        raise UserError(
+            f"rollout.generate: {config.generate} declares resume={resume!r}, expected one of {', '.join(RESUME_MODES)}"
+        )
+    return RolloutFunction(
+        config.generate, cast(Generate, function), dict(config.generate_settings), tokenizer, cast(Resume, resume)
+    )
+
+
+def with_rewards(grade: Grade, conversation: Conversation) -> Grade:
+    """The grade with the rewards of the turns added to its score: those of the function and those of the grader."""
+    for turn, value in enumerate(grade.turns[: conversation.turns]):
+        conversation.reward(value, turn)
+    rewards = conversation.rewards
+    return grade if rewards is None else replace(grade, score=grade.score + rewards)
