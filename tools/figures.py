@@ -30,7 +30,7 @@ def read() -> dict[str, dict[str, Any]]:
 
 def figures(results: dict[str, dict[str, Any]]) -> dict[str, str]:
     """Key → text of every value, and of every row."""
-    found = {}
+    found: dict[str, str] = {}
     for group, entries in results.items():
         for name, entry in entries.items():
             if name == "section":
@@ -52,7 +52,7 @@ def rewritten(text: str, known: dict[str, str]) -> str:
         if key not in known:
             raise ValueError(f"the mark {key} is not in {RESULTS.name}")
         mark = f"<!-- {key} -->"
-        text, found = re.subn(form(known[key]) + re.escape(mark), lambda _, key=key, mark=mark: known[key] + mark, text)
+        text, found = re.subn(form(known[key]) + re.escape(mark), known[key] + mark, text)
         if found != text.count(mark):
             raise ValueError(f"the mark {key} does not follow a figure like {known[key]!r}")
     return text
