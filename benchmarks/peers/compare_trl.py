@@ -23,6 +23,7 @@ import argparse
 import contextlib
 import json
 import os
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -31,17 +32,16 @@ import warnings
 from pathlib import Path
 from statistics import fmean
 
+import torch
+
+from megatron_dapo.config import load_config
+from megatron_dapo.data import arithmetic_problems, write_arithmetic
+from megatron_dapo.evaluate import run as run_evaluation
+from megatron_dapo.observe.metrics_file import read_records
+from megatron_dapo.weights.convert import megatron_to_hf
+
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-
-import torch  # noqa: E402
-from staleness import prepare  # noqa: E402
-
-from megatron_dapo.config import load_config  # noqa: E402
-from megatron_dapo.evaluate import run as run_evaluation  # noqa: E402
-from megatron_dapo.observe.metrics_file import read_records  # noqa: E402
-from megatron_dapo.weights.convert import megatron_to_hf  # noqa: E402
-
+QUICKSTART = HERE.parents[1] / "examples" / "quickstart" / "quickstart.py"
 YAML, SCRIPT = HERE / "dapo.yaml", HERE / "trl_script.py"
 TRL, OURS, UNFILTERED = "TRL", "megatron-dapo", "megatron-dapo, no dynamic sampling"
 LONGER = "TRL, as many tokens as megatron-dapo"
@@ -80,6 +80,15 @@ def main() -> None:
     for system, runs in found.items():
         print(row(system, "mean", {key: fmean(run[key] for run in runs) for key in runs[0]}))
     print(f"lines that a user writes: TRL {lines(SCRIPT)} ({SCRIPT.name}), megatron-dapo {lines(YAML)} ({YAML.name})")
+
+
+def prepare(folder: Path, seed: int) -> None:
+    """The quickstart's model and files for one seed."""
+    quickstart = runpy.run_path(str(QUICKSTART))
+    level = quickstart["LEVEL"]
+    write_arithmetic(folder / "prompts.jsonl", arithmetic_problems(level, 700, seed=0))
+    write_arithmetic(folder / "held_out.jsonl", arithmetic_problems(level, 100, seed=0, split="held-out"))
+    quickstart["make_model"](folder / "model", seed)
 
 
 def measure(folder: Path, system: str, seed: int, steps: int) -> dict[str, float]:
