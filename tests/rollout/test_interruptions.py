@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from simulation import (
     Prompts,
@@ -29,7 +29,7 @@ from megatron_dapo.rollout.sampler import Sampler, SamplingLimitError
 from megatron_dapo.types import FinishReason, Grade, Group, WeightSpan, as_logprobs, as_tokens
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 @given(
     cuts=st.lists(st.floats(0.05, 8.0), min_size=1, max_size=5), jitter=st.floats(0.01, 1.0), reload=st.booleans(),
     in_order=st.sampled_from([(1.0, "completion"), (1.0, "prompt"), (2.5, "prompt"), ("adaptive", "prompt")]),

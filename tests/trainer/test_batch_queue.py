@@ -184,7 +184,7 @@ async def train_in_flight(config, steps, needed, training, seed):
     return batches, overlapped, prompts
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     staleness=st.sampled_from([1, 2, 4]), training=st.sampled_from([0.5, 4.0, 15.0, 60.0]), seed=st.integers(0, 99),
     unfinished=st.sampled_from(["finish", "continue", "restart", "drop"]),
