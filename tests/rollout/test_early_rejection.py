@@ -13,7 +13,7 @@ from simulation import (
     collect,
     collect_with_cuts,
     rollout,
-    run_virtual,
+    run_virtually,
     through_json,
 )
 from test_group_states import pending
@@ -106,7 +106,7 @@ def test_no_sample_is_lost_when_groups_are_rejected_early(
         assert len({*trained, *waiting}) == len(trained) + len(waiting)
         assert prompts.drawn == len(trained) + dropped + len(waiting)
 
-    run_virtual(main())
+    run_virtually(main())
 
 
 @settings(max_examples=25)
@@ -132,7 +132,7 @@ def test_an_interrupted_step_makes_the_same_early_decisions(cuts, jitter, reload
             found.append((metrics, as_json([group.to_state() for group in batch.groups])))
         return found
 
-    assert run_virtual(main(cuts, jitter)) == run_virtual(main([], 0.0))
+    assert run_virtually(main(cuts, jitter)) == run_virtually(main([], 0.0))
 
 
 def test_a_filter_of_the_user_may_reject_early():

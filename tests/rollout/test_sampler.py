@@ -19,7 +19,7 @@ from simulation import (
     failing,
     response_of,
     rollout,
-    run_virtual,
+    run_virtually,
     through_json,
 )
 
@@ -86,7 +86,7 @@ def test_no_sample_is_lost_or_trained_twice(
         assert prompts.drawn == len(trained) + dropped + failed + len(waiting)
         return sampler
 
-    run_virtual(main())
+    run_virtually(main())
 
 
 @pytest.mark.parametrize(("oversampling", "order"), [(1.0, "completion"), (1.0, "prompt"), (2.5, "prompt")])
@@ -209,7 +209,7 @@ def test_tokens_that_may_begin_a_stop_string_are_sampled_again():
         await sampler.collect(1)
 
     asked: list[int] = []
-    run_virtual(main())
+    run_virtually(main())
     assert asked[0] == 1 + 7
 
 
