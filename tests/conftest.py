@@ -11,11 +11,21 @@ import random
 import signal
 import socket
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch and its children read it when they are imported
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import hypothesis
 import pytest
 import torch
 from cpu_time import CpuTimes
 from installed_sglang import API_KEY_VARIABLE, SGLANG_VERSIONS, RealServer, sglang_python
 from workplace import sparse_models, workplace  # noqa: F401  (fixtures)
+
+# A machine that does other work as well takes longer than any deadline, and to draw its first examples.
+hypothesis.settings.register_profile(
+    "busy machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("busy machine")
 
 
 def pytest_addoption(parser) -> None:

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 from conversation_engine import TOKENIZER, ConversationEngine
-from simulation import run_virtual
+from simulation import run_virtually
 
 from megatron_dapo.config.trainer import EvalConfig
 from megatron_dapo.errors import EngineError
@@ -49,7 +49,7 @@ def evaluated(aborts=()):
         )
         return found.results[""], pool
 
-    return run_virtual(main())
+    return run_virtually(main())
 
 
 def test_responses_are_conversations():
@@ -80,4 +80,4 @@ def test_a_function_that_raises_ends_the_evaluation():
         raise ValueError("no board")
 
     with pytest.raises(EngineError, match=r"python:test\.broken raised ValueError at .*: no board"):
-        run_virtual(main())
+        run_virtually(main())

@@ -50,7 +50,7 @@ configs = st.builds(
         },
     ),
 )
-quick = settings(max_examples=40, deadline=None)
+quick = settings(max_examples=40)
 
 
 class Total:

@@ -25,7 +25,7 @@ pairs = st.lists(st.tuples(float32, st.integers(0, 152_000)), min_size=1, max_si
 texts = st.text() | st.sampled_from(['"output_token_logprobs":[[1,2,null]]', '"output_ids":[7,8]', "]] [["])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(pairs, texts, st.sampled_from(["stop", "length"]))
 def test_the_fast_parser_agrees_with_the_general_one(entries, text, reason):
     content = orjson.dumps(reply_of([r[0] for r in entries], [r[1] for r in entries], text, reason))

@@ -88,7 +88,7 @@ def quoted_forms(key, text):
 def test_a_value_stays_inside_its_quotes(key):
     expected = script(key, PLACEHOLDER)
 
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=25)
     @given(st.one_of(st.sampled_from(HOSTILE), st.text(min_size=1).filter(lambda text: text[0] != "~")))  # a home
     @example(HOSTILE[0])
     def check(text):
@@ -106,7 +106,7 @@ def test_a_value_stays_inside_its_quotes(key):
     check()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.text(alphabet=st.characters(min_codepoint=32, exclude_categories=["Cs", "Cc"])))
 def test_a_quoted_word_is_the_value(text):
     assert shlex.split(quote(text)) == [text]

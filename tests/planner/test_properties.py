@@ -130,7 +130,7 @@ def test_worst_case_micro_batches_hold_every_sample(samples, budget):
     assert count * (budget // work.longest) >= samples > (count - 1) * (budget // work.longest)
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(st.floats(0.1, 0.9))
 def test_keeping_fewer_groups_takes_longer(kept):
     shape, config, cluster = published("Qwen2.5-7B"), Config(), Cluster(find_gpu("h100"), 16)

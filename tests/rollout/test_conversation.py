@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 from conversation_engine import END, TOKENIZER, ConversationEngine, logprob_of, next_token
-from simulation import Prompts, collect, collect_with_cuts, rollout, run_virtual, through_json
+from simulation import Prompts, collect, collect_with_cuts, rollout, run_virtually, through_json
 
 from megatron_dapo.algorithm.filtering import give_up_after
 from megatron_dapo.config.rollout import RolloutConfig
@@ -43,7 +43,7 @@ def talk(function, prompt=None, **more):
         await function(conversation)
         return conversation
 
-    return run_virtual(main())
+    return run_virtually(main())
 
 
 def turn_of(seed, context, longest):
@@ -304,8 +304,8 @@ def test_an_interrupted_conversation_loses_nothing(resume, reload):
         make = lambda: sampler_of(config, engine, source, function)  # noqa: E731
         return (await collect_with_cuts(sampler, make, 0, cuts, reload))[0]
 
-    straight = run_virtual(collected([]))
-    cut = run_virtual(collected([0.35, 0.5, 1.0, 0.7, 2.0]))
+    straight = run_virtually(collected([]))
+    cut = run_virtually(collected([0.35, 0.5, 1.0, 0.7, 2.0]))
     assert any(len(rollout_samples) > 1 for group in straight.groups for rollout_samples in group.rollouts)
     for group in (*straight.groups, *cut.groups):
         assert_expected(group)
@@ -343,7 +343,7 @@ def test_a_function_that_does_something_else_when_it_is_called_again_starts_agai
         make = lambda: sampler_of(config, engine, source, function_of(different), group_filter=lambda g: (True, ""))  # noqa: E731
         return (await collect_with_cuts(make(), make, 0, [1.0], False))[0]
 
-    batch = run_virtual(main())
+    batch = run_virtually(main())
     assert batch.metrics["rollout/restarted"] >= 1
     for sample in batch.samples:
         appended = TOKENIZER.decode(sample.response_tokens[~sample.trained_mask])
@@ -396,7 +396,7 @@ def test_an_early_rejection_ends_conversations_also_between_their_turns():
         return True, ""
 
     rejecting.reject_early = give_up_after(2)
-    assert run_virtual(main()) < 1000
+    assert run_virtually(main()) < 1000
 
 
 def test_a_function_that_raises_fails_its_group_and_names_the_line():

@@ -1,7 +1,7 @@
 """Groups that are rejected before all of their samples are finished: counted once, nothing lost, no matter when."""
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulation import (
     Prompts,
@@ -13,7 +13,7 @@ from simulation import (
     collect,
     collect_with_cuts,
     rollout,
-    run_virtual,
+    run_virtually,
     through_json,
 )
 from test_group_states import pending
@@ -66,7 +66,7 @@ def test_the_remaining_samples_of_a_rejected_group_are_aborted():
         assert_whole(group, 400)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40)
 @given(
     slots=st.integers(1, 24), share=st.floats(0.2, 0.8), jitter=st.floats(0.01, 1.0), reload=st.booleans(),
     oversampling=st.sampled_from([1.0, 2.5, "adaptive"]), order=st.sampled_from(["completion", "prompt"]),
@@ -106,10 +106,10 @@ def test_no_sample_is_lost_when_groups_are_rejected_early(
         assert len({*trained, *waiting}) == len(trained) + len(waiting)
         assert prompts.drawn == len(trained) + dropped + len(waiting)
 
-    run_virtual(main())
+    run_virtually(main())
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25)
 @given(
     cuts=st.lists(st.floats(0.05, 8.0), min_size=1, max_size=5), jitter=st.floats(0.01, 1.0), reload=st.booleans(),
     oversampling=st.sampled_from([1.0, "adaptive"]), share=st.floats(0.2, 0.8),
@@ -132,7 +132,7 @@ def test_an_interrupted_step_makes_the_same_early_decisions(cuts, jitter, reload
             found.append((metrics, as_json([group.to_state() for group in batch.groups])))
         return found
 
-    assert run_virtual(main(cuts, jitter)) == run_virtual(main([], 0.0))
+    assert run_virtually(main(cuts, jitter)) == run_virtually(main([], 0.0))
 
 
 def test_a_filter_of_the_user_may_reject_early():

@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from simulation import (
     Prompts,
@@ -16,7 +16,7 @@ from simulation import (
     collect_with_cuts,
     failing,
     rollout,
-    run_virtual,
+    run_virtually,
     through_json,
 )
 
@@ -29,7 +29,7 @@ from megatron_dapo.rollout.sampler import Sampler, SamplingLimitError
 from megatron_dapo.types import FinishReason, Grade, Group, WeightSpan, as_logprobs, as_tokens
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 @given(
     cuts=st.lists(st.floats(0.05, 8.0), min_size=1, max_size=5), jitter=st.floats(0.01, 1.0), reload=st.booleans(),
     in_order=st.sampled_from([(1.0, "completion"), (1.0, "prompt"), (2.5, "prompt"), ("adaptive", "prompt")]),
@@ -69,7 +69,7 @@ def test_a_cancelled_step_continues_with_the_same_decisions_and_counts(
             found.append((metrics, as_json([group.to_state() for group in batch.groups])))
         return found
 
-    assert run_virtual(main(cuts, jitter)) == run_virtual(main([], 0.0))
+    assert run_virtually(main(cuts, jitter)) == run_virtually(main([], 0.0))
 
 
 def test_a_finished_group_is_filtered_after_an_error_too():
@@ -92,7 +92,7 @@ def test_a_finished_group_is_filtered_after_an_error_too():
         assert batch.metrics["rollout/dropped/all-correct"] == 1
 
     repaired: list[bool] = []
-    run_virtual(main())
+    run_virtually(main())
 
 
 async def only_p5_is_mixed(prompt, sample):
@@ -137,7 +137,7 @@ def test_on_limit_stop_carries_every_kept_group_over():
     async def one_in_four_is_mixed(prompt, sample):
         return Grade(int(prompt.id[1:]) % 4 != 1 or sample.index == 0, 1.0)
 
-    run_virtual(main())
+    run_virtually(main())
 
 
 def test_a_step_that_is_repeated_after_an_error_samples_no_seed_twice():
@@ -163,7 +163,7 @@ def test_a_step_that_is_repeated_after_an_error_samples_no_seed_twice():
         seeds = [sample.seed for sample in batch.samples]
         assert len(seeds) == len(set(seeds)) == 8 * 3
 
-    run_virtual(main())
+    run_virtually(main())
 
 
 def test_on_limit_continue_samples_beyond_the_limit():
@@ -198,7 +198,7 @@ def test_a_broken_grader_ends_the_step_and_nothing_is_lost():
         assert "p6" in waiting and engine.running == 0
         assert len(set(waiting)) == len(waiting)
 
-    run_virtual(main())
+    run_virtually(main())
 
 
 def test_failed_groups_are_counted_and_limited():
@@ -252,7 +252,7 @@ def test_foreign_weights_end_the_step_at_once(order, named_by):
         assert [group.prompt.id for group in groups] == [f"p{i}" for i in range(8)]
         assert {span.version for group in groups for s in group.samples for span in s.weight_spans} <= {0}
 
-    run_virtual(main())
+    run_virtually(main())
 
 
 def test_foreign_weights_found_while_aborting_are_not_a_failed_group():
@@ -286,7 +286,7 @@ def test_a_second_cancellation_while_requests_are_aborted_loses_nothing():
         await asyncio.sleep(0.1)
         assert engine.running == 0
 
-    run_virtual(main())
+    run_virtually(main())
 
 
 def test_carried_over_groups_that_have_not_started_survive_a_cancellation():
@@ -306,7 +306,7 @@ def test_carried_over_groups_that_have_not_started_survive_a_cancellation():
             await task
         assert [group["prompt"]["id"] for group in carried(second)] == waiting
 
-    run_virtual(main())
+    run_virtually(main())
 
 
 def test_the_state_cannot_be_read_while_a_batch_is_collected():
@@ -321,4 +321,4 @@ def test_the_state_cannot_be_read_while_a_batch_is_collected():
         await task
         assert sampler.state()["next_serial"] >= 4
 
-    run_virtual(main())
+    run_virtually(main())

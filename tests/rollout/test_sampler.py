@@ -4,7 +4,7 @@ import asyncio
 import json
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulation import (
     TIMINGS,
@@ -19,7 +19,7 @@ from simulation import (
     failing,
     response_of,
     rollout,
-    run_virtual,
+    run_virtually,
     through_json,
 )
 
@@ -29,7 +29,7 @@ from megatron_dapo.rollout.sampler import Sampler, SamplingLimitError
 from megatron_dapo.types import FinishReason, Grade, Group, Prompt, Sample, WeightSpan, as_logprobs, as_tokens
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=80)
 @given(
     needed=st.integers(1, 6), samples=st.integers(2, 4), slots=st.integers(1, 24), share=st.floats(0.15, 0.85),
     oversampling=st.sampled_from([1.0, 1.3, 2.0, 3.0, "adaptive"]), order=st.sampled_from(["completion", "prompt"]),
@@ -86,7 +86,7 @@ def test_no_sample_is_lost_or_trained_twice(
         assert prompts.drawn == len(trained) + dropped + failed + len(waiting)
         return sampler
 
-    run_virtual(main())
+    run_virtually(main())
 
 
 @pytest.mark.parametrize(("oversampling", "order"), [(1.0, "completion"), (1.0, "prompt"), (2.5, "prompt")])
@@ -209,7 +209,7 @@ def test_tokens_that_may_begin_a_stop_string_are_sampled_again():
         await sampler.collect(1)
 
     asked: list[int] = []
-    run_virtual(main())
+    run_virtually(main())
     assert asked[0] == 1 + 7
 
 

@@ -1,7 +1,4 @@
-"""Simulated rollouts: a virtual clock for asyncio, an engine whose requests take virtual time, and sampler helpers.
-
-Hours of rollout take milliseconds.
-"""
+"""Simulated rollouts on a virtual clock: an engine whose tokens follow from the seed, and sampler helpers."""
 
 from __future__ import annotations
 
@@ -9,10 +6,8 @@ import asyncio
 import contextlib
 import json
 import random
-import selectors
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +16,7 @@ from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.engines.embedded.token_sampling import uniform
 from megatron_dapo.engines.protocol import Capabilities, Completion, SamplingParams
 from megatron_dapo.errors import EngineError
+from megatron_dapo.planner.simulation.run import run_virtually
 from megatron_dapo.rollout.sampler import Sampler
 from megatron_dapo.types import (
     FinishReason,
@@ -34,37 +30,6 @@ from megatron_dapo.types import (
     as_tokens,
     json_default,
 )
-
-
-class _Selector(selectors.SelectSelector):
-    """Moves the clock instead of waiting. If nothing is scheduled, nothing can ever happen: a deadlock."""
-
-    now = 0.0
-
-    def select(self, timeout: float | None = None):
-        ready = super().select(0)
-        if not ready:
-            if timeout is None:
-                raise RuntimeError("deadlock: every task waits and no timer is set")
-            self.now += timeout
-        return ready
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    def __init__(self) -> None:
-        self._virtual = _Selector()
-        super().__init__(self._virtual)
-
-    def time(self) -> float:
-        return self._virtual.now
-
-
-def run_virtual(main: Coroutine[Any, Any, Any]) -> Any:
-    loop = VirtualLoop()
-    try:
-        return loop.run_until_complete(main)
-    finally:
-        loop.close()
 
 
 def response_of(seed: int, longest: int) -> tuple[list[int], list[float]]:
@@ -210,7 +175,7 @@ def collect(config, steps=1, *, needed=4, share=0.5, slots=8, prompts=None, engi
                 sampler = between(sampler, server, grade, source)
         return batches, sampler, source, server
 
-    return run_virtual(main())
+    return run_virtually(main())
 
 
 def collect_restored(config, slots, jitter, reload, steps, **more):

@@ -6,7 +6,7 @@ import asyncio
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulation import Prompts, SimulatedEngine, assert_whole, coin_grader, rollout, run_virtual, through_json
+from simulation import Prompts, SimulatedEngine, assert_whole, coin_grader, rollout, run_virtually, through_json
 
 from megatron_dapo.rollout.sampler import Sampler
 from megatron_dapo.trainer.rollout_driver import BatchQueue
@@ -184,7 +184,7 @@ async def train_in_flight(config, steps, needed, training, seed):
     return batches, overlapped, prompts
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     staleness=st.sampled_from([1, 2, 4]), training=st.sampled_from([0.5, 4.0, 15.0, 60.0]), seed=st.integers(0, 99),
     unfinished=st.sampled_from(["finish", "continue", "restart", "drop"]),
@@ -195,7 +195,7 @@ def test_no_token_is_too_old_and_no_sample_is_lost_or_trained_twice(
 ):
     sampler = {"unfinished": unfinished, "oversampling": oversampling, "order": order}
     config = rollout(samples=3, longest=40, **sampler).model_copy(update={"max_staleness": staleness})
-    batches, _, prompts = run_virtual(train_in_flight(config, 9, 3, training, seed))
+    batches, _, prompts = run_virtually(train_in_flight(config, 9, 3, training, seed))
     trained = [group.prompt.id for batch in batches for group in batch.groups]
     assert len(trained) == len(set(trained)) == 9 * 3
     carried = 0
@@ -213,6 +213,6 @@ def test_no_token_is_too_old_and_no_sample_is_lost_or_trained_twice(
 
 def test_weights_change_while_requests_run_and_generation_does_not_wait():
     config = rollout(samples=3, longest=40, oversampling=1).model_copy(update={"max_staleness": 2})
-    batches, overlapped, _ = run_virtual(train_in_flight(config, 9, 3, 1.0, 0))
+    batches, overlapped, _ = run_virtually(train_in_flight(config, 9, 3, 1.0, 0))
     assert overlapped >= 8
     assert any(len({span.version for span in sample.weight_spans}) > 1 for b in batches for sample in b.samples)
