@@ -49,10 +49,10 @@ from megatron_dapo.config.algorithm import AlgorithmConfig
 from megatron_dapo.data import PromptCursor, arithmetic_problems, arithmetic_prompts, arithmetic_tokenizer
 from megatron_dapo.engines.embedded.engine import EmbeddedEngine
 from megatron_dapo.engines.protocol import SamplingParams, derive_seed
-from megatron_dapo.policy import cpu
+from megatron_dapo.policy.megatron import cpu
+from megatron_dapo.sync.gather import WeightBuckets
 from megatron_dapo.types import Grade, Group, Prompt, Sample
 from megatron_dapo.weights.model_weights import RankPosition, load_hf_weights
-from megatron_dapo.weights.sync import WeightBuckets
 
 IsRight = Callable[[Prompt, str], bool]  # grades the text of a response
 

@@ -12,7 +12,7 @@ from tiny_run import make_model, raw_config
 from workplace import ROOT
 
 from megatron_dapo.data import arithmetic_problems, arithmetic_prompts, arithmetic_tokenizer
-from megatron_dapo.policy.fork_ranks import run_ranks
+from megatron_dapo.processes.fork_ranks import run_ranks
 
 TINY = {
     "steps": 5, "prompts_per_step": 4, "samples_per_prompt": 4, "mini_batch_prompts": 1, "max_response_tokens": 16,
