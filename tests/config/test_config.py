@@ -67,6 +67,7 @@ def test_the_resolved_configuration_reads_back_as_itself(tmp_path):
         ({"policy": {"tensor_paralel": 2}}, "'policy.tensor_paralel'; did you mean 'policy.tensor_parallel'?"),
         ({"algoritm": {}}, "did you mean 'algorithm'?"),
         ({"algorithm": {"epsilon_high": 0.3}}, "here it is called 'algorithm.clip_high'"),
+        ({"observe": {"samples_answers": 2}}, "here it is called 'observe.samples_responses'"),
         ({"rollout": {"sampler": {"max_staleness": 2}}}, "is now called 'rollout.sampler.max_carryover_staleness'"),
         ({"algorithm": {"importance_sampling": {"level": "token"}}}, "is now called 'algorithm.off_policy'"),
         ({"algorithm": {"off_policy": {"token_mask": [1.5, 2]}}}, "expected [low, high] with 0 ≤ low ≤ 1 ≤ high"),
