@@ -12,14 +12,7 @@ from megatron_dapo.config import ConfigError, parse_config
 from megatron_dapo.config.evaluate import EvalConfig
 from megatron_dapo.config.reward import RewardConfig
 from megatron_dapo.engines.protocol import Completion, EngineError, SamplingParams
-from megatron_dapo.evaluate import (
-    EvaluationError,
-    ProblemResult,
-    Response,
-    evaluate,
-    majority,
-    summarise,
-)
+from megatron_dapo.evaluate import EvaluationError, ProblemResult, Response, evaluate, majority, summarise
 from megatron_dapo.reward import RewardPool
 from megatron_dapo.types import FinishReason, Grade, Prompt, as_logprobs, as_tokens
 

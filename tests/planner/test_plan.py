@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from published_shapes import CONFIGS, published
+from published_models import CONFIGS, published
 
 from megatron_dapo.cli import main
 from megatron_dapo.config import Config, parse_config
