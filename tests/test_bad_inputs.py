@@ -186,7 +186,6 @@ MODELS = [
     Case("config.json is no JSON", "JSON", damage=lambda p: (p.model / "config.json").write_text("{")),
     Case("another architecture", "GPT2LMHeadModel", damage=lambda p: p.edit_model(architectures=["GPT2LMHeadModel"])),
     Case("no tokenizer", "no tokenizer", damage=without_tokenizer),
-    Case("damaged tokenizer", "tokenizer", damage=lambda p: (p.model / "tokenizer.json").write_text("{")),
     Case("tokenizer larger than the vocabulary", "different models", damage=more_tokens),
     Case("no weights", "model.safetensors", damage=without("model.safetensors")),
     Case("truncated weights", "truncated", damage=cut_weights),
@@ -205,24 +204,16 @@ def rows(*items):
     return lambda place: place.rows(*items)
 
 
+# data/test_prompts.py and data/test_tokenizer.py have the files that cannot be used.
 GOOD = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(8)]
 DATA_FILES = [
     setting(DATA, "none.jsonl", "does not exist"),
     setting(DATA, "model/config.txt", "data.path"),
-    Case("unknown ending", "expected one of", {DATA: "rows.txt"}, lambda p: (p.folder / "rows.txt").write_text("a")),
-    Case("empty file", "usable", damage=rows()),
-    Case("no such columns", "question_column", damage=rows({"a": 1}, {"a": 2})),
     Case("most rows broken", "59 of 64 rows", damage=rows(*GOOD[:5], *[{"prompt": "", "answer": "1"}] * 59)),
     Case(
         "most prompts too long", "max_prompt_tokens", {"rollout.max_prompt_tokens": 5},
         rows(*[{"prompt": f"{i}+{i}=", "answer": "1"} for i in range(5, 21)]),
     ),
-    Case(
-        "all prompts too long", "too long", {"rollout.max_prompt_tokens": 3},
-        rows(*[{"prompt": f"{i}+{i}=", "answer": "1"} for i in range(5, 21)]),
-    ),
-    Case("no chat template", "chat template", {"data.template": "chat"}, without("chat_template.jinja")),
-    Case("not parquet", "parquet", {DATA: "x.parquet"}, lambda p: (p.folder / "x.parquet").write_text("no")),
     Case("evaluation data missing", "evaluate.data.path", {"evaluate.data.path": "none.jsonl"}),
     Case(
         "evaluation data broken", "evaluate.data", {"evaluate.data.path": "e.jsonl", "evaluate.data.template": "plain"},
