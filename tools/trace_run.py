@@ -28,7 +28,9 @@ FIRST, LAST = "PromptMixture.take", "UpdateStep.step_optimizer"  # "take a promp
 
 @dataclass
 class Trace:
-    functions: dict[tuple[str, str], None] = field(default_factory=dict)  # (file, function), in the order of first calls
+    functions: dict[tuple[str, str], None] = field(
+        default_factory=dict
+    )  # (file, function), in the order of first calls
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)  # (calling file, called file), if they differ
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
