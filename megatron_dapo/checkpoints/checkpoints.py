@@ -103,21 +103,20 @@ class Checkpoints:
         run_dir: str | Path,
         config: CheckpointConfig,
         runtime: Runtime,
-        report: Callable[[SaveReport], None] = lambda report: None,
         *,
         warn: Callable[[str], None] = lambda line: None,
         mark: Callable[[str], None] = lambda doing: None,
         guard: Callable[[], None] = lambda: None,
     ) -> None:
-        """`report` is called on every rank once for each save, when it has ended: in `save`, `poll` or `finish`.
-        `warn` is called on rank 0 with what a user should know. `mark` is called while a method waits. `guard` is
+        """`warn` is called on rank 0 with what a user should know. `mark` is called while a method waits. `guard` is
         called on rank 0 before a checkpoint is published, which it prevents by raising."""
         self.runtime = runtime
         self._folder = CheckpointFolder(run_dir, config)
-        self._report, self._warn, self._mark, self._guard = report, warn, mark, guard
+        self._warn = warn
+        self._mark = mark
+        self._guard = guard
         self._buffers = HostBuffers(runtime.device)
         self._running: _Save | None = None
-        self._last_error: str | None = None
 
     @property
     def folder(self) -> Path:
@@ -134,15 +133,14 @@ class Checkpoints:
         score: float | None,
         *,
         wait: bool = False,
-    ) -> Path:
-        """Starts a save and returns its path; `step` steps are done, and `updates` of the next one (None: the step is
-        complete). Rank 0's `state` is saved: JSON values and numpy arrays. A save that is still running is finished
-        first.
+    ) -> list[SaveReport]:
+        """Starts a save; `step` steps are done, and `updates` of the next one (None: the step is complete). Rank 0's
+        `state` is saved: JSON values and numpy arrays. A save that is still running is finished first.
 
-        The path exists when the save has ended without error: see `poll`. With `wait` the save has ended on return,
-        and a failure is a CheckpointError on every rank."""
+        Returns the saves that have ended meanwhile. With `wait` this save is the last of them; otherwise `poll` or
+        `finish` returns it later."""
         began = time.monotonic()
-        self._await_running()
+        reports = self.finish()
         fault_points.reach("checkpoint/before_stage")
         name = checkpoint_name(step, updates)
         in_background = not wait and self._has_room(policy)
@@ -159,19 +157,22 @@ class Checkpoints:
         if not in_background:
             self._await_end(save)
         save.waited = time.monotonic() - began
-        if wait:
-            self.finish()
-        elif error is not None or not in_background:
-            self.poll()
-        return save.path
+        return reports if in_background and error is None else [*reports, *self.poll()]
 
-    def poll(self) -> None:
-        """Reports the running save if it has ended. Does not wait for it; call it at every step."""
-        if (save := self._running) is not None and self._has_ended(save):
-            self._running = None
-            self._conclude(save)
+    def poll(self) -> list[SaveReport]:
+        """The running save, if it has ended. Does not wait for it; call it at every step."""
+        save = self._running
+        return [self._conclude(save)] if save is not None and self._has_ended(save) else []
 
-    def _conclude(self, save: _Save) -> None:
+    def finish(self) -> list[SaveReport]:
+        """Waits for the running save, if there is one, and returns it."""
+        if (save := self._running) is None:
+            return []
+        self._await_end(save)
+        return [self._conclude(save)]
+
+    def _conclude(self, save: _Save) -> SaveReport:
+        self._running = None
         results: list[Any] = [None] * self.runtime.world_size
         dist.all_gather_object(results, (save.error, save.seconds))
         failed = [(rank, error) for rank, (error, _) in enumerate(results) if error]
@@ -183,28 +184,13 @@ class Checkpoints:
                 self._warn(line)
             if failed:
                 self._folder.discard(save.path.name)
-        self._last_error = error
-        self._report(SaveReport(save.path, error, save.waited, results[0][1], save.bytes))
-
-    def finish(self) -> None:
-        """Waits until no save is running. If it failed, every rank raises CheckpointError."""
-        if (save := self._running) is None:
-            return
-        self._await_running()
-        if self._last_error is not None:
-            raise CheckpointError(f"{save.path} was not saved: {self._last_error}")
+        return SaveReport(save.path, error, save.waited, results[0][1], save.bytes)
 
     def set_score(self, step: int, score: float) -> None:
         """Rank 0 only. The score of the checkpoint of `step`, known only after the evaluation that follows its save.
         The checkpoint may not be published yet."""
         for problem in self._folder.set_score(checkpoint_name(step, None), score):
             self._warn(problem)
-
-    def _await_running(self) -> None:
-        if (save := self._running) is not None:
-            self._await_end(save)
-            self._running = None
-            self._conclude(save)
 
     def _await_end(self, save: _Save) -> None:
         """Short collectives, however long the writing takes: a rank that is gone is found within their timeout."""

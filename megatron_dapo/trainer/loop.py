@@ -67,7 +67,6 @@ class Trainer:
             config.trainer.run_dir,
             config.trainer.checkpoint,
             self.runtime,
-            self._report_save,
             warn=self._warn,
             mark=lambda doing: watchdog.mark(doing, False),  # a save that does not end is not progress
             guard=lock.verify if lock else lambda: None,
@@ -327,14 +326,14 @@ class Trainer:
         """A stop is honoured here as well: the step is complete."""
         checkpoint, last = self.config.trainer.checkpoint, self.steps_done == self.config.trainer.steps
         self._check_lock()
-        self.checkpoints.poll()
+        self._report_saves(self.checkpoints.poll())
         if checkpoint.at_end if last else checkpoint.every and self.steps_done % checkpoint.every == 0:
             with self._no_rollouts():
                 self._save()
         if not last:
             self.collectives.stop_if_requested(f"between steps, {self.steps_done} steps done")
 
-    def _save(self, *, wait: bool = False) -> Path:
+    def _save(self, *, wait: bool = False) -> None:
         self._check_lock()
         with self.observer.phase("checkpoint"):
             updates = self.current.updates_done if self.current else 0 if self.sampling else None
@@ -345,28 +344,35 @@ class Trainer:
                 "batches": self.rollouts.batches() if self.rollouts else [],
                 "current": self.current.to_state() if self.current and self.rollouts else None,
             }
-            self.unsaved = False  # unless the save fails: see _report_save
-            return self.checkpoints.save(self.policy, self.steps_done, updates, state, self.score, wait=wait)
+            self.unsaved = False  # unless the save fails: see _report_saves
+            saves = self.checkpoints.save(self.policy, self.steps_done, updates, state, self.score, wait=wait)
+        return self._report_saves(saves, must_succeed=wait)
 
     def _check_lock(self) -> None:
         """Nothing is written into a run directory that another run has taken over."""
         self.collectives.on_driver(lambda: self.lock.verify() if self.lock else None, "checking the run's lock")
 
-    def _report_save(self, report: SaveReport) -> None:
+    def _report_saves(self, saves: list[SaveReport], *, must_succeed: bool = False) -> None:
         """Every save ends here, on every rank, at once or at a later step. Training continues if one has failed."""
-        if report.error is not None:
-            self.unsaved = True
-            self._warn(f"checkpoint {report.path.name} was not saved: {report.error}")
-        else:
-            self.last_saved = report.path
-            self._log(
-                f"{report.path.name} saved: {report.bytes / 1e9:.3f} GB in {report.seconds:.1f} s, of which the loop "
-                f"waited {report.waited_seconds:.1f} s"
-            )
+        for save in saves:
+            if save.error is not None:
+                self.unsaved = True
+                self._warn(f"checkpoint {save.path.name} was not saved: {save.error}")
+            else:
+                self.last_saved = save.path
+                self._log(
+                    f"{save.path.name} saved: {save.bytes / 1e9:.3f} GB in {save.seconds:.1f} s, of which the loop "
+                    f"waited {save.waited_seconds:.1f} s"
+                )
+        if must_succeed and saves and saves[-1].error is not None:
+            raise CheckpointError(f"{saves[-1].path} was not saved: {saves[-1].error}")
+
+    def _finish_saves(self) -> None:
+        self._report_saves(self.checkpoints.finish(), must_succeed=True)
 
     def _finish(self) -> None:
         self._check_lock()
-        self.checkpoints.finish()
+        self._finish_saves()
         self._close_together("finished")
 
     def _close_together(self, outcome: str) -> None:
@@ -384,7 +390,7 @@ class Trainer:
     def _end_failed(self, error: UserError) -> RunEnded:
         may_save = isinstance(error, DriverError) and error.may_save
         if isinstance(error, TooManySkippedUpdates):  # raised by all ranks: they can wait for the save being written
-            self.checkpoints.finish()
+            self._finish_saves()
         outcome = self._save_what_changed() if may_save else not_saved(error, self.last_saved)
         self.observer.close(f"failed: {error}")
         return RunEnded(f"{error}. {outcome}")
@@ -393,11 +399,13 @@ class Trainer:
         """Before the run ends. Collective; says what was saved and how to continue."""
         try:
             if not self.unsaved:
-                self.checkpoints.finish()
+                self._finish_saves()
                 return nothing_new(self.last_saved)
             self._stop_rollouts()
             self.colocation.onload_for_the_last_time(self.rollouts)
-            return saved(self._save(wait=True))
+            self._save(wait=True)
+            assert self.last_saved is not None
+            return saved(self.last_saved)
         except (DriverError, CheckpointError) as error:
             return f"It could not be saved: {error}. {not_saved(error, self.last_saved)}"
 
