@@ -174,7 +174,7 @@ class Checkpoints:
     def _conclude(self, save: _Save) -> SaveReport:
         self._running = None
         results: list[Any] = [None] * self.runtime.world_size
-        dist.all_gather_object(results, (save.error, save.seconds))
+        dist.all_gather_object(results, (save.error, save.seconds), group=self.runtime.control)
         failed = [(rank, error) for rank, (error, _) in enumerate(results) if error]
         error = None
         if failed:
@@ -203,8 +203,7 @@ class Checkpoints:
     def _has_ended(self, save: _Save) -> bool:
         """Collective. Whether the threads of all ranks have ended; rank 0's ends last. One failure cancels the rest."""
         flags = torch.tensor([save.error is not None, not save.ended.is_set()], dtype=torch.int32)
-        flags = flags.to(self.runtime.device)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.runtime.control)
         any_failed, any_running = flags.tolist()
         if any_failed:
             save.cancel.set()
@@ -215,7 +214,7 @@ class Checkpoints:
         missing = self._buffers.missing(host_sizes(policy))
         mine = (socket.gethostname(), missing, available_host_memory())
         ranks: list[Any] = [mine] * self.runtime.world_size
-        dist.all_gather_object(ranks, mine)
+        dist.all_gather_object(ranks, mine, group=self.runtime.control)
         for node in sorted({host for host, _, _ in ranks}):
             needed = sum(missing for host, missing, _ in ranks if host == node)
             free = min(free for host, _, free in ranks if host == node)
@@ -239,15 +238,15 @@ class Checkpoints:
 
     def _prepare(self, name: str, size: int) -> tuple[int, str | None]:
         """Bytes of all ranks; and why the checkpoint cannot be written, if it cannot."""
-        total = torch.tensor([size], dtype=torch.int64, device=self.runtime.device)
-        dist.all_reduce(total)
+        total = torch.tensor([size], dtype=torch.int64)
+        dist.all_reduce(total, group=self.runtime.control)
         error: list[str | None] = [None]
         if self.runtime.rank == 0:
             try:
                 self._folder.prepare(name, int(total.item()))
             except (OSError, CheckpointError) as found:
                 error = [str(found)]
-        dist.broadcast_object_list(error, src=0)
+        dist.broadcast_object_list(error, src=0, group=self.runtime.control)
         return int(total.item()), error[0]
 
     # ---- in the thread of a save ----
@@ -337,14 +336,15 @@ class Checkpoints:
                 found[1] = self._folder.files_of(complete[-1]) or _legacy(complete[-1])
             except CheckpointError as error:
                 found[2] = [str(error)]
-        dist.broadcast_object_list(found, src=0)
+        dist.broadcast_object_list(found, src=0, group=self.runtime.control)
         path, files, problems = found
         if path is None or problems:
             return path, problems
         largest_first = sorted(files, key=lambda name: (-files[name].bytes, name))
         mine = largest_first[self.runtime.rank :: self.runtime.world_size]
         lines: list[list[str]] = [[]] * self.runtime.world_size
-        dist.all_gather_object(lines, damaged_files(path, {name: files[name] for name in mine}))
+        damaged = damaged_files(path, {name: files[name] for name in mine})
+        dist.all_gather_object(lines, damaged, group=self.runtime.control)
         return path, [line for part in lines for line in part]
 
     def load(self, policy: Policy, path: Path) -> dict[str, Any]:
@@ -360,7 +360,7 @@ class Checkpoints:
             except CheckpointError as found:
                 error = found
         self.runtime.raise_together(error, f"reading {path}")
-        dist.broadcast_object_list(shared, src=0)
+        dist.broadcast_object_list(shared, src=0, group=self.runtime.control)
         if self.runtime.rank != 0:
             state = shared[0]
         _check_layout(state["layout"], _layout(policy), path)
