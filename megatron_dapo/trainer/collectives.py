@@ -107,6 +107,10 @@ class Collectives:
         """Returns when every rank has arrived and its GPU work is done."""
         if self.runtime.device.type == "cuda":
             torch.cuda.synchronize(self.runtime.device)
+        self.arrive()
+
+    def arrive(self) -> None:
+        """Returns when every rank has arrived."""
         self._largest(0)
 
     # ---- waiting for rank 0 ----

@@ -15,11 +15,11 @@ At most two of training state, trainer weights, engine weights and KV cache are 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from enum import Enum
 
 import torch
 
+from megatron_dapo.observe.observer import NullObserver, Observer
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.trainer.collectives import Collectives, DriverError
 from megatron_dapo.trainer.rollouts import Rollouts
@@ -38,12 +38,12 @@ class OnGpu(Enum):
 class Colocation:
     """Every method is called by all ranks, in the same order."""
 
-    def __init__(self, shared: bool, policy: Policy, collectives: Collectives, log: Callable[[str], None]) -> None:
+    def __init__(self, shared: bool, policy: Policy, collectives: Collectives) -> None:
+        self.observer: Observer = NullObserver()
         self.shared = shared
         self.on_gpu = OnGpu.EVERYTHING
         self._policy = policy
         self._collectives = collectives
-        self._log = log
 
     @property
     def engines_have_memory(self) -> bool:
@@ -63,7 +63,7 @@ class Colocation:
         self._policy.offload_training_state()
         self._collectives.barrier()  # an engine takes memory only after every rank has freed its own
         self.on_gpu = OnGpu.WEIGHTS
-        self._log(
+        self.observer.log(
             f"GPU to the engines: {before}; training state offloaded in {time.monotonic() - began:.2f} s: "
             f"{self._memory()}"
         )
@@ -90,7 +90,7 @@ class Colocation:
         try:
             self.onload(rollouts)
         except DriverError as error:
-            self._log(f"{error}; closing the engines instead")
+            self.observer.log(f"{error}; closing the engines instead")
             before, began = self._memory(), time.monotonic()
             rollouts.close_engines()
             self._onload(before, began)
@@ -99,7 +99,7 @@ class Colocation:
         released, after_release = time.monotonic(), self._memory()
         self._policy.onload()
         self.on_gpu = OnGpu.EVERYTHING
-        self._log(
+        self.observer.log(
             f"GPU to the trainer: {before}; the engines released theirs in {released - began:.2f} s: {after_release}; "
             f"training state onloaded in {time.monotonic() - released:.2f} s: {self._memory()}"
         )

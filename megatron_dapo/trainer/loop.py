@@ -57,9 +57,9 @@ class Trainer:
         self.collectives = Collectives(self.runtime, stop, watchdog.mark)
         self.rollouts = Rollouts(config, self.collectives)
         self.policy = Policy(config, shape, self.runtime)
-        self.updates = Updates(config, self.policy, self.collectives, self._log, self._warn)
-        self.colocation = Colocation(config.rollout.shares_gpus, self.policy, self.collectives, self._log)
-        self.saves = Saves(config.trainer, self.collectives, lock, watchdog.mark, self._log, self._warn)
+        self.updates = Updates(config, self.policy, self.collectives)
+        self.colocation = Colocation(config.rollout.shares_gpus, self.policy, self.collectives)
+        self.saves = Saves(config.trainer, self.collectives, lock, watchdog.mark)
         self.steps_done = 0
         self.current: TrainStep | None = None  # from its first update until it is recorded
 
@@ -102,6 +102,7 @@ class Trainer:
                 self.observer = Observer(
                     config.observe, run_dir, total_steps=config.trainer.steps, settings=settings, ranks=ranks
                 )
+                self.saves.observer = self.updates.observer = self.colocation.observer = self.observer
                 self.rollouts.open(self.observer, self.data)
 
     def _start(self) -> None:
@@ -163,7 +164,7 @@ class Trainer:
         with self.observer.phase("advantages"):
             step = TrainStep.share(batch, self.config, self.collectives, self.policy)
         with self.observer.phase("log_probs"):
-            self.updates.prepare(step, self.steps_done, self.observer.report)
+            self.updates.prepare(step, self.steps_done)
         self.current = step
         self.rollouts.remove_batch(self.steps_done)
         return step
@@ -210,12 +211,12 @@ class Trainer:
                     self.colocation.offload_weights()
                     report = self.rollouts.serve_weights(self.steps_done)
                 if report is not None:
-                    self._log(describe(report))
+                    self.observer.log(describe(report))
                 return
             except DriverError as error:
                 if not error.by_engine or attempt == SYNC_ATTEMPTS:
                     raise
-                self._warn(f"weight sync, attempt {attempt} of {SYNC_ATTEMPTS}: {error}")
+                self.observer.warn(f"weight sync, attempt {attempt} of {SYNC_ATTEMPTS}: {error}")
 
     def _evaluate_when_due(self) -> None:
         """Also after a resume, if the run ended between the save and the end of this evaluation."""
@@ -301,13 +302,6 @@ class Trainer:
     def close(self) -> None:
         self.rollouts.close()
         shutdown()
-
-    def _log(self, line: str) -> None:
-        """What is worth keeping but is no metric: it may differ between a resumed and an uninterrupted run."""
-        self.observer.log(line)
-
-    def _warn(self, line: str) -> None:
-        self.observer.warn(line)
 
 
 def train(

@@ -11,6 +11,7 @@ from megatron_dapo.checkpoints.checkpoints import Checkpoints, SaveReport
 from megatron_dapo.checkpoints.folder import best_metric
 from megatron_dapo.config.trainer import TrainerConfig
 from megatron_dapo.errors import CheckpointError, GateError, LockLost, UserError
+from megatron_dapo.observe.observer import NullObserver, Observer
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.trainer.collectives import Collectives, DriverError
 from megatron_dapo.trainer.run_lock import RunLock
@@ -38,26 +39,23 @@ class Saves:
         collectives: Collectives,
         lock: RunLock | None,
         mark: Callable[[str, bool], None],
-        log: Callable[[str], None],
-        warn: Callable[[str], None],
     ) -> None:
         """`lock`: rank 0's, of the run directory. `mark`: as for Collectives."""
         self.checkpoints = Checkpoints(
             config.run_dir,
             config.checkpoint,
             collectives.runtime,
-            warn=warn,
+            warn=lambda line: self.observer.warn(line),
             mark=partial(mark, progress=False),  # a save that does not end is not progress
             guard=lock.verify if lock else lambda: None,
         )
+        self.observer: Observer = NullObserver()
         self.score: float | None = None  # rank 0: of the current weights, for the best checkpoint
         self.unsaved = False  # whether anything has changed since the last save
         self.newest: Path | None = None  # the checkpoint that this process saved or loaded last; it exists
         self._config = config
         self._collectives = collectives
         self._lock = lock
-        self._log = log
-        self._warn = warn
 
     def check_lock(self) -> None:
         """Nothing is written into a run directory that another run has taken over."""
@@ -90,10 +88,10 @@ class Saves:
         for save in saves:
             if save.error is not None:
                 self.unsaved = True
-                self._warn(f"checkpoint {save.path.name} was not saved: {save.error}")
+                self.observer.warn(f"checkpoint {save.path.name} was not saved: {save.error}")
             else:
                 self.newest = save.path
-                self._log(
+                self.observer.log(
                     f"{save.path.name} saved: {save.bytes / 1e9:.3f} GB in {save.seconds:.1f} s, of which the loop "
                     f"waited {save.waited_seconds:.1f} s"
                 )

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from megatron_dapo import fault_points
 from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.errors import UserError
+from megatron_dapo.observe.observer import NullObserver, Observer
 from megatron_dapo.policy.batch import Floats, Ints, TrainBatch, trained_tokens
 from megatron_dapo.policy.metrics import StepMetrics
 from megatron_dapo.policy.policy import Policy
@@ -201,24 +202,16 @@ class TooManySkippedUpdates(UserError):
 class Updates:
     """Every method is called by all ranks, in the same order."""
 
-    def __init__(
-        self,
-        config: Config,
-        policy: Policy,
-        collectives: Collectives,
-        log: Callable[[str], None],
-        warn: Callable[[str], None],
-    ) -> None:
+    def __init__(self, config: Config, policy: Policy, collectives: Collectives) -> None:
+        self.observer: Observer = NullObserver()
         self.gate_passed = not config.trainer.gate.enabled
         self.skipped_in_a_row = 0
         self._config = config
         self._policy = policy
         self._collectives = collectives
-        self._log = log
-        self._warn = warn
         self._profiler = StepProfiler(config, policy.runtime.rank)
 
-    def prepare(self, step: TrainStep, version: int, report: Callable[[str], None]) -> None:
+    def prepare(self, step: TrainStep, version: int) -> None:
         """Before the first update, at weight version `version`: old log-probs where the ratio needs them, the gate on
         the first batch, whose result is reported, and the reference where KL needs it."""
         self._profiler.begin(version + 1)
@@ -227,7 +220,7 @@ class Updates:
         if recompute or not self.gate_passed:
             logprobs = self._policy.old_log_probs(step.batch, step.mini_batches)
             if not self.gate_passed:
-                report(self._pass_gate(step, version, logprobs))
+                self.observer.report(self._pass_gate(step, version, logprobs))
             if recompute:
                 step.batch.old_logprobs = logprobs
         if self._policy.needs.reference:
@@ -259,15 +252,15 @@ class Updates:
         step.update_metrics.add(metrics)
         step.updates_done += 1
         if step.complete and (line := self._profiler.end(version + 1)):
-            self._log(line)
+            self.observer.log(line)
 
     def _skip(self, step: TrainStep, version: int, error: NonFiniteError) -> None:
         self.skipped_in_a_row += 1
-        self._warn(f"step {version}, update {step.updates_done} skipped: {error}")
+        self.observer.warn(f"step {version}, update {step.updates_done} skipped: {error}")
         try:
             step.dump(Path(self._config.trainer.run_dir) / "dumps", version)
         except OSError as full:
-            self._warn(f"its samples could not be written: {full}")
+            self.observer.warn(f"its samples could not be written: {full}")
         limit = self._config.trainer.max_skipped_updates
         if self.skipped_in_a_row > limit:
             raise TooManySkippedUpdates(
