@@ -189,7 +189,6 @@ class RolloutDriver:
             groups_per_step=self.config.trainer.prompts_per_step,
             seed=self.config.trainer.seed,
             on_progress=self._on_sampling,
-            on_decided=self.cursor.record,
             function=self._function,
         )
 
