@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any
 
-from megatron_dapo.algorithm import EarlyRejection
+from megatron_dapo.algorithm.filtering import EarlyRejection
 from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.engines.protocol import Engine, ForeignWeightsError
 from megatron_dapo.errors import EngineError

@@ -20,7 +20,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from megatron_dapo.algorithm import EarlyRejection, GroupFilter, give_up_after, keep_all, load_group_filter
+from megatron_dapo.algorithm.filtering import EarlyRejection, GroupFilter, give_up_after, keep_all, load_group_filter
 from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.engines.protocol import Engine, ForeignWeightsError, derive_seed
 from megatron_dapo.errors import EngineError, UserError

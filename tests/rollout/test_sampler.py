@@ -23,7 +23,7 @@ from simulation import (
     through_json,
 )
 
-from megatron_dapo.algorithm import keep_group
+from megatron_dapo.algorithm.filtering import keep_group
 from megatron_dapo.rollout.pending_group import CarryOver, PendingGroup
 from megatron_dapo.rollout.sampler import Sampler, SamplingLimitError
 from megatron_dapo.types import FinishReason, Grade, Group, Prompt, Sample, WeightSpan, as_logprobs, as_tokens
