@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -195,19 +195,30 @@ class Occupancy:
         }
 
 
+# Of a finished request: server, request id, start (time.monotonic()), tokens.
+OnRequest = Callable[[str, str, float, int], None]
+
+
 class GroupEvents:
     """What the running groups report to their step. They write here; the step reads, and waits for `changed`."""
 
-    def __init__(self, max_running: int = 0) -> None:
+    def __init__(self, max_running: int = 0, on_request: OnRequest | None = None) -> None:
         self.accounting = StepAccounting()
         self.changed = asyncio.Event()
         self.refill = False  # the step waits for a free place in the engine
+        self._on_request = on_request
         self._clock = asyncio.get_running_loop().time
         self.occupancy = Occupancy(self._clock(), max_running)
 
-    def tokens(self, count: int) -> None:
-        """`count` tokens were generated; fewer than 0: some will be generated again."""
-        self.accounting.response_tokens += count
+    def request(self, server: str, request_id: str, started: float, tokens: int) -> None:
+        """A request has returned `tokens` tokens. Those that fail are not reported."""
+        self.accounting.response_tokens += tokens
+        if self._on_request is not None:
+            self._on_request(server, request_id, started, tokens)
+
+    def removed(self, tokens: int) -> None:
+        """`tokens` tokens will be generated again."""
+        self.accounting.response_tokens -= tokens
 
     def restarted(self, tokens: int) -> None:
         """A conversation of `tokens` tokens starts again."""

@@ -7,6 +7,7 @@ sent with the same seed. Each part keeps its own weight version.
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -163,6 +164,7 @@ class Generation:
         )
         context = np.concatenate([sample.prompt_tokens, sample.response_tokens]) if sample.length else None
         self.running += 1
+        started = time.monotonic()
         try:
             completion = await self._engine.generate(
                 request_id, sample.prompt_tokens if context is None else context, params
@@ -175,7 +177,7 @@ class Generation:
         finally:
             self.running -= 1
         append_completion(sample, completion)
-        self._events.tokens(len(completion.tokens))
+        self._events.request(completion.server, request_id, started, len(completion.tokens))
 
     def _remove_possible_stop(self, sample: Sample, request: TurnRequest) -> None:
         """Removes the last tokens of an aborted turn, in which a stop string may have begun.
@@ -184,7 +186,7 @@ class Generation:
         """
         if request.stop and sample.length > request.start and sample.finish_reason is FinishReason.ABORT:
             kept = max(request.start, sample.length - max(map(len, request.stop)))
-            self._events.tokens(kept - sample.length)  # counted again when they are generated again
+            self._events.removed(sample.length - kept)
             shorten(sample, kept)
 
 

@@ -24,7 +24,16 @@ from megatron_dapo.algorithm.filtering import EarlyRejection, GroupFilter, give_
 from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.engines.protocol import Engine, ForeignWeightsError, derive_seed
 from megatron_dapo.errors import EngineError, UserError
-from megatron_dapo.rollout.accounting import EARLY, STALE, SURPLUS, UNFINISHED, GroupEvents, Progress, StepAccounting
+from megatron_dapo.rollout.accounting import (
+    EARLY,
+    STALE,
+    SURPLUS,
+    UNFINISHED,
+    GroupEvents,
+    OnRequest,
+    Progress,
+    StepAccounting,
+)
 from megatron_dapo.rollout.agents.functions import RolloutFunction
 from megatron_dapo.rollout.fill_policy import FillPolicy, check_staleness, staleness_metrics, trained_version
 from megatron_dapo.rollout.group_runner import ABORT_TIMEOUT, Ended, Grader, GroupRunner, RunningGroups
@@ -57,6 +66,7 @@ class Sampler:
         seed: int = 0,
         group_filter: GroupFilter | None = None,
         on_progress: Callable[[Progress], None] | None = None,
+        on_request: OnRequest | None = None,
         function: RolloutFunction | None = None,
     ) -> None:
         """`next_prompt` raises StopIteration when there are no more prompts. `group_filter` overrides the configured
@@ -74,6 +84,7 @@ class Sampler:
         if config.dynamic_sampling and config.sampler.give_up_after is not None:
             self.reject_early = give_up_after(config.sampler.give_up_after)
         self.on_progress = on_progress
+        self.on_request = on_request
         self.function = function
         self._carry_over = CarryOver()
         self._collecting = False
@@ -120,7 +131,7 @@ class StepCollector:
         self._drawn = carried.drawn if carried.drawn.step == step else DrawnPrompts(step)
         self._exhausted = False
         self._last_failure = ""
-        self._events = GroupEvents(sampler.engine.max_running)
+        self._events = GroupEvents(sampler.engine.max_running, sampler.on_request)
         self._runner = GroupRunner(
             sampler.engine, sampler.grade, config, sampler.reject_early, self._events, sampler.function
         )
