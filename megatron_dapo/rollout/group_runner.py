@@ -18,7 +18,7 @@ from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.engines.protocol import Engine, ForeignWeightsError
 from megatron_dapo.errors import EngineError
 from megatron_dapo.rollout.accounting import GroupEvents
-from megatron_dapo.rollout.agents.conversation import Conversation, Limits, ReplayMismatch, RolloutInterrupted
+from megatron_dapo.rollout.agents.conversation import Conversation, ReplayMismatch, RolloutInterrupted
 from megatron_dapo.rollout.agents.functions import RolloutFunction, with_rewards
 from megatron_dapo.rollout.generation import Generation, TurnRequest
 from megatron_dapo.rollout.pending_group import PendingGroup
@@ -46,7 +46,7 @@ class GroupRunner:
         self._events = events
         self._function = function
         self._generation = Generation(engine, config, events)
-        self._limits = Limits(config.max_response_tokens, tuple(config.stop))
+        self._config = config
         self._request_ids: dict[int, set[str]] = {}  # in the engine, by the group's serial
         self._conversations: dict[asyncio.Task[Grade | None], tuple[PendingGroup, Conversation]] = {}
         self.requests = 0  # rollouts that have not been generated completely, of all groups that were started
@@ -133,7 +133,8 @@ class GroupRunner:
             self._restart(pending, samples)
         while True:
             conversation = Conversation(
-                pending.group.prompt, samples, partial(self._extend_turn, pending), function.tokenizer, self._limits,
+                pending.group.prompt, samples, partial(self._extend_turn, pending), function.tokenizer,
+                max_response_tokens=self._config.max_response_tokens, stop=self._config.stop,
                 name=_name(pending, samples[0]), on_new_sample=pending.add_part,
             )  # fmt: skip
             task = asyncio.ensure_future(function(conversation))
