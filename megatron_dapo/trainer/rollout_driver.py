@@ -17,25 +17,26 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from concurrent.futures import Executor, Future
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_dapo import fault_points
 from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.data import RunData, load_run_data
-from megatron_dapo.engines.load import open_engine, timed, watched_load
+from megatron_dapo.engines import open_engine
 from megatron_dapo.engines.protocol import Bucket, Engine, WeightReport, derive_seed
-from megatron_dapo.engines.teacher import Teacher, open_teacher
+from megatron_dapo.engines.server_load import watch_load
 from megatron_dapo.errors import EngineError
 from megatron_dapo.evaluate import Evaluation, evaluate_sets
 from megatron_dapo.observe.observer import NullObserver, Observer
 from megatron_dapo.reward.combined import Graders, ResponseGrader, open_graders
 from megatron_dapo.rollout.accounting import Progress
-from megatron_dapo.rollout.agents.functions import load_rollout_function
-from megatron_dapo.rollout.agents.openai_endpoint import close_endpoints
-from megatron_dapo.rollout.agents.tools.sandbox import close_sandboxes, take_tool_metrics
+from megatron_dapo.rollout.agents.functions import close_shared, load_rollout_function, take_shared_metrics
 from megatron_dapo.rollout.sampler import Sampler
 from megatron_dapo.trainer.watchdog import log_folder
 from megatron_dapo.types import StepBatch
+
+if TYPE_CHECKING:
+    from megatron_dapo.engines.teacher import Teacher
 
 T = TypeVar("T")
 CLOSE_SECONDS = 120.0
@@ -178,17 +179,20 @@ class RolloutDriver:
             self._engine = await open_engine(self.config.rollout, self.config.policy.model, logs)
         finally:
             showing.cancel()
-        self._teacher = await open_teacher(self.config.algorithm.distillation)
+        if self.config.algorithm.distillation.enabled:
+            from megatron_dapo.engines.teacher import open_teacher
+
+            self._teacher = await open_teacher(self.config.algorithm.distillation)
         self._pool = await open_graders(self.config.reward, self._responses.tokenizer_json).__aenter__()
         self._sampler = Sampler(
-            timed(self._engine, self._observer.request),
+            self._engine,
             partial(self._responses.grade, self._pool),
             lambda: self.cursor.take(1)[0],
             self.config.rollout,
             groups_per_step=self.config.trainer.prompts_per_step,
             seed=self.config.trainer.seed,
             on_progress=self._on_sampling,
-            on_decided=self.cursor.record,
+            on_request=self._observer.request,
             function=self._function,
         )
 
@@ -229,8 +233,7 @@ class RolloutDriver:
     async def _close(self) -> None:
         if self._teacher is not None:
             await self._teacher.close()
-        await close_sandboxes()
-        await close_endpoints()
+        await close_shared()
         if self._pool is not None:
             await self._pool.__aexit__(None, None, None)
         await self._close_engines()
@@ -322,9 +325,9 @@ class RolloutDriver:
         async with self._counted_operation(bounded=False):
             fault_points.reach("rollouts/before_collect")
             self.cursor.begin_step(step)
-            async with watched_load(self.engine) as load:
+            async with watch_load(self.engine) as load:
                 batch = await self.sampler.collect(step)
-            batch.metrics |= {**self.cursor.metrics(batch), **load.metrics(), **take_tool_metrics()}
+            batch.metrics |= {**self.cursor.metrics(batch), **load.metrics(), **take_shared_metrics()}
             shown = batch.groups[: self.config.observe.samples_groups]
             self._responses.add_texts([sample for group in shown for sample in group.samples])
             fault_points.reach("rollouts/after_collect")
