@@ -1,4 +1,5 @@
-"""Files that several rooms read or write: the one atomic write, and the one reader and writer of safetensors headers.
+"""Files that several folders read or write: the one atomic write of a file and of a directory, and the one reader and
+writer of safetensors headers.
 
 Imports no torch, so that configuration checks, reports and the launcher can use it. Dtypes are torch's names without
 the prefix ("bfloat16"). The headers are read here and not with the safetensors library because its errors name neither
@@ -13,6 +14,7 @@ import math
 import os
 import re
 import secrets
+import shutil
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -86,6 +88,26 @@ def fsync_tree(directory: str | Path) -> None:
         for name in names:
             fsync_path(Path(root) / name)
         fsync_path(root)
+
+
+def publish_directory(building: Path, target: Path, *, aside: Path) -> None:
+    """Give a complete directory its final name in one rename; its files must be on disk (`fsync_tree`).
+
+    A directory that has the name already is moved to `aside` and deleted afterwards. A kill in between leaves it there:
+    whoever starts next moves it back if `target` is missing.
+    """
+    shutil.rmtree(aside, ignore_errors=True)
+    replaced = os.path.lexists(target)
+    if replaced:
+        os.rename(target, aside)
+    try:
+        os.rename(building, target)
+    except OSError:
+        if replaced:
+            os.rename(aside, target)
+        raise
+    fsync_path(target.parent)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 # -- safetensors ------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_dapo.config.trainer import EvalConfig
 from megatron_dapo.errors import UserError
 from megatron_dapo.evaluate.statistics import clustered_interval, pass_at_k
-from megatron_dapo.files import write_atomically
+from megatron_dapo.files import publish_directory, write_atomically
 from megatron_dapo.reward.equivalence import last_number_matches
 from megatron_dapo.types import FinishReason
 
@@ -126,7 +126,7 @@ class EvalResult:
 
         `results.json` is there only if everything was written; one of an earlier evaluation is removed first."""
         folder = Path(directory)
-        building, final = folder / ".responses.tmp", folder / "responses"
+        building = folder / ".responses.tmp"
         (folder / "results.json").unlink(missing_ok=True)
         shutil.rmtree(building, ignore_errors=True)
         building.mkdir(parents=True)
@@ -134,8 +134,7 @@ class EvalResult:
             name = re.sub(r"[^\w.-]+", "_", problem.id)[:100]
             file = building / f"{number:04d}-{name}.txt"
             file.write_text(_readable(number, problem), encoding="utf-8", errors="backslashreplace")
-        shutil.rmtree(final, ignore_errors=True)
-        building.rename(final)
+        publish_directory(building, folder / "responses", aside=folder / ".responses.old")
         write_atomically(folder / "results.json", json.dumps(self.to_json(), indent=2) + "\n")
 
     def to_json(self) -> dict[str, Any]:

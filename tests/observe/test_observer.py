@@ -94,7 +94,7 @@ def test_an_evaluation_that_is_repeated_after_a_resume_is_recorded_once(tmp_path
 
 def test_phases_add_up_to_the_step_and_nested_seconds_count_once(tmp_path, monkeypatch):
     clock = [100.0]
-    monkeypatch.setattr("megatron_dapo.observe.timeline.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("megatron_dapo.observe.observer.time.monotonic", lambda: clock[0])
     watched = observer(tmp_path)
     clock[0] += 50  # before the first phase: part of no step
     with watched.phase("update"):
@@ -336,7 +336,7 @@ def test_close_writes_the_report_and_a_failing_report_is_a_warning(tmp_path, mon
 
 def test_observing_needs_no_torch_and_no_tracker():
     script = (
-        "import sys, megatron_dapo.observe.report, megatron_dapo.observe.curves, megatron_dapo.observe.observer\n"
+        "import sys, megatron_dapo.observe.report, megatron_dapo.observe.observer\n"
         "heavy = {'torch', 'megatron', 'wandb', 'tensorboard', 'matplotlib'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
