@@ -129,7 +129,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron_dapo.config.model import ModelShape
 from megatron_dapo.weights.mapping import stored_mappings
 from megatron_dapo.policy import cpu
-from megatron_dapo.weights.mapping import hf_tensors, megatron_tensor
+from megatron_dapo.weights.model_weights import hf_tensors, megatron_tensor
 import torch._dynamo
 cpu.install()
 kind, source, out = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])

@@ -17,7 +17,7 @@ from megatron_dapo.evaluate import (
     EvaluationError,
     ProblemResult,
     Response,
-    evaluate,
+    evaluate_sets,
     majority,
     summarise,
 )
@@ -52,6 +52,10 @@ class KnownEngine:
 
     async def abort(self, request_id=None):
         pass
+
+
+async def evaluate(engine, prompts, pool, config, seed, progress=None):
+    return (await evaluate_sets(engine, {"": prompts}, pool, config, seed, progress)).results[""]
 
 
 def run(engine, count, config, seed=0, **more):

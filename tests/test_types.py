@@ -39,7 +39,7 @@ def through_orjson(state):
     return orjson.loads(orjson.dumps(state, default=json_default))
 
 
-# What a text or a binary checkpoint gives back; older checkpoints hold lists.
+# What JSON text or a binary checkpoint gives back.
 ROUND_TRIPS = {"arrays": lambda state: state, "json": through_json, "orjson": through_orjson}
 
 

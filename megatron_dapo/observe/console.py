@@ -98,11 +98,17 @@ class Console:
 
     def phase_ended(self, name: str) -> None: ...
 
-    def note(self, name: str, text: str) -> None: ...
+    def note(self, name: str, text: str) -> None:
+        self.update(name, text)
 
-    def progress(self, name: str, done: float, total: float, text: str) -> None: ...
+    def progress(self, name: str, done: float, total: float, text: str) -> None:
+        self.update(name, f"{done:g}/{total:g} {text}".rstrip(), done, total)
 
-    def sampling(self, progress: SamplingProgress) -> None: ...
+    def sampling(self, progress: SamplingProgress) -> None:
+        self.update("rollout", sampling_text(progress), progress.kept, progress.needed)
+
+    def update(self, name: str, text: str, done: float | None = None, total: float | None = None) -> None:
+        """What a phase is doing now, and how far it is."""
 
     def step(self, step: int, total: int, metrics: Mapping[str, float], remaining: float | None) -> None: ...
 
@@ -144,16 +150,13 @@ class PlainConsole(Console):
         self._phases.pop(name, None)
 
     def note(self, name: str, text: str) -> None:
-        self._update(name, text)
         if self._starting:
             self._say(f"[{self._elapsed()}] {name}: {text}")
+        self.update(name, text)
 
-    def progress(self, name: str, done: float, total: float, text: str) -> None:
-        self._update(name, f"{done:g}/{total:g} {text}".rstrip())
-        self.print_long_phase()
-
-    def sampling(self, progress: SamplingProgress) -> None:
-        self._update("rollout", sampling_text(progress))
+    def update(self, name: str, text: str, done: float | None = None, total: float | None = None) -> None:
+        started, _ = self._phases.get(name, (time.monotonic(), ""))
+        self._phases[name] = (started, text)
         self.print_long_phase()
 
     def step(self, step: int, total: int, metrics: Mapping[str, float], remaining: float | None) -> None:
@@ -195,10 +198,6 @@ class PlainConsole(Console):
             with suppress(RuntimeError):  # the other thread changed the phases meanwhile
                 self.print_long_phase()
 
-    def _update(self, name: str, text: str) -> None:
-        started, _ = self._phases.get(name, (time.monotonic(), ""))
-        self._phases[name] = (started, text)
-
     def _elapsed(self) -> str:
         return duration(time.monotonic() - self._opened)
 
@@ -238,14 +237,10 @@ class StatusFile(Console):
         self._phases.pop(name, None)
         self._write()
 
-    def note(self, name: str, text: str) -> None:
-        self._update(name, text=text)
-
-    def progress(self, name: str, done: float, total: float, text: str) -> None:
-        self._update(name, text=f"{done:g}/{total:g} {text}".rstrip(), done=done, total=total)
-
-    def sampling(self, progress: SamplingProgress) -> None:
-        self._update("rollout", text=sampling_text(progress), done=progress.kept, total=progress.needed)
+    def update(self, name: str, text: str, done: float | None = None, total: float | None = None) -> None:
+        values = {"text": text} if done is None else {"text": text, "done": done, "total": total}
+        self._phases[name] = {"name": name, "since": time.time(), **self._phases.get(name, {}), **values}
+        self._write()
 
     def step(self, step: int, total: int, metrics: Mapping[str, float], remaining: float | None) -> None:
         self._state |= {"step": step, "total": total, "remaining": remaining}
@@ -255,10 +250,6 @@ class StatusFile(Console):
         self._state["state"] = status
         self._phases.clear()
         self._write(now=True)
-
-    def _update(self, name: str, **values: Any) -> None:
-        self._phases[name] = {"name": name, "since": time.time(), **self._phases.get(name, {}), **values}
-        self._write()
 
     def _write(self, *, now: bool = False) -> None:
         moment = time.time()

@@ -53,14 +53,9 @@ class RichConsole(Console):
         if task is not None:
             self._phases.remove_task(task)
 
-    def note(self, name: str, text: str) -> None:
+    def update(self, name: str, text: str, done: float | None = None, total: float | None = None) -> None:
         if name in self._tasks:
-            self._phases.update(self._tasks[name], text=escape(text))
-
-    def progress(self, name: str, done: float, total: float, text: str) -> None:
-        if name in self._tasks:
-            shown = f"{done:g}/{total:g} {escape(text)}".rstrip()
-            self._phases.update(self._tasks[name], completed=done, total=total, text=shown)
+            self._phases.update(self._tasks[name], completed=done, total=total, text=escape(text))
 
     def sampling(self, progress: SamplingProgress) -> None:
         self.phase_started("rollout")

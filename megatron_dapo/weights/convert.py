@@ -19,16 +19,14 @@ import torch
 from megatron_dapo.config.model import ModelShape
 from megatron_dapo.errors import UserError
 from megatron_dapo.files import StoredTensor, is_packed
-from megatron_dapo.weights.check import HEAD, check_hf_tensors
-from megatron_dapo.weights.copy import BLOCK, CopyGroup, copy_tensors, default_workers
-from megatron_dapo.weights.destination import PROGRESS, check_free, new_directory
-from megatron_dapo.weights.formats.hf_reader import HFReader, read_hf_directory
+from megatron_dapo.weights.copy import BLOCK, copy_tensors, default_workers
+from megatron_dapo.weights.destination import PROGRESS, CopyGroup, check_free, new_directory
 from megatron_dapo.weights.formats.hf_writer import MAX_SHARD, HFWriter
 from megatron_dapo.weights.formats.megatron_reader import open_megatron
-from megatron_dapo.weights.formats.pieces import PieceReader
+from megatron_dapo.weights.formats.readers import HFReader, PieceReader, read_hf_directory
 from megatron_dapo.weights.formats.torch_dist_writer import TorchDistWriter
 from megatron_dapo.weights.locate import HF_FILES, RELEASE, TRACKER, Format, format_of, locate
-from megatron_dapo.weights.mapping import EMBEDDING, WeightsError, stored_mappings
+from megatron_dapo.weights.mapping import EMBEDDING, HEAD, WeightsError, check_hf_tensors, stored_mappings
 from megatron_dapo.weights.side_files import FILE as CARRIED_FILE
 from megatron_dapo.weights.side_files import copy_carried, copy_side_files, export_carried
 

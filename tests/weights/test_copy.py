@@ -10,9 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from megatron_dapo.files import safetensors_header
 from megatron_dapo.weights import copy
-from megatron_dapo.weights.copy import copy_tensors
-from megatron_dapo.weights.formats.hf_reader import HFReader
-from megatron_dapo.weights.output_file import OutputFile, RowRange, TensorWrite
+from megatron_dapo.weights.copy import OutputFile, RowRange, TensorWrite, copy_tensors
+from megatron_dapo.weights.formats.readers import HFReader
 
 # Odd sizes: elements of b and c lie across the ends of blocks.
 TENSORS = {

@@ -14,11 +14,9 @@ from test_model_weights import build_policy
 from megatron_dapo.cli import main
 from megatron_dapo.errors import UserError
 from megatron_dapo.processes.fork_ranks import run_ranks
-from megatron_dapo.weights.check import check_model_directory
 from megatron_dapo.weights.convert import hf_to_megatron, megatron_to_hf
-from megatron_dapo.weights.formats.hf_reader import HFReader
-from megatron_dapo.weights.formats.mapped_file import map_file
-from megatron_dapo.weights.locate import locate
+from megatron_dapo.weights.formats.readers import HFReader, map_file
+from megatron_dapo.weights.locate import check_model_directory, locate
 from megatron_dapo.weights.mapping import WeightsError
 from megatron_dapo.weights.verify import verify
 

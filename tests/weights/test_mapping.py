@@ -5,18 +5,9 @@ import tiny_qwen
 import torch
 
 from megatron_dapo.config.model import ModelShape
-from megatron_dapo.weights.formats.hf_reader import HFReader
-from megatron_dapo.weights.mapping import (
-    WeightsError,
-    hf_shapes,
-    hf_tensors,
-    megatron_tensor,
-    padded_vocab,
-    parameter_mappings,
-    shard,
-    stored_mappings,
-    unshard,
-)
+from megatron_dapo.weights.formats.readers import HFReader
+from megatron_dapo.weights.mapping import WeightsError, hf_shapes, padded_vocab, parameter_mappings, stored_mappings
+from megatron_dapo.weights.model_weights import hf_tensors, megatron_tensor, shard, unshard
 from megatron_dapo.weights.names import disk_locations, to_canonical, to_local, to_te
 
 QWEN3 = ModelShape(

@@ -25,7 +25,7 @@ from megatron_dapo.policy.policy import Policy
 from megatron_dapo.selfcheck.layout_spec import LayoutSpec, selfcheck_config
 from megatron_dapo.selfcheck.trace import compare, trace_config
 from megatron_dapo.weights.convert import hf_to_megatron, megatron_to_hf
-from megatron_dapo.weights.formats.hf_reader import HFReader
+from megatron_dapo.weights.formats.readers import HFReader
 from megatron_dapo.weights.verify import verify
 
 LAYOUTS = {"tp2": {"tensor_parallel": 2}, "pp2": {"pipeline_parallel": 2}, "ep2": {"expert_parallel": 2}}

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 
 from megatron_dapo.config.model import ModelShape
 from megatron_dapo.weights.convert import hf_to_megatron, megatron_to_hf
-from megatron_dapo.weights.formats.hf_reader import HFReader
+from megatron_dapo.weights.formats.megatron_reader import TorchDistReader
+from megatron_dapo.weights.formats.readers import HFReader
 from megatron_dapo.weights.formats.safe_pickle import load_metadata
-from megatron_dapo.weights.formats.torch_dist_reader import TorchDistReader
 from megatron_dapo.weights.verify import verify
 
 
