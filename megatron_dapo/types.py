@@ -302,8 +302,3 @@ class StepBatch:
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> StepBatch:
         return cls(state["step"], [Group.from_state(g) for g in state["groups"]], dict(state["metrics"]))
-
-
-def count_tokens(samples: Sequence[Sample]) -> int:
-    """Prompt and response tokens: the trainer's input length."""
-    return sum(len(s.prompt_tokens) + len(s.response_tokens) for s in samples)

@@ -223,11 +223,11 @@ def _stack(run: Run, names: dict[str, str]) -> list[Series]:
     return found
 
 
-def thin(values: Sequence[float], most: int = MOST_POINTS) -> list[int]:
+def thin(values: Sequence[float]) -> list[int]:
     """Indices to draw: all, or the lowest and highest of each interval, so that no spike is lost."""
-    if len(values) <= most:
+    if len(values) <= MOST_POINTS:
         return list(range(len(values)))
-    width = math.ceil(2 * len(values) / most)
+    width = math.ceil(2 * len(values) / MOST_POINTS)
     kept: set[int] = {0, len(values) - 1}
     for start in range(0, len(values), width):
         interval = [i for i in range(start, min(start + width, len(values))) if math.isfinite(values[i])]

@@ -106,31 +106,13 @@ def _wait(condition: Callable[[], bool], seconds: float = float("inf")) -> bool:
     return True
 
 
-@dataclass(frozen=True, slots=True)
-class _Names:
+def _hidden(path: Path, suffix: str) -> Path:
     """Where a destination is prepared: beside it, or inside if it is a mount point."""
+    return path / f".{suffix}" if _is_mount(path) else path.with_name(f".{path.name}.{suffix}")
 
-    path: Path
-    is_mount: bool
 
-    @classmethod
-    def of(cls, path: Path) -> _Names:
-        return cls(path, path.is_dir() and os.path.ismount(path))
-
-    def _name(self, suffix: str) -> Path:
-        return self.path / f".{suffix}" if self.is_mount else self.path.with_name(f".{self.path.name}.{suffix}")
-
-    @property
-    def temporary(self) -> Path:
-        return self._name("incomplete")
-
-    @property
-    def old(self) -> Path:
-        return self._name("replaced")
-
-    @property
-    def lock(self) -> Path:
-        return self._name("lock")
+def _is_mount(path: Path) -> bool:
+    return path.is_dir() and os.path.ismount(path)
 
 
 @contextlib.contextmanager
@@ -142,10 +124,10 @@ def new_directory(
     `need`: bytes to be written. `plan`: describes source and options; a killed run with the same plan is continued.
     `group`: with several processes, rank 0 creates and publishes, and the others join.
     """
-    names = _Names.of(path.absolute())
+    path = path.absolute()
     group = group or CopyGroup()
     try:
-        inside = _joined(names, group) if group.rank else _created(names, need, overwrite, plan, group)
+        inside = _joined(path, group) if group.rank else _created(path, need, overwrite, plan, group)
         with inside as directory:
             yield directory
     except OSError as error:
@@ -153,14 +135,14 @@ def new_directory(
 
 
 @contextlib.contextmanager
-def _created(names: _Names, need: int, overwrite: bool, plan: str, group: CopyGroup) -> Iterator[Path]:
-    path, temporary = names.path, names.temporary
+def _created(path: Path, need: int, overwrite: bool, plan: str, group: CopyGroup) -> Iterator[Path]:
+    temporary, lock = _hidden(path, "incomplete"), _hidden(path, "lock")
     path.parent.mkdir(parents=True, exist_ok=True)
     check_free(path, overwrite)
-    lock = _lock(names)
+    descriptor = _lock(path, lock)
     try:
-        _clean(names, plan)
-        check_space(path if names.is_mount else path.parent, need - _bytes_in(temporary))
+        _clean(path, temporary, plan)
+        check_space(path if _is_mount(path) else path.parent, need - _bytes_in(temporary))
         (temporary / PROGRESS).mkdir(parents=True, exist_ok=True)
         write_atomically(temporary / PROGRESS / _PLAN, plan)
         group.start(temporary / PROGRESS)
@@ -168,32 +150,35 @@ def _created(names: _Names, need: int, overwrite: bool, plan: str, group: CopyGr
             yield temporary
             shutil.rmtree(temporary / PROGRESS)
             fsync_tree(temporary)
-            _publish(names)
+            _publish(path, temporary)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
     finally:
-        _unlock(names, lock)
+        with contextlib.suppress(OSError):
+            os.unlink(lock)
+        os.close(descriptor)
 
 
 @contextlib.contextmanager
-def _joined(names: _Names, group: CopyGroup) -> Iterator[Path]:
-    notes = names.temporary / PROGRESS
+def _joined(path: Path, group: CopyGroup) -> Iterator[Path]:
+    temporary = _hidden(path, "incomplete")
+    notes = temporary / PROGRESS
     group.wait_for_start(notes)
     try:
-        yield names.temporary
+        yield temporary
     except BaseException as error:
         with contextlib.suppress(OSError):
             group.hand_in(notes, [], error=f"{type(error).__name__}: {error}")
         raise
-    group.wait_for_end(names.temporary, names.path)
+    group.wait_for_end(temporary, path)
 
 
 def check_free(path: Path, overwrite: bool) -> None:
     """An existing destination needs --overwrite and is replaced only if it looks like a checkpoint."""
     if not os.path.lexists(path) or (path.is_dir() and not path.is_symlink() and not any(path.iterdir())):
         return
-    if path.is_dir() and os.path.ismount(path):
+    if _is_mount(path):
         if {entry.name for entry in path.iterdir()} <= _MOUNT_ENTRIES:
             return
         raise WeightsError(f"{path} is a mount point and not empty; choose a folder in it as destination")
@@ -219,8 +204,7 @@ def _bytes_in(folder: Path) -> int:
     return sum(512 * p.stat().st_blocks for p in folder.rglob("*") if p.is_file()) if folder.exists() else 0
 
 
-def _lock(names: _Names) -> int:
-    name = names.lock
+def _lock(path: Path, name: Path) -> int:
     fd = os.open(name, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -231,19 +215,13 @@ def _lock(names: _Names) -> int:
         taken = False
     if taken:
         os.close(fd)
-        raise WeightsError(f"{names.path}: another conversion is writing it ({name} is locked); wait for it")
+        raise WeightsError(f"{path}: another conversion is writing it ({name} is locked); wait for it")
     return fd
 
 
-def _unlock(names: _Names, fd: int) -> None:
-    with contextlib.suppress(OSError):
-        os.unlink(names.lock)
-    os.close(fd)
-
-
-def _clean(names: _Names, plan: str) -> None:
+def _clean(path: Path, temporary: Path, plan: str) -> None:
     """Finish or undo what an interrupted run left behind."""
-    temporary, old, path = names.temporary, names.old, names.path
+    old = _hidden(path, "replaced")
     try:
         same = bool(plan) and (temporary / PROGRESS / _PLAN).read_text() == plan
     except OSError:
@@ -266,9 +244,8 @@ def _keep_finished(temporary: Path) -> None:
             file.unlink()
 
 
-def _publish(names: _Names) -> None:
-    temporary, path, old = names.temporary, names.path, names.old
-    if names.is_mount:
+def _publish(path: Path, temporary: Path) -> None:
+    if _is_mount(path):
         for entry in sorted(temporary.iterdir(), key=lambda entry: (entry.name in _MARKS, entry.name)):
             os.rename(entry, path / entry.name)
         temporary.rmdir()
@@ -276,4 +253,4 @@ def _publish(names: _Names) -> None:
         return
     if path.is_dir() and not any(path.iterdir()):
         path.rmdir()
-    publish_directory(temporary, path, aside=old)
+    publish_directory(temporary, path, aside=_hidden(path, "replaced"))

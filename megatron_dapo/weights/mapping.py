@@ -329,10 +329,9 @@ def listed(names: set[Any]) -> str:
     return f"tensor{'s' if len(names) > 1 else ''} {shown}{more}"
 
 
-def padded_vocab(vocab: int, tp_size: int, multiple: int = 1) -> int:
-    """The smallest size >= vocab that `tp_size` ranks can split into parts that are multiples of `multiple`."""
-    unit = tp_size * multiple
-    return -(-vocab // unit) * unit
+def padded_vocab(vocab: int, tp_size: int) -> int:
+    """The smallest size >= vocab that `tp_size` ranks can split into equal parts."""
+    return -(-vocab // tp_size) * tp_size
 
 
 @dataclass(frozen=True, slots=True)

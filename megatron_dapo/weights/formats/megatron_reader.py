@@ -217,9 +217,9 @@ def _chunk(
     return Chunk(tuple(offsets), tuple(sizes), file, at, length)
 
 
-def open_megatron(path: str | os.PathLike[str], shape: ModelShape, step: int | None = None) -> PieceReader:
+def open_megatron(path: str | os.PathLike[str], shape: ModelShape) -> PieceReader:
     """The weights of the Megatron checkpoint that `path` means (`weights.locate`)."""
-    folder = locate(Path(path), step)
+    folder = locate(path)
     if format_of(folder) is Format.HF:
         raise WeightsError(f"{folder} is a HF model; expected a Megatron checkpoint")
     return LegacyReader(folder, shape) if format_of(folder) is Format.LEGACY else TorchDistReader(folder, shape)
