@@ -173,11 +173,6 @@ class Sample:
         return len(self.response_tokens)
 
     @property
-    def rollout(self) -> int:
-        """The number of its rollout in the group."""
-        return self.index
-
-    @property
     def trained_tokens(self) -> int:
         """Response tokens that the policy generated."""
         return self.length if self.trained is None else int(np.count_nonzero(self.trained))

@@ -137,7 +137,7 @@ def read_records(path: Path) -> list[Record]:
 
 
 def _end_of_line(path: Path, records: int) -> int:
-    """Size of the file up to and including so many records."""
+    """Size of the first `records` records in the file."""
     size = found = 0
     with path.open("rb") as file:
         for line in file:

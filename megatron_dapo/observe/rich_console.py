@@ -37,7 +37,8 @@ class RichConsole(Console):
         )  # fmt: skip
         self._steps = self._run.add_task(escape(title), total=None, text="starting")
         self._tasks: dict[str, TaskID] = {}
-        self._lines, self._columns = 0, list[str]()  # since the last header; its titles
+        self._lines = 0  # since the last header
+        self._columns: list[str] = []  # its titles
         self._live = Live(
             Group(self._run, self._phases), console=self._terminal, refresh_per_second=5, transient=True,
             redirect_stdout=True, redirect_stderr=True,

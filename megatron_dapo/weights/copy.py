@@ -182,14 +182,6 @@ def _all_finite(data: Tensor) -> bool:
     return math.isfinite(low.item()) and math.isfinite(high.item())
 
 
-@dataclass(slots=True)
-class CopyResult:
-    """Tensors (with their files) that hold values that are not finite; files that an interrupted run had finished."""
-
-    not_finite: list[str]
-    kept: int = 0
-
-
 def default_workers() -> int:
     return max(2, min(8, len(os.sched_getaffinity(0))))
 
@@ -200,14 +192,16 @@ def copy_tensors(
     files: Sequence[OutputFile],
     *,
     workers: int | None = None,
-    advance: Callable[[int], None] = lambda count: None,
+    progress: Callable[[int], None] = lambda done: None,
     finished: Path | None = None,
     group: CopyGroup = ALONE,
-) -> CopyResult:
-    """Write and fsync this process's files (`group`).
+) -> tuple[list[str], int]:
+    """Write and fsync this process's files (`group`). Returns the tensors (with their files) that hold values that are
+    not finite, and how many files an interrupted run had finished.
 
-    `finished`: a folder in which a mark is left for each file that is on disk. A file that has its mark already is
-    read and compared with the source instead of written; a block that differs is written again.
+    `progress` is told how many bytes of weights are written. `finished`: a folder in which a mark is left for each file
+    that is on disk. A file that has its mark already is read and compared with the source instead of written; a block
+    that differs is written again.
     """
     mine: dict[int, list[TensorWrite]] = {i: [] for i in range(len(files)) if group.owns(i)}
     for write in writes:
@@ -215,7 +209,7 @@ def copy_tensors(
             mine[write.file].append(write)
     contents = [FileParts(source, files[i], found) for i, found in mine.items()]
     count = workers or default_workers()
-    job = _Job(contents, advance, finished, count)
+    job = _Job(contents, progress, finished, count)
     try:
         with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             try:
@@ -228,20 +222,25 @@ def copy_tensors(
         raise WeightsError(f"{files[0].path.parent}: cannot write ({error.strerror or error})") from error
     finally:
         job.close()
-    return CopyResult(sorted(set().union(*(file.not_finite for file in contents))), job.kept)
+    return sorted(set().union(*(file.not_finite for file in contents))), job.kept
 
 
 class _Job:
     """Opens files when their first block comes, and finishes them after the last."""
 
     def __init__(
-        self, contents: Sequence[FileParts], advance: Callable[[int], None], finished: Path | None, workers: int
+        self, contents: Sequence[FileParts], progress: Callable[[int], None], finished: Path | None, workers: int
     ) -> None:
-        self._contents, self._advance, self._finished = contents, advance, finished
-        self.stop, self._lock = threading.Event(), threading.Lock()
+        self.stop = threading.Event()
         self.kept = 0
+        self._contents = contents
+        self._progress = progress
+        self._finished = finished
+        self._lock = threading.Lock()
+        self._done = 0
         self._blocks = [(i, at) for i, c in enumerate(contents) for at in range(0, max(1, c.file.size), BLOCK)]
-        self._next, self._ahead = 0, 2 * workers
+        self._next = 0
+        self._ahead = 2 * workers
         self._left = [max(1, -(-c.file.size // BLOCK)) for c in contents]
         self._open: dict[int, int] = {}
         self._compare: set[int] = set()  # files that an interrupted run has finished
@@ -273,7 +272,8 @@ class _Job:
         if number not in self._compare or os.pread(fd, length, at) != bytes(data[:length]):
             _write(fd, data, at)
         with self._lock:
-            self._advance(weights)
+            self._done += weights
+            self._progress(self._done)
             self._left[number] -= 1
             last = self._left[number] == 0
         if last:

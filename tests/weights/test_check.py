@@ -43,15 +43,9 @@ def test_a_model_directory_is_checked_without_torch(sharded):
 
 def damage(folder, change):
     match change:
-        case "config":
+        case dict():
             config = json.loads((folder / "config.json").read_text())
-            (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": "three"}))
-        case "layers":
-            config = json.loads((folder / "config.json").read_text())
-            (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 6}))
-        case "ffn":
-            config = json.loads((folder / "config.json").read_text())
-            (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 95}))
+            (folder / "config.json").write_text(json.dumps(config | change))
         case "files":
             (folder / "model-2-of-3.safetensors").unlink()
             (folder / "model-3-of-3.safetensors").unlink()
@@ -68,9 +62,12 @@ def damage(folder, change):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ("config", ["'num_hidden_layers' must be a positive integer (found 'three')"]),
-        ("layers", ["missing tensors model.layers.4.", " and 19 more"]),
-        ("ffn", ["mlp.gate_proj.weight: shape (96, 64), but config.json says (95, 64)", "12 tensors in all"]),
+        ({"num_hidden_layers": "three"}, ["'num_hidden_layers' must be a positive integer (found 'three')"]),
+        ({"num_hidden_layers": 6}, ["missing tensors model.layers.4.", " and 19 more"]),
+        (
+            {"intermediate_size": 95},
+            ["mlp.gate_proj.weight: shape (96, 64), but config.json says (95, 64)", "12 tensors in all"],
+        ),
         ("files", ["model-2-of-3.safetensors is missing", "2 files are missing", "model-3-of-3.safetensors"]),
         ("truncated", ["model-1-of-3.safetensors: truncated inside tensor"]),
         ("index", ["model.safetensors.index.json: damaged index"]),

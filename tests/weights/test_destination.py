@@ -136,7 +136,7 @@ def rank_main(rank, source, out):
     environment = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": str(rank)}
     os.environ.update(environment)
     with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.redirect_stderr(said):
-        code = command.hf_to_megatron(str(source), str(out / "m"), None, False, False, workers=1)
+        code = command.hf_to_megatron(str(source), str(out / "m"), allow_nan=False, workers=1)
     megatron_to_hf(out / "m", out / "hf", workers=1, max_shard=60_000)
     (out / f"said_{rank}").write_text(said.getvalue())
     os._exit(code)

@@ -43,8 +43,9 @@ class HFWriter:
         pack: bool = False,
     ) -> None:
         """`dtypes`: by canonical Megatron name. `tied_head`: store the head of a tied model, too. `pack`: store all
-        experts of a layer in one tensor (`packed_experts`)."""
-        self.shape, self._pack = shape, pack
+        experts of a layer in one tensor (`weights.names`)."""
+        self.shape = shape
+        self._pack = pack
         self._shards = [_Shard()]
         mappings = stored_mappings(shape)
         if tied_head:

@@ -96,7 +96,8 @@ class _Unpickler(pickle.Unpickler):
     def __init__(self, data: bytes, allowed: dict[tuple[str, str], Any],
                  storage: Callable[[Any], Any] | None = None) -> None:  # fmt: skip
         super().__init__(io.BytesIO(data))
-        self._allowed, self._storage = allowed, storage
+        self._allowed = allowed
+        self._storage = storage
 
     def find_class(self, module: str, name: str) -> Any:
         try:

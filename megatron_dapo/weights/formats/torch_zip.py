@@ -52,7 +52,8 @@ class _Tensor:
     """Pickles as a contiguous tensor over storage "0"."""
 
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        self.dtype, self.shape = dtype, shape
+        self.dtype = dtype
+        self.shape = shape
 
     def __reduce__(self) -> Any:
         stride = tuple(math.prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
