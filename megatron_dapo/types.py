@@ -98,8 +98,8 @@ class Grade:
 
     @classmethod
     def from_state(cls, state: Sequence[Any]) -> Grade:
-        *first, parts, turns = state
-        return cls(*first, dict(parts), tuple(turns))
+        correct, score, extracted, reason, parts, turns = state
+        return cls(correct, score, extracted, reason, dict(parts), tuple(turns))
 
 
 @dataclass(slots=True, frozen=True)

@@ -219,7 +219,7 @@ def _chunk(
 
 def open_megatron(path: str | os.PathLike[str], shape: ModelShape) -> PieceReader:
     """The weights of the Megatron checkpoint that `path` means (`weights.locate`)."""
-    folder = locate(path)
+    folder = locate(Path(path))
     if format_of(folder) is Format.HF:
         raise WeightsError(f"{folder} is a HF model; expected a Megatron checkpoint")
     return LegacyReader(folder, shape) if format_of(folder) is Format.LEGACY else TorchDistReader(folder, shape)
