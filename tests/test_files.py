@@ -47,11 +47,6 @@ def test_a_kill_during_the_write_leaves_the_old_content(tmp_path):
     assert path.read_text() == "old"
 
 
-def test_files_imports_no_torch():
-    script = "import sys, megatron_dapo.files; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
-
-
 TENSORS = {
     "a": torch.arange(6, dtype=torch.float32).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16),
     "empty": torch.empty(0, 5, dtype=torch.int64), "scalar": torch.tensor(7, dtype=torch.int16),
