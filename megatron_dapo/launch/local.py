@@ -22,7 +22,7 @@ from megatron_dapo.checkpoints.resume import SETTINGS, check_resume
 from megatron_dapo.config import Config, ConfigError, ModelShape, check_config, dump_config
 from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.errors import UserError
-from megatron_dapo.observe.waiting import importing, waiting
+from megatron_dapo.observe.console import importing, waiting
 from megatron_dapo.policy.megatron.importing import gpu_count
 from megatron_dapo.trainer.run_lock import RunLock
 
