@@ -121,7 +121,7 @@ class GradingProcess:
         if resident > self._memory_limit:
             return "memory"
         cpu, now = times.user + times.system, time.monotonic()
-        if cpu > self._cpu_seconds or status not in (psutil.STATUS_SLEEPING, psutil.STATUS_STOPPED, psutil.STATUS_IDLE):
+        if cpu > self._cpu_seconds or status in (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP):
             self._cpu_seconds = cpu
             self._awake_at = now
         asleep_since = max(self._awake_at, self._worker.last_reply)
@@ -275,7 +275,8 @@ class RewardPool(Graders):
             self._raised(job, reply["error"], reply["response"])
             return
         grade = Grade.from_state(reply["grade"])
-        self._counts["ungraded/by-grader"] += grade.ungraded
+        if grade.ungraded:
+            self._counts["ungraded/by-grader"] += 1
         self._answer(job, grade)
 
     def _raised(self, job: _Job, trace: str, response: str) -> None:

@@ -26,14 +26,14 @@ from megatron_dapo.engines.teacher import Teacher, open_teacher
 from megatron_dapo.errors import EngineError
 from megatron_dapo.evaluate import Evaluation, evaluate_sets
 from megatron_dapo.observe.observer import NullObserver, Observer
-from megatron_dapo.reward.combined import Graders, ResponseGrader, open_graders
+from megatron_dapo.reward.combined import ResponseGrader
 from megatron_dapo.rollout.accounting import Progress
 from megatron_dapo.rollout.agents.functions import load_rollout_function
 from megatron_dapo.rollout.agents.openai_endpoint import close_endpoints
 from megatron_dapo.rollout.agents.tools.sandbox import close_sandboxes, take_tool_metrics
 from megatron_dapo.rollout.sampler import Sampler
 from megatron_dapo.trainer.watchdog import log_folder
-from megatron_dapo.types import Grade, Prompt, Sample, StepBatch
+from megatron_dapo.types import StepBatch
 
 # The batches that are collected ahead of the trainer, in the rollout thread of rank 0.
 
@@ -151,7 +151,7 @@ class RolloutDriver:
         data = data or load_run_data(config, tokenizer)
         self.cursor, self.problems = data.mixture(config), data.evaluation
         self.progress = 0
-        self._responses = ResponseGrader(tokenizer)
+        self._responses = ResponseGrader(config.reward, tokenizer)
         self._function = load_rollout_function(config.rollout, tokenizer)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="rollouts", daemon=True)
@@ -161,7 +161,6 @@ class RolloutDriver:
         self._queue = BatchQueue(self._collect, lambda: self.engine.weight_version, config.rollout.max_staleness)
         self._counted: dict[str, float] = {}
         self._engine: Engine | None = None
-        self._pool: Graders | None = None
         self._teacher: Teacher | None = None
         self._sampler: Sampler | None = None
 
@@ -180,10 +179,10 @@ class RolloutDriver:
         finally:
             showing.cancel()
         self._teacher = await open_teacher(self.config.algorithm.distillation)
-        self._pool = await open_graders(self.config.reward, self._responses.tokenizer_json).__aenter__()
+        await self._responses.open()
         self._sampler = Sampler(
             timed(self._engine, self._observer.request),
-            self._grade,
+            self._responses.grade,
             lambda: self.cursor.take(1)[0],
             self.config.rollout,
             groups_per_step=self.config.trainer.prompts_per_step,
@@ -232,8 +231,7 @@ class RolloutDriver:
             await self._teacher.close()
         await close_sandboxes()
         await close_endpoints()
-        if self._pool is not None:
-            await self._pool.__aexit__(None, None, None)
+        await self._responses.close()
         await self._close_engines()
 
     async def _close_engines(self) -> None:
@@ -333,15 +331,13 @@ class RolloutDriver:
                 batch = await self.sampler.collect(step)
             batch.metrics |= {**self.cursor.metrics(batch), **load.metrics(), **take_tool_metrics()}
             shown = batch.groups[: self.config.observe.samples_groups]
-            self._responses.add_texts(sample for group in shown for sample in group.samples)
+            self._responses.add_texts([sample for group in shown for sample in group.samples])
             fault_points.reach("rollouts/after_collect")
             return batch
 
     def evaluate(
         self, step: int, on_progress: Callable[[int, int], None] = lambda done, total: None
     ) -> Future[Evaluation]:
-        assert self._pool is not None
-
         def advance(done: int, total: int) -> None:
             self.progress += 1
             fault_points.reach("rollouts/evaluating")
@@ -350,13 +346,8 @@ class RolloutDriver:
         seed = derive_seed(self.config.trainer.seed, step, "evaluation", 0)
         settings = self.config.resolved_evaluate
         return self._submit(
-            evaluate_sets(self.engine, self.problems, self._pool, settings, seed, advance, self._function)
+            evaluate_sets(self.engine, self.problems, self._responses.graders, settings, seed, advance, self._function)
         )
-
-    async def _grade(self, prompt: Prompt, sample: Sample) -> Grade:
-        assert self._pool is not None
-        fault_points.reach("rollouts/before_grade")
-        return await self._responses.grade(self._pool, prompt, sample)
 
     def _on_sampling(self, progress: Progress) -> None:
         self.progress += 1
@@ -370,8 +361,7 @@ class RolloutDriver:
         return found
 
     def _reward_counts(self) -> dict[str, float]:
-        assert self._pool is not None
-        now = self._pool.metrics()
+        now = self._responses.metrics()
         names = ("reward/errors", "reward/retries", "reward/restarts", "reward/seconds")
         reasons = sorted(name for name in now if name.startswith("reward/ungraded/"))
         return {name: now.get(name, 0.0) - self._counted.get(name, 0.0) for name in (*names, *reasons)}
