@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
@@ -120,20 +120,22 @@ def start_worker(command: Sequence[str], environment: dict[str, str]) -> tuple[S
         return process, ours
 
 
-def members(session: int) -> Iterator[int]:
+def members(session: int) -> list[int]:
     """Processes of the session that have not ended."""
+    found = []
     for path in Path("/proc").iterdir():
         if path.name.isdigit():
             with contextlib.suppress(OSError, ValueError):  # it ended meanwhile
                 state, _, _, its_session = (path / "stat").read_text().rpartition(")")[2].split()[:4]
                 if int(its_session) == session and state not in "ZX":
-                    yield int(path.name)
+                    found.append(int(path.name))
+    return found
 
 
 def _kill_session(session: int) -> None:
     """Also kills what is forked meanwhile."""
     deadline = time.monotonic() + KILL_SECONDS
-    while (found := list(members(session))) and time.monotonic() < deadline:
+    while (found := members(session)) and time.monotonic() < deadline:
         for pid in found:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

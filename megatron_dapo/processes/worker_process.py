@@ -70,14 +70,17 @@ class WorkerProcess(asyncio.BufferedProtocol):
         self._waiting |= futures
         if self._ending is not None and self._ending.done():
             self._fail()
-        else:
-            self.write({"number": first, **header}, *parts)
+        self._write({"number": first, **header}, *parts)
         return first, list(futures.values())
 
-    def write(self, header: Header, *parts: Any) -> None:
-        """A message without a reply."""
+    def _write(self, header: Header, *parts: Any) -> None:
         if self._transport is not None:
             self._transport.write(encode(header, *parts))
+
+    def cancel(self, number: int) -> None:
+        """Nobody waits for this reply any more; the worker is told."""
+        if self._waiting.pop(number, None) is not None:
+            self._write({"number": number, "cancel": True})
 
     async def end(self, patience: float = 0.0) -> None:
         """Closes the socket, which tells a worker that waits to exit; kills it after `patience` seconds."""

@@ -19,7 +19,7 @@ from megatron_dapo.config.reward import RewardConfig
 from megatron_dapo.config.rollout import ServerConfig
 from megatron_dapo.engines.sglang.server_process import ServerProcess
 from megatron_dapo.launch.slurm_script import Job, render
-from megatron_dapo.processes.guard import members
+from megatron_dapo.processes.supervised import members
 from megatron_dapo.reward import RewardPool
 from megatron_dapo.types import FinishReason, Prompt, Sample, as_logprobs, as_tokens
 
@@ -110,7 +110,7 @@ def test_servers_that_the_trainer_starts_do_too(tmp_path):
         fleet.submit(server.spawn).result()
         for number in (signal.SIGUSR1, signal.SIGUSR2):  # blocked at first, then ignored
             os.killpg(server.pid, number)
-        wait_for(lambda: len(members(server.pid)) == 2, 20, "the server and its guard")
+        wait_for(lambda: len(members(server.pid)) == 2, 20, "the server and its supervisor")
         wait_for(lambda: all(signals(pid, "SigIgn", *USER) for pid in members(server.pid)), 20, "the signals")
         assert server.alive()
         asyncio.run(server.end())
