@@ -75,11 +75,12 @@ def test_the_installed_command_is_that_module():
 
 
 def grading_processes():
-    """The supervisor and the grading process below this one, once both catch the signals."""
+    """The supervisor and the grading process below this one, once neither ends by the signals."""
     found = psutil.Process().children(recursive=True)
-    with contextlib.suppress(psutil.Error, OSError):
+    with contextlib.suppress(psutil.Error, OSError, ValueError):
         grading = [process for process in found if "megatron_dapo.reward.worker" in process.cmdline()]
-        if len(grading) == 2 and all(signals(process.pid, "SigCgt", *SENT) for process in grading):
+        handled = zip(grading, ("SigIgn", "SigCgt"), strict=True)
+        if grading and all(signals(process.pid, how, *SENT) for process, how in handled):
             return grading
     return []
 
