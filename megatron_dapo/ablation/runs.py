@@ -134,12 +134,14 @@ class Workers:
         """Asks trainers and workers to end, waits, and kills what is left."""
         with self._lock:
             self._stopped = True
-            left = [worker.process for worker in (*self._idle, *self._busy)]
-        for process in left:
-            process.ask_to_end()
+            for worker in self._idle:
+                worker.channel.socket.close()
+            for worker in self._busy:
+                worker.process.ask_to_end()
+            left = [*self._idle, *self._busy]
 
         async def end() -> None:
-            await asyncio.gather(*(process.end(GRACE_SECONDS) for process in left))
+            await asyncio.gather(*(worker.process.end(GRACE_SECONDS) for worker in left))
 
         asyncio.run(end())
 

@@ -17,8 +17,8 @@ from faults import PROMPT, WEIGHTS, fill_batch, run, settings
 from megatron_dapo.engines.protocol import Completion, SamplingParams
 from megatron_dapo.engines.sglang import client_process
 from megatron_dapo.engines.sglang.client import SGLangClient
-from megatron_dapo.engines.sglang.client_messages import decode_completion, encode_completion
 from megatron_dapo.engines.sglang.client_process import ClientProcess
+from megatron_dapo.engines.sglang.client_worker import decode_completion, encode_completion
 from megatron_dapo.engines.sglang.engine import SGLangEngine
 from megatron_dapo.engines.sglang.fleet import Fleet
 from megatron_dapo.engines.sglang.http import ServerFailure

@@ -6,7 +6,6 @@ Requests and weights
 - client.py            one server: generation and every control call, each with its rule for repeating
 - generate_call.py     one generate request: sent, its reply parsed
 - client_process.py    a process for generate requests, as rank 0 sees it; client_worker.py is that process
-- client_messages.py   calls and completions as frames between the two
 - http.py              connections, timeouts, repeated calls, error classes
 - response_parser.py   the reply to a generate request; version labels
 - weights/             how weights get to the servers

@@ -22,7 +22,7 @@ import sys
 import time
 
 from megatron_dapo.engines.protocol import Completion
-from megatron_dapo.engines.sglang.client_messages import decode_completion, encode_call
+from megatron_dapo.engines.sglang.client_worker import decode_completion, encode_call
 from megatron_dapo.engines.sglang.http import ServerFailure
 from megatron_dapo.engines.sglang.response_parser import GenerateCall
 from megatron_dapo.errors import EngineError
