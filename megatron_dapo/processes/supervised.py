@@ -94,6 +94,7 @@ class SupervisedProcess:
         await self._ended_within(patience)
         if self.alive():
             self._signal(supervisor.END)
+            self._signal(signal.SIGCONT)  # somebody may have stopped the supervisor
             if not await self._ended_within(KILL_SECONDS):
                 self._process.kill()
         return await asyncio.to_thread(self.wait) if self.alive() else self._process.returncode

@@ -164,8 +164,10 @@ class RewardPool(Graders):
 
     async def close(self) -> None:
         self._is_open = False
-        for waiting in (*self._waiting, *self._tasks):
-            waiting.cancel()
+        for future in self._waiting:
+            future.cancel()
+        for task in self._tasks:
+            task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def grade(self, prompt: Prompt, sample: Sample) -> Grade:
