@@ -94,8 +94,8 @@ class Channel:
 
 
 def parent_channel() -> Channel:
-    """In a worker process: the channel to its parent. Signals that Slurm and terminals send to every process are for the
-    trainer. The handlers do nothing, but are no SIG_IGN: programs that a worker starts would inherit that."""
+    """In a worker process: the channel to its parent. Signals that Slurm and terminals send to every process are for
+    the trainer. The handlers do nothing, but are not SIG_IGN: programs that a worker starts would inherit that."""
     for number in FOR_THE_TRAINER:
         signal.signal(number, lambda *_: None)
     descriptor = int(sys.argv[-1])

@@ -133,8 +133,10 @@ class GradingProcess:
 
 
 class RewardPool(Graders):
-    """`async with RewardPool(config) as pool: grade = await pool.grade(prompt, sample)`. `reward/seconds` is the CPU time
-    spent on grading, over all processes."""
+    """`async with RewardPool(config) as pool: grade = await pool.grade(prompt, sample)`.
+
+    `reward/seconds` is the CPU time spent on grading, over all processes.
+    """
 
     decodes_tokens = True
     counted = ("graded", "correct", "ungraded", "quick", "errors", "retries", "restarts")

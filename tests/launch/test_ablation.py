@@ -29,7 +29,7 @@ evaluate: {every: 1, data: {path: held_out.jsonl}}
 # Stands in for a worker: a run is two steps and an evaluation whose score is the number of changes; notes its start.
 WORKER = (
     f"import sys; sys.path.insert(0, {str(Path(frames.__file__).parent)!r})"
-    + """
+    """
 import json, os, sys, pathlib
 from frames import parent_channel
 def line(step, kind, **metrics):

@@ -24,8 +24,8 @@ import time
 import traceback
 from typing import Any
 
-HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path[:0] = [HERE, os.path.join(HERE, *[os.pardir] * 3, "processes")]
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, os.path.join(sys.path[0], *[os.pardir] * 3, "processes"))
 import confinement  # type: ignore[import-not-found]
 import frames  # type: ignore[import-not-found]
 
