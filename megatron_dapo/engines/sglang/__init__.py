@@ -6,7 +6,6 @@ Requests and weights
 - client.py            one server: generation and every control call, each with its rule for repeating
 - generate_call.py     one generate request: sent, its reply parsed
 - client_process.py    a process for generate requests, as rank 0 sees it; client_worker.py is that process
-- client_messages.py   what the two exchange: headers and raw arrays
 - http.py              connections, timeouts, repeated calls, error classes
 - response_parser.py   the reply to a generate request; version labels
 - weights/             how weights get to the servers
@@ -18,7 +17,6 @@ Processes
 - supervision.py       what the engine needs of it
 - server_process.py    a server that is started here: command, log, end
 - external_server.py   a server that is not
-- guard.py             parent of each server's processes: ends them all when one side dies
 - keys.py              API keys
 - run_with_keys.py     starts SGLang with keys from its environment instead of its command line
 - cpu_stubs/           stand-in packages for SGLang on machines without a GPU
