@@ -55,7 +55,7 @@ class Trainer:
         self.policy = Policy(config, shape, self.runtime)
         self.updates = Updates(config, self.policy, self.collectives)
         self.colocation = Colocation(config.rollout.shares_gpus, self.policy, self.collectives, self.rollouts)
-        self.saves = Saves(config.trainer, self.collectives, lock, watchdog.mark)
+        self.saves = Saves(config.trainer, self.collectives, lock, watchdog)
         self.steps_done = 0
         self.current: TrainStep | None = None  # from its first update until it is recorded
 

@@ -51,7 +51,8 @@ class TrainStep:
     def share(cls, source: StepBatch | None, config: Config, collectives: Collectives, policy: Policy) -> TrainStep:
         """Collective. Rank 0 passes the sampled batch: rewards, advantages and masks are decided there. The other ranks
         get the samples that they train on."""
-        batch, mini, metrics = None, None, {}
+        batch, mini = None, None
+        metrics: dict[str, float] = {}
         with collectives.on_driver("computing advantages"):
             if source is not None:
                 batch, metrics = shape_batch(source, config)
