@@ -34,11 +34,7 @@ class Saves:
     """Every method up to `finish` is called by all ranks, in the same order."""
 
     def __init__(
-        self,
-        config: TrainerConfig,
-        collectives: Collectives,
-        lock: RunLock | None,
-        watchdog: Watchdog,
+        self, config: TrainerConfig, collectives: Collectives, lock: RunLock | None, watchdog: Watchdog
     ) -> None:
         """`lock`: rank 0's, of the run directory."""
         self.checkpoints = Checkpoints(
