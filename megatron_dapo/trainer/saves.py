@@ -64,13 +64,7 @@ class Saves:
         self._report(self.checkpoints.poll())
 
     def save(
-        self,
-        policy: Policy,
-        step: int,
-        updates: int | None,
-        state: dict[str, Any],
-        *,
-        wait: bool = False,
+        self, policy: Policy, step: int, updates: int | None, state: dict[str, Any], *, wait: bool = False
     ) -> None:
         """As `Checkpoints.save`. With `wait` a failure is a CheckpointError; otherwise training continues."""
         self.unsaved = False  # unless the save fails
