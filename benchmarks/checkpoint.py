@@ -27,10 +27,10 @@ from shapes import QWEN_1_5B
 
 from megatron_dapo.checkpoints import policy_state
 from megatron_dapo.checkpoints.checkpoints import Checkpoints, SaveReport
-from megatron_dapo.checkpoints.optimizer_state import initialize_state
 from megatron_dapo.config import parse_config
 from megatron_dapo.config.trainer import CheckpointConfig
 from megatron_dapo.policy.megatron.importing import gpu_count
+from megatron_dapo.policy.megatron.optimizer_state import initialize_state
 from megatron_dapo.policy.megatron.runtime import initialize, shutdown
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.processes.fork_ranks import Rendezvous, run_ranks

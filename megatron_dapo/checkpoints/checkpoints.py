@@ -34,9 +34,16 @@ import torch
 import torch.distributed as dist
 
 from megatron_dapo import fault_points
-from megatron_dapo.checkpoints.files import Cancelled, CheckpointFile, FileRecord, damaged_files, write_files
+from megatron_dapo.checkpoints.files import (
+    Cancelled,
+    CheckpointFile,
+    FileRecord,
+    HostBuffers,
+    available_host_memory,
+    damaged_files,
+    write_files,
+)
 from megatron_dapo.checkpoints.folder import CheckpointFolder, checkpoint_name, read_state, state_files
-from megatron_dapo.checkpoints.host_buffers import HostBuffers, available_host_memory
 from megatron_dapo.checkpoints.policy_state import host_sizes, load_policy, policy_files
 from megatron_dapo.config.trainer import CheckpointConfig
 from megatron_dapo.errors import CheckpointError

@@ -24,14 +24,12 @@ from megatron_dapo.algorithm import PolicyLoss, Proximal, Scores, TokenBatch, to
 from megatron_dapo.config import Config, ModelShape
 from megatron_dapo.config.policy import OptimizerConfig
 from megatron_dapo.errors import UserError
-from megatron_dapo.policy.batch import Ints, TrainBatch
+from megatron_dapo.policy.batch import Ints, PackedMicroBatch, PackingSpec, TrainBatch, pack
 from megatron_dapo.policy.head.fused import HeadRequest
-from megatron_dapo.policy.loss_func import OnePassLoss, make_loss_func
+from megatron_dapo.policy.loss_func import MetricReducer, OnePassLoss, make_loss_func
 from megatron_dapo.policy.megatron.runtime import Runtime
-from megatron_dapo.policy.metrics import MetricReducer
 from megatron_dapo.policy.model.gpt import PolicyModel
 from megatron_dapo.policy.model.router import MicroBatchRouting, router_layers
-from megatron_dapo.policy.packing import PackedMicroBatch, PackingSpec, pack
 from megatron_dapo.policy.routing_replay import ExpertLoad, RoutingReplay, record
 from megatron_dapo.policy.schedule import schedule_micro_batches, shares_of_ranks
 

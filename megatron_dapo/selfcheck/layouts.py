@@ -35,11 +35,11 @@ from megatron_dapo.selfcheck.cases import (
     DEFAULT_LAYOUTS,
     OBJECTIVE_LAYOUTS,
     Case,
+    LayoutSpec,
     loss_cases,
     named_cases,
     random_cases,
 )
-from megatron_dapo.selfcheck.layout_spec import LayoutSpec
 from megatron_dapo.selfcheck.trace import AFTER_ADAM_FACTOR, Difference, Trace, compare, trace_updates
 from megatron_dapo.tables import table_console
 

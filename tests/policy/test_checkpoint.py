@@ -9,14 +9,13 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint import FileSystemReader, TensorStorageMetadata
 
-from megatron_dapo.checkpoints import policy_state, torch_dist_files
-from megatron_dapo.checkpoints.optimizer_state import whole_parameters
-from megatron_dapo.checkpoints.policy_state import CheckpointError, load_policy, save_policy
-from megatron_dapo.checkpoints.torch_dist_files import Shard, Stored
+from megatron_dapo.checkpoints import policy_state
+from megatron_dapo.checkpoints.policy_state import CheckpointError, Shard, Stored, load_policy, save_policy
+from megatron_dapo.policy.megatron.optimizer_state import whole_parameters
 from megatron_dapo.policy.megatron.runtime import initialize
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.processes.fork_ranks import run_ranks
-from megatron_dapo.selfcheck.layout_spec import LayoutSpec, selfcheck_config
+from megatron_dapo.selfcheck.cases import LayoutSpec, selfcheck_config
 from megatron_dapo.selfcheck.synthetic import awkward_batch, random_hf_weights, synthetic_shape
 from megatron_dapo.selfcheck.trace import gather_full
 
@@ -127,7 +126,7 @@ def test_our_writer_and_megatrons_write_the_same(tmp_path):
 
 
 def save_in_small_pieces(rendezvous, folder):
-    torch_dist_files.MAX_ITEM, torch_dist_files.SMALL_FILE = 1000, 4096
+    policy_state.MAX_ITEM, policy_state.SMALL_FILE = 1000, 4096
     return train_and_save(rendezvous, "do", "dense", folder)
 
 
@@ -150,9 +149,9 @@ def test_large_tensors_are_split_over_several_files(tmp_path):
 def test_every_element_is_written_exactly_once(change, message):
     shards = [Shard("a", torch.float32, (2, 3), (row, 0), (1, 3)) for row in range(2)] + [Shard("b/shard_0_1")]
     stored = [Stored(shard, "__0_0.distcp", 0, 1) for shard in shards]
-    assert torch_dist_files._metadata(stored)
+    assert policy_state._metadata(stored)
     with pytest.raises(CheckpointError, match=message):
-        torch_dist_files._metadata(change(stored))
+        policy_state._metadata(change(stored))
 
 
 def forget_moments(rendezvous, layout, model, folder):

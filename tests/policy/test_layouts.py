@@ -24,10 +24,11 @@ from megatron_dapo.selfcheck.cases import (
     DEFAULT_LAYOUTS,
     OBJECTIVES,
     Case,
+    LayoutSpec,
     loss_settings,
     named_cases,
+    selfcheck_config,
 )
-from megatron_dapo.selfcheck.layout_spec import LayoutSpec, selfcheck_config
 from megatron_dapo.selfcheck.synthetic import MODELS, awkward_batch, random_hf_weights, synthetic_shape
 from megatron_dapo.selfcheck.trace import compare, gather_full, trace_updates
 

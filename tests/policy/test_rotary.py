@@ -10,7 +10,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding, apply
 
 from megatron_dapo.config import ConfigError, ModelShape
 from megatron_dapo.policy.model.gpt import _yarn_softmax_scale
-from megatron_dapo.policy.model.rotary import RotaryTable, inverse_frequencies, rotate
+from megatron_dapo.policy.model.local_spec import RotaryTable, inverse_frequencies, rotate
 
 BASE, DIM = 1e6, 16
 

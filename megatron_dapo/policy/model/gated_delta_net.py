@@ -1,7 +1,7 @@
 """The gated DeltaNet layer of Qwen3-Next and Qwen3.5, in the place of attention in a Megatron layer.
 
 Megatron-Core has one, but before 0.18 it refuses packed sequences and context parallelism, and it never runs without
-CUDA. This one takes the packs of `policy/packing.py` on any device.
+CUDA. This one takes the packs of `policy/batch.py` on any device.
 
 Tensor parallelism splits heads: a rank's input projection holds its share of each of q, k, v, z, b and a. Context
 parallelism splits heads, too: around convolution and rule, tokens are exchanged for heads, so that a rank sees whole

@@ -29,7 +29,7 @@ from megatron_dapo.policy.megatron import cpu
 from megatron_dapo.policy.megatron.options import DTYPES, check_hardware, fusion_provider, megatron_refuses, passed_on
 from megatron_dapo.policy.megatron.runtime import Runtime
 from megatron_dapo.policy.model.gated_delta_net import use_gated_delta_net
-from megatron_dapo.policy.model.rotary import inverse_frequencies
+from megatron_dapo.policy.model.local_spec import inverse_frequencies
 from megatron_dapo.policy.model.router import install_hooks, separate_expert_gradients, use_policy_routers
 from megatron_dapo.weights.mapping import padded_vocab
 
