@@ -23,8 +23,9 @@ from megatron_dapo.config import Config, ModelShape
 from megatron_dapo.errors import UserError
 from megatron_dapo.policy.batch import Floats, TrainBatch
 from megatron_dapo.policy.loss_func import check_transformer_config
-from megatron_dapo.policy.megatron.optimizer_state import correct_places, set_fused
+from megatron_dapo.policy.megatron.optimizer_state import set_fused
 from megatron_dapo.policy.megatron.options import ddp_config, optimizer_config
+from megatron_dapo.policy.megatron.patches import patch_optimizer
 from megatron_dapo.policy.megatron.runtime import Runtime
 from megatron_dapo.policy.model.gpt import PolicyModel, build_model
 from megatron_dapo.policy.step import UpdateStep
@@ -118,7 +119,7 @@ class Policy:
         check_transformer_config(self.megatron_config, ddp)
         self.chunks = [self._wrap(chunk, ddp, first=i == 0) for i, chunk in enumerate(self.model)]
         self.optimizer = get_megatron_optimizer(optimizer_config(config.policy), self.chunks)
-        correct_places(self.optimizer)
+        patch_optimizer(self.optimizer)
         self.set_fused_adam()
         self.megatron_config.finalize_model_grads_func = finalize_model_grads
         self.megatron_config.grad_scale_func = self.optimizer.scale_loss

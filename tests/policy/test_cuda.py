@@ -238,13 +238,14 @@ def scored(rendezvous, with_te):
 
     from megatron_dapo.config import ModelShape, parse_config
     from megatron_dapo.policy.batch import TrainBatch
+    from megatron_dapo.policy.megatron import options
     from megatron_dapo.policy.megatron.runtime import initialize
-    from megatron_dapo.policy.model import gpt as model
+    from megatron_dapo.policy.model import gpt
     from megatron_dapo.policy.policy import Policy
     from megatron_dapo.selfcheck.synthetic import random_hf_weights
 
     if not with_te:
-        model.has_transformer_engine = lambda: False
+        options.has_transformer_engine = gpt.has_transformer_engine = lambda: False
     shape = ModelShape(
         "qwen2", layers=4, hidden=1536, ffn_hidden=8960, heads=12, kv_heads=2, head_dim=128, vocab=8192,
         max_positions=32768, rope_theta=1e6, norm_eps=1e-6, tied_embeddings=True, qkv_bias=True, qk_norm=False,

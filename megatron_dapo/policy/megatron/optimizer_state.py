@@ -4,25 +4,19 @@ Distribution. Every rank of a data-parallel group holds a slice of each bucket o
 hold a piece of a parameter writes all of it, after the others have sent their pieces; the rank with the least to write
 so far is chosen. When loading, every rank reads the parameters of which it holds a piece. Keys and shapes in the
 checkpoint are those of Megatron's `fully_reshardable`. Megatron's own implementation gathers all state in the host
-memory of all ranks, writes it on the first one, and reads everything everywhere. It also (0.16.1, 0.19.2) joins
-buckets without the padding at their ends but cuts parameters out at offsets that count the padding, so the state of
-later buckets is shifted and the last elements become zeros.
+memory of all ranks, writes it on the first one, reads everything everywhere, and has a bug
+(docs/upstream/bucket-padding.md). `patches` puts `describe_state` and `set_state` in its place.
 
 Step count. Adam's bias correction needs the number of updates. torch's AdamW keeps it as a tensor per parameter;
 Transformer Engine's and apex's FusedAdam keep it as an integer per parameter group. All parameters are updated
 together, so the checkpoint holds one number (in the parameter groups, as Megatron writes it), and `set_step` gives it
 to whichever optimizer is in use. Megatron alone fails to load torch's AdamW: it looks for `step` among the saved
 tensors, and it shares one counter between all parameters, which then counts every parameter's update.
-
-Places. Megatron finds the state of a parameter by its place in a parameter group. It notes the places before it moves
-fp32 parameters to the front of their group, so in a model with bf16 and fp32 parameters (gated DeltaNet) they are
-wrong: `correct_places`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -40,47 +34,29 @@ Pieces = dict[int, slice]  # rank of the data-parallel group: its part of the fl
 ToHost = Callable[[Tensor], Tensor]
 
 
-@contextmanager
-def whole_parameters(to_host: ToHost = Tensor.cpu) -> Iterator[None]:
-    """Within, distributed optimizers describe and load their state as above. `to_host` copies a joined parameter out
-    of device memory at once, because the device has no room for all of them."""
-    replaced = ("sharded_param_state_fully_reshardable", "_set_main_param_and_optimizer_states")
-    originals = {name: getattr(DistributedOptimizer, name) for name in replaced}
+def describe_state(self: Any, model_state: dict[str, Any], is_loading: bool = False, metadata: Any = None) -> Any:
+    """Takes the place of the optimizer's own method. `metadata["to_host"]` copies a joined parameter out of device
+    memory at once, because the device has no room for all of them."""
+    return _to_read(self, model_state) if is_loading else _to_write(self, model_state, metadata["to_host"])
 
-    def describe(self: Any, model_state: dict[str, Any], is_loading: bool = False, metadata: Any = None) -> Any:
-        return _to_read(self, model_state) if is_loading else _to_write(self, model_state, to_host)
 
-    def set_state(self: Any, parameter: Tensor, tensors: dict[str, Any]) -> Any:
-        """Megatron copies every tensor of the optimizer's state from `tensors`; those not saved keep their value."""
-        if self.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:  # copies what it gets, into the state's types
-            device = "cpu" if _parts(self.optimizer) else parameter.device
-            return originals[replaced[1]](self, parameter, {key: state.to(device) for key, state in tensors.items()})
-        group, order = self.model_param_group_index_map[parameter]
-        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
-        return originals[replaced[1]](self, parameter, {**state, **tensors})
-
-    try:
-        for name, function in zip(replaced, (describe, set_state), strict=True):
-            setattr(DistributedOptimizer, name, function)
-        yield
-    finally:
-        for name, function in originals.items():
-            setattr(DistributedOptimizer, name, function)
+def set_state(self: Any, parameter: Tensor, tensors: dict[str, Any]) -> None:
+    """Takes the place of the optimizer's own method, which wants every tensor of the state in `tensors`; those not
+    saved keep their value."""
+    own = DistributedOptimizer._set_main_param_and_optimizer_states
+    if self.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:  # copies what it gets, into the state's types
+        device = "cpu" if _parts(self.optimizer) else parameter.device
+        own(self, parameter, {key: state.to(device) for key, state in tensors.items()})
+        return
+    group, order = self.model_param_group_index_map[parameter]
+    state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+    own(self, parameter, {**state, **tensors})
 
 
 def inner_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
     """The torch, Transformer Engine or apex optimizers inside Megatron's."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         yield part.optimizer
-
-
-def correct_places(optimizer: Any) -> None:
-    """Notes where the parameters of distributed optimizers are in their groups. To be called once, after creation."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if isinstance(part, DistributedOptimizer):
-            for group, kinds in enumerate(zip(part.model_fp32_groups, part.model_float16_groups, strict=True)):
-                for place, parameter in enumerate(parameter for kind in kinds for parameter in kind):
-                    part.model_param_group_index_map[parameter] = (group, place)
 
 
 def _parts(adam: Any) -> list[torch.optim.Optimizer]:

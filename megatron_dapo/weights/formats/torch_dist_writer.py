@@ -12,8 +12,7 @@ import json
 import math
 import pickle
 import re
-import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 
 from megatron_dapo.config.model import ModelShape
+from megatron_dapo.errors import CheckpointError
 from megatron_dapo.weights.formats.megatron_args import common_state, megatron_args
 from megatron_dapo.weights.formats.torch_zip import ALIGN, tensor_archive
 from megatron_dapo.weights.locate import CONFIG, METADATA
@@ -66,7 +66,7 @@ class TorchDistWriter:
         self._limit = max(ALIGN, min(MAX_FILE, -(-self.weight_bytes // files)))
         self._dtypes: dict[str, torch.dtype] = {}
         self._sizes = [0]
-        self._empty = _empty_object()
+        self._empty = saved_object([None])
         self._empty_at = self._reserve(len(self._empty))
         self.chunks = [chunk for mapping in mappings for chunk in self._chunks(mapping, dtypes[mapping.name])]
 
@@ -116,43 +116,82 @@ class TorchDistWriter:
 
     def metadata(self) -> bytes:
         """The content of `.metadata`."""
-        return pickle.dumps(self._metadata())
+        return torch_dist_metadata(self._stored())
 
     def write_metadata(self, directory: Path, metadata: bytes) -> None:
-        """Write the small files of a checkpoint; `metadata.json`, which Megatron looks for first, comes last."""
-        (directory / METADATA).write_bytes(metadata)
-        torch.save(common_state(megatron_args(self.shape)), directory / "common.pt")
-        config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-        config |= {"common_backend": "torch", "common_backend_version": 1}
-        (directory / CONFIG).write_text(json.dumps(config))
+        """Write the small files of a checkpoint."""
+        for name, content in description_files(metadata, common_state(megatron_args(self.shape))).items():
+            (directory / name).write_bytes(content)
 
-    def _metadata(self) -> Any:
-        # Imported here because it takes a second of CPU time and 47 MB, and reading checkpoints does not need it.
-        from torch.distributed.checkpoint import metadata as dcp
-        from torch.distributed.checkpoint.filesystem import _StorageInfo
-
-        tensors: dict[str, Any] = {}
-        storage: dict[Any, Any] = {}
+    def _stored(self) -> Iterator[Stored]:
         for chunk in self.chunks:
-            assert chunk.write.archive
-            box = dcp.ChunkStorageMetadata(offsets=torch.Size(chunk.offsets), sizes=torch.Size(chunk.sizes))
-            info = _StorageInfo(_file_name(chunk.write.file), chunk.write.offset, chunk.write.archive.length)
+            write = chunk.write
+            assert write.archive
+            place = (_file_name(write.file), write.offset, write.archive.length)
             for key in (chunk.key, *disk_aliases(chunk.mapping.name, moe=self.shape.is_moe and not self.shape.linear)):
-                if key not in tensors:
-                    properties = dcp.TensorProperties(dtype=chunk.write.dtype)
-                    tensors[key] = dcp.TensorStorageMetadata(properties, torch.Size(self._global_shape(chunk)), [])
-                tensors[key].chunks.append(box)
-                storage[dcp.MetadataIndex(key, chunk.offsets)] = info
-        empty = _StorageInfo(_file_name(0), self._empty_at, len(self._empty))
+                yield Stored(key, *place, write.dtype, self._global_shape(chunk), chunk.offsets, chunk.sizes)
         for key in extra_states(self.shape):
-            tensors[key] = dcp.BytesStorageMetadata()
-            storage[dcp.MetadataIndex(key)] = empty
-        meta = dcp.StorageMeta(save_id=str(uuid.uuid4()))
-        return dcp.Metadata(state_dict_metadata=tensors, storage_data=storage, storage_meta=meta)
+            yield Stored(key, _file_name(0), self._empty_at, len(self._empty))
 
     def _global_shape(self, chunk: ChunkWrite) -> tuple[int, ...]:
         axes = (self.shape.experts,) if self.shape.linear else (self.shape.layers, self.shape.experts)
         return (*axes[: len(chunk.index)], chunk.total, *chunk.mapping.shape[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What the metadata says about one item: where it is, and which part of a tensor. Without `dtype`: an object."""
+
+    key: str
+    file: str
+    offset: int
+    length: int
+    dtype: torch.dtype | None = None
+    shape: tuple[int, ...] = ()  # of the whole tensor
+    offsets: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
+
+
+def torch_dist_metadata(stored: Iterable[Stored]) -> bytes:
+    """The content of `.metadata`. Every element of every tensor must be stored, and none twice."""
+    # Imported here because it takes a second of CPU time and 47 MB, and reading checkpoints does not need it.
+    from torch.distributed.checkpoint import metadata as dcp
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    described: dict[str, Any] = {}
+    storage: dict[Any, Any] = {}
+    elements: dict[str, int] = {}
+    for item in stored:
+        position = dcp.MetadataIndex(item.key, None if item.dtype is None else torch.Size(item.offsets))
+        if position in storage:
+            raise CheckpointError(f"{item.key} at {item.offsets} would be written twice: by two ranks, or one twice")
+        storage[position] = _StorageInfo(item.file, item.offset, item.length)
+        if item.dtype is None:
+            described[item.key] = dcp.BytesStorageMetadata()
+            continue
+        if item.key not in described:
+            properties = dcp.TensorProperties(dtype=item.dtype)
+            described[item.key] = dcp.TensorStorageMetadata(properties, torch.Size(item.shape), [])
+        chunk = dcp.ChunkStorageMetadata(offsets=torch.Size(item.offsets), sizes=torch.Size(item.sizes))
+        described[item.key].chunks.append(chunk)
+        elements[item.key] = elements.get(item.key, 0) + math.prod(item.sizes)
+    for key, count in elements.items():
+        if count != math.prod(described[key].size):
+            raise CheckpointError(f"{key} has {math.prod(described[key].size)} elements, {count} would be written")
+    return pickle.dumps(dcp.Metadata(state_dict_metadata=described, storage_data=storage))
+
+
+def description_files(metadata: bytes, common: dict[str, Any]) -> dict[str, bytes]:
+    """The small files of a checkpoint; `metadata.json`, which Megatron looks for first, comes last."""
+    config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    config |= {"common_backend": "torch", "common_backend_version": 1}
+    return {METADATA: metadata, "common.pt": saved_object(common), CONFIG: json.dumps(config).encode()}
+
+
+def saved_object(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
 
 
 def hf_ranges(mapping: ParameterMapping, start: int, count: int) -> tuple[RowRange, ...]:
@@ -181,12 +220,6 @@ def extra_states(shape: ModelShape) -> Iterator[str]:
         yield f"{module}._extra_state/shard_{index}_{sizes}"
         if module.endswith("self_attention.linear_qkv"):
             yield f"{module.removesuffix('linear_qkv')}core_attention._extra_state/shard_{index}_{sizes}"
-
-
-def _empty_object() -> bytes:
-    buffer = io.BytesIO()
-    torch.save([None], buffer)
-    return buffer.getvalue()
 
 
 def _file_name(number: int) -> str:
