@@ -1,9 +1,15 @@
-"""What an update trains on: a mini-batch of token sequences as flat numpy arrays.
+"""What an update trains on: a mini-batch as flat numpy arrays (`TrainBatch`), and its micro-batches as packs (`pack`).
 
 Per-sample arrays are [samples]. Response arrays are [responses]: the response tokens of all samples, concatenated.
 Masks are set before anything is counted: the `loss_mask` of a truncated or ungraded sample, and of every token that
-the policy has not generated, is False. `validate` refuses
-input that would later become a NaN, a wrong count or a hang.
+the policy has not generated, is False. `validate` refuses input that would later become a NaN, a wrong count or a hang.
+
+A pack is the samples of one micro-batch as one sequence of tokens, and this context-parallel rank's share of it. Each
+sample is padded to `sequence_alignment` (context parallelism splits it into 2·cp chunks), and the whole pack to
+`pack_alignment` (sequence parallelism splits it evenly); nothing else is padded. The hidden state at position t
+predicts token t+1, so response token r of a prompt of length P is scored at position P−1+r. `slots` is the index of
+each scored token in the batch's response arrays: everything a loss needs is looked up through it. `routed` is the index
+in the batch's tokens of each token that this rank's routers see: with sequence parallelism a part of the rank's pack.
 """
 
 from __future__ import annotations
@@ -165,9 +171,6 @@ def _concat(parts: Sequence[NDArray[Any]], dtype: type) -> NDArray[Any]:
 
 def _take(flat: NDArray[Any], offsets: Ints, index: Ints) -> NDArray[Any]:
     return _concat([flat[offsets[i] : offsets[i + 1]] for i in index], flat.dtype.type)
-
-
-# Packing: the samples of one micro-batch as one pack of tokens, and this context-parallel rank's share.
 
 
 @dataclass

@@ -1,9 +1,14 @@
-"""Megatron's `loss_func`, made from the policy loss. Usable in any Megatron training script.
+"""Megatron's `loss_func`, made from the policy loss, and the metrics that come with it. `make_loss_func` is usable in
+any Megatron training script.
 
 Megatron divides by the global token count, over all ranks and all micro-batches, if three things hold:
 `TransformerConfig.calculate_per_token_loss` is True, the loss function returns the 3-tuple (local sum, local integer
 count, metrics), and `finalize_model_grads` gets that count before the optimizer steps. `make_loss_func` returns such a
 function. `check_transformer_config` refuses settings under which the result would depend on the layout.
+
+Metrics of one update are reduced over micro-batches and ranks (`MetricReducer`), those of a step over its updates
+(`StepMetrics`). A name says how its values combine: names that end in `_max` are maxima, those in `TOTALS` are sums,
+all others means.
 """
 
 from __future__ import annotations
@@ -94,10 +99,6 @@ def check_transformer_config(config: Any, ddp_config: Any = None) -> None:
         )
     if ddp_config is not None and ddp_config.average_in_collective:
         raise ConfigError("average_in_collective is True: it divides by the number of ranks once more; set it to False")
-
-
-# Training metrics: of one update over micro-batches and ranks (`MetricReducer`), of a step over its updates
-# (`StepMetrics`).
 
 
 class MetricReducer:

@@ -1,4 +1,4 @@
-"""What the self-check compares: a case is a layout, a model and the settings of the loss.
+"""What the self-check compares: a case is a layout (`LayoutSpec`, by its name), a model and the settings of the loss.
 
 `default_cases` is the table of the command: every layout with every model that fits it, and every objective with every
 aggregation in layouts that split sequences and batches. `random_cases` draws from all their combinations.
@@ -17,9 +17,6 @@ from megatron_dapo.config import Config, ModelShape, check_model, check_world, p
 from megatron_dapo.config.algorithm import Aggregation
 from megatron_dapo.errors import UserError
 from megatron_dapo.selfcheck.synthetic import MODELS, ModelSize, multiple, synthetic_shape
-
-# The layouts that the self-check runs: how they are named, and the configuration of the compared updates.
-
 
 PART = re.compile(r"(vpp|etp|tp|pp|cp|dp|ep)([1-9]\d*)|(sp|do)")
 

@@ -2,7 +2,7 @@
 
 The mini-batches are awkward on purpose: unequal lengths, a fully masked sample, ratios beyond both clip bounds, a KL
 term, an entropy bonus, importance weights, a load-balancing loss where there are experts, and a micro-batch budget that
-differs between layouts.
+differs between layouts. The result is a table with one line per case.
 
 On one machine all cases of one world size run in the same forked ranks. Under torchrun or srun each case runs in the
 job's own ranks (data parallelism takes the ranks that the layout leaves), and rank 0 computes the single-process
@@ -42,9 +42,6 @@ from megatron_dapo.selfcheck.cases import (
 )
 from megatron_dapo.selfcheck.trace import AFTER_ADAM_FACTOR, Difference, Trace, compare, trace_updates
 from megatron_dapo.tables import table_console
-
-# The table of the self-check: one line per case, and the largest difference of all.
-
 
 COLUMNS = (
     "layout", "ranks", "model", "objective", "aggregation", "loss", "gradients", "grad norm", "weights", "seconds", "",

@@ -8,6 +8,9 @@ those of the distribution at `temperature`, from which the engine sampled. Two f
   recomputation, and the gradient is written over the logits.
 - `two_pass`: log-probs and entropies as differentiable values; the backward pass computes the logits again. For losses
   that need whole sequences first, and for scoring without gradients.
+
+The kernels (`row_stats`, `write_gradient`) are Triton's on CUDA (`triton`), and torch's elsewhere and where Triton is
+absent; tests compare the two. They never read columns of padding. Statistics are relative to each row's own maximum.
 """
 
 from __future__ import annotations
@@ -25,68 +28,6 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
 )
 from torch import Tensor
-
-# The two passes over a chunk of logits that the head needs: row statistics, and the gradient written over the logits.
-
-
-class RowStats(NamedTuple):
-    """Over this rank's columns, at temperature: maximum m, Σ exp(x−m), and Σ exp(x−m)·(x−m). Each [rows], fp32."""
-
-    peak: Tensor
-    total: Tensor
-    weighted: Tensor
-
-
-@lru_cache(maxsize=1)
-def has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
-def row_stats(logits: Tensor, real: int, inverse_temperature: float) -> RowStats:
-    """logits [rows, columns] in any floating type."""
-    if logits.is_cuda and has_triton():
-        from megatron_dapo.policy.head import triton as head_triton
-
-        return RowStats(*head_triton.row_stats(logits, real, inverse_temperature))
-    x = logits[:, :real].float() * inverse_temperature
-    if real == 0:  # all of this rank's columns are padding
-        nothing = torch.zeros(logits.shape[0], device=logits.device)
-        return RowStats(nothing - float("inf"), nothing, nothing)
-    peak = x.amax(dim=-1)
-    shifted = x - peak[:, None]
-    weights = shifted.exp()
-    return RowStats(peak, weights.sum(dim=-1), torch.linalg.vecdot(weights, shifted))
-
-
-def write_gradient(
-    logits: Tensor,
-    real: int,
-    inverse_temperature: float,
-    log_sum: Tensor,
-    entropy: Tensor,
-    target: Tensor,
-    grad_logprob: Tensor,
-    grad_entropy: Tensor,
-) -> None:
-    """Overwrites logits [rows, columns] with the gradient of Σ grad_logprob·logp + grad_entropy·entropy.
-
-    d logp / d x = 1[target] − p;  d entropy / d x = −p·(log p + entropy). `target` is this rank's column, or −1 if the
-    target is in another rank's.
-    """
-    arguments: tuple[Any, ...] = (log_sum, entropy, target, grad_logprob, grad_entropy)
-    if logits.is_cuda and has_triton():
-        from megatron_dapo.policy.head import triton as head_triton
-
-        head_triton.write_gradient(logits, real, inverse_temperature, *arguments)
-        return
-    log_p = logits[:, :real].float() * inverse_temperature - log_sum[:, None]
-    slope = grad_logprob[:, None] + grad_entropy[:, None] * (log_p + entropy[:, None])
-    gradient = log_p.exp_().mul_(slope).neg_()
-    here = target >= 0
-    gradient.scatter_add_(1, target.clamp_min(0)[:, None], torch.where(here, grad_logprob, 0.0)[:, None])
-    logits[:, :real] = (gradient * inverse_temperature).to(logits.dtype)
-    logits[:, real:] = 0
-
 
 # Given a slice of the scored tokens, their log-probs and entropies: the (summed) loss of that slice.
 ChunkLoss = Callable[[slice, Tensor, Tensor], Tensor]
@@ -322,3 +263,65 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         torch.addmm(total, left.t(), right, out_dtype=total.dtype, out=total)
     else:
         total += torch.mm(left.t(), right)
+
+
+# ---- one chunk of logits ----
+
+
+class RowStats(NamedTuple):
+    """Over this rank's columns, at temperature: maximum m, Σ exp(x−m), and Σ exp(x−m)·(x−m). Each [rows], fp32."""
+
+    peak: Tensor
+    total: Tensor
+    weighted: Tensor
+
+
+@lru_cache(maxsize=1)
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def row_stats(logits: Tensor, real: int, inverse_temperature: float) -> RowStats:
+    """logits [rows, columns] in any floating type."""
+    if logits.is_cuda and has_triton():
+        from megatron_dapo.policy.head import triton as head_triton
+
+        return RowStats(*head_triton.row_stats(logits, real, inverse_temperature))
+    x = logits[:, :real].float() * inverse_temperature
+    if real == 0:  # all of this rank's columns are padding
+        nothing = torch.zeros(logits.shape[0], device=logits.device)
+        return RowStats(nothing - float("inf"), nothing, nothing)
+    peak = x.amax(dim=-1)
+    shifted = x - peak[:, None]
+    weights = shifted.exp()
+    return RowStats(peak, weights.sum(dim=-1), torch.linalg.vecdot(weights, shifted))
+
+
+def write_gradient(
+    logits: Tensor,
+    real: int,
+    inverse_temperature: float,
+    log_sum: Tensor,
+    entropy: Tensor,
+    target: Tensor,
+    grad_logprob: Tensor,
+    grad_entropy: Tensor,
+) -> None:
+    """Overwrites logits [rows, columns] with the gradient of Σ grad_logprob·logp + grad_entropy·entropy.
+
+    d logp / d x = 1[target] − p;  d entropy / d x = −p·(log p + entropy). `target` is this rank's column, or −1 if the
+    target is in another rank's.
+    """
+    arguments: tuple[Any, ...] = (log_sum, entropy, target, grad_logprob, grad_entropy)
+    if logits.is_cuda and has_triton():
+        from megatron_dapo.policy.head import triton as head_triton
+
+        head_triton.write_gradient(logits, real, inverse_temperature, *arguments)
+        return
+    log_p = logits[:, :real].float() * inverse_temperature - log_sum[:, None]
+    slope = grad_logprob[:, None] + grad_entropy[:, None] * (log_p + entropy[:, None])
+    gradient = log_p.exp_().mul_(slope).neg_()
+    here = target >= 0
+    gradient.scatter_add_(1, target.clamp_min(0)[:, None], torch.where(here, grad_logprob, 0.0)[:, None])
+    logits[:, :real] = (gradient * inverse_temperature).to(logits.dtype)
+    logits[:, real:] = 0
