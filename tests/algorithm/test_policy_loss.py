@@ -236,11 +236,7 @@ def test_cispo():
     assert sums == {"clip_fraction_high": 3, "clip_fraction_low": 2, "clip_fraction_dual": 0}
 
 
-EVERYTHING = {
-    "kl": {"coefficient": 0.1},
-    "entropy_coefficient": 0.1,
-    "off_policy": {"importance_weight": "sequence"},
-}
+EVERYTHING = {"kl": {"coefficient": 0.1}, "entropy_coefficient": 0.1, "off_policy": {"importance_weight": "sequence"}}
 EXTRAS = ("entropy", "ref_logprobs", "engine_logprobs")
 
 
