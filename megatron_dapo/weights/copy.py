@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
-import json
 import mmap
 import os
 import threading
@@ -24,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_dapo.files import write_atomically
+from megatron_dapo.files import collect, hand_in, write_atomically
 from megatron_dapo.weights.mapping import WeightsError
 from megatron_dapo.weights.output_file import CheckpointReader, FileParts, OutputFile, TensorWrite
 
@@ -77,16 +76,13 @@ class CopyGroup:
     def hand_in(self, notes: Path, found: list[str], kept: int = 0, error: str | None = None) -> None:
         """Every rank but the first: its files are written, or why not."""
         content = {"token": self.token, "not_finite": found, "kept": kept, "error": error}
-        write_atomically(notes / f"rank_{self.rank}.json", json.dumps(content))
+        hand_in(notes, self.rank, content)
 
     def collect(self, notes: Path) -> tuple[list[str], int]:
         """Rank 0: waits for the notes of all others and joins them. A failure of one is an error."""
         joined: list[str] = []
         kept = 0
-        for rank in range(1, self.size):
-            note = notes / f"rank_{rank}.json"
-            _wait(note.exists)
-            content = json.loads(note.read_text())
+        for rank, content in collect(notes, self.size, time.sleep, _POLL_SECONDS):
             if content["error"]:
                 raise WeightsError(f"rank {rank}: {content['error']}")
             joined += content["not_finite"]

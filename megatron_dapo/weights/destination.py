@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_dapo.files import INDEX, SINGLE, fsync_path, fsync_tree, write_atomically
+from megatron_dapo.files import INDEX, SINGLE, fsync_path, fsync_tree, publish_directory, write_atomically
 from megatron_dapo.weights.copy import CopyGroup
 from megatron_dapo.weights.locate import CONFIG, METADATA, TRACKER
 from megatron_dapo.weights.mapping import WeightsError
@@ -195,17 +195,4 @@ def _publish(names: _Names) -> None:
         temporary.rmdir()
         fsync_path(path)
         return
-    if path.is_dir() and not any(path.iterdir()):
-        path.rmdir()
-    replaced = os.path.lexists(path)
-    if replaced:
-        os.rename(path, old)
-    try:
-        os.rename(temporary, path)
-    except OSError:
-        if replaced:
-            os.rename(old, path)
-        raise
-    fsync_path(path.parent)
-    if replaced:
-        shutil.rmtree(old)
+    publish_directory(temporary, path, old)
