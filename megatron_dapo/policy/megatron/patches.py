@@ -341,8 +341,8 @@ PATCHES = (
     ),
     Patch(
         "SGLang: load_weights of the served model",
-        "updates that contain only changed elements, and experts of a layer in one copy "
-        "(engines/sglang/in_server, through SGLang's own option --custom-weight-loader)",
+        "loads the experts of a layer in two or three copies (engines/sglang/in_server, through SGLang's own option "
+        "--custom-weight-loader)",
         "server", _in_server, lambda: True,
     ),
     Patch(
