@@ -81,7 +81,7 @@ class UpdateStep:
         self.chunks, self.optimizer = chunks, optimizer
         self.updates = 0
         self.loss = PolicyLoss(config.algorithm)
-        self._replay = RoutingReplay(shape, runtime, router_layers(model))
+        self._replay = RoutingReplay(shape, runtime, router_layers(model) if shape.is_moe else ())
         self.packing = PackingSpec.of(config.policy, runtime.groups.cp.rank(), runtime.groups.tp.rank())
         self.forward_backward = get_forward_backward_func()
         self._weight_gradient = _weight_gradient(model[-1])

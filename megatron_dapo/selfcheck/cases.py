@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
@@ -256,7 +256,3 @@ def _prime_factors(number: int) -> Iterator[int]:
             yield factor
             number //= factor
         factor += 1
-
-
-def named_cases(names: Sequence[str], job_ranks: int | None = None) -> list[Case]:
-    return [case for name in names for case in cases_of(LayoutSpec.parse(name), job_ranks)]

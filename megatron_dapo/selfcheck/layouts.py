@@ -36,8 +36,8 @@ from megatron_dapo.selfcheck.cases import (
     OBJECTIVE_LAYOUTS,
     Case,
     LayoutSpec,
+    cases_of,
     loss_cases,
-    named_cases,
     random_cases,
 )
 from megatron_dapo.selfcheck.trace import AFTER_ADAM_FACTOR, Difference, Trace, compare, trace_updates
@@ -136,7 +136,7 @@ def _chosen(names: Sequence[str] | None, job_ranks: int | None, console: Console
     left_out = {}
     for spec in specs:
         try:
-            found = named_cases([spec.name], job_ranks)
+            found = cases_of(spec, job_ranks)
             _check_ranks(spec, job_ranks, gpus)
         except UserError as error:
             left_out[spec.name] = error

@@ -49,21 +49,6 @@ class HeadRequest:
     weight_gradient: Literal["returned", "added", "added-shared"] = "returned"
 
 
-def run_head(
-    hidden: Tensor, weight: Tensor, request: HeadRequest, tp_group: dist.ProcessGroup, sequence_parallel: bool
-) -> Tensor:
-    """hidden [s, 1, h] of this rank (s/tp under sequence parallelism) to [2, tokens]: log-probs and entropies. If the
-    request has a loss, to that loss (a scalar)."""
-    if sequence_parallel:
-        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=tp_group)
-    else:
-        hidden = copy_to_tensor_model_parallel_region(hidden, group=tp_group)
-    chosen = hidden.flatten(0, 1).index_select(0, request.positions)
-    if request.loss is not None:
-        return one_pass(chosen, weight, request, tp_group)
-    return torch.stack(two_pass(chosen, weight, request, tp_group))
-
-
 def output_processor(
     *,
     hidden_states: Tensor,
@@ -73,16 +58,20 @@ def output_processor(
     config: Any,
     **_: Any,
 ) -> Tensor:
-    """Our head in any GPTModel, from Megatron-Core 0.19 on: `model(…, output_processor=output_processor,
-    output_processor_context=HeadRequest(…))`. Positions index the hidden states [s, b], flattened."""
-    weight = output_layer.weight if output_weight is None else output_weight
-    return run_head(
-        hidden_states,
-        weight,
-        context,
-        tp_group=output_layer.tp_group,
-        sequence_parallel=config.sequence_parallel,
-    )
+    """hidden_states [s, b, h] of this rank (s/tp under sequence parallelism) to [2, tokens]: log-probs and entropies.
+    If the request has a loss, to that loss (a scalar). Positions index the hidden states [s, b], flattened.
+
+    From Megatron-Core 0.19 on it works in any GPTModel: `model(…, output_processor=output_processor,
+    output_processor_context=HeadRequest(…))`."""
+    weight, group = output_layer.weight if output_weight is None else output_weight, output_layer.tp_group
+    if config.sequence_parallel:
+        hidden = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True, group=group)
+    else:
+        hidden = copy_to_tensor_model_parallel_region(hidden_states, group=group)
+    chosen = hidden.flatten(0, 1).index_select(0, context.positions)
+    if context.loss is not None:
+        return one_pass(chosen, weight, context, group)
+    return torch.stack(two_pass(chosen, weight, context, group))
 
 
 def two_pass(

@@ -64,18 +64,16 @@ def _parts(adam: Any) -> list[torch.optim.Optimizer]:
     return list(getattr(adam, "sub_optimizers", []))
 
 
+def _groups(optimizer: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Every optimizer that holds states, with each of its parameter groups."""
+    for inner in inner_optimizers(optimizer):
+        for adam in _parts(inner) or [inner]:
+            yield from ((adam, group) for group in adam.param_groups)
+
+
 def initialize_state(optimizer: Any) -> None:
     """Creates zero state where there is none: before the first update Adam has no state to save or to load into."""
-    for adam in inner_optimizers(optimizer):
-        parts: Any = _parts(adam)
-        for part in parts or [adam]:
-            _initialize_state(part)
-        if parts:
-            adam._sync_sub_optimizers_state_to_hdo()  # type: ignore[attr-defined]
-
-
-def _initialize_state(adam: Any) -> None:
-    for group in adam.param_groups:
+    for adam, group in _groups(optimizer):
         for parameter in group["params"]:
             if adam.state[parameter]:
                 continue
@@ -86,66 +84,56 @@ def _initialize_state(adam: Any) -> None:
             if _counts_per_parameter(adam):
                 state["step"] = _step_tensor(group, parameter, 0)
             adam.state[parameter] = state
+    for inner in inner_optimizers(optimizer):
+        if _parts(inner):
+            inner._sync_sub_optimizers_state_to_hdo()  # type: ignore[attr-defined]
+
+
+def _dicts(state: Any) -> Iterator[dict[Any, Any]]:
+    """All dictionaries inside the optimizer's part of a checkpoint."""
+    if isinstance(state, dict):
+        yield state
+        state = list(state.values())
+    for value in state if isinstance(state, list) else ():
+        yield from _dicts(value)
 
 
 def saved_step(optimizer_state: Any) -> int | None:
     """The step count in the optimizer's part of a loaded checkpoint; None where none was saved."""
-    found = set(_steps(optimizer_state))
+    counters = ("step", "common_step")
+    found = {int(part[key]) for part in _dicts(optimizer_state) for key in counters if key in part}
     if len(found) > 1:
         raise ValueError(f"the optimizer has different step counts for different parameters: {sorted(found)}")
     return found.pop() if found else None
 
 
-def _steps(state: Any) -> Iterator[int]:
-    if isinstance(state, dict):
-        yield from (int(value) for key, value in state.items() if key in ("step", "common_step"))
-    for value in state.values() if isinstance(state, dict) else state if isinstance(state, list) else ():
-        yield from _steps(value)
-
-
 def adapt_step(optimizer: Any, optimizer_state: Any, step: int) -> None:
     """Puts the step count of a loaded checkpoint where Megatron looks for it when it loads this kind of optimizer."""
     per_parameter = all(_counts_per_parameter(adam) for adam in inner_optimizers(optimizer))
-    _adapt_step(optimizer_state, step, per_parameter)
+    for state in list(_dicts(optimizer_state)):
+        for group in state.get("param_groups", []):
+            group["step"] = step
+        if "param_groups" in state and "state" in state:  # without the distributed optimizer
+            state["state"].pop("common_step", None)
+            if per_parameter:
+                state["state"]["common_step"] = torch.tensor(float(step))
 
 
-def _adapt_step(state: Any, step: int, per_parameter: bool) -> None:
-    if not isinstance(state, dict):
-        return
-    for group in state.get("param_groups", []):
-        group["step"] = step
-    if "param_groups" in state and "state" in state:  # without the distributed optimizer
-        state["state"].pop("common_step", None)
-        if per_parameter:
-            state["state"]["common_step"] = torch.tensor(float(step))
-    for value in state.values():
-        _adapt_step(value, step, per_parameter)
-
-
-def drop_classes(state: Any) -> None:
+def drop_classes(optimizer_state: Any) -> None:
     """Megatron's optimizer with CPU offload has classes among the options of its parameter groups. A checkpoint must
     not hold them: torch refuses to load such a file."""
-    if not isinstance(state, dict):
-        return
-    for group in state.get("param_groups", []):
-        for key in [key for key, value in group.items() if isinstance(value, type)]:
-            del group[key]
-    for value in state.values():
-        drop_classes(value)
+    for state in _dicts(optimizer_state):
+        for group in state.get("param_groups", []):
+            for key in [key for key, value in group.items() if isinstance(value, type)]:
+                del group[key]
 
 
 def set_step(optimizer: Any, step: int) -> None:
     """Every parameter has made `step` updates. Each of torch's counters is a tensor of its own."""
-    for adam in inner_optimizers(optimizer):
-        parts = _parts(adam)
-        for group in adam.param_groups if parts else ():  # it would set its parts back to this count in every step
+    for inner in inner_optimizers(optimizer):
+        for group in inner.param_groups if _parts(inner) else ():  # it would set its parts back to this count
             group.pop("step", None)
-        for part in parts or [adam]:
-            _set_step(part, step)
-
-
-def _set_step(adam: Any, step: int) -> None:
-    for group in adam.param_groups:
+    for adam, group in _groups(optimizer):
         if not _counts_per_parameter(adam):
             group["step"] = step
             continue

@@ -92,8 +92,9 @@ def build_model(shape: ModelShape, policy: PolicyConfig, runtime: Runtime) -> li
             chunk.output_layer.gradient_accumulation_fusion = False
         if te and shape.yarn:
             chunk.rotary_pos_emb.inv_freq = inverse_frequencies(shape.rotated, shape.rope_theta, shape.yarn)
-        install_hooks(chunk)
-        separate_expert_gradients(chunk, config)
+        if shape.is_moe:
+            install_hooks(chunk)
+            separate_expert_gradients(chunk, config)
         chunks.append(chunk.to(runtime.device))
     return chunks
 
@@ -137,5 +138,6 @@ def _block_spec(config: TransformerConfig, vp_stage: int | None, shape: ModelSha
         spec = local_block_spec(config, vp_stage, shape.rope_theta, shape.rotated, shape.yarn)
     if shape.linear:
         use_gated_delta_net(spec, config, vp_stage, shape.linear)
-    use_policy_routers(spec.layer_specs)
+    if shape.is_moe:
+        use_policy_routers(spec.layer_specs)
     return spec
