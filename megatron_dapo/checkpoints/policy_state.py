@@ -1,7 +1,7 @@
 """Saves and loads the policy: weights and optimizer as a Megatron `torch_dist` checkpoint.
 
 The format is Megatron's own and does not depend on the layout: a checkpoint of one TP, PP, DP or EP loads at another.
-It also holds what Megatron-LM reads (`weights.formats.megatron_args`) and the HF model's config and tokenizer.
+It also holds what Megatron-LM reads (`weights.formats.small_files`) and the HF model's config and tokenizer.
 Loading is exact or an error: a tensor that the checkpoint lacks, or has and we do not know, is named.
 
 Megatron's own save holds collectives before and after the writing, and writes in forked processes. In `policy_files`
@@ -41,8 +41,14 @@ from megatron_dapo.policy.megatron.optimizer_state import (
 )
 from megatron_dapo.policy.megatron.runtime import Runtime
 from megatron_dapo.policy.policy import Policy
-from megatron_dapo.weights.formats.megatron_args import common_state, megatron_args
-from megatron_dapo.weights.formats.torch_dist_writer import Stored, description_files, saved_object, torch_dist_metadata
+from megatron_dapo.weights.formats.small_files import (
+    Stored,
+    common_state,
+    description_files,
+    megatron_args,
+    saved_object,
+    torch_dist_metadata,
+)
 from megatron_dapo.weights.formats.torch_zip import ALIGN, TensorArchive
 from megatron_dapo.weights.locate import HF_FILES, locate
 from megatron_dapo.weights.side_files import side_files
@@ -103,7 +109,7 @@ def _sharded_files(state: dict[str, Any], runtime: Runtime, buffers: HostBuffers
     error: Exception | None = None
     if gathered is not None:
         try:
-            metadata = torch_dist_metadata(item for items in gathered for item in items)
+            metadata = torch_dist_metadata([item for items in gathered for item in items])
             files += [CheckpointFile(name, [text]) for name, text in description_files(metadata, common).items()]
         except CheckpointError as found:
             error = found

@@ -17,7 +17,7 @@ from megatron_dapo.processes.fork_ranks import run_ranks
 from megatron_dapo.selfcheck.cases import LayoutSpec, selfcheck_config
 from megatron_dapo.selfcheck.synthetic import awkward_batch, random_hf_weights, synthetic_shape
 from megatron_dapo.selfcheck.trace import gather_full
-from megatron_dapo.weights.formats.torch_dist_writer import Stored, torch_dist_metadata
+from megatron_dapo.weights.formats.small_files import Stored, torch_dist_metadata
 
 
 def make(rendezvous, layout, model):

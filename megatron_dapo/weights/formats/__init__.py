@@ -5,7 +5,7 @@
 - `megatron_reader`    opens either Megatron format (`open_megatron`), or presents one as HF tensors (`MegatronAsHF`)
 - `torch_dist_reader`  the weights of a torch_dist checkpoint of any layout (`TorchDistReader`)
 - `torch_dist_writer`  the files and metadata of a torch_dist checkpoint (`TorchDistWriter`)
-- `megatron_args`      what Megatron-LM stores beside the weights: arguments, version, iteration
+- `small_files`        what a torch_dist checkpoint has beside its tensors: metadata, arguments, version, iteration
 - `legacy_reader`      one `model_optim_rng.pt` per model-parallel rank (`LegacyReader`)
 - `pieces`             parameters that consist of pieces in files (`PieceReader`)
 - `torch_file`         files of `torch.save`: pytorch_model.bin, legacy checkpoints (`TorchFile`)

@@ -2,28 +2,29 @@
 
 Layers are stacked along a leading axis and names are Transformer Engine's, as when Megatron itself saves a GPT model.
 On loading, modules look for an `_extra_state` object even if they have none; all these keys refer to one empty object.
-The small files are those that Megatron-LM's own save writes (`megatron_args`): it and other tools read the result.
+The small files are those that Megatron-LM's own save writes (`small_files`): it and other tools read the result.
 """
 
 from __future__ import annotations
 
-import io
-import json
 import math
-import pickle
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from megatron_dapo.config.model import ModelShape
-from megatron_dapo.errors import CheckpointError
-from megatron_dapo.weights.formats.megatron_args import common_state, megatron_args
+from megatron_dapo.weights.formats.small_files import (
+    Stored,
+    common_state,
+    description_files,
+    megatron_args,
+    saved_object,
+    torch_dist_metadata,
+)
 from megatron_dapo.weights.formats.torch_zip import ALIGN, tensor_archive
-from megatron_dapo.weights.locate import CONFIG, METADATA
 from megatron_dapo.weights.mapping import ParameterMapping, WeightsError, stored_mappings
 from megatron_dapo.weights.names import disk_aliases, disk_locations
 from megatron_dapo.weights.output_file import OutputFile, RowRange, TensorWrite
@@ -136,62 +137,6 @@ class TorchDistWriter:
     def _global_shape(self, chunk: ChunkWrite) -> tuple[int, ...]:
         axes = (self.shape.experts,) if self.shape.linear else (self.shape.layers, self.shape.experts)
         return (*axes[: len(chunk.index)], chunk.total, *chunk.mapping.shape[1:])
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """What the metadata says about one item: where it is, and which part of a tensor. Without `dtype`: an object."""
-
-    key: str
-    file: str
-    offset: int
-    length: int
-    dtype: torch.dtype | None = None
-    shape: tuple[int, ...] = ()  # of the whole tensor
-    offsets: tuple[int, ...] = ()
-    sizes: tuple[int, ...] = ()
-
-
-def torch_dist_metadata(stored: Iterable[Stored]) -> bytes:
-    """The content of `.metadata`. Every element of every tensor must be stored, and none twice."""
-    # Imported here because it takes a second of CPU time and 47 MB, and reading checkpoints does not need it.
-    from torch.distributed.checkpoint import metadata as dcp
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-
-    described: dict[str, Any] = {}
-    storage: dict[Any, Any] = {}
-    elements: dict[str, int] = {}
-    for item in stored:
-        position = dcp.MetadataIndex(item.key, None if item.dtype is None else torch.Size(item.offsets))
-        if position in storage:
-            raise CheckpointError(f"{item.key} at {item.offsets} would be written twice: by two ranks, or one twice")
-        storage[position] = _StorageInfo(item.file, item.offset, item.length)
-        if item.dtype is None:
-            described[item.key] = dcp.BytesStorageMetadata()
-            continue
-        if item.key not in described:
-            properties = dcp.TensorProperties(dtype=item.dtype)
-            described[item.key] = dcp.TensorStorageMetadata(properties, torch.Size(item.shape), [])
-        chunk = dcp.ChunkStorageMetadata(offsets=torch.Size(item.offsets), sizes=torch.Size(item.sizes))
-        described[item.key].chunks.append(chunk)
-        elements[item.key] = elements.get(item.key, 0) + math.prod(item.sizes)
-    for key, count in elements.items():
-        if count != math.prod(described[key].size):
-            raise CheckpointError(f"{key} has {math.prod(described[key].size)} elements, {count} would be written")
-    return pickle.dumps(dcp.Metadata(state_dict_metadata=described, storage_data=storage))
-
-
-def description_files(metadata: bytes, common: dict[str, Any]) -> dict[str, bytes]:
-    """The small files of a checkpoint; `metadata.json`, which Megatron looks for first, comes last."""
-    config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-    config |= {"common_backend": "torch", "common_backend_version": 1}
-    return {METADATA: metadata, "common.pt": saved_object(common), CONFIG: json.dumps(config).encode()}
-
-
-def saved_object(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
 
 
 def hf_ranges(mapping: ParameterMapping, start: int, count: int) -> tuple[RowRange, ...]:

@@ -1,4 +1,5 @@
-"""What Megatron-LM stores in `common.pt` beside the weights: its arguments, the checkpoint version, the iteration.
+"""The small files of a torch_dist checkpoint: `.metadata` and `metadata.json`, which say where its tensors are, and
+`common.pt` with Megatron-LM's arguments, the checkpoint version and the iteration.
 
 Megatron-LM checks the shape of the model against the arguments, takes them over with `--use-checkpoint-args`, and
 reads weights of version 0 as an old order of QKV rows. Other tools (slime's) read the shape from them.
@@ -7,9 +8,19 @@ reads weights of version 0 as an old order of QKV rows. Other tools (slime's) re
 from __future__ import annotations
 
 import argparse
+import io
+import json
+import math
+import pickle
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from megatron_dapo.config.model import ModelShape
+from megatron_dapo.errors import CheckpointError
+from megatron_dapo.weights.locate import CONFIG, METADATA
 
 VERSION = 3.0
 CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
@@ -57,3 +68,59 @@ def common_state(args: argparse.Namespace, iteration: int = 0) -> dict[str, Any]
         "num_floating_point_operations_so_far": 0,
         "content_metadata": dict(CONTENT),
     }
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What the metadata says about one item: where it is, and which part of a tensor. Without `dtype`: an object."""
+
+    key: str
+    file: str
+    offset: int
+    length: int
+    dtype: torch.dtype | None = None
+    shape: tuple[int, ...] = ()  # of the whole tensor
+    offsets: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
+
+
+def torch_dist_metadata(stored: Iterable[Stored]) -> bytes:
+    """The content of `.metadata`. Every element of every tensor must be stored, and none twice."""
+    # Imported here because it takes a second of CPU time and 47 MB, and reading checkpoints does not need it.
+    from torch.distributed.checkpoint import metadata as dcp
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    described: dict[str, Any] = {}
+    storage: dict[Any, Any] = {}
+    elements: dict[str, int] = {}
+    for item in stored:
+        position = dcp.MetadataIndex(item.key, None if item.dtype is None else torch.Size(item.offsets))
+        if position in storage:
+            raise CheckpointError(f"{item.key} at {item.offsets} would be written twice: by two ranks, or one twice")
+        storage[position] = _StorageInfo(item.file, item.offset, item.length)
+        if item.dtype is None:
+            described[item.key] = dcp.BytesStorageMetadata()
+            continue
+        if item.key not in described:
+            properties = dcp.TensorProperties(dtype=item.dtype)
+            described[item.key] = dcp.TensorStorageMetadata(properties, torch.Size(item.shape), [])
+        chunk = dcp.ChunkStorageMetadata(offsets=torch.Size(item.offsets), sizes=torch.Size(item.sizes))
+        described[item.key].chunks.append(chunk)
+        elements[item.key] = elements.get(item.key, 0) + math.prod(item.sizes)
+    for key, count in elements.items():
+        if count != math.prod(described[key].size):
+            raise CheckpointError(f"{key} has {math.prod(described[key].size)} elements, {count} would be written")
+    return pickle.dumps(dcp.Metadata(state_dict_metadata=described, storage_data=storage))
+
+
+def description_files(metadata: bytes, common: dict[str, Any]) -> dict[str, bytes]:
+    """The small files of a checkpoint; `metadata.json`, which Megatron looks for first, comes last."""
+    config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    config |= {"common_backend": "torch", "common_backend_version": 1}
+    return {METADATA: metadata, "common.pt": saved_object(common), CONFIG: json.dumps(config).encode()}
+
+
+def saved_object(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
