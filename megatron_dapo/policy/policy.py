@@ -39,7 +39,9 @@ from megatron_dapo.weights.model_weights import RankPosition, load_hf_weights
 
 class Policy:
     def __init__(self, config: Config, shape: ModelShape, runtime: Runtime) -> None:
-        self.config, self.shape, self.runtime = config, shape, runtime
+        self.config = config
+        self.shape = shape
+        self.runtime = runtime
         self._reference: list[Tensor] | None = None
         self.model: list[PolicyModel] = build_model(shape, config.policy, runtime)
         on_cuda = runtime.device.type == "cuda"

@@ -77,8 +77,11 @@ class UpdateStep:
         optimizer: Any,
     ) -> None:
         """`chunks` are the model's chunks under Megatron's DDP."""
-        self.config, self.shape, self.runtime = config, shape, runtime
-        self.chunks, self.optimizer = chunks, optimizer
+        self.config = config
+        self.shape = shape
+        self.runtime = runtime
+        self.chunks = chunks
+        self.optimizer = optimizer
         self.updates = 0
         self.loss = PolicyLoss(config.algorithm)
         self._replay = RoutingReplay(shape, runtime, router_layers(model) if shape.is_moe else ())
@@ -304,7 +307,8 @@ class _LossInputs:
     """What the loss needs to know of a mini-batch. Weights and counts are computed here, before anything is split."""
 
     def __init__(self, batch: TrainBatch, config: Config, proximal: Proximal) -> None:
-        self._batch, self._proximal = batch, proximal
+        self._batch = batch
+        self._proximal = proximal
         self._sample_of = np.repeat(np.arange(batch.samples), batch.response_lengths)  # [responses]
         self._advantages = batch.advantages[self._sample_of]  # [responses]
         if batch.token_advantages is not None:

@@ -244,7 +244,8 @@ class _CheckInJob:
     """Each case in the job's own ranks; all ranks agree on every outcome before the next one starts."""
 
     def __init__(self, rendezvous: Rendezvous, updates: int, references: Sequence[Case]) -> None:
-        self._rendezvous, self._updates = rendezvous, updates
+        self._rendezvous = rendezvous
+        self._updates = updates
         self._reference_cases = {case.key: case for case in references}
         self._references: dict[str, Trace | str] = {}
         self._broken = ""

@@ -100,7 +100,9 @@ class CoreAttention(MegatronModule):
         **_: Any,
     ) -> None:
         super().__init__(config=config)
-        self.rotary_base, self.rotary_dim, self.yarn = rotary_base, rotary_dim, yarn
+        self.rotary_base = rotary_base
+        self.rotary_dim = rotary_dim
+        self.yarn = yarn
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.cp_group = groups.cp
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)

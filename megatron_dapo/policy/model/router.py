@@ -92,7 +92,8 @@ class _Replay:
     """Stands for Megatron's RouterReplay, which keeps queues of micro-batches and has no unknown experts."""
 
     def __init__(self, micro: MicroBatchRouting, layer: int) -> None:
-        self._micro, self._layer = micro, layer
+        self._micro = micro
+        self._layer = layer
 
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: Any, group_topk: Any, default_compute_topk: Any
