@@ -36,7 +36,8 @@ class Scorer(Protocol):
 
 class Teacher:
     def __init__(self, scorer: Scorer, config: DistillationConfig) -> None:
-        self._scorer, self._config = scorer, config
+        self._scorer = scorer
+        self._config = config
 
     async def score(
         self, samples: Sequence[Sample], on_progress: Callable[[], None] = lambda: None
@@ -47,8 +48,7 @@ class Teacher:
         async def one(sample: Sample) -> None:
             async with places:
                 sample.teacher_logprobs = await self._score(sample)
-                if on_progress is not None:
-                    on_progress()
+                on_progress()
 
         todo = [sample for sample in samples if sample.teacher_logprobs is None and sample.length]
         async with asyncio.TaskGroup() as group:
@@ -71,9 +71,7 @@ class Teacher:
         await self._scorer.close()
 
 
-async def open_teacher(config: DistillationConfig) -> Teacher | None:
-    if not config.enabled:
-        return None
+async def open_teacher(config: DistillationConfig) -> Teacher:
     if config.urls:
         return Teacher(SGLangScorer(config), config)
     return Teacher(await asyncio.to_thread(TransformersScorer, config.model), config)

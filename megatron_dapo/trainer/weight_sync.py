@@ -82,7 +82,7 @@ class WeightSync:
     def send(self, version: int, rollouts: RolloutDriver | None) -> None:
         """Every server that works has all weights afterwards. Raises DriverError if none has."""
         self._updates += 1
-        buckets = _Buckets(self._buckets.buckets(), self._link())
+        buckets = _Buckets(self._buckets.buckets(), self._link(), self._collectives)
         loading, caller = None, CallerThread()
         if rollouts is not None:
             loading = rollouts.load_weights(version, buckets, caller)
@@ -112,14 +112,20 @@ class WeightSync:
 class _Buckets:
     """An iterator that knows whether it has been read to its end."""
 
-    def __init__(self, buckets: Iterator[Bucket], link: SenderLink | None = None) -> None:
-        self._buckets, self.link, self.exhausted = buckets, link, False
+    def __init__(self, buckets: Iterator[Bucket], link: SenderLink | None, collectives: Collectives) -> None:
+        self.link = link
+        self.exhausted = False
+        self._buckets = buckets
+        self._collectives: Collectives | None = collectives
 
     def __iter__(self) -> Iterator[Bucket]:
         return self
 
     def __next__(self) -> Bucket:
         fault_points.reach("sync/before_bucket")
+        if self._collectives is not None:  # the engines may need long before they ask for the first bucket
+            self._collectives.arrive()
+            self._collectives = None
         try:
             return next(self._buckets)
         except StopIteration:

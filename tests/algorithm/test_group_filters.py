@@ -6,7 +6,7 @@ import types
 import numpy as np
 import pytest
 
-from megatron_dapo.algorithm import keep_group, load_group_filter, reward_range, reward_std
+from megatron_dapo.algorithm.filtering import keep_group, load_group_filter, reward_range, reward_std
 from megatron_dapo.errors import UserError
 from megatron_dapo.types import FinishReason, Grade, Group, Prompt, Sample, as_logprobs, as_tokens
 

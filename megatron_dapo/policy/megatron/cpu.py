@@ -22,7 +22,7 @@ def needed() -> bool:
     return not torch.cuda.is_available()
 
 
-def install() -> None:
+def let_cuda_mean_cpu() -> None:
     """Once per process."""
     CudaMeansCpu().__enter__()
     _patch_torch_cuda()

@@ -264,7 +264,7 @@ PATCHES = (
         "the device cuda in torch calls, torch.cuda",
         "Megatron names the device cuda throughout; without CUDA the name means the CPU, and streams, events and "
         "random states are the host's",
-        "no CUDA", cpu.install, _source_has("torch.cuda.current_device()", layers, mappings),
+        "no CUDA", cpu.let_cuda_mean_cpu, _source_has("torch.cuda.current_device()", layers, mappings),
     ),
     Patch(
         "torch.distributed.distributed_c10d.ProcessGroupGloo",
