@@ -27,10 +27,11 @@ from shapes import QWEN_1_5B
 
 from megatron_dapo.checkpoints import policy_state
 from megatron_dapo.checkpoints.checkpoints import Checkpoints, SaveReport
-from megatron_dapo.checkpoints.optimizer_state import initialize_state
 from megatron_dapo.config import parse_config
 from megatron_dapo.config.trainer import CheckpointConfig
+from megatron_dapo.policy.megatron import patches
 from megatron_dapo.policy.megatron.importing import gpu_count
+from megatron_dapo.policy.megatron.optimizer_state import initialize_state
 from megatron_dapo.policy.megatron.runtime import initialize, shutdown
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.processes.fork_ranks import Rendezvous, run_ranks
@@ -91,7 +92,10 @@ def save_with_megatron(policy: Policy, folder: Path) -> None:
 
     filesystem_async._results_queue = queue.Queue()  # Megatron would start a server process for it
     initialize_state(policy.optimizer)
+    for part in policy.optimizer.chained_optimizers:  # Megatron's own gathering of the optimizer state
+        vars(part).pop("sharded_param_state_fully_reshardable", None)
     state = policy_state._sharded_state(policy, is_loading=False)
+    patches.save_whole_parameters(policy.optimizer)
     folder.mkdir(parents=True, exist_ok=True)
     dist_checkpointing.save(state, str(folder), content_metadata=policy_state._metadata(policy))
 

@@ -129,10 +129,10 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron_dapo.config.model import ModelShape
 from megatron_dapo.weights.mapping import stored_mappings
-from megatron_dapo.policy import cpu
+from megatron_dapo.policy.megatron import patches
 from megatron_dapo.weights.model_weights import hf_tensors, megatron_tensor
 import torch._dynamo
-cpu.install()
+patches.install()
 kind, source, out = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
 store = torch.distributed.FileStore(str(out) + ".store", 1)
 torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)

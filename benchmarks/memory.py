@@ -34,8 +34,8 @@ from megatron_dapo.planner import count_parameters
 from megatron_dapo.planner.activations import Layers
 from megatron_dapo.planner.memory import TrainerMemory, trainer_memory
 from megatron_dapo.policy.batch import TrainBatch
+from megatron_dapo.policy.megatron.options import has_transformer_engine
 from megatron_dapo.policy.megatron.runtime import initialize, shutdown
-from megatron_dapo.policy.model.gpt import has_transformer_engine
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.processes.fork_ranks import Rendezvous
 

@@ -33,8 +33,8 @@ from megatron_dapo.config import ModelShape, parse_config
 from megatron_dapo.config.load import apply_override
 from megatron_dapo.planner import count_parameters
 from megatron_dapo.policy.batch import TrainBatch
+from megatron_dapo.policy.megatron.options import has_transformer_engine
 from megatron_dapo.policy.megatron.runtime import initialize, shutdown
-from megatron_dapo.policy.model.gpt import has_transformer_engine
 from megatron_dapo.policy.policy import Policy
 
 PEAK = 790e12

@@ -56,7 +56,7 @@ from megatron_dapo.planner.hardware import Cluster, find_gpu
 from megatron_dapo.planner.sync import sync_time
 from megatron_dapo.policy.megatron.runtime import Runtime, initialize, shutdown
 from megatron_dapo.policy.model.gpt import build_model
-from megatron_dapo.policy.offload import Offloader
+from megatron_dapo.policy.policy import Offloader
 from megatron_dapo.sync.gather import WeightBuckets
 from megatron_dapo.trainer.colocation import memory
 from megatron_dapo.types import as_tokens

@@ -49,7 +49,7 @@ from megatron_dapo.config.algorithm import AlgorithmConfig
 from megatron_dapo.data import PromptCursor, arithmetic_problems, arithmetic_prompts, arithmetic_tokenizer
 from megatron_dapo.engines.embedded.engine import EmbeddedEngine
 from megatron_dapo.engines.protocol import SamplingParams, derive_seed
-from megatron_dapo.policy.megatron import cpu
+from megatron_dapo.policy.megatron import cpu, patches
 from megatron_dapo.sync.gather import WeightBuckets
 from megatron_dapo.types import Grade, Group, Prompt, Sample
 from megatron_dapo.weights.model_weights import RankPosition, load_hf_weights
@@ -98,7 +98,7 @@ def dapo(settings: Settings, prompts: Sequence[Prompt], is_right: IsRight) -> It
 
 
 def start_megatron(seed: int) -> None:
-    cpu.install()  # on a machine without CUDA, the device "cuda" is the CPU from here on
+    patches.install()  # on a machine without CUDA, the device "cuda" is the CPU from here on
     dist.init_process_group("gloo" if cpu.needed() else "nccl", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(seed)

@@ -26,7 +26,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron_dapo.algorithm import PolicyLoss, TokenBatch, group_advantages, token_weights
 from megatron_dapo.config.algorithm import AlgorithmConfig
 from megatron_dapo.policy.loss_func import check_transformer_config, from_cross_entropy, make_loss_func
-from megatron_dapo.policy.megatron import cpu
+from megatron_dapo.policy.megatron import cpu, patches
 
 VOCAB, PROMPT, RESPONSE, GROUPS, GROUP_SIZE = 64, 4, 12, 8, 8
 
@@ -80,7 +80,7 @@ def main():
     parser.add_argument("--steps", type=int, default=25)
     args = parser.parse_args()
     warnings.filterwarnings("ignore", module="megatron|torch")
-    cpu.install()  # lets Megatron-Core run without CUDA; does nothing where CUDA is
+    patches.install()  # lets Megatron-Core run without CUDA; does nothing where CUDA is
     backend = "gloo" if cpu.needed() else "nccl"
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}.items():
         os.environ.setdefault(name, value)

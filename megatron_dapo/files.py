@@ -1,5 +1,5 @@
-"""Files that several folders read or write: the one atomic write of a file and of a directory, and the one reader and
-writer of safetensors headers.
+"""Files that several folders read or write: the one atomic write, directories that appear complete or not at all, what
+ranks hand in to rank 0 as files, and the one reader and writer of safetensors headers.
 
 Imports no torch, so that configuration checks, reports and the launcher can use it. Dtypes are torch's names without
 the prefix ("bfloat16"). The headers are read here and not with the safetensors library because its errors name neither
@@ -16,7 +16,7 @@ import re
 import secrets
 import shutil
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -90,24 +90,43 @@ def fsync_tree(directory: str | Path) -> None:
         fsync_path(root)
 
 
-def publish_directory(building: Path, target: Path, *, aside: Path) -> None:
-    """Give a complete directory its final name in one rename; its files must be on disk (`fsync_tree`).
+def publish_directory(prepared: Path, path: Path, replaced: Path) -> None:
+    """Give a complete directory, flushed to disk, its name in one rename.
 
-    A directory that has the name already is moved to `aside` and deleted afterwards. A kill in between leaves it there:
-    whoever starts next moves it back if `target` is missing.
+    What has the name is moved to `replaced` first, and deleted at the end; if the rename fails it gets its name back.
+    After a kill `path` is complete, old or new, or else the old directory is `replaced`.
     """
-    shutil.rmtree(aside, ignore_errors=True)
-    replaced = os.path.lexists(target)
-    if replaced:
-        os.rename(target, aside)
+    shutil.rmtree(replaced, ignore_errors=True)
+    existed = os.path.lexists(path)
+    if existed:
+        os.rename(path, replaced)
     try:
-        os.rename(building, target)
+        os.rename(prepared, path)
     except OSError:
-        if replaced:
-            os.rename(aside, target)
+        if existed:
+            os.rename(replaced, path)
         raise
-    fsync_path(target.parent)
-    shutil.rmtree(aside, ignore_errors=True)
+    fsync_path(path.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def hand_in(folder: Path, rank: int, content: Any) -> None:
+    """Leave `content` (JSON values) for rank 0, complete or not at all."""
+    write_atomically(folder / f"rank_{rank}.json", json.dumps(content))
+
+
+def collect(folder: Path, size: int, wait: Callable[[float], object], pause: float = 0.1) -> Iterator[tuple[int, Any]]:
+    """What ranks 1 to `size` − 1 have handed in, each as soon as it is there. `wait(pause)` is called in between; if
+    it returns a true value, the rest is given up."""
+    missing = set(range(1, size))
+    while missing:
+        for rank in sorted(missing):
+            note = folder / f"rank_{rank}.json"
+            if note.exists():
+                missing.remove(rank)
+                yield rank, json.loads(note.read_bytes())
+        if missing and wait(pause):
+            return
 
 
 # -- safetensors ------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ write from the device instead and the loop waits for the disk; a warning says so
 
 from __future__ import annotations
 
+import shutil
 import socket
 import threading
 import time
@@ -34,20 +35,26 @@ import torch
 import torch.distributed as dist
 
 from megatron_dapo import fault_points
-from megatron_dapo.checkpoints.files import Cancelled, CheckpointFile, FileRecord, damaged_files, write_files
+from megatron_dapo.checkpoints.files import (
+    Cancelled,
+    CheckpointFile,
+    FileRecord,
+    HostBuffers,
+    available_host_memory,
+    damaged_files,
+    write_files,
+)
 from megatron_dapo.checkpoints.folder import CheckpointFolder, checkpoint_name, read_state, state_files
-from megatron_dapo.checkpoints.host_buffers import HostBuffers, available_host_memory
 from megatron_dapo.checkpoints.policy_state import host_sizes, load_policy, policy_files
 from megatron_dapo.config.trainer import CheckpointConfig
 from megatron_dapo.errors import CheckpointError
-from megatron_dapo.files import write_atomically
+from megatron_dapo.files import collect, hand_in
 from megatron_dapo.policy.megatron.runtime import Runtime
 from megatron_dapo.policy.policy import Policy
 
-# torch's random states of this rank, as JSON values.
-
 
 def random_state() -> dict[str, str]:
+    """torch's random states of this rank, as JSON values."""
     state = {"torch": torch.get_rng_state().numpy().tobytes().hex()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state().numpy().tobytes().hex()
@@ -274,25 +281,16 @@ class Checkpoints:
     def _hand_in(self, building: Path, written: dict[str, FileRecord]) -> None:
         folder = building / HANDED_IN
         folder.mkdir(exist_ok=True)
-        content = orjson.dumps({name: record.to_json() for name, record in written.items()})
-        write_atomically(folder / f"rank_{self.runtime.rank}.json", content)
+        hand_in(folder, self.runtime.rank, {name: record.to_json() for name, record in written.items()})
 
     def _collect(self, building: Path, written: dict[str, FileRecord], cancel: threading.Event) -> bool:
         """Adds the other ranks' files to `written` as soon as they are handed in. False if the save is given up."""
-        missing = set(range(1, self.runtime.world_size))
-        while missing:
-            for rank in sorted(missing):
-                path = building / HANDED_IN / f"rank_{rank}.json"
-                if path.exists():
-                    for name, record in orjson.loads(path.read_bytes()).items():
-                        written[name] = FileRecord.from_json(record)
-                    path.unlink()
-                    missing.remove(rank)
-            if missing and cancel.wait(0.1):
-                return False
-        if (building / HANDED_IN).exists():
-            (building / HANDED_IN).rmdir()
-        return True
+        missing = self.runtime.world_size - 1
+        for _, records in collect(building / HANDED_IN, self.runtime.world_size, cancel.wait):
+            written |= {name: FileRecord.from_json(record) for name, record in records.items()}
+            missing -= 1
+        shutil.rmtree(building / HANDED_IN, ignore_errors=True)
+        return not missing
 
     # ---- loading ----
 
@@ -333,7 +331,7 @@ class Checkpoints:
         if self.runtime.rank == 0 and (complete := self._folder.complete()):
             found[0] = complete[-1]
             try:
-                found[1] = self._folder.files_of(complete[-1]) or _legacy(complete[-1])
+                found[1] = self._folder.files_of(complete[-1])
             except CheckpointError as error:
                 found[2] = [str(error)]
         dist.broadcast_object_list(found, src=0, group=self.runtime.control)
@@ -369,12 +367,6 @@ class Checkpoints:
         if state["layout"]["world_size"] == self.runtime.world_size and mine.exists():
             set_random_state(orjson.loads(mine.read_bytes()))
         return state
-
-
-def _legacy(path: Path) -> dict[str, FileRecord]:
-    """A checkpoint without manifest has nothing to compare with, but its state must be readable."""
-    read_state(path)
-    return {}
 
 
 def _without_driver_only(state: Any) -> Any:

@@ -8,7 +8,7 @@
     iter_N, latest_checkpointed_iteration.txt   links and tracker file, by which Megatron-LM finds the checkpoints
 
 A checkpoint gets its final name in one rename, after all files and folders are on disk. `manifest.json` lists every
-file with its size and CRC-32; it is written last. Checkpoints of older versions have none and cannot be checked.
+file with its size and CRC-32; it is written last.
 Pruning renames before it deletes, so what is left of an interrupted deletion is never taken for a checkpoint.
 """
 
@@ -30,11 +30,8 @@ from megatron_dapo import fault_points
 from megatron_dapo.checkpoints.files import CheckpointFile, FileRecord
 from megatron_dapo.config.trainer import CheckpointConfig
 from megatron_dapo.errors import CheckpointError
-from megatron_dapo.files import fsync_path, write_atomically
+from megatron_dapo.files import fsync_path, publish_directory, write_atomically
 from megatron_dapo.weights.locate import TRACKER
-
-# The state of the loop as two files: small JSON, and all numpy arrays in one binary file.
-
 
 STATE, ARRAYS = "trainer.json", "trainer.arrays"
 MARK = "$array"
@@ -42,7 +39,8 @@ ALIGN = 8
 
 
 def state_files(state: dict[str, Any]) -> list[CheckpointFile]:
-    """A snapshot: later changes of the arrays do not reach the files."""
+    """The state of the loop as two files: small JSON, and all numpy arrays in one binary file. A snapshot: later
+    changes of the arrays do not reach the files."""
     arrays: list[bytes] = []
     position = 0
 
@@ -68,13 +66,12 @@ def state_files(state: dict[str, Any]) -> list[CheckpointFile]:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """The state that `state_files` wrote. Older checkpoints have lists in place of arrays and no second file."""
+    """The state that `state_files` wrote."""
     path = folder / STATE
     try:
         state = orjson.loads(path.read_bytes())
         path = folder / ARRAYS
-        content = path.read_bytes() if path.exists() else b""
-        restored = _restore(state, content)
+        restored = _restore(state, path.read_bytes())
     except (OSError, ValueError, TypeError) as error:  # orjson's error is a ValueError
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(restored, dict):
@@ -123,8 +120,7 @@ class CheckpointFolder:
     def complete(self) -> list[Path]:
         """Complete checkpoints, oldest first. Files and folders with other names are ignored."""
         try:
-            named = [path for path in self.path.iterdir() if NAME.fullmatch(path.name)]
-            found = [path for path in named if (path / MANIFEST).is_file() or (path / STATE).is_file()]
+            found = [path for path in self.path.iterdir() if NAME.fullmatch(path.name) and path.is_dir()]
         except OSError:
             return []
         return sorted(found, key=_order)
@@ -167,19 +163,13 @@ class CheckpointFolder:
             fsync_path(folder)
         fault_points.reach("checkpoint/before_publish")
         with self._lock:
-            shutil.rmtree(aside, ignore_errors=True)
             if target.exists():
                 (target / REPLACED).touch()
-                target.rename(aside)
-            building.rename(target)
-            fsync_path(self.path)
-            shutil.rmtree(aside, ignore_errors=True)
+            publish_directory(building, target, aside)
         fault_points.reach("checkpoint/before_prune")
 
     def files_of(self, path: Path) -> dict[str, FileRecord]:
-        """What the manifest lists; nothing for a checkpoint of an older version."""
-        if not (path / MANIFEST).exists():
-            return {}
+        """What the manifest lists."""
         try:
             listed = _read(path / MANIFEST)["files"]
             return {name: FileRecord.from_json(record) for name, record in listed.items()}
@@ -272,11 +262,11 @@ class CheckpointFolder:
         return score, path
 
     def _score(self, path: Path, scores: Mapping[str, Any]) -> float | None:
-        """From scores.json, the manifest or, of an older version, the state. A file that cannot be read has none."""
+        """From scores.json or the manifest. A file that cannot be read has none."""
         with contextlib.suppress(CheckpointError, KeyError, TypeError, ValueError):
             if path.name in scores:
                 return float(scores[path.name])
-            score = _read(path / (MANIFEST if (path / MANIFEST).exists() else STATE))["score"]
+            score = _read(path / MANIFEST)["score"]
             return None if score is None else float(score)
         return None
 
@@ -306,12 +296,9 @@ def _position(match: re.Match[str]) -> tuple[int, int]:
     return int(match[1]), -1 if match[2] is None else int(match[2])
 
 
-# The metric that decides which checkpoint is the best one.
-
-
 def best_metric(metrics: Mapping[str, float], config: CheckpointConfig, default: float | None) -> float | None:
-    """`best_metric` as configured; else the evaluation's avg@k; else the accuracy of the step's samples. `default` if
-    these metrics do not have it."""
+    """The metric that decides which checkpoint is the best one: as configured, else the evaluation's avg@k, else the
+    accuracy of the step's samples. `default` if these metrics do not have it."""
     averages = [name for name in metrics if "avg@" in name]
     name = config.best_metric or next(iter(averages), "reward/accuracy")
     return float(metrics[name]) if name in metrics else default

@@ -1,26 +1,35 @@
 """Saves and loads the policy: weights and optimizer as a Megatron `torch_dist` checkpoint.
 
 The format is Megatron's own and does not depend on the layout: a checkpoint of one TP, PP, DP or EP loads at another.
-It also holds what Megatron-LM reads (`weights.formats.megatron_args`) and the HF model's config and tokenizer.
-Loading is exact or an error: a tensor that the checkpoint lacks, or has and we do not know, is named. `policy_files`
-is the part of a save that the training loop waits for; `trainer.checkpoint` decides where, when and in which thread
-the files are written.
+It also holds what Megatron-LM reads (`weights.formats.small_files`) and the HF model's config and tokenizer.
+Loading is exact or an error: a tensor that the checkpoint lacks, or has and we do not know, is named.
+
+Megatron's own save holds collectives before and after the writing, and writes in forked processes. In `policy_files`
+everything that needs the other ranks comes first: Megatron describes the state as sharded tensors, each rank lays its
+shards out in files, and rank 0 learns all positions and makes the metadata. What is left is to write bytes, on each
+rank and in any thread, as `checkpoints` decides.
 """
 
 from __future__ import annotations
 
 import os
 from argparse import Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch import Tensor
 
-from megatron_dapo.checkpoints.files import CheckpointFile, write_files
-from megatron_dapo.checkpoints.host_buffers import HostBuffers
-from megatron_dapo.checkpoints.optimizer_state import (
+from megatron_dapo.checkpoints.files import CheckpointFile, HostBuffers, write_files
+from megatron_dapo.errors import CheckpointError
+from megatron_dapo.policy.megatron.optimizer_state import (
     KEYS,
     SHARDING,
     adapt_step,
@@ -29,15 +38,24 @@ from megatron_dapo.checkpoints.optimizer_state import (
     inner_optimizers,
     saved_step,
     set_step,
-    whole_parameters,
 )
-from megatron_dapo.checkpoints.torch_dist_files import sharded_files
-from megatron_dapo.errors import CheckpointError
-from megatron_dapo.policy.megatron import cpu
+from megatron_dapo.policy.megatron.runtime import Runtime
 from megatron_dapo.policy.policy import Policy
-from megatron_dapo.weights.formats.torch_dist_writer import common_state, megatron_args
+from megatron_dapo.weights.formats.small_files import (
+    Stored,
+    common_state,
+    description_files,
+    megatron_args,
+    saved_object,
+    torch_dist_metadata,
+)
+from megatron_dapo.weights.formats.torch_zip import ALIGN, TensorArchive
 from megatron_dapo.weights.locate import HF_FILES, locate
 from megatron_dapo.weights.side_files import side_files
+
+MAX_ITEM = 1 << 30  # larger tensors are split: an archive holds less than 4 GiB
+FILES_PER_RANK = 4
+SMALL_FILE = 64 << 20  # there are fewer files where they would be smaller than this
 
 
 def save_policy(policy: Policy, directory: str | os.PathLike[str]) -> None:
@@ -56,27 +74,74 @@ def policy_files(policy: Policy, buffers: HostBuffers | None = None, step: int =
 
     With `buffers` they refer to copies in host memory, and training may go on at once. Without, they refer to the
     weights and optimizer state themselves, and must be written before either changes."""
-    cpu.install()
     policy.step.complete_weights()
     initialize_state(policy.optimizer)
     if buffers is not None:
         buffers.reset()
         buffers.reserve(host_sizes(policy))
-    with whole_parameters(Tensor.cpu if buffers is None else buffers.copy):
-        state = _sharded_state(policy, is_loading=False)
+    state = _sharded_state(policy, is_loading=False, to_host=Tensor.cpu if buffers is None else buffers.copy)
     state |= common_state(_megatron_args(policy, step), step)
     state["opt_param_scheduler"] = _scheduler_state(policy)
     state["content_metadata"] |= SHARDING
-
-    def to_host(tensor: Tensor) -> Tensor:
-        return tensor if buffers is None or buffers.holds(tensor) else buffers.copy(tensor)
-
-    files = sharded_files(state, policy.runtime, to_host)
+    files = _sharded_files(state, policy.runtime, buffers)
     if policy.runtime.rank == 0:
         files += _side_files(policy.config.policy.model)
     if buffers is not None:
         buffers.synchronize()
     return files
+
+
+def _sharded_files(state: dict[str, Any], runtime: Runtime, buffers: HostBuffers | None) -> list[CheckpointFile]:
+    """Collective. This rank's files of equal size, with its shards; on rank 0 also the description of all shards."""
+    sharded, common = save_preprocess(state, validate_access_integrity=False)
+    items = [item for entry in nested_values(sharded) for item in _items(entry, buffers)]
+    count = min(FILES_PER_RANK, max(1, sum(item.length for item, _ in items) // SMALL_FILE)) if items else 0
+    files = [CheckpointFile(f"__{runtime.rank}_{number}.distcp", []) for number in range(count)]
+    stored, ends = [], [0] * count
+    for item, parts in sorted(items, key=lambda pair: -pair[0].length):
+        index = ends.index(min(ends))
+        padding = -ends[index] % ALIGN
+        files[index].parts += [bytes(padding), *parts] if padding else parts
+        stored.append(replace(item, file=files[index].name, offset=ends[index] + padding))
+        ends[index] += padding + item.length
+    gathered: list[list[Stored]] | None = [[]] * runtime.world_size if runtime.rank == 0 else None
+    dist.gather_object(stored, gathered, dst=0)
+    error: Exception | None = None
+    if gathered is not None:
+        try:
+            metadata = torch_dist_metadata([item for items in gathered for item in items])
+            files += [CheckpointFile(name, [text]) for name, text in description_files(metadata, common).items()]
+        except CheckpointError as found:
+            error = found
+    runtime.raise_together(error, "describing the checkpoint")
+    return files
+
+
+def _items(entry: Any, buffers: HostBuffers | None) -> Iterator[tuple[Stored, list[bytes | Tensor]]]:
+    """What this rank writes of an entry of the state, with its bytes; file and offset are not known yet."""
+    if not is_main_replica(entry.replica_id):
+        return
+    if isinstance(entry, ShardedObject):
+        content = saved_object([entry.data])
+        yield Stored(entry.unique_key, "", 0, len(content)), [content]
+        return
+    assert isinstance(entry, ShardedTensor) and entry.flattened_range is None, entry
+    data = entry.data.detach()
+    if buffers is not None and not buffers.holds(data):
+        data = buffers.copy(data)
+    data = data.contiguous()
+    lead, rows = entry.prepend_axis_num, data.shape[0] if data.dim() else 1
+    step = max(1, MAX_ITEM * rows // max(1, data.nbytes)) if data.nbytes > MAX_ITEM else rows
+    for start in range(0, rows, step):
+        part, offsets = data, list(entry.global_offset)
+        if step < rows:
+            part = data[start : start + step]
+            offsets[lead] += start
+        sizes = (*(1 for _ in range(lead)), *part.shape)
+        archive = TensorArchive(part.dtype, sizes)
+        place = ("", 0, archive.length)
+        shape = tuple(entry.global_shape)
+        yield Stored(entry.key, *place, part.dtype, shape, tuple(offsets), sizes), [archive.head, part, archive.tail]
 
 
 def _side_files(model: str) -> list[CheckpointFile]:
@@ -123,16 +188,14 @@ def host_sizes(policy: Policy) -> list[int]:
 
 def load_policy(policy: Policy, directory: str | os.PathLike[str]) -> None:
     """Collective. Weights, optimizer and update count of a checkpoint that `save_policy` wrote, at any layout."""
-    cpu.install()
     _require(directory)
     initialize_state(policy.optimizer)
-    with whole_parameters():
-        state = _load(_sharded_state(policy, is_loading=True), directory)
-        _set_weights(policy, state)
-        policy.updates = int(state["updates"])
-        step = _step(state, directory)
-        adapt_step(policy.optimizer, state["optimizer"], step)
-        policy.optimizer.load_state_dict(state["optimizer"])
+    state = _load(_sharded_state(policy, is_loading=True), directory)
+    _set_weights(policy, state)
+    policy.updates = int(state["updates"])
+    step = _step(state, directory)
+    adapt_step(policy.optimizer, state["optimizer"], step)
+    policy.optimizer.load_state_dict(state["optimizer"])
     policy.set_fused_adam()
     set_step(policy.optimizer, step)
 
@@ -148,7 +211,6 @@ def _step(state: dict[str, Any], directory: str | os.PathLike[str]) -> int:
 
 def load_weights(policy: Policy, directory: str | os.PathLike[str]) -> None:
     """Collective. The weights alone: a converted checkpoint, another run's or Megatron-LM's."""
-    cpu.install()
     directory = locate(Path(directory))
     _require(directory)
     _set_weights(policy, _load(_model_state(policy), directory, weights_only=True))
@@ -179,10 +241,12 @@ def _model_state(policy: Policy) -> dict[str, Any]:
     return {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(policy.model)}
 
 
-def _sharded_state(policy: Policy, *, is_loading: bool) -> dict[str, Any]:
+def _sharded_state(
+    policy: Policy, *, is_loading: bool, to_host: Callable[[Tensor], Tensor] = Tensor.cpu
+) -> dict[str, Any]:
     state = _model_state(policy)
     models = state["model0"] if len(policy.model) == 1 else _distinct(state)
-    metadata = _metadata(policy)
+    metadata = {**_metadata(policy), "to_host": to_host}
     state["optimizer"] = policy.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata)
     drop_classes(state["optimizer"])
     state["updates"] = policy.updates

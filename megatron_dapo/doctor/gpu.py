@@ -64,8 +64,7 @@ KERNELS_PROBE = """
 import json, warnings
 warnings.simplefilter("ignore")
 from megatron_dapo.policy.megatron import cpu
-from megatron_dapo.policy.megatron.options import adam_provider, fusion_provider
-from megatron_dapo.policy.model.gpt import has_transformer_engine
+from megatron_dapo.policy.megatron.options import adam_provider, fusion_provider, has_transformer_engine
 fusion = fusion_provider(has_transformer_engine())
 print(json.dumps({"cuda": not cpu.needed(), "fusion": fusion, "adam": adam_provider()}))
 """

@@ -133,7 +133,7 @@ class EvalResult:
             name = re.sub(r"[^\w.-]+", "_", problem.id)[:100]
             file = building / f"{number:04d}-{name}.txt"
             file.write_text(_readable(number, problem), encoding="utf-8", errors="backslashreplace")
-        publish_directory(building, folder / "responses", aside=folder / ".responses.old")
+        publish_directory(building, folder / "responses", folder / ".responses.old")
         write_atomically(folder / "results.json", json.dumps(self.to_json(), indent=2) + "\n")
 
     def to_json(self) -> dict[str, Any]:

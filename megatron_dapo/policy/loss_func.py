@@ -1,22 +1,29 @@
-"""Megatron's `loss_func`, made from the policy loss. Usable in any Megatron training script.
+"""Megatron's `loss_func`, made from the policy loss, and the metrics that come with it. `make_loss_func` is usable in
+any Megatron training script.
 
 Megatron divides by the global token count, over all ranks and all micro-batches, if three things hold:
 `TransformerConfig.calculate_per_token_loss` is True, the loss function returns the 3-tuple (local sum, local integer
 count, metrics), and `finalize_model_grads` gets that count before the optimizer steps. `make_loss_func` returns such a
 function. `check_transformer_config` refuses settings under which the result would depend on the layout.
+
+Metrics of one update are reduced over micro-batches and ranks (`MetricReducer`), those of a step over its updates
+(`StepMetrics`). A name says how its values combine: names that end in `_max` are maxima, those in `TOTALS` are sums,
+all others means.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_dapo.algorithm import LossOutputs, PolicyLoss, Scores, TokenBatch
+from megatron_dapo.algorithm import LossOutputs, PolicyLoss, Proximal, Scores, TokenBatch
 from megatron_dapo.config import ConfigError
+from megatron_dapo.policy.megatron.runtime import Runtime
 
 LossFunc = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Any]]]
 ReadOutput = Callable[[Tensor], Scores]  # what the model's output says about each token
@@ -92,3 +99,102 @@ def check_transformer_config(config: Any, ddp_config: Any = None) -> None:
         )
     if ddp_config is not None and ddp_config.average_in_collective:
         raise ConfigError("average_in_collective is True: it divides by the number of ranks once more; set it to False")
+
+
+class MetricReducer:
+    """Reduces loss metrics over micro-batches, data and context ranks, and broadcasts them to all pipeline stages.
+
+    Only the last pipeline stage has metrics, but every rank must know how many numbers the broadcast has. So the names
+    are found once, by running the (pure) loss on one token.
+    """
+
+    def __init__(
+        self, loss: PolicyLoss, runtime: Runtime, *, reference: bool, engine: bool, proximal: Proximal = "old"
+    ) -> None:
+        one = torch.zeros(1)
+        batch = TokenBatch(
+            old_logprobs=one,
+            advantages=one,
+            mask=one.bool(),
+            weights=one,
+            counts=one.long(),
+            sequence_ids=one.long(),
+            sequences=1,
+            ref_logprobs=one if reference else None,
+            engine_logprobs=one if engine else None,
+            proximal=proximal,
+        )
+        result = loss(Scores(one, one), batch)
+        self.sums = ["loss_sum", "denominator", *result.sums]
+        self.maxima = list(result.maxima)
+        self.runtime = runtime
+
+    def reduce(self, micro_batches: Sequence[dict[str, Any]]) -> dict[str, float]:
+        """Collective. Means over active tokens, maxima, `loss` over the global denominator, and the counts."""
+        sums, maxima = self._total(micro_batches, "sums"), self._total(micro_batches, "maxima")
+        group = self.runtime.groups.dp_cp
+        if self.runtime.is_last_stage:
+            dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=group)
+            dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
+        both = torch.cat([sums, maxima])
+        dist.broadcast(both, src=self.runtime.last_stage_rank, group=self.runtime.groups.pp)
+        values = dict(zip([*self.sums, *self.maxima], both.tolist(), strict=True))
+        return self._means(values)
+
+    def _total(self, micro_batches: Sequence[dict[str, Any]], kind: str) -> Tensor:
+        names: list[str] = getattr(self, kind)
+        values = [torch.stack([m[kind][name].double() for name in names]) for m in micro_batches if names]
+        if not values:
+            return torch.zeros(len(names), dtype=torch.float64, device=self.runtime.device)
+        stacked = torch.stack(values)
+        return stacked.sum(0) if kind == "sums" else stacked.amax(0)
+
+    def _means(self, values: dict[str, float]) -> dict[str, float]:
+        tokens, denominator = values["tokens"], values["denominator"]
+        out = {name: values[name] for name in ("tokens", "nonfinite_tokens", "denominator")}
+        out["loss"] = values["loss_sum"] / denominator if denominator else 0.0
+        for name in self.sums:
+            if name not in ("loss_sum", *out):
+                out[name] = values[name] / tokens if tokens else 0.0
+        return out | {name: values[name] for name in self.maxima}
+
+
+TOTALS = frozenset({"tokens", "denominator", "nonfinite_tokens", "update_skipped", "update_seconds", "micro_batches"})
+SKIPPED = "update_skipped"
+
+
+@dataclass(slots=True)
+class StepMetrics:
+    """Combines the metrics of a step's updates: totals are added, maxima are maxima, the rest are means.
+
+    A skipped update changed no weight and has no loss: it enters the totals only. Where every update was skipped there
+    are no means and no maxima. The state is plain JSON, for a step that is saved between two of its updates.
+    """
+
+    totals: dict[str, float] = field(default_factory=dict)
+    sums: dict[str, float] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    maxima: dict[str, float] = field(default_factory=dict)
+
+    def add(self, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            if name in TOTALS:
+                self.totals[name] = self.totals.get(name, 0.0) + value
+            elif metrics.get(SKIPPED):
+                continue
+            elif name.endswith("_max"):
+                self.maxima[name] = max(self.maxima.get(name, value), value)
+            else:
+                self.sums[name] = self.sums.get(name, 0.0) + value
+                self.counts[name] = self.counts.get(name, 0) + 1
+
+    def result(self, prefix: str = "") -> dict[str, float]:
+        means = {name: total / self.counts[name] for name, total in self.sums.items()}
+        return {f"{prefix}{name}": value for name, value in (self.totals | means | self.maxima).items()}
+
+    def to_state(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> StepMetrics:
+        return cls(**{name: dict(values) for name, values in state.items()})

@@ -2,12 +2,17 @@
 
 This file builds it, loads, offloads and scores it, and keeps the reference policy; `step` makes one update. Every
 rank calls every method, with the same mini-batch.
+
+`Offloader` moves tensors to host memory and back, so that an engine can use the same GPU. It frees device memory by
+resizing storages to zero: every tensor, view and bucket that Megatron made stays valid and has its contents again after
+`onload`. Host copies are pinned and reused, because pinning costs more than copying.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,15 +23,15 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from megatron_dapo.algorithm import Needs
-from megatron_dapo.checkpoints.optimizer_state import correct_places, set_fused
 from megatron_dapo.config import Config, ModelShape
 from megatron_dapo.errors import UserError
 from megatron_dapo.policy.batch import Floats, TrainBatch
 from megatron_dapo.policy.loss_func import check_transformer_config
+from megatron_dapo.policy.megatron.optimizer_state import set_fused
 from megatron_dapo.policy.megatron.options import ddp_config, optimizer_config
+from megatron_dapo.policy.megatron.patches import patch_optimizer
 from megatron_dapo.policy.megatron.runtime import Runtime
 from megatron_dapo.policy.model.gpt import PolicyModel, build_model
-from megatron_dapo.policy.offload import Offloader, storage_key
 from megatron_dapo.policy.step import UpdateStep
 from megatron_dapo.sync.gather import WeightBuckets
 from megatron_dapo.weights.model_weights import RankPosition, load_hf_weights
@@ -34,7 +39,9 @@ from megatron_dapo.weights.model_weights import RankPosition, load_hf_weights
 
 class Policy:
     def __init__(self, config: Config, shape: ModelShape, runtime: Runtime) -> None:
-        self.config, self.shape, self.runtime = config, shape, runtime
+        self.config = config
+        self.shape = shape
+        self.runtime = runtime
         self._reference: list[Tensor] | None = None
         self.model: list[PolicyModel] = build_model(shape, config.policy, runtime)
         on_cuda = runtime.device.type == "cuda"
@@ -43,7 +50,7 @@ class Policy:
         check_transformer_config(self.megatron_config, ddp)
         self.chunks = [self._wrap(chunk, ddp, first=i == 0) for i, chunk in enumerate(self.model)]
         self.optimizer = get_megatron_optimizer(optimizer_config(config.policy), self.chunks)
-        correct_places(self.optimizer)
+        patch_optimizer(self.optimizer)
         self.set_fused_adam()
         self.megatron_config.finalize_model_grads_func = finalize_model_grads
         self.megatron_config.grad_scale_func = self.optimizer.scale_loss
@@ -189,3 +196,76 @@ class Policy:
     def gradients(self, batch: TrainBatch) -> dict[str, float]:
         """Fills the gradient buffers with the exact gradient of the mini-batch's loss; does not step the optimizer."""
         return self.step.gradients(batch)
+
+
+@dataclass(slots=True)
+class _Offloaded:
+    storage: torch.UntypedStorage
+    bytes: int
+    host: Tensor | None  # None: the contents are not kept
+
+
+class Offloader:
+    """Moves the storages of one device to host memory and back. Offloading twice changes nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._offloaded: dict[int, _Offloaded] = {}
+        self._hosts: dict[int, Tensor] = {}
+
+    def offload(self, tensors: Iterable[Tensor], *, keep: bool = True) -> int:
+        """Frees the storages of `tensors`; returns the number of bytes freed. With `keep=False` the contents are
+        arbitrary after `onload`: for buffers that are overwritten before they are read."""
+        freed = 0
+        fresh = {storage_key(t): t.untyped_storage() for t in tensors if t.device == self._device}
+        for key, storage in fresh.items():
+            size = storage.nbytes()
+            if key in self._offloaded or not size:
+                continue
+            host = self._copy_to_host(key, storage) if keep else None
+            self._offloaded[key] = _Offloaded(storage, size, host)
+            freed += size
+        self._synchronize()
+        for key in fresh:
+            if key in self._offloaded:
+                self._offloaded[key].storage.resize_(0)
+        self.empty_cache()
+        return freed
+
+    def empty_cache(self) -> None:
+        """Returns memory that torch has cached to the device, so that other processes can use it."""
+        if self._device.type == "cuda":
+            torch.cuda.ipc_collect()  # tensors that an engine has received and closed
+            torch.cuda.empty_cache()
+
+    def onload(self) -> int:
+        """Restores everything that is offloaded; returns the number of bytes."""
+        restored = 0
+        for entry in self._offloaded.values():
+            entry.storage.resize_(entry.bytes)
+            if entry.host is not None:
+                _as_bytes(entry.storage, self._device).copy_(entry.host, non_blocking=True)
+            restored += entry.bytes
+        self._offloaded.clear()
+        self._synchronize()
+        return restored
+
+    def _copy_to_host(self, key: int, storage: torch.UntypedStorage) -> Tensor:
+        host = self._hosts.get(key)
+        if host is None or host.numel() != storage.nbytes():
+            host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+            self._hosts[key] = host
+        return host.copy_(_as_bytes(storage, self._device), non_blocking=True)
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Equal for all tensors that share one storage."""
+    return tensor.untyped_storage()._cdata
+
+
+def _as_bytes(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

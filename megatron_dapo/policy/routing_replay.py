@@ -22,10 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dapo.config import ModelShape
-from megatron_dapo.policy.batch import BatchError, TrainBatch
+from megatron_dapo.policy.batch import BatchError, PackedMicroBatch, TrainBatch
 from megatron_dapo.policy.megatron.runtime import Runtime
 from megatron_dapo.policy.model.router import MicroBatchRouting
-from megatron_dapo.policy.packing import PackedMicroBatch
 from megatron_dapo.types import RoutedExperts
 
 

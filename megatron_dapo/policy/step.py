@@ -24,14 +24,13 @@ from megatron_dapo.algorithm import PolicyLoss, Proximal, Scores, TokenBatch, to
 from megatron_dapo.config import Config, ModelShape
 from megatron_dapo.config.policy import OptimizerConfig
 from megatron_dapo.errors import UserError
-from megatron_dapo.policy.batch import Ints, TrainBatch
+from megatron_dapo.policy.batch import Ints, PackedMicroBatch, PackingSpec, TrainBatch, pack
 from megatron_dapo.policy.head.fused import HeadRequest
-from megatron_dapo.policy.loss_func import OnePassLoss, make_loss_func
+from megatron_dapo.policy.loss_func import MetricReducer, OnePassLoss, make_loss_func
+from megatron_dapo.policy.megatron.patches import NonFiniteNorm
 from megatron_dapo.policy.megatron.runtime import Runtime
-from megatron_dapo.policy.metrics import MetricReducer
 from megatron_dapo.policy.model.gpt import PolicyModel
 from megatron_dapo.policy.model.router import MicroBatchRouting, router_layers
-from megatron_dapo.policy.packing import PackedMicroBatch, PackingSpec, pack
 from megatron_dapo.policy.routing_replay import ExpertLoad, RoutingReplay, record
 from megatron_dapo.policy.schedule import schedule_micro_batches, shares_of_ranks
 
@@ -78,16 +77,17 @@ class UpdateStep:
         optimizer: Any,
     ) -> None:
         """`chunks` are the model's chunks under Megatron's DDP."""
-        self.config, self.shape, self.runtime = config, shape, runtime
-        self.chunks, self.optimizer = chunks, optimizer
+        self.config = config
+        self.shape = shape
+        self.runtime = runtime
+        self.chunks = chunks
+        self.optimizer = optimizer
         self.updates = 0
         self.loss = PolicyLoss(config.algorithm)
-        self._replay = RoutingReplay(shape, runtime, router_layers(model))
+        self._replay = RoutingReplay(shape, runtime, router_layers(model) if shape.is_moe else ())
         self.packing = PackingSpec.of(config.policy, runtime.groups.cp.rank(), runtime.groups.tp.rank())
         self.forward_backward = get_forward_backward_func()
         self._weight_gradient = _weight_gradient(model[-1])
-        self._grad_norm = optimizer.get_grad_norm
-        optimizer.get_grad_norm = self._finite_grad_norm  # Megatron's step calls it before it changes anything
         self._overlaps_gather = any(chunk.ddp_config.overlap_param_gather for chunk in chunks)
         self._weights_incomplete = False
         self._reducers: dict[tuple[bool, bool, Proximal], MetricReducer] = {}
@@ -285,17 +285,14 @@ class UpdateStep:
         optimizer, trainer = self.config.policy.optimizer, self.config.trainer
         rate = learning_rate(optimizer, self.updates, trainer.updates_per_step, trainer.steps)
         set_learning_rate(self.optimizer, rate, optimizer.weight_decay)
-        _, norm, _ = self.optimizer.step()
+        try:
+            _, norm, _ = self.optimizer.step()
+        except NonFiniteNorm as error:
+            self.zero_grad()
+            raise NonFiniteError(f"{error} in update {self.updates}; no weight has changed") from None
         self._weights_incomplete = self._overlaps_gather
         self.updates += 1
         return {"grad_norm": float(norm), "lr": rate}
-
-    def _finite_grad_norm(self) -> float:
-        norm = float(self._grad_norm())
-        if not math.isfinite(norm):
-            self.zero_grad()
-            raise NonFiniteError(f"the gradient norm is {norm} in update {self.updates}; no weight has changed")
-        return norm
 
     def complete_weights(self) -> None:
         """Collective. Gathers the weights of the last update, if that was left to the next forward pass. Everything
@@ -310,7 +307,8 @@ class _LossInputs:
     """What the loss needs to know of a mini-batch. Weights and counts are computed here, before anything is split."""
 
     def __init__(self, batch: TrainBatch, config: Config, proximal: Proximal) -> None:
-        self._batch, self._proximal = batch, proximal
+        self._batch = batch
+        self._proximal = proximal
         self._sample_of = np.repeat(np.arange(batch.samples), batch.response_lengths)  # [responses]
         self._advantages = batch.advantages[self._sample_of]  # [responses]
         if batch.token_advantages is not None:

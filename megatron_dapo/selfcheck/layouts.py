@@ -2,7 +2,7 @@
 
 The mini-batches are awkward on purpose: unequal lengths, a fully masked sample, ratios beyond both clip bounds, a KL
 term, an entropy bonus, importance weights, a load-balancing loss where there are experts, and a micro-batch budget that
-differs between layouts.
+differs between layouts. The result is a table with one line per case.
 
 On one machine all cases of one world size run in the same forked ranks. Under torchrun or srun each case runs in the
 job's own ranks (data parallelism takes the ranks that the layout leaves), and rank 0 computes the single-process
@@ -35,16 +35,13 @@ from megatron_dapo.selfcheck.cases import (
     DEFAULT_LAYOUTS,
     OBJECTIVE_LAYOUTS,
     Case,
+    LayoutSpec,
+    cases_of,
     loss_cases,
-    named_cases,
     random_cases,
 )
-from megatron_dapo.selfcheck.layout_spec import LayoutSpec
 from megatron_dapo.selfcheck.trace import AFTER_ADAM_FACTOR, Difference, Trace, compare, trace_updates
 from megatron_dapo.tables import table_console
-
-# The table of the self-check: one line per case, and the largest difference of all.
-
 
 COLUMNS = (
     "layout", "ranks", "model", "objective", "aggregation", "loss", "gradients", "grad norm", "weights", "seconds", "",
@@ -139,7 +136,7 @@ def _chosen(names: Sequence[str] | None, job_ranks: int | None, console: Console
     left_out = {}
     for spec in specs:
         try:
-            found = named_cases([spec.name], job_ranks)
+            found = cases_of(spec, job_ranks)
             _check_ranks(spec, job_ranks, gpus)
         except UserError as error:
             left_out[spec.name] = error
@@ -247,7 +244,8 @@ class _CheckInJob:
     """Each case in the job's own ranks; all ranks agree on every outcome before the next one starts."""
 
     def __init__(self, rendezvous: Rendezvous, updates: int, references: Sequence[Case]) -> None:
-        self._rendezvous, self._updates = rendezvous, updates
+        self._rendezvous = rendezvous
+        self._updates = updates
         self._reference_cases = {case.key: case for case in references}
         self._references: dict[str, Trace | str] = {}
         self._broken = ""

@@ -76,7 +76,7 @@ def _check_enough_prompts(config: Config, data: RunData) -> None:
 
 def _check_megatron(config: Config, shape: ModelShape) -> list[str]:
     """Options against the installed Megatron-Core."""
-    from megatron_dapo.policy.megatron.options_report import check_options
+    from megatron_dapo.policy.megatron.options import check_options
 
     return check_options(config.policy, shape)
 

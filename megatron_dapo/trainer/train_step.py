@@ -23,7 +23,7 @@ from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.errors import UserError
 from megatron_dapo.observe.observer import NullObserver, Observer
 from megatron_dapo.policy.batch import Floats, Ints, TrainBatch, trained_tokens
-from megatron_dapo.policy.metrics import StepMetrics
+from megatron_dapo.policy.loss_func import StepMetrics
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.policy.step import NonFiniteError
 from megatron_dapo.trainer.advantages import mini_batches, shape_batch

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import shutil
 import time
@@ -19,7 +18,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_dapo.files import INDEX, SINGLE, fsync_path, fsync_tree, publish_directory, write_atomically
+from megatron_dapo.files import (
+    INDEX,
+    SINGLE,
+    collect,
+    fsync_path,
+    fsync_tree,
+    hand_in,
+    publish_directory,
+    write_atomically,
+)
 from megatron_dapo.weights.locate import CONFIG, METADATA, TRACKER
 from megatron_dapo.weights.mapping import WeightsError
 
@@ -74,16 +82,13 @@ class CopyGroup:
     def hand_in(self, notes: Path, found: list[str], kept: int = 0, error: str | None = None) -> None:
         """Every rank but the first: its files are written, or why not."""
         content = {"token": self.token, "not_finite": found, "kept": kept, "error": error}
-        write_atomically(notes / f"rank_{self.rank}.json", json.dumps(content))
+        hand_in(notes, self.rank, content)
 
     def collect(self, notes: Path) -> tuple[list[str], int]:
         """Rank 0: waits for the notes of all others and joins them. A failure of one is an error."""
         joined: list[str] = []
         kept = 0
-        for rank in range(1, self.size):
-            note = notes / f"rank_{rank}.json"
-            _wait(note.exists)
-            content = json.loads(note.read_text())
+        for rank, content in collect(notes, self.size, time.sleep, _POLL_SECONDS):
             if content["error"]:
                 raise WeightsError(f"rank {rank}: {content['error']}")
             joined += content["not_finite"]
@@ -253,4 +258,4 @@ def _publish(path: Path, temporary: Path) -> None:
         return
     if path.is_dir() and not any(path.iterdir()):
         path.rmdir()
-    publish_directory(temporary, path, aside=_hidden(path, "replaced"))
+    publish_directory(temporary, path, _hidden(path, "replaced"))

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from megatron_dapo.config.rollout import WeightTransportConfig
 from megatron_dapo.engines.sglang.weights.snapshot import Snapshot
 from megatron_dapo.engines.sglang.weights.transports import DirectTransport, TensorChannel
-from megatron_dapo.policy.offload import Offloader
+from megatron_dapo.policy.policy import Offloader
 from megatron_dapo.sync.bucket import BucketReader, TensorSpec, bucket_in, flat_size, wait_for_readers
 
 ON_GPU = torch.cuda.is_available()

@@ -8,8 +8,7 @@ import pytest
 from megatron_dapo.policy.megatron.importing import gpu_count
 from megatron_dapo.policy.model.delta_rule import has_fla
 from megatron_dapo.processes.fork_ranks import run_ranks
-from megatron_dapo.selfcheck.cases import Case
-from megatron_dapo.selfcheck.layout_spec import LayoutSpec
+from megatron_dapo.selfcheck.cases import Case, LayoutSpec
 from megatron_dapo.selfcheck.trace import compare, trace_updates
 
 pytestmark = pytest.mark.skipif(gpu_count() == 0, reason="needs an NVIDIA GPU; this machine has none")
@@ -173,10 +172,10 @@ def packed_attention(rendezvous, one_kernel):
     import torch
 
     from megatron_dapo.config.policy import PolicyConfig
+    from megatron_dapo.policy.batch import _packed_params
     from megatron_dapo.policy.megatron.runtime import initialize
     from megatron_dapo.policy.model import local_spec as varlen
     from megatron_dapo.policy.model.local_spec import CoreAttention
-    from megatron_dapo.policy.packing import _packed_params
 
     runtime = initialize(PolicyConfig(timeout_seconds=60), rendezvous=rendezvous)
     if not one_kernel:
@@ -208,16 +207,16 @@ def rotated(rendezvous, fused):
     """Rotated heads and their gradient, from a strided slice as Megatron's attention makes it."""
     import torch
 
-    from megatron_dapo.policy.model import rotary
+    from megatron_dapo.policy.model import local_spec
 
     if not fused:
-        rotary.has_triton = lambda: False
+        local_spec.has_triton = lambda: False
     g = torch.Generator("cuda").manual_seed(0)
-    table = rotary.RotaryTable.of(torch.arange(700, device="cuda") % 300, 96, 1e4)
+    table = local_spec.RotaryTable.of(torch.arange(700, device="cuda") % 300, 96, 1e4)
     results = []
     for dtype in (torch.float32, torch.bfloat16):
         whole = torch.randn(700, 7, 160, device="cuda", generator=g).to(dtype).requires_grad_()
-        out = rotary.rotate(whole[..., 32:128], table)
+        out = local_spec.rotate(whole[..., 32:128], table)
         (out.float() * torch.linspace(-1, 1, 96, device="cuda")).sum().backward()
         results.append((out.detach().float().cpu(), whole.grad.float().cpu()))
     return results
@@ -239,13 +238,14 @@ def scored(rendezvous, with_te):
 
     from megatron_dapo.config import ModelShape, parse_config
     from megatron_dapo.policy.batch import TrainBatch
+    from megatron_dapo.policy.megatron import options
     from megatron_dapo.policy.megatron.runtime import initialize
-    from megatron_dapo.policy.model import gpt as model
+    from megatron_dapo.policy.model import gpt
     from megatron_dapo.policy.policy import Policy
     from megatron_dapo.selfcheck.synthetic import random_hf_weights
 
     if not with_te:
-        model.has_transformer_engine = lambda: False
+        options.has_transformer_engine = gpt.has_transformer_engine = lambda: False
     shape = ModelShape(
         "qwen2", layers=4, hidden=1536, ffn_hidden=8960, heads=12, kv_heads=2, head_dim=128, vocab=8192,
         max_positions=32768, rope_theta=1e6, norm_eps=1e-6, tied_embeddings=True, qkv_bias=True, qk_norm=False,
@@ -302,7 +302,7 @@ def resumable(rendezvous, distributed):
 
 def continued(policy):
     """Two more updates: their losses, all weights, and the whole optimizer state, on the host."""
-    from megatron_dapo.checkpoints.optimizer_state import inner_optimizers
+    from megatron_dapo.policy.megatron.optimizer_state import inner_optimizers
     from megatron_dapo.selfcheck.synthetic import awkward_batch
 
     losses = [policy.update(awkward_batch(policy.shape, seed))["loss"] for seed in (3, 4)]

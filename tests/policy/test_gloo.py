@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_dapo.policy.megatron import cpu
+from megatron_dapo.policy.megatron import patches
 from megatron_dapo.processes.fork_ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA the groups are NCCL's")
@@ -18,8 +18,8 @@ def threads():
 
 
 def sums_and_threads(rendezvous):
-    cpu.share_devices()
-    cpu.share_devices()
+    patches.share_devices()
+    patches.share_devices()
     dist.init_process_group("gloo", init_method=rendezvous.url, rank=rendezvous.rank, world_size=2)
     before, groups = threads(), [dist.new_group([0, 1]) for _ in range(GROUPS)]
     sums = []
@@ -27,7 +27,7 @@ def sums_and_threads(rendezvous):
         value = torch.tensor([rendezvous.rank + 1.0])
         dist.all_reduce(value, group=group)
         sums.append(value.item())
-    return sums, threads() - before, [dist.get_backend(group) for group in groups], len(cpu._devices)
+    return sums, threads() - before, [dist.get_backend(group) for group in groups], len(patches._devices)
 
 
 def test_groups_share_one_device():
@@ -40,11 +40,11 @@ def test_a_device_belongs_to_one_process_and_one_choice_of_interfaces(monkeypatc
     class Original:
         create_device, create_default_device = staticmethod(lambda interface: interface), staticmethod(object)
 
-    monkeypatch.setattr(cpu, "_devices", {})
+    monkeypatch.setattr(patches, "_devices", {})
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth0")
-    assert cpu._devices_of_this_process(Original) == ["lo", "eth0"]
+    assert patches._devices_of_this_process(Original) == ["lo", "eth0"]
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    first = cpu._devices_of_this_process(Original)
-    assert cpu._devices_of_this_process(Original) is first
+    first = patches._devices_of_this_process(Original)
+    assert patches._devices_of_this_process(Original) is first
     monkeypatch.setattr(os, "getpid", lambda: 1)
-    assert cpu._devices_of_this_process(Original) is not first
+    assert patches._devices_of_this_process(Original) is not first

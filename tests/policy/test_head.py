@@ -11,8 +11,9 @@ from megatron.core.models.gpt import GPTModel
 
 from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.policy.head.fused import HeadRequest, one_pass, output_processor, two_pass
+from megatron_dapo.policy.megatron.options import transformer_config
 from megatron_dapo.policy.megatron.runtime import initialize
-from megatron_dapo.policy.model.gpt import _block_spec, transformer_config
+from megatron_dapo.policy.model.gpt import _block_spec
 from megatron_dapo.selfcheck.synthetic import synthetic_shape
 
 TOKENS, HIDDEN, VOCAB = 23, 16, 101

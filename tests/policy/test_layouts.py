@@ -24,10 +24,11 @@ from megatron_dapo.selfcheck.cases import (
     DEFAULT_LAYOUTS,
     OBJECTIVES,
     Case,
+    LayoutSpec,
+    cases_of,
     loss_settings,
-    named_cases,
+    selfcheck_config,
 )
-from megatron_dapo.selfcheck.layout_spec import LayoutSpec, selfcheck_config
 from megatron_dapo.selfcheck.synthetic import MODELS, awkward_batch, random_hf_weights, synthetic_shape
 from megatron_dapo.selfcheck.trace import compare, gather_full, trace_updates
 
@@ -59,7 +60,7 @@ SPLIT_LAYERS = {
     "moe-shared": {"tp2sp", "ep2tp2sp"},
     "hybrid": {"tp2sp", "pp2vpp2", "cp2", "tp2cp2sp"},
 }
-named = {(case.name, case.model): case for case in named_cases(LAYOUTS)}
+named = {(case.name, case.model): case for name in LAYOUTS for case in cases_of(LayoutSpec.parse(name))}
 split = {
     key: traced(case)
     for key, case in some(named, *(k for k in named if k[0] in SPLIT_LAYERS.get(k[1], LAYOUTS))).items()

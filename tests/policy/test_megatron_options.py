@@ -12,9 +12,7 @@ from megatron_dapo.config import ConfigError, parse_config
 from megatron_dapo.config.megatron import OWNED, REFUSED, owner_of
 from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.policy.megatron import options
-from megatron_dapo.policy.megatron.options import ddp_config, hardware_needs, optimizer_config, passed_on
-from megatron_dapo.policy.megatron.options_report import check_options
-from megatron_dapo.policy.model import gpt
+from megatron_dapo.policy.megatron.options import check_options, ddp_config, hardware_needs, optimizer_config, passed_on
 from megatron_dapo.selfcheck.synthetic import synthetic_shape
 
 CLASSES = {"model": TransformerConfig, "ddp": DistributedDataParallelConfig, "optimizer": OptimizerConfig}
@@ -33,7 +31,7 @@ def test_fields_reach_megatrons_objects():
             "optimizer": {"apply_wd_to_qk_layernorm": True},
         }
     )
-    model = gpt.transformer_config(MOE, policy)
+    model = options.transformer_config(MOE, policy)
     assert (model.moe_router_dtype, model.fp8_margin, model.disable_parameter_transpose_cache) == ("fp64", 2, True)
     ddp = ddp_config(policy, on_cuda=False, replicas=1)
     assert (ddp.bucket_size, ddp.check_for_nan_in_grad) == (1000, True)
@@ -53,11 +51,11 @@ def test_every_field_that_we_set_is_ours_or_may_be_overridden():
         return Recorder
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpt, "TransformerConfig", recording("model"))
+        patch.setattr(options, "TransformerConfig", recording("model"))
         patch.setattr(options, "DistributedDataParallelConfig", recording("ddp"))
         patch.setattr(options, "MegatronOptimizerConfig", recording("optimizer"))
         policy = policy_of(recompute="full", recompute_layers=1)
-        gpt.transformer_config(MOE, policy)
+        options.transformer_config(MOE, policy)
         ddp_config(policy, on_cuda=False, replicas=1)
         optimizer_config(policy)
     free = {"masked_softmax_fusion", "apply_rope_fusion", "bias_activation_fusion", "bias_dropout_fusion",
@@ -140,7 +138,7 @@ def test_an_integer_is_a_float_and_a_list_stays_one():
 def test_megatrons_own_refusal_is_an_error_of_the_configuration():
     policy = policy_of(megatron={"model": {"moe_router_padding_for_quantization": True}})
     with pytest.raises(ConfigError, match="refuses the TransformerConfig of section policy: fp8/fp4 must be specified"):
-        gpt.transformer_config(MOE, policy)
+        options.transformer_config(MOE, policy)
 
 
 # ---- combinations ----
@@ -237,7 +235,7 @@ def test_optimizer_offload_is_megatrons(monkeypatch):
 
 def test_fp8_reaches_the_layers_and_the_optimizer():
     policy = policy_of(fp8={"recipe": "blockwise", "first_last_layers_bf16": True})
-    model = gpt.transformer_config(DENSE, policy)
+    model = options.transformer_config(DENSE, policy)
     assert (model.fp8, model.fp8_recipe, model.first_last_layers_bf16) == ("hybrid", "blockwise", True)
     assert optimizer_config(policy).fp8_recipe == "blockwise"
     assert policy.pack_alignment == 128

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megatron_dapo.policy.metrics import StepMetrics
+from megatron_dapo.policy.loss_func import StepMetrics
 
 FIRST = {"loss": 1.0, "ratio_max": 3.0, "mismatch_max": -2.0, "tokens": 10.0, "micro_batches": 2.0, "grad_norm": 0.5}
 SECOND = {"loss": 4.0, "ratio_max": 2.0, "mismatch_max": -1.0, "tokens": 30.0, "micro_batches": 3.0, "grad_norm": 1.5}

@@ -12,9 +12,8 @@ from joined_ranks import Job, RankJobs
 from reference_models import SHAPES, YARN, fp64, hf_model, hf_weights, in_fp64
 
 from megatron_dapo.config import ModelShape, parse_config
-from megatron_dapo.policy.batch import TrainBatch
+from megatron_dapo.policy.batch import PackingSpec, TrainBatch, pack
 from megatron_dapo.policy.megatron.runtime import initialize
-from megatron_dapo.policy.packing import PackingSpec, pack
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.processes.fork_ranks import run_ranks
 

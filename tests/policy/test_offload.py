@@ -5,10 +5,9 @@ import torch
 
 from megatron_dapo.config import parse_config
 from megatron_dapo.policy.megatron.runtime import initialize
-from megatron_dapo.policy.offload import Offloader
-from megatron_dapo.policy.policy import Policy
+from megatron_dapo.policy.policy import Offloader, Policy
 from megatron_dapo.processes.fork_ranks import run_ranks
-from megatron_dapo.selfcheck.layout_spec import LayoutSpec, selfcheck_config
+from megatron_dapo.selfcheck.cases import LayoutSpec, selfcheck_config
 from megatron_dapo.selfcheck.synthetic import awkward_batch, random_hf_weights, synthetic_shape
 
 CPU = torch.device("cpu")

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_dapo.config.policy import PolicyConfig
-from megatron_dapo.policy.batch import TrainBatch
-from megatron_dapo.policy.packing import PackingSpec, pack
+from megatron_dapo.policy.batch import PackingSpec, TrainBatch, pack
 
 CPU = torch.device("cpu")
 

@@ -9,8 +9,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding, apply_rotary_pos_emb
 
 from megatron_dapo.config import ConfigError, ModelShape
-from megatron_dapo.policy.model.gpt import _yarn_softmax_scale
-from megatron_dapo.policy.model.rotary import RotaryTable, inverse_frequencies, rotate
+from megatron_dapo.policy.megatron.options import _yarn_softmax_scale
+from megatron_dapo.policy.model.local_spec import RotaryTable, inverse_frequencies, rotate
 
 BASE, DIM = 1e6, 16
 

@@ -15,7 +15,7 @@ from megatron_dapo.errors import RankError
 from megatron_dapo.policy.megatron.runtime import initialize
 from megatron_dapo.policy.model.router import PolicyRouter
 from megatron_dapo.policy.policy import Policy
-from megatron_dapo.selfcheck.layout_spec import LayoutSpec, selfcheck_config
+from megatron_dapo.selfcheck.cases import LayoutSpec, selfcheck_config
 from megatron_dapo.selfcheck.synthetic import ModelSize, awkward_batch, random_experts, synthetic_shape
 from megatron_dapo.selfcheck.trace import _largest, gather_full
 

@@ -17,8 +17,7 @@ from megatron_dapo.policy.loss_func import OnePassLoss
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.processes.fork_ranks import run_ranks
 from megatron_dapo.selfcheck import cases, layouts, trace
-from megatron_dapo.selfcheck.cases import DEFAULT_LAYOUTS, Case
-from megatron_dapo.selfcheck.layout_spec import SINGLE, LayoutSpec, selfcheck_config
+from megatron_dapo.selfcheck.cases import DEFAULT_LAYOUTS, SINGLE, Case, LayoutSpec, selfcheck_config
 from megatron_dapo.selfcheck.layouts import run_layouts
 from megatron_dapo.selfcheck.synthetic import MODELS, synthetic_shape
 from megatron_dapo.selfcheck.trace import TOKEN_TERM, Trace, compare, trace_config, trace_updates

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron_dapo.policy import routing_replay, step
+from megatron_dapo.policy.megatron import options
 from megatron_dapo.policy.model import gpt, router
 from megatron_dapo.selfcheck import layouts
 from megatron_dapo.selfcheck.cases import random_cases
@@ -31,13 +32,12 @@ def experts_reduced_over_data_ranks_only(patch):
 
 def megatrons_auxiliary_loss(patch):
     """Computed per micro-batch, scaled by its tokens, and divided by the policy loss's denominator."""
-    real = gpt._moe_options
+    real = options._moe_options
 
     def planted(shape, policy, te):
-        options = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.5}
-        return real(shape, policy, te) | options
+        return real(shape, policy, te) | {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.5}
 
-    patch.setattr(gpt, "_moe_options", planted)
+    patch.setattr(options, "_moe_options", planted)
     patch.setattr(step.UpdateStep, "_set_load_balancing", lambda self, micro_batches, denominator: None)
 
 

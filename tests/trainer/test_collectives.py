@@ -18,7 +18,7 @@ from megatron_dapo.config import ConfigError, check_config, parse_config
 from megatron_dapo.errors import EngineError
 from megatron_dapo.policy.megatron.runtime import initialize
 from megatron_dapo.processes.fork_ranks import run_ranks
-from megatron_dapo.selfcheck.layout_spec import LayoutSpec, selfcheck_config
+from megatron_dapo.selfcheck.cases import LayoutSpec, selfcheck_config
 from megatron_dapo.trainer import loop
 from megatron_dapo.trainer.collectives import BULK, Collectives, DriverError
 from megatron_dapo.trainer.signals import Stopped, StopSignal

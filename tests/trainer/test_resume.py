@@ -49,7 +49,7 @@ MOMENTS = {
     "saving: not published": ("checkpoint/before_publish", 3),
     "saving: not pruned": ("checkpoint/before_prune", 3),
 }
-# The other moments of a save: test_checkpoints.py, without a whole run. The second update is as the first.
+# The other moments of a save: tests/checkpoints, without a whole run. The second update is as the first.
 MOMENTS = some(
     MOMENTS, "sampling", "grading", "first update of a step", "old log-probs", "sending weights",
     "weights sent but not served", "evaluation after the save", "saving: some files are written",

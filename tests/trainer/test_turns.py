@@ -11,7 +11,7 @@ from megatron_dapo.policy.batch import TrainBatch
 from megatron_dapo.policy.megatron.runtime import initialize
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.processes.fork_ranks import run_ranks
-from megatron_dapo.selfcheck.layout_spec import LayoutSpec, selfcheck_config
+from megatron_dapo.selfcheck.cases import LayoutSpec, selfcheck_config
 from megatron_dapo.selfcheck.synthetic import random_hf_weights, synthetic_shape
 from megatron_dapo.selfcheck.trace import gather_full
 from megatron_dapo.trainer.advantages import mini_batches, shape_batch

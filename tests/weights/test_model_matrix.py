@@ -24,7 +24,7 @@ from megatron_dapo.engines.embedded.batch_invariant_model import checkpoint_tens
 from megatron_dapo.engines.embedded.engine import EmbeddedEngine
 from megatron_dapo.policy.megatron.runtime import initialize
 from megatron_dapo.policy.policy import Policy
-from megatron_dapo.selfcheck.layout_spec import LayoutSpec, selfcheck_config
+from megatron_dapo.selfcheck.cases import LayoutSpec, selfcheck_config
 from megatron_dapo.selfcheck.trace import compare, trace_config
 from megatron_dapo.weights.convert import hf_to_megatron, megatron_to_hf
 from megatron_dapo.weights.formats.readers import HFReader

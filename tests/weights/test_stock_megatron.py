@@ -17,9 +17,9 @@ import stock_megatron
 import torch
 from test_model_weights import build_policy
 
-from megatron_dapo.checkpoints.optimizer_state import inner_optimizers
 from megatron_dapo.checkpoints.policy_state import save_policy
 from megatron_dapo.config import ModelShape
+from megatron_dapo.policy.megatron.optimizer_state import inner_optimizers
 from megatron_dapo.processes.fork_ranks import run_ranks
 from megatron_dapo.selfcheck.synthetic import awkward_batch
 from megatron_dapo.weights.convert import hf_to_megatron, megatron_to_hf

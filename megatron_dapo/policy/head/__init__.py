@@ -1,6 +1,5 @@
 """The output layer fused with log-probs, entropy and the loss, for a vocabulary that is split over ranks.
 
 - `fused`     the head: one pass (loss and gradients) or two (log-probs and entropies), chunk by chunk
-- `kernels`   the two passes over a chunk of logits, in torch; picks Triton on CUDA
-- `triton`    the same two passes as Triton kernels
+- `triton`    its passes over a chunk of logits as Triton kernels
 """

@@ -8,13 +8,18 @@ those of the distribution at `temperature`, from which the engine sampled. Two f
   recomputation, and the gradient is written over the logits.
 - `two_pass`: log-probs and entropies as differentiable values; the backward pass computes the logits again. For losses
   that need whole sequences first, and for scoring without gradients.
+
+The kernels (`row_stats`, `write_gradient`) are Triton's on CUDA (`triton`), and torch's elsewhere and where Triton is
+absent; tests compare the two. They never read columns of padding. Statistics are relative to each row's own maximum.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,8 +28,6 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
 )
 from torch import Tensor
-
-from megatron_dapo.policy.head.kernels import row_stats, write_gradient
 
 # Given a slice of the scored tokens, their log-probs and entropies: the (summed) loss of that slice.
 ChunkLoss = Callable[[slice, Tensor, Tensor], Tensor]
@@ -46,21 +49,6 @@ class HeadRequest:
     weight_gradient: Literal["returned", "added", "added-shared"] = "returned"
 
 
-def run_head(
-    hidden: Tensor, weight: Tensor, request: HeadRequest, tp_group: dist.ProcessGroup, sequence_parallel: bool
-) -> Tensor:
-    """hidden [s, 1, h] of this rank (s/tp under sequence parallelism) to [2, tokens]: log-probs and entropies. If the
-    request has a loss, to that loss (a scalar)."""
-    if sequence_parallel:
-        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=tp_group)
-    else:
-        hidden = copy_to_tensor_model_parallel_region(hidden, group=tp_group)
-    chosen = hidden.flatten(0, 1).index_select(0, request.positions)
-    if request.loss is not None:
-        return one_pass(chosen, weight, request, tp_group)
-    return torch.stack(two_pass(chosen, weight, request, tp_group))
-
-
 def output_processor(
     *,
     hidden_states: Tensor,
@@ -70,16 +58,20 @@ def output_processor(
     config: Any,
     **_: Any,
 ) -> Tensor:
-    """Our head in any GPTModel, from Megatron-Core 0.19 on: `model(…, output_processor=output_processor,
-    output_processor_context=HeadRequest(…))`. Positions index the hidden states [s, b], flattened."""
-    weight = output_layer.weight if output_weight is None else output_weight
-    return run_head(
-        hidden_states,
-        weight,
-        context,
-        tp_group=output_layer.tp_group,
-        sequence_parallel=config.sequence_parallel,
-    )
+    """hidden_states [s, b, h] of this rank (s/tp under sequence parallelism) to [2, tokens]: log-probs and entropies.
+    If the request has a loss, to that loss (a scalar). Positions index the hidden states [s, b], flattened.
+
+    From Megatron-Core 0.19 on it works in any GPTModel: `model(…, output_processor=output_processor,
+    output_processor_context=HeadRequest(…))`."""
+    weight, group = output_layer.weight if output_weight is None else output_weight, output_layer.tp_group
+    if config.sequence_parallel:
+        hidden = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True, group=group)
+    else:
+        hidden = copy_to_tensor_model_parallel_region(hidden_states, group=group)
+    chosen = hidden.flatten(0, 1).index_select(0, context.positions)
+    if context.loss is not None:
+        return one_pass(chosen, weight, context, group)
+    return torch.stack(two_pass(chosen, weight, context, group))
 
 
 def two_pass(
@@ -260,3 +252,65 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         torch.addmm(total, left.t(), right, out_dtype=total.dtype, out=total)
     else:
         total += torch.mm(left.t(), right)
+
+
+# ---- one chunk of logits ----
+
+
+class RowStats(NamedTuple):
+    """Over this rank's columns, at temperature: maximum m, Σ exp(x−m), and Σ exp(x−m)·(x−m). Each [rows], fp32."""
+
+    peak: Tensor
+    total: Tensor
+    weighted: Tensor
+
+
+@lru_cache(maxsize=1)
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def row_stats(logits: Tensor, real: int, inverse_temperature: float) -> RowStats:
+    """logits [rows, columns] in any floating type."""
+    if logits.is_cuda and has_triton():
+        from megatron_dapo.policy.head import triton as head_triton
+
+        return RowStats(*head_triton.row_stats(logits, real, inverse_temperature))
+    x = logits[:, :real].float() * inverse_temperature
+    if real == 0:  # all of this rank's columns are padding
+        nothing = torch.zeros(logits.shape[0], device=logits.device)
+        return RowStats(nothing - float("inf"), nothing, nothing)
+    peak = x.amax(dim=-1)
+    shifted = x - peak[:, None]
+    weights = shifted.exp()
+    return RowStats(peak, weights.sum(dim=-1), torch.linalg.vecdot(weights, shifted))
+
+
+def write_gradient(
+    logits: Tensor,
+    real: int,
+    inverse_temperature: float,
+    log_sum: Tensor,
+    entropy: Tensor,
+    target: Tensor,
+    grad_logprob: Tensor,
+    grad_entropy: Tensor,
+) -> None:
+    """Overwrites logits [rows, columns] with the gradient of Σ grad_logprob·logp + grad_entropy·entropy.
+
+    d logp / d x = 1[target] − p;  d entropy / d x = −p·(log p + entropy). `target` is this rank's column, or −1 if the
+    target is in another rank's.
+    """
+    arguments: tuple[Any, ...] = (log_sum, entropy, target, grad_logprob, grad_entropy)
+    if logits.is_cuda and has_triton():
+        from megatron_dapo.policy.head import triton as head_triton
+
+        head_triton.write_gradient(logits, real, inverse_temperature, *arguments)
+        return
+    log_p = logits[:, :real].float() * inverse_temperature - log_sum[:, None]
+    slope = grad_logprob[:, None] + grad_entropy[:, None] * (log_p + entropy[:, None])
+    gradient = log_p.exp_().mul_(slope).neg_()
+    here = target >= 0
+    gradient.scatter_add_(1, target.clamp_min(0)[:, None], torch.where(here, grad_logprob, 0.0)[:, None])
+    logits[:, :real] = (gradient * inverse_temperature).to(logits.dtype)
+    logits[:, real:] = 0

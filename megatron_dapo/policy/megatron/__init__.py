@@ -1,8 +1,9 @@
-"""Megatron-Core: its import, its options, its runtime, and what it needs without CUDA.
+"""Megatron-Core: its import, its options, its runtime, and everything that we replace in it.
 
-cpu             Megatron-Core, unmodified, on a machine without CUDA
-importing       Imports Megatron-Core without what a machine without CUDA does not use; a third of the imports of a
-options         `policy.megatron` against the installed Megatron-Core, and the options that need CUDA or Transformer
-options_report  What `train --dry-run` says about Megatron's options, after it has checked them against the installe
-runtime         This process in the job: device, process groups, and errors that reach all ranks
+- `importing`         imports Megatron-Core without what a CPU does not use, and without initializing CUDA
+- `patches`           the list of all patches of Megatron-Core, torch and SGLang, with reasons
+- `cpu`               the device "cuda" on a machine without CUDA
+- `options`           Megatron's configuration objects, checked against the installed version
+- `runtime`           device, process groups, errors that reach all ranks (`initialize`)
+- `optimizer_state`   the optimizer state as whole parameters, for every Adam that Megatron may pick
 """

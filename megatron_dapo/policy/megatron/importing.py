@@ -1,7 +1,7 @@
 """Imports Megatron-Core without what a machine without CUDA does not use; a third of the imports of a rank.
 
 - torch's compiler. Megatron decorates small functions with torch.compile, which imports the compiler at once. On a CPU
-  they run uncompiled (`policy.cpu`).
+  they run uncompiled (`patches`).
 - wandb. Megatron imports it, where it is installed, for a logger of its own; metrics go through `observe.trackers`.
 """
 
@@ -87,10 +87,8 @@ def install() -> None:
         sys.meta_path.insert(0, MegatronFinder())
 
 
-# The number of GPUs that this process may use. Uses neither torch nor CUDA, because ranks may be forked later.
-
-
 def gpu_count() -> int:
+    """GPUs that this process may use. Uses neither torch nor CUDA, because ranks may be forked later."""
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     if listed is not None:
         return len([item for item in listed.split(",") if item.strip() and item.strip() != "-1"])

@@ -1,9 +1,11 @@
-"""`policy.megatron` against the installed Megatron-Core, and the options that need CUDA or Transformer Engine.
+"""Megatron-Core's configuration objects, made from section `policy`, and what `train --dry-run` says about them.
 
-`passed_on` checks the fields that the user names: each exists in this version and has a value of its type.
-`check_hardware` refuses options that this machine cannot run, with the reason. `ddp_config` and `optimizer_config`
-build Megatron's objects; `policy/model/gpt.py` builds its TransformerConfig. An error that Megatron raises while it
-builds one is a ConfigError that says so.
+`passed_on` checks the fields of `policy.megatron`: each exists in the installed version and has a value of its type.
+`check_hardware` refuses options that this machine cannot run, with the reason. An error that Megatron raises while it
+builds an object is a ConfigError that says so.
+
+`check_options` builds every object that the run will give to Megatron, so that Megatron's own checks run too. On a
+machine without CUDA, such as a login node, options that need it are left out and listed as not checked.
 """
 
 from __future__ import annotations
@@ -13,17 +15,21 @@ import difflib
 import enum
 import importlib.metadata
 import importlib.util
+import math
 import typing
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from megatron_dapo.config import ConfigError
+from megatron_dapo.config import ConfigError, ModelShape
+from megatron_dapo.config.megatron import Fp8Config, MoEConfig
 from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.policy.megatron import cpu
 
@@ -96,6 +102,15 @@ def megatron_refuses(what: str) -> Iterator[None]:
 
 
 # ---- what this machine can run ----
+
+
+def has_transformer_engine() -> bool:
+    """Transformer Engine is used on CUDA where it is installed. A broken installation is an error, not a fallback."""
+    if cpu.needed() or importlib.util.find_spec("transformer_engine") is None:
+        return False
+    import transformer_engine.pytorch  # noqa: F401
+
+    return True
 
 
 def fusion_provider(te: bool) -> str:
@@ -172,6 +187,134 @@ def _missing(need: str, te: bool) -> str:
 # ---- Megatron's objects ----
 
 
+def transformer_config(shape: ModelShape, policy: PolicyConfig) -> TransformerConfig:
+    dtype = DTYPES[policy.precision]
+    on_cpu, te = cpu.needed(), has_transformer_engine()
+    options: dict[str, Any] = {
+        "num_layers": shape.layers,
+        "hidden_size": shape.hidden,
+        "num_attention_heads": shape.heads,
+        "num_query_groups": shape.kv_heads,
+        "kv_channels": shape.head_dim,
+        "ffn_hidden_size": shape.ffn_hidden,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": shape.norm_eps,
+        "add_bias_linear": False,
+        "add_qkv_bias": shape.qkv_bias,
+        "qk_layernorm": shape.qk_norm,
+        "attention_output_gate": shape.attention_gate,
+        "layernorm_zero_centered_gamma": shape.zero_centred_norms,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": policy.precision == "bf16",
+        # Sums per rank, divided once by the global count: the exact normaliser (see step.py).
+        "calculate_per_token_loss": True,
+        "tensor_model_parallel_size": policy.tensor_parallel,
+        "pipeline_model_parallel_size": policy.pipeline_parallel,
+        "virtual_pipeline_model_parallel_size": policy.virtual_pipeline if policy.virtual_pipeline > 1 else None,
+        "context_parallel_size": policy.context_parallel,
+        "expert_model_parallel_size": policy.expert_parallel,
+        "expert_tensor_parallel_size": policy.expert_tensor_parallel,
+        "sequence_parallel": policy.uses_sequence_parallel,
+        # Packed micro-batches differ in length. Only pipeline stages need to know.
+        "variable_seq_lengths": policy.pipeline_parallel > 1,
+        "moe_token_dispatcher_type": policy.moe.dispatcher,
+        "use_cpu_initialization": on_cpu,
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": uses_gradient_fusion(policy, te),
+        "apply_rope_fusion": te,
+        "bias_activation_fusion": not on_cpu,
+        "bias_dropout_fusion": False,
+        "tp_comm_overlap": policy.tp_comm_overlap,
+        "cp_comm_type": policy.cp_comm_type,
+        "deterministic_mode": policy.deterministic,
+        "attention_backend": AttnBackend[policy.attention_backend],
+        **_pipeline_options(policy, on_cpu),
+        **_recompute_options(policy),
+        **_fp8_options(policy),
+    }
+    if te and shape.yarn:
+        options["softmax_scale"] = _yarn_softmax_scale(shape)
+    if shape.is_moe:
+        options |= _moe_options(shape, policy, te)
+    if shape.linear:  # checkpoints then have one tensor per layer
+        options["linear_attention_freq"] = [int(layer in shape.linear.layers) for layer in range(shape.layers)]
+    with megatron_refuses("TransformerConfig"):
+        return TransformerConfig(**(options | passed_on("model", policy)))
+
+
+def _yarn_softmax_scale(shape: ModelShape) -> float:
+    """Transformer Engine's rotation cannot scale, so the scores are scaled: the same if every channel is rotated."""
+    assert shape.yarn
+    if shape.rotated < shape.head_dim and shape.yarn.attention_factor != 1:
+        raise ConfigError(
+            f"YaRN with an attention factor of {shape.yarn.attention_factor:.3g} on {shape.rotated} of "
+            f"{shape.head_dim} channels of a head is not supported with Transformer Engine; remove rope_scaling from "
+            "config.json, or set attention_factor to 1 in it (also for the engine)"
+        )
+    return shape.yarn.attention_factor**2 / math.sqrt(shape.head_dim)
+
+
+def uses_gradient_fusion(policy: PolicyConfig, te: bool) -> bool:
+    wanted = policy.gradient_accumulation_fusion
+    return bool(fusion_provider(te)) if wanted is None else wanted
+
+
+def _pipeline_options(policy: PolicyConfig, on_cpu: bool) -> dict[str, Any]:
+    stages = {
+        "num_layers_in_first_pipeline_stage": policy.first_stage_layers,
+        "num_layers_in_last_pipeline_stage": policy.last_stage_layers,
+    }
+    if policy.virtual_pipeline > 1:
+        # Batched p2p gives wrong results for interleaved stages on two ranks, without an error. On gloo, a send may
+        # read an output after it was deallocated.
+        p2p = {"overlap_p2p_comm": True, "batch_p2p_comm": False, "deallocate_pipeline_outputs": not on_cpu}
+    else:
+        p2p = {"overlap_p2p_comm": False, "batch_p2p_comm": True, "deallocate_pipeline_outputs": True}
+    return stages | p2p
+
+
+def _recompute_options(policy: PolicyConfig) -> dict[str, Any]:
+    if policy.recompute == "none":
+        return {}
+    if policy.recompute == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": list(policy.recompute_modules)}
+    method, layers = ("uniform", 1) if policy.recompute_layers is None else ("block", policy.recompute_layers)
+    return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": layers}
+
+
+def _fp8_options(policy: PolicyConfig) -> dict[str, Any]:
+    fp8 = policy.fp8
+    if fp8.recipe == "none":
+        return {}
+    return {"fp8": fp8.format, "fp8_recipe": fp8.recipe, "first_last_layers_bf16": fp8.first_last_layers_bf16}
+
+
+def _moe_options(shape: ModelShape, policy: PolicyConfig, te: bool) -> dict[str, Any]:
+    moe = policy.moe
+    return {
+        "num_moe_experts": shape.experts,
+        "moe_router_topk": shape.experts_per_token,
+        "moe_ffn_hidden_size": shape.expert_ffn_hidden,
+        "moe_shared_expert_intermediate_size": shape.shared_ffn_hidden or None,
+        "moe_shared_expert_gate": shape.has_shared_expert,
+        # Softmax over the selected experts equals normalising their probabilities afterwards.
+        "moe_router_pre_softmax": not shape.norm_topk_prob,
+        # Ours is exact for every layout and micro-batch split (see router.py).
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_dtype": "fp32",
+        "moe_grouped_gemm": te if moe.grouped_gemm is None else moe.grouped_gemm,
+        "moe_permute_fusion": te if moe.permute_fusion is None else moe.permute_fusion,
+        "moe_router_fusion": moe.router_fusion,
+        "moe_flex_dispatcher_backend": moe.flex_backend,
+    }
+
+
 def ddp_config(policy: PolicyConfig, *, on_cuda: bool, replicas: int) -> DistributedDataParallelConfig:
     """`replicas`: data × context ranks, over which gradients are summed and the distributed optimizer is sharded."""
     overlap = on_cuda if policy.overlap_grad_reduce is None else policy.overlap_grad_reduce
@@ -222,4 +365,58 @@ def optimizer_config(policy: PolicyConfig) -> MegatronOptimizerConfig:
         )
 
 
-# What `train --dry-run` says about Megatron's options, after it has checked them against the installed version.
+# ---- the report ----
+
+
+def check_options(policy: PolicyConfig, shape: ModelShape) -> list[str]:
+    """Raises ConfigError for an option that the installed Megatron does not take; else returns the lines to print."""
+    te, on_cuda = has_transformer_engine(), not cpu.needed()
+    unchecked = [] if on_cuda else list(hardware_needs(policy))
+    if on_cuda:
+        check_hardware(policy, te)
+    portable = _without_hardware(policy) if unchecked else policy
+    transformer_config(shape, portable)
+    ddp_config(portable, on_cuda=on_cuda, replicas=1)
+    optimizer_config(portable)
+    lines = [f"megatron-core {megatron_version()}: {', '.join(_machine(policy, te))}"]
+    for kind in CLASSES:
+        options = passed_on(kind, policy)
+        if options:
+            shown = ", ".join(f"{field}={value}" for field, value in options.items())
+            lines.append(f"policy.megatron.{kind} ({CLASSES[kind].__name__}): {shown}")
+    if unchecked:
+        lines.append(f"not checked here, because this machine has no CUDA: policy.{', policy.'.join(unchecked)}")
+    return lines
+
+
+def _machine(policy: PolicyConfig, te: bool) -> list[str]:
+    fused = uses_gradient_fusion(policy, te)
+    return [
+        f"layers of {'Transformer Engine' if te else 'torch'}",
+        f"Adam of {adam_provider()}",
+        f"gradient accumulation fusion {'by ' + fusion_provider(te) if fused else 'off'}",
+    ]
+
+
+def _without_hardware(policy: PolicyConfig) -> PolicyConfig:
+    modules = [module for module in policy.recompute_modules if module != "moe_act"]
+    return policy.model_copy(
+        update={
+            "fp8": Fp8Config(),
+            "attention_backend": "auto",
+            "cp_comm_type": None,
+            "tp_comm_overlap": False,
+            "gradient_accumulation_fusion": None,
+            "recompute_modules": modules or ["core_attn"],
+            "moe": MoEConfig(dispatcher="alltoall" if policy.moe.dispatcher == "flex" else policy.moe.dispatcher),
+            "optimizer": policy.optimizer.model_copy(
+                update={
+                    "cpu_offload": 0.0,
+                    "precision_aware": False,
+                    "main_params_dtype": "fp32",
+                    "exp_avg_dtype": "fp32",
+                    "exp_avg_sq_dtype": "fp32",
+                }
+            ),
+        }
+    )

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatron_dapo.config import check_world
 from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.errors import RankError
-from megatron_dapo.policy.megatron import cpu
+from megatron_dapo.policy.megatron import cpu, patches
 from megatron_dapo.processes.fork_ranks import Rendezvous
 
 
@@ -64,7 +64,7 @@ def initialize(policy: PolicyConfig, *, seed: int = 0, rendezvous: Rendezvous | 
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    cpu.install()
+    patches.install()
     if policy.deterministic:
         _use_deterministic_algorithms()
     rendezvous = rendezvous or Rendezvous.from_environment()

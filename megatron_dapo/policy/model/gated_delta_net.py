@@ -1,7 +1,7 @@
 """The gated DeltaNet layer of Qwen3-Next and Qwen3.5, in the place of attention in a Megatron layer.
 
 Megatron-Core has one, but before 0.18 it refuses packed sequences and context parallelism, and it never runs without
-CUDA. This one takes the packs of `policy/packing.py` on any device.
+CUDA. This one takes the packs of `policy/batch.py` on any device.
 
 Tensor parallelism splits heads: a rank's input projection holds its share of each of q, k, v, z, b and a. Context
 parallelism splits heads, too: around convolution and rule, tokens are exchanged for heads, so that a rank sees whole
@@ -66,7 +66,8 @@ class GatedNorm(torch.nn.Module):
     def __init__(self, size: int, eps: float, tp_group: dist.ProcessGroup) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(size, dtype=torch.float32, device=torch.cuda.current_device()))
-        self.eps, self._tp_group = eps, tp_group
+        self.eps = eps
+        self._tp_group = tp_group
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
         """x, z [tokens, heads, channels]. Each rank has its own heads: the weight's gradient is summed over ranks."""
@@ -88,7 +89,9 @@ class GatedDeltaNet(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
-        self.tp_group, self.cp_group, self.linear = groups.tp, groups.cp, linear
+        self.tp_group = groups.tp
+        self.cp_group = groups.cp
+        self.linear = linear
         self.layer_number = layer_number
         tp, cp = self.tp_group.size(), self.cp_group.size()
         if linear.key_heads % (tp * cp):

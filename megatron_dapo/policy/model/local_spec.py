@@ -3,8 +3,13 @@
 `RMSNorm` works under sequence parallelism; Megatron's own torch norm does not. `CoreAttention` is rotary embedding and
 causal attention in torch. Batches [s, b, n, h] use SDPA. Packed sequences [t, n, h] use one variable-length kernel on
 CUDA, elsewhere one SDPA call per sequence, so that no token attends across a boundary. Under context parallelism keys
-and values are gathered along the sequence; each rank holds a front and a back chunk, in Megatron's zigzag order. The
-model is built without position embedding, because the attention rotates (see `rotary`).
+and values are gathered along the sequence; each rank holds a front and a back chunk, in Megatron's zigzag order.
+
+The model is built without position embedding, because the attention rotates. Megatron's torch version loops over the
+packed sequences in Python and reads their lengths from the device, twice in every layer; on a GPU that costs more than
+the attention itself. Here cosines and sines are computed once per micro-batch (`RotaryTable`), and one kernel rotates
+queries or keys. Channel i is rotated together with channel i + h/2 (Qwen's and Llama's convention), in fp32. YaRN
+changes the frequencies, and its attention factor multiplies cosines and sines, as in transformers.
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ from __future__ import annotations
 import inspect
 import math
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,7 +29,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor
 
 from megatron_dapo.config.rope import Yarn
-from megatron_dapo.policy.model.rotary import RotaryTable, rotate
+from megatron_dapo.policy.head.fused import has_triton
 
 
 class RMSNorm(torch.nn.Module):
@@ -95,7 +100,9 @@ class CoreAttention(MegatronModule):
         **_: Any,
     ) -> None:
         super().__init__(config=config)
-        self.rotary_base, self.rotary_dim, self.yarn = rotary_base, rotary_dim, yarn
+        self.rotary_base = rotary_base
+        self.rotary_dim = rotary_dim
+        self.yarn = yarn
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.cp_group = groups.cp
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
@@ -205,7 +212,64 @@ def local_block_spec(
     return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=RMSNorm)
 
 
-# Causal attention over packed sequences in one kernel, with linear memory and without Transformer Engine.
+# ---- rotary position embedding ----
+
+
+class RotaryTable(NamedTuple):
+    """Cosines and sines of the angles, each [tokens, h/2] in fp32. Channels of a head beyond h are not rotated."""
+
+    cos: Tensor
+    sin: Tensor
+
+    @classmethod
+    def of(cls, positions: Tensor, head_dim: int, base: float, yarn: Yarn | None = None) -> RotaryTable:
+        """positions [tokens]: the index of each token in its own sequence."""
+        angles = torch.outer(positions.float(), inverse_frequencies(head_dim, base, yarn, positions.device))
+        scale = yarn.attention_factor if yarn else 1.0
+        return cls(angles.cos() * scale, angles.sin() * scale)
+
+
+def inverse_frequencies(
+    head_dim: int, base: float, yarn: Yarn | None = None, device: torch.device | None = None
+) -> Tensor:
+    """Angle per position of each pair of channels, [head_dim / 2]."""
+    channels = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32)
+    periods = base ** (channels / head_dim)
+    if yarn is None:
+        return 1.0 / periods
+    low, high = yarn.ramp(head_dim, base)
+    divided = ((channels / 2 - low) / (high - low)).clamp(0, 1)
+    return divided / (yarn.factor * periods) + (1 - divided) / periods
+
+
+def rotate(x: Tensor, table: RotaryTable) -> Tensor:
+    """Rotates the first h channels of x [tokens, …, heads, channels]; same dtype and shape. Differentiable."""
+    rotated = 2 * table.cos.shape[-1]
+    if rotated < x.shape[-1]:
+        return torch.cat([rotate(x[..., :rotated], table), x[..., rotated:]], dim=-1)
+    if x.is_cuda and x.dim() == 3 and has_triton():
+        return _Rotate.apply(x, table)
+    cos, sin = (part.view(part.shape[0], *[1] * (x.dim() - 2), -1) for part in table)
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, table: RotaryTable) -> Tensor:
+        from megatron_dapo.policy.model import rotary_triton
+
+        ctx.table = table
+        return rotary_triton.rotate(x, table.cos, table.sin)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        from megatron_dapo.policy.model import rotary_triton
+
+        return rotary_triton.rotate(grads[0], ctx.table.cos, ctx.table.sin, back=True), None
+
+
+# ---- torch's attention kernel for packed sequences ----
 
 
 @lru_cache(maxsize=1)

@@ -1,4 +1,4 @@
-"""The Triton kernel of rotary.py: one program per token rotates all heads."""
+"""The Triton kernel of the rotary embedding in local_spec: one program per token rotates all heads."""
 
 from __future__ import annotations
 

@@ -92,7 +92,8 @@ class _Replay:
     """Stands for Megatron's RouterReplay, which keeps queues of micro-batches and has no unknown experts."""
 
     def __init__(self, micro: MicroBatchRouting, layer: int) -> None:
-        self._micro, self._layer = micro, layer
+        self._micro = micro
+        self._layer = layer
 
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: Any, group_topk: Any, default_compute_topk: Any
@@ -169,18 +170,3 @@ def install_hooks(chunk: torch.nn.Module) -> None:
 
 def _before_layer(router: PolicyRouter, _: Any, args: Any, kwargs: dict[str, Any]) -> None:
     router.micro_batch = getattr(kwargs.get("packed_seq_params"), "routing", None)
-
-
-def separate_expert_gradients(chunk: torch.nn.Module, config: Any) -> None:
-    """Marks the experts' weights for reduction over their own replicas.
-
-    With a different tensor-parallel size of their own (here 1), the tensor-parallel ranks hold replicas of an expert
-    that see other tokens. Megatron-Core 0.16 to 0.18 mark the weights only under expert parallelism and would sum their
-    gradients over the data-parallel ranks alone. From 0.19 on Megatron marks them itself.
-    """
-    same_split = config.expert_tensor_parallel_size == config.tensor_model_parallel_size
-    if config.expert_model_parallel_size == 1 and same_split:
-        return
-    for name, parameter in chunk.named_parameters():
-        if ".experts." in name:
-            parameter.allreduce = False  # type: ignore[attr-defined]

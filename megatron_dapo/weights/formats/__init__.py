@@ -2,9 +2,11 @@
 
 - `readers`            HF directories (`HFReader`), parameters in pieces (`PieceReader`), files of `torch.save`
 - `megatron_reader`    opens either Megatron format (`open_megatron`), or presents one as HF tensors (`MegatronAsHF`)
+- `torch_dist_reader`  the weights of a torch_dist checkpoint of any layout (`TorchDistReader`)
+- `torch_dist_writer`  the files and metadata of a torch_dist checkpoint (`TorchDistWriter`)
+- `small_files`        what a torch_dist checkpoint has beside its tensors: metadata, arguments, version, iteration
 - `legacy_reader`      one `model_optim_rng.pt` per model-parallel rank (`LegacyReader`)
 - `hf_writer`          shards and index of an HF directory (`HFWriter`)
-- `torch_dist_writer`  the files and metadata of a torch_dist checkpoint (`TorchDistWriter`)
 - `torch_zip`          the zip archive around one tensor in a `.distcp` file (`TensorArchive`)
 - `safe_pickle`        reads pickles without running code
 """

@@ -2,38 +2,35 @@
 
 Layers are stacked along a leading axis and names are Transformer Engine's, as when Megatron itself saves a GPT model.
 On loading, modules look for an `_extra_state` object even if they have none; all these keys refer to one empty object.
-The small files are those that Megatron-LM's own save writes. `common.pt` has its arguments (`megatron_args`), against
-which Megatron-LM checks the shape of the model, and which it takes over with `--use-checkpoint-args`; the checkpoint
-version, because weights of version 0 have an old order of QKV rows; and the iteration. Other tools read them, too.
+The small files are those that Megatron-LM's own save writes (`small_files`): it and other tools read the result.
 """
 
 from __future__ import annotations
 
-import argparse
-import io
-import json
 import math
-import pickle
 import re
-import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from megatron_dapo.config.model import ModelShape
 from megatron_dapo.weights.copy import OutputFile, RowRange, TensorWrite
+from megatron_dapo.weights.formats.small_files import (
+    Stored,
+    common_state,
+    description_files,
+    megatron_args,
+    saved_object,
+    torch_dist_metadata,
+)
 from megatron_dapo.weights.formats.torch_zip import ALIGN, tensor_archive
-from megatron_dapo.weights.locate import CONFIG, METADATA
 from megatron_dapo.weights.mapping import ParameterMapping, WeightsError, stored_mappings
 from megatron_dapo.weights.names import disk_aliases, disk_locations
 
 MAX_CHUNK = 128 * 2**20  # a rank that needs part of a chunk reads all of it
 MAX_FILE = 4 * 2**30
-VERSION = 3.0
-CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 
 _HAS_STATE = re.compile(r"(linear_\w+|\w*layernorm|in_proj|out_proj)\.weight$")  # modules with an `_extra_state`
 
@@ -70,7 +67,7 @@ class TorchDistWriter:
         self._limit = max(ALIGN, min(MAX_FILE, -(-self.weight_bytes // files)))
         self._dtypes: dict[str, torch.dtype] = {}
         self._sizes = [0]
-        self._empty = _empty_object()
+        self._empty = saved_object([None])
         self._empty_at = self._reserve(len(self._empty))
         self.chunks = [chunk for mapping in mappings for chunk in self._chunks(mapping, dtypes[mapping.name])]
 
@@ -120,39 +117,22 @@ class TorchDistWriter:
 
     def metadata(self) -> bytes:
         """The content of `.metadata`."""
-        return pickle.dumps(self._metadata())
+        return torch_dist_metadata(self._stored())
 
     def write_metadata(self, directory: Path, metadata: bytes) -> None:
-        """Write the small files of a checkpoint; `metadata.json`, which Megatron looks for first, comes last."""
-        (directory / METADATA).write_bytes(metadata)
-        torch.save(common_state(megatron_args(self.shape)), directory / "common.pt")
-        config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-        config |= {"common_backend": "torch", "common_backend_version": 1}
-        (directory / CONFIG).write_text(json.dumps(config))
+        """Write the small files of a checkpoint."""
+        for name, content in description_files(metadata, common_state(megatron_args(self.shape))).items():
+            (directory / name).write_bytes(content)
 
-    def _metadata(self) -> Any:
-        # Imported here because it takes a second of CPU time and 47 MB, and reading checkpoints does not need it.
-        from torch.distributed.checkpoint import metadata as dcp
-        from torch.distributed.checkpoint.filesystem import _StorageInfo
-
-        tensors: dict[str, Any] = {}
-        storage: dict[Any, Any] = {}
+    def _stored(self) -> Iterator[Stored]:
         for chunk in self.chunks:
-            assert chunk.write.archive
-            box = dcp.ChunkStorageMetadata(offsets=torch.Size(chunk.offsets), sizes=torch.Size(chunk.sizes))
-            info = _StorageInfo(_file_name(chunk.write.file), chunk.write.offset, chunk.write.archive.length)
+            write = chunk.write
+            assert write.archive
+            place = (_file_name(write.file), write.offset, write.archive.length)
             for key in (chunk.key, *disk_aliases(chunk.mapping.name, moe=self.shape.is_moe and not self.shape.linear)):
-                if key not in tensors:
-                    properties = dcp.TensorProperties(dtype=chunk.write.dtype)
-                    tensors[key] = dcp.TensorStorageMetadata(properties, torch.Size(self._global_shape(chunk)), [])
-                tensors[key].chunks.append(box)
-                storage[dcp.MetadataIndex(key, chunk.offsets)] = info
-        empty = _StorageInfo(_file_name(0), self._empty_at, len(self._empty))
+                yield Stored(key, *place, write.dtype, self._global_shape(chunk), chunk.offsets, chunk.sizes)
         for key in extra_states(self.shape):
-            tensors[key] = dcp.BytesStorageMetadata()
-            storage[dcp.MetadataIndex(key)] = empty
-        meta = dcp.StorageMeta(save_id=str(uuid.uuid4()))
-        return dcp.Metadata(state_dict_metadata=tensors, storage_data=storage, storage_meta=meta)
+            yield Stored(key, _file_name(0), self._empty_at, len(self._empty))
 
     def _global_shape(self, chunk: ChunkWrite) -> tuple[int, ...]:
         axes = (self.shape.experts,) if self.shape.linear else (self.shape.layers, self.shape.experts)
@@ -187,55 +167,5 @@ def extra_states(shape: ModelShape) -> Iterator[str]:
             yield f"{module.removesuffix('linear_qkv')}core_attention._extra_state/shard_{index}_{sizes}"
 
 
-def _empty_object() -> bytes:
-    buffer = io.BytesIO()
-    torch.save([None], buffer)
-    return buffer.getvalue()
-
-
 def _file_name(number: int) -> str:
     return f"__0_{number}.distcp"
-
-
-def megatron_args(shape: ModelShape, **more: Any) -> argparse.Namespace:
-    """The arguments of Megatron-LM that describe this model; `more` adds or replaces some."""
-    args: dict[str, Any] = {
-        "num_layers": shape.layers, "hidden_size": shape.hidden, "ffn_hidden_size": shape.ffn_hidden,
-        "num_attention_heads": shape.heads, "num_query_groups": shape.kv_heads, "group_query_attention": True,
-        "kv_channels": shape.head_dim, "seq_length": shape.max_positions,
-        "max_position_embeddings": shape.max_positions, "position_embedding_type": "rope",
-        "add_position_embedding": True, "rotary_base": int(shape.rope_theta),
-        "rotary_percent": shape.rotated / shape.head_dim,
-        "rotary_interleaved": False, "add_bias_linear": False, "add_qkv_bias": shape.qkv_bias,
-        "qk_layernorm": shape.qk_norm, "swiglu": True, "squared_relu": False, "normalization": "RMSNorm",
-        "norm_epsilon": shape.norm_eps, "apply_layernorm_1p": shape.zero_centred_norms,
-        "apply_query_key_layer_scaling": False, "attention_dropout": 0.0, "hidden_dropout": 0.0,
-        "untie_embeddings_and_output_weights": not shape.tied_embeddings,
-        "vocab_size": shape.vocab, "padded_vocab_size": shape.vocab, "make_vocab_size_divisible_by": 1,
-        "tokenizer_type": "HuggingFaceTokenizer", "num_experts": None, "q_lora_rank": None,
-        "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1,
-        "virtual_pipeline_model_parallel_size": None, "expert_model_parallel_size": 1, "context_parallel_size": 1,
-        "world_size": 1, "data_parallel_size": 1, "ckpt_format": "torch_dist", "bf16": shape.dtype == "bfloat16",
-        "fp16": shape.dtype == "float16", "consumed_train_samples": 0, "skipped_train_samples": 0,
-        "consumed_valid_samples": 0, "no_save_optim": True, "no_save_rng": True,
-    }  # fmt: skip
-    if shape.is_moe:
-        args |= {
-            "num_experts": shape.experts, "moe_router_topk": shape.experts_per_token, "moe_layer_freq": 1,
-            "moe_ffn_hidden_size": shape.expert_ffn_hidden, "moe_router_pre_softmax": not shape.norm_topk_prob,
-            "moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False,
-            "moe_shared_expert_intermediate_size": shape.shared_ffn_hidden or None,
-            "moe_shared_expert_gate": shape.has_shared_expert,
-        }  # fmt: skip
-    return argparse.Namespace(**(args | more))
-
-
-def common_state(args: argparse.Namespace, iteration: int = 0) -> dict[str, Any]:
-    """What Megatron-LM's own save puts into `common.pt` besides optimizer and random states."""
-    return {
-        "args": args,
-        "checkpoint_version": VERSION,
-        "iteration": iteration,
-        "num_floating_point_operations_so_far": 0,
-        "content_metadata": dict(CONTENT),
-    }

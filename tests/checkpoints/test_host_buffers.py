@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_dapo.checkpoints import host_buffers
-from megatron_dapo.checkpoints.host_buffers import HostBuffers, available_host_memory
+from megatron_dapo.checkpoints import files
+from megatron_dapo.checkpoints.files import HostBuffers, available_host_memory
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(host_buffers, "CHUNK", 1 << 14)
-    monkeypatch.setattr(host_buffers, "SMALL_CHUNK", 1 << 12)
+    monkeypatch.setattr(files, "CHUNK", 1 << 14)
+    monkeypatch.setattr(files, "SMALL_CHUNK", 1 << 12)
 
 
 def some_tensors(seed):
@@ -82,8 +82,8 @@ def test_the_limit_of_a_control_group_counts(tmp_path, monkeypatch):
         (folder / "memory.stat").write_text(f"anon 5000\ninactive_file {cache}\n")
     membership = tmp_path / "cgroup"
     membership.write_text("0::/job/step\n")
-    monkeypatch.setattr(host_buffers, "CGROUPS", tmp_path)
-    monkeypatch.setattr(host_buffers, "MEMBERSHIP", membership)
+    monkeypatch.setattr(files, "CGROUPS", tmp_path)
+    monkeypatch.setattr(files, "MEMBERSHIP", membership)
     assert available_host_memory() == 5000
     (group.parent / "memory.max").write_text("max\n")
     assert available_host_memory() > 1 << 20

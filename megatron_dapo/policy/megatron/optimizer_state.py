@@ -4,25 +4,19 @@ Distribution. Every rank of a data-parallel group holds a slice of each bucket o
 hold a piece of a parameter writes all of it, after the others have sent their pieces; the rank with the least to write
 so far is chosen. When loading, every rank reads the parameters of which it holds a piece. Keys and shapes in the
 checkpoint are those of Megatron's `fully_reshardable`. Megatron's own implementation gathers all state in the host
-memory of all ranks, writes it on the first one, and reads everything everywhere. It also (0.16.1, 0.19.2) joins
-buckets without the padding at their ends but cuts parameters out at offsets that count the padding, so the state of
-later buckets is shifted and the last elements become zeros.
+memory of all ranks, writes it on the first one, reads everything everywhere, and has a bug
+(docs/upstream/bucket-padding.md). `patches` puts `describe_state` and `set_state` in its place.
 
 Step count. Adam's bias correction needs the number of updates. torch's AdamW keeps it as a tensor per parameter;
 Transformer Engine's and apex's FusedAdam keep it as an integer per parameter group. All parameters are updated
 together, so the checkpoint holds one number (in the parameter groups, as Megatron writes it), and `set_step` gives it
 to whichever optimizer is in use. Megatron alone fails to load torch's AdamW: it looks for `step` among the saved
 tensors, and it shares one counter between all parameters, which then counts every parameter's update.
-
-Places. Megatron finds the state of a parameter by its place in a parameter group. It notes the places before it moves
-fp32 parameters to the front of their group, so in a model with bf16 and fp32 parameters (gated DeltaNet) they are
-wrong: `correct_places`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -40,32 +34,23 @@ Pieces = dict[int, slice]  # rank of the data-parallel group: its part of the fl
 ToHost = Callable[[Tensor], Tensor]
 
 
-@contextmanager
-def whole_parameters(to_host: ToHost = Tensor.cpu) -> Iterator[None]:
-    """Within, distributed optimizers describe and load their state as above. `to_host` copies a joined parameter out
-    of device memory at once, because the device has no room for all of them."""
-    replaced = ("sharded_param_state_fully_reshardable", "_set_main_param_and_optimizer_states")
-    originals = {name: getattr(DistributedOptimizer, name) for name in replaced}
+def describe_state(self: Any, model_state: dict[str, Any], is_loading: bool = False, metadata: Any = None) -> Any:
+    """Takes the place of the optimizer's own method. `metadata["to_host"]` copies a joined parameter out of device
+    memory at once, because the device has no room for all of them."""
+    return _to_read(self, model_state) if is_loading else _to_write(self, model_state, metadata["to_host"])
 
-    def describe(self: Any, model_state: dict[str, Any], is_loading: bool = False, metadata: Any = None) -> Any:
-        return _to_read(self, model_state) if is_loading else _to_write(self, model_state, to_host)
 
-    def set_state(self: Any, parameter: Tensor, tensors: dict[str, Any]) -> Any:
-        """Megatron copies every tensor of the optimizer's state from `tensors`; those not saved keep their value."""
-        if self.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:  # copies what it gets, into the state's types
-            device = "cpu" if _parts(self.optimizer) else parameter.device
-            return originals[replaced[1]](self, parameter, {key: state.to(device) for key, state in tensors.items()})
-        group, order = self.model_param_group_index_map[parameter]
-        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
-        return originals[replaced[1]](self, parameter, {**state, **tensors})
-
-    try:
-        for name, function in zip(replaced, (describe, set_state), strict=True):
-            setattr(DistributedOptimizer, name, function)
-        yield
-    finally:
-        for name, function in originals.items():
-            setattr(DistributedOptimizer, name, function)
+def set_state(self: Any, parameter: Tensor, tensors: dict[str, Any]) -> None:
+    """Takes the place of the optimizer's own method, which wants every tensor of the state in `tensors`; those not
+    saved keep their value."""
+    own = DistributedOptimizer._set_main_param_and_optimizer_states
+    if self.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:  # copies what it gets, into the state's types
+        device = "cpu" if _parts(self.optimizer) else parameter.device
+        own(self, parameter, {key: state.to(device) for key, state in tensors.items()})
+        return
+    group, order = self.model_param_group_index_map[parameter]
+    state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+    own(self, parameter, {**state, **tensors})
 
 
 def inner_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
@@ -74,32 +59,21 @@ def inner_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
         yield part.optimizer
 
 
-def correct_places(optimizer: Any) -> None:
-    """Notes where the parameters of distributed optimizers are in their groups. To be called once, after creation."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if isinstance(part, DistributedOptimizer):
-            for group, kinds in enumerate(zip(part.model_fp32_groups, part.model_float16_groups, strict=True)):
-                for place, parameter in enumerate(parameter for kind in kinds for parameter in kind):
-                    part.model_param_group_index_map[parameter] = (group, place)
-
-
 def _parts(adam: Any) -> list[torch.optim.Optimizer]:
     """The optimizers of host and device inside Megatron's optimizer with CPU offload; none in any other."""
     return list(getattr(adam, "sub_optimizers", []))
 
 
+def _groups(optimizer: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Every optimizer that holds states, with each of its parameter groups."""
+    for inner in inner_optimizers(optimizer):
+        for adam in _parts(inner) or [inner]:
+            yield from ((adam, group) for group in adam.param_groups)
+
+
 def initialize_state(optimizer: Any) -> None:
     """Creates zero state where there is none: before the first update Adam has no state to save or to load into."""
-    for adam in inner_optimizers(optimizer):
-        parts: Any = _parts(adam)
-        for part in parts or [adam]:
-            _initialize_state(part)
-        if parts:
-            adam._sync_sub_optimizers_state_to_hdo()  # type: ignore[attr-defined]
-
-
-def _initialize_state(adam: Any) -> None:
-    for group in adam.param_groups:
+    for adam, group in _groups(optimizer):
         for parameter in group["params"]:
             if adam.state[parameter]:
                 continue
@@ -110,66 +84,56 @@ def _initialize_state(adam: Any) -> None:
             if _counts_per_parameter(adam):
                 state["step"] = _step_tensor(group, parameter, 0)
             adam.state[parameter] = state
+    for inner in inner_optimizers(optimizer):
+        if _parts(inner):
+            inner._sync_sub_optimizers_state_to_hdo()  # type: ignore[attr-defined]
+
+
+def _dicts(state: Any) -> Iterator[dict[Any, Any]]:
+    """All dictionaries inside the optimizer's part of a checkpoint."""
+    if isinstance(state, dict):
+        yield state
+        state = list(state.values())
+    for value in state if isinstance(state, list) else ():
+        yield from _dicts(value)
 
 
 def saved_step(optimizer_state: Any) -> int | None:
     """The step count in the optimizer's part of a loaded checkpoint; None where none was saved."""
-    found = set(_steps(optimizer_state))
+    counters = ("step", "common_step")
+    found = {int(part[key]) for part in _dicts(optimizer_state) for key in counters if key in part}
     if len(found) > 1:
         raise ValueError(f"the optimizer has different step counts for different parameters: {sorted(found)}")
     return found.pop() if found else None
 
 
-def _steps(state: Any) -> Iterator[int]:
-    if isinstance(state, dict):
-        yield from (int(value) for key, value in state.items() if key in ("step", "common_step"))
-    for value in state.values() if isinstance(state, dict) else state if isinstance(state, list) else ():
-        yield from _steps(value)
-
-
 def adapt_step(optimizer: Any, optimizer_state: Any, step: int) -> None:
     """Puts the step count of a loaded checkpoint where Megatron looks for it when it loads this kind of optimizer."""
     per_parameter = all(_counts_per_parameter(adam) for adam in inner_optimizers(optimizer))
-    _adapt_step(optimizer_state, step, per_parameter)
+    for state in list(_dicts(optimizer_state)):
+        for group in state.get("param_groups", []):
+            group["step"] = step
+        if "param_groups" in state and "state" in state:  # without the distributed optimizer
+            state["state"].pop("common_step", None)
+            if per_parameter:
+                state["state"]["common_step"] = torch.tensor(float(step))
 
 
-def _adapt_step(state: Any, step: int, per_parameter: bool) -> None:
-    if not isinstance(state, dict):
-        return
-    for group in state.get("param_groups", []):
-        group["step"] = step
-    if "param_groups" in state and "state" in state:  # without the distributed optimizer
-        state["state"].pop("common_step", None)
-        if per_parameter:
-            state["state"]["common_step"] = torch.tensor(float(step))
-    for value in state.values():
-        _adapt_step(value, step, per_parameter)
-
-
-def drop_classes(state: Any) -> None:
+def drop_classes(optimizer_state: Any) -> None:
     """Megatron's optimizer with CPU offload has classes among the options of its parameter groups. A checkpoint must
     not hold them: torch refuses to load such a file."""
-    if not isinstance(state, dict):
-        return
-    for group in state.get("param_groups", []):
-        for key in [key for key, value in group.items() if isinstance(value, type)]:
-            del group[key]
-    for value in state.values():
-        drop_classes(value)
+    for state in _dicts(optimizer_state):
+        for group in state.get("param_groups", []):
+            for key in [key for key, value in group.items() if isinstance(value, type)]:
+                del group[key]
 
 
 def set_step(optimizer: Any, step: int) -> None:
     """Every parameter has made `step` updates. Each of torch's counters is a tensor of its own."""
-    for adam in inner_optimizers(optimizer):
-        parts = _parts(adam)
-        for group in adam.param_groups if parts else ():  # it would set its parts back to this count in every step
+    for inner in inner_optimizers(optimizer):
+        for group in inner.param_groups if _parts(inner) else ():  # it would set its parts back to this count
             group.pop("step", None)
-        for part in parts or [adam]:
-            _set_step(part, step)
-
-
-def _set_step(adam: Any, step: int) -> None:
-    for group in adam.param_groups:
+    for adam, group in _groups(optimizer):
         if not _counts_per_parameter(adam):
             group["step"] = step
             continue

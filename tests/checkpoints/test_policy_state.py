@@ -9,16 +9,15 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint import FileSystemReader, TensorStorageMetadata
 
-from megatron_dapo.checkpoints import policy_state, torch_dist_files
-from megatron_dapo.checkpoints.optimizer_state import whole_parameters
+from megatron_dapo.checkpoints import policy_state
 from megatron_dapo.checkpoints.policy_state import CheckpointError, load_policy, save_policy
-from megatron_dapo.checkpoints.torch_dist_files import Shard, Stored
 from megatron_dapo.policy.megatron.runtime import initialize
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.processes.fork_ranks import run_ranks
-from megatron_dapo.selfcheck.layout_spec import LayoutSpec, selfcheck_config
+from megatron_dapo.selfcheck.cases import LayoutSpec, selfcheck_config
 from megatron_dapo.selfcheck.synthetic import awkward_batch, random_hf_weights, synthetic_shape
 from megatron_dapo.selfcheck.trace import gather_full
+from megatron_dapo.weights.formats.small_files import Stored, torch_dist_metadata
 
 
 def make(rendezvous, layout, model):
@@ -90,8 +89,7 @@ def save_with_megatron(rendezvous, layout, model, folder):
     policy.load_hf(random_hf_weights(policy.shape))
     for seed in (0, 1):
         update(policy, seed)
-    with whole_parameters():
-        state = policy_state._sharded_state(policy, is_loading=False)
+    state = policy_state._sharded_state(policy, is_loading=False)
     folder.mkdir(exist_ok=True)
     dist_checkpointing.save(state, str(folder), content_metadata=policy_state._metadata(policy))
     return two_more_updates(policy)
@@ -127,7 +125,7 @@ def test_our_writer_and_megatrons_write_the_same(tmp_path):
 
 
 def save_in_small_pieces(rendezvous, folder):
-    torch_dist_files.MAX_ITEM, torch_dist_files.SMALL_FILE = 1000, 4096
+    policy_state.MAX_ITEM, policy_state.SMALL_FILE = 1000, 4096
     return train_and_save(rendezvous, "do", "dense", folder)
 
 
@@ -142,17 +140,17 @@ def test_large_tensors_are_split_over_several_files(tmp_path):
     ("change", "message"),
     [
         (lambda stored: stored + stored[-1:], "would be written twice"),
-        (lambda stored: [entry for entry in stored if entry.shard.key != "a" or entry.shard.offsets[0]],
-         "a has 6 elements, 3 would be written"),
+        (lambda stored: stored[1:], "a has 6 elements, 3 would be written"),
     ],
     ids=["twice", "missing"],
-)  # fmt: skip
+)
 def test_every_element_is_written_exactly_once(change, message):
-    shards = [Shard("a", torch.float32, (2, 3), (row, 0), (1, 3)) for row in range(2)] + [Shard("b/shard_0_1")]
-    stored = [Stored(shard, "__0_0.distcp", 0, 1) for shard in shards]
-    assert torch_dist_files._metadata(stored)
+    place = ("__0_0.distcp", 0, 1)
+    stored = [Stored("a", *place, torch.float32, (2, 3), (row, 0), (1, 3)) for row in range(2)]
+    stored.append(Stored("b/shard_0_1", *place))
+    assert torch_dist_metadata(stored)
     with pytest.raises(CheckpointError, match=message):
-        torch_dist_files._metadata(change(stored))
+        torch_dist_metadata(change(stored))
 
 
 def forget_moments(rendezvous, layout, model, folder):

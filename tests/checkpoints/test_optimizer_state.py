@@ -12,14 +12,14 @@ from megatron.core.optimizer import optimizer_config
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
 from megatron_dapo.checkpoints import policy_state
-from megatron_dapo.checkpoints.optimizer_state import inner_optimizers, saved_step
 from megatron_dapo.checkpoints.policy_state import CheckpointError, load_policy, save_policy
 from megatron_dapo.config import parse_config
+from megatron_dapo.policy.megatron.optimizer_state import inner_optimizers, saved_step
 from megatron_dapo.policy.megatron.runtime import initialize
 from megatron_dapo.policy.model import gpt
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.processes.fork_ranks import run_ranks
-from megatron_dapo.selfcheck.layout_spec import LayoutSpec, selfcheck_config
+from megatron_dapo.selfcheck.cases import LayoutSpec, selfcheck_config
 from megatron_dapo.selfcheck.synthetic import awkward_batch, random_hf_weights, synthetic_shape
 from megatron_dapo.selfcheck.trace import gather_full
 

@@ -230,8 +230,8 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(point, count, expected, 
 def test_a_kill_between_moving_the_old_and_the_new_one_keeps_the_old(three, tmp_path):
     """Both have the same name: a stop was saved, resumed and stopped again at the same place."""
     run_dir, _ = copy_of(three, tmp_path)
-    directory = run_dir / "checkpoints"
-    (directory / "step_3" / folder.REPLACED).touch()
-    (directory / "step_3").rename(directory / ".step_3.old")
+    newest = run_dir / "checkpoints" / "step_3"
+    (newest / folder.REPLACED).touch()
+    newest.rename(newest.with_name(".step_3.old"))
     assert Checks(run_dir).newest() == "step_3"
     assert names(run_dir) == ["step_1", "step_2", "step_3"]
