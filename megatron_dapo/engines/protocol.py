@@ -100,7 +100,6 @@ class WeightReport:
     # Parts of `seconds`: pause, transfer, labels and proof follow each other; memory, taken back for weights and KV
     # cache, is a part of pause and labels.
     parts: dict[str, float] = field(default_factory=dict)
-    sent_bytes: int = 0  # less than `bytes` where only changes were sent
 
 
 class Engine(Protocol):

@@ -131,12 +131,7 @@ def describe(report: WeightReport) -> str:
     moving = report.seconds - report.parts.get("memory", 0.0)
     parts = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in report.parts.items())
     return (
-        f"weights: {report.tensors} tensors, {report.bytes / 1e9:.3f} GB{_share(report)} in {report.seconds:.2f} s"
+        f"weights: {report.tensors} tensors, {report.bytes / 1e9:.3f} GB in {report.seconds:.2f} s"
         f"{f' ({parts})' if parts else ''}, {report.bytes / max(moving, 1e-9) / 1e9:.1f} GB/s without taking memory "
         f"back; {report.proof}"
     )
-
-
-def _share(report: WeightReport) -> str:
-    sent = report.sent_bytes or report.bytes
-    return f" ({sent / report.bytes:.1%} of it sent: what changed)" if sent < report.bytes else ""

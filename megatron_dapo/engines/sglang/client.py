@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 
 OLDEST_VERSION = (0, 5, 17)
 MEMORY_TAGS = ("kv_cache", "weights")  # SGLang's names for the GPU memory that it can release
+EXPERT_LOADER = "megatron_dapo_experts.install"  # in in_server/
 FLATTENED = "flattened_bucket"  # SGLang's name for one block of bytes and the tensors in it
 HEALTH_SECONDS = 30.0  # SGLang's own health check gives up after 20
 ABORT_INTERVAL = 0.05  # seconds until requests that arrived after an abort are aborted
@@ -89,10 +90,15 @@ class SGLangClient:
             raise EngineError(f"server {self.name} runs SGLang {version}; expected 0.5.17 or newer")
         self.tensor_parallel = int(info.get("tp_size") or 1)
         routed_experts = bool(info.get("enable_return_routed_experts"))
-        if self.config.routed_experts and not routed_experts:
+        if self.config.returns_experts and not routed_experts:
             raise EngineError(
-                f"server {self.name} does not report the experts of a token (rollout.servers.routed_experts): start it "
+                f"server {self.name} does not report the experts of a token (policy.routing_replay: engine): start it "
                 "with --enable-return-routed-experts"
+            )
+        if self.config.loads_packed_experts and EXPERT_LOADER not in (info.get("custom_weight_loader") or ()):
+            raise EngineError(
+                f"server {self.name} does not load packed experts (rollout.weights.pack_experts): start it with "
+                f"--custom-weight-loader {EXPERT_LOADER}, with our in_server folder in its PYTHONPATH"
             )
         try:
             paths = set((await self.connection.get("/openapi.json"))["paths"])
@@ -331,11 +337,12 @@ class SGLangClient:
         }  # fmt: skip
         await self._control("/update_weights_from_tensor", body, timeout)
 
-    async def install_loader(self, loader: str, timeout: float) -> None:
-        """Runs one of our modules in the server, which was started with --custom-weight-loader. Repeatable."""
+    async def install_expert_loader(self, timeout: float) -> None:
+        """Runs our module in the server, which was started with --custom-weight-loader. Repeatable."""
         nothing = base64.b64encode(pickle.dumps([])).decode()
         body = {
-            "serialized_named_tensors": [nothing] * self.tensor_parallel, "flush_cache": False, "load_format": loader,
+            "serialized_named_tensors": [nothing] * self.tensor_parallel, "flush_cache": False,
+            "load_format": EXPERT_LOADER,
         }  # fmt: skip
         await self._control("/update_weights_from_tensor", body, timeout)
 

@@ -88,7 +88,7 @@ class Fleet:
         return engine
 
     async def _start_client_processes(self) -> None:
-        share = WITH_ROUTED_EXPERTS if self._config.servers.routed_experts else SERVERS_PER_PROCESS
+        share = WITH_ROUTED_EXPERTS if self._config.servers.returns_experts else SERVERS_PER_PROCESS
         for index, server in enumerate(self._servers):
             if index % share == 0:
                 self.client_processes.append(ClientProcess())

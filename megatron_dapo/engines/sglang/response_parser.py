@@ -106,7 +106,7 @@ def _routed_experts(encoded: bytes | None, prompt: int, response: int, where: st
         return None
     rows = prompt + response - 1
     if encoded is None:
-        raise ServerFailure(f"{where}: the reply lacks 'routed_experts' (rollout.servers.routed_experts)")
+        raise ServerFailure(f"{where}: the reply lacks 'routed_experts' (policy.routing_replay: engine)")
     try:
         values = np.frombuffer(base64.b64decode(encoded, validate=True), np.int32)
     except ValueError as error:

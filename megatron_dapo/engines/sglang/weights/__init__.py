@@ -6,7 +6,6 @@
 - process_group.py   the process groups of the distributed transport, one for each sender
 - group_source.py    the sender's end of a group
 - remote_sender.py   sending from ranks other than rank 0
-- delta.py           updates with only what changed
 - expert_packing.py  experts as few large tensors
 - snapshot.py        a version on disk, for the disk transport and for servers that are restarted
 - snapshot_file.py   one file of a snapshot

@@ -22,7 +22,6 @@ from megatron_dapo.engines.protocol import Bucket
 from megatron_dapo.engines.sglang.client import FLATTENED, SGLangClient
 from megatron_dapo.engines.sglang.http import failures, wait_all
 from megatron_dapo.engines.sglang.response_parser import updating_label
-from megatron_dapo.engines.sglang.weights.delta import DeltaEncoder
 from megatron_dapo.engines.sglang.weights.expert_packing import packed
 from megatron_dapo.engines.sglang.weights.process_group import WeightProcessGroups, members_of
 from megatron_dapo.engines.sglang.weights.shared_bucket import SharedBucket, share
@@ -107,7 +106,6 @@ class Transfer:
 class Transport(Protocol):
     link: SenderLink | None  # to the other ranks that send, in the update that runs
     servers: Sequence[str]  # the names of all servers, node by node
-    delta: DeltaEncoder | None  # None: every update is whole
 
     def prepare(self, bucket: Bucket) -> Any:
         """What `send` needs besides the bucket; called in the thread that produces buckets."""
@@ -128,7 +126,7 @@ def make_transport(config: WeightTransportConfig, snapshot: Snapshot) -> Transpo
         return DiskTransport(config, snapshot, manifest)
     kept = snapshot if config.keep_snapshot else None
     channel: Channel = TensorChannel(config) if config.transport == "tensor" else DistributedChannel(config)
-    return DirectTransport(kept, channel, manifest, DeltaEncoder() if config.delta else None)
+    return DirectTransport(kept, channel, manifest)
 
 
 class DiskTransport:
@@ -137,7 +135,6 @@ class DiskTransport:
     def __init__(self, config: WeightTransportConfig, snapshot: Snapshot, manifest: WeightManifest) -> None:
         self._config, self._snapshot, self._manifest = config, snapshot, manifest
         self.link: SenderLink | None = None  # not used: rank 0 writes everything
-        self.delta: DeltaEncoder | None = None
         self.servers: Sequence[str] = ()
 
     def prepare(self, bucket: Bucket) -> None:
@@ -188,15 +185,15 @@ class Channel(Protocol):
 class DirectTransport:
     """Sends each bucket while the next is produced; also writes a snapshot where one is kept."""
 
-    def __init__(
-        self, snapshot: Snapshot | None, channel: Channel, manifest: WeightManifest, delta: DeltaEncoder | None = None
-    ) -> None:
-        self._snapshot, self._channel, self._manifest, self.delta = snapshot, channel, manifest, delta
+    def __init__(self, snapshot: Snapshot | None, channel: Channel, manifest: WeightManifest) -> None:
+        self._snapshot = snapshot
+        self._channel = channel
+        self._manifest = manifest
         self.link: SenderLink | None = None
         self.servers: Sequence[str] = ()
 
     def prepare(self, bucket: Bucket) -> Any:
-        return self._channel.prepare(self.delta.encode(flatten(bucket)) if self.delta else bucket)
+        return self._channel.prepare(bucket)
 
     def release(self, prepared: Any) -> None:
         self._channel.release(prepared)
@@ -357,8 +354,6 @@ class DistributedChannel:
         self, number: int, bucket: Bucket, prepared: FlatBucket | RemoteBucket, servers: Sequence[SGLangClient]
     ) -> Errors:
         assert self._groups is not None
-        if not prepared.specs:  # a delta of nothing
-            return {}
         sender, flat = (prepared.owner, None) if isinstance(prepared, RemoteBucket) else (0, prepared.flat)
         specs = packed(prepared.specs) if self._config.pack_experts else prepared.specs
         body = {

@@ -23,8 +23,6 @@ from megatron_dapo.engines.protocol import Bucket, WeightReport, WeightUpdateErr
 from megatron_dapo.engines.sglang.client import SGLangClient
 from megatron_dapo.engines.sglang.http import all_of, failures, wait_all
 from megatron_dapo.engines.sglang.response_parser import is_updating_label, updating_label
-from megatron_dapo.engines.sglang.server_process import DELTA_LOADER, EXPERT_LOADER
-from megatron_dapo.engines.sglang.weights.delta import DeltaEncoder
 from megatron_dapo.engines.sglang.weights.snapshot import Snapshot
 from megatron_dapo.engines.sglang.weights.transports import Errors, Transfer, make_transport
 from megatron_dapo.errors import EngineError
@@ -60,7 +58,7 @@ class WeightUpdater:
         self._checksums: tuple[int, str, dict[str, str]] | None = None  # version, server, its checksums
         self._agreed: tuple[int, LogProbs] | None = None  # version, its log-probs of the probe text
         self._servers = 0
-        self._installed: set[tuple[str, int, str]] = set()  # a server, its incarnation, and a loader of ours in it
+        self._installed: set[tuple[str, int]] = set()  # servers, with their incarnation, that have our loader
         self._serve_seconds = self._memory_seconds = self._proof_seconds = 0.0  # of the last update
 
     @property
@@ -74,9 +72,7 @@ class WeightUpdater:
         """Every server receives all buckets; `serve` must follow."""
         started, self.loaded, self._memory_seconds = time.monotonic(), None, 0.0
         failed: Errors = {s.name: EngineError(s.unavailable or "it is being restarted") for s in servers if s.down}
-        self._servers, delta = len(servers), self._transport.delta
-        if delta is not None:
-            delta.begin({(server.name, server.incarnation): server.serves for server in servers})
+        self._servers = len(servers)
         self._transport.link = getattr(buckets, "link", None)
         self._transport.servers = [server.name for server in servers]
         for server in servers:
@@ -115,8 +111,6 @@ class WeightUpdater:
         for server in servers:
             if server.name not in failed:
                 server.serves, server.unavailable = version, ""
-        if self._transport.delta is not None and not failed:
-            self._transport.delta.acknowledge(version, [(server.name, server.incarnation) for server in servers])
         self._serve_seconds = time.monotonic() - started
         return failed
 
@@ -142,8 +136,7 @@ class WeightUpdater:
             "labels": self._serve_seconds - self._proof_seconds, "proof": self._proof_seconds,
             "memory": self._memory_seconds,
         }  # fmt: skip
-        sent = self._transport.delta.sent_bytes if self._transport.delta is not None else transfer.bytes
-        return WeightReport(version, served_by, failed, transfer.tensors, transfer.bytes, seconds, proof, parts, sent)
+        return WeightReport(version, served_by, failed, transfer.tensors, transfer.bytes, seconds, proof, parts)
 
     def _reason(self, server: SGLangClient) -> str:
         first = self._first_errors.get(server.name, "")
@@ -173,18 +166,10 @@ class WeightUpdater:
                 await server.begin_update(self._config.timeout)
             else:
                 await server.close_update_session(self._config.timeout)
-        if brackets:
-            await self._install_loaders(server, self._transport.delta)
-
-    async def _install_loaders(self, server: SGLangClient, delta: DeltaEncoder | None) -> None:
         member = (server.name, server.incarnation)
-        if delta is not None and delta.active and member not in delta.members:
-            raise EngineError(f"server {server.name}: it has restarted, and this update has only what changed")
-        packs = self._config.pack_experts and self._config.transport != "disk"
-        for loader in (DELTA_LOADER,) * (delta is not None) + (EXPERT_LOADER,) * packs:
-            if (*member, loader) not in self._installed:
-                await server.install_loader(loader, self._config.timeout)
-                self._installed.add((*member, loader))
+        if brackets and self._brackets and self._config.pack_experts and member not in self._installed:
+            await server.install_expert_loader(self._config.timeout)
+            self._installed.add(member)
 
     async def _resume_memory(self, server: SGLangClient, tag: str) -> bool:
         started = time.monotonic()
