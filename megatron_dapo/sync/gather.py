@@ -24,21 +24,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_dapo import fault_points
 from megatron_dapo.config.model import ModelShape
 from megatron_dapo.config.rollout import Quantization, Senders
-from megatron_dapo.engines.protocol import Bucket
-from megatron_dapo.sync.bucket import (
-    FlatBucket,
-    RemoteBucket,
-    TensorSpec,
-    bucket_in,
-    flat_size,
-    in_flat_order,
-    wait_for_readers,
-)
-from megatron_dapo.weights.fp8 import quantise_bucket, quantised_specs
+from megatron_dapo.sync.bucket import Bucket, FlatBucket, RemoteBucket, bucket_in, wait_for_readers
+from megatron_dapo.weights.fp8 import quantise_pairs, quantised_specs
 from megatron_dapo.weights.mapping import OUTPUT, ParameterMapping, WeightsError, parameter_mappings, shard_copies
 from megatron_dapo.weights.model_weights import RankPosition, live_mappings
+from megatron_dapo.weights.tensor_spec import TensorSpec, flat_size, in_flat_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +195,7 @@ class WeightBuckets:
         self._before()
         turn = 0
         for number, plan in enumerate(self.plans):
+            fault_points.reach("sync/before_bucket")
             shards = self._exchange(plan)
             if self._rank not in {plan.owner, *plan.receivers}:
                 yield RemoteBucket(plan.owner, plan.receivers, plan.specs) if self._rank == 0 else []
@@ -263,7 +257,7 @@ class WeightBuckets:
             self._gathered = torch.empty(largest, dtype=torch.uint8, device=self._device)
         whole = bucket_in(self._gathered, plan.gathered)
         self._assemble(plan, whole, shards)
-        quantise_bucket(whole, bucket)
+        quantise_pairs(whole, bucket)
 
     @torch.no_grad()
     def _assemble(self, plan: _BucketPlan, bucket: FlatBucket, shards: dict[str, list[Tensor]]) -> None:
@@ -286,9 +280,3 @@ class WeightBuckets:
                         of.append(source)
         if to:
             torch._foreach_copy_(to, of)
-
-
-def discard(buckets: Iterator[Bucket]) -> None:
-    """For ranks without an engine: take part in every bucket, so that the owners receive their shards."""
-    for _ in buckets:
-        pass

@@ -12,8 +12,8 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
-from concurrent.futures import Executor, Future
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ from megatron_dapo import fault_points
 from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.data import RunData, load_run_data
 from megatron_dapo.engines.load import open_engine, timed, watched_load
-from megatron_dapo.engines.protocol import Bucket, Engine, WeightReport, derive_seed
+from megatron_dapo.engines.protocol import Engine, WeightReport, derive_seed
 from megatron_dapo.engines.teacher import Teacher, open_teacher
 from megatron_dapo.errors import EngineError
 from megatron_dapo.evaluate import Evaluation, evaluate_sets
@@ -32,6 +32,7 @@ from megatron_dapo.rollout.agents.functions import load_rollout_function
 from megatron_dapo.rollout.agents.openai_endpoint import close_endpoints
 from megatron_dapo.rollout.agents.tools.sandbox import close_sandboxes, take_tool_metrics
 from megatron_dapo.rollout.sampler import Sampler
+from megatron_dapo.sync.bucket_stream import BucketStream
 from megatron_dapo.trainer.watchdog import log_folder
 from megatron_dapo.types import Grade, Prompt, Sample, StepBatch
 
@@ -378,8 +379,8 @@ class RolloutDriver:
 
     # ---- weights and memory ----
 
-    def load_weights(self, version: int, buckets: Iterable[Bucket], executor: Executor) -> Future[None]:
-        return self._submit(self.engine.load_weights(version, buckets, executor), bounded=True)
+    def load_weights(self, version: int, buckets: BucketStream) -> Future[None]:
+        return self._submit(self.engine.load_weights(version, buckets), bounded=True)
 
     def serve_weights(self, version: int) -> Future[WeightReport]:
         return self._submit(self._serve_weights(version), bounded=True)

@@ -5,7 +5,7 @@
 - `locate`         the checkpoint that a path means; formats that are not read are named
 - `sharding`       HF tensors to a rank's shard and back
 - `model_weights`  HF weights into live models (`load_hf_weights`), a rank's coordinates (`RankPosition`)
-- `sync`           live models to buckets of HF tensors, on rank 0 or on several senders (`WeightBuckets`)
+- `tensor_spec`    name, type and shape of tensors, and their places in one block of bytes
 - `check`          model directories and checkpoints, checked from indexes and headers
 - `convert`        HF safetensors to Megatron torch_dist and back
 - `fp8`            matrices in fp8 with scales, for the engines

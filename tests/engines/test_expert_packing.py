@@ -13,10 +13,11 @@ from torch import nn
 from megatron_dapo.config import ConfigError, parse_config
 from megatron_dapo.engines.sglang.engine import SGLangEngine
 from megatron_dapo.engines.sglang.server_process import IN_SERVER, sglang_command
-from megatron_dapo.engines.sglang.weights.expert_packing import packed
 from megatron_dapo.errors import EngineError
-from megatron_dapo.sync.bucket import FlatBucket, TensorSpec, bucket_in, flat_size, flatten
+from megatron_dapo.sync.bucket import FlatBucket, bucket_in, flatten
+from megatron_dapo.sync.shared_bucket import packed
 from megatron_dapo.weights.fp8 import quantised_specs
+from megatron_dapo.weights.tensor_spec import TensorSpec, flat_size
 
 sys.path.insert(0, str(Path(IN_SERVER)))
 import megatron_dapo_experts

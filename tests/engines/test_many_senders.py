@@ -20,12 +20,12 @@ from megatron_dapo.config import ModelShape, parse_config
 from megatron_dapo.engines.sglang.client import SGLangClient
 from megatron_dapo.engines.sglang.engine import SGLangEngine
 from megatron_dapo.engines.sglang.server_process import ServerProcess
-from megatron_dapo.engines.sglang.weights.process_group import GroupSource
-from megatron_dapo.engines.sglang.weights.update import PROBE
+from megatron_dapo.engines.sglang.weight_update import PROBE
 from megatron_dapo.errors import RankError
 from megatron_dapo.policy.megatron.runtime import initialize
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.processes.fork_ranks import run_ranks
+from megatron_dapo.sync.remote_sender import GroupSource
 from megatron_dapo.trainer.collectives import Collectives, DriverError
 from megatron_dapo.trainer.signals import StopSignal
 from megatron_dapo.trainer.weight_sync import WeightSync, weight_buckets
@@ -71,8 +71,8 @@ class Driver:
     def do(self, work):
         return self.start(work).result(timeout=90)
 
-    def load_weights(self, version, buckets, executor):
-        return self.start(self.engine.load_weights(version, buckets, executor))
+    def load_weights(self, version, buckets):
+        return self.start(self.engine.load_weights(version, buckets))
 
     def serve_weights(self, version):
         return self.start(self.engine.serve_weights(version))

@@ -15,15 +15,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_dapo.engines.sglang.weights.snapshot import (
+from megatron_dapo.errors import EngineError
+from megatron_dapo.sync.snapshot import (
     LOCK,
     HostCopy,
+    MappedFile,
     Snapshot,
     is_ram_disk,
     remove_dead_snapshots,
-    write_safetensors,
 )
-from megatron_dapo.errors import EngineError
 
 
 def versions(snapshot):
@@ -41,12 +41,12 @@ def test_tensors_of_all_kinds_are_read_back_bit_for_bit(tmp_path):
         ("nothing", torch.zeros(0, 4)),
         ("half", torch.randn(9).half()),
     ]
-    write_safetensors(tmp_path / "x.safetensors", bucket)
+    MappedFile(tmp_path / "x.safetensors", bucket).fill(bucket)
     found = load_file(tmp_path / "x.safetensors")
     assert set(found) == {name for name, _ in bucket}
     for name, tensor in bucket:
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
-    write_safetensors(tmp_path / "empty.safetensors", [])
+    MappedFile(tmp_path / "empty.safetensors", []).fill([])
     assert load_file(tmp_path / "empty.safetensors") == {}
 
 

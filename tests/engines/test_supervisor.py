@@ -10,10 +10,9 @@ from fake_server import FakeServer
 from faults import PROMPT, WEIGHTS, fill_batch, run, settings
 
 from megatron_dapo.engines.protocol import ForeignWeightsError, SamplingParams
-from megatron_dapo.engines.sglang import client, load_balancer, supervisor
+from megatron_dapo.engines.sglang import client, load_balancer, supervisor, transports
 from megatron_dapo.engines.sglang.engine import SGLangEngine
 from megatron_dapo.engines.sglang.supervisor import RestartBudget
-from megatron_dapo.engines.sglang.weights import transports
 from megatron_dapo.types import FinishReason
 
 

@@ -8,17 +8,17 @@ from safetensors.torch import load_file
 
 from megatron_dapo.cli import main
 from megatron_dapo.config import ConfigError, parse_config
-from megatron_dapo.engines.sglang.weights.snapshot import Snapshot
-from megatron_dapo.engines.sglang.weights.transports import WeightManifest
+from megatron_dapo.engines.sglang.transports import WeightManifest
 from megatron_dapo.policy.megatron.runtime import initialize
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.processes.fork_ranks import run_ranks
 from megatron_dapo.selfcheck.layout_spec import LayoutSpec, selfcheck_config
 from megatron_dapo.selfcheck.synthetic import random_hf_weights, synthetic_shape
-from megatron_dapo.sync.bucket import flat_size
+from megatron_dapo.sync.snapshot import Snapshot
 from megatron_dapo.weights.formats.hf_reader import HFReader
 from megatron_dapo.weights.fp8 import SCALE, dequantise, is_quantised, quantise
 from megatron_dapo.weights.fp8_checkpoint import check_fp8_directory, hf_to_fp8
+from megatron_dapo.weights.tensor_spec import flat_size
 
 
 def by_hand(weight):

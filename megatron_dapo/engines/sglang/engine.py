@@ -16,21 +16,13 @@ import contextlib
 import logging
 import zlib
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from megatron_dapo.config.rollout import RolloutConfig
-from megatron_dapo.engines.protocol import (
-    Bucket,
-    Capabilities,
-    Completion,
-    ForeignWeightsError,
-    SamplingParams,
-    WeightReport,
-)
+from megatron_dapo.engines.protocol import Capabilities, Completion, ForeignWeightsError, SamplingParams, WeightReport
 from megatron_dapo.engines.sglang.client import SGLangClient
 from megatron_dapo.engines.sglang.http import (
     OutcomeUnknown,
@@ -43,9 +35,11 @@ from megatron_dapo.engines.sglang.http import (
 from megatron_dapo.engines.sglang.load_balancer import LoadBalancer
 from megatron_dapo.engines.sglang.response_parser import UnfinishedUpdate, UnknownLabel
 from megatron_dapo.engines.sglang.supervision import Supervision, Unsupervised
-from megatron_dapo.engines.sglang.weights.snapshot import Snapshot
-from megatron_dapo.engines.sglang.weights.update import WeightUpdater
+from megatron_dapo.engines.sglang.weight_update import WeightUpdater
 from megatron_dapo.errors import EngineError
+from megatron_dapo.sync.bucket import Bucket
+from megatron_dapo.sync.bucket_stream import BucketStream
+from megatron_dapo.sync.snapshot import Snapshot
 from megatron_dapo.types import FinishReason, LogProbs, Tokens, as_logprobs, as_tokens
 
 log = logging.getLogger(__name__)
@@ -266,7 +260,7 @@ class SGLangEngine:
             if server.name in failed:
                 self._fail(server, failed[server.name])
 
-    async def load_weights(self, version: int, buckets: Iterable[Bucket], executor: Executor | None = None) -> None:
+    async def load_weights(self, version: int, buckets: Iterable[Bucket] | BucketStream) -> None:
         if not self._update.keeps_snapshot:
             self.memory_released = False
             await self.supervision.recovered()  # without a snapshot, servers that come later cannot get the weights
@@ -277,7 +271,7 @@ class SGLangEngine:
                 self._version = version
                 self._sent_versions.add(version)
                 with self._closed_for_requests():
-                    await self._update.load(version, self.servers, buckets, executor)
+                    await self._update.load(version, self.servers, buckets)
         except BaseException:
             self._updating = False
             raise

@@ -19,8 +19,8 @@ from megatron_dapo.engines.sglang.http import Connection, ServerFailure, failure
 from megatron_dapo.engines.sglang.keys import Keys
 from megatron_dapo.engines.sglang.server_process import CommandMaker, ExternalServer, ServerProcess, sglang_command
 from megatron_dapo.engines.sglang.supervisor import POLL, Supervisor
-from megatron_dapo.engines.sglang.weights.snapshot import remove_dead_snapshots
 from megatron_dapo.errors import EngineError
+from megatron_dapo.sync.snapshot import remove_dead_snapshots
 
 
 class Fleet:

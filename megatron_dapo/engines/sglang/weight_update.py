@@ -13,20 +13,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_dapo.config.rollout import WeightTransportConfig
-from megatron_dapo.engines.protocol import Bucket, WeightReport, WeightUpdateError
+from megatron_dapo.engines.protocol import WeightReport, WeightUpdateError
 from megatron_dapo.engines.sglang.client import SGLangClient
 from megatron_dapo.engines.sglang.http import all_of, failures, wait_all
 from megatron_dapo.engines.sglang.response_parser import is_updating_label, updating_label
-from megatron_dapo.engines.sglang.weights.snapshot import Snapshot
-from megatron_dapo.engines.sglang.weights.transports import Errors, Transfer, make_transport
+from megatron_dapo.engines.sglang.transports import Errors, Transfer, make_transport
 from megatron_dapo.errors import EngineError
-from megatron_dapo.sync.bucket import BucketReader
+from megatron_dapo.sync.bucket import Bucket
+from megatron_dapo.sync.bucket_stream import BucketStream
+from megatron_dapo.sync.snapshot import Snapshot
 from megatron_dapo.types import LogProbs
 
 # The text of the probe: any tokens will do, since all servers get the same and every vocabulary has them.
@@ -67,24 +67,22 @@ class WeightUpdater:
         return self._config.transport == "disk" or self._config.keep_snapshot
 
     async def load(
-        self, version: int, servers: Sequence[SGLangClient], buckets: Iterable[Bucket], executor: Executor | None = None
+        self, version: int, servers: Sequence[SGLangClient], buckets: Iterable[Bucket] | BucketStream
     ) -> None:
         """Every server receives all buckets; `serve` must follow."""
         started, self.loaded, self._memory_seconds = time.monotonic(), None, 0.0
         failed: Errors = {s.name: EngineError(s.unavailable or "it is being restarted") for s in servers if s.down}
         self._servers = len(servers)
-        self._transport.link = getattr(buckets, "link", None)
-        self._transport.servers = [server.name for server in servers]
         for server in servers:
             if not server.down:
                 server.serves, server.unavailable = None, f"the update to version {version} has not ended"
-        async with BucketReader(buckets, self._transport.prepare, self._transport.release, executor) as reader:
+        async with BucketStream.of(buckets).open(self._transport.prepare, self._transport.release) as stream:
             up = [server for server in servers if server.name not in failed]
             failed |= failures(await wait_all({s.name: self._prepare(s, version) for s in up}))
             ready = [server for server in servers if server.name not in failed]
             prepared = time.monotonic() - started
             try:
-                transfer = await self._transport.send(version, ready, reader)
+                transfer = await self._transport.send(version, ready, stream, [s.name for s in servers])
             except BaseException as error:
                 self._snapshot.discard()
                 for server in servers:

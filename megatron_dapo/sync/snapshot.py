@@ -24,7 +24,7 @@ import os
 import shutil
 import socket
 from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate, count
+from itertools import count
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -32,13 +32,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_dapo.engines.protocol import Bucket
 from megatron_dapo.errors import EngineError
 from megatron_dapo.files import safetensors_header
-from megatron_dapo.sync.bucket import FlatBucket, flat_size
-
-# One bucket as a safetensors file: mapped and filled in place, or copied to host memory and written later.
-
+from megatron_dapo.sync.bucket import Bucket, FlatBucket, specs_of
+from megatron_dapo.weights.tensor_spec import TensorSpec, flat_size, flat_starts, in_flat_order
 
 log = logging.getLogger(__name__)
 
@@ -50,17 +47,16 @@ class _FileImage:
     multiple of its element size."""
 
     def __init__(self, bucket: Bucket) -> None:
-        ordered = _ordered(bucket)
-        self._layout = _layout(ordered)
-        self.head = safetensors_header(self._layout)
-        *self._starts, self.size = accumulate((bucket_bytes([pair]) for pair in ordered), initial=len(self.head))
+        self._specs = _specs(bucket)
+        self.head = safetensors_header((spec.name, spec.dtype, spec.shape) for spec in self._specs)
+        *self._starts, self.size = (len(self.head) + start for start in flat_starts(self._specs))
         self._memory: Any = None  # holds `size` bytes
         self._pinned: Tensor | None = None
         self._copied: torch.cuda.Event | None = None  # the end of the copy that `fill` has started
 
     def fits(self, bucket: Bucket) -> bool:
         """Whether the bucket has the tensors that this file was made for."""
-        return self._layout == _layout(_ordered(bucket))
+        return self._specs == _specs(bucket)
 
     def pin(self, device: torch.device) -> None:
         if device.type != "cuda" or self._pinned is not None:
@@ -86,6 +82,8 @@ class _FileImage:
             self._fill_at_once(bucket)
             return
 
+        tensors = dict(bucket)
+
         def copy(start: int, tensor: Tensor) -> None:
             if tensor.numel():
                 target = torch.frombuffer(self._memory, dtype=tensor.dtype, count=tensor.numel(), offset=start)
@@ -95,8 +93,8 @@ class _FileImage:
                 target.view(tensor.shape).copy_(tensor.detach())
 
         with ThreadPoolExecutor(WRITERS) as pool:
-            pairs = zip(self._starts, _ordered(bucket), strict=True)
-            for done in [pool.submit(copy, start, tensor) for start, (_, tensor) in pairs]:
+            places = zip(self._starts, self._specs, strict=True)
+            for done in [pool.submit(copy, start, tensors[spec.name]) for start, spec in places]:
                 done.result()
 
     def _fill_at_once(self, bucket: FlatBucket) -> None:
@@ -155,25 +153,8 @@ class HostCopy(_FileImage):
         self.unpin()
 
 
-def write_safetensors(path: Path, bucket: Bucket) -> None:
-    """Writes the bucket's tensors, on any device, into one file."""
-    MappedFile(path, bucket).fill(bucket)
-
-
-def _ordered(bucket: Bucket) -> Bucket:
-    return sorted(bucket, key=lambda pair: -pair[1].element_size())
-
-
-def _layout(bucket: Bucket) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-    return [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in bucket]
-
-
-def bucket_bytes(bucket: Bucket) -> int:
-    return sum(tensor.numel() * tensor.element_size() for _, tensor in bucket)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _specs(bucket: Bucket) -> tuple[TensorSpec, ...]:
+    return in_flat_order(specs_of(bucket))
 
 
 FILES_TO_COPY = ("*.json", "merges.txt", "vocab.txt", "*.model", "*.jinja")
@@ -251,7 +232,7 @@ class Snapshot:
         except OSError as error:
             raise self._unwritable(self._partial, error) from error
         self._index |= {key: name for key, _ in bucket}
-        self._size += bucket_bytes(bucket)
+        self._size += flat_size(specs_of(bucket))
 
     def _write(self, path: Path, bucket: Bucket) -> None:
         number = self._buckets - 1
