@@ -81,7 +81,7 @@ async def sample(engine: Any, grade: Grading, groups: int, group_size: int) -> f
 async def with_server(url: str, tokenizer: Any, samples: int, decoded_here: bool, parsed_here: bool) -> float:
     config, responses = RolloutConfig(servers={"max_running": 64}), ResponseGrader(tokenizer)
     server = SGLangClient(url, config.servers)
-    server.serves = 0
+    server.state.served(0)
     engine = SGLangEngine([server], config)
     if not parsed_here:
         server.process = ClientProcess()

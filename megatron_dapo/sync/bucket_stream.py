@@ -136,8 +136,8 @@ class BucketStream:
         self._events.put(_Event.OPENED)
         return self
 
-    def close(self) -> None:
-        """From any thread: nobody reads any more."""
+    def close(self, _: object = None) -> None:
+        """From any thread, also as the callback of a future: nobody reads any more."""
         self._events.put(_Event.CLOSED)
 
     async def __aenter__(self) -> BucketStream:

@@ -73,7 +73,8 @@ class WeightBuckets:
         """`before` is called before weights are read, on every rank and in the thread that iterates. `nodes`: the ranks
         of each node, where ranks hand weights to the engines on their own node. `keep_memory`: the two blocks are kept
         between updates, on a GPU. `quantization`: what the owner does with a bucket before it sends it."""
-        self._before, self._quantization = before, quantization
+        self._before = before
+        self._quantization = quantization
         self._mine = {mapping.name: parameter for mapping, parameter in live_mappings(model_chunks, shape, position)}
         self._rank = dist.get_rank()
         self._device = next(iter(self._mine.values())).device
@@ -157,11 +158,12 @@ class WeightBuckets:
             yield tuple(bucket)
 
     def _specs(self, mappings: Sequence[ParameterMapping]) -> tuple[TensorSpec, ...]:
-        return in_flat_order(
+        specs = [
             TensorSpec(name, self._shards[mapping.name][0].dtype, shape)
             for mapping in mappings
             for name, shape in zip(mapping.hf, mapping.hf_shapes, strict=True)
-        )
+        ]
+        return in_flat_order(specs)
 
     def _receiver_groups(self) -> dict[tuple[int, ...], dist.ProcessGroup | None]:
         """Collective: the groups in which owners pass buckets on."""

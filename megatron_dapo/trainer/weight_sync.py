@@ -86,7 +86,7 @@ class WeightSync:
         if rollouts is not None:
             stream = BucketStream(link)
             loading = rollouts.load_weights(version, stream)
-            loading.add_done_callback(lambda _: stream.close())
+            loading.add_done_callback(stream.close)
             stream.fill(buckets)
         elif link is not None:
             self._remote.send(buckets, link)  # rank 0 learns of an error and raises it for all

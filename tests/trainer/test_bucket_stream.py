@@ -48,7 +48,7 @@ class Receiver:
         stream = BucketStream()
         with ThreadPoolExecutor(1) as engine:
             reading = engine.submit(lambda: asyncio.run(self.read(stream)))
-            reading.add_done_callback(lambda _: stream.close())
+            reading.add_done_callback(stream.close)
             stream.fill(self.buckets())
             return reading.exception(30)
 

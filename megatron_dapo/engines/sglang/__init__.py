@@ -6,6 +6,7 @@ Requests and weights
 - client.py            one server: generation and every control call, each with its rule for repeating
 - client_process.py    a process for generate requests, as rank 0 sees it; client_worker.py is that process
 - client_messages.py   what the two exchange: headers and raw arrays
+- server_state.py      whether a server may get requests, and why not
 - http.py              connections, timeouts, repeated calls, error classes
 - response_parser.py   a generate request and its reply; version labels
 - weight_update.py     the two phases of a weight update over all servers: load, then label, prove and serve
@@ -15,7 +16,6 @@ Requests and weights
 Processes
 - fleet.py             starts and ends the servers of a run; waits for sglang-router
 - supervisor.py        keeps one server working: checks, restarts, restart budget
-- supervision.py       what the engine needs of it
 - server_process.py    a server that is started here: command, log, end; and one that is not
 - keys.py              API keys
 - run_with_keys.py     starts SGLang with keys from its environment instead of its command line

@@ -30,6 +30,7 @@ from megatron_dapo.engines.sglang.http import (
 )
 from megatron_dapo.engines.sglang.keys import Keys
 from megatron_dapo.engines.sglang.response_parser import GenerateCall, version_number
+from megatron_dapo.engines.sglang.server_state import ServerState
 from megatron_dapo.errors import EngineError
 from megatron_dapo.types import LogProbs, Tokens
 
@@ -44,8 +45,7 @@ ABORT_INTERVAL = 0.05  # seconds until requests that arrived after an abort are 
 
 
 class SGLangClient:
-    """`serves` is the weight version that this server may generate with, or None while it must get no requests.
-    `process` sends its generate requests; None: this process does."""
+    """`process` sends its generate requests; None: this process does. `in_flight` is the load balancer's."""
 
     def __init__(
         self, url: str, config: ServerConfig, *, keys: Keys | None = None, generate_url: str | None = None
@@ -54,27 +54,18 @@ class SGLangClient:
         connect = partial(Connection, api_key=keys.api, admin_key=keys.admin, timeout=config.control_timeout)
         self.connection = connect(url)
         self._generate = connect(generate_url) if generate_url else self.connection
-        self.name, self.config = self.connection.url, config
+        self.name = self.connection.url
+        self.config = config
+        self.state = ServerState()
         self._api_key = keys.api
         self.process: ClientProcess | None = None
-        self.serves: int | None = None
-        self.unavailable = ""  # why it serves nothing
         self.in_flight = 0
-        self.backoff_until, self.failures = 0.0, 0  # the load balancer's
-        self.suspect = False  # a request on it failed and it has not been checked since: it gets no new ones
-        self.last_completion = time.monotonic()
         self.tensor_parallel = 1
-        self.recovering = self.given_up = False  # its supervisor is working on it, or has ended it for good
         self.incarnation = 0  # counts the processes that have served at this URL, as far as was noticed
         self._labels: set[str] = set()  # what its version label can be if it is still the same process
         self._capabilities: Capabilities | None = None
         self._released: set[str] = set()  # memory tags that it has released
         self._paused = False  # and without requests
-
-    @property
-    def down(self) -> bool:
-        """Its supervisor has not brought it back, or never will."""
-        return (self.recovering or self.given_up) and self.serves is None
 
     # ---- what it is ----
 
@@ -138,7 +129,10 @@ class SGLangClient:
     def restarted(self) -> None:
         """A new process serves at this URL: it is in no process group and holds all of its memory."""
         self.incarnation += 1
-        self._capabilities, self._released, self._labels, self._paused = None, set(), set(), False
+        self._capabilities = None
+        self._released = set()
+        self._labels = set()
+        self._paused = False
 
     # ---- generation ----
 
@@ -148,9 +142,7 @@ class SGLangClient:
             self._generate.url, self._api_key, self.name, request_id, prompt, _sampling(params),
             self.config.sample_seconds(params.max_new_tokens), params.routed_experts_from,
         )  # fmt: skip
-        completion = await (self.process.generate(call) if self.process else call.send(self._generate))
-        self.last_completion = time.monotonic()
-        return completion
+        return await (self.process.generate(call) if self.process else call.send(self._generate))
 
     async def reports_token_versions(self) -> bool:
         """Whether its replies name the weight version of every token, not only the last one."""

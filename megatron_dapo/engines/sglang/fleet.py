@@ -14,17 +14,18 @@ from typing import Any
 from megatron_dapo.config.rollout import RolloutConfig, ServerConfig
 from megatron_dapo.engines.sglang.client import SGLangClient
 from megatron_dapo.engines.sglang.client_process import SERVERS_PER_PROCESS, WITH_ROUTED_EXPERTS, ClientProcess
-from megatron_dapo.engines.sglang.engine import SGLangEngine
+from megatron_dapo.engines.sglang.engine import SGLangEngine, Supervision
 from megatron_dapo.engines.sglang.http import Connection, ServerFailure, failures, wait_all
 from megatron_dapo.engines.sglang.keys import Keys
 from megatron_dapo.engines.sglang.server_process import CommandMaker, ExternalServer, ServerProcess, sglang_command
+from megatron_dapo.engines.sglang.server_state import Phase
 from megatron_dapo.engines.sglang.supervisor import POLL, Supervisor
 from megatron_dapo.errors import EngineError
 from megatron_dapo.sync.snapshot import remove_dead_snapshots
 
 
-class Fleet:
-    """Also the engine's `Supervision`: passes what it reports to the supervisor of the server."""
+class Fleet(Supervision):
+    """Passes what the engine reports to the supervisor of the server."""
 
     def __init__(
         self,
@@ -36,7 +37,9 @@ class Fleet:
         client_processes: bool = True,
     ) -> None:
         """`client_processes`: generate requests are sent by processes of their own, not by this one."""
-        self._config, self._model, self._use_client_processes = config, model, client_processes
+        self._config = config
+        self._model = model
+        self._use_client_processes = client_processes
         self.processes = self._processes(Path(log_dir), make_command)
         self.client_processes: list[ClientProcess] = []
         self.supervisors: dict[str, Supervisor] = {}  # by the server's name
@@ -95,7 +98,7 @@ class Fleet:
                 await self.client_processes[-1].start()
             server.process = self.client_processes[-1]
 
-    # ---- Supervision ----
+    # ---- what the engine reports ----
 
     def check(self, server: SGLangClient) -> None:
         self.supervisors[server.name].check(suspect=True)
@@ -104,7 +107,7 @@ class Fleet:
         self.supervisors[server.name].recover(cause)
 
     def recovering(self) -> bool:
-        return any(server.recovering for server in self._servers)
+        return any(server.state.phase is Phase.RECOVERING for server in self._servers)
 
     async def recovered(self) -> None:
         for supervisor in self.supervisors.values():
@@ -127,11 +130,8 @@ class Fleet:
         await wait_all({str(index): process.end() for index, process in enumerate(self.processes)})
 
 
-# Waits for sglang-router, which distributes the generate requests over the servers.
-
-
 async def wait_for_router(config: ServerConfig) -> None:
-    """Until the router counts all servers as healthy. Until then it refuses requests."""
+    """sglang-router distributes the generate requests. It refuses them until it counts all servers as healthy."""
     assert config.router_url is not None
     router = Connection(config.router_url, api_key=Keys.of_external_servers(config).api, timeout=config.control_timeout)
     deadline, wanted = time.monotonic() + config.start_timeout, len(config.urls)

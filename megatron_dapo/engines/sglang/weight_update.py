@@ -71,11 +71,11 @@ class WeightUpdater:
     ) -> None:
         """Every server receives all buckets; `serve` must follow."""
         started, self.loaded, self._memory_seconds = time.monotonic(), None, 0.0
-        failed: Errors = {s.name: EngineError(s.unavailable or "it is being restarted") for s in servers if s.down}
+        failed: Errors = {s.name: EngineError(s.state.why or "it is being restarted") for s in servers if s.state.down}
         self._servers = len(servers)
         for server in servers:
-            if not server.down:
-                server.serves, server.unavailable = None, f"the update to version {version} has not ended"
+            if not server.state.down:
+                server.state.withdrawn(f"the update to version {version} has not ended")
         async with BucketStream.of(buckets).open(self._transport.prepare, self._transport.release) as stream:
             up = [server for server in servers if server.name not in failed]
             failed |= failures(await wait_all({s.name: self._prepare(s, version) for s in up}))
@@ -86,7 +86,7 @@ class WeightUpdater:
             except BaseException as error:
                 self._snapshot.discard()
                 for server in servers:
-                    server.unavailable = f"the update to version {version} broke off: {error}"
+                    server.state.withdrawn(f"the update to version {version} broke off: {error}")
                 raise WeightUpdateError(f"weight version {version}: the buckets could not be sent: {error}") from error
         seconds = time.monotonic() - started
         self.loaded = self._last = _Loaded(version, servers, failed | transfer.failed, transfer, seconds, prepared)
@@ -99,7 +99,7 @@ class WeightUpdater:
         servers, failed = loaded.servers, dict(loaded.failed)
         failed |= await self._commit(version, [s for s in servers if s.name not in failed])
         self._first_errors = {name: str(error) for name, error in failed.items()}
-        again = [server for server in servers if server.name in failed and not server.down]
+        again = [server for server in servers if server.name in failed and not server.state.down]
         results = await wait_all({server.name: self.from_snapshot(version, server) for server in again})
         for server in again:
             if isinstance(error := results[server.name], BaseException):
@@ -108,7 +108,7 @@ class WeightUpdater:
                 del failed[server.name]
         for server in servers:
             if server.name not in failed:
-                server.serves, server.unavailable = version, ""
+                server.state.served(version)
         self._serve_seconds = time.monotonic() - started
         return failed
 
@@ -117,7 +117,7 @@ class WeightUpdater:
         loaded = self._last
         assert loaded is not None
         servers, version = loaded.servers, loaded.version
-        failed = {s.name: self._reason(s) for s in servers if s.serves != version}
+        failed = {s.name: self._reason(s) for s in servers if not s.state.serves(version)}
         if len(failed) == len(servers):
             causes = "; ".join(f"{name}: {reason}" for name, reason in failed.items())
             raise WeightUpdateError(f"no server took weight version {version}: {causes}")
@@ -137,8 +137,8 @@ class WeightUpdater:
         return WeightReport(version, served_by, failed, transfer.tensors, transfer.bytes, seconds, proof, parts)
 
     def _reason(self, server: SGLangClient) -> str:
-        first = self._first_errors.get(server.name, "")
-        return f"{first}; then: {server.unavailable}" if first not in server.unavailable else server.unavailable
+        first, last = self._first_errors.get(server.name, ""), server.state.why
+        return last if first in last else f"{first}; then: {last}"
 
     async def from_snapshot(self, version: int, server: SGLangClient) -> None:
         """Gives one server the version that the others have, from disk."""
