@@ -198,23 +198,20 @@ class WeightBuckets:
         turn = 0
         for number, plan in enumerate(self.plans):
             fault_points.reach("sync/before_bucket")
-            shards = self._exchange(plan)
-            if self._rank not in {plan.owner, *plan.receivers}:
-                yield RemoteBucket(plan.owner, plan.receivers, plan.specs) if self._rank == 0 else []
-                continue
-            hands = not plan.receivers or self._rank in plan.receivers
-            # A bucket that only passes through has a block of its own: engines may still read both of the others.
-            bucket = self._bucket(number, turn % 2 if hands else 2)
-            turn += hands
-            wait_for_readers(bucket)
-            if self._rank == plan.owner:
-                self._fill(plan, bucket, shards)
-            if group := self._groups.get(tuple(sorted({plan.owner, *plan.receivers}))):
-                dist.broadcast(bucket.flat, plan.owner, group=group)
-            if not hands:
-                yield RemoteBucket(plan.owner, plan.receivers, plan.specs) if self._rank == 0 else []
-                continue
-            yield bucket
+            shards, ranks = self._exchange(plan), {plan.owner, *plan.receivers}
+            sends = self._rank in (plan.receivers or (plan.owner,))  # to engines
+            found: Bucket = RemoteBucket(plan.owner, plan.receivers, plan.specs) if self._rank == 0 else []
+            if self._rank in ranks:
+                # A bucket that only passes through has a block of its own: engines may still read both of the others.
+                bucket = self._bucket(number, turn % 2 if sends else 2)
+                wait_for_readers(bucket)
+                if self._rank == plan.owner:
+                    self._fill(plan, bucket, shards)
+                if group := self._groups.get(tuple(sorted(ranks))):
+                    dist.broadcast(bucket.flat, plan.owner, group=group)
+                found = bucket if sends else found
+                turn += sends
+            yield found
         if not self._keep_memory:
             self._memory, self._views, self._gathered = [None, None, None], {}, None
             self._readers = [[], [], []]

@@ -178,5 +178,5 @@ def test_the_command_refuses_what_it_cannot_serve(models, served, tmp_path, caps
         {"weights": {"quantization": "fp8"}},
         {"weights": {"quantization": "fp8"}, "servers": {"model": "x"}, "engine": "embedded"},
     ):
-        with pytest.raises(ConfigError, match=r"it needs engine sglang, servers\.model"):
+        with pytest.raises(ConfigError, match=r"it needs engine sglang and servers\.model"):
             parse_config({"rollout": rollout})

@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from megatron_dapo.config.rollout import PauseMode, ServerConfig
 from megatron_dapo.engines.protocol import Capabilities, Completion, SamplingParams
 from megatron_dapo.engines.sglang.client_process import ClientProcess
@@ -29,7 +27,7 @@ from megatron_dapo.engines.sglang.http import (
     ServerFailure,
 )
 from megatron_dapo.engines.sglang.keys import Keys
-from megatron_dapo.engines.sglang.response_parser import GenerateCall, version_number
+from megatron_dapo.engines.sglang.response_parser import GenerateCall, input_logprobs, version_number
 from megatron_dapo.engines.sglang.server_state import ServerState
 from megatron_dapo.errors import EngineError
 from megatron_dapo.types import LogProbs, Tokens
@@ -156,15 +154,7 @@ class SGLangClient:
             "input_ids": list(tokens), "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
             "return_logprob": True, "logprob_start_len": 0,
         }  # fmt: skip
-        reply = await self.connection.post("/generate", body)
-        try:
-            entries = reply["meta_info"]["input_token_logprobs"][1:]
-            found = np.array([entry[0] for entry in entries], dtype=np.float32)
-        except (KeyError, TypeError, IndexError) as error:
-            raise ServerFailure(f"server {self.name}: the reply to the log-prob probe lacks {error}") from error
-        if len(found) != len(tokens) - 1 or not np.isfinite(found).all():
-            raise ServerFailure(f"server {self.name}: the log-prob probe gave {found} for {len(tokens)} tokens")
-        return found
+        return input_logprobs(await self.connection.post("/generate", body), tokens[1:], f"server {self.name}")
 
     async def abort(self, request_id: str | None = None) -> None:
         """Repeatable: aborting a request that is gone does nothing."""
