@@ -1,6 +1,7 @@
-"""How loaded the engines are during a rollout: KV cache in use, requests that wait. SGLang reports both (`/v1/loads`).
+"""Opens an engine, and watches it during a rollout: the times of its requests, the KV cache in use, requests that wait.
 
-The servers are asked every few seconds. A server that does not answer is left out: this is only for display.
+SGLang reports its load (`/v1/loads`). The servers are asked every few seconds. A server that does not answer is left
+out: this is only for display.
 """
 
 from __future__ import annotations
@@ -72,18 +73,16 @@ async def _read(server: Any) -> list[tuple[float, float]]:
         return []
 
 
-# Reports when each request ran and on which server, for the timeline of a step.
-
-
 # server, request id, start (time.monotonic()), tokens
 OnRequest = Callable[[str, str, float, int], None]
 
 
 class _TimedEngine:
-    """Times `generate`; everything else is the engine's own."""
+    """Reports when each request ran and on which server, for the timeline of a step."""
 
     def __init__(self, engine: Engine, on_request: OnRequest) -> None:
-        self._engine, self._on_request = engine, on_request
+        self._engine = engine
+        self._on_request = on_request
 
     async def generate(self, request_id: str, prompt: Tokens, params: SamplingParams) -> Completion:
         started = time.monotonic()
@@ -100,24 +99,13 @@ def timed(engine: Engine, on_request: OnRequest | None) -> Engine:
     return engine if on_request is None else cast(Engine, _TimedEngine(engine, on_request))
 
 
-# Opens the engine that the configuration names, ready to serve; `engine.close()` ends everything it started.
-
-
 async def open_engine(config: RolloutConfig, model: str, log_dir: str | Path) -> Engine:
-    """`model`: the HF directory. `log_dir`: for the logs of servers that are started."""
+    """The engine that the configuration names, ready to serve; `engine.close()` ends everything it started. `model`:
+    the HF directory. `log_dir`: for the logs of servers that are started."""
     if config.engine == "embedded":
         from megatron_dapo.engines.embedded.engine import EmbeddedEngine
 
         return EmbeddedEngine.from_directory(model, config.embedded, pause_mode=config.weights.pause_mode)
     from megatron_dapo.engines.sglang.fleet import Fleet
 
-    engine = await Fleet(config, config.servers.model or model, log_dir).start()
-    if config.servers.router_url:
-        from megatron_dapo.engines.sglang.fleet import wait_for_router
-
-        try:
-            await wait_for_router(config.servers)
-        except BaseException:
-            await engine.close()
-            raise
-    return engine
+    return await Fleet(config, config.servers.model or model, log_dir).start()

@@ -11,7 +11,7 @@
     distillation     a teacher's log-probs to advantages of tokens
     updates          log-probs, the gate and the updates of one step
     logprob_gate     trainer and engine must agree on the log-probs of the first batch
-    weight_sync      weights to the engines, in two calls; caller_thread runs its collectives in the main thread
+    weight_sync      weights to the engines, in two calls
     colocation       hand-overs of GPU memory between trainer and engines
     checkpoint       saves in the background; checkpoint_folder, state_files, random_state: what is in a checkpoint
     resume           what a resumed run must share with the run that it continues

@@ -56,10 +56,6 @@ class Supervision:
     def recover(self, server: SGLangClient, cause: BaseException) -> None:
         """It has failed: admit it again, or restart it. Returns at once; its state is RECOVERING until done."""
 
-    def recovering(self) -> bool:
-        """Whether any server is being recovered."""
-        return False
-
     async def recovered(self) -> None:
         """Waits until no server is being recovered: each one serves again, or cannot."""
 
@@ -88,12 +84,9 @@ class SGLangEngine:
         self._update = WeightUpdater(config.weights, self.snapshot)
         self.patience = NO_SERVER_PATIENCE  # how long a request waits for any server to serve; the fleet raises it
         self.supervision: Supervision = Supervision()
-        self._balancer = LoadBalancer(
-            self.servers, config.servers.max_running, lambda: self.supervision.recovering() and not self.memory_released
-        )
+        self._balancer = LoadBalancer(self.servers, config.servers.max_running)
         self._changing = asyncio.Lock()  # held while servers change weights or memory: two updates at once end SGLang
         self._epoch = 0  # counts the times that all requests were aborted
-        self.memory_released = False  # the trainer has the GPUs
         self._updating = False  # between the start of `load_weights` and the end of the update
         self._running: dict[str, tuple[SGLangClient, str]] = {}  # request -> its server, and its name there
         self._aborted: set[str] = set()
@@ -120,6 +113,11 @@ class SGLangEngine:
     @property
     def max_running(self) -> int:
         return self.config.servers.max_running * len(self.servers)
+
+    @property
+    def memory_released(self) -> bool:
+        """Whether the trainer has the GPUs."""
+        return self._balancer.memory_released
 
     @property
     def gpus_in_use(self) -> bool:
@@ -291,10 +289,10 @@ class SGLangEngine:
                 self._fail(server, failed[server.name])
 
     async def load_weights(self, version: int, buckets: Iterable[Bucket] | BucketStream) -> None:
+        self._balancer.memory_released = False
         if not self._update.keeps_snapshot:
-            self.memory_released = False
             await self.supervision.recovered()  # without a snapshot, servers that come later cannot get the weights
-        self._updating, self.memory_released = True, False
+        self._updating = True
         try:
             async with self._changing:
                 self._abort_waiting()
@@ -335,7 +333,7 @@ class SGLangEngine:
                 self._balancer.wake_all()
 
     async def release_memory(self) -> None:
-        self.memory_released = True  # from now on no server is started
+        self._balancer.memory_released = True  # from now on no server is started
         down = [server for server in self.servers if server.state.down]
         not_ended = await self.supervision.end(down)
         async with self._changing:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.config.rollout import RolloutConfig, ServerConfig
+from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.engines.sglang.client import SGLangClient
 from megatron_dapo.engines.sglang.client_process import SERVERS_PER_PROCESS, WITH_ROUTED_EXPERTS, ClientProcess
 from megatron_dapo.engines.sglang.engine import SGLangEngine, Supervision
@@ -80,6 +80,8 @@ class Fleet(Supervision):
                 await client.ready()
             for server in self._servers:
                 await engine.admit(server)
+            if router:
+                await self._wait_for_router(router)
         except BaseException:
             await self.close()
             raise
@@ -98,6 +100,29 @@ class Fleet(Supervision):
                 await self.client_processes[-1].start()
             server.process = self.client_processes[-1]
 
+    async def _wait_for_router(self, url: str) -> None:
+        """sglang-router distributes the generate requests. It refuses them until it counts all servers as healthy."""
+        config = self._config.servers
+        router = Connection(url, api_key=Keys.of_external_servers(config).api, timeout=config.control_timeout)
+        deadline, wanted = time.monotonic() + config.start_timeout, len(config.urls)
+        try:
+            while True:
+                try:
+                    known = _healthy(await router.get("/readiness", tries=1), wanted)
+                    if known >= wanted:
+                        return
+                    last = f"it knows {known} of {wanted} servers"
+                except ServerFailure as error:
+                    last = str(error)
+                if time.monotonic() > deadline:
+                    raise EngineError(
+                        f"the router {router.url} was not ready after {config.start_timeout:g} s "
+                        f"(rollout.servers.start_timeout); the last: {last}"
+                    )
+                await asyncio.sleep(0.5)
+        finally:
+            await router.close()
+
     # ---- what the engine reports ----
 
     def check(self, server: SGLangClient) -> None:
@@ -106,14 +131,11 @@ class Fleet(Supervision):
     def recover(self, server: SGLangClient, cause: BaseException) -> None:
         self.supervisors[server.name].recover(cause)
 
-    def recovering(self) -> bool:
-        return any(server.state.phase is Phase.RECOVERING for server in self._servers)
-
     async def recovered(self) -> None:
         for supervisor in self.supervisors.values():
             supervisor.check(suspect=False)  # a process that died while nothing was sent to it
         await asyncio.sleep(POLL)
-        while self.recovering():
+        while any(server.state.phase is Phase.RECOVERING for server in self._servers):
             await asyncio.sleep(POLL)
 
     async def end(self, servers: Sequence[SGLangClient]) -> list[SGLangClient]:
@@ -128,30 +150,6 @@ class Fleet(Supervision):
         await wait_all({server.name: server.close() for server in self._servers})
         await wait_all({str(index): client.close() for index, client in enumerate(self.client_processes)})
         await wait_all({str(index): process.end() for index, process in enumerate(self.processes)})
-
-
-async def wait_for_router(config: ServerConfig) -> None:
-    """sglang-router distributes the generate requests. It refuses them until it counts all servers as healthy."""
-    assert config.router_url is not None
-    router = Connection(config.router_url, api_key=Keys.of_external_servers(config).api, timeout=config.control_timeout)
-    deadline, wanted = time.monotonic() + config.start_timeout, len(config.urls)
-    try:
-        while True:
-            try:
-                known = _healthy(await router.get("/readiness", tries=1), wanted)
-                if known >= wanted:
-                    return
-                last = f"it knows {known} of {wanted} servers"
-            except ServerFailure as error:
-                last = str(error)
-            if time.monotonic() > deadline:
-                raise EngineError(
-                    f"the router {router.url} was not ready after {config.start_timeout:g} s "
-                    f"(rollout.servers.start_timeout); the last: {last}"
-                )
-            await asyncio.sleep(0.5)
-    finally:
-        await router.close()
 
 
 def _healthy(reply: Any, wanted: int) -> int:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
 from megatron_dapo.engines.sglang.client import SGLangClient
+from megatron_dapo.engines.sglang.server_state import Phase
 from megatron_dapo.errors import EngineError
 
 AFFINITY_SLACK = 8  # requests by which a prompt's own server may be busier than the least busy one
@@ -22,20 +23,18 @@ TICK = 0.25  # seconds after which the oldest waiting request checks again by it
 
 
 class LoadBalancer:
-    """`open` is False while no request may start. While `recovering()`, requests wait without a limit: servers are
-    being restarted, which has limits of its own."""
+    """`open` is False while no request may start. While a server is RECOVERING, requests wait without a limit: this has
+    limits of its own. `memory_released`: the trainer has the GPUs, so no server can be started."""
 
-    def __init__(
-        self, servers: Sequence[SGLangClient], max_running: int, recovering: Callable[[], bool] = lambda: False
-    ) -> None:
+    def __init__(self, servers: Sequence[SGLangClient], max_running: int) -> None:
         self._servers = servers
         self._max_running = max_running
-        self._recovering = recovering
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._full: set[SGLangClient] = set()  # full once, and not refilled since
         self._none_since: float | None = None
         self._ticking = False
         self.open = True
+        self.memory_released = False
 
     async def acquire(
         self,
@@ -102,7 +101,9 @@ class LoadBalancer:
 
     def _check_patience(self, version: int, patience: float) -> None:
         now = asyncio.get_running_loop().time()
-        if not self.open or self._recovering() or any(server.state.serves(version) for server in self._servers):
+        states = [server.state for server in self._servers]
+        recovering = not self.memory_released and any(state.phase is Phase.RECOVERING for state in states)
+        if not self.open or recovering or any(state.serves(version) for state in states):
             self._none_since = None
             return
         self._none_since = self._none_since if self._none_since is not None else now
