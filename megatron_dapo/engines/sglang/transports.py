@@ -154,9 +154,14 @@ class DirectTransport(Transport):
     """Sends each bucket while the next is produced; also writes a snapshot where one is kept. A subclass says how one
     bucket gets from here, or from another rank, to the servers."""
 
-    async def _open(
-        self, version: int, servers: Sequence[SGLangClient], link: SenderLink | None, order: Sequence[str]
-    ) -> Errors:
+    def __init__(self, config: WeightTransportConfig, snapshot: Snapshot, manifest: WeightManifest) -> None:
+        super().__init__(config, snapshot, manifest)
+        # Of the update that runs
+        self._version = 0
+        self._link: SenderLink | None = None
+        self._order: Sequence[str] = ()
+
+    async def _open(self, servers: Sequence[SGLangClient]) -> Errors:
         raise NotImplementedError
 
     async def _send_bucket(self, number: int, bucket: Bucket, prepared: Any, servers: Sequence[SGLangClient]) -> Errors:
@@ -166,25 +171,26 @@ class DirectTransport(Transport):
     async def send(
         self, version: int, servers: Sequence[SGLangClient], stream: BucketStream, order: Sequence[str]
     ) -> Transfer:
+        self._version = version
+        self._link = stream.link
+        self._order = order
         try:
-            return await self._send(version, servers, stream, order)
+            return await self._send(servers, stream)
         except BaseException as error:
-            _tell_senders(stream.link, str(error))
+            self._tell_senders(str(error))
             raise
 
-    async def _send(
-        self, version: int, servers: Sequence[SGLangClient], stream: BucketStream, order: Sequence[str]
-    ) -> Transfer:
+    async def _send(self, servers: Sequence[SGLangClient], stream: BucketStream) -> Transfer:
         transfer, keeps, number = Transfer(), self._config.keep_snapshot, 0
         self._manifest.begin()
         if keeps:
-            await asyncio.to_thread(partial(self._snapshot.begin, version, background=True))
-        transfer.failed |= await self._open(version, servers, stream.link, order)
+            await asyncio.to_thread(partial(self._snapshot.begin, self._version, background=True))
+        transfer.failed |= await self._open(servers)
         async for bucket, prepared in stream:
             transfer.count(bucket, self._manifest)
             remaining = transfer.remaining(servers)
             if not remaining or transfer.bucket_error:
-                _tell_senders(stream.link, transfer.bucket_error or "no server is left that has all weights")
+                self._tell_senders(transfer.bucket_error or "no server is left that has all weights")
             if not transfer.bucket_error:
                 writing = asyncio.ensure_future(asyncio.to_thread(self._snapshot.add, bucket)) if keeps else None
                 try:
@@ -199,10 +205,9 @@ class DirectTransport(Transport):
             self._snapshot.commit() if complete else self._snapshot.discard()
         return transfer
 
-
-def _tell_senders(link: SenderLink | None, cause: str) -> None:
-    if link is not None:
-        link.fail(cause)
+    def _tell_senders(self, cause: str) -> None:
+        if self._link is not None:
+            self._link.fail(cause)
 
 
 class TensorTransport(DirectTransport):
@@ -213,16 +218,10 @@ class TensorTransport(DirectTransport):
         super().__init__(config, snapshot, manifest)
         self.prepare = partial(share, pack_experts=config.pack_experts)
         self.release = SharedBucket.free
-        self._order: Sequence[str] = ()
-        self._link: SenderLink | None = None
 
-    async def _open(
-        self, version: int, servers: Sequence[SGLangClient], link: SenderLink | None, order: Sequence[str]
-    ) -> Errors:
-        self._link = link
-        self._order = order
-        if link is not None:
-            link.post_plan({"action": "share", "pack_experts": self._config.pack_experts})
+    async def _open(self, servers: Sequence[SGLangClient]) -> Errors:
+        if self._link is not None:
+            self._link.post_plan({"action": "share", "pack_experts": self._config.pack_experts})
         return {}
 
     async def _send_bucket(
@@ -273,17 +272,12 @@ class DistributedTransport(DirectTransport):
         super().__init__(config, snapshot, manifest)
         self.prepare = flatten
         self._groups: WeightProcessGroups | None = None
-        self._link: SenderLink | None = None
-        self._version = 0
 
-    async def _open(
-        self, version: int, servers: Sequence[SGLangClient], link: SenderLink | None, order: Sequence[str]
-    ) -> Errors:
+    async def _open(self, servers: Sequence[SGLangClient]) -> Errors:
         """Joins the servers into a group for each sender. Groups with the same members, none of them restarted, are
         used again."""
-        self._version = version
-        self._link = link
-        senders, groups = link.ranks if link else [0], self._groups
+        link, groups = self._link, self._groups
+        senders = link.ranks if link else [0]
         if not servers:
             return {}
         if groups is not None and groups.members == members_of(servers) and groups.senders == senders:
@@ -322,7 +316,7 @@ class DistributedTransport(DirectTransport):
             await self._groups.broadcast(None if prepared is None else prepared.flat, body, label, self._link)
         except EngineError as error:
             # A failed broadcast leaves it unknown which servers have the bucket.
-            _tell_senders(self._link, str(error))
+            self._tell_senders(str(error))
             await self.close()
             return {server.name: error for server in servers}
         return {}
