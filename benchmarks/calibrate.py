@@ -66,7 +66,7 @@ def train(args: argparse.Namespace) -> None:
 async def decode(args: argparse.Namespace, folder: Path) -> None:
     from random_model import write_random_model
 
-    from megatron_dapo.engines.load import open_engine
+    from megatron_dapo.engines import open_engine
     from megatron_dapo.engines.protocol import SamplingParams
     from megatron_dapo.types import as_tokens
 

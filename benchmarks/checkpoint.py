@@ -99,17 +99,14 @@ def save_with_megatron(policy: Policy, folder: Path) -> None:
 def our_saves(policy: Policy, folder: Path, repeats: int) -> tuple[list[Result], Checkpoints]:
     """The first save in the background, later ones, and one that the loop waits for. Leaves the last checkpoint."""
     reports: list[SaveReport] = []
-
-    def report(save: SaveReport) -> None:
-        reports.append(save)
-        progress(policy, f"loop waited {save.waited_seconds:.2f} s, published after {save.seconds:.2f} s")
-
     options = CheckpointConfig(keep=1, keep_best=False)
-    checkpoints = Checkpoints(folder, options, policy.runtime, report)
+    checkpoints = Checkpoints(folder, options, policy.runtime)
     for step in range(repeats + 2):
         dist.barrier()
-        checkpoints.save(policy, step, None, {}, None, wait=step == repeats + 1)
-        checkpoints.finish()
+        reports += checkpoints.save(policy, step, None, {}, None, wait=step == repeats + 1)
+        reports += checkpoints.finish()
+        save = reports[-1]
+        progress(policy, f"loop waited {save.waited_seconds:.2f} s, published after {save.seconds:.2f} s")
     assert all(report.error is None for report in reports), reports
     names = ["background, first", *["background, later"] * repeats, "waited for"]
     return [

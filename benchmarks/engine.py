@@ -29,7 +29,7 @@ from transformers import AutoTokenizer
 
 from megatron_dapo.config import Config, load_config
 from megatron_dapo.data import load_prompts
-from megatron_dapo.engines.load import open_engine
+from megatron_dapo.engines import open_engine
 from megatron_dapo.engines.protocol import Engine, SamplingParams
 from megatron_dapo.observe.metrics_file import read_records
 

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from megatron_dapo.config import Config, ModelShape, load_config
-from megatron_dapo.engines.load import open_engine
+from megatron_dapo.engines import open_engine
 from megatron_dapo.engines.protocol import SamplingParams
 from megatron_dapo.policy.batch import TrainBatch
 from megatron_dapo.policy.megatron.runtime import initialize, shutdown

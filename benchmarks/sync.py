@@ -50,7 +50,7 @@ import torch
 from random_model import write_random_model
 
 from megatron_dapo.config import Config, ModelShape, parse_config
-from megatron_dapo.engines.load import open_engine
+from megatron_dapo.engines import open_engine
 from megatron_dapo.engines.protocol import Engine, SamplingParams, WeightReport
 from megatron_dapo.planner.hardware import Cluster, find_gpu
 from megatron_dapo.planner.sync import sync_time

@@ -61,11 +61,6 @@ def test_secret_files_can_be_private_from_the_start(tmp_path, monkeypatch):
     assert seen == [0o600] and stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_files_imports_no_torch():
-    script = "import sys, megatron_dapo.files; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
-
-
 TENSORS = {
     "a": torch.arange(6, dtype=torch.float32).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16),
     "empty": torch.empty(0, 5, dtype=torch.int64), "scalar": torch.tensor(7, dtype=torch.int16),

@@ -3,6 +3,8 @@ docstring of a folder names its modules."""
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent / "megatron_dapo"
@@ -113,3 +115,17 @@ def test_the_docstring_of_a_folder_names_its_modules():
         modules = sorted(other.stem for other in path.parent.glob("*.py") if not other.stem.startswith("__"))
         missing += [f"{module_name(path)}: {name}" for name in modules if not re.search(rf"\b{name}\b", text)]
     assert not missing, "\n".join(missing)
+
+
+LIGHT = ("cli", "config", "files", "types", "planner.command", "observe.report", "observe.curves", "observe.observer")
+
+
+def test_light_modules_import_nothing_heavy():
+    """Also indirectly: a command starts at once, and reports need no trainer."""
+    script = (
+        f"import sys, {', '.join(f'megatron_dapo.{name}' for name in LIGHT)}\n"
+        "heavy = {'torch', 'megatron', 'wandb', 'tensorboard', 'matplotlib'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

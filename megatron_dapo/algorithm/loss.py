@@ -10,6 +10,7 @@ Promises:
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -19,15 +20,17 @@ from torch import Tensor
 from megatron_dapo.algorithm.kl import kl_estimate
 from megatron_dapo.algorithm.objective import (
     Needs,
+    Objective,
     Scores,
     TokenBatch,
     TokenMetrics,
     blank,
     check_shapes,
-    load_objective,
 )
 from megatron_dapo.algorithm.off_policy import Corrections, OffPolicy
 from megatron_dapo.config.algorithm import AlgorithmConfig
+from megatron_dapo.config.base import ConfigError
+from megatron_dapo.plugins import is_plugin, load_function
 
 Reduce = Callable[[Tensor], Tensor]
 
@@ -65,9 +68,20 @@ class LossOutputs:
     maxima: dict[str, Tensor]
 
 
-def policy_loss(scores: Scores, batch: TokenBatch, config: AlgorithmConfig, reduce: Reduce = identity) -> LossOutputs:
-    """`PolicyLoss(config)` applied once."""
-    return PolicyLoss(config)(scores, batch, reduce)
+def load_objective(config: AlgorithmConfig) -> Objective:
+    """The objective that the configuration names, made from the configuration."""
+    name = config.objective
+    if is_plugin(name):
+        make = load_function(name, "algorithm.objective")
+    else:
+        make = importlib.import_module(f"megatron_dapo.algorithm.objectives.{name}").objective
+    objective = make(config)
+    if not isinstance(objective, Objective):
+        raise ConfigError(
+            f"algorithm.objective: {name} must be a class derived from megatron_dapo.algorithm.Objective, "
+            f"but it made a {type(objective).__name__}"
+        )
+    return objective
 
 
 class PolicyLoss:
@@ -95,10 +109,6 @@ class PolicyLoss:
         """The `loss_sum` of a call alone, for a caller that needs the gradient now and the metrics later."""
         _, batch, _, losses = self._evaluate(scores, batch, identity)
         return (batch.weights * losses).sum()
-
-    def token_losses(self, scores: Scores, batch: TokenBatch) -> Tensor:
-        """The loss of each token before aggregation, [tokens]."""
-        return self._evaluate(scores, batch, identity)[-1]
 
     def _evaluate(
         self, scores: Scores, batch: TokenBatch, reduce: Reduce

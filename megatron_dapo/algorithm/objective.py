@@ -1,15 +1,15 @@
-"""What an objective is: it declares what it needs and computes the loss of each token.
+"""What an objective is, and the two records it reads: `TokenBatch`, known before the forward pass, and `Scores`, from
+the model.
 
-An objective is a class derived from `Objective`. `algorithm.objective` names it: `gspo` is the class that
-`objectives/gspo.py` calls `objective`; `python:module.name` is the class `name` of your own module. Nothing else has to
-know it: the loss, the fused head, the validation of mini-batches and the metrics ask the object.
-
-`PolicyLoss` adds what all objectives share: off-policy corrections, the KL term, the entropy bonus, aggregation.
+An objective is a class derived from `Objective`: it declares what it needs and computes the loss of each token.
+`algorithm.objective` names it: `gspo` is the class that `objectives/gspo.py` calls `objective`; `python:module.name` is
+the class `name` of your own module. Nothing else has to know it: the loss, the fused head, the validation of
+mini-batches and the metrics ask the object. `PolicyLoss` adds what all objectives share: off-policy corrections, the KL
+term, the entropy bonus, aggregation.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -20,10 +20,6 @@ from torch import Tensor
 from megatron_dapo.algorithm.kl import MAX_LOG_RATIO
 from megatron_dapo.config.algorithm import AlgorithmConfig, ObjectiveOption
 from megatron_dapo.config.base import ConfigError
-from megatron_dapo.plugins import is_plugin, load_function
-
-# The two records that a loss reads: `TokenBatch`, known before the forward pass, and `Scores`, from the model.
-
 
 # Where the log-probs of the proximal policy are: the trainer's, before the first update of a step. "old": old_logprobs.
 # "current": the scores, because no weight has changed since. "unknown": nowhere; old_logprobs are the engine's.
@@ -179,19 +175,3 @@ def bounded_exp(log_ratio: Tensor) -> Tensor:
 
 def ratio_metrics(ratio: Tensor) -> TokenMetrics:
     return TokenMetrics(means={"ratio_mean": ratio}, maxima={"ratio_max": ratio})
-
-
-def load_objective(config: AlgorithmConfig) -> Objective:
-    """The objective that the configuration names, made from the configuration."""
-    name = config.objective
-    if is_plugin(name):
-        make = load_function(name, "algorithm.objective")
-    else:
-        make = importlib.import_module(f"megatron_dapo.algorithm.objectives.{name}").objective
-    objective = make(config)
-    if not isinstance(objective, Objective):
-        raise ConfigError(
-            f"algorithm.objective: {name} must be a class derived from megatron_dapo.algorithm.Objective, "
-            f"but it made a {type(objective).__name__}"
-        )
-    return objective

@@ -15,49 +15,28 @@ from megatron_dapo.config.algorithm import OverlongConfig
 from megatron_dapo.types import Sample
 
 
-def soft_overlong_penalty(
-    lengths: Tensor | Sequence[int], max_length: int, cache_length: int, factor: float = 1.0
-) -> Tensor:
-    """DAPO's soft overlong punishment, fp32 [samples], a penalty in three stages.
-
-    0 up to max_length − cache_length; then linear down to −factor at max_length; −factor beyond it.
-    """
-    if not 0 < cache_length < max_length:
-        raise ValueError(
-            f"cache_length: expected between 1 and max_length − 1 = {max_length - 1}, found {cache_length}"
-        )
-    return linear_overlong_penalty(lengths, max_length - cache_length, max_length, factor)
-
-
-def linear_overlong_penalty(
-    lengths: Tensor | Sequence[int], threshold: int, max_length: int, weight: float = 1.0
-) -> Tensor:
-    """−weight · clamp((L − threshold) / (max_length − threshold), 0, 1), fp32 [samples].
-
-    The soft penalty, given the length at which it starts.
-    """
-    if not 0 <= threshold < max_length:
-        raise ValueError(f"threshold: expected between 0 and max_length − 1 = {max_length - 1}, found {threshold}")
-    share = (_as_lengths(lengths) - threshold) / (max_length - threshold)
-    return _penalty(weight * share.clamp(0, 1))
-
-
-def relative_overlong_penalty(lengths: Tensor | Sequence[int], max_length: int, weight: float = 1.0) -> Tensor:
-    """−weight · (L − max_length) / max_length beyond max_length, fp32 [samples]. It has no floor."""
-    if max_length <= 0:
-        raise ValueError(f"max_length: expected above 0, found {max_length}")
-    return _penalty(weight * ((_as_lengths(lengths) - max_length) / max_length).clamp_min(0))
-
-
 def length_penalty(lengths: Tensor | Sequence[int], config: OverlongConfig, max_length: int) -> Tensor:
-    """The penalty that the configuration names, fp32 [samples]; `max_length` is the resolved L_max."""
-    if config.penalty == "soft":
-        return soft_overlong_penalty(lengths, max_length, config.cache_length, config.factor)
-    if config.penalty == "linear":
-        return linear_overlong_penalty(lengths, max_length - config.cache_length, max_length, config.factor)
-    if config.penalty == "relative":
-        return relative_overlong_penalty(lengths, max_length, config.factor)
-    return _penalty(torch.zeros_like(_as_lengths(lengths)))
+    """The penalty that the configuration names, fp32 [samples]; `max_length` is the resolved L_max.
+
+    none          0
+    soft, linear  0 up to max_length − cache_length, then linear down to −factor at max_length, −factor beyond it:
+                  DAPO's soft overlong punishment
+    relative      −factor · (L − max_length) / max_length beyond max_length, without a floor
+    """
+    values = torch.as_tensor(lengths).double()
+    if config.penalty == "none":
+        share = torch.zeros_like(values)
+    elif config.penalty == "relative":
+        if max_length <= 0:
+            raise ValueError(f"max_length: expected above 0, found {max_length}")
+        share = ((values - max_length) / max_length).clamp_min(0)
+    else:
+        if not 0 < config.cache_length < max_length:
+            raise ValueError(
+                f"cache_length: expected between 1 and max_length − 1 = {max_length - 1}, found {config.cache_length}"
+            )
+        share = ((values - (max_length - config.cache_length)) / config.cache_length).clamp(0, 1)
+    return (0.0 - config.factor * share).float()  # 0 − 0 is 0, where −(0) would be −0
 
 
 def carries_loss(sample: Sample, config: OverlongConfig) -> bool:
@@ -67,11 +46,3 @@ def carries_loss(sample: Sample, config: OverlongConfig) -> bool:
     """
     graded = sample.grade is not None and not sample.grade.ungraded
     return graded and not (config.filter and sample.truncated)
-
-
-def _as_lengths(lengths: Tensor | Sequence[int]) -> Tensor:
-    return torch.as_tensor(lengths).double()
-
-
-def _penalty(size: Tensor) -> Tensor:
-    return (0.0 - size).float()  # 0 − 0 is 0, where −(0) would be −0

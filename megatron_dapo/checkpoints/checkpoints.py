@@ -103,21 +103,20 @@ class Checkpoints:
         run_dir: str | Path,
         config: CheckpointConfig,
         runtime: Runtime,
-        report: Callable[[SaveReport], None] = lambda report: None,
         *,
         warn: Callable[[str], None] = lambda line: None,
         mark: Callable[[str], None] = lambda doing: None,
         guard: Callable[[], None] = lambda: None,
     ) -> None:
-        """`report` is called on every rank once for each save, when it has ended: in `save`, `poll` or `finish`.
-        `warn` is called on rank 0 with what a user should know. `mark` is called while a method waits. `guard` is
+        """`warn` is called on rank 0 with what a user should know. `mark` is called while a method waits. `guard` is
         called on rank 0 before a checkpoint is published, which it prevents by raising."""
         self.runtime = runtime
         self._folder = CheckpointFolder(run_dir, config)
-        self._report, self._warn, self._mark, self._guard = report, warn, mark, guard
+        self._warn = warn
+        self._mark = mark
+        self._guard = guard
         self._buffers = HostBuffers(runtime.device)
         self._running: _Save | None = None
-        self._last_error: str | None = None
 
     @property
     def folder(self) -> Path:
@@ -134,15 +133,14 @@ class Checkpoints:
         score: float | None,
         *,
         wait: bool = False,
-    ) -> Path:
-        """Starts a save and returns its path; `step` steps are done, and `updates` of the next one (None: the step is
-        complete). Rank 0's `state` is saved: JSON values and numpy arrays. A save that is still running is finished
-        first.
+    ) -> list[SaveReport]:
+        """Starts a save; `step` steps are done, and `updates` of the next one (None: the step is complete). Rank 0's
+        `state` is saved: JSON values and numpy arrays. A save that is still running is finished first.
 
-        The path exists when the save has ended without error: see `poll`. With `wait` the save has ended on return,
-        and a failure is a CheckpointError on every rank."""
+        Returns the saves that have ended meanwhile. With `wait` this save is the last of them; otherwise `poll` or
+        `finish` returns it later."""
         began = time.monotonic()
-        self._await_running()
+        reports = self.finish()
         fault_points.reach("checkpoint/before_stage")
         name = checkpoint_name(step, updates)
         in_background = not wait and self._has_room(policy)
@@ -159,21 +157,24 @@ class Checkpoints:
         if not in_background:
             self._await_end(save)
         save.waited = time.monotonic() - began
-        if wait:
-            self.finish()
-        elif error is not None or not in_background:
-            self.poll()
-        return save.path
+        return reports if in_background and error is None else [*reports, *self.poll()]
 
-    def poll(self) -> None:
-        """Reports the running save if it has ended. Does not wait for it; call it at every step."""
-        if (save := self._running) is not None and self._has_ended(save):
-            self._running = None
-            self._conclude(save)
+    def poll(self) -> list[SaveReport]:
+        """The running save, if it has ended. Does not wait for it; call it at every step."""
+        save = self._running
+        return [self._conclude(save)] if save is not None and self._has_ended(save) else []
 
-    def _conclude(self, save: _Save) -> None:
+    def finish(self) -> list[SaveReport]:
+        """Waits for the running save, if there is one, and returns it."""
+        if (save := self._running) is None:
+            return []
+        self._await_end(save)
+        return [self._conclude(save)]
+
+    def _conclude(self, save: _Save) -> SaveReport:
+        self._running = None
         results: list[Any] = [None] * self.runtime.world_size
-        dist.all_gather_object(results, (save.error, save.seconds))
+        dist.all_gather_object(results, (save.error, save.seconds), group=self.runtime.control)
         failed = [(rank, error) for rank, (error, _) in enumerate(results) if error]
         error = None
         if failed:
@@ -183,28 +184,13 @@ class Checkpoints:
                 self._warn(line)
             if failed:
                 self._folder.discard(save.path.name)
-        self._last_error = error
-        self._report(SaveReport(save.path, error, save.waited, results[0][1], save.bytes))
-
-    def finish(self) -> None:
-        """Waits until no save is running. If it failed, every rank raises CheckpointError."""
-        if (save := self._running) is None:
-            return
-        self._await_running()
-        if self._last_error is not None:
-            raise CheckpointError(f"{save.path} was not saved: {self._last_error}")
+        return SaveReport(save.path, error, save.waited, results[0][1], save.bytes)
 
     def set_score(self, step: int, score: float) -> None:
         """Rank 0 only. The score of the checkpoint of `step`, known only after the evaluation that follows its save.
         The checkpoint may not be published yet."""
         for problem in self._folder.set_score(checkpoint_name(step, None), score):
             self._warn(problem)
-
-    def _await_running(self) -> None:
-        if (save := self._running) is not None:
-            self._await_end(save)
-            self._running = None
-            self._conclude(save)
 
     def _await_end(self, save: _Save) -> None:
         """Short collectives, however long the writing takes: a rank that is gone is found within their timeout."""
@@ -217,8 +203,7 @@ class Checkpoints:
     def _has_ended(self, save: _Save) -> bool:
         """Collective. Whether the threads of all ranks have ended; rank 0's ends last. One failure cancels the rest."""
         flags = torch.tensor([save.error is not None, not save.ended.is_set()], dtype=torch.int32)
-        flags = flags.to(self.runtime.device)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.runtime.control)
         any_failed, any_running = flags.tolist()
         if any_failed:
             save.cancel.set()
@@ -229,7 +214,7 @@ class Checkpoints:
         missing = self._buffers.missing(host_sizes(policy))
         mine = (socket.gethostname(), missing, available_host_memory())
         ranks: list[Any] = [mine] * self.runtime.world_size
-        dist.all_gather_object(ranks, mine)
+        dist.all_gather_object(ranks, mine, group=self.runtime.control)
         for node in sorted({host for host, _, _ in ranks}):
             needed = sum(missing for host, missing, _ in ranks if host == node)
             free = min(free for host, _, free in ranks if host == node)
@@ -253,15 +238,15 @@ class Checkpoints:
 
     def _prepare(self, name: str, size: int) -> tuple[int, str | None]:
         """Bytes of all ranks; and why the checkpoint cannot be written, if it cannot."""
-        total = torch.tensor([size], dtype=torch.int64, device=self.runtime.device)
-        dist.all_reduce(total)
+        total = torch.tensor([size], dtype=torch.int64)
+        dist.all_reduce(total, group=self.runtime.control)
         error: list[str | None] = [None]
         if self.runtime.rank == 0:
             try:
                 self._folder.prepare(name, int(total.item()))
             except (OSError, CheckpointError) as found:
                 error = [str(found)]
-        dist.broadcast_object_list(error, src=0)
+        dist.broadcast_object_list(error, src=0, group=self.runtime.control)
         return int(total.item()), error[0]
 
     # ---- in the thread of a save ----
@@ -351,14 +336,15 @@ class Checkpoints:
                 found[1] = self._folder.files_of(complete[-1]) or _legacy(complete[-1])
             except CheckpointError as error:
                 found[2] = [str(error)]
-        dist.broadcast_object_list(found, src=0)
+        dist.broadcast_object_list(found, src=0, group=self.runtime.control)
         path, files, problems = found
         if path is None or problems:
             return path, problems
         largest_first = sorted(files, key=lambda name: (-files[name].bytes, name))
         mine = largest_first[self.runtime.rank :: self.runtime.world_size]
         lines: list[list[str]] = [[]] * self.runtime.world_size
-        dist.all_gather_object(lines, damaged_files(path, {name: files[name] for name in mine}))
+        damaged = damaged_files(path, {name: files[name] for name in mine})
+        dist.all_gather_object(lines, damaged, group=self.runtime.control)
         return path, [line for part in lines for line in part]
 
     def load(self, policy: Policy, path: Path) -> dict[str, Any]:
@@ -374,7 +360,7 @@ class Checkpoints:
             except CheckpointError as found:
                 error = found
         self.runtime.raise_together(error, f"reading {path}")
-        dist.broadcast_object_list(shared, src=0)
+        dist.broadcast_object_list(shared, src=0, group=self.runtime.control)
         if self.runtime.rank != 0:
             state = shared[0]
         _check_layout(state["layout"], _layout(policy), path)

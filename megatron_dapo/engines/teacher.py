@@ -71,9 +71,7 @@ class Teacher:
         await self._scorer.close()
 
 
-async def open_teacher(config: DistillationConfig) -> Teacher | None:
-    if not config.enabled:
-        return None
+async def open_teacher(config: DistillationConfig) -> Teacher:
     if config.urls:
         return Teacher(SGLangScorer(config), config)
     return Teacher(await asyncio.to_thread(TransformersScorer, config.model), config)

@@ -30,7 +30,7 @@ def run(config: Config, out: str | Path, seed: int) -> Evaluation:
     from rich.progress import Progress as Bar
 
     from megatron_dapo.data import load_prompts, load_tokenizer
-    from megatron_dapo.engines.load import open_engine
+    from megatron_dapo.engines import open_engine
     from megatron_dapo.reward import open_graders
     from megatron_dapo.rollout.agents.functions import load_rollout_function
 

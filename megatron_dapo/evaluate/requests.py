@@ -16,7 +16,7 @@ from megatron_dapo.engines.protocol import Completion, SamplingParams, derive_se
 from megatron_dapo.errors import UserError
 from megatron_dapo.evaluate.results import EvalResult, Evaluation, EvaluationError, ProblemResult, Response, summarise
 from megatron_dapo.reward.combined import readable
-from megatron_dapo.rollout.agents.conversation import Conversation, Limits
+from megatron_dapo.rollout.agents.conversation import Conversation
 from megatron_dapo.rollout.agents.functions import RolloutFunction
 from megatron_dapo.rollout.generation import TurnRequest, append_completion
 from megatron_dapo.types import FinishReason, Grade, Prompt, Sample, Tokens, as_logprobs, as_tokens
@@ -161,8 +161,9 @@ class _Requests:
             await self._extend(samples[0], TurnRequest(name, seed, 0, longest, stop))
             return samples, None
         conversation = Conversation(
-            prompt, samples, self._extend, self._function.tokenizer, Limits(longest, stop), name=name
-        )
+            prompt, samples, self._extend, self._function.tokenizer,
+            max_response_tokens=longest, stop=stop, name=name,
+        )  # fmt: skip
         grade = await self._function(conversation)
         samples[-1].text = self._decode(samples[-1].final_tokens)
         return samples, grade

@@ -15,6 +15,7 @@ from itertools import zip_longest
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from megatron_dapo import fault_points
 from megatron_dapo.config.reward import RewardConfig, WeightedGraderConfig
 from megatron_dapo.reward.pool import RewardPool
 from megatron_dapo.types import Grade, Prompt, Sample, Tokens
@@ -147,6 +148,7 @@ class ResponseGrader:
 
     async def grade(self, pool: Graders, prompt: Prompt, sample: Sample) -> Grade:
         """`pool` has `tokenizer_json`."""
+        fault_points.reach("rollouts/before_grade")
         tokens = sample.final_tokens
         if len(tokens) > SHORT and self.tokenizer_json:
             if pool.decodes_tokens:

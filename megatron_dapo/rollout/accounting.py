@@ -7,8 +7,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -68,7 +69,6 @@ class StepAccounting:
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> StepAccounting:
-        state = _from_older_format(state)
         reasons = {name: Counter(state[name]) for name in ("dropped", "dropped_groups")}
         return cls(**{**state, **reasons})
 
@@ -155,18 +155,6 @@ class StepAccounting:
         return found
 
 
-def _from_older_format(state: dict[str, Any]) -> dict[str, Any]:
-    """Interrupted samples were once called cut."""
-    if "cut_samples" not in state:
-        return state
-    state, lengths = dict(state), dict(state["_lengths"])
-    return {
-        **state,
-        "interrupted_samples": state.pop("cut_samples"),
-        "_lengths": {"interrupted": lengths.pop("cut"), **lengths},
-    }
-
-
 def _lengths(group: Group) -> list[int]:
     """Generated tokens of each rollout."""
     return [sum(sample.trained_tokens for sample in rollout) for rollout in group.rollouts]
@@ -177,12 +165,9 @@ def _mean(values: Iterable[float]) -> float:
     return sum(items) / len(items) if items else 0.0
 
 
-# How full the engine was during a step: means over time of requests and groups in flight.
-
-
 @dataclass(slots=True)
 class Occupancy:
-    """Call `change` after each change of the counts."""
+    """How full the engine was: means over time of the groups and requests in flight. Call `change` after each."""
 
     now: float
     max_running: int
@@ -192,13 +177,15 @@ class Occupancy:
     _group_seconds: float = 0.0
     _request_seconds: float = 0.0
 
-    def change(self, now: float, groups: int, requests: int) -> None:
-        """`requests` may include some that queue: only those that the engine runs count."""
+    def change(self, now: float, requests: int, groups: int | None = None) -> None:
+        """`requests` may include some that queue: only those that the engine runs count. `groups` None: as before."""
         elapsed, self.now = now - self.now, now
         self._seconds += elapsed
         self._group_seconds += elapsed * self._groups
         self._request_seconds += elapsed * self._requests
-        self._groups, self._requests = groups, min(requests, self.max_running)
+        self._requests = min(requests, self.max_running)
+        if groups is not None:
+            self._groups = groups
 
     def metrics(self) -> dict[str, float]:
         seconds = self._seconds or 1.0
@@ -206,3 +193,45 @@ class Occupancy:
             "rollout/groups_in_flight": self._group_seconds / seconds,
             "rollout/engine_occupancy": self._request_seconds / (seconds * max(1, self.max_running)),
         }
+
+
+# Of a finished request: server, request id, start (time.monotonic()), tokens.
+OnRequest = Callable[[str, str, float, int], None]
+
+
+class GroupEvents:
+    """What the running groups report to their step. They write here; the step reads, and waits for `changed`."""
+
+    def __init__(self, max_running: int = 0, on_request: OnRequest | None = None) -> None:
+        self.accounting = StepAccounting()
+        self.changed = asyncio.Event()
+        self.refill = False  # the step waits for a free place in the engine
+        self._on_request = on_request
+        self._clock = asyncio.get_running_loop().time
+        self.occupancy = Occupancy(self._clock(), max_running)
+
+    def request(self, server: str, request_id: str, started: float, tokens: int) -> None:
+        """A request has returned `tokens` tokens. Those that fail are not reported."""
+        self.accounting.response_tokens += tokens
+        if self._on_request is not None:
+            self._on_request(server, request_id, started, tokens)
+
+    def removed(self, tokens: int) -> None:
+        """`tokens` tokens will be generated again."""
+        self.accounting.response_tokens -= tokens
+
+    def restarted(self, tokens: int) -> None:
+        """A conversation of `tokens` tokens starts again."""
+        self.accounting.restarted += 1
+        self.accounting.wasted_tokens += tokens
+
+    def generated(self, requests: int) -> None:
+        """A rollout needs the engine no longer; `requests` others do."""
+        self.occupancy.change(self._clock(), requests)
+        if self.refill:
+            self.changed.set()
+
+    def finished(self) -> None:
+        """A rollout is graded."""
+        self.accounting.finished_samples += 1
+        self.changed.set()

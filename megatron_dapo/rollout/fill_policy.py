@@ -17,7 +17,7 @@ from megatron_dapo.errors import UserError
 from megatron_dapo.types import Group
 
 MARGIN = 1.3
-# Simulated (tests/support/fleet.py): 1.3 leaves a fifth of the slots empty. 3 is a little faster than 2 at 32B with
+# Simulated: 1.3 leaves a fifth of the slots empty. 3 is a little faster than 2 at 32B with
 # long tails, and a little slower at 1.5B with short responses, where prefilling again costs more.
 MARGIN_CARRIED_OVER = 2.5
 
@@ -72,9 +72,6 @@ class FillPolicy:
         return self.options.unfinished == "continue" and self.too_stale(staleness + 1)
 
 
-# The share of decided groups that the group filter keeps: an estimate that follows a run.
-
-
 # Before the first decision: as if 8 groups had been decided and 70 % of them kept.
 PRIOR_DECIDED, PRIOR_YIELD = 8.0, 0.7
 DECAY = 0.7  # weight of a decision after each further step
@@ -83,6 +80,8 @@ SMALLEST = 0.05  # limits the groups in flight when nothing is kept
 
 @dataclass(slots=True)
 class YieldEstimate:
+    """The share of decided groups that the group filter keeps: an estimate that follows a run."""
+
     kept: float = PRIOR_DECIDED * PRIOR_YIELD
     decided: float = PRIOR_DECIDED
 
@@ -97,17 +96,6 @@ class YieldEstimate:
     def end_step(self) -> None:
         self.kept *= DECAY
         self.decided *= DECAY
-
-    def to_state(self) -> list[float]:
-        return [self.kept, self.decided]
-
-    @classmethod
-    def from_state(cls, state: list[float] | None) -> YieldEstimate:
-        """None: a checkpoint of a version that had no estimate."""
-        return cls(*state) if state else cls()
-
-
-# How many weight versions the tokens of a batch are behind the weights that train on them.
 
 
 def trained_version(config: RolloutConfig, step: int, served: int) -> int:

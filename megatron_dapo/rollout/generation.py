@@ -7,7 +7,7 @@ sent with the same seed. Each part keeps its own weight version.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import time
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,9 +15,9 @@ import numpy as np
 from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.engines.protocol import Completion, Engine, ForeignWeightsError, SamplingParams
 from megatron_dapo.errors import EngineError
+from megatron_dapo.rollout.accounting import GroupEvents
+from megatron_dapo.rollout.pending_group import PendingGroup
 from megatron_dapo.types import FinishReason, Sample, WeightSpan
-
-# Adds what an engine generated to a sample, and checks it first.
 
 
 def check_versions(completion: Completion, current: int, request_id: str) -> None:
@@ -110,12 +110,14 @@ class TurnRequest:
 class Generation:
     """Shared by all groups of one step. After `stop`, aborted samples stay unfinished instead of being continued.
 
-    `on_piece(tokens, finished)` is called for each generated part. `foreign_weights` receives the first
-    ForeignWeightsError as soon as it happens: the step must end before the other samples do.
+    `foreign_weights` receives the first ForeignWeightsError as soon as it happens: the step must end before the other
+    samples do.
     """
 
-    def __init__(self, engine: Engine, config: RolloutConfig, on_piece: Callable[[int, bool], None]) -> None:
-        self._engine, self._config, self._on_piece = engine, config, on_piece
+    def __init__(self, engine: Engine, config: RolloutConfig, events: GroupEvents) -> None:
+        self._engine = engine
+        self._config = config
+        self._events = events
         self._params = SamplingParams(
             max_new_tokens=config.max_response_tokens, temperature=config.temperature, top_p=config.top_p,
             top_k=config.top_k, min_p=config.min_p, stop=tuple(config.stop),
@@ -128,14 +130,12 @@ class Generation:
     def whole_response(self, sample: Sample, name: str) -> TurnRequest:
         return TurnRequest(name, sample.seed, 0, self._config.max_response_tokens, self._params.stop)
 
-    async def generate(
-        self, sample: Sample, request: TurnRequest, requests: set[str], rejected: Callable[[], object]
-    ) -> bool:
-        """Whether the turn is complete; False after `stop`, or when `rejected()` says so. `requests` holds the names
-        of the requests that are in the engine."""
+    async def generate(self, sample: Sample, request: TurnRequest, group: PendingGroup, requests: set[str]) -> bool:
+        """Whether the turn is complete; False after `stop`, or when the group is rejected early. `requests` holds the
+        names of the requests that are in the engine."""
         empty = piece = 0
         while sample.finish_reason is FinishReason.ABORT:
-            if rejected():
+            if group.rejected:
                 return False
             self._remove_possible_stop(sample, request)
             room = request.end - sample.length
@@ -153,7 +153,7 @@ class Generation:
                     return False
                 piece += 1
                 empty = empty + 1 if sample.length == before else 0
-                if empty and not rejected():
+                if empty and not group.rejected:
                     await _wait_after_empty_abort(request.name, empty)
         return True
 
@@ -164,6 +164,7 @@ class Generation:
         )
         context = np.concatenate([sample.prompt_tokens, sample.response_tokens]) if sample.length else None
         self.running += 1
+        started = time.monotonic()
         try:
             completion = await self._engine.generate(
                 request_id, sample.prompt_tokens if context is None else context, params
@@ -176,7 +177,7 @@ class Generation:
         finally:
             self.running -= 1
         append_completion(sample, completion)
-        self._on_piece(len(completion.tokens), False)
+        self._events.request(completion.server, request_id, started, len(completion.tokens))
 
     def _remove_possible_stop(self, sample: Sample, request: TurnRequest) -> None:
         """Removes the last tokens of an aborted turn, in which a stop string may have begun.
@@ -185,7 +186,7 @@ class Generation:
         """
         if request.stop and sample.length > request.start and sample.finish_reason is FinishReason.ABORT:
             kept = max(request.start, sample.length - max(map(len, request.stop)))
-            self._on_piece(kept - sample.length, False)  # they are counted again when they are generated again
+            self._events.removed(sample.length - kept)
             shorten(sample, kept)
 
 

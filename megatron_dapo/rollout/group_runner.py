@@ -13,25 +13,23 @@ from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any
 
-from megatron_dapo.algorithm import EarlyRejection
+from megatron_dapo.algorithm.filtering import EarlyRejection
 from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.engines.protocol import Engine, ForeignWeightsError
 from megatron_dapo.errors import EngineError
-from megatron_dapo.rollout.agents.conversation import Conversation, Limits, ReplayMismatch, RolloutInterrupted
+from megatron_dapo.rollout.accounting import GroupEvents
+from megatron_dapo.rollout.agents.conversation import Conversation, ReplayMismatch, RolloutInterrupted
 from megatron_dapo.rollout.agents.functions import RolloutFunction, with_rewards
 from megatron_dapo.rollout.generation import Generation, TurnRequest
 from megatron_dapo.rollout.pending_group import PendingGroup
 from megatron_dapo.types import Grade, Prompt, Sample
 
 Grader = Callable[[Prompt, Sample], Awaitable[Grade]]
+Ended = tuple[PendingGroup, BaseException | None]  # a group that has ended, and its error
 
 
 class GroupRunner:
-    """Shared by all groups of one step. After `stop`, aborted samples stay unfinished instead of being continued.
-
-    `on_piece(tokens, finished)` is called for each generated part and for each graded rollout, `on_generated()` when a
-    rollout needs the engine no longer, `on_restart(tokens)` when a conversation of so many tokens starts again.
-    """
+    """Shared by all groups of one step. After `stop`, aborted samples stay unfinished instead of being continued."""
 
     def __init__(
         self,
@@ -39,20 +37,19 @@ class GroupRunner:
         grade: Grader,
         config: RolloutConfig,
         reject_early: EarlyRejection | None,
-        on_piece: Callable[[int, bool], None],
-        on_generated: Callable[[], None],
+        events: GroupEvents,
         function: RolloutFunction | None = None,
-        on_restart: Callable[[int], None] = lambda tokens: None,
     ) -> None:
-        self._engine, self._grade, self._function = engine, grade, function
-        self._reject_early, self._on_piece, self._on_generated = reject_early, on_piece, on_generated
-        self._on_restart = on_restart
-        self._generation = Generation(engine, config, on_piece)
-        self._limits = Limits(config.max_response_tokens, tuple(config.stop))
+        self._engine = engine
+        self._grade = grade
+        self._reject_early = reject_early
+        self._events = events
+        self._function = function
+        self._generation = Generation(engine, config, events)
+        self._config = config
         self._request_ids: dict[int, set[str]] = {}  # in the engine, by the group's serial
         self._conversations: dict[asyncio.Task[Grade | None], tuple[PendingGroup, Conversation]] = {}
         self.requests = 0  # rollouts that have not been generated completely, of all groups that were started
-        self.finished_samples = 0
 
     @property
     def running(self) -> int:
@@ -72,9 +69,10 @@ class GroupRunner:
             if not conversation.generating and ended(pending):
                 task.cancel()
 
-    def early_rejection(self, pending: PendingGroup) -> str | None:
-        """Why the filter rejects the group although it may have unfinished samples; None if it does not."""
-        return self._reject_early(pending.group) if self._reject_early and pending.group.samples else None
+    def _check_early(self, pending: PendingGroup) -> None:
+        """After each grade: the filter may reject the group although it has unfinished samples."""
+        if self._reject_early and pending.group.samples:
+            pending.rejected = self._reject_early(pending.group)
 
     def run(self, pending: PendingGroup) -> Coroutine[Any, Any, None]:
         """Finishes every rollout of the group, or leaves some unfinished after `stop` or an early rejection. Raises the
@@ -85,6 +83,7 @@ class GroupRunner:
 
     async def _run(self, pending: PendingGroup, todo: list[list[Sample]]) -> None:
         self._request_ids[pending.serial] = set()
+        self._check_early(pending)  # it may have been carried over with some samples graded
         results = await asyncio.gather(*(self._run_rollout(pending, s) for s in todo), return_exceptions=True)
         del self._request_ids[pending.serial]
         for result in results:
@@ -102,7 +101,7 @@ class GroupRunner:
                 complete, conversation, grade = await self._converse(pending, samples, self._function)
         finally:
             self.requests -= 1
-            self._on_generated()
+            self._events.generated(self.requests)
         if not complete:
             return
         if grade is None:
@@ -111,9 +110,9 @@ class GroupRunner:
             grade = with_rewards(grade, conversation)
         for sample in samples:
             sample.grade = grade
-        self.finished_samples += 1
-        self._on_piece(0, True)
-        if not pending.finished and self.early_rejection(pending):
+        self._check_early(pending)
+        self._events.finished()
+        if not pending.finished and pending.rejected:
             self._cancel_functions(lambda other: other is pending)
             await asyncio.gather(*(self._engine.abort(name) for name in self._request_ids[pending.serial]))
 
@@ -124,7 +123,7 @@ class GroupRunner:
 
     async def _extend(self, pending: PendingGroup, sample: Sample, request: TurnRequest) -> bool:
         requests = self._request_ids[pending.serial]
-        return await self._generation.generate(sample, request, requests, partial(self.early_rejection, pending))
+        return await self._generation.generate(sample, request, pending, requests)
 
     async def _converse(
         self, pending: PendingGroup, samples: list[Sample], function: RolloutFunction
@@ -134,7 +133,8 @@ class GroupRunner:
             self._restart(pending, samples)
         while True:
             conversation = Conversation(
-                pending.group.prompt, samples, partial(self._extend_turn, pending), function.tokenizer, self._limits,
+                pending.group.prompt, samples, partial(self._extend_turn, pending), function.tokenizer,
+                max_response_tokens=self._config.max_response_tokens, stop=self._config.stop,
                 name=_name(pending, samples[0]), on_new_sample=pending.add_part,
             )  # fmt: skip
             task = asyncio.ensure_future(function(conversation))
@@ -146,7 +146,7 @@ class GroupRunner:
             except ReplayMismatch:
                 self._restart(pending, samples)
             except asyncio.CancelledError:
-                if self._generation.stopping or self.early_rejection(pending):
+                if self._generation.stopping or pending.rejected:
                     return False, None, None
                 raise
             finally:
@@ -159,7 +159,7 @@ class GroupRunner:
         tokens = sum(sample.trained_tokens for sample in samples)
         if not samples[0].turns and not tokens:
             return
-        self._on_restart(tokens)
+        self._events.restarted(tokens)
         pending.restart(samples)
 
 
@@ -167,30 +167,25 @@ def _name(pending: PendingGroup, sample: Sample) -> str:
     return f"step{pending.step}-group{pending.serial}-sample{sample.index}"
 
 
-# The running groups of one step: their tasks, waiting for one to end, and aborting all of them.
-
-
 ABORT_REPEAT = 1.0  # seconds between two aborts: a request may have reached the engine after the first
 ABORT_TIMEOUT = 120.0
 
 
 class RunningGroups:
-    """`on_end(group, error)` is called once for each group that ends; `error` is None if it ended normally."""
+    """The running groups of one step: their tasks, waiting for one to end, and aborting all of them."""
 
     def __init__(
-        self,
-        step: int,
-        engine: Engine,
-        runner: GroupRunner,
-        stall_timeout: float,
-        on_end: Callable[[PendingGroup, BaseException | None], None],
+        self, step: int, engine: Engine, runner: GroupRunner, stall_timeout: float, changed: asyncio.Event
     ) -> None:
-        self._step, self._engine, self._runner = step, engine, runner
-        self._stall_timeout, self._on_end = stall_timeout, on_end
+        """`changed`: the event of the runner's `GroupEvents`."""
+        self._step = step
+        self._engine = engine
+        self._runner = runner
+        self._stall_timeout = stall_timeout
         self._tasks: dict[asyncio.Task[None], PendingGroup] = {}
         self._ended: deque[asyncio.Task[None]] = deque()
-        self._changed = asyncio.Event()
-        runner.foreign_weights.add_done_callback(lambda _: self.wake())
+        self._changed = changed
+        runner.foreign_weights.add_done_callback(lambda _: changed.set())
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -200,29 +195,29 @@ class RunningGroups:
         self._tasks[task] = pending
         task.add_done_callback(self._add_ended)
 
-    def wake(self) -> None:
-        """Ends a `wait` although no group has ended."""
-        self._changed.set()
+    async def wait(self) -> list[Ended]:
+        """Until a rollout is finished, a group ends, or a place in the engine is free that the step waits for; returns
+        the groups that have ended. Foreign weights end the wait at once, whatever else is running."""
+        if not self._tasks:
+            return []
+        try:
+            async with asyncio.timeout(self._stall_timeout):
+                await self._changed.wait()
+        except TimeoutError:
+            names = ", ".join(repr(pending.group.prompt.id) for pending in list(self._tasks.values())[:3])
+            raise EngineError(
+                f"step {self._step}: no sample finished within {self._stall_timeout:.0f} s "
+                f"(rollout.sampler.stall_timeout); {len(self._tasks)} groups are running, among them the prompts "
+                f"{names}"
+            ) from None
+        self._changed.clear()
+        if self._runner.foreign_weights.done():
+            raise self._runner.foreign_weights.result()
+        return self._take_ended()
 
-    async def wait(self) -> None:
-        """Until a group ends or `wake` is called. Foreign weights end the wait at once, whatever else is running."""
-        while self._tasks:
-            finished_before = self._runner.finished_samples
-            if await self._wait_for_change(self._stall_timeout):
-                if self._runner.foreign_weights.done():
-                    raise self._runner.foreign_weights.result()
-                self._remove_ended()
-                return
-            if self._runner.finished_samples == finished_before:
-                names = ", ".join(repr(pending.group.prompt.id) for pending in list(self._tasks.values())[:3])
-                raise EngineError(
-                    f"step {self._step}: no sample finished within {self._stall_timeout:.0f} s "
-                    f"(rollout.sampler.stall_timeout); {len(self._tasks)} groups are running, among them the prompts "
-                    f"{names}"
-                )
-
-    async def abort(self) -> None:
-        """Aborts all requests and waits until every group has ended."""
+    async def abort(self) -> list[Ended]:
+        """Aborts all requests and waits until every group has ended; returns them."""
+        ended = self._take_ended()
         clock = asyncio.get_running_loop().time
         deadline = clock() + ABORT_TIMEOUT
         self._runner.stop()
@@ -234,29 +229,23 @@ class RunningGroups:
                 )
             await self._engine.abort()
             await asyncio.wait(self._tasks, timeout=ABORT_REPEAT)
-            self._remove_ended()
+            ended += self._take_ended()
             self._runner.stop()  # rollout functions that have generated a turn in the meantime
+        return ended
 
     def cancel(self) -> None:
         """Cancels the tasks of groups that could not be aborted."""
         for task in self._tasks:
             task.cancel()
 
-    async def _wait_for_change(self, seconds: float) -> bool:
-        try:
-            async with asyncio.timeout(seconds):
-                await self._changed.wait()
-        except TimeoutError:
-            return False
-        self._changed.clear()
-        return True
-
     def _add_ended(self, task: asyncio.Task[None]) -> None:
         self._ended.append(task)
         self._changed.set()
 
-    def _remove_ended(self) -> None:
+    def _take_ended(self) -> list[Ended]:
+        found: list[Ended] = []
         while self._ended:
             task = self._ended.popleft()
             error = asyncio.CancelledError() if task.cancelled() else task.exception()
-            self._on_end(self._tasks.pop(task), error)
+            found.append((self._tasks.pop(task), error))
+        return found

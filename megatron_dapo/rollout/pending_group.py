@@ -1,4 +1,4 @@
-"""A group that a step is working on, and its state.
+"""A group that a step is working on and its state, and what a step leaves for the next one.
 
 A `GroupTable` holds the groups of one step. Each group is in exactly one state, so a group can be neither lost between
 two lists nor counted in both.
@@ -7,11 +7,14 @@ two lists nor counted in both.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from megatron_dapo.rollout.accounting import StepAccounting
+from megatron_dapo.rollout.fill_policy import YieldEstimate
 from megatron_dapo.types import FinishReason, Group, Prompt, Sample, as_logprobs, as_tokens
 
 
@@ -34,6 +37,7 @@ class PendingGroup:
     serial: int
     step: int
     group: Group
+    rejected: str | None = None  # why the filter rejects it although samples may be unfinished; not saved
 
     @property
     def finished(self) -> bool:
@@ -129,3 +133,79 @@ class GroupTable:
 def new_samples(prompt: Prompt, seeds: list[int]) -> list[Sample]:
     empty = as_tokens([]), as_logprobs([]), FinishReason.ABORT
     return [Sample(prompt.id, index, prompt.tokens, *empty, seed=seed) for index, seed in enumerate(seeds)]
+
+
+@dataclass(slots=True)
+class InterruptedStep:
+    """A step that was cancelled before its batch was full. It continues later, in this process or after a resume."""
+
+    step: int
+    accounting: StepAccounting
+    seconds: float
+    running: list[int]  # serials of the groups that were started and not yet decided
+    rejected: list[tuple[PendingGroup, str]]  # with the reason; for on_limit: fill
+    last_failure: str = ""  # message of the last group that failed
+
+    def to_state(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "accounting": self.accounting.to_state(),
+            "seconds": self.seconds,
+            "running": self.running,
+            "rejected": [[pending.to_state(), reason] for pending, reason in self.rejected],
+            "last_failure": self.last_failure,
+        }
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> InterruptedStep:
+        return cls(
+            step=state["step"],
+            accounting=StepAccounting.from_state(state["accounting"]),
+            seconds=state["seconds"],
+            running=state["running"],
+            rejected=[(PendingGroup.from_state(pending), reason) for pending, reason in state["rejected"]],
+            last_failure=state["last_failure"],
+        )
+
+
+@dataclass(slots=True)
+class DrawnPrompts:
+    """How often each prompt was drawn in `step`. The count is part of a sample's seed, so that a step that is repeated
+    after an error does not sample the same responses again."""
+
+    step: int = -1
+    counts: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(slots=True)
+class CarryOver:
+    """Everything that one step leaves for the next one: the whole persistent state of the sampler."""
+
+    next_serial: int = 0
+    surplus: list[PendingGroup] = field(default_factory=list)  # accepted by the group filter, not yet trained
+    unfinished: list[PendingGroup] = field(default_factory=list)  # all others
+    drawn: DrawnPrompts = field(default_factory=DrawnPrompts)  # of a step that did not complete
+    interrupted: InterruptedStep | None = None  # of a step that was cancelled
+    yield_estimate: YieldEstimate = field(default_factory=YieldEstimate)
+
+    def to_state(self) -> dict[str, Any]:
+        return {
+            "next_serial": self.next_serial,
+            "surplus": [pending.to_state() for pending in self.surplus],
+            "unfinished": [pending.to_state() for pending in self.unfinished],
+            "drawn": {"step": self.drawn.step, "counts": dict(self.drawn.counts)},
+            "interrupted": self.interrupted.to_state() if self.interrupted else None,
+            "yield_estimate": [self.yield_estimate.kept, self.yield_estimate.decided],
+        }
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> CarryOver:
+        drawn, interrupted = state["drawn"], state["interrupted"]
+        return cls(
+            next_serial=state["next_serial"],
+            surplus=[PendingGroup.from_state(pending) for pending in state["surplus"]],
+            unfinished=[PendingGroup.from_state(pending) for pending in state["unfinished"]],
+            drawn=DrawnPrompts(drawn["step"], Counter(drawn["counts"])),
+            interrupted=InterruptedStep.from_state(interrupted) if interrupted else None,
+            yield_estimate=YieldEstimate(*state["yield_estimate"]),
+        )

@@ -15,20 +15,43 @@ samples are carried over to the next step or dropped, as configured.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from megatron_dapo.algorithm import EarlyRejection, GroupFilter, give_up_after, keep_all, load_group_filter
+from megatron_dapo.algorithm.filtering import EarlyRejection, GroupFilter, give_up_after, keep_all, load_group_filter
 from megatron_dapo.config.rollout import RolloutConfig
-from megatron_dapo.engines.protocol import Engine
-from megatron_dapo.rollout.accounting import Progress
+from megatron_dapo.engines.protocol import Engine, ForeignWeightsError, derive_seed
+from megatron_dapo.errors import EngineError, UserError
+from megatron_dapo.rollout.accounting import (
+    EARLY,
+    STALE,
+    SURPLUS,
+    UNFINISHED,
+    GroupEvents,
+    OnRequest,
+    Progress,
+    StepAccounting,
+)
 from megatron_dapo.rollout.agents.functions import RolloutFunction
-from megatron_dapo.rollout.carry_over import CarryOver
-from megatron_dapo.rollout.group_runner import Grader
-from megatron_dapo.rollout.step_collector import SamplerSetup, SamplingLimitError, StepCollector
+from megatron_dapo.rollout.fill_policy import FillPolicy, check_staleness, staleness_metrics, trained_version
+from megatron_dapo.rollout.group_runner import ABORT_TIMEOUT, Ended, Grader, GroupRunner, RunningGroups
+from megatron_dapo.rollout.pending_group import (
+    UNDECIDED,
+    CarryOver,
+    DrawnPrompts,
+    GroupState,
+    GroupTable,
+    InterruptedStep,
+    PendingGroup,
+    new_samples,
+)
 from megatron_dapo.types import Group, Prompt, StepBatch
 
-__all__ = ["Sampler", "SamplingLimitError"]
+
+class SamplingLimitError(UserError):
+    """The limit on sampled prompts was reached, and the step may not train on what it has."""
 
 
 class Sampler:
@@ -43,21 +66,26 @@ class Sampler:
         seed: int = 0,
         group_filter: GroupFilter | None = None,
         on_progress: Callable[[Progress], None] | None = None,
-        on_decided: Callable[[Group], None] | None = None,
+        on_request: OnRequest | None = None,
         function: RolloutFunction | None = None,
     ) -> None:
         """`next_prompt` raises StopIteration when there are no more prompts. `group_filter` overrides the configured
-        one. `on_decided` is called once for every group that the filter kept or rejected. `function` makes the
-        responses; None: a response is one generated turn."""
-        chosen = group_filter or (load_group_filter(config.group_filter) if config.dynamic_sampling else keep_all)
-        reject_early: EarlyRejection | None = getattr(chosen, "reject_early", None)
+        one. `function` makes the responses; None: a response is one generated turn."""
+        self.engine = engine
+        self.grade = grade
+        self.next_prompt = next_prompt
+        self.config = config
+        self.groups_per_step = groups_per_step
+        self.seed = seed
+        self.group_filter = group_filter or (
+            load_group_filter(config.group_filter) if config.dynamic_sampling else keep_all
+        )
+        self.reject_early: EarlyRejection | None = getattr(self.group_filter, "reject_early", None)
         if config.dynamic_sampling and config.sampler.give_up_after is not None:
-            reject_early = give_up_after(config.sampler.give_up_after)
-        self._setup = SamplerSetup(
-            engine=engine, grade=grade, next_prompt=next_prompt, config=config, groups_per_step=groups_per_step,
-            seed=seed, group_filter=chosen, reject_early=reject_early, on_progress=on_progress,
-            on_decided=on_decided, function=function,
-        )  # fmt: skip
+            self.reject_early = give_up_after(config.sampler.give_up_after)
+        self.on_progress = on_progress
+        self.on_request = on_request
+        self.function = function
         self._carry_over = CarryOver()
         self._collecting = False
 
@@ -65,7 +93,7 @@ class Sampler:
         """One batch for training step `step`. Continues a `collect` of the same step that was cancelled."""
         if self._collecting:
             raise RuntimeError(f"collect({step}) was called while another batch is being collected")
-        collector = StepCollector(self._setup, step, self._carry_over)
+        collector = StepCollector(self, step, self._carry_over)
         self._collecting = True
         try:
             return await collector.collect()
@@ -80,3 +108,343 @@ class Sampler:
 
     def restore(self, state: dict[str, Any]) -> None:
         self._carry_over = CarryOver.from_state(state)
+
+
+class StepCollector:
+    """Collects the batch of one step: starts groups, decides the ones that end, and settles the rest. Used once. It
+    takes over a `CarryOver` and leaves another one in `carry_over`, whether `collect` returns or raises."""
+
+    def __init__(self, sampler: Sampler, step: int, carried: CarryOver) -> None:
+        config = sampler.config
+        self.carry_over = carried
+        self._sampler = sampler
+        self._step = step
+        self._needed = sampler.groups_per_step
+        self._options = config.sampler
+        self._group_size = config.samples_per_prompt
+        self._policy = self._fill_policy()
+        self._yield = carried.yield_estimate
+        self._groups = GroupTable()
+        self._errors: dict[int, BaseException | None] = {}  # by serial, of ended groups
+        self._reasons: dict[int, str] = {}  # by serial, of rejected groups
+        self._next_serial = carried.next_serial
+        self._drawn = carried.drawn if carried.drawn.step == step else DrawnPrompts(step)
+        self._exhausted = False
+        self._last_failure = ""
+        self._events = GroupEvents(sampler.engine.max_running, sampler.on_request)
+        self._runner = GroupRunner(
+            sampler.engine, sampler.grade, config, sampler.reject_early, self._events, sampler.function
+        )
+        self._running = RunningGroups(
+            step, sampler.engine, self._runner, self._options.stall_timeout, self._events.changed
+        )
+        self._clock = asyncio.get_running_loop().time
+        self._began = self._clock()
+
+    @property
+    def _accounting(self) -> StepAccounting:
+        return self._events.accounting
+
+    def _fill_policy(self) -> FillPolicy:
+        """If the engine is as far behind the trainer as it may be, a group of this step is too stale for the next."""
+        config, engine = self._sampler.config, self._sampler.engine
+        options = config.sampler.model_copy(update={"max_carryover_staleness": config.staleness_limit})
+        behind = self._trained_version - engine.weight_version
+        return FillPolicy(options, self._needed, engine.max_running, can_carry_over=behind < config.staleness_limit)
+
+    async def collect(self) -> StepBatch:
+        try:
+            self._take_over()
+            while not self._complete():
+                self._refill()
+                if not self._groups.count(*UNDECIDED):
+                    break
+                self._note_ended(await self._running.wait())
+                self._decide_ended()
+                self._report()
+            self._apply_limit()
+            await self._end_running()
+            return self._finish()
+        except BaseException as error:
+            try:
+                await self._stop_running()
+            finally:
+                self._keep_everything(cancelled=isinstance(error, asyncio.CancelledError))
+            raise
+
+    # ---- start ----
+
+    def _take_over(self) -> None:
+        """Accepted groups count as kept at once. The others start before any new prompt, oldest first."""
+        for groups, state in (
+            (self.carry_over.surplus, GroupState.KEPT),
+            (self.carry_over.unfinished, GroupState.WAITING),
+        ):
+            for pending in groups:
+                self._groups.put(pending, state)
+        interrupted = self.carry_over.interrupted
+        if interrupted is not None and interrupted.step == self._step:
+            self._continue(interrupted)
+            return
+        for pending in self._groups.ordered(GroupState.KEPT, GroupState.WAITING):
+            self._accounting.carried_in += self._group_size
+            if pending.has_tokens and self._policy.too_stale(self._staleness(pending)):
+                self._accounting.drop(pending.group, STALE, self._group_size)
+                self._groups.remove(pending)
+        for pending in self._groups.ordered(GroupState.WAITING):
+            if self._due(pending):
+                self._start(pending)
+
+    def _continue(self, interrupted: InterruptedStep) -> None:
+        """Restores the step as it was when it was cancelled. Groups that were running run again."""
+        self._events.accounting = interrupted.accounting
+        self._last_failure = interrupted.last_failure
+        self._began -= interrupted.seconds
+        for pending, reason in interrupted.rejected:
+            self._reject(pending, reason)
+        running = set(interrupted.running)
+        for pending in self._groups.ordered(GroupState.WAITING):
+            if pending.serial in running:
+                self._start(pending)
+
+    def _refill(self) -> None:
+        """Starts groups until as many are in flight as the policy wants, or the engine is full."""
+        self._events.refill = False
+        while self._groups.count(*UNDECIDED) < self._wanted_in_flight():
+            if self._policy.engine_full(self._runner.requests):
+                self._events.refill = True  # when a rollout has been generated, not when a group ends
+                return
+            pending = self._groups.first(GroupState.WAITING) or self._new_group()
+            if pending is None:
+                return
+            self._start(pending)
+
+    def _wanted_in_flight(self) -> int:
+        kept, unused = self._groups.count(GroupState.KEPT), self._accounting.unused_groups
+        return self._policy.wanted_in_flight(kept, unused, self._yield.value)
+
+    def _full(self) -> bool:
+        return self._policy.missing(self._groups.count(GroupState.KEPT), self._accounting.unused_groups) <= 0
+
+    def _new_group(self) -> PendingGroup | None:
+        if self._exhausted or self._policy.limit_reached(self._accounting.submitted_groups):
+            return None
+        try:
+            prompt = self._sampler.next_prompt()
+        except StopIteration:
+            self._exhausted = True
+            return None
+        pending = PendingGroup(self._next_serial, self._step, Group(prompt, []))
+        self._next_serial += 1
+        self._accounting.submit(self._group_size)
+        return pending
+
+    def _start(self, pending: PendingGroup) -> None:
+        self._groups.put(pending, GroupState.RUNNING)
+        if not pending.group.samples:
+            prompt, pending.step = pending.group.prompt, self._step
+            repeat = self._drawn.counts[prompt.id]
+            self._drawn.counts[prompt.id] += 1
+            seeds = [derive_seed(self._sampler.seed, self._step, prompt.id, i, repeat) for i in range(self._group_size)]
+            pending.group.samples = new_samples(prompt, seeds)
+        self._running.start(pending)
+        self._note_occupancy()
+
+    # ---- middle ----
+
+    def _complete(self) -> bool:
+        """The batch is full, and no running group would be too stale in the next step."""
+        if not self._full():
+            return False
+        return not any(self._due(pending) for pending in self._groups.unordered(GroupState.RUNNING))
+
+    def _due(self, pending: PendingGroup) -> bool:
+        """The group is from an earlier step, and this is the last step in which it can finish."""
+        if pending.step == self._step or not pending.has_tokens:
+            return False
+        return self._policy.must_finish_now(self._staleness(pending))
+
+    def _staleness(self, pending: PendingGroup) -> int:
+        return self._trained_version - pending.oldest_version
+
+    @property
+    def _trained_version(self) -> int:
+        return trained_version(self._sampler.config, self._step, self._sampler.engine.weight_version)
+
+    def _note_ended(self, ended: list[Ended]) -> None:
+        for pending, error in ended:
+            self._errors[pending.serial] = error
+            self._groups.put(pending, GroupState.ENDED)
+
+    def _decide_ended(self) -> None:
+        """Decides ended groups: at once, or (order: prompt) after every earlier prompt has been decided."""
+        in_order = self._policy.in_prompt_order
+        for pending in self._groups.ordered(GroupState.ENDED):
+            if in_order and pending is not self._groups.first(*UNDECIDED):
+                break
+            self._decide(pending)
+            # With order: prompt, the decisions alone determine what is submitted: refill after each of them.
+            if in_order and not self._complete():
+                self._refill()
+
+    def _decide(self, pending: PendingGroup) -> None:
+        """If this raises, the group stays ENDED and is carried over."""
+        error = self._errors[pending.serial]
+        if error is not None:
+            self._fail(pending, error)
+        elif pending.rejected:
+            self._accounting.drop(pending.group, f"{EARLY}-{pending.rejected}")
+            self._groups.remove(pending)  # samples may be missing: `on_limit: fill` cannot use it
+            self._yield.add(False)
+        elif not pending.finished:
+            self._groups.put(pending, GroupState.UNFINISHED)
+        else:
+            keep, reason = self._sampler.group_filter(pending.group)
+            if keep:
+                self._groups.put(pending, GroupState.KEPT)
+            else:
+                self._accounting.drop(pending.group, reason)
+                self._reject(pending, reason)
+            self._yield.add(keep)
+        del self._errors[pending.serial]
+
+    def _reject(self, pending: PendingGroup, reason: str) -> None:
+        self._groups.put(pending, GroupState.REJECTED)
+        self._reasons[pending.serial] = reason
+
+    def _fail(self, pending: PendingGroup, error: BaseException) -> None:
+        if not isinstance(error, EngineError) or isinstance(error, ForeignWeightsError):
+            raise error
+        self._last_failure = str(error)
+        self._accounting.fail(self._group_size)
+        if self._accounting.failed_groups > self._options.max_failed_groups:
+            raise EngineError(
+                f"step {self._step}: {self._accounting.failed_groups} groups failed "
+                f"(rollout.sampler.max_failed_groups is {self._options.max_failed_groups}); the last: {error}"
+            )
+        self._groups.remove(pending)
+
+    # ---- end ----
+
+    def _apply_limit(self) -> None:
+        """Applies `on_limit` if the batch is not full: no more prompts may be sampled, or there are none."""
+        if self._full():
+            return
+        if self._options.on_limit == "stop":
+            kept = self._groups.count(GroupState.KEPT)
+            raise SamplingLimitError(
+                f"{self._limit_message()}. rollout.sampler.on_limit is stop. The {kept} kept groups are carried over: "
+                "they are saved with the run and count when it resumes."
+            )
+        if self._options.on_limit == "fill":
+            missing = self._needed - self._groups.count(GroupState.KEPT)
+            for pending in self._groups.ordered(GroupState.REJECTED)[:missing]:
+                self._accounting.undrop(pending.group, self._reasons.pop(pending.serial))
+                self._groups.put(pending, GroupState.KEPT)
+        if not self._groups.count(GroupState.KEPT):
+            raise SamplingLimitError(
+                f"{self._limit_message()}. There is nothing to train on: check the grader and the group filter."
+            )
+
+    def _limit_message(self) -> str:
+        found = self._accounting
+        cause = "the prompts ran out" if self._exhausted else f"{found.submitted_groups} prompts were sampled"
+        return (
+            f"step {self._step}: {cause} and {self._groups.count(GroupState.KEPT)} of {self._needed} groups were kept; "
+            f"dropped: {dict(found.dropped_groups) or 'none'}, failed: {found.failed_groups}"
+            + (f" (the last: {self._last_failure})" if self._last_failure else "")
+        )
+
+    async def _end_running(self) -> None:
+        """Finishes or aborts the running groups, then decides them."""
+        if self._options.unfinished == "finish":
+            while self._running:
+                self._note_ended(await self._running.wait())
+                self._report()
+        elif self._running:
+            self._note_ended(await self._running.abort())
+            undecided = [p for p in self._groups.ordered(*UNDECIDED) if not p.rejected]
+            self._accounting.interrupt(sample for pending in undecided for sample in pending.unfinished_samples)
+        for pending in self._groups.ordered(GroupState.ENDED):
+            self._decide(pending)
+
+    def _finish(self) -> StepBatch:
+        kept = self._groups.ordered(GroupState.KEPT)
+        groups = [pending.group for pending in kept[: self._needed]]
+        surplus = kept[self._needed :]
+        if self._options.surplus == "drop":
+            for pending in surplus:
+                self._accounting.drop(pending.group, SURPLUS)
+            surplus = []
+        self._accounting.carry(sum(len(pending.group.rollouts) for pending in surplus))
+        unfinished = self._settle_unfinished()
+        self._accounting.train(groups)
+        self._accounting.check()
+        metrics = self._accounting.metrics(groups, self._clock() - self._began)
+        metrics |= staleness_metrics(groups, self._trained_version)
+        check_staleness(metrics, self._sampler.config, self._step)
+        self._note_occupancy()
+        metrics |= self._events.occupancy.metrics() | {"rollout/expected_yield": self._yield.value}
+        self._report()
+        self._yield.end_step()
+        self.carry_over = CarryOver(self._next_serial, surplus, unfinished, yield_estimate=self._yield)
+        return StepBatch(self._step, groups, metrics)
+
+    def _settle_unfinished(self) -> list[PendingGroup]:
+        """Applies `unfinished` to interrupted groups and to those that never started; returns those carried over."""
+        carried = []
+        for pending in self._groups.ordered(GroupState.UNFINISHED, GroupState.WAITING):
+            if self._options.unfinished == "drop" and pending.group.samples:
+                self._accounting.drop(pending.group, UNFINISHED)
+                continue
+            if self._options.unfinished == "restart":
+                self._accounting.wasted_tokens += pending.tokens
+                pending.group.samples = []
+            self._accounting.carry(self._group_size)
+            carried.append(pending)
+        return carried
+
+    # ---- error or cancellation ----
+
+    async def _stop_running(self) -> None:
+        try:
+            with contextlib.suppress(Exception):  # the error that ended the step is the one to raise
+                self._note_ended(await asyncio.wait_for(self._running.abort(), ABORT_TIMEOUT))
+        finally:
+            self._running.cancel()
+
+    def _keep_everything(self, cancelled: bool) -> None:
+        """Accepted groups become surplus. All other groups are carried over as they are, including partial samples."""
+        self.carry_over = CarryOver(
+            self._next_serial,
+            surplus=self._groups.ordered(GroupState.KEPT),
+            unfinished=self._groups.ordered(*UNDECIDED, GroupState.WAITING, GroupState.UNFINISHED),
+            drawn=self._drawn,
+            yield_estimate=self._yield,
+        )
+        if cancelled:
+            self.carry_over.interrupted = InterruptedStep(
+                self._step,
+                self._accounting,
+                seconds=self._clock() - self._began,
+                running=[pending.serial for pending in self._groups.ordered(*UNDECIDED)],
+                rejected=[(p, self._reasons[p.serial]) for p in self._groups.ordered(GroupState.REJECTED)],
+                last_failure=self._last_failure,
+            )
+
+    # ---- progress ----
+
+    def _note_occupancy(self) -> None:
+        self._events.occupancy.change(self._clock(), self._runner.requests, self._groups.count(*UNDECIDED))
+
+    def _report(self) -> None:
+        if self._sampler.on_progress is not None:
+            self._sampler.on_progress(
+                Progress(
+                    step=self._step, needed=self._needed, kept=self._groups.count(GroupState.KEPT),
+                    dropped={reason: n for reason, n in self._accounting.dropped_groups.items() if n},
+                    in_flight=self._groups.count(*UNDECIDED), running_requests=self._runner.running,
+                    finished_samples=self._accounting.finished_samples,
+                    response_tokens=self._accounting.response_tokens, seconds=self._clock() - self._began,
+                )
+            )  # fmt: skip

@@ -68,8 +68,14 @@ class BucketStream:
 
     # ---- the thread that produces ----
 
+    def wait_until_opened(self) -> None:
+        """By the engine, or until it is known that it will not read."""
+        self._handle_events(until=lambda: self._opened)
+
     def fill(self, buckets: Iterable[Bucket]) -> None:
-        """Produces every bucket. An error of theirs is the engine's, if the engine still reads."""
+        """Produces every bucket, from when the engine has opened the stream. An error of theirs is the engine's, if it
+        still reads."""
+        self.wait_until_opened()
         iterator = iter(buckets)
         try:
             while True:
@@ -79,17 +85,14 @@ class BucketStream:
                     break
                 self._hand_over(bucket)
         except Exception as error:
-            self._handle_events(until=lambda: self._opened)
             if self._closed:
                 raise
             self._send(error)
         self._exhausted = True
-        self._handle_events(until=lambda: self._opened)
         self._send(None)
         self._handle_events(until=lambda: not self._in_use)
 
     def _hand_over(self, bucket: Bucket) -> None:
-        self._handle_events(until=lambda: self._opened)
         if self._closed or self._failed:
             return
         try:

@@ -14,7 +14,8 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from megatron_dapo.algorithm import carries_loss, group_advantages, length_penalty
+from megatron_dapo.algorithm.advantages import group_advantages
+from megatron_dapo.algorithm.overlong import carries_loss, length_penalty
 from megatron_dapo.config import Config
 from megatron_dapo.config.algorithm import AlgorithmConfig
 from megatron_dapo.policy.batch import Floats, TrainBatch, trained_tokens

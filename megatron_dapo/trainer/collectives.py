@@ -3,14 +3,18 @@
 Rank 0 drives the engines, so the other ranks often wait for it. They wait in short broadcasts: rank 0 sends one every
 few seconds until its work is done, has failed (every rank raises the same `DriverError`), or is asked to stop (every
 rank raises `Stopped`). If rank 0 dies, the others end within one collective timeout, however long sampling may take.
+
+All messages and waits use the control group: gloo, on the CPU. A rank that waits in an NCCL call would take GPU time
+from colocated engines. Only arrays of `BULK` bytes and more use the device, after all ranks have arrived.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -25,11 +29,13 @@ from megatron_dapo.trainer.signals import Stopped, StopSignal
 T = TypeVar("T")
 BEAT_SECONDS = 5.0
 STOP_CHECK_SECONDS = 0.5
+BULK = 1 << 20
 WAITING, DONE, STOPPED, FAILED = range(4)  # a state from FAILED on is FAILED plus an index of KINDS
 # Kinds of failures, which rank 0 alone can tell apart: the first that matches.
 KINDS: tuple[type[BaseException], ...] = (
     EngineError, ConfigError, LockLost, CheckpointError, GateError, BaseException,
 )  # fmt: skip
+DTYPES = [np.dtype(name) for name in ("bool", "uint8", "int32", "int64", "float32")]  # of shared arrays
 
 
 class DriverError(RankError):
@@ -51,6 +57,12 @@ class DriverError(RankError):
         return self.kind in (EngineError, BaseException)
 
 
+class Driver(Protocol):
+    """Rank 0's rollout thread."""
+
+    progress: int  # increases while the thread achieves something
+
+
 class Collectives:
     """Every method is called by all ranks, in the same order."""
 
@@ -58,36 +70,47 @@ class Collectives:
         self, runtime: Runtime, stop: StopSignal, mark: Callable[[str, bool], None] = lambda doing, progress: None
     ) -> None:
         """`mark(doing, progress)` tells the watchdog what the loop does, and whether it has made progress."""
-        self.runtime, self.stop, self._mark = runtime, stop, mark
-        self.driver_progress: Callable[[], int] = lambda: 0  # rank 0: a counter that the rollout thread increments
-        self._seen_progress = -1
+        self.runtime = runtime
+        self.stop = stop
+        self.driver: Driver | None = None  # rank 0, from the start of the rollout thread on
         self.received_bytes = 0  # by this rank, since the start
+        self._mark = mark
+        self._seen_progress = -1
 
     # ---- agreement ----
 
     def stop_if_requested(self, doing: str) -> None:
         """Raises Stopped on every rank if any rank was asked to stop. The run can be saved where this is called."""
         self._mark(doing, True)
-        asked = torch.tensor([self.stop.number], device=self.runtime.device)
-        dist.all_reduce(asked, op=dist.ReduceOp.MAX)
-        if number := int(asked.item()):
+        if number := self._largest(self.stop.number)[0]:
             raise Stopped(doing, number)
 
     def agree(self, fact: bool) -> bool:
         """Rank 0's view, on every rank."""
-        return bool(self._broadcast_number(int(fact)))
+        return bool(self._from_driver(int(fact)))
 
-    def on_driver(self, work: Callable[[], T], doing: str) -> T | None:
-        """Rank 0 runs `work` and gets its result. Its error is a DriverError on every rank."""
-        result: T | None = None
+    @contextlib.contextmanager
+    def on_driver(self, doing: str) -> Iterator[bool]:
+        """`with collectives.on_driver("…") as mine: if mine: …` is work of rank 0; True there. Its error inside the
+        block is a DriverError on every rank."""
         failure: BaseException | None = None
-        if self.runtime.rank == 0:
-            try:
-                result = work()
-            except Exception as error:
-                failure = error
-        self._raise_if_failed(self._broadcast_number(_state_of(failure)), failure, doing)
-        return result
+        try:
+            yield self.runtime.rank == 0
+        except Exception as error:
+            if self.runtime.rank != 0:
+                raise
+            failure = error
+        self._raise_if_failed(self._from_driver(_state_of(failure)), failure, doing)
+
+    def barrier(self) -> None:
+        """Returns when every rank has arrived and its GPU work is done."""
+        if self.runtime.device.type == "cuda":
+            torch.cuda.synchronize(self.runtime.device)
+        self.arrive()
+
+    def arrive(self) -> None:
+        """Returns when every rank has arrived."""
+        self._largest(0)
 
     # ---- waiting for rank 0 ----
 
@@ -99,11 +122,11 @@ class Collectives:
         while True:
             state, failure = self._look(future, stoppable) if future is not None else (WAITING, None)
             self._mark(doing, future is None or self._has_advanced())
-            state = self._broadcast_number(state)
+            state = self._from_driver(state)
             if state == DONE:
                 return future.result() if future is not None else None
             if state == STOPPED:
-                raise Stopped(doing, self._broadcast_number(self.stop.number))
+                raise Stopped(doing, self._from_driver(self.stop.number))
             self._raise_if_failed(state, failure, doing)
 
     def _look(self, future: Future[Any], stoppable: bool) -> tuple[int, BaseException | None]:
@@ -117,7 +140,7 @@ class Collectives:
         return _state_of(error), error
 
     def _has_advanced(self) -> bool:
-        progress = self.driver_progress()
+        progress = self.driver.progress if self.driver is not None else 0
         before, self._seen_progress = self._seen_progress, progress
         return progress != before
 
@@ -125,22 +148,29 @@ class Collectives:
         if state < FAILED:
             return
         kind = KINDS[state - FAILED]
-        message = self._broadcast_text(str(failure))
+        texts = [str(failure), type(failure).__name__]
+        dist.broadcast_object_list(texts, src=0, group=self.runtime.control)
+        message, name = texts
         if kind is ConfigError:
             raise ConfigError(message) from failure
-        name = self._broadcast_text(type(failure).__name__)
         raise DriverError(f"rank 0 failed while {doing}: {name}: {message}", kind) from failure
 
     # ---- data ----
 
     def share_array(self, array: np.ndarray | None) -> np.ndarray | None:
         """One array of rank 0 (or None) on every rank."""
-        dtype, length = self._share_header(array)
-        if dtype is None:
+        found = self._announce(array)
+        if found is None:
             return None
-        if array is None:
-            array = np.empty(length, dtype)
-        return self._broadcast(torch.from_numpy(np.ascontiguousarray(array))).numpy()
+        if self.runtime.rank != 0:
+            self.received_bytes += found.nbytes
+        tensor = torch.from_numpy(np.ascontiguousarray(found))
+        if found.nbytes < BULK:
+            dist.broadcast(tensor, src=0, group=self.runtime.control)
+        else:
+            tensor = tensor.to(self.runtime.device)
+            dist.broadcast(tensor, src=0)
+        return tensor.cpu().numpy()
 
     def scatter_array(
         self, array: np.ndarray | None, offsets: NDArray[np.int64], shares: Sequence[Sequence[int]]
@@ -148,33 +178,27 @@ class Collectives:
         """One array of rank 0 (or None), in which sample i is [offsets[i], offsets[i + 1]). The other ranks receive the
         samples of their data-parallel rank, `shares[dp]`, and have zeros elsewhere. Pages that nobody writes use no
         memory."""
-        groups = self.runtime.groups
-        if groups.dp.size() == 1:
-            return self.share_array(array)
-        dtype, length = self._share_header(array)
-        if dtype is None:
-            return None
-        whole = np.zeros(length, dtype) if array is None else array
-        places = [[slice(offsets[i], offsets[i + 1]) for i in share] for share in shares]
-        mine = places[groups.dp.rank()]
-        piece = self._scatter(whole, places) if self.runtime.rank == 0 else np.empty(_size(mine), dtype)
-        piece = self._receive_piece(torch.from_numpy(piece).to(self.runtime.device)).cpu().numpy()
-        if self.runtime.rank != 0:
-            at = 0
-            for place in mine:
-                end = at + place.stop - place.start
-                whole[place] = piece[at:end]
-                at = end
-        return whole
-
-    def _scatter(self, whole: np.ndarray, places: Sequence[Sequence[slice]]) -> np.ndarray:
-        """Rank 0 sends every data-parallel rank its samples, to the first of its ranks; returns rank 0's own."""
-        pieces = [np.concatenate([whole[:0], *(whole[place] for place in share)]) for share in places]
         dp = self.runtime.groups.dp
-        for index in range(1, dp.size()):
-            if pieces[index].size:
-                dist.send(torch.from_numpy(pieces[index]).to(self.runtime.device), dist.get_global_rank(dp, index))
-        return pieces[0]
+        if dp.size() == 1:
+            return self.share_array(array)
+        whole = self._announce(array)
+        if whole is None:
+            return None
+        places = [[slice(offsets[i], offsets[i + 1]) for i in share] for share in shares]
+        mine = places[dp.rank()]
+        if self.runtime.rank == 0:
+            pieces = [np.concatenate([whole[:0], *(whole[place] for place in share)]) for share in places]
+            for index in range(1, dp.size()):
+                if pieces[index].size:
+                    dist.send(torch.from_numpy(pieces[index]).to(self.runtime.device), dist.get_global_rank(dp, index))
+            self._receive_piece(torch.from_numpy(pieces[0]).to(self.runtime.device))
+            return whole
+        sizes = [int(place.stop - place.start) for place in mine]
+        piece = torch.from_numpy(np.empty(sum(sizes), whole.dtype)).to(self.runtime.device)
+        received = np.split(self._receive_piece(piece).cpu().numpy(), np.cumsum(sizes))[:-1]
+        for place, values in zip(mine, received, strict=True):
+            whole[place] = values
+        return whole
 
     def _receive_piece(self, piece: torch.Tensor) -> torch.Tensor:
         """From rank 0 to the first rank with these samples, then to those that hold parts of the same model."""
@@ -190,40 +214,28 @@ class Collectives:
         dist.broadcast(piece, dist.get_global_rank(groups.cp, 0), groups.cp)
         return piece
 
-    def _share_header(self, array: np.ndarray | None) -> tuple[np.dtype[Any] | None, int]:
-        """Type and length of rank 0's array; no type if there is none."""
-        kinds = [np.dtype(t) for t in (np.bool_, np.uint8, np.int32, np.int64, np.float32)]
-        header = [-1, 0]
+    def _announce(self, array: np.ndarray | None) -> np.ndarray | None:
+        """Rank 0's array there, an empty one of its type and length elsewhere, or None. All ranks have arrived."""
+        header = (-1, 0)
         if self.runtime.rank == 0 and array is not None:
-            header = [kinds.index(array.dtype), len(array)]
-        kind, length = self._broadcast(torch.tensor(header)).tolist()
-        return (None if kind < 0 else kinds[kind]), length
+            header = (DTYPES.index(array.dtype), len(array))
+        kind, length = self._largest(*header)
+        if kind < 0:
+            return None
+        return array if self.runtime.rank == 0 else np.zeros(length, DTYPES[kind])
 
-    def barrier(self) -> None:
-        """Returns when every rank has arrived and its GPU work is done."""
-        here = torch.zeros(1, device=self.runtime.device)
-        dist.all_reduce(here)
-        here.item()
+    # ---- messages on the CPU ----
 
-    def _broadcast_number(self, value: int) -> int:
-        return int(self._broadcast(torch.tensor([value])).item())
+    def _largest(self, *values: int) -> list[int]:
+        """Each value's maximum over the ranks. Returns when every rank has arrived."""
+        found = torch.tensor(values, dtype=torch.int64)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.runtime.control)
+        return found.tolist()
 
-    def _broadcast_text(self, text: str) -> str:
-        data = np.frombuffer(text.encode() or b" ", dtype=np.uint8).astype(np.int32)
-        found = self.share_array(data if self.runtime.rank == 0 else None)
-        assert found is not None
-        return found.astype(np.uint8).tobytes().decode()
-
-    def _broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        on_device = tensor.to(self.runtime.device)
-        if self.runtime.rank != 0:
-            self.received_bytes += on_device.nbytes
-        dist.broadcast(on_device, src=0)
-        return on_device.cpu()
-
-
-def _size(places: Sequence[slice]) -> int:
-    return sum(int(place.stop - place.start) for place in places)
+    def _from_driver(self, value: int) -> int:
+        found = torch.tensor([value])
+        dist.broadcast(found, src=0, group=self.runtime.control)
+        return int(found.item())
 
 
 def _state_of(error: BaseException | None) -> int:

@@ -15,17 +15,14 @@ At most two of training state, trainer weights, engine weights and KV cache are 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from enum import Enum
-from typing import TYPE_CHECKING
 
 import torch
 
+from megatron_dapo.observe.observer import NullObserver, Observer
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.trainer.collectives import Collectives, DriverError
-
-if TYPE_CHECKING:
-    from megatron_dapo.trainer.rollout_driver import RolloutDriver
+from megatron_dapo.trainer.rollouts import Rollouts
 
 GIB = 2**30
 
@@ -41,9 +38,12 @@ class OnGpu(Enum):
 class Colocation:
     """Every method is called by all ranks, in the same order."""
 
-    def __init__(self, shared: bool, policy: Policy, collectives: Collectives, log: Callable[[str], None]) -> None:
-        self.shared, self.on_gpu = shared, OnGpu.EVERYTHING
-        self._policy, self._collectives, self._log = policy, collectives, log
+    def __init__(self, shared: bool, policy: Policy, collectives: Collectives) -> None:
+        self.observer: Observer = NullObserver()
+        self.shared = shared
+        self.on_gpu = OnGpu.EVERYTHING
+        self._policy = policy
+        self._collectives = collectives
 
     @property
     def engines_have_memory(self) -> bool:
@@ -63,7 +63,7 @@ class Colocation:
         self._policy.offload_training_state()
         self._collectives.barrier()  # an engine takes memory only after every rank has freed its own
         self.on_gpu = OnGpu.WEIGHTS
-        self._log(
+        self.observer.log(
             f"GPU to the engines: {before}; training state offloaded in {time.monotonic() - began:.2f} s: "
             f"{self._memory()}"
         )
@@ -76,32 +76,30 @@ class Colocation:
         self._collectives.barrier()
         self.on_gpu = OnGpu.NOTHING
 
-    def onload(self, rollouts: RolloutDriver | None) -> None:
-        """The engines release their memory, and everything of the trainer is on the GPU again. Ranks other than 0
-        pass None. The engines serve nothing until the next weight sync."""
+    def onload(self, rollouts: Rollouts) -> None:
+        """The engines release their memory, and everything of the trainer is on the GPU again. The engines serve
+        nothing until the next weight sync."""
         if not self.engines_have_memory:
             return
         before, began = self._memory(), time.monotonic()
-        released = rollouts.release_memory() if rollouts is not None else None
-        self._collectives.wait(released, "waiting until the engines release their GPU memory")
+        rollouts.release_memory()
         self._onload(before, began)
 
-    def onload_for_the_last_time(self, rollouts: RolloutDriver | None) -> None:
+    def onload_or_close_engines(self, rollouts: Rollouts) -> None:
         """As `onload`, for a run that ends: engines that cannot release their memory are closed instead."""
         try:
             self.onload(rollouts)
         except DriverError as error:
-            self._log(f"{error}; closing the engines instead")
+            self.observer.log(f"{error}; closing the engines instead")
             before, began = self._memory(), time.monotonic()
-            closed = rollouts.close_engines() if rollouts is not None else None
-            self._collectives.wait(closed, "closing the engines")
+            rollouts.close_engines()
             self._onload(before, began)
 
     def _onload(self, before: str, began: float) -> None:
         released, after_release = time.monotonic(), self._memory()
         self._policy.onload()
         self.on_gpu = OnGpu.EVERYTHING
-        self._log(
+        self.observer.log(
             f"GPU to the trainer: {before}; the engines released theirs in {released - began:.2f} s: {after_release}; "
             f"training state onloaded in {time.monotonic() - released:.2f} s: {self._memory()}"
         )

@@ -16,7 +16,7 @@ from pathlib import Path
 from urllib.parse import urlparse
 
 from megatron_dapo.algorithm.filtering import load_group_filter
-from megatron_dapo.algorithm.objective import load_objective
+from megatron_dapo.algorithm.loss import load_objective
 from megatron_dapo.config import Config, ConfigError, ModelShape
 from megatron_dapo.config.trainer import EvalConfig, WandbConfig
 from megatron_dapo.data import RunData, load_run_data, load_tokenizer

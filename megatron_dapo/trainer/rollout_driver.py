@@ -1,8 +1,9 @@
 """Rank 0's rollouts: a thread with an event loop in which sampling, grading, evaluation and weight updates run.
 
-The main thread trains. It starts an operation here and gets a future, so every wait of the main thread can be watched.
-Batches are collected by `batch_queue`, also while the main thread trains and sends weights. `progress` counts what the
-thread has achieved. It stands still when the thread is blocked or nothing finishes, and the watchdog then ends the run.
+The main thread trains. It starts an operation here and gets a future, so every wait of the main thread can be watched
+(`Rollouts`). Batches are collected in a `BatchQueue`, also while the main thread trains and sends weights. `progress`
+counts what the thread has achieved. It stands still when the thread is blocked or nothing finishes, and the watchdog
+then ends the run.
 """
 
 from __future__ import annotations
@@ -14,38 +15,47 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_dapo import fault_points
 from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.data import RunData, load_run_data
-from megatron_dapo.engines.load import open_engine, timed, watched_load
+from megatron_dapo.engines import open_engine
 from megatron_dapo.engines.protocol import Engine, WeightReport, derive_seed
-from megatron_dapo.engines.teacher import Teacher, open_teacher
+from megatron_dapo.engines.server_load import watch_load
 from megatron_dapo.errors import EngineError
 from megatron_dapo.evaluate import Evaluation, evaluate_sets
 from megatron_dapo.observe.observer import NullObserver, Observer
 from megatron_dapo.reward.combined import Graders, ResponseGrader, open_graders
 from megatron_dapo.rollout.accounting import Progress
-from megatron_dapo.rollout.agents.functions import load_rollout_function
-from megatron_dapo.rollout.agents.openai_endpoint import close_endpoints
-from megatron_dapo.rollout.agents.tools.sandbox import close_sandboxes, take_tool_metrics
+from megatron_dapo.rollout.agents.functions import close_shared, load_rollout_function, take_shared_metrics
 from megatron_dapo.rollout.sampler import Sampler
 from megatron_dapo.sync.bucket_stream import BucketStream
 from megatron_dapo.trainer.watchdog import log_folder
-from megatron_dapo.types import Grade, Prompt, Sample, StepBatch
+from megatron_dapo.types import StepBatch
 
-# The batches that are collected ahead of the trainer, in the rollout thread of rank 0.
+if TYPE_CHECKING:
+    from megatron_dapo.engines.teacher import Teacher
+
+T = TypeVar("T")
+CLOSE_SECONDS = 120.0
+CANCEL_SECONDS = 10.0
+SETTLE_SECONDS = 300.0
+PULSE_SECONDS = 1.0
 
 
 class BatchQueue:
-    """All methods but `has`, `remove`, `state` and `restore` run in the event loop of the rollout thread."""
+    """The batches that are collected ahead of the trainer. All methods but `has`, `remove`, `state` and `restore` run
+    in the event loop of the rollout thread."""
 
     def __init__(
         self, collect: Callable[[int], Awaitable[StepBatch]], weight_version: Callable[[], int], max_staleness: int
     ) -> None:
-        self._collect, self._weight_version, self._max_staleness = collect, weight_version, max_staleness
+        self._collect = collect
+        self._weight_version = weight_version
+        self._max_staleness = max_staleness
         self._complete: dict[int, StepBatch] = {}
         self._next = 0  # the step whose batch is collected next
         self._last = -1  # the last step whose batch may be collected now
@@ -130,28 +140,19 @@ class BatchQueue:
         self._next = next_step
 
 
-T = TypeVar("T")
-CLOSE_SECONDS = 120.0
-CANCEL_SECONDS = 10.0
-SETTLE_SECONDS = 300.0
-PULSE_SECONDS = 1.0
-
-
 class RolloutDriver:
-    def __init__(
-        self,
-        config: Config,
-        observer: Observer | None = None,
-        data: RunData | None = None,
-    ) -> None:
+    def __init__(self, config: Config, observer: Observer | None = None, data: RunData | None = None) -> None:
         """Loads the tokenizer and, unless they are given, the prompts; `start` starts everything else."""
         from transformers import AutoTokenizer  # takes seconds, and the other ranks do without it
 
-        self.config, self._observer = config, observer or NullObserver()
         tokenizer = AutoTokenizer.from_pretrained(config.policy.model)
         data = data or load_run_data(config, tokenizer)
-        self.cursor, self.problems = data.mixture(config), data.evaluation
+        self.config = config
+        self.cursor = data.mixture(config)
+        self.problems = data.evaluation
         self.progress = 0
+        self.queue = BatchQueue(self._collect, lambda: self.engine.weight_version, config.rollout.max_staleness)
+        self._observer = observer or NullObserver()
         self._responses = ResponseGrader(tokenizer)
         self._function = load_rollout_function(config.rollout, tokenizer)
         self._loop = asyncio.new_event_loop()
@@ -159,7 +160,6 @@ class RolloutDriver:
         self._idle = asyncio.Event()
         self._idle.set()
         self._running = 0  # operations
-        self._queue = BatchQueue(self._collect, lambda: self.engine.weight_version, config.rollout.max_staleness)
         self._counted: dict[str, float] = {}
         self._engine: Engine | None = None
         self._pool: Graders | None = None
@@ -180,17 +180,20 @@ class RolloutDriver:
             self._engine = await open_engine(self.config.rollout, self.config.policy.model, logs)
         finally:
             showing.cancel()
-        self._teacher = await open_teacher(self.config.algorithm.distillation)
+        if self.config.algorithm.distillation.enabled:
+            from megatron_dapo.engines.teacher import open_teacher
+
+            self._teacher = await open_teacher(self.config.algorithm.distillation)
         self._pool = await open_graders(self.config.reward, self._responses.tokenizer_json).__aenter__()
         self._sampler = Sampler(
-            timed(self._engine, self._observer.request),
-            self._grade,
+            self._engine,
+            partial(self._responses.grade, self._pool),
             lambda: self.cursor.take(1)[0],
             self.config.rollout,
             groups_per_step=self.config.trainer.prompts_per_step,
             seed=self.config.trainer.seed,
             on_progress=self._on_sampling,
-            on_decided=self.cursor.record,
+            on_request=self._observer.request,
             function=self._function,
         )
 
@@ -231,8 +234,7 @@ class RolloutDriver:
     async def _close(self) -> None:
         if self._teacher is not None:
             await self._teacher.close()
-        await close_sandboxes()
-        await close_endpoints()
+        await close_shared()
         if self._pool is not None:
             await self._pool.__aexit__(None, None, None)
         await self._close_engines()
@@ -297,14 +299,14 @@ class RolloutDriver:
 
     def collect_to(self, step: int) -> None:
         """Collects batches up to that of `step` in the background, each as soon as it is admitted."""
-        self._loop.call_soon_threadsafe(self._queue.run_to, step)
+        self._loop.call_soon_threadsafe(self.queue.run_to, step)
 
     def batch(self, step: int) -> Future[StepBatch]:
-        """The batch of `step`, when it is complete. It stays here until `remove_batch`."""
+        """The batch of `step`, when it is complete. It stays in the queue until it is removed."""
         return asyncio.run_coroutine_threadsafe(self._batch(step), self._loop)
 
     async def _batch(self, step: int) -> StepBatch:
-        batch = await self._queue.get(step)
+        batch = await self.queue.get(step)
         if self._teacher is not None:  # the batch is still in the queue, so an interruption loses nothing
             batch.metrics |= await self._teacher.score(batch.samples, self._advance)
         return batch
@@ -312,29 +314,23 @@ class RolloutDriver:
     def _advance(self) -> None:
         self.progress += 1
 
-    def has_batch(self, step: int) -> bool:
-        return self._queue.has(step)
-
-    def remove_batch(self, step: int) -> None:
-        self._queue.remove(step)
-
     def collected(self) -> Future[None]:
         """Done when everything that `collect_to` asked for is complete."""
-        return asyncio.run_coroutine_threadsafe(self._queue.idle(), self._loop)
+        return asyncio.run_coroutine_threadsafe(self.queue.idle(), self._loop)
 
     def interrupt(self) -> Future[None]:
         """Interrupts the batch that is being collected, if any. `collect_to` continues it."""
-        return asyncio.run_coroutine_threadsafe(self._queue.interrupt(), self._loop)
+        return asyncio.run_coroutine_threadsafe(self.queue.interrupt(), self._loop)
 
     async def _collect(self, step: int) -> StepBatch:
         async with self._counted_operation(bounded=False):
             fault_points.reach("rollouts/before_collect")
             self.cursor.begin_step(step)
-            async with watched_load(self.engine) as load:
+            async with watch_load(self.engine) as load:
                 batch = await self.sampler.collect(step)
-            batch.metrics |= {**self.cursor.metrics(batch), **load.metrics(), **take_tool_metrics()}
+            batch.metrics |= {**self.cursor.metrics(batch), **load.metrics(), **take_shared_metrics()}
             shown = batch.groups[: self.config.observe.samples_groups]
-            self._responses.add_texts(sample for group in shown for sample in group.samples)
+            self._responses.add_texts([sample for group in shown for sample in group.samples])
             fault_points.reach("rollouts/after_collect")
             return batch
 
@@ -353,11 +349,6 @@ class RolloutDriver:
         return self._submit(
             evaluate_sets(self.engine, self.problems, self._pool, settings, seed, advance, self._function)
         )
-
-    async def _grade(self, prompt: Prompt, sample: Sample) -> Grade:
-        assert self._pool is not None
-        fault_points.reach("rollouts/before_grade")
-        return await self._responses.grade(self._pool, prompt, sample)
 
     def _on_sampling(self, progress: Progress) -> None:
         self.progress += 1
@@ -387,7 +378,7 @@ class RolloutDriver:
 
     async def _serve_weights(self, version: int) -> WeightReport:
         report = await self.engine.serve_weights(version)
-        self._queue.notify()
+        self.queue.notify()
         return report
 
     def release_memory(self) -> Future[None]:
@@ -396,29 +387,26 @@ class RolloutDriver:
     # ---- state ----
 
     def state(self) -> dict[str, Any]:
-        """Call while nothing is being collected, as `batches`."""
-        return {
+        """Call while nothing is being collected."""
+        rollouts = {
             "cursor": self.cursor.state_dict(),
             "sampler": self.sampler.state(),
             "samples_per_prompt": self.config.rollout.samples_per_prompt,
             "reward": self._reward_counts(),  # of the step that is not recorded yet
         }
+        return {"rollouts": rollouts, "batches": self.queue.state()}
 
-    def batches(self) -> list[dict[str, Any]]:
-        """The batches that were collected ahead."""
-        return self._queue.state()
-
-    def restore(self, state: dict[str, Any], batches: list[dict[str, Any]], next_step: int) -> None:
-        """`next_step`: the step whose batch is collected next."""
-        self._queue.restore(batches, next_step)
-        self.cursor.load_state_dict(state["cursor"])
-        self._check_group_size(state)
-        self.sampler.restore(state["sampler"])
-        self._counted = {name: -value for name, value in state.get("reward", {}).items()}
+    def restore(self, state: dict[str, Any], next_step: int) -> None:
+        """`next_step`: the step after those that are trained or being trained."""
+        rollouts, batches = state["rollouts"], state["batches"]
+        self.queue.restore(batches, next_step + len(batches))
+        self.cursor.load_state_dict(rollouts["cursor"])
+        self._check_group_size(rollouts)
+        self.sampler.restore(rollouts["sampler"])
+        self._counted = {name: -value for name, value in rollouts["reward"].items()}
 
     def _check_group_size(self, state: dict[str, Any]) -> None:
-        ours = self.config.rollout.samples_per_prompt
-        saved = state.get("samples_per_prompt", ours)
+        ours, saved = self.config.rollout.samples_per_prompt, state["samples_per_prompt"]
         carried_over = len(state["sampler"]["surplus"]) + len(state["sampler"]["unfinished"])
         if saved != ours and carried_over:
             raise ConfigError(

@@ -1,13 +1,16 @@
-"""One step being trained: its batch on this rank, its mini-batches, and how many updates are done.
+"""One step: its batch on every rank, log-probs before the first update, the gate, and the updates themselves.
 
 A step can be saved between two of its updates and continued after a resume. Rank 0 holds the groups that it was made
-of; the other ranks get from rank 0 what they need (`batch_sharing`).
+of. Every rank needs the lengths, advantages and masks of all samples, because the schedule and the loss's counts depend
+on the whole mini-batch: they are broadcast. Tokens and log-probs are read only by the data-parallel rank that a sample
+is assigned to; the others have zeros there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +21,21 @@ from numpy.typing import NDArray
 from megatron_dapo import fault_points
 from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.errors import UserError
-from megatron_dapo.policy.batch import Floats, TrainBatch, trained_tokens
+from megatron_dapo.observe.observer import NullObserver, Observer
+from megatron_dapo.policy.batch import Floats, Ints, TrainBatch, trained_tokens
 from megatron_dapo.policy.metrics import StepMetrics
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.policy.step import NonFiniteError
 from megatron_dapo.trainer.advantages import mini_batches, shape_batch
-from megatron_dapo.trainer.batch_sharing import share_batch
 from megatron_dapo.trainer.collectives import Collectives
 from megatron_dapo.trainer.logprob_gate import check_gate
 from megatron_dapo.trainer.throughput import StepProfiler, throughput_metrics
-from megatron_dapo.types import StepBatch, json_default
+from megatron_dapo.types import RoutedExperts, StepBatch, json_default
+
+MiniBatches = list[list[int]]
+Shares = Callable[[Ints, MiniBatches], list[list[int]]]  # lengths, mini-batches: samples of each data-parallel rank
+PER_SAMPLE = ("prompt_lengths", "response_lengths", "advantages")
+SHARED_OTHERWISE = ("loss_mask", "routed_experts")
 
 
 @dataclass(slots=True)
@@ -43,14 +51,12 @@ class TrainStep:
     def share(cls, source: StepBatch | None, config: Config, collectives: Collectives, policy: Policy) -> TrainStep:
         """Collective. Rank 0 passes the sampled batch: rewards, advantages and masks are decided there. The other ranks
         get the samples that they train on."""
-
-        def shape() -> tuple[TrainBatch, dict[str, float], list[list[int]]]:
-            assert source is not None
-            batch, metrics = shape_batch(source, config)
-            return batch, metrics | source.metrics, mini_batches(source, config)
-
-        shaped = collectives.on_driver(shape, "computing advantages")
-        batch, metrics, mini = shaped if shaped is not None else (None, {}, None)
+        batch, mini, metrics = None, None, {}
+        with collectives.on_driver("computing advantages"):
+            if source is not None:
+                batch, metrics = shape_batch(source, config)
+                metrics |= source.metrics
+                mini = mini_batches(source, config)
         # The load balancing loss of a MoE model counts the tokens of the whole mini-batch on every rank.
         everywhere, indices = share_batch(
             collectives, batch, mini, policy.step.shares, whole_log_probs=policy.shape.is_moe
@@ -81,10 +87,9 @@ class TrainStep:
     # ---- saved between two updates ----
 
     def to_state(self) -> dict[str, Any]:
-        """Rank 0."""
-        assert self.source is not None
+        """Rank 0's is saved."""
         return {
-            "batch": self.source.to_state(),
+            "batch": self.source.to_state() if self.source is not None else None,
             "metrics": self.rollout_metrics,
             "mini_batches": len(self.mini_batches),
             "done": self.updates_done,
@@ -94,23 +99,21 @@ class TrainStep:
         }
 
     @classmethod
-    def restore(
-        cls, state: dict[str, Any] | None, config: Config, collectives: Collectives, policy: Policy
-    ) -> TrainStep:
-        """Collective. Rank 0 passes the state."""
-        step = cls.share(StepBatch.from_state(state["batch"]) if state else None, config, collectives, policy)
-        if state is not None:
-            step.rollout_metrics = state["metrics"]
-            step.update_metrics = StepMetrics.from_state(state["updates"])
-            step.batch.old_logprobs, step.batch.ref_logprobs = (
-                _float32(state["old_logprobs"]), _float32(state["ref_logprobs"]),
-            )  # fmt: skip
-        collectives.on_driver(lambda: _check_mini_batches(state, step), "continuing the interrupted step")
-        done = collectives.share_array(np.array([state["done"]]) if state else None)
-        assert done is not None
-        step.updates_done = int(done[0])
-        step.batch.old_logprobs = collectives.share_array(step.batch.old_logprobs)
-        step.batch.ref_logprobs = collectives.share_array(step.batch.ref_logprobs)
+    def restore(cls, state: dict[str, Any], config: Config, collectives: Collectives, policy: Policy) -> TrainStep:
+        """Collective. Only rank 0's state has the batch."""
+        source = None if state["batch"] is None else StepBatch.from_state(state["batch"])
+        step = cls.share(source, config, collectives, policy)
+        if state["mini_batches"] != len(step.mini_batches):
+            raise ConfigError(
+                f"the checkpoint was saved after {state['done']} of {state['mini_batches']} updates of a step, but "
+                f"with this trainer.mini_batch_prompts the step has {len(step.mini_batches)}: use the saved setting "
+                "until the step is done"
+            )
+        step.updates_done = state["done"]
+        step.rollout_metrics = state["metrics"]
+        step.update_metrics = StepMetrics.from_state(state["updates"])
+        step.batch.old_logprobs = state["old_logprobs"]
+        step.batch.ref_logprobs = state["ref_logprobs"]
         return step
 
     def dump(self, folder: Path, step: int) -> None:
@@ -122,21 +125,74 @@ class TrainStep:
             (folder / f"step_{step}_update_{self.updates_done}.json").write_bytes(text)
 
 
-def _check_mini_batches(state: dict[str, Any] | None, step: TrainStep) -> None:
-    assert state is not None
-    saved, ours = state.get("mini_batches", len(step.mini_batches)), len(step.mini_batches)
-    if saved != ours:
-        raise ConfigError(
-            f"the checkpoint was saved after {state['done']} of {saved} updates of a step, but with this "
-            f"trainer.mini_batch_prompts the step has {ours}: use the saved setting until the step is done"
-        )
+def share_batch(
+    collectives: Collectives,
+    batch: TrainBatch | None,
+    mini_batches: MiniBatches | None,
+    shares: Shares,
+    *,
+    whole_log_probs: bool = False,
+) -> tuple[TrainBatch, MiniBatches]:
+    """Collective. Rank 0 passes the batch and its mini-batches. `whole_log_probs`: every rank needs all of them."""
+    sizes = collectives.share_array(None if mini_batches is None else np.array([len(m) for m in mini_batches]))
+    assert sizes is not None
+    indices = [list(range(a, b)) for a, b in pairwise([0, *np.cumsum(sizes).tolist()])]
+    values = {name: collectives.share_array(None if batch is None else getattr(batch, name)) for name in PER_SAMPLE}
+    bits = collectives.share_array(None if batch is None else np.packbits(batch.loss_mask))
+    assert bits is not None and values["response_lengths"] is not None
+    mask = np.unpackbits(bits, count=int(values["response_lengths"].sum())).astype(np.bool_)
+    everywhere = TrainBatch(tokens=np.empty(0, np.int32), loss_mask=mask, **values)  # type: ignore[arg-type]
+    places = shares(everywhere.lengths, indices)
+    everywhere.routed_experts = _share_experts(
+        collectives, None if batch is None else batch.routed_experts, everywhere, indices, shares
+    )
+    for name in (f.name for f in fields(TrainBatch) if f.name not in (*PER_SAMPLE, *SHARED_OTHERWISE)):
+        array = None if batch is None else getattr(batch, name)
+        if name == "tokens":
+            found = collectives.scatter_array(array, everywhere.token_offsets, places)
+        elif whole_log_probs:
+            found = collectives.share_array(array)
+        else:
+            found = collectives.scatter_array(array, everywhere.response_offsets, places)
+        setattr(everywhere, name, found)
+    return everywhere, indices
 
 
-def _float32(values: Any) -> Floats | None:
-    return None if values is None else np.asarray(values, dtype=np.float32)
-
-
-# Training on one step: log-probs before the first update, the gate, and the updates themselves.
+def _share_experts(
+    collectives: Collectives,
+    routed: list[RoutedExperts | None] | None,
+    batch: TrainBatch,
+    mini_batches: MiniBatches,
+    shares: Shares,
+) -> list[RoutedExperts | None] | None:
+    """Hundreds of bytes for each token, so one mini-batch at a time, and only to the ranks that train on it."""
+    known = [experts for experts in routed or () if experts is not None]
+    largest = max(known, key=lambda experts: experts.itemsize, default=None)
+    header = collectives.share_array(None if largest is None else np.array([largest.shape[1], largest.itemsize]))
+    if header is None:
+        return None
+    width, dtype = int(header[0]), np.dtype(f"u{header[1]}")
+    lengths = None if routed is None else np.array([0 if x is None else len(x) for x in routed], np.int64)
+    rows = collectives.share_array(lengths)
+    assert rows is not None
+    found: list[RoutedExperts | None] = [None] * batch.samples if routed is None else routed
+    empty = np.zeros((0, width), dtype)
+    for samples in mini_batches:
+        offsets = np.concatenate([[0], np.cumsum(rows[samples])]).astype(np.int64) * width * dtype.itemsize
+        if not offsets[-1]:
+            continue
+        places = [[samples.index(i) for i in share] for share in shares(batch.lengths, [samples])]
+        flat = None
+        if routed is not None:
+            parts = [empty if (experts := routed[i]) is None else experts.astype(dtype) for i in samples]
+            flat = np.concatenate(parts).reshape(-1).view(np.uint8)
+        received = collectives.scatter_array(flat, offsets, places)
+        assert received is not None
+        if routed is None:
+            for place in places[collectives.runtime.groups.dp.rank()]:
+                values = received[offsets[place] : offsets[place + 1]].view(dtype).reshape(-1, width)
+                found[samples[place]] = values.copy() if len(values) else None
+    return found
 
 
 class TooManySkippedUpdates(UserError):
@@ -146,21 +202,16 @@ class TooManySkippedUpdates(UserError):
 class Updates:
     """Every method is called by all ranks, in the same order."""
 
-    def __init__(
-        self,
-        config: Config,
-        policy: Policy,
-        collectives: Collectives,
-        log: Callable[[str], None],
-        warn: Callable[[str], None],
-    ) -> None:
-        self._config, self._policy, self._collectives = config, policy, collectives
-        self._log, self._warn = log, warn
+    def __init__(self, config: Config, policy: Policy, collectives: Collectives) -> None:
+        self.observer: Observer = NullObserver()
         self.gate_passed = not config.trainer.gate.enabled
         self.skipped_in_a_row = 0
+        self._config = config
+        self._policy = policy
+        self._collectives = collectives
         self._profiler = StepProfiler(config, policy.runtime.rank)
 
-    def prepare(self, step: TrainStep, version: int, report: Callable[[str], None]) -> None:
+    def prepare(self, step: TrainStep, version: int) -> None:
         """Before the first update, at weight version `version`: old log-probs where the ratio needs them, the gate on
         the first batch, whose result is reported, and the reference where KL needs it."""
         self._profiler.begin(version + 1)
@@ -169,7 +220,7 @@ class Updates:
         if recompute or not self.gate_passed:
             logprobs = self._policy.old_log_probs(step.batch, step.mini_batches)
             if not self.gate_passed:
-                report(self._pass_gate(step, version, logprobs))
+                self.observer.report(self._pass_gate(step, version, logprobs))
             if recompute:
                 step.batch.old_logprobs = logprobs
         if self._policy.needs.reference:
@@ -180,11 +231,10 @@ class Updates:
         self.gate_passed = True
         if not self._collectives.agree(step.sampled_by(version)):
             return "the gate was not checked: this batch was sampled from older weights"
-        # Rank 0 has the engine's log-probs of every sample.
-        gate = self._config.trainer.gate
-        gap = self._collectives.on_driver(
-            lambda: check_gate(step.batch, logprobs, gate, step.trained_tokens), "checking the gate"
-        )
+        gap = None
+        with self._collectives.on_driver("checking the gate") as mine:
+            if mine:  # it has the engine's log-probs of every sample
+                gap = check_gate(step.batch, logprobs, self._config.trainer.gate, step.trained_tokens)
         if gap is not None and version == 0:  # a resumed run records what an uninterrupted one does
             step.rollout_metrics |= gap.metrics
         return str(gap)
@@ -202,15 +252,15 @@ class Updates:
         step.update_metrics.add(metrics)
         step.updates_done += 1
         if step.complete and (line := self._profiler.end(version + 1)):
-            self._log(line)
+            self.observer.log(line)
 
     def _skip(self, step: TrainStep, version: int, error: NonFiniteError) -> None:
         self.skipped_in_a_row += 1
-        self._warn(f"step {version}, update {step.updates_done} skipped: {error}")
+        self.observer.warn(f"step {version}, update {step.updates_done} skipped: {error}")
         try:
             step.dump(Path(self._config.trainer.run_dir) / "dumps", version)
         except OSError as full:
-            self._warn(f"its samples could not be written: {full}")
+            self.observer.warn(f"its samples could not be written: {full}")
         limit = self._config.trainer.max_skipped_updates
         if self.skipped_in_a_row > limit:
             raise TooManySkippedUpdates(

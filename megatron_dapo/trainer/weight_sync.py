@@ -83,10 +83,13 @@ class WeightSync:
         """Every server that works has all weights afterwards. Raises DriverError if none has."""
         self._updates += 1
         buckets, link, loading = self._buckets.buckets(), self._link(), None
+        stream = BucketStream(link)
         if rollouts is not None:
-            stream = BucketStream(link)
             loading = rollouts.load_weights(version, stream)
             loading.add_done_callback(stream.close)
+            stream.wait_until_opened()
+        self._collectives.arrive()  # engines may need long until they read: nobody waits for that inside a bucket
+        if rollouts is not None:
             stream.fill(buckets)
         elif link is not None:
             self._remote.send(buckets, link)  # rank 0 learns of an error and raises it for all

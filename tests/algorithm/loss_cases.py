@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_dapo.algorithm import Scores, TokenBatch, token_weights
+from megatron_dapo.algorithm import LossOutputs, PolicyLoss, Scores, TokenBatch, token_weights
 from megatron_dapo.config.algorithm import AlgorithmConfig
 
 NAN, INF = math.nan, math.inf
@@ -104,3 +104,7 @@ def poison(inputs: Inputs) -> Inputs:
             poisoned = torch.where(inputs.mask, tensor.detach(), junk.to(tensor.dtype))
             inputs.put(name, poisoned.requires_grad_(tensor.requires_grad))
     return inputs
+
+
+def policy_loss(scores: Scores, batch: TokenBatch, config: AlgorithmConfig, *reduce) -> LossOutputs:
+    return PolicyLoss(config)(scores, batch, *reduce)

@@ -6,7 +6,7 @@ import types
 import numpy as np
 import pytest
 
-from megatron_dapo.algorithm import keep_group, load_group_filter, reward_range, reward_std
+from megatron_dapo.algorithm.filtering import keep_group, load_group_filter, reward_range, reward_std
 from megatron_dapo.errors import UserError
 from megatron_dapo.types import FinishReason, Grade, Group, Prompt, Sample, as_logprobs, as_tokens
 
@@ -49,10 +49,7 @@ def test_accuracy_filter_ignores_scores_and_lengths():
 def test_reward_range():
     assert reward_range(group((True, 0.2), (True, 0.3))) == (True, "kept")
     assert reward_range(group(UNGRADED, None)) == (False, "ungraded")
-    assert reward_range(group((True, 0.5), UNGRADED)) == (
-        False,
-        "equal-scores",
-    )  # an ungraded 0.0 is not a score
+    assert reward_range(group((True, 0.5), UNGRADED)) == (False, "equal-scores")  # an ungraded 0.0 is not a score
     point_seven = float(np.float32(0.7))
     assert np.full(10, 0.7, np.float32).std(ddof=1) > 0  # what "std > 0" would see
     assert reward_range(group(*[(True, point_seven)] * 10)) == (False, "equal-scores")

@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loss_cases import Inputs, Sequence, pack, poison
+from loss_cases import Inputs, Sequence, pack, poison, policy_loss
 
-from megatron_dapo.algorithm import LossOutputs, policy_loss
+from megatron_dapo.algorithm import LossOutputs
 from megatron_dapo.config.algorithm import AlgorithmConfig
 
 MASKED = Sequence([1.5, 0.2, 1.0], 2.0, active=[False] * 3)

@@ -7,7 +7,8 @@ import pytest
 import torch
 from loss_cases import Sequence, pack
 
-from megatron_dapo.algorithm import Needs, Objective, PolicyLoss, TokenMetrics, load_objective, objectives
+from megatron_dapo.algorithm import Needs, Objective, PolicyLoss, TokenMetrics, objectives
+from megatron_dapo.algorithm.loss import load_objective
 from megatron_dapo.algorithm.objectives.cispo import CISPO
 from megatron_dapo.algorithm.objectives.dapo import DAPO
 from megatron_dapo.algorithm.objectives.gspo import GSPO

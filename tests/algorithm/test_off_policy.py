@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from loss_cases import Sequence, pack, poison
+from loss_cases import Sequence, pack, poison, policy_loss
 
-from megatron_dapo.algorithm import Needs, PolicyLoss, policy_loss
+from megatron_dapo.algorithm import Needs, PolicyLoss
 from megatron_dapo.config.algorithm import AlgorithmConfig
 
 ln = math.log

@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from loss_cases import INF, NAN, Sequence, pack, poison
+from loss_cases import INF, NAN, Sequence, pack, poison, policy_loss
 
-from megatron_dapo.algorithm import PolicyLoss, Scores, TokenBatch, policy_loss, token_weights
+from megatron_dapo.algorithm import PolicyLoss, Scores, TokenBatch, token_weights
 from megatron_dapo.config.algorithm import AlgorithmConfig
 
 ln = math.log
@@ -236,11 +236,7 @@ def test_cispo():
     assert sums == {"clip_fraction_high": 3, "clip_fraction_low": 2, "clip_fraction_dual": 0}
 
 
-EVERYTHING = {
-    "kl": {"coefficient": 0.1},
-    "entropy_coefficient": 0.1,
-    "off_policy": {"importance_weight": "sequence"},
-}
+EVERYTHING = {"kl": {"coefficient": 0.1}, "entropy_coefficient": 0.1, "off_policy": {"importance_weight": "sequence"}}
 EXTRAS = ("entropy", "ref_logprobs", "engine_logprobs")
 
 
@@ -323,15 +319,11 @@ def test_token_losses_are_elementwise():
     config = AlgorithmConfig(kl={"coefficient": 0.1}, entropy_coefficient=0.1)
     inputs, loss = pack([GOOD, BAD], config), PolicyLoss(config)
 
-    def losses(part: slice) -> torch.Tensor:
-        return loss.token_losses(inputs.scores.part(part), inputs.batch.part(part))
-
-    whole = losses(slice(None))
-    assert torch.equal(torch.cat([losses(slice(0, 3)), losses(slice(3, None))]), whole)
-    total = (whole * inputs.batch.weights).sum()
-    torch.testing.assert_close(total, loss(inputs.scores, inputs.batch).loss_sum)
-    halves = [loss.sum(inputs.scores.part(p), inputs.batch.part(p)) for p in (slice(0, 3), slice(3, None))]
-    torch.testing.assert_close(sum(halves), total)
+    whole = loss(inputs.scores, inputs.batch).loss_sum
+    single_tokens = [slice(i, i + 1) for i in range(len(inputs.mask))]
+    for parts in ([slice(None)], [slice(0, 3), slice(3, None)], single_tokens):
+        total = sum(loss.sum(inputs.scores.part(part), inputs.batch.part(part)) for part in parts)
+        torch.testing.assert_close(total, whole)
 
 
 @pytest.mark.parametrize("objective", ["dapo", "gspo", "cispo"])

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_dapo.algorithm import group_advantages, keep_group, token_weights
+from megatron_dapo.algorithm import group_advantages, token_weights
+from megatron_dapo.algorithm.filtering import keep_group
 from megatron_dapo.types import FinishReason, Grade, Group, Prompt, Sample, as_logprobs, as_tokens
 
 PAGE = " ".join((Path(__file__).resolve().parents[2] / "docs" / "concepts.md").read_text().split())

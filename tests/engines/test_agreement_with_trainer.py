@@ -19,10 +19,11 @@ from megatron_dapo.policy.batch import TrainBatch
 from megatron_dapo.policy.megatron.runtime import initialize
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.processes.fork_ranks import run_ranks
-from megatron_dapo.rollout.agents.conversation import Conversation, Limits
+from megatron_dapo.rollout.accounting import GroupEvents
+from megatron_dapo.rollout.agents.conversation import Conversation
 from megatron_dapo.rollout.generation import Generation
-from megatron_dapo.rollout.pending_group import new_samples
-from megatron_dapo.types import Prompt, Sample, as_tokens
+from megatron_dapo.rollout.pending_group import PendingGroup, new_samples
+from megatron_dapo.types import Group, Prompt, Sample, as_tokens
 
 UPDATES = 5
 TOLERANCE = 1e-4
@@ -81,17 +82,18 @@ class Driver:
 
     async def conversations(self, version):
         """Two samples of three turns each, with tokens appended between the turns."""
-        generation = Generation(self.engine, self.rollout, lambda tokens, finished: None)
+        generation = Generation(self.engine, self.rollout, GroupEvents())
 
         async def extend(sample, request):
-            return await generation.generate(sample, request, set(), lambda: None)
+            group = PendingGroup(0, 0, Group(Prompt("", "", sample.prompt_tokens), [sample]))
+            return await generation.generate(sample, request, group, set())
 
         async def converse(number):
             prompt = Prompt(f"c{number}", "", as_tokens([70 + number, 71]))
-            limits = Limits(self.rollout.max_response_tokens)
             conversation = Conversation(
-                prompt, new_samples(prompt, [number]), extend, Texts(), limits, name=f"{version}-c{number}"
-            )
+                prompt, new_samples(prompt, [number]), extend, Texts(),
+                max_response_tokens=self.rollout.max_response_tokens, name=f"{version}-c{number}",
+            )  # fmt: skip
             for tokens in ([80, 81 + number, 82], [90], []):
                 await conversation.generate(max_tokens=5)
                 conversation.append(tokens)

@@ -10,7 +10,7 @@ import pytest
 from fake_server import FakeServer
 
 from megatron_dapo.config.rollout import RolloutConfig
-from megatron_dapo.engines.load import open_engine
+from megatron_dapo.engines import open_engine
 from megatron_dapo.engines.protocol import SamplingParams
 from megatron_dapo.errors import EngineError
 from megatron_dapo.launch.slurm_script import router_command

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_dapo.config.rollout import RolloutConfig
-from megatron_dapo.engines.load import open_engine
+from megatron_dapo.engines import open_engine
 from megatron_dapo.engines.protocol import SamplingParams
 from megatron_dapo.errors import EngineError
 from megatron_dapo.types import as_tokens

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from mini_slurm import wait_for
-from sparse_model import write_sparse_model
+from sparse_model import SMALL, write_sparse_model
 
 from megatron_dapo.cli import main
 from megatron_dapo.config import load_config, parse_config
@@ -24,11 +24,6 @@ from megatron_dapo.launch.slurm_script import Job
 from megatron_dapo.launch.slurm_status import print_status, remember, submitted
 
 ROOT = Path(__file__).resolve().parents[2]
-MODEL = {
-    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128,
-    "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 320,
-    "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False,
-}  # fmt: skip
 # Prints what a process of the job was given. Servers stay; the trainer waits until WAIT_FOR of them have printed.
 PYTHON = f"""\
 #!/bin/bash
@@ -92,7 +87,7 @@ class Case:
 @pytest.fixture(scope="module")
 def jobs(cluster, tmp_path_factory):
     folder = tmp_path_factory.mktemp("kinds")
-    model = write_sparse_model(folder / "model", MODEL)
+    model = write_sparse_model(folder / "model", SMALL)
     script(folder / "python", PYTHON)
     script(folder / "apptainer", APPTAINER)
     (folder / "slow.py").write_text(SLOW)

@@ -28,25 +28,13 @@ RAW = {
         "network_check": True,
     },
 }
+PLAIN = (
+    "partition", "account", "qos", "reservation", "memory", "python", "container_image", "gpu_type",
+    "engine_partition", "head_partition", "mail_user", "environment_file",
+)  # fmt: skip
 # Every text that reaches the script, and how to set it.
 VALUES = {
-    **{
-        f"slurm.{name}": lambda raw, text, name=name: raw["slurm"].__setitem__(name, text)
-        for name in (
-            "partition",
-            "account",
-            "qos",
-            "reservation",
-            "memory",
-            "python",
-            "container_image",
-            "gpu_type",
-            "engine_partition",
-            "head_partition",
-            "mail_user",
-            "environment_file",
-        )
-    },
+    **{f"slurm.{name}": lambda raw, text, name=name: raw["slurm"].__setitem__(name, text) for name in PLAIN},
     "slurm.modules": lambda raw, text: raw["slurm"].__setitem__("modules", [text]),
     "slurm.apptainer": lambda raw, text: raw["slurm"].update(container_runtime="apptainer", container_image=text),
     "slurm.mail_type": lambda raw, text: raw["slurm"].update(mail_user="me", mail_type=text),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from mini_slurm import processes_of_job, wait_for
-from sparse_model import write_sparse_model
+from sparse_model import SMALL, write_sparse_model
 
 from megatron_dapo.config import ConfigError, parse_config
 from megatron_dapo.engines.sglang.keys import RUN_WITH_KEYS
@@ -22,16 +22,10 @@ from megatron_dapo.launch.slurm_checks import (
 from megatron_dapo.launch.slurm_script import Job, render, seconds_of
 from megatron_dapo.launch.slurm_status import submitted
 
-MODEL = {
-    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128,
-    "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 320,
-    "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False,
-}  # fmt: skip
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return write_sparse_model(tmp_path_factory.mktemp("model"), MODEL)
+    return write_sparse_model(tmp_path_factory.mktemp("model"), SMALL)
 
 
 @pytest.fixture

@@ -69,6 +69,17 @@ class Tab:
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
         )
 
+    async def focus_start(self) -> None:
+        """The next Tab reaches the first control of the page. Otherwise it continues from where the page was last
+        clicked or, in some versions of Chromium, scrolled to; `blur()` does not change that."""
+        await self.evaluate("""(() => {
+            const start = document.createElement("div");
+            start.tabIndex = -1;
+            document.body.prepend(start);
+            start.focus();
+            scrollTo(0, 0);
+        })()""")
+
     async def press(self, key: str) -> None:
         code = {"Tab": 9, "Enter": 13, "ArrowRight": 39, " ": 32}[key]
         text = {"text": {"Enter": "\r", " ": " "}[key]} if key in ("Enter", " ") else {}

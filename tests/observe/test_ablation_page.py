@@ -100,7 +100,7 @@ async def visit(page: Path) -> dict:
         seen["without_clip"] = await tab.evaluate(FACTS)
         seen["by_switches"] = await tab.evaluate(EVERY_COMBINATION)
         await tab.evaluate("document.querySelector('[data-switch=clip_higher]').click()")
-        await tab.evaluate("document.activeElement.blur(), scrollTo(0, 0)")
+        await tab.focus_start()
         reached = []
         for key in ("Tab", "Tab", " ", "Tab", "Tab", "Enter"):  # dynamic sampling off, overlong off: token_loss alone
             await tab.press(key)

@@ -94,9 +94,8 @@ def test_a_warning_is_repeated_only_after_five_healthy_steps():
 
 def test_the_message_names_finding_causes_and_section():
     (finding,) = Watch().observe(7, groups(0, ungraded=12))
-    assert finding.message == (
-        "every group was dropped (12 ungraded). Likely: the grader fails or reads the wrong answer field, or the "
-        "prompts are all too hard or all too easy for this model. See docs/diagnosis.md#nothing-kept"
+    assert re.match(
+        r"every .* dropped \(12 ungraded\)\. Likely: .*grader.* See docs/diagnosis\.md#nothing-kept", finding.message
     )
 
 

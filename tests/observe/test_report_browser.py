@@ -114,22 +114,12 @@ FOCUSED = f"""(() => {{
 }})()"""
 
 
-# Tab continues from the last place that was clicked or, in some versions of Chromium, scrolled to. `blur()` keeps it.
-START_OF_PAGE = """(() => {
-  const start = document.createElement("div");
-  start.tabIndex = -1;
-  document.body.prepend(start);
-  start.focus();
-  scrollTo(0, 0);
-})()"""
-
-
 async def tab_through(tab: Tab) -> dict[str, Any]:
     """Presses Tab until every control had the focus; the order, and the controls without a visible ring.
 
     Between them Chromium also stops at areas that can be scrolled."""
     count = await tab.evaluate(f"{CONTROLS}.length")
-    await tab.evaluate(START_OF_PAGE)
+    await tab.focus_start()
     reached, bare = [], []
     for _ in range(2 * count):
         await tab.press("Tab")

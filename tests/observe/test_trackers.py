@@ -91,20 +91,26 @@ def test_two_runs_have_two_ids(tmp_path, wandb):
     assert observer(tmp_path / "a", offline()).state() != observer(tmp_path / "b", offline()).state()
 
 
-def test_a_failing_tracker_is_not_tried_at_every_step_and_the_training_goes_on(tmp_path, wandb, monkeypatch):
-    tries = []
+def test_a_failing_tracker_is_tried_again_with_growing_pauses_and_gets_every_step(tmp_path, wandb, monkeypatch):
+    tries, logged = [], []
 
-    def fail(values: dict[str, float]) -> None:
-        tries.append(values)
-        raise ConnectionError("no route")
+    def log(values: dict[str, float]) -> None:
+        tries.append(values["step"])
+        if values["step"] >= 3 and len(tries) <= 4:
+            raise ConnectionError("no route")
+        logged.append(values["step"])
 
-    monkeypatch.setattr(wandb, "log", fail)
+    monkeypatch.setattr(wandb, "log", log)
     watched = observer(tmp_path, offline())
-    for step in (1, 2, 3):
+    for step in range(1, 20):
         watched.step(step, {"reward/mean": 0.5})
-    assert len(tries) == 1 and len(read_records(tmp_path / "metrics.jsonl")) == 3
-    assert "wandb failed: ConnectionError: no route. The run goes on" in (tmp_path / "logs/warnings.log").read_text()
+        assert len(read_records(tmp_path / "metrics.jsonl")) == step, "the training goes on"
     assert "id" in watched.state()["wandb"], "a resumed run tries again, with the same id"
+    assert tries == [1, 2, 3, 3, *range(3, 20)], "attempts after steps 3, 8 and 17"
+    watched.close("finished")
+    assert logged == list(range(1, 20))
+    log_file = (tmp_path / "logs" / "warnings.log").read_text()
+    assert log_file.count("wandb failed: ConnectionError: no route") == log_file.count("wandb works again") == 1
 
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")

@@ -6,25 +6,30 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
-from published_shapes import published
+from published_models import CONFIGS, published
 
+from megatron_dapo.config import ModelShape
 from megatron_dapo.planner import Cluster, find_gpu
 from megatron_dapo.planner.decoding import decode_model
 from megatron_dapo.planner.published import published_shapes
 
 FILE = Path(__file__).with_name("decode_measurements.json")
 ROWS = json.loads(FILE.read_text())["rows"]
-EXTRA = {  # the models of the measurements that no published run uses
-    "Qwen3-8B": "Qwen3-8B", "Qwen3-14B": "Qwen3-14B", "Llama-3.1-70B": "Llama-3.1-70B",
+# But for the norms of q and k, which Qwen3 has.
+LLAMA_70B = CONFIGS["Qwen3-14B"] | {
+    "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+    "vocab_size": 128256,
 }  # fmt: skip
+# The models of the measurements: those of published runs, and others.
+SHAPES = published_shapes() | {name: published(name) for name in ("Qwen3-8B", "Qwen3-14B")}
+SHAPES["Llama-3.1-70B"] = ModelShape.from_hf(LLAMA_70B)
 PROMPT = 250  # tokens; the measurements do not say
 
 
 def ratio(row):
     """Predicted over measured seconds of a decoding step."""
     name, _, gpus, batch, milliseconds, held = row
-    shape = published(name) if name in EXTRA else published_shapes()[name]
-    decode = decode_model(shape, Cluster(find_gpu("h100"), 8), gpus, "vllm")
+    decode = decode_model(SHAPES[name], Cluster(find_gpu("h100"), 8), gpus, "vllm")
     return decode.step(batch, batch * (held + PROMPT)) / (milliseconds / 1e3)
 
 

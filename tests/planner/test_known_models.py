@@ -11,8 +11,14 @@ from megatron_dapo.planner.command import known_shape
 
 
 def test_known_shapes_are_those_of_the_published_models():
-    for name, published in PUBLISHED.items():
-        assert known_shape(name) == ModelShape.from_hf(published.config, name)
+    for name, model in PUBLISHED.items():
+        assert known_shape(name) == ModelShape.from_hf(model.config, name)
+    for name, positions, theta in (
+        ("Qwen1.5-7B", 32768, 1e6), ("Qwen2.5-7B", 131072, 1e6), ("Qwen2.5-Math-7B", 4096, 1e4),
+        ("DeepSeek-R1-Distill-Qwen-7B", 131072, 1e4), ("QwQ-32B", 40960, 1e6), ("Qwen3-8B", 40960, 1e6),
+        ("Qwen3-4B-Instruct-2507", 262144, 5e6), ("Qwen3-30B-A3B-Instruct-2507", 262144, 1e7),
+    ):  # fmt: skip
+        assert (known_shape(name).max_positions, known_shape(name).rope_theta) == (positions, theta), name
     assert known_shape("Qwen/Qwen2.5-32B-Instruct@main") == known_shape("models/Qwen2.5-32B") is not None
     assert known_shape("Qwen3-30B-A3B-Base") == known_shape("Qwen3-30B-A3B")
     assert known_shape("Qwen9-1T") is None and known_shape("Qwen2.5-32B-mine") is None

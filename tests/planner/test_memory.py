@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+from published_models import published
 
 from megatron_dapo.config import ModelShape
 from megatron_dapo.config.policy import PolicyConfig
@@ -18,14 +19,30 @@ SHAPE = ModelShape(
 ALL = 4 * 496 + 80 + 80 + 8
 
 
-def test_static_parts_on_one_gpu():
-    memory = trainer_memory(SHAPE, PolicyConfig(micro_batch_tokens=100), world=1, micro_batches=1)
-    assert (memory.weights, memory.gradients, memory.optimizer) == (2 * ALL, 4 * ALL, 12 * ALL)
+def one_gpu(**keys):
+    return trainer_memory(SHAPE, PolicyConfig(micro_batch_tokens=128, **keys), world=1, micro_batches=1)
 
 
-def test_fp32_training_has_no_second_copy_of_the_weights():
-    memory = trainer_memory(SHAPE, PolicyConfig(micro_batch_tokens=100, precision="fp32"), world=1, micro_batches=1)
-    assert (memory.weights, memory.gradients, memory.optimizer) == (4 * ALL, 4 * ALL, 8 * ALL)
+NARROW = {"main_params_dtype": "fp16", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp8"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "weights", "gradients", "optimizer", "step"),
+    [
+        ({}, 2, 4, 12, 0),
+        ({"precision": "fp32"}, 4, 4, 8, 0),  # no second copy of the weights
+        ({"gradient_reduction": "bf16"}, 2, 2, 12, 4),  # the step copies the gradients
+        ({"optimizer": {"cpu_offload": 1.0}}, 2, 4, 0, 0),
+        ({"optimizer": {"cpu_offload": 0.25}}, 2, 4, 0.75 * 12, 0),
+        ({"optimizer": {"precision_aware": True}}, 2, 4, 4 + 4 + 4, 0),
+        # It reads bf16 gradients, so the step copies nothing.
+        ({"optimizer": {"precision_aware": True, **NARROW}, "gradient_reduction": "bf16"}, 2, 2, 2 + 2 + 1, 0),
+    ],
+)
+def test_bytes_per_parameter_on_one_gpu(keys, weights, gradients, optimizer, step):
+    memory = one_gpu(**keys)
+    found = memory.weights, memory.gradients, memory.optimizer, memory.step
+    assert found == (weights * ALL, gradients * ALL, optimizer * ALL, step * ALL)
 
 
 @pytest.mark.parametrize(("distributed", "share"), [(True, 4), (False, 1)])
@@ -122,8 +139,6 @@ def test_prediction_agrees_with_an_h200_measurement():
 
     Our parts without optimizer, with bf16 instead of fp32 gradients, and the logits of all tokens (bf16 and fp32).
     """
-    from published_shapes import published
-
     shape = published("Qwen2.5-1.5B")
     memory = trainer_memory(shape, PolicyConfig(micro_batch_tokens=8192), 1, 1)
     logits = 8192 * shape.vocab * (2 + 4)
@@ -134,29 +149,6 @@ def test_prediction_agrees_with_an_h200_measurement():
 # ---- Megatron options ----
 
 MOE = dataclasses.replace(SHAPE, architecture="qwen3_moe", experts=4, experts_per_token=2, expert_ffn_hidden=6)
-
-
-def one_gpu(**keys):
-    return trainer_memory(SHAPE, PolicyConfig(micro_batch_tokens=128, **keys), world=1, micro_batches=1)
-
-
-def test_bf16_reduction_halves_gradients_and_copies_them_in_the_step():
-    memory = one_gpu(gradient_reduction="bf16")
-    assert (memory.gradients, memory.step) == (2 * ALL, 4 * ALL)
-    assert one_gpu().step == 0
-
-
-def test_offloaded_optimizer_state_leaves_the_gpu():
-    assert one_gpu(optimizer={"cpu_offload": 1.0}).optimizer == 0
-    assert one_gpu(optimizer={"cpu_offload": 0.25}).optimizer == 0.75 * 12 * ALL
-
-
-def test_precision_aware_state():
-    assert one_gpu(optimizer={"precision_aware": True}).optimizer == (4 + 4 + 4) * ALL
-    types = {"main_params_dtype": "fp16", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp8"}
-    memory = one_gpu(optimizer={"precision_aware": True, **types}, gradient_reduction="bf16")
-    assert memory.optimizer == (2 + 2 + 1) * ALL
-    assert memory.step == 0  # it reads bf16 gradients
 
 
 def test_unfused_adam_has_temporaries():

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from published_shapes import CONFIGS
+from published_models import CONFIGS
 
 from megatron_dapo.cli import main
 

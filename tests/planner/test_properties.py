@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from published_shapes import published
+from published_models import published
 
 from megatron_dapo.config import Config
 from megatron_dapo.config.policy import PolicyConfig

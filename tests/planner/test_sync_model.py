@@ -1,5 +1,6 @@
 """The planner's model of a weight update: counts as in the code, and the times of large models."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -105,7 +106,7 @@ def test_measured_updates_are_predicted(shape, weights, size, measured):
     assert found.total == pytest.approx(measured, rel=0.25)
     if shape is QWEN2_7B:
         page = (Path(__file__).resolve().parents[2] / "docs" / "results.md").read_text()
-        assert f"15.23 GB | {measured:.3f} s | {found.total:.3f} s |" in page
+        assert f"15.23 GB | {measured:.3f} s | {found.total:.3f} s |" in re.sub(r"<!-- .*? -->", "", page)
 
 
 def test_large_models_reach_their_engines_in_seconds():

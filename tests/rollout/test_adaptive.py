@@ -178,12 +178,3 @@ def test_the_estimate_survives_an_interrupted_step_and_a_resume():
     middle = interrupted.pop(0)
     assert interrupted == whole and middle not in whole and whole[0] != whole[1]
     assert middle[1] > YieldEstimate().decided, "decisions of the interrupted step are in the estimate"
-
-
-def test_states_without_an_estimate_load():
-    """Checkpoints of earlier versions."""
-    _, sampler, *_ = collect(rollout(**ADAPTIVE), steps=2)
-    state = through_json(sampler.state())
-    assert state.pop("yield_estimate") != YieldEstimate().to_state()
-    sampler.restore(state)
-    assert sampler.state()["yield_estimate"] == YieldEstimate().to_state()

@@ -6,8 +6,8 @@ import pytest
 from scripted_conversation import chat, conversation_of, encode
 
 from megatron_dapo.errors import UserError
+from megatron_dapo.rollout.agents.functions import close_shared, take_shared_metrics
 from megatron_dapo.rollout.agents.tools.call_tools import ToolCall, ToolSettings, find_tool_calls, generate
-from megatron_dapo.rollout.agents.tools.sandbox import close_sandboxes, take_tool_metrics
 
 
 def talk(replies, settings, **more):
@@ -17,9 +17,9 @@ def talk(replies, settings, **more):
         conversation = conversation_of(replies, **more)
         try:
             await generate(conversation.prompt, conversation, settings)
-            return conversation, take_tool_metrics()
+            return conversation, take_shared_metrics()
         finally:
-            await close_sandboxes()
+            await close_shared()
 
     return asyncio.run(main())
 

@@ -11,10 +11,11 @@ from megatron_dapo.algorithm.filtering import give_up_after
 from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.engines.protocol import Completion
 from megatron_dapo.errors import EngineError, UserError
-from megatron_dapo.rollout.agents.conversation import Conversation, Limits, turn_seed
+from megatron_dapo.rollout.accounting import GroupEvents
+from megatron_dapo.rollout.agents.conversation import Conversation, turn_seed
 from megatron_dapo.rollout.agents.functions import RolloutFunction, load_rollout_function, rollout_function
 from megatron_dapo.rollout.generation import Generation, append_completion
-from megatron_dapo.rollout.pending_group import new_samples
+from megatron_dapo.rollout.pending_group import PendingGroup, new_samples
 from megatron_dapo.rollout.sampler import Sampler
 from megatron_dapo.types import FinishReason, Grade, Group, Prompt, Sample, as_logprobs, as_tokens
 
@@ -30,9 +31,10 @@ def prompt_of(text="5+7=", **meta):
 def conversation_of(prompt, engine, room=200, stop=()):
     async def extend(sample, request):
         config = RolloutConfig(max_response_tokens=room)
-        return await Generation(engine, config, lambda *_: None).generate(sample, request, set(), lambda: None)
+        group = PendingGroup(0, 0, Group(prompt, [sample]))
+        return await Generation(engine, config, GroupEvents()).generate(sample, request, group, set())
 
-    return Conversation(prompt, new_samples(prompt, [17]), extend, TOKENIZER, Limits(room, stop))
+    return Conversation(prompt, new_samples(prompt, [17]), extend, TOKENIZER, max_response_tokens=room, stop=stop)
 
 
 def talk(function, prompt=None, **more):
@@ -190,7 +192,7 @@ def chat(template, sampled, *new):
         return True
 
     async def main():
-        conversation = Conversation(prompt, new_samples(prompt, [17]), extend, tokenizer, Limits(200))
+        conversation = Conversation(prompt, new_samples(prompt, [17]), extend, tokenizer, max_response_tokens=200)
         await conversation.generate()
         for text in new:
             await conversation.generate([{"role": "user", "content": text}])

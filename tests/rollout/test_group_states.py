@@ -5,9 +5,16 @@ from simulation import Prompts, through_json
 
 from megatron_dapo.config.rollout import SamplerConfig
 from megatron_dapo.rollout.accounting import StepAccounting
-from megatron_dapo.rollout.carry_over import CarryOver, DrawnPrompts, InterruptedStep
 from megatron_dapo.rollout.fill_policy import FillPolicy
-from megatron_dapo.rollout.pending_group import GroupState, GroupTable, PendingGroup, new_samples
+from megatron_dapo.rollout.pending_group import (
+    CarryOver,
+    DrawnPrompts,
+    GroupState,
+    GroupTable,
+    InterruptedStep,
+    PendingGroup,
+    new_samples,
+)
 from megatron_dapo.types import Group
 
 
@@ -76,15 +83,3 @@ def test_the_carried_over_state_survives_exactly():
         assert through_json(CarryOver.from_state(found).to_state()) == through_json(state)
     empty = CarryOver.from_state(through_json(CarryOver().to_state()))
     assert empty.interrupted is None and empty.surplus == [] and empty.drawn.step == -1
-
-
-def test_states_of_earlier_versions_load():
-    """They kept an interrupted step under `cut`, with `tally` and `repeats` inside; or nothing of the kind."""
-    state = through_json(example_carry_over().to_state())
-    step, drawn = state.pop("interrupted"), state.pop("drawn")
-    assert CarryOver.from_state(state).interrupted is None
-    older = {**state, "cut": {**step, "tally": step["accounting"], "repeats": drawn["counts"]}}
-    del older["cut"]["accounting"]
-    found = CarryOver.from_state(older)
-    assert found.drawn == DrawnPrompts(4, drawn["counts"]) and found.interrupted.accounting.dropped["all-wrong"] == 2
-    assert through_json(found.to_state()) == {**state, "interrupted": step, "drawn": drawn}

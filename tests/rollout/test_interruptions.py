@@ -20,7 +20,7 @@ from simulation import (
     through_json,
 )
 
-from megatron_dapo.algorithm import keep_group
+from megatron_dapo.algorithm.filtering import keep_group
 from megatron_dapo.engines.protocol import Completion, ForeignWeightsError
 from megatron_dapo.errors import EngineError, UserError
 from megatron_dapo.observe.metric_names import is_wall_clock

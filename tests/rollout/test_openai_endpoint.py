@@ -8,7 +8,8 @@ import pytest
 from scripted_conversation import TURN_END, chat, conversation_of, encode
 
 from megatron_dapo.rollout.agents.conversation import RolloutInterrupted
-from megatron_dapo.rollout.agents.openai_endpoint import close_endpoints, openai_endpoint
+from megatron_dapo.rollout.agents.functions import close_shared
+from megatron_dapo.rollout.agents.openai_endpoint import openai_endpoint
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
@@ -24,7 +25,7 @@ def run(agent, replies, **more):
                 client = openai.AsyncOpenAI(base_url=endpoint.base_url, api_key="any", max_retries=0)
                 return await agent(client, endpoint), conversation
         finally:
-            await close_endpoints()
+            await close_shared()
 
     return asyncio.run(main())
 

@@ -23,8 +23,8 @@ from simulation import (
     through_json,
 )
 
-from megatron_dapo.algorithm import keep_group
-from megatron_dapo.rollout.pending_group import PendingGroup
+from megatron_dapo.algorithm.filtering import keep_group
+from megatron_dapo.rollout.pending_group import CarryOver, PendingGroup
 from megatron_dapo.rollout.sampler import Sampler, SamplingLimitError
 from megatron_dapo.types import FinishReason, Grade, Group, Prompt, Sample, WeightSpan, as_logprobs, as_tokens
 
@@ -205,7 +205,7 @@ def test_tokens_that_may_begin_a_stop_string_are_sampled_again():
                        [WeightSpan(0, 0, 1)], seed=5, grade=Grade(False, 0.0))  # fmt: skip
         pending = PendingGroup(0, 0, Group(Prompt("p", "", as_tokens([1])), [half, whole]))
         engine.weight_version = 1
-        sampler.restore({"next_serial": 1, "surplus": [], "unfinished": [pending.to_state()]})
+        sampler.restore(CarryOver(next_serial=1, unfinished=[pending]).to_state())
         await sampler.collect(1)
 
     asked: list[int] = []

@@ -6,16 +6,12 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from published_models import CONFIGS
 
 from megatron_dapo.cli import main
 from megatron_dapo.observe.metrics_file import MetricsFile, Record
 from megatron_dapo.planner.simulation.page import occupancy
 
-MODEL = {
-    "architectures": ["Qwen2ForCausalLM"], "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
-    "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True,
-    "max_position_embeddings": 32768, "rope_theta": 1e6,
-}  # fmt: skip
 CONFIG = """
 policy: {model: model, micro_batch_tokens: 8192}
 rollout:
@@ -34,7 +30,7 @@ COMMAND = ["simulate", "run.yaml", "--steps", "3", "--gpu", "h200"]
 @pytest.fixture(autouse=True)
 def workplace(tmp_path, monkeypatch):
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL))
+    (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIGS["Qwen2.5-1.5B"]))
     (tmp_path / "run.yaml").write_text(CONFIG)
     monkeypatch.chdir(tmp_path)
 

@@ -6,6 +6,7 @@ import torch
 
 from megatron_dapo.checkpoints import checkpoints
 from megatron_dapo.checkpoints.checkpoints import Checkpoints
+from megatron_dapo.checkpoints.folder import checkpoint_name
 from megatron_dapo.config.trainer import CheckpointConfig
 from megatron_dapo.policy.megatron.runtime import initialize
 from megatron_dapo.policy.policy import Policy
@@ -26,7 +27,7 @@ class Run:
         self.rank = rendezvous.rank
         self.reports, self.warnings = [], []
         self.checkpoints = Checkpoints(
-            run_dir, CheckpointConfig(**options), self.policy.runtime, self.reports.append, warn=self.warnings.append
+            run_dir, CheckpointConfig(**options), self.policy.runtime, warn=self.warnings.append
         )
         checkpoints.available_host_memory = lambda: 1 << 40  # whatever else runs on this machine
 
@@ -38,9 +39,12 @@ class Run:
         return self.policy.update(awkward_batch(SHAPE, seed))["loss"]
 
     def save(self, step, *, wait=False, updates=None, score=None, **state):
-        return self.checkpoints.save(
-            self.policy, step, updates, {"rollouts": {"step": step}, **state}, score, wait=wait
-        )
+        state = {"rollouts": {"step": step}, **state}
+        self.reports += self.checkpoints.save(self.policy, step, updates, state, score, wait=wait)
+        return self.checkpoints.folder / checkpoint_name(step, updates)
+
+    def finish(self):
+        self.reports += self.checkpoints.finish()
 
     def weights(self):
         return gather_full(self.policy, self.policy.runtime, gradient=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from conversation_engine import TOKENIZER
 
 from megatron_dapo.engines.protocol import Completion
-from megatron_dapo.rollout.agents.conversation import Conversation, Limits
+from megatron_dapo.rollout.agents.conversation import Conversation
 from megatron_dapo.rollout.generation import append_completion
 from megatron_dapo.rollout.pending_group import new_samples
 from megatron_dapo.types import FinishReason, Prompt, WeightSpan, as_logprobs, as_tokens
@@ -39,4 +39,4 @@ def conversation_of(replies, room=4000, end=TURN_END):
     prompt = Prompt(
         "p", TOKENIZER.decode(chat(("user", "hi"))), as_tokens(chat(("user", "hi"))), meta={"question": "hi"}
     )
-    return Conversation(prompt, new_samples(prompt, [17]), extend, TOKENIZER, Limits(room))
+    return Conversation(prompt, new_samples(prompt, [17]), extend, TOKENIZER, max_response_tokens=room)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from published_models import CONFIGS
 from sparse_model import write_sparse_model
 
 from megatron_dapo.config import load_config
@@ -16,32 +17,19 @@ EXAMPLES = ROOT / "examples"
 FILES = sorted(str(path.relative_to(ROOT)) for path in EXAMPLES.rglob("*.yaml"))
 
 
-def shape(architecture, hidden, ffn, layers, heads, kv, vocab, tied, **more):
-    return {
-        "architectures": [architecture], "hidden_size": hidden, "intermediate_size": ffn, "num_hidden_layers": layers,
-        "num_attention_heads": heads, "num_key_value_heads": kv, "vocab_size": vocab, "tie_word_embeddings": tied,
-        "max_position_embeddings": 32768, "rope_theta": 1e6, **more,
-    }  # fmt: skip
-
-
-EXPERTS = {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
-MODELS = {  # by the directory that a configuration names; the sizes of the published config.json files
-    "models/Qwen2.5-32B": shape("Qwen2ForCausalLM", 5120, 27648, 64, 40, 8, 152064, False),
-    "models/Qwen2.5-Coder-1.5B-Instruct": shape("Qwen2ForCausalLM", 1536, 8960, 28, 12, 2, 151936, True),
-    "models/Qwen2.5-1.5B": shape("Qwen2ForCausalLM", 1536, 8960, 28, 12, 2, 151936, True),
-    "models/Qwen3-30B-A3B-Base": shape("Qwen3MoeForCausalLM", 2048, 6144, 48, 32, 4, 151936, False, **EXPERTS),
-    **{
-        f"runs/{name}": shape("Qwen2ForCausalLM", 96, 256, 3, 4, 2, 300, True)
-        for name in (
-            "calculator/start",
-            "guessing_game/start",
-            "quickstart/start",
-            "ablation_tasks/sums",
-            "ablation_tasks/counting",
-            "ablation_tasks/letters",
-            "ablation_tasks/steady",
-        )
-    },
+TINY = CONFIGS["Qwen2.5-0.5B"] | {
+    "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 300,
+}  # fmt: skip
+STARTS = (
+    "calculator/start", "guessing_game/start", "quickstart/start", "ablation_tasks/sums", "ablation_tasks/counting",
+    "ablation_tasks/letters", "ablation_tasks/steady",
+)  # fmt: skip
+MODELS = {  # by the directory that a configuration names
+    "models/Qwen2.5-32B": CONFIGS["Qwen2.5-32B"],
+    "models/Qwen2.5-Coder-1.5B-Instruct": CONFIGS["Qwen2.5-1.5B"],
+    "models/Qwen2.5-1.5B": CONFIGS["Qwen2.5-1.5B"],
+    "models/Qwen3-30B-A3B-Base": CONFIGS["Qwen3-30B-A3B"],
+    **{f"runs/{name}": TINY for name in STARTS},
 }
 # quickstart.py makes these and fills them in; every other file names its own.
 FILLED_IN = {

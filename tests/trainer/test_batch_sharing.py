@@ -14,10 +14,10 @@ from megatron_dapo.policy.schedule import shares_of_ranks
 from megatron_dapo.processes.fork_ranks import run_ranks
 from megatron_dapo.selfcheck.layout_spec import LayoutSpec, selfcheck_config
 from megatron_dapo.selfcheck.synthetic import awkward_batch, random_experts, random_hf_weights, synthetic_shape
-from megatron_dapo.trainer.batch_sharing import share_batch
 from megatron_dapo.trainer.collectives import Collectives
 from megatron_dapo.trainer.loop import train
 from megatron_dapo.trainer.signals import StopSignal
+from megatron_dapo.trainer.train_step import share_batch
 
 SHAPE = synthetic_shape("dense")
 LOG_PROBS = ("old_logprobs", "engine_logprobs", "ref_logprobs")

@@ -13,7 +13,7 @@ from checkpoint_run import Checks, Run, copy_of, names, resumed, run, same
 from megatron_dapo import fault_points
 from megatron_dapo.checkpoints import checkpoints, folder
 from megatron_dapo.checkpoints.folder import read_state
-from megatron_dapo.errors import CheckpointError, RankError
+from megatron_dapo.errors import RankError
 from megatron_dapo.processes.fork_ranks import run_ranks
 
 # ---- in the background ----
@@ -29,16 +29,16 @@ def save_while_training(rendezvous, run_dir, layout):
     arrays = {"tokens": np.arange(4, dtype=np.int32)}
     for seed in (1, 2):  # training goes on; the checkpoint must not change
         this.update(seed)
-        this.checkpoints.poll()
+        this.reports += this.checkpoints.poll()
     assert this.reports == [] and not path.exists()
     release.set()
     this.save(2, **arrays)  # waits for the first
     arrays["tokens"][:] = -1
     assert this.errors() == [None] and path.exists()
-    this.checkpoints.finish()
+    this.finish()
     assert this.errors() == [None, None]
     assert this.reports[0].seconds >= this.reports[0].waited_seconds > 0
-    this.checkpoints.finish()  # nothing is running
+    this.finish()  # nothing is running
     return expected, this.weights()
 
 
@@ -126,19 +126,19 @@ def save_on_a_full_disk(rendezvous, run_dir, layout, failing, count):
         fault_points.on("checkpoint/write_file", full_disk, count=count)
     this.update(0)
     this.save(2)
-    this.checkpoints._await_running()
+    this.finish()
     message = this.errors()[-1]
     if this.rank == 0:
         assert names(run_dir) == ["step_1"]
     fault_points.clear()
     this.update(1)
     this.save(3)  # there is room again
-    this.checkpoints.finish()
+    this.finish()
     assert this.errors()[-1] is None
     if this.rank == failing:
         fault_points.on("checkpoint/write_file", full_disk)
-    with pytest.raises(CheckpointError, match=r"step_4 was not saved: .* cannot be written: No space left on device"):
-        this.save(4, wait=True)  # the last save of a run: the exit says so
+    this.save(4, wait=True)
+    assert "cannot be written: No space left on device" in this.errors()[-1]
     return message, this.weights()
 
 
@@ -178,7 +178,7 @@ def save_until_full(rendezvous, run_dir):
     folder.shutil.disk_usage = lambda path: os.statvfs(path) and shutil._ntuple_diskusage(1 << 40, 0, 1 << 40)
     for step in range(1, 100):
         this.save(step)
-        this.checkpoints._await_running()
+        this.finish()
         if this.errors()[-1] is not None:
             return step, this.errors()[-1]
     raise AssertionError("the disk was never full")
@@ -230,8 +230,8 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(point, count, expected, 
 def test_a_kill_between_moving_the_old_and_the_new_one_keeps_the_old(three, tmp_path):
     """Both have the same name: a stop was saved, resumed and stopped again at the same place."""
     run_dir, _ = copy_of(three, tmp_path)
-    folder = run_dir / "checkpoints"
-    (folder / "step_3" / folder.REPLACED).touch()
-    (folder / "step_3").rename(folder / ".step_3.old")
+    directory = run_dir / "checkpoints"
+    (directory / "step_3" / folder.REPLACED).touch()
+    (directory / "step_3").rename(directory / ".step_3.old")
     assert Checks(run_dir).newest() == "step_3"
     assert names(run_dir) == ["step_1", "step_2", "step_3"]

@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 from megatron_dapo.checkpoints.policy_state import load_weights
 from megatron_dapo.config import ModelShape, parse_config
 from megatron_dapo.config.rollout import EmbeddedConfig
-from megatron_dapo.engines.embedded.engine import EmbeddedEngine, _targets
+from megatron_dapo.engines.embedded.batch_invariant_model import checkpoint_tensors
+from megatron_dapo.engines.embedded.engine import EmbeddedEngine
 from megatron_dapo.policy.megatron.runtime import initialize
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.selfcheck.layout_spec import LayoutSpec, selfcheck_config
@@ -146,7 +147,7 @@ def test_an_engine_loads_what_is_sent(kind, matrix):
     report = asyncio.run(update())
     assert report.tensors == len(sent)
     prefix = ModelShape.from_dir(converted.folder).prefix
-    held = {name.replace("model.", prefix, 1): t for name, t in _targets(model)}
+    held = {name.replace("model.", prefix, 1): t for name, t in checkpoint_tensors(model)}
     held.pop("lm_head.weight") if "lm_head.weight" not in sent else None
     assert held.keys() == sent.keys() and all(torch.equal(held[name], sent[name]) for name in sent)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from long_lists import some
-from published_models import PUBLISHED
+from published_models import PUBLISHED, published
 from sparse_model import write_sparse_model
 
 from megatron_dapo.cli import main
@@ -19,10 +19,6 @@ from megatron_dapo.weights.mapping import hf_shapes, stored_mappings
 ONE_OF_EACH = ("Qwen1.5-MoE-A2.7B", "DeepSeek-R1-Distill-Qwen-1.5B", "Qwen3-32B", "Qwen3-Next-80B-A3B")
 
 
-def shape_of(name):
-    return ModelShape.from_hf(PUBLISHED[name].config, name)
-
-
 def few_layers(shape, layers=4):
     linear = shape.linear and replace(shape.linear, layers=tuple(i for i in shape.linear.layers if i < layers))
     return replace(shape, layers=layers, linear=linear)
@@ -30,7 +26,7 @@ def few_layers(shape, layers=4):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_size_is_the_stated_one(name):
-    counted = count_parameters(shape_of(name))
+    counted = count_parameters(published(name))
     assert counted.total / 1e9 == pytest.approx(PUBLISHED[name].billions, rel=0.01)
     if PUBLISHED[name].active:
         assert counted.active / 1e9 == pytest.approx(PUBLISHED[name].active, rel=0.02)
@@ -38,7 +34,7 @@ def test_the_size_is_the_stated_one(name):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_table_uses_every_row_of_every_tensor_once(name):
-    shape = few_layers(shape_of(name))
+    shape = few_layers(published(name))
     found = hf_shapes(shape)
     assert sum(math.prod(size) for size in found.values()) == count_parameters(shape).total
     for mapping in stored_mappings(shape):
@@ -53,12 +49,12 @@ def test_the_table_uses_every_row_of_every_tensor_once(name):
 
 def test_features_are_those_of_the_family():
     qwen15, distilled, coder = (
-        shape_of(n) for n in ("Qwen1.5-7B", "DeepSeek-R1-Distill-Qwen-1.5B", "Qwen3-Coder-480B-A35B")
+        published(n) for n in ("Qwen1.5-7B", "DeepSeek-R1-Distill-Qwen-1.5B", "Qwen3-Coder-480B-A35B")
     )
     assert qwen15.qkv_bias and qwen15.kv_heads == qwen15.heads and not qwen15.qk_norm
     assert not distilled.tied_embeddings and distilled.rope_theta == 1e4
     assert coder.qk_norm and coder.experts == 160 and not coder.has_shared_expert and not coder.qkv_bias
-    moe, hybrid = shape_of("Qwen2-57B-A14B"), shape_of("Qwen3-Next-80B-A3B")
+    moe, hybrid = published("Qwen2-57B-A14B"), published("Qwen3-Next-80B-A3B")
     assert moe.shared_ffn_hidden == 20480 and moe.qkv_bias and not moe.norm_topk_prob
     assert hybrid.attention_layers == 12 and hybrid.linear_layers[:4] == (0, 1, 2, 4) and hybrid.rotated == 64
 
@@ -66,7 +62,7 @@ def test_features_are_those_of_the_family():
 @pytest.mark.parametrize("name", some(PUBLISHED, *ONE_OF_EACH))
 def test_plan_and_dry_run(name, tmp_path, monkeypatch, capsys):
     config = parse_config({"policy": {"micro_batch_tokens": 16384}, "rollout": {"max_response_tokens": 2048}})
-    shape = shape_of(name)
+    shape = published(name)
     size = count_parameters(shape).total
     gpus = 8 if size < 1e10 else 64 if size < 3e11 else 256
     plan = make_plan(config, shape, Cluster(find_gpu("h200"), gpus, 8, 0), Workload.of(config), choose=True)

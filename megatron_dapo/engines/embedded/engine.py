@@ -22,71 +22,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from megatron_dapo.config.rollout import EmbeddedConfig, PauseMode
-from megatron_dapo.engines.embedded.batch_invariant_model import PAGE, BatchInvariantModel, PromptCache
+from megatron_dapo.engines.embedded.batch_invariant_model import BatchInvariantModel, WeightLoader
+from megatron_dapo.engines.embedded.paged_cache import PAGE, PromptCache
 from megatron_dapo.engines.embedded.token_sampling import sample_tokens, uniform
 from megatron_dapo.engines.protocol import Capabilities, Completion, SamplingParams, WeightReport, WeightUpdateError
 from megatron_dapo.errors import EngineError
 from megatron_dapo.sync.bucket import Bucket
 from megatron_dapo.sync.bucket_stream import BucketStream
 from megatron_dapo.types import FinishReason, Tokens, WeightSpan, as_logprobs, as_tokens
-
-# Copies buckets of HF-named tensors into a transformers model: every tensor exactly once, or an error.
-
-
-class WeightLoader:
-    """`load` and `missing` return an error message, or an empty string."""
-
-    def __init__(self, model: Any) -> None:
-        self._targets = dict(_targets(model))
-        self._tied = bool(model.config.tie_word_embeddings)
-        self._seen: set[str] = set()
-        self.bytes = 0
-
-    @property
-    def count(self) -> int:
-        return len(self._seen)
-
-    def load(self, bucket: Bucket) -> str:
-        for full_name, tensor in bucket:
-            name = full_name.replace("model.language_model.", "model.", 1)
-            target = self._targets.get(name)
-            if target is None:
-                return f"the model has no tensor {name!r}"
-            if name in self._seen:
-                return f"tensor {name!r} was sent twice"
-            if target.shape != tensor.shape:
-                return f"tensor {name!r} has shape {tuple(tensor.shape)}, expected {tuple(target.shape)}"
-            with torch.no_grad():
-                target.copy_(tensor)
-            self._seen.add(name)
-            self.bytes += tensor.numel() * tensor.element_size()
-        return ""
-
-    def missing(self) -> str:
-        absent = sorted(set(self._targets) - self._seen - ({"lm_head.weight"} if self._tied else set()))
-        return f"{len(absent)} tensors are missing, the first is {absent[0]!r}" if absent else ""
-
-
-def _targets(model: Any) -> list[tuple[str, Tensor]]:
-    """Every tensor of the model under its name in a checkpoint."""
-    found: list[tuple[str, Tensor]] = []
-    for name, parameter in model.state_dict(keep_vars=True).items():
-        data = parameter.data
-        if name.endswith(".mlp.experts.gate_up_proj"):
-            prefix = name.removesuffix(".gate_up_proj")
-            for index, expert in enumerate(data):
-                gate, up = expert.chunk(2)
-                found += [(f"{prefix}.{index}.gate_proj.weight", gate), (f"{prefix}.{index}.up_proj.weight", up)]
-        elif name.endswith(".mlp.experts.down_proj"):
-            prefix = name.removesuffix(".down_proj")
-            found += [(f"{prefix}.{index}.down_proj.weight", expert) for index, expert in enumerate(data)]
-        else:
-            found.append((name, data))
-    return found
-
 
 PADDING = SamplingParams(max_new_tokens=1, temperature=0.0)
 STOP_TIMEOUT = 60.0
@@ -95,11 +40,12 @@ STOP_TIMEOUT = 60.0
 @dataclass(slots=True, eq=False)
 class _Request:
     id: str
-    prompt: list[int]
+    sequence: list[int]  # prompt and generated tokens
+    prompt_length: int
+    prompt_key: bytes
     params: SamplingParams
     seed: int
     future: concurrent.futures.Future[Completion]
-    tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     computed: int = 0  # positions whose keys and values are in the cache
@@ -107,16 +53,8 @@ class _Request:
     versions: list[tuple[int, int]] = field(default_factory=list)  # (earlier version, tokens when it was replaced)
 
     @property
-    def prompt_key(self) -> bytes:
-        return np.asarray(self.prompt, dtype=np.int32).tobytes()
-
-    def token_at(self, position: int) -> int:
-        known = len(self.prompt)
-        return self.prompt[position] if position < known else self.tokens[position - known]
-
-    @property
-    def length(self) -> int:
-        return len(self.prompt) + len(self.tokens)
+    def generated(self) -> int:
+        return len(self.sequence) - self.prompt_length
 
 
 class EmbeddedEngine:
@@ -126,18 +64,20 @@ class EmbeddedEngine:
         tokenizer: Any = None,
         config: EmbeddedConfig | None = None,
         *,
-        version: int = 0,
         pause_mode: PauseMode = "abort",
     ) -> None:
         """`model` is a transformers Qwen*ForCausalLM on the CPU; the engine owns it from now on."""
         config = config or EmbeddedConfig()
         self._model = BatchInvariantModel(model, config.batch_tokens)
-        self._tokenizer, self._version, self.max_running = tokenizer, version, config.batch_tokens
+        self._tokenizer = tokenizer
+        self._version = 0
+        self.max_running = config.batch_tokens
         self._eos = _eos_token_ids(model, tokenizer)
         self._prompts = PromptCache(config.prompt_cache, self._model.cache)
         self._waiting: list[_Request] = []
         self._running: list[_Request] = []
-        self._paused = self._closed = False
+        self._paused = False
+        self._closed = False
         self._pause_mode: PauseMode = pause_mode
         self._updating = False  # from the start of `load_weights` until the version is served: no forward pass
         self._computing = False  # a forward pass runs
@@ -150,18 +90,13 @@ class EmbeddedEngine:
 
     @classmethod
     def from_directory(
-        cls,
-        path: str | Path,
-        config: EmbeddedConfig | None = None,
-        *,
-        dtype: torch.dtype = torch.float32,
-        pause_mode: PauseMode = "abort",
+        cls, path: str | Path, config: EmbeddedConfig | None = None, *, pause_mode: PauseMode = "abort"
     ) -> EmbeddedEngine:
-        """An engine for the model and tokenizer of an HF directory."""
+        """An engine for the model and tokenizer of an HF directory, in fp32."""
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         try:
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
             tokenizer = AutoTokenizer.from_pretrained(path)
         except (OSError, ValueError) as error:
             raise EngineError(f"embedded engine: cannot load a model and its tokenizer from {path}: {error}") from error
@@ -185,7 +120,8 @@ class EmbeddedEngine:
         if params.stop and self._tokenizer is None:
             raise EngineError(f"embedded engine, request {request_id}: stop strings need a tokenizer")
         seed = params.seed if params.seed is not None else int(self._random_seeds.integers(2**63))
-        request = _Request(request_id, prompt.tolist(), params, seed, concurrent.futures.Future())
+        tokens = prompt.tolist()
+        request = _Request(request_id, tokens, len(tokens), prompt.tobytes(), params, seed, concurrent.futures.Future())
         request.future.set_running_or_notify_cancel()
         with self._changed:
             self._refuse_when_unable()
@@ -207,12 +143,19 @@ class EmbeddedEngine:
     async def pause(self) -> None:
         with self._changed:
             self._paused = True
+        await self._abort_all()
+
+    async def _abort_all(self) -> None:
         await self.abort()
-        await self._until(lambda: not any(request.aborted for request in (*self._waiting, *self._running)))
+        await self._until(lambda: not self._any_aborted())
+
+    def _any_aborted(self) -> bool:
+        return any(request.aborted for request in (*self._waiting, *self._running))
 
     async def resume(self) -> None:
-        self._paused = False
-        await self._wake()
+        with self._changed:
+            self._paused = False
+            self._changed.notify()
 
     async def _until(self, stopped: Callable[[], bool]) -> None:
         deadline = time.monotonic() + STOP_TIMEOUT
@@ -221,17 +164,12 @@ class EmbeddedEngine:
                 raise EngineError(f"embedded engine: waited {STOP_TIMEOUT:.0f} s for running requests to stop")
             await asyncio.sleep(0.001)
 
-    async def _wake(self) -> None:
-        with self._changed:
-            self._changed.notify()
-
     async def load_weights(self, version: int, buckets: Iterable[Bucket] | BucketStream) -> None:
         started = time.monotonic()
         with self._changed:
             self._updating, self._broken = True, ""
         if self._pause_mode == "abort":
-            await self.abort()
-            await self._until(lambda: not any(request.aborted for request in (*self._waiting, *self._running)))
+            await self._abort_all()
         await self._until(lambda: not self._computing)
         loader = WeightLoader(self._model.model)
         failure = ""
@@ -267,8 +205,8 @@ class EmbeddedEngine:
     def _keep_over_update(self, request: _Request) -> None:
         """in_place: its keys and values stay, computed with older weights. retract: they are computed again. Those of a
         prompt without a token are always computed again: the prompt cache gets them."""
-        request.versions.append((self._version, len(request.tokens)))
-        if self._pause_mode == "retract" or not request.tokens:
+        request.versions.append((self._version, request.generated))
+        if self._pause_mode == "retract" or not request.generated:
             self._model.cache.release(request.pages)
             request.pages, request.computed = [], 0
 
@@ -321,7 +259,7 @@ class EmbeddedEngine:
                 self._computing = False
 
     def _has_work(self) -> bool:
-        if self._closed or any(request.aborted for request in (*self._waiting, *self._running)):
+        if self._closed or self._any_aborted():
             return True
         return not self._updating and bool(self._running or (self._waiting and not self._paused))
 
@@ -342,7 +280,7 @@ class EmbeddedEngine:
         """Starts waiting requests. Samples of one prompt wait until the first of them has computed it."""
         if self._paused or self._updating or not self._waiting:
             return
-        computing = {r.prompt_key for r in self._running if not r.tokens} if self._prompts.size else set()
+        computing = {r.prompt_key for r in self._running if not r.generated} if self._prompts.size else set()
         kept: list[_Request] = []
         for request in self._waiting:
             full = len(self._running) >= self._model.batch_tokens
@@ -352,7 +290,7 @@ class EmbeddedEngine:
                 continue
             request.pages = self._prompts.copy(key)
             # The last prompt token is computed again, for its logits.
-            request.computed = len(request.prompt) - 1 if request.pages else 0
+            request.computed = request.prompt_length - 1 if request.pages else 0
             if not request.pages and self._prompts.size:
                 computing.add(key)
             self._running.append(request)
@@ -368,12 +306,12 @@ class EmbeddedEngine:
         index = 0
         for request, start, end in pieces:
             here = slice(index, index + end - start)
-            tokens[here] = [request.token_at(p) for p in range(start, end)]
+            tokens[here] = request.sequence[start:end]
             positions[here] = range(start, end)
             pages[here, : len(request.pages)] = request.pages
             index = here.stop
             request.computed = end
-            if end == request.length:
+            if end == len(request.sequence):
                 last.append((index - 1, request))
         logits = self._model.forward(*(torch.from_numpy(a) for a in (tokens, positions, pages)))
         self._sample(logits, last)
@@ -383,7 +321,7 @@ class EmbeddedEngine:
         spare = self._model.batch_tokens - len(self._running)
         pieces = []
         for request in self._running:
-            more = min(spare, request.length - request.computed - 1)
+            more = min(spare, len(request.sequence) - request.computed - 1)
             spare -= more
             end = request.computed + 1 + more
             while len(request.pages) * PAGE < end:
@@ -397,31 +335,31 @@ class EmbeddedEngine:
         params = [PADDING] * size
         seeds, positions = np.zeros(size, np.uint64), np.zeros(size, np.uint64)
         for index, request in last:
-            params[index], seeds[index], positions[index] = request.params, request.seed, request.length
+            params[index], seeds[index], positions[index] = request.params, request.seed, len(request.sequence)
         tokens, logprobs = sample_tokens(logits, params, uniform(seeds, positions))
         token_list, logprob_list = tokens.tolist(), logprobs.tolist()
         for index, request in last:
-            if not request.tokens:
+            if not request.generated:
                 self._prompts.store(request.prompt_key, request.pages)
-            request.tokens.append(token_list[index])
+            request.sequence.append(token_list[index])
             request.logprobs.append(logprob_list[index])
             reason = self._finish_reason(request)
             if reason is not None:
                 self._finish(request, reason)
 
     def _finish_reason(self, request: _Request) -> FinishReason | None:
-        params, token = request.params, request.tokens[-1]
-        if params.stop and self._stop_index(request) is not None:
+        params, token = request.params, request.sequence[-1]
+        if params.stop and self._stopped(request):
             return FinishReason.STOP
         if not params.ignore_eos and (token in self._eos or token in params.stop_token_ids):
             return FinishReason.STOP
-        return FinishReason.LENGTH if len(request.tokens) >= params.max_new_tokens else None
+        return FinishReason.LENGTH if request.generated >= params.max_new_tokens else None
 
-    def _stop_index(self, request: _Request) -> int | None:
-        """Index of the first stop string in the text of the last tokens, or None."""
-        tail = request.tokens[-(max(map(len, request.params.stop)) + 4) :]
-        text = self._tokenizer.decode(tail)
-        return min((text.find(stop) for stop in request.params.stop if stop in text), default=None)
+    def _stopped(self, request: _Request) -> bool:
+        """Whether a stop string is in the text of the last tokens."""
+        last = min(request.generated, max(map(len, request.params.stop)) + 4)
+        text = self._tokenizer.decode(request.sequence[-last:])
+        return any(stop in text for stop in request.params.stop)
 
     def _finish(self, request: _Request, reason: FinishReason) -> None:
         self._running.remove(request)
@@ -429,15 +367,16 @@ class EmbeddedEngine:
         request.future.set_result(self._completion(request, reason))
 
     def _completion(self, request: _Request, reason: FinishReason) -> Completion:
-        text = self._tokenizer.decode(request.tokens, skip_special_tokens=True) if self._tokenizer else ""
+        tokens = request.sequence[request.prompt_length :]
+        text = self._tokenizer.decode(tokens, skip_special_tokens=True) if self._tokenizer else ""
         if reason is FinishReason.STOP and request.params.stop:
             text = text[: min((text.find(s) for s in request.params.stop if s in text), default=len(text))]
         spans, start = [], 0
-        for version, end in (*request.versions, (self._version, len(request.tokens))):
+        for version, end in (*request.versions, (self._version, len(tokens))):
             if end > start:
                 spans.append(WeightSpan(version, start, end))
                 start = end
-        return Completion(as_tokens(request.tokens), as_logprobs(request.logprobs), reason, text, spans)
+        return Completion(as_tokens(tokens), as_logprobs(request.logprobs), reason, text, spans)
 
 
 def _eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:

@@ -1,8 +1,9 @@
 """This process in the job: device, process groups, and errors that reach all ranks.
 
 `initialize` joins the job (torchrun's or srun's environment, or an explicit `Rendezvous`), with NCCL on CUDA or with
-gloo on the CPU. Every collective has the configured timeout. `raise_together` turns an error on one rank into the same
-error on all ranks, before another rank waits for the failed one.
+gloo on the CPU. Every collective has the configured timeout. Messages between ranks and waits use a gloo group
+(`control`), because a rank that waits in an NCCL call keeps its GPU busy. `raise_together` turns an error on one rank
+into the same error on all ranks, before another rank waits for the failed one.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class Runtime:
     rank: int
     world_size: int
     virtual_pipeline: int = 1
+    control: Any = None  # a gloo group of all ranks; None: the default group is one
 
     @property
     def is_last_stage(self) -> bool:
@@ -44,13 +46,13 @@ class Runtime:
 
     def raise_together(self, error: Exception | None, doing: str) -> None:
         """Collective. If any rank passes an error, all ranks raise RankError with the reason of the lowest of them."""
-        failed = torch.tensor([int(error is not None)], device=self.device)
-        dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+        failed = torch.tensor([int(error is not None)])
+        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self.control)
         if not failed.item():
             return
         reasons: list[str | None] = [None] * self.world_size
         mine = None if error is None else f"{type(error).__name__}: {error}"
-        dist.all_gather_object(reasons, mine)
+        dist.all_gather_object(reasons, mine, group=self.control)
         lines = [f"rank {rank} failed while {doing}: {reason}" for rank, reason in enumerate(reasons) if reason]
         more = f" (and {len(lines) - 1} more ranks)" if len(lines) > 1 else ""
         raise RankError(lines[0] + more) from error
@@ -67,7 +69,8 @@ def initialize(policy: PolicyConfig, *, seed: int = 0, rendezvous: Rendezvous | 
         _use_deterministic_algorithms()
     rendezvous = rendezvous or Rendezvous.from_environment()
     check_world(policy, rendezvous.world_size)
-    device = _join(rendezvous, timedelta(seconds=policy.timeout_seconds))
+    timeout = timedelta(seconds=policy.timeout_seconds)
+    device = _join(rendezvous, timeout)
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
@@ -86,6 +89,7 @@ def initialize(policy: PolicyConfig, *, seed: int = 0, rendezvous: Rendezvous | 
         rank=rendezvous.rank,
         world_size=rendezvous.world_size,
         virtual_pipeline=policy.virtual_pipeline,
+        control=None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo", timeout=timeout),
     )
 
 

@@ -1,8 +1,9 @@
 """The conversation of one rollout: what a rollout function generates and appends, token by token.
 
 Tokens are sampled by the engine or appended by the function; nothing is decoded and encoded again. The conversation
-writes them into the samples of its rollout, with log-probs, weight versions, turns and the mask of trained tokens. A
-chat template that rewrites the history starts another sample of the same rollout.
+writes them into the samples of its rollout, with log-probs, weight versions, turns and the mask of trained tokens.
+Messages are added under the chat template: `ChatHistory` finds the text after the last response. A template that
+rewrites the history starts another sample of the same rollout.
 
 A rollout that was interrupted is continued by calling its function again. The conversation then returns the recorded
 turns without the engine, and checks that the function appends the same tokens as before. A turn that was aborted is
@@ -15,7 +16,7 @@ import hashlib
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,82 +26,7 @@ from megatron_dapo.errors import UserError
 from megatron_dapo.rollout.generation import TurnRequest
 from megatron_dapo.types import ASSISTANT, FinishReason, LogProbs, Prompt, Sample, Tokens, TurnSpan, as_tokens
 
-# The messages of a conversation, and the text that a chat template adds for new ones.
-
-
 Message = Mapping[str, Any]
-MARK = "response-0f6cb1d7"  # any text that no template treats in a special way
-
-
-class ChatHistory:
-    def __init__(self, prompt: Prompt, tokenizer: Any) -> None:
-        """`prompt.meta` may hold the `messages` and `tools` that `prompt.text` was rendered from. Without them the
-        prompt must be its question under the chat template."""
-        self._prompt, self._tokenizer = prompt, tokenizer
-        self._tools = prompt.meta.get("tools") or None
-        question = str(prompt.meta.get("question", prompt.text))
-        self.messages: list[Message] = list(prompt.meta.get("messages") or [{"role": "user", "content": question}])
-        self._checked = False
-
-    def add_response(self, text: str) -> None:
-        self.messages.append({"role": ASSISTANT, "content": text})
-
-    def add(self, new: Sequence[Message]) -> str | None:
-        """Adds messages. Returns the text to append to the tokens, up to where the next response starts; None if the
-        template has rewritten the history."""
-        self._check_prompt()
-        before, last = self.messages, self.messages[-1]
-        self.messages = [*before, *new]
-        if last["role"] != ASSISTANT:
-            old, text = self._render(before, start=False), self.rendered()
-            return text[len(old) :] if text.startswith(old) else None
-        earlier = before[:-1]
-        marked = self._render([*earlier, {**last, "content": MARK}, *new], start=True)
-        head, mark, tail = marked.partition(MARK)
-        if not mark or _squeezed(head) != _squeezed(self._render(earlier, start=True)):
-            return None
-        return tail if _squeezed(self.rendered()) == _squeezed(head + last["content"] + tail) else None
-
-    def replace(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> str:
-        """Other messages instead of all; returns them under the template. `tools` None: those of before."""
-        self.messages, self._checked = list(messages), True
-        if tools is not None:
-            self._tools = list(tools) or None
-        return self.rendered()
-
-    def rendered(self) -> str:
-        """All messages, and the start of the next response."""
-        return self._render(self.messages, start=True)
-
-    def _render(self, messages: Sequence[Message], start: bool) -> str:
-        if not getattr(self._tokenizer, "chat_template", None):
-            raise UserError(
-                "the rollout function adds messages, but the tokenizer has no chat template: append text or tokens, "
-                "or use a tokenizer that has one (tokenizer_config.json, chat_template)"
-            )
-        return str(
-            self._tokenizer.apply_chat_template(
-                list(messages), tools=self._tools, tokenize=False, add_generation_prompt=start
-            )
-        )
-
-    def _check_prompt(self) -> None:
-        """Whether the messages are those of the prompt."""
-        if self._checked:
-            return
-        first = list(self._prompt.meta.get("messages") or self.messages[:1])
-        if _squeezed(self._render(first, start=True)) != _squeezed(self._prompt.text):
-            raise UserError(
-                f"the rollout function adds messages, but prompt {self._prompt.id!r} is not its messages under the "
-                "chat template: set data.template to chat, or use a messages column"
-            )
-        self._checked = True
-
-
-def _squeezed(text: str) -> str:
-    return "".join(text.split())
-
-
 Content = str | Sequence[int] | NDArray[Any]
 Extend = Callable[[Sample, TurnRequest], Awaitable[bool]]  # generates a turn; False: interrupted
 
@@ -129,12 +55,6 @@ class Turn:
         return self.finish_reason is FinishReason.LENGTH
 
 
-@dataclass(slots=True, frozen=True)
-class Limits:
-    max_response_tokens: int  # of the whole conversation after its prompt, appended tokens included
-    stop: tuple[str, ...] = ()
-
-
 class Conversation:
     def __init__(
         self,
@@ -142,20 +62,27 @@ class Conversation:
         samples: list[Sample],
         extend: Extend,
         tokenizer: Any,
-        limits: Limits,
         *,
+        max_response_tokens: int,
+        stop: Sequence[str] = (),
         name: str = "rollout",
         on_new_sample: Callable[[Sample], None] = lambda sample: None,
     ) -> None:
-        """`samples` are the rollout's so far: an empty one, or those of an interrupted conversation."""
+        """`samples` are the rollout's so far: an empty one, or those of an interrupted conversation.
+        `max_response_tokens` limits the whole conversation after its prompt, appended tokens included."""
         self.prompt = prompt
         self.samples = samples
         self.generating = False
-        self._extend, self._tokenizer, self._limits = extend, tokenizer, limits
-        self._name, self._on_new_sample = name, on_new_sample
+        self._extend = extend
+        self._tokenizer = tokenizer
+        self._max_response_tokens = max_response_tokens
+        self._stop = tuple(stop)
+        self._name = name
+        self._on_new_sample = on_new_sample
         self._history = ChatHistory(prompt, tokenizer)
         self._waiting: list[Message] = []  # added, not yet rendered
-        self._part = self._turns = 0  # the current sample, and how many of its turns have happened in this call
+        self._part = 0  # the current sample
+        self._turns = 0  # how many of its turns have happened in this call
         self._generated: list[tuple[int, int]] = []  # (part, turn) of every generated turn
         self._cut = False
         self._last = time.monotonic()
@@ -173,7 +100,7 @@ class Conversation:
         if self._cut:
             return 0
         before = len(self._sample.prompt_tokens) - len(self.prompt.tokens)
-        return self._limits.max_response_tokens - before - self.length
+        return self._max_response_tokens - before - self.length
 
     @property
     def length(self) -> int:
@@ -213,8 +140,10 @@ class Conversation:
         room left; without room it is empty and truncated."""
         if self.generating:
             raise UserError("a conversation generates one turn at a time: await the first one")
-        if content is not None:
-            self._add(content)
+        if _is_messages(content):
+            self.append_messages(content)
+        elif content is not None:
+            self.append(content, role="user")
         self._write_messages()
         span = self._recorded(ASSISTANT)
         if span is None:
@@ -224,9 +153,11 @@ class Conversation:
         self._generated.append((self._part, self._turns))
         self._turns += 1
         self._last = time.monotonic()
-        turn = self._as_turn(span)
-        self._history.add_response(turn.text)
-        return turn
+        tokens = self._sample.response_tokens[span.start : span.end]
+        logprobs = self._sample.engine_logprobs[span.start : span.end]
+        text = str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+        self._history.messages.append({"role": ASSISTANT, "content": text})
+        return Turn(len(self._generated) - 1, text, tokens, logprobs, FinishReason(span.finish_reason))
 
     def append(self, content: Content, *, role: str = "tool", trained: bool = False) -> None:
         """Appends a tool's result or a user's turn. What does not fit into `room` is left out."""
@@ -248,8 +179,8 @@ class Conversation:
         first turn, it replaces the prompt instead. `tools` are for the chat template."""
         if _is_messages(content):
             self._waiting = []
-            content = self._history.replace(content, tools)  # type: ignore[arg-type]
-        self._start_sample(self._encode(content))  # type: ignore[arg-type]
+            content = self._history.replace(content, tools)
+        self._start_sample(self._encode(content))
 
     def reward(self, value: float, turn: int | None = None) -> None:
         """Adds an environment's reward for a generated turn (default: the last). Rewards are added to the score."""
@@ -300,7 +231,7 @@ class Conversation:
         end = start + max(0, self.room if max_tokens is None else min(self.room, max_tokens))
         number = len(self._generated)
         request = TurnRequest(
-            f"{self._name}-turn{number}", turn_seed(sample.seed, number), start, end, (*self._limits.stop, *stop)
+            f"{self._name}-turn{number}", turn_seed(sample.seed, number), start, end, (*self._stop, *stop)
         )
         sample.finish_reason, self.generating = FinishReason.ABORT, True
         try:
@@ -312,18 +243,6 @@ class Conversation:
         sample.turns.append(span)
         fault_points.reach("rollouts/after_turn")
         return span
-
-    def _as_turn(self, span: TurnSpan) -> Turn:
-        sample, part = self._sample, slice(span.start, span.end)
-        text = str(self._tokenizer.decode(sample.response_tokens[part], skip_special_tokens=True))
-        reason = FinishReason(span.finish_reason)
-        return Turn(len(self._generated) - 1, text, sample.response_tokens[part], sample.engine_logprobs[part], reason)
-
-    def _add(self, content: Content | Sequence[Message]) -> None:
-        if _is_messages(content):
-            self.append_messages(content)  # type: ignore[arg-type]
-        else:
-            self.append(content, role="user")  # type: ignore[arg-type]
 
     def _encode(self, content: Content) -> Tokens:
         if isinstance(content, str):
@@ -345,9 +264,8 @@ class Conversation:
         self._append(tokens, str(new[-1]["role"]))
 
     def _append(self, tokens: Tokens, role: str) -> None:
-        room = max(0, self.room)
-        if len(tokens) > room:
-            tokens, self._cut = tokens[:room], True
+        if len(tokens) > max(0, self.room):
+            tokens, self._cut = tokens[: max(0, self.room)], True
         if not len(tokens):
             return
         sample, start, now = self._sample, self.length, time.monotonic()
@@ -368,7 +286,7 @@ class Conversation:
     def _start_sample(self, prompt: Tokens) -> None:
         """Unless the prompt leaves no room for a response: then the conversation is truncated where it is. Before the
         first turn, the prompt replaces that of the first sample."""
-        if len(prompt) - len(self.prompt.tokens) >= self._limits.max_response_tokens:
+        if len(prompt) - len(self.prompt.tokens) >= self._max_response_tokens:
             self._cut = True
             return
         if self._part == 0 and len(self.samples) == 1 and not self._sample.turns and not self._sample.length:
@@ -400,5 +318,75 @@ def turn_seed(seed: int, turn: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}/turn{turn}".encode(), digest_size=8).digest(), "little") >> 1
 
 
-def _is_messages(content: object) -> bool:
+def _is_messages(content: object) -> TypeGuard[Sequence[Message]]:
     return isinstance(content, list | tuple) and bool(content) and isinstance(content[0], dict)
+
+
+MARK = "response-0f6cb1d7"  # any text that no template treats in a special way
+
+
+class ChatHistory:
+    """The messages of a conversation, and the text that a chat template adds for new ones."""
+
+    def __init__(self, prompt: Prompt, tokenizer: Any) -> None:
+        """`prompt.meta` may hold the `messages` and `tools` that `prompt.text` was rendered from. Without them the
+        prompt must be its question under the chat template."""
+        self._prompt = prompt
+        self._tokenizer = tokenizer
+        self._tools = prompt.meta.get("tools") or None
+        question = str(prompt.meta.get("question", prompt.text))
+        self.messages: list[Message] = list(prompt.meta.get("messages") or [{"role": "user", "content": question}])
+        self._checked = False
+
+    def add(self, new: Sequence[Message]) -> str | None:
+        """Adds messages. Returns the text to append to the tokens, up to where the next response starts; None if the
+        template has rewritten the history."""
+        self._check_prompt()
+        before, last = self.messages, self.messages[-1]
+        self.messages = [*before, *new]
+        if last["role"] != ASSISTANT:
+            old, text = self._render(before, start=False), self.rendered()
+            return text[len(old) :] if text.startswith(old) else None
+        earlier = before[:-1]
+        marked = self._render([*earlier, {**last, "content": MARK}, *new], start=True)
+        head, mark, tail = marked.partition(MARK)
+        if not mark or _squeezed(head) != _squeezed(self._render(earlier, start=True)):
+            return None
+        return tail if _squeezed(self.rendered()) == _squeezed(head + last["content"] + tail) else None
+
+    def replace(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> str:
+        """Other messages instead of all; returns them under the template. `tools` None: those of before."""
+        self.messages, self._checked = list(messages), True
+        if tools is not None:
+            self._tools = list(tools) or None
+        return self.rendered()
+
+    def rendered(self) -> str:
+        """All messages, and the start of the next response."""
+        return self._render(self.messages, start=True)
+
+    def _render(self, messages: Sequence[Message], start: bool) -> str:
+        if not getattr(self._tokenizer, "chat_template", None):
+            raise UserError(
+                "the rollout function adds messages, but the tokenizer has no chat template: append text or tokens, "
+                "or use a tokenizer that has one (tokenizer_config.json, chat_template)"
+            )
+        return str(
+            self._tokenizer.apply_chat_template(
+                list(messages), tools=self._tools, tokenize=False, add_generation_prompt=start
+            )
+        )
+
+    def _check_prompt(self) -> None:
+        """Whether the messages are those of the prompt."""
+        first = list(self._prompt.meta.get("messages") or self.messages[:1])
+        if not self._checked and _squeezed(self._render(first, start=True)) != _squeezed(self._prompt.text):
+            raise UserError(
+                f"the rollout function adds messages, but prompt {self._prompt.id!r} is not its messages under the "
+                "chat template: set data.template to chat, or use a messages column"
+            )
+        self._checked = True
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())

@@ -9,16 +9,20 @@
 
 `resume` declares what happens to a conversation that is interrupted. `turn`: the function is called again and the
 conversation replays its completed turns, so the function must do the same again. `restart`: it starts from the prompt.
+
+What functions share during a run, such as the sandbox of their tools, is opened by `shared` and closed by the run.
 """
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import traceback
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.errors import EngineError, UserError
@@ -99,3 +103,38 @@ def with_rewards(grade: Grade, conversation: Conversation) -> Grade:
         conversation.reward(value, turn)
     rewards = conversation.rewards
     return grade if rewards is None else replace(grade, score=grade.score + rewards)
+
+
+class Shared(Protocol):
+    """What rollout functions share. It may have `take_metrics`, a method that returns metrics since its last call."""
+
+    async def close(self) -> None: ...
+
+
+S = TypeVar("S", bound=Shared)
+_shared: dict[asyncio.AbstractEventLoop, dict[Hashable, Any]] = {}
+
+
+def shared(key: Hashable, make: Callable[[], S]) -> S:
+    """The object of this event loop under this key, made by the first call: rollout functions have no state of their
+    own. `close_shared` closes it."""
+    objects = _shared.setdefault(asyncio.get_running_loop(), {})
+    if key not in objects:
+        objects[key] = make()
+    found: S = objects[key]
+    return found
+
+
+async def close_shared() -> None:
+    """Closes what the rollout functions of this event loop have opened."""
+    for opened in _shared.pop(asyncio.get_running_loop(), {}).values():
+        await opened.close()
+
+
+def take_shared_metrics() -> dict[str, float]:
+    """Of this event loop, since the last call; empty if the rollout functions share nothing that has metrics."""
+    total = Counter[str]()
+    for opened in _shared.get(asyncio.get_running_loop(), {}).values():
+        if hasattr(opened, "take_metrics"):
+            total.update(opened.take_metrics())
+    return dict(total)

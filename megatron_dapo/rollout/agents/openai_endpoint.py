@@ -30,6 +30,7 @@ from aiohttp import web
 
 from megatron_dapo.errors import UserError
 from megatron_dapo.rollout.agents.conversation import Conversation, Turn
+from megatron_dapo.rollout.agents.functions import shared
 from megatron_dapo.rollout.agents.tools.call_tools import find_tool_calls
 
 LARGEST_REQUEST = 64 * 2**20  # bytes
@@ -243,15 +244,11 @@ async def _stream(request: web.Request, reply: dict[str, Any]) -> web.StreamResp
     return response
 
 
-_servers: dict[asyncio.AbstractEventLoop, OpenAIServer] = {}
-
-
 @asynccontextmanager
 async def openai_endpoint(conversation: Conversation) -> AsyncIterator[Rollout]:
     """Yields the rollout's `base_url` and `api_key`. Raises what has ended the conversation, whatever the agent made of
     the error that it got."""
-    loop = asyncio.get_running_loop()
-    server = _servers.setdefault(loop, OpenAIServer())
+    server = shared("openai_endpoint", OpenAIServer)
     await server.start()
     rollout = server.open(conversation)
     try:
@@ -264,10 +261,3 @@ async def openai_endpoint(conversation: Conversation) -> AsyncIterator[Rollout]:
         server.end(rollout)
     if rollout.failure is not None:
         raise rollout.failure
-
-
-async def close_endpoints() -> None:
-    """Of this event loop."""
-    server = _servers.pop(asyncio.get_running_loop(), None)
-    if server is not None:
-        await server.close()

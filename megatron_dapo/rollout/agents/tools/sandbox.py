@@ -24,6 +24,7 @@ from typing import Any
 from megatron_dapo.errors import UserError
 from megatron_dapo.processes import supervisor
 from megatron_dapo.processes.supervisor import END
+from megatron_dapo.rollout.agents.functions import shared
 
 log = logging.getLogger(__name__)
 
@@ -200,29 +201,6 @@ class _Worker:
             self._process.wait()
 
 
-# One for each event loop and its limits: rollout functions are plain functions without a state of their own.
-_shared: dict[tuple[asyncio.AbstractEventLoop, ToolLimits, int], Sandbox] = {}
-
-
 def shared_sandbox(limits: ToolLimits, workers: int = 2) -> Sandbox:
-    """The sandbox of this event loop with these limits; `close_sandboxes` ends it."""
-    key = asyncio.get_running_loop(), limits, workers
-    if key not in _shared:
-        _shared[key] = Sandbox(limits, workers)
-    return _shared[key]
-
-
-async def close_sandboxes() -> None:
-    """Of this event loop."""
-    loop = asyncio.get_running_loop()
-    for key in [key for key in _shared if key[0] is loop]:
-        await _shared.pop(key).close()
-
-
-def take_tool_metrics() -> dict[str, float]:
-    """Of this event loop, since the last call; empty if no tool is used."""
-    loop, total = asyncio.get_running_loop(), Counter[str]()
-    for key, sandbox in _shared.items():
-        if key[0] is loop:
-            total.update(sandbox.take_metrics())
-    return dict(total)
+    """The sandbox of this event loop with these limits; `functions.close_shared` closes it."""
+    return shared((limits, workers), lambda: Sandbox(limits, workers))

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from megatron_dapo.engines.load import LoadReadings, watched_load
+from megatron_dapo.engines.server_load import LoadReadings, watch_load
 from megatron_dapo.errors import EngineError
 
 
@@ -28,7 +28,7 @@ class Engine:
 
 
 async def watch(engine, readings_wanted):
-    async with watched_load(engine, every=0.001) as load:
+    async with watch_load(engine, every=0.001) as load:
         while len(load.kv_use) < readings_wanted:
             await asyncio.sleep(0.001)
     return load
@@ -50,7 +50,7 @@ def test_a_server_that_does_not_answer_is_left_out():
 
 def test_an_engine_without_servers_has_no_load():
     async def one():
-        async with watched_load(object()) as load:
+        async with watch_load(object()) as load:
             await asyncio.sleep(0)
         return load.metrics()
 
@@ -62,7 +62,7 @@ def test_sglang_reports_its_load(sglang_server):
         client = sglang_server.process.client()
         engine = Engine(client)
         try:
-            async with watched_load(engine, every=0.01) as load:
+            async with watch_load(engine, every=0.01) as load:
                 async with asyncio.timeout(30):
                     while not load.kv_use:
                         await asyncio.sleep(0.01)
