@@ -52,7 +52,7 @@ def _add_train(sub: Commands) -> None:
             from megatron_dapo.config import load_config
             from megatron_dapo.config.hub import with_local_model
             from megatron_dapo.launch.local import run_training
-            from megatron_dapo.observe.waiting import waiting
+            from megatron_dapo.observe.console import waiting
 
             config = load_config(args.config, args.set)
             with waiting(f"looking for the model {config.policy.model}"):
@@ -238,7 +238,7 @@ def _add_watch(sub: Commands) -> None:
 
 def _add_selfcheck(sub: Commands) -> None:
     def run(args: argparse.Namespace) -> int:
-        from megatron_dapo.observe.waiting import importing
+        from megatron_dapo.observe.console import importing
 
         with importing("torch and Megatron-Core"):
             from megatron_dapo.selfcheck.layouts import run_layouts

@@ -1,4 +1,5 @@
-"""Files that several rooms read or write: the one atomic write, and the one reader and writer of safetensors headers.
+"""Files that several folders read or write: the one atomic write of a file and of a directory, and the one reader and
+writer of safetensors headers.
 
 Imports no torch, so that configuration checks, reports and the launcher can use it. Dtypes are torch's names without
 the prefix ("bfloat16"). The headers are read here and not with the safetensors library because its errors name neither
@@ -13,6 +14,7 @@ import math
 import os
 import re
 import secrets
+import shutil
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -44,16 +46,16 @@ class DamagedFile(UserError):
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
-def write_atomically(path: str | Path, content: bytes | str, *, fsync: bool = True, mode: int = 0o666) -> None:
+def write_atomically(path: str | Path, content: bytes | str, *, fsync: bool = True) -> None:
     """Replace `path` by `content`: after any crash the file has its old or its new content, never a part.
 
-    `fsync`: wait until the content is on disk, so that this also holds after a power failure. `mode`: permissions of
-    the new file, reduced by the umask. A failed write (a full disk) leaves the old file and no temporary one.
+    `fsync`: wait until the content is on disk, so that this also holds after a power failure. A failed write
+    (a full disk) leaves the old file and no temporary one.
     """
     path = Path(path)
     data = content.encode() if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
@@ -86,6 +88,26 @@ def fsync_tree(directory: str | Path) -> None:
         for name in names:
             fsync_path(Path(root) / name)
         fsync_path(root)
+
+
+def publish_directory(building: Path, target: Path, *, aside: Path) -> None:
+    """Give a complete directory its final name in one rename; its files must be on disk (`fsync_tree`).
+
+    A directory that has the name already is moved to `aside` and deleted afterwards. A kill in between leaves it there:
+    whoever starts next moves it back if `target` is missing.
+    """
+    shutil.rmtree(aside, ignore_errors=True)
+    replaced = os.path.lexists(target)
+    if replaced:
+        os.rename(target, aside)
+    try:
+        os.rename(building, target)
+    except OSError:
+        if replaced:
+            os.rename(aside, target)
+        raise
+    fsync_path(target.parent)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 # -- safetensors ------------------------------------------------------------------------------------------------------

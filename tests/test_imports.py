@@ -117,7 +117,7 @@ def test_the_docstring_of_a_folder_names_its_modules():
     assert not missing, "\n".join(missing)
 
 
-LIGHT = ("cli", "config", "files", "types", "planner.command", "observe.report", "observe.curves", "observe.observer")
+LIGHT = ("cli", "config", "files", "types", "planner.command", "observe.report", "observe.observer", "weights.locate")
 
 
 def test_light_modules_import_nothing_heavy():

@@ -35,7 +35,7 @@ from megatron_dapo.checkpoints.torch_dist_files import sharded_files
 from megatron_dapo.errors import CheckpointError
 from megatron_dapo.policy.megatron import cpu
 from megatron_dapo.policy.policy import Policy
-from megatron_dapo.weights.formats.megatron_args import common_state, megatron_args
+from megatron_dapo.weights.formats.torch_dist_writer import common_state, megatron_args
 from megatron_dapo.weights.locate import HF_FILES, locate
 from megatron_dapo.weights.side_files import side_files
 

@@ -63,7 +63,7 @@ print("attention ran")
 KERNELS_PROBE = """
 import json, warnings
 warnings.simplefilter("ignore")
-from megatron_dapo.policy import cpu
+from megatron_dapo.policy.megatron import cpu
 from megatron_dapo.policy.megatron.options import adam_provider, fusion_provider
 from megatron_dapo.policy.model.gpt import has_transformer_engine
 fusion = fusion_provider(has_transformer_engine())

@@ -14,7 +14,6 @@
 - `options_report`    what `train --dry-run` says about them
 - `megatron_import`   imports Megatron-Core without what a CPU does not use
 - `runtime`           device, process groups, errors that reach all ranks (`initialize`, `Rendezvous`)
-- `fork_ranks`        ranks on this machine without torchrun
 - `gpu_count`         the number of GPUs, without initializing CUDA
 - `cpu`               Megatron-Core on a machine without CUDA
 - `gloo`              one network device for all gloo groups of a process

@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -28,7 +27,7 @@ from megatron_dapo.engines.server_load import watch_load
 from megatron_dapo.errors import EngineError
 from megatron_dapo.evaluate import Evaluation, evaluate_sets
 from megatron_dapo.observe.observer import NullObserver, Observer
-from megatron_dapo.reward.combined import Graders, ResponseGrader, open_graders
+from megatron_dapo.reward.combined import ResponseGrader
 from megatron_dapo.rollout.accounting import Progress
 from megatron_dapo.rollout.agents.functions import close_shared, load_rollout_function, take_shared_metrics
 from megatron_dapo.rollout.sampler import Sampler
@@ -153,7 +152,7 @@ class RolloutDriver:
         self.progress = 0
         self.queue = BatchQueue(self._collect, lambda: self.engine.weight_version, config.rollout.max_staleness)
         self._observer = observer or NullObserver()
-        self._responses = ResponseGrader(tokenizer)
+        self._responses = ResponseGrader(config.reward, tokenizer)
         self._function = load_rollout_function(config.rollout, tokenizer)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="rollouts", daemon=True)
@@ -162,7 +161,6 @@ class RolloutDriver:
         self._running = 0  # operations
         self._counted: dict[str, float] = {}
         self._engine: Engine | None = None
-        self._pool: Graders | None = None
         self._teacher: Teacher | None = None
         self._sampler: Sampler | None = None
 
@@ -184,10 +182,10 @@ class RolloutDriver:
             from megatron_dapo.engines.teacher import open_teacher
 
             self._teacher = await open_teacher(self.config.algorithm.distillation)
-        self._pool = await open_graders(self.config.reward, self._responses.tokenizer_json).__aenter__()
+        await self._responses.open()
         self._sampler = Sampler(
             self._engine,
-            partial(self._responses.grade, self._pool),
+            self._responses.grade,
             lambda: self.cursor.take(1)[0],
             self.config.rollout,
             groups_per_step=self.config.trainer.prompts_per_step,
@@ -235,8 +233,7 @@ class RolloutDriver:
         if self._teacher is not None:
             await self._teacher.close()
         await close_shared()
-        if self._pool is not None:
-            await self._pool.__aexit__(None, None, None)
+        await self._responses.close()
         await self._close_engines()
 
     async def _close_engines(self) -> None:
@@ -337,8 +334,6 @@ class RolloutDriver:
     def evaluate(
         self, step: int, on_progress: Callable[[int, int], None] = lambda done, total: None
     ) -> Future[Evaluation]:
-        assert self._pool is not None
-
         def advance(done: int, total: int) -> None:
             self.progress += 1
             fault_points.reach("rollouts/evaluating")
@@ -347,7 +342,7 @@ class RolloutDriver:
         seed = derive_seed(self.config.trainer.seed, step, "evaluation", 0)
         settings = self.config.resolved_evaluate
         return self._submit(
-            evaluate_sets(self.engine, self.problems, self._pool, settings, seed, advance, self._function)
+            evaluate_sets(self.engine, self.problems, self._responses.graders, settings, seed, advance, self._function)
         )
 
     def _on_sampling(self, progress: Progress) -> None:
@@ -362,8 +357,7 @@ class RolloutDriver:
         return found
 
     def _reward_counts(self) -> dict[str, float]:
-        assert self._pool is not None
-        now = self._pool.metrics()
+        now = self._responses.metrics()
         names = ("reward/errors", "reward/retries", "reward/restarts", "reward/seconds")
         reasons = sorted(name for name in now if name.startswith("reward/ungraded/"))
         return {name: now.get(name, 0.0) - self._counted.get(name, 0.0) for name in (*names, *reasons)}

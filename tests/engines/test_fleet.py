@@ -14,6 +14,7 @@ from faults import PROMPT, WEIGHTS, fill_batch, run, settings
 from megatron_dapo.engines.protocol import SamplingParams
 from megatron_dapo.engines.sglang.fleet import Fleet
 from megatron_dapo.errors import EngineError
+from megatron_dapo.processes.supervised import members
 from megatron_dapo.types import FinishReason
 
 FAKE = Path(__file__).resolve().parents[1] / "support" / "fake_server.py"
@@ -94,7 +95,8 @@ def test_a_server_that_stops_replying_is_restarted(tmp_path):
         fleet = Fleet(config, str(tmp_path), tmp_path, make_command=fake_command(0.0))
         engine = await fleet.start()
         first = fleet.processes[0].pid
-        os.killpg(first, signal.SIGSTOP)
+        for pid in members(first):
+            os.kill(pid, signal.SIGSTOP)
         await fill_batch(engine, config)
         assert fleet.processes[0].pid != first
         await engine.close()

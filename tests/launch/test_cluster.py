@@ -24,7 +24,7 @@ from tiny_run import environment, raw_config, write_config
 from megatron_dapo.cli import main
 from megatron_dapo.config import check_config, parse_config
 from megatron_dapo.launch.slurm_status import submitted
-from megatron_dapo.observe.metric_names import is_wall_clock
+from megatron_dapo.observe.metrics_file import is_wall_clock
 from megatron_dapo.processes.fork_ranks import run_ranks
 from megatron_dapo.trainer.loop import train
 

@@ -20,7 +20,7 @@ from test_group_states import pending
 
 from megatron_dapo.algorithm.filtering import give_up_after, keep_group
 from megatron_dapo.config.rollout import RolloutConfig
-from megatron_dapo.observe.metric_names import is_wall_clock
+from megatron_dapo.observe.metrics_file import is_wall_clock
 from megatron_dapo.rollout.sampler import Sampler, SamplingLimitError
 from megatron_dapo.types import Grade, Group
 

@@ -23,7 +23,7 @@ from simulation import (
 from megatron_dapo.algorithm.filtering import keep_group
 from megatron_dapo.engines.protocol import Completion, ForeignWeightsError
 from megatron_dapo.errors import EngineError, UserError
-from megatron_dapo.observe.metric_names import is_wall_clock
+from megatron_dapo.observe.metrics_file import is_wall_clock
 from megatron_dapo.rollout.accounting import StepAccounting
 from megatron_dapo.rollout.sampler import Sampler, SamplingLimitError
 from megatron_dapo.types import FinishReason, Grade, Group, WeightSpan, as_logprobs, as_tokens

@@ -15,7 +15,7 @@ from megatron_dapo.processes.fork_ranks import run_ranks
 from megatron_dapo.selfcheck.layout_spec import LayoutSpec, selfcheck_config
 from megatron_dapo.selfcheck.synthetic import random_hf_weights, synthetic_shape
 from megatron_dapo.sync.snapshot import Snapshot
-from megatron_dapo.weights.formats.hf_reader import HFReader
+from megatron_dapo.weights.formats.readers import HFReader
 from megatron_dapo.weights.fp8 import SCALE, dequantise, is_quantised, quantise
 from megatron_dapo.weights.fp8_checkpoint import check_fp8_directory, hf_to_fp8
 from megatron_dapo.weights.tensor_spec import flat_size

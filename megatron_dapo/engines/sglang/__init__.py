@@ -5,7 +5,6 @@ Requests and weights
 - load_balancer.py     which server gets a request; the queue when none has room
 - client.py            one server: generation and every control call, each with its rule for repeating
 - client_process.py    a process for generate requests, as rank 0 sees it; client_worker.py is that process
-- client_messages.py   what the two exchange: headers and raw arrays
 - server_state.py      whether a server may get requests, and why not
 - http.py              connections, timeouts, repeated calls, error classes
 - response_parser.py   a generate request and its reply; version labels

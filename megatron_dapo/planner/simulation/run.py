@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from megatron_dapo.config.rollout import RolloutConfig
-from megatron_dapo.observe.metric_names import NOT_FILTERED, dropped_groups
+from megatron_dapo.observe.metrics_file import NOT_FILTERED, dropped_groups
 from megatron_dapo.planner.generation import Fleet
 from megatron_dapo.planner.simulation.engine import Prompts, SimulatedEngine, unit_of
 from megatron_dapo.planner.workload import Workload

@@ -2,11 +2,14 @@
 
 Layers are stacked along a leading axis and names are Transformer Engine's, as when Megatron itself saves a GPT model.
 On loading, modules look for an `_extra_state` object even if they have none; all these keys refer to one empty object.
-The small files are those that Megatron-LM's own save writes (`megatron_args`): it and other tools read the result.
+The small files are those that Megatron-LM's own save writes. `common.pt` has its arguments (`megatron_args`), against
+which Megatron-LM checks the shape of the model, and which it takes over with `--use-checkpoint-args`; the checkpoint
+version, because weights of version 0 have an old order of QKV rows; and the iteration. Other tools read them, too.
 """
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import math
@@ -21,15 +24,16 @@ from typing import Any
 import torch
 
 from megatron_dapo.config.model import ModelShape
-from megatron_dapo.weights.formats.megatron_args import common_state, megatron_args
+from megatron_dapo.weights.copy import OutputFile, RowRange, TensorWrite
 from megatron_dapo.weights.formats.torch_zip import ALIGN, tensor_archive
 from megatron_dapo.weights.locate import CONFIG, METADATA
 from megatron_dapo.weights.mapping import ParameterMapping, WeightsError, stored_mappings
 from megatron_dapo.weights.names import disk_aliases, disk_locations
-from megatron_dapo.weights.output_file import OutputFile, RowRange, TensorWrite
 
 MAX_CHUNK = 128 * 2**20  # a rank that needs part of a chunk reads all of it
 MAX_FILE = 4 * 2**30
+VERSION = 3.0
+CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 
 _HAS_STATE = re.compile(r"(linear_\w+|\w*layernorm|in_proj|out_proj)\.weight$")  # modules with an `_extra_state`
 
@@ -191,3 +195,47 @@ def _empty_object() -> bytes:
 
 def _file_name(number: int) -> str:
     return f"__0_{number}.distcp"
+
+
+def megatron_args(shape: ModelShape, **more: Any) -> argparse.Namespace:
+    """The arguments of Megatron-LM that describe this model; `more` adds or replaces some."""
+    args: dict[str, Any] = {
+        "num_layers": shape.layers, "hidden_size": shape.hidden, "ffn_hidden_size": shape.ffn_hidden,
+        "num_attention_heads": shape.heads, "num_query_groups": shape.kv_heads, "group_query_attention": True,
+        "kv_channels": shape.head_dim, "seq_length": shape.max_positions,
+        "max_position_embeddings": shape.max_positions, "position_embedding_type": "rope",
+        "add_position_embedding": True, "rotary_base": int(shape.rope_theta),
+        "rotary_percent": shape.rotated / shape.head_dim,
+        "rotary_interleaved": False, "add_bias_linear": False, "add_qkv_bias": shape.qkv_bias,
+        "qk_layernorm": shape.qk_norm, "swiglu": True, "squared_relu": False, "normalization": "RMSNorm",
+        "norm_epsilon": shape.norm_eps, "apply_layernorm_1p": shape.zero_centred_norms,
+        "apply_query_key_layer_scaling": False, "attention_dropout": 0.0, "hidden_dropout": 0.0,
+        "untie_embeddings_and_output_weights": not shape.tied_embeddings,
+        "vocab_size": shape.vocab, "padded_vocab_size": shape.vocab, "make_vocab_size_divisible_by": 1,
+        "tokenizer_type": "HuggingFaceTokenizer", "num_experts": None, "q_lora_rank": None,
+        "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1,
+        "virtual_pipeline_model_parallel_size": None, "expert_model_parallel_size": 1, "context_parallel_size": 1,
+        "world_size": 1, "data_parallel_size": 1, "ckpt_format": "torch_dist", "bf16": shape.dtype == "bfloat16",
+        "fp16": shape.dtype == "float16", "consumed_train_samples": 0, "skipped_train_samples": 0,
+        "consumed_valid_samples": 0, "no_save_optim": True, "no_save_rng": True,
+    }  # fmt: skip
+    if shape.is_moe:
+        args |= {
+            "num_experts": shape.experts, "moe_router_topk": shape.experts_per_token, "moe_layer_freq": 1,
+            "moe_ffn_hidden_size": shape.expert_ffn_hidden, "moe_router_pre_softmax": not shape.norm_topk_prob,
+            "moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False,
+            "moe_shared_expert_intermediate_size": shape.shared_ffn_hidden or None,
+            "moe_shared_expert_gate": shape.has_shared_expert,
+        }  # fmt: skip
+    return argparse.Namespace(**(args | more))
+
+
+def common_state(args: argparse.Namespace, iteration: int = 0) -> dict[str, Any]:
+    """What Megatron-LM's own save puts into `common.pt` besides optimizer and random states."""
+    return {
+        "args": args,
+        "checkpoint_version": VERSION,
+        "iteration": iteration,
+        "num_floating_point_operations_so_far": 0,
+        "content_metadata": dict(CONTENT),
+    }

@@ -13,9 +13,9 @@ from tiny_run import raw_config, write_config
 
 from megatron_dapo.cli import main
 from megatron_dapo.config import ConfigError
-from megatron_dapo.errors import RankError
-from megatron_dapo.processes import fork_ranks
-from megatron_dapo.processes.fork_ranks import run_ranks
+from megatron_dapo.errors import RankError, UserError
+from megatron_dapo.processes.fork_ranks import run_in_fork, run_ranks
+from megatron_dapo.processes.supervisor import end_with_parent
 
 
 def square(rendezvous, offset):
@@ -58,6 +58,17 @@ def test_the_command_ends_with_exit_code_2(tmp_path, monkeypatch, capfd):
     assert said.endswith("megatron-dapo: planted: it does not fit the checkpoint\n") and "Traceback" not in said
 
 
+def test_one_call_in_a_fork():
+    """Its result, its own error, the traceback of any other, or the exit code."""
+    assert run_in_fork(divmod, 7, 2) == (3, 1)
+    with pytest.raises(ConfigError, match=r"^rollout\.samples_per_prompt is 8: use 4$"):
+        run_in_fork(fail_with_config_error, None)
+    with pytest.raises(UserError, match=r"(?s)Traceback.*ZeroDivisionError"):
+        run_in_fork(divmod, 1, 0)
+    with pytest.raises(UserError, match="ended with exit code 7"):
+        run_in_fork(os._exit, 7)
+
+
 def sleep_forever(rendezvous, folder):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     (folder / f"{rendezvous.rank}.tmp").write_text(str(os.getpid()))
@@ -93,7 +104,7 @@ def test_ranks_end_with_a_killed_parent(tmp_path):
 
 
 def ask_for_another_parent(rendezvous):
-    fork_ranks.die_with(os.getppid() + 1)
+    end_with_parent(os.getppid() + 1)
     return "still here"
 
 
