@@ -81,7 +81,7 @@ async def with_server(url: str, tokenizer: Any, samples: int, decoded_here: bool
     config = RolloutConfig(servers={"max_running": 64})
     responses = ResponseGrader(RewardConfig(grader="math", workers=1), tokenizer)
     server = SGLangClient(url, config.servers)
-    server.serves = 0
+    server.state.served(0)
     engine = SGLangEngine([server], config)
     if not parsed_here:
         server.process = ClientProcess()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from megatron_dapo.config.base import NonEmptyText, PathText, Section
 
@@ -59,22 +59,6 @@ class ServerConfig(Section):
         None, description="Environment variable that holds the API key; null: started servers get a random key."
     )
     admin_key_env: str | None = Field(None, description="Environment variable that holds the admin API key.")
-    routed_experts: bool = Field(
-        False,
-        description="Ask for the experts that computed each token (SGLang's --enable-return-routed-experts). "
-        "policy.routing_replay: engine turns it on.",
-    )
-    weight_deltas: bool = Field(
-        False,
-        description="Servers load a module of ours that applies weight updates with only what changed "
-        "(rollout.weights.delta needs it). External servers need --custom-weight-loader megatron_dapo_delta.install.",
-    )
-    packed_experts: bool = Field(
-        False,
-        description="Servers load a module of ours that loads the experts of a layer at once; "
-        "rollout.weights.pack_experts turns it on. External servers need --custom-weight-loader "
-        "megatron_dapo_experts.install.",
-    )
     max_running: int = Field(256, ge=1, description="Requests that one server is given at a time.")
     start_timeout: float = Field(900.0, gt=0, description="Seconds until a started server must be ready.")
     sample_timeout: float | None = Field(
@@ -96,9 +80,28 @@ class ServerConfig(Section):
         1800.0, gt=0, description="Seconds of service after which a server may be restarted once more."
     )
 
+    # What other sections ask of the servers, which are started with this section alone.
+    _returns_experts: bool = PrivateAttr(False)
+    _loads_packed_experts: bool = PrivateAttr(False)
+
     @property
     def server_count(self) -> int:
         return len(self.urls) or self.count
+
+    @property
+    def returns_experts(self) -> bool:
+        """Servers report the experts that computed each token (policy.routing_replay: engine)."""
+        return self._returns_experts
+
+    @property
+    def loads_packed_experts(self) -> bool:
+        """Servers load the experts of a layer at once (rollout.weights.pack_experts)."""
+        return self._loads_packed_experts
+
+    def demand(self, *, experts: bool | None = None, packed_experts: bool | None = None) -> None:
+        """Only while a configuration is validated."""
+        self._returns_experts = self._returns_experts if experts is None else experts
+        self._loads_packed_experts = self._loads_packed_experts if packed_experts is None else packed_experts
 
     def sample_seconds(self, tokens: int) -> float:
         """How long one server may take for a sample of at most so many tokens."""
@@ -147,15 +150,11 @@ class WeightTransportConfig(Section):
         description="fp8: the sender quantises the matrices of attention and MLP in blocks of 128 × 128, as the Qwen "
         "FP8 checkpoints have them, and sends half of the bytes; servers.model must be such a checkpoint.",
     )
-    delta: bool = Field(
-        False,
-        description="Send only the elements that changed since the last version that all servers acknowledged "
-        "(distributed, one sender, servers.weight_deltas). The sender keeps a copy of the weights.",
-    )
     pack_experts: bool = Field(
         False,
         description="MoE models: send the experts of a layer as few large tensors (tensor, distributed). SGLang spends "
-        "seconds on the names of thousands of expert tensors.",
+        "seconds on the names of thousands of expert tensors. External servers need --custom-weight-loader "
+        "megatron_dapo_experts.install.",
     )
     bucket_bytes: int = Field(
         512 << 20, gt=0, description="Largest size of one bucket of tensors. A sender needs memory for two."
@@ -340,15 +339,6 @@ class RolloutConfig(Section):
     def broadcasts_weights(self) -> bool:
         return self.engine == "sglang" and self.weights.transport == "distributed"
 
-    @model_validator(mode="before")
-    @classmethod
-    def _loader_of_packed_experts(cls, raw: Any) -> Any:
-        """Servers are started with their own section alone."""
-        weights, servers = (raw.get(key) or {} for key in ("weights", "servers")) if isinstance(raw, dict) else ({}, {})
-        if not (isinstance(weights, dict) and isinstance(servers, dict) and weights.get("pack_experts") is True):
-            return raw
-        return {**raw, "servers": {"packed_experts": True, **servers}}
-
     @model_validator(mode="after")
     def _options(self) -> RolloutConfig:
         if self.servers.share_gpus and self.max_staleness:
@@ -362,19 +352,11 @@ class RolloutConfig(Section):
                 "of one NCCL communicator on one GPU, which NCCL refuses; use tensor (CUDA IPC), or disk"
             )
         weights = self.weights
-        if weights.delta and (
-            weights.transport != "distributed" or weights.senders != "one" or not self.servers.weight_deltas
-        ):
+        self.servers.demand(packed_experts=weights.pack_experts and weights.transport != "disk")
+        if weights.quantization != "none" and (not self.servers.model or self.engine != "sglang"):
             raise ValueError(
-                "weights.delta needs weights.transport distributed, weights.senders one and servers.weight_deltas "
-                f"true; found {weights.transport}, {weights.senders}, {str(self.servers.weight_deltas).lower()}"
-            )
-        if weights.pack_experts and not self.servers.packed_experts:
-            raise ValueError("weights.pack_experts is true and servers.packed_experts is false: leave the latter out")
-        if weights.quantization != "none" and (weights.delta or not self.servers.model or self.engine != "sglang"):
-            raise ValueError(
-                f"weights.quantization is {weights.quantization}: it needs engine sglang, servers.model (an fp8 "
-                "checkpoint, see megatron-dapo convert hf-to-fp8) and weights.delta false"
+                f"weights.quantization is {weights.quantization}: it needs engine sglang and servers.model (an fp8 "
+                "checkpoint, see megatron-dapo convert hf-to-fp8)"
             )
         after = self.sampler.give_up_after
         if after is not None and self.group_filter != "accuracy":

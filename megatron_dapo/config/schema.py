@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
-from typing import Any
 
 from pydantic import model_validator
 
@@ -87,19 +86,6 @@ class Config(Section):
             }
         )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _routed_experts_for_replay(cls, raw: Any) -> Any:
-        """Engines read the section `rollout` alone."""
-        policy = raw.get("policy") if isinstance(raw, dict) else None
-        if not isinstance(policy, dict) or policy.get("routing_replay") != "engine":
-            return raw
-        rollout = raw.get("rollout") or {}
-        servers = rollout.get("servers") or {} if isinstance(rollout, dict) else None
-        if not isinstance(servers, dict):
-            return raw
-        return {**raw, "rollout": {**rollout, "servers": {"routed_experts": True, **servers}}}
-
     @model_validator(mode="after")
     def _across_sections(self) -> Config:
         checks = (
@@ -143,13 +129,11 @@ class Config(Section):
 
     def _check_routing_replay(self) -> None:
         mode = self.policy.routing_replay
-        if mode == "engine" and (self.rollout.engine != "sglang" or not self.rollout.servers.routed_experts):
-            found = "rollout.servers.routed_experts is false"
-            if self.rollout.engine != "sglang":
-                found = f"rollout.engine is {self.rollout.engine}"
+        self.rollout.servers.demand(experts=mode == "engine")
+        if mode == "engine" and self.rollout.engine != "sglang":
             raise ValueError(
-                f"policy.routing_replay is engine, but {found}: only SGLang's servers report the experts of a token; "
-                "change it, or use old_log_probs"
+                f"policy.routing_replay is engine, but rollout.engine is {self.rollout.engine}: only SGLang's servers "
+                "report the experts of a token; change it, or use old_log_probs"
             )
         if mode == "old_log_probs" and not self.recomputes_old_logprobs:
             raise ValueError(

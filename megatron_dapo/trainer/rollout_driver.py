@@ -13,8 +13,8 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from concurrent.futures import Executor, Future
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,7 +22,7 @@ from megatron_dapo import fault_points
 from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.data import RunData, load_run_data
 from megatron_dapo.engines import open_engine
-from megatron_dapo.engines.protocol import Bucket, Engine, WeightReport, derive_seed
+from megatron_dapo.engines.protocol import Engine, WeightReport, derive_seed
 from megatron_dapo.engines.server_load import watch_load
 from megatron_dapo.errors import EngineError
 from megatron_dapo.evaluate import Evaluation, evaluate_sets
@@ -31,6 +31,7 @@ from megatron_dapo.reward.combined import ResponseGrader
 from megatron_dapo.rollout.accounting import Progress
 from megatron_dapo.rollout.agents.functions import close_shared, load_rollout_function, take_shared_metrics
 from megatron_dapo.rollout.sampler import Sampler
+from megatron_dapo.sync.bucket_stream import BucketStream
 from megatron_dapo.trainer.watchdog import log_folder
 from megatron_dapo.types import StepBatch
 
@@ -328,8 +329,8 @@ class RolloutDriver:
 
     # ---- weights ----
 
-    def load_weights(self, version: int, buckets: Iterable[Bucket], executor: Executor) -> Future[None]:
-        return self.submit(self.engine.load_weights(version, buckets, executor), bounded=True)
+    def load_weights(self, version: int, buckets: BucketStream) -> Future[None]:
+        return self.submit(self.engine.load_weights(version, buckets), bounded=True)
 
     def serve_weights(self, version: int) -> Future[WeightReport]:
         return self.submit(self._serve_weights(version), bounded=True)

@@ -51,8 +51,8 @@ def test_a_server_killed_during_a_batch_is_restarted_with_the_current_weights(tm
         batch = await collecting
         assert {span.version for sample in batch.samples for span in sample.weight_spans} == {3}
         deadline = time.monotonic() + 20
-        while engine.servers[0].serves != 3:
-            assert time.monotonic() < deadline, engine.servers[0].unavailable
+        while not engine.servers[0].state.serves(3):
+            assert time.monotonic() < deadline, engine.servers[0].state.why
             await asyncio.sleep(0.1)
         assert await engine.servers[0].version_label() == "3", "it serves before it has the weights"
         assert fleet.processes[0].pid != victim and fleet.supervisors[engine.servers[0].name].restarts == 1

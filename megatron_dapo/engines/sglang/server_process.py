@@ -16,7 +16,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from megatron_dapo.config.rollout import ServerConfig
-from megatron_dapo.engines.sglang.client import SGLangClient
+from megatron_dapo.engines.sglang.client import EXPERT_LOADER, SGLangClient
 from megatron_dapo.engines.sglang.keys import Keys, command_with_keys, key_variables
 from megatron_dapo.errors import EngineError
 from megatron_dapo.processes.supervised import SupervisedProcess
@@ -25,8 +25,6 @@ LOG_TAIL, LINE_LENGTH = 25, 300  # lines of a server's log that an error quotes,
 CPU_STUBS = Path(__file__).parent / "cpu_stubs"
 CPU_LAUNCHER = "cpu_launch_server"  # a module in that folder
 IN_SERVER = Path(__file__).parent / "in_server"
-# Functions of modules in that folder.
-DELTA_LOADER, EXPERT_LOADER = "megatron_dapo_delta.install", "megatron_dapo_experts.install"
 # Seconds that a server keeps an idle connection, instead of SGLang's 5: longer than any client of ours.
 SERVER_KEEP_ALIVE = 60
 
@@ -43,13 +41,12 @@ def sglang_command(
     command = [
         *command_with_keys(python, launcher, key_variables(config), has_package=has_package),
         "--model-path", model, "--host", config.host, "--port", str(port), "--tp-size", str(config.tensor_parallel),
-        "--dtype", config.dtype, *(["--enable-return-routed-experts"] if config.routed_experts else []),
+        "--dtype", config.dtype, *(["--enable-return-routed-experts"] if config.returns_experts else []),
     ]  # fmt: skip
     environment = {"HF_HUB_OFFLINE": "1", "SGLANG_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEP_ALIVE)}
     paths = [str(CPU_STUBS)] if config.device == "cpu" else []
-    loaders = [DELTA_LOADER] * config.weight_deltas + [EXPERT_LOADER] * config.packed_experts
-    if loaders:
-        command += ["--custom-weight-loader", *loaders]
+    if config.loads_packed_experts:
+        command += ["--custom-weight-loader", EXPERT_LOADER]
         paths.append(str(IN_SERVER))
         if config.device != "cpu" and os.environ.get("PYTHONPATH"):
             paths.append(os.environ["PYTHONPATH"])

@@ -6,20 +6,24 @@ import asyncio
 import math
 import random
 from collections.abc import Iterable
-from concurrent.futures import Executor
 from dataclasses import replace
 from pathlib import Path
 from statistics import NormalDist, fmean, pstdev
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_dapo.engines.protocol import Bucket, Capabilities, Completion, SamplingParams, WeightReport
+from megatron_dapo.engines.protocol import Capabilities, Completion, SamplingParams, WeightReport
 from megatron_dapo.errors import UserError
 from megatron_dapo.observe.runs import Run, load_run
 from megatron_dapo.planner.generation import Fleet
 from megatron_dapo.planner.server_model import FleetModel, Sequence
 from megatron_dapo.planner.workload import Workload
 from megatron_dapo.types import FinishReason, Grade, Prompt, Sample, Tokens, WeightSpan
+
+if TYPE_CHECKING:
+    from megatron_dapo.sync.bucket import Bucket
+    from megatron_dapo.sync.bucket_stream import BucketStream
 
 # What is sampled in a simulation: prompts without content, response lengths, and grades.
 
@@ -218,7 +222,7 @@ class SimulatedEngine:
     async def capabilities(self) -> Capabilities:
         return Capabilities("simulated", seeded=True)
 
-    async def load_weights(self, version: int, buckets: Iterable[Bucket], executor: Executor | None = None) -> None:
+    async def load_weights(self, version: int, buckets: Iterable[Bucket] | BucketStream) -> None:
         raise NotImplementedError("a simulated engine has no weights")
 
     async def serve_weights(self, version: int) -> WeightReport:

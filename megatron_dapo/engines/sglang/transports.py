@@ -1,44 +1,41 @@
 """Three transports for buckets of weights to SGLang servers: disk, tensor, distributed.
 
-`send` gives every bucket to every server, reads the buckets to their end whatever happens, and returns the errors of
-the servers that did not receive all of them. Which version a server then serves is decided in update.py.
+`send` gives every bucket to every server and returns the errors of the servers that did not receive all of them. Which
+version a server then serves is decided in weight_update.py.
 
-Buckets may be on other ranks (`RemoteBucket`): those ranks send them (remote_sender.py) as this process says.
+Buckets may be on other ranks (`RemoteBucket`): those ranks send them (sync/remote_sender.py) as this process says.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_dapo.config.model import ARCHITECTURES
 from megatron_dapo.config.rollout import WeightTransportConfig
-from megatron_dapo.engines.protocol import Bucket
 from megatron_dapo.engines.sglang.client import FLATTENED, SGLangClient
 from megatron_dapo.engines.sglang.http import failures, wait_all
+from megatron_dapo.engines.sglang.process_group import WeightProcessGroups, members_of
 from megatron_dapo.engines.sglang.response_parser import updating_label
-from megatron_dapo.engines.sglang.weights.delta import DeltaEncoder
-from megatron_dapo.engines.sglang.weights.expert_packing import packed
-from megatron_dapo.engines.sglang.weights.process_group import WeightProcessGroups, members_of
-from megatron_dapo.engines.sglang.weights.shared_bucket import SharedBucket, share
-from megatron_dapo.engines.sglang.weights.snapshot import Snapshot, dtype_name
 from megatron_dapo.errors import EngineError
 from megatron_dapo.files import read_safetensors_directory, unpacked
-from megatron_dapo.sync.bucket import BucketReader, FlatBucket, RemoteBucket, flat_size, flatten, specs_of
-from megatron_dapo.sync.sender_link import SenderLink
-
-# The tensors that an update must contain: exactly those of the model that the servers were started with.
+from megatron_dapo.sync.bucket import Bucket, FlatBucket, RemoteBucket, flatten, specs_of
+from megatron_dapo.sync.bucket_stream import BucketStream
+from megatron_dapo.sync.remote_sender import SenderLink
+from megatron_dapo.sync.shared_bucket import SharedBucket, packed, share
+from megatron_dapo.sync.snapshot import Snapshot
+from megatron_dapo.weights.tensor_spec import flat_size
 
 
 class WeightManifest:
-    """Names and shapes from the safetensors headers of an HF directory. Without a directory everything is accepted.
-    Tensors that are never synced (a vision tower, multi-token prediction) are not part of an update, and experts have
-    one name each."""
+    """The tensors that an update must contain: exactly those of the model that the servers were started with. Names and
+    shapes are from the safetensors headers of its directory; without one everything is accepted. Tensors that are never
+    synced (a vision tower, multi-token prediction) are not part of an update, and experts have one name each."""
 
     def __init__(self, model: str | Path) -> None:
         file = Path(model) / "config.json"
@@ -104,53 +101,42 @@ class Transfer:
         return [server for server in servers if server.name not in self.failed]
 
 
-class Transport(Protocol):
-    link: SenderLink | None  # to the other ranks that send, in the update that runs
-    servers: Sequence[str]  # the names of all servers, node by node
-    delta: DeltaEncoder | None  # None: every update is whole
+class Transport:
+    """`prepare` makes what is sent of a bucket, `release` frees it: both in the thread that produces the buckets."""
 
-    def prepare(self, bucket: Bucket) -> Any:
-        """What `send` needs besides the bucket; called in the thread that produces buckets."""
-        ...
+    def __init__(self, config: WeightTransportConfig, snapshot: Snapshot, manifest: WeightManifest) -> None:
+        self._config = config
+        self._snapshot = snapshot
+        self._manifest = manifest
+        self.prepare: Callable[[Bucket], Any] = lambda bucket: None
+        self.release: Callable[[Any], None] = lambda prepared: None
 
-    def release(self, prepared: Any) -> None:
-        """Called in the same thread, once the bucket has been sent."""
-        ...
+    async def send(
+        self, version: int, servers: Sequence[SGLangClient], stream: BucketStream, order: Sequence[str]
+    ) -> Transfer:
+        """`order`: the names of all servers, node by node, also of those that get nothing."""
+        raise NotImplementedError
 
-    async def send(self, version: int, servers: Sequence[SGLangClient], reader: BucketReader) -> Transfer: ...
-
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        pass
 
 
 def make_transport(config: WeightTransportConfig, snapshot: Snapshot) -> Transport:
-    manifest = WeightManifest(snapshot.model)
-    if config.transport == "disk":
-        return DiskTransport(config, snapshot, manifest)
-    kept = snapshot if config.keep_snapshot else None
-    channel: Channel = TensorChannel(config) if config.transport == "tensor" else DistributedChannel(config)
-    return DirectTransport(kept, channel, manifest, DeltaEncoder() if config.delta else None)
+    kinds = {"disk": DiskTransport, "tensor": TensorTransport, "distributed": DistributedTransport}
+    return kinds[config.transport](config, snapshot, WeightManifest(snapshot.model))
 
 
-class DiskTransport:
-    """Buckets become a checkpoint that servers load; works with every server that can read the directory."""
+class DiskTransport(Transport):
+    """Buckets become a checkpoint that servers load; works with every server that can read the directory. Rank 0
+    writes everything."""
 
-    def __init__(self, config: WeightTransportConfig, snapshot: Snapshot, manifest: WeightManifest) -> None:
-        self._config, self._snapshot, self._manifest = config, snapshot, manifest
-        self.link: SenderLink | None = None  # not used: rank 0 writes everything
-        self.delta: DeltaEncoder | None = None
-        self.servers: Sequence[str] = ()
-
-    def prepare(self, bucket: Bucket) -> None:
-        pass
-
-    def release(self, prepared: None) -> None:
-        pass
-
-    async def send(self, version: int, servers: Sequence[SGLangClient], reader: BucketReader) -> Transfer:
+    async def send(
+        self, version: int, servers: Sequence[SGLangClient], stream: BucketStream, order: Sequence[str]
+    ) -> Transfer:
         transfer = Transfer()
         self._manifest.begin()
         self._snapshot.begin(version)
-        async for bucket, _ in reader:
+        async for bucket, _ in stream:
             transfer.count(bucket, self._manifest)
             if not transfer.bucket_error:
                 await asyncio.to_thread(self._snapshot.add, bucket)
@@ -163,108 +149,82 @@ class DiskTransport:
         transfer.failed |= failures(await wait_all(calls))
         return transfer
 
-    async def close(self) -> None:
-        pass
 
+class DirectTransport(Transport):
+    """Sends each bucket while the next is produced; also writes a snapshot where one is kept. A subclass says how one
+    bucket gets from here, or from another rank, to the servers."""
 
-class Channel(Protocol):
-    """How one bucket gets from here, or from another rank, to the servers."""
+    def __init__(self, config: WeightTransportConfig, snapshot: Snapshot, manifest: WeightManifest) -> None:
+        super().__init__(config, snapshot, manifest)
+        # Of the update that runs
+        self._version = 0
+        self._link: SenderLink | None = None
+        self._order: Sequence[str] = ()
 
-    async def open(
-        self, version: int, servers: Sequence[SGLangClient], link: SenderLink | None, order: Sequence[str]
-    ) -> Errors:
-        """`order`: the names of all servers, node by node."""
-        ...
+    async def _open(self, servers: Sequence[SGLangClient]) -> Errors:
+        raise NotImplementedError
 
-    def prepare(self, bucket: Bucket) -> Any: ...
+    async def _send_bucket(self, number: int, bucket: Bucket, prepared: Any, servers: Sequence[SGLangClient]) -> Errors:
+        """`prepared` is None for a `RemoteBucket`."""
+        raise NotImplementedError
 
-    async def send(self, number: int, bucket: Bucket, prepared: Any, servers: Sequence[SGLangClient]) -> Errors: ...
-
-    def release(self, prepared: Any) -> None: ...
-
-    async def close(self) -> None: ...
-
-
-class DirectTransport:
-    """Sends each bucket while the next is produced; also writes a snapshot where one is kept."""
-
-    def __init__(
-        self, snapshot: Snapshot | None, channel: Channel, manifest: WeightManifest, delta: DeltaEncoder | None = None
-    ) -> None:
-        self._snapshot, self._channel, self._manifest, self.delta = snapshot, channel, manifest, delta
-        self.link: SenderLink | None = None
-        self.servers: Sequence[str] = ()
-
-    def prepare(self, bucket: Bucket) -> Any:
-        return self._channel.prepare(self.delta.encode(flatten(bucket)) if self.delta else bucket)
-
-    def release(self, prepared: Any) -> None:
-        self._channel.release(prepared)
-
-    async def send(self, version: int, servers: Sequence[SGLangClient], reader: BucketReader) -> Transfer:
+    async def send(
+        self, version: int, servers: Sequence[SGLangClient], stream: BucketStream, order: Sequence[str]
+    ) -> Transfer:
+        self._version = version
+        self._link = stream.link
+        self._order = order
         try:
-            return await self._send(version, servers, reader)
+            return await self._send(servers, stream)
         except BaseException as error:
             self._tell_senders(str(error))
             raise
 
-    async def _send(self, version: int, servers: Sequence[SGLangClient], reader: BucketReader) -> Transfer:
-        transfer = Transfer()
+    async def _send(self, servers: Sequence[SGLangClient], stream: BucketStream) -> Transfer:
+        transfer, keeps, number = Transfer(), self._config.keep_snapshot, 0
         self._manifest.begin()
-        if self._snapshot:
-            await asyncio.to_thread(partial(self._snapshot.begin, version, background=True))
-        transfer.failed |= await self._channel.open(version, servers, self.link, self.servers)
-        number = 0
-        async for bucket, prepared in reader:
+        if keeps:
+            await asyncio.to_thread(partial(self._snapshot.begin, self._version, background=True))
+        transfer.failed |= await self._open(servers)
+        async for bucket, prepared in stream:
             transfer.count(bucket, self._manifest)
             remaining = transfer.remaining(servers)
             if not remaining or transfer.bucket_error:
                 self._tell_senders(transfer.bucket_error or "no server is left that has all weights")
-            if not transfer.bucket_error and (remaining or self._snapshot):
-                transfer.failed |= await self._send_one(number, bucket, prepared, remaining)
+            if not transfer.bucket_error:
+                writing = asyncio.ensure_future(asyncio.to_thread(self._snapshot.add, bucket)) if keeps else None
+                try:
+                    if remaining:
+                        transfer.failed |= await self._send_bucket(number, bucket, prepared, remaining)
+                finally:
+                    if writing is not None:
+                        await writing
             number += 1
         complete = transfer.finish(self._manifest, servers)
-        if self._snapshot:
+        if keeps:
             self._snapshot.commit() if complete else self._snapshot.discard()
         return transfer
 
-    async def _send_one(self, number: int, bucket: Bucket, prepared: Any, servers: Sequence[SGLangClient]) -> Errors:
-        writing = asyncio.ensure_future(asyncio.to_thread(self._snapshot.add, bucket)) if self._snapshot else None
-        try:
-            return await self._channel.send(number, bucket, prepared, servers) if servers else {}
-        finally:
-            if writing is not None:
-                await writing
-
     def _tell_senders(self, cause: str) -> None:
-        if self.link is not None:
-            self.link.fail(cause)
-
-    async def close(self) -> None:
-        await self._channel.close()
+        if self._link is not None:
+            self._link.fail(cause)
 
 
-class TensorChannel:
+class TensorTransport(DirectTransport):
     """Same host: the request carries a reference to shared memory (or CUDA IPC memory), not the tensors. With several
     nodes, a rank on each node holds the bucket, and the servers of the node get that rank's reference."""
 
-    def __init__(self, config: WeightTransportConfig) -> None:
-        self._timeout, self._pack_experts = config.timeout, config.pack_experts
-        self._order: Sequence[str] = ()  # the names of all servers, node by node
-        self._link: SenderLink | None = None
+    def __init__(self, config: WeightTransportConfig, snapshot: Snapshot, manifest: WeightManifest) -> None:
+        super().__init__(config, snapshot, manifest)
+        self.prepare = partial(share, pack_experts=config.pack_experts)
+        self.release = SharedBucket.free
 
-    async def open(
-        self, version: int, servers: Sequence[SGLangClient], link: SenderLink | None, order: Sequence[str]
-    ) -> Errors:
-        self._link, self._order = link, order
-        if link is not None:
-            link.post_plan({"action": "share", "pack_experts": self._pack_experts})
+    async def _open(self, servers: Sequence[SGLangClient]) -> Errors:
+        if self._link is not None:
+            self._link.post_plan({"action": "share", "pack_experts": self._config.pack_experts})
         return {}
 
-    def prepare(self, bucket: Bucket) -> SharedBucket | None:
-        return None if isinstance(bucket, RemoteBucket) else share(bucket, pack_experts=self._pack_experts)
-
-    async def send(
+    async def _send_bucket(
         self, number: int, bucket: Bucket, prepared: SharedBucket | None, servers: Sequence[SGLangClient]
     ) -> Errors:
         if self._link is None:
@@ -277,7 +237,8 @@ class TensorChannel:
                 payloads = await self._payloads(self._link, number, bucket.receivers, prepared, servers)
             except EngineError as error:
                 return {server.name: error for server in servers}
-        calls = {server.name: server.load_tensors(payloads[server.name], self._timeout) for server in servers}
+        timeout = self._config.timeout
+        calls = {server.name: server.load_tensors(payloads[server.name], timeout) for server in servers}
         failed = failures(await wait_all(calls))
         if self._link is not None:
             self._link.done(number)
@@ -303,30 +264,20 @@ class TensorChannel:
                 found[rank] = await asyncio.to_thread(link.payload, number, rank)
         return {server.name: found[rank_of[server.name]] for server in servers}
 
-    def release(self, prepared: SharedBucket | None) -> None:
-        if prepared is not None:
-            prepared.memory.clear()
 
-    async def close(self) -> None:
-        pass
-
-
-class DistributedChannel:
+class DistributedTransport(DirectTransport):
     """Broadcasts from the senders to all ranks of all servers: NCCL between GPUs, gloo between CPUs."""
 
-    def __init__(self, config: WeightTransportConfig) -> None:
-        self._config = config
+    def __init__(self, config: WeightTransportConfig, snapshot: Snapshot, manifest: WeightManifest) -> None:
+        super().__init__(config, snapshot, manifest)
+        self.prepare = flatten
         self._groups: WeightProcessGroups | None = None
-        self._link: SenderLink | None = None
-        self._version = 0
 
-    async def open(
-        self, version: int, servers: Sequence[SGLangClient], link: SenderLink | None, order: Sequence[str]
-    ) -> Errors:
+    async def _open(self, servers: Sequence[SGLangClient]) -> Errors:
         """Joins the servers into a group for each sender. Groups with the same members, none of them restarted, are
         used again."""
-        self._version, self._link = version, link
-        senders, groups = link.ranks if link else [0], self._groups
+        link, groups = self._link, self._groups
+        senders = link.ranks if link else [0]
         if not servers:
             return {}
         if groups is not None and groups.members == members_of(servers) and groups.senders == senders:
@@ -347,31 +298,25 @@ class DistributedChannel:
             return {}
         return failed
 
-    def prepare(self, bucket: Bucket) -> FlatBucket | RemoteBucket:
-        return bucket if isinstance(bucket, RemoteBucket) else flatten(bucket)
-
-    def release(self, prepared: FlatBucket | RemoteBucket) -> None:
-        pass
-
-    async def send(
-        self, number: int, bucket: Bucket, prepared: FlatBucket | RemoteBucket, servers: Sequence[SGLangClient]
+    async def _send_bucket(
+        self, number: int, bucket: Bucket, prepared: FlatBucket | None, servers: Sequence[SGLangClient]
     ) -> Errors:
         assert self._groups is not None
-        if not prepared.specs:  # a delta of nothing
-            return {}
-        sender, flat = (prepared.owner, None) if isinstance(prepared, RemoteBucket) else (0, prepared.flat)
-        specs = packed(prepared.specs) if self._config.pack_experts else prepared.specs
+        specs = specs_of(bucket if prepared is None else prepared)
+        if self._config.pack_experts:
+            specs = packed(specs)
+        sender = bucket.owner if isinstance(bucket, RemoteBucket) else 0
         body = {
-            "names": [spec.name for spec in specs], "dtypes": [dtype_name(spec.dtype) for spec in specs],
-            "shapes": [list(spec.shape) for spec in specs], "group_name": self._groups.names[sender],
-            "flush_cache": False, "load_format": FLATTENED,
+            "names": [spec.name for spec in specs], "shapes": [list(spec.shape) for spec in specs],
+            "dtypes": [str(spec.dtype).removeprefix("torch.") for spec in specs],
+            "group_name": self._groups.names[sender], "flush_cache": False, "load_format": FLATTENED,
         }  # fmt: skip
+        label = updating_label(self._version, number + 1)
         try:
-            await self._groups.broadcast(flat, body, updating_label(self._version, number + 1), self._link)
+            await self._groups.broadcast(None if prepared is None else prepared.flat, body, label, self._link)
         except EngineError as error:
             # A failed broadcast leaves it unknown which servers have the bucket.
-            if self._link is not None:
-                self._link.fail(str(error))
+            self._tell_senders(str(error))
             await self.close()
             return {server.name: error for server in servers}
         return {}

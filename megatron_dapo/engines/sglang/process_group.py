@@ -8,15 +8,12 @@ incarnation: a restarted server has the same URL but is in no group.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -24,47 +21,7 @@ from megatron_dapo.config.rollout import WeightTransportConfig
 from megatron_dapo.engines.sglang.client import SGLangClient
 from megatron_dapo.engines.sglang.http import wait_all
 from megatron_dapo.errors import EngineError
-from megatron_dapo.sync.sender_link import POLL, SenderLink
-
-# The source of a process group from which weights are broadcast: rank 0 of the group, the engine ranks follow.
-
-
-def host_store(address: str, port: int, timeout: float) -> dist.TCPStore:
-    """Where the members of the groups meet. The servers connect to it by themselves."""
-    wait = timedelta(seconds=timeout)
-    return dist.TCPStore(address, port, is_master=True, timeout=wait, wait_for_workers=False, multi_tenant=True)
-
-
-class GroupSource:
-    def __init__(self, name: str, backend: str, timeout: float) -> None:
-        self.name, self._backend, self._timeout = name, backend, timedelta(seconds=timeout)
-        self._device = "cuda" if backend == "nccl" else "cpu"
-        self._group: Any = None
-
-    def join(self, address: str, port: int, world: int) -> None:
-        """Returns when all members have joined."""
-        store = dist.TCPStore(address, port, is_master=False, timeout=self._timeout, wait_for_workers=False)
-        # Servers create their side with the same helper; torch has no public call that leaves the default group alone.
-        self._group, _ = dist.distributed_c10d._new_process_group_helper(
-            world, 0, [], dist.Backend(self._backend), dist.PrefixStore(self.name, store),
-            group_name=dist.distributed_c10d.GroupName(self.name), timeout=self._timeout,
-        )  # fmt: skip
-        dist.distributed_c10d._world.pg_group_ranks[self._group] = {i: i for i in range(world)}
-
-    def send(self, flat: Tensor) -> None:
-        flat = flat.to(self._device)
-        dist.broadcast(flat, 0, group=self._group)
-        if self._device == "cuda":
-            torch.cuda.current_stream(flat.device).synchronize()
-
-    def leave(self) -> None:
-        """Also ends a transfer that hangs, as far as the backend can."""
-        if self._group is not None:
-            group, self._group = self._group, None
-            with contextlib.suppress(Exception):
-                group.abort()
-            with contextlib.suppress(Exception):
-                dist.destroy_process_group(group)
+from megatron_dapo.sync.remote_sender import POLL, GroupSource, SenderLink, host_store
 
 
 def members_of(servers: Sequence[SGLangClient]) -> list[tuple[str, int]]:
@@ -78,8 +35,10 @@ class WeightProcessGroups:
     def __init__(
         self, config: WeightTransportConfig, servers: Sequence[SGLangClient], senders: Sequence[int] = (0,)
     ) -> None:
-        self._config, self._servers = config, list(servers)
-        self.members, self.senders = members_of(servers), list(senders)
+        self._config = config
+        self._servers = list(servers)
+        self.members = members_of(servers)
+        self.senders = list(senders)
         # A server may still have the groups of a trainer that was killed, so a name is never used twice.
         serial = secrets.token_hex(6)
         self.names = {rank: f"megatron-dapo-weights-{serial}-{rank}" for rank in senders}

@@ -13,22 +13,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_dapo.config.rollout import WeightTransportConfig
-from megatron_dapo.engines.protocol import Bucket, WeightReport, WeightUpdateError
+from megatron_dapo.engines.protocol import WeightReport, WeightUpdateError
 from megatron_dapo.engines.sglang.client import SGLangClient
 from megatron_dapo.engines.sglang.http import all_of, failures, wait_all
 from megatron_dapo.engines.sglang.response_parser import is_updating_label, updating_label
-from megatron_dapo.engines.sglang.server_process import DELTA_LOADER, EXPERT_LOADER
-from megatron_dapo.engines.sglang.weights.delta import DeltaEncoder
-from megatron_dapo.engines.sglang.weights.snapshot import Snapshot
-from megatron_dapo.engines.sglang.weights.transports import Errors, Transfer, make_transport
+from megatron_dapo.engines.sglang.transports import Errors, Transfer, make_transport
 from megatron_dapo.errors import EngineError
-from megatron_dapo.sync.bucket import BucketReader
+from megatron_dapo.sync.bucket import Bucket
+from megatron_dapo.sync.bucket_stream import BucketStream
+from megatron_dapo.sync.snapshot import Snapshot
 from megatron_dapo.types import LogProbs
 
 # The text of the probe: any tokens will do, since all servers get the same and every vocabulary has them.
@@ -60,7 +58,7 @@ class WeightUpdater:
         self._checksums: tuple[int, str, dict[str, str]] | None = None  # version, server, its checksums
         self._agreed: tuple[int, LogProbs] | None = None  # version, its log-probs of the probe text
         self._servers = 0
-        self._installed: set[tuple[str, int, str]] = set()  # a server, its incarnation, and a loader of ours in it
+        self._installed: set[tuple[str, int]] = set()  # servers, with their incarnation, that have our loader
         self._serve_seconds = self._memory_seconds = self._proof_seconds = 0.0  # of the last update
 
     @property
@@ -69,30 +67,26 @@ class WeightUpdater:
         return self._config.transport == "disk" or self._config.keep_snapshot
 
     async def load(
-        self, version: int, servers: Sequence[SGLangClient], buckets: Iterable[Bucket], executor: Executor | None = None
+        self, version: int, servers: Sequence[SGLangClient], buckets: Iterable[Bucket] | BucketStream
     ) -> None:
         """Every server receives all buckets; `serve` must follow."""
         started, self.loaded, self._memory_seconds = time.monotonic(), None, 0.0
-        failed: Errors = {s.name: EngineError(s.unavailable or "it is being restarted") for s in servers if s.down}
-        self._servers, delta = len(servers), self._transport.delta
-        if delta is not None:
-            delta.begin({(server.name, server.incarnation): server.serves for server in servers})
-        self._transport.link = getattr(buckets, "link", None)
-        self._transport.servers = [server.name for server in servers]
+        failed: Errors = {s.name: EngineError(s.state.why or "it is being restarted") for s in servers if s.state.down}
+        self._servers = len(servers)
         for server in servers:
-            if not server.down:
-                server.serves, server.unavailable = None, f"the update to version {version} has not ended"
-        async with BucketReader(buckets, self._transport.prepare, self._transport.release, executor) as reader:
+            if not server.state.down:
+                server.state.withdrawn(f"the update to version {version} has not ended")
+        async with BucketStream.of(buckets).open(self._transport.prepare, self._transport.release) as stream:
             up = [server for server in servers if server.name not in failed]
             failed |= failures(await wait_all({s.name: self._prepare(s, version) for s in up}))
             ready = [server for server in servers if server.name not in failed]
             prepared = time.monotonic() - started
             try:
-                transfer = await self._transport.send(version, ready, reader)
+                transfer = await self._transport.send(version, ready, stream, [s.name for s in servers])
             except BaseException as error:
                 self._snapshot.discard()
                 for server in servers:
-                    server.unavailable = f"the update to version {version} broke off: {error}"
+                    server.state.withdrawn(f"the update to version {version} broke off: {error}")
                 raise WeightUpdateError(f"weight version {version}: the buckets could not be sent: {error}") from error
         seconds = time.monotonic() - started
         self.loaded = self._last = _Loaded(version, servers, failed | transfer.failed, transfer, seconds, prepared)
@@ -105,7 +99,7 @@ class WeightUpdater:
         servers, failed = loaded.servers, dict(loaded.failed)
         failed |= await self._commit(version, [s for s in servers if s.name not in failed])
         self._first_errors = {name: str(error) for name, error in failed.items()}
-        again = [server for server in servers if server.name in failed and not server.down]
+        again = [server for server in servers if server.name in failed and not server.state.down]
         results = await wait_all({server.name: self.from_snapshot(version, server) for server in again})
         for server in again:
             if isinstance(error := results[server.name], BaseException):
@@ -114,9 +108,7 @@ class WeightUpdater:
                 del failed[server.name]
         for server in servers:
             if server.name not in failed:
-                server.serves, server.unavailable = version, ""
-        if self._transport.delta is not None and not failed:
-            self._transport.delta.acknowledge(version, [(server.name, server.incarnation) for server in servers])
+                server.state.served(version)
         self._serve_seconds = time.monotonic() - started
         return failed
 
@@ -125,7 +117,7 @@ class WeightUpdater:
         loaded = self._last
         assert loaded is not None
         servers, version = loaded.servers, loaded.version
-        failed = {s.name: self._reason(s) for s in servers if s.serves != version}
+        failed = {s.name: self._reason(s) for s in servers if not s.state.serves(version)}
         if len(failed) == len(servers):
             causes = "; ".join(f"{name}: {reason}" for name, reason in failed.items())
             raise WeightUpdateError(f"no server took weight version {version}: {causes}")
@@ -142,12 +134,11 @@ class WeightUpdater:
             "labels": self._serve_seconds - self._proof_seconds, "proof": self._proof_seconds,
             "memory": self._memory_seconds,
         }  # fmt: skip
-        sent = self._transport.delta.sent_bytes if self._transport.delta is not None else transfer.bytes
-        return WeightReport(version, served_by, failed, transfer.tensors, transfer.bytes, seconds, proof, parts, sent)
+        return WeightReport(version, served_by, failed, transfer.tensors, transfer.bytes, seconds, proof, parts)
 
     def _reason(self, server: SGLangClient) -> str:
-        first = self._first_errors.get(server.name, "")
-        return f"{first}; then: {server.unavailable}" if first not in server.unavailable else server.unavailable
+        first, last = self._first_errors.get(server.name, ""), server.state.why
+        return last if first in last else f"{first}; then: {last}"
 
     async def from_snapshot(self, version: int, server: SGLangClient) -> None:
         """Gives one server the version that the others have, from disk."""
@@ -173,18 +164,10 @@ class WeightUpdater:
                 await server.begin_update(self._config.timeout)
             else:
                 await server.close_update_session(self._config.timeout)
-        if brackets:
-            await self._install_loaders(server, self._transport.delta)
-
-    async def _install_loaders(self, server: SGLangClient, delta: DeltaEncoder | None) -> None:
         member = (server.name, server.incarnation)
-        if delta is not None and delta.active and member not in delta.members:
-            raise EngineError(f"server {server.name}: it has restarted, and this update has only what changed")
-        packs = self._config.pack_experts and self._config.transport != "disk"
-        for loader in (DELTA_LOADER,) * (delta is not None) + (EXPERT_LOADER,) * packs:
-            if (*member, loader) not in self._installed:
-                await server.install_loader(loader, self._config.timeout)
-                self._installed.add((*member, loader))
+        if brackets and self._brackets and self._config.pack_experts and member not in self._installed:
+            await server.install_expert_loader(self._config.timeout)
+            self._installed.add(member)
 
     async def _resume_memory(self, server: SGLangClient, tag: str) -> bool:
         started = time.monotonic()

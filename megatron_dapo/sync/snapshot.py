@@ -24,7 +24,7 @@ import os
 import shutil
 import socket
 from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate, count
+from itertools import count
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -32,38 +32,48 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_dapo.engines.protocol import Bucket
 from megatron_dapo.errors import EngineError
 from megatron_dapo.files import safetensors_header
-from megatron_dapo.sync.bucket import FlatBucket, flat_size
-
-# One bucket as a safetensors file: mapped and filled in place, or copied to host memory and written later.
-
+from megatron_dapo.sync.bucket import Bucket, FlatBucket, specs_of
+from megatron_dapo.weights.tensor_spec import TensorSpec, flat_size, flat_starts, in_flat_order
 
 log = logging.getLogger(__name__)
 
 WRITERS = 8
 
 
-class _FileImage:
-    """The bytes of a file in memory: a header, then the tensors, large elements first so that each one starts at a
-    multiple of its element size."""
+class FileImage:
+    """One bucket as the bytes of a safetensors file: a header, then the tensors, large elements first so that each one
+    starts at a multiple of its element size."""
 
-    def __init__(self, bucket: Bucket) -> None:
-        ordered = _ordered(bucket)
-        self._layout = _layout(ordered)
-        self.head = safetensors_header(self._layout)
-        *self._starts, self.size = accumulate((bucket_bytes([pair]) for pair in ordered), initial=len(self.head))
-        self._memory: Any = None  # holds `size` bytes
+    def __init__(self, bucket: Bucket, path: Path | None = None, *, keep: bool = False) -> None:
+        """In a file, which is mapped into memory; without `path` in host memory. `keep`: it is filled again, so it is
+        pinned."""
+        self._specs = _specs(bucket)
+        head = safetensors_header((spec.name, spec.dtype, spec.shape) for spec in self._specs)
+        self._head_size = len(head)
+        *self._starts, size = (len(head) + start for start in flat_starts(self._specs))
+        self.mapped = path is not None
+        self._memory: Any
+        if path is None:
+            self._memory = mmap.mmap(-1, size)
+        else:
+            with path.open("wb+") as file:
+                # Reserved now: a full disk is then an error here, and not a SIGBUS in the middle of a copy.
+                os.posix_fallocate(file.fileno(), 0, size)
+                self._memory = mmap.mmap(file.fileno(), size)
+        self._memory[: len(head)] = head
         self._pinned: Tensor | None = None
         self._copied: torch.cuda.Event | None = None  # the end of the copy that `fill` has started
+        if keep and len(bucket):
+            self._pin(bucket[0][1].device)
 
     def fits(self, bucket: Bucket) -> bool:
         """Whether the bucket has the tensors that this file was made for."""
-        return self._layout == _layout(_ordered(bucket))
+        return self._specs == _specs(bucket)
 
-    def pin(self, device: torch.device) -> None:
-        if device.type != "cuda" or self._pinned is not None:
+    def _pin(self, device: torch.device) -> None:
+        if device.type != "cuda":
             return
         whole = torch.frombuffer(self._memory, dtype=torch.uint8)
         status = torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), whole.nbytes, 0)
@@ -74,17 +84,12 @@ class _FileImage:
                 "host memory for a weight snapshot cannot be pinned (CUDA error %d): copies will be slow", status
             )
 
-    def unpin(self) -> None:
-        self.wait()
-        if self._pinned is not None:
-            torch.cuda.cudart().cudaHostUnregister(self._pinned.data_ptr())
-            self._pinned = None
-
     def fill(self, bucket: Bucket) -> None:
         """Pinned memory and a flat bucket: starts the copy, and adds its end to the bucket's `readers`."""
         if isinstance(bucket, FlatBucket) and bucket.flat.nbytes and self._pinned is not None:
             self._fill_at_once(bucket)
             return
+        tensors = dict(bucket)
 
         def copy(start: int, tensor: Tensor) -> None:
             if tensor.numel():
@@ -95,14 +100,13 @@ class _FileImage:
                 target.view(tensor.shape).copy_(tensor.detach())
 
         with ThreadPoolExecutor(WRITERS) as pool:
-            pairs = zip(self._starts, _ordered(bucket), strict=True)
-            for done in [pool.submit(copy, start, tensor) for start, (_, tensor) in pairs]:
+            places = zip(self._starts, self._specs, strict=True)
+            for done in [pool.submit(copy, start, tensors[spec.name]) for start, spec in places]:
                 done.result()
 
     def _fill_at_once(self, bucket: FlatBucket) -> None:
         """One copy, on a stream of its own: the engines read the bucket at the same time, and need not wait for it."""
-        assert flat_size(bucket.specs) == self.size - len(self.head)
-        target = torch.frombuffer(self._memory, dtype=torch.uint8, count=bucket.flat.nbytes, offset=len(self.head))
+        target = torch.frombuffer(self._memory, dtype=torch.uint8, count=bucket.flat.nbytes, offset=self._head_size)
         stream = torch.cuda.Stream(bucket.flat.device)
         stream.wait_stream(torch.cuda.current_stream(bucket.flat.device))
         with torch.cuda.stream(stream):
@@ -117,63 +121,21 @@ class _FileImage:
             self._copied.synchronize()
             self._copied = None
 
-
-class MappedFile(_FileImage):
-    """A file of the right size, mapped into memory. `keep`: it is filled again, so it is pinned."""
-
-    def __init__(self, path: Path, bucket: Bucket, *, keep: bool = False) -> None:
-        super().__init__(bucket)
-        with path.open("wb+") as file:
-            # Reserved now: a full disk is then an error here, and not a SIGBUS in the middle of a copy.
-            os.posix_fallocate(file.fileno(), 0, self.size)
-            self._memory = mmap.mmap(file.fileno(), self.size)
-        self._memory[: len(self.head)] = self.head
-        if keep and len(bucket):
-            self.pin(bucket[0][1].device)
-
-    def close(self) -> None:
-        self.unpin()
-        self._memory = None
-
-
-class HostCopy(_FileImage):
-    """The same bytes in host memory."""
-
-    def __init__(self, bucket: Bucket) -> None:
-        super().__init__(bucket)
-        self._memory = mmap.mmap(-1, self.size)
-        self._memory[: len(self.head)] = self.head
-        if len(bucket):
-            self.pin(bucket[0][1].device)
-
     def write(self, path: Path) -> None:
         self.wait()
         with path.open("wb") as file:
             file.write(self._memory)
 
-    def __del__(self) -> None:
-        self.unpin()
+    def close(self) -> None:
+        self.wait()
+        if self._pinned is not None:
+            torch.cuda.cudart().cudaHostUnregister(self._pinned.data_ptr())
+            self._pinned = None
+        self._memory = None
 
 
-def write_safetensors(path: Path, bucket: Bucket) -> None:
-    """Writes the bucket's tensors, on any device, into one file."""
-    MappedFile(path, bucket).fill(bucket)
-
-
-def _ordered(bucket: Bucket) -> Bucket:
-    return sorted(bucket, key=lambda pair: -pair[1].element_size())
-
-
-def _layout(bucket: Bucket) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-    return [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in bucket]
-
-
-def bucket_bytes(bucket: Bucket) -> int:
-    return sum(tensor.numel() * tensor.element_size() for _, tensor in bucket)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _specs(bucket: Bucket) -> tuple[TensorSpec, ...]:
+    return in_flat_order(specs_of(bucket))
 
 
 FILES_TO_COPY = ("*.json", "merges.txt", "vocab.txt", "*.model", "*.jinja")
@@ -197,8 +159,8 @@ class Snapshot:
         self._index: dict[str, str] = {}
         self._size = 0
         self.current: Path | None = None
-        self._files: list[MappedFile] = []  # on a RAM disk: the version's files, in the order of the buckets
-        self._copies: list[HostCopy] = []  # elsewhere, in the background: the buckets in host memory
+        # In the order of the buckets: the version's files on a RAM disk; elsewhere, in the background, host memory.
+        self._kept: list[FileImage] = []
         self._background = False
         self._buckets = 0
         self._thread: Thread | None = None  # completes the version, and removes the one before
@@ -221,7 +183,7 @@ class Snapshot:
         try:
             if self._lock is None:
                 self._claim()
-            if self.in_ram and self._files and self.current is not None:
+            if self.in_ram and self._kept and self.current is not None:
                 self.current.rename(self._partial)
                 self.current = None
             else:
@@ -229,7 +191,8 @@ class Snapshot:
                 self._copy_model_files(self._partial)
         except OSError as error:
             raise self._unwritable(self._root, error) from error
-        self._index, self._size, self._buckets = {}, 0, 0
+        self._index = {}
+        self._size = self._buckets = 0
         self._background = background
 
     def _copy_model_files(self, folder: Path) -> None:
@@ -242,49 +205,36 @@ class Snapshot:
         """The bucket's memory may be reused on return, after its `readers` if it is a FlatBucket."""
         assert self._partial is not None
         self._buckets += 1
-        name = f"model-{self._buckets:05d}.safetensors"
+        path = _shard(self._partial, self._buckets - 1)
         try:
-            if self._background and not self.in_ram:
-                self._copy(bucket)
-            else:
-                self._write(self._partial / name, bucket)
+            self._image(bucket, path).fill(bucket)
         except OSError as error:
             raise self._unwritable(self._partial, error) from error
-        self._index |= {key: name for key, _ in bucket}
-        self._size += bucket_bytes(bucket)
+        self._index |= {key: path.name for key, _ in bucket}
+        self._size += flat_size(specs_of(bucket))
 
-    def _write(self, path: Path, bucket: Bucket) -> None:
+    def _image(self, bucket: Bucket, path: Path) -> FileImage:
         number = self._buckets - 1
-        if not self.in_ram:
-            MappedFile(path, bucket).fill(bucket)
-            return
-        if number < len(self._files) and not self._files[number].fits(bucket):
-            self._drop_files(number)
-        if number == len(self._files):
-            self._files.append(MappedFile(path, bucket, keep=True))
-        self._files[number].fill(bucket)
+        if not (self.in_ram or self._background):
+            return FileImage(bucket, path)
+        if number < len(self._kept) and not self._kept[number].fits(bucket):
+            self._drop(number)
+        if number == len(self._kept):
+            self._kept.append(FileImage(bucket, path if self.in_ram else None, keep=True))
+        return self._kept[number]
 
-    def _copy(self, bucket: Bucket) -> None:
-        number = self._buckets - 1
-        if number < len(self._copies) and not self._copies[number].fits(bucket):
-            del self._copies[number:]
-        if number == len(self._copies):
-            self._copies.append(HostCopy(bucket))
-        self._copies[number].fill(bucket)
-
-    def _drop_files(self, first: int) -> None:
-        """Drops the files from this bucket on: the version before had other ones."""
-        for number, file in enumerate(self._files[first:], first):
-            file.close()
-            if self._partial is not None:
-                (self._partial / f"model-{number + 1:05d}.safetensors").unlink(missing_ok=True)
-        del self._files[first:]
+    def _drop(self, first: int) -> None:
+        """Drops what was kept from this bucket on: the version before had other ones."""
+        for number, image in enumerate(self._kept[first:], first):
+            image.close()
+            if self._partial is not None and image.mapped:
+                _shard(self._partial, number).unlink(missing_ok=True)
+        del self._kept[first:]
 
     def commit(self) -> Path:
         """The version is complete. In the background it becomes `current` later."""
         assert self._partial is not None
-        self._drop_files(self._buckets)
-        del self._copies[self._buckets :]
+        self._drop(self._buckets)
         partial, self._partial = self._partial, None
         final, before = partial.with_suffix(""), self.current
         if not self._background:
@@ -305,10 +255,8 @@ class Snapshot:
             shutil.rmtree(before, ignore_errors=True)
 
     def _complete(self, partial: Path, final: Path) -> None:
-        for file in self._files:
-            file.wait()
-        for number, copy in enumerate(self._copies if self._background else ()):
-            copy.write(partial / f"model-{number + 1:05d}.safetensors")
+        for number, image in enumerate(self._kept):
+            image.wait() if image.mapped else image.write(_shard(partial, number))
         index = {"metadata": {"total_size": self._size}, "weight_map": self._index}
         (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
         shutil.rmtree(final, ignore_errors=True)
@@ -335,19 +283,22 @@ class Snapshot:
     def discard(self) -> None:
         """Deletes a version that did not become complete."""
         if self._partial is not None:
-            self._drop_files(0)
+            self._drop(0)
             shutil.rmtree(self._partial, ignore_errors=True)
             self._partial = None
 
     def close(self) -> None:
         with contextlib.suppress(EngineError):
             self.wait()
-        self._drop_files(0)
-        self._copies.clear()
+        self._drop(0)
         shutil.rmtree(self._root, ignore_errors=True)
         if self._lock is not None:
             os.close(self._lock)
         self.current = self._lock = None
+
+
+def _shard(folder: Path, number: int) -> Path:
+    return folder / f"model-{number + 1:05d}.safetensors"
 
 
 def is_ram_disk(path: Path) -> bool:
