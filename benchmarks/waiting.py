@@ -23,9 +23,9 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from engine import Load, log_normal
+from megatron_dapo.engines.load import open_engine
 
 from megatron_dapo.config import Config, load_config
-from megatron_dapo.engines.load import open_engine
 
 
 def wait_as_rank(rendezvous, config: Config, folder: Path, in_nccl: bool) -> float:
