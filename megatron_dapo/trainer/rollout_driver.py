@@ -27,7 +27,6 @@ from megatron_dapo.errors import EngineError
 from megatron_dapo.evaluate import Evaluation, evaluate_sets
 from megatron_dapo.observe.observer import NullObserver, Observer
 from megatron_dapo.reward.combined import Graders, ResponseGrader, open_graders
-from megatron_dapo.rollout.accounting import Progress
 from megatron_dapo.rollout.agents.functions import close_shared, load_rollout_function, take_shared_metrics
 from megatron_dapo.rollout.sampler import Sampler
 from megatron_dapo.trainer.watchdog import log_folder
@@ -151,7 +150,7 @@ class RolloutDriver:
         tokenizer = AutoTokenizer.from_pretrained(config.policy.model)
         data = data or load_run_data(config, tokenizer)
         self.cursor, self.problems = data.mixture(config), data.evaluation
-        self.progress = 0
+        self._progress = 0
         self._responses = ResponseGrader(tokenizer)
         self._function = load_rollout_function(config.rollout, tokenizer)
         self._loop = asyncio.new_event_loop()
@@ -192,7 +191,7 @@ class RolloutDriver:
             self.config.rollout,
             groups_per_step=self.config.trainer.prompts_per_step,
             seed=self.config.trainer.seed,
-            on_progress=self._on_sampling,
+            on_progress=self._observer.sampling,
             on_request=self._observer.request,
             function=self._function,
         )
@@ -265,14 +264,14 @@ class RolloutDriver:
         finally:
             if pulse is not None:
                 pulse.cancel()
-            self.progress += 1
+            self._progress += 1
             self._running -= 1
             if not self._running:
                 self._idle.set()
 
     async def _pulse(self) -> None:
         while True:
-            self.progress += 1
+            self._progress += 1
             await asyncio.sleep(PULSE_SECONDS)
 
     def settled(self) -> Future[None]:
@@ -311,8 +310,12 @@ class RolloutDriver:
             batch.metrics |= await self._teacher.score(batch.samples, self._advance)
         return batch
 
+    @property
+    def progress(self) -> int:
+        return self._progress + (self._sampler.reports if self._sampler is not None else 0)
+
     def _advance(self) -> None:
-        self.progress += 1
+        self._progress += 1
 
     def has_batch(self, step: int) -> bool:
         return self._queue.has(step)
@@ -346,7 +349,7 @@ class RolloutDriver:
         assert self._pool is not None
 
         def advance(done: int, total: int) -> None:
-            self.progress += 1
+            self._progress += 1
             fault_points.reach("rollouts/evaluating")
             on_progress(done, total)
 
@@ -360,11 +363,6 @@ class RolloutDriver:
         assert self._pool is not None
         fault_points.reach("rollouts/before_grade")
         return await self._responses.grade(self._pool, prompt, sample)
-
-    def _on_sampling(self, progress: Progress) -> None:
-        self.progress += 1
-        fault_points.reach("rollouts/sampling")
-        self._observer.sampling(progress)
 
     def reward_metrics(self) -> dict[str, float]:
         """What the graders did since the last call: retries, restarts, errors, seconds."""
