@@ -1,5 +1,6 @@
 """The parts of a step: the table of group states, the fill policy, the counts, and the state that is carried over."""
 
+import pytest
 from simulation import Prompts, through_json
 
 from megatron_dapo.config.rollout import SamplerConfig
