@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
-from typing import Protocol
 
 import numpy as np
 
@@ -26,16 +25,8 @@ log = logging.getLogger(__name__)
 PAUSE = 0.5  # seconds before the first retry; doubled for each further one
 
 
-class Scorer(Protocol):
-    async def logprobs(self, prompt: Tokens, response: Tokens) -> LogProbs:
-        """[response tokens]: the log-prob of each, given everything before it. Raises EngineError."""
-        ...
-
-    async def close(self) -> None: ...
-
-
 class Teacher:
-    def __init__(self, scorer: Scorer, config: DistillationConfig) -> None:
+    def __init__(self, scorer: SGLangScorer | TransformersScorer, config: DistillationConfig) -> None:
         self._scorer = scorer
         self._config = config
 
@@ -92,6 +83,7 @@ class SGLangScorer:
         self._turn = count()
 
     async def logprobs(self, prompt: Tokens, response: Tokens) -> LogProbs:
+        """[response tokens]: the log-prob of each, given everything before it. Raises EngineError."""
         server = self._servers[next(self._turn) % len(self._servers)]
         body = {
             "input_ids": [*prompt.tolist(), *response.tolist()], "return_logprob": True,

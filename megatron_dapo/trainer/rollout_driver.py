@@ -28,7 +28,6 @@ from megatron_dapo.errors import EngineError
 from megatron_dapo.evaluate import Evaluation, evaluate_sets
 from megatron_dapo.observe.observer import NullObserver, Observer
 from megatron_dapo.reward.combined import ResponseGrader
-from megatron_dapo.rollout.accounting import Progress
 from megatron_dapo.rollout.agents.functions import close_shared, load_rollout_function, take_shared_metrics
 from megatron_dapo.rollout.sampler import Sampler
 from megatron_dapo.sync.bucket_stream import BucketStream
@@ -149,7 +148,7 @@ class RolloutDriver:
         self.config = config
         self.cursor = data.mixture(config)
         self.problems = data.evaluation
-        self.progress = 0
+        self._progress = 0
         self.queue = BatchQueue(self._collect, lambda: self.engine.weight_version, config.rollout.max_staleness)
         self._observer = observer or NullObserver()
         self._responses = ResponseGrader(config.reward, tokenizer)
@@ -160,6 +159,7 @@ class RolloutDriver:
         self._opened = contextlib.AsyncExitStack()
         self._counted: dict[str, float] = {}
         self._engine: Engine | None = None
+        self._sampler: Sampler | None = None
         self._teacher: Teacher | None = None
 
     # ---- start and close ----
@@ -186,14 +186,14 @@ class RolloutDriver:
 
             self._teacher = await open_teacher(self.config.algorithm.distillation)
             closing.push_async_callback(self._teacher.close)
-        self.sampler = Sampler(
+        self._sampler = Sampler(
             self._engine,
             self._responses.grade,
             lambda: self.cursor.take(1)[0],
             self.config.rollout,
             groups_per_step=self.config.trainer.prompts_per_step,
             seed=self.config.trainer.seed,
-            on_progress=self._on_sampling,
+            on_progress=self._observer.sampling,
             on_request=self._observer.request,
             function=self._function,
         )
@@ -255,12 +255,12 @@ class RolloutDriver:
         finally:
             if pulse is not None:
                 pulse.cancel()
-            self.progress += 1
+            self._progress += 1
             self._operations.discard(task)
 
     async def _pulse(self) -> None:
         while True:
-            self.progress += 1
+            self._progress += 1
             await asyncio.sleep(PULSE_SECONDS)
 
     async def stop(self) -> None:
@@ -284,8 +284,17 @@ class RolloutDriver:
             batch.metrics |= await self._teacher.score(batch.samples, self._advance)
         return batch
 
+    @property
+    def sampler(self) -> Sampler:
+        assert self._sampler is not None, "start() comes first"
+        return self._sampler
+
+    @property
+    def progress(self) -> int:
+        return self._progress + (self._sampler.reports if self._sampler else 0)
+
     def _advance(self) -> None:
-        self.progress += 1
+        self._progress += 1
 
     async def _collect(self, step: int) -> StepBatch:
         fault_points.reach("rollouts/before_collect")
@@ -296,12 +305,12 @@ class RolloutDriver:
         shown = batch.groups[: self.config.observe.samples_groups]
         self._responses.add_texts([sample for group in shown for sample in group.samples])
         fault_points.reach("rollouts/after_collect")
-        self.progress += 1
+        self._progress += 1
         return batch
 
     async def evaluate(self, step: int, on_progress: Callable[[int, int], None]) -> Evaluation:
         def advance(done: int, total: int) -> None:
-            self.progress += 1
+            self._progress += 1
             fault_points.reach("rollouts/evaluating")
             on_progress(done, total)
 
@@ -309,11 +318,6 @@ class RolloutDriver:
         settings = self.config.resolved_evaluate
         graders = self._responses.graders
         return await evaluate_sets(self.engine, self.problems, graders, settings, seed, advance, self._function)
-
-    def _on_sampling(self, progress: Progress) -> None:
-        self.progress += 1
-        fault_points.reach("rollouts/sampling")
-        self._observer.sampling(progress)
 
     def reward_metrics(self) -> dict[str, float]:
         """What the graders did since the last call: retries, restarts, errors, seconds."""

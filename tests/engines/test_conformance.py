@@ -220,7 +220,7 @@ def pausing(mode, transport="disk"):
 async def until_it_has_tokens(engine, subject):
     """Requests that run are slower than this: about 20 tokens on a server, more in the embedded engine."""
     if subject.server is None:
-        while not any(len(request.tokens) > 5 for request in engine._running):
+        while not any(request.generated > 5 for request in engine._running):
             await asyncio.sleep(0.001)
     else:
         await asyncio.sleep(0.3)
