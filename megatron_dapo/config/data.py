@@ -1,4 +1,4 @@
-"""`data`: where prompts come from, which template the model sees them in, and which of them are preferred."""
+"""`data`: where prompts come from, and which template the model sees them in."""
 
 from __future__ import annotations
 
@@ -121,26 +121,10 @@ class TrainSourceConfig(SourceConfig):
     )
 
 
-class CurriculumConfig(Section):
-    """Prefers prompts whose groups are likely to be informative, from the accuracy of their earlier groups.
-
-    An epoch passes over a prompt with the probability that its group would be all right or all wrong. A prompt without
-    history is always taken."""
-
-    enabled: bool = Field(False, description="Keep a history of every prompt's accuracy and use it.")
-    floor: float = Field(
-        0.1, gt=0, le=1, description="Least probability that an epoch takes a prompt, whatever its history."
-    )
-    decay: float = Field(
-        0.8, ge=0, le=1, description="Weight of earlier results, per epoch: 1 never forgets, 0 keeps one epoch."
-    )
-
-
 class DataConfig(PromptFileConfig):
     sources: list[TrainSourceConfig] = Field(
         default_factory=list, description="Several files instead of `path`, mixed by weight."
     )
-    curriculum: CurriculumConfig = CurriculumConfig()
 
     @model_validator(mode="after")
     def _files(self) -> DataConfig:
