@@ -18,10 +18,10 @@ from rich.table import Table
 from megatron_dapo.ablation.designs import Design, Variant, effects, variants
 from megatron_dapo.ablation.results import load_results, make_table, write_ablation_page
 from megatron_dapo.ablation.runs import Job, Outcome, run_jobs
+from megatron_dapo.arguments import table_console
 from megatron_dapo.config import Config, load_config
 from megatron_dapo.errors import UserError
 from megatron_dapo.files import write_atomically
-from megatron_dapo.tables import table_console
 
 __all__ = ["Variant", "run_ablation", "variants"]
 

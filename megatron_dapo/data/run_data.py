@@ -1,10 +1,9 @@
 """The prompts of a run: loaded and tokenised once, then drawn from one file or from several mixed by weight.
 
 Every source has its own cursor, which shuffles it anew in every epoch. The order of an epoch depends on the seed, the
-epoch and the prompts' ids, not on the order of the file, the version of numpy, or the number of prompts taken at a time.
-After any number of prompts, a source has given its weight's share of them, within one prompt. The next source follows
-from `credit` alone, so the mixture is resumed exactly, also with other weights. The saved position of another prompt
-set is refused.
+epoch and the prompts' ids, not on the order of the file or the number of prompts taken at a time. After any number of
+prompts, a source has given its weight's share of them, within one prompt. The next source follows from `credit` alone,
+so the mixture is resumed exactly, also with other weights. The saved position of another prompt set is refused.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from megatron_dapo.config.trainer import EvalConfig
+from megatron_dapo.config.data import EvalConfig
 from megatron_dapo.errors import UserError
 from megatron_dapo.evaluate.statistics import clustered_interval, pass_at_k
 from megatron_dapo.files import write_atomically

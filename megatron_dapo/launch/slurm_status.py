@@ -6,15 +6,12 @@ log. A state that is not in the table is printed as it is.
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_dapo.launch.slurm_checks import Ask, SlurmError, ask
-
-JOBS = "jobs.json"
+from megatron_dapo.launch.slurm import JOBS, Ask, SlurmError, ask, submitted
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,16 +114,6 @@ def job_status(job: int, ask: Ask = ask) -> JobStatus:
         if reply.returncode == 0 and lines:
             return JobStatus(job, normal_state(lines[-1]))
     raise SlurmError(f"Slurm does not know job {job}: it ended long ago, or it belongs to another cluster")
-
-
-def remember(run_dir: Path, jobs: list[int]) -> None:
-    path = run_dir / JOBS
-    path.write_text(json.dumps([*submitted(run_dir), *jobs]) + "\n")
-
-
-def submitted(run_dir: Path) -> list[int]:
-    path = run_dir / JOBS
-    return [int(job) for job in json.loads(path.read_text())] if path.exists() else []
 
 
 def print_status(run_dir: Path, ask: Ask = ask) -> int:

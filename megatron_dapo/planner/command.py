@@ -10,8 +10,9 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
+from megatron_dapo.arguments import table_console
 from megatron_dapo.config import Config, ConfigError, ModelShape, load_config
-from megatron_dapo.config.hub import local_model
+from megatron_dapo.config.load import local_model
 from megatron_dapo.planner.activations import Layers
 from megatron_dapo.planner.hardware import Cluster, PlanError, find_gpu
 from megatron_dapo.planner.modes import Mode, compare_modes
@@ -19,7 +20,6 @@ from megatron_dapo.planner.plan import make_plan
 from megatron_dapo.planner.published import compare_all
 from megatron_dapo.planner.report import plan_json, print_comparisons, print_modes, print_plan
 from megatron_dapo.planner.workload import Workload
-from megatron_dapo.tables import table_console
 
 # The config.json of published Qwens (`models.json`: what decides the shape), so that `plan` and `simulate` need no
 # download. The models of a size with -Base, -Instruct or -Chat have the same shape.

@@ -15,7 +15,7 @@ from itertools import zip_longest
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from megatron_dapo.config.reward import RewardConfig, WeightedGraderConfig
+from megatron_dapo.config.data import RewardConfig, WeightedGraderConfig
 from megatron_dapo.reward.pool import RewardPool
 from megatron_dapo.types import Grade, Prompt, Sample, Tokens
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_dapo.config.reward import RewardConfig
+from megatron_dapo.config.data import RewardConfig
 from megatron_dapo.reward.grader import Scores
 from megatron_dapo.reward.remote import RemoteFailure, RemoteGrader
 from megatron_dapo.types import Grade, Prompt

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-from megatron_dapo.config.reward import RewardConfig
+from megatron_dapo.config.data import RewardConfig
 from megatron_dapo.reward.grader import FunctionGrader, GraderError, QuickGrader, load_grader
 from megatron_dapo.reward.process import GradingProcess, GradingRequest, WorkerDied
 from megatron_dapo.types import Grade, Prompt, Sample

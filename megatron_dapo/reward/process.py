@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from megatron_dapo.config.reward import RewardConfig
+from megatron_dapo.config.data import RewardConfig
 from megatron_dapo.processes import supervisor
 from megatron_dapo.processes.supervisor import END
 from megatron_dapo.reward.grader import GraderError

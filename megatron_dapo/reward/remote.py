@@ -17,7 +17,7 @@ from typing import Any, Self
 import aiohttp
 import orjson
 
-from megatron_dapo.config.reward import RemoteConfig
+from megatron_dapo.config.data import RemoteConfig
 from megatron_dapo.reward.grader import GraderError
 from megatron_dapo.types import Grade, Prompt, Sample
 

@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 from synthetic_runs import make_groups
 
-from megatron_dapo.config import ConfigError, load_config
 from megatron_dapo.config.trainer import ObserveConfig, WandbConfig
 from megatron_dapo.files import write_atomically
 from megatron_dapo.observe import Observer, transcripts
@@ -242,9 +241,3 @@ def test_a_tracker_is_tried_again_with_growing_pauses_and_gets_every_step(tmp_pa
     assert logged == list(range(1, 20))
     log = (tmp_path / "logs" / "warnings.log").read_text()
     assert log.count("wandb failed: ConnectionError: no route") == 1 and log.count("wandb works again") == 1
-
-
-def test_the_old_name_of_a_renamed_key_is_an_error_that_names_the_new_one(tmp_path):
-    (tmp_path / "config.yaml").write_text("observe: {samples_answers: 2}\n")
-    with pytest.raises(ConfigError, match=r"'observe.samples_answers'; here it is called 'observe.samples_responses'"):
-        load_config(tmp_path / "config.yaml")

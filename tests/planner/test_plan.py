@@ -173,7 +173,7 @@ def test_command_exit_codes_and_text(model_dir, tmp_path, capsys):
 
 def test_engine_gpus_are_those_of_the_job(model_dir, tmp_path, capsys):
     """slurm.engine_nodes sets them; --engine-gpus overrides it."""
-    slurm = {"nodes": 16, "mode": "disaggregated", "engine_nodes": 6}
+    slurm = {"nodes": 16, "engine_nodes": 6}
     config = tmp_path / "run.yaml"
     policy = {"model": str(model_dir), **TP8}
     config.write_text(json.dumps({**PUBLISHED, "policy": policy, "slurm": slurm}))

@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+from megatron_dapo.arguments import table_console
 from megatron_dapo.config import load_config
 from megatron_dapo.planner.command import model_shape
 from megatron_dapo.planner.hardware import Cluster, find_gpu
@@ -13,7 +14,6 @@ from megatron_dapo.planner.simulation.engine import SimulationError
 from megatron_dapo.planner.simulation.page import write_page
 from megatron_dapo.planner.simulation.report import print_variants, variants_json
 from megatron_dapo.planner.simulation.sweep import Inputs, parse_sweep, run_sweep
-from megatron_dapo.tables import table_console
 
 
 def run(

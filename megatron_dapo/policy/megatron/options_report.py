@@ -7,8 +7,7 @@ CUDA, such as a login node, options that need it are left out of these objects a
 from __future__ import annotations
 
 from megatron_dapo.config import ModelShape
-from megatron_dapo.config.megatron import Fp8Config, MoEConfig
-from megatron_dapo.config.policy import PolicyConfig
+from megatron_dapo.config.policy import Fp8Config, MoEConfig, PolicyConfig
 from megatron_dapo.policy.megatron import cpu
 from megatron_dapo.policy.megatron.options import (
     CLASSES,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_dapo.config.rope import Yarn
+from megatron_dapo.config.model import Yarn
 from megatron_dapo.policy.head.kernels import has_triton
 
 
