@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_dapo import __version__
 from megatron_dapo.arguments import (
@@ -341,7 +342,7 @@ def _add_plan(sub: Commands) -> None:
     def run(args: argparse.Namespace) -> int:
         from megatron_dapo.planner.command import run
 
-        return run(**{key: value for key, value in vars(args).items() if key != "run"})
+        return run(**_planner_options(args))
 
     parser = add_command(
         sub, "plan", run,
@@ -386,11 +387,19 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
                         "their logarithm (default 0.92; 0: all equal)")  # fmt: skip
 
 
+def _planner_options(args: argparse.Namespace) -> dict[str, Any]:
+    options = {key: value for key, value in vars(args).items() if key != "run"}
+    gpus = [key for key in options if key.startswith("gpu") or key == "engine_gpus"]
+    hardware = {key: options.pop(key) for key in gpus}
+    estimates = {key: options.pop(key) for key in ("mean_prompt", "mean_response", "kept", "sigma")}
+    return {**options, "hardware": hardware, "estimates": estimates}
+
+
 def _add_simulate(sub: Commands) -> None:
     def run(args: argparse.Namespace) -> int:
         from megatron_dapo.planner.simulation.command import run
 
-        return run(**{key: value for key, value in vars(args).items() if key != "run"})
+        return run(**_planner_options(args))
 
     parser = add_command(
         sub, "simulate", run,

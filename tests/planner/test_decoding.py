@@ -9,8 +9,8 @@ import pytest
 from published_shapes import published
 
 from megatron_dapo.planner import Cluster, find_gpu
-from megatron_dapo.planner.decoding import decode_model
 from megatron_dapo.planner.published import published_shapes
+from megatron_dapo.planner.server_model import decode_model
 
 FILE = Path(__file__).with_name("decode_measurements.json")
 ROWS = json.loads(FILE.read_text())["rows"]

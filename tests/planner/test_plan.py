@@ -10,9 +10,9 @@ from published_shapes import CONFIGS, published
 from megatron_dapo.cli import main
 from megatron_dapo.config import Config, parse_config
 from megatron_dapo.planner import Cluster, Workload, count_parameters, find_gpu, make_plan
-from megatron_dapo.planner.decoding import decode_model
 from megatron_dapo.planner.engine import memory_fraction
 from megatron_dapo.planner.hardware import GIB, PlanError
+from megatron_dapo.planner.server_model import decode_model
 
 # The published run: 16 × 8 GPUs, 512 prompts × 16 responses, mini-batches of 32 prompts, responses of 20480 tokens.
 PUBLISHED = {
