@@ -290,7 +290,7 @@ def _add_report(sub: Commands) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN_DIR", help="run directories; the runs may still be running")
     parser.add_argument("--output", metavar="FILE", help="default: report.html (several runs: comparison.html) in the "
                         "first RUN_DIR")  # fmt: skip
-    parser.add_argument("--png", action="store_true", help="also write curves.png beside it")
+    parser.add_argument("--png", action="store_true", help="also write curves.png next to it")
 
 
 def _add_watch(sub: Commands) -> None:
@@ -351,7 +351,7 @@ def _add_plan(sub: Commands) -> None:
         "examples:\n  megatron-dapo plan run.yaml --gpu h100 --gpus 128\n"
         "  megatron-dapo plan run.yaml --gpu h200 --gpus 96 --engine-gpus 32 --set policy.tensor_parallel=4\n"
         "  megatron-dapo plan --model Qwen2.5-32B --gpus 128   # no layout given: the fastest that fits\n"
-        "  megatron-dapo plan --published                      # predictions beside published runs\n\n"
+        "  megatron-dapo plan --published                      # predictions next to published runs\n\n"
         "exit codes: 0 fits, 1 does not fit, 2 wrong input",
     )  # fmt: skip
     parser.add_argument("config", metavar="CONFIG", nargs="?", help="YAML file (omitted: defaults, best layout)")

@@ -1,6 +1,4 @@
-"""`data`: where prompts come from, and which template the model sees them in. `reward`: which grader scores the
-responses, and the processes it runs in. `evaluate`: the benchmarks, and how their responses are sampled.
-"""
+"""The sections `data`, `reward` and `evaluate`: prompts, how responses are graded, and benchmarks."""
 
 from __future__ import annotations
 
@@ -125,6 +123,8 @@ class TrainSourceConfig(SourceConfig):
 
 
 class DataConfig(PromptFileConfig):
+    """Where prompts come from, and which template the model sees them in."""
+
     sources: list[TrainSourceConfig] = Field(
         default_factory=list, description="Several files instead of `path`, mixed by weight."
     )
@@ -290,6 +290,8 @@ class WeightedGraderConfig(Section):
 
 
 class RewardConfig(Section):
+    """Which grader scores the responses, and the processes it runs in."""
+
     grader: str = Field(
         "math",
         description="math: equivalence (integers exactly, the rest by math-verify). dapo: the published run's rules. "
@@ -369,7 +371,7 @@ class EvalSourceConfig(SourceConfig):
 
 
 class EvalDataConfig(PromptFileConfig):
-    """One benchmark (`path`), or several (`sources`), each with metrics of its own: `eval/NAME/avg@k`."""
+    """One benchmark (`path`), or several (`sources`), each with its own metrics: `eval/NAME/avg@k`."""
 
     sources: list[EvalSourceConfig] = Field(
         default_factory=list, description="Several benchmarks instead of `path`; all are evaluated."
@@ -387,6 +389,8 @@ class EvalDataConfig(PromptFileConfig):
 
 
 class EvalConfig(Section):
+    """The benchmarks, the number of responses per problem, and how they are sampled."""
+
     data: EvalDataConfig = EvalDataConfig()
     every: int = Field(5, ge=0, description="Evaluate every N training steps; 0: never.")
     samples: int = Field(32, ge=1, description="k: responses per problem, for avg@k, pass@k and maj@k.")

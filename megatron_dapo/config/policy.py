@@ -16,7 +16,7 @@ StateType = Literal["fp32", "bf16", "fp16", "fp8"]
 
 
 class MegatronOptions(Section):
-    """Fields of Megatron-Core's configuration objects, by their own names, for options that have no key of their own.
+    """Fields of Megatron-Core's configuration objects, by their own names, for options without a key here.
 
     Names and types are checked against the installed version when a run starts and by `train --dry-run`. Data types are
     written fp32, bf16, fp16 or fp8. docs/megatron.md lists which options have keys.

@@ -1,7 +1,4 @@
-"""`trainer`: number and size of the steps, checkpoints, and the checks that end a run. `observe`: what is shown and
-recorded in addition to metrics.jsonl, which is always written. `slurm`: the job that `megatron-dapo slurm` writes and
-submits; no value of it may hold a line break, since it could add a line to the batch script.
-"""
+"""The sections `trainer`, `observe` and `slurm`: how a run is carried out, what it records, and its job."""
 
 from __future__ import annotations
 
@@ -43,8 +40,8 @@ class HeartbeatConfig(Section):
         9000.0,
         gt=0,
         description="Seconds without progress after which a rank counts as hanging. Progress is an update, a finished "
-        "sample, a finished response of an evaluation, or a running weight update or engine start, which have time "
-        "limits of their own. Must be more than rollout.sampler.stall_timeout, whose error saves the run.",
+        "sample, a finished response of an evaluation, or a running weight update or engine start, which have their own "
+        "time limits. Must be more than rollout.sampler.stall_timeout, whose error saves the run.",
     )
 
     @model_validator(mode="after")
@@ -57,6 +54,8 @@ class HeartbeatConfig(Section):
 
 
 class TrainerConfig(Section):
+    """Number and size of the steps, checkpoints, and the checks that end a run."""
+
     run_dir: PathText = Field("runs/default", description="Directory of the run. A run that is in it is resumed.")
     ranks: int | None = Field(
         None, ge=1, description="Ranks to start on this machine; null: all GPUs, or as many as the layout needs."
@@ -106,6 +105,8 @@ class WandbConfig(Section):
 
 
 class ObserveConfig(Section):
+    """What is shown and recorded in addition to metrics.jsonl, which is always written."""
+
     console: Literal["auto", "rich", "plain", "off"] = Field(
         "auto", description="auto: rich on a terminal, plain elsewhere. rich: live progress. plain: a line per step."
     )
@@ -153,6 +154,9 @@ CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 class SlurmConfig(Section):
+    """The job that `megatron-dapo slurm` writes and submits: nodes, limits, restarts, environment, container. No value
+    may hold a line break, since it could add a line to the batch script."""
+
     partition: str | None = Field(None, description="Partition, as sinfo names it; null: the cluster's default.")
     account: str | None = Field(None, description="Account to charge, as sacctmgr names it; null: your default.")
     qos: str | None = Field(None, description="Quality of service, with its own limits; null: the account's default.")

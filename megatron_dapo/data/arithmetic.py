@@ -72,8 +72,6 @@ LEVELS: dict[int, Callable[[random.Random], tuple[str, int]]] = {
     5: _product,
     6: _three_terms,
 }
-LONGEST_QUESTION = len("10+10+10=")
-LONGEST_ANSWER = len("-188")
 
 
 def arithmetic_problems(

@@ -100,7 +100,7 @@ class Job:
     seeds: tuple[int, ...] = ()  # an array of jobs, one run in seed_N for each
 
     def of_seed(self, seed: int) -> Job:
-        """One run of the array, with a run directory and a weights directory of its own."""
+        """One run of the array, with its own run directory and weights directory."""
         run_dir = self.run_dir / f"seed_{seed}"
         weights = Path(self.folder, self.config.rollout.weights.directory)
         inside = self.run_dir in weights.parents
@@ -282,8 +282,8 @@ class Job:
 
 def router_command(python: str, port: int, servers: ServerConfig, key: str) -> list[str]:
     """Without the servers. `key`: the environment variable with the API key. The router's timeouts are not shorter than
-    ours. Its default policy compares texts and, given tokens only, sends everything to one server; its metrics need a
-    port of their own."""
+    ours. Its default policy compares texts and, given tokens only, sends everything to one server; its metrics need
+    their own port."""
     return [
         *command_with_keys(python, "sglang_router.launch_router", {"api-key": key}, has_package=not servers.python),
         "--host", "0.0.0.0", "--port", str(port),

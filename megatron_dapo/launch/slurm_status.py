@@ -134,7 +134,7 @@ def print_status(run_dir: Path, ask: Ask = ask) -> int:
 
 
 def run_on_nodes(run_dir: Path, first: str | None, rest: list[str], node: str | None = None) -> int:
-    """Runs a command on every node of the run's newest job, beside the run, with srun --overlap."""
+    """Runs a command on every node of the run's newest job while the run goes on, with srun --overlap."""
     if first is None:
         raise SlurmError("name a command to run on the nodes, e.g. nvidia-smi")
     jobs = submitted(run_dir)
