@@ -40,8 +40,8 @@ class HeartbeatConfig(Section):
         9000.0,
         gt=0,
         description="Seconds without progress after which a rank counts as hanging. Progress is an update, a finished "
-        "sample, a finished response of an evaluation, or a running weight update or engine start, which have their own "
-        "time limits. Must be more than rollout.sampler.stall_timeout, whose error saves the run.",
+        "sample, a finished response of an evaluation, or a running weight update or engine start, which have their "
+        "own time limits. Must be more than rollout.sampler.stall_timeout, whose error saves the run.",
     )
 
     @model_validator(mode="after")

@@ -1,5 +1,6 @@
 """The planner's model of a weight update: counts as in the code, and the times of large models."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -104,7 +105,7 @@ def test_measured_updates_are_predicted(shape, weights, size, measured):
     assert found.bytes / 1e9 == pytest.approx(size, abs=0.01)
     assert found.total == pytest.approx(measured, rel=0.25)
     if shape is QWEN2_7B:
-        page = (Path(__file__).resolve().parents[2] / "docs" / "results.md").read_text()
+        page = re.sub("<!--.*?-->", "", (Path(__file__).resolve().parents[2] / "docs" / "results.md").read_text())
         assert f"15.23 GB | {measured:.3f} s | {found.total:.3f} s |" in page
 
 

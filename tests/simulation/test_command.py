@@ -66,7 +66,7 @@ def test_a_sweep_ranks_every_combination(capsys):
 def test_impossible_settings_are_named(capsys):
     assert main([*COMMAND, "--sweep", "policy.tensor_parallel=1,3,4"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "tensor_parallel 3: policy.tensor_parallel 3 does not divide the model's" in said
+    assert "tensor_parallel 3: policy.tensor_parallel is 3, but the model has" in said
     assert "tensor_parallel 4: 2 ranks cannot hold" in said
     assert main([*COMMAND, "--sweep", "policy.tensor_parallel"]) == 2
     assert "expected KEY=VALUE" in capsys.readouterr().err
