@@ -25,7 +25,7 @@ import numpy as np
 import orjson
 from transformers import AutoTokenizer
 
-from megatron_dapo.config.reward import RewardConfig
+from megatron_dapo.config.data import RewardConfig
 from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.engines.protocol import Completion, SamplingParams
 from megatron_dapo.engines.sglang.client import SGLangClient

@@ -9,8 +9,7 @@ import pytest
 from rich.console import Console
 
 from megatron_dapo.config import ConfigError, parse_config
-from megatron_dapo.config.reward import RewardConfig
-from megatron_dapo.config.trainer import EvalConfig
+from megatron_dapo.config.data import EvalConfig, RewardConfig
 from megatron_dapo.engines.protocol import Completion, SamplingParams
 from megatron_dapo.errors import EngineError
 from megatron_dapo.evaluate import EvaluationError, ProblemResult, Response, evaluate_sets, majority, summarise

@@ -10,13 +10,11 @@ from pydantic import model_validator
 
 from megatron_dapo.config.algorithm import AlgorithmConfig
 from megatron_dapo.config.base import ConfigError, Section
-from megatron_dapo.config.data import DataConfig
+from megatron_dapo.config.data import DataConfig, EvalConfig, RewardConfig
 from megatron_dapo.config.model import ModelShape
 from megatron_dapo.config.policy import PolicyConfig
-from megatron_dapo.config.reward import RewardConfig
 from megatron_dapo.config.rollout import RolloutConfig
-from megatron_dapo.config.slurm import SlurmConfig
-from megatron_dapo.config.trainer import EvalConfig, ObserveConfig, TrainerConfig
+from megatron_dapo.config.trainer import ObserveConfig, SlurmConfig, TrainerConfig
 
 # Names of environment variables that hold a secret.
 SECRET = re.compile(r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$", re.IGNORECASE)
@@ -203,6 +201,8 @@ class Config(Section):
 def check_model(policy: PolicyConfig, shape: ModelShape, max_tokens: int | None = None) -> None:
     """Checks the layout against the model. Every message names the key to change."""
     _check_heads(policy, shape)
+    if policy.alignment_problem:
+        raise ConfigError(f"policy: {policy.alignment_problem}")
     _check_mlp(policy, shape)
     _check_stages(policy, shape)
     _check_linear_attention(policy, shape)
@@ -218,8 +218,8 @@ def _check_heads(policy: PolicyConfig, shape: ModelShape) -> None:
     tp = policy.tensor_parallel
     if shape.heads % tp:
         raise ConfigError(
-            f"policy.tensor_parallel is {tp}, but the model has {shape.heads} attention heads: "
-            f"choose one of {_divisors(shape.heads)}"
+            f"policy.tensor_parallel {tp} does not divide the model's {shape.heads} attention heads; choose one of "
+            f"{_divisors(shape.heads)}"
         )
     if shape.kv_heads % tp and tp % shape.kv_heads:
         fitting = [d for d in range(1, shape.heads + 1) if shape.heads % d == 0 and _fits_kv(d, shape.kv_heads)]

@@ -12,12 +12,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
+from megatron_dapo.arguments import table_console
 from megatron_dapo.config import Config, ConfigError, ModelShape, load_config
 from megatron_dapo.doctor import gpu, machine, software
 from megatron_dapo.doctor.check import Check, Probe, examine
 from megatron_dapo.errors import UserError
 from megatron_dapo.planner import count_parameters
-from megatron_dapo.tables import table_console
 
 INDENT = 21
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}

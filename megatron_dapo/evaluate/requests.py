@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from megatron_dapo.config.trainer import EvalConfig
+from megatron_dapo.config.data import EvalConfig
 from megatron_dapo.engines.protocol import Completion, SamplingParams, derive_seed
 from megatron_dapo.errors import UserError
 from megatron_dapo.evaluate.results import Evaluation, EvaluationError, ProblemResult, Response, summarise

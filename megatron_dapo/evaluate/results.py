@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean, variance
 from typing import TYPE_CHECKING, Any
 
-from megatron_dapo.config.trainer import EvalConfig
+from megatron_dapo.config.data import EvalConfig
 from megatron_dapo.errors import UserError
 from megatron_dapo.files import publish_directory, write_atomically
 from megatron_dapo.reward.equivalence import last_number_matches

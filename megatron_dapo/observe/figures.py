@@ -85,7 +85,6 @@ SECTIONS: dict[str, tuple[Figure, ...]] = {
         }, "count", stacked=True, zero=True),
         Figure("yield", "Filter yield", "kept groups per group judged by the filter", {
             "rollout/filter_yield": "yield", "rollout/expected_yield": "expected by the sampler",
-            "data/predicted_yield": "predicted by the curriculum",
         }, "percent", zero=True),
         Figure("occupancy", "Engine occupancy", "running requests per request that the engines can run",
                    {"rollout/engine_occupancy": "occupancy"}, "percent", zero=True),

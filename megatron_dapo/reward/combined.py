@@ -15,7 +15,7 @@ from itertools import zip_longest
 from typing import Any
 
 from megatron_dapo import fault_points
-from megatron_dapo.config.reward import RewardConfig, WeightedGraderConfig
+from megatron_dapo.config.data import RewardConfig, WeightedGraderConfig
 from megatron_dapo.reward.grader import Graders
 from megatron_dapo.reward.pool import RewardPool
 from megatron_dapo.types import Grade, Prompt, Sample, Tokens

@@ -25,7 +25,7 @@ from megatron_dapo.reward.extract import clean, final_answer
 from megatron_dapo.types import Grade, Prompt, Sample
 
 if TYPE_CHECKING:  # a grading process does not need it
-    from megatron_dapo.config.reward import RewardConfig
+    from megatron_dapo.config.data import RewardConfig
 
 
 class Grader(Protocol):

@@ -28,7 +28,7 @@ from functools import partial
 
 import psutil
 
-from megatron_dapo.config.reward import RewardConfig
+from megatron_dapo.config.data import RewardConfig
 from megatron_dapo.processes.frames import Frame
 from megatron_dapo.processes.worker_process import ProcessEnded, WorkerProcess
 from megatron_dapo.reward.grader import FunctionGrader, GraderError, Graders, QuickGrader, load_grader

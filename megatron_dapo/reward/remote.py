@@ -21,7 +21,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from megatron_dapo.config.reward import RemoteConfig, RewardConfig
+from megatron_dapo.config.data import RemoteConfig, RewardConfig
 from megatron_dapo.reward.grader import GraderError, Graders, Scores
 from megatron_dapo.types import Grade, Prompt, Sample
 

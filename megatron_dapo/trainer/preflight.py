@@ -18,7 +18,8 @@ from urllib.parse import urlparse
 from megatron_dapo.algorithm.filtering import load_group_filter
 from megatron_dapo.algorithm.loss import load_objective
 from megatron_dapo.config import Config, ConfigError, ModelShape
-from megatron_dapo.config.trainer import EvalConfig, WandbConfig
+from megatron_dapo.config.data import EvalConfig
+from megatron_dapo.config.trainer import WandbConfig
 from megatron_dapo.data import RunData, load_run_data, load_tokenizer
 from megatron_dapo.errors import UserError
 from megatron_dapo.observe.trackers import make_trackers

@@ -15,7 +15,7 @@ import pytest
 from mini_slurm import signals, wait_for
 
 from megatron_dapo.config import parse_config
-from megatron_dapo.config.reward import RewardConfig
+from megatron_dapo.config.data import RewardConfig
 from megatron_dapo.config.rollout import ServerConfig
 from megatron_dapo.engines.sglang.server_process import ServerProcess
 from megatron_dapo.launch.slurm_script import Job, render

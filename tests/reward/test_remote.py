@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 from test_pool import prompt, sample
 
-from megatron_dapo.config.reward import RewardConfig
+from megatron_dapo.config.data import RewardConfig
 from megatron_dapo.reward import GraderError, open_graders
 from megatron_dapo.types import Grade
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from test_pool import HOSTILE, prompt
 
-from megatron_dapo.config.reward import RewardConfig
+from megatron_dapo.config.data import RewardConfig
 from megatron_dapo.data import arithmetic_tokenizer
 from megatron_dapo.reward import combined as module
 from megatron_dapo.reward.combined import ResponseGrader

@@ -15,8 +15,8 @@ from simulation import (
 )
 
 from megatron_dapo.config.rollout import RolloutConfig, SamplerConfig
-from megatron_dapo.planner.decoding import DecodeModel
 from megatron_dapo.planner.generation import Fleet
+from megatron_dapo.planner.server_model import DecodeModel
 from megatron_dapo.planner.simulation.engine import Prompts as FleetPrompts
 from megatron_dapo.planner.simulation.engine import SimulatedEngine as FleetEngine
 from megatron_dapo.planner.workload import Workload

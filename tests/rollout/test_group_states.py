@@ -49,7 +49,6 @@ def test_the_limit_counts_oversampled_batches():
     policy = FillPolicy(SamplerConfig(oversampling=1.3, max_generation_batches=2), 4)
     assert not policy.limit_reached(11) and policy.limit_reached(12)  # 2 × ceil(5.2)
     assert not FillPolicy(SamplerConfig(max_generation_batches=None), 4).limit_reached(10**9)
-    assert not FillPolicy(SamplerConfig(on_limit="continue"), 4).limit_reached(10**9)
 
 
 def test_a_partial_group_must_finish_one_version_before_it_is_too_stale():

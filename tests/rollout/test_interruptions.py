@@ -36,7 +36,7 @@ from megatron_dapo.types import FinishReason, Grade, Group, WeightSpan, as_logpr
     in_order=st.sampled_from([(1.0, "completion"), (1.0, "prompt"), (2.5, "prompt"), ("adaptive", "prompt")]),
     share=st.floats(0.15, 0.85),
     fill=st.sampled_from(["full", "dynamic"]), limit=st.sampled_from([None, 1, 2]), faults=st.booleans(),
-    on_limit=st.sampled_from(["train", "fill", "continue"]), stop=st.sampled_from([(), ("END",)]),
+    on_limit=st.sampled_from(["train", "fill"]), stop=st.sampled_from([(), ("END",)]),
     repeated=st.booleans(), early=st.booleans(),
 )  # fmt: skip
 @example(
@@ -164,14 +164,14 @@ async def test_a_step_that_is_repeated_after_an_error_samples_no_seed_twice():
     assert len(seeds) == len(set(seeds)) == 8 * 3
 
 
-def test_on_limit_continue_samples_beyond_the_limit():
-    config = rollout(samples=2, max_generation_batches=1, on_limit="continue")
+def test_without_a_limit_sampling_goes_on_until_the_batch_is_full():
+    config = rollout(samples=2, max_generation_batches=None)
     (batch,), _, prompts, _ = collect(config, share=0.9, needed=4)
     assert len(batch.groups) == 4 and prompts.drawn > 8
 
 
-def test_max_resample_times_counts_batches_after_the_first():
-    config = rollout(samples=2, max_resample_times=2, on_limit="fill")
+def test_max_generation_batches_counts_all_batches_of_the_step():
+    config = rollout(samples=2, max_generation_batches=3, on_limit="fill")
     (batch,), _, prompts, _ = collect(config, share=1.0, needed=4)
     assert prompts.drawn == 12 and len(batch.groups) == 4
 

@@ -34,7 +34,7 @@ from megatron_dapo.types import FinishReason, Grade, Group, Prompt, Sample, Weig
     needed=st.integers(1, 6), samples=st.integers(2, 4), slots=st.integers(1, 24), share=st.floats(0.15, 0.85),
     oversampling=st.sampled_from([1.0, 1.3, 2.0, 3.0, "adaptive"]), order=st.sampled_from(["completion", "prompt"]),
     fill=st.sampled_from(["full", "full", "dynamic"]), limit=st.sampled_from([None, 1, 3]),
-    on_limit=st.sampled_from(["train", "fill", "continue", "stop"]),
+    on_limit=st.sampled_from(["train", "fill", "stop"]),
     unfinished=st.sampled_from(["continue", "finish", "restart", "drop"]), surplus=st.sampled_from(["keep", "drop"]),
     staleness=st.integers(0, 2), jitter=st.floats(0.01, 1.0), faults=st.booleans(), reload=st.booleans(),
     early=st.booleans(), seed=st.integers(0, 10**6),
