@@ -11,7 +11,7 @@ import pytest
 import yaml
 from tiny_run import raw_config
 
-from megatron_dapo.checkpoints.resume import record_settings
+from megatron_dapo.checkpoints.folder import record_settings
 from megatron_dapo.cli import main
 from megatron_dapo.config import check_config, parse_config
 from megatron_dapo.weights.locate import TRACKER

@@ -23,7 +23,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = f"{ROOT / 'megatron_dapo'}{os.sep}"
-FIRST, LAST = "PromptMixture.take", "UpdateStep.step_optimizer"  # "take a prompt" and "optimizer step"
+FIRST, LAST = "PromptMixture.next_prompt", "UpdateStep.step_optimizer"  # "take a prompt" and "optimizer step"
 
 
 @dataclass
@@ -79,7 +79,7 @@ def trace_run(folder: Path, steps: int = 2) -> Trace:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), support])  # of grading processes
     os.environ["HF_HUB_OFFLINE"] = "1"
     import torch
-    from tiny_run import raw_config  # type: ignore[import-not-found]
+    from tiny_run import raw_config  # type: ignore
 
     from megatron_dapo.config import check_config, parse_config
     from megatron_dapo.trainer.loop import train

@@ -6,7 +6,6 @@
 - `off_policy`    importance weights, token masks and sequence masks
 - `aggregation`   token weights and counts: how token losses become one number
 - `advantages`    advantage estimators: from the rewards of a group to one number per sample
-- `kl`            estimators of a KL divergence
 - `overlong`      length penalties, and which samples carry loss
 - `filtering`     group filters of dynamic sampling
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron_dapo.algorithm.kl import kl_estimate
 from megatron_dapo.algorithm.objective import (
     Needs,
     Objective,
@@ -26,6 +25,7 @@ from megatron_dapo.algorithm.objective import (
     TokenMetrics,
     blank,
     check_shapes,
+    kl_estimate,
 )
 from megatron_dapo.algorithm.off_policy import Corrections, OffPolicy
 from megatron_dapo.config.algorithm import AlgorithmConfig

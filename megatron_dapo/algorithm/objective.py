@@ -15,11 +15,38 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, expm1
 
-from megatron_dapo.algorithm.kl import MAX_LOG_RATIO
 from megatron_dapo.config.algorithm import AlgorithmConfig, ObjectiveOption
 from megatron_dapo.config.base import ConfigError
+
+# Per-token estimates of a KL divergence from the log-probs of sampled tokens.
+
+
+Estimator = Literal["k1", "k2", "k3"]
+
+MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8: larger than any meaningful ratio, far below overflow
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: Estimator = "k3") -> Tensor:
+    """Elementwise estimate of KL(π‖ref) from π's and ref's log-probs of tokens sampled from π.
+
+    Differentiable in both. k3 bounds d by 20 from above, beyond which its gradient is zero; it needs no lower bound.
+    """
+    if logprobs.shape != ref_logprobs.shape:
+        raise ValueError(
+            f"ref_logprobs: expected the shape of logprobs {tuple(logprobs.shape)}, found {tuple(ref_logprobs.shape)}"
+        )
+    difference = ref_logprobs - logprobs
+    if estimator == "k1":
+        return -difference
+    if estimator == "k2":
+        return 0.5 * difference.square()
+    if estimator == "k3":
+        bounded = difference.clamp(max=MAX_LOG_RATIO)
+        return expm1(bounded) - bounded  # expm1 keeps the digits that exp(d) − 1 loses near d = 0
+    raise ValueError(f"KL estimator: expected k1, k2 or k3, found {estimator!r}")
+
 
 # Where the log-probs of the proximal policy are: the trainer's, before the first update of a step. "old": old_logprobs.
 # "current": the scores, because no weight has changed since. "unknown": nowhere; old_logprobs are the engine's.

@@ -14,9 +14,9 @@ from megatron_dapo.data.arithmetic import (
     save_arithmetic_tokenizer,
     write_arithmetic,
 )
+from megatron_dapo.data.columns import DataError
 from megatron_dapo.data.prompts import LoadReport, PromptSet, load_prompts, load_tokenizer
 from megatron_dapo.data.run_data import PromptCursor, PromptMixture, RunData, load_run_data
-from megatron_dapo.data.sources import DataError
 
 __all__ = [
     "DataError", "LoadReport", "PromptCursor", "PromptMixture", "PromptSet", "RunData", "arithmetic_problems",

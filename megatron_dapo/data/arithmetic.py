@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_dapo.data.columns import DataError
 from megatron_dapo.data.prompts import prompt_id
-from megatron_dapo.data.sources import DataError
 from megatron_dapo.types import Prompt, as_tokens
 
 Split = Literal["train", "held-out"]

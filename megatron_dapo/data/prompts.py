@@ -17,8 +17,16 @@ from typing import Any
 
 from megatron_dapo.config import ConfigError
 from megatron_dapo.config.data import PromptFileConfig
-from megatron_dapo.data.columns import BadRow, MissingColumn, Problem, read_problem, render, to_messages
-from megatron_dapo.data.sources import DataError, read_rows
+from megatron_dapo.data.columns import (
+    BadRow,
+    DataError,
+    MissingColumn,
+    Problem,
+    read_problem,
+    read_rows,
+    render,
+    to_messages,
+)
 from megatron_dapo.types import Prompt, as_tokens
 
 # Prompt templates: the DAPO text, the plain question, the tokenizer's chat template, or the user's own text.

@@ -17,8 +17,8 @@ from typing import Any
 
 from megatron_dapo.config import Config
 from megatron_dapo.config.data import PromptFileConfig
+from megatron_dapo.data.columns import DataError
 from megatron_dapo.data.prompts import PromptSet, answer_key, load_prompts
-from megatron_dapo.data.sources import DataError
 from megatron_dapo.types import Group, Prompt, StepBatch
 
 FILE = "file"  # in a prompt's `meta`: the name of its source
@@ -178,9 +178,9 @@ class PromptMixture:
         self._graded: Counter[str] = Counter()
 
     def take(self, count: int) -> list[Prompt]:
-        return [self._take_one() for _ in range(count)]
+        return [self.next_prompt() for _ in range(count)]
 
-    def _take_one(self) -> Prompt:
+    def next_prompt(self) -> Prompt:
         for name, weight in self._weights.items():
             self._credit[name] += weight
         name = max(self._credit, key=self._credit.__getitem__)  # of equal ones the first

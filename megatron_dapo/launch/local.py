@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from megatron_dapo.checkpoints.resume import SETTINGS, check_resume
+from megatron_dapo.checkpoints.folder import SETTINGS, check_resume
 from megatron_dapo.config import Config, ConfigError, ModelShape, check_config, dump_config
 from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.errors import UserError

@@ -29,6 +29,5 @@ Modules:
 - `supervisor`      the program above a command, run by path; `end_with_parent`
 - `supervised`      a command under its supervisor, as its owner sees it: start, ask, kill, exit code
 - `frames`          the format; `Channel` for blocking sockets, and a worker's side of it
-- `worker_process`  a worker, as an event loop sees it: requests, replies, its end
 - `fork_ranks`      functions in forked processes; `Rendezvous`: rank, world size, where ranks meet
 """

@@ -30,7 +30,7 @@ import psutil
 
 from megatron_dapo.config.data import RewardConfig
 from megatron_dapo.processes.frames import Frame
-from megatron_dapo.processes.worker_process import ProcessEnded, WorkerProcess
+from megatron_dapo.processes.supervised import ProcessEnded, WorkerProcess
 from megatron_dapo.reward.grader import FunctionGrader, GraderError, Graders, QuickGrader, load_grader
 from megatron_dapo.types import Grade, Prompt, Sample, Tokens, json_default
 

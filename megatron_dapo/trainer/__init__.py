@@ -6,7 +6,6 @@
     collectives      rank 0's data, decisions and errors on every rank; all waits are on the CPU
     train_step       the step being trained, on every rank: log-probs, the gate, updates; it can be saved between two
     advantages       from graded groups to rewards, advantages and masks
-    logprob_gate     trainer and engine must agree on the log-probs of the first batch
     weight_sync      weights to the engines, in two calls
     colocation       weight sync with hand-overs of GPU memory between trainer and engines
     saves            what was saved, and what a user is told when a run ends

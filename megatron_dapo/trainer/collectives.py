@@ -60,7 +60,10 @@ class DriverError(RankError):
 class Driver(Protocol):
     """Rank 0's rollout thread."""
 
-    progress: int  # increases while the thread achieves something
+    @property
+    def progress(self) -> int:
+        """Increases while the thread achieves something."""
+        ...
 
 
 class Collectives:

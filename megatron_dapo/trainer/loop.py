@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.checkpoints.resume import record_settings
+from megatron_dapo.checkpoints.folder import record_settings
 from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.data import RunData
 from megatron_dapo.errors import CheckpointError, UserError

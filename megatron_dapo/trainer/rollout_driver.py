@@ -189,7 +189,7 @@ class RolloutDriver:
         self._sampler = Sampler(
             self._engine,
             self._responses.grade,
-            lambda: self.cursor.take(1)[0],
+            self.cursor.next_prompt,
             self.config.rollout,
             groups_per_step=self.config.trainer.prompts_per_step,
             seed=self.config.trainer.seed,

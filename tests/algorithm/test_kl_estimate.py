@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megatron_dapo.algorithm.kl import kl_estimate
+from megatron_dapo.algorithm.objective import kl_estimate
 
 # d = log ref − log π = ln 2. k1 = −0.693147, k2 = 0.5·0.480453 = 0.240227, k3 = 2 − 1 − 0.693147 = 0.306853.
 # Gradients in log π: k1 1, k2 −d = −0.693147, k3 1 − e^d = −1.

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from tiny_run import raw_config
 
-from megatron_dapo.checkpoints.resume import check_resume, record_settings
+from megatron_dapo.checkpoints.folder import check_resume, record_settings
 from megatron_dapo.config import ConfigError, check_config, parse_config
 
 

@@ -9,8 +9,8 @@ import torch
 from tiny_model import byte_tokenizer, changed_weights, reference_logprobs, tiny_model
 
 from megatron_dapo.config.rollout import EmbeddedConfig
+from megatron_dapo.engines.embedded.batch_invariant_model import sample_tokens, uniform
 from megatron_dapo.engines.embedded.engine import EmbeddedEngine
-from megatron_dapo.engines.embedded.token_sampling import sample_tokens, uniform
 from megatron_dapo.engines.protocol import SamplingParams, WeightUpdateError, derive_seed
 from megatron_dapo.errors import EngineError
 from megatron_dapo.types import FinishReason, WeightSpan, as_tokens

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from megatron_dapo.config.rollout import RolloutConfig
-from megatron_dapo.engines.embedded.token_sampling import uniform
+from megatron_dapo.engines.embedded.batch_invariant_model import uniform
 from megatron_dapo.engines.protocol import Capabilities, Completion, SamplingParams
 from megatron_dapo.errors import EngineError
 from megatron_dapo.planner.simulation.run import run_virtually

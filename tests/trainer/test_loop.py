@@ -19,9 +19,9 @@ from megatron_dapo.policy.batch import TrainBatch
 from megatron_dapo.policy.step import NonFiniteError
 from megatron_dapo.processes.fork_ranks import run_ranks
 from megatron_dapo.trainer.advantages import mini_batches, shape_batch
-from megatron_dapo.trainer.logprob_gate import check_gate
 from megatron_dapo.trainer.loop import train
 from megatron_dapo.trainer.signals import REQUEUE
+from megatron_dapo.trainer.train_step import check_gate
 from megatron_dapo.types import FinishReason, Grade, Group, Prompt, Sample, StepBatch, as_logprobs, as_tokens
 
 

@@ -15,7 +15,7 @@ from megatron_dapo.selfcheck.cases import LayoutSpec, selfcheck_config
 from megatron_dapo.selfcheck.synthetic import random_hf_weights, synthetic_shape
 from megatron_dapo.selfcheck.trace import gather_full
 from megatron_dapo.trainer.advantages import mini_batches, shape_batch
-from megatron_dapo.trainer.logprob_gate import check_gate
+from megatron_dapo.trainer.train_step import check_gate
 from megatron_dapo.types import (
     FinishReason,
     Grade,

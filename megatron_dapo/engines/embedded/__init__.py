@@ -3,5 +3,4 @@
 - engine.py                  the engine: continuous batching in a worker thread
 - batch_invariant_model.py   forward passes whose results do not depend on the rest of the batch; sets the weights
 - paged_cache.py             keys, values and states in pages; the pages of prompts, which a group computes once
-- token_sampling.py          samples tokens, with a random number per seed and position
 """

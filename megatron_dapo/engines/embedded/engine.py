@@ -24,9 +24,13 @@ import numpy as np
 import torch
 
 from megatron_dapo.config.rollout import EmbeddedConfig, PauseMode
-from megatron_dapo.engines.embedded.batch_invariant_model import BatchInvariantModel, WeightLoader
+from megatron_dapo.engines.embedded.batch_invariant_model import (
+    BatchInvariantModel,
+    WeightLoader,
+    sample_tokens,
+    uniform,
+)
 from megatron_dapo.engines.embedded.paged_cache import PAGE, PromptCache
-from megatron_dapo.engines.embedded.token_sampling import sample_tokens, uniform
 from megatron_dapo.engines.protocol import Capabilities, Completion, SamplingParams, WeightReport, WeightUpdateError
 from megatron_dapo.errors import EngineError
 from megatron_dapo.sync.bucket import Bucket

@@ -27,7 +27,7 @@ from megatron_dapo.engines.sglang.http import ServerFailure
 from megatron_dapo.engines.sglang.response_parser import GenerateCall
 from megatron_dapo.errors import EngineError
 from megatron_dapo.processes.frames import Frame
-from megatron_dapo.processes.worker_process import ProcessEnded, WorkerProcess
+from megatron_dapo.processes.supervised import ProcessEnded, WorkerProcess
 
 log = logging.getLogger(__name__)
 

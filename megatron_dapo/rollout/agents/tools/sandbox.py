@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron_dapo.errors import UserError
-from megatron_dapo.processes.worker_process import ProcessEnded, WorkerProcess
+from megatron_dapo.processes.supervised import ProcessEnded, WorkerProcess
 from megatron_dapo.rollout.agents.functions import shared
 
 log = logging.getLogger(__name__)
