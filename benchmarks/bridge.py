@@ -101,7 +101,7 @@ async def measure(ask: Ask, samples: int, at_once: int) -> tuple[float, float, t
 async def ours(url: str, samples: int, at_once: int, parsed_here: bool = True) -> tuple[float, float, tuple[Any, Any]]:
     config = RolloutConfig(servers={"max_running": at_once})
     server = SGLangClient(url, config.servers)
-    server.serves = 0
+    server.state.served(0)
     engine = SGLangEngine([server], config)
     if not parsed_here:
         server.process = ClientProcess()

@@ -21,9 +21,9 @@ import time
 from pathlib import Path
 
 from megatron_dapo.config import ModelShape, parse_config
-from megatron_dapo.planner.decoding import decode_model
 from megatron_dapo.planner.hardware import Cluster, find_gpu
 from megatron_dapo.planner.parameters import count_parameters
+from megatron_dapo.planner.server_model import decode_model
 from megatron_dapo.planner.timing import attention_flops
 
 

@@ -37,6 +37,7 @@ from megatron_dapo.config.model import ModelShape
 from megatron_dapo.files import safetensors_header
 from megatron_dapo.weights.copy import copy_tensors
 from megatron_dapo.weights.formats.hf_writer import HFWriter
+from megatron_dapo.weights.formats.readers import CheckpointReader
 from megatron_dapo.weights.mapping import hf_shapes, stored_mappings
 
 CONFIG = {
@@ -54,12 +55,11 @@ TINY = {"hidden_size": 64, "moe_intermediate_size": 16, "head_dim": 16, "num_att
 Figures = dict[str, float]
 
 
-class RandomReader:
+class RandomReader(CheckpointReader):
     """Random rows, sliced from one buffer: creating the model must not take longer than measuring it."""
 
-    path = Path("noise")
-
     def __init__(self, shape: ModelShape) -> None:
+        super().__init__(Path("noise"))
         self._widths = {mapping.name: mapping.shape[1:] for mapping in stored_mappings(shape)}
         self._noise = (torch.randn(32 * 2**20, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
 
@@ -72,7 +72,8 @@ class RandomReader:
         at = (hash(name) + start * 7919) % (self._noise.numel() - size)
         return self._noise[at : at + size].view(count, *width)
 
-    read = rows
+    def read(self, name: str, start: int, count: int) -> Tensor:
+        return self.rows(name, start, count)
 
     def spans(self, name: str, start: int, count: int) -> Iterator[tuple[int, None]]:
         yield count, None
@@ -129,7 +130,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron_dapo.config.model import ModelShape
 from megatron_dapo.weights.mapping import stored_mappings
 from megatron_dapo.policy.megatron import patches
-from megatron_dapo.weights.mapping import hf_tensors, megatron_tensor
+from megatron_dapo.weights.model_weights import hf_tensors, megatron_tensor
 import torch._dynamo
 patches.install()
 kind, source, out = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])

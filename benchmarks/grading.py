@@ -19,7 +19,7 @@ from fractions import Fraction
 
 import psutil
 
-from megatron_dapo.config.reward import RewardConfig
+from megatron_dapo.config.data import RewardConfig
 from megatron_dapo.reward import RewardPool
 from megatron_dapo.types import FinishReason, Grade, Prompt, Sample, as_logprobs, as_tokens
 

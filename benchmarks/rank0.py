@@ -25,14 +25,13 @@ import numpy as np
 import orjson
 from transformers import AutoTokenizer
 
-from megatron_dapo.config.reward import RewardConfig
+from megatron_dapo.config.data import RewardConfig
 from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.engines.protocol import Completion, SamplingParams
 from megatron_dapo.engines.sglang.client import SGLangClient
 from megatron_dapo.engines.sglang.client_process import ClientProcess
 from megatron_dapo.engines.sglang.engine import SGLangEngine
 from megatron_dapo.reward.combined import ResponseGrader
-from megatron_dapo.reward.pool import RewardPool
 from megatron_dapo.rollout.sampler import Sampler
 from megatron_dapo.types import FinishReason, Grade, Prompt, Sample, WeightSpan, as_logprobs, as_tokens
 
@@ -79,23 +78,21 @@ async def sample(engine: Any, grade: Grading, groups: int, group_size: int) -> f
 
 
 async def with_server(url: str, tokenizer: Any, samples: int, decoded_here: bool, parsed_here: bool) -> float:
-    config, responses = RolloutConfig(servers={"max_running": 64}), ResponseGrader(tokenizer)
+    config = RolloutConfig(servers={"max_running": 64})
+    responses = ResponseGrader(RewardConfig(grader="math", workers=1), tokenizer)
     server = SGLangClient(url, config.servers)
-    server.serves = 0
+    server.state.served(0)
     engine = SGLangEngine([server], config)
     if not parsed_here:
         server.process = ClientProcess()
         await server.process.ready()
-    async with RewardPool(RewardConfig(grader="math", workers=1), responses.tokenizer_json) as pool:
+    async with responses.graders as graders:
 
         async def here(prompt: Prompt, sample: Sample) -> Grade:
             sample.text = responses.decode(sample.response_tokens)
-            return await pool.grade(prompt, sample)
+            return await graders.grade(prompt, sample)
 
-        async def elsewhere(prompt: Prompt, sample: Sample) -> Grade:
-            return await responses.grade(pool, prompt, sample)
-
-        grade = here if decoded_here else elsewhere
+        grade = here if decoded_here else responses.grade
         await sample(engine, grade, 2, GROUP)  # connections, the grading process
         try:
             return await sample(engine, grade, samples // GROUP, GROUP) / samples

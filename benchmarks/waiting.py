@@ -30,6 +30,7 @@ from megatron_dapo.engines import open_engine
 
 def wait_as_rank(rendezvous, config: Config, folder: Path, in_nccl: bool) -> float:
     """One rank: waits until `folder`/done exists. Returns the share of a core that it used meanwhile."""
+    import torch
     import torch.distributed as dist
 
     from megatron_dapo.policy.megatron.runtime import initialize, shutdown
@@ -38,7 +39,10 @@ def wait_as_rank(rendezvous, config: Config, folder: Path, in_nccl: bool) -> flo
 
     runtime = initialize(config.policy, rendezvous=rendezvous)
     collectives = Collectives(runtime, StopSignal())
-    collectives.barrier()  # NCCL has set up its communicator
+    warm_up = torch.ones(1, device=runtime.device)
+    dist.all_reduce(warm_up)  # NCCL sets up its communicator
+    warm_up.item()
+    collectives.barrier()
     future: Future[None] | None = None
     if runtime.rank == 0:
         future = Future()

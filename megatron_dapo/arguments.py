@@ -1,4 +1,4 @@
-"""The parts that the arguments of all commands share: parsers, settings without `--set`, log levels."""
+"""What all commands share: the parser and its types, settings without `--set`, log levels, the console for tables."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import argparse
 import difflib
 import logging
 import re
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeAlias
+
+from rich.console import Console
 
 from megatron_dapo.errors import UserError
 
@@ -101,3 +104,8 @@ def quiet_libraries() -> None:
     """Hides warnings of Megatron and torch (no apex, renamed collectives) that a user cannot act on."""
     for module in ("megatron", "torch"):
         warnings.filterwarnings("ignore", module=module)
+
+
+def table_console(*, columns: int = 100, quiet: bool = False) -> Console:
+    """`columns`: of a file or pipe, for which rich would take 80 and cut words."""
+    return Console(width=None if sys.stdout.isatty() else columns, highlight=False, quiet=quiet)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import runpy
+import shutil
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from megatron_dapo import __version__
 from megatron_dapo.arguments import (
@@ -18,7 +22,8 @@ from megatron_dapo.arguments import (
     with_set,
 )  # fmt: skip
 from megatron_dapo.errors import UserError
-from megatron_dapo.launch.arguments import add_kubernetes, add_quickstart, add_slurm
+
+PACKAGE = Path(__file__).resolve().parent
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -28,7 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--version", action="version", version=f"megatron-dapo {__version__}")
     sub = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    add_quickstart(sub)
+    _add_quickstart(sub)
     _add_train(sub)
     _add_ablate(sub)
     _add_eval(sub)
@@ -38,10 +43,74 @@ def build_parser() -> argparse.ArgumentParser:
     _add_selfcheck(sub)
     _add_plan(sub)
     _add_simulate(sub)
-    add_slurm(sub)
-    add_kubernetes(sub)
+    _add_slurm(sub)
     _add_doctor(sub)
     return parser
+
+
+def _add_quickstart(sub: Commands) -> None:
+    def quickstart(args: argparse.Namespace) -> int:
+        options = {"--run-dir": args.run_dir, "--seed": args.seed, "--pretraining-updates": args.pretraining_updates}
+        given = [word for name, value in options.items() if value is not None for word in (name, str(value))]
+        return _run_quickstart([*given, *(["--fresh"] if args.fresh else []), *(f"--set={item}" for item in args.set)])
+
+    def examples(args: argparse.Namespace) -> int:
+        _copy_examples(Path(args.target))
+        return 0
+
+    parser = add_command(
+        sub, "quickstart", quickstart,
+        "A complete DAPO run with a tiny model on this machine: two CPU cores, a few minutes.",
+        "examples:\n  megatron-dapo quickstart\n  megatron-dapo quickstart --run-dir runs/seed1 --seed 1",
+    )  # fmt: skip
+    parser.add_argument("--run-dir", metavar="DIR", help="default: runs/quickstart")
+    parser.add_argument("--seed", type=at_least(0), help="default: 0")
+    parser.add_argument("--fresh", action="store_true", help="first remove what an earlier quickstart left there")
+    parser.add_argument(
+        "--pretraining-updates",
+        type=at_least(1),
+        metavar="N",
+        help="maximum number of pre-training updates (default 1500)",
+    )
+    add_settings(parser)
+    parser = add_command(
+        sub, "examples", examples,
+        "Copy the examples of this installation to a new directory: configurations, custom objectives, the quickstart.",
+        "example:\n  megatron-dapo examples my-examples",
+    )  # fmt: skip
+    parser.add_argument("target", metavar="DIR", help="directory to create")
+
+
+def _examples_folder() -> Path:
+    """In a checkout `examples/`; the wheel holds a copy."""
+    for folder in (PACKAGE / "_examples", PACKAGE.parent / "examples"):
+        if (folder / "quickstart" / "quickstart.py").is_file():
+            return folder
+    raise UserError(f"this installation has no examples ({PACKAGE}): install the wheel, or use a checkout")
+
+
+def _copy_examples(target: Path) -> None:
+    """Copies the examples, to be edited. Nothing that exists is changed."""
+    if target.exists():
+        raise UserError(f"{target} exists: name a new directory")
+    try:
+        shutil.copytree(_examples_folder(), target, ignore=shutil.ignore_patterns("__pycache__"))
+    except OSError as error:
+        raise UserError(f"{target} cannot be created ({error.strerror}): name another directory") from None
+    print(f"copied to {target}; start with {target / 'README.md'}")
+
+
+def _run_quickstart(arguments: Sequence[str]) -> int:
+    script = _examples_folder() / "quickstart" / "quickstart.py"
+    before = sys.argv
+    sys.argv = ["megatron-dapo quickstart", *arguments]
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    finally:
+        sys.argv = before
+    return 0
 
 
 def _add_train(sub: Commands) -> None:
@@ -50,9 +119,9 @@ def _add_train(sub: Commands) -> None:
 
         with end_at_once():  # before the imports, which take seconds
             from megatron_dapo.config import load_config
-            from megatron_dapo.config.hub import with_local_model
+            from megatron_dapo.config.load import with_local_model
             from megatron_dapo.launch.local import run_training
-            from megatron_dapo.observe.waiting import waiting
+            from megatron_dapo.observe.console import waiting
 
             config = load_config(args.config, args.set)
             with waiting(f"looking for the model {config.policy.model}"):
@@ -65,17 +134,18 @@ def _add_train(sub: Commands) -> None:
         "On one machine it starts engines and ranks; under torchrun or srun it joins the job.\n\nexamples:\n"
         "  megatron-dapo train run.yaml --dry-run\n"
         "  megatron-dapo train run.yaml --set policy.tensor_parallel=2 --set trainer.run_dir=runs/tp2\n\n"
-        "exit codes: 0 finished, 1 failed, 2 wrong configuration or set-up, 75 asked to stop and saved: start it again",
+        "exit codes: 0 finished, 1 failed, 2 wrong configuration or set-up, 75 stopped on request after saving; rerun "
+        "to resume",
     )  # fmt: skip
     parser.add_argument("config", metavar="CONFIG", help="YAML file")
     add_settings(parser)
-    parser.add_argument("--dry-run", action="store_true", help="check the set-up and the data, and stop")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check everything that can be checked without training, then exit"
+    )
 
 
 def _add_ablate(sub: Commands) -> None:
     def run(args: argparse.Namespace) -> int:
-        from pathlib import Path
-
         from megatron_dapo.ablation.command import run_ablation
 
         return run_ablation(
@@ -102,7 +172,7 @@ def _add_ablate(sub: Commands) -> None:
     parser.add_argument("--seeds", type=at_least(1), default=3, help="runs per combination (default 3)")
     parser.add_argument("--jobs", type=at_least(1), default=1, help="runs at a time, one thread each (default 1)")
     parser.add_argument(
-        "--minutes", type=at_least(0, float), help="end after so many minutes; the same command continues"
+        "--minutes", type=at_least(0, float), help="stop after MINUTES; run the same command again to continue"
     )
     parser.add_argument("--discard-runs", action="store_true", help="keep only the curves of finished runs")
     parser.add_argument(
@@ -113,7 +183,7 @@ def _add_ablate(sub: Commands) -> None:
 def _add_eval(sub: Commands) -> None:
     def run(args: argparse.Namespace) -> int:
         from megatron_dapo.config import load_config
-        from megatron_dapo.config.hub import with_local_model
+        from megatron_dapo.config.load import with_local_model
         from megatron_dapo.evaluate import run
 
         short = {"policy.model": args.model, "evaluate.data.path": args.data, "evaluate.samples": args.samples}
@@ -134,7 +204,9 @@ def _add_eval(sub: Commands) -> None:
     parser.add_argument("--model", metavar="DIR", help="HF directory or name on the hub (policy.model)")
     parser.add_argument("--data", metavar="FILE", help="benchmark, jsonl or parquet (evaluate.data.path)")
     parser.add_argument("--samples", type=int, metavar="K", help="responses per problem (evaluate.samples)")
-    parser.add_argument("--out", metavar="DIR", help="where results.json and responses/ go (default: RUN_DIR/eval)")
+    parser.add_argument(
+        "--out", metavar="DIR", help="directory for results.json and responses/ (default: RUN_DIR/eval)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the responses (default 0)")
 
 
@@ -195,7 +267,7 @@ def _add_convert(sub: Commands) -> None:
     check.add_argument("b", metavar="B")
     check.add_argument("--reference", metavar="HF_DIR", help="HF model whose config.json describes the weights")
     check.add_argument(
-        "--tolerance", type=at_least(0, float), default=0.0, help="largest difference (default: bitwise)"
+        "--tolerance", type=at_least(0, float), default=0.0, help="largest difference (default 0: bitwise equal)"
     )
     check.add_argument("--workers", type=at_least(1), help="threads (default: one per core, 2 to 8)")
 
@@ -215,10 +287,10 @@ def _add_report(sub: Commands) -> None:
         "examples:\n  megatron-dapo report runs/quickstart\n"
         "  megatron-dapo report runs/dapo runs/grpo --output comparison.html --png",
     )  # fmt: skip
-    parser.add_argument("runs", nargs="+", metavar="RUN_DIR", help="run directories; runs may still be running")
+    parser.add_argument("runs", nargs="+", metavar="RUN_DIR", help="run directories; the runs may still be running")
     parser.add_argument("--output", metavar="FILE", help="default: report.html (several runs: comparison.html) in the "
                         "first RUN_DIR")  # fmt: skip
-    parser.add_argument("--png", action="store_true", help="also write curves.png beside it")
+    parser.add_argument("--png", action="store_true", help="also write curves.png next to it")
 
 
 def _add_watch(sub: Commands) -> None:
@@ -229,7 +301,7 @@ def _add_watch(sub: Commands) -> None:
 
     parser = add_command(
         sub, "watch", run,
-        "Serve the report of running or finished runs as a live page on this machine (loopback, read-only).",
+        "Live dashboard for one or more runs (localhost only, read-only).",
         "examples:\n  megatron-dapo watch runs/quickstart\n  megatron-dapo watch runs/dapo runs/grpo --port 9000",
     )  # fmt: skip
     parser.add_argument("runs", nargs="+", metavar="RUN_DIR", help="run directories; a run may not have started yet")
@@ -238,7 +310,7 @@ def _add_watch(sub: Commands) -> None:
 
 def _add_selfcheck(sub: Commands) -> None:
     def run(args: argparse.Namespace) -> int:
-        from megatron_dapo.observe.waiting import importing
+        from megatron_dapo.observe.console import importing
 
         with importing("torch and Megatron-Core"):
             from megatron_dapo.selfcheck.layouts import run_layouts
@@ -261,16 +333,16 @@ def _add_selfcheck(sub: Commands) -> None:
         "--random", type=at_least(1), metavar="N",
         help="N random combinations of layout, model, objective and aggregation, on at most 8 ranks",
     )  # fmt: skip
-    parser.add_argument("--seed", type=at_least(0), default=0, help="of --random (default 0)")
+    parser.add_argument("--seed", type=at_least(0), default=0, help="random seed for --random (default 0)")
     parser.add_argument("--tolerance", type=at_least(0, float), default=1e-5, help="relative difference (default 1e-5)")
-    parser.add_argument("--updates", type=at_least(1), help="optimizer updates to compare (default 3; of --random 1)")
+    parser.add_argument("--updates", type=at_least(1), help="optimizer updates to compare (default 3; with --random 1)")
 
 
 def _add_plan(sub: Commands) -> None:
     def run(args: argparse.Namespace) -> int:
         from megatron_dapo.planner.command import run
 
-        return run(**{key: value for key, value in vars(args).items() if key != "run"})
+        return run(**_planner_options(args))
 
     parser = add_command(
         sub, "plan", run,
@@ -279,7 +351,7 @@ def _add_plan(sub: Commands) -> None:
         "examples:\n  megatron-dapo plan run.yaml --gpu h100 --gpus 128\n"
         "  megatron-dapo plan run.yaml --gpu h200 --gpus 96 --engine-gpus 32 --set policy.tensor_parallel=4\n"
         "  megatron-dapo plan --model Qwen2.5-32B --gpus 128   # no layout given: the fastest that fits\n"
-        "  megatron-dapo plan --published                      # predictions beside published runs\n\n"
+        "  megatron-dapo plan --published                      # predictions next to published runs\n\n"
         "exit codes: 0 fits, 1 does not fit, 2 wrong input",
     )  # fmt: skip
     parser.add_argument("config", metavar="CONFIG", nargs="?", help="YAML file (omitted: defaults, best layout)")
@@ -287,10 +359,13 @@ def _add_plan(sub: Commands) -> None:
     parser.add_argument("--model", metavar="MODEL", help="directory with config.json, name on the hub, or a published "
                         "Qwen (policy.model)")  # fmt: skip
     _add_workload(parser)
-    parser.add_argument("--gpu-memory", type=at_least(1, float), metavar="GIB", help="instead of the GPU's own")
-    parser.add_argument("--compare", action="store_true", help="compare colocated engines and every split of the GPUs, "
-                        "with and without overlap, each with its best servers, and stop")  # fmt: skip
-    parser.add_argument("--published", action="store_true", help="compare predictions with published runs, and stop")
+    parser.add_argument(
+        "--gpu-memory", type=at_least(1, float), metavar="GIB", help="memory of a GPU (default: from its data sheet)"
+    )
+    parser.add_argument(
+        "--compare", action="store_true", help="rank every trainer/engine split (and colocation), then exit"
+    )
+    parser.add_argument("--published", action="store_true", help="compare predictions with published runs, then exit")
     parser.add_argument("--layers", choices=["te", "local"], default="te", help="Transformer Engine (default) or torch")
     parser.add_argument("--top", type=at_least(1), default=8, metavar="N", help="layouts to show (default 8)")
     parser.add_argument("--json", action="store_true", dest="as_json", help="print the plan as JSON")
@@ -312,11 +387,19 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
                         "their logarithm (default 0.92; 0: all equal)")  # fmt: skip
 
 
+def _planner_options(args: argparse.Namespace) -> dict[str, Any]:
+    options = {key: value for key, value in vars(args).items() if key != "run"}
+    gpus = [key for key in options if key.startswith("gpu") or key == "engine_gpus"]
+    hardware = {key: options.pop(key) for key in gpus}
+    estimates = {key: options.pop(key) for key in ("mean_prompt", "mean_response", "kept", "sigma")}
+    return {**options, "hardware": hardware, "estimates": estimates}
+
+
 def _add_simulate(sub: Commands) -> None:
     def run(args: argparse.Namespace) -> int:
         from megatron_dapo.planner.simulation.command import run
 
-        return run(**{key: value for key, value in vars(args).items() if key != "run"})
+        return run(**_planner_options(args))
 
     parser = add_command(
         sub, "simulate", run,
@@ -329,16 +412,66 @@ def _add_simulate(sub: Commands) -> None:
     parser.add_argument("config", metavar="CONFIG", help="YAML file")
     add_settings(parser)
     parser.add_argument("--sweep", action="append", default=[], metavar="KEY=V1,V2", help="simulate every combination "
-                        "of these values; engine_gpus is a key, too")  # fmt: skip
+                        "of these values; engine_gpus is also a key")  # fmt: skip
     parser.add_argument(
         "--from", dest="from_run", metavar="RUN_DIR", help="take lengths and yield from a run's metrics"
     )
     _add_workload(parser)
     parser.add_argument("--steps", type=at_least(1), default=6, help="steps to simulate (default 6)")
     parser.add_argument("--seed", type=int, default=0, help="seed of lengths and grades (default 0)")
-    parser.add_argument("--whole", action="store_true", help="simulate every server, also of a large fleet")
+    parser.add_argument(
+        "--whole", action="store_true", help="simulate every server even in a large fleet (default: a sample)"
+    )
     parser.add_argument("--output", metavar="FILE", help="draw engines and trainer over time into this HTML file")
     parser.add_argument("--json", action="store_true", dest="as_json", help="print the results as JSON")
+
+
+def _add_slurm(sub: Commands) -> None:
+    def run(args: argparse.Namespace) -> int:
+        from megatron_dapo.config import load_config
+        from megatron_dapo.config.load import with_local_model
+        from megatron_dapo.launch.slurm import run_slurm
+        from megatron_dapo.launch.slurm_status import print_status, run_on_nodes
+
+        if args.status:
+            return print_status(Path(args.status).resolve())
+        if args.on:
+            return run_on_nodes(Path(args.on).resolve(), args.config, args.command, args.node)
+        if args.config is None:
+            raise UserError("name a CONFIG to submit, or a run directory with --status or --on")
+        nodes = [f"slurm.nodes={args.nodes}"] if args.nodes else []
+        config = with_local_model(load_config(args.config, [*args.set, *nodes]))
+        return run_slurm(config, dry_run=args.dry_run, chain=args.chain, seeds=args.seeds)
+
+    parser = add_command(
+        sub, "slurm", run,
+        "Check a run, write its sbatch script into the run directory and submit it. The job resumes by itself.",
+        "examples:\n  megatron-dapo slurm run.yaml --nodes 16 --dry-run\n"
+        "  megatron-dapo slurm run.yaml --nodes 16 --set slurm.partition=h100\n"
+        "  megatron-dapo slurm run.yaml --chain 5      # five jobs in a row, where requeueing is not allowed\n"
+        "  megatron-dapo slurm run.yaml --seeds 0,1,2  # an array of runs in RUN_DIR/seed_N\n"
+        "  megatron-dapo slurm --status runs/32b\n"
+        "  megatron-dapo slurm --on runs/32b -- nvidia-smi -L\n\n"
+        "exit codes: 0 submitted (--status: alive or finished), 1 --status: ended otherwise, 2 refused",
+    )  # fmt: skip
+    parser.add_argument("config", metavar="CONFIG", nargs="?", help="YAML file; its slurm section describes the job")
+    add_settings(parser)
+    parser.add_argument("--nodes", type=at_least(1), metavar="N", help="all nodes of the job (slurm.nodes)")
+    parser.add_argument("--dry-run", action="store_true", help="check the run, write and print the script, then exit")
+    parser.add_argument("--chain", type=at_least(1), default=1, metavar="K", help="submit K jobs, each after the last")
+    parser.add_argument("--seeds", type=_seeds, default=(), metavar="S1,S2", help="submit an array, one run per seed")
+    parser.add_argument("--status", metavar="RUN_DIR", help="print the state of a run's jobs")
+    parser.add_argument("--on", metavar="RUN_DIR", help="run a command on the nodes of a run's job while it runs")
+    parser.add_argument("--node", metavar="NODE", help="with --on: only on this node")
+    parser.add_argument("command", nargs="*", metavar="COMMAND", help=argparse.SUPPRESS)
+
+
+def _seeds(text: str) -> tuple[int, ...]:
+    """0,1,2 as numbers, each once."""
+    found = tuple(at_least(0)(part) for part in text.split(","))
+    if len(set(found)) < len(found):
+        raise argparse.ArgumentTypeError(f"{text!r} has a seed twice")
+    return found
 
 
 def _add_doctor(sub: Commands) -> None:
@@ -360,7 +493,7 @@ def _add_doctor(sub: Commands) -> None:
     add_settings(parser)
     parser.add_argument("--json", action="store_true", dest="as_json", help="print the checks as JSON")
     parser.add_argument("--only", metavar="NAMES", help="comma-separated names of checks (default: all)")
-    parser.add_argument("--timeout", type=at_least(0.1, float), metavar="SECONDS", help="limit of each check")
+    parser.add_argument("--timeout", type=at_least(0.1, float), metavar="SECONDS", help="time limit of each check")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -46,16 +46,16 @@ class DamagedFile(UserError):
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
-def write_atomically(path: str | Path, content: bytes | str, *, fsync: bool = True, mode: int = 0o666) -> None:
+def write_atomically(path: str | Path, content: bytes | str, *, fsync: bool = True) -> None:
     """Replace `path` by `content`: after any crash the file has its old or its new content, never a part.
 
-    `fsync`: wait until the content is on disk, so that this also holds after a power failure. `mode`: permissions of
-    the new file, reduced by the umask. A failed write (a full disk) leaves the old file and no temporary one.
+    `fsync`: wait until the content is on disk, so that this also holds after a power failure. A failed write
+    (a full disk) leaves the old file and no temporary one.
     """
     path = Path(path)
     data = content.encode() if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)

@@ -67,10 +67,7 @@ class Prompt:
     meta: dict[str, Any] = field(default_factory=dict)
 
     def to_state(self) -> dict[str, Any]:
-        return {
-            "id": self.id, "text": self.text, "tokens": self.tokens,
-            "answer": self.answer, "source": self.source, "meta": self.meta,
-        }  # fmt: skip
+        return {name: getattr(self, name) for name in self.__slots__}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Prompt:
@@ -97,14 +94,11 @@ class Grade:
         return self.correct is None
 
     def to_state(self) -> list[Any]:
-        more = [self.parts, list(self.turns)] if self.parts or self.turns else []
-        return [self.correct, self.score, self.extracted, self.reason, *more]
+        return [self.correct, self.score, self.extracted, self.reason, self.parts, list(self.turns)]
 
     @classmethod
     def from_state(cls, state: Sequence[Any]) -> Grade:
-        """Also reads states without `parts` and `turns`."""
-        parts, turns = state[4:] or ({}, ())
-        correct, score, extracted, reason = state[:4]
+        correct, score, extracted, reason, parts, turns = state
         return cls(correct, score, extracted, reason, dict(parts), tuple(turns))
 
 
@@ -179,11 +173,6 @@ class Sample:
         return len(self.response_tokens)
 
     @property
-    def rollout(self) -> int:
-        """The number of its rollout in the group."""
-        return self.index
-
-    @property
     def trained_tokens(self) -> int:
         """Response tokens that the policy generated."""
         return self.length if self.trained is None else int(np.count_nonzero(self.trained))
@@ -205,18 +194,12 @@ class Sample:
 
     def to_state(self) -> dict[str, Any]:
         return {
-            "prompt_id": self.prompt_id, "index": self.index,
-            "prompt_tokens": self.prompt_tokens, "response_tokens": self.response_tokens,
-            "engine_logprobs": self.engine_logprobs,
+            **{name: getattr(self, name) for name in self.__slots__},
             "finish_reason": self.finish_reason.value,
             "weight_spans": [[s.version, s.start, s.end] for s in self.weight_spans],
-            "seed": self.seed, "text": self.text,
             "grade": None if self.grade is None else self.grade.to_state(),
-            "routed_experts": self.routed_experts,
-            "trained": self.trained, "part": self.part,
-            "teacher_logprobs": self.teacher_logprobs,
             "turns": [[t.role, t.start, t.end, t.seconds, t.finish_reason, t.reward] for t in self.turns],
-        }  # fmt: skip
+        }
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Sample:
@@ -229,10 +212,10 @@ class Sample:
                 "finish_reason": FinishReason(state["finish_reason"]),
                 "weight_spans": [WeightSpan(*span) for span in state["weight_spans"]],
                 "grade": None if state["grade"] is None else Grade.from_state(state["grade"]),
-                "routed_experts": _read_experts(state.get("routed_experts")),
-                "trained": None if state.get("trained") is None else np.asarray(state["trained"], np.bool_),
-                "teacher_logprobs": _read_optional_logprobs(state.get("teacher_logprobs")),
-                "turns": [TurnSpan(*turn) for turn in state.get("turns", ())],
+                "routed_experts": _read_experts(state["routed_experts"]),
+                "trained": None if state["trained"] is None else np.asarray(state["trained"], np.bool_),
+                "teacher_logprobs": _read_logprobs(state["teacher_logprobs"]),
+                "turns": [TurnSpan(*turn) for turn in state["turns"]],
             }
         )
 
@@ -248,12 +231,9 @@ def pack_experts(values: NDArray[Any]) -> RoutedExperts:
     return values.astype(np.uint16)
 
 
-def _read_logprobs(values: LogProbs | list[float | str]) -> LogProbs:
-    return as_logprobs(values if isinstance(values, np.ndarray) else (float(x) for x in values))
-
-
-def _read_optional_logprobs(values: LogProbs | list[float | str] | None) -> LogProbs | None:
-    return None if values is None else _read_logprobs(values)
+def _read_logprobs(values: Any) -> Any:
+    """[tokens], or None where there are none. A JSON state has texts for NaN and infinity."""
+    return values if values is None else as_logprobs(values if isinstance(values, np.ndarray) else map(float, values))
 
 
 @dataclass(slots=True)
@@ -317,8 +297,3 @@ class StepBatch:
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> StepBatch:
         return cls(state["step"], [Group.from_state(g) for g in state["groups"]], dict(state["metrics"]))
-
-
-def count_tokens(samples: Sequence[Sample]) -> int:
-    """Prompt and response tokens: the trainer's input length."""
-    return sum(len(s.prompt_tokens) + len(s.response_tokens) for s in samples)

@@ -9,11 +9,10 @@ import pytest
 from rich.console import Console
 
 from megatron_dapo.config import ConfigError, parse_config
-from megatron_dapo.config.reward import RewardConfig
-from megatron_dapo.config.trainer import EvalConfig
+from megatron_dapo.config.data import EvalConfig, RewardConfig
 from megatron_dapo.engines.protocol import Completion, SamplingParams
 from megatron_dapo.errors import EngineError
-from megatron_dapo.evaluate import EvaluationError, ProblemResult, Response, evaluate, majority, summarise
+from megatron_dapo.evaluate import EvaluationError, ProblemResult, Response, evaluate_sets, majority, summarise
 from megatron_dapo.reward import RewardPool
 from megatron_dapo.types import FinishReason, Grade, Prompt, as_logprobs, as_tokens
 
@@ -45,6 +44,10 @@ class KnownEngine:
 
     async def abort(self, request_id=None):
         pass
+
+
+async def evaluate(engine, prompts, pool, config, seed, progress=None):
+    return (await evaluate_sets(engine, {"": prompts}, pool, config, seed, progress)).results[""]
 
 
 def run(engine, count, config, seed=0, **more):

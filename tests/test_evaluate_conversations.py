@@ -6,7 +6,7 @@ import pytest
 from conversation_engine import TOKENIZER, ConversationEngine
 from simulation import run_virtually
 
-from megatron_dapo.config.trainer import EvalConfig
+from megatron_dapo.config.data import EvalConfig
 from megatron_dapo.errors import EngineError
 from megatron_dapo.evaluate import evaluate_sets
 from megatron_dapo.rollout.agents.functions import RolloutFunction

@@ -1,7 +1,6 @@
 """The atomic write and the safetensors headers that several rooms share."""
 
 import os
-import stat
 import subprocess
 import sys
 
@@ -46,19 +45,6 @@ def test_a_kill_during_the_write_leaves_the_old_content(tmp_path):
     )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -9
     assert path.read_text() == "old"
-
-
-def test_secret_files_can_be_private_from_the_start(tmp_path, monkeypatch):
-    path, seen = tmp_path / "key", []
-    real = os.replace
-
-    def replace(source, target):
-        seen.append(stat.S_IMODE(os.stat(source).st_mode))
-        real(source, target)
-
-    monkeypatch.setattr(files.os, "replace", replace)
-    write_atomically(path, "secret", mode=0o600)
-    assert seen == [0o600] and stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 TENSORS = {

@@ -1,7 +1,7 @@
 """Ablations: designs of several runs, their workers, and the page that compares them.
 
-command  `megatron-dapo ablate CONFIG...`: DAPO's changes switched on and off in real training runs
-designs  Which runs an ablation consists of: combinations of DAPO's changes, and the three designs that choos
-results  The results of an ablation: curves of every run, means with confidence intervals, and the effect of
-runs     Trains the runs of an ablation in the given order, several at a time, each in its own process
+- `command`: `megatron-dapo ablate CONFIG...`; the tables and the figure.
+- `designs`: which runs an ablation consists of: combinations of DAPO's changes.
+- `runs`: trains them in the given order, several at a time, each in its own process.
+- `results`: their curves, means with confidence intervals, the effect of each change, and the interactive page.
 """

@@ -18,10 +18,10 @@ from rich.table import Table
 from megatron_dapo.ablation.designs import Design, Variant, effects, variants
 from megatron_dapo.ablation.results import load_results, make_table, write_ablation_page
 from megatron_dapo.ablation.runs import Job, Outcome, run_jobs
+from megatron_dapo.arguments import table_console
 from megatron_dapo.config import Config, load_config
 from megatron_dapo.errors import UserError
 from megatron_dapo.files import write_atomically
-from megatron_dapo.tables import table_console
 
 __all__ = ["Variant", "run_ablation", "variants"]
 
@@ -70,7 +70,7 @@ def plan(
 
 
 def task_folder(file: str, config_files: Sequence[str], out: Path) -> Path:
-    """`out` itself for one configuration; of several, each has a folder in it."""
+    """`out` itself for one configuration; several have a folder each in it."""
     return out if len(config_files) == 1 else out / Path(file).stem
 
 
@@ -90,7 +90,9 @@ class _Progress:
     """One line per run that ended here."""
 
     def __init__(self, console: Console, total: int) -> None:
-        self._console, self._total, self._done = console, total, 0
+        self._console = console
+        self._total = total
+        self._done = 0
 
     def __call__(self, outcome: Outcome) -> None:
         self._done += 1
@@ -123,7 +125,7 @@ def _summarise(outcomes: Sequence[Outcome], console: Console) -> int:
     for outcome in failed:
         console.print(f"  {outcome.job}: {outcome.problem}", highlight=False, markup=False, soft_wrap=True)
     if failed:
-        console.print("the same command runs what is missing")
+        console.print("run the same command again to continue")
     return 1 if failed else 0
 
 

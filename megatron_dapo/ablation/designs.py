@@ -15,7 +15,6 @@ from typing import Literal
 from megatron_dapo.config import Config
 
 Design = Literal["order", "grid", "leave-one-out"]
-DESIGNS: tuple[Design, ...] = ("order", "grid", "leave-one-out")
 CLIP, DYNAMIC, TOKEN, FILTER, PENALTY = (
     "clip_higher", "dynamic_sampling", "token_loss", "overlong_filter", "overlong_penalty",
 )  # fmt: skip
@@ -64,10 +63,6 @@ def combination_name(changes: frozenset[str]) -> str:
     return "+".join(names) or NONE
 
 
-def combination(switches: Sequence[str]) -> frozenset[str]:
-    return frozenset(part for name in switches for part in SWITCHES[name])
-
-
 def settings_of(changes: frozenset[str], config: Config) -> tuple[str, ...]:
     """All five settings. Upper clip bound and kind of penalty are the configuration's."""
     algorithm = config.algorithm
@@ -89,11 +84,8 @@ def variants(config: Config, design: Design = "order") -> list[Variant]:
         chosen = [names for size in range(len(switches) + 1) for names in combinations(switches, size)]
     else:
         chosen = [(), *(tuple(n for n in switches if n != left) for left in switches), tuple(switches)]
-    found = []
-    for names in chosen:
-        changes = combination(names)
-        found.append(Variant(_readable(names), settings_of(changes, config), changes))
-    return found
+    sets = [(names, frozenset(part for name in names for part in SWITCHES[name])) for names in chosen]
+    return [Variant(_readable(names), settings_of(changes, config), changes) for names, changes in sets]
 
 
 def _readable(names: Sequence[str]) -> str:
@@ -108,7 +100,7 @@ def _readable(names: Sequence[str]) -> str:
 
 
 def _paper_order(config: Config) -> list[Variant]:
-    """In the order of the paper's table; each variant repeats the settings above it and appends its own."""
+    """In the order of the paper's table: each variant adds one change."""
     steps = [
         ("naive GRPO", None, 30.0),
         ("+ overlong filtering", FILTER, 36.0),
@@ -119,13 +111,9 @@ def _paper_order(config: Config) -> list[Variant]:
     ]
     found: list[Variant] = []
     changes: frozenset[str] = frozenset()
-    settings = settings_of(changes, config)
     for name, change, paper in steps:
-        if change is not None:
-            before = settings_of(changes, config)
-            changes |= {change}
-            settings += tuple(item for item in settings_of(changes, config) if item not in before)
-        found.append(Variant(name, settings, changes, paper))
+        changes |= {change} if change else set()
+        found.append(Variant(name, settings_of(changes, config), changes, paper))
     return found
 
 

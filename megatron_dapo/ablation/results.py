@@ -17,12 +17,11 @@ from statistics import fmean
 from typing import Any
 
 from megatron_dapo import __version__
-from megatron_dapo.ablation.designs import Effect, Variant
+from megatron_dapo.ablation.designs import SWITCH_LABELS, SWITCHES, Effect, Variant
 from megatron_dapo.errors import UserError
-from megatron_dapo.evaluate.statistics import mean_interval
+from megatron_dapo.evaluate.results import mean_interval
 from megatron_dapo.files import write_atomically
-from megatron_dapo.observe.metric_names import filter_yield
-from megatron_dapo.observe.metrics_file import EVAL, read_records
+from megatron_dapo.observe.metrics_file import EVAL, filter_yield, read_records
 from megatron_dapo.observe.report import fill_page
 
 CONFIDENCE = 0.95
@@ -215,15 +214,6 @@ def make_table(title: str, design: str, variants: Sequence[Variant], effects: Se
     }  # fmt: skip
 
 
-# ablation.html: four switches for DAPO's changes, and the curves of the chosen combination among all others.
-
-
-SWITCHES = (
-    ("clip_higher", "clip-higher", ("clip_higher",)),
-    ("dynamic_sampling", "dynamic sampling", ("dynamic_sampling",)),
-    ("token_loss", "token-level loss", ("token_loss",)),
-    ("overlong", "overlong handling", ("overlong_filter", "overlong_penalty")),
-)
 PANELS = ("reward", "accuracy", "held_out", "entropy", "length", "yield")
 
 
@@ -233,11 +223,12 @@ def write_ablation_page(table: dict[str, Any], path: Path) -> None:
 
 
 def render_ablation(table: dict[str, Any]) -> str:
+    """Four switches for DAPO's changes, and the curves of the chosen combination among all others."""
     data = {name: value for name, value in table.items() if name != "runs"}  # the bands are enough for the page
     known = [measure["id"] for measure in table["measures"]]
     data |= {
         "version": __version__,
-        "switches": [{"id": name, "label": label, "changes": changes} for name, label, changes in SWITCHES],
+        "switches": [{"id": id, "label": SWITCH_LABELS[id], "changes": parts} for id, parts in SWITCHES.items()],
         "panels": [name for name in PANELS if name in known],
         "more": [
             name for name in known if name not in PANELS and any(name in c["bands"] for c in data["combinations"])

@@ -6,6 +6,7 @@ interrupted run is resumed by the next call. A failed run is reported and does n
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import hashlib
 import json
@@ -13,7 +14,6 @@ import math
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -21,7 +21,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,9 @@ from megatron_dapo.errors import UserError
 from megatron_dapo.files import write_atomically
 from megatron_dapo.launch.local import import_trainer, run_training
 from megatron_dapo.policy.megatron.importing import gpu_count
+from megatron_dapo.processes.frames import FOR_THE_TRAINER, Channel, parent_channel
+from megatron_dapo.processes.supervised import SupervisedProcess, start_worker
+from megatron_dapo.processes.supervisor import end_with_parent
 
 # A report per run costs a quarter of the time of a small run; the ablation has its own page.
 RUN_SETTINGS = ("observe.console=plain", "observe.report=false")
@@ -85,14 +88,27 @@ class Outcome:
     skipped: bool = False  # finished by an earlier call
 
 
+@dataclass(eq=False, slots=True)
+class _Worker:
+    process: SupervisedProcess
+    channel: Channel
+
+    def train(self, job: Job) -> int:
+        try:
+            self.channel.send({"config": job.config_file, "settings": job.all_settings, "log": str(job.log)})
+            return int(self.channel.receive()[0]["code"])
+        except (EOFError, ConnectionError):  # the worker has ended
+            return self.process.wait() or 1
+
+
 class Workers:
-    """Processes that train (`ablation_worker.py`), one per run at a time. A worker that is free takes the next run; one
-    that ended is replaced."""
+    """Processes that train, one run at a time each. A worker that is free takes the next run; one that ended is
+    replaced."""
 
     def __init__(self, environment: dict[str, str]) -> None:
         self._environment = environment
-        self._idle: list[subprocess.Popen[str]] = []
-        self._busy: set[subprocess.Popen[str]] = set()
+        self._idle: list[_Worker] = []
+        self._busy: set[_Worker] = set()
         self._lock = threading.Lock()
         self._stopped = False
 
@@ -103,43 +119,31 @@ class Workers:
                 return -signal.SIGTERM
             worker = self._idle.pop() if self._idle else self._start()
             self._busy.add(worker)
-        code = _ask(worker, job)
+        code = worker.train(job)
         with self._lock:
             self._busy.discard(worker)
-            if worker.poll() is None:
+            if worker.process.alive():
                 self._idle.append(worker)
         return code
 
-    def _start(self) -> subprocess.Popen[str]:
-        pipe = subprocess.PIPE
-        return subprocess.Popen(WORKER, stdin=pipe, stdout=pipe, text=True, env=self._environment)
+    def _start(self) -> _Worker:
+        process, connection = start_worker(WORKER, self._environment)
+        return _Worker(process, Channel(connection))
 
     def stop(self) -> None:
         """Asks trainers and workers to end, waits, and kills what is left."""
         with self._lock:
             self._stopped = True
+            for worker in self._idle:
+                worker.channel.socket.close()
+            for worker in self._busy:
+                worker.process.ask_to_end()
             left = [*self._idle, *self._busy]
-        for worker in left:
-            worker.terminate()
-        deadline = time.monotonic() + GRACE_SECONDS
-        for worker in left:
-            try:
-                worker.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                worker.kill()
-                worker.wait()
 
+        async def end() -> None:
+            await asyncio.gather(*(worker.process.end(GRACE_SECONDS) for worker in left))
 
-def _ask(worker: subprocess.Popen[str], job: Job) -> int:
-    assert worker.stdin is not None and worker.stdout is not None
-    run = {"config": job.config_file, "settings": job.all_settings, "log": str(job.log)}
-    try:
-        worker.stdin.write(json.dumps(run) + "\n")
-        worker.stdin.flush()
-        answer = worker.stdout.readline()
-    except BrokenPipeError:
-        answer = ""
-    return int(answer) if answer else worker.wait() or 1  # without an answer the worker has ended
+        asyncio.run(end())
 
 
 def run_jobs(
@@ -246,27 +250,28 @@ def _environment(workers: int) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1"} if workers > 1 else dict(os.environ)
 
 
-# Trains runs one after another, each in a fork of this process, so that imports are made once and not per run.
-
-
 class Worker:
+    """Trains runs one after another, each in a fork of this process, so that imports are made once and not per run."""
+
     def __init__(self) -> None:
+        self._channel = parent_channel()
         self._trainer: int | None = None
         self._stopped = False
 
     def serve(self) -> None:
         signal.signal(signal.SIGTERM, self._stop)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: `ablate` sends SIGTERM
-        for line in sys.stdin:
-            print(self._run(json.loads(line)), flush=True)
-            if self._stopped:
-                break
+        with suppress(EOFError, ConnectionError):  # the parent has closed the socket
+            while not self._stopped:
+                job, _ = self._channel.receive()
+                self._channel.send({"code": self._run(job)})
 
     def _run(self, job: dict[str, Any]) -> int:
         worker = os.getpid()
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # until it can be passed on
         self._trainer = os.fork()
         if self._trainer == 0:
             _become_trainer(worker, job)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         _, status = os.waitpid(self._trainer, 0)
         self._trainer = None
         return os.waitstatus_to_exitcode(status)
@@ -282,15 +287,15 @@ def _become_trainer(worker: int, job: dict[str, Any]) -> None:
     """Trains and exits. Output goes to the log."""
     code = 1
     try:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in FOR_THE_TRAINER:
+            signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        from megatron_dapo.processes.fork_ranks import die_with
-
-        die_with(worker)
+        end_with_parent(worker)
         code = _train(job["config"], job["settings"])
     except BaseException:
         traceback.print_exc()

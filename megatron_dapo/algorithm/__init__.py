@@ -15,10 +15,12 @@ Exported here is what an objective or a training script of your own needs.
 
 from megatron_dapo.algorithm.advantages import group_advantages
 from megatron_dapo.algorithm.aggregation import token_weights
+from megatron_dapo.algorithm.filtering import keep_group
 from megatron_dapo.algorithm.loss import LossOutputs, PolicyLoss
 from megatron_dapo.algorithm.objective import Needs, Objective, Proximal, Scores, TokenBatch, TokenMetrics
+from megatron_dapo.algorithm.overlong import soft_overlong_penalty
 
 __all__ = [
     "LossOutputs", "Needs", "Objective", "PolicyLoss", "Proximal", "Scores", "TokenBatch", "TokenMetrics",
-    "group_advantages", "token_weights",
+    "group_advantages", "keep_group", "soft_overlong_penalty", "token_weights",
 ]  # fmt: skip

@@ -104,7 +104,8 @@ class _UserFilter:
     """Calls the user's function, which may return a bool alone; checks what it returns."""
 
     def __init__(self, name: str, function: Callable[[Group], Any]) -> None:
-        self._name, self._function = name, function
+        self._name = name
+        self._function = function
         self.reject_early = self._reject_early if hasattr(function, "reject_early") else None
 
     def __call__(self, group: Group) -> tuple[bool, str]:

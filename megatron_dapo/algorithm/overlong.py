@@ -15,28 +15,35 @@ from megatron_dapo.config.algorithm import OverlongConfig
 from megatron_dapo.types import Sample
 
 
-def length_penalty(lengths: Tensor | Sequence[int], config: OverlongConfig, max_length: int) -> Tensor:
-    """The penalty that the configuration names, fp32 [samples]; `max_length` is the resolved L_max.
+def soft_overlong_penalty(
+    lengths: Tensor | Sequence[int], max_length: int, cache_length: int, factor: float = 1.0
+) -> Tensor:
+    """DAPO's soft overlong punishment, fp32 [samples], a penalty in three stages.
 
-    none          0
-    soft, linear  0 up to max_length − cache_length, then linear down to −factor at max_length, −factor beyond it:
-                  DAPO's soft overlong punishment
-    relative      −factor · (L − max_length) / max_length beyond max_length, without a floor
+    0 up to max_length − cache_length; then linear down to −factor at max_length; −factor beyond it.
     """
-    values = torch.as_tensor(lengths).double()
+    if not 0 < cache_length < max_length:
+        raise ValueError(
+            f"cache_length: expected between 1 and max_length − 1 = {max_length - 1}, found {cache_length}"
+        )
+    beyond = torch.as_tensor(lengths).double() - (max_length - cache_length)
+    return _penalty(factor * (beyond / cache_length).clamp(0, 1))
+
+
+def length_penalty(lengths: Tensor | Sequence[int], config: OverlongConfig, max_length: int) -> Tensor:
+    """The penalty that the configuration names, fp32 [samples]; `max_length` is the resolved L_max."""
+    if config.penalty in ("soft", "linear"):  # two names of one formula
+        return soft_overlong_penalty(lengths, max_length, config.cache_length, config.factor)
+    beyond = torch.as_tensor(lengths).double() - max_length
     if config.penalty == "none":
-        share = torch.zeros_like(values)
-    elif config.penalty == "relative":
-        if max_length <= 0:
-            raise ValueError(f"max_length: expected above 0, found {max_length}")
-        share = ((values - max_length) / max_length).clamp_min(0)
-    else:
-        if not 0 < config.cache_length < max_length:
-            raise ValueError(
-                f"cache_length: expected between 1 and max_length − 1 = {max_length - 1}, found {config.cache_length}"
-            )
-        share = ((values - (max_length - config.cache_length)) / config.cache_length).clamp(0, 1)
-    return (0.0 - config.factor * share).float()  # 0 − 0 is 0, where −(0) would be −0
+        return _penalty(torch.zeros_like(beyond))
+    if max_length <= 0:
+        raise ValueError(f"max_length: expected above 0, found {max_length}")
+    return _penalty(config.factor * (beyond / max_length).clamp_min(0))  # relative: it has no floor
+
+
+def _penalty(size: Tensor) -> Tensor:
+    return (0.0 - size).float()  # 0 − 0 is 0, where −(0) would be −0
 
 
 def carries_loss(sample: Sample, config: OverlongConfig) -> bool:

@@ -1,15 +1,14 @@
 """The configuration: one schema, unknown keys are errors. Imports no torch.
 
-- `load`       YAML file and `--set` overrides to a `Config`; the error messages
-- `other_names` our keys by the names of other tools
-- `hub`        models by their name on the Hugging Face hub
-- `yaml12`     the YAML 1.2 reader and writer
-- `base`       `Section`, the base of all sections; field types for paths and texts
+- `load`       YAML file and `--set` overrides to a `Config`; the error messages; models by their name on the hub
 - `schema`     `Config`, and the checks across sections, against the model and against the number of ranks
-- `megatron`   options of Megatron-Core inside `policy`: fields by name, MoE, fp8
+- `policy`, `rollout`, `algorithm`   the sections of these names
+- `data`       the sections `data`, `reward` and `evaluate`
+- `trainer`    the sections `trainer`, `observe` and `slurm`
+- `base`       `Section`, the base of all sections; YAML 1.2; field types for paths and texts
 - `model`      the shape of a Qwen model, from its config.json (`ModelShape`)
-- `rope`       its rotary embedding: default or YaRN
-- one file per section: `policy`, `rollout`, `reward`, `data`, `algorithm`, `evaluate`, `trainer`, `observe`, `slurm`
+- `megatron_fields`   fields of Megatron-Core that `policy.megatron` may not set
+- `other_names`       our keys by the names of other tools
 """
 
 from megatron_dapo.config.base import ConfigError, Section

@@ -164,10 +164,10 @@ class AlgorithmConfig(Section):
     objective: str = Field(
         "dapo",
         description="dapo: token ratio, decoupled clip. gspo: sequence-level ratio. cispo: clipped weight. "
-        "python:module.name: your own class, derived from megatron_dapo.algorithm.Objective.",
+        "python:module.name: a custom class, derived from megatron_dapo.algorithm.Objective.",
     )
     objective_options: dict[str, ObjectiveOption] = Field(
-        default_factory=dict, description="Options of your own objective; the built-in ones have none."
+        default_factory=dict, description="Options of a custom objective; the built-in ones have none."
     )
     clip_low: float = Field(
         0.2, ge=0, description="ε_low: the ratio is clipped below at 1 − clip_low. gspo's default: 0.0003."
@@ -236,7 +236,7 @@ class AlgorithmConfig(Section):
     def _known_objective(cls, name: str) -> str:
         known = built_in_objectives()
         if name not in known and not is_plugin(name):
-            raise ValueError(f"expected {', '.join(known)}, or python:module.name for your own; found {name!r}")
+            raise ValueError(f"expected {', '.join(known)}, or python:module.name for a custom one; found {name!r}")
         return name
 
     @model_validator(mode="after")

@@ -1,18 +1,19 @@
-"""`data`: where prompts come from, which template the model sees them in, and which of them are preferred."""
+"""The sections `data`, `reward` and `evaluate`: prompts, how responses are graded, and benchmarks."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from megatron_dapo.config.base import PathText, Section
+from megatron_dapo.config.base import NonEmptyText, PathText, Section
 
 BUILT_IN_TEMPLATES = ("dapo", "plain", "chat", "dapo+chat")
-NAME = re.compile(r"[\w.+-]+")  # a part of a metric's name
+METRIC_NAME = re.compile(r"[\w.+-]+")  # a part of a metric's name
 
 
 class PromptFileConfig(Section):
@@ -20,13 +21,13 @@ class PromptFileConfig(Section):
 
     path: PathText = Field(
         "",
-        description="jsonl or parquet file, or a hub dataset name (owner/name); a list of them is short for sources.",
+        description="jsonl or parquet file, or a hub dataset name (owner/name); a list is shorthand for sources.",
     )
-    split: str = Field("train", description="Of a hub dataset: the split to read.")
+    split: str = Field("train", description="Split of a hub dataset.")
     template: str = Field(
         "dapo",
         description="dapo: the published text. plain: the question alone. chat: the question in the tokenizer's chat "
-        "template. dapo+chat: the published text in the chat template, as the 32B run did. Or your own text with "
+        "template. dapo+chat: the published text in the chat template, as the 32B run did. Or a text with "
         "{question} in it; end it with +chat to put it into the chat template.",
     )
     system: str = Field("", description="System message of the chat template; empty: the template's own.")
@@ -58,8 +59,8 @@ class PromptFileConfig(Section):
         0.5,
         ge=0,
         le=1,
-        description="Loading fails if more than this share of the rows (repeated questions aside) is unusable: bad, "
-        "too long, or with conflicting answers.",
+        description="Loading fails if a larger share of the rows (repeated questions aside) is unusable: bad, too "
+        "long, or with conflicting answers.",
     )
 
     @model_validator(mode="before")
@@ -89,7 +90,7 @@ class SourceConfig(Section):
 
     path: PathText = Field("", description="jsonl or parquet file, or a hub dataset name (owner/name).")
     name: str = Field("", description="Its name in metrics; empty: the file name without its ending.")
-    split: str | None = Field(None, description="Of a hub dataset: the split to read.")
+    split: str | None = Field(None, description="Split of a hub dataset.")
     template: str | None = Field(None, description="As data.template.")
     system: str | None = Field(None, description="As data.system.")
     question_column: str | None = Field(None, description="As data.question_column.")
@@ -104,7 +105,7 @@ class SourceConfig(Section):
             raise ValueError("path is empty: name a jsonl or parquet file")
         if self.template is not None:
             _check_template(self.template)
-        if self.name and not NAME.fullmatch(self.name):
+        if self.name and not METRIC_NAME.fullmatch(self.name):
             raise ValueError(f"name {self.name!r} becomes part of metric names: use letters, digits and . _ + - only")
         return self
 
@@ -121,26 +122,12 @@ class TrainSourceConfig(SourceConfig):
     )
 
 
-class CurriculumConfig(Section):
-    """Prefers prompts whose groups are likely to be informative, from the accuracy of their earlier groups.
-
-    An epoch passes over a prompt with the probability that its group would be all right or all wrong. A prompt without
-    history is always taken."""
-
-    enabled: bool = Field(False, description="Keep a history of every prompt's accuracy and use it.")
-    floor: float = Field(
-        0.1, gt=0, le=1, description="Least probability that an epoch takes a prompt, whatever its history."
-    )
-    decay: float = Field(
-        0.8, ge=0, le=1, description="Weight of earlier results, per epoch: 1 never forgets, 0 keeps one epoch."
-    )
-
-
 class DataConfig(PromptFileConfig):
+    """Where prompts come from, and which template the model sees them in."""
+
     sources: list[TrainSourceConfig] = Field(
         default_factory=list, description="Several files instead of `path`, mixed by weight."
     )
-    curriculum: CurriculumConfig = CurriculumConfig()
 
     @model_validator(mode="after")
     def _files(self) -> DataConfig:
@@ -191,3 +178,261 @@ def _check_template(template: str) -> None:
             f"template {template!r} is neither one of {', '.join(BUILT_IN_TEMPLATES)} nor a text with "
             "{question} in it"
         )
+
+
+LOCAL_GRADERS = ("math", "dapo", "exact")
+REMOTE_GRADERS = ("http", "judge")
+BUILT_IN_GRADERS = LOCAL_GRADERS + REMOTE_GRADERS
+JUDGE_PROMPT = (
+    "Question:\n{question}\n\nReference answer:\n{answer}\n\nResponse to judge:\n{response}\n\n"
+    "Is the response correct? Reply with a last line of the form Score: N, where N is 1 if it is correct and 0 if not."
+)
+
+
+class RemoteConfig(Section):
+    """Requests to a server that grades. A response whose request fails for good is ungraded, never wrong."""
+
+    urls: list[str] = Field(
+        default_factory=list,
+        description="Addresses of the server; several are used in turn, and a retry takes the next.",
+    )
+    api_key_env: str | None = Field(
+        None, description="Name of the environment variable that holds the bearer token; null: none is sent."
+    )
+    timeout: float = Field(60.0, gt=0, description="Seconds for one request.")
+    retries: int = Field(
+        3,
+        ge=0,
+        description="How often a request is repeated after a time-out, a lost connection, or status 429 or 5xx.",
+    )
+    backoff: float = Field(
+        1.0, ge=0, description="Seconds before the first retry; doubled for each further one, at most 60."
+    )
+    concurrency: int = Field(64, ge=1, description="Requests at a time.")
+    max_failures: int = Field(
+        100, ge=1, description="Stop the run after N responses in a row that the server could not grade."
+    )
+
+    @field_validator("urls")
+    @classmethod
+    def _http(cls, urls: list[str]) -> list[str]:
+        for url in urls:
+            if not re.match(r"https?://[^/]", url):
+                raise ValueError(f"expected addresses such as http://host:8000/grade, found {url!r}")
+            if "@" in url.split("/")[2]:
+                raise ValueError(
+                    "an address holds a password, which would be written to the run directory: use api_key_env"
+                )
+        return urls
+
+
+class HttpRewardConfig(RemoteConfig):
+    """The http grader; docs/grading.md describes request and reply."""
+
+    batch: int = Field(16, ge=1, description="Most responses in one request.")
+    batch_wait: float = Field(0.05, ge=0, description="Seconds that a response waits for others to share its request.")
+
+
+class JudgeConfig(RemoteConfig):
+    """The judge grader: a model behind an OpenAI-compatible server. An address ends before /chat/completions."""
+
+    model: str = Field("", description="The model's name in requests.")
+    prompt: str = Field(JUDGE_PROMPT, description="The user message; {question}, {answer} and {response} are replaced.")
+    system: str = Field("", description="The system message; empty: none.")
+    score_pattern: str = Field(
+        r"(?i)score\s*[:=]\s*\**\s*(-?\d+(?:\.\d+)?)",
+        description="Regular expression with one group: the score is the number in its last match in the reply.",
+    )
+    lowest: float = Field(0.0, description="Score of the worst response.")
+    highest: float = Field(
+        1.0, description="Score of the best response; lowest to highest is mapped onto the scale of reward.scores."
+    )
+    correct_from: float | None = Field(
+        None, description="Least score of a correct response; null: above the middle of the scale."
+    )
+    temperature: float = Field(0.0, ge=0, description="Sampling temperature of the judge.")
+    max_tokens: int = Field(1024, gt=0, description="Most tokens of the judge's reply.")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> JudgeConfig:
+        if self.highest <= self.lowest:
+            raise ValueError(f"highest ({self.highest:g}) must be more than lowest ({self.lowest:g})")
+        try:
+            groups = re.compile(self.score_pattern).groups
+        except re.error as error:
+            raise ValueError(f"score_pattern is not a regular expression: {error}") from None
+        if groups != 1:
+            raise ValueError(f"score_pattern needs one group, the number; it has {groups}")
+        if "{response}" not in self.prompt:
+            raise ValueError("prompt has no {response}: the judge would not see what it judges")
+        return self
+
+
+class WeightedGraderConfig(Section):
+    """One of several graders."""
+
+    name: str = Field("", description="Its name in metrics; empty: that of the grader.")
+    grader: str = Field("math", description="As reward.grader.")
+    weight: float = Field(1.0, description="Weight of this score in the sum; 0: report only.")
+    http: HttpRewardConfig = HttpRewardConfig()
+    judge: JudgeConfig = JudgeConfig()
+
+    @property
+    def label(self) -> str:
+        return self.name or re.sub(r"[^\w.+-]+", "_", self.grader.rpartition(".")[2].removeprefix("python:"))
+
+    @model_validator(mode="after")
+    def _complete(self) -> WeightedGraderConfig:
+        check_grader(self.grader, self.http, self.judge)
+        if self.name and not METRIC_NAME.fullmatch(self.name):
+            raise ValueError(f"name {self.name!r} becomes part of metric names: use letters, digits and . _ + - only")
+        return self
+
+
+class RewardConfig(Section):
+    """Which grader scores the responses, and the processes it runs in."""
+
+    grader: str = Field(
+        "math",
+        description="math: equivalence (integers exactly, the rest by math-verify). dapo: the published run's rules. "
+        "exact: the same text. http: your server. judge: a model behind an OpenAI-compatible server. "
+        "python:module.function: a custom one.",
+    )
+    http: HttpRewardConfig = HttpRewardConfig()
+    judge: JudgeConfig = JudgeConfig()
+    graders: list[WeightedGraderConfig] = Field(
+        default_factory=list,
+        description="Several graders instead of `grader`: the score is the weighted sum of theirs, and the first one "
+        "decides what is correct. A response that one of them with a weight cannot grade is ungraded.",
+    )
+    scores: Literal["plus-minus-one", "zero-one"] = Field(
+        "plus-minus-one", description="Scores of correct and wrong responses: +1/−1, or 1/0."
+    )
+    dapo_rule: Literal["answer", "answer-or-box", "strict-box"] = Field(
+        "answer",
+        description="Rule of the dapo grader. answer: the last `Answer:` line, as published. answer-or-box: the "
+        "last box where there is no such line. strict-box: only the last box, compared as it stands.",
+    )
+    workers: int | None = Field(None, ge=1, description="Grading processes; null: half the cores, at most 8.")
+    cpu_seconds: float = Field(
+        5.0, gt=0, description="CPU time (not wall time) that grading one response may use; a retry may use twice that."
+    )
+    memory_mb: int = Field(1024, ge=128, description="Resident memory that one grading process may use.")
+    stuck_seconds: float = Field(
+        120.0, gt=0, description="Replace a grading process after N seconds without using CPU time."
+    )
+    retries: int = Field(1, ge=0, description="How often a response that hit a limit is graded again.")
+    max_errors: int = Field(
+        10, ge=1, description="Stop the run when the grader raises N times within error_window_seconds."
+    )
+    error_window_seconds: float = Field(
+        3600.0, gt=0, description="Errors of the grader older than this no longer count towards max_errors."
+    )
+    concurrency: int = Field(
+        64, ge=1, description="Responses that one process grades at a time if the function is async."
+    )
+
+    @property
+    def worker_count(self) -> int:
+        return self.workers or max(1, min(8, (os.cpu_count() or 2) // 2))
+
+    @model_validator(mode="after")
+    def _known_grader(self) -> RewardConfig:
+        names = [grader.label for grader in self.graders]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"graders: two are called {name!r} in metrics: give one of them another `name`")
+        if not self.graders:
+            check_grader(self.grader, self.http, self.judge)
+        elif "grader" in self.model_fields_set and self.grader != "math":
+            raise ValueError(f"grader is {self.grader!r} and graders is not empty: list all of them under graders")
+        elif not any(grader.weight for grader in self.graders):
+            raise ValueError("graders: every weight is 0, so every score would be 0: give one of them a weight")
+        return self
+
+
+def check_grader(name: str, http: HttpRewardConfig, judge: JudgeConfig) -> None:
+    if name not in BUILT_IN_GRADERS and not name.startswith("python:"):
+        raise ValueError(
+            f"grader is {name!r}, but must be one of {', '.join(BUILT_IN_GRADERS)}, or "
+            "python:module.function for a custom one"
+        )
+    if name == "http" and not http.urls:
+        raise ValueError("grader is http, but http.urls is empty: name the address of the server that grades")
+    if name == "judge" and not (judge.urls and judge.model):
+        missing = "urls" if not judge.urls else "model"
+        raise ValueError(f"grader is judge, but judge.{missing} is empty")
+
+
+class EvalSourceConfig(SourceConfig):
+    """One of several benchmarks. Null: the setting of `evaluate.data`."""
+
+    samples: int | None = Field(None, ge=1, description="Responses per problem; null: evaluate.samples.")
+
+
+class EvalDataConfig(PromptFileConfig):
+    """One benchmark (`path`), or several (`sources`), each with its own metrics: `eval/NAME/avg@k`."""
+
+    sources: list[EvalSourceConfig] = Field(
+        default_factory=list, description="Several benchmarks instead of `path`; all are evaluated."
+    )
+
+    @model_validator(mode="after")
+    def _files(self) -> EvalDataConfig:
+        check_sources(self.path, self.sources)
+        return self
+
+    @property
+    def files(self) -> dict[str, PromptFileConfig]:
+        """Every benchmark by its name in metrics; empty if none is named."""
+        return files_of(self, self.sources)
+
+
+class EvalConfig(Section):
+    """The benchmarks, the number of responses per problem, and how they are sampled."""
+
+    data: EvalDataConfig = EvalDataConfig()
+    every: int = Field(5, ge=0, description="Evaluate every N training steps; 0: never.")
+    samples: int = Field(32, ge=1, description="k: responses per problem, for avg@k, pass@k and maj@k.")
+    temperature: float = Field(
+        1.0,
+        ge=0,
+        description="As rollout.temperature; 0: greedy, so samples: 1 is enough.",
+    )
+    top_p: float = Field(
+        0.7, gt=0, le=1, description="As rollout.top_p; the published AIME scores were sampled with 0.7."
+    )
+    top_k: int = Field(-1, ge=-1, description="As rollout.top_k; -1: all tokens.")
+    stop: list[NonEmptyText] | None = Field(None, description="Strings that end a response; null: rollout.stop.")
+    max_response_tokens: int | None = Field(
+        None, gt=0, description="Longest response, in tokens; null: rollout.max_response_tokens."
+    )
+    concurrency: int = Field(512, ge=1, description="Responses generated at one time.")
+    confidence: float = Field(0.95, gt=0, lt=1, description="Confidence level of the interval of avg@k.")
+    pass_at: list[int] = Field(
+        default_factory=list, description="The k of pass@k; empty: the powers of two up to samples."
+    )
+
+    def for_set(self, name: str) -> EvalConfig:
+        """The settings of one benchmark: its own number of samples, and the k of pass@k that it allows."""
+        samples = {source.label: source.samples for source in self.data.sources}.get(name) or self.samples
+        return self.model_copy(update={"samples": samples, "pass_at": [k for k in self.pass_at if k <= samples]})
+
+    def metric_prefix(self, name: str) -> str:
+        """`eval/`, or `eval/NAME/` where there are several benchmarks."""
+        return f"eval/{name}/" if self.data.sources else "eval/"
+
+    @property
+    def pass_at_values(self) -> list[int]:
+        if self.pass_at:
+            return sorted(set(self.pass_at))
+        powers = [2**i for i in range(self.samples.bit_length()) if 2**i < self.samples]
+        return [*powers, self.samples]
+
+    @model_validator(mode="after")
+    def _enough_samples(self) -> EvalConfig:
+        most = max([self.samples, *(source.samples or 0 for source in self.data.sources)])
+        for k in self.pass_at:
+            if not 1 <= k <= most:
+                raise ValueError(f"pass_at has {k}, but needs 1 ≤ k ≤ samples ({most}): raise samples")
+        return self

@@ -1,8 +1,14 @@
-"""Reads a configuration: the YAML file, then `--set a.b=c` overrides. Every mistake is an error with a remedy."""
+"""Reads a configuration: the YAML file, then `--set a.b=c` overrides. Every mistake is an error with a remedy.
+
+`policy.model` may be a name on the Hugging Face hub. A directory of that name wins. What the cache has is used as it
+is; the rest is downloaded, unless HF_HUB_OFFLINE is set. `NAME@REVISION` selects a branch, tag or commit.
+"""
 
 from __future__ import annotations
 
 import difflib
+import os
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -10,9 +16,26 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from megatron_dapo.config.base import ConfigError, YamlError, admits, dump_yaml, parse_yaml
-from megatron_dapo.config.other_names import RENAMED, our_name
+from megatron_dapo.config.other_names import our_name
 from megatron_dapo.config.schema import Config
 
+# What a field takes, by the type of pydantic's error.
+EXPECTED = {
+    **dict.fromkeys(("int_parsing", "int_type", "int_from_float"), "a whole number"),
+    **dict.fromkeys(("float_parsing", "float_type"), "a number"),
+    "finite_number": "a finite number",
+    **dict.fromkeys(("bool_parsing", "bool_type"), "true or false"),
+    "string_type": "text",
+    "list_type": "a list",
+    "dict_type": "a section of keys and values",
+    "model_type": "a section with its own keys",
+    "literal_error": "{expected}",
+    "greater_than": "a number above {gt:g}",
+    "greater_than_equal": "a number of at least {ge:g}",
+    "less_than": "a number below {lt:g}",
+    "less_than_equal": "a number of at most {le:g}",
+    "multiple_of": "a multiple of {multiple_of:g}",
+}
 LISTS = ("data.path", "evaluate.data.path")  # texts that may also be lists of texts
 
 
@@ -115,10 +138,11 @@ def _explain(error: Any) -> list[str]:
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "value_error":
         return [f"{path}: {message}" if path else message]
-    if error["type"] == "model_type":
-        return [f"{path}: expected a section with keys of its own (found {error['input']!r})"]
     hint = "; put it in quotes" if error["type"] == "string_type" and isinstance(error["input"], bool) else ""
-    return [f"{path}: {message} (found {error['input']!r}{hint})"]
+    expected = EXPECTED.get(error["type"], "").format(**error.get("ctx", {}))
+    if not expected:
+        return [f"{path}: {message} (found {error['input']!r})"]
+    return [f"{path}: expected {expected}, found {error['input']!r}{hint}"]
 
 
 def _leaves(value: Any, path: str) -> Iterator[str]:
@@ -133,8 +157,6 @@ def _leaves(value: Any, path: str) -> Iterator[str]:
 def _suggestion(path: str) -> str:
     path = ".".join(part for part in path.split(".") if not part.isdigit())  # positions in a list of sections
     parent, _, leaf = path.rpartition(".")
-    if path in RENAMED:
-        return f"; it is now called {RENAMED[path]!r}"
     if ours := our_name(path):
         return f"; here it is called {ours!r}"
     keys = list(known_keys())
@@ -157,3 +179,41 @@ def _near(leaf: str, keys: list[str], similarity: float, partial: bool = True) -
         near = [name for name in names if (name.startswith(leaf) and len(leaf) > 3) or leaf.startswith(f"{name}_")]
     found = [key for key in keys if key.rpartition(".")[2] in near]
     return found if len(found) < 4 else []
+
+
+HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*(@[\w./-]+)?")
+TEXTS = ["*.json", "*.jinja", "*.txt", "*.model"]  # configuration and tokenizer
+WEIGHTS = ["*.safetensors"]
+
+
+def with_local_model(config: Config, *, weights: bool = True) -> Config:
+    """The configuration with `policy.model` as a directory. Without `weights` only the small files are needed."""
+    directory = local_model(config.policy.model, weights=weights)
+    if directory == config.policy.model:
+        return config
+    return config.model_copy(update={"policy": config.policy.model_copy(update={"model": directory})})
+
+
+def local_model(name: str, *, weights: bool = True) -> str:
+    """The directory of a model of the hub; any other text as it is."""
+    if not name or Path(name).exists() or not HUB_ID.fullmatch(name) or name.endswith((".json", ".safetensors")):
+        return name
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    repository, _, revision = name.partition("@")
+    patterns = [*TEXTS, *WEIGHTS] if weights else TEXTS
+    offline = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
+    try:
+        return str(snapshot_download(
+            repository, revision=revision or None, allow_patterns=patterns, local_files_only=offline
+        ))  # fmt: skip
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled):
+        why = "HF_HUB_OFFLINE is set" if offline else "the hub cannot be reached"
+        raise ConfigError(
+            f"policy.model: there is no directory {name}. A model of that name on the hub is not in the cache, and "
+            f"{why}: name an existing directory, or download it where there is a network (hf download {repository})"
+        ) from None
+    except (HfHubHTTPError, OSError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(f"policy.model: {name} is no directory, and the hub refused it: {first}") from None

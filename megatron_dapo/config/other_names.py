@@ -1,8 +1,8 @@
-"""Our keys by the names that other tools, or earlier versions, use (docs/migration.md): an error names ours."""
+"""Our keys by the names that other tools use (docs/migration.md): an error about an unknown key names ours."""
 
 from __future__ import annotations
 
-# Our keys by the names that other tools, or earlier versions, use (docs/migration.md): the error names ours.
+# Names whose last part is enough to recognise them.
 KNOWN_ELSEWHERE = {
     name: ours
     for ours, names in {
@@ -27,7 +27,8 @@ KNOWN_ELSEWHERE = {
         "rollout.generate": "custom_generate_function_path default_agent_loop agent_loop_config_path",
         "rollout.sampler.fill": "dynamic_bs",
         "rollout.sampler.oversampling": "gen_batch_size over_sampling_batch_size batch_multiplier",
-        "rollout.sampler.max_generation_batches": "max_num_gen_batches dynamic_sampling_max_gen_batches",
+        "rollout.sampler.max_generation_batches": "max_num_gen_batches max_resample_times "
+        "dynamic_sampling_max_gen_batches",
         "rollout.sampler.unfinished": "partial_rollout",
         "rollout.samples_per_prompt": "n_samples num_generations n_samples_per_prompt num_generations_per_prompt",
         "rollout.max_response_tokens": "max_response_length max_completion_length max_new_tokens max_tokens",
@@ -46,7 +47,6 @@ KNOWN_ELSEWHERE = {
         "data.path": "train_files prompt_data",
         "data.question_column": "prompt_key input_key",
         "data.answer_column": "label_key answer_key",
-        "observe.samples_responses": "samples_answers",
         "evaluate.data.path": "val_files eval_prompt_data",
         "evaluate.every": "test_freq eval_interval val_period eval_steps eval_every",
         "trainer.mini_batch_prompts": "ppo_mini_batch_size global_batch_size",
@@ -56,14 +56,6 @@ KNOWN_ELSEWHERE = {
         "trainer.checkpoint.every": "save_freq save_interval save_period save_every save_steps",
     }.items()
     for name in names.split()
-}
-
-# Keys of earlier versions whose last part is a key elsewhere, or says too little to be recognised by itself.
-RENAMED = {
-    "algorithm.importance_sampling": "algorithm.off_policy",
-    "rollout.sampler.max_staleness": "rollout.sampler.max_carryover_staleness",
-    "rollout.embedded.rows": "rollout.embedded.batch_tokens",
-    "rollout.servers.request_timeout": "rollout.servers.sample_timeout",
 }
 
 # Names, most of them verl's (without the leading actor_rollout_ref.), whose last part does not identify them.

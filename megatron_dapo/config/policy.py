@@ -3,16 +3,83 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from megatron_dapo.config.base import PathText, Section
-from megatron_dapo.config.megatron import Fp8Config, MegatronOptions, MoEConfig
+from megatron_dapo.config.megatron_fields import OWNED, owner_of, reason_against
 
 HEAD_LOGITS_BYTES = 1200 << 20  # 4096 tokens of a 152 k vocabulary in bf16
 RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts"]
 StateType = Literal["fp32", "bf16", "fp16", "fp8"]
+
+
+class MegatronOptions(Section):
+    """Fields of Megatron-Core's configuration objects, by their own names, for options without a key here.
+
+    Names and types are checked against the installed version when a run starts and by `train --dry-run`. Data types are
+    written fp32, bf16, fp16 or fp8. docs/megatron.md lists which options have keys.
+    """
+
+    model: dict[str, Any] = Field({}, description="Fields of TransformerConfig: layers, precision, communication.")
+    ddp: dict[str, Any] = Field({}, description="Fields of DistributedDataParallelConfig: buckets and gradient checks.")
+    optimizer: dict[str, Any] = Field({}, description="Fields of OptimizerConfig: AdamW and its memory.")
+
+    @model_validator(mode="after")
+    def _fields(self) -> MegatronOptions:
+        for kind in OWNED:
+            for field in getattr(self, kind):
+                owner, why = owner_of(kind, field), reason_against(kind, field)
+                if owner:
+                    to_do = "remove it" if owner.startswith("this trainer") else "remove it, and set that instead"
+                    raise ValueError(f"{kind}.{field} is set by {owner}; {to_do}")
+                if why:
+                    raise ValueError(f"{kind}.{field} cannot be used: {why}; remove it")
+        return self
+
+
+class MoEConfig(Section):
+    """How Megatron runs the experts of a mixture-of-experts model."""
+
+    dispatcher: Literal["alltoall", "allgather", "flex"] = Field(
+        "alltoall",
+        description="How tokens reach their experts. allgather may be faster with few ranks and needs "
+        "pipeline_parallel 1; flex uses flex_backend and needs CUDA.",
+    )
+    flex_backend: Literal["deepep", "hybridep"] = Field("deepep", description="Communication library of flex.")
+    permute_fusion: bool | None = Field(
+        None, description="One kernel orders tokens by expert; null: where Transformer Engine is installed."
+    )
+    router_fusion: bool = Field(
+        False, description="One kernel for top-k, softmax and the load-balancing loss; needs Transformer Engine 2.7."
+    )
+    grouped_gemm: bool | None = Field(
+        None, description="One kernel for all experts of a rank; null: where Transformer Engine is installed."
+    )
+
+
+class Fp8Config(Section):
+    """fp8 matrix products in the transformer layers. Weights, output layer and optimizer keep their precision."""
+
+    recipe: Literal["none", "delayed", "tensorwise", "blockwise", "mxfp8"] = Field(
+        "none", description="Transformer Engine's scaling recipe. Hopper: blockwise or tensorwise; Blackwell: mxfp8."
+    )
+    format: Literal["e4m3", "hybrid"] = Field("hybrid", description="hybrid: e5m2 for gradients, e4m3 for the rest.")
+    first_last_layers_bf16: bool = Field(False, description="Keep the first and the last layer in bf16.")
+
+    @property
+    def alignment(self) -> int:
+        """Tokens of a packed micro-batch on one rank must be a multiple of this."""
+        return {"none": 1, "delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}[self.recipe]
+
+    @model_validator(mode="after")
+    def _layers(self) -> Fp8Config:
+        if self.first_last_layers_bf16 and self.recipe in ("none", "delayed"):
+            raise ValueError(
+                f"first_last_layers_bf16 has no effect with recipe {self.recipe!r}: use tensorwise, blockwise or mxfp8"
+            )
+        return self
 
 
 class OptimizerConfig(Section):
@@ -76,10 +143,12 @@ class PolicyConfig(Section):
     )
     pipeline_parallel: int = Field(1, ge=1, description="PP: pipeline stages of consecutive layers.")
     first_stage_layers: int | None = Field(
-        None, ge=1, description="Layers of the first pipeline stage; null: as many as a middle one."
+        None, ge=1, description="Layers of the first pipeline stage; null: same as a middle stage."
     )
     last_stage_layers: int | None = Field(
-        None, ge=1, description="Layers of the last pipeline stage, which also has the output layer; null: likewise."
+        None,
+        ge=1,
+        description="Layers of the last pipeline stage, which also has the output layer; null: same as a middle stage.",
     )
     virtual_pipeline: int = Field(1, ge=1, description="Model chunks per pipeline stage (interleaved 1F1B).")
     context_parallel: int = Field(1, ge=1, description="CP: ranks that share every sequence.")
@@ -111,7 +180,7 @@ class PolicyConfig(Section):
         "needs no core_attn.",
     )  # fmt: skip
     recompute_layers: int | None = Field(
-        None, ge=1, description="full: only the first so many layers of each model chunk; null: all."
+        None, ge=1, description="With recompute: full, only the first N layers of each model chunk; null: all."
     )
     attention_backend: Literal["auto", "flash", "fused", "unfused"] = Field(
         "auto", description="Transformer Engine's attention kernel."
@@ -123,9 +192,7 @@ class PolicyConfig(Section):
         False, description="Overlap tensor-parallel communication with matrix products. Every micro-batch is padded to "
         "micro_batch_tokens.",
     )  # fmt: skip
-    deterministic: bool = Field(
-        False, description="Only algorithms that give the same bits every time. Slower; for debugging."
-    )
+    deterministic: bool = Field(False, description="Use only bitwise reproducible algorithms. Slower; for debugging.")
     gradient_reduction: Literal["fp32", "bf16"] = Field(
         "fp32", description="Type in which gradients are accumulated and summed over ranks; bf16 halves their memory "
         "and traffic, and rounds.",
@@ -146,8 +213,8 @@ class PolicyConfig(Section):
     )
     routing_replay: Literal["off", "engine", "old_log_probs"] = Field(
         "off",
-        description="The experts of each token in updates and old log-probs. off: as the router chooses. engine: those "
-        "that generated it (R3; SGLang). old_log_probs: in updates, those of the pass that computed the old log-probs.",
+        description="Experts of each token in updates and old log-probs. off: those the router chooses. engine: those "
+        "that generated it (R3; SGLang). old_log_probs: updates use those of the pass for the old log-probs.",
     )
     moe_aux_loss_coefficient: float = Field(0.0, ge=0, description="Load-balancing loss of the router; 0: none.")
     moe: MoEConfig = MoEConfig()
@@ -194,24 +261,23 @@ class PolicyConfig(Section):
             raise ValueError("sequence_parallel needs tensor_parallel of 2 or more: remove it or raise tensor_parallel")
         for check in (self._check_stages, self._check_recompute, self._check_communication, self._check_precision):
             check()
-        self._check_alignment()
+        # Few models have heads for another tensor_parallel: check_model names those first.
+        if self.alignment_problem and not self.tensor_parallel & (self.tensor_parallel - 1):
+            raise ValueError(self.alignment_problem)
         return self
 
-    def _check_alignment(self) -> None:
-        tokens, align, tp = self.micro_batch_tokens, self.pack_alignment, self.tensor_parallel
-        fitting = -(-tokens // align) * align
-        if tokens % align and tp & (tp - 1):  # hardly meant: few models have heads for it
-            raise ValueError(
-                f"tensor_parallel is {tp}, which must divide the attention heads of the model. If it does: under "
-                f"sequence parallelism packed tokens are split over its ranks, so micro_batch_tokens ({tokens}) must "
-                f"be a multiple of {align}, for example {fitting}"
-            )
-        if tokens % align:
-            raise ValueError(
-                f"micro_batch_tokens ({tokens}) must be a multiple of {align}, because the packed tokens are split "
-                "over 2 × context_parallel chunks and, under sequence parallelism, over tensor_parallel ranks"
-                f"{self._fp8_alignment}: use {fitting}"
-            )
+    @property
+    def alignment_problem(self) -> str:
+        """What is wrong with micro_batch_tokens; empty: nothing."""
+        tokens, align = self.micro_batch_tokens, self.pack_alignment
+        if tokens % align == 0:
+            return ""
+        unit = f" in multiples of {self.fp8.alignment} (fp8.recipe)" if self.fp8.alignment > 1 else ""
+        return (
+            f"micro_batch_tokens ({tokens}) must be a multiple of {align}, because the packed tokens are split over "
+            f"2 × context_parallel chunks and, under sequence parallelism, over tensor_parallel ranks{unit}: use "
+            f"{-(-tokens // align) * align}"
+        )
 
     def _check_stages(self) -> None:
         ends = {name: getattr(self, name) for name in ("first_stage_layers", "last_stage_layers")}
@@ -283,7 +349,3 @@ class PolicyConfig(Section):
         """A packed micro-batch is padded to a multiple of this."""
         tensor = self.tensor_parallel if self.uses_sequence_parallel else 1
         return math.lcm(self.sequence_alignment, self.context_parallel * tensor * self.fp8.alignment)
-
-    @property
-    def _fp8_alignment(self) -> str:
-        return f" in multiples of {self.fp8.alignment} (fp8.recipe)" if self.fp8.alignment > 1 else ""

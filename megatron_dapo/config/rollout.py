@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from megatron_dapo.config.base import NonEmptyText, PathText, Section
 
@@ -59,30 +59,16 @@ class ServerConfig(Section):
         None, description="Environment variable that holds the API key; null: started servers get a random key."
     )
     admin_key_env: str | None = Field(None, description="Environment variable that holds the admin API key.")
-    routed_experts: bool = Field(
-        False,
-        description="Ask for the experts that computed each token (SGLang's --enable-return-routed-experts). "
-        "policy.routing_replay: engine turns it on.",
-    )
-    weight_deltas: bool = Field(
-        False,
-        description="Servers load a module of ours that applies weight updates with only what changed "
-        "(rollout.weights.delta needs it). External servers need --custom-weight-loader megatron_dapo_delta.install.",
-    )
-    packed_experts: bool = Field(
-        False,
-        description="Servers load a module of ours that loads the experts of a layer at once; "
-        "rollout.weights.pack_experts turns it on. External servers need --custom-weight-loader "
-        "megatron_dapo_experts.install.",
-    )
-    max_running: int = Field(256, ge=1, description="Requests that one server is given at a time.")
-    start_timeout: float = Field(900.0, gt=0, description="Seconds until a started server must be ready.")
+    max_running: int = Field(256, ge=1, description="Most requests in flight on one server.")
+    start_timeout: float = Field(900.0, gt=0, description="How long to wait for a server to start, in seconds.")
     sample_timeout: float | None = Field(
         None, gt=0,
         description="Seconds for one sample on one server; then it is sent to another one. "
-        "null: 300 s and 0.2 s for each token that it may have.",
+        "null: 300 s plus 0.2 s per token of the longest response.",
     )  # fmt: skip
-    control_timeout: float = Field(60.0, gt=0, description="Seconds for a call that is neither a sample nor weights.")
+    control_timeout: float = Field(
+        60.0, gt=0, description="Seconds for any call other than a sample or a weight update."
+    )
     heartbeat: float = Field(5.0, gt=0, description="Seconds between two checks of a server.")
     health_interval: float = Field(
         60.0, gt=0,
@@ -91,17 +77,34 @@ class ServerConfig(Section):
     attempts: int = Field(
         4, ge=1, description="Tries of one request before it fails, each on another server if possible."
     )
-    restarts: int = Field(3, ge=0, description="Times that one server is restarted after it failed.")
-    restart_recovery: float = Field(
-        1800.0, gt=0, description="Seconds of service after which a server may be restarted once more."
-    )
+    restarts: int = Field(3, ge=0, description="How often one server is restarted after a failure.")
+    restart_recovery: float = Field(1800.0, gt=0, description="Seconds of service that restore one restart.")
+
+    # What other sections ask of the servers, which are started with this section alone.
+    _returns_experts: bool = PrivateAttr(False)
+    _loads_packed_experts: bool = PrivateAttr(False)
 
     @property
     def server_count(self) -> int:
         return len(self.urls) or self.count
 
+    @property
+    def returns_experts(self) -> bool:
+        """Servers report the experts that computed each token (policy.routing_replay: engine)."""
+        return self._returns_experts
+
+    @property
+    def loads_packed_experts(self) -> bool:
+        """Servers load the experts of a layer at once (rollout.weights.pack_experts)."""
+        return self._loads_packed_experts
+
+    def demand(self, *, experts: bool | None = None, packed_experts: bool | None = None) -> None:
+        """Only while a configuration is validated."""
+        self._returns_experts = self._returns_experts if experts is None else experts
+        self._loads_packed_experts = self._loads_packed_experts if packed_experts is None else packed_experts
+
     def sample_seconds(self, tokens: int) -> float:
-        """How long one server may take for a sample of at most so many tokens."""
+        """How long one server may take for a sample of at most `tokens` tokens."""
         return self.sample_timeout or SAMPLE_SECONDS + tokens / SLOWEST_TOKENS_PER_SECOND
 
     @model_validator(mode="after")
@@ -147,15 +150,11 @@ class WeightTransportConfig(Section):
         description="fp8: the sender quantises the matrices of attention and MLP in blocks of 128 × 128, as the Qwen "
         "FP8 checkpoints have them, and sends half of the bytes; servers.model must be such a checkpoint.",
     )
-    delta: bool = Field(
-        False,
-        description="Send only the elements that changed since the last version that all servers acknowledged "
-        "(distributed, one sender, servers.weight_deltas). The sender keeps a copy of the weights.",
-    )
     pack_experts: bool = Field(
         False,
         description="MoE models: send the experts of a layer as few large tensors (tensor, distributed). SGLang spends "
-        "seconds on the names of thousands of expert tensors.",
+        "seconds on the names of thousands of expert tensors. External servers need --custom-weight-loader "
+        "megatron_dapo_experts.install.",
     )
     bucket_bytes: int = Field(
         512 << 20, gt=0, description="Largest size of one bucket of tensors. A sender needs memory for two."
@@ -218,13 +217,10 @@ class SamplerConfig(Section):
         description="Limit on prompts per step, in batches of oversampling × prompts_per_step (adaptive counts as 1); "
         "null: no limit.",
     )
-    max_resample_times: int | None = Field(
-        None, ge=0, description="The same limit, counted in extra batches after the first (max_generation_batches - 1)."
-    )
-    on_limit: Literal["train", "fill", "continue", "stop"] = Field(
+    on_limit: Literal["train", "fill", "stop"] = Field(
         "train",
-        description="At the limit: train on the kept groups, fill the batch with dropped ones, continue, or stop the "
-        "run (the kept groups are saved and count when it resumes).",
+        description="At the limit: train on the kept groups, fill the batch with dropped ones, or stop the run (the "
+        "kept groups are saved and count when it resumes).",
     )
     unfinished: Literal["continue", "finish", "restart", "drop"] = Field(
         "continue",
@@ -236,20 +232,16 @@ class SamplerConfig(Section):
         "keep", description="Kept groups beyond the batch: keep them for the next step, or drop them."
     )
     max_carryover_staleness: int = Field(
-        1, ge=0, description="Weight versions that a carried-over token may lag behind."
+        1, ge=0, description="How many weight versions older than the trained policy a carried-over token may be."
     )
     give_up_after: int | None = Field(
         None, ge=2,
-        description="Reject a group as soon as its first so many samples (by index) are all correct or all wrong, and "
+        description="Reject a group as soon as its first N samples (by index) are all correct or all wrong, and "
         "abort its other samples. Saves tokens, but also rejects groups that would have been informative, mostly very "
         "easy and very hard ones. Needs group_filter: accuracy. null: decide when all samples are graded.",
     )  # fmt: skip
     max_failed_groups: int = Field(8, ge=0, description="Groups that may fail in one step before the run stops.")
     stall_timeout: float = Field(7200.0, gt=0, description="Seconds in which at least one sample must finish.")
-
-    @property
-    def generation_batches(self) -> int | None:
-        return self.max_generation_batches if self.max_resample_times is None else self.max_resample_times + 1
 
 
 class RolloutConfig(Section):
@@ -277,14 +269,12 @@ class RolloutConfig(Section):
         description="Sample from the most likely tokens that together reach this probability. Rollouts need 1: all "
         "tokens.",
     )
-    top_k: int = Field(
-        -1, ge=-1, description="Sample from this many of the most likely tokens. Rollouts need -1: all tokens."
-    )
+    top_k: int = Field(-1, ge=-1, description="Sample from the N most likely tokens. Rollouts need -1: all tokens.")
     min_p: float = Field(
         0.0,
         ge=0,
         lt=1,
-        description="Exclude tokens less likely than this share of the most likely one. Rollouts need 0: exclude none.",
+        description="Exclude tokens whose probability is below this share of the largest. Rollouts need 0: none.",
     )
     stop: list[NonEmptyText] = Field(
         default_factory=list, description="Strings that end a response, besides the model's own end tokens."
@@ -294,7 +284,7 @@ class RolloutConfig(Section):
     )
     generate: str | None = Field(
         None,
-        description="python:module.function: your own rollout, with several turns, tools or an environment "
+        description="python:module.function: a custom rollout, with several turns, tools or an environment "
         "(docs/rollouts_of_your_own.md). null: a response is one generated turn.",
     )
     generate_settings: dict[str, Any] = Field(
@@ -304,12 +294,12 @@ class RolloutConfig(Section):
     group_filter: str = Field(
         "accuracy",
         description="accuracy: keep groups with 0 < correct < G. reward-range: keep groups whose scores differ. "
-        "python:module.function: your own function, Group -> (keep, reason) or bool.",
+        "python:module.function: a custom filter, Group -> (keep, reason) or bool.",
     )
     max_staleness: int = Field(
         0,
         ge=0,
-        description="Weight versions that a token may be behind the weights that train on it. 0: on-policy, engines "
+        description="How many weight versions older than the trained policy a token may be. 0: on-policy, engines "
         "and trainer take turns. Above 0: engines generate the next batches while the trainer trains.",
     )
     sampler: SamplerConfig = SamplerConfig()
@@ -324,7 +314,7 @@ class RolloutConfig(Section):
 
     @property
     def staleness_limit(self) -> int:
-        """Weight versions that a token may be behind, also if its group was carried over."""
+        """How many weight versions older than the trained policy a token may be, also if its group was carried over."""
         return max(self.max_staleness, self.sampler.max_carryover_staleness)
 
     @property
@@ -340,15 +330,6 @@ class RolloutConfig(Section):
     def broadcasts_weights(self) -> bool:
         return self.engine == "sglang" and self.weights.transport == "distributed"
 
-    @model_validator(mode="before")
-    @classmethod
-    def _loader_of_packed_experts(cls, raw: Any) -> Any:
-        """Servers are started with their own section alone."""
-        weights, servers = (raw.get(key) or {} for key in ("weights", "servers")) if isinstance(raw, dict) else ({}, {})
-        if not (isinstance(weights, dict) and isinstance(servers, dict) and weights.get("pack_experts") is True):
-            return raw
-        return {**raw, "servers": {"packed_experts": True, **servers}}
-
     @model_validator(mode="after")
     def _options(self) -> RolloutConfig:
         if self.servers.share_gpus and self.max_staleness:
@@ -362,25 +343,17 @@ class RolloutConfig(Section):
                 "of one NCCL communicator on one GPU, which NCCL refuses; use tensor (CUDA IPC), or disk"
             )
         weights = self.weights
-        if weights.delta and (
-            weights.transport != "distributed" or weights.senders != "one" or not self.servers.weight_deltas
-        ):
+        self.servers.demand(packed_experts=weights.pack_experts and weights.transport != "disk")
+        if weights.quantization != "none" and (not self.servers.model or self.engine != "sglang"):
             raise ValueError(
-                "weights.delta needs weights.transport distributed, weights.senders one and servers.weight_deltas "
-                f"true; found {weights.transport}, {weights.senders}, {str(self.servers.weight_deltas).lower()}"
-            )
-        if weights.pack_experts and not self.servers.packed_experts:
-            raise ValueError("weights.pack_experts is true and servers.packed_experts is false: leave the latter out")
-        if weights.quantization != "none" and (weights.delta or not self.servers.model or self.engine != "sglang"):
-            raise ValueError(
-                f"weights.quantization is {weights.quantization}: it needs engine sglang, servers.model (an fp8 "
-                "checkpoint, see megatron-dapo convert hf-to-fp8) and weights.delta false"
+                f"weights.quantization is {weights.quantization}: it needs engine sglang and servers.model (an fp8 "
+                "checkpoint, see megatron-dapo convert hf-to-fp8)"
             )
         after = self.sampler.give_up_after
         if after is not None and self.group_filter != "accuracy":
             raise ValueError(
-                f"sampler.give_up_after needs group_filter: accuracy, found {self.group_filter}; a filter of your own "
-                "can have a reject_early of its own (docs/rollout.md)"
+                f"sampler.give_up_after needs group_filter: accuracy, found {self.group_filter}; a custom "
+                "filter can have its own reject_early (docs/rollout.md)"
             )
         if after is not None and after >= self.samples_per_prompt:
             raise ValueError(

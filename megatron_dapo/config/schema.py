@@ -5,19 +5,16 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
-from typing import Any
 
 from pydantic import model_validator
 
 from megatron_dapo.config.algorithm import AlgorithmConfig
 from megatron_dapo.config.base import ConfigError, Section
-from megatron_dapo.config.data import DataConfig
+from megatron_dapo.config.data import DataConfig, EvalConfig, RewardConfig
 from megatron_dapo.config.model import ModelShape
 from megatron_dapo.config.policy import PolicyConfig
-from megatron_dapo.config.reward import RewardConfig
 from megatron_dapo.config.rollout import RolloutConfig
-from megatron_dapo.config.slurm import SlurmConfig
-from megatron_dapo.config.trainer import EvalConfig, ObserveConfig, TrainerConfig
+from megatron_dapo.config.trainer import ObserveConfig, SlurmConfig, TrainerConfig
 
 # Names of environment variables that hold a secret.
 SECRET = re.compile(r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$", re.IGNORECASE)
@@ -87,19 +84,6 @@ class Config(Section):
             }
         )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _routed_experts_for_replay(cls, raw: Any) -> Any:
-        """Engines read the section `rollout` alone."""
-        policy = raw.get("policy") if isinstance(raw, dict) else None
-        if not isinstance(policy, dict) or policy.get("routing_replay") != "engine":
-            return raw
-        rollout = raw.get("rollout") or {}
-        servers = rollout.get("servers") or {} if isinstance(rollout, dict) else None
-        if not isinstance(servers, dict):
-            return raw
-        return {**raw, "rollout": {**rollout, "servers": {"routed_experts": True, **servers}}}
-
     @model_validator(mode="after")
     def _across_sections(self) -> Config:
         checks = (
@@ -143,13 +127,11 @@ class Config(Section):
 
     def _check_routing_replay(self) -> None:
         mode = self.policy.routing_replay
-        if mode == "engine" and (self.rollout.engine != "sglang" or not self.rollout.servers.routed_experts):
-            found = "rollout.servers.routed_experts is false"
-            if self.rollout.engine != "sglang":
-                found = f"rollout.engine is {self.rollout.engine}"
+        self.rollout.servers.demand(experts=mode == "engine")
+        if mode == "engine" and self.rollout.engine != "sglang":
             raise ValueError(
-                f"policy.routing_replay is engine, but {found}: only SGLang's servers report the experts of a token; "
-                "change it, or use old_log_probs"
+                f"policy.routing_replay is engine, but rollout.engine is {self.rollout.engine}: only SGLang's servers "
+                "report the experts of a token; change it, or use old_log_probs"
             )
         if mode == "old_log_probs" and not self.recomputes_old_logprobs:
             raise ValueError(
@@ -219,6 +201,8 @@ class Config(Section):
 def check_model(policy: PolicyConfig, shape: ModelShape, max_tokens: int | None = None) -> None:
     """Checks the layout against the model. Every message names the key to change."""
     _check_heads(policy, shape)
+    if policy.alignment_problem:
+        raise ConfigError(f"policy: {policy.alignment_problem}")
     _check_mlp(policy, shape)
     _check_stages(policy, shape)
     _check_linear_attention(policy, shape)
@@ -234,8 +218,8 @@ def _check_heads(policy: PolicyConfig, shape: ModelShape) -> None:
     tp = policy.tensor_parallel
     if shape.heads % tp:
         raise ConfigError(
-            f"policy.tensor_parallel is {tp}, but the model has {shape.heads} attention heads: "
-            f"choose one of {_divisors(shape.heads)}"
+            f"policy.tensor_parallel {tp} does not divide the model's {shape.heads} attention heads; choose one of "
+            f"{_divisors(shape.heads)}"
         )
     if shape.kv_heads % tp and tp % shape.kv_heads:
         fitting = [d for d in range(1, shape.heads + 1) if shape.heads % d == 0 and _fits_kv(d, shape.kv_heads)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,8 +72,6 @@ LEVELS: dict[int, Callable[[random.Random], tuple[str, int]]] = {
     5: _product,
     6: _three_terms,
 }
-LONGEST_QUESTION = len("10+10+10=")
-LONGEST_ANSWER = len("-188")
 
 
 def arithmetic_problems(
@@ -118,3 +117,43 @@ def write_arithmetic(path: str | Path, problems: Sequence[ArithmeticProblem]) ->
     """Writes a jsonl file for `data.path`."""
     lines = [json.dumps({"question": p.question, "answer": p.answer, "level": p.level}) for p in problems]
     Path(path).write_text("\n".join(lines) + "\n")
+
+
+# The character-level tokenizer of the arithmetic tasks: a regular HF tokenizer directory with 100 tokens.
+
+
+END, PAD, TURN_START, TURN_END = "<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"
+SPECIAL = [PAD, END, TURN_START, TURN_END]
+# Byte-level BPE writes a line break as Ċ and a space as Ġ.
+CHARACTERS = ["Ċ", "Ġ", *sorted(c for c in string.printable if c.isprintable() and c != " ")]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def arithmetic_tokenizer() -> Any:
+    """The tokenizer as a `transformers` fast tokenizer."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: index for index, token in enumerate([*SPECIAL, *CHARACTERS])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(SPECIAL)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END, pad_token=PAD,
+        additional_special_tokens=[TURN_START, TURN_END], chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False, model_max_length=32768,
+    )  # fmt: skip
+
+
+def save_arithmetic_tokenizer(directory: str | Path) -> None:
+    """Writes tokenizer.json, tokenizer_config.json and the chat template into `directory`."""
+    arithmetic_tokenizer().save_pretrained(str(directory))
+    file = Path(directory) / "tokenizer_config.json"
+    settings = json.loads(file.read_text()) | {"tokenizer_class": "Qwen2Tokenizer"}
+    file.write_text(json.dumps(settings, indent=2) + "\n")

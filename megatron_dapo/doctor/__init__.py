@@ -5,8 +5,7 @@
 - `software.py`: Python and package versions, and the versions that were measured together (`megatron_dapo/locks`).
 - `gpu.py`: driver, CUDA, NCCL, attention kernels.
 - `network.py`: all-reduce between the nodes of a Slurm job; a program of its own that imports torch.
-- `storage.py`: run directory, disk space, /dev/shm, clock.
-- `environment.py`: ports, Slurm, limits, HF cache, SGLang's Python, model directory.
+- `machine.py`: run directory, disk space, /dev/shm, clock, ports, Slurm, limits, HF cache, SGLang's Python, model.
 
 Torch is imported in child processes that the checks start, and in this one only to load a model's tokenizer.
 """

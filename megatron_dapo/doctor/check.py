@@ -6,6 +6,7 @@ raises fails with the error.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -95,10 +96,5 @@ def last_line(text: str) -> str:
 
 def version_tuple(text: str) -> tuple[int, ...]:
     """ "2.13.0+cpu" is (2, 13, 0); the first part that is not a number ends it."""
-    numbers = []
-    for part in text.split("+")[0].split("."):
-        digits = "".join(c for c in part if c.isdigit())
-        if not digits or not part[0].isdigit():
-            break
-        numbers.append(int(digits if part.isdigit() else part[: len(part) - len(part.lstrip("0123456789"))]))
-    return tuple(numbers)
+    found = re.match(r"\d+(\.\d+)*", text)
+    return tuple(map(int, found[0].split("."))) if found else ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -12,12 +12,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
+from megatron_dapo.arguments import table_console
 from megatron_dapo.config import Config, ConfigError, ModelShape, load_config
-from megatron_dapo.doctor import environment, gpu, software, storage
+from megatron_dapo.doctor import gpu, machine, software
 from megatron_dapo.doctor.check import Check, Probe, examine
 from megatron_dapo.errors import UserError
 from megatron_dapo.planner import count_parameters
-from megatron_dapo.tables import table_console
 
 INDENT = 21
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
@@ -43,23 +43,23 @@ def probes(config: Config, named: bool) -> list[Probe]:
         Probe("torch", gpu.torch_cuda, 120),
         Probe("attention", gpu.attention, 310),
         Probe("kernels", gpu.kernels, 130),
-        Probe("run directory", partial(storage.run_directory, run_dir, config.slurm.nodes), 60),
-        Probe("disk", partial(storage.free_disk, run_dir, parameters, config.trainer.checkpoint.keep)),
-        Probe("shared memory", storage.shared_memory),
-        Probe("clock", partial(storage.clock_skew, run_dir)),
-        Probe("limits", environment.limits),
-        Probe("hf cache", environment.hf_cache),
-        Probe("slurm", environment.slurm, 40),
+        Probe("run directory", partial(machine.run_directory, run_dir, config.slurm.nodes), 60),
+        Probe("disk", partial(machine.free_disk, run_dir, parameters, config.trainer.checkpoint.keep)),
+        Probe("shared memory", machine.shared_memory),
+        Probe("clock", partial(machine.clock_skew, run_dir)),
+        Probe("limits", machine.limits),
+        Probe("hf cache", machine.hf_cache),
+        Probe("slurm", machine.slurm, 40),
     ]
     if config.rollout.engine == "sglang":
-        found.append(Probe("ports", partial(environment.ports, servers.host, servers.port, servers.count)))
-        found.append(Probe("weights", partial(storage.weights_directory, Path(config.rollout.weights.directory), size)))
+        found.append(Probe("ports", partial(machine.ports, servers.host, servers.port, servers.count)))
+        found.append(Probe("weights", partial(machine.weights_directory, Path(config.rollout.weights.directory), size)))
         if named:
-            found.append(Probe("sglang", partial(environment.serving_python, servers), 160))
+            found.append(Probe("sglang", partial(machine.serving_python, servers), 160))
     if shape and shape.linear:
         found.append(Probe("delta rule", gpu.delta_rule, 130))
     if config.policy.model:
-        found.append(Probe("model", partial(environment.model_directory, Path(config.policy.model)), 120))
+        found.append(Probe("model", partial(machine.model_directory, Path(config.policy.model)), 120))
     return found
 
 
@@ -82,10 +82,10 @@ def run(
     chosen = _choose(make(load_config(config, overrides), config is not None), only)
     checks: list[Check] = []
     console = table_console()
-    for check in _examine_all(chosen, timeout):
-        checks.append(check)
+    for probe in chosen:  # one after the other, so that none disturbs the measured write speed
+        checks.append(examine(probe, timeout))
         if not as_json:
-            print_check(check, console)
+            print_check(checks[-1], console)
     if as_json:
         print(json.dumps([asdict(check) for check in checks], indent=2))
     else:
@@ -102,12 +102,6 @@ def _choose(found: list[Probe], only: str | None) -> list[Probe]:
     if unknown:
         raise DoctorError(f"--only: no check is called {', '.join(unknown)}; there are {', '.join(known)}")
     return [probe for probe in found if probe.name in names]
-
-
-def _examine_all(found: list[Probe], timeout: float | None) -> Iterator[Check]:
-    """Runs the checks one after the other, so that none disturbs the measured write speed."""
-    for probe in found:
-        yield examine(probe, timeout)
 
 
 def print_check(check: Check, console: Console) -> None:

@@ -26,13 +26,6 @@ async def open_engine(config: RolloutConfig, model: str, log_dir: str | Path) ->
         from megatron_dapo.engines.embedded.engine import EmbeddedEngine
 
         return EmbeddedEngine.from_directory(model, config.embedded, pause_mode=config.weights.pause_mode)
-    from megatron_dapo.engines.sglang.fleet import Fleet, wait_for_router
+    from megatron_dapo.engines.sglang.fleet import Fleet
 
-    engine = await Fleet(config, config.servers.model or model, log_dir).start()
-    if config.servers.router_url:
-        try:
-            await wait_for_router(config.servers)
-        except BaseException:
-            await engine.close()
-            raise
-    return engine
+    return await Fleet(config, config.servers.model or model, log_dir).start()

@@ -14,8 +14,7 @@ An engine serves a weight version only after all of it has arrived; every token 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Executor
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -23,10 +22,8 @@ from megatron_dapo.errors import EngineError
 from megatron_dapo.types import FinishReason, LogProbs, RoutedExperts, Tokens, WeightSpan
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-# A part of a weight update: tensors under the names of the HF checkpoint.
-Bucket = Sequence[tuple[str, "Tensor"]]
+    from megatron_dapo.sync.bucket import Bucket
+    from megatron_dapo.sync.bucket_stream import BucketStream
 
 
 class WeightUpdateError(EngineError):
@@ -100,7 +97,6 @@ class WeightReport:
     # Parts of `seconds`: pause, transfer, labels and proof follow each other; memory, taken back for weights and KV
     # cache, is a part of pause and labels.
     parts: dict[str, float] = field(default_factory=dict)
-    sent_bytes: int = 0  # less than `bytes` where only changes were sent
 
 
 class Engine(Protocol):
@@ -128,14 +124,13 @@ class Engine(Protocol):
 
     async def resume(self) -> None: ...
 
-    async def load_weights(self, version: int, buckets: Iterable[Bucket], executor: Executor | None = None) -> None:
+    async def load_weights(self, version: int, buckets: Iterable[Bucket] | BucketStream) -> None:
         """First half of a weight update: every server receives all weights. Running requests are aborted first, and
         nothing is served until `serve_weights`. When this returns, the buckets' memory may be reused or freed.
 
         `buckets` is read to its end exactly once, even when a server fails, because producing a bucket is a collective
-        of the training ranks. Buckets are produced and prepared in `executor` (default: a thread of the engine's own).
-        A server that fails here is recovered or given up by `serve_weights`; an error means that no server has the
-        weights."""
+        of the training ranks. A `BucketStream` is filled by the caller, anything else in a thread. A server that fails
+        here is recovered or given up by `serve_weights`; an error means that no server has the weights."""
         ...
 
     async def serve_weights(self, version: int) -> WeightReport:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
-from typing import Any, Protocol
 
 import numpy as np
 
@@ -26,16 +25,8 @@ log = logging.getLogger(__name__)
 PAUSE = 0.5  # seconds before the first retry; doubled for each further one
 
 
-class Scorer(Protocol):
-    async def logprobs(self, prompt: Tokens, response: Tokens) -> LogProbs:
-        """[response tokens]: the log-prob of each, given everything before it. Raises EngineError."""
-        ...
-
-    async def close(self) -> None: ...
-
-
 class Teacher:
-    def __init__(self, scorer: Scorer, config: DistillationConfig) -> None:
+    def __init__(self, scorer: SGLangScorer | TransformersScorer, config: DistillationConfig) -> None:
         self._scorer = scorer
         self._config = config
 
@@ -92,6 +83,7 @@ class SGLangScorer:
         self._turn = count()
 
     async def logprobs(self, prompt: Tokens, response: Tokens) -> LogProbs:
+        """[response tokens]: the log-prob of each, given everything before it. Raises EngineError."""
         server = self._servers[next(self._turn) % len(self._servers)]
         body = {
             "input_ids": [*prompt.tolist(), *response.tolist()], "return_logprob": True,
@@ -99,27 +91,14 @@ class SGLangScorer:
             "logprob_start_len": max(0, len(prompt) - 2),
             "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
         }  # fmt: skip
+        from megatron_dapo.engines.sglang.response_parser import input_logprobs
+
         reply = await server.post("/generate", body)
-        return read_logprobs(reply, response, server.url)
+        return input_logprobs(reply, response.tolist(), f"teacher {server.url}")
 
     async def close(self) -> None:
         for server in self._servers:
             await server.close()
-
-
-def read_logprobs(reply: Any, response: Tokens, server: str) -> LogProbs:
-    """Of SGLang's reply. Its token ids must be those of the response: another tokenizer would give other tokens."""
-    try:
-        entries = reply["meta_info"]["input_token_logprobs"][-len(response) :]
-        found = as_logprobs(np.array([entry[0] for entry in entries], dtype=np.float32))
-        tokens = [int(entry[1]) for entry in entries]
-    except (KeyError, TypeError, IndexError, ValueError) as error:
-        raise EngineError(f"teacher {server}: its reply has no usable input_token_logprobs ({error!r})") from error
-    if tokens != response.tolist():
-        raise EngineError(f"teacher {server}: it scored {len(tokens)} other tokens than the response's {len(response)}")
-    if not np.isfinite(found).all():
-        raise EngineError(f"teacher {server}: a log-prob is {found[~np.isfinite(found)][0]}")
-    return found
 
 
 class TransformersScorer:

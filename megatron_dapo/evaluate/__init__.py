@@ -10,13 +10,13 @@ however it is marked: the gap to avg@k is what the required format costs.
 Several benchmarks are generated together, so that the engine stays full until the last of them. `evaluate_sets` can be
 cancelled at any time: it aborts its requests and returns when none is running.
 
-- `requests`  generates and grades the responses (`evaluate`, `evaluate_sets`)
-- `results`   scores, tables and files of an evaluation (`EvalResult`, `Evaluation`)
+- `requests`  generates and grades the responses (`evaluate_sets`)
+- `results`   scores, statistics, tables and files of an evaluation (`EvalResult`, `Evaluation`)
 - `command`   `megatron-dapo eval`
 """
 
 from megatron_dapo.evaluate.command import create_output, run
-from megatron_dapo.evaluate.requests import evaluate, evaluate_sets
+from megatron_dapo.evaluate.requests import evaluate_sets
 from megatron_dapo.evaluate.results import (
     EvalResult,
     Evaluation,
@@ -28,6 +28,6 @@ from megatron_dapo.evaluate.results import (
 )
 
 __all__ = [
-    "EvalResult", "Evaluation", "EvaluationError", "ProblemResult", "Response", "create_output", "evaluate",
+    "EvalResult", "Evaluation", "EvaluationError", "ProblemResult", "Response", "create_output",
     "evaluate_sets", "majority", "run", "summarise",
 ]  # fmt: skip

@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from megatron_dapo.config.trainer import EvalConfig
+from megatron_dapo.config.data import EvalConfig
 from megatron_dapo.engines.protocol import Completion, SamplingParams, derive_seed
 from megatron_dapo.errors import UserError
-from megatron_dapo.evaluate.results import EvalResult, Evaluation, EvaluationError, ProblemResult, Response, summarise
+from megatron_dapo.evaluate.results import Evaluation, EvaluationError, ProblemResult, Response, summarise
 from megatron_dapo.reward.combined import readable
 from megatron_dapo.rollout.agents.conversation import Conversation
 from megatron_dapo.rollout.agents.functions import RolloutFunction
@@ -41,22 +41,6 @@ class GraderPool(Protocol):
     async def grade(self, prompt: Prompt, sample: Sample) -> Grade: ...
 
 
-async def evaluate(
-    engine: Generator,
-    prompts: Sequence[Prompt],
-    grader_pool: GraderPool,
-    config: EvalConfig,
-    seed: int,
-    progress: Progress | None = None,
-) -> EvalResult:
-    """Generates `config.samples` responses to every prompt. The same seed and a seeded engine give the same result.
-
-    `config` must be complete (`Config.resolved_evaluate`). The first engine or grader error ends the evaluation. After
-    an error or a cancellation, no request of this evaluation is running.
-    """
-    return (await evaluate_sets(engine, {"": prompts}, grader_pool, config, seed, progress)).results[""]
-
-
 async def evaluate_sets(
     engine: Generator,
     sets: Mapping[str, Sequence[Prompt]],
@@ -66,8 +50,13 @@ async def evaluate_sets(
     progress: Progress | None = None,
     function: RolloutFunction | None = None,
 ) -> Evaluation:
-    """As `evaluate`, for several benchmarks at once, each with its own number of samples (`EvalConfig.for_set`).
-    `function` makes the responses; None: a response is one generated turn."""
+    """Generates the responses to every prompt of several benchmarks at once, each with its own number of samples
+    (`EvalConfig.for_set`). The same seed and a seeded engine give the same result.
+
+    `config` must be complete (`Config.resolved_evaluate`). `function` makes the responses; None: a response is one
+    generated turn. The first engine or grader error ends the evaluation. After an error or a cancellation, no request
+    of this evaluation is running.
+    """
     if config.max_response_tokens is None:
         raise ValueError("evaluate needs max_response_tokens: pass Config.resolved_evaluate")
     for name, prompts in sets.items():
@@ -108,7 +97,11 @@ class _Requests:
         progress: Progress | None,
         function: RolloutFunction | None,
     ) -> None:
-        self._engine, self._pool, self._config, self._seed, self._progress = engine, grader_pool, config, seed, progress
+        self._engine = engine
+        self._pool = grader_pool
+        self._config = config
+        self._seed = seed
+        self._progress = progress
         self._function = function
         self._slots = asyncio.Semaphore(config.concurrency)
         self._tasks: list[asyncio.Task[Response]] = []

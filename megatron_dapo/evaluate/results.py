@@ -1,4 +1,4 @@
-"""The results of an evaluation: scores per problem and benchmark, their metrics, tables and files."""
+"""The results of an evaluation: scores per problem and benchmark, their statistics, metrics, tables and files."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, variance
 from typing import TYPE_CHECKING, Any
 
-from megatron_dapo.config.trainer import EvalConfig
+from megatron_dapo.config.data import EvalConfig
 from megatron_dapo.errors import UserError
-from megatron_dapo.evaluate.statistics import clustered_interval, pass_at_k
-from megatron_dapo.files import write_atomically
+from megatron_dapo.files import publish_directory, write_atomically
 from megatron_dapo.reward.equivalence import last_number_matches
 from megatron_dapo.types import FinishReason
 
@@ -126,7 +125,7 @@ class EvalResult:
 
         `results.json` is there only if everything was written; one of an earlier evaluation is removed first."""
         folder = Path(directory)
-        building, final = folder / ".responses.tmp", folder / "responses"
+        building = folder / ".responses.tmp"
         (folder / "results.json").unlink(missing_ok=True)
         shutil.rmtree(building, ignore_errors=True)
         building.mkdir(parents=True)
@@ -134,8 +133,7 @@ class EvalResult:
             name = re.sub(r"[^\w.-]+", "_", problem.id)[:100]
             file = building / f"{number:04d}-{name}.txt"
             file.write_text(_readable(number, problem), encoding="utf-8", errors="backslashreplace")
-        shutil.rmtree(final, ignore_errors=True)
-        building.rename(final)
+        publish_directory(building, folder / "responses", folder / ".responses.old")
         write_atomically(folder / "results.json", json.dumps(self.to_json(), indent=2) + "\n")
 
     def to_json(self) -> dict[str, Any]:
@@ -223,3 +221,52 @@ def _readable(number: int, problem: ProblemResult) -> str:
         head = f"response {index}: {verdict} ({response.reason}), {response.tokens} tokens, {response.finish_reason}"
         lines += ["", "-" * 100, f"{head}, extracted: {response.extracted}", "-" * 100, response.text]
     return "\n".join(lines) + "\n"
+
+
+def pass_at_k(responses: int, right: int, k: int) -> float:
+    """1 − C(n−c, k) / C(n, k): the probability that k of the n responses, drawn without replacement, include a correct
+    one."""
+    k = min(k, responses)  # some responses may be ungraded
+    return 1.0 - math.comb(responses - right, k) / math.comb(responses, k)
+
+
+def clustered_interval(means: Sequence[float], confidence: float) -> tuple[float, float] | None:
+    """Student's t interval of the mean over problems, limited to [0, 1].
+
+    If all means are 0 (or all 1), t would give an interval of width 0; the exact binomial interval is returned instead.
+    """
+    if len(means) < 2:
+        return None
+    if set(means) in ({0.0}, {1.0}):
+        far = 1 - ((1 - confidence) / 2) ** (1 / len(means))
+        return (0.0, far) if means[0] == 0 else (1 - far, 1.0)
+    low, high = mean_interval(means, confidence) or (0.0, 1.0)
+    return max(0.0, low), min(1.0, high)
+
+
+def mean_interval(values: Sequence[float], confidence: float) -> tuple[float, float] | None:
+    """Student's t interval of the mean; None for fewer than two values."""
+    if len(values) < 2:
+        return None
+    half = student_t(confidence, len(values) - 1) * math.sqrt(variance(values) / len(values))
+    return fmean(values) - half, fmean(values) + half
+
+
+def student_t(confidence: float, freedom: int) -> float:
+    """The t with P(|T| ≤ t) = confidence, by bisection. The distribution has a finite series."""
+
+    def inside(t: float) -> float:
+        angle = math.atan(t / math.sqrt(freedom))
+        odd = freedom % 2
+        term = math.cos(angle) if odd else 1.0
+        total = term if freedom > 1 else 0.0
+        for i in range(3 if odd else 2, freedom, 2):
+            term *= (i - 1) / i * math.cos(angle) ** 2
+            total += term
+        return 2 / math.pi * (angle + math.sin(angle) * total) if odd else math.sin(angle) * total
+
+    low, high = 0.0, 1e9
+    while high - low > 1e-9 * max(1.0, low):
+        middle = (low + high) / 2
+        low, high = (middle, high) if inside(middle) < confidence else (low, middle)
+    return low

@@ -7,11 +7,8 @@ launcher does not repeat that. An error after that is exit code 1, because it ma
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
-import signal
 import sys
-import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +19,7 @@ from megatron_dapo.checkpoints.resume import SETTINGS, check_resume
 from megatron_dapo.config import Config, ConfigError, ModelShape, check_config, dump_config
 from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.errors import UserError
-from megatron_dapo.observe.waiting import importing, waiting
+from megatron_dapo.observe.console import importing, waiting
 from megatron_dapo.policy.megatron.importing import gpu_count
 from megatron_dapo.trainer.run_lock import RunLock
 
@@ -121,45 +118,17 @@ def check_run(config: Config, ranks: int) -> ModelShape:
 
 def _check_setup(config: Config, shape: ModelShape, forked: bool) -> Setup:
     """`preflight.check_setup`; in a Slurm job an error is also left in the log folder for the batch script."""
+    from megatron_dapo.processes.fork_ranks import run_in_fork
     from megatron_dapo.trainer.preflight import check_setup
     from megatron_dapo.trainer.watchdog import log_folder
 
     try:
-        return _in_child(check_setup, config, shape) if forked else check_setup(config, shape)
+        return run_in_fork(check_setup, config, shape) if forked else check_setup(config, shape)
     except UserError as error:
         folder = log_folder(config.trainer.run_dir)
         if "SLURM_PROCID" in os.environ and folder.is_dir():
             (folder / SETUP_ERROR).write_text(f"{error}\n")
         raise
-
-
-def _in_child(function: Any, *arguments: Any) -> Any:
-    """The function's result, computed in a forked process. Its UserError is raised here."""
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-
-    def main() -> None:
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, signal.SIG_DFL)
-        try:
-            sender.send((True, function(*arguments)))
-        except UserError as error:
-            sender.send((False, str(error)))
-        except BaseException:
-            sender.send((False, traceback.format_exc()))
-
-    child = context.Process(target=main, daemon=True)
-    child.start()
-    sender.close()
-    try:
-        ok, result = receiver.recv()
-    except EOFError:
-        child.join()
-        raise UserError(f"the check of the set-up ended with exit code {child.exitcode}") from None
-    child.join()
-    if not ok:
-        raise UserError(result)
-    return result
 
 
 def print_plan(config: Config, shape: ModelShape, ranks: int) -> None:

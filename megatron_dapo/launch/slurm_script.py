@@ -4,7 +4,7 @@
 trainer starts them itself), then the trainer under srun, one task per rank. It passes the signal before the time limit
 on to the trainer, and queues the job again, a bounded number of times, when the trainer has saved, crashed or hung.
 
-No value can add a line to the script: each one is quoted for the shell, and a line break is an error (shell_text.py).
+No value can add a line to the script: each one is quoted for the shell, and a line break is an error.
 The script does not depend on the environment it is submitted from: every step gets the script's own environment, also
 where the site or the user submits with --export=NONE.
 """
@@ -25,11 +25,8 @@ import jinja2
 
 from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.config.rollout import ServerConfig
-from megatron_dapo.config.slurm import NAME
+from megatron_dapo.config.trainer import NAME
 from megatron_dapo.engines.sglang.keys import RUN_WITH_KEYS, command_with_keys
-
-# Values of a configuration as shell text: quoted, on one line, or refused.
-
 
 WIDTH = 118  # columns of a wrapped command
 
@@ -103,7 +100,7 @@ class Job:
     seeds: tuple[int, ...] = ()  # an array of jobs, one run in seed_N for each
 
     def of_seed(self, seed: int) -> Job:
-        """One run of the array, with a run directory and a weights directory of its own."""
+        """One run of the array, with its own run directory and weights directory."""
         run_dir = self.run_dir / f"seed_{seed}"
         weights = Path(self.folder, self.config.rollout.weights.directory)
         inside = self.run_dir in weights.parents
@@ -285,8 +282,8 @@ class Job:
 
 def router_command(python: str, port: int, servers: ServerConfig, key: str) -> list[str]:
     """Without the servers. `key`: the environment variable with the API key. The router's timeouts are not shorter than
-    ours. Its default policy compares texts and, given tokens only, sends everything to one server; its metrics need a
-    port of their own."""
+    ours. Its default policy compares texts and, given tokens only, sends everything to one server; its metrics need
+    their own port."""
     return [
         *command_with_keys(python, "sglang_router.launch_router", {"api-key": key}, has_package=not servers.python),
         "--host", "0.0.0.0", "--port", str(port),
@@ -296,9 +293,9 @@ def router_command(python: str, port: int, servers: ServerConfig, key: str) -> l
     ]  # fmt: skip
 
 
-def render(job: Job, template: str = "job.sbatch.j2", **values: object) -> str:
+def render(job: Job) -> str:
     slurm, servers = job.config.slurm, job.config.rollout.servers
-    return _environment().get_template(template).render(job=job, slurm=slurm, servers=servers, shell=Shell, **values)
+    return _environment().get_template("job.sbatch.j2").render(job=job, slurm=slurm, servers=servers, shell=Shell)
 
 
 @cache

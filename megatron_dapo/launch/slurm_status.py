@@ -6,15 +6,12 @@ log. A state that is not in the table is printed as it is.
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_dapo.launch.slurm_checks import Ask, SlurmError, ask
-
-JOBS = "jobs.json"
+from megatron_dapo.launch.slurm import JOBS, Ask, SlurmError, ask, submitted
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,16 +116,6 @@ def job_status(job: int, ask: Ask = ask) -> JobStatus:
     raise SlurmError(f"Slurm does not know job {job}: it ended long ago, or it belongs to another cluster")
 
 
-def remember(run_dir: Path, jobs: list[int]) -> None:
-    path = run_dir / JOBS
-    path.write_text(json.dumps([*submitted(run_dir), *jobs]) + "\n")
-
-
-def submitted(run_dir: Path) -> list[int]:
-    path = run_dir / JOBS
-    return [int(job) for job in json.loads(path.read_text())] if path.exists() else []
-
-
 def print_status(run_dir: Path, ask: Ask = ask) -> int:
     """Exit code 0: the run is waiting, running or finished. 1: it ended otherwise."""
     jobs = submitted(run_dir)
@@ -147,7 +134,7 @@ def print_status(run_dir: Path, ask: Ask = ask) -> int:
 
 
 def run_on_nodes(run_dir: Path, first: str | None, rest: list[str], node: str | None = None) -> int:
-    """Runs a command on every node of the run's newest job, beside the run, with srun --overlap."""
+    """Runs a command on every node of the run's newest job while the run goes on, with srun --overlap."""
     if first is None:
         raise SlurmError("name a command to run on the nodes, e.g. nvidia-smi")
     jobs = submitted(run_dir)

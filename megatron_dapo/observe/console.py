@@ -1,25 +1,30 @@
 """The console: what a run prints. `Console` prints nothing; `PlainConsole` prints lines; `rich_console` redraws.
 
-A console never ends a run: it goes silent when the terminal is gone.
+`StatusFile` writes the same to logs/status.json for `megatron-dapo watch`, at most once a second. A console never ends
+a run: it goes silent when the terminal is gone. `waiting` and `importing` say what a command waits for before a run has
+its console.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from megatron_dapo.files import write_atomically
-from megatron_dapo.observe.metric_names import filter_yield, response_length, update_speed
+from megatron_dapo.observe.metrics_file import filter_yield, response_length, update_speed
 
-# Short texts for the consoles: numbers, percentages, durations, and the summary of one step.
+STATUS = "status.json"
+STATUS_EVERY = 1.0  # seconds between two writes
+FIRST_LINE, NEXT_LINE = 10.0, 60.0  # seconds until `waiting` prints a line where there is no terminal
 
 
 def step_summary(metrics: Mapping[str, float]) -> dict[str, str]:
@@ -93,11 +98,17 @@ class Console:
 
     def phase_ended(self, name: str) -> None: ...
 
-    def note(self, name: str, text: str) -> None: ...
+    def note(self, name: str, text: str) -> None:
+        self.update(name, text)
 
-    def progress(self, name: str, done: float, total: float, text: str) -> None: ...
+    def progress(self, name: str, done: float, total: float, text: str) -> None:
+        self.update(name, f"{done:g}/{total:g} {text}".rstrip(), done, total)
 
-    def sampling(self, progress: SamplingProgress) -> None: ...
+    def sampling(self, progress: SamplingProgress) -> None:
+        self.update("rollout", sampling_text(progress), progress.kept, progress.needed)
+
+    def update(self, name: str, text: str, done: float | None = None, total: float | None = None) -> None:
+        """What a phase is doing now, and how far it is."""
 
     def step(self, step: int, total: int, metrics: Mapping[str, float], remaining: float | None) -> None: ...
 
@@ -139,16 +150,13 @@ class PlainConsole(Console):
         self._phases.pop(name, None)
 
     def note(self, name: str, text: str) -> None:
-        self._update(name, text)
         if self._starting:
             self._say(f"[{self._elapsed()}] {name}: {text}")
+        self.update(name, text)
 
-    def progress(self, name: str, done: float, total: float, text: str) -> None:
-        self._update(name, f"{done:g}/{total:g} {text}".rstrip())
-        self.print_long_phase()
-
-    def sampling(self, progress: SamplingProgress) -> None:
-        self._update("rollout", sampling_text(progress))
+    def update(self, name: str, text: str, done: float | None = None, total: float | None = None) -> None:
+        started, _ = self._phases.get(name, (time.monotonic(), ""))
+        self._phases[name] = (started, text)
         self.print_long_phase()
 
     def step(self, step: int, total: int, metrics: Mapping[str, float], remaining: float | None) -> None:
@@ -190,10 +198,6 @@ class PlainConsole(Console):
             with suppress(RuntimeError):  # the other thread changed the phases meanwhile
                 self.print_long_phase()
 
-    def _update(self, name: str, text: str) -> None:
-        started, _ = self._phases.get(name, (time.monotonic(), ""))
-        self._phases[name] = (started, text)
-
     def _elapsed(self) -> str:
         return duration(time.monotonic() - self._opened)
 
@@ -218,13 +222,6 @@ def evaluation_text(metrics: Mapping[str, float]) -> str:
     )
 
 
-# logs/status.json: what the run is doing now, for `megatron-dapo watch`. Written at most once a second.
-
-
-EVERY = 1.0  # seconds between two writes
-NAME = "status.json"
-
-
 class StatusFile(Console):
     def __init__(self, path: Path, total: int) -> None:
         self._path = path
@@ -240,14 +237,10 @@ class StatusFile(Console):
         self._phases.pop(name, None)
         self._write()
 
-    def note(self, name: str, text: str) -> None:
-        self._update(name, text=text)
-
-    def progress(self, name: str, done: float, total: float, text: str) -> None:
-        self._update(name, text=f"{done:g}/{total:g} {text}".rstrip(), done=done, total=total)
-
-    def sampling(self, progress: SamplingProgress) -> None:
-        self._update("rollout", text=sampling_text(progress), done=progress.kept, total=progress.needed)
+    def update(self, name: str, text: str, done: float | None = None, total: float | None = None) -> None:
+        values = {"text": text} if done is None else {"text": text, "done": done, "total": total}
+        self._phases[name] = {"name": name, "since": time.time(), **self._phases.get(name, {}), **values}
+        self._write()
 
     def step(self, step: int, total: int, metrics: Mapping[str, float], remaining: float | None) -> None:
         self._state |= {"step": step, "total": total, "remaining": remaining}
@@ -258,13 +251,9 @@ class StatusFile(Console):
         self._phases.clear()
         self._write(now=True)
 
-    def _update(self, name: str, **values: Any) -> None:
-        self._phases[name] = {"name": name, "since": time.time(), **self._phases.get(name, {}), **values}
-        self._write()
-
     def _write(self, *, now: bool = False) -> None:
         moment = time.time()
-        if not now and 0 <= moment - self._written < EVERY:
+        if not now and 0 <= moment - self._written < STATUS_EVERY:
             return
         self._written = moment
         state = {**self._state, "phases": list(self._phases.values()), "updated": moment}
@@ -275,7 +264,52 @@ class StatusFile(Console):
 
 def read_status(run_dir: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads((run_dir / "logs" / NAME).read_text())
+        found = json.loads((run_dir / "logs" / STATUS).read_text())
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None
+
+
+@contextmanager
+def waiting(doing: str, stream: TextIO | None = None) -> Iterator[None]:
+    """On a terminal it is shown at once and disappears when it is done. Elsewhere a line is printed only if it takes
+    long, so that the output of a short command stays as it is. The thread that prints has ended when this is left: what
+    follows may fork."""
+    stream = stream or sys.stderr
+    if stream.isatty():
+        from rich.console import Console as Terminal
+
+        with Terminal(file=stream).status(f"{doing} …"):
+            yield
+        return
+    done, started = threading.Event(), time.monotonic()
+
+    def report() -> None:
+        pause = FIRST_LINE
+        while not done.wait(pause):
+            with suppress(OSError, ValueError):
+                print(f"megatron-dapo: {doing}, for {time.monotonic() - started:.0f} s", file=stream, flush=True)
+            pause = NEXT_LINE
+
+    thread = threading.Thread(target=report, name="waiting", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+@contextmanager
+def importing(what: str) -> Iterator[None]:
+    """For heavy imports. Garbage is not collected meanwhile: there is hardly any, and every search visits all that has
+    been imported so far, a sixth of the time. Later searches leave out what was imported, also in forked ranks."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with waiting(f"importing {what}"):
+            yield
+    finally:
+        gc.freeze()
+        if collects:
+            gc.enable()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from megatron_dapo.observe.metric_names import dropped_groups, filter_yield, response_length
+from megatron_dapo.observe.metrics_file import dropped_groups, filter_yield, response_length
 
 PAGE = "docs/diagnosis.md"
 REARM = 5

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Literal
 
@@ -17,20 +17,6 @@ from megatron_dapo.observe.runs import Run
 
 Format = Literal["number", "percent", "count", "seconds", "rate"]
 MOST_POINTS = 2000
-
-
-@dataclass(slots=True, frozen=True)
-class FigureSpec:
-    """A figure without its data. `metrics` are names, or patterns if they end with `*`."""
-
-    id: str
-    title: str
-    note: str
-    metrics: dict[str, str]  # metric to its label in this figure; the label of a pattern is what `*` matched
-    format: Format = "number"
-    stacked: bool = False
-    log: bool = False
-    zero: bool = False  # the axis starts at 0
 
 
 @dataclass(slots=True)
@@ -42,89 +28,91 @@ class Series:
     high: list[float | None] | None = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, frozen=True)
 class Figure:
+    """`metrics` are names, or patterns if they end with `*`."""
+
     id: str
     title: str
     note: str
-    format: Format
-    stacked: bool
-    log: bool
-    zero: bool
+    metrics: dict[str, str]  # metric to its label in this figure; the label of a pattern is what `*` matched
+    format: Format = "number"
+    stacked: bool = False
+    log: bool = False
+    zero: bool = False  # the axis starts at 0
     runs: list[list[Series]] = field(default_factory=list)  # one list per run; empty if the run has no data
 
 
-SECTIONS: dict[str, tuple[FigureSpec, ...]] = {
+SECTIONS: dict[str, tuple[Figure, ...]] = {
     "Learning": (
-        FigureSpec("reward", "Reward", "mean over trained responses, penalties included", {"reward/mean": "reward"}),
-        FigureSpec("accuracy", "Accuracy",
+        Figure("reward", "Reward", "mean over trained responses, penalties included", {"reward/mean": "reward"}),
+        Figure("accuracy", "Accuracy",
                    "share of right responses; the filter drops groups that are all right or all wrong", {
             "reward/accuracy_all": "all sampled", "reward/accuracy": "trained",
         }, "percent"),
-        FigureSpec("evaluation", "Evaluation", "held-out scores; the band is the confidence interval", {"eval/*": ""},
+        Figure("evaluation", "Evaluation", "held-out scores; the band is the confidence interval", {"eval/*": ""},
                    "percent"),
-        FigureSpec("length", "Response length", "mean tokens per response", {
+        Figure("length", "Response length", "mean tokens per response", {
             "rollout/length_trained": "trained", "rollout/length_dropped": "dropped",
             "rollout/length_interrupted": "interrupted",
         }, "count", zero=True),
     ),
     "Policy": (
-        FigureSpec("entropy", "Entropy", "mean per token, in nats", {"train/entropy": "entropy"}, zero=True),
-        FigureSpec("clip", "Clip fractions", "tokens whose ratio was replaced by a bound", {
+        Figure("entropy", "Entropy", "mean per token, in nats", {"train/entropy": "entropy"}, zero=True),
+        Figure("clip", "Clip fractions", "tokens whose ratio was replaced by a bound", {
             "train/clip_fraction_high": "high", "train/clip_fraction_low": "low", "train/clip_fraction_dual": "dual",
         }, "percent", zero=True),
-        FigureSpec("approx_kl", "Policy shift", "KL(old‖new) within a step, k3 estimate",
+        Figure("approx_kl", "Policy shift", "KL(old‖new) within a step, k3 estimate",
                    {"train/approx_kl": "approx_kl"}, zero=True),
-        FigureSpec("grad_norm", "Gradient norm", "before clipping", {"train/grad_norm": "grad_norm"}, log=True),
-        FigureSpec("loss", "Loss", "policy objective; its absolute value says little", {"train/loss": "loss"}),
-        FigureSpec("lr", "Learning rate", "", {"train/lr": "lr"}, zero=True),
+        Figure("grad_norm", "Gradient norm", "before clipping", {"train/grad_norm": "grad_norm"}, log=True),
+        Figure("loss", "Loss", "policy objective; its absolute value says little", {"train/loss": "loss"}),
+        Figure("lr", "Learning rate", "", {"train/lr": "lr"}, zero=True),
     ),
     "Engine and trainer": (
-        FigureSpec("mismatch_kl", "Mismatch KL", "KL(engine‖trainer), k3 estimate",
+        Figure("mismatch_kl", "Mismatch KL", "KL(engine‖trainer), k3 estimate",
                    {"train/mismatch_kl": "mismatch_kl"}, log=True),
-        FigureSpec("mismatch", "Log-prob difference", "|trainer − engine| per token, and weights above the cap", {
+        Figure("mismatch", "Log-prob difference", "|trainer − engine| per token, and weights above the cap", {
             "train/mismatch_mean": "mean difference", "train/mismatch_over_cap": "share over cap",
         }, zero=True),
-        FigureSpec("off_policy_masks", "Off-policy masks", "tokens removed by a mask of algorithm.off_policy", {
+        Figure("off_policy_masks", "Off-policy masks", "tokens removed by a mask of algorithm.off_policy", {
             "train/token_mask_share": "token mask", "train/sequence_mask_share": "sequence mask",
             "train/opsm_share": "OPSM",
         }, "percent", zero=True),
     ),
     "Sampling": (
-        FigureSpec("groups", "Groups by outcome", "kept for training, or dropped for a reason", {
+        Figure("groups", "Groups by outcome", "kept for training, or dropped for a reason", {
             "rollout/groups_kept": "kept", "rollout/groups_failed": "failed", "rollout/dropped/*": "",
         }, "count", stacked=True, zero=True),
-        FigureSpec("yield", "Filter yield", "kept groups per group judged by the filter", {
+        Figure("yield", "Filter yield", "kept groups per group judged by the filter", {
             "rollout/filter_yield": "yield", "rollout/expected_yield": "expected by the sampler",
-            "data/predicted_yield": "predicted by the curriculum",
         }, "percent", zero=True),
-        FigureSpec("occupancy", "Engine occupancy", "running requests per request that the engines can run",
+        Figure("occupancy", "Engine occupancy", "running requests per request that the engines can run",
                    {"rollout/engine_occupancy": "occupancy"}, "percent", zero=True),
-        FigureSpec("staleness", "Staleness", "weight versions between sampling and training", {
+        Figure("staleness", "Staleness", "weight versions between sampling and training", {
             "rollout/staleness_tokens": "mean of tokens", "rollout/staleness_max": "oldest token",
         }, zero=True),
-        FigureSpec("engine_load", "Engine load", "KV cache in use, mean and highest over the rollout", {
+        Figure("engine_load", "Engine load", "KV cache in use, mean and highest over the rollout", {
             "rollout/kv_use": "mean", "rollout/kv_use_max": "highest",
         }, "percent", zero=True),
-        FigureSpec("engine_queue", "Engine queue", "requests that wait in the engines, mean and highest", {
+        Figure("engine_queue", "Engine queue", "requests that wait in the engines, mean and highest", {
             "rollout/queue": "mean", "rollout/queue_max": "highest",
         }, "count", zero=True),
-        FigureSpec("truncated", "Truncated responses", "by the length limit, or interrupted by the end of the step", {
+        Figure("truncated", "Truncated responses", "by the length limit, or interrupted by the end of the step", {
             "rollout/truncated_share": "truncated", "rollout/interrupted_share": "interrupted",
         }, "percent", zero=True),
     ),
     "Time": (
-        FigureSpec("phases", "Time per phase", "seconds of each step", {"time/*": ""}, "seconds",
+        Figure("phases", "Time per phase", "seconds of each step", {"time/*": ""}, "seconds",
                    stacked=True, zero=True),
-        FigureSpec("speed", "Throughput", "tokens per second", {
+        Figure("speed", "Throughput", "tokens per second", {
             "rollout/tokens_per_second": "rollout", "train/tokens_per_second": "update",
         }, "rate", zero=True),
-        FigureSpec("speed_per_gpu", "Throughput per GPU", "prompt and response tokens of trained samples per second", {
+        Figure("speed_per_gpu", "Throughput per GPU", "prompt and response tokens of trained samples per second", {
             "train/tokens_per_second_per_gpu": "update", "time/tokens_per_second_per_gpu": "whole step",
         }, "rate", zero=True),
-        FigureSpec("mfu", "MFU", "model FLOPs of the updates per FLOP that the GPUs could do (dense bf16, data sheet)",
+        Figure("mfu", "MFU", "model FLOPs of the updates per FLOP that the GPUs could do (dense bf16, data sheet)",
                    {"train/mfu": "mfu"}, "percent", zero=True),
-        FigureSpec("memory", "Memory", "of rank 0, in GiB: GPU memory of the trainer, memory of its process", {
+        Figure("memory", "Memory", "of rank 0, in GiB: GPU memory of the trainer, memory of its process", {
             "memory/gpu_peak_gib": "GPU, highest", "memory/gpu_reserved_gib": "GPU, reserved",
             "memory/host_gib": "host",
         }, zero=True),
@@ -158,11 +146,11 @@ def _is_shown(name: str, shown: set[str]) -> bool:
     return name in shown or name.removesuffix("_low").removesuffix("_high") in shown or name == "time/step"
 
 
-def _single(name: str) -> FigureSpec:
-    return FigureSpec(re.sub(r"\W+", "-", name), name, "", {name: name}, "percent" if "share" in name else "number")
+def _single(name: str) -> Figure:
+    return Figure(re.sub(r"\W+", "-", name), name, "", {name: name}, "percent" if "share" in name else "number")
 
 
-def _expand(spec: FigureSpec, runs: Sequence[Run]) -> dict[str, str]:
+def _expand(spec: Figure, runs: Sequence[Run]) -> dict[str, str]:
     """Metric to label, in the order of the spec; the matches of a pattern are sorted."""
     known = dict.fromkeys(name for run in runs for name in run.metrics)
     names: dict[str, str] = {}
@@ -196,12 +184,9 @@ def _rank(label: str) -> tuple[int, str]:
     return (len(PHASE_ORDER) + 1, "") if label == "other" else (len(PHASE_ORDER), label)
 
 
-def _figure(spec: FigureSpec, names: dict[str, str], runs: Sequence[Run]) -> Figure:
+def _figure(spec: Figure, names: dict[str, str], runs: Sequence[Run]) -> Figure:
     build = _stack if spec.stacked else _lines
-    return Figure(
-        spec.id, spec.title, spec.note, spec.format, spec.stacked, spec.log, spec.zero,
-        [build(run, names) for run in runs],
-    )  # fmt: skip
+    return replace(spec, metrics=names, runs=[build(run, names) for run in runs])
 
 
 def _lines(run: Run, names: dict[str, str]) -> list[Series]:
@@ -237,11 +222,11 @@ def _stack(run: Run, names: dict[str, str]) -> list[Series]:
     return found
 
 
-def thin(values: Sequence[float], most: int = MOST_POINTS) -> list[int]:
+def thin(values: Sequence[float]) -> list[int]:
     """Indices to draw: all, or the lowest and highest of each interval, so that no spike is lost."""
-    if len(values) <= most:
+    if len(values) <= MOST_POINTS:
         return list(range(len(values)))
-    width = math.ceil(2 * len(values) / most)
+    width = math.ceil(2 * len(values) / MOST_POINTS)
     kept: set[int] = {0, len(values) - 1}
     for start in range(0, len(values), width):
         interval = [i for i in range(start, min(start + width, len(values))) if math.isfinite(values[i])]

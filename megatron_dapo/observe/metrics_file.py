@@ -2,7 +2,11 @@
 
 A line is `{"step": 3, "kind": "step" | "eval", "metrics": {...}}`. It counts once its newline is written: readers
 ignore an incomplete last line, and the next writer removes it. Steps only increase. JSON has no NaN or infinity, so
-they are written as text ("nan", "inf", "-inf") and read back as numbers.
+they are written as text ("nan", "inf", "-inf") and read back as numbers. A metric may have any name; some functions
+here say what a name implies.
+
+`AppendFile` and `RetryQueue` are the two halves of "a full disk never ends a run": a block is in a file completely or
+not at all, and what could not be written is kept and written later.
 """
 
 from __future__ import annotations
@@ -10,16 +14,22 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from megatron_dapo.errors import UserError
 from megatron_dapo.files import write_atomically
-from megatron_dapo.observe.retry_queue import AppendFile
 
 STEP, EVAL = "step", "eval"
+DROPPED = "rollout/dropped/"
+# Groups that were not trained on for a reason other than the filter.
+NOT_FILTERED = ("unfinished", "stale", "surplus")
+LONGEST_PAUSE = 64  # items
+T = TypeVar("T")
 
 
 class RecordError(UserError):
@@ -127,7 +137,7 @@ def read_records(path: Path) -> list[Record]:
 
 
 def _end_of_line(path: Path, records: int) -> int:
-    """Size of the file up to and including so many records."""
+    """Size of the first `records` records in the file."""
     size = found = 0
     with path.open("rb") as file:
         for line in file:
@@ -143,3 +153,154 @@ def _remove_incomplete_line(path: Path) -> None:
     complete = content.rfind(b"\n") + 1
     if complete < len(content):
         os.truncate(path, complete)
+
+
+class AppendFile:
+    """A file that grows by whole blocks: a block is in it completely or not at all, also on a full disk.
+
+    Opened, and created where needed, by the first write. With `sync` a block is on disk when `write` returns.
+    """
+
+    def __init__(self, path: Path, *, sync: bool = False) -> None:
+        self.path = path
+        self._sync = sync
+        self._fd: int | None = None
+        self._damaged_at: int | None = None  # size before a block that failed and could not be removed
+
+    def write(self, block: bytes) -> None:
+        """Raises OSError and removes what was written of the block if it cannot be written completely."""
+        fd = self._open()
+        if self._damaged_at is not None:
+            os.ftruncate(fd, self._damaged_at)
+            self._damaged_at = None
+        size = os.fstat(fd).st_size
+        try:
+            rest = memoryview(block)
+            while rest:  # a nearly full disk takes a part of a block
+                rest = rest[os.write(fd, rest) :]
+            if self._sync:
+                os.fsync(fd)
+        except OSError:
+            self._damaged_at = size
+            with suppress(OSError):
+                os.ftruncate(fd, size)
+                self._damaged_at = None
+            raise
+
+    def truncate(self, size: int) -> None:
+        """Keeps the first `size` bytes. Needs no free space."""
+        fd = self._open()
+        os.ftruncate(fd, size)
+        self._damaged_at = None
+        os.fsync(fd)
+
+    def close(self) -> None:
+        if self._fd is not None:
+            fd, self._fd = self._fd, None
+            os.close(fd)
+
+    def _open(self) -> int:
+        if self._fd is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        return self._fd
+
+
+class RetryQueue(Generic[T]):
+    """Sends items to an output in order, and keeps those that fail.
+
+    `put` and `flush` do not raise the output's errors (`errors`). They return what a user should know: the first
+    failure, that the oldest of more than `limit` kept items are dropped, and that the output works again. `pause`:
+    after a failure this many items pass before the next attempt, twice as many after each further failure.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        send: Callable[[T], None],
+        *,
+        limit: int,
+        errors: type[Exception] = OSError,
+        pause: int = 0,
+    ) -> None:
+        self.name = name
+        self.waiting: deque[T] = deque()
+        self._send = send
+        self._limit = limit
+        self._errors = errors
+        self._first_pause = pause
+        self._pause = pause
+        self._skip = 0
+        self._failing = False
+        self._dropping = False
+
+    def put(self, item: T) -> list[str]:
+        self.waiting.append(item)
+        news = []
+        if self._skip > 0:
+            self._skip -= 1
+        else:
+            news = self.flush()
+        if len(self.waiting) > self._limit:
+            self.waiting.popleft()
+            if not self._dropping:
+                self._dropping = True
+                news.append(f"{self.name}: more than {self._limit} items wait; the oldest are dropped from now on")
+        return news
+
+    def flush(self) -> list[str]:
+        """Tries to send everything that waits."""
+        sent = 0
+        while self.waiting:
+            try:
+                self._send(self.waiting[0])
+            except self._errors as error:
+                return self._failed(error)
+            self.waiting.popleft()
+            sent += 1
+        if not self._failing:
+            return []
+        self._failing = self._dropping = False
+        self._pause = self._first_pause
+        return [f"{self.name} works again; {sent} kept items were written"]
+
+    def _failed(self, error: Exception) -> list[str]:
+        self._skip, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE)
+        if self._failing:
+            return []
+        self._failing = True
+        found = f"{self.name} failed: {type(error).__name__}: {error}"
+        return [f"{found}. The run goes on; what could not be written is kept and written when this works again"]
+
+
+def is_wall_clock(name: str) -> bool:
+    """Whether a metric measures time or is a mean over time, or depends on the machine (memory): it may differ between
+    two runs of the same training."""
+    return name.startswith(("time/", "memory/", "rollout/kv_use", "rollout/queue")) or name.endswith(
+        ("seconds", "per_second", "per_gpu", "mfu", "in_flight", "occupancy")
+    )
+
+
+def dropped_groups(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Groups by the reason why they were not trained on."""
+    return {name.removeprefix(DROPPED): value for name, value in metrics.items() if name.startswith(DROPPED)}
+
+
+def filter_yield(metrics: Mapping[str, float]) -> float | None:
+    """Kept groups per group that the filter judged; None if it judged none."""
+    kept = metrics.get("rollout/groups_kept")
+    if kept is None:
+        return None
+    judged = kept + sum(n for reason, n in dropped_groups(metrics).items() if reason not in NOT_FILTERED)
+    return kept / judged if judged > 0 else None
+
+
+def response_length(metrics: Mapping[str, float]) -> float | None:
+    """Mean tokens per trained response."""
+    return metrics.get("rollout/length_trained")
+
+
+def update_speed(metrics: Mapping[str, float]) -> float | None:
+    """Tokens that carried loss, per second of the update phase."""
+    tokens, seconds = metrics.get("train/tokens"), metrics.get("time/update")
+    return tokens / seconds if tokens is not None and seconds else None

@@ -3,11 +3,11 @@
 Promises:
 - The record of a step is on disk in metrics.jsonl before `step` returns, unless the disk is full (see the last point).
 - After `rewind(n)` the files hold what a run that ended with step n would have left: metrics.jsonl and samples/ of a
-  resumed run equal those of an uninterrupted run, except for wall-clock metrics (`metric_names.is_wall_clock`).
+  resumed run equal those of an uninterrupted run, except for wall-clock metrics (`is_wall_clock`).
 - A process that records without calling `rewind` first starts the run again: records of an earlier process from that
   step on are removed.
 - Nothing that the observer prints, writes or sends can change or end the training. Records, transcripts and log lines
-  that cannot be written are kept in memory and written later, in order (`retry_queue`); unwritten records are part of
+  that cannot be written are kept in memory and written later, in order (`RetryQueue`); unwritten records are part of
   `state`, so a checkpoint holds them and metrics.jsonl has no gap after a resume.
 
 Steps count from 1: `step(3, …)` is the third step and belongs to the checkpoint `step_3`.
@@ -20,26 +20,36 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from megatron_dapo.config.trainer import ObserveConfig
-from megatron_dapo.observe import environment, transcripts
-from megatron_dapo.observe.console import NAME as STATUS
-from megatron_dapo.observe.console import Console, PlainConsole, SamplingProgress, StatusFile
+from megatron_dapo.observe import transcripts
+from megatron_dapo.observe.console import STATUS, Console, PlainConsole, SamplingProgress, StatusFile
 from megatron_dapo.observe.diagnosis import Watch
-from megatron_dapo.observe.metric_names import with_aliases
-from megatron_dapo.observe.metrics_file import EVAL, STEP, MetricsFile, Record, RecordError, plain_numbers
-from megatron_dapo.observe.retry_queue import AppendFile, RetryQueue
-from megatron_dapo.observe.timeline import Phase, Stopwatch, Timeline, write_trace
-from megatron_dapo.observe.trackers import TrackerQueue, make_trackers
+from megatron_dapo.observe.metrics_file import (
+    EVAL,
+    STEP,
+    AppendFile,
+    MetricsFile,
+    Record,
+    RecordError,
+    RetryQueue,
+    plain_numbers,
+)
+from megatron_dapo.observe.runs import record_environment
+from megatron_dapo.observe.timeline import Timeline, write_trace
+from megatron_dapo.observe.trackers import make_trackers, with_aliases
 from megatron_dapo.types import Group
 
 UNWRITTEN_RECORDS = 10_000  # about 3 KB each
 UNWRITTEN_TRANSCRIPTS = 8
 UNWRITTEN_LOG_LINES = 1_000
+UNSENT_RECORDS = 1_000  # of a tracker
+TRACKER_PAUSE = 4  # records; an attempt to reach wandb's server may take a minute
 
 
 class Observer:
@@ -49,33 +59,37 @@ class Observer:
     def __init__(
         self, config: ObserveConfig, run_dir: Path, *, total_steps: int, settings: dict[str, Any], ranks: int = 1
     ) -> None:
-        self._config, self._dir = config, Path(run_dir)
-        self._total, self._step, self._ranks = total_steps, 0, ranks
-        trackers = make_trackers(config, self._dir, settings)  # first: it raises if a package is missing
+        self._config = config
+        self._dir = Path(run_dir)
+        self._total = total_steps
+        self._step = 0
+        self._ranks = ranks
+        self._trackers = make_trackers(config, self._dir, settings)  # first: it raises if a package is missing
         self._file = MetricsFile(self._dir / "metrics.jsonl")
         self._console = make_console(config.console, self._dir.name)
         self._status: Console = StatusFile(self._dir / "logs" / STATUS, total_steps)
-        environment.record(self._dir, ranks)
-        self._logs = {name: self._log_queue(name) for name in ("warnings.log", "trainer.log")}
-        self._records: RetryQueue[Record] = RetryQueue(
-            "metrics.jsonl", self._file.append, self.warn, limit=UNWRITTEN_RECORDS, errors=RecordError
+        record_environment(self._dir, ranks)
+        self._logs = {
+            name: RetryQueue(f"logs/{name}", AppendFile(self._dir / "logs" / name).write, limit=UNWRITTEN_LOG_LINES)
+            for name in ("warnings.log", "trainer.log")
+        }
+        self._records = RetryQueue("metrics.jsonl", self._file.append, limit=UNWRITTEN_RECORDS, errors=RecordError)
+        self._transcripts = RetryQueue(
+            "samples/", partial(transcripts.write, self._dir / "samples"), limit=UNWRITTEN_TRANSCRIPTS
         )
-        self._transcripts: RetryQueue[tuple[int, list[transcripts.Transcript]]] = RetryQueue(
-            "samples/", self._write_transcripts, self.warn, limit=UNWRITTEN_TRANSCRIPTS
-        )
-        self._trackers = [TrackerQueue(tracker, self.warn) for tracker in trackers]
+        self._unsent = [
+            RetryQueue(tracker.name, tracker.log, limit=UNSENT_RECORDS, errors=Exception, pause=TRACKER_PAUSE)
+            for tracker in self._trackers
+        ]
         self._aligned = False  # whether the records on file are known to precede what this process records
         self._watch = self._replayed_watch()
         self._stopwatch = Stopwatch()
         self._timeline = Timeline()
         self._recent: deque[float] = deque(maxlen=20)
 
-    def phase(self, name: str) -> AbstractContextManager[Phase]:
-        """Times a part of the current step: `time/<name>` of the next `step`. One thread only; phases may nest."""
-        return self._phase(name)
-
     @contextmanager
-    def _phase(self, name: str) -> Iterator[Phase]:
+    def phase(self, name: str) -> Iterator[Phase]:
+        """Times a part of the current step: `time/<name>` of the next `step`. One thread only; phases may nest."""
         phase, started = Phase(name, self._show), time.monotonic()
         self._stopwatch.enter(phase)
         self._show(lambda console: console.phase_started(name))
@@ -105,7 +119,7 @@ class Observer:
         times = self._stopwatch.lap()
         record = Record(step, STEP, plain_numbers(metrics) | times | self._speed(metrics, times))
         self._keep_transcripts(step, groups)
-        self._records.put(record)  # after the transcripts: the transcripts of a recorded step exist
+        self._warn_all(self._records.put(record))  # after the transcripts: the transcripts of a recorded step exist
         self._step = step
         self._recent.append(times["time/step"])
         self._show(lambda console: console.step(step, self._total, record.metrics, self._remaining()))
@@ -122,7 +136,7 @@ class Observer:
         recorded = (*self._file.records, *self._records.waiting)
         known = {name for r in recorded if (r.step, r.kind) == (step, EVAL) for name in r.metrics}
         if not set(record.metrics) <= known:
-            self._records.put(record)
+            self._warn_all(self._records.put(record))
             self._track(record)
         self._show(lambda console: console.evaluation(step, record.metrics))
 
@@ -141,7 +155,7 @@ class Observer:
         self._log("trainer.log", f"after step {self._step}: {message}")
 
     def report(self, message: str) -> None:
-        """Logged like that, and shown."""
+        """Shown, and written to logs/trainer.log."""
         self._show(lambda console: console.line(message))
         self.log(message)
 
@@ -153,47 +167,50 @@ class Observer:
         kept = [r for r in self._records.waiting if r.step <= step and _key(r) not in on_file]
         self._records.waiting.clear()
         for record in kept:
-            self._records.put(record)
+            self._warn_all(self._records.put(record))
         transcripts.rewind(self._dir / "samples", step)
         self._step, self._watch = step, self._replayed_watch()
-        for tracker in self._trackers:
+        for tracker, queue in zip(self._trackers, self._unsent, strict=True):
+            unsent = [record for record in queue.waiting if record.step <= step]
+            queue.waiting.clear()
+            queue.waiting.extend(unsent)
             tracker.rewind(step)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint must hold so that a resumed run continues its trackers and its metrics. JSON values."""
-        found: dict[str, Any] = {queue.name: queue.tracker.state() for queue in self._trackers}
+        found: dict[str, Any] = {tracker.name: tracker.state() for tracker in self._trackers}
         if self._records.waiting:
             found["unwritten"] = [record.to_line() for record in self._records.waiting]
         return found
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Before `rewind` and the first `step`."""
-        for queue in self._trackers:
-            queue.tracker.restore(state.get(queue.name, {}))
+        for tracker in self._trackers:
+            tracker.restore(state.get(tracker.name, {}))
         self._records.waiting.extend(Record.from_line(line) for line in state.get("unwritten", ()))
 
     def close(self, status: str) -> None:
         """The last call; `status` says how the run ended: finished, stopped, failed."""
-        self._records.flush()
-        self._transcripts.flush()
+        for queue in (self._records, self._transcripts, *self._unsent):
+            self._warn_all(queue.flush())
         for tracker in self._trackers:
-            tracker.close(status)
+            try:
+                tracker.close(status)
+            except Exception as error:
+                self.warn(f"{tracker.name} could not be closed: {type(error).__name__}: {error}")
         self._file.close()
         if self._config.report and self._file.records:
             self._write_report()
         for log in self._logs.values():
-            log.flush()
+            self._warn_all(log.flush())
         self._show(lambda console: console.close(status))
 
     def _keep_transcripts(self, step: int, groups: Sequence[Group]) -> None:
         if transcripts.is_due(step, self._config.samples_every) and groups:
             chosen = transcripts.choose(step, groups, self._config.samples_groups, self._config.samples_responses)
-            self._transcripts.put((step, chosen))
+            self._warn_all(self._transcripts.put(chosen))
         else:
-            self._transcripts.flush()
-
-    def _write_transcripts(self, item: tuple[int, list[transcripts.Transcript]]) -> None:
-        transcripts.write(self._dir / "samples", *item)
+            self._warn_all(self._transcripts.flush())
 
     def _speed(self, metrics: Mapping[str, float], times: Mapping[str, float]) -> dict[str, float]:
         tokens, seconds = metrics.get("train/batch_tokens"), times["time/step"]
@@ -215,13 +232,13 @@ class Observer:
         except Exception as error:  # a report must not turn a finished run into a failed one
             self.warn(f"no report: {type(error).__name__}: {error}")
 
-    def _log_queue(self, name: str) -> RetryQueue[bytes]:
-        file = AppendFile(self._dir / "logs" / name)
-        return RetryQueue(f"logs/{name}", file.write, self.warn, limit=UNWRITTEN_LOG_LINES)
+    def _warn_all(self, messages: Sequence[str]) -> None:
+        for message in messages:
+            self.warn(message)
 
     def _log(self, name: str, line: str) -> None:
         text = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n"
-        self._logs[name].put(text.encode("utf-8", errors="backslashreplace"))
+        self._warn_all(self._logs[name].put(text.encode("utf-8", errors="backslashreplace")))
 
     def _show(self, draw: Callable[[Console], None]) -> None:
         """A console that fails is replaced by a silent one."""
@@ -232,9 +249,9 @@ class Observer:
                 setattr(self, name, Console())
 
     def _track(self, record: Record) -> None:
-        metrics = with_aliases(record.metrics, self._config.aliases)
-        for tracker in self._trackers:
-            tracker.put((record.step, metrics))
+        sent = Record(record.step, record.kind, with_aliases(record.metrics, self._config.aliases))
+        for queue in self._unsent:
+            self._warn_all(queue.put(sent))
 
     def _replayed_watch(self) -> Watch:
         watch = Watch()
@@ -257,40 +274,77 @@ class NullObserver(Observer):
     def __init__(self) -> None:
         pass
 
-    def phase(self, name: str) -> AbstractContextManager[Phase]:
-        return self._silent_phase(name)
-
     @contextmanager
-    def _silent_phase(self, name: str) -> Iterator[Phase]:
+    def phase(self, name: str) -> Iterator[Phase]:
         yield Phase(name)
-
-    def sampling(self, progress: SamplingProgress) -> None: ...
-
-    def starting(self, seconds: float, limit: float, line: str) -> None: ...
-
-    def request(self, engine: str, name: str, started: float, tokens: int) -> None: ...
-
-    def step(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group] = ()) -> None: ...
-
-    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
     def has_evaluation(self, step: int) -> bool:
         return False
 
-    def warn(self, message: str) -> None: ...
-
-    def log(self, message: str) -> None: ...
-
-    def report(self, message: str) -> None: ...
-
-    def rewind(self, step: int) -> None: ...
-
     def state(self) -> dict[str, Any]:
         return {}
 
-    def restore(self, state: Mapping[str, Any]) -> None: ...
+    def _nothing(self, *args: Any, **options: Any) -> None: ...
 
-    def close(self, status: str) -> None: ...
+    sampling = starting = request = step = evaluation = warn = log = report = rewind = restore = close = _nothing
+
+
+class Phase:
+    """A part of a step that is being timed."""
+
+    def __init__(self, name: str, show: Callable[[Callable[[Console], None]], None] = lambda draw: None) -> None:
+        self.name = name
+        self._show = show
+        self.started = time.monotonic()
+        self.inner = 0.0  # seconds of nested phases, which are counted there
+
+    def update(self, done: float, total: float, text: str = "") -> None:
+        """Shows how far the phase is."""
+        self._show(lambda console: console.progress(self.name, done, total, text))
+
+    def note(self, text: str) -> None:
+        """Shows what the phase is doing or waiting for now."""
+        self._show(lambda console: console.note(self.name, text))
+
+
+class Stopwatch:
+    """Seconds by phase since the last lap. Phases may nest: each second is counted once, so the phases and `other`
+    add up to the step."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._stack: list[Phase] = []
+        self._lap_started: float | None = None
+
+    def enter(self, phase: Phase) -> None:
+        if self._lap_started is None:
+            self._lap_started = phase.started
+        self._stack.append(phase)
+
+    def leave(self, phase: Phase) -> None:
+        self._credit(phase, time.monotonic())
+        self._stack.remove(phase)
+
+    def _credit(self, phase: Phase, now: float) -> None:
+        """Adds the elapsed time to this phase and subtracts it from the enclosing one."""
+        elapsed, outer = now - phase.started, self._stack.index(phase) - 1
+        self._seconds[phase.name] = self._seconds.get(phase.name, 0.0) + elapsed - phase.inner
+        if outer >= 0:
+            self._stack[outer].inner += elapsed
+        phase.started, phase.inner = now, 0.0
+
+    def lap(self) -> dict[str, float]:
+        """`time/<phase>`, `time/other` and `time/step` since the last lap or, the first time, the first phase."""
+        now = time.monotonic()
+        for phase in reversed(self._stack):  # still open: the time so far belongs to this lap
+            self._credit(phase, now)
+        for phase in self._stack:
+            phase.inner = 0.0
+        total = 0.0 if self._lap_started is None else now - self._lap_started
+        other = max(0.0, total - sum(self._seconds.values()))
+        found = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
+        self._seconds, self._lap_started = {}, now
+        return found | {"time/other": other, "time/step": total}
 
 
 def make_console(kind: str, title: str) -> Console:

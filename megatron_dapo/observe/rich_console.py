@@ -37,7 +37,8 @@ class RichConsole(Console):
         )  # fmt: skip
         self._steps = self._run.add_task(escape(title), total=None, text="starting")
         self._tasks: dict[str, TaskID] = {}
-        self._lines, self._columns = 0, list[str]()  # since the last header; its titles
+        self._lines = 0  # since the last header
+        self._columns: list[str] = []  # its titles
         self._live = Live(
             Group(self._run, self._phases), console=self._terminal, refresh_per_second=5, transient=True,
             redirect_stdout=True, redirect_stderr=True,
@@ -53,14 +54,9 @@ class RichConsole(Console):
         if task is not None:
             self._phases.remove_task(task)
 
-    def note(self, name: str, text: str) -> None:
+    def update(self, name: str, text: str, done: float | None = None, total: float | None = None) -> None:
         if name in self._tasks:
-            self._phases.update(self._tasks[name], text=escape(text))
-
-    def progress(self, name: str, done: float, total: float, text: str) -> None:
-        if name in self._tasks:
-            shown = f"{done:g}/{total:g} {escape(text)}".rstrip()
-            self._phases.update(self._tasks[name], completed=done, total=total, text=shown)
+            self._phases.update(self._tasks[name], completed=done, total=total, text=escape(text))
 
     def sampling(self, progress: SamplingProgress) -> None:
         self.phase_started("rollout")

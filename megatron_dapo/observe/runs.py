@@ -1,22 +1,34 @@
-"""Reads run directories, finished or running, for the report and the curves."""
+"""Run directories: environment.json, which says what a run was computed with, and reading a run for the report.
+
+environment.json has one entry per start of the run: date, versions, commit, hardware.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import platform
+import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from megatron_dapo import __version__
 from megatron_dapo.config.base import parse_yaml
 from megatron_dapo.errors import UserError
-from megatron_dapo.observe import environment, timeline, transcripts
+from megatron_dapo.files import write_atomically
+from megatron_dapo.observe import timeline, transcripts
 from megatron_dapo.observe.diagnosis import Finding, Watch
-from megatron_dapo.observe.metric_names import filter_yield, update_speed
-from megatron_dapo.observe.metrics_file import EVAL, STEP, Record, read_records
+from megatron_dapo.observe.metrics_file import EVAL, STEP, Record, filter_yield, read_records, update_speed
 from megatron_dapo.observe.transcripts import Transcript
 
 WARNINGS_SHOWN = 200
+ENVIRONMENT = "environment.json"
+PACKAGES = ("torch", "megatron-core", "transformer-engine", "sglang", "transformers")
 
 
 class ReportError(UserError):
@@ -76,7 +88,7 @@ def load_run(directory: Path, name: str, *, running: bool = False) -> Run:
         transcripts=transcripts.read(directory / "samples"),
         findings=[finding for record in steps for finding in watch.observe(record.step, record.metrics)],
         warnings=_warnings(directory / "logs" / "warnings.log"),
-        starts=environment.read(directory),
+        starts=read_environment(directory),
         timeline=timeline.read_newest(directory),
         last_change=_local_time(file.stat().st_mtime) if records else "",
     )
@@ -146,3 +158,56 @@ def _warnings(path: Path) -> list[str]:
     except OSError:
         return []
     return lines[-WARNINGS_SHOWN:]
+
+
+def describe(ranks: int = 1) -> dict[str, Any]:
+    """Of this process."""
+    versions = {"megatron-dapo": __version__, "python": platform.python_version()}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return {
+        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"), "commit": commit(), "versions": versions,
+        "hardware": hardware(ranks), "ranks": ranks, "slurm_job": os.environ.get("SLURM_JOB_ID"),
+    }  # fmt: skip
+
+
+def commit() -> str | None:
+    """Of the checkout that this package is imported from, with "+changes" if files differ; None outside of one."""
+    folder = Path(__file__).resolve().parents[2]
+    if not (folder / ".git").exists():
+        return None
+    try:
+        found = subprocess.run(
+            ["git", "-C", str(folder), "describe", "--always", "--abbrev=12", "--dirty=+changes", "--exclude=*"],
+            capture_output=True, text=True, timeout=10,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout.strip() or None
+
+
+def hardware(ranks: int) -> str:
+    import torch
+
+    if torch.cuda.is_available():
+        return f"{ranks} × {torch.cuda.get_device_name()}"
+    return f"{os.cpu_count()} CPU cores ({platform.machine()}), {ranks} rank{'s' if ranks > 1 else ''}"
+
+
+def record_environment(run_dir: Path, ranks: int) -> None:
+    """Appends the description of this start. A full disk or a damaged file does not end a run."""
+    with suppress(OSError):
+        write_atomically(
+            run_dir / ENVIRONMENT,
+            json.dumps([*read_environment(run_dir), describe(ranks)], indent=1) + "\n",
+            fsync=False,
+        )
+
+
+def read_environment(run_dir: Path) -> list[dict[str, Any]]:
+    try:
+        found = json.loads((run_dir / ENVIRONMENT).read_text())
+    except (OSError, ValueError):
+        return []
+    return [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []

@@ -1,37 +1,33 @@
 """Weights & Biases and TensorBoard: imported only when the configuration enables them.
 
 A missing package is an error at the start of the run. A tracker that fails later is reported once; its metrics are
-kept and sent when it works again. metrics.jsonl has the same numbers.
+kept and sent when it works again. metrics.jsonl has the same numbers. `observe.aliases` adds metrics under the names
+that verl and prime-rl give them, for dashboards that exist already.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import io
-import socket
-import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_dapo.config.trainer import ObserveConfig, WandbConfig
 from megatron_dapo.errors import UserError
-from megatron_dapo.observe.retry_queue import AppendFile, RetryQueue
-
-UNSENT_RECORDS = 1_000
-FIRST_PAUSE = 4  # records; an attempt to reach wandb's server may take a minute
+from megatron_dapo.observe.metrics_file import Record
 
 
 class Tracker(Protocol):
     """A service or format that metrics are sent to. `log` may be called several times for one step (evaluations).
 
-    `log` raises if it fails, and may be called again with the same metrics.
+    `log` raises if it fails, and may be called again with the same record.
     """
 
     name: str
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def log(self, record: Record) -> None: ...
 
     def rewind(self, step: int) -> None: ...
 
@@ -53,30 +49,6 @@ def make_trackers(config: ObserveConfig, run_dir: Path, settings: Mapping[str, A
     return found
 
 
-class TrackerQueue(RetryQueue[tuple[int, Mapping[str, float]]]):
-    """Sends (step, metrics) to one tracker. Nothing that the tracker raises leaves this class."""
-
-    def __init__(self, tracker: Tracker, report: Callable[[str], None]) -> None:
-        self.tracker = tracker
-        super().__init__(
-            tracker.name, lambda item: tracker.log(*item), report,
-            limit=UNSENT_RECORDS, errors=Exception, pause=FIRST_PAUSE,
-        )  # fmt: skip
-
-    def rewind(self, step: int) -> None:
-        kept = [item for item in self.waiting if item[0] <= step]
-        self.waiting.clear()
-        self.waiting.extend(kept)
-        self.tracker.rewind(step)
-
-    def close(self, status: str) -> None:
-        self.flush()
-        try:
-            self.tracker.close(status)
-        except Exception as error:
-            self._report(f"{self.name} could not be closed: {type(error).__name__}: {error}")
-
-
 def _require(package: str, key: str) -> None:
     if importlib.util.find_spec(package) is None:
         raise UserError(
@@ -94,7 +66,9 @@ class Wandb:
     name = "wandb"
 
     def __init__(self, config: WandbConfig, run_dir: Path, settings: Mapping[str, Any]) -> None:
-        self._config, self._dir, self._settings = config, run_dir, settings
+        self._config = config
+        self._dir = run_dir
+        self._settings = settings
         self._id = uuid.uuid4().hex[:12]
         self._run: Any = None
 
@@ -111,10 +85,10 @@ class Wandb:
         run.define_metric("*", step_metric="step")
         return run
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, record: Record) -> None:
         if self._run is None:
             self._run = self._start()
-        self._run.log({"step": step, **metrics})
+        self._run.log({"step": record.step, **record.metrics})
 
     def rewind(self, step: int) -> None:
         """Later steps are logged again; with a deterministic engine the numbers are the same."""
@@ -131,37 +105,36 @@ class Wandb:
 
 
 class TensorBoard:
-    """Event files in TensorBoard's own format. Needs no torch.
+    """Event files of torch's SummaryWriter.
 
-    TensorBoard's writer works in a thread that dies at the first error. We write each event ourselves, whole or not
-    at all, so that it can be repeated.
+    The writer's thread ends at its first error, so a failure needs a new writer. `purge_step` tells TensorBoard to
+    ignore what older files say about this step and later ones.
     """
 
     name = "tensorboard"
 
     def __init__(self, folder: Path) -> None:
-        now = time.time_ns()  # TensorBoard reads the files of a folder in the order of their names
-        name = f"events.out.tfevents.{now // 10**9:010d}.{socket.gethostname()}.{now:020d}"
-        self._file = AppendFile(folder / name)
-        self._started = False
+        self._folder = folder
+        self._writer: Any = None
         self._purge: int | None = None
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        from tensorboard.compat.proto import event_pb2, summary_pb2
+    def log(self, record: Record) -> None:
+        from torch.utils.tensorboard import SummaryWriter
 
-        now, events = time.time(), []
-        if not self._started:
-            events.append(event_pb2.Event(wall_time=now, file_version="brain.Event:2"))
-        if self._purge is not None:
-            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            events.append(event_pb2.Event(wall_time=now, step=self._purge, session_log=start))
-        values = [summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        events.append(event_pb2.Event(wall_time=now, step=step, summary=summary_pb2.Summary(value=values)))
-        self._file.write(_framed(events))
-        self._started, self._purge = True, None
+        try:
+            if self._writer is None:
+                self._writer = SummaryWriter(str(self._folder), purge_step=self._purge)
+            for name, value in record.metrics.items():
+                self._writer.add_scalar(name, value, record.step)
+            self._writer.flush()
+        except Exception:
+            self.rewind(record.step - 1)
+            raise
 
     def rewind(self, step: int) -> None:
-        """Tells TensorBoard to ignore what older event files say about later steps."""
+        with suppress(Exception):  # it may have failed
+            self.close("rewound")
+        self._writer = None
         self._purge = step + 1
 
     def state(self) -> dict[str, Any]:
@@ -170,15 +143,71 @@ class TensorBoard:
     def restore(self, state: Mapping[str, Any]) -> None: ...
 
     def close(self, status: str) -> None:
-        self._file.close()
+        if self._writer is not None:
+            self._writer.close()
 
 
-def _framed(events: list[Any]) -> bytes:
-    """The events as records of an event file: length, checksum, content, checksum."""
-    from tensorboard.summary.writer.record_writer import RecordWriter
+# Our name to theirs and the factor from our unit to theirs.
+Table = dict[str, tuple[str, float]]
 
-    buffer = io.BytesIO()
-    writer = RecordWriter(buffer)
-    for event in events:
-        writer.write(event.SerializeToString())
-    return buffer.getvalue()
+VERL: Table = {
+    ours: (theirs, 1.0)
+    for ours, theirs in {
+        "reward/mean": "critic/rewards/mean",
+        "reward/score": "critic/score/mean",
+        "train/loss": "actor/pg_loss",
+        "train/entropy": "actor/entropy",
+        "train/grad_norm": "actor/grad_norm",
+        "train/lr": "actor/lr",
+        "train/clip_fraction_high": "actor/pg_clipfrac",
+        "train/clip_fraction_dual": "actor/pg_clipfrac_lower",
+        "train/approx_kl": "actor/ppo_kl",
+        "train/mfu": "perf/mfu/actor",
+        "train/batch_tokens": "perf/total_num_tokens",
+        "time/tokens_per_second_per_gpu": "perf/throughput",
+        "memory/gpu_peak_gib": "perf/max_memory_allocated_gb",
+        "memory/gpu_reserved_gib": "perf/max_memory_reserved_gb",
+        "memory/host_gib": "perf/cpu_memory_used_gb",
+        "rollout/length_trained": "response_length/mean",
+        "rollout/length_max": "response_length/max",
+        "rollout/truncated_share": "response_length/clip_ratio",
+        "time/rollout": "timing_s/gen",
+        "time/log_probs": "timing_s/old_log_prob",
+        "time/advantages": "timing_s/adv",
+        "time/update": "timing_s/update_actor",
+        "time/sync": "timing_s/update_weights",
+        "time/checkpoint": "timing_s/save_checkpoint",
+        "time/evaluate": "timing_s/testing",
+        "time/step": "timing_s/step",
+    }.items()
+}
+PRIME_RL: Table = {
+    "reward/mean": ("reward/mean", 1.0),
+    "rollout/length_trained": ("seq_len/mean", 1.0),
+    "rollout/truncated_share": ("is_truncated/mean", 1.0),
+    "rollout/dropped/all-wrong": ("solve_none", 1.0),
+    "rollout/dropped/all-correct": ("solve_all", 1.0),
+    "train/loss": ("loss/mean", 1.0),
+    "train/entropy": ("entropy/mean", 1.0),
+    "train/mismatch_kl": ("mismatch_kl/mean", 1.0),
+    "train/grad_norm": ("optim/grad_norm", 1.0),
+    "train/lr": ("optim/lr", 1.0),
+    "train/mfu": ("perf/mfu", 100.0),
+    "train/tokens_per_second_per_gpu": ("perf/throughput_per_gpu", 1.0),
+    "memory/gpu_peak_gib": ("perf/peak_memory", 1.0),
+    "time/step": ("time/step", 1.0),
+    "time/update": ("time/forward_backward", 1.0),
+    "time/rollout": ("time/generate_completions", 1.0),
+    "time/checkpoint": ("time/save_ckpt", 1.0),
+}
+TABLES = {"verl": VERL, "prime-rl": PRIME_RL}
+
+
+def with_aliases(metrics: Mapping[str, float], tools: Iterable[str]) -> dict[str, float]:
+    """The metrics, and those that a tool has under another name. Ours win where the names are the same."""
+    found: dict[str, float] = {}
+    for tool in tools:
+        for name, (theirs, factor) in TABLES[tool].items():
+            if name in metrics:
+                found[theirs] = metrics[name] * factor
+    return found | dict(metrics)

@@ -81,7 +81,9 @@ def _transcript(step: int, group: Group, sample: Sample) -> Transcript:
     )
 
 
-def write(folder: Path, step: int, transcripts: Sequence[Transcript]) -> None:
+def write(folder: Path, transcripts: Sequence[Transcript]) -> None:
+    """The transcripts of one step."""
+    step = transcripts[0].step
     folder.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(asdict(item)) + "\n" for item in transcripts]  # ASCII, so that lone surrogates survive
     readable = _readable(step, transcripts).encode("utf-8", errors="backslashreplace")

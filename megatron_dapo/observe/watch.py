@@ -39,7 +39,8 @@ class WatchedRuns:
             if not directory.is_dir():
                 raise ReportError(f"{directory}: no such directory; name the run's directory (trainer.run_dir)")
         self._lock = threading.Lock()
-        self._version, self._data = "", dict[str, Any]()
+        self._version = ""
+        self._data: dict[str, Any] = {}
 
     def page(self) -> str:
         return render(load_runs(self._directories, running=True), live=True)

@@ -1,21 +1,20 @@
 """`megatron-dapo plan`: predicts whether a run fits its GPUs and how long a step takes. Imports no torch.
 
 - `command.py`: the command; `report.py`: its tables and JSON.
-- `plan.py`: joins trainer and engine into a `Plan`; `search.py`: the legal layouts, ranked.
-- `memory.py`, `activations.py`, `parameters.py`: memory of the trainer's fullest rank.
-- `timing.py`: seconds of the trainer's phases; `sync.py`: of a weight update; `step.py`: all phases of a step.
-- `engine.py`: memory of the engines; `decoding.py`: time of a decoding step; `server_model.py`, `fleet_model.py`:
-  engines as a queueing model; `generation.py`: dynamic sampling on it; `lengths.py`: response lengths.
-- `hardware.py`: data sheets of GPUs; `workload.py`: samples and lengths of one step; `known_models.py`: shapes of
-  published Qwens by name.
-- `assumptions.py`: the constants, with their sources; `assumption_lines.py`: the same as text.
+- `plan.py`: joins trainer and engine into a `Plan`, with the phases of a step; `search.py`: the legal layouts, ranked.
+- `memory.py`, `parameters.py`: memory of the trainer's fullest rank.
+- `timing.py`: seconds of the trainer's phases; `sync.py`: of a weight update.
+- `engine.py`: memory of the engines; `server_model.py`: engines as a queueing model, with the time of a decoding step;
+  `generation.py`: dynamic sampling on it.
+- `hardware.py`: data sheets of GPUs; `workload.py`: samples of one step and their lengths.
+- `assumptions.py`: the constants, with their sources.
 - `modes.py`: colocated engines and splits of the GPUs compared; `published.py`: published runs beside predictions.
+- `simulation/`: `megatron-dapo simulate`, the sampler itself on a virtual clock.
 """
 
-from megatron_dapo.planner.activations import Layers
 from megatron_dapo.planner.engine import EnginePlan, plan_engine
 from megatron_dapo.planner.hardware import GPUS, Cluster, find_gpu
-from megatron_dapo.planner.memory import TrainerMemory, trainer_memory
+from megatron_dapo.planner.memory import Layers, TrainerMemory, trainer_memory
 from megatron_dapo.planner.parameters import Parameters, count_parameters
 from megatron_dapo.planner.plan import Plan, make_plan
 from megatron_dapo.planner.workload import Workload

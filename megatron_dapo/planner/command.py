@@ -9,24 +9,25 @@ from dataclasses import asdict
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
+from megatron_dapo.arguments import table_console
 from megatron_dapo.config import Config, ConfigError, ModelShape, load_config
-from megatron_dapo.config.hub import local_model
-from megatron_dapo.planner.activations import Layers
-from megatron_dapo.planner.hardware import Cluster, PlanError, find_gpu
+from megatron_dapo.config.load import local_model
+from megatron_dapo.planner.hardware import Cluster, PlanError, cluster_of
+from megatron_dapo.planner.memory import Layers
 from megatron_dapo.planner.modes import Mode, compare_modes
 from megatron_dapo.planner.plan import make_plan
 from megatron_dapo.planner.published import compare_all
 from megatron_dapo.planner.report import plan_json, print_comparisons, print_modes, print_plan
 from megatron_dapo.planner.workload import Workload
-from megatron_dapo.tables import table_console
-
-# The config.json of published Qwens (`models.json`: what decides the shape), so that `plan` and `simulate` need no
-# download. The models of a size with -Base, -Instruct or -Chat have the same shape.
 
 
 def known_shape(name: str) -> ModelShape | None:
-    """By the last part of a path or of a name on the hub, e.g. Qwen2.5-32B, Qwen/Qwen2.5-32B, models/Qwen2.5-32B."""
+    """By the last part of a path or of a name on the hub, e.g. Qwen2.5-32B, Qwen/Qwen2.5-32B, models/Qwen2.5-32B.
+
+    `models.json` has what decides the shape of the published Qwens, so that `plan` and `simulate` need no download. The
+    models of a size with -Base, -Instruct or -Chat have the same shape."""
     last = Path(name.partition("@")[0]).name
     for candidate in (last, re.sub(r"-(Base|Instruct|Chat)$", "", last)):
         if candidate in _configs():
@@ -43,32 +44,23 @@ def run(
     config: str | None,
     set: list[str],
     model: str | None,
-    gpu: str,
-    gpus: int | None,
-    gpus_per_node: int | None,
-    engine_gpus: int | None,
-    gpu_memory: float | None,
+    hardware: dict[str, Any],
+    estimates: dict[str, Any],
     mfu: float,
-    mean_prompt: int | None,
-    mean_response: int | None,
-    kept: float | None,
-    sigma: float | None,
     layers: Layers,
     top: int,
     published: bool,
     compare: bool,
     as_json: bool,
 ) -> int:
-    """Exit code 0: the layout fits; without a layout, some layout does. 1: it does not."""
+    """Exit code 0: the layout fits; without a layout, some layout does. 1: it does not. `hardware` and `estimates`: the
+    arguments of `cluster_of` and of `Workload.of`."""
     if published:
         return _published(as_json)
     loaded = load_config(config, [*set, *([f"policy.model={model}"] if model else [])])
     shape = model_shape(loaded)
-    per_node = gpus_per_node or loaded.slurm.gpus_per_node or 8
-    total = gpus or loaded.slurm.nodes * per_node
-    apart = loaded.slurm.engine_nodes * per_node if engine_gpus is None else engine_gpus
-    cluster = Cluster(find_gpu(gpu, gpu_memory), total, per_node, apart)
-    work = Workload.of(loaded, mean_prompt, mean_response, kept, sigma)
+    cluster = cluster_of(loaded.slurm, **hardware)
+    work = Workload.of(loaded, **estimates)
     if compare:
         return _compare(compare_modes(loaded, shape, cluster, work, mfu, layers), cluster, top, as_json)
     choose = config is None and not any(item.startswith("policy.") for item in set)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from megatron_dapo.config import ModelShape
 from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.planner.assumptions import DEFAULT_FRACTION, ENGINE_OVERHEAD_BYTES
-from megatron_dapo.planner.decoding import decode_model, kv_bytes
 from megatron_dapo.planner.generation import Fleet
 from megatron_dapo.planner.hardware import Cluster
 from megatron_dapo.planner.parameters import count_parameters
+from megatron_dapo.planner.server_model import decode_model, kv_bytes
 from megatron_dapo.planner.workload import Workload
 
 FRACTION = "--mem-fraction-static"  # of the card, for weights and KV cache

@@ -12,8 +12,7 @@ import random
 from dataclasses import dataclass, field, replace
 
 from megatron_dapo.config.rollout import SamplerConfig
-from megatron_dapo.planner.decoding import DecodeModel
-from megatron_dapo.planner.server_model import FleetModel, Sequence
+from megatron_dapo.planner.server_model import DecodeModel, FleetModel, Sequence
 from megatron_dapo.planner.workload import Workload
 from megatron_dapo.rollout.fill_policy import FillPolicy, YieldEstimate
 
@@ -23,7 +22,7 @@ PART = 96  # groups
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """The engines: as many equal servers."""
+    """The engines: `servers` equal ones."""
 
     servers: int
     decode: DecodeModel
@@ -215,6 +214,6 @@ def generate(work: Workload, options: SamplerConfig, fleet: Fleet, seed: int = 0
 
 
 def part_of(work: Workload, fleet: Fleet) -> int:
-    """A large fleet is simulated as one of so many equal parts; enough groups remain for the tails."""
+    """In how many equal parts a large fleet is divided; one is simulated. Enough groups remain for the tails."""
     divisors = [n for n in range(1, fleet.servers + 1) if fleet.servers % n == 0]
     return max(n for n in divisors if n == 1 or work.prompts // n >= PART)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass, replace
 
+from megatron_dapo.config.trainer import SlurmConfig
 from megatron_dapo.errors import UserError
 from megatron_dapo.planner.assumptions import GIB
 
@@ -87,3 +88,17 @@ class Cluster:
     def wire(self, span: int) -> float:
         """Bytes per second between the GPUs of a group that spans `span` consecutive ranks."""
         return (self.gpu.nvlink if span <= self.gpus_per_node else self.gpu.network) * 1e9
+
+
+def cluster_of(
+    slurm: SlurmConfig,
+    gpu: str,
+    gpus: int | None = None,
+    gpus_per_node: int | None = None,
+    engine_gpus: int | None = None,
+    gpu_memory: float | None = None,
+) -> Cluster:
+    """The GPUs that the flags of `plan` and `simulate` name; where they name none, those of the Slurm job."""
+    per_node = gpus_per_node or slurm.gpus_per_node or 8
+    serving = slurm.engine_nodes * per_node if engine_gpus is None else engine_gpus
+    return Cluster(find_gpu(gpu, gpu_memory), gpus or slurm.nodes * per_node, per_node, serving)

@@ -3,25 +3,200 @@
 Weights, gradients and optimizer state exist all the time; what the optimizer keeps in host memory does not count.
 Beyond them, the peak is the largest of three moments: the head (all activations, plus the logits of a chunk), the
 backward pass of a layer (all activations, plus the gradients inside it), and the optimizer's step.
+
+The activations of a packed micro-batch sum the tensors that a layer saves, so they can be compared with the code. There
+are two kinds of layers: Transformer Engine's (`te`: norm and matrix product are one module, attention is fused), and
+ours on torch (`local`: the norm saves an fp32 copy and the normalised values, the output of packed attention is
+concatenated once more). `t` is the number of tokens on a rank, micro_batch_tokens / context_parallel; `ts` is its share
+under sequence parallelism.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from megatron_dapo.config import ModelShape
 from megatron_dapo.config.policy import PolicyConfig
-from megatron_dapo.planner.activations import (
-    Layers,
-    checkpoint_saved,
-    head_memory,
-    in_flight,
-    layer_recomputed,
-    layer_saved,
-    layer_work,
-)
+from megatron_dapo.planner.assumptions import EXPERT_IMBALANCE
 from megatron_dapo.planner.hardware import GIB
 from megatron_dapo.planner.parameters import RankParameters, count_parameters, rank_parameters, stage_layers
+
+Layers = Literal["te", "local"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Widths and token counts on one rank."""
+
+    t: int
+    ts: int
+    bytes: int
+    hidden: int
+    q: float  # query width per tensor-parallel rank
+    kv: float
+    heads: float
+    head_dim: int
+    ffn: float
+    expert_ffn: float
+    columns: int  # of the vocabulary
+    linear_bytes: int  # of a value that a linear layer saves: 1 in fp8
+
+    @classmethod
+    def of(cls, shape: ModelShape, policy: PolicyConfig) -> Sizes:
+        tp = policy.tensor_parallel
+        t = -(-policy.micro_batch_tokens // policy.context_parallel)
+        return cls(
+            t=t,
+            ts=-(-t // tp) if policy.uses_sequence_parallel else t,
+            bytes=2 if policy.precision == "bf16" else 4,
+            hidden=shape.hidden,
+            q=shape.heads * shape.head_dim / tp,
+            kv=max(1.0, shape.kv_heads / tp) * shape.head_dim,
+            heads=shape.heads / tp,
+            head_dim=shape.head_dim,
+            ffn=shape.ffn_hidden / tp,
+            expert_ffn=shape.expert_ffn_hidden / policy.expert_tensor_parallel,
+            columns=-(-shape.vocab // tp),
+            linear_bytes=1 if policy.fp8.recipe != "none" else 2 if policy.precision == "bf16" else 4,
+        )
+
+
+def layer_saved(shape: ModelShape, policy: PolicyConfig, layers: Layers) -> dict[str, float]:
+    """Bytes that one layer saves for the backward pass of one micro-batch, by module, without full recomputation."""
+    saved = _saved_without_recompute(shape, policy, layers)
+    for module, part, size in _recomputed(shape, policy, layers):
+        if policy.recompute == "selective" and module in policy.recompute_modules:
+            saved[part] -= size
+    return saved
+
+
+def layer_recomputed(shape: ModelShape, policy: PolicyConfig, layers: Layers) -> float:
+    """Bytes that exist for one layer at a time, because its backward pass recomputes them (selective)."""
+    all_of_it = _saved_without_recompute(shape, policy, layers)
+    return sum(all_of_it.values()) - sum(layer_saved(shape, policy, layers).values())
+
+
+def _saved_without_recompute(shape: ModelShape, policy: PolicyConfig, layers: Layers) -> dict[str, float]:
+    s = Sizes.of(shape, policy)
+    return {
+        "norms": 2 * s.ts * s.hidden * (s.bytes + s.linear_bytes),  # input and output of each
+        "attention": _mixers(shape, policy, s, layers),
+        "mlp": _experts(shape, policy, s) if shape.is_moe else s.t * s.ffn * (2 * s.bytes + s.linear_bytes),
+    }
+
+
+def _recomputed(shape: ModelShape, policy: PolicyConfig, layers: Layers) -> list[tuple[str, str, float]]:
+    """(module, part of the layer, bytes that it does not save when it is recomputed).
+
+    Transformer Engine's dense layers have their norms inside the linear layers: `layernorm` does not recompute them,
+    and `mlp` recomputes the second one. Its MoE layers have a norm of their own before the experts.
+    """
+    s = Sizes.of(shape, policy)
+    output = s.ts * s.hidden * s.linear_bytes  # of one norm
+    found = [("core_attn", "attention", s.t * s.heads * 4.0)]  # the statistics of its softmax
+    separate_norms = 2 if layers == "local" else int(shape.is_moe)
+    found.append(("layernorm", "norms", separate_norms * output))
+    if shape.is_moe:
+        whole = _experts(shape, policy, s)
+        activation = _routed(shape, policy, s) * s.expert_ffn * s.linear_bytes  # fc2's input
+        found.append(("moe", "mlp", whole))
+        if "moe" not in policy.recompute_modules:
+            found.append(("moe_act", "mlp", activation))
+    else:
+        found.append(("mlp", "mlp", s.t * s.ffn * (2 * s.bytes + s.linear_bytes)))
+        if layers == "te":
+            found.append(("mlp", "norms", output))
+    return found
+
+
+def _mixers(shape: ModelShape, policy: PolicyConfig, s: Sizes, layers: Layers) -> float:
+    """Attention, or the average of attention and gated DeltaNet layers. The latter save the projection, the
+    convolution's input and output, the rule's output, the norm's, and its input in fp32. Gated attention also saves
+    gate and output."""
+    attention = _attention(s, shape.qk_norm, layers) + (2 * s.t * s.q * s.bytes if shape.attention_gate else 0)
+    linear = shape.linear
+    if linear is None:
+        return attention
+    channels, values = sum(linear.parts[:3]), linear.parts[3]
+    delta = s.t * ((sum(linear.parts) + 2 * channels + 2 * values) * s.bytes + 4 * values) / policy.tensor_parallel
+    return (attention * shape.attention_layers + delta * len(linear.layers)) / shape.layers
+
+
+def _attention(s: Sizes, qk_norm: bool, layers: Layers) -> float:
+    """q, k, v after RoPE, the output (the input of the projection), and one fp32 statistic per head. In fp8 the
+    projection saves an input of its own."""
+    saved = s.t * (2 * s.q + 2 * s.kv) * s.bytes + s.t * s.heads * 4
+    if s.linear_bytes != s.bytes:
+        saved += s.t * s.q * s.linear_bytes
+    if layers == "local":
+        # v is a view that keeps the whole q, k, v product in memory; the outputs of the sequences are concatenated once
+        # more. All layers share one RoPE table.
+        saved += s.t * (2 * s.q + s.kv) * s.bytes
+    if qk_norm:
+        # The input of the norm; for k it is part of the product above where that is kept. RoPE does not save its input.
+        saved += s.t * (s.q + (s.kv if layers == "te" else 0)) * s.bytes
+    return saved
+
+
+def _routed(shape: ModelShape, policy: PolicyConfig, s: Sizes) -> float:
+    """Copies of tokens that the fullest rank's experts get. Ranks that share an expert gather each other's tokens."""
+    return s.ts * shape.experts_per_token * EXPERT_IMBALANCE * policy.expert_tensor_parallel
+
+
+def _experts(shape: ModelShape, policy: PolicyConfig, s: Sizes) -> float:
+    """For each of `experts_per_token` copies of a token: fc1's input and output, fc2's input; fp32 router scores.
+    The shared expert is like a dense MLP."""
+    each = (s.hidden + s.expert_ffn) * s.linear_bytes + 2 * s.expert_ffn * s.bytes
+    shared = s.t * shape.shared_ffn_hidden / policy.tensor_parallel * (2 * s.bytes + s.linear_bytes)
+    return _routed(shape, policy, s) * each + s.ts * shape.experts * 4 * 2 + shared
+
+
+def checkpoint_saved(shape: ModelShape, policy: PolicyConfig) -> float:
+    """Bytes per layer under full recomputation, which saves only the layer's input."""
+    s = Sizes.of(shape, policy)
+    return s.ts * s.hidden * s.bytes
+
+
+def layer_work(shape: ModelShape, policy: PolicyConfig) -> float:
+    """Gradients and gathered activations during the backward pass of one layer."""
+    s = Sizes.of(shape, policy)
+    inner = _routed(shape, policy, s) * (3 * s.expert_ffn + 2 * s.hidden) if shape.is_moe else s.t * 3 * s.ffn
+    return (inner + 2 * s.t * s.hidden) * s.bytes
+
+
+def in_flight(policy: PolicyConfig, stage: int, micro_batches: int) -> float:
+    """Micro-batches whose activations a stage holds at the peak, in units of all layers of the stage."""
+    pp, vpp = policy.pipeline_parallel, policy.virtual_pipeline
+    if vpp == 1:
+        return float(min(pp - stage, micro_batches))
+    chunks = 2 * (pp - stage - 1) + (vpp - 1) * pp + 1
+    return min(chunks, micro_batches * vpp) / vpp
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Bytes of the output layer on the last stage. See policy/head/fused.py."""
+
+    saved: float  # the scored hidden states, from forward to backward
+    work: float  # logits of a chunk and gradients, in the backward pass
+    kept_gradient: float  # a tied weight's gradient is kept until the embedding's backward pass
+
+
+def head_memory(shape: ModelShape, policy: PolicyConfig) -> Head:
+    s = Sizes.of(shape, policy)
+    chunk = min(policy.head_chunk(shape.vocab), s.t)
+    table = s.columns * s.hidden
+    tied_here = shape.tied_embeddings and policy.pipeline_parallel == 1
+    # The one-pass head needs one buffer of logits, in which their gradient replaces them; the gradient of the hidden
+    # states; and, unless the weight is tied, a placeholder for the weight's gradient.
+    placeholder = 0 if tied_here else table * s.bytes
+    return Head(
+        saved=s.t * s.hidden * s.bytes,
+        work=chunk * s.columns * s.bytes + placeholder + s.t * s.hidden * s.bytes,
+        kept_gradient=table * s.bytes if tied_here else 0.0,
+    )
+
 
 # CUDA context, cuBLAS and cuDNN workspaces; NCCL's buffers when there is more than one rank.
 CONTEXT_BYTES, NCCL_BYTES = 1.0 * GIB, 2.0 * GIB
@@ -85,12 +260,10 @@ def stage_memory(
     last = stage == policy.pipeline_parallel - 1
     activations, layer = _passes(shape, policy, stage, micro_batches, layers)
     head = head_memory(shape, policy)
-    weights = size * held.total + _fp8_copies(shape, policy, stage)
-    gradients = (4 if policy.gradient_reduction == "fp32" else 2) * held.total
     memory = TrainerMemory(
         stage=stage,
-        weights=weights,
-        gradients=gradients,
+        weights=size * held.total + _fp8_copies(shape, policy, stage),
+        gradients=(4 if policy.gradient_reduction == "fp32" else 2) * held.total,
         optimizer=optimizer,
         activations=activations + (head.saved if last else 0.0),
         layer=layer + (head.kept_gradient if last else 0.0),
@@ -99,9 +272,7 @@ def stage_memory(
         reserve=0.0,
     )
     reserve = CONTEXT_BYTES + (NCCL_BYTES if world > 1 else 0.0) + FRAGMENTATION * max(memory.passes, step)
-    return TrainerMemory(
-        stage, weights, gradients, optimizer, memory.activations, memory.layer, memory.head, step, reserve
-    )
+    return replace(memory, reserve=reserve)
 
 
 def trainer_memory(

@@ -10,13 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron_dapo.config import Config, ModelShape
-from megatron_dapo.planner.activations import Layers
 from megatron_dapo.planner.engine import EnginePlan, fleet_of, plan_engine
 from megatron_dapo.planner.generation import generate
 from megatron_dapo.planner.hardware import Cluster
-from megatron_dapo.planner.plan import shared_gpu
+from megatron_dapo.planner.memory import Layers
+from megatron_dapo.planner.plan import shared_gpu, step_phases, step_seconds
 from megatron_dapo.planner.search import Candidate, Task, candidates, judge, rank, why_illegal
-from megatron_dapo.planner.step import step_phases, step_seconds
 from megatron_dapo.planner.workload import Workload
 
 MAX_RUNNING = (128, 256, 512, 1024)

@@ -13,6 +13,7 @@ from functools import lru_cache
 
 from megatron_dapo.config import ModelShape
 from megatron_dapo.config.policy import PolicyConfig
+from megatron_dapo.weights.mapping import padded_vocab
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +103,6 @@ class RankParameters:
     @property
     def total(self) -> int:
         return self.dense + self.experts
-
-
-def padded_vocab(vocab: int, tensor_parallel: int) -> int:
-    return -(-vocab // tensor_parallel) * tensor_parallel
 
 
 def stage_layers(shape: ModelShape, policy: PolicyConfig, stage: int) -> int:

@@ -17,14 +17,14 @@ from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.config.rollout import RolloutConfig, SamplerConfig, ServerConfig, WeightTransportConfig
 from megatron_dapo.planner import assumptions
 from megatron_dapo.planner.assumptions import DEFAULT_MFU
-from megatron_dapo.planner.decoding import decode_model
 from megatron_dapo.planner.engine import EnginePlan, plan_engine
 from megatron_dapo.planner.generation import Fleet, Generation, generate
 from megatron_dapo.planner.hardware import Cluster, find_gpu
 from megatron_dapo.planner.memory import kept_while_engines_work, trainer_memory
 from megatron_dapo.planner.parameters import count_parameters
+from megatron_dapo.planner.plan import Phase, step_phases, step_seconds
 from megatron_dapo.planner.search import Task
-from megatron_dapo.planner.step import Phase, step_phases, step_seconds
+from megatron_dapo.planner.server_model import decode_model
 from megatron_dapo.planner.timing import pass_time
 from megatron_dapo.planner.workload import Workload
 

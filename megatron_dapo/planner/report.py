@@ -240,6 +240,3 @@ def _candidate_json(candidate: Candidate, world: int) -> dict[str, Any]:
         "micro_batch_tokens": policy.micro_batch_tokens, "recompute": policy.recompute,
         "head_chunk_tokens": policy.head_chunk_tokens, "bytes": candidate.memory.total, "seconds": candidate.seconds,
     }  # fmt: skip
-
-
-# The assumptions of a plan as text: every number that follows from neither the model nor the configuration.

@@ -9,9 +9,8 @@ from typing import Any
 
 from megatron_dapo.config import ConfigError, ModelShape, check_model, check_world
 from megatron_dapo.config.policy import PolicyConfig
-from megatron_dapo.planner.activations import Layers
 from megatron_dapo.planner.hardware import Cluster
-from megatron_dapo.planner.memory import TrainerMemory, trainer_memory
+from megatron_dapo.planner.memory import Layers, TrainerMemory, trainer_memory
 from megatron_dapo.planner.timing import most_micro_batches, pass_time
 from megatron_dapo.planner.workload import Workload
 

@@ -1,4 +1,4 @@
-"""Starts ranks on this machine without torchrun: imports once, then forks one process per rank.
+"""Functions in forked processes: ranks on this machine without torchrun, or one call whose threads must not stay here.
 
 A forked layout starts in a second where torchrun needs forty, because the imports are shared. The parent must not
 have used CUDA. If a rank fails or the time is up, the other ranks are killed, and the error carries the first failing
@@ -7,7 +7,6 @@ rank's reason. If the parent is killed, even with kill -9, Linux kills the ranks
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import math
 import multiprocessing
@@ -15,13 +14,13 @@ import multiprocessing.connection
 import os
 import pickle
 import signal
-import sys
 import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ import torch
 
 from megatron_dapo.config import ConfigError
 from megatron_dapo.errors import RankError, UserError
+from megatron_dapo.processes.supervisor import end_with_parent
 
 
 def run_ranks(
@@ -39,18 +39,11 @@ def run_ranks(
     first failing rank's ConfigError, or RankError with the reason of any other failure."""
     if torch.cuda.is_initialized():
         raise RankError("CUDA is initialized in the process that forks the ranks, so they cannot use it: use torchrun")
-    context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        pipes, processes = [], []
-        for rank in range(world_size):
-            rendezvous = Rendezvous(rank, world_size, rank, f"file://{Path(folder) / 'store'}")
-            receiver, sender = context.Pipe(duplex=False)
-            arguments = (sender, os.getpid(), rendezvous, function, args)
-            process = context.Process(target=_rank_main, args=arguments, daemon=False)
-            process.start()
-            sender.close()
-            pipes.append(receiver)
-            processes.append(process)
+        url = f"file://{Path(folder) / 'store'}"
+        ranks = [Rendezvous(rank, world_size, rank, url) for rank in range(world_size)]
+        forks = [_fork(function, rendezvous, *args) for rendezvous in ranks]
+        pipes, processes = [fork[0] for fork in forks], [fork[1] for fork in forks]
         signals = _Signals(processes)
         previous = signals.install()
         try:
@@ -67,10 +60,46 @@ def run_ranks(
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
-            for process in processes:
-                if process.is_alive():
-                    process.kill()
-                process.join()
+            _end(processes)
+
+
+def run_in_fork(function: Callable[..., Any], *args: Any) -> Any:
+    """The function's result, computed in a forked process. Its UserError is raised here."""
+    pipe, process = _fork(function, *args)
+    try:
+        ok, value = _receive(pipe, process)
+    finally:
+        _end([process])
+    if not ok:
+        raise value[0](value[1])
+    return value
+
+
+def _fork(function: Callable[..., Any], *args: Any) -> tuple[Connection, ForkProcess]:
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    arguments = (sender, os.getpid(), function, args)
+    process = context.Process(target=_child_main, name=function.__name__, args=arguments, daemon=False)
+    process.start()
+    sender.close()
+    return receiver, process
+
+
+def _receive(pipe: Connection, process: ForkProcess) -> tuple[bool, Any]:
+    """(True, result), or (False, (kind of error, reason))."""
+    try:
+        ok, value = pickle.loads(pipe.recv_bytes())
+        return ok, value
+    except EOFError:
+        process.join()
+        return False, (RankError, f"the process of {process.name} ended with exit code {process.exitcode}")
+
+
+def _end(processes: list[ForkProcess]) -> None:
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+        process.join()
 
 
 class _Signals:
@@ -78,7 +107,8 @@ class _Signals:
     ignore it: the first one becomes a SIGTERM, which lets them save, and the second one kills them."""
 
     def __init__(self, processes: list[ForkProcess]) -> None:
-        self._processes, self.interrupts = processes, 0
+        self._processes = processes
+        self.interrupts = 0
 
     def install(self) -> dict[int, Any]:
         """Returns the handlers to restore; {} outside the main thread, which alone may set them."""
@@ -99,7 +129,7 @@ class _Signals:
                 os.kill(process.pid, number)
 
 
-def _collect(pipes: list[Any], processes: list[ForkProcess], timeout: float | None, grace: float) -> list[Any]:
+def _collect(pipes: list[Connection], processes: list[ForkProcess], timeout: float | None, grace: float) -> list[Any]:
     """Waits for every rank. After the first failure the others have `grace` seconds to report theirs."""
     results: dict[int, Any] = {}
     failures: dict[int, tuple[type[UserError], str]] = {}
@@ -117,11 +147,7 @@ def _collect(pipes: list[Any], processes: list[ForkProcess], timeout: float | No
             break
         for rank, pipe in [(r, p) for r, p in waiting.items() if p in ready]:
             del waiting[rank]
-            try:
-                ok, value = pickle.loads(pipe.recv_bytes())
-            except EOFError:
-                processes[rank].join()
-                ok, value = False, (RankError, f"the process ended with exit code {processes[rank].exitcode}")
+            ok, value = _receive(pipe, processes[rank])
             if ok:
                 results[rank] = value
             else:
@@ -134,10 +160,8 @@ def _collect(pipes: list[Any], processes: list[ForkProcess], timeout: float | No
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _rank_main(
-    sender: Any, parent: int, rendezvous: Rendezvous, function: Callable[..., Any], args: tuple[Any, ...]
-) -> None:
-    die_with(parent)
+def _child_main(sender: Connection, parent: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    end_with_parent(parent)
     gc.freeze()  # a search for garbage among the parent's objects would copy the memory that they are in
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     for number in (signal.SIGTERM, signal.SIGUSR1):
@@ -146,7 +170,7 @@ def _rank_main(
     # A pool of OpenMP threads does not survive a fork: if the parent has computed anything, its ranks would hang.
     torch.set_num_threads(1)
     try:
-        ok, value = True, function(rendezvous, *args)
+        ok, value = True, function(*args)
     except ConfigError as error:
         ok, value = False, (ConfigError, str(error))
     except UserError as error:
@@ -157,17 +181,6 @@ def _rank_main(
     sender.send_bytes(pickle.dumps((ok, value)))
     sender.close()
     raise SystemExit(0 if ok else 1)
-
-
-def die_with(parent: int) -> None:
-    """The kernel sends SIGKILL to this process when its parent ends. Only Linux can; elsewhere ranks of a killed
-    parent end at their next collective timeout."""
-    if sys.platform != "linux":
-        return
-    set_parent_death_signal = 1
-    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the call
-        os._exit(1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,18 @@
-"""Runs a grading process and kills everything that it leaves behind.
+"""Runs a command and kills everything that the command leaves behind.
 
-    python supervisor.py PARENT_PID FD COMMAND…
+    python -I -S supervisor.py PARENT_PID COMMAND…
 
-User graders start programs. When a grading process ends, is killed for a limit, or loses its parent, none of its
-descendants may go on, also not those that detached themselves (setsid, double fork). This process is the *subreaper*
-of all of them: the kernel makes it the parent of every orphaned descendant, so it can kill until none is left. It
-ends when the command ends, on END, and when its parent dies; its exit code is the command's, or 128 + signal. Signals
-that Slurm sends to every process of a step (SIGTERM, SIGUSR1) are for the trainer: grading goes on.
+When the command ends, when END arrives, or when the parent dies (even by kill -9), no descendant of the command may go
+on, not even one that detached itself (setsid, double fork). This process is the *subreaper* of them all: the kernel
+makes it the parent of every orphaned descendant, so it kills until none is left. It touches no other process. It exits
+as the command did, with the same code or signal.
 
-Run by path and without site packages, so that it starts in milliseconds and stays small. Linux only.
+The command has a process group of its own in this process's session; ASK sends SIGTERM to that group. Slurm signals
+every process of a step, but means the trainer: this process ignores those signals, and the command starts with SIGUSR1
+and SIGUSR2 ignored. It waits for signals (sigtimedwait) and has no handlers: a handler that ran just before a wait
+would go unnoticed until the wait ends.
+
+Run by path and without site packages, so that it starts in milliseconds and stays small. Standard library only.
 """
 
 from __future__ import annotations
@@ -19,101 +23,119 @@ import os
 import signal
 import sys
 
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_SET_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36
-END = signal.SIGRTMIN  # nobody else sends it
+SET_DEATH_SIGNAL, SET_CHILD_SUBREAPER = 1, 36  # options of prctl
+IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+PARENT_DIED = signal.SIGHUP
+NOT_EXECUTABLE = 127
+LOOK_SECONDS = 2.0  # between two looks for the parent, if no signal comes
+if sys.platform == "linux":
+    END, ASK = signal.SIGRTMIN, signal.SIGRTMIN + 1  # nobody else sends them
+    AWAITED = (signal.SIGCHLD, PARENT_DIED, END, ASK)
 
 
-class _Terminated(BaseException):
-    pass
-
-
-def _terminate(number: int, frame: object) -> None:
-    # The signal comes again when the next parent dies. An exception then would interrupt the interpreter's shutdown.
-    signal.signal(END, lambda *_: None)
-    raise _Terminated
+def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
+    """From now on the kernel sends `number` to this process when the thread that started it ends. Exits at once if
+    `parent` has ended. Only Linux can do this; elsewhere it does nothing."""
+    if sys.platform == "linux":
+        _prctl(SET_DEATH_SIGNAL, number)
+        if os.getppid() != parent:
+            os._exit(1)
 
 
 def _prctl(option: int, value: int) -> None:
-    if _LIBC.prctl(option, value, 0, 0, 0) != 0:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, int(value), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}): {os.strerror(ctypes.get_errno())}")
 
 
-def _start(command: list[str], descriptor: int) -> int:
-    """Fork and exec the command in its own session; it dies with this process."""
+def main() -> int:
+    parent, command = int(sys.argv[1]), sys.argv[2:]
+    signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
+    for number in IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)  # blocked by whoever started this process
+    _prctl(SET_CHILD_SUBREAPER, 1)
+    end_with_parent(parent, PARENT_DIED)
+    child = _start(command)
+    status = _wait(child, parent)
+    _kill_descendants(child)
+    if status is None:
+        return 128 + signal.SIGTERM
+    if os.WIFSIGNALED(status):
+        _die_of(os.WTERMSIG(status))
+    return os.waitstatus_to_exitcode(status)
+
+
+def _start(command: list[str]) -> int:
     me = os.getpid()
-    pid = os.fork()
-    if pid:
-        os.close(descriptor)  # the parent sees the end of the socket when the command has ended
-        return pid
-    try:
-        os.setsid()
-        _prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
-        if os.getppid() == me:
-            os.set_inheritable(descriptor, True)
-            signal.signal(END, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {END})
-            os.execv(command[0], command)
-    finally:
-        os._exit(127)
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setpgid(0, 0)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_SETMASK, ())
+            end_with_parent(me)
+            os.execvp(command[0], command)
+        except OSError as error:
+            print(f"cannot start {command[0]}: {error}", file=sys.stderr, flush=True)
+        finally:
+            os._exit(NOT_EXECUTABLE)
+    with contextlib.suppress(OSError):  # done already, by the child
+        os.setpgid(child, child)
+    os.closerange(
+        3, os.sysconf("SC_OPEN_MAX")
+    )  # the command's socket: its other end must see when the command has closed it
+    return child
 
 
-def _children() -> list[int]:
-    """Processes whose parent is this one."""
-    me, found = str(os.getpid()), []
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            try:
-                with open(f"/proc/{name}/stat") as file:
-                    stat = file.read()
-            except OSError:  # it has ended
-                continue
-            if stat.rpartition(")")[2].split()[1] == me:
-                found.append(int(name))
-    return found
-
-
-def _kill(pid: int, group: bool = False) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL) if group else os.kill(pid, signal.SIGKILL)
-
-
-def _kill_descendants(command: int) -> None:
-    """Returns when no descendant is left. Those whose parents die here become our children and are killed next."""
-    signal.signal(END, signal.SIG_IGN)
+def _wait(child: int, parent: int) -> int | None:
+    """The status of the command; None if it still runs, but must end."""
     while True:
-        _kill(command, group=True)
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:  # also reaps orphans
+                if ended[0] == child:
+                    return ended[1]
+        if os.getppid() != parent:
+            return None
+        found = signal.sigtimedwait(AWAITED, LOOK_SECONDS)
+        if found is not None and found.si_signo == END:
+            return None
+        if found is not None and found.si_signo == ASK:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGTERM)
+
+
+def _kill_descendants(child: int) -> None:
+    """Returns when none is left. Processes whose parents die here become our children and are killed next."""
+    while True:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child, signal.SIGKILL)
         for pid in _children():
-            _kill(pid)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
         try:
             os.waitpid(-1, 0)
         except ChildProcessError:
             return
 
 
-def main() -> int:
-    parent, descriptor, command = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
-    signal.signal(END, _terminate)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
-        signal.signal(number, lambda *_: None)  # not SIG_IGN, which the command would inherit
-    _prctl(_SET_CHILD_SUBREAPER, 1)
-    _prctl(_SET_DEATH_SIGNAL, END)
-    if os.getppid() != parent:  # it died before we asked to be told
-        return 1
-    signal.pthread_sigmask(signal.SIG_BLOCK, {END})  # until the command's pid is known
-    pid, status = _start(command, descriptor), None
-    try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {END})
-        while status is None:
-            ended, code = os.waitpid(-1, 0)  # also reaps orphans
-            status = code if ended == pid else None
-    except _Terminated:
-        pass
-    _kill_descendants(pid)
-    if status is None:
-        return 128 + signal.SIGTERM
-    code = os.waitstatus_to_exitcode(status)
-    return code if code >= 0 else 128 - code
+def _children() -> list[int]:
+    """Processes whose parent is this one."""
+    me, found = str(os.getpid()), []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it has ended
+            with open(f"/proc/{name}/stat") as file:
+                if file.read().rpartition(")")[2].split()[1] == me:
+                    found.append(int(name))
+    return found
+
+
+def _die_of(number: int) -> None:
+    with contextlib.suppress(OSError):  # SIGKILL has no handler
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
+    os.kill(os.getpid(), number)
 
 
 if __name__ == "__main__":

@@ -8,34 +8,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from itertools import zip_longest
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any
 
 from megatron_dapo import fault_points
-from megatron_dapo.config.reward import RewardConfig, WeightedGraderConfig
+from megatron_dapo.config.data import RewardConfig, WeightedGraderConfig
+from megatron_dapo.reward.grader import Graders
 from megatron_dapo.reward.pool import RewardPool
 from megatron_dapo.types import Grade, Prompt, Sample, Tokens
-
-
-class Graders(Protocol):
-    """What grades the responses of a run."""
-
-    @property
-    def decodes_tokens(self) -> bool:
-        """Whether `grade_tokens` works; otherwise the caller decodes and calls `grade`."""
-        ...
-
-    async def grade(self, prompt: Prompt, sample: Sample) -> Grade: ...
-    async def grade_tokens(self, prompt: Prompt, sample: Sample) -> Grade: ...
-    def metrics(self) -> dict[str, float]: ...
-    async def __aenter__(self) -> Self: ...
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
 
 
 def open_graders(config: RewardConfig, tokenizer: str = "") -> Graders:
@@ -57,14 +40,10 @@ def _settings(config: RewardConfig, one: WeightedGraderConfig) -> RewardConfig:
 
 def _single(config: RewardConfig, key: str, tokenizer: str) -> Graders:
     # Imported here: grading processes import this package, and need no HTTP client.
-    if config.grader == "http":
-        from megatron_dapo.reward.http_reward import HttpReward
+    if config.grader in ("http", "judge"):
+        from megatron_dapo.reward.remote import HttpReward, Judge
 
-        return HttpReward(config, f"{key}.http")
-    if config.grader == "judge":
-        from megatron_dapo.reward.http_reward import Judge
-
-        return Judge(config, f"{key}.judge")
+        return HttpReward(config, f"{key}.http") if config.grader == "http" else Judge(config, f"{key}.judge")
     return RewardPool(config, tokenizer)
 
 
@@ -75,23 +54,20 @@ class Weighted:
     grader: Graders
 
 
-class CombinedGraders:
+class CombinedGraders(Graders):
     def __init__(self, members: list[Weighted]) -> None:
+        super().__init__()
         self._members = members
         self._stack = AsyncExitStack()
-        self._counts: Counter[str] = Counter()
         self.decodes_tokens = all(member.grader.decodes_tokens for member in members)
 
-    async def __aenter__(self) -> Self:
+    async def open(self) -> None:
         async with AsyncExitStack() as stack:
             for member in self._members:
                 await stack.enter_async_context(member.grader)
             self._stack = stack.pop_all()
-        return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def close(self) -> None:
         await self._stack.aclose()
 
     async def grade(self, prompt: Prompt, sample: Sample) -> Grade:
@@ -105,14 +81,10 @@ class CombinedGraders:
         total: Counter[str] = Counter()
         for member in self._members:
             total.update(member.grader.metrics())
-        own = {f"reward/{name}": float(self._counts[name]) for name in ("graded", "ungraded", "correct")}
-        return {**total, **own}
+        return {**total, **super().metrics()}
 
     def _combine(self, grades: list[Grade]) -> Grade:
-        grade = combine({m.name: (m.weight, g) for m, g in zip(self._members, grades, strict=True)})
-        self._counts["ungraded" if grade.ungraded else "graded"] += 1
-        self._counts["correct"] += grade.correct is True
-        return grade
+        return self._count(combine({m.name: (m.weight, g) for m, g in zip(self._members, grades, strict=True)}))
 
 
 def combine(grades: dict[str, tuple[float, Grade]]) -> Grade:
@@ -129,36 +101,44 @@ def combine(grades: dict[str, tuple[float, Grade]]) -> Grade:
     return Grade(first.correct, score, first.extracted, first.reason, parts, tuple(map(sum, turns)))
 
 
-# Grades responses that are tokens: text is made from them once, and where it costs the driving process least.
-
-
 SHORT = 512  # tokens; decoding fewer costs less than sending them to a process
 
 
 class ResponseGrader:
-    def __init__(self, tokenizer: Any) -> None:
+    """Grades samples by their tokens: text is made from them once, and where it costs the driving process least."""
+
+    def __init__(self, config: RewardConfig, tokenizer: Any) -> None:
         """`tokenizer` is a transformers tokenizer."""
         self._tokenizer = tokenizer
         # Only the tokenizers library can decode elsewhere; other tokenizers, and this clean-up, are Python code.
         fast = getattr(tokenizer, "is_fast", False) and not tokenizer.clean_up_tokenization_spaces
         self.tokenizer_json = str(tokenizer.backend_tokenizer.to_str()) if fast else ""
+        self.graders = open_graders(config, self.tokenizer_json)
+
+    async def open(self) -> None:
+        await self.graders.open()
+
+    async def close(self) -> None:
+        await self.graders.close()
+
+    def metrics(self) -> dict[str, float]:
+        return self.graders.metrics()
 
     def decode(self, tokens: Tokens) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
 
-    async def grade(self, pool: Graders, prompt: Prompt, sample: Sample) -> Grade:
-        """`pool` has `tokenizer_json`."""
+    async def grade(self, prompt: Prompt, sample: Sample) -> Grade:
         fault_points.reach("rollouts/before_grade")
         tokens = sample.final_tokens
         if len(tokens) > SHORT and self.tokenizer_json:
-            if pool.decodes_tokens:
-                return await pool.grade_tokens(prompt, sample)
+            if self.graders.decodes_tokens:
+                return await self.graders.grade_tokens(prompt, sample)
             sample.text = await asyncio.to_thread(self.decode, tokens)  # releases the GIL
         else:
             sample.text = self.decode(tokens)
-        return await pool.grade(prompt, sample)
+        return await self.graders.grade(prompt, sample)
 
-    def add_texts(self, samples: Iterable[Sample]) -> None:
+    def add_texts(self, samples: Sequence[Sample]) -> None:
         """For samples that are shown to people."""
         for sample in samples:
             sample.text = readable(sample, self.decode)

@@ -12,19 +12,20 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+from collections import Counter
 from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
 
 from megatron_dapo.errors import UserError
 from megatron_dapo.plugins import is_plugin, load_function
 from megatron_dapo.reward.dapo import published_answer, published_verdict
 from megatron_dapo.reward.equivalence import decide, equivalent
 from megatron_dapo.reward.extract import clean, final_answer
-from megatron_dapo.types import Grade, Prompt
+from megatron_dapo.types import Grade, Prompt, Sample
 
 if TYPE_CHECKING:  # a grading process does not need it
-    from megatron_dapo.config.reward import RewardConfig
+    from megatron_dapo.config.data import RewardConfig
 
 
 class Grader(Protocol):
@@ -43,6 +44,47 @@ class GraderError(UserError):
 
     The policy's weights are consistent when this is raised, so the trainer saves a checkpoint before it ends.
     """
+
+
+class Graders:
+    """What grades the responses of a run: grading processes, a server, or several of them combined.
+
+    `async with graders: grade = await graders.grade(prompt, sample)`. `grade` raises GraderError once grading cannot go
+    on. Counts are since it was created.
+    """
+
+    decodes_tokens = False  # whether `grade_tokens` works; otherwise the caller decodes and calls `grade`
+    counted: ClassVar[tuple[str, ...]] = ("graded", "correct", "ungraded")
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    async def open(self) -> None: ...
+    async def close(self) -> None: ...
+
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    async def grade(self, prompt: Prompt, sample: Sample) -> Grade:
+        """The grade of `sample.text`."""
+        raise NotImplementedError
+
+    async def grade_tokens(self, prompt: Prompt, sample: Sample) -> Grade:
+        """The grade of the text that `sample.final_tokens` decode to."""
+        raise RuntimeError("this grader reads texts: decode the response first")
+
+    def metrics(self) -> dict[str, float]:
+        reasons = sorted(name for name in self._counts if name.startswith("ungraded/"))
+        return {f"reward/{name}": float(self._counts[name]) for name in (*self.counted, *reasons)}
+
+    def _count(self, grade: Grade) -> Grade:
+        self._counts["ungraded" if grade.ungraded else "graded"] += 1
+        self._counts["correct"] += grade.correct is True
+        return grade
 
 
 class Scores:

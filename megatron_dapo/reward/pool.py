@@ -1,109 +1,194 @@
 """The reward pool: grades responses from asyncio, thousands at a time, whatever the responses contain.
 
 `grade` takes a text: `QuickGrader.quick` decides in this process what needs only string operations; the rest goes to
-grading processes with limits on CPU time and memory. `grade_tokens` takes a response's tokens: a grading process
-decodes and grades them. A process that hits a limit is replaced and the response tried again. A response that cannot
-be graded is *ungraded* (`correct is None`, score 0, the reason); it is counted and never scored as wrong.
+grading processes (`reward.worker`). `grade_tokens` takes a response's tokens: a grading process decodes and grades
+them. A process that hits a limit is replaced and the response tried again. A response that cannot be graded is
+*ungraded* (`correct is None`, score 0, the reason); it is counted and never scored as wrong.
+
+A process is judged by what it uses, not by the clock. The kernel limits CPU time inside it, resident memory is watched
+here, and it counts as stuck only after `stuck_seconds` of sleep without using CPU time or replying. Waiting for a core
+on an overloaded machine is none of these.
 
 If the grader raises, the response is ungraded too. After `reward.max_errors` errors within
 `reward.error_window_seconds` the grader counts as broken: every call raises `GraderError` with the last traceback.
 This is the only type that `grade` raises because grading cannot go on, so the trainer can save first.
-
-One thread per process exchanges messages with it. Only the event loop's thread changes counters and futures.
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
+import json
+import signal
+import sys
 import time
 import traceback
-from collections import Counter, deque
+from collections import deque
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self
+from functools import partial
 
-from megatron_dapo.config.reward import RewardConfig
-from megatron_dapo.reward.grader import FunctionGrader, GraderError, QuickGrader, load_grader
-from megatron_dapo.reward.process import GradingProcess, GradingRequest, WorkerDied
-from megatron_dapo.types import Grade, Prompt, Sample
+import psutil
+
+from megatron_dapo.config.data import RewardConfig
+from megatron_dapo.processes.frames import Frame
+from megatron_dapo.processes.worker_process import ProcessEnded, WorkerProcess
+from megatron_dapo.reward.grader import FunctionGrader, GraderError, Graders, QuickGrader, load_grader
+from megatron_dapo.types import Grade, Prompt, Sample, Tokens, json_default
 
 BATCH = 64  # most responses in one message to a process
+USAGE_SECONDS = 0.25  # between two looks at what a process uses: a look costs as much as grading a response
+START_SECONDS = 120.0
+CLOSE_SECONDS = 0.5  # an idle process exits by itself
+COMMAND = [sys.executable, "-m", "megatron_dapo.reward.worker"]
+
+
+class WorkerStartError(GraderError):
+    """A grading process cannot start; the message has its traceback."""
 
 
 @dataclass(slots=True, eq=False)
-class _Job(GradingRequest):
-    future: asyncio.Future[Grade] | None = None
+class _Job:
+    """One response to grade, and how often that has failed."""
+
+    prompt: Prompt
+    response: str
+    tokens: Tokens | None  # instead of `response`: the process decodes them
+    future: asyncio.Future[Grade]
+    failures: int = 0
+    alone: bool = False  # graded in a batch of its own, because its last batch killed the process
 
 
-class RewardPool:
-    """`async with RewardPool(config) as pool: grade = await pool.grade(prompt, sample)`."""
+class GradingProcess:
+    def __init__(self, worker: WorkerProcess, config: RewardConfig, pid: int, has_tokenizer: bool) -> None:
+        self._worker = worker
+        self._config = config
+        self._usage = psutil.Process(pid)
+        self._memory_limit = config.memory_mb * 2**20 + (self._usage.memory_info().rss if has_tokenizer else 0)
+        self._cpu_seconds = -1.0
+        self._awake_at = 0.0
+
+    @classmethod
+    async def start(cls, config: RewardConfig, tokenizer: bytes) -> GradingProcess:
+        """`tokenizer`: the JSON of a `tokenizers.Tokenizer`, for jobs that have tokens."""
+        worker = await WorkerProcess.start(COMMAND)
+        try:
+            _, (ready,) = worker.send({"config": config.model_dump(mode="json")}, tokenizer)
+            async with asyncio.timeout(START_SECONDS):
+                header, _ = await ready
+            if header["problem"]:
+                raise WorkerStartError(
+                    f"a grading process (grader {config.grader!r}) could not start:\n{header['problem']}"
+                )
+            return cls(worker, config, header["pid"], bool(tokenizer))
+        except BaseException as error:
+            await worker.end(CLOSE_SECONDS)
+            if isinstance(error, TimeoutError):
+                raise WorkerStartError(f"a grading process did not start within {START_SECONDS:.0f} s") from None
+            if isinstance(error, ProcessEnded | psutil.NoSuchProcess):
+                raise WorkerStartError(
+                    f"a grading process (grader {config.grader!r}) could not start: it {error}; its output is on stderr"
+                ) from None
+            raise
+
+    def send(self, jobs: list[_Job]) -> list[asyncio.Future[Frame]]:
+        """The futures of the replies."""
+        seconds = self._config.cpu_seconds * (1 + max(job.failures for job in jobs))
+        header = {
+            "cpu_seconds": seconds, "has_tokens": [job.tokens is not None for job in jobs],
+            "prompts": [json.dumps(job.prompt.to_state(), default=json_default) for job in jobs],
+        }  # fmt: skip
+        parts = [job.response.encode(errors="surrogatepass") if job.tokens is None else job.tokens for job in jobs]
+        return self._worker.send(header, *parts, replies=len(jobs))[1]
+
+    async def watch(self, replies: list[asyncio.Future[Frame]]) -> str:
+        """Returns when all replies are there: "", or why the process ended before: cpu-time, memory, stuck, crashed."""
+        finished = asyncio.gather(*replies, return_exceptions=True)
+        self._awake_at = time.monotonic()
+        while True:
+            done, _ = await asyncio.wait([finished], timeout=USAGE_SECONDS)
+            if done:
+                ends = [found.code for found in finished.result() if isinstance(found, ProcessEnded)]
+                return "" if not ends else "cpu-time" if ends[0] == -signal.SIGPROF else "crashed"
+            if reason := self._limit_hit():
+                await self._worker.end()
+                return reason
+
+    def _limit_hit(self) -> str:
+        try:
+            with self._usage.oneshot():
+                times, status, resident = self._usage.cpu_times(), self._usage.status(), self._usage.memory_info().rss
+        except psutil.NoSuchProcess:  # the replies will fail
+            return ""
+        if resident > self._memory_limit:
+            return "memory"
+        cpu, now = times.user + times.system, time.monotonic()
+        if cpu > self._cpu_seconds or status in (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP):
+            self._cpu_seconds = cpu
+            self._awake_at = now
+        asleep_since = max(self._awake_at, self._worker.last_reply)
+        return "stuck" if now - asleep_since > self._config.stuck_seconds else ""
+
+    async def close(self) -> None:
+        """Ends the process and all its descendants."""
+        await self._worker.end(CLOSE_SECONDS)
+
+
+class RewardPool(Graders):
+    """`async with RewardPool(config) as pool: grade = await pool.grade(prompt, sample)`.
+
+    `reward/seconds` is the CPU time spent on grading, over all processes.
+    """
 
     decodes_tokens = True
+    counted = ("graded", "correct", "ungraded", "quick", "errors", "retries", "restarts")
 
     def __init__(self, config: RewardConfig, tokenizer: str = "") -> None:
         """`tokenizer`: the JSON of a `tokenizers.Tokenizer`; `grade_tokens` needs it."""
-        self._config, self._tokenizer = config, tokenizer.encode()
+        super().__init__()
+        self._config = config
+        self._tokenizer = tokenizer.encode()
         self._grader = load_grader(config)
         self._quick = self._grader.quick if isinstance(self._grader, QuickGrader) else None
         self._is_async = isinstance(self._grader, FunctionGrader) and self._grader.is_async
         self._jobs: deque[_Job] = deque()
-        self._changed = threading.Condition()
-        self._stopping = threading.Event()
-        self._threads: list[threading.Thread] = []
+        self._added = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []  # one per process
         self._idle = 0
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_open = False
         self._waiting: set[asyncio.Future[Grade]] = set()
         self._failure: GraderError | None = None
-        self._counts: Counter[str] = Counter()
         self._crashes_in_a_row = 0
         self._error_times: deque[float] = deque()
         self._clock = time.monotonic
         self._seconds = 0.0
 
-    async def __aenter__(self) -> Self:
-        self._loop = asyncio.get_running_loop()
-        return self
+    async def open(self) -> None:
+        self._is_open = True
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stopping.set()
-        with self._changed:
-            self._jobs.clear()
-            self._changed.notify_all()
+    async def close(self) -> None:
+        self._is_open = False
         for future in self._waiting:
             future.cancel()
-        await asyncio.gather(*(asyncio.to_thread(thread.join) for thread in self._threads))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def grade(self, prompt: Prompt, sample: Sample) -> Grade:
-        """The grade of `sample.text`. Raises GraderError once the grader counts as broken."""
         self._check_open()
         quick = self._grade_quickly(prompt, sample.text)
-        return self._count(quick or await self._grade_in_process(_Job(prompt, sample.text)))
+        return self._count(quick or await self._grade_in_process(prompt, sample.text, None))
 
     async def grade_tokens(self, prompt: Prompt, sample: Sample) -> Grade:
-        """The grade of the text that `sample.final_tokens` decode to."""
         self._check_open()
-        return self._count(await self._grade_in_process(_Job(prompt, "", sample.final_tokens)))
+        return self._count(await self._grade_in_process(prompt, "", sample.final_tokens))
+
+    def metrics(self) -> dict[str, float]:
+        return {**super().metrics(), "reward/seconds": self._seconds}
 
     def _check_open(self) -> None:
         if self._failure is not None:
             raise self._failure
-        if self._loop is None or self._stopping.is_set():
+        if not self._is_open:
             raise RuntimeError("RewardPool.grade was called outside of `async with pool`")
-
-    def _count(self, grade: Grade) -> Grade:
-        self._counts["graded" if grade.correct is not None else "ungraded"] += 1
-        self._counts["correct"] += grade.correct is True
-        return grade
-
-    def metrics(self) -> dict[str, float]:
-        """Counts since the pool was created; `reward/seconds` is the CPU time spent on grading, over all processes."""
-        names = ("graded", "correct", "ungraded", "quick", "errors", "retries", "restarts")
-        reasons = sorted(name for name in self._counts if name.startswith("ungraded/"))
-        counted = {f"reward/{name}": float(self._counts[name]) for name in (*names, *reasons)}
-        return {**counted, "reward/seconds": self._seconds}
 
     def _grade_quickly(self, prompt: Prompt, response: str) -> Grade | None:
         if self._quick is None:
@@ -117,96 +202,76 @@ class RewardPool:
         self._seconds += time.perf_counter() - started
         return grade
 
-    async def _grade_in_process(self, job: _Job) -> Grade:
-        assert self._loop is not None
-        job.future = self._loop.create_future()
-        self._waiting.add(job.future)
+    async def _grade_in_process(self, prompt: Prompt, response: str, tokens: Tokens | None) -> Grade:
+        future: asyncio.Future[Grade] = asyncio.get_running_loop().create_future()
+        self._waiting.add(future)
         try:
-            self._enqueue([job])
-            return await job.future
+            self._enqueue([_Job(prompt, response, tokens, future)])
+            return await future
         finally:
-            self._waiting.discard(job.future)
+            self._waiting.discard(future)
 
-    # -- the queue between the event loop and the threads ------------------------------------------------
+    # ---- the queue ----
 
     def _enqueue(self, jobs: list[_Job]) -> None:
-        with self._changed:
-            self._jobs.extend(jobs)
-            if self._idle < len(self._jobs) and len(self._threads) < self._config.worker_count:
-                thread = threading.Thread(target=self._serve, name=f"grading-{len(self._threads)}", daemon=True)
-                self._threads.append(thread)
-                thread.start()
-            self._changed.notify(len(jobs))
+        self._jobs.extend(jobs)
+        self._added.set()
+        if self._idle < len(self._jobs) and len(self._tasks) < self._config.worker_count:
+            self._tasks.append(asyncio.ensure_future(self._serve()))
 
-    def _next_batch(self) -> list[_Job]:
-        """Waits for jobs; empty when the pool stops. A short queue is spread over the processes, not batched."""
-        with self._changed:
-            self._idle += 1
-            self._changed.wait_for(lambda: self._jobs or self._stopping.is_set())
-            self._idle -= 1
-            if self._stopping.is_set():
-                return []
-            if self._is_async:
-                size = self._config.concurrency
-            else:
-                size = min(BATCH, len(self._jobs) // (2 * self._config.worker_count))
-            batch = [self._jobs.popleft()]
-            while len(batch) < size and self._jobs and not (batch[0].alone or self._jobs[0].alone):
-                batch.append(self._jobs.popleft())
-            return batch
+    async def _next_batch(self) -> list[_Job]:
+        """Waits for jobs. A short queue is spread over the processes, not batched."""
+        self._idle += 1
+        while not self._jobs:
+            self._added.clear()
+            await self._added.wait()
+        self._idle -= 1
+        if self._is_async:
+            size = self._config.concurrency
+        else:
+            size = min(BATCH, len(self._jobs) // (2 * self._config.worker_count))
+        batch = [self._jobs.popleft()]
+        while len(batch) < size and self._jobs and not (batch[0].alone or self._jobs[0].alone):
+            batch.append(self._jobs.popleft())
+        return batch
 
-    # -- one thread per process --------------------------------------------------------------------------
+    # ---- one task per process ----
 
-    def _serve(self) -> None:
+    async def _serve(self) -> None:
         process: GradingProcess | None = None
         try:
-            while not self._stopping.is_set():  # jobs queue while a process starts
-                process = process or GradingProcess(self._config, self._stopping, self._tokenizer)
-                batch = self._next_batch()
-                wanted = [job for job in batch if job.future is not None and not job.future.cancelled()]
-                if wanted:
-                    process = self._run(process, wanted)
-        except WorkerDied:  # the pool stopped while the process was starting
-            pass
+            while True:
+                process = process or await GradingProcess.start(self._config, self._tokenizer)  # jobs queue meanwhile
+                wanted = [job for job in await self._next_batch() if not job.future.cancelled()]
+                if wanted and not await self._run(process, wanted):
+                    await process.close()
+                    process = None
         except GraderError as error:
-            self._tell(self._fail, error)
+            self._fail(error)
         except Exception:  # e.g. no process or descriptor left: the callers that wait must be told
-            self._tell(self._fail, GraderError(f"grading cannot go on:\n{traceback.format_exc()}"))
+            self._fail(GraderError(f"grading cannot go on:\n{traceback.format_exc()}"))
         finally:
             if process is not None:
-                process.close()
+                await process.close()
 
-    def _run(self, process: GradingProcess, batch: list[_Job]) -> GradingProcess | None:
-        """Grades the batch; returns the process, or None if it must be replaced."""
-        outstanding = dict(enumerate(batch))
-        worn_out = False
-        try:
-            for index, reply in process.grade(list(batch)):
-                job = outstanding.pop(index)
-                if reply.get("limit"):
-                    worn_out = True
-                    self._tell(self._try_again, job, reply["limit"])
-                else:
-                    self._tell(self._settle, job, reply)
-        except WorkerDied as death:
-            if death.reason != "stopping":
-                self._tell(self._after_death, list(outstanding.values()), death.reason)
-            worn_out = True
-        if worn_out:
-            process.close()
-            return None
-        return process
+    async def _run(self, process: GradingProcess, batch: list[_Job]) -> bool:
+        """Grades the batch; False if the process must be replaced."""
+        replies = process.send(batch)
+        for job, reply in zip(batch, replies, strict=True):
+            reply.add_done_callback(partial(self._replied, job))
+        reason = await process.watch(replies)
+        if reason:
+            unanswered = [job for job, reply in zip(batch, replies, strict=True) if reply.exception() is not None]
+            self._after_death(unanswered, reason)
+        return not reason and not any("limit" in reply.result()[0] for reply in replies)
 
-    def _tell(self, function: Any, *arguments: Any) -> None:
-        assert self._loop is not None
-        try:
-            self._loop.call_soon_threadsafe(function, *arguments)
-        except RuntimeError:  # the loop is closed: nothing waits for this grade any more
-            self._stopping.set()
-
-    # -- back in the event loop --------------------------------------------------------------------------
-
-    def _settle(self, job: _Job, reply: dict[str, Any]) -> None:
+    def _replied(self, job: _Job, future: asyncio.Future[Frame]) -> None:
+        if future.cancelled() or future.exception() is not None:
+            return  # the process has ended
+        reply = future.result()[0]
+        if "limit" in reply:
+            self._try_again(job, reply["limit"])
+            return
         self._crashes_in_a_row = 0
         self._seconds += reply.get("seconds", 0.0)
         self._counts["quick"] += reply.get("quick", False)
@@ -251,8 +316,7 @@ class RewardPool:
         others = jobs[len(causes) :]
         for job in others:
             job.alone = self._is_async
-        if others:
-            self._enqueue(others)
+        self._enqueue(others)
         for job in causes:
             self._try_again(job, reason)
 
@@ -267,7 +331,7 @@ class RewardPool:
         self._answer(job, Grade(None, 0.0, None, f"{reason} ({job.failures} tries)"))
 
     def _answer(self, job: _Job, grade: Grade) -> None:
-        if job.future is not None and not job.future.done():
+        if not job.future.done():
             job.future.set_result(grade)
 
     def _fail(self, error: GraderError) -> None:

@@ -1,4 +1,6 @@
-"""Requests to servers that grade: JSON over HTTP with a time limit, retries with backoff, and a bearer token.
+"""Graders behind a server: `http`, a server of the user's, and `judge`, a model behind an OpenAI-compatible server.
+
+Requests are JSON over HTTP with a time limit, retries with backoff, and a bearer token.
 
 The token comes from an environment variable and appears in no message. A request that fails for good raises
 `RemoteFailure`, whose `reason` names the kind of failure in metrics. `RemoteGrader` turns it into an ungraded grade;
@@ -8,23 +10,25 @@ after too many of them in a row it raises `GraderError`, so that a dead server d
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import random
-from collections import Counter
-from types import TracebackType
-from typing import Any, Self
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import aiohttp
 import orjson
 
-from megatron_dapo.config.reward import RemoteConfig
-from megatron_dapo.reward.grader import GraderError
+from megatron_dapo.config.data import RemoteConfig, RewardConfig
+from megatron_dapo.reward.grader import GraderError, Graders, Scores
 from megatron_dapo.types import Grade, Prompt, Sample
 
 LONGEST_PAUSE = 60.0
 LARGEST_REPLY = 16 * 2**20  # bytes
 QUOTED = 200  # characters of a reply in a message
-# Another try may succeed. A 500 is often one response that the server's code cannot handle: see `http_reward`.
+# Another try may succeed. A 500 is often one response that the server's code cannot handle: see `HttpReward`.
 PASSING = {408, 425, 429, 500, 502, 503, 504}
 
 
@@ -33,7 +37,8 @@ class RemoteFailure(Exception):
 
     def __init__(self, reason: str, message: str, status: int = 0) -> None:
         super().__init__(message)
-        self.reason, self.status = reason, status
+        self.reason = reason
+        self.status = status
 
     @property
     def passing(self) -> bool:
@@ -45,7 +50,8 @@ class RemoteServer:
 
     def __init__(self, config: RemoteConfig, key: str) -> None:
         """`key`: the configuration key of this section, for messages."""
-        self._config, self._key = config, key
+        self._config = config
+        self._key = key
         self._secret = ""
         self._session: aiohttp.ClientSession | None = None
         self._places = asyncio.Semaphore(config.concurrency)
@@ -123,61 +129,44 @@ class RemoteServer:
         return text.replace(self._secret, "***") if self._secret else text
 
 
-class RemoteGrader:
-    """Base of the graders behind a server; has the interface of `RewardPool`. Derived classes implement `ask`."""
+class RemoteGrader(Graders):
+    """Base of the graders behind a server. Derived classes implement `ask`."""
 
-    decodes_tokens = False
+    counted = ("graded", "correct", "ungraded", "errors")
     kind = "remote"
 
     def __init__(self, config: RemoteConfig, key: str) -> None:
-        self._server, self._max_failures, self._key = RemoteServer(config, key), config.max_failures, key
-        self._counts: Counter[str] = Counter()
+        super().__init__()
+        self._server = RemoteServer(config, key)
+        self._max_failures = config.max_failures
+        self._key = key
         self._in_a_row = 0
 
-    async def __aenter__(self) -> Self:
+    async def open(self) -> None:
         await self._server.open()
-        return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def close(self) -> None:
         await self._server.close()
 
     async def grade(self, prompt: Prompt, sample: Sample) -> Grade:
-        """The grade of `sample.text`. Raises GraderError once the server has failed too often."""
         try:
             grade = await self.ask(prompt, sample.text)
         except RemoteFailure as failure:
             self._failed(prompt, failure)
-            return Grade(None, 0.0, None, f"{self.kind}: {failure}")
+            return self._count(Grade(None, 0.0, None, f"{self.kind}: {failure}"))
         self._in_a_row = 0
         if grade.ungraded:
             self._counts["ungraded/by-grader"] += 1
-        self._counts["graded" if not grade.ungraded else "ungraded"] += 1
-        self._counts["correct"] += grade.correct is True
-        return grade
-
-    async def grade_tokens(self, prompt: Prompt, sample: Sample) -> Grade:
-        raise RuntimeError("a server grades texts: decode the response first")
+        return self._count(grade)
 
     async def ask(self, prompt: Prompt, response: str) -> Grade:
         """Raises RemoteFailure."""
         raise NotImplementedError
 
     def metrics(self) -> dict[str, float]:
-        """Counts since it was created, under the names of `RewardPool.metrics`."""
-        names = (
-            "graded",
-            "correct",
-            "ungraded",
-            "errors",
-            *sorted(n for n in self._counts if n.startswith("ungraded/")),
-        )
-        counted = {f"reward/{name}": float(self._counts[name]) for name in names}
-        return {**counted, "reward/retries": float(self._server.retries)}
+        return {**super().metrics(), "reward/retries": float(self._server.retries)}
 
     def _failed(self, prompt: Prompt, failure: RemoteFailure) -> None:
-        self._counts["ungraded"] += 1
         self._counts["errors"] += 1
         self._counts[f"ungraded/{self.kind}-{failure.reason}"] += 1
         self._in_a_row += 1
@@ -186,3 +175,183 @@ class RemoteGrader:
                 f"{self._key}: the last {self._in_a_row} responses could not be graded ({self._key}.max_failures is "
                 f"{self._max_failures}), last one of prompt {prompt.id}: {failure}"
             )
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    body: dict[str, Any]
+    future: asyncio.Future[Grade]
+
+
+class HttpReward(RemoteGrader):
+    """A server of the user's: sends responses in batches and reads one grade for each.
+
+        request  {"responses": [{"prompt_id", "prompt", "answer", "source", "meta", "response"}, …]}
+        reply    {"grades": [grade, …]}, in the same order and of the same length
+
+    A grade is a number (the score), a boolean, null (ungraded), or an object with `score`, and optionally `correct`,
+    `extracted`, `reason` and `turns` (a reward for each turn). A reply that cannot be matched with its request, and a
+    request that the server refuses or fails on, is repeated with one response at a time: one response that the server
+    cannot handle does not make the others ungraded.
+    """
+
+    kind = "http"
+
+    def __init__(self, config: RewardConfig, key: str = "reward.http") -> None:
+        super().__init__(config.http, key)
+        self._config = config.http
+        self._scores = Scores(config)
+        self._waiting: list[_Waiting] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._sending: set[asyncio.Task[None]] = set()
+
+    async def ask(self, prompt: Prompt, response: str) -> Grade:
+        body = {
+            "prompt_id": prompt.id, "prompt": prompt.text, "answer": prompt.answer, "source": prompt.source,
+            "meta": prompt.meta, "response": response,
+        }  # fmt: skip
+        loop = asyncio.get_running_loop()
+        waiting = _Waiting(body, loop.create_future())
+        self._waiting.append(waiting)
+        if len(self._waiting) >= self._config.batch:
+            self._flush()
+        elif self._timer is None:
+            self._timer = loop.call_later(self._config.batch_wait, self._flush)
+        return await waiting.future
+
+    def _flush(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        batch = [item for item in self._waiting if not item.future.cancelled()]
+        self._waiting = []
+        if batch:
+            task = asyncio.ensure_future(self._send(batch))
+            self._sending.add(task)
+            task.add_done_callback(self._sending.discard)
+
+    async def _send(self, batch: list[_Waiting]) -> None:
+        try:
+            grades: Sequence[Grade | RemoteFailure] = await self._grades(batch)
+        except RemoteFailure as failure:
+            if len(batch) > 1 and (failure.status == 500 or not failure.passing):
+                grades = await asyncio.gather(*(self._alone(item) for item in batch))
+            else:
+                grades = [failure] * len(batch)
+        except BaseException as error:  # whatever happens, the callers that wait must be told
+            for item in batch:
+                if not item.future.done():
+                    item.future.set_exception(error)
+            raise
+        for item, grade in zip(batch, grades, strict=True):
+            if item.future.done():
+                continue
+            if isinstance(grade, RemoteFailure):
+                item.future.set_exception(grade)
+            else:
+                item.future.set_result(grade)
+
+    async def _alone(self, item: _Waiting) -> Grade | RemoteFailure:
+        try:
+            return (await self._grades([item], retries=0))[0]
+        except RemoteFailure as failure:
+            return failure
+
+    async def _grades(self, batch: list[_Waiting], retries: int | None = None) -> list[Grade]:
+        reply = await self._server.post("", {"responses": [item.body for item in batch]}, retries)
+        grades = reply.get("grades") if isinstance(reply, dict) else None
+        if not isinstance(grades, list) or len(grades) != len(batch):
+            found = f"{len(grades)} grades" if isinstance(grades, list) else f"{reply!r:.200}"
+            raise RemoteFailure("unusable-reply", f"expected {len(batch)} grades, found {found}")
+        return [self._adopt(grade) for grade in grades]
+
+    def _adopt(self, value: Any) -> Grade:
+        if value is None:
+            return Grade(None, 0.0, None, "the server could not grade it")
+        if isinstance(value, bool) or _is_number(value):
+            return self._scores.adopt(value)
+        if isinstance(value, dict) and _is_grade(value):
+            return self._from_object(value)
+        raise RemoteFailure("unusable-reply", f"expected a grade, found {value!r:.200}")
+
+    def _from_object(self, value: dict[str, Any]) -> Grade:
+        extracted, reason = value.get("extracted"), str(value.get("reason") or "")
+        if value["score"] is None:
+            return Grade(None, 0.0, extracted, reason or "the server could not grade it")
+        base = self._scores.adopt(float(value["score"]))
+        correct = base.correct if value.get("correct") is None else value["correct"]
+        turns = tuple(float(reward) for reward in value.get("turns") or ())
+        return Grade(correct, base.score, extracted, reason, turns=turns)
+
+
+def _is_grade(value: dict[str, Any]) -> bool:
+    turns = value.get("turns") or []
+    return (
+        "score" in value
+        and (value["score"] is None or _is_number(value["score"]))
+        and isinstance(value.get("correct"), bool | None)
+        and isinstance(value.get("extracted"), str | None)
+        and isinstance(turns, list)
+        and all(map(_is_number, turns))
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+_FIELD = re.compile(r"\{(question|answer|response)\}")
+
+
+class Judge(RemoteGrader):
+    """A model behind an OpenAI-compatible server reads question, reference answer and response."""
+
+    kind = "judge"
+
+    def __init__(self, config: RewardConfig, key: str = "reward.judge") -> None:
+        super().__init__(config.judge, key)
+        self._config = config.judge
+        self._scores = Scores(config)
+        self._pattern = re.compile(config.judge.score_pattern)
+
+    async def ask(self, prompt: Prompt, response: str) -> Grade:
+        body = {
+            "model": self._config.model, "messages": self._messages(prompt, response),
+            "temperature": self._config.temperature, "max_tokens": self._config.max_tokens,
+        }  # fmt: skip
+        return self._grade(_content(await self._server.post("/chat/completions", body)))
+
+    def _messages(self, prompt: Prompt, response: str) -> list[dict[str, str]]:
+        values = {
+            "question": str(prompt.meta.get("question", prompt.text)), "answer": prompt.answer, "response": response,
+        }  # fmt: skip
+        # In one pass: a response that contains {answer} must not be filled in.
+        text = _FIELD.sub(lambda found: values[found[1]], self._config.prompt)
+        system = [{"role": "system", "content": self._config.system}] if self._config.system else []
+        return [*system, {"role": "user", "content": text}]
+
+    def _grade(self, reply: str) -> Grade:
+        found = self._pattern.findall(reply)
+        quoted = reply.strip()[-QUOTED:]
+        try:
+            score = float(found[-1])
+        except (IndexError, ValueError):
+            return Grade(None, 0.0, None, f"no score in the judge's reply: {quoted!r}")
+        low, high = self._config.lowest, self._config.highest
+        if not low <= score <= high:
+            return Grade(None, 0.0, None, f"the judge's score {score:g} is outside of {low:g} to {high:g}: {quoted!r}")
+        share = (score - low) / (high - low)
+        limit = self._config.correct_from
+        correct = share > 0.5 if limit is None else score >= limit
+        scaled = self._scores.wrong + share * (self._scores.right - self._scores.wrong)
+        return Grade(correct, scaled, f"{score:g}", quoted)
+
+
+def _content(reply: Any) -> str:
+    try:
+        content = reply["choices"][0]["message"]["content"]
+    except (KeyError, IndexError, TypeError):
+        content = None
+    if not isinstance(content, str):
+        raise RemoteFailure("unusable-reply", f"expected a chat completion, found {reply!r:.200}")
+    return content

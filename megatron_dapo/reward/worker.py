@@ -2,9 +2,9 @@
 
 The kernel enforces the limits, so that they hold inside C code too: SIGPROF ends the process when a response has used
 its CPU time (wall time does not count, so an overloaded machine changes no grade), and RLIMIT_AS bounds its memory.
-The parent (`reward.process`) sees from the exit code which limit was hit. A response may come as tokens; they are
-decoded here. This process imports neither torch nor transformers. Run as `python -m megatron_dapo.reward.worker FD`,
-under `reward.supervisor`.
+The parent (`reward.pool`) sees from the exit code which limit was hit. A response may come as tokens; they are decoded
+here. This process imports neither torch nor transformers. Run as `python -m megatron_dapo.reward.worker FD`, under a
+supervisor.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ import traceback
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing.connection import Connection
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import psutil
 
+from megatron_dapo.processes.frames import Channel, Header, parent_channel
 from megatron_dapo.reward.grader import FunctionGrader, Grader, QuickGrader, load_grader
 from megatron_dapo.types import Grade, Prompt
 
@@ -37,11 +38,11 @@ QUOTED = 200  # characters of a response in an error message
 Decoder = Callable[[list[int]], str]
 
 
-def start(connection: Connection) -> tuple[Grader, Decoder]:
+def start(channel: Channel) -> tuple[Grader, Decoder]:
     """Loads the grader and sets the limits; reports to the parent whether that worked."""
+    header, (tokenizer,) = channel.receive()
     # The parent has checked it. Building the schema again would double the time that this process takes to start.
-    config: Any = SimpleNamespace(**json.loads(connection.recv_bytes()))
-    tokenizer = connection.recv_bytes()
+    config: Any = SimpleNamespace(**header["config"])
     try:
         grader = load_grader(config)
         decode = _decoder(tokenizer)
@@ -49,13 +50,13 @@ def start(connection: Connection) -> tuple[Grader, Decoder]:
             import math_verify  # noqa: F401  (the import must not count as CPU time of a response)
         _limit_memory(config.memory_mb + MEMORY_HEADROOM_MB)
     except Exception:
-        connection.send_bytes(json.dumps({"problem": traceback.format_exc()}).encode())
+        channel.send({"number": header["number"], "problem": traceback.format_exc()})
         sys.exit(1)
-    connection.send_bytes(json.dumps({"problem": "", "pid": os.getpid()}).encode())
+    channel.send({"number": header["number"], "problem": "", "pid": os.getpid()})
     return grader, decode
 
 
-def _decoder(tokenizer: bytes) -> Decoder:
+def _decoder(tokenizer: bytearray) -> Decoder:
     if not tokenizer:
         return lambda tokens: ""
     from tokenizers import Tokenizer
@@ -64,74 +65,72 @@ def _decoder(tokenizer: bytes) -> Decoder:
     return lambda tokens: str(loaded.decode(tokens, skip_special_tokens=True))
 
 
-def serve(connection: Connection, grader: Grader, decode: Decoder) -> None:
+@dataclass(slots=True)
+class Request:
+    number: int
+    prompt: str  # JSON
+    content: bytearray  # a text, or tokens
+    has_tokens: bool
+    response: str = ""
+
+    def decode(self, decode: Decoder) -> None:
+        if self.has_tokens:
+            self.response = decode(array("i", bytes(self.content)).tolist())
+        else:
+            self.response = self.content.decode(errors="surrogatepass")
+
+
+def serve(channel: Channel, grader: Grader, decode: Decoder) -> None:
     loop = asyncio.new_event_loop()  # one for the life of the process, so that a grader may keep client sessions
     while True:
-        batch = json.loads(connection.recv_bytes())
-        seconds, requests = batch["cpu_seconds"], batch["requests"]
-        _add_tokens(connection, requests)
+        header, parts = channel.receive()
+        seconds, columns = header["cpu_seconds"], (header["prompts"], parts, header["has_tokens"])
+        requests = [Request(header["number"] + i, *row) for i, row in enumerate(zip(*columns, strict=True))]
         if isinstance(grader, FunctionGrader) and grader.is_async:
             with _cpu_limit(seconds * len(requests)):
                 for request in requests:
-                    _add_response(request, decode)
-                loop.run_until_complete(_grade_together(connection, grader, requests))
+                    request.decode(decode)
+                loop.run_until_complete(_grade_together(channel, grader, requests))
         else:
             for request in requests:
                 with _cpu_limit(seconds):
-                    _add_response(request, decode)
+                    request.decode(decode)
                     reply = _grade(grader, request)
-                connection.send_bytes(reply)
+                channel.send(reply)
 
 
-def _add_tokens(connection: Connection, requests: list[dict[str, Any]]) -> None:
-    """The tokens of all responses follow in one message, as int32."""
-    counted = [request for request in requests if "tokens" in request]
-    if counted:
-        tokens, start = array("i", connection.recv_bytes()), 0
-        for request in counted:
-            end = start + request["tokens"]
-            request["tokens"], start = tokens[start:end].tolist(), end
-
-
-def _add_response(request: dict[str, Any], decode: Decoder) -> None:
-    if "tokens" in request:
-        request["response"] = decode(request["tokens"])
-
-
-def _grade(grader: Grader, request: dict[str, Any]) -> bytes:
+def _grade(grader: Grader, request: Request) -> Header:
     started = time.process_time()
     try:
-        prompt, response = Prompt.from_state(request["prompt"]), request["response"]
-        quick = grader.quick(prompt, response) if isinstance(grader, QuickGrader) else None
-        grade = quick or grader.grade(prompt, response)
-        return _reply(request, grade, time.process_time() - started, quick is not None)
+        prompt = Prompt.from_state(json.loads(request.prompt))
+        quick = grader.quick(prompt, request.response) if isinstance(grader, QuickGrader) else None
+        grade = quick or grader.grade(prompt, request.response)
+        return _reply(request, grade, seconds=time.process_time() - started, quick=quick is not None)
     except (Exception, SystemExit) as error:
         return _failure(request, error)
 
 
-async def _grade_together(connection: Connection, grader: FunctionGrader, requests: list[dict[str, Any]]) -> None:
-    async def one(request: dict[str, Any]) -> None:
+async def _grade_together(channel: Channel, grader: FunctionGrader, requests: list[Request]) -> None:
+    async def one(request: Request) -> None:
         try:
-            grade = await grader.grade_async(Prompt.from_state(request["prompt"]), request["response"])
-            reply = _reply(request, grade, 0.0, False)
+            grade = await grader.grade_async(Prompt.from_state(json.loads(request.prompt)), request.response)
+            reply = _reply(request, grade)
         except (Exception, SystemExit) as error:
             reply = _failure(request, error)
-        connection.send_bytes(reply)
+        channel.send(reply)
 
     await asyncio.gather(*(one(request) for request in requests))
 
 
-def _reply(request: dict[str, Any], grade: Grade, seconds: float, quick: bool) -> bytes:
-    return json.dumps(
-        {"index": request["index"], "grade": grade.to_state(), "seconds": seconds, "quick": quick}
-    ).encode()
+def _reply(request: Request, grade: Grade, **measured: float) -> Header:
+    return {"number": request.number, "grade": grade.to_state(), **measured}
 
 
-def _failure(request: dict[str, Any], error: BaseException) -> bytes:
+def _failure(request: Request, error: BaseException) -> Header:
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
-        return json.dumps({"index": request["index"], "limit": "memory"}).encode()
+        return {"number": request.number, "limit": "memory"}
     text = "".join(traceback.format_exception(error))
-    return json.dumps({"index": request["index"], "error": text, "response": request["response"][-QUOTED:]}).encode()
+    return {"number": request.number, "error": text, "response": request.response[-QUOTED:]}
 
 
 @contextmanager
@@ -151,14 +150,10 @@ def _limit_memory(megabytes: int) -> None:
 
 
 def main() -> None:
-    # The parent handles Ctrl-C and the signals that Slurm sends to every process of a step; it closes the socket. A
-    # handler that does nothing, not SIG_IGN: programs that a grader starts would inherit that and ignore SIGTERM.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, lambda *_: None)
+    channel = parent_channel()
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    connection = Connection(int(sys.argv[1]))
     with suppress(EOFError, ConnectionError):  # the parent has closed the socket
-        serve(connection, *start(connection))
+        serve(channel, *start(channel))
 
 
 if __name__ == "__main__":

@@ -59,8 +59,8 @@ class FillPolicy:
 
     def limit_reached(self, submitted: int) -> bool:
         """No more prompts may be sampled in this step."""
-        batches, factor = self.options.generation_batches, self.options.oversampling
-        if batches is None or self.options.on_limit == "continue":
+        batches, factor = self.options.max_generation_batches, self.options.oversampling
+        if batches is None:
             return False
         return submitted >= batches * math.ceil(self.needed * (1.0 if isinstance(factor, str) else factor))
 

@@ -20,6 +20,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
+from megatron_dapo import fault_points
 from megatron_dapo.algorithm.filtering import EarlyRejection, GroupFilter, give_up_after, keep_all, load_group_filter
 from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.engines.protocol import Engine, ForeignWeightsError, derive_seed
@@ -85,6 +86,7 @@ class Sampler:
             self.reject_early = give_up_after(config.sampler.give_up_after)
         self.on_progress = on_progress
         self.on_request = on_request
+        self.reports = 0  # how often there was progress: rollouts that were graded, groups that were decided
         self.function = function
         self._carry_over = CarryOver()
         self._collecting = False
@@ -438,6 +440,8 @@ class StepCollector:
         self._events.occupancy.change(self._clock(), self._runner.requests, self._groups.count(*UNDECIDED))
 
     def _report(self) -> None:
+        self._sampler.reports += 1
+        fault_points.reach("rollouts/sampling")
         if self._sampler.on_progress is not None:
             self._sampler.on_progress(
                 Progress(

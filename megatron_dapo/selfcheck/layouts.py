@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from megatron_dapo.arguments import table_console
 from megatron_dapo.errors import UserError
 from megatron_dapo.policy.megatron.importing import gpu_count
 from megatron_dapo.policy.megatron.runtime import shutdown
@@ -41,7 +42,6 @@ from megatron_dapo.selfcheck.cases import (
     random_cases,
 )
 from megatron_dapo.selfcheck.trace import AFTER_ADAM_FACTOR, Difference, Trace, compare, trace_updates
-from megatron_dapo.tables import table_console
 
 COLUMNS = (
     "layout", "ranks", "model", "objective", "aggregation", "loss", "gradients", "grad norm", "weights", "seconds", "",

@@ -20,8 +20,8 @@ from megatron_dapo.policy.policy import Policy
 from megatron_dapo.processes.fork_ranks import Rendezvous
 from megatron_dapo.selfcheck.cases import Case
 from megatron_dapo.selfcheck.synthetic import awkward_batch, random_experts, random_hf_weights
-from megatron_dapo.weights.mapping import OUTPUT, hf_tensors, parameter_mappings, unshard
-from megatron_dapo.weights.model_weights import live_mappings
+from megatron_dapo.weights.mapping import OUTPUT, parameter_mappings
+from megatron_dapo.weights.model_weights import hf_tensors, live_mappings, unshard
 
 TOKEN_TERM = 0.1  # what a token adds to a loss, about; such terms may cancel, and rounding is relative to them
 AFTER_ADAM_FACTOR = 10  # Adam divides by the gradient's size: rounding in a tiny gradient is amplified

@@ -24,21 +24,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_dapo import fault_points
 from megatron_dapo.config.model import ModelShape
 from megatron_dapo.config.rollout import Quantization, Senders
-from megatron_dapo.engines.protocol import Bucket
-from megatron_dapo.sync.bucket import (
-    FlatBucket,
-    RemoteBucket,
-    TensorSpec,
-    bucket_in,
-    flat_size,
-    in_flat_order,
-    wait_for_readers,
-)
-from megatron_dapo.weights.fp8 import quantise_bucket, quantised_specs
+from megatron_dapo.sync.bucket import Bucket, FlatBucket, RemoteBucket, bucket_in, wait_for_readers
+from megatron_dapo.weights.fp8 import quantise_pairs, quantised_specs
 from megatron_dapo.weights.mapping import OUTPUT, ParameterMapping, WeightsError, parameter_mappings, shard_copies
 from megatron_dapo.weights.model_weights import RankPosition, live_mappings
+from megatron_dapo.weights.tensor_spec import TensorSpec, flat_size, in_flat_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +73,8 @@ class WeightBuckets:
         """`before` is called before weights are read, on every rank and in the thread that iterates. `nodes`: the ranks
         of each node, where ranks hand weights to the engines on their own node. `keep_memory`: the two blocks are kept
         between updates, on a GPU. `quantization`: what the owner does with a bucket before it sends it."""
-        self._before, self._quantization = before, quantization
+        self._before = before
+        self._quantization = quantization
         self._mine = {mapping.name: parameter for mapping, parameter in live_mappings(model_chunks, shape, position)}
         self._rank = dist.get_rank()
         self._device = next(iter(self._mine.values())).device
@@ -164,11 +158,12 @@ class WeightBuckets:
             yield tuple(bucket)
 
     def _specs(self, mappings: Sequence[ParameterMapping]) -> tuple[TensorSpec, ...]:
-        return in_flat_order(
+        specs = [
             TensorSpec(name, self._shards[mapping.name][0].dtype, shape)
             for mapping in mappings
             for name, shape in zip(mapping.hf, mapping.hf_shapes, strict=True)
-        )
+        ]
+        return in_flat_order(specs)
 
     def _receiver_groups(self) -> dict[tuple[int, ...], dist.ProcessGroup | None]:
         """Collective: the groups in which owners pass buckets on."""
@@ -202,23 +197,21 @@ class WeightBuckets:
         self._before()
         turn = 0
         for number, plan in enumerate(self.plans):
-            shards = self._exchange(plan)
-            if self._rank not in {plan.owner, *plan.receivers}:
-                yield RemoteBucket(plan.owner, plan.receivers, plan.specs) if self._rank == 0 else []
-                continue
-            hands = not plan.receivers or self._rank in plan.receivers
-            # A bucket that only passes through has a block of its own: engines may still read both of the others.
-            bucket = self._bucket(number, turn % 2 if hands else 2)
-            turn += hands
-            wait_for_readers(bucket)
-            if self._rank == plan.owner:
-                self._fill(plan, bucket, shards)
-            if group := self._groups.get(tuple(sorted({plan.owner, *plan.receivers}))):
-                dist.broadcast(bucket.flat, plan.owner, group=group)
-            if not hands:
-                yield RemoteBucket(plan.owner, plan.receivers, plan.specs) if self._rank == 0 else []
-                continue
-            yield bucket
+            fault_points.reach("sync/before_bucket")
+            shards, ranks = self._exchange(plan), {plan.owner, *plan.receivers}
+            sends = self._rank in (plan.receivers or (plan.owner,))  # to engines
+            found: Bucket = RemoteBucket(plan.owner, plan.receivers, plan.specs) if self._rank == 0 else []
+            if self._rank in ranks:
+                # A bucket that only passes through has a block of its own: engines may still read both of the others.
+                bucket = self._bucket(number, turn % 2 if sends else 2)
+                wait_for_readers(bucket)
+                if self._rank == plan.owner:
+                    self._fill(plan, bucket, shards)
+                if group := self._groups.get(tuple(sorted(ranks))):
+                    dist.broadcast(bucket.flat, plan.owner, group=group)
+                found = bucket if sends else found
+                turn += sends
+            yield found
         if not self._keep_memory:
             self._memory, self._views, self._gathered = [None, None, None], {}, None
             self._readers = [[], [], []]
@@ -263,7 +256,7 @@ class WeightBuckets:
             self._gathered = torch.empty(largest, dtype=torch.uint8, device=self._device)
         whole = bucket_in(self._gathered, plan.gathered)
         self._assemble(plan, whole, shards)
-        quantise_bucket(whole, bucket)
+        quantise_pairs(whole, bucket)
 
     @torch.no_grad()
     def _assemble(self, plan: _BucketPlan, bucket: FlatBucket, shards: dict[str, list[Tensor]]) -> None:
@@ -286,9 +279,3 @@ class WeightBuckets:
                         of.append(source)
         if to:
             torch._foreach_copy_(to, of)
-
-
-def discard(buckets: Iterator[Bucket]) -> None:
-    """For ranks without an engine: take part in every bucket, so that the owners receive their shards."""
-    for _ in buckets:
-        pass

@@ -2,8 +2,9 @@
 
 The order is that of the DAPO recipe. Groups have been filtered on accuracy. The length penalty is added to the score.
 Advantages are normalised over the graded rollouts of each group, or over those of them that are in the loss
-(`overlong.group_statistics`); every sample of a rollout gets the rollout's. Ungraded samples, truncated ones under
-overlong filtering, and tokens that the policy has not generated are masked here, before any token is counted.
+(`overlong.group_statistics`); every sample of a rollout gets the rollout's. Turn credit and on-policy distillation add
+advantages of single tokens. Ungraded samples, truncated ones under overlong filtering, and tokens that the policy has
+not generated are masked here, before any token is counted.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from megatron_dapo.config.algorithm import AlgorithmConfig
 from megatron_dapo.policy.batch import Floats, TrainBatch, trained_tokens
 from megatron_dapo.types import Sample, StepBatch
 
-# On-policy distillation: the teacher's log-probs become an advantage for each token.
+Rollout = Sequence[Sample]
+SMALLEST_ADVANTAGE = 1e-6  # below: the rewards of a group are equal, up to rounding
 
 
 def add_distillation(batch: TrainBatch, samples: Sequence[Sample], config: AlgorithmConfig) -> dict[str, float]:
-    """Sets `batch.token_advantages`, and with `alone` also advantages and mask; returns metrics."""
+    """The teacher's log-probs become an advantage of each token: sets `batch.token_advantages`, and with `alone` also
+    advantages and mask. Returns metrics."""
     settings, generated = config.distillation, trained_tokens(samples)
     scored = np.array([s.teacher_logprobs is not None for s in samples], dtype=np.bool_)
     known = np.repeat(scored, batch.response_lengths) & generated  # [responses]
@@ -50,16 +53,11 @@ def _filled(sample: Sample) -> np.ndarray:
     return np.zeros(sample.length, np.float32) if sample.teacher_logprobs is None else sample.teacher_logprobs
 
 
-# Rewards of single turns as advantages of tokens: a turn is not credited with rewards that were earned before it.
-
-
-Rollout = Sequence[Sample]
-
-
 def turn_advantages(
     groups: Sequence[Sequence[Rollout]], totals: Sequence[np.ndarray], *, normalize_std: bool, eps: float
 ) -> Floats:
-    """[responses]: what is added to the advantage of every token. `totals[g]`: scores of the rollouts of group g."""
+    """[responses]: what is added to the advantage of every token, so that a turn is not credited with rewards that were
+    earned before it. `totals[g]`: scores of the rollouts of group g."""
     found = [
         _of_group(rollouts, _divisor(rollouts, scores, normalize_std, eps))
         for rollouts, scores in zip(groups, totals, strict=True)
@@ -102,9 +100,6 @@ def _divisor(rollouts: Sequence[Rollout], scores: np.ndarray, normalize_std: boo
 def _graded(rollout: Rollout) -> bool:
     grade = rollout[0].grade
     return grade is not None and not grade.ungraded
-
-
-SMALLEST_ADVANTAGE = 1e-6  # below: the rewards of a group are equal, up to rounding
 
 
 def shape_batch(batch: StepBatch, config: Config) -> tuple[TrainBatch, dict[str, float]]:

@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from megatron_dapo.config import ConfigError
 from megatron_dapo.errors import CheckpointError, EngineError, GateError, LockLost, RankError
 from megatron_dapo.policy.megatron.runtime import Runtime
-from megatron_dapo.sync.caller_thread import CallerThread
 from megatron_dapo.trainer.signals import Stopped, StopSignal
 
 T = TypeVar("T")
@@ -115,16 +114,13 @@ class Collectives:
 
     # ---- waiting for rank 0 ----
 
-    def wait(
-        self, future: Future[T] | None, doing: str, *, stoppable: bool = False, caller: CallerThread | None = None
-    ) -> T | None:
+    def wait(self, future: Future[T] | None, doing: str, *, stoppable: bool = False) -> T | None:
         """Rank 0 passes a future and gets its result; the others pass None. Its error is a DriverError on every rank.
 
-        If the wait is `stoppable`, a stop cancels the future and raises Stopped. Calls that the work submits to
-        `caller` run in this thread meanwhile."""
+        If the wait is `stoppable`, a stop cancels the future and raises Stopped."""
         self._mark(doing, True)
         while True:
-            state, failure = self._look(future, stoppable, caller) if future is not None else (WAITING, None)
+            state, failure = self._look(future, stoppable) if future is not None else (WAITING, None)
             self._mark(doing, future is None or self._has_advanced())
             state = self._from_driver(state)
             if state == DONE:
@@ -133,17 +129,11 @@ class Collectives:
                 raise Stopped(doing, self._from_driver(self.stop.number))
             self._raise_if_failed(state, failure, doing)
 
-    def _look(
-        self, future: Future[Any], stoppable: bool, caller: CallerThread | None
-    ) -> tuple[int, BaseException | None]:
+    def _look(self, future: Future[Any], stoppable: bool) -> tuple[int, BaseException | None]:
         if stoppable and self.stop.number:
             future.cancel()
             return STOPPED, None
-        seconds = STOP_CHECK_SECONDS if stoppable else BEAT_SECONDS
-        if caller is not None:
-            caller.run(until=future.done, timeout=seconds)
-        else:
-            concurrent.futures.wait([future], timeout=seconds)
+        concurrent.futures.wait([future], timeout=STOP_CHECK_SECONDS if stoppable else BEAT_SECONDS)
         if not future.done():
             return WAITING, None
         error = concurrent.futures.CancelledError("it was cancelled") if future.cancelled() else future.exception()

@@ -1,5 +1,5 @@
-"""Hand-overs of GPU memory where trainer and engines are colocated (`rollout.servers.share_gpus`). Elsewhere every
-method does nothing.
+"""Weights to the engines, and hand-overs of GPU memory where trainer and engines are colocated
+(`rollout.servers.share_gpus`; elsewhere there are none).
 
     trainer                              engines
     offload_training_state               (hold nothing)
@@ -15,16 +15,20 @@ At most two of training state, trainer weights, engine weights and KV cache are 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from enum import Enum
 
 import torch
 
+from megatron_dapo import fault_points
 from megatron_dapo.observe.observer import NullObserver, Observer
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.trainer.collectives import Collectives, DriverError
 from megatron_dapo.trainer.rollouts import Rollouts
+from megatron_dapo.trainer.weight_sync import describe
 
 GIB = 2**30
+SYNC_ATTEMPTS = 3
 
 
 class OnGpu(Enum):
@@ -38,24 +42,40 @@ class OnGpu(Enum):
 class Colocation:
     """Every method is called by all ranks, in the same order."""
 
-    def __init__(self, shared: bool, policy: Policy, collectives: Collectives) -> None:
+    def __init__(self, shared: bool, policy: Policy, collectives: Collectives, rollouts: Rollouts) -> None:
         self.observer: Observer = NullObserver()
         self.shared = shared
         self.on_gpu = OnGpu.EVERYTHING
         self._policy = policy
         self._collectives = collectives
+        self._rollouts = rollouts
 
-    @property
-    def engines_have_memory(self) -> bool:
-        """Whether the engines may hold memory that the trainer needs before it can train or save."""
-        return self.shared and self.on_gpu is not OnGpu.EVERYTHING
+    def sync_weights(self, version: int) -> None:
+        """The engines serve `version` afterwards. If no engine does, all weights are sent again: meanwhile servers are
+        restarted."""
+        for attempt in range(1, SYNC_ATTEMPTS + 1):
+            self.onload()
+            try:
+                with self.observer.phase("sync"):
+                    fault_points.reach("loop/before_sync")
+                    self._offload_training_state()
+                    self._rollouts.load_weights(version)
+                    self._offload_weights()
+                    report = self._rollouts.serve_weights(version)
+                if report is not None:
+                    self.observer.log(describe(report))
+                return
+            except DriverError as error:
+                if not error.by_engine or attempt == SYNC_ATTEMPTS:
+                    raise
+                self.observer.warn(f"weight sync, attempt {attempt} of {SYNC_ATTEMPTS}: {error}")
 
     def offload_all(self) -> None:
         """Before the engines start: they size their KV cache by the memory they find free."""
-        self.offload_training_state()
-        self.offload_weights()
+        self._offload_training_state()
+        self._offload_weights()
 
-    def offload_training_state(self) -> None:
+    def _offload_training_state(self) -> None:
         """Makes room for the engines' copy of the weights."""
         if not self.shared or self.on_gpu is not OnGpu.EVERYTHING:
             return
@@ -68,7 +88,7 @@ class Colocation:
             f"{self._memory()}"
         )
 
-    def offload_weights(self) -> None:
+    def _offload_weights(self) -> None:
         """Makes room for the engines' KV cache. No bucket of the weights may be in use any more."""
         if not self.shared or self.on_gpu is not OnGpu.WEIGHTS:
             return
@@ -76,26 +96,24 @@ class Colocation:
         self._collectives.barrier()
         self.on_gpu = OnGpu.NOTHING
 
-    def onload(self, rollouts: Rollouts) -> None:
+    def onload(self) -> None:
         """The engines release their memory, and everything of the trainer is on the GPU again. The engines serve
         nothing until the next weight sync."""
-        if not self.engines_have_memory:
-            return
-        before, began = self._memory(), time.monotonic()
-        rollouts.release_memory()
-        self._onload(before, began)
+        if self.shared and self.on_gpu is not OnGpu.EVERYTHING:
+            with self.observer.phase("hand_over"):
+                self._onload(self._rollouts.release_memory)
 
-    def onload_or_close_engines(self, rollouts: Rollouts) -> None:
+    def onload_or_close_engines(self) -> None:
         """As `onload`, for a run that ends: engines that cannot release their memory are closed instead."""
         try:
-            self.onload(rollouts)
+            self.onload()
         except DriverError as error:
             self.observer.log(f"{error}; closing the engines instead")
-            before, began = self._memory(), time.monotonic()
-            rollouts.close_engines()
-            self._onload(before, began)
+            self._onload(self._rollouts.close_engines)
 
-    def _onload(self, before: str, began: float) -> None:
+    def _onload(self, release: Callable[[], None]) -> None:
+        before, began = self._memory(), time.monotonic()
+        release()
         released, after_release = time.monotonic(), self._memory()
         self._policy.onload()
         self.on_gpu = OnGpu.EVERYTHING

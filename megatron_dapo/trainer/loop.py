@@ -15,7 +15,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo import fault_points
 from megatron_dapo.checkpoints.resume import record_settings
 from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.data import RunData
@@ -32,10 +31,7 @@ from megatron_dapo.trainer.saves import CONTINUE, RunEnded, Saves
 from megatron_dapo.trainer.signals import Stopped, StopSignal
 from megatron_dapo.trainer.train_step import TooManySkippedUpdates, TrainStep, Updates
 from megatron_dapo.trainer.watchdog import Watchdog, log_folder
-from megatron_dapo.trainer.weight_sync import describe
 from megatron_dapo.weights.formats.megatron_reader import MegatronAsHF
-
-SYNC_ATTEMPTS = 3
 
 
 class Trainer:
@@ -58,8 +54,8 @@ class Trainer:
         self.rollouts = Rollouts(config, self.collectives)
         self.policy = Policy(config, shape, self.runtime)
         self.updates = Updates(config, self.policy, self.collectives)
-        self.colocation = Colocation(config.rollout.shares_gpus, self.policy, self.collectives)
-        self.saves = Saves(config.trainer, self.collectives, lock, watchdog.mark)
+        self.colocation = Colocation(config.rollout.shares_gpus, self.policy, self.collectives, self.rollouts)
+        self.saves = Saves(config.trainer, self.collectives, lock, watchdog)
         self.steps_done = 0
         self.current: TrainStep | None = None  # from its first update until it is recorded
 
@@ -76,7 +72,7 @@ class Trainer:
                 self._record(step)
                 self.rollouts.await_ahead(self.steps_done)
                 self._save_when_due()
-                self._sync_weights()
+                self.colocation.sync_weights(self.steps_done)
                 self._evaluate_when_due()
             self._finish()
             return 0
@@ -114,7 +110,7 @@ class Trainer:
             self.rollouts.start()
             if self.colocation.shared:
                 self.rollouts.await_start()
-                self.colocation.onload(self.rollouts)
+                self.colocation.onload()
             phase.note("loading weights")
             converted = self.config.policy.megatron_checkpoint
             self.policy.load_hf(MegatronAsHF(converted, self.policy.shape) if converted else self.config.policy.model)
@@ -131,7 +127,7 @@ class Trainer:
         if self.current is None:  # else the weights are between two versions, and no engine may serve them
             external = self.config.rollout.servers.urls  # an earlier run may have left other weights in them
             if resume or converted or self.colocation.shared or external:
-                self._sync_weights()
+                self.colocation.sync_weights(self.steps_done)
             else:
                 self.rollouts.served_version = 0  # the engines have loaded the same model
             self._evaluate_when_due()
@@ -155,12 +151,12 @@ class Trainer:
     def _take_batch(self) -> TrainStep:
         """The next step on every rank: sampled now, generated ahead, or saved between two of its updates."""
         if self.current is not None:
-            self._onload()
+            self.colocation.onload()
             return self.current
         if self.rollouts.served_version != self.steps_done:
-            self._sync_weights()
+            self.colocation.sync_weights(self.steps_done)
         batch = self.rollouts.sample(self.steps_done)
-        self._onload()
+        self.colocation.onload()
         with self.observer.phase("advantages"):
             step = TrainStep.share(batch, self.config, self.collectives, self.policy)
         with self.observer.phase("log_probs"):
@@ -191,32 +187,6 @@ class Trainer:
                 if not self.config.evaluate.data.files:
                     self.saves.rate(metrics)
                 self.observer.step(self.steps_done, metrics, step.source.groups)
-
-    def _onload(self) -> None:
-        """Colocated: the trainer gets the GPUs back."""
-        if self.colocation.engines_have_memory:
-            with self.observer.phase("hand_over"):
-                self.colocation.onload(self.rollouts)
-
-    def _sync_weights(self) -> None:
-        """The engines serve version `steps_done` afterwards. If no engine does, all weights are sent again: meanwhile
-        servers are restarted."""
-        for attempt in range(1, SYNC_ATTEMPTS + 1):
-            self._onload()
-            try:
-                with self.observer.phase("sync"):
-                    fault_points.reach("loop/before_sync")
-                    self.colocation.offload_training_state()
-                    self.rollouts.load_weights(self.steps_done)
-                    self.colocation.offload_weights()
-                    report = self.rollouts.serve_weights(self.steps_done)
-                if report is not None:
-                    self.observer.log(describe(report))
-                return
-            except DriverError as error:
-                if not error.by_engine or attempt == SYNC_ATTEMPTS:
-                    raise
-                self.observer.warn(f"weight sync, attempt {attempt} of {SYNC_ATTEMPTS}: {error}")
 
     def _evaluate_when_due(self) -> None:
         """Also after a resume, if the run ended between the save and the end of this evaluation."""
@@ -293,7 +263,7 @@ class Trainer:
                 self.saves.finish()
                 return self.saves.nothing_new()
             self.rollouts.stop()
-            self.colocation.onload_or_close_engines(self.rollouts)
+            self.colocation.onload_or_close_engines()
             self._save(wait=True)
             return f"Saved first: {self.saves.newest}; {CONTINUE}."
         except (DriverError, CheckpointError) as error:

@@ -18,14 +18,16 @@ from urllib.parse import urlparse
 from megatron_dapo.algorithm.filtering import load_group_filter
 from megatron_dapo.algorithm.loss import load_objective
 from megatron_dapo.config import Config, ConfigError, ModelShape
-from megatron_dapo.config.trainer import EvalConfig, WandbConfig
+from megatron_dapo.config.data import EvalConfig
+from megatron_dapo.config.trainer import WandbConfig
 from megatron_dapo.data import RunData, load_run_data, load_tokenizer
 from megatron_dapo.errors import UserError
 from megatron_dapo.observe.trackers import make_trackers
 from megatron_dapo.reward.grader import load_grader
 from megatron_dapo.rollout.agents.functions import load_rollout_function
-from megatron_dapo.weights.check import check_megatron_checkpoint, check_model_directory
+from megatron_dapo.weights.formats.megatron_reader import open_megatron
 from megatron_dapo.weights.fp8_checkpoint import check_fp8_directory
+from megatron_dapo.weights.locate import check_model_directory
 
 WANDB_URL = "https://api.wandb.ai"
 STEP_METRICS = ("rollout/", "reward/", "train/", "data/")  # prefixes of a step's metrics
@@ -88,7 +90,7 @@ def _check_weights(config: Config, shape: ModelShape) -> None:
         check_fp8_directory(config.rollout.servers.model)
     if config.policy.megatron_checkpoint:
         with _named("policy.megatron_checkpoint"):
-            check_megatron_checkpoint(config.policy.megatron_checkpoint, shape)
+            open_megatron(config.policy.megatron_checkpoint, shape)
 
 
 @contextlib.contextmanager

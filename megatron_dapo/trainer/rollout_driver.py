@@ -13,9 +13,8 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
-from concurrent.futures import Executor, Future
-from functools import partial
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,15 +22,15 @@ from megatron_dapo import fault_points
 from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.data import RunData, load_run_data
 from megatron_dapo.engines import open_engine
-from megatron_dapo.engines.protocol import Bucket, Engine, WeightReport, derive_seed
+from megatron_dapo.engines.protocol import Engine, WeightReport, derive_seed
 from megatron_dapo.engines.server_load import watch_load
 from megatron_dapo.errors import EngineError
 from megatron_dapo.evaluate import Evaluation, evaluate_sets
 from megatron_dapo.observe.observer import NullObserver, Observer
-from megatron_dapo.reward.combined import Graders, ResponseGrader, open_graders
-from megatron_dapo.rollout.accounting import Progress
+from megatron_dapo.reward.combined import ResponseGrader
 from megatron_dapo.rollout.agents.functions import close_shared, load_rollout_function, take_shared_metrics
 from megatron_dapo.rollout.sampler import Sampler
+from megatron_dapo.sync.bucket_stream import BucketStream
 from megatron_dapo.trainer.watchdog import log_folder
 from megatron_dapo.types import StepBatch
 
@@ -149,28 +148,26 @@ class RolloutDriver:
         self.config = config
         self.cursor = data.mixture(config)
         self.problems = data.evaluation
-        self.progress = 0
+        self._progress = 0
         self.queue = BatchQueue(self._collect, lambda: self.engine.weight_version, config.rollout.max_staleness)
         self._observer = observer or NullObserver()
-        self._responses = ResponseGrader(tokenizer)
+        self._responses = ResponseGrader(config.reward, tokenizer)
         self._function = load_rollout_function(config.rollout, tokenizer)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="rollouts", daemon=True)
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self._running = 0  # operations
+        self._operations: set[asyncio.Task[Any] | None] = set()  # that run
+        self._opened = contextlib.AsyncExitStack()
         self._counted: dict[str, float] = {}
         self._engine: Engine | None = None
-        self._pool: Graders | None = None
-        self._teacher: Teacher | None = None
         self._sampler: Sampler | None = None
+        self._teacher: Teacher | None = None
 
     # ---- start and close ----
 
     def start(self) -> Future[None]:
         """Starts the engine and the graders."""
         self._thread.start()
-        return self._submit(self._open(), bounded=True)
+        return self.submit(self._open(), bounded=True)
 
     async def _open(self) -> None:
         logs = log_folder(self.config.trainer.run_dir)
@@ -179,19 +176,24 @@ class RolloutDriver:
             self._engine = await open_engine(self.config.rollout, self.config.policy.model, logs)
         finally:
             showing.cancel()
+        closing = self._opened
+        closing.push_async_callback(self.close_engines)
+        await self._responses.open()
+        closing.push_async_callback(self._responses.close)
+        closing.push_async_callback(close_shared)
         if self.config.algorithm.distillation.enabled:
             from megatron_dapo.engines.teacher import open_teacher
 
             self._teacher = await open_teacher(self.config.algorithm.distillation)
-        self._pool = await open_graders(self.config.reward, self._responses.tokenizer_json).__aenter__()
+            closing.push_async_callback(self._teacher.close)
         self._sampler = Sampler(
             self._engine,
-            partial(self._responses.grade, self._pool),
+            self._responses.grade,
             lambda: self.cursor.take(1)[0],
             self.config.rollout,
             groups_per_step=self.config.trainer.prompts_per_step,
             seed=self.config.trainer.seed,
-            on_progress=self._on_sampling,
+            on_progress=self._observer.sampling,
             on_request=self._observer.request,
             function=self._function,
         )
@@ -209,7 +211,7 @@ class RolloutDriver:
         """Ends what was started here, and nothing else. Never raises: a run that ends has its own outcome."""
         if not self._thread.is_alive():
             return
-        closed = asyncio.run_coroutine_threadsafe(self._close(), self._loop)
+        closed = asyncio.run_coroutine_threadsafe(self._opened.aclose(), self._loop)
         closed.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._loop.stop))
         try:
             closed.result(CLOSE_SECONDS)
@@ -226,73 +228,48 @@ class RolloutDriver:
                 task.cancel()
             self._loop.run_until_complete(asyncio.wait(left, timeout=CANCEL_SECONDS))
 
-    def close_engines(self) -> Future[None]:
-        """Ends the servers, and with them their GPU memory, before the rest."""
-        return self._submit(self._close_engines(), bounded=True)
-
-    async def _close(self) -> None:
-        if self._teacher is not None:
-            await self._teacher.close()
-        await close_shared()
-        if self._pool is not None:
-            await self._pool.__aexit__(None, None, None)
-        await self._close_engines()
-
-    async def _close_engines(self) -> None:
+    async def close_engines(self) -> None:
+        """Ends the servers, and with them their GPU memory."""
         if self._engine is not None:
             engine, self._engine = self._engine, None
             await engine.close()
 
+    @property
+    def engine(self) -> Engine:
+        assert self._engine is not None, "it is not started, or closed"
+        return self._engine
+
     # ---- operations ----
 
-    def _submit(self, work: Coroutine[Any, Any, T], *, bounded: bool = False) -> Future[T]:
-        """`bounded` work has its own time limit: the running event loop alone counts as progress."""
+    def submit(self, work: Coroutine[Any, Any, T], *, bounded: bool = False) -> Future[T]:
+        """Runs `work` in the rollout thread. `bounded` work has its own time limit: the running event loop alone counts
+        as progress."""
+        return asyncio.run_coroutine_threadsafe(self._operate(work, bounded), self._loop)
 
-        async def operation() -> T:
-            async with self._counted_operation(bounded):
-                return await work
-
-        return asyncio.run_coroutine_threadsafe(operation(), self._loop)
-
-    @contextlib.asynccontextmanager
-    async def _counted_operation(self, bounded: bool) -> AsyncIterator[None]:
-        self._running += 1
-        self._idle.clear()
+    async def _operate(self, work: Coroutine[Any, Any, T], bounded: bool) -> T:
+        task = asyncio.current_task()
+        self._operations.add(task)
         pulse = asyncio.ensure_future(self._pulse()) if bounded else None
         try:
-            yield
+            return await work
         finally:
             if pulse is not None:
                 pulse.cancel()
-            self.progress += 1
-            self._running -= 1
-            if not self._running:
-                self._idle.set()
+            self._progress += 1
+            self._operations.discard(task)
 
     async def _pulse(self) -> None:
         while True:
-            self.progress += 1
+            self._progress += 1
             await asyncio.sleep(PULSE_SECONDS)
 
-    def settled(self) -> Future[None]:
-        """Done when no operation runs: what was cancelled has left everything in `state`."""
-        return asyncio.run_coroutine_threadsafe(self._settle(), self._loop)
-
-    async def _settle(self) -> None:
-        try:
-            await asyncio.wait_for(self._idle.wait(), SETTLE_SECONDS)
-        except TimeoutError:
-            raise EngineError(f"waited {SETTLE_SECONDS:.0f} s for interrupted requests to return") from None
-
-    @property
-    def engine(self) -> Engine:
-        assert self._engine is not None, "start() comes first"
-        return self._engine
-
-    @property
-    def sampler(self) -> Sampler:
-        assert self._sampler is not None, "start() comes first"
-        return self._sampler
+    async def stop(self) -> None:
+        """Interrupts what is being collected. Nothing else runs afterwards, and `state` has everything of what was
+        cancelled."""
+        await self.queue.interrupt()
+        others = [task for task in self._operations if task is not None and task is not asyncio.current_task()]
+        if others and (await asyncio.wait(others, timeout=SETTLE_SECONDS))[1]:
+            raise EngineError(f"waited {SETTLE_SECONDS:.0f} s for interrupted requests to return")
 
     # ---- sampling and evaluation ----
 
@@ -300,59 +277,47 @@ class RolloutDriver:
         """Collects batches up to that of `step` in the background, each as soon as it is admitted."""
         self._loop.call_soon_threadsafe(self.queue.run_to, step)
 
-    def batch(self, step: int) -> Future[StepBatch]:
+    async def batch(self, step: int) -> StepBatch:
         """The batch of `step`, when it is complete. It stays in the queue until it is removed."""
-        return asyncio.run_coroutine_threadsafe(self._batch(step), self._loop)
-
-    async def _batch(self, step: int) -> StepBatch:
         batch = await self.queue.get(step)
         if self._teacher is not None:  # the batch is still in the queue, so an interruption loses nothing
             batch.metrics |= await self._teacher.score(batch.samples, self._advance)
         return batch
 
+    @property
+    def sampler(self) -> Sampler:
+        assert self._sampler is not None, "start() comes first"
+        return self._sampler
+
+    @property
+    def progress(self) -> int:
+        return self._progress + (self._sampler.reports if self._sampler else 0)
+
     def _advance(self) -> None:
-        self.progress += 1
-
-    def collected(self) -> Future[None]:
-        """Done when everything that `collect_to` asked for is complete."""
-        return asyncio.run_coroutine_threadsafe(self.queue.idle(), self._loop)
-
-    def interrupt(self) -> Future[None]:
-        """Interrupts the batch that is being collected, if any. `collect_to` continues it."""
-        return asyncio.run_coroutine_threadsafe(self.queue.interrupt(), self._loop)
+        self._progress += 1
 
     async def _collect(self, step: int) -> StepBatch:
-        async with self._counted_operation(bounded=False):
-            fault_points.reach("rollouts/before_collect")
-            self.cursor.begin_step(step)
-            async with watch_load(self.engine) as load:
-                batch = await self.sampler.collect(step)
-            batch.metrics |= {**self.cursor.metrics(batch), **load.metrics(), **take_shared_metrics()}
-            shown = batch.groups[: self.config.observe.samples_groups]
-            self._responses.add_texts([sample for group in shown for sample in group.samples])
-            fault_points.reach("rollouts/after_collect")
-            return batch
+        fault_points.reach("rollouts/before_collect")
+        self.cursor.begin_step(step)
+        async with watch_load(self.engine) as load:
+            batch = await self.sampler.collect(step)
+        batch.metrics |= {**self.cursor.metrics(batch), **load.metrics(), **take_shared_metrics()}
+        shown = batch.groups[: self.config.observe.samples_groups]
+        self._responses.add_texts([sample for group in shown for sample in group.samples])
+        fault_points.reach("rollouts/after_collect")
+        self._progress += 1
+        return batch
 
-    def evaluate(
-        self, step: int, on_progress: Callable[[int, int], None] = lambda done, total: None
-    ) -> Future[Evaluation]:
-        assert self._pool is not None
-
+    async def evaluate(self, step: int, on_progress: Callable[[int, int], None]) -> Evaluation:
         def advance(done: int, total: int) -> None:
-            self.progress += 1
+            self._progress += 1
             fault_points.reach("rollouts/evaluating")
             on_progress(done, total)
 
         seed = derive_seed(self.config.trainer.seed, step, "evaluation", 0)
         settings = self.config.resolved_evaluate
-        return self._submit(
-            evaluate_sets(self.engine, self.problems, self._pool, settings, seed, advance, self._function)
-        )
-
-    def _on_sampling(self, progress: Progress) -> None:
-        self.progress += 1
-        fault_points.reach("rollouts/sampling")
-        self._observer.sampling(progress)
+        graders = self._responses.graders
+        return await evaluate_sets(self.engine, self.problems, graders, settings, seed, advance, self._function)
 
     def reward_metrics(self) -> dict[str, float]:
         """What the graders did since the last call: retries, restarts, errors, seconds."""
@@ -361,27 +326,23 @@ class RolloutDriver:
         return found
 
     def _reward_counts(self) -> dict[str, float]:
-        assert self._pool is not None
-        now = self._pool.metrics()
+        now = self._responses.metrics()
         names = ("reward/errors", "reward/retries", "reward/restarts", "reward/seconds")
         reasons = sorted(name for name in now if name.startswith("reward/ungraded/"))
         return {name: now.get(name, 0.0) - self._counted.get(name, 0.0) for name in (*names, *reasons)}
 
-    # ---- weights and memory ----
+    # ---- weights ----
 
-    def load_weights(self, version: int, buckets: Iterable[Bucket], executor: Executor) -> Future[None]:
-        return self._submit(self.engine.load_weights(version, buckets, executor), bounded=True)
+    def load_weights(self, version: int, buckets: BucketStream) -> Future[None]:
+        return self.submit(self.engine.load_weights(version, buckets), bounded=True)
 
     def serve_weights(self, version: int) -> Future[WeightReport]:
-        return self._submit(self._serve_weights(version), bounded=True)
+        return self.submit(self._serve_weights(version), bounded=True)
 
     async def _serve_weights(self, version: int) -> WeightReport:
         report = await self.engine.serve_weights(version)
         self.queue.notify()
         return report
-
-    def release_memory(self) -> Future[None]:
-        return self._submit(self.engine.release_memory(), bounded=True)
 
     # ---- state ----
 

@@ -7,7 +7,7 @@ rank 0's; the others get None. An error of the driver is a `DriverError` on ever
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -37,9 +37,16 @@ class Rollouts:
         self.served_version: int | None = None  # by the engines
         self.sampling = False  # whether the trainer waits for a batch, or computes with it and has not removed it
 
-    def _wait(self, doing: str, begin: Callable[[RolloutDriver], Future[T]], *, stoppable: bool = False) -> T | None:
-        """Rank 0 begins an operation of the driver, and all ranks wait for its end."""
-        future = None if self._driver is None else begin(self._driver)
+    def _wait(
+        self,
+        doing: str,
+        work: Callable[[RolloutDriver], Coroutine[Any, Any, T]],
+        *,
+        stoppable: bool = False,
+        bounded: bool = False,
+    ) -> T | None:
+        """Rank 0's driver does the work, and all ranks wait for its end. `bounded`: it has its own time limit."""
+        future = None if self._driver is None else self._driver.submit(work(self._driver), bounded=bounded)
         return self._collectives.wait(future, doing, stoppable=stoppable)
 
     # ---- start and end ----
@@ -59,7 +66,7 @@ class Rollouts:
 
     def close_engines(self) -> None:
         """Ends the servers, and with them their GPU memory, before the rest."""
-        self._wait("closing the engines", RolloutDriver.close_engines)
+        self._wait("closing the engines", RolloutDriver.close_engines, bounded=True)
 
     def close(self) -> None:
         """Does not wait for other ranks, and may be called twice."""
@@ -101,24 +108,20 @@ class Rollouts:
             return
         with self._observer.phase("rollout"):
             fault_points.reach("loop/before_await_ahead")
-            self._wait(f"sampling ahead of step {step}", RolloutDriver.collected, stoppable=True)
+            self._wait(f"sampling ahead of step {step}", lambda driver: driver.queue.idle(), stoppable=True)
 
     @contextlib.contextmanager
     def paused(self, step: int) -> Iterator[None]:
         """The engines generate nothing for a batch meanwhile; what it has so far is part of the state."""
         if self._config.rollout.in_flight:
-            self._interrupt()
+            self._wait("interrupting the rollouts", lambda driver: driver.queue.interrupt())
         yield
         if self._config.rollout.in_flight:
             self.collect_ahead(step)
 
     def stop(self) -> None:
         """For the last save: nothing runs any more, and everything that was interrupted is in `state`."""
-        self._interrupt()
-        self._wait("interrupting the rollouts", RolloutDriver.settled)
-
-    def _interrupt(self) -> None:
-        self._wait("interrupting the rollouts", RolloutDriver.interrupt)
+        self._wait("interrupting the rollouts", RolloutDriver.stop)
 
     def reward_metrics(self) -> dict[str, float]:
         """What the graders did since the last call."""
@@ -148,7 +151,8 @@ class Rollouts:
         return report
 
     def release_memory(self) -> None:
-        self._wait("waiting until the engines release their GPU memory", RolloutDriver.release_memory)
+        doing = "waiting until the engines release their GPU memory"
+        self._wait(doing, lambda driver: driver.engine.release_memory(), bounded=True)
 
     # ---- state ----
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from megatron_dapo.policy.policy import Policy
 from megatron_dapo.trainer.collectives import Collectives, DriverError
 from megatron_dapo.trainer.run_lock import RunLock
 from megatron_dapo.trainer.train_step import TooManySkippedUpdates
+from megatron_dapo.trainer.watchdog import Watchdog
 
 CONTINUE = "start the same command again to continue"
 REASONS: dict[type[BaseException], str] = {
@@ -34,19 +34,15 @@ class Saves:
     """Every method up to `finish` is called by all ranks, in the same order."""
 
     def __init__(
-        self,
-        config: TrainerConfig,
-        collectives: Collectives,
-        lock: RunLock | None,
-        mark: Callable[[str, bool], None],
+        self, config: TrainerConfig, collectives: Collectives, lock: RunLock | None, watchdog: Watchdog
     ) -> None:
-        """`lock`: rank 0's, of the run directory. `mark`: as for Collectives."""
+        """`lock`: rank 0's, of the run directory."""
         self.checkpoints = Checkpoints(
             config.run_dir,
             config.checkpoint,
             collectives.runtime,
             warn=lambda line: self.observer.warn(line),
-            mark=partial(mark, progress=False),  # a save that does not end is not progress
+            mark=partial(watchdog.mark, progress=False),  # a save that does not end is not progress
             guard=lock.verify if lock else lambda: None,
         )
         self.observer: Observer = NullObserver()
@@ -68,13 +64,7 @@ class Saves:
         self._report(self.checkpoints.poll())
 
     def save(
-        self,
-        policy: Policy,
-        step: int,
-        updates: int | None,
-        state: dict[str, Any],
-        *,
-        wait: bool = False,
+        self, policy: Policy, step: int, updates: int | None, state: dict[str, Any], *, wait: bool = False
     ) -> None:
         """As `Checkpoints.save`. With `wait` a failure is a CheckpointError; otherwise training continues."""
         self.unsaved = False  # unless the save fails

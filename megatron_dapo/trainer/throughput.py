@@ -1,4 +1,4 @@
-"""How fast a step trained and how much memory it took: MFU, tokens per second and GPU, GPU and host memory of rank 0.
+"""How fast a step trained and how much memory it took: MFU, tokens per second and GPU, memory of rank 0; a profiler.
 
 MFU is the model's FLOPs over the FLOPs that the GPUs could do in the time of the updates. A token costs 6 FLOPs for
 each matrix weight that it uses, output layer included, and the causal attention; recomputation does not count. The
@@ -58,11 +58,9 @@ def memory_metrics() -> dict[str, float]:
     return found
 
 
-# torch.profiler for the steps of `observe.profile_steps`: one trace per rank, for ui.perfetto.dev.
-
-
 class StepProfiler:
-    """`begin` and `end` are called around the training of each step, on every rank."""
+    """torch.profiler for the steps of `observe.profile_steps`: one trace per rank, for ui.perfetto.dev. `begin` and
+    `end` are called around the training of each step, on every rank."""
 
     def __init__(self, config: Config, rank: int) -> None:
         observe = config.observe

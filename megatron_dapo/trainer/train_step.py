@@ -51,7 +51,8 @@ class TrainStep:
     def share(cls, source: StepBatch | None, config: Config, collectives: Collectives, policy: Policy) -> TrainStep:
         """Collective. Rank 0 passes the sampled batch: rewards, advantages and masks are decided there. The other ranks
         get the samples that they train on."""
-        batch, mini, metrics = None, None, {}
+        batch, mini = None, None
+        metrics: dict[str, float] = {}
         with collectives.on_driver("computing advantages"):
             if source is not None:
                 batch, metrics = shape_batch(source, config)
@@ -137,23 +138,21 @@ def share_batch(
     sizes = collectives.share_array(None if mini_batches is None else np.array([len(m) for m in mini_batches]))
     assert sizes is not None
     indices = [list(range(a, b)) for a, b in pairwise([0, *np.cumsum(sizes).tolist()])]
-    values = {name: collectives.share_array(None if batch is None else getattr(batch, name)) for name in PER_SAMPLE}
+    values = {name: collectives.share_array(getattr(batch, name, None)) for name in PER_SAMPLE}
     bits = collectives.share_array(None if batch is None else np.packbits(batch.loss_mask))
     assert bits is not None and values["response_lengths"] is not None
     mask = np.unpackbits(bits, count=int(values["response_lengths"].sum())).astype(np.bool_)
     everywhere = TrainBatch(tokens=np.empty(0, np.int32), loss_mask=mask, **values)  # type: ignore[arg-type]
     places = shares(everywhere.lengths, indices)
-    everywhere.routed_experts = _share_experts(
-        collectives, None if batch is None else batch.routed_experts, everywhere, indices, shares
-    )
+    routed = getattr(batch, "routed_experts", None)
+    everywhere.routed_experts = _share_experts(collectives, routed, everywhere, indices, shares)
     for name in (f.name for f in fields(TrainBatch) if f.name not in (*PER_SAMPLE, *SHARED_OTHERWISE)):
-        array = None if batch is None else getattr(batch, name)
-        if name == "tokens":
-            found = collectives.scatter_array(array, everywhere.token_offsets, places)
-        elif whole_log_probs:
+        array = getattr(batch, name, None)
+        if whole_log_probs and name != "tokens":
             found = collectives.share_array(array)
         else:
-            found = collectives.scatter_array(array, everywhere.response_offsets, places)
+            offsets = everywhere.token_offsets if name == "tokens" else everywhere.response_offsets
+            found = collectives.scatter_array(array, offsets, places)
         setattr(everywhere, name, found)
     return everywhere, indices
 

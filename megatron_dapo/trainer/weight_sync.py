@@ -11,20 +11,18 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from megatron_dapo import fault_points
 from megatron_dapo.config import Config, ConfigError
-from megatron_dapo.engines.protocol import Bucket, WeightReport
-from megatron_dapo.engines.sglang.weights.remote_sender import RemoteSender
+from megatron_dapo.engines.protocol import WeightReport
 from megatron_dapo.policy.policy import Policy
-from megatron_dapo.sync.caller_thread import CallerThread
-from megatron_dapo.sync.gather import WeightBuckets, discard
-from megatron_dapo.sync.sender_link import SenderLink
-from megatron_dapo.trainer.collectives import BEAT_SECONDS, Collectives
+from megatron_dapo.sync.bucket_stream import BucketStream
+from megatron_dapo.sync.gather import WeightBuckets
+from megatron_dapo.sync.remote_sender import RemoteSender, SenderLink
+from megatron_dapo.trainer.collectives import Collectives
 
 if TYPE_CHECKING:
     from megatron_dapo.trainer.rollout_driver import RolloutDriver
@@ -71,7 +69,9 @@ class WeightSync:
 
     def __init__(self, buckets: WeightBuckets, collectives: Collectives, timeout: float = 600.0) -> None:
         """`timeout`: of one transfer to the engines (rollout.weights.timeout)."""
-        self._buckets, self._collectives, self._timeout = buckets, collectives, timeout
+        self._buckets = buckets
+        self._collectives = collectives
+        self._timeout = timeout
         self._remote = RemoteSender()
         self._updates = 0
         self._store: dist.Store | None = None
@@ -82,19 +82,21 @@ class WeightSync:
     def send(self, version: int, rollouts: RolloutDriver | None) -> None:
         """Every server that works has all weights afterwards. Raises DriverError if none has."""
         self._updates += 1
-        buckets = _Buckets(self._buckets.buckets(), self._link(), self._collectives)
-        loading, caller = None, CallerThread()
+        buckets, link, loading = self._buckets.buckets(), self._link(), None
+        stream = BucketStream(link)
         if rollouts is not None:
-            loading = rollouts.load_weights(version, buckets, caller)
-            loading.add_done_callback(caller.wake)
-            while not caller.run(until=lambda: buckets.exhausted or loading.done(), timeout=BEAT_SECONDS):
-                pass  # a bucket is a collective, with its own timeout; the engine's request has one, too
-        elif buckets.link is not None:
-            self._remote.send(buckets, buckets.link)  # rank 0 learns of an error and raises it for all
-        if rollouts is not None and buckets.link is not None and not buckets.exhausted:
-            buckets.link.fail("the engines' update has ended")
-        discard(buckets)  # on rank 0 nothing is left, unless the engine gave up early: the other ranks still send
-        self._collectives.wait(loading, f"sending weight version {version} to the engines", caller=caller)
+            loading = rollouts.load_weights(version, stream)
+            loading.add_done_callback(stream.close)
+            stream.wait_until_opened()
+        self._collectives.arrive()  # engines may need long until they read: nobody waits for that inside a bucket
+        if rollouts is not None:
+            stream.fill(buckets)
+        elif link is not None:
+            self._remote.send(buckets, link)  # rank 0 learns of an error and raises it for all
+        else:
+            for _ in buckets:  # takes part in every bucket, so that the owners receive their shards
+                pass
+        self._collectives.wait(loading, f"sending weight version {version} to the engines")
 
     def _link(self) -> SenderLink | None:
         if self._store is None:
@@ -109,40 +111,11 @@ class WeightSync:
         return self._collectives.wait(serving, f"waiting until the engines serve weight version {version}")
 
 
-class _Buckets:
-    """An iterator that knows whether it has been read to its end."""
-
-    def __init__(self, buckets: Iterator[Bucket], link: SenderLink | None, collectives: Collectives) -> None:
-        self.link = link
-        self.exhausted = False
-        self._buckets = buckets
-        self._collectives: Collectives | None = collectives
-
-    def __iter__(self) -> Iterator[Bucket]:
-        return self
-
-    def __next__(self) -> Bucket:
-        fault_points.reach("sync/before_bucket")
-        if self._collectives is not None:  # the engines may need long before they ask for the first bucket
-            self._collectives.arrive()
-            self._collectives = None
-        try:
-            return next(self._buckets)
-        except StopIteration:
-            self.exhausted = True
-            raise
-
-
 def describe(report: WeightReport) -> str:
     moving = report.seconds - report.parts.get("memory", 0.0)
     parts = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in report.parts.items())
     return (
-        f"weights: {report.tensors} tensors, {report.bytes / 1e9:.3f} GB{_share(report)} in {report.seconds:.2f} s"
+        f"weights: {report.tensors} tensors, {report.bytes / 1e9:.3f} GB in {report.seconds:.2f} s"
         f"{f' ({parts})' if parts else ''}, {report.bytes / max(moving, 1e-9) / 1e9:.1f} GB/s without taking memory "
         f"back; {report.proof}"
     )
-
-
-def _share(report: WeightReport) -> str:
-    sent = report.sent_bytes or report.bytes
-    return f" ({sent / report.bytes:.1%} of it sent: what changed)" if sent < report.bytes else ""

@@ -1,10 +1,12 @@
-"""The `megatron-dapo convert` commands: run a conversion with a progress bar and print the result."""
+"""The `megatron-dapo convert` commands: run a conversion with a progress bar and print the result. Options are those of
+the functions in `convert` and `verify`."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -31,32 +33,16 @@ def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
         raise WeightsError(f"{error.filename or what}: {error.strerror or error}") from error
 
 
-def hf_to_megatron(
-    source: str, destination: str, dtype: str | None, overwrite: bool, allow_nan: bool, workers: int | None
-) -> int:
+def hf_to_megatron(source: str, destination: str, allow_nan: bool, **options: Any) -> int:
     with _bar("hf → megatron") as progress:
-        report = convert.hf_to_megatron(
-            source, destination, dtype=dtype, overwrite=overwrite, workers=workers, progress=progress
-        )
+        report = convert.hf_to_megatron(source, destination, progress=progress, **options)
     return _finish(report, allow_nan)
 
 
-def megatron_to_hf(
-    source: str,
-    destination: str,
-    dtype: str | None,
-    overwrite: bool,
-    allow_nan: bool,
-    workers: int | None,
-    reference: str | None,
-    step: int | None,
-    shard_size: float,
-) -> int:
+def megatron_to_hf(source: str, destination: str, allow_nan: bool, shard_size: float, **options: Any) -> int:
+    max_shard = int(shard_size * 1e9)
     with _bar("megatron → hf") as progress:
-        report = convert.megatron_to_hf(
-            source, destination, reference=reference, step=step, dtype=dtype, overwrite=overwrite, workers=workers,
-            max_shard=int(shard_size * 1e9), progress=progress,
-        )  # fmt: skip
+        report = convert.megatron_to_hf(source, destination, max_shard=max_shard, progress=progress, **options)
     return _finish(report, allow_nan)
 
 
@@ -66,9 +52,9 @@ def hf_to_fp8(source: str, destination: str, overwrite: bool) -> int:
     return _finish(report, allow_nan=False)
 
 
-def verify(a: str, b: str, reference: str | None, tolerance: float, workers: int | None) -> int:
+def verify(a: str, b: str, tolerance: float, **options: Any) -> int:
     with _bar("verify") as progress:
-        result = compare(a, b, reference=reference, tolerance=tolerance, workers=workers, progress=progress)
+        result = compare(a, b, tolerance=tolerance, progress=progress, **options)
     for line in result.differences[:_SHOWN]:
         print(line)
     if len(result.differences) > _SHOWN:

@@ -19,16 +19,14 @@ import torch
 from megatron_dapo.config.model import ModelShape
 from megatron_dapo.errors import UserError
 from megatron_dapo.files import StoredTensor, is_packed
-from megatron_dapo.weights.check import HEAD, check_hf_tensors
-from megatron_dapo.weights.copy import BLOCK, CopyGroup, copy_tensors, default_workers
-from megatron_dapo.weights.destination import PROGRESS, check_free, new_directory
-from megatron_dapo.weights.formats.hf_reader import HFReader, read_hf_directory
+from megatron_dapo.weights.copy import BLOCK, copy_tensors, default_workers
+from megatron_dapo.weights.destination import PROGRESS, CopyGroup, check_free, new_directory
 from megatron_dapo.weights.formats.hf_writer import MAX_SHARD, HFWriter
 from megatron_dapo.weights.formats.megatron_reader import open_megatron
-from megatron_dapo.weights.formats.pieces import PieceReader
+from megatron_dapo.weights.formats.readers import HFReader, PieceReader, read_hf_directory
 from megatron_dapo.weights.formats.torch_dist_writer import TorchDistWriter
 from megatron_dapo.weights.locate import HF_FILES, RELEASE, TRACKER, Format, format_of, locate
-from megatron_dapo.weights.mapping import EMBEDDING, WeightsError, stored_mappings
+from megatron_dapo.weights.mapping import EMBEDDING, HEAD, WeightsError, check_hf_tensors, stored_mappings
 from megatron_dapo.weights.side_files import FILE as CARRIED_FILE
 from megatron_dapo.weights.side_files import copy_carried, copy_side_files, export_carried
 
@@ -154,16 +152,16 @@ def _copy(
     progress: Progress,
 ) -> Callable[..., Report]:
     """Copies this process's files; rank 0 then waits for the others. Returns what makes the report."""
-    result = copy_tensors(
+    not_finite, kept = copy_tensors(
         weights, writer.writes, writer.files(directory), workers=workers, finished=notes, group=group,
-        advance=_counter(progress, writer.weight_bytes),
+        progress=lambda done: progress(done, writer.weight_bytes),
     )  # fmt: skip
     if group.rank:
-        group.hand_in(notes, result.not_finite, result.kept)
+        group.hand_in(notes, not_finite, kept)
     else:
-        not_finite, kept_by_others = group.collect(notes)
-        result.not_finite = sorted({*result.not_finite, *not_finite})
-        result.kept += kept_by_others
+        of_others, kept_by_others = group.collect(notes)
+        not_finite = sorted({*not_finite, *of_others})
+        kept += kept_by_others
     count = sum(len(mapping.hf) for mapping in stored_mappings(writer.shape))
 
     def report(
@@ -171,9 +169,8 @@ def _copy(
     ) -> Report:
         seconds, tensors = time.monotonic() - began, count + len(carried)
         nbytes = writer.weight_bytes + sum(tensor.nbytes for tensor in carried)
-        kept = [f"{result.kept} finished files of an interrupted run were compared and kept"] if result.kept else []
-        found, said = result.not_finite, [*kept, *remarks]
-        return Report(source, destination, tensors, nbytes, seconds, found, said, group.rank)
+        said = [f"{kept} finished files of an interrupted run were compared and kept"] if kept else []
+        return Report(source, destination, tensors, nbytes, seconds, not_finite, [*said, *remarks], group.rank)
 
     return report
 
@@ -240,14 +237,3 @@ def _check_tied(weights: HFReader, prefix: str) -> None:
             f"{weights.stored['lm_head.weight'].file}: tensor lm_head.weight differs from the embedding, but "
             "config.json has tie_word_embeddings; set it to false if the model has its own head"
         )
-
-
-def _counter(progress: Progress, total: int) -> Callable[[int], None]:
-    done = 0
-
-    def advance(count: int) -> None:
-        nonlocal done
-        done += count
-        progress(done, total)
-
-    return advance

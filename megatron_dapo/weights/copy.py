@@ -1,6 +1,10 @@
 """Copies tensors from one checkpoint's files to another's, block by block, on several threads.
 
-Threads take the blocks of all files in order. A block is filled (`output_file`) while the kernel reads the next ones,
+The writers (`formats/`) fix the place of every byte before the first one is copied (`TensorWrite`). `FileParts` fills
+any range of a file: where the source has the same bytes in the same order, they are read straight to their place, else
+rows are read and converted. Every value is checked: tensors with values that are not finite are collected.
+
+Threads take the blocks of all files in order. A block is filled while the kernel reads the next ones,
 and written past the page cache: that needs an eighth of the CPU time of a buffered write here, and leaves nothing for
 the final flush. File systems that cannot do this are written to as usual. Memory holds one block per thread, whatever
 the size of the model; safetensors and torch.save would need whole tensors. benchmarks/convert.py prints the speed
@@ -12,111 +16,170 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import math
 import mmap
 import os
 import threading
-import time
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from megatron_dapo.files import collect, hand_in, write_atomically
+from megatron_dapo.files import StoredTensor
+from megatron_dapo.weights.destination import CopyGroup
+from megatron_dapo.weights.formats.readers import CheckpointReader, torch_dtype
+from megatron_dapo.weights.formats.torch_zip import TensorArchive
 from megatron_dapo.weights.mapping import WeightsError
-from megatron_dapo.weights.output_file import CheckpointReader, FileParts, OutputFile, TensorWrite
 
-# Processes that share one conversion, for example the tasks of an `srun` over several nodes.
-
-
-_POLL_SECONDS = 0.2
-_START_SECONDS = 600.0  # how long ranks wait for the first one to start
-
-
-@dataclass(frozen=True, slots=True)
-class CopyGroup:
-    """This process among those that convert together. `token` is the same in all, and new for every start."""
-
-    rank: int = 0
-    size: int = 1
-    token: str = ""
-
-    @classmethod
-    def from_environment(cls) -> CopyGroup:
-        """The tasks of an srun step, or the ranks of torchrun; alone otherwise (also in a batch script itself)."""
-        env = os.environ
-        if int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1 and "SLURM_PROCID" in env:
-            token = f"{env.get('SLURM_JOB_ID')}.{env.get('SLURM_STEP_ID')}.{env.get('SLURM_RESTART_COUNT', 0)}"
-            return cls(int(env["SLURM_PROCID"]), int(env["SLURM_STEP_NUM_TASKS"]), token)
-        if "TORCHELASTIC_RUN_ID" in env and int(env.get("WORLD_SIZE", 1)) > 1:
-            return cls(int(env["RANK"]), int(env["WORLD_SIZE"]), f"{env['TORCHELASTIC_RUN_ID']}.{env['MASTER_PORT']}")
-        return cls()
-
-    def owns(self, file: int) -> bool:
-        return file % self.size == self.rank
-
-    def start(self, notes: Path) -> None:
-        """Rank 0, when the directory is ready: the others may write."""
-        for note in notes.glob("rank_*.json"):
-            note.unlink()
-        if self.size > 1:
-            write_atomically(notes / "start", self.token)
-
-    def wait_for_start(self, notes: Path) -> None:
-        def started() -> bool:
-            try:
-                return (notes / "start").read_text() == self.token
-            except OSError:
-                return False
-
-        if not _wait(started, _START_SECONDS):
-            raise WeightsError(f"rank 0 has not created {notes.parent} within {_START_SECONDS:.0f} s; see its messages")
-
-    def hand_in(self, notes: Path, found: list[str], kept: int = 0, error: str | None = None) -> None:
-        """Every rank but the first: its files are written, or why not."""
-        content = {"token": self.token, "not_finite": found, "kept": kept, "error": error}
-        hand_in(notes, self.rank, content)
-
-    def collect(self, notes: Path) -> tuple[list[str], int]:
-        """Rank 0: waits for the notes of all others and joins them. A failure of one is an error."""
-        joined: list[str] = []
-        kept = 0
-        for rank, content in collect(notes, self.size, time.sleep, _POLL_SECONDS):
-            if content["error"]:
-                raise WeightsError(f"rank {rank}: {content['error']}")
-            joined += content["not_finite"]
-            kept += content["kept"]
-        return joined, kept
-
-    def wait_for_end(self, temporary: Path, path: Path) -> None:
-        """Every rank but the first: waits until rank 0 has published or given up."""
-        _wait(lambda: not temporary.exists())
-        if not path.exists():
-            raise WeightsError(f"{path} was not written; rank 0's message says why")
-
-
-def _wait(condition: Callable[[], bool], seconds: float = float("inf")) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_POLL_SECONDS)
-    return True
-
-
+_CACHED = 2**20  # bytes that are read and checked at a time: they fit the cache of a core
 BLOCK = 8 * 2**20  # a multiple of ALIGN
 ALIGN = 4096  # of offsets, lengths and memory of direct writes
 ALONE = CopyGroup()
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-@dataclass(slots=True)
-class CopyResult:
-    """Tensors (with their files) that hold values that are not finite; files that an interrupted run had finished."""
+@dataclass(frozen=True, slots=True)
+class RowRange:
+    """Rows [start, start + count) of a source tensor."""
 
-    not_finite: list[str]
-    kept: int = 0
+    name: str
+    start: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorWrite:
+    """One tensor (or chunk of one) to write at `offset` of file number `file`: the given rows, in order.
+
+    `archive` is set for torch_dist, which stores every chunk as a small zip archive.
+    """
+
+    file: int
+    offset: int
+    dtype: torch.dtype
+    ranges: tuple[RowRange, ...]
+    archive: TensorArchive | None = None
+
+
+@dataclass(slots=True)
+class OutputFile:
+    path: Path
+    size: int
+    head: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Bytes [at, at + nbytes) of a file: `data`, or `rows` of the source, which may be the bytes `stored`."""
+
+    at: int
+    nbytes: int
+    data: bytes = b""
+    rows: RowRange | None = None
+    dtype: torch.dtype = torch.uint8
+    stored: StoredTensor | None = None
+
+
+@dataclass(slots=True)
+class FileParts:
+    """The content of one output file. What no part covers is zero."""
+
+    source: CheckpointReader
+    file: OutputFile
+    writes: Sequence[TensorWrite]
+    not_finite: set[str] = field(default_factory=set)
+    _parts: list[_Part] = field(default_factory=list)
+    _starts: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._parts = [_Part(0, len(self.file.head), self.file.head)] if self.file.head else []
+        for write in sorted(self.writes, key=lambda write: write.offset):
+            self._parts += self._tensor(write)
+        self._starts = [part.at for part in self._parts]
+
+    def _tensor(self, write: TensorWrite) -> Iterator[_Part]:
+        archive, at = write.archive, write.offset
+        if archive:
+            yield _Part(at, len(archive.head), archive.head)
+            at += archive.data_offset
+        for rows in write.ranges:
+            start = rows.start
+            for count, stored in self.source.spans(rows.name, rows.start, rows.count):
+                row = self.source.rows(rows.name, start, 1).shape if stored is None else stored.shape
+                width = math.prod(row[1:]) * write.dtype.itemsize
+                same = stored if stored is not None and torch_dtype(stored) == write.dtype else None
+                yield _Part(at, count * width, b"", RowRange(rows.name, start, count), write.dtype, same)
+                start, at = start + count, at + count * width
+        if archive:
+            end = write.offset + archive.data_offset + archive.nbytes
+            if at != end:
+                raise WeightsError(f"{write.ranges[0].name}: ends at byte {at}, expected {end}; please report this")
+            yield _Part(at, len(archive.tail), archive.tail)
+
+    def _inside(self, start: int, end: int) -> Iterator[tuple[_Part, int, int]]:
+        """The parts of a byte range, and which of their bytes are in it."""
+        for index in range(max(0, bisect_right(self._starts, start) - 1), len(self._parts)):
+            part = self._parts[index]
+            if part.at >= end:
+                return
+            low, high = max(start, part.at) - part.at, min(end, part.at + part.nbytes) - part.at
+            if low < high:
+                yield part, low, high
+
+    def prefetch(self, start: int, end: int) -> None:
+        """Ask the kernel to read what the range needs from disk, without waiting."""
+        for part, low, high in self._inside(start, end):
+            if part.stored is not None:
+                self.source.prefetch(part.stored.file, part.stored.offset + low, high - low)
+
+    def fill(self, view: memoryview, start: int) -> int:
+        """Fill `view` with bytes [start, start + len(view)) of the file. Returns how many of them are weights."""
+        filled, weights = start, 0
+        for part, low, high in self._inside(start, start + len(view)):
+            at = part.at + low
+            _clear(view[filled - start : at - start])
+            if part.rows is None:
+                view[at - start : at - start + high - low] = part.data[low:high]
+            else:
+                for first in range(low, high, _CACHED):
+                    last, begin = min(high, first + _CACHED), part.at + first - start
+                    self._fill_rows(part, part.rows, first, last, view[begin : begin + last - first])
+                weights += high - low
+            filled = part.at + high
+        _clear(view[filled - start :])
+        return weights
+
+    def _fill_rows(self, part: _Part, rows: RowRange, low: int, high: int, view: memoryview) -> None:
+        item = part.dtype.itemsize
+        if part.stored is not None and low % item == high % item == 0:
+            self.source.read_into(part.stored, low, view)
+            found = torch.frombuffer(view, dtype=part.dtype)
+        else:  # other values than the file's, or an element across the end of a block
+            width = part.nbytes // rows.count
+            first, last = low // width, -(-high // width)
+            found = self.source.rows(rows.name, rows.start + first, last - first).to(part.dtype).contiguous()
+            raw: Any = found.view(-1).view(torch.uint8).numpy()
+            view[:] = memoryview(raw)[low - first * width : high - first * width]
+        if not _all_finite(found):
+            self.not_finite.add(self.source.where(rows.name))
+
+
+def _clear(view: memoryview) -> None:
+    if view:
+        view[:] = bytes(len(view))
+
+
+def _all_finite(data: Tensor) -> bool:
+    """The sum is finite only if every term is, and takes half the time of aminmax. It may overflow; then look again."""
+    if not data.is_floating_point() or math.isfinite(data.sum().item()):
+        return True
+    low, high = torch.aminmax(data)
+    return math.isfinite(low.item()) and math.isfinite(high.item())
 
 
 def default_workers() -> int:
@@ -129,14 +192,16 @@ def copy_tensors(
     files: Sequence[OutputFile],
     *,
     workers: int | None = None,
-    advance: Callable[[int], None] = lambda count: None,
+    progress: Callable[[int], None] = lambda done: None,
     finished: Path | None = None,
     group: CopyGroup = ALONE,
-) -> CopyResult:
-    """Write and fsync this process's files (`group`).
+) -> tuple[list[str], int]:
+    """Write and fsync this process's files (`group`). Returns the tensors (with their files) that hold values that are
+    not finite, and how many files an interrupted run had finished.
 
-    `finished`: a folder in which a mark is left for each file that is on disk. A file that has its mark already is
-    read and compared with the source instead of written; a block that differs is written again.
+    `progress` is told how many bytes of weights are written. `finished`: a folder in which a mark is left for each file
+    that is on disk. A file that has its mark already is read and compared with the source instead of written; a block
+    that differs is written again.
     """
     mine: dict[int, list[TensorWrite]] = {i: [] for i in range(len(files)) if group.owns(i)}
     for write in writes:
@@ -144,7 +209,7 @@ def copy_tensors(
             mine[write.file].append(write)
     contents = [FileParts(source, files[i], found) for i, found in mine.items()]
     count = workers or default_workers()
-    job = _Job(contents, advance, finished, count)
+    job = _Job(contents, progress, finished, count)
     try:
         with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             try:
@@ -157,20 +222,25 @@ def copy_tensors(
         raise WeightsError(f"{files[0].path.parent}: cannot write ({error.strerror or error})") from error
     finally:
         job.close()
-    return CopyResult(sorted(set().union(*(file.not_finite for file in contents))), job.kept)
+    return sorted(set().union(*(file.not_finite for file in contents))), job.kept
 
 
 class _Job:
     """Opens files when their first block comes, and finishes them after the last."""
 
     def __init__(
-        self, contents: Sequence[FileParts], advance: Callable[[int], None], finished: Path | None, workers: int
+        self, contents: Sequence[FileParts], progress: Callable[[int], None], finished: Path | None, workers: int
     ) -> None:
-        self._contents, self._advance, self._finished = contents, advance, finished
-        self.stop, self._lock = threading.Event(), threading.Lock()
+        self.stop = threading.Event()
         self.kept = 0
+        self._contents = contents
+        self._progress = progress
+        self._finished = finished
+        self._lock = threading.Lock()
+        self._done = 0
         self._blocks = [(i, at) for i, c in enumerate(contents) for at in range(0, max(1, c.file.size), BLOCK)]
-        self._next, self._ahead = 0, 2 * workers
+        self._next = 0
+        self._ahead = 2 * workers
         self._left = [max(1, -(-c.file.size // BLOCK)) for c in contents]
         self._open: dict[int, int] = {}
         self._compare: set[int] = set()  # files that an interrupted run has finished
@@ -202,7 +272,8 @@ class _Job:
         if number not in self._compare or os.pread(fd, length, at) != bytes(data[:length]):
             _write(fd, data, at)
         with self._lock:
-            self._advance(weights)
+            self._done += weights
+            self._progress(self._done)
             self._left[number] -= 1
             last = self._left[number] == 0
         if last:

@@ -3,7 +3,8 @@
 Everything is written under a hidden temporary name beside the destination, flushed to disk and renamed. An empty mount
 point cannot be renamed: there, the temporary directory is inside, and its entries are moved up, the decisive ones last.
 After an error nothing is left. What a killed run left is recognised by its name: if the plan of the conversion is still
-the same, it is continued, else removed. A lock keeps two runs from writing at once.
+the same, it is continued, else removed. A lock keeps two runs from writing at once. Several processes may write one
+directory together (`CopyGroup`).
 """
 
 from __future__ import annotations
@@ -12,12 +13,21 @@ import contextlib
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_dapo.files import INDEX, SINGLE, fsync_path, fsync_tree, publish_directory, write_atomically
-from megatron_dapo.weights.copy import CopyGroup
+from megatron_dapo.files import (
+    INDEX,
+    SINGLE,
+    collect,
+    fsync_path,
+    fsync_tree,
+    hand_in,
+    publish_directory,
+    write_atomically,
+)
 from megatron_dapo.weights.locate import CONFIG, METADATA, TRACKER
 from megatron_dapo.weights.mapping import WeightsError
 
@@ -25,33 +35,89 @@ PROGRESS = ".progress"  # in the unfinished directory: the plan, marks of finish
 _PLAN = "plan"
 _MARKS = (TRACKER, CONFIG, METADATA, "config.json", SINGLE, INDEX)
 _MOUNT_ENTRIES = {"lost+found", ".snapshot", ".incomplete", ".replaced", ".lock"}
+_POLL_SECONDS = 0.2
+_START_SECONDS = 600.0  # how long ranks wait for the first one to start
 
 
 @dataclass(frozen=True, slots=True)
-class _Names:
-    """Where a destination is prepared: beside it, or inside if it is a mount point."""
+class CopyGroup:
+    """This process among those that convert together, for example the tasks of an `srun` over several nodes. `token` is
+    the same in all, and new for every start."""
 
-    path: Path
-    is_mount: bool
+    rank: int = 0
+    size: int = 1
+    token: str = ""
 
     @classmethod
-    def of(cls, path: Path) -> _Names:
-        return cls(path, path.is_dir() and os.path.ismount(path))
+    def from_environment(cls) -> CopyGroup:
+        """The tasks of an srun step, or the ranks of torchrun; alone otherwise (also in a batch script itself)."""
+        env = os.environ
+        if int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1 and "SLURM_PROCID" in env:
+            token = f"{env.get('SLURM_JOB_ID')}.{env.get('SLURM_STEP_ID')}.{env.get('SLURM_RESTART_COUNT', 0)}"
+            return cls(int(env["SLURM_PROCID"]), int(env["SLURM_STEP_NUM_TASKS"]), token)
+        if "TORCHELASTIC_RUN_ID" in env and int(env.get("WORLD_SIZE", 1)) > 1:
+            return cls(int(env["RANK"]), int(env["WORLD_SIZE"]), f"{env['TORCHELASTIC_RUN_ID']}.{env['MASTER_PORT']}")
+        return cls()
 
-    def _name(self, suffix: str) -> Path:
-        return self.path / f".{suffix}" if self.is_mount else self.path.with_name(f".{self.path.name}.{suffix}")
+    def owns(self, file: int) -> bool:
+        return file % self.size == self.rank
 
-    @property
-    def temporary(self) -> Path:
-        return self._name("incomplete")
+    def start(self, notes: Path) -> None:
+        """Rank 0, when the directory is ready: the others may write."""
+        for note in notes.glob("rank_*.json"):
+            note.unlink()
+        if self.size > 1:
+            write_atomically(notes / "start", self.token)
 
-    @property
-    def old(self) -> Path:
-        return self._name("replaced")
+    def wait_for_start(self, notes: Path) -> None:
+        def started() -> bool:
+            try:
+                return (notes / "start").read_text() == self.token
+            except OSError:
+                return False
 
-    @property
-    def lock(self) -> Path:
-        return self._name("lock")
+        if not _wait(started, _START_SECONDS):
+            raise WeightsError(f"rank 0 has not created {notes.parent} within {_START_SECONDS:.0f} s; see its messages")
+
+    def hand_in(self, notes: Path, found: list[str], kept: int = 0, error: str | None = None) -> None:
+        """Every rank but the first: its files are written, or why not."""
+        content = {"token": self.token, "not_finite": found, "kept": kept, "error": error}
+        hand_in(notes, self.rank, content)
+
+    def collect(self, notes: Path) -> tuple[list[str], int]:
+        """Rank 0: waits for the notes of all others and joins them. A failure of one is an error."""
+        joined: list[str] = []
+        kept = 0
+        for rank, content in collect(notes, self.size, time.sleep, _POLL_SECONDS):
+            if content["error"]:
+                raise WeightsError(f"rank {rank}: {content['error']}")
+            joined += content["not_finite"]
+            kept += content["kept"]
+        return joined, kept
+
+    def wait_for_end(self, temporary: Path, path: Path) -> None:
+        """Every rank but the first: waits until rank 0 has published or given up."""
+        _wait(lambda: not temporary.exists())
+        if not path.exists():
+            raise WeightsError(f"{path} was not written; rank 0's message says why")
+
+
+def _wait(condition: Callable[[], bool], seconds: float = float("inf")) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True
+
+
+def _hidden(path: Path, suffix: str) -> Path:
+    """Where a destination is prepared: beside it, or inside if it is a mount point."""
+    return path / f".{suffix}" if _is_mount(path) else path.with_name(f".{path.name}.{suffix}")
+
+
+def _is_mount(path: Path) -> bool:
+    return path.is_dir() and os.path.ismount(path)
 
 
 @contextlib.contextmanager
@@ -63,10 +129,10 @@ def new_directory(
     `need`: bytes to be written. `plan`: describes source and options; a killed run with the same plan is continued.
     `group`: with several processes, rank 0 creates and publishes, and the others join.
     """
-    names = _Names.of(path.absolute())
+    path = path.absolute()
     group = group or CopyGroup()
     try:
-        inside = _joined(names, group) if group.rank else _created(names, need, overwrite, plan, group)
+        inside = _joined(path, group) if group.rank else _created(path, need, overwrite, plan, group)
         with inside as directory:
             yield directory
     except OSError as error:
@@ -74,14 +140,14 @@ def new_directory(
 
 
 @contextlib.contextmanager
-def _created(names: _Names, need: int, overwrite: bool, plan: str, group: CopyGroup) -> Iterator[Path]:
-    path, temporary = names.path, names.temporary
+def _created(path: Path, need: int, overwrite: bool, plan: str, group: CopyGroup) -> Iterator[Path]:
+    temporary, lock = _hidden(path, "incomplete"), _hidden(path, "lock")
     path.parent.mkdir(parents=True, exist_ok=True)
     check_free(path, overwrite)
-    lock = _lock(names)
+    descriptor = _lock(path, lock)
     try:
-        _clean(names, plan)
-        check_space(path if names.is_mount else path.parent, need - _bytes_in(temporary))
+        _clean(path, temporary, plan)
+        check_space(path if _is_mount(path) else path.parent, need - _bytes_in(temporary))
         (temporary / PROGRESS).mkdir(parents=True, exist_ok=True)
         write_atomically(temporary / PROGRESS / _PLAN, plan)
         group.start(temporary / PROGRESS)
@@ -89,32 +155,35 @@ def _created(names: _Names, need: int, overwrite: bool, plan: str, group: CopyGr
             yield temporary
             shutil.rmtree(temporary / PROGRESS)
             fsync_tree(temporary)
-            _publish(names)
+            _publish(path, temporary)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
     finally:
-        _unlock(names, lock)
+        with contextlib.suppress(OSError):
+            os.unlink(lock)
+        os.close(descriptor)
 
 
 @contextlib.contextmanager
-def _joined(names: _Names, group: CopyGroup) -> Iterator[Path]:
-    notes = names.temporary / PROGRESS
+def _joined(path: Path, group: CopyGroup) -> Iterator[Path]:
+    temporary = _hidden(path, "incomplete")
+    notes = temporary / PROGRESS
     group.wait_for_start(notes)
     try:
-        yield names.temporary
+        yield temporary
     except BaseException as error:
         with contextlib.suppress(OSError):
             group.hand_in(notes, [], error=f"{type(error).__name__}: {error}")
         raise
-    group.wait_for_end(names.temporary, names.path)
+    group.wait_for_end(temporary, path)
 
 
 def check_free(path: Path, overwrite: bool) -> None:
     """An existing destination needs --overwrite and is replaced only if it looks like a checkpoint."""
     if not os.path.lexists(path) or (path.is_dir() and not path.is_symlink() and not any(path.iterdir())):
         return
-    if path.is_dir() and os.path.ismount(path):
+    if _is_mount(path):
         if {entry.name for entry in path.iterdir()} <= _MOUNT_ENTRIES:
             return
         raise WeightsError(f"{path} is a mount point and not empty; choose a folder in it as destination")
@@ -140,8 +209,7 @@ def _bytes_in(folder: Path) -> int:
     return sum(512 * p.stat().st_blocks for p in folder.rglob("*") if p.is_file()) if folder.exists() else 0
 
 
-def _lock(names: _Names) -> int:
-    name = names.lock
+def _lock(path: Path, name: Path) -> int:
     fd = os.open(name, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -152,19 +220,13 @@ def _lock(names: _Names) -> int:
         taken = False
     if taken:
         os.close(fd)
-        raise WeightsError(f"{names.path}: another conversion is writing it ({name} is locked); wait for it")
+        raise WeightsError(f"{path}: another conversion is writing it ({name} is locked); wait for it")
     return fd
 
 
-def _unlock(names: _Names, fd: int) -> None:
-    with contextlib.suppress(OSError):
-        os.unlink(names.lock)
-    os.close(fd)
-
-
-def _clean(names: _Names, plan: str) -> None:
+def _clean(path: Path, temporary: Path, plan: str) -> None:
     """Finish or undo what an interrupted run left behind."""
-    temporary, old, path = names.temporary, names.old, names.path
+    old = _hidden(path, "replaced")
     try:
         same = bool(plan) and (temporary / PROGRESS / _PLAN).read_text() == plan
     except OSError:
@@ -187,12 +249,13 @@ def _keep_finished(temporary: Path) -> None:
             file.unlink()
 
 
-def _publish(names: _Names) -> None:
-    temporary, path, old = names.temporary, names.path, names.old
-    if names.is_mount:
+def _publish(path: Path, temporary: Path) -> None:
+    if _is_mount(path):
         for entry in sorted(temporary.iterdir(), key=lambda entry: (entry.name in _MARKS, entry.name)):
             os.rename(entry, path / entry.name)
         temporary.rmdir()
         fsync_path(path)
         return
-    publish_directory(temporary, path, old)
+    if path.is_dir() and not any(path.iterdir()):
+        path.rmdir()
+    publish_directory(temporary, path, _hidden(path, "replaced"))

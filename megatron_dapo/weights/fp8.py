@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_dapo.sync.bucket import FlatBucket, TensorSpec, in_flat_order
+from megatron_dapo.weights.tensor_spec import TensorSpec, in_flat_order
 
 BLOCK = 128
 LARGEST = 448.0  # of e4m3
@@ -61,8 +61,8 @@ def quantise(weight: Tensor, out: Tensor, scales: Tensor) -> None:
         out[start : start + rows] = values.clamp_(-LARGEST, LARGEST).to(DTYPE)
 
 
-def quantise_bucket(source: FlatBucket, target: FlatBucket) -> None:
-    """Fills `target`, whose specs are the `quantised_specs` of the source's."""
+def quantise_pairs(source: Iterable[tuple[str, Tensor]], target: Iterable[tuple[str, Tensor]]) -> None:
+    """Fills `target`, whose tensors are the `quantised_specs` of the source's."""
     found = dict(target)
     for name, tensor in source:
         if is_quantised(name):

@@ -15,12 +15,12 @@ import torch
 
 from megatron_dapo.config.base import ConfigError
 from megatron_dapo.files import INDEX, SINGLE, safetensors_header
-from megatron_dapo.sync.bucket import TensorSpec, flat_size, flat_starts, in_flat_order
 from megatron_dapo.weights.convert import Report, check_paths, open_hf
 from megatron_dapo.weights.destination import new_directory
-from megatron_dapo.weights.formats.hf_reader import HFReader
+from megatron_dapo.weights.formats.readers import HFReader
 from megatron_dapo.weights.fp8 import BLOCK, SCALE, is_quantised, quantise, quantised_specs, quantization_config
 from megatron_dapo.weights.side_files import copy_side_files
+from megatron_dapo.weights.tensor_spec import TensorSpec, flat_size, flat_starts, in_flat_order
 
 Progress = Callable[[int, int], None]
 

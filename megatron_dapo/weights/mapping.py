@@ -9,27 +9,31 @@ exact.
 
 Canonical names are those of Megatron's local (not Transformer Engine) modules with global layer and expert indices,
 e.g. `decoder.layers.3.mlp.experts.local_experts.5.linear_fc1.weight`. `weights.names` translates other spellings.
-To add an architecture, add templates below and its name to `config/model.py` (docs/conversion.md).
+To add an architecture, add templates below and its name to `config/model.py` (docs/conversion.md). Imports no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 from itertools import accumulate
 from operator import attrgetter
-
-import torch
-from torch import Tensor
+from pathlib import Path
+from typing import Any
 
 from megatron_dapo.config.model import LinearAttention, ModelShape
 from megatron_dapo.errors import UserError
+from megatron_dapo.files import StoredTensor
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
 FINAL_NORM = "decoder.final_layernorm.weight"
+HEAD = "lm_head.weight"
+_SHOWN = 5
+_IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")  # buffers of old transformers versions; computed, not trained
 
 
 class WeightsError(UserError):
@@ -283,67 +287,51 @@ def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     }
 
 
-def padded_vocab(vocab: int, tp_size: int, multiple: int = 1) -> int:
-    """The smallest size >= vocab that `tp_size` ranks can split into parts that are multiples of `multiple`."""
-    unit = tp_size * multiple
-    return -(-vocab // unit) * unit
+def check_hf_tensors(stored: Mapping[str, StoredTensor], shape: ModelShape, path: Path) -> None:
+    """Names and shapes are those that config.json describes."""
+    check_hf_names(stored, shape, path)
+    wrong = [
+        f"{found.file.name}: tensor {name}: shape {found.shape}, but config.json says {expected}"
+        for name, expected in hf_shapes(shape).items()
+        if (found := stored[name]).shape != expected
+    ]
+    if wrong:
+        more = f"; {len(wrong)} tensors in all have the wrong shape" if len(wrong) > 1 else ""
+        raise WeightsError(f"{path}/{wrong[0]}{more}")
 
 
-# The tensors of one mapping: from HF tensors to the full Megatron tensor, to a rank's shard, and back.
+def check_hf_names(names: Iterable[str], shape: ModelShape, path: str | Path = "") -> None:
+    """Exactly this model's tensors. A tied model may also store a copy of its embedding as head, and some have tensors
+    that are only carried through a conversion."""
+    expected = set(hf_shapes(shape))
+    found = {name for name in names if not _IGNORED.search(name) and not name.startswith(shape.carried)}
+    if shape.tied_embeddings:
+        found.discard(HEAD)
+    where = f"{path}: " if path else ""
+    if missing := expected - found:
+        raise WeightsError(f"{where}missing {listed(missing)}")
+    if extra := found - expected:
+        raise WeightsError(f"{where}unexpected {listed(extra)}; {_why_unexpected(extra)}")
 
 
-def megatron_tensor(mapping: ParameterMapping, hf: Mapping[str, Tensor]) -> Tensor:
-    """The full Megatron tensor (without vocabulary padding) from its HF tensors."""
-    pieces = [hf[name] for name in mapping.hf]
-    for name, piece, shape in zip(mapping.hf, pieces, mapping.hf_shapes, strict=True):
-        if tuple(piece.shape) != shape:
-            raise WeightsError(f"{name}: shape {tuple(piece.shape)}, but the model's config.json says {shape}")
-    if len(mapping.segments) == 1:
-        return pieces[0]
-    return torch.cat([pieces[s.source].narrow(0, s.hf_start, s.rows) for s in mapping.segments])
+def _why_unexpected(extra: set[str]) -> str:
+    if any(name.endswith("o_proj.bias") for name in extra):
+        return (
+            "Qwen models have no bias in the attention output (attention_bias adds it to q, k and v only); a model "
+            "with Llama's attention_bias cannot be converted as a Qwen"
+        )
+    return "the model that config.json describes does not have it"
 
 
-def hf_tensors(mapping: ParameterMapping, full: Tensor) -> dict[str, Tensor]:
-    """The HF tensors from the full Megatron tensor; vocabulary padding is dropped."""
-    if mapping.vocabulary:
-        full = full.narrow(0, 0, mapping.shape[0])
-    if tuple(full.shape) != mapping.shape:
-        raise WeightsError(f"{mapping.name}: shape {tuple(full.shape)}, but the model has {mapping.shape}")
-    if len(mapping.segments) == 1:
-        return {mapping.hf[0]: full}
-    out = {}
-    for source, name in enumerate(mapping.hf):
-        pieces = [full.narrow(0, s.start, s.rows) for s in mapping.segments_of(source)]
-        out[name] = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-    return out
+def listed(names: set[Any]) -> str:
+    shown = ", ".join(sorted(names)[:_SHOWN])
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"tensor{'s' if len(names) > 1 else ''} {shown}{more}"
 
 
-def _part(tensor: Tensor, dim: int, rank: int, size: int, name: str) -> Tensor:
-    if tensor.shape[dim] % size:
-        raise WeightsError(f"{name}: {tensor.shape[dim]} entries of dimension {dim} cannot be split over {size} ranks")
-    step = tensor.shape[dim] // size
-    return tensor.narrow(dim, rank * step, step)
-
-
-def shard(mapping: ParameterMapping, full: Tensor, rank: int, size: int, *, rows: int | None = None) -> Tensor:
-    """What tensor-parallel rank `rank` of `size` holds. `rows`: of the full tensor with vocabulary padding."""
-    if mapping.vocabulary and rows is not None and rows != full.shape[0]:
-        full = torch.cat([full, full.new_zeros(rows - full.shape[0], *full.shape[1:])])
-    if mapping.split is Split.NONE or size == 1:
-        return full
-    if mapping.split is Split.PARTS:
-        return torch.cat([_part(part, 0, rank, size, mapping.name) for part in full.split(mapping.parts)])
-    return _part(full, 0 if mapping.split is Split.ROWS else 1, rank, size, mapping.name)
-
-
-def unshard(mapping: ParameterMapping, shards: Sequence[Tensor]) -> Tensor:
-    """The full tensor (vocabulary padding included) from every tensor-parallel rank's shard, in rank order."""
-    if mapping.split is Split.NONE or len(shards) == 1:
-        return shards[0]
-    if mapping.split is Split.PARTS:
-        split = [shard.split([rows // len(shards) for rows in mapping.parts]) for shard in shards]
-        return torch.cat([part for parts in zip(*split, strict=True) for part in parts])
-    return torch.cat(list(shards), dim=0 if mapping.split is Split.ROWS else 1)
+def padded_vocab(vocab: int, tp_size: int) -> int:
+    """The smallest size >= vocab that `tp_size` ranks can split into equal parts."""
+    return -(-vocab // tp_size) * tp_size
 
 
 @dataclass(frozen=True, slots=True)

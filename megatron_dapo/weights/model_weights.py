@@ -1,5 +1,7 @@
 """Loads HF weights into live Megatron models: all parameters or none, with an error that says what does not fit.
 
+Also the tensors of one mapping: from HF tensors to the full Megatron tensor, to a rank's shard, and back.
+
 Works on the list of GPTModel chunks that one rank holds under any TP, PP, VPP and EP. The rank passes its position in
 the layout. Only the layer offset comes from Megatron itself, because it follows from the model's configuration.
 """
@@ -15,17 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from megatron_dapo.config.model import ModelShape
-from megatron_dapo.weights.check import check_hf_names, listed
-from megatron_dapo.weights.formats.hf_reader import HFReader
+from megatron_dapo.weights.formats.readers import HFReader
 from megatron_dapo.weights.mapping import (
     EMBEDDING,
     FINAL_NORM,
     OUTPUT,
     ParameterMapping,
+    Split,
     WeightsError,
-    megatron_tensor,
+    check_hf_names,
+    listed,
     parameter_mappings,
-    shard,
 )
 from megatron_dapo.weights.names import to_canonical
 
@@ -146,3 +148,57 @@ def _check_shape(mapping: ParameterMapping, parameter: Tensor, position: RankPos
             f"{mapping.name}: tensor-parallel rank {rank} of {size} should hold {tuple(part.shape)}, "
             f"but the live parameter has {tuple(parameter.shape)}"
         )
+
+
+def megatron_tensor(mapping: ParameterMapping, hf: Mapping[str, Tensor]) -> Tensor:
+    """The full Megatron tensor (without vocabulary padding) from its HF tensors."""
+    pieces = [hf[name] for name in mapping.hf]
+    for name, piece, shape in zip(mapping.hf, pieces, mapping.hf_shapes, strict=True):
+        if tuple(piece.shape) != shape:
+            raise WeightsError(f"{name}: shape {tuple(piece.shape)}, but the model's config.json says {shape}")
+    if len(mapping.segments) == 1:
+        return pieces[0]
+    return torch.cat([pieces[s.source].narrow(0, s.hf_start, s.rows) for s in mapping.segments])
+
+
+def hf_tensors(mapping: ParameterMapping, full: Tensor) -> dict[str, Tensor]:
+    """The HF tensors from the full Megatron tensor; vocabulary padding is dropped."""
+    if mapping.vocabulary:
+        full = full.narrow(0, 0, mapping.shape[0])
+    if tuple(full.shape) != mapping.shape:
+        raise WeightsError(f"{mapping.name}: shape {tuple(full.shape)}, but the model has {mapping.shape}")
+    if len(mapping.segments) == 1:
+        return {mapping.hf[0]: full}
+    out = {}
+    for source, name in enumerate(mapping.hf):
+        pieces = [full.narrow(0, s.start, s.rows) for s in mapping.segments_of(source)]
+        out[name] = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    return out
+
+
+def _part(tensor: Tensor, dim: int, rank: int, size: int, name: str) -> Tensor:
+    if tensor.shape[dim] % size:
+        raise WeightsError(f"{name}: {tensor.shape[dim]} entries of dimension {dim} cannot be split over {size} ranks")
+    step = tensor.shape[dim] // size
+    return tensor.narrow(dim, rank * step, step)
+
+
+def shard(mapping: ParameterMapping, full: Tensor, rank: int, size: int, *, rows: int | None = None) -> Tensor:
+    """What tensor-parallel rank `rank` of `size` holds. `rows`: of the full tensor with vocabulary padding."""
+    if mapping.vocabulary and rows is not None and rows != full.shape[0]:
+        full = torch.cat([full, full.new_zeros(rows - full.shape[0], *full.shape[1:])])
+    if mapping.split is Split.NONE or size == 1:
+        return full
+    if mapping.split is Split.PARTS:
+        return torch.cat([_part(part, 0, rank, size, mapping.name) for part in full.split(mapping.parts)])
+    return _part(full, 0 if mapping.split is Split.ROWS else 1, rank, size, mapping.name)
+
+
+def unshard(mapping: ParameterMapping, shards: Sequence[Tensor]) -> Tensor:
+    """The full tensor (vocabulary padding included) from every tensor-parallel rank's shard, in rank order."""
+    if mapping.split is Split.NONE or len(shards) == 1:
+        return shards[0]
+    if mapping.split is Split.PARTS:
+        split = [shard.split([rows // len(shards) for rows in mapping.parts]) for shard in shards]
+        return torch.cat([part for parts in zip(*split, strict=True) for part in parts])
+    return torch.cat(list(shards), dim=0 if mapping.split is Split.ROWS else 1)

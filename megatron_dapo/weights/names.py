@@ -2,7 +2,8 @@
 
 Transformer Engine fuses a norm into the linear layer after it (`linear_qkv.layer_norm_weight`) and keeps a rank's
 experts in one grouped layer (`mlp.experts.linear_fc1.weight5`). Megatron's local modules name each parameter
-separately; canonical names are the local ones with global layer and expert indices.
+separately; canonical names are the local ones with global layer and expert indices. Some HF files hold all experts of a
+layer in one tensor (`packed`), as some of Qwen3.5-MoE do.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ _DELTA_PARTS = {
 }
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
 _LOCAL_EXPERT = re.compile(r"^mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight$")
+_SINGLE = re.compile(r"^(model\..+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
 _GROUPED_EXPERT = re.compile(r"^mlp\.experts\.(linear_fc[12])\.weight(\d+)$")
 
 
@@ -122,12 +124,6 @@ def disk_aliases(name: str, *, moe: bool = False) -> list[str]:
     if moe and name.endswith(".pre_mlp_layernorm.weight"):
         return ["decoder.layers.mlp.linear_fc1.layer_norm_weight"]  # local modules use this name in every layer
     return []
-
-
-# Files that hold all experts of a layer in one tensor, as some Qwen3.5-MoE files do.
-
-
-_SINGLE = re.compile(r"^(model\..+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
 
 
 def packing_order(name: str) -> tuple[str, int, int]:

@@ -1,6 +1,7 @@
 """The files of an HF model that are not weights: config, tokenizer, chat templates, model code, README and so on.
 
-They travel with the weights through every conversion and with every checkpoint of a run. Imports no torch.
+They travel with the weights through every conversion and with every checkpoint of a run. So do the tensors that a
+model's files have beside the weights that we train: multi-token prediction (`mtp.`), a vision tower.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from torch import Tensor
 
 from megatron_dapo.config.model import ModelShape
 from megatron_dapo.files import INDEX, SINGLE, StoredTensor, safetensors_header
-from megatron_dapo.weights.copy import copy_tensors
-from megatron_dapo.weights.formats.hf_reader import HFReader
-from megatron_dapo.weights.output_file import CheckpointReader, OutputFile, RowRange, TensorWrite
+from megatron_dapo.weights.copy import OutputFile, RowRange, TensorWrite, copy_tensors
+from megatron_dapo.weights.formats.readers import CheckpointReader, HFReader
 
+FILE = SINGLE
+ONLY, SHARD = "model-00001-of-00001.safetensors", "model-carried.safetensors"
 _LARGEST = 64 * 2**20  # a larger file is not a side file; it is named instead
 _WEIGHTS = (
     "*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt", "*.gguf",
@@ -85,13 +87,6 @@ def _set_dtype(file: Path, name: str) -> None:
         file.write_text(json.dumps(config, indent=2) + "\n")
 
 
-# Tensors that a model's files have beside the weights that we train: multi-token prediction (`mtp.`), a vision tower.
-
-
-FILE = SINGLE
-ONLY, SHARD = "model-00001-of-00001.safetensors", "model-carried.safetensors"
-
-
 def open_carried(directory: Path, shape: ModelShape) -> HFReader | None:
     """The files of `directory`, if they have such tensors."""
     if not shape.carried or not any(directory.glob("*.safetensors")):
@@ -142,11 +137,13 @@ def export_carried(reference: Path, directory: Path, shape: ModelShape) -> tuple
     return copied, []
 
 
-class WithCarried:
+class WithCarried(CheckpointReader):
     """A checkpoint's weights, and the carried tensors that are stored beside them."""
 
     def __init__(self, weights: CheckpointReader, carried: HFReader) -> None:
-        self.path, self._weights, self._carried = weights.path, weights, carried
+        super().__init__(weights.path)
+        self._weights = weights
+        self._carried = carried
 
     def _of(self, name: str) -> CheckpointReader:
         return self._carried if name in self._carried else self._weights
@@ -157,17 +154,11 @@ class WithCarried:
     def rows(self, name: str, start: int, count: int) -> Tensor:
         return self._of(name).rows(name, start, count)
 
-    def spans(self, name: str, start: int, count: int) -> Iterator[tuple[int, StoredTensor | None]]:
-        return self._of(name).spans(name, start, count)
-
-    def read_into(self, stored: StoredTensor, skip: int, view: memoryview) -> None:
-        self._carried.read_into(stored, skip, view)  # by its file
-
-    def prefetch(self, stored: StoredTensor, skip: int, nbytes: int) -> None:
-        self._carried.prefetch(stored, skip, nbytes)
-
     def read(self, name: str, start: int, count: int) -> Tensor:
         return self._of(name).read(name, start, count)
+
+    def spans(self, name: str, start: int, count: int) -> Iterator[tuple[int, StoredTensor | None]]:
+        return self._of(name).spans(name, start, count)
 
     def where(self, name: str) -> str:
         return self._of(name).where(name)

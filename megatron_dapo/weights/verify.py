@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 from megatron_dapo.config.model import ModelShape
-from megatron_dapo.weights.copy import default_workers
-from megatron_dapo.weights.formats.hf_reader import HFReader
+from megatron_dapo.weights.copy import RowRange, default_workers
 from megatron_dapo.weights.formats.megatron_reader import open_megatron
+from megatron_dapo.weights.formats.readers import CheckpointReader, HFReader
 from megatron_dapo.weights.locate import HF_FILES, Format, format_of, locate
 from megatron_dapo.weights.mapping import WeightsError, stored_mappings
-from megatron_dapo.weights.output_file import CheckpointReader, RowRange
 from megatron_dapo.weights.side_files import WithCarried, carried_names, open_carried
 
 BLOCK = 2**20  # both fit the cache of a core

@@ -7,7 +7,7 @@ from workplace import MODELS
 
 from megatron_dapo.cli import main
 from megatron_dapo.config import ConfigError, load_config
-from megatron_dapo.config.hub import local_model, with_local_model
+from megatron_dapo.config.load import local_model, with_local_model
 
 NAME, COMMIT = "Qwen/Qwen2.5-1.5B", "0123456789abcdef0123456789abcdef01234567"
 

@@ -5,8 +5,7 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
-from megatron_dapo.config.data import DataConfig
-from megatron_dapo.config.reward import RewardConfig
+from megatron_dapo.config.data import DataConfig, RewardConfig
 from megatron_dapo.data import (
     DataError,
     arithmetic_problems,

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.config.data import DataConfig
-from megatron_dapo.config.reward import RewardConfig
+from megatron_dapo.config.data import DataConfig, RewardConfig
 from megatron_dapo.data import load_prompts
 from megatron_dapo.reward.grader import load_grader
 

@@ -22,7 +22,7 @@ from workplace import ROOT
 
 from megatron_dapo.arguments import with_set
 from megatron_dapo.cli import build_parser, main
-from megatron_dapo.launch.slurm_status import remember
+from megatron_dapo.launch.slurm import remember
 from megatron_dapo.observe.watch import make_server
 
 NEEDS = {"gpu", "slurm", "network", "model", "minutes", "hours"}

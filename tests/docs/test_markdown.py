@@ -12,9 +12,9 @@ import pytest
 from megatron_dapo.arguments import with_set
 from megatron_dapo.cli import build_parser
 from megatron_dapo.config import Config
+from megatron_dapo.config.data import RemoteConfig
 from megatron_dapo.config.load import known_keys
 from megatron_dapo.config.other_names import KNOWN_ELSEWHERE, our_name
-from megatron_dapo.config.reward import RemoteConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 HIDDEN = re.compile(r"/(\.|runs/|build/|dist/)")

@@ -13,7 +13,7 @@ import pytest
 from sparse_model import write_sparse_model
 
 from megatron_dapo.config.rollout import ServerConfig
-from megatron_dapo.doctor import environment, gpu, software, storage
+from megatron_dapo.doctor import gpu, machine, software
 from megatron_dapo.doctor.check import NOT_INSTALLED, Check, CommandResult, Probe, examine, run_command, version_tuple
 
 HEALTHY = {"torch": "2.13.0+cpu", "megatron-core": "0.16.1", "transformers": "5.12.1", "psutil": "7.2.2"}
@@ -264,14 +264,14 @@ def test_fused_kernels_of_this_machine():
 
 
 def test_run_directory_can_be_written_and_leaves_nothing(tmp_path):
-    check = storage.run_directory(tmp_path / "runs" / "new")
+    check = machine.run_directory(tmp_path / "runs" / "new")
     assert check.status in ("ok", "warn") and "MB/s" in check.found
     assert list(tmp_path.iterdir()) == []
 
 
 def test_slow_run_directory_warns(tmp_path):
     ticks = iter([0.0, 10.0])  # 64 MiB in ten seconds
-    check = storage.run_directory(tmp_path, clock=lambda: next(ticks))
+    check = machine.run_directory(tmp_path, clock=lambda: next(ticks))
     assert check.status == "warn" and "7 MB/s" in check.found
 
 
@@ -279,11 +279,11 @@ def test_unwritable_run_directory_fails(tmp_path, monkeypatch):
     def refuse(*args, **kwargs):
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(storage, "write_speed", refuse)
-    check = storage.run_directory(tmp_path)
+    monkeypatch.setattr(machine, "write_speed", refuse)
+    check = machine.run_directory(tmp_path)
     assert check.status == "fail" and "Read-only" in check.found
     (tmp_path / "file").write_text("")
-    assert storage.run_directory(tmp_path / "file" / "run").status == "fail"
+    assert machine.run_directory(tmp_path / "file" / "run").status == "fail"
 
 
 def test_local_file_system_with_several_nodes_warns(tmp_path):
@@ -291,11 +291,11 @@ def test_local_file_system_with_several_nodes_warns(tmp_path):
     ticks = iter(range(100))
     fast = lambda: next(ticks) * 0.01  # noqa: E731
     mounts.write_text(f"root / ext4 rw 0 0\nserver:/x {tmp_path} nfs4 rw 0 0\n")
-    assert storage.run_directory(tmp_path, 4, fast, mounts).status == "ok"
+    assert machine.run_directory(tmp_path, 4, fast, mounts).status == "ok"
     mounts.write_text("root / ext4 rw 0 0\n")
-    check = storage.run_directory(tmp_path, 4, fast, mounts)
+    check = machine.run_directory(tmp_path, 4, fast, mounts)
     assert check.status == "warn" and "ext4 is local" in check.remedy
-    assert storage.run_directory(tmp_path, 1, fast, mounts).status == "ok"
+    assert machine.run_directory(tmp_path, 1, fast, mounts).status == "ok"
 
 
 def usage(free, total=None):
@@ -304,31 +304,31 @@ def usage(free, total=None):
 
 def test_disk_must_hold_the_checkpoints(tmp_path):
     """7 B parameters at 14 bytes are 91 GiB; two kept and one being written are 274 GiB."""
-    assert storage.free_disk(tmp_path, 7 * 10**9, 2, usage(275 * GIB)).status == "ok"
-    check = storage.free_disk(tmp_path, 7 * 10**9, 2, usage(273 * GIB))
+    assert machine.free_disk(tmp_path, 7 * 10**9, 2, usage(275 * GIB)).status == "ok"
+    check = machine.free_disk(tmp_path, 7 * 10**9, 2, usage(273 * GIB))
     assert check.status == "fail" and "274 GiB" in check.found
-    assert storage.free_disk(tmp_path, 0, 2, usage(5 * GIB)).status == "warn"
+    assert machine.free_disk(tmp_path, 0, 2, usage(5 * GIB)).status == "warn"
 
 
 def test_weights_directory_must_hold_two_versions(tmp_path):
     weights = 3 * GIB
-    assert storage.weights_directory(tmp_path, weights, usage(7 * GIB)).status == "ok"
-    assert storage.weights_directory(tmp_path / "made" / "by the run", weights, usage(7 * GIB)).status == "ok"
-    check = storage.weights_directory(tmp_path, weights, usage(5 * GIB, 64 * GIB))
+    assert machine.weights_directory(tmp_path, weights, usage(7 * GIB)).status == "ok"
+    assert machine.weights_directory(tmp_path / "made" / "by the run", weights, usage(7 * GIB)).status == "ok"
+    check = machine.weights_directory(tmp_path, weights, usage(5 * GIB, 64 * GIB))
     assert check.status == "fail" and "6.0 GiB" in check.found and "--shm-size" in check.remedy
-    check = storage.weights_directory(Path("/proc/weights"), 0)
+    check = machine.weights_directory(Path("/proc/weights"), 0)
     assert check.status == "fail" and "/proc/weights is not writable" in check.found
 
 
 def test_small_or_missing_shared_memory(tmp_path):
-    assert storage.shared_memory(tmp_path, usage(2 * GIB)).status == "ok"
-    assert storage.shared_memory(tmp_path, usage(GIB // 16)).status == "warn"
-    assert storage.shared_memory(tmp_path / "none").status == "fail"
+    assert machine.shared_memory(tmp_path, usage(2 * GIB)).status == "ok"
+    assert machine.shared_memory(tmp_path, usage(GIB // 16)).status == "warn"
+    assert machine.shared_memory(tmp_path / "none").status == "fail"
 
 
 def test_clock_skew_warns(tmp_path):
-    assert storage.clock_skew(tmp_path).status == "ok"
-    check = storage.clock_skew(tmp_path, now=lambda: 1000.0, stamp=lambda folder: 1007.5)
+    assert machine.clock_skew(tmp_path).status == "ok"
+    check = machine.clock_skew(tmp_path, now=lambda: 1000.0, stamp=lambda folder: 1007.5)
     assert check.status == "warn" and "+7.5 s" in check.found
 
 
@@ -340,35 +340,35 @@ def test_a_port_in_use_warns():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        check = environment.ports("127.0.0.1", port, 1)
+        check = machine.ports("127.0.0.1", port, 1)
         assert check.status == "warn" and str(port) in check.found
-    assert environment.ports("127.0.0.1", port, 1).status == "ok"
+    assert machine.ports("127.0.0.1", port, 1).status == "ok"
 
 
 def test_slurm_controller_is_judged_by_sinfo(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     program(tmp_path, "sinfo", "echo 'gpu* 3 idle'; echo 'gpu* 1 down*'")
     program(tmp_path, "scontrol", 'echo "Configuration data as of $(date +%Y-%m-%dT%H:%M:%S)"')
-    check = environment.slurm()
+    check = machine.slurm()
     assert check.status == "ok" and "partitions gpu; 3 nodes up" in check.found
     program(tmp_path, "scontrol", "echo 'Configuration data as of 2020-01-01T00:00:00'")
-    assert environment.slurm().status == "warn"
+    assert machine.slurm().status == "warn"
     program(tmp_path, "sinfo", "echo 'slurm_load_partitions: Unable to contact slurm controller' >&2; exit 1")
-    check = environment.slurm()
+    check = machine.slurm()
     assert check.status == "fail" and "Unable to contact" in check.found
 
 
 def test_slurm_commands_without_a_cluster_are_no_failure(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     program(tmp_path, "sinfo", "echo 'sinfo: fatal: Could not establish a configuration source' >&2; exit 1")
-    check = environment.slurm()
+    check = machine.slurm()
     assert check.status == "warn" and "no cluster is configured" in check.found
 
 
 def test_slurm_absent_or_all_down():
-    assert environment.slurm(results()).found == "not a Slurm machine"
+    assert machine.slurm(results()).found == "not a Slurm machine"
     down = results(sinfo=CommandResult(0, "gpu 4 drained\n"), scontrol=CommandResult(1, ""))
-    assert environment.slurm(down, datetime.now).status == "warn"
+    assert machine.slurm(down, datetime.now).status == "warn"
 
 
 def test_low_limits_are_reported(tmp_path):
@@ -376,32 +376,32 @@ def test_low_limits_are_reported(tmp_path):
         return lambda which: (files if which == resource.RLIMIT_NOFILE else locked, 0)
 
     unlimited = resource.RLIM_INFINITY
-    assert environment.limits(limit(65536, unlimited), tmp_path).status == "ok"
-    assert environment.limits(limit(1024, unlimited), tmp_path).status == "fail"
-    assert environment.limits(limit(65536, 8 << 20), tmp_path).status == "warn"  # with InfiniBand
-    assert environment.limits(limit(65536, 8 << 20), tmp_path / "none").status == "ok"
+    assert machine.limits(limit(65536, unlimited), tmp_path).status == "ok"
+    assert machine.limits(limit(1024, unlimited), tmp_path).status == "fail"
+    assert machine.limits(limit(65536, 8 << 20), tmp_path).status == "warn"  # with InfiniBand
+    assert machine.limits(limit(65536, 8 << 20), tmp_path / "none").status == "ok"
 
 
 def test_hf_cache_must_be_writable(tmp_path, monkeypatch):
-    check = environment.hf_cache({"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"})
+    check = machine.hf_cache({"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"})
     assert check.status == "ok" and "offline" in check.found and str(tmp_path / "hub") in check.found
-    monkeypatch.setattr(environment.os, "access", lambda path, mode: False)
-    assert environment.hf_cache({"HF_HOME": str(tmp_path)}).status == "fail"
+    monkeypatch.setattr(machine.os, "access", lambda path, mode: False)
+    assert machine.hf_cache({"HF_HOME": str(tmp_path)}).status == "fail"
 
 
 def test_sglang_must_import_in_the_servers_python(tmp_path):
     python = tmp_path / "python"
     program(tmp_path, "python", "echo 'found 0.5.18 2.13.0+cpu'")
     servers = ServerConfig(python=str(python))
-    assert environment.serving_python(servers).status == "ok"
+    assert machine.serving_python(servers).status == "ok"
     program(tmp_path, "python", "echo 'found 0.5.23 2.11.0'")
-    check = environment.serving_python(servers)
+    check = machine.serving_python(servers)
     assert check.status == "warn" and "not built for torch 2.11.0" in check.remedy
     program(tmp_path, "python", "echo \"ModuleNotFoundError: No module named 'sglang'\" >&2; exit 1")
-    check = environment.serving_python(servers)
+    check = machine.serving_python(servers)
     assert check.status == "fail" and "No module named 'sglang'" in check.found
-    assert environment.serving_python(ServerConfig(python=str(tmp_path / "none"))).status == "fail"
-    assert environment.serving_python(ServerConfig(urls=["http://a:1"])).status == "ok"
+    assert machine.serving_python(ServerConfig(python=str(tmp_path / "none"))).status == "fail"
+    assert machine.serving_python(ServerConfig(urls=["http://a:1"])).status == "ok"
 
 
 @pytest.fixture
@@ -424,13 +424,13 @@ def model(tmp_path):
 )
 def test_incomplete_model_directory_fails(damage, found, model):
     """weights/test_check.py and data/test_tokenizer.py have everything that can be wrong with one."""
-    assert environment.model_directory(model).status == "ok"
+    assert machine.model_directory(model).status == "ok"
     damage(model)
-    check = environment.model_directory(model)
+    check = machine.model_directory(model)
     assert check.status == "fail" and found in check.found and check.remedy
 
 
 def test_a_tokenizer_of_another_model_fails(model, tmp_path):
     small = json.loads((model / "config.json").read_text()) | {"vocab_size": 100}
-    check = environment.model_directory(write_sparse_model(tmp_path / "small", small))
+    check = machine.model_directory(write_sparse_model(tmp_path / "small", small))
     assert check.status == "fail" and "257 tokens" in check.found

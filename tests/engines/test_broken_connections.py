@@ -18,7 +18,7 @@ from subject import PROMPT, Subject, run, settings
 
 from megatron_dapo.engines.protocol import SamplingParams
 from megatron_dapo.engines.sglang import http
-from megatron_dapo.processes.guard import members
+from megatron_dapo.processes.supervised import members
 
 CALLS = {
     "disk": (

@@ -9,7 +9,6 @@ import sys
 import time
 
 import numpy as np
-import orjson
 import pytest
 from aiohttp import web
 from fake_server import FakeServer, changed
@@ -18,12 +17,13 @@ from faults import PROMPT, WEIGHTS, fill_batch, run, settings
 from megatron_dapo.engines.protocol import Completion, SamplingParams
 from megatron_dapo.engines.sglang import client_process
 from megatron_dapo.engines.sglang.client import SGLangClient
-from megatron_dapo.engines.sglang.client_messages import FrameReader, decode_reply, encode_completion
 from megatron_dapo.engines.sglang.client_process import ClientProcess
+from megatron_dapo.engines.sglang.client_worker import decode_completion, encode_completion
 from megatron_dapo.engines.sglang.engine import SGLangEngine
 from megatron_dapo.engines.sglang.fleet import Fleet
 from megatron_dapo.engines.sglang.http import ServerFailure
 from megatron_dapo.errors import EngineError
+from megatron_dapo.processes.frames import FrameBuffer
 from megatron_dapo.types import FinishReason, WeightSpan, as_logprobs, as_tokens
 
 
@@ -128,13 +128,12 @@ def test_completions_arrive_whole_wherever_the_byte_stream_is_split(piece):
         for n in lengths
     ]
     stream = b"".join(encode_completion(number, completion) for number, completion in enumerate(sent))
-    received = []
-    reader = FrameReader(lambda header, body: received.append(decode_reply(orjson.loads(header), body)), int)
+    buffer, received = FrameBuffer(), []
     while stream:
-        room = reader.get_buffer(-1)
+        room = buffer.room()
         part = stream[: min(piece, len(room))]
         room[: len(part)], stream = part, stream[len(part) :]
-        reader.buffer_updated(len(part))
+        received += [decode_completion(*frame) for frame in buffer.received(len(part))]
     assert [described(found) for found in received] == [described(found) for found in sent]
 
 
@@ -163,7 +162,7 @@ def test_a_cancelled_request_closes_its_connection_and_the_others_go_on():
         assert (await other).finish_reason is FinishReason.STOP
         while "/abort_request" not in server.calls:
             await asyncio.sleep(0.01)
-        assert not engine.servers[0].in_flight and not process._waiting and process.pid == pid
+        assert not engine.servers[0].in_flight and not process._worker._waiting and process.pid == pid
         await engine.close()
         await process.close()
         await server.stop()
@@ -207,13 +206,13 @@ def test_a_request_fails_with_the_cause_when_every_process_dies(monkeypatch):
         engine = await engine_through(ClientProcess(), [server], settings(attempts=2))
         with pytest.raises(EngineError, match=r"2 tries failed.*client process ended with exit code 3"):
             await engine.generate("r", PROMPT, SamplingParams(8))
-        monkeypatch.setattr(client_process, "_COMMAND", ["/does/not/exist"])
+        monkeypatch.setattr(client_process, "COMMAND", ["/does/not/exist"])
         with pytest.raises(ServerFailure, match=r"cannot start a client process.*/does/not/exist"):
             await ClientProcess().start()
         await engine.close()
         await server.stop()
 
-    monkeypatch.setattr(client_process, "_COMMAND", [sys.executable, "-S", "-c", "raise SystemExit(3)"])
+    monkeypatch.setattr(client_process, "COMMAND", [sys.executable, "-S", "-c", "raise SystemExit(3)"])
     run(main())
 
 
@@ -234,7 +233,7 @@ def test_a_fleet_has_one_process_for_some_servers_and_ends_it(tmp_path, monkeypa
         assert {span.version for sample in batch.samples for span in sample.weight_spans} == {2}
         await engine.close()
         assert all(map(ended, pids))
-        monkeypatch.setattr(client_process, "_COMMAND", [sys.executable, "-S", "-c", "raise SystemExit(3)"])
+        monkeypatch.setattr(client_process, "COMMAND", [sys.executable, "-S", "-c", "raise SystemExit(3)"])
         with pytest.raises(EngineError, match=r"cannot send requests to the servers.*exit code 3"):
             await Fleet(config, str(tmp_path), tmp_path).start()
         for server in servers:

@@ -18,7 +18,7 @@ from megatron_dapo.engines.protocol import SamplingParams, WeightUpdateError
 from megatron_dapo.engines.sglang.fleet import Fleet
 from megatron_dapo.engines.teacher import open_teacher
 from megatron_dapo.errors import EngineError
-from megatron_dapo.processes.guard import members
+from megatron_dapo.processes.supervised import members
 from megatron_dapo.rollout.agents.functions import RolloutFunction
 from megatron_dapo.rollout.sampler import Sampler
 from megatron_dapo.types import FinishReason, Grade, Sample, as_logprobs, as_tokens
@@ -220,7 +220,7 @@ def pausing(mode, transport="disk"):
 async def until_it_has_tokens(engine, subject):
     """Requests that run are slower than this: about 20 tokens on a server, more in the embedded engine."""
     if subject.server is None:
-        while not any(len(request.tokens) > 5 for request in engine._running):
+        while not any(request.generated > 5 for request in engine._running):
             await asyncio.sleep(0.001)
     else:
         await asyncio.sleep(0.3)
@@ -397,7 +397,7 @@ def test_a_real_server_killed_in_mid_conversation_is_restarted_and_joins_the_nex
             await asyncio.sleep(0.001)
         assert not collecting.done()
         session = sglang_server.process.pid
-        assert len(members(session)) >= 4  # guard, server, scheduler, detokenizer
+        assert len(members(session)) >= 4  # supervisor, server, scheduler, detokenizer
         os.kill(session, signal.SIGKILL)
         batch = await collecting
         assert not members(session)

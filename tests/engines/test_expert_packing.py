@@ -6,13 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from fake_server import FakeServer
+from faults import run
 from torch import nn
 
-from megatron_dapo.config import parse_config
+from megatron_dapo.config import ConfigError, parse_config
+from megatron_dapo.engines.sglang.engine import SGLangEngine
 from megatron_dapo.engines.sglang.server_process import IN_SERVER, sglang_command
-from megatron_dapo.engines.sglang.weights.expert_packing import packed
-from megatron_dapo.sync.bucket import FlatBucket, TensorSpec, bucket_in, flat_size, flatten
+from megatron_dapo.errors import EngineError
+from megatron_dapo.sync.bucket import FlatBucket, bucket_in, flatten
+from megatron_dapo.sync.shared_bucket import packed
 from megatron_dapo.weights.fp8 import quantised_specs
+from megatron_dapo.weights.tensor_spec import TensorSpec, flat_size
 
 sys.path.insert(0, str(Path(IN_SERVER)))
 import megatron_dapo_experts
@@ -148,13 +153,29 @@ def test_a_layer_with_other_parameters_is_loaded_expert_by_expert(caplog):
 
 
 def test_one_switch_starts_servers_with_the_loader():
-    config = parse_config({"rollout": {"weights": {"pack_experts": True}}}).rollout
-    assert config.servers.packed_experts and not parse_config({}).rollout.servers.packed_experts
+    weights = {"pack_experts": True, "transport": "tensor"}
+    config = parse_config({"rollout": {"weights": weights}}).rollout
+    assert config.servers.loads_packed_experts and not parse_config({}).rollout.servers.loads_packed_experts
     command, environment = sglang_command("model", config.servers, 0, 30000)
     at = command.index("--custom-weight-loader")
     assert command[at + 1] == "megatron_dapo_experts.install"
     assert str(IN_SERVER) in environment["PYTHONPATH"]
-    both = config.servers.model_copy(update={"weight_deltas": True})
-    command, _ = sglang_command("model", both, 0, 30000)
-    at = command.index("--custom-weight-loader")
-    assert command[at + 1 : at + 3] == ["megatron_dapo_delta.install", "megatron_dapo_experts.install"]
+    with pytest.raises(ConfigError, match="packed_experts"):
+        parse_config({"rollout": {"servers": {"packed_experts": True}}})
+
+
+@pytest.mark.parametrize(
+    ("raw", "remedy"),
+    [
+        ({"rollout": {"weights": {"pack_experts": True, "transport": "tensor"}}}, "--custom-weight-loader megatron"),
+        ({"policy": {"routing_replay": "engine"}}, "--enable-return-routed-experts"),
+    ],
+)
+def test_an_external_server_that_lacks_what_a_run_needs_is_refused(raw, remedy):
+    async def main():
+        server = await FakeServer().start()
+        with pytest.raises(EngineError, match=remedy):
+            await SGLangEngine.connect([server.url], parse_config(raw).rollout)
+        await server.stop()
+
+    run(main())

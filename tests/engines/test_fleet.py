@@ -14,6 +14,7 @@ from faults import PROMPT, WEIGHTS, fill_batch, run, settings
 from megatron_dapo.engines.protocol import SamplingParams
 from megatron_dapo.engines.sglang.fleet import Fleet
 from megatron_dapo.errors import EngineError
+from megatron_dapo.processes.supervised import members
 from megatron_dapo.types import FinishReason
 
 FAKE = Path(__file__).resolve().parents[1] / "support" / "fake_server.py"
@@ -50,8 +51,8 @@ def test_a_server_killed_during_a_batch_is_restarted_with_the_current_weights(tm
         batch = await collecting
         assert {span.version for sample in batch.samples for span in sample.weight_spans} == {3}
         deadline = time.monotonic() + 20
-        while engine.servers[0].serves != 3:
-            assert time.monotonic() < deadline, engine.servers[0].unavailable
+        while not engine.servers[0].state.serves(3):
+            assert time.monotonic() < deadline, engine.servers[0].state.why
             await asyncio.sleep(0.1)
         assert await engine.servers[0].version_label() == "3", "it serves before it has the weights"
         assert fleet.processes[0].pid != victim and fleet.supervisors[engine.servers[0].name].restarts == 1
@@ -94,7 +95,8 @@ def test_a_server_that_stops_replying_is_restarted(tmp_path):
         fleet = Fleet(config, str(tmp_path), tmp_path, make_command=fake_command(0.0))
         engine = await fleet.start()
         first = fleet.processes[0].pid
-        os.killpg(first, signal.SIGSTOP)
+        for pid in members(first):
+            os.kill(pid, signal.SIGSTOP)
         await fill_batch(engine, config)
         assert fleet.processes[0].pid != first
         await engine.close()

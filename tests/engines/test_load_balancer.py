@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_dapo.engines.sglang.load_balancer import REFILL_SHARE, LoadBalancer
+from megatron_dapo.engines.sglang.server_state import ServerState
 
 
 class Server(SimpleNamespace):
@@ -20,8 +21,9 @@ class Server(SimpleNamespace):
 
 
 def make(count: int, max_running: int) -> tuple[list[Any], LoadBalancer]:
-    state = {"serves": 1, "backoff_until": 0.0, "in_flight": 0, "suspect": False}
-    servers: list[Any] = [Server(**state) for _ in range(count)]
+    servers: list[Any] = [Server(state=ServerState(), in_flight=0) for _ in range(count)]
+    for server in servers:
+        server.state.served(1)
     return servers, LoadBalancer(servers, max_running)
 
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_dapo.engines.sglang.weights import remote_sender
-from megatron_dapo.engines.sglang.weights.remote_sender import RemoteSender
-from megatron_dapo.sync.bucket import RemoteBucket, TensorSpec, bucket_in
-from megatron_dapo.sync.sender_link import SenderLink, UpdateFailed
+from megatron_dapo.sync import remote_sender
+from megatron_dapo.sync.bucket import RemoteBucket, bucket_in
+from megatron_dapo.sync.remote_sender import RemoteSender, SenderLink, UpdateFailed
+from megatron_dapo.weights.tensor_spec import TensorSpec
 
 JOIN = {
     "action": "join", "address": "nowhere", "port": 1, "world": 3, "backend": "gloo", "timeout": 5,

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from megatron_dapo.config.rollout import ServerConfig
-from megatron_dapo.engines.sglang import server_process
 from megatron_dapo.engines.sglang.keys import Keys, command_with_keys
 from megatron_dapo.engines.sglang.server_process import ServerProcess, sglang_command
 from megatron_dapo.errors import EngineError
-from megatron_dapo.processes.guard import members
+from megatron_dapo.processes import supervisor
+from megatron_dapo.processes.supervised import members
 
 # A main process with two workers that nothing tells of its death, as SGLang's while they import.
 TREE = """\
@@ -41,7 +41,7 @@ def tree(tmp_path):
     process = ServerProcess("", ServerConfig(), 0, tmp_path, make_command=lambda *_: (command, {}))
     process.spawn()
     wait_for((tmp_path / "ready").exists, "the workers")
-    assert len(members(process.pid)) == 4  # guard, main, two workers
+    assert len(members(process.pid)) == 4  # supervisor, main, two workers
     return process
 
 
@@ -67,10 +67,10 @@ def test_the_whole_tree_dies_with_a_killed_launcher(tmp_path, moment):
 
 
 def test_the_whole_tree_dies_with_its_caller_without_a_signal(tmp_path):
-    """The kernel's signal may come at any moment; the guard looks for its caller by itself, too."""
+    """The kernel's signal may come at any moment; the supervisor looks for its caller by itself, too."""
     deaf = (
-        f"import sys; sys.path.insert(0, {str(server_process.GUARD.parent)!r})\n"
-        "import guard; guard.die_with_parent = lambda number: None; sys.exit(guard.main())"
+        f"import sys; sys.path.insert(0, {str(Path(supervisor.__file__).parent)!r})\n"
+        "import supervisor; supervisor.end_with_parent = lambda *_: None; sys.exit(supervisor.main())"
     )
     started = (
         "import os, subprocess, sys, time; me = str(os.getpid())\n"
@@ -92,10 +92,10 @@ def test_workers_die_with_a_killed_main_process(tmp_path):
     main = next(pid for pid in members(process.pid) if parent_of(pid) == process.pid)
     os.kill(main, signal.SIGKILL)
     wait_for(lambda: not process.alive(), "the end of the server")
-    assert not members(process.pid) and process._status() == "signal 9"
+    assert not members(process.pid) and process._process.status == "signal 9"
 
 
-def test_workers_die_with_a_killed_guard(tmp_path):
+def test_workers_die_with_a_killed_supervisor(tmp_path):
     """The main process dies by itself; its workers when the launcher notices."""
     process = tree(tmp_path)
     os.kill(process.pid, signal.SIGKILL)
@@ -120,7 +120,7 @@ def test_the_exit_code_is_that_of_the_server(tmp_path):
     process = ServerProcess("", ServerConfig(), 0, tmp_path, make_command=lambda *_: (command, {}))
     process.spawn()
     wait_for(lambda: not process.alive(), "the end")
-    assert process._status() == "exit code 7"
+    assert process._process.status == "exit code 7"
 
 
 def parent_of(pid):

@@ -17,10 +17,12 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_dapo.config.rollout import WeightTransportConfig
-from megatron_dapo.engines.sglang.weights.snapshot import Snapshot
-from megatron_dapo.engines.sglang.weights.transports import DirectTransport, TensorChannel
+from megatron_dapo.engines.sglang.transports import TensorTransport
 from megatron_dapo.policy.policy import Offloader
-from megatron_dapo.sync.bucket import BucketReader, TensorSpec, bucket_in, flat_size, wait_for_readers
+from megatron_dapo.sync.bucket import bucket_in, wait_for_readers
+from megatron_dapo.sync.bucket_stream import BucketStream
+from megatron_dapo.sync.snapshot import Snapshot
+from megatron_dapo.weights.tensor_spec import TensorSpec, flat_size
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
@@ -81,6 +83,13 @@ class AnyTensors:
         return ""
 
 
+async def send(version, servers, snapshot, buckets):
+    config = WeightTransportConfig(transport="tensor", keep_snapshot=snapshot is not None)
+    transport = TensorTransport(config, snapshot, AnyTensors())
+    async with BucketStream.of(buckets).open(transport.prepare, transport.release) as stream:
+        return await transport.send(version, servers, stream, [server.name for server in servers])
+
+
 @pytest.fixture
 def server(request):
     """One other process, or as many as the parameter says."""
@@ -108,9 +117,7 @@ def test_two_servers_read_a_payload_and_one_of_them_again(server):
 
     async def update(version):
         block = torch.full((64,), version, dtype=torch.uint8, device=DEVICE)
-        transport = DirectTransport(None, TensorChannel(WeightTransportConfig()), AnyTensors())
-        async with BucketReader([bucket_in(block, specs)], transport.prepare, transport.release) as reader:
-            return await transport.send(version, server, reader)
+        return await send(version, server, None, [bucket_in(block, specs)])
 
     for version in range(1, 6):
         assert not asyncio.run(update(version)).failed
@@ -148,10 +155,7 @@ def test_every_update_arrives_while_weights_are_offloaded_and_onloaded(server, f
         offloader.offload(weights)
 
     async def update(version):
-        kept = snapshot if version % 2 else None
-        transport = DirectTransport(kept, TensorChannel(WeightTransportConfig()), AnyTensors())
-        async with BucketReader(buckets(), transport.prepare, transport.release) as reader:
-            return await transport.send(version, [server], reader)
+        return await send(version, [server], snapshot if version % 2 else None, buckets())
 
     for version in range(UPDATES):
         for whole in weights:

@@ -15,15 +15,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_dapo.engines.sglang.weights.snapshot import (
+from megatron_dapo.errors import EngineError
+from megatron_dapo.sync.snapshot import (
     LOCK,
-    HostCopy,
+    FileImage,
     Snapshot,
     is_ram_disk,
     remove_dead_snapshots,
-    write_safetensors,
 )
-from megatron_dapo.errors import EngineError
 
 
 def versions(snapshot):
@@ -41,12 +40,12 @@ def test_tensors_of_all_kinds_are_read_back_bit_for_bit(tmp_path):
         ("nothing", torch.zeros(0, 4)),
         ("half", torch.randn(9).half()),
     ]
-    write_safetensors(tmp_path / "x.safetensors", bucket)
+    FileImage(bucket, tmp_path / "x.safetensors").fill(bucket)
     found = load_file(tmp_path / "x.safetensors")
     assert set(found) == {name for name, _ in bucket}
     for name, tensor in bucket:
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
-    write_safetensors(tmp_path / "empty.safetensors", [])
+    FileImage([], tmp_path / "empty.safetensors").fill([])
     assert load_file(tmp_path / "empty.safetensors") == {}
 
 
@@ -106,8 +105,8 @@ def test_a_background_snapshot_is_current_when_its_thread_has_written_it(tmp_pat
     """The bucket may change as soon as `add` returns."""
     snapshot = Snapshot(tmp_path, "")
     snapshot.in_ram = False
-    may_write, write = Event(), HostCopy.write
-    monkeypatch.setattr(HostCopy, "write", lambda copy, path: may_write.wait(20) and write(copy, path))
+    may_write, write = Event(), FileImage.write
+    monkeypatch.setattr(FileImage, "write", lambda copy, path: may_write.wait(20) and write(copy, path))
     weight = torch.ones(4)
     for version in (1, 2):
         may_write.clear()
@@ -120,7 +119,7 @@ def test_a_background_snapshot_is_current_when_its_thread_has_written_it(tmp_pat
         snapshot.wait()
         assert snapshot.current == path and versions(snapshot) == [f"version-{version}"]
     assert load_file(path / "model-00001.safetensors")["a"].tolist() == [6.0] * 4
-    monkeypatch.setattr(HostCopy, "write", lambda copy, path: os.stat("/nowhere"))
+    monkeypatch.setattr(FileImage, "write", lambda copy, path: os.stat("/nowhere"))
     snapshot.begin(3, background=True)
     snapshot.add([("a", weight)])
     snapshot.commit()

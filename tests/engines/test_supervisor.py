@@ -10,17 +10,16 @@ from fake_server import FakeServer
 from faults import PROMPT, WEIGHTS, fill_batch, run, settings
 
 from megatron_dapo.engines.protocol import ForeignWeightsError, SamplingParams
-from megatron_dapo.engines.sglang import client, load_balancer, supervisor
+from megatron_dapo.engines.sglang import client, server_state, supervisor, transports
 from megatron_dapo.engines.sglang.engine import SGLangEngine
 from megatron_dapo.engines.sglang.supervisor import RestartBudget
-from megatron_dapo.engines.sglang.weights import transports
 from megatron_dapo.types import FinishReason
 
 
 @pytest.fixture(autouse=True)
 def short_times(monkeypatch):
     monkeypatch.setattr(client, "HEALTH_SECONDS", 0.1)
-    monkeypatch.setattr(load_balancer, "BACKOFF", (0.01, 0.05))
+    monkeypatch.setattr(server_state, "BACKOFF", (0.01, 0.05))
 
 
 def config(tmp_path, transport="disk", keep_snapshot=True, **servers):
@@ -251,7 +250,7 @@ def test_a_restarted_server_joins_a_new_process_group(tmp_path, monkeypatch, not
         assert Group.made == [[(urls[0], 0), (urls[1], 0)]]  # one group for both updates
         if noticed == "restarted by the fleet":
             fleet.processes[1].server.dead = True
-            while engine.servers[1].incarnation == 0 or engine.servers[1].serves is None:
+            while engine.servers[1].incarnation == 0 or engine.servers[1].state.version is None:
                 await asyncio.sleep(0.01)
         else:
             fleet.processes[1].server.label = "default"
@@ -276,7 +275,7 @@ def test_a_started_server_is_watched_between_the_calls(tmp_path):
         await engine.update_weights(1, [WEIGHTS])
         fleet.processes[0].server.dead = True
         deadline = time.monotonic() + 10
-        while fleet.processes[0].starts < 2 or engine.servers[0].serves != 1:
+        while fleet.processes[0].starts < 2 or not engine.servers[0].state.serves(1):
             assert time.monotonic() < deadline
             await asyncio.sleep(0.02)
         await engine.close()

@@ -5,7 +5,7 @@ import json
 import torch
 from safetensors.torch import save_file
 
-from megatron_dapo.engines.sglang.weights.transports import WeightManifest
+from megatron_dapo.engines.sglang.transports import WeightManifest
 
 EXPERTS = "model.language_model.layers.0.mlp.experts"
 

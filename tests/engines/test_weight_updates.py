@@ -154,7 +154,7 @@ def test_after_a_failed_producer_no_server_serves(tmp_path):
 
         with pytest.raises(WeightUpdateError, match="rank 3 died"):
             await engine.update_weights(2, buckets())
-        assert all(server.serves is None for server in engine.servers)
+        assert all(server.state.version is None for server in engine.servers)
         assert not any(server.label.isdigit() for server in servers)
         await engine.close()
 
@@ -240,7 +240,7 @@ def test_a_server_with_old_weights_gets_the_current_ones(tmp_path):
         assert {span for sample in batch.samples for span in sample.weight_spans} == {WeightSpan(5, 0, 8)}
         for _ in range(100):
             await asyncio.sleep(0.05)
-            if engine.servers[0].serves == 5:
+            if engine.servers[0].state.serves(5):
                 break
         assert servers[0].label == "5" and servers[0].calls.count("/update_weights_from_disk") == 2
         await engine.close()
@@ -255,7 +255,8 @@ def test_a_server_never_runs_two_updates_at_once(tmp_path):
         servers, engine = await fake_fleet(tmp_path, count=2)
         await engine.update_weights(1, [WEIGHTS])
         for server, client in zip(servers, engine.servers, strict=True):
-            server.label, client.serves = "default", None
+            server.label = "default"
+            client.state.withdrawn("restarted")
         again = [engine.admit(client) for client in engine.servers for _ in range(3)]
         await asyncio.gather(*again, engine.update_weights(2, [WEIGHTS]), *(engine.admit(c) for c in engine.servers))
         assert [server.most_updates for server in servers] == [1, 1]

@@ -172,7 +172,7 @@ def test_ablation_table_is_what_ablate_runs():
         name, added, paper = (cell.strip() for cell in line.strip("|").split("|"))
         written.append((name, tuple(re.findall(r"`([^`]+)`", added)), float(paper)))
     found = variants(load_config(EXAMPLES / "qwen2.5_32b_dapo/dapo.yaml"))
-    total = ()
+    total = {}
     for (name, added, paper), variant in zip(written, found, strict=True):
-        total += added
-        assert (name, total, paper) == (variant.name, variant.settings, variant.paper)
+        total |= dict(item.split("=") for item in added)
+        assert (name, total, paper) == (variant.name, dict(item.split("=") for item in variant.settings), variant.paper)

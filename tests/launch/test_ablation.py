@@ -6,17 +6,19 @@ import os
 import signal
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
 from megatron_dapo.ablation import runs
 from megatron_dapo.ablation.command import plan
-from megatron_dapo.ablation.designs import DESIGNS, SWITCHES, Effect, effects, variants
+from megatron_dapo.ablation.designs import SWITCHES, Effect, effects, variants
 from megatron_dapo.ablation.results import band, effect_of, interval, read_curves, value_of, verdict
 from megatron_dapo.ablation.runs import Job, run_jobs
 from megatron_dapo.cli import main
 from megatron_dapo.config import load_config
 from megatron_dapo.observe.metrics_file import EVAL, STEP, Record
+from megatron_dapo.processes import frames
 
 CONFIG = """
 rollout: {engine: embedded, max_response_tokens: 8}
@@ -25,8 +27,11 @@ trainer: {steps: 2}
 evaluate: {every: 1, data: {path: held_out.jsonl}}
 """
 # Stands in for a worker: a run is two steps and an evaluation whose score is the number of changes; notes its start.
-WORKER = """
+WORKER = (
+    f"import sys; sys.path.insert(0, {str(Path(frames.__file__).parent)!r})"
+    """
 import json, os, sys, pathlib
+from frames import parent_channel
 def line(step, kind, **metrics):
     return json.dumps({"step": step, "kind": kind, "metrics": metrics}) + "\\n"
 def train(job):
@@ -41,9 +46,11 @@ def train(job):
     (folder / "metrics.jsonl").write_text(
         line(1, "step", **step) + line(2, "step", **step) + line(2, "eval", **{"eval/avg@4": changes / 10}))
     return 0
-for text in sys.stdin:
-    print(train(json.loads(text)), flush=True)
+channel = parent_channel()
+while True:
+    channel.send({"code": train(channel.receive()[0])})
 """
+)
 
 
 @pytest.fixture
@@ -70,7 +77,7 @@ def test_the_grid_has_every_combination_once(config):
 def test_a_combination_has_the_same_effective_configuration_in_every_design(config):
     """Only then may designs share its folder."""
     found = {}
-    for design in DESIGNS:
+    for design in ("order", "grid", "leave-one-out"):
         for row in variants(load_config(config), design):
             dump = load_config(config, row.settings).model_dump()
             assert found.setdefault(row.folder, dump) == dump, f"{design}: {row.name}"

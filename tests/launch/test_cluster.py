@@ -23,8 +23,8 @@ from tiny_run import environment, raw_config, write_config
 
 from megatron_dapo.cli import main
 from megatron_dapo.config import check_config, parse_config
-from megatron_dapo.launch.slurm_status import submitted
-from megatron_dapo.observe.metric_names import is_wall_clock
+from megatron_dapo.launch.slurm import submitted
+from megatron_dapo.observe.metrics_file import is_wall_clock
 from megatron_dapo.processes.fork_ranks import run_ranks
 from megatron_dapo.trainer.loop import train
 
@@ -236,7 +236,7 @@ def lost_engine(cluster, folder):
         return None
     run = Run(
         cluster, folder, "lost-engine",
-        slurm={"nodes": 3, "engine_nodes": 1, "mode": "disaggregated", "extra": ["--nodelist=n1,n2,n3"]},
+        slurm={"nodes": 3, "engine_nodes": 1, "extra": ["--nodelist=n1,n2,n3"]},
         rollout={
             "engine": "sglang", "weights": {"directory": str(folder / "weights")},
             "servers": {
@@ -264,7 +264,7 @@ def failing_engine(cluster, folder):
     python.chmod(0o755)
     run = Run(
         cluster, folder, "failing-engine",
-        slurm={"nodes": 2, "engine_nodes": 1, "mode": "disaggregated", "extra": ["--nodelist=n1,n2"], "crashes": 1},
+        slurm={"nodes": 2, "engine_nodes": 1, "extra": ["--nodelist=n1,n2"], "crashes": 1},
         rollout={
             "engine": "sglang", "weights": {"directory": str(folder / "failing-weights")},
             "servers": {

@@ -58,7 +58,7 @@ def test_requests_wait_until_the_only_server_is_back_with_current_weights(tmp_pa
         os.kill(first.pid, signal.SIGKILL)
         await first.wait()
         await asyncio.sleep(1)
-        assert engine.servers[0].serves is None and not any(task.done() for task in running)
+        assert engine.servers[0].state.version is None and not any(task.done() for task in running)
         second = await serve(port)
         completions = await asyncio.gather(*running)
         assert {span.version for completion in completions for span in completion.weight_spans} == {3}

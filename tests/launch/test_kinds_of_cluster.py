@@ -19,9 +19,9 @@ from sparse_model import SMALL, write_sparse_model
 from megatron_dapo.cli import main
 from megatron_dapo.config import load_config, parse_config
 from megatron_dapo.launch import slurm as launch
-from megatron_dapo.launch.slurm_checks import offered_gpu_request
+from megatron_dapo.launch.slurm import offered_gpu_request, remember, submitted
 from megatron_dapo.launch.slurm_script import Job
-from megatron_dapo.launch.slurm_status import print_status, remember, submitted
+from megatron_dapo.launch.slurm_status import print_status
 
 ROOT = Path(__file__).resolve().parents[2]
 # Prints what a process of the job was given. Servers stay; the trainer waits until WAIT_FOR of them have printed.

@@ -15,11 +15,11 @@ import pytest
 from mini_slurm import signals, wait_for
 
 from megatron_dapo.config import parse_config
-from megatron_dapo.config.reward import RewardConfig
+from megatron_dapo.config.data import RewardConfig
 from megatron_dapo.config.rollout import ServerConfig
 from megatron_dapo.engines.sglang.server_process import ServerProcess
 from megatron_dapo.launch.slurm_script import Job, render
-from megatron_dapo.processes.guard import members
+from megatron_dapo.processes.supervised import members
 from megatron_dapo.reward import RewardPool
 from megatron_dapo.types import FinishReason, Prompt, Sample, as_logprobs, as_tokens
 
@@ -75,11 +75,12 @@ def test_the_installed_command_is_that_module():
 
 
 def grading_processes():
-    """The supervisor and the grading process below this one, once both catch the signals."""
+    """The supervisor and the grading process below this one, once neither ends by the signals."""
     found = psutil.Process().children(recursive=True)
-    with contextlib.suppress(psutil.Error, OSError):
+    with contextlib.suppress(psutil.Error, OSError, ValueError):
         grading = [process for process in found if "megatron_dapo.reward.worker" in process.cmdline()]
-        if len(grading) == 2 and all(signals(process.pid, "SigCgt", *SENT) for process in grading):
+        handled = zip(grading, ("SigIgn", "SigCgt"), strict=True)
+        if grading and all(signals(process.pid, how, *SENT) for process, how in handled):
             return grading
     return []
 
@@ -110,7 +111,7 @@ def test_servers_that_the_trainer_starts_do_too(tmp_path):
         fleet.submit(server.spawn).result()
         for number in (signal.SIGUSR1, signal.SIGUSR2):  # blocked at first, then ignored
             os.killpg(server.pid, number)
-        wait_for(lambda: len(members(server.pid)) == 2, 20, "the server and its guard")
+        wait_for(lambda: len(members(server.pid)) == 2, 20, "the server and its supervisor")
         wait_for(lambda: all(signals(pid, "SigIgn", *USER) for pid in members(server.pid)), 20, "the signals")
         assert server.alive()
         asyncio.run(server.end())

@@ -12,8 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_dapo.config import ConfigError, parse_config
-from megatron_dapo.config.slurm import SCRIPT_VARIABLES
-from megatron_dapo.launch.slurm_checks import check_submission
+from megatron_dapo.config.trainer import SCRIPT_VARIABLES
+from megatron_dapo.launch.slurm import check_submission
 from megatron_dapo.launch.slurm_script import TEMPLATES, Job, Shell, quote, render, variable
 
 RAW = {
@@ -21,7 +21,6 @@ RAW = {
     "rollout": {"servers": {}, "weights": {"directory": "/runs/x/weights"}},
     "slurm": {
         "nodes": 4,
-        "mode": "disaggregated",
         "engine_nodes": 1,
         "router": True,
         "container_image": "IMAGE",
@@ -133,7 +132,7 @@ def test_the_variables_of_the_script_are_not_the_users():
     words = [word for words in lists for word in re.split(r"\bin\b", words)[0].split()]
     assigned = set(re.findall(r"(?:^|(?<=[\s;\"'(]))([A-Za-z_]\w*)\+?=(?![=~])", text, flags=re.M)) | {*words}
     assigned -= {"CUDA_DEVICE_MAX_CONNECTIONS", "GROUP_"}  # keeps the value that it has; GROUP_0, GROUP_1
-    assert {"RUN", "NODES", "ENGINES", "MASTER_ADDR", "RANK", "node", "index"} <= assigned
+    assert {"RUN", "NODES", "ENGINES", "MASTER_ADDR", "node", "index"} <= assigned
     assert assigned == SCRIPT_VARIABLES
     for name in ("ENGINES", "GROUP_0"):
         for change in ({"environment": {name: "1"}}, {"webhook_env": name}):

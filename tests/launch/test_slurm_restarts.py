@@ -114,7 +114,7 @@ def test_crashes_count_only_without_a_new_checkpoint(saves, tmp_path):
     assert ("queueing the job again" in said) == saves
 
 
-ENGINE_NODE = {"nodes": 2, "engine_nodes": 1, "mode": "disaggregated"}
+ENGINE_NODE = {"nodes": 2, "engine_nodes": 1}
 
 
 def test_a_server_that_ends_at_every_start_is_given_up(tmp_path):

@@ -12,15 +12,15 @@ from sparse_model import SMALL, write_sparse_model
 from megatron_dapo.config import ConfigError, parse_config
 from megatron_dapo.engines.sglang.keys import RUN_WITH_KEYS
 from megatron_dapo.launch import slurm as launch
-from megatron_dapo.launch.slurm_checks import (
+from megatron_dapo.launch.slurm import (
     SlurmError,
     check_cluster,
     check_job,
     check_submission,
     offered_gpu_request,
+    submitted,
 )
 from megatron_dapo.launch.slurm_script import Job, render, seconds_of
-from megatron_dapo.launch.slurm_status import submitted
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def raw(tmp_path, model):
         "algorithm": {"overlong": {"penalty": "none"}},
         "data": {"path": str(tmp_path / "prompts.jsonl")},
         "trainer": {"run_dir": str(tmp_path / "run"), "prompts_per_step": 32},
-        "slurm": {"nodes": 4, "mode": "disaggregated", "engine_nodes": 1, "partition": "h100"},
+        "slurm": {"nodes": 4, "engine_nodes": 1, "partition": "h100"},
     }  # fmt: skip
 
 
@@ -169,7 +169,7 @@ def test_odd_names_are_quoted(raw, tmp_path):
 
 
 def test_colocated_jobs_of_several_nodes_may_use_shared_memory_without_a_snapshot(raw):
-    raw["slurm"] |= {"mode": "colocated", "engine_nodes": 0}
+    raw["slurm"] |= {"engine_nodes": 0}
     raw["rollout"]["servers"]["share_gpus"] = True
     raw["rollout"]["weights"] = {"transport": "tensor"}
     with pytest.raises(ConfigError, match=r"set rollout\.weights\.keep_snapshot to false"):
@@ -184,9 +184,7 @@ def test_colocated_jobs_of_several_nodes_may_use_shared_memory_without_a_snapsho
 @pytest.mark.parametrize(
     ("section", "change", "said"),
     [
-        ("slurm", {"engine_nodes": 0}, "mode is disaggregated but engine_nodes is 0"),
         ("slurm", {"engine_nodes": 4}, "leaves none to train on"),
-        ("slurm", {"mode": "colocated"}, "set mode to disaggregated"),
         ("slurm", {"time": "1 day"}, "is not a time"),
         ("slurm", {"time": 86400}, "put the time in quotes"),
         ("slurm", {"time": "00:05:00"}, "slurm.signal_seconds is 600, but the time limit is 00:05:00"),
@@ -201,9 +199,9 @@ def test_colocated_jobs_of_several_nodes_may_use_shared_memory_without_a_snapsho
         ("rollout", {"servers": {"tensor_parallel": 16}}, "a server must fit on one node"),
         ("rollout", {"weights": {"directory": "/dev/shm"}}, "cannot see: use a shared directory"),
         ("rollout", {"weights": {"transport": "tensor"}}, "needs engines on the trainer's GPUs"),
-        ("rollout", {"servers": {"share_gpus": True}}, "the engines have GPUs of their own"),
-        ("slurm", {"mode": "colocated", "engine_nodes": 0}, "set rollout.servers.share_gpus to true"),
-        ("slurm", {"engine_partition": "a", "mode": "colocated", "engine_nodes": 0}, "engine_partition needs engine"),
+        ("rollout", {"servers": {"share_gpus": True}}, "the engines have their own GPUs"),
+        ("slurm", {"engine_nodes": 0}, "set rollout.servers.share_gpus to true"),
+        ("slurm", {"engine_partition": "a", "engine_nodes": 0}, "engine_partition needs engine"),
         ("slurm", {"spare_nodes": 1, "head_partition": "cpu"}, "needs all nodes in one partition"),
         ("slurm", {"spare_nodes": 1, "network_check": False}, "would be idle without a network check"),
         ("slurm", {"gpu_request": "none", "exclusive": False}, "other jobs could use the same GPUs"),
@@ -365,7 +363,7 @@ def test_gpu_assignment_on_a_real_cluster(mode, cluster, monkeypatch, raw, tmp_p
     (tmp_path / "python").write_text(STUB)
     (tmp_path / "python").chmod(0o755)
     raw["slurm"] = {
-        "nodes": 4 if mode == "disaggregated" else 2, "mode": mode, "engine_nodes": 2 * (mode == "disaggregated"),
+        "nodes": 4 if mode == "disaggregated" else 2, "engine_nodes": 2 * (mode == "disaggregated"),
         "gpus_per_node": 4, "time": "5", "signal_seconds": 60, "python": str(tmp_path / "python"), "exclusive": False,
         "network_check": False,
     }  # fmt: skip

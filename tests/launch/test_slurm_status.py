@@ -5,8 +5,8 @@ import subprocess
 
 import pytest
 
-from megatron_dapo.launch.slurm_checks import SlurmError
-from megatron_dapo.launch.slurm_status import STATES, JobStatus, job_status, normal_state, print_status, remember
+from megatron_dapo.launch.slurm import SlurmError, remember
+from megatron_dapo.launch.slurm_status import STATES, JobStatus, job_status, normal_state, print_status
 
 # squeue's manual, JOB STATE CODES.
 OVER = {

@@ -7,8 +7,8 @@ import pytest
 
 from megatron_dapo.config.trainer import ObserveConfig
 from megatron_dapo.observe import observer as observer_module
-from megatron_dapo.observe.metric_names import TABLES, with_aliases
 from megatron_dapo.observe.observer import Observer
+from megatron_dapo.observe.trackers import TABLES, with_aliases
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "monitoring.md").read_text()
 
@@ -37,8 +37,8 @@ def test_trackers_get_aliases_and_the_file_does_not(tmp_path, monkeypatch):
     class Recorder:
         name = "recorder"
 
-        def log(self, step, metrics):
-            sent.append(dict(metrics))
+        def log(self, record):
+            sent.append(record.metrics)
 
         def rewind(self, step): ...
 

@@ -18,8 +18,7 @@ from synthetic_runs import make_groups
 from megatron_dapo.config.trainer import ObserveConfig
 from megatron_dapo.files import write_atomically
 from megatron_dapo.observe import Observer, transcripts
-from megatron_dapo.observe.metrics_file import EVAL, STEP, read_records
-from megatron_dapo.observe.retry_queue import AppendFile, RetryQueue
+from megatron_dapo.observe.metrics_file import EVAL, STEP, AppendFile, RetryQueue, read_records
 
 PLAIN = ObserveConfig(console="plain", report=False, samples_every=2, warnings=False)
 
@@ -187,11 +186,11 @@ def test_a_queue_drops_its_oldest_items_at_its_limit_and_says_so_once():
             raise OSError(errno.ENOSPC, "No space left on device")
         received.append(item)
 
-    queue: RetryQueue[int] = RetryQueue("file", send, reports.append, limit=3)
+    queue: RetryQueue[int] = RetryQueue("file", send, limit=3)
     for item in range(8):
-        queue.put(item)
+        reports += queue.put(item)
     works = True
-    queue.put(8)
+    reports += queue.put(8)
     assert received == [5, 6, 7, 8]
     assert [report.split(":")[0] for report in reports] == [
         "file failed",

@@ -93,7 +93,7 @@ def test_an_evaluation_that_is_repeated_after_a_resume_is_recorded_once(tmp_path
 
 def test_phases_add_up_to_the_step_and_nested_seconds_count_once(tmp_path, monkeypatch):
     clock = [100.0]
-    monkeypatch.setattr("megatron_dapo.observe.timeline.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("megatron_dapo.observe.observer.time.monotonic", lambda: clock[0])
     watched = observer(tmp_path)
     clock[0] += 50  # before the first phase: part of no step
     with watched.phase("update"):

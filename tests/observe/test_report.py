@@ -172,7 +172,7 @@ def test_long_runs_keep_their_spikes():
 
 def test_transcripts_of_a_long_run_are_spread_and_counted(tmp_path):
     for step in range(10, 1010, 10):
-        transcripts.write(tmp_path, step, transcripts.choose(step, make_groups(step), 1, 2))
+        transcripts.write(tmp_path, transcripts.choose(step, make_groups(step), 1, 2))
     items = transcripts.read(tmp_path)
     shown, left_out = choose_transcripts(items)
     steps = sorted({item.step for item in shown})
@@ -181,7 +181,7 @@ def test_transcripts_of_a_long_run_are_spread_and_counted(tmp_path):
 
 def test_a_very_long_response_is_shortened_in_the_report_and_complete_in_samples(tmp_path):
     run = run_of(tmp_path / "r", {"reward/mean": 1.0})
-    transcripts.write(run / "samples", 1, transcripts.choose(1, make_groups(1, "a" * 50_000 + "END"), 1, 1))
+    transcripts.write(run / "samples", transcripts.choose(1, make_groups(1, "a" * 50_000 + "END"), 1, 1))
     (item,) = payload(load_runs([run]))["runs"][0]["transcripts"]
     assert (
         len(item["text"]) < 21_000 and item["text"].endswith("END") and "30003 characters are left out" in item["text"]
@@ -202,7 +202,7 @@ def test_transcripts_alternate_right_and_wrong_responses():
 def test_the_panels_of_the_image_fill_their_rows(panels):
     from matplotlib.figure import Figure
 
-    from megatron_dapo.observe.curves import WIDTH, _places
+    from megatron_dapo.observe.report import WIDTH, _places
 
     cells = [
         (row, column)
@@ -215,7 +215,7 @@ def test_the_panels_of_the_image_fill_their_rows(panels):
 
 
 def test_no_legend_of_the_image_covers_an_axis(tmp_path):
-    from megatron_dapo.observe.curves import draw
+    from megatron_dapo.observe.report import draw
 
     runs = load_runs([make_run(tmp_path / "one", 40), make_run(tmp_path / "two", 30, seed=1)])
     for shown in (runs[:1], runs):

@@ -18,9 +18,9 @@ import pytest
 from browser import BINARY, Tab, chromium
 from synthetic_runs import HOSTILE, make_run
 
-from megatron_dapo.observe import environment
 from megatron_dapo.observe.metrics_file import STEP, MetricsFile, Record
 from megatron_dapo.observe.report import write_report
+from megatron_dapo.observe.runs import record_environment
 from megatron_dapo.observe.timeline import Span, Trace, write_trace
 from megatron_dapo.observe.watch import make_server
 
@@ -201,7 +201,7 @@ async def visit_all(folder: Path) -> dict[str, Visit]:
         make_run(folder / "seed-2", 90, 2, hostile=True),
     ]
     write_trace(three[0], 40, TRACE)
-    environment.record(three[0], ranks=2)
+    record_environment(three[0], ranks=2)
     odd = MetricsFile(folder / "odd" / "metrics.jsonl")
     values = [math.nan, 0.5, math.nan, 0.4, 0.3, math.inf, 0.0, -2.0]
     for step, value in enumerate(values, start=1):

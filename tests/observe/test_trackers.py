@@ -1,7 +1,6 @@
 """wandb and TensorBoard: optional, named if missing, one run across resumes, and a failure never ends a training."""
 
 import importlib.util
-import os
 import sys
 import types
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 from megatron_dapo.config.trainer import ObserveConfig, WandbConfig
 from megatron_dapo.errors import UserError
 from megatron_dapo.observe import Observer
-from megatron_dapo.observe.metrics_file import read_records
+from megatron_dapo.observe.metrics_file import STEP, Record, read_records
 from megatron_dapo.observe.trackers import TensorBoard
 
 
@@ -128,34 +127,32 @@ def test_tensorboard_holds_each_step_once_after_a_resume(tmp_path):
 
     first = TensorBoard(tmp_path)
     for step in (1, 2, 3):
-        first.log(step, {"reward/mean": step / 10})
+        first.log(Record(step, STEP, {"reward/mean": step / 10}))
     first.close("failed")
     second = TensorBoard(tmp_path)
     second.rewind(2)
     for step in (3, 4):
-        second.log(step, {"reward/mean": step / 10})
+        second.log(Record(step, STEP, {"reward/mean": step / 10}))
     second.close("finished")
     events = EventAccumulator(str(tmp_path)).Reload().Scalars("reward/mean")
     assert [(e.step, round(e.value, 6)) for e in events] == [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4)]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="tensorboard is not installed")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's writer
 def test_tensorboard_holds_each_step_once_after_a_failed_write(tmp_path, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.summary.writer.record_writer import RecordWriter
 
     config = ObserveConfig(console="off", report=False, tensorboard=True)
     watched = observer(tmp_path, config)
     watched.step(1, {"reward/mean": 0.1})
-    write = os.write
 
-    def nearly_full(fd: int, data: Any) -> int:
-        """Takes ten bytes, then none."""
-        if len(data) > 100:
-            return write(fd, bytes(data[:10]))
+    def full(self: RecordWriter, data: bytes) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "write", nearly_full)
+        patch.setattr(RecordWriter, "write", full)
         watched.step(2, {"reward/mean": 0.2})
     for step in range(3, 9):
         watched.step(step, {"reward/mean": step / 10})

@@ -9,10 +9,9 @@ import time
 import pytest
 
 from megatron_dapo.config.trainer import ObserveConfig
-from megatron_dapo.observe import waiting as module
-from megatron_dapo.observe.console import PlainConsole
+from megatron_dapo.observe import console as module
+from megatron_dapo.observe.console import PlainConsole, importing, waiting
 from megatron_dapo.observe.observer import Observer
-from megatron_dapo.observe.waiting import importing, waiting
 from megatron_dapo.trainer.rollout_driver import newest_line
 
 
@@ -34,7 +33,7 @@ def test_elsewhere_a_line_is_printed_only_if_it_takes_long(monkeypatch):
     with waiting("reading the prompts", short):
         pass
     assert short.getvalue() == ""
-    monkeypatch.setattr(module, "FIRST", 0.0)
+    monkeypatch.setattr(module, "FIRST_LINE", 0.0)
     with waiting("reading the prompts", long):
         while not long.getvalue():
             time.sleep(0.001)

@@ -11,8 +11,7 @@ from joined_ranks import RankJobs
 from long_lists import some
 
 from megatron_dapo.config import parse_config
-from megatron_dapo.planner.activations import Sizes, layer_saved
-from megatron_dapo.planner.memory import stage_memory
+from megatron_dapo.planner.memory import Sizes, layer_saved, stage_memory
 from megatron_dapo.planner.parameters import rank_parameters
 from megatron_dapo.policy.megatron.runtime import initialize, shutdown
 from megatron_dapo.policy.policy import Policy

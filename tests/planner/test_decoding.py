@@ -10,8 +10,8 @@ from published_models import CONFIGS, published
 
 from megatron_dapo.config import ModelShape
 from megatron_dapo.planner import Cluster, find_gpu
-from megatron_dapo.planner.decoding import decode_model
 from megatron_dapo.planner.published import published_shapes
+from megatron_dapo.planner.server_model import decode_model
 
 FILE = Path(__file__).with_name("decode_measurements.json")
 ROWS = json.loads(FILE.read_text())["rows"]

@@ -6,11 +6,9 @@ from dataclasses import replace
 import pytest
 
 from megatron_dapo.config.rollout import SamplerConfig
-from megatron_dapo.planner.decoding import DecodeModel
 from megatron_dapo.planner.generation import Fleet, generate
-from megatron_dapo.planner.lengths import Lengths
-from megatron_dapo.planner.server_model import FleetModel, Sequence, ServerModel
-from megatron_dapo.planner.workload import Workload
+from megatron_dapo.planner.server_model import DecodeModel, FleetModel, Sequence, ServerModel
+from megatron_dapo.planner.workload import Lengths, Workload
 
 # One second per decoding step, one per running sequence, and half a second per prompt token.
 SECOND = DecodeModel(0.0, 0.0, 0.0, 0.0, 0.0, fixed=1.0, per_sequence=1.0, per_prompt_token=0.5)

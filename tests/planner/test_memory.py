@@ -7,9 +7,8 @@ from published_models import published
 
 from megatron_dapo.config import ModelShape
 from megatron_dapo.config.policy import PolicyConfig
-from megatron_dapo.planner.activations import head_memory, in_flight, layer_saved
 from megatron_dapo.planner.hardware import GIB
-from megatron_dapo.planner.memory import stage_memory, trainer_memory
+from megatron_dapo.planner.memory import head_memory, in_flight, layer_saved, stage_memory, trainer_memory
 
 SHAPE = ModelShape(
     "qwen2", layers=4, hidden=8, ffn_hidden=12, heads=4, kv_heads=2, head_dim=2, vocab=10, max_positions=512,

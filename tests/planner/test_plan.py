@@ -8,9 +8,9 @@ from published_models import CONFIGS, published
 from megatron_dapo.cli import main
 from megatron_dapo.config import Config, parse_config
 from megatron_dapo.planner import Cluster, Workload, count_parameters, find_gpu, make_plan
-from megatron_dapo.planner.decoding import decode_model
 from megatron_dapo.planner.engine import memory_fraction
 from megatron_dapo.planner.hardware import GIB, PlanError
+from megatron_dapo.planner.server_model import decode_model
 
 # The published run: 16 × 8 GPUs, 512 prompts × 16 responses, mini-batches of 32 prompts, responses of 20480 tokens.
 PUBLISHED = {
@@ -171,7 +171,7 @@ def test_command_exit_codes_and_text(model_dir, tmp_path, capsys):
 
 def test_engine_gpus_are_those_of_the_job(model_dir, tmp_path, capsys):
     """slurm.engine_nodes sets them; --engine-gpus overrides it."""
-    slurm = {"nodes": 16, "mode": "disaggregated", "engine_nodes": 6}
+    slurm = {"nodes": 16, "engine_nodes": 6}
     config = tmp_path / "run.yaml"
     policy = {"model": str(model_dir), **TP8}
     config.write_text(json.dumps({**PUBLISHED, "policy": policy, "slurm": slurm}))

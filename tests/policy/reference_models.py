@@ -14,8 +14,7 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_dapo.config import Config, ModelShape
-from megatron_dapo.config.model import LinearAttention
-from megatron_dapo.config.rope import Yarn
+from megatron_dapo.config.model import LinearAttention, Yarn
 from megatron_dapo.policy.batch import TrainBatch
 
 COMMON: dict[str, Any] = {

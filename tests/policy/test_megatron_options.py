@@ -9,7 +9,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 
 from megatron_dapo.config import ConfigError, parse_config
-from megatron_dapo.config.megatron import OWNED, REFUSED, owner_of
+from megatron_dapo.config.megatron_fields import OWNED, REFUSED, owner_of
 from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.policy.megatron import options
 from megatron_dapo.policy.megatron.options import check_options, ddp_config, hardware_needs, optimizer_config, passed_on

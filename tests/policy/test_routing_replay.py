@@ -182,13 +182,12 @@ def test_experts_of_another_model_are_errors(models):
 
 def test_the_configuration_of_routing_replay():
     engine = parse_config({"policy": {"routing_replay": "engine"}})
-    assert engine.rollout.servers.routed_experts
-    assert not parse_config({}).rollout.servers.routed_experts
+    assert engine.rollout.servers.returns_experts
+    assert not parse_config({}).rollout.servers.returns_experts
     with pytest.raises(ConfigError, match=r"rollout\.engine is embedded: only SGLang"):
         parse_config({"policy": {"routing_replay": "engine"}, "rollout": {"engine": "embedded"}})
-    with pytest.raises(ConfigError, match=r"rollout\.servers\.routed_experts is false"):
-        off = {"servers": {"routed_experts": False}}
-        parse_config({"policy": {"routing_replay": "engine"}, "rollout": off})
+    with pytest.raises(ConfigError, match=r"routed_experts"):  # one key for both
+        parse_config({"rollout": {"servers": {"routed_experts": True}}})
     with pytest.raises(ConfigError, match="the trainer computes none"):
         parse_config({"policy": {"routing_replay": "old_log_probs"}, "trainer": {"old_logprobs": "engine"}})
     kept_requests = {"max_staleness": 1, "weights": {"pause_mode": "retract"}}

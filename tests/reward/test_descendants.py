@@ -10,7 +10,7 @@ import psutil
 import pytest
 from test_pool import HOSTILE, prompt, sample
 
-from megatron_dapo.config.reward import RewardConfig
+from megatron_dapo.config.data import RewardConfig
 from megatron_dapo.reward import RewardPool
 
 

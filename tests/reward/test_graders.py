@@ -8,7 +8,7 @@ import pytest
 from judged_answers import JUDGED
 
 from megatron_dapo.config import ConfigError, parse_config
-from megatron_dapo.config.reward import RewardConfig
+from megatron_dapo.config.data import RewardConfig
 from megatron_dapo.errors import UserError
 from megatron_dapo.reward.equivalence import last_number_matches
 from megatron_dapo.reward.extract import final_answer

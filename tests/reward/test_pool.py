@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_dapo.config.reward import RewardConfig
+from megatron_dapo.config.data import RewardConfig
 from megatron_dapo.reward import GraderError, RewardPool
-from megatron_dapo.reward.process import WorkerStartError
+from megatron_dapo.reward.pool import WorkerStartError
 from megatron_dapo.types import FinishReason, Grade, Prompt, Sample, as_logprobs, as_tokens
 
 HOSTILE = "python:hostile_graders."
@@ -239,7 +239,7 @@ def test_a_machine_that_cannot_start_processes_is_an_error(monkeypatch):
     def refuse(*args, **kwargs):
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr("megatron_dapo.reward.process.subprocess.Popen", refuse)
+    monkeypatch.setattr("megatron_dapo.processes.supervised.subprocess.Popen", refuse)
     with pytest.raises(GraderError, match=r"(?s)grading cannot go on.*Resource temporarily unavailable"):
         run(RewardConfig(grader=HOSTILE + "by_response", workers=1), [("yes", "yes")])
 

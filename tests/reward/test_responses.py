@@ -5,12 +5,11 @@ import asyncio
 import pytest
 from test_pool import HOSTILE, prompt
 
-from megatron_dapo.config.reward import RewardConfig
+from megatron_dapo.config.data import RewardConfig
 from megatron_dapo.data import arithmetic_tokenizer
 from megatron_dapo.reward import combined as module
 from megatron_dapo.reward.combined import ResponseGrader
 from megatron_dapo.reward.grader import GraderError
-from megatron_dapo.reward.pool import RewardPool
 from megatron_dapo.types import FinishReason, Sample, as_logprobs, as_tokens
 
 
@@ -25,12 +24,12 @@ def sample(tokens):
 def grade_all(texts, config, short, tokenizer=None):
     """(grades, metrics, samples) of responses to a prompt whose answer is 42."""
     tokenizer = tokenizer or arithmetic_tokenizer()
-    grader = ResponseGrader(tokenizer)
+    grader = ResponseGrader(config, tokenizer)
     samples = [sample(tokens_of(tokenizer, text)) for text in texts]
 
     async def main():
-        async with RewardPool(config, grader.tokenizer_json) as pool:
-            return await asyncio.gather(*(grader.grade(pool, prompt("42"), s) for s in samples)), pool.metrics()
+        async with grader.graders:
+            return await asyncio.gather(*(grader.grade(prompt("42"), s) for s in samples)), grader.metrics()
 
     module_short, module.SHORT = module.SHORT, short
     try:
@@ -55,7 +54,7 @@ def test_a_long_response_gets_the_grade_of_its_text():
 def test_texts_are_added_for_reading():
     tokenizer = arithmetic_tokenizer()
     shown = [sample(tokens_of(tokenizer, text)) for text in ("1+2=3", "42")]
-    ResponseGrader(tokenizer).add_texts(shown)
+    ResponseGrader(RewardConfig(), tokenizer).add_texts(shown)
     assert [s.text for s in shown] == ["1+2=3", "42"]
 
 
@@ -69,7 +68,7 @@ def test_a_tokenizer_that_needs_python_code_decodes_here():
         def __getattr__(self, name):
             return getattr(self._inner, name)
 
-    assert ResponseGrader(Slow()).tokenizer_json == ""
+    assert ResponseGrader(RewardConfig(), Slow()).tokenizer_json == ""
     (grade,), _, (decoded,) = grade_all(["42"], RewardConfig(grader="exact"), short=0, tokenizer=Slow())
     assert grade.correct and decoded.text == "42"
 

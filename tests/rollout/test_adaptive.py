@@ -1,27 +1,22 @@
 """Adaptive oversampling: engines stay full, the estimate follows the yield and is part of the state."""
 
 import asyncio
-import contextlib
 from dataclasses import replace
 
 import pytest
 from simulation import (
-    TIMINGS,
     Prompts,
     SimulatedEngine,
-    as_json,
     coin_grader,
     collect,
-    collect_restored,
+    collect_with_cuts,
     rollout,
     run_virtually,
-    through_json,
 )
 
 from megatron_dapo.config.rollout import RolloutConfig, SamplerConfig
-from megatron_dapo.observe.metric_names import is_wall_clock
-from megatron_dapo.planner.decoding import DecodeModel
 from megatron_dapo.planner.generation import Fleet
+from megatron_dapo.planner.server_model import DecodeModel
 from megatron_dapo.planner.simulation.engine import Prompts as FleetPrompts
 from megatron_dapo.planner.simulation.engine import SimulatedEngine as FleetEngine
 from megatron_dapo.planner.workload import Workload
@@ -85,9 +80,19 @@ def test_a_colocated_engine_stays_full_while_the_yield_falls():
         ({}, 0, 0, 0.5, 20),  # ceil(4 × 2.5 ÷ 0.5): the rest is carried over
         ({}, 3, 5, 0.4, 7),
         ({}, 4, 0, 0.5, 0),
+        # Without the estimate.
+        ({"oversampling": 1}, 0, 0, 0.5, 4),
+        ({"oversampling": 1}, 3, 9, 0.5, 1),
+        ({"oversampling": 1}, 5, 0, 0.5, -1),
+        ({"oversampling": 1.5}, 1, 0, 0.5, 5),  # ceil(3 × 1.5)
+        ({"oversampling": 1, "fill": "dynamic"}, 1, 2, 0.5, 1),
+        ({"oversampling": 1, "fill": "dynamic"}, 1, 3, 0.5, 0),
+        ({"oversampling": 1, "fill": "dynamic"}, 0, 9, 0.5, 1),  # nothing kept yet: one more
     ],
 )
-def test_groups_in_flight_follow_from_the_expected_yield(options, kept, unused, expected_yield, wanted):
+def test_groups_in_flight_follow_from_what_is_missing_and_the_expected_yield(
+    options, kept, unused, expected_yield, wanted
+):
     assert FillPolicy(SamplerConfig(**options), 4).wanted_in_flight(kept, unused, expected_yield) == wanted
 
 
@@ -132,49 +137,26 @@ def test_without_carry_over_the_groups_in_flight_shrink_with_what_is_missing():
     assert late and max(progress.in_flight for progress in late) <= 15
 
 
-def test_adaptive_batches_in_prompt_order_do_not_depend_on_timing():
-    """The estimate follows from decisions in prompt order: any speed, slots and jitter give the same batches."""
-    config = rollout(oversampling="adaptive", order="prompt", unfinished="finish")
-
-    def batches(slots, jitter, reload):
-        found, sampler = collect_restored(config, slots, jitter, reload, steps=5, share=0.3)
-        counted = [{n: v for n, v in batch.metrics.items() if not is_wall_clock(n)} for batch in found]
-        groups = [as_json([group.to_state() for group in batch.groups]) for batch in found]
-        return groups, counted, as_json(sampler.state())
-
-    expected = batches(64, 0.0, False)
-    assert len({metrics["rollout/expected_yield"] for metrics in expected[1]}) > 3, "the estimate never changed"
-    for timing in TIMINGS:
-        assert batches(*timing) == expected
-
-
 def test_the_estimate_survives_an_interrupted_step_and_a_resume():
     """Cancelled in the middle of step 0 and restored from JSON: the same estimate as without."""
+    middle = []
 
-    async def main(cancel):
-        config = rollout(oversampling="adaptive")
-        engine, prompts = SimulatedEngine(9, longest=60), Prompts()
-        make = lambda: Sampler(engine, coin_grader(0.3), prompts, config, groups_per_step=4)  # noqa: E731
+    class Recorded(Sampler):
+        def restore(self, state):
+            middle.append(state["yield_estimate"])
+            super().restore(state)
+
+    async def main(cuts):
+        engine, prompts, config = SimulatedEngine(9, longest=60), Prompts(), rollout(oversampling="adaptive")
+        make = lambda: Recorded(engine, coin_grader(0.3), prompts, config, groups_per_step=4)  # noqa: E731
         sampler, values = make(), []
         for step in range(3):
             engine.weight_version = step
-            task = asyncio.ensure_future(sampler.collect(step))
-            if cancel and step == 0:
-                await asyncio.wait({task}, timeout=8.0)
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await task
-                state = through_json(sampler.state())
-                assert state["interrupted"] is not None
-                values.append(state["yield_estimate"])
-                sampler = make()
-                sampler.restore(state)
-                task = asyncio.ensure_future(sampler.collect(step))
-            await task
+            _, sampler = await collect_with_cuts(sampler, make, step, cuts, reload=True)
             values.append(sampler.state()["yield_estimate"])
         return values
 
-    whole, interrupted = run_virtually(main(False)), run_virtually(main(True))
-    middle = interrupted.pop(0)
-    assert interrupted == whole and middle not in whole and whole[0] != whole[1]
-    assert middle[1] > YieldEstimate().decided, "decisions of the interrupted step are in the estimate"
+    whole = run_virtually(main([]))
+    assert run_virtually(main([8.0])) == whole and whole[0] != whole[1]
+    assert middle[0] not in whole
+    assert middle[0][1] > YieldEstimate().decided, "decisions of the interrupted step are in the estimate"

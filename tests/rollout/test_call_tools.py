@@ -1,12 +1,14 @@
 """The rollout function that calls tools: what is run, what follows in the conversation, what a model can do wrong."""
 
 import asyncio
+import subprocess
+import sys
 
 import pytest
 from scripted_conversation import chat, conversation_of, encode
 
 from megatron_dapo.errors import UserError
-from megatron_dapo.rollout.agents.functions import close_shared, take_shared_metrics
+from megatron_dapo.rollout.agents.functions import close_shared, shared, take_shared_metrics
 from megatron_dapo.rollout.agents.tools.call_tools import ToolCall, ToolSettings, find_tool_calls, generate
 
 
@@ -96,3 +98,39 @@ def test_tool_calls_are_found_in_a_text():
 def test_wrong_settings_are_named(settings):
     with pytest.raises(UserError, match=r"generate_settings of call_tools"):
         ToolSettings.read(settings)
+
+
+class Opened:
+    def __init__(self):
+        self.closed = 0
+
+    async def close(self):
+        self.closed += 1
+
+    def take_metrics(self):
+        return {"tools/calls": 2.0}
+
+
+def test_what_rollout_functions_open_is_shared_in_an_event_loop_and_closed_once():
+    async def main():
+        one, other = shared("one", Opened), shared("other", Opened)
+        assert shared("one", Opened) is one and other is not one
+        assert take_shared_metrics() == {"tools/calls": 4.0}
+        for _ in range(2):
+            await close_shared()
+        assert (one.closed, other.closed) == (1, 1) and take_shared_metrics() == {}
+        again = shared("one", Opened)
+        await close_shared()
+        return one, again
+
+    one, again = asyncio.run(main())
+    assert again is not one and asyncio.run(main())[0] is not one
+
+
+def test_a_plain_run_imports_no_teacher_endpoint_or_sandbox():
+    check = (
+        "import sys, megatron_dapo.trainer.loop, megatron_dapo.trainer.rollout_driver\n"
+        "print([name for name in sys.modules if name.endswith(('.teacher', '.openai_endpoint', '.sandbox'))])"
+    )
+    found = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert found.stdout.strip().splitlines()[-1] == "[]"

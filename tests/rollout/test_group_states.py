@@ -1,10 +1,10 @@
-"""The parts of a step: the table of group states, the fill policy, and the state that is carried over."""
+"""The parts of a step: the table of group states, the fill policy, the counts, and the state that is carried over."""
 
 import pytest
 from simulation import Prompts, through_json
 
 from megatron_dapo.config.rollout import SamplerConfig
-from megatron_dapo.rollout.accounting import StepAccounting
+from megatron_dapo.rollout.accounting import STALE, UNFINISHED, StepAccounting
 from megatron_dapo.rollout.fill_policy import FillPolicy
 from megatron_dapo.rollout.pending_group import (
     CarryOver,
@@ -15,12 +15,20 @@ from megatron_dapo.rollout.pending_group import (
     PendingGroup,
     new_samples,
 )
-from megatron_dapo.types import Group
+from megatron_dapo.types import Grade, Group
 
 
 def pending(serial, seeds=(1, 2)):
     prompt = Prompts(start=serial)()
     return PendingGroup(serial, 0, Group(prompt, new_samples(prompt, list(seeds))))
+
+
+def graded(*verdicts):
+    """A group of samples that are correct, wrong, ungraded (None) or unfinished ("running")."""
+    group = pending(0, seeds=range(len(verdicts))).group
+    for sample, verdict in zip(group.samples, verdicts, strict=True):
+        sample.grade = None if verdict == "running" else Grade(verdict, 0.0)
+    return group
 
 
 def test_a_group_is_in_exactly_one_state():
@@ -37,28 +45,10 @@ def test_a_group_is_in_exactly_one_state():
     assert table.first(GroupState.ENDED) is None and list(table.unordered(GroupState.KEPT)) == [groups[0]]
 
 
-@pytest.mark.parametrize(
-    ("options", "kept", "unused", "wanted"),
-    [
-        ({}, 0, 0, 4),
-        ({}, 3, 9, 1),
-        ({}, 5, 0, -1),
-        ({"oversampling": 1.5}, 1, 0, 5),  # ceil(3 × 1.5)
-        ({"fill": "dynamic"}, 1, 2, 1),
-        ({"fill": "dynamic"}, 1, 3, 0),
-        ({"fill": "dynamic"}, 0, 9, 1),  # nothing kept yet: one more
-    ],
-)
-def test_groups_in_flight_follow_from_what_is_missing(options, kept, unused, wanted):
-    policy = FillPolicy(SamplerConfig(**{"oversampling": 1} | options), 4)
-    assert policy.wanted_in_flight(kept, unused) == wanted
-
-
 def test_the_limit_counts_oversampled_batches():
     policy = FillPolicy(SamplerConfig(oversampling=1.3, max_generation_batches=2), 4)
     assert not policy.limit_reached(11) and policy.limit_reached(12)  # 2 × ceil(5.2)
     assert not FillPolicy(SamplerConfig(max_generation_batches=None), 4).limit_reached(10**9)
-    assert not FillPolicy(SamplerConfig(on_limit="continue"), 4).limit_reached(10**9)
 
 
 def test_a_partial_group_must_finish_one_version_before_it_is_too_stale():
@@ -83,3 +73,34 @@ def test_the_carried_over_state_survives_exactly():
         assert through_json(CarryOver.from_state(found).to_state()) == through_json(state)
     empty = CarryOver.from_state(through_json(CarryOver().to_state()))
     assert empty.interrupted is None and empty.surplus == [] and empty.drawn.step == -1
+
+
+# ---- the accuracy of all sampled responses, which dynamic sampling hides from that of trained ones ----
+
+
+def accuracy_all(accounting: StepAccounting) -> float | None:
+    return accounting.metrics([], 1.0).get("reward/accuracy_all")
+
+
+def test_every_graded_sample_of_a_decided_group_counts_once():
+    accounting = StepAccounting()
+    assert accuracy_all(accounting) is None
+    trained, easy, hard = graded(True, False, None), graded(True, True, True), graded(False, False, False)
+    accounting.drop(easy, "all-correct")
+    accounting.drop(hard, "all-wrong")
+    accounting.drop(graded(True, True, True), UNFINISHED)
+    accounting.drop(graded(True, True, True), STALE)
+    accounting.train([trained])
+    assert accuracy_all(accounting) == pytest.approx(4 / 8), "1 of 2 trained, 3 of 3 easy, 0 of 3 hard"
+    restored = StepAccounting.from_state(accounting.to_state())
+    assert accuracy_all(restored) == accuracy_all(accounting)
+
+
+def test_a_rejected_group_that_fills_the_batch_counts_once():
+    accounting = StepAccounting()
+    easy, hard = graded(True, True), graded(False, False)
+    for rejected in (easy, hard):
+        accounting.drop(rejected, "flat")
+    accounting.undrop(easy, "flat")
+    accounting.train([easy])
+    assert accuracy_all(accounting) == pytest.approx(2 / 4)

@@ -18,38 +18,41 @@ from simulation import (
     rollout,
     run_virtually,
     through_json,
+    virtually,
 )
 
 from megatron_dapo.algorithm.filtering import keep_group
 from megatron_dapo.engines.protocol import Completion, ForeignWeightsError
 from megatron_dapo.errors import EngineError, UserError
-from megatron_dapo.observe.metric_names import is_wall_clock
+from megatron_dapo.observe.metrics_file import is_wall_clock
 from megatron_dapo.rollout.accounting import StepAccounting
 from megatron_dapo.rollout.sampler import Sampler, SamplingLimitError
 from megatron_dapo.types import FinishReason, Grade, Group, WeightSpan, as_logprobs, as_tokens
 
 
-@settings(max_examples=60)
+@settings(max_examples=80)
 @given(
     cuts=st.lists(st.floats(0.05, 8.0), min_size=1, max_size=5), jitter=st.floats(0.01, 1.0), reload=st.booleans(),
     in_order=st.sampled_from([(1.0, "completion"), (1.0, "prompt"), (2.5, "prompt"), ("adaptive", "prompt")]),
     share=st.floats(0.15, 0.85),
     fill=st.sampled_from(["full", "dynamic"]), limit=st.sampled_from([None, 1, 2]), faults=st.booleans(),
-    on_limit=st.sampled_from(["train", "fill", "continue"]), stop=st.sampled_from([(), ("END",)]),
-    repeated=st.booleans(),
+    on_limit=st.sampled_from(["train", "fill"]), stop=st.sampled_from([(), ("END",)]),
+    repeated=st.booleans(), early=st.booleans(),
 )  # fmt: skip
 @example(
     cuts=[2.0, 2.0, 2.0], jitter=0.5, reload=False, in_order=(1.0, "completion"), share=0.75, fill="full", limit=1,
-    faults=True, on_limit="train", stop=(), repeated=False,
+    faults=True, on_limit="train", stop=(), repeated=False, early=False,
 )  # lost the message of a failure  # fmt: skip
 def test_a_cancelled_step_continues_with_the_same_decisions_and_counts(
-    cuts, jitter, reload, in_order, share, fill, limit, faults, on_limit, stop, repeated
+    cuts, jitter, reload, in_order, share, fill, limit, faults, on_limit, stop, repeated, early
 ):
-    """Cancelled at any moments, restored or not: the batches and counts of an uninterrupted step."""
+    """Cancelled at any moments, restored or not: the batches and counts of an uninterrupted step. With early rejection,
+    timing decides how many tokens the aborted samples have and which of them finish, and nothing else."""
     oversampling, order = in_order
+    timed = ("wasted_tokens", "response_tokens", "length_dropped", "interrupted_share") if early else ()
     config = rollout(
         longest=60, stop=stop, oversampling=oversampling, order=order, fill=fill, max_generation_batches=limit,
-        on_limit=on_limit, max_failed_groups=10**6,
+        on_limit=on_limit, max_failed_groups=10**6, give_up_after=2 if early else None,
     )  # fmt: skip
 
     async def main(cuts, jitter):
@@ -65,14 +68,16 @@ def test_a_cancelled_step_continues_with_the_same_decisions_and_counts(
                 batch, sampler = await collect_with_cuts(sampler, make, step, cuts, reload)
             except SamplingLimitError as error:
                 return [*found, str(error)]
-            metrics = {name: value for name, value in batch.metrics.items() if not is_wall_clock(name)}
+            counts = {name: value for name, value in batch.metrics.items() if not is_wall_clock(name)}
+            metrics = {name: value for name, value in counts.items() if not name.endswith(timed)}
             found.append((metrics, as_json([group.to_state() for group in batch.groups])))
         return found
 
     assert run_virtually(main(cuts, jitter)) == run_virtually(main([], 0.0))
 
 
-def test_a_finished_group_is_filtered_after_an_error_too():
+@virtually
+async def test_a_finished_group_is_filtered_after_an_error_too():
     """p1 is finished and waits for p0, whose grader fails. In the next attempt p1 must still pass the filter."""
 
     async def grade(prompt, sample):
@@ -81,18 +86,15 @@ def test_a_finished_group_is_filtered_after_an_error_too():
             raise ZeroDivisionError("the grader has a bug")
         return Grade(prompt.id == "p1" or sample.index == 0, 1.0)
 
-    async def main():
-        config = rollout(oversampling=2, order="prompt")
-        sampler = Sampler(SimulatedEngine(slots=50), grade, Prompts(), config, groups_per_step=2)
-        with pytest.raises(ZeroDivisionError):
-            await sampler.collect(0)
-        repaired.append(True)
-        batch = await sampler.collect(0)
-        assert [group.prompt.id for group in batch.groups] == ["p0", "p2"]
-        assert batch.metrics["rollout/dropped/all-correct"] == 1
-
     repaired: list[bool] = []
-    run_virtually(main())
+    config = rollout(oversampling=2, order="prompt")
+    sampler = Sampler(SimulatedEngine(slots=50), grade, Prompts(), config, groups_per_step=2)
+    with pytest.raises(ZeroDivisionError):
+        await sampler.collect(0)
+    repaired.append(True)
+    batch = await sampler.collect(0)
+    assert [group.prompt.id for group in batch.groups] == ["p0", "p2"]
+    assert batch.metrics["rollout/dropped/all-correct"] == 1
 
 
 async def only_p5_is_mixed(prompt, sample):
@@ -108,39 +110,38 @@ def test_the_limit_loses_no_accepted_group(on_limit, groups):
     assert batch.metrics["rollout/samples_trained"] + batch.metrics["rollout/samples_dropped"] == 16
 
 
-def test_on_limit_stop_carries_every_kept_group_over():
+@virtually
+async def test_on_limit_stop_carries_every_kept_group_over():
     """The state after the error, saved and restored, gives the next attempt all that was kept, and trains it once."""
-
-    async def main():
-        def make(on_limit):
-            config = rollout(samples=2, max_generation_batches=2, on_limit=on_limit)
-            return Sampler(SimulatedEngine(), one_in_four_is_mixed, prompts, config, groups_per_step=4)
-
-        prompts, kept = Prompts(), ["p1", "p5"]
-        sampler = make("stop")
-        with pytest.raises(SamplingLimitError, match="8 prompts were sampled and 2 of 4 groups were kept") as error:
-            await sampler.collect(0)
-        assert "The 2 kept groups are carried over" in str(error.value)
-        state = sampler.state()
-        assert [pending["group"]["prompt"]["id"] for pending in state["surplus"]] == kept
-        assert state["unfinished"] == [] and state["interrupted"] is None
-        before = as_json([pending["group"] for pending in state["surplus"]])
-
-        resumed = make("train")
-        resumed.restore(through_json(state))
-        batch = await resumed.collect(0)
-        assert [group.prompt.id for group in batch.groups] == ["p1", "p5", "p9", "p13"]
-        assert as_json([group.to_state() for group in batch.groups[:2]]) == before
-        assert batch.metrics["rollout/samples_carried_in"] == 4
-        assert resumed.state()["surplus"] == []
 
     async def one_in_four_is_mixed(prompt, sample):
         return Grade(int(prompt.id[1:]) % 4 != 1 or sample.index == 0, 1.0)
 
-    run_virtually(main())
+    def make(on_limit):
+        config = rollout(samples=2, max_generation_batches=2, on_limit=on_limit)
+        return Sampler(SimulatedEngine(), one_in_four_is_mixed, prompts, config, groups_per_step=4)
+
+    prompts, kept = Prompts(), ["p1", "p5"]
+    sampler = make("stop")
+    with pytest.raises(SamplingLimitError, match="8 prompts were sampled and 2 of 4 groups were kept") as error:
+        await sampler.collect(0)
+    assert "The 2 kept groups are carried over" in str(error.value)
+    state = sampler.state()
+    assert [pending["group"]["prompt"]["id"] for pending in state["surplus"]] == kept
+    assert state["unfinished"] == [] and state["interrupted"] is None
+    before = as_json([pending["group"] for pending in state["surplus"]])
+
+    resumed = make("train")
+    resumed.restore(through_json(state))
+    batch = await resumed.collect(0)
+    assert [group.prompt.id for group in batch.groups] == ["p1", "p5", "p9", "p13"]
+    assert as_json([group.to_state() for group in batch.groups[:2]]) == before
+    assert batch.metrics["rollout/samples_carried_in"] == 4
+    assert resumed.state()["surplus"] == []
 
 
-def test_a_step_that_is_repeated_after_an_error_samples_no_seed_twice():
+@virtually
+async def test_a_step_that_is_repeated_after_an_error_samples_no_seed_twice():
     """The same prompt is drawn again and again. The second attempt must not repeat the seeds of the first."""
     prompts, repaired = Prompts(), []
 
@@ -149,31 +150,28 @@ def test_a_step_that_is_repeated_after_an_error_samples_no_seed_twice():
             raise ZeroDivisionError("the grader has a bug")
         return Grade(sample.index == 0, 1.0)
 
-    async def main():
-        def make(groups):
-            source = lambda: replace(prompts(), id="the same", answer=str(prompts.drawn))  # noqa: E731
-            return Sampler(SimulatedEngine(), grade, source, rollout(), groups_per_step=groups)
+    def make(groups):
+        source = lambda: replace(prompts(), id="the same", answer=str(prompts.drawn))  # noqa: E731
+        return Sampler(SimulatedEngine(), grade, source, rollout(), groups_per_step=groups)
 
-        sampler, resumed = make(5), make(8)
-        with pytest.raises(ZeroDivisionError):
-            await sampler.collect(0)
-        resumed.restore(through_json(sampler.state()))
-        repaired.append(True)
-        batch = await resumed.collect(0)
-        seeds = [sample.seed for sample in batch.samples]
-        assert len(seeds) == len(set(seeds)) == 8 * 3
-
-    run_virtually(main())
+    sampler, resumed = make(5), make(8)
+    with pytest.raises(ZeroDivisionError):
+        await sampler.collect(0)
+    resumed.restore(through_json(sampler.state()))
+    repaired.append(True)
+    batch = await resumed.collect(0)
+    seeds = [sample.seed for sample in batch.samples]
+    assert len(seeds) == len(set(seeds)) == 8 * 3
 
 
-def test_on_limit_continue_samples_beyond_the_limit():
-    config = rollout(samples=2, max_generation_batches=1, on_limit="continue")
+def test_without_a_limit_sampling_goes_on_until_the_batch_is_full():
+    config = rollout(samples=2, max_generation_batches=None)
     (batch,), _, prompts, _ = collect(config, share=0.9, needed=4)
     assert len(batch.groups) == 4 and prompts.drawn > 8
 
 
-def test_max_resample_times_counts_batches_after_the_first():
-    config = rollout(samples=2, max_resample_times=2, on_limit="fill")
+def test_max_generation_batches_counts_all_batches_of_the_step():
+    config = rollout(samples=2, max_generation_batches=3, on_limit="fill")
     (batch,), _, prompts, _ = collect(config, share=1.0, needed=4)
     assert prompts.drawn == 12 and len(batch.groups) == 4
 
@@ -186,19 +184,17 @@ def test_prompts_may_run_out():
         collect(config, needed=4, prompts=Prompts(3), share=1.0)
 
 
-def test_a_broken_grader_ends_the_step_and_nothing_is_lost():
-    async def main():
-        prompts = Prompts()
-        grade = coin_grader(0.5, broken=lambda prompt: prompt.id == "p6")
-        engine = SimulatedEngine(slots=4)
-        sampler = Sampler(engine, grade, prompts, rollout(), groups_per_step=8)
-        with pytest.raises(ZeroDivisionError):
-            await sampler.collect(0)
-        waiting = [group["prompt"]["id"] for group in carried(sampler)]
-        assert "p6" in waiting and engine.running == 0
-        assert len(set(waiting)) == len(waiting)
-
-    run_virtually(main())
+@virtually
+async def test_a_broken_grader_ends_the_step_and_nothing_is_lost():
+    prompts = Prompts()
+    grade = coin_grader(0.5, broken=lambda prompt: prompt.id == "p6")
+    engine = SimulatedEngine(slots=4)
+    sampler = Sampler(engine, grade, prompts, rollout(), groups_per_step=8)
+    with pytest.raises(ZeroDivisionError):
+        await sampler.collect(0)
+    waiting = [group["prompt"]["id"] for group in carried(sampler)]
+    assert "p6" in waiting and engine.running == 0
+    assert len(set(waiting)) == len(waiting)
 
 
 def test_failed_groups_are_counted_and_limited():
@@ -225,7 +221,8 @@ def test_accounting_finds_a_lost_sample():
 
 @pytest.mark.parametrize("order", ["completion", "prompt"])
 @pytest.mark.parametrize("named_by", ["engine", "spans"])
-def test_foreign_weights_end_the_step_at_once(order, named_by):
+@virtually
+async def test_foreign_weights_end_the_step_at_once(order, named_by):
     """p0 and the other samples of p2 would run for an hour; the step must not wait for them."""
 
     class Updated(SimulatedEngine):
@@ -240,19 +237,16 @@ def test_foreign_weights_end_the_step_at_once(order, named_by):
                 return Completion(as_tokens([1]), as_logprobs([-1.0]), FinishReason.STOP, "", [span], "http://b")
             return await super().generate(request_id, prompt, params)
 
-    async def main():
-        engine = Updated(slots=50, token_seconds=600)
-        config = rollout(oversampling=2, order=order, max_failed_groups=100)
-        sampler = Sampler(engine, coin_grader(0.5), Prompts(), config, groups_per_step=4)
-        with pytest.raises(ForeignWeightsError, match=r"server http://b: .*99") as error:
-            await sampler.collect(0)
-        assert named_by == "engine" or "the newest version that this run has sent is 0" in str(error.value)
-        assert asyncio.get_running_loop().time() < 60 and engine.running == 0
-        groups = [Group.from_state(group) for group in carried(sampler)]
-        assert [group.prompt.id for group in groups] == [f"p{i}" for i in range(8)]
-        assert {span.version for group in groups for s in group.samples for span in s.weight_spans} <= {0}
-
-    run_virtually(main())
+    engine = Updated(slots=50, token_seconds=600)
+    config = rollout(oversampling=2, order=order, max_failed_groups=100)
+    sampler = Sampler(engine, coin_grader(0.5), Prompts(), config, groups_per_step=4)
+    with pytest.raises(ForeignWeightsError, match=r"server http://b: .*99") as error:
+        await sampler.collect(0)
+    assert named_by == "engine" or "the newest version that this run has sent is 0" in str(error.value)
+    assert asyncio.get_running_loop().time() < 60 and engine.running == 0
+    groups = [Group.from_state(group) for group in carried(sampler)]
+    assert [group.prompt.id for group in groups] == [f"p{i}" for i in range(8)]
+    assert {span.version for group in groups for s in group.samples for span in s.weight_spans} <= {0}
 
 
 def test_foreign_weights_found_while_aborting_are_not_a_failed_group():
@@ -268,57 +262,51 @@ def test_foreign_weights_found_while_aborting_are_not_a_failed_group():
         collect(config, steps=3, engine=lambda: Late(slots=50))
 
 
-def test_a_second_cancellation_while_requests_are_aborted_loses_nothing():
+@virtually
+async def test_a_second_cancellation_while_requests_are_aborted_loses_nothing():
     class Stubborn(SimulatedEngine):
         async def abort(self, request_id=None):
             await asyncio.sleep(10)
 
-    async def main():
-        engine = Stubborn(slots=50, token_seconds=600)
-        sampler = Sampler(engine, coin_grader(0.5), Prompts(), rollout(), groups_per_step=4)
-        task = asyncio.ensure_future(sampler.collect(0))
-        for _ in range(2):
-            await asyncio.sleep(5)
-            task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert [group["prompt"]["id"] for group in carried(sampler)] == ["p0", "p1", "p2", "p3"]
-        await asyncio.sleep(0.1)
-        assert engine.running == 0
-
-    run_virtually(main())
-
-
-def test_carried_over_groups_that_have_not_started_survive_a_cancellation():
-    async def main():
-        engine, prompts = SimulatedEngine(slots=50), Prompts()
-        many = rollout(oversampling=3, order="completion", unfinished="continue")
-        first = Sampler(engine, coin_grader(0.5), prompts, many, groups_per_step=4)
-        await first.collect(0)
-        second = Sampler(engine, coin_grader(0.5), prompts, rollout(unfinished="continue"), groups_per_step=1)
-        second.restore({**first.state(), "surplus": []})
-        waiting = [pending["group"]["prompt"]["id"] for pending in first.state()["unfinished"]]
-        assert len(waiting) > 2
-        task = asyncio.ensure_future(second.collect(1))
-        await asyncio.sleep(0.01)
+    engine = Stubborn(slots=50, token_seconds=600)
+    sampler = Sampler(engine, coin_grader(0.5), Prompts(), rollout(), groups_per_step=4)
+    task = asyncio.ensure_future(sampler.collect(0))
+    for _ in range(2):
+        await asyncio.sleep(5)
         task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert [group["prompt"]["id"] for group in carried(second)] == waiting
-
-    run_virtually(main())
-
-
-def test_the_state_cannot_be_read_while_a_batch_is_collected():
-    async def main():
-        sampler = Sampler(SimulatedEngine(), coin_grader(0.5), Prompts(), rollout(), groups_per_step=4)
-        task = asyncio.ensure_future(sampler.collect(0))
-        await asyncio.sleep(0.1)
-        with pytest.raises(RuntimeError, match="while a batch is being collected"):
-            sampler.state()
-        with pytest.raises(RuntimeError, match=r"collect\(1\) was called while another batch"):
-            await sampler.collect(1)
+    with pytest.raises(asyncio.CancelledError):
         await task
-        assert sampler.state()["next_serial"] >= 4
+    assert [group["prompt"]["id"] for group in carried(sampler)] == ["p0", "p1", "p2", "p3"]
+    await asyncio.sleep(0.1)
+    assert engine.running == 0
 
-    run_virtually(main())
+
+@virtually
+async def test_carried_over_groups_that_have_not_started_survive_a_cancellation():
+    engine, prompts = SimulatedEngine(slots=50), Prompts()
+    many = rollout(oversampling=3, order="completion", unfinished="continue")
+    first = Sampler(engine, coin_grader(0.5), prompts, many, groups_per_step=4)
+    await first.collect(0)
+    second = Sampler(engine, coin_grader(0.5), prompts, rollout(unfinished="continue"), groups_per_step=1)
+    second.restore({**first.state(), "surplus": []})
+    waiting = [pending["group"]["prompt"]["id"] for pending in first.state()["unfinished"]]
+    assert len(waiting) > 2
+    task = asyncio.ensure_future(second.collect(1))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert [group["prompt"]["id"] for group in carried(second)] == waiting
+
+
+@virtually
+async def test_the_state_cannot_be_read_while_a_batch_is_collected():
+    sampler = Sampler(SimulatedEngine(), coin_grader(0.5), Prompts(), rollout(), groups_per_step=4)
+    task = asyncio.ensure_future(sampler.collect(0))
+    await asyncio.sleep(0.1)
+    with pytest.raises(RuntimeError, match="while a batch is being collected"):
+        sampler.state()
+    with pytest.raises(RuntimeError, match=r"collect\(1\) was called while another batch"):
+        await sampler.collect(1)
+    await task
+    assert sampler.state()["next_serial"] >= 4

@@ -10,7 +10,7 @@ from published_models import CONFIGS
 
 from megatron_dapo.cli import main
 from megatron_dapo.observe.metrics_file import MetricsFile, Record
-from megatron_dapo.planner.simulation.page import occupancy
+from megatron_dapo.planner.simulation.report import occupancy
 
 CONFIG = """
 policy: {model: model, micro_batch_tokens: 8192}
@@ -22,7 +22,7 @@ rollout:
   servers: {max_running: 32}
   weights: {transport: distributed}
 trainer: {prompts_per_step: 16, mini_batch_prompts: 8}
-slurm: {mode: disaggregated, nodes: 2, engine_nodes: 1, gpus_per_node: 2}
+slurm: {nodes: 2, engine_nodes: 1, gpus_per_node: 2}
 """
 COMMAND = ["simulate", "run.yaml", "--steps", "3", "--gpu", "h200"]
 
@@ -62,7 +62,7 @@ def test_a_sweep_ranks_every_combination(capsys):
 def test_impossible_settings_are_named(capsys):
     assert main([*COMMAND, "--sweep", "policy.tensor_parallel=1,3,4"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "tensor_parallel 3: run.yaml: policy: tensor_parallel is 3, which must divide" in said
+    assert "tensor_parallel 3: policy.tensor_parallel is 3, but the model has" in said
     assert "tensor_parallel 4: 2 ranks cannot hold" in said
     assert main([*COMMAND, "--sweep", "policy.tensor_parallel"]) == 2
     assert "expected KEY=VALUE" in capsys.readouterr().err

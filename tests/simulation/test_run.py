@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from megatron_dapo.config.rollout import RolloutConfig, SamplerConfig
-from megatron_dapo.planner.decoding import DecodeModel, decode_model
 from megatron_dapo.planner.generation import Fleet, generate
 from megatron_dapo.planner.hardware import Cluster, find_gpu
 from megatron_dapo.planner.published import published_shapes
+from megatron_dapo.planner.server_model import DecodeModel, decode_model
 from megatron_dapo.planner.simulation.run import Setting, simulate
 from megatron_dapo.planner.workload import Workload
 

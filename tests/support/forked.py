@@ -17,7 +17,7 @@ from tiny_run import environment
 from megatron_dapo import fault_points
 from megatron_dapo.config import check_config, parse_config
 from megatron_dapo.errors import UserError
-from megatron_dapo.observe.metric_names import is_wall_clock
+from megatron_dapo.observe.metrics_file import is_wall_clock
 from megatron_dapo.trainer.loop import train
 from megatron_dapo.weights.verify import verify
 

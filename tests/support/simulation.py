@@ -7,7 +7,7 @@ import contextlib
 import json
 import random
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 
 import numpy as np
 import pytest
@@ -30,6 +30,16 @@ from megatron_dapo.types import (
     as_tokens,
     json_default,
 )
+
+
+def virtually(test):
+    """Runs an async test on a virtual clock."""
+
+    @wraps(test)
+    def run(*args, **kwargs):
+        run_virtually(test(*args, **kwargs))
+
+    return run
 
 
 def response_of(seed: int, longest: int) -> tuple[list[int], list[float]]:

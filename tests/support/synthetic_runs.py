@@ -89,7 +89,7 @@ def make_run(folder: Path, steps: int = 120, seed: int = 0, *, clip_higher: bool
             records.append(Record(step, EVAL, {f"eval/held_out/{name}": value for name, value in scores.items()}))
         if transcripts.is_due(step, 20):
             chosen = transcripts.choose(step, make_groups(step, HOSTILE if hostile else ""), 2, 4)
-            transcripts.write(folder / "samples", step, chosen)
+            transcripts.write(folder / "samples", chosen)
     (folder / "metrics.jsonl").write_text("".join(record.to_line() for record in records))
     config = {
         "policy": {"model": "models/qwen", "optimizer": {"lr": 1e-6}},

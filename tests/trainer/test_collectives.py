@@ -23,8 +23,11 @@ from megatron_dapo.trainer import loop
 from megatron_dapo.trainer.collectives import BULK, Collectives, DriverError
 from megatron_dapo.trainer.signals import Stopped, StopSignal
 
-NOWHERE, ON_CPU, ON_DEVICE = range(3)
-CALLS = ("all_reduce", "broadcast", "send", "recv", "barrier", "all_gather_object", "broadcast_object_list")
+ON_CPU, ON_DEVICE = "CPU", "device"
+CALLS = (
+    "all_reduce", "all_gather_into_tensor", "batch_isend_irecv", "broadcast", "recv", "send",
+    "barrier", "all_gather_object", "broadcast_object_list",
+)  # fmt: skip
 
 
 def joined(policy, **options):
@@ -32,19 +35,16 @@ def joined(policy, **options):
     return dataclasses.replace(initialize(policy, **options), control=dist.new_group(backend="gloo"))
 
 
-def note_calls(runtime, enter, leave=lambda: None):
-    """Every call of torch.distributed enters with ON_CPU or ON_DEVICE and then leaves."""
+def note_calls(runtime, note):
+    """Every call of torch.distributed is noted first: ON_CPU or ON_DEVICE."""
 
     def noted(call):
         def wrapper(*args, **options):
             groups = [arg for arg in (*args, *options.values()) if isinstance(arg, dist.ProcessGroup)]
             tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
             on_cpu = groups == [runtime.control] and all(tensor.device.type == "cpu" for tensor in tensors)
-            enter(ON_CPU if on_cpu else ON_DEVICE)
-            try:
-                return call(*args, **options)
-            finally:
-                leave()
+            note(ON_CPU if on_cpu else ON_DEVICE)
+            return call(*args, **options)
 
         return wrapper
 
@@ -96,7 +96,7 @@ def use_everything(rendezvous):
     assert np.array_equal(sharing.share_array(large if mine else None), large)
     everyone = sharing.scatter_array(large if mine else None, np.array([0, BULK // 2, BULK]), [[0], [1]])
     assert np.array_equal(everyone[BULK // 2 :], large[BULK // 2 :])
-    return [list(part) for part in np.split(calls, np.flatnonzero(np.array(calls) == ON_CPU))[1:]]
+    return [list(part) for part in np.split(np.array(calls), np.flatnonzero(np.array(calls) == ON_CPU))[1:]]
 
 
 def test_only_large_arrays_use_the_device_and_only_after_all_ranks_have_arrived():
@@ -124,8 +124,8 @@ def test_a_waiting_rank_uses_less_than_five_percent_of_a_core():
 
 # ---- a whole run ----
 
-where = multiprocessing.Value("i", NOWHERE)  # rank 1 is in a call of this kind
-caught = multiprocessing.Value("i", 0)  # looks of rank 0
+device_calls = multiprocessing.Array("i", 2)  # that each rank has begun
+looks = multiprocessing.Value("i", 0)
 MOMENTS = (
     ("rollouts/before_collect", 1), ("rollouts/sampling", 5), ("rollouts/evaluating", 3), ("sync/before_bucket", 1),
     ("sync/before_serve", 1), ("checkpoint/before_write", 1), ("rollouts/before_collect", 2),
@@ -133,29 +133,31 @@ MOMENTS = (
 
 
 def rank(rendezvous, raw):
-    """Rank 0 pauses at each of MOMENTS and looks where rank 1 waits for it."""
+    """Rank 0 pauses at each of MOMENTS. Rank 1 must not have begun a device's call that rank 0 has not begun."""
 
     def look():
         time.sleep(0.5)
-        caught.value += 1
-        assert where.value != ON_DEVICE, "rank 1 waits in a call of the device's group"
+        looks.value += 1
+        assert device_calls[1] <= device_calls[0], "rank 1 waits in a call of the device's group"
+
+    def count(kind):
+        device_calls[rendezvous.rank] += kind == ON_DEVICE
 
     def initialized(*args, **options):
         runtime = joined(*args, **options)
-        if rendezvous.rank == 1:
-            note_calls(runtime, lambda kind: setattr(where, "value", kind), lambda: setattr(where, "value", NOWHERE))
+        note_calls(runtime, count)
         return runtime
 
     loop.initialize = initialized
     if rendezvous.rank == 0:
-        for name, count in MOMENTS:
-            fault_points.on(name, look, count=count)
+        for name, arrival in MOMENTS:
+            fault_points.on(name, look, count=arrival)
     parsed = parse_config(raw)
     return loop.train(parsed, check_config(parsed, rendezvous.world_size), rendezvous)
 
 
 def test_while_rank_0_works_alone_the_others_wait_on_the_cpu(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
-    caught.value = 0
-    assert run_ranks(2, rank, evaluated_config(tmp_path / "model", tmp_path / "run", 2)) == [0, 0]
-    assert caught.value == len(MOMENTS)
+    raw = evaluated_config(tmp_path / "model", tmp_path / "run", 2, policy__tensor_parallel=2)
+    assert run_ranks(2, rank, raw) == [0, 0]
+    assert looks.value == len(MOMENTS) and device_calls[0] == device_calls[1] > 0

@@ -85,8 +85,6 @@ def test_teacher_log_probs_are_part_of_a_state():
     one, two = hand_made().samples[0], hand_made().samples[3]
     assert Sample.from_state(one.to_state()).teacher_logprobs.tolist() == [-0.5, -4.0]
     assert Sample.from_state(two.to_state()).teacher_logprobs is None
-    old = {name: value for name, value in one.to_state().items() if name != "teacher_logprobs"}
-    assert Sample.from_state(old).teacher_logprobs is None
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ MOMENTS = {
     "first update of a step": ("loop/before_update", 5),
     "second update of a step": ("loop/before_update", 6),
     "old log-probs": ("loop/before_log_probs", 3),
-    "sending weights": ("sync/before_bucket", 4),
+    "sending weights": ("sync/before_bucket", 2),
     "weights sent but not served": ("sync/before_serve", 2),
     "evaluation after the save": ("rollouts/evaluating", 18),
     "saving: nothing is copied": ("checkpoint/before_stage", 2),

@@ -1,8 +1,8 @@
-"""Weight sync in the main thread: calls run in the thread that waits, and no rank is left behind in a bucket."""
+"""Weight sync in the main thread: no rank is left behind in a bucket."""
 
+import asyncio
 import threading
-import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,63 +12,9 @@ from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.errors import EngineError
 from megatron_dapo.policy.megatron.runtime import initialize
 from megatron_dapo.processes.fork_ranks import run_ranks
-from megatron_dapo.sync.caller_thread import CallerThread
 from megatron_dapo.trainer.collectives import Collectives, DriverError
 from megatron_dapo.trainer.signals import StopSignal
 from megatron_dapo.trainer.weight_sync import WeightSync
-
-SECONDS = 30.0  # more than any of this takes
-
-
-# ---- CallerThread ----
-
-
-def test_calls_run_in_the_thread_that_waits_and_in_their_order():
-    caller, ran = CallerThread(), []
-
-    def work():
-        first = caller.submit(lambda: ran.append(threading.get_ident()) or "one")
-        second = caller.submit(lambda x, y: ran.append(threading.get_ident()) or x + y, 1, y=2)
-        return first.result(SECONDS), second.result(SECONDS)
-
-    with ThreadPoolExecutor(1) as other:
-        done = other.submit(work)
-        done.add_done_callback(caller.wake)
-        assert caller.run(until=done.done, timeout=SECONDS)
-        assert done.result() == ("one", 3)
-    assert ran == [threading.get_ident()] * 2
-
-
-def test_an_error_of_a_call_goes_to_its_future_and_not_to_the_waiting_thread():
-    caller = CallerThread()
-    failing, after = caller.submit(lambda: 1 / 0), caller.submit(lambda: "after")
-    assert caller.run(until=after.done, timeout=SECONDS)
-    assert isinstance(failing.exception(0), ZeroDivisionError) and after.result(0) == "after"
-
-
-def test_a_cancelled_call_does_not_run():
-    caller, ran = CallerThread(), []
-    cancelled, after = caller.submit(ran.append, 1), caller.submit(ran.append, 2)
-    assert cancelled.cancel()
-    assert caller.run(until=after.done, timeout=SECONDS) and ran == [2]
-
-
-def test_waiting_ends_at_its_timeout_or_when_it_is_woken():
-    caller = CallerThread()
-    began = time.monotonic()
-    assert not caller.run(until=lambda: False, timeout=0.05)
-    done = threading.Event()
-
-    def finish():
-        done.set()
-        caller.wake()
-
-    threading.Timer(0.05, finish).start()
-    assert caller.run(until=done.is_set, timeout=SECONDS)  # nobody submits a call
-    assert time.monotonic() - began < SECONDS / 2
-
-
-# ---- WeightSync ----
 
 
 class Buckets:
@@ -90,30 +36,20 @@ class Engine:
     def __init__(self, wanted, error=None):
         self.wanted, self.error, self.loaded, self.threads = wanted, error, [], set()
 
-    def load_weights(self, version, buckets, caller):
-        def produce():
-            self.threads.add(threading.current_thread())
-            return next(buckets, None)
+    def load_weights(self, version, stream):
+        return ThreadPoolExecutor(1).submit(lambda: asyncio.run(self._load(stream)))
 
-        def work():
+    async def _load(self, stream):
+        if self.wanted:
+            stream.open(lambda bucket: self.threads.add(threading.current_thread()))
             for _ in range(self.wanted):
-                bucket = caller.submit(produce).result(SECONDS)
-                if bucket is None:
+                try:
+                    bucket, _ = await anext(stream)
+                except StopAsyncIteration:
                     break
                 self.loaded.append(float(bucket[0][1][0]))
-            if self.error is not None:
-                raise self.error
-
-        future = Future()
-
-        def run():
-            try:
-                future.set_result(work())
-            except EngineError as error:
-                future.set_exception(error)
-
-        threading.Thread(target=run, daemon=True).start()
-        return future
+        if self.error is not None:
+            raise self.error
 
 
 def send(rendezvous, wanted, error):

@@ -9,9 +9,10 @@ from safetensors.torch import load_file, save_file
 
 from megatron_dapo.config import ConfigError, ModelShape
 from megatron_dapo.errors import UserError
-from megatron_dapo.weights.check import check_megatron_checkpoint, check_model_directory
 from megatron_dapo.weights.convert import hf_to_megatron
-from megatron_dapo.weights.formats import hf_reader
+from megatron_dapo.weights.formats import readers
+from megatron_dapo.weights.formats.megatron_reader import open_megatron
+from megatron_dapo.weights.locate import check_model_directory
 
 UP = "model.layers.1.mlp.up_proj.weight"
 
@@ -30,27 +31,21 @@ def sharded(copy_of):
 
 
 def test_a_complete_directory_gives_its_shape_without_reading_tensors(sharded, monkeypatch):
-    monkeypatch.setattr(hf_reader, "map_file", lambda path: pytest.fail("a weight file was mapped"))
-    monkeypatch.setattr(hf_reader.mmap, "mmap", lambda *_, **__: pytest.fail("a weight file was mapped"))
+    monkeypatch.setattr(readers, "map_file", lambda path: pytest.fail("a weight file was mapped"))
+    monkeypatch.setattr(readers.mmap, "mmap", lambda *_, **__: pytest.fail("a weight file was mapped"))
     assert check_model_directory(sharded) == ModelShape.from_dir(sharded)
 
 
 def test_a_model_directory_is_checked_without_torch(sharded):
-    script = f"import sys; from megatron_dapo.weights.check import check_model_directory as c; c({str(sharded)!r})"
+    script = f"import sys; from megatron_dapo.weights.locate import check_model_directory as c; c({str(sharded)!r})"
     subprocess.run([sys.executable, "-c", f"{script}; assert 'torch' not in sys.modules"], check=True)
 
 
 def damage(folder, change):
     match change:
-        case "config":
+        case dict():
             config = json.loads((folder / "config.json").read_text())
-            (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": "three"}))
-        case "layers":
-            config = json.loads((folder / "config.json").read_text())
-            (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 6}))
-        case "ffn":
-            config = json.loads((folder / "config.json").read_text())
-            (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 95}))
+            (folder / "config.json").write_text(json.dumps(config | change))
         case "files":
             (folder / "model-2-of-3.safetensors").unlink()
             (folder / "model-3-of-3.safetensors").unlink()
@@ -67,9 +62,12 @@ def damage(folder, change):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ("config", ["'num_hidden_layers' must be a positive integer (found 'three')"]),
-        ("layers", ["missing tensors model.layers.4.", " and 19 more"]),
-        ("ffn", ["mlp.gate_proj.weight: shape (96, 64), but config.json says (95, 64)", "12 tensors in all"]),
+        ({"num_hidden_layers": "three"}, ["'num_hidden_layers' must be a positive integer (found 'three')"]),
+        ({"num_hidden_layers": 6}, ["missing tensors model.layers.4.", " and 19 more"]),
+        (
+            {"intermediate_size": 95},
+            ["mlp.gate_proj.weight: shape (96, 64), but config.json says (95, 64)", "12 tensors in all"],
+        ),
         ("files", ["model-2-of-3.safetensors is missing", "2 files are missing", "model-3-of-3.safetensors"]),
         ("truncated", ["model-1-of-3.safetensors: truncated inside tensor"]),
         ("index", ["model.safetensors.index.json: damaged index"]),
@@ -88,18 +86,18 @@ def test_a_directory_that_does_not_exist_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match="is not a HF model directory"):
         check_model_directory(tmp_path / "none")
     with pytest.raises(UserError, match="is not a directory; expected a checkpoint"):
-        check_megatron_checkpoint(tmp_path / "none", None)
+        open_megatron(tmp_path / "none", None)
 
 
 def test_a_checkpoint_is_checked_against_the_model(models, tmp_path):
     checkpoint, shape = tmp_path / "megatron", ModelShape.from_dir(models["qwen2"])
     hf_to_megatron(models["qwen2"], checkpoint)
-    check_megatron_checkpoint(checkpoint, shape)
+    open_megatron(checkpoint, shape)
     with pytest.raises(UserError, match=r"linear_qkv.*\(4, 128, 64\), but .*config\.json says \(4, 256, 64\)"):
-        check_megatron_checkpoint(checkpoint, ModelShape.from_dir(models["qwen3"]))
+        open_megatron(checkpoint, ModelShape.from_dir(models["qwen3"]))
     file = next(checkpoint.rglob("*.distcp"))
     file.rename(tmp_path / "away")
     with pytest.raises(UserError, match=rf"{file.name} is missing, but \.metadata places tensor"):
-        check_megatron_checkpoint(checkpoint, shape)
+        open_megatron(checkpoint, shape)
     with pytest.raises(UserError, match="is a HF model; expected a Megatron checkpoint"):
-        check_megatron_checkpoint(models["qwen2"], shape)
+        open_megatron(models["qwen2"], shape)

@@ -10,9 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from megatron_dapo.files import safetensors_header
 from megatron_dapo.weights import copy
-from megatron_dapo.weights.copy import copy_tensors
-from megatron_dapo.weights.formats.hf_reader import HFReader
-from megatron_dapo.weights.output_file import OutputFile, RowRange, TensorWrite
+from megatron_dapo.weights.copy import OutputFile, RowRange, TensorWrite, copy_tensors
+from megatron_dapo.weights.formats.readers import HFReader
 
 # Odd sizes: elements of b and c lie across the ends of blocks.
 TENSORS = {
@@ -34,9 +33,9 @@ def copied(folder, dtypes=None, reverse=False):
         writes.append(TensorWrite(0, at, types[name], tuple(ranges)))
         at += tensor.numel() * types[name].itemsize
     out = folder / "out"
-    result = copy_tensors(source, writes, [OutputFile(out, at, header)], workers=2)
+    not_finite, _ = copy_tensors(source, writes, [OutputFile(out, at, header)], workers=2)
     assert out.stat().st_size == at
-    return load_file(out), result.not_finite
+    return load_file(out), not_finite
 
 
 @pytest.fixture

@@ -9,10 +9,9 @@ import time
 
 import pytest
 
-from megatron_dapo.weights import command, convert, copy, output_file
+from megatron_dapo.weights import command, convert, copy
 from megatron_dapo.weights.convert import hf_to_megatron, megatron_to_hf
-from megatron_dapo.weights.copy import CopyGroup
-from megatron_dapo.weights.destination import new_directory
+from megatron_dapo.weights.destination import CopyGroup, new_directory
 from megatron_dapo.weights.formats import torch_dist_writer
 from megatron_dapo.weights.mapping import WeightsError
 from megatron_dapo.weights.verify import verify
@@ -137,7 +136,7 @@ def rank_main(rank, source, out):
     environment = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": str(rank)}
     os.environ.update(environment)
     with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.redirect_stderr(said):
-        code = command.hf_to_megatron(str(source), str(out / "m"), None, False, False, workers=1)
+        code = command.hf_to_megatron(str(source), str(out / "m"), allow_nan=False, workers=1)
     megatron_to_hf(out / "m", out / "hf", workers=1, max_shard=60_000)
     (out / f"said_{rank}").write_text(said.getvalue())
     os._exit(code)
@@ -161,9 +160,7 @@ def test_tasks_of_one_step_share_a_conversion(models, tmp_path, monkeypatch):
     exit code of another rank could make srun end rank 0 before."""
     monkeypatch.setattr(torch_dist_writer, "MAX_FILE", 60_000)
     monkeypatch.setattr(convert.HFReader, "where", lambda self, name: "x")
-    monkeypatch.setattr(
-        output_file, "_all_finite", lambda data: data.numel() != 64 * 96 or os.environ["SLURM_PROCID"] != "2"
-    )
+    monkeypatch.setattr(copy, "_all_finite", lambda data: data.numel() != 64 * 96 or os.environ["SLURM_PROCID"] != "2")
     assert in_ranks(3, rank_main, models["qwen2"], tmp_path) == [command.NOT_FINITE, 0, 0], [
         p.read_text() for p in tmp_path.glob("error_*")
     ]

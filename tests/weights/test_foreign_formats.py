@@ -10,25 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_model_weights import build_policy
+from test_safe_pickle import Evil
 
 from megatron_dapo.cli import main
 from megatron_dapo.errors import UserError
 from megatron_dapo.processes.fork_ranks import run_ranks
-from megatron_dapo.weights.check import check_model_directory
 from megatron_dapo.weights.convert import hf_to_megatron, megatron_to_hf
-from megatron_dapo.weights.formats.hf_reader import HFReader
-from megatron_dapo.weights.formats.mapped_file import map_file
-from megatron_dapo.weights.locate import locate
+from megatron_dapo.weights.formats.readers import HFReader, map_file
+from megatron_dapo.weights.locate import check_model_directory, locate
 from megatron_dapo.weights.mapping import WeightsError
 from megatron_dapo.weights.verify import verify
-
-
-class Evil:
-    def __init__(self, proof):
-        self.proof = proof
-
-    def __reduce__(self):
-        return os.system, (f"touch {self.proof}",)
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +143,10 @@ def test_legacy_checkpoints_export(models, tmp_path, kind, world, options):
 def test_legacy_checkpoints_run_no_code(models, tmp_path):
     folder = tmp_path / "run" / "mp_rank_00"
     folder.mkdir(parents=True)
-    torch.save({"checkpoint_version": 3.0, "model": {}, "x": Evil(tmp_path / "proof")}, folder / "model_optim_rng.pt")
+    torch.save(
+        {"checkpoint_version": 3.0, "model": {}, "x": Evil(os.system, f"touch {tmp_path / 'proof'}")},
+        folder / "model_optim_rng.pt",
+    )
     with pytest.raises(UserError, match=r"model_optim_rng\.pt: refused or damaged: it asks for posix.system"):
         megatron_to_hf(tmp_path / "run", tmp_path / "out", reference=models["qwen2"])
     assert not (tmp_path / "proof").exists()
@@ -198,7 +192,7 @@ def test_pytorch_bin_files_run_no_code_and_damage_is_named(models, tmp_path):
     folder = as_bin(models["qwen3"], tmp_path / "bin", 2)
     file = folder / "pytorch_model-00001-of-00002.bin"
     whole = file.read_bytes()
-    torch.save({"x": Evil(tmp_path / "proof")}, file)
+    torch.save({"x": Evil(os.system, f"touch {tmp_path / 'proof'}")}, file)
     for content, said in (
         (file.read_bytes(), "it asks for posix.system"), (whole[:-500], "truncated"), (b"", "is empty"),
         (b"version https://git-lfs.github.com/spec/v1", "Git LFS pointer"),
@@ -241,15 +235,20 @@ def test_computed_buffers_are_ignored_and_a_bias_of_the_output_is_explained(mode
         hf_to_megatron(with_tensors(models["qwen2"], tmp_path / "llama", **bias), tmp_path / "out")
 
 
-def test_a_stored_copy_of_a_tied_head_is_restored(models, tmp_path):
+def test_a_stored_copy_of_a_tied_head_is_restored_if_it_is_one(models, tmp_path):
     head = load_file(models["qwen2-tied"] / "model.safetensors")["model.embed_tokens.weight"].clone()
     folder = with_tensors(models["qwen2-tied"], tmp_path / "hf", lm_head__weight=head)
     hf_to_megatron(folder, tmp_path / "megatron")
+    assert verify(models["qwen2-tied"], tmp_path / "megatron").same
     megatron_to_hf(tmp_path / "megatron", tmp_path / "again")
     assert torch.equal(HFReader(tmp_path / "again")["lm_head.weight"], head)
     assert set(HFReader(tmp_path / "again")) == set(HFReader(folder))
     megatron_to_hf(tmp_path / "megatron", tmp_path / "plain", reference=models["qwen2-tied"])
     assert "lm_head.weight" not in HFReader(tmp_path / "plain")
+    other = with_tensors(models["qwen2-tied"], tmp_path / "other", lm_head__weight=head + 1)
+    with pytest.raises(WeightsError, match=r"lm_head\.weight differs from the embedding"):
+        hf_to_megatron(other, tmp_path / "no")
+    assert not (tmp_path / "no").exists()
 
 
 def test_side_files_travel_and_others_are_named(models, tmp_path, capsys):
@@ -268,11 +267,12 @@ def test_side_files_travel_and_others_are_named(models, tmp_path, capsys):
 
 
 def test_long_context_attention_converts_and_is_named(models, tmp_path):
-    """YaRN, sliding windows and dual-chunk attention do not change the weights; training refuses sliding windows."""
+    """YaRN, sliding windows and dual-chunk attention do not change the weights; training refuses sliding windows. They
+    and keys that the converter does not know stay in config.json."""
     folder = shutil.copytree(models["qwen2"], tmp_path / "hf")
     config = json.loads((folder / "config.json").read_text()) | {
         "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6}, "use_sliding_window": True,
-        "dual_chunk_attention_config": {"chunk_size": 262144},
+        "dual_chunk_attention_config": {"chunk_size": 262144}, "something_new": [1, 2],
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
     report = hf_to_megatron(folder, tmp_path / "megatron")
@@ -301,13 +301,3 @@ def test_a_file_larger_than_the_memory_is_mapped(tmp_path):
         with pytest.raises(OSError, match="memory"), (tmp_path / "sparse").open("rb") as file:
             mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     assert map_file(tmp_path / "sparse")[size - 1] == 0
-
-
-def test_the_reference_decides_the_format_of_config_json(models, tmp_path):
-    """Keys that the converter does not know, such as those of long-context attention, stay in config.json."""
-    folder = shutil.copytree(models["qwen2"], tmp_path / "hf")
-    config = json.loads((folder / "config.json").read_text()) | {"something_new": [1, 2]}
-    (folder / "config.json").write_text(json.dumps(config))
-    hf_to_megatron(folder, tmp_path / "megatron")
-    megatron_to_hf(tmp_path / "megatron", tmp_path / "again")
-    assert json.loads((tmp_path / "again/config.json").read_text()) == config

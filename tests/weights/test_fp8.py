@@ -8,17 +8,17 @@ from safetensors.torch import load_file
 
 from megatron_dapo.cli import main
 from megatron_dapo.config import ConfigError, parse_config
-from megatron_dapo.engines.sglang.weights.snapshot import Snapshot
-from megatron_dapo.engines.sglang.weights.transports import WeightManifest
+from megatron_dapo.engines.sglang.transports import WeightManifest
 from megatron_dapo.policy.megatron.runtime import initialize
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.processes.fork_ranks import run_ranks
 from megatron_dapo.selfcheck.cases import LayoutSpec, selfcheck_config
 from megatron_dapo.selfcheck.synthetic import random_hf_weights, synthetic_shape
-from megatron_dapo.sync.bucket import flat_size
-from megatron_dapo.weights.formats.hf_reader import HFReader
+from megatron_dapo.sync.snapshot import Snapshot
+from megatron_dapo.weights.formats.readers import HFReader
 from megatron_dapo.weights.fp8 import SCALE, dequantise, is_quantised, quantise
 from megatron_dapo.weights.fp8_checkpoint import check_fp8_directory, hf_to_fp8
+from megatron_dapo.weights.tensor_spec import flat_size
 
 
 def by_hand(weight):
@@ -178,5 +178,5 @@ def test_the_command_refuses_what_it_cannot_serve(models, served, tmp_path, caps
         {"weights": {"quantization": "fp8"}},
         {"weights": {"quantization": "fp8"}, "servers": {"model": "x"}, "engine": "embedded"},
     ):
-        with pytest.raises(ConfigError, match=r"it needs engine sglang, servers\.model"):
+        with pytest.raises(ConfigError, match=r"it needs engine sglang and servers\.model"):
             parse_config({"rollout": rollout})

@@ -18,9 +18,17 @@ from megatron_dapo.policy.policy import Policy
 from megatron_dapo.processes.fork_ranks import run_ranks
 from megatron_dapo.selfcheck.synthetic import awkward_batch, random_hf_weights
 from megatron_dapo.weights.convert import hf_to_megatron, megatron_to_hf
-from megatron_dapo.weights.formats.hf_reader import HFReader
-from megatron_dapo.weights.mapping import WeightsError, hf_tensors, megatron_tensor, parameter_mappings, shard, unshard
-from megatron_dapo.weights.model_weights import RankPosition, live_mappings, load_hf_weights
+from megatron_dapo.weights.formats.readers import HFReader
+from megatron_dapo.weights.mapping import WeightsError, parameter_mappings
+from megatron_dapo.weights.model_weights import (
+    RankPosition,
+    hf_tensors,
+    live_mappings,
+    load_hf_weights,
+    megatron_tensor,
+    shard,
+    unshard,
+)
 from megatron_dapo.weights.verify import verify
 
 LENGTHS = np.array([13, 29, 7])

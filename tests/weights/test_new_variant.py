@@ -14,9 +14,9 @@ from megatron_dapo.policy.megatron.runtime import initialize
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.processes.fork_ranks import run_ranks
 from megatron_dapo.weights import mapping
-from megatron_dapo.weights.check import check_model_directory
 from megatron_dapo.weights.convert import hf_to_megatron, megatron_to_hf
-from megatron_dapo.weights.formats.hf_reader import HFReader
+from megatron_dapo.weights.formats.readers import HFReader
+from megatron_dapo.weights.locate import check_model_directory
 from megatron_dapo.weights.mapping import hf_shapes
 from megatron_dapo.weights.verify import verify
 

@@ -23,9 +23,8 @@ from megatron_dapo.policy.megatron.optimizer_state import inner_optimizers
 from megatron_dapo.processes.fork_ranks import run_ranks
 from megatron_dapo.selfcheck.synthetic import awkward_batch
 from megatron_dapo.weights.convert import hf_to_megatron, megatron_to_hf
-from megatron_dapo.weights.formats.hf_reader import HFReader
-from megatron_dapo.weights.mapping import megatron_tensor, shard
-from megatron_dapo.weights.model_weights import live_mappings
+from megatron_dapo.weights.formats.readers import HFReader
+from megatron_dapo.weights.model_weights import live_mappings, megatron_tensor, shard
 from megatron_dapo.weights.verify import verify
 
 needs_megatron_lm = pytest.mark.skipif(

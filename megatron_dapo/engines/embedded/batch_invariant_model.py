@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megatron_dapo.engines.embedded.paged_cache import BEFORE, CURRENT, PAGE, LinearUpdate, PagedCache
-from megatron_dapo.engines.protocol import Bucket
 from megatron_dapo.errors import EngineError
+from megatron_dapo.sync.bucket import Bucket
 
 MODEL_TYPES = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 

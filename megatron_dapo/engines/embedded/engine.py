@@ -16,7 +16,6 @@ import concurrent.futures
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,16 +27,10 @@ from megatron_dapo.config.rollout import EmbeddedConfig, PauseMode
 from megatron_dapo.engines.embedded.batch_invariant_model import BatchInvariantModel, WeightLoader
 from megatron_dapo.engines.embedded.paged_cache import PAGE, PromptCache
 from megatron_dapo.engines.embedded.token_sampling import sample_tokens, uniform
-from megatron_dapo.engines.protocol import (
-    Bucket,
-    Capabilities,
-    Completion,
-    SamplingParams,
-    WeightReport,
-    WeightUpdateError,
-)
+from megatron_dapo.engines.protocol import Capabilities, Completion, SamplingParams, WeightReport, WeightUpdateError
 from megatron_dapo.errors import EngineError
-from megatron_dapo.sync.bucket import BucketReader
+from megatron_dapo.sync.bucket import Bucket
+from megatron_dapo.sync.bucket_stream import BucketStream
 from megatron_dapo.types import FinishReason, Tokens, WeightSpan, as_logprobs, as_tokens
 
 PADDING = SamplingParams(max_new_tokens=1, temperature=0.0)
@@ -171,7 +164,7 @@ class EmbeddedEngine:
                 raise EngineError(f"embedded engine: waited {STOP_TIMEOUT:.0f} s for running requests to stop")
             await asyncio.sleep(0.001)
 
-    async def load_weights(self, version: int, buckets: Iterable[Bucket], executor: Executor | None = None) -> None:
+    async def load_weights(self, version: int, buckets: Iterable[Bucket] | BucketStream) -> None:
         started = time.monotonic()
         with self._changed:
             self._updating, self._broken = True, ""
@@ -180,8 +173,8 @@ class EmbeddedEngine:
         await self._until(lambda: not self._computing)
         loader = WeightLoader(self._model.model)
         failure = ""
-        async with BucketReader(buckets, executor=executor) as reader:
-            async for bucket, _ in reader:
+        async with BucketStream.of(buckets).open() as stream:
+            async for bucket, _ in stream:
                 try:
                     failure = failure or loader.load(bucket)
                 except Exception as error:

@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from megatron_dapo.config.rollout import PauseMode, ServerConfig
 from megatron_dapo.engines.protocol import Capabilities, Completion, SamplingParams
 from megatron_dapo.engines.sglang.client_process import ClientProcess
@@ -29,7 +27,8 @@ from megatron_dapo.engines.sglang.http import (
     ServerFailure,
 )
 from megatron_dapo.engines.sglang.keys import Keys
-from megatron_dapo.engines.sglang.response_parser import GenerateCall, version_number
+from megatron_dapo.engines.sglang.response_parser import GenerateCall, input_logprobs, version_number
+from megatron_dapo.engines.sglang.server_state import ServerState
 from megatron_dapo.errors import EngineError
 from megatron_dapo.types import LogProbs, Tokens
 
@@ -37,14 +36,14 @@ log = logging.getLogger(__name__)
 
 OLDEST_VERSION = (0, 5, 17)
 MEMORY_TAGS = ("kv_cache", "weights")  # SGLang's names for the GPU memory that it can release
+EXPERT_LOADER = "megatron_dapo_experts.install"  # in in_server/
 FLATTENED = "flattened_bucket"  # SGLang's name for one block of bytes and the tensors in it
 HEALTH_SECONDS = 30.0  # SGLang's own health check gives up after 20
 ABORT_INTERVAL = 0.05  # seconds until requests that arrived after an abort are aborted
 
 
 class SGLangClient:
-    """`serves` is the weight version that this server may generate with, or None while it must get no requests.
-    `process` sends its generate requests; None: this process does."""
+    """`process` sends its generate requests; None: this process does. `in_flight` is the load balancer's."""
 
     def __init__(
         self, url: str, config: ServerConfig, *, keys: Keys | None = None, generate_url: str | None = None
@@ -53,27 +52,18 @@ class SGLangClient:
         connect = partial(Connection, api_key=keys.api, admin_key=keys.admin, timeout=config.control_timeout)
         self.connection = connect(url)
         self._generate = connect(generate_url) if generate_url else self.connection
-        self.name, self.config = self.connection.url, config
+        self.name = self.connection.url
+        self.config = config
+        self.state = ServerState()
         self._api_key = keys.api
         self.process: ClientProcess | None = None
-        self.serves: int | None = None
-        self.unavailable = ""  # why it serves nothing
         self.in_flight = 0
-        self.backoff_until, self.failures = 0.0, 0  # the load balancer's
-        self.suspect = False  # a request on it failed and it has not been checked since: it gets no new ones
-        self.last_completion = time.monotonic()
         self.tensor_parallel = 1
-        self.recovering = self.given_up = False  # its supervisor is working on it, or has ended it for good
         self.incarnation = 0  # counts the processes that have served at this URL, as far as was noticed
         self._labels: set[str] = set()  # what its version label can be if it is still the same process
         self._capabilities: Capabilities | None = None
         self._released: set[str] = set()  # memory tags that it has released
         self._paused = False  # and without requests
-
-    @property
-    def down(self) -> bool:
-        """Its supervisor has not brought it back, or never will."""
-        return (self.recovering or self.given_up) and self.serves is None
 
     # ---- what it is ----
 
@@ -89,10 +79,15 @@ class SGLangClient:
             raise EngineError(f"server {self.name} runs SGLang {version}; expected 0.5.17 or newer")
         self.tensor_parallel = int(info.get("tp_size") or 1)
         routed_experts = bool(info.get("enable_return_routed_experts"))
-        if self.config.routed_experts and not routed_experts:
+        if self.config.returns_experts and not routed_experts:
             raise EngineError(
-                f"server {self.name} does not report the experts of a token (rollout.servers.routed_experts): start it "
+                f"server {self.name} does not report the experts of a token (policy.routing_replay: engine): start it "
                 "with --enable-return-routed-experts"
+            )
+        if self.config.loads_packed_experts and EXPERT_LOADER not in (info.get("custom_weight_loader") or ()):
+            raise EngineError(
+                f"server {self.name} does not load packed experts (rollout.weights.pack_experts): start it with "
+                f"--custom-weight-loader {EXPERT_LOADER}, with our in_server folder in its PYTHONPATH"
             )
         try:
             paths = set((await self.connection.get("/openapi.json"))["paths"])
@@ -132,7 +127,10 @@ class SGLangClient:
     def restarted(self) -> None:
         """A new process serves at this URL: it is in no process group and holds all of its memory."""
         self.incarnation += 1
-        self._capabilities, self._released, self._labels, self._paused = None, set(), set(), False
+        self._capabilities = None
+        self._released = set()
+        self._labels = set()
+        self._paused = False
 
     # ---- generation ----
 
@@ -142,9 +140,7 @@ class SGLangClient:
             self._generate.url, self._api_key, self.name, request_id, prompt, _sampling(params),
             self.config.sample_seconds(params.max_new_tokens), params.routed_experts_from,
         )  # fmt: skip
-        completion = await (self.process.generate(call) if self.process else call.send(self._generate))
-        self.last_completion = time.monotonic()
-        return completion
+        return await (self.process.generate(call) if self.process else call.send(self._generate))
 
     async def reports_token_versions(self) -> bool:
         """Whether its replies name the weight version of every token, not only the last one."""
@@ -158,15 +154,7 @@ class SGLangClient:
             "input_ids": list(tokens), "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
             "return_logprob": True, "logprob_start_len": 0,
         }  # fmt: skip
-        reply = await self.connection.post("/generate", body)
-        try:
-            entries = reply["meta_info"]["input_token_logprobs"][1:]
-            found = np.array([entry[0] for entry in entries], dtype=np.float32)
-        except (KeyError, TypeError, IndexError) as error:
-            raise ServerFailure(f"server {self.name}: the reply to the log-prob probe lacks {error}") from error
-        if len(found) != len(tokens) - 1 or not np.isfinite(found).all():
-            raise ServerFailure(f"server {self.name}: the log-prob probe gave {found} for {len(tokens)} tokens")
-        return found
+        return input_logprobs(await self.connection.post("/generate", body), tokens[1:], f"server {self.name}")
 
     async def abort(self, request_id: str | None = None) -> None:
         """Repeatable: aborting a request that is gone does nothing."""
@@ -331,11 +319,12 @@ class SGLangClient:
         }  # fmt: skip
         await self._control("/update_weights_from_tensor", body, timeout)
 
-    async def install_loader(self, loader: str, timeout: float) -> None:
-        """Runs one of our modules in the server, which was started with --custom-weight-loader. Repeatable."""
+    async def install_expert_loader(self, timeout: float) -> None:
+        """Runs our module in the server, which was started with --custom-weight-loader. Repeatable."""
         nothing = base64.b64encode(pickle.dumps([])).decode()
         body = {
-            "serialized_named_tensors": [nothing] * self.tensor_parallel, "flush_cache": False, "load_format": loader,
+            "serialized_named_tensors": [nothing] * self.tensor_parallel, "flush_cache": False,
+            "load_format": EXPERT_LOADER,
         }  # fmt: skip
         await self._control("/update_weights_from_tensor", body, timeout)
 

@@ -16,21 +16,13 @@ import contextlib
 import logging
 import zlib
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from megatron_dapo.config.rollout import RolloutConfig
-from megatron_dapo.engines.protocol import (
-    Bucket,
-    Capabilities,
-    Completion,
-    ForeignWeightsError,
-    SamplingParams,
-    WeightReport,
-)
+from megatron_dapo.engines.protocol import Capabilities, Completion, ForeignWeightsError, SamplingParams, WeightReport
 from megatron_dapo.engines.sglang.client import SGLangClient
 from megatron_dapo.engines.sglang.http import (
     OutcomeUnknown,
@@ -42,10 +34,11 @@ from megatron_dapo.engines.sglang.http import (
 )
 from megatron_dapo.engines.sglang.load_balancer import LoadBalancer
 from megatron_dapo.engines.sglang.response_parser import UnfinishedUpdate, UnknownLabel
-from megatron_dapo.engines.sglang.supervision import Supervision, Unsupervised
-from megatron_dapo.engines.sglang.weights.snapshot import Snapshot
-from megatron_dapo.engines.sglang.weights.update import WeightUpdater
+from megatron_dapo.engines.sglang.weight_update import WeightUpdater
 from megatron_dapo.errors import EngineError
+from megatron_dapo.sync.bucket import Bucket
+from megatron_dapo.sync.bucket_stream import BucketStream
+from megatron_dapo.sync.snapshot import Snapshot
 from megatron_dapo.types import FinishReason, LogProbs, Tokens, as_logprobs, as_tokens
 
 log = logging.getLogger(__name__)
@@ -53,23 +46,47 @@ log = logging.getLogger(__name__)
 NO_SERVER_PATIENCE = 30.0
 
 
+class Supervision:
+    """Keeps servers working, as the fleet does. This one does nothing: a server that fails stays out until the next
+    weight update."""
+
+    def check(self, server: SGLangClient) -> None:
+        """A request on it failed: find out now whether it still works. Until then it gets no new requests."""
+
+    def recover(self, server: SGLangClient, cause: BaseException) -> None:
+        """It has failed: admit it again, or restart it. Returns at once; its state is RECOVERING until done."""
+
+    async def recovered(self) -> None:
+        """Waits until no server is being recovered: each one serves again, or cannot."""
+
+    async def end(self, servers: Sequence[SGLangClient]) -> list[SGLangClient]:
+        """Ends the processes of these servers, which frees their GPU memory; they are restarted when the engine has
+        the GPUs again. Returns the servers that are not ours to end."""
+        return list(servers)
+
+    async def stop(self) -> None:
+        """No more checks and restarts."""
+
+    async def close(self) -> None:
+        """Ends what was started."""
+
+
 class SGLangEngine:
     def __init__(
         self, servers: Sequence[SGLangClient], config: RolloutConfig, *, model: str = "", version: int = 0
     ) -> None:
         """`model` is the HF directory that servers were started with; disk updates copy its configuration files."""
-        self.servers, self.config, self._version = list(servers), config, version
+        self.servers = list(servers)
+        self.config = config
+        self._version = version
         self._sent_versions = {0, version}  # 0: the weights that a server starts with
         self.snapshot = Snapshot(config.weights.directory, model)
         self._update = WeightUpdater(config.weights, self.snapshot)
         self.patience = NO_SERVER_PATIENCE  # how long a request waits for any server to serve; the fleet raises it
-        self.supervision: Supervision = Unsupervised()
-        self._balancer = LoadBalancer(
-            self.servers, config.servers.max_running, lambda: self.supervision.recovering() and not self.memory_released
-        )
+        self.supervision: Supervision = Supervision()
+        self._balancer = LoadBalancer(self.servers, config.servers.max_running)
         self._changing = asyncio.Lock()  # held while servers change weights or memory: two updates at once end SGLang
         self._epoch = 0  # counts the times that all requests were aborted
-        self.memory_released = False  # the trainer has the GPUs
         self._updating = False  # between the start of `load_weights` and the end of the update
         self._running: dict[str, tuple[SGLangClient, str]] = {}  # request -> its server, and its name there
         self._aborted: set[str] = set()
@@ -98,6 +115,11 @@ class SGLangEngine:
         return self.config.servers.max_running * len(self.servers)
 
     @property
+    def memory_released(self) -> bool:
+        """Whether the trainer has the GPUs."""
+        return self._balancer.memory_released
+
+    @property
     def gpus_in_use(self) -> bool:
         """Whether a trainer on the same GPUs needs memory that a starting server would take."""
         return self.memory_released or (self.config.servers.share_gpus and self._updating)
@@ -117,7 +139,7 @@ class SGLangEngine:
         while True:
             async with self._changing:
                 if self._update.loaded is None:
-                    if server.serves != self._version:
+                    if not server.state.serves(self._version):
                         await self._admit(server)
                     break
             await asyncio.sleep(0.05)  # between load and serve the trainer may still use the KV cache's memory
@@ -132,13 +154,13 @@ class SGLangEngine:
             held = None
         if held != self._version:
             if not self.snapshot.exists:
-                server.unavailable = f"it holds weight version {held}, current is {self._version}"
+                server.state.withdrawn(f"it holds weight version {held}, current is {self._version}")
                 return
             await self._update.from_snapshot(self._version, server)
         else:
             await server.resume()  # a pause whose reply was lost may have left it paused
         await self._check_pause_mode(server)
-        server.serves, server.unavailable, server.backoff_until, server.failures = self._version, "", 0.0, 0
+        server.state.served(self._version)
 
     async def _check_pause_mode(self, server: SGLangClient) -> None:
         mode = self.config.weights.pause_mode
@@ -150,8 +172,8 @@ class SGLangEngine:
 
     def _fail(self, server: SGLangClient, cause: BaseException) -> None:
         """It gets no requests until the supervision has recovered it."""
-        if not server.down:
-            server.serves, server.unavailable = None, str(cause)
+        if not server.state.down:
+            server.state.withdrawn(str(cause))
             self.supervision.recover(server, cause)
 
     # ---- generation ----
@@ -175,14 +197,15 @@ class SGLangEngine:
             try:
                 completion = await server.generate(name, prompt, params)
                 self._check_version(server, completion, version)
-                server.failures, completion.server = 0, server.name
+                server.state.completed_request()
+                completion.server = server.name
                 return completion
             except UnknownLabel as error:
                 raise self._foreign(server, str(error)) from error
             except ServerFailure as error:
                 failure = str(error)
                 failed_on.add(server)
-                self._balancer.back_off(server)
+                server.state.failed_request(asyncio.get_running_loop().time())
                 self.supervision.check(server)
                 self._in_background(partial(server.abort, name))
             except asyncio.CancelledError:
@@ -206,18 +229,17 @@ class SGLangEngine:
             raise self._foreign(server, f"server {server.name}: it generated with weight version {found}")
         if others:
             cause = f"it generated with weight version {min(others)}, expected {version}"
-            if server.serves == version:
-                server.serves, server.unavailable = None, cause
+            if server.state.serves(version):
+                server.state.withdrawn(cause)
                 self._in_background(partial(self._readmit, server))
             raise ServerFailure(f"server {server.name}: {cause}; was it restarted?")
 
     def _foreign(self, server: SGLangClient, found: str) -> ForeignWeightsError:
-        server.serves = None
-        server.unavailable = (
+        server.state.withdrawn(
             f"{found}, which this run has never sent; current is {self._version}. Somebody else updates this server: "
             "give each run its own servers, or protect them with a key (rollout.servers.api_key_env)"
         )
-        return ForeignWeightsError(server.unavailable)
+        return ForeignWeightsError(server.state.why)
 
     async def _readmit(self, server: SGLangClient) -> None:
         try:
@@ -260,24 +282,24 @@ class SGLangEngine:
         self._balancer.wake_all()
 
     async def _tell_serving(self, call: Callable[[SGLangClient], Awaitable[None]]) -> None:
-        serving = [server for server in self.servers if server.serves is not None]
+        serving = [server for server in self.servers if server.state.version is not None]
         failed = failures(await wait_all({server.name: call(server) for server in serving}))
         for server in serving:
             if server.name in failed:
                 self._fail(server, failed[server.name])
 
-    async def load_weights(self, version: int, buckets: Iterable[Bucket], executor: Executor | None = None) -> None:
+    async def load_weights(self, version: int, buckets: Iterable[Bucket] | BucketStream) -> None:
+        self._balancer.memory_released = False
         if not self._update.keeps_snapshot:
-            self.memory_released = False
             await self.supervision.recovered()  # without a snapshot, servers that come later cannot get the weights
-        self._updating, self.memory_released = True, False
+        self._updating = True
         try:
             async with self._changing:
                 self._abort_waiting()
                 self._version = version
                 self._sent_versions.add(version)
                 with self._closed_for_requests():
-                    await self._update.load(version, self.servers, buckets, executor)
+                    await self._update.load(version, self.servers, buckets)
         except BaseException:
             self._updating = False
             raise
@@ -311,14 +333,14 @@ class SGLangEngine:
                 self._balancer.wake_all()
 
     async def release_memory(self) -> None:
-        self.memory_released = True  # from now on no server is started
-        down = [server for server in self.servers if server.down]
+        self._balancer.memory_released = True  # from now on no server is started
+        down = [server for server in self.servers if server.state.down]
         not_ended = await self.supervision.end(down)
         async with self._changing:
             self._abort_waiting()
             up = [server for server in self.servers if server not in down or server in not_ended]
             for server in up:
-                server.serves, server.unavailable = None, "the trainer has its GPUs"
+                server.state.withdrawn("the trainer has its GPUs")
             results = await wait_all({server.name: server.release_memory() for server in up})
         for server in up:
             if isinstance(error := results[server.name], BaseException):
@@ -338,14 +360,14 @@ class SGLangEngine:
 
     async def logprobs_of(self, tokens: Sequence[int]) -> dict[str, LogProbs]:
         """The log-probs of a text on each serving server, for a trainer to compare with its own."""
-        serving = [server for server in self.servers if server.serves == self._version]
+        serving = [server for server in self.servers if server.state.serves(self._version)]
         return {server.name: await server.logprobs_of(tokens) for server in serving}
 
     async def health(self) -> None:
         results = await wait_all({server.name: server.answers() for server in self.servers})
-        well = [s for s in self.servers if s.serves == self._version and not isinstance(results[s.name], BaseException)]
-        if not well:
-            causes = "; ".join(f"{s.name}: {s.unavailable or results[s.name]}" for s in self.servers)
+        failed = failures(results)
+        if not any(s.state.serves(self._version) and s.name not in failed for s in self.servers):
+            causes = "; ".join(f"{s.name}: {s.state.why or results[s.name]}" for s in self.servers)
             raise EngineError(f"no server serves weight version {self._version}: {causes}")
 
     async def close(self) -> None:

@@ -11,20 +11,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.config.rollout import RolloutConfig, ServerConfig
+from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.engines.sglang.client import SGLangClient
 from megatron_dapo.engines.sglang.client_process import SERVERS_PER_PROCESS, WITH_ROUTED_EXPERTS, ClientProcess
-from megatron_dapo.engines.sglang.engine import SGLangEngine
+from megatron_dapo.engines.sglang.engine import SGLangEngine, Supervision
 from megatron_dapo.engines.sglang.http import Connection, ServerFailure, failures, wait_all
 from megatron_dapo.engines.sglang.keys import Keys
 from megatron_dapo.engines.sglang.server_process import CommandMaker, ExternalServer, ServerProcess, sglang_command
+from megatron_dapo.engines.sglang.server_state import Phase
 from megatron_dapo.engines.sglang.supervisor import POLL, Supervisor
-from megatron_dapo.engines.sglang.weights.snapshot import remove_dead_snapshots
 from megatron_dapo.errors import EngineError
+from megatron_dapo.sync.snapshot import remove_dead_snapshots
 
 
-class Fleet:
-    """Also the engine's `Supervision`: passes what it reports to the supervisor of the server."""
+class Fleet(Supervision):
+    """Passes what the engine reports to the supervisor of the server."""
 
     def __init__(
         self,
@@ -36,7 +37,9 @@ class Fleet:
         client_processes: bool = True,
     ) -> None:
         """`client_processes`: generate requests are sent by processes of their own, not by this one."""
-        self._config, self._model, self._use_client_processes = config, model, client_processes
+        self._config = config
+        self._model = model
+        self._use_client_processes = client_processes
         self.processes = self._processes(Path(log_dir), make_command)
         self.client_processes: list[ClientProcess] = []
         self.supervisors: dict[str, Supervisor] = {}  # by the server's name
@@ -77,6 +80,8 @@ class Fleet:
                 await client.ready()
             for server in self._servers:
                 await engine.admit(server)
+            if router:
+                await self._wait_for_router(router)
         except BaseException:
             await self.close()
             raise
@@ -88,14 +93,37 @@ class Fleet:
         return engine
 
     async def _start_client_processes(self) -> None:
-        share = WITH_ROUTED_EXPERTS if self._config.servers.routed_experts else SERVERS_PER_PROCESS
+        share = WITH_ROUTED_EXPERTS if self._config.servers.returns_experts else SERVERS_PER_PROCESS
         for index, server in enumerate(self._servers):
             if index % share == 0:
                 self.client_processes.append(ClientProcess())
                 await self.client_processes[-1].start()
             server.process = self.client_processes[-1]
 
-    # ---- Supervision ----
+    async def _wait_for_router(self, url: str) -> None:
+        """sglang-router distributes the generate requests. It refuses them until it counts all servers as healthy."""
+        config = self._config.servers
+        router = Connection(url, api_key=Keys.of_external_servers(config).api, timeout=config.control_timeout)
+        deadline, wanted = time.monotonic() + config.start_timeout, len(config.urls)
+        try:
+            while True:
+                try:
+                    known = _healthy(await router.get("/readiness", tries=1), wanted)
+                    if known >= wanted:
+                        return
+                    last = f"it knows {known} of {wanted} servers"
+                except ServerFailure as error:
+                    last = str(error)
+                if time.monotonic() > deadline:
+                    raise EngineError(
+                        f"the router {router.url} was not ready after {config.start_timeout:g} s "
+                        f"(rollout.servers.start_timeout); the last: {last}"
+                    )
+                await asyncio.sleep(0.5)
+        finally:
+            await router.close()
+
+    # ---- what the engine reports ----
 
     def check(self, server: SGLangClient) -> None:
         self.supervisors[server.name].check(suspect=True)
@@ -103,14 +131,11 @@ class Fleet:
     def recover(self, server: SGLangClient, cause: BaseException) -> None:
         self.supervisors[server.name].recover(cause)
 
-    def recovering(self) -> bool:
-        return any(server.recovering for server in self._servers)
-
     async def recovered(self) -> None:
         for supervisor in self.supervisors.values():
             supervisor.check(suspect=False)  # a process that died while nothing was sent to it
         await asyncio.sleep(POLL)
-        while self.recovering():
+        while any(server.state.phase is Phase.RECOVERING for server in self._servers):
             await asyncio.sleep(POLL)
 
     async def end(self, servers: Sequence[SGLangClient]) -> list[SGLangClient]:
@@ -125,33 +150,6 @@ class Fleet:
         await wait_all({server.name: server.close() for server in self._servers})
         await wait_all({str(index): client.close() for index, client in enumerate(self.client_processes)})
         await wait_all({str(index): process.end() for index, process in enumerate(self.processes)})
-
-
-# Waits for sglang-router, which distributes the generate requests over the servers.
-
-
-async def wait_for_router(config: ServerConfig) -> None:
-    """Until the router counts all servers as healthy. Until then it refuses requests."""
-    assert config.router_url is not None
-    router = Connection(config.router_url, api_key=Keys.of_external_servers(config).api, timeout=config.control_timeout)
-    deadline, wanted = time.monotonic() + config.start_timeout, len(config.urls)
-    try:
-        while True:
-            try:
-                known = _healthy(await router.get("/readiness", tries=1), wanted)
-                if known >= wanted:
-                    return
-                last = f"it knows {known} of {wanted} servers"
-            except ServerFailure as error:
-                last = str(error)
-            if time.monotonic() > deadline:
-                raise EngineError(
-                    f"the router {router.url} was not ready after {config.start_timeout:g} s "
-                    f"(rollout.servers.start_timeout); the last: {last}"
-                )
-            await asyncio.sleep(0.5)
-    finally:
-        await router.close()
 
 
 def _healthy(reply: Any, wanted: int) -> int:

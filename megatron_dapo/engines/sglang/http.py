@@ -53,7 +53,8 @@ class RequestRefused(EngineError):
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
-        self.status, self.repeated = status, False
+        self.status = status
+        self.repeated = False
 
 
 class Connection:
@@ -61,7 +62,9 @@ class Connection:
         self, url: str, *, api_key: str | None = None, admin_key: str | None = None, timeout: float = 60.0
     ) -> None:
         self.url = url.rstrip("/")
-        self._api_key, self._admin_key, self._timeout = api_key, admin_key or api_key, timeout
+        self._api_key = api_key
+        self._admin_key = admin_key or api_key
+        self._timeout = timeout
         self._sessions: dict[bool, aiohttp.ClientSession] = {}  # keep-alive or not -> session
 
     async def get(self, path: str, **options: Any) -> Any:
@@ -148,11 +151,8 @@ class Connection:
         session = self._sessions.get(keep_alive)
         if session is None or session.closed:
             # No limit here: the load balancer bounds concurrency, and a second bound would hide requests from it.
-            connector = (
-                aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE)
-                if keep_alive
-                else aiohttp.TCPConnector(limit=0, force_close=True)
-            )
+            options: dict[str, Any] = {"keepalive_timeout": KEEP_ALIVE} if keep_alive else {"force_close": True}
+            connector = aiohttp.TCPConnector(limit=0, **options)
             session = aiohttp.ClientSession(connector=connector, read_bufsize=1 << 20, auto_decompress=True)
             self._sessions[keep_alive] = session
         return session
@@ -193,8 +193,3 @@ async def all_of(*calls: Awaitable[Any]) -> list[Any]:
 def failures(results: Mapping[str, object]) -> dict[str, BaseException]:
     """The exceptions among the results of `wait_all`."""
     return {name: result for name, result in results.items() if isinstance(result, BaseException)}
-
-
-def error_messages(results: Mapping[str, object]) -> dict[str, str]:
-    """Error messages by name, of the calls that failed."""
-    return {name: str(error) or repr(error) for name, error in failures(results).items()}

@@ -10,32 +10,31 @@ cost a prefill: on an H200 (1.5B, 512 running) decoding ran at 60 k tokens/s and
 from __future__ import annotations
 
 import asyncio
-import random
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
 from megatron_dapo.engines.sglang.client import SGLangClient
+from megatron_dapo.engines.sglang.server_state import Phase
 from megatron_dapo.errors import EngineError
 
 AFFINITY_SLACK = 8  # requests by which a prompt's own server may be busier than the least busy one
-BACKOFF = (0.25, 8.0)  # seconds without requests after a failure: the first time, at most
 REFILL_SHARE = 8  # a full server gets requests again when one in so many of its own has ended
 TICK = 0.25  # seconds after which the oldest waiting request checks again by itself
 
 
 class LoadBalancer:
-    """`open` is False while no request may start. While `recovering()`, requests wait without a limit: servers are
-    being restarted, which has limits of its own."""
+    """`open` is False while no request may start. While a server is RECOVERING, requests wait without a limit: this has
+    limits of its own. `memory_released`: the trainer has the GPUs, so no server can be started."""
 
-    def __init__(
-        self, servers: Sequence[SGLangClient], max_running: int, recovering: Callable[[], bool] = lambda: False
-    ) -> None:
-        self._servers, self._max_running, self._recovering = servers, max_running, recovering
+    def __init__(self, servers: Sequence[SGLangClient], max_running: int) -> None:
+        self._servers = servers
+        self._max_running = max_running
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._full: set[SGLangClient] = set()  # full once, and not refilled since
         self._none_since: float | None = None
         self._ticking = False
         self.open = True
+        self.memory_released = False
 
     async def acquire(
         self,
@@ -76,14 +75,6 @@ class LoadBalancer:
         if server not in self._full:
             self.wake_one()
 
-    def back_off(self, server: SGLangClient) -> None:
-        """Sends a failing server nothing for a while, longer each time until it has completed a request."""
-        now, (first, longest) = asyncio.get_running_loop().time(), BACKOFF
-        if server.backoff_until > now:
-            return  # requests that fail together count as one failure
-        server.failures += 1
-        server.backoff_until = now + min(longest, first * 2 ** (server.failures - 1)) * random.uniform(0.5, 1.0)
-
     def wake_one(self) -> None:
         while self._waiting:
             waiter = self._waiting.popleft()
@@ -99,9 +90,9 @@ class LoadBalancer:
 
     def _choose(self, key: int, version: int, avoid: Collection[SGLangClient]) -> SGLangClient | None:
         now = asyncio.get_running_loop().time()
-        serving = [s for s in self._servers if s.serves == version]
+        serving = [s for s in self._servers if s.state.serves(version)]
         serving = [s for s in serving if s not in avoid] or serving
-        able = [s for s in serving if s.backoff_until <= now and s not in self._full and not s.suspect]
+        able = [s for s in serving if s.state.takes_requests(version, now) and s not in self._full]
         if not able:
             return None
         least = min(able, key=lambda server: server.in_flight)
@@ -110,13 +101,15 @@ class LoadBalancer:
 
     def _check_patience(self, version: int, patience: float) -> None:
         now = asyncio.get_running_loop().time()
-        if not self.open or self._recovering() or any(server.serves == version for server in self._servers):
+        states = [server.state for server in self._servers]
+        recovering = not self.memory_released and any(state.phase is Phase.RECOVERING for state in states)
+        if not self.open or recovering or any(state.serves(version) for state in states):
             self._none_since = None
             return
         self._none_since = self._none_since if self._none_since is not None else now
         if now - self._none_since > patience:
             self.wake_one()  # the next request fails for the same reason
-            causes = "; ".join(f"{server.name}: {server.unavailable or 'down'}" for server in self._servers)
+            causes = "; ".join(f"{server.name}: {server.state.why or 'down'}" for server in self._servers)
             raise EngineError(f"waited {patience:g} s and no server serves weight version {version} ({causes})")
 
     async def _wait(self, at_front: bool) -> None:

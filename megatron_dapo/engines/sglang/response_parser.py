@@ -12,6 +12,7 @@ middle of an update is labelled `updating-to-N`.
 from __future__ import annotations
 
 import base64
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,7 +107,7 @@ def _routed_experts(encoded: bytes | None, prompt: int, response: int, where: st
         return None
     rows = prompt + response - 1
     if encoded is None:
-        raise ServerFailure(f"{where}: the reply lacks 'routed_experts' (rollout.servers.routed_experts)")
+        raise ServerFailure(f"{where}: the reply lacks 'routed_experts' (policy.routing_replay: engine)")
     try:
         values = np.frombuffer(base64.b64decode(encoded, validate=True), np.int32)
     except ValueError as error:
@@ -136,6 +137,22 @@ def _columns(entries: list[list[Any]], ids: list[int], where: str) -> tuple[Toke
     if not same:
         raise ServerFailure(f"{where}: the log-probs belong to other tokens than output_ids")
     return tokens, logprobs
+
+
+def input_logprobs(reply: Any, tokens: Sequence[int], where: str) -> LogProbs:
+    """[tokens]: the log-probs of the last tokens of a prompt. The reply's token ids must be the same: another tokenizer
+    would give other tokens."""
+    try:
+        entries = reply["meta_info"]["input_token_logprobs"][-len(tokens) :]
+        found = np.array([entry[0] for entry in entries], dtype=np.float32)
+        scored = [int(entry[1]) for entry in entries]
+    except (KeyError, TypeError, IndexError, ValueError) as error:
+        raise ServerFailure(f"{where}: its reply has no usable input_token_logprobs ({error!r})") from error
+    if scored != list(tokens):
+        raise ServerFailure(f"{where}: it scored {len(scored)} other tokens than the {len(tokens)} that it was given")
+    if not np.isfinite(found).all():
+        raise ServerFailure(f"{where}: a log-prob is {found[~np.isfinite(found)][0]}")
+    return found
 
 
 def _spans(meta: dict[str, Any], count: int, where: str) -> list[WeightSpan]:
@@ -180,14 +197,11 @@ def version_number(label: Any, where: str) -> int:
         raise kind(f"{where}: its weights are labelled {label!r}, not with a version of this run") from None
 
 
-# One generate request to one server: sent over HTTP, its reply parsed. `GenerateCall` is all that this needs, so it
-# runs where the caller is or in a client process (`client_process`).
-
-
 @dataclass(slots=True, frozen=True)
 class GenerateCall:
-    """`url` may be a router's; `server` is the name for errors. `routed_from`: return the experts of the tokens from
-    this position of the prompt on."""
+    """One generate request to one server, and all that is needed to send it: by the caller or by a client process
+    (`client_process`). `url` may be a router's; `server` is the name for errors. `routed_from`: return the experts of
+    the tokens from this position of the prompt on."""
 
     url: str
     api_key: str | None

@@ -1,38 +1,30 @@
 """One SGLang server as a child process: its command, its log, and its end.
 
-The server runs under guard.py in a session of its own. Nothing outside that session is ever ended, and when this
-process dies, however it dies, the whole session ends. The server gets its API keys in its environment.
+The server runs under a supervisor: when this process dies, however it dies, so does everything that the server has
+started, and nothing else. The server gets its API keys in its environment.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import shutil
-import signal
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from megatron_dapo.config.rollout import ServerConfig
-from megatron_dapo.engines.sglang.client import SGLangClient
+from megatron_dapo.engines.sglang.client import EXPERT_LOADER, SGLangClient
 from megatron_dapo.engines.sglang.keys import Keys, command_with_keys, key_variables
 from megatron_dapo.errors import EngineError
-from megatron_dapo.processes import guard
-from megatron_dapo.processes.guard import IGNORED_SIGNALS, kill_session
+from megatron_dapo.processes.supervised import SupervisedProcess
 
 LOG_TAIL, LINE_LENGTH = 25, 300  # lines of a server's log that an error quotes, and the characters of each
 CPU_STUBS = Path(__file__).parent / "cpu_stubs"
 CPU_LAUNCHER = "cpu_launch_server"  # a module in that folder
 IN_SERVER = Path(__file__).parent / "in_server"
-# Functions of modules in that folder.
-DELTA_LOADER, EXPERT_LOADER = "megatron_dapo_delta.install", "megatron_dapo_experts.install"
-GUARD = Path(guard.__file__)
 # Seconds that a server keeps an idle connection, instead of SGLang's 5: longer than any client of ours.
 SERVER_KEEP_ALIVE = 60
 
@@ -49,13 +41,12 @@ def sglang_command(
     command = [
         *command_with_keys(python, launcher, key_variables(config), has_package=has_package),
         "--model-path", model, "--host", config.host, "--port", str(port), "--tp-size", str(config.tensor_parallel),
-        "--dtype", config.dtype, *(["--enable-return-routed-experts"] if config.routed_experts else []),
+        "--dtype", config.dtype, *(["--enable-return-routed-experts"] if config.returns_experts else []),
     ]  # fmt: skip
     environment = {"HF_HUB_OFFLINE": "1", "SGLANG_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEP_ALIVE)}
     paths = [str(CPU_STUBS)] if config.device == "cpu" else []
-    loaders = [DELTA_LOADER] * config.weight_deltas + [EXPERT_LOADER] * config.packed_experts
-    if loaders:
-        command += ["--custom-weight-loader", *loaders]
+    if config.loads_packed_experts:
+        command += ["--custom-weight-loader", EXPERT_LOADER]
         paths.append(str(IN_SERVER))
         if config.device != "cpu" and os.environ.get("PYTHONPATH"):
             paths.append(os.environ["PYTHONPATH"])
@@ -95,11 +86,14 @@ class ServerProcess:
         *,
         keys: Keys | None = None,
     ) -> None:
-        self._model, self._config, self._index, self._make_command = model, config, index, make_command
+        self._model = model
+        self._config = config
+        self._index = index
+        self._make_command = make_command
         self._log_dir = log_dir
         self.keys = keys or Keys.of_started_servers(config)
         self.port = 0
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: SupervisedProcess | None = None
 
     @property
     def url(self) -> str:
@@ -107,7 +101,7 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """Of the guard, which is also the number of the session."""
+        """Of the supervisor, which is also the number of the session."""
         assert self._process is not None
         return self._process.pid
 
@@ -122,20 +116,13 @@ class ServerProcess:
         """Starts the server on the first free port at or after the configured one; a restart uses the same port."""
         self.port = self.port or _free_port(self._config.host, self._config.port, taken or set())
         command, extra = self._make_command(self._model, self._config, self._index, self.port)
-        if shutil.which(command[0]) is None:
-            raise EngineError(
-                f"cannot start a server with {command[0]} (rollout.servers.python): no such file, or not executable"
-            )
         self._log_dir.mkdir(parents=True, exist_ok=True)
-        guarded = [sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), *command]
         environment = {**os.environ, **extra, **self.keys.environment(self._config)}
         try:
-            with open(self.log, "ab", opener=_private) as log, _blocked(IGNORED_SIGNALS):
-                self._process = subprocess.Popen(
-                    guarded, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-                )
+            with open(self.log, "ab", opener=_private) as log:
+                self._process = SupervisedProcess(command, environment, output=log)
         except OSError as error:
-            raise EngineError(f"cannot start a server with {command[0]}: {error}") from error
+            raise EngineError(f"cannot start a server with {command[0]} (rollout.servers.python): {error}") from error
 
     async def wait_ready(self, server: SGLangClient) -> None:
         """Until the server has generated a first token; an error that quotes its log if it ends or takes too long."""
@@ -143,10 +130,9 @@ class ServerProcess:
         asking: asyncio.Task[bytes] | None = None
         try:
             while True:
-                if not self.alive():
-                    raise EngineError(
-                        f"server {self.url} ended with {self._status()} while starting; {self.log_tail()}"
-                    )
+                if self._process is None or not self._process.alive():
+                    status = self._process.status if self._process else "no process"
+                    raise EngineError(f"server {self.url} ended with {status} while starting; {self.log_tail()}")
                 # The first token may take long, and another program's port may accept and never reply.
                 asking = asking or asyncio.ensure_future(
                     server.connection.control("GET", "/health", None, timeout=60, tries=1)
@@ -168,7 +154,7 @@ class ServerProcess:
 
     def alive(self) -> bool:
         """Whether the server's main process runs. When it has ended, so has everything it started."""
-        return self._process is not None and _runs(self._process)
+        return self._process is not None and self._process.alive()
 
     def log_tail(self) -> str:
         return log_tail(self.log)
@@ -176,44 +162,11 @@ class ServerProcess:
     async def end(self, patience: float = 10.0) -> None:
         """SIGTERM to all processes of the server; SIGKILL to those that remain after `patience` seconds."""
         process = self._process  # by the time this one has ended, another may have been started
-        if process is None:
-            return
-        if _runs(process):
-            os.killpg(process.pid, signal.SIGTERM)
-        deadline = time.monotonic() + patience
-        while _runs(process) and time.monotonic() < deadline:
-            await asyncio.sleep(0.05)
-        if _runs(process):
-            kill_session(process.pid)
-        while _runs(process):
-            await asyncio.sleep(0.01)
-        if self._process is process:
-            self._process = None
-
-    def _status(self) -> str:
-        code = self._process.returncode if self._process else None
-        return f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
-
-
-def _runs(process: subprocess.Popen[bytes]) -> bool:
-    """If it has ended, ends the rest of its session."""
-    if process.returncode is not None:
-        return False
-    if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-        return True
-    kill_session(process.pid)  # before the process is reaped: until then no other session has its number
-    process.wait()
-    return False
-
-
-@contextlib.contextmanager
-def _blocked(signals: tuple[signal.Signals, ...]) -> Iterator[None]:
-    """A child that is started meanwhile inherits the mask; the guard lifts it once it ignores these signals."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if process is not None:
+            process.ask_to_end()
+            await process.end(patience)
+            if self._process is process:
+                self._process = None
 
 
 def _private(path: str, flags: int) -> int:
@@ -235,10 +188,9 @@ def _free_port(host: str, first: int, taken: set[int]) -> int:
     raise EngineError(f"no free port on {host} from {first} on (rollout.servers.port)")
 
 
-# A server that this process did not start (another Slurm step, another team): waited for and watched, never ended.
-
-
 class ExternalServer:
+    """A server that this process did not start (another Slurm step, another team): waited for, watched, never ended."""
+
     ours = False
 
     def __init__(self, url: str, config: ServerConfig, log_dir: Path) -> None:

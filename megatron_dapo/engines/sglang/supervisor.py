@@ -30,7 +30,8 @@ class RestartBudget:
     """`limit` restarts; one more for each `recovery` seconds of service, up to the limit."""
 
     def __init__(self, limit: int, recovery: float) -> None:
-        self._limit, self._recovery = limit, recovery
+        self._limit = limit
+        self._recovery = recovery
         self.used = 0
         self._serving_since: float | None = None
 
@@ -56,7 +57,11 @@ class Supervisor:
         engine: SGLangEngine,
         config: ServerConfig,
     ) -> None:
-        self._process, self._server, self._engine, self._config = process, server, engine, config
+        self._process = process
+        self._server = server
+        self._state = server.state
+        self._engine = engine
+        self._config = config
         self.budget = RestartBudget(config.restarts, config.restart_recovery)
         self.budget.serving()
         self.restarts = 0
@@ -71,14 +76,15 @@ class Supervisor:
     def check(self, suspect: bool) -> None:
         """`suspect`: it gets no requests until it has been checked; else a dead server would use up their tries."""
         if not self._task.done():
-            self._server.suspect = self._server.suspect or suspect
+            if suspect:
+                self._state.suspected()
             self._check_now.set()
 
     def recover(self, cause: BaseException) -> None:
-        if self._task.done():
-            return  # given up
-        self._failure, self._server.recovering = cause, True
-        self._check_now.set()
+        if not self._task.done():  # else given up
+            self._failure = cause
+            self._state.recovering(str(cause))
+            self._check_now.set()
 
     async def end_process(self) -> bool:
         """Ends the server and whatever is being done to restart it; False if it is not ours to end. The restart goes
@@ -104,27 +110,27 @@ class Supervisor:
                     await asyncio.wait_for(self._check_now.wait(), self._config.heartbeat)
                 requested = self._check_now.is_set()
             self._check_now.clear()
-            cause = await self._diagnose(requested)
+            failure, self._failure = self._failure, None
+            cause = await self._diagnose(requested, failure)
             if cause is None:
-                if self._server.suspect:
-                    self._server.suspect = False
+                if self._state.cleared():
                     self._engine.wake_requests()
                 continue
-            self._missed, self._server.recovering, self._server.suspect = 0, True, False
-            self._server.serves, self._server.unavailable = None, f"{cause}; {self._process.log_tail()}"
+            self._missed = 0
+            self._state.recovering(f"{cause}; {self._process.log_tail()}")
             log.warning("server %s has failed: %s", self._server.name, cause)
             try:
-                if not await self._recover():
+                if not await self._recover(reported=failure is not None):
                     return
             finally:
-                self._failure, self._server.recovering = None, False
+                self._state.recovery_ended()
 
-    async def _diagnose(self, requested: bool) -> str | None:
+    async def _diagnose(self, requested: bool, failure: BaseException | None) -> str | None:
         """Why the server counts as failed, or None."""
         if not self._process.alive():
             return "its process ended"
-        if self._failure is not None:
-            return str(self._failure)
+        if failure is not None:
+            return str(failure)
         try:
             await self._server.answers()
             if self._must_prove_generation():
@@ -138,26 +144,26 @@ class Supervisor:
         return None
 
     def _must_prove_generation(self) -> bool:
-        idle = time.monotonic() - self._server.last_completion
-        serving = self._server.serves == self._engine.weight_version and self._engine.generating
+        idle = time.monotonic() - self._state.last_completion
+        serving = self._state.serves(self._engine.weight_version) and self._engine.generating
         return serving and idle > self._config.health_interval
 
     async def _generates(self) -> None:
         version = self._engine.weight_version
         try:
             await self._server.generates()
-            self._server.last_completion = time.monotonic()
+            self._state.completed_request()
         except ServerFailure:
             # A pause or an update that began meanwhile makes the check fail.
-            if self._server.serves == version and self._engine.generating:
+            if self._state.serves(version) and self._engine.generating:
                 raise
 
     # ---- recovery ----
 
-    async def _recover(self) -> bool:
-        """False when the server is given up; `unavailable` then says why, and requests go to the other servers."""
-        reported = self._failure is not None and self._process.alive()  # a check that failed leaves no doubt
-        if reported and not self._engine.gpus_in_use and await self._admit_as_it_is():
+    async def _recover(self, reported: bool) -> bool:
+        """False when the server is given up; its state then says why, and requests go to the other servers."""
+        # A check that failed leaves no doubt.
+        if reported and self._process.alive() and not self._engine.gpus_in_use and await self._admit_as_it_is():
             return True
         while self.budget.spend():
             self.restarts += 1
@@ -167,12 +173,12 @@ class Supervisor:
                 self.budget.serving()
                 return True
             except EngineError as error:
-                self._server.unavailable = str(error)
+                self._state.recovering(str(error))
                 with contextlib.suppress(EngineError):
                     await self._process.end(KILL_SECONDS)
-        self._server.given_up = self._process.ours
-        self._server.unavailable += f"; given up after {self.budget.used} restarts (rollout.servers.restarts)"
-        log.error("server %s: %s", self._server.name, self._server.unavailable)
+        why = f"{self._state.why}; given up after {self.budget.used} restarts (rollout.servers.restarts)"
+        self._state.given_up(why) if self._process.ours else self._state.withdrawn(why)
+        log.error("server %s: %s", self._server.name, why)
         return False
 
     async def _admit_as_it_is(self) -> bool:

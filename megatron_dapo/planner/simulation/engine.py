@@ -1,4 +1,6 @@
-"""An engine on the planner's queueing model of the fleet. Its time is that of the event loop."""
+"""An engine on the planner's queueing model of the fleet, whose time is that of the event loop; and what it samples:
+prompts without content, response lengths, and grades.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +8,14 @@ import asyncio
 import math
 import random
 from collections.abc import Iterable
-from concurrent.futures import Executor
 from dataclasses import replace
 from pathlib import Path
 from statistics import NormalDist, fmean, pstdev
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_dapo.engines.protocol import Bucket, Capabilities, Completion, SamplingParams, WeightReport
+from megatron_dapo.engines.protocol import Capabilities, Completion, SamplingParams, WeightReport
 from megatron_dapo.errors import UserError
 from megatron_dapo.observe.runs import Run, load_run
 from megatron_dapo.planner.generation import Fleet
@@ -21,8 +23,9 @@ from megatron_dapo.planner.server_model import FleetModel, Sequence
 from megatron_dapo.planner.workload import Workload
 from megatron_dapo.types import FinishReason, Grade, Prompt, Sample, Tokens, WeightSpan
 
-# What is sampled in a simulation: prompts without content, response lengths, and grades.
-
+if TYPE_CHECKING:
+    from megatron_dapo.sync.bucket import Bucket
+    from megatron_dapo.sync.bucket_stream import BucketStream
 
 RECENT_STEPS = 5  # of a run, from which lengths and yield are taken
 LEAST_RESPONSES = 50  # from which the spread of lengths is estimated
@@ -38,7 +41,8 @@ class Prompts:
     """Numbered prompts; the number is the first token."""
 
     def __init__(self, work: Workload, unit: int, seed: int) -> None:
-        self.work, self.unit, self.seed = work, unit, seed
+        self.work = work
+        self.unit = unit
         self.size = max(1, work.mean_prompt // unit)  # units of a prompt
         self._drawn: list[tuple[float, bool]] = []  # of every prompt: what its samples' lengths share; informative
         self._random = random.Random(seed)
@@ -60,12 +64,9 @@ class Prompts:
         length = math.exp(lengths.mu + lengths.sigma * (shared + own))
         return max(1, round(min(lengths.longest, length) / self.unit))
 
-    def informative(self, prompt: int) -> bool:
-        return self._drawn[prompt][1]
-
     async def grade(self, prompt: Prompt, sample: Sample) -> Grade:
         number = int(prompt.tokens[0])
-        if self.informative(number):
+        if self._drawn[number][1]:
             # The first two samples differ, so the group is informative whatever the others are.
             correct = sample.index % 2 == 0 if sample.index < 2 else bool(sample.seed % 2)
         else:
@@ -107,7 +108,8 @@ class SimulatedEngine:
     """Implements `engines.protocol.Engine`. `trace` has (seconds, running sequences) of every server over time."""
 
     def __init__(self, fleet: Fleet, prompts: Prompts) -> None:
-        self.fleet, self.prompts, self.unit = fleet, prompts, prompts.unit
+        self.prompts = prompts
+        self.unit = prompts.unit
         self.weight_version = 0
         self.max_running = fleet.servers * fleet.max_running
         self.model = FleetModel(fleet.servers, fleet.decode, fleet.kv_tokens, fleet.max_running)
@@ -206,7 +208,7 @@ class SimulatedEngine:
         self._serving.set()
 
     async def update(self, version: int, seconds: float) -> None:
-        """A weight update that takes so long. Running requests are aborted first."""
+        """A weight update that takes `seconds`. Running requests are aborted first."""
         await self.pause()
         await asyncio.sleep(seconds)
         self.weight_version = version
@@ -218,7 +220,7 @@ class SimulatedEngine:
     async def capabilities(self) -> Capabilities:
         return Capabilities("simulated", seeded=True)
 
-    async def load_weights(self, version: int, buckets: Iterable[Bucket], executor: Executor | None = None) -> None:
+    async def load_weights(self, version: int, buckets: Iterable[Bucket] | BucketStream) -> None:
         raise NotImplementedError("a simulated engine has no weights")
 
     async def serve_weights(self, version: int) -> WeightReport:

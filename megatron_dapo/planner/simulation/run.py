@@ -1,7 +1,8 @@
 """The steps of a run on a virtual clock: the sampler collects a batch, training and the weight update take their time.
 
 With `max_staleness` k and engines of their own, up to k batches are collected while one trains; a weight update aborts
-the running requests, which continue with the new weights. Otherwise engines and trainer work one after the other.
+the running requests, which continue with the new weights. Otherwise engines and trainer work one after the other. A
+sweep simulates all combinations of several values of dotted keys, and of `engine_gpus`: the GPUs that only run engines.
 """
 
 from __future__ import annotations
@@ -9,19 +10,23 @@ from __future__ import annotations
 import asyncio
 import selectors
 from collections.abc import Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any, TypeVar
 
+from megatron_dapo.config import Config, ModelShape, load_config
 from megatron_dapo.config.rollout import RolloutConfig
-from megatron_dapo.observe.metric_names import NOT_FILTERED, dropped_groups
-from megatron_dapo.planner.generation import Fleet
-from megatron_dapo.planner.simulation.engine import Prompts, SimulatedEngine, unit_of
+from megatron_dapo.errors import UserError
+from megatron_dapo.observe.metrics_file import NOT_FILTERED, dropped_groups
+from megatron_dapo.planner.engine import fleet_of, plan_engine
+from megatron_dapo.planner.generation import Fleet, part_of
+from megatron_dapo.planner.hardware import Cluster
+from megatron_dapo.planner.plan import shared_gpu, step_phases
+from megatron_dapo.planner.search import Task, judge, why_illegal
+from megatron_dapo.planner.simulation.engine import Prompts, SimulatedEngine, SimulationError, from_run, unit_of
 from megatron_dapo.planner.workload import Workload
 from megatron_dapo.rollout.sampler import Sampler
 from megatron_dapo.types import StepBatch
-
-# An asyncio event loop whose time jumps to the next timer instead of waiting for it.
-
 
 T = TypeVar("T")
 
@@ -43,6 +48,8 @@ class _Jump(selectors.DefaultSelector):
 
 
 class VirtualClockLoop(asyncio.SelectorEventLoop):
+    """Its time jumps to the next timer instead of waiting for it."""
+
     def __init__(self) -> None:
         self._clock = _Jump()
         super().__init__(self._clock)
@@ -146,7 +153,9 @@ def simulate(setting: Setting, steps: int = 6, seed: int = 0) -> Simulation:
 
 class _Run:
     def __init__(self, setting: Setting, steps: int, seed: int) -> None:
-        self.setting, self.count, self.seed = setting, steps, seed
+        self.setting = setting
+        self.count = steps
+        self.seed = seed
         self.result = Simulation(setting)
         self.unit = unit_of(setting.work)
 
@@ -230,3 +239,86 @@ class _Run:
             mean_staleness=lag / max(1, units),
             max_staleness=max((version - span.version for span in spans), default=0),
         )
+
+
+SPLIT = "engine_gpus"
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What the flags of the command say."""
+
+    config: str | None
+    settings: list[str]
+    shape: ModelShape
+    cluster: Cluster
+    mfu: float
+    estimates: dict[str, Any]  # for `Workload.of`
+    run: str | None = None  # a run directory, for lengths and yield
+    steps: int = 6
+    seed: int = 0
+    whole: bool = False  # simulate every server, even of a large fleet
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One combination of a sweep. `problem`: why it cannot be simulated."""
+
+    values: dict[str, str]
+    simulation: Simulation | None
+    parts: int = 1
+    problem: str = ""
+
+
+def parse_sweep(texts: list[str]) -> dict[str, list[str]]:
+    """`key=a,b,c` of every --sweep."""
+    found: dict[str, list[str]] = {}
+    for text in texts:
+        key, equals, values = text.partition("=")
+        if not equals or not values:
+            raise SimulationError(f"--sweep {text}: expected KEY=VALUE,VALUE, for example rollout.max_staleness=0,1")
+        found[key] = values.split(",")
+    return found
+
+
+def run_sweep(inputs: Inputs, keys: dict[str, list[str]]) -> list[Variant]:
+    return [_variant(inputs, dict(zip(keys, values, strict=True))) for values in product(*keys.values())]
+
+
+def _variant(inputs: Inputs, values: dict[str, str]) -> Variant:
+    settings = [f"{key}={value}" for key, value in values.items() if key != SPLIT]
+    cluster = inputs.cluster
+    try:
+        config = load_config(inputs.config, [*inputs.settings, *settings])
+        if SPLIT in values:
+            cluster = replace(cluster, engine_gpus=int(values[SPLIT]))
+        setting, parts = make_setting(inputs, config, cluster)
+    except UserError as error:
+        if not values:
+            raise
+        return Variant(values, None, problem=str(error))
+    return Variant(values, simulate(setting, inputs.steps, inputs.seed), parts)
+
+
+def make_setting(inputs: Inputs, config: Config, cluster: Cluster) -> tuple[Setting, int]:
+    """What to simulate, and in how many equal parts the fleet was divided."""
+    if config.rollout.engine != "sglang":
+        raise SimulationError(f"rollout.engine is {config.rollout.engine}: only SGLang servers are simulated")
+    work = Workload.of(config, **inputs.estimates)
+    if inputs.run:
+        work = from_run(inputs.run, work)
+    task = Task(inputs.shape, work, cluster, inputs.mfu, "te", *shared_gpu(config, cluster))
+    if reason := why_illegal(task, config.policy):
+        raise SimulationError(reason)
+    engine = plan_engine(task.shape, config.rollout, cluster, work, task.kept)
+    if not engine.fits or not engine.servers:
+        raise SimulationError(f"an engine of {engine.tensor_parallel} GPUs does not fit; see megatron-dapo plan")
+    fleet = fleet_of(task.shape, engine, config.rollout, cluster)
+    phases = step_phases(task, config.rollout, config.policy, judge(task, config.policy).memory, engine, None)
+    seconds: dict[str, float] = {phase.name: phase.seconds for phase in phases}
+    sync = seconds.pop("weight sync")
+    staleness: int = 0 if cluster.colocated else config.rollout.max_staleness
+    parts = 1 if inputs.whole else part_of(work, fleet)
+    work = replace(work, prompts=work.prompts // parts)
+    fleet = replace(fleet, servers=fleet.servers // parts)
+    return Setting(config.rollout, work, fleet, sum(seconds.values()), sync, staleness), parts

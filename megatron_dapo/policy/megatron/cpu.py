@@ -1,19 +1,19 @@
 """The device "cuda" on a machine without CUDA: Megatron-Core uses that name throughout, and here it means the CPU.
 
-A TorchFunctionMode rewrites the device in every torch call with `device="cuda"`, `.cuda()` or `.to("cuda")` of the
-thread that installs it. The functions of `torch.cuda` that Megatron calls (streams, RNG, synchronisation) act on the
-host. `patches.install` applies it, with the other patches that such a machine needs.
+Functions that create tensors, `.cuda()` and `.to("cuda")` use the CPU instead, in the whole process. The functions of
+`torch.cuda` that Megatron calls (streams, RNG, synchronisation) act on the host. `patches.install` applies it, with the
+other patches that such a machine needs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch._dynamo  # torch's optimizers import it; after `install` that would fail
-from torch.overrides import TorchFunctionMode
+import torch._dynamo  # torch's optimizers import it; after the patches that would fail
 
 CPU = torch.device("cpu")
 
@@ -24,7 +24,7 @@ def needed() -> bool:
 
 def let_cuda_mean_cpu() -> None:
     """Once per process."""
-    CudaMeansCpu().__enter__()
+    _patch_torch()
     _patch_torch_cuda()
 
 
@@ -32,27 +32,44 @@ def _is_cuda(device: Any) -> bool:
     return device.type == "cuda" if isinstance(device, torch.device) else str(device).startswith("cuda")
 
 
-class CudaMeansCpu(TorchFunctionMode):
-    """Rewrites CUDA device arguments to the CPU for every torch call of this thread."""
+def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, with the CPU for a CUDA device and without pinned memory."""
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.Tensor.cuda:
-            return args[0]
-        if func is torch.Tensor.record_stream:
-            return None
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            # Megatron's optimizer accepts only parameters whose type is named 'torch.cuda.…Tensor'.
-            return func(*args).replace("torch.", "torch.cuda.", 1)
-        if func is torch.Tensor.to and len(args) > 1 and isinstance(args[1], str | torch.device) and _is_cuda(args[1]):
-            args = (args[0], CPU, *args[2:])
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("device") is not None and _is_cuda(kwargs["device"]):
-            kwargs = {**kwargs, "device": CPU}
+            kwargs["device"] = CPU
         if kwargs.get("pin_memory"):
-            kwargs = {**kwargs, "pin_memory": False}
-        return func(*args, **kwargs)
+            kwargs["pin_memory"] = False
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _patch_torch() -> None:
+    for name in ("arange", "as_tensor", "empty", "empty_like", "full", "ones", "rand", "randn", "tensor", "zeros"):
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    to, kind = torch.Tensor.to, torch.Tensor.type
+
+    def move(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if args and isinstance(args[0], str | torch.device) and _is_cuda(args[0]):
+            args = (CPU, *args[1:])
+        return to(tensor, *args, **kwargs)
+
+    def name_of_type(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = kind(tensor, *args, **kwargs)
+        return found.replace("torch.", "torch.cuda.", 1) if isinstance(found, str) else found
+
+    replacements: dict[str, Any] = {
+        "to": _on_cpu(move),
+        "cuda": lambda tensor, *a, **k: tensor,
+        "record_stream": lambda tensor, stream: None,
+        "type": name_of_type,  # Megatron's optimizer accepts only parameters of a type 'torch.cuda.…Tensor'
+    }
+    for name in ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"):
+        replacements[name] = _on_cpu(getattr(torch.Tensor, name))
+    for name, replacement in replacements.items():
+        setattr(torch.Tensor, name, replacement)
 
 
 class HostStream:

@@ -29,8 +29,7 @@ from megatron.core.transformer.enums import AttnBackend
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from megatron_dapo.config import ConfigError, ModelShape
-from megatron_dapo.config.megatron import Fp8Config, MoEConfig
-from megatron_dapo.config.policy import PolicyConfig
+from megatron_dapo.config.policy import Fp8Config, MoEConfig, PolicyConfig
 from megatron_dapo.policy.megatron import cpu
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}

@@ -28,7 +28,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor
 
-from megatron_dapo.config.rope import Yarn
+from megatron_dapo.config.model import Yarn
 from megatron_dapo.policy.head.fused import has_triton
 
 

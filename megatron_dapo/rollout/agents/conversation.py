@@ -143,7 +143,7 @@ class Conversation:
         if _is_messages(content):
             self.append_messages(content)
         elif content is not None:
-            self.append(content, role="user")
+            self.append(content, role="user")  # type: ignore[arg-type]
         self._write_messages()
         span = self._recorded(ASSISTANT)
         if span is None:
@@ -180,7 +180,7 @@ class Conversation:
         if _is_messages(content):
             self._waiting = []
             content = self._history.replace(content, tools)
-        self._start_sample(self._encode(content))
+        self._start_sample(self._encode(content))  # type: ignore[arg-type]
 
     def reward(self, value: float, turn: int | None = None) -> None:
         """Adds an environment's reward for a generated turn (default: the last). Rewards are added to the score."""

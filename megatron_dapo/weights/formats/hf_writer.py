@@ -12,10 +12,9 @@ import torch
 
 from megatron_dapo.config.model import ModelShape
 from megatron_dapo.files import INDEX, SINGLE, safetensors_header
-from megatron_dapo.weights.check import HEAD
-from megatron_dapo.weights.mapping import EMBEDDING, ParameterMapping, stored_mappings
+from megatron_dapo.weights.copy import OutputFile, RowRange, TensorWrite
+from megatron_dapo.weights.mapping import EMBEDDING, HEAD, ParameterMapping, stored_mappings
 from megatron_dapo.weights.names import packed, packing_order
-from megatron_dapo.weights.output_file import OutputFile, RowRange, TensorWrite
 
 MAX_SHARD = 5 * 10**9
 
@@ -44,8 +43,9 @@ class HFWriter:
         pack: bool = False,
     ) -> None:
         """`dtypes`: by canonical Megatron name. `tied_head`: store the head of a tied model, too. `pack`: store all
-        experts of a layer in one tensor (`packed_experts`)."""
-        self.shape, self._pack = shape, pack
+        experts of a layer in one tensor (`weights.names`)."""
+        self.shape = shape
+        self._pack = pack
         self._shards = [_Shard()]
         mappings = stored_mappings(shape)
         if tied_head:

@@ -66,13 +66,10 @@ _DTYPES = {
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
                   torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2)
 }  # fmt: skip
-_STORAGES = {
-    ("torch", name): dtype
-    for name, dtype in {
-        "DoubleStorage": torch.float64, "FloatStorage": torch.float32, "HalfStorage": torch.float16,
-        "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32,
-        "ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool,
-    }.items()
+STORAGES = {
+    torch.float64: "DoubleStorage", torch.float32: "FloatStorage", torch.float16: "HalfStorage",
+    torch.bfloat16: "BFloat16Storage", torch.int64: "LongStorage", torch.int32: "IntStorage",
+    torch.int16: "ShortStorage", torch.int8: "CharStorage", torch.uint8: "ByteStorage", torch.bool: "BoolStorage",
 }  # fmt: skip
 
 
@@ -99,7 +96,8 @@ class _Unpickler(pickle.Unpickler):
     def __init__(self, data: bytes, allowed: dict[tuple[str, str], Any],
                  storage: Callable[[Any], Any] | None = None) -> None:  # fmt: skip
         super().__init__(io.BytesIO(data))
-        self._allowed, self._storage = allowed, storage
+        self._allowed = allowed
+        self._storage = storage
 
     def find_class(self, module: str, name: str) -> Any:
         try:
@@ -156,7 +154,7 @@ class _TreeUnpickler(_Unpickler):
 
     def __init__(self, data: bytes, *, opaque: bool) -> None:
         allowed = {
-            **_PLAIN, **_STORAGES, **_DTYPES,
+            **_PLAIN, **_DTYPES, **{("torch", name): dtype for dtype, name in STORAGES.items()},
             ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
             ("torch._utils", "_rebuild_parameter"): lambda tensor, *rest: tensor,
             ("torch._utils", "_rebuild_parameter_with_state"): lambda tensor, *rest: tensor,
@@ -188,15 +186,10 @@ def tensor_of(found: Any) -> tuple[torch.dtype, tuple[int, ...], str, int] | Non
 
 def load_tensor_pickle(data: bytes) -> tuple[torch.dtype, tuple[int, ...], str, int]:
     """(dtype, shape, storage key, offset in elements) of the one contiguous tensor that a `data.pkl` describes."""
-    allowed = {
-        **_PLAIN, **_STORAGES,
-        ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
-        ("torch._utils", "_rebuild_parameter"): lambda tensor, *rest: tensor,
-    }  # fmt: skip
-    found = _load(_Unpickler(data, allowed, storage=tuple))
-    if not isinstance(found, PickledObject) or len(found.args) != 4:
+    found = tensor_of(load_torch_pickle(data))
+    if found is None:
         raise UnsafePickle("it holds something other than one tensor")
-    return _contiguous(*found.args)
+    return found
 
 
 def _contiguous(

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from megatron_dapo.config.model import ModelShape
+from megatron_dapo.weights.copy import OutputFile, RowRange, TensorWrite
 from megatron_dapo.weights.formats.small_files import (
     Stored,
     common_state,
@@ -27,7 +28,6 @@ from megatron_dapo.weights.formats.small_files import (
 from megatron_dapo.weights.formats.torch_zip import ALIGN, tensor_archive
 from megatron_dapo.weights.mapping import ParameterMapping, WeightsError, stored_mappings
 from megatron_dapo.weights.names import disk_aliases, disk_locations
-from megatron_dapo.weights.output_file import OutputFile, RowRange, TensorWrite
 
 MAX_CHUNK = 128 * 2**20  # a rank that needs part of a chunk reads all of it
 MAX_FILE = 4 * 2**30

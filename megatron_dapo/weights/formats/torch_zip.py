@@ -21,18 +21,13 @@ from typing import Any
 
 import torch
 
-from megatron_dapo.weights.formats.safe_pickle import UnsafePickle, load_tensor_pickle
+from megatron_dapo.weights.formats.safe_pickle import STORAGES, UnsafePickle, load_tensor_pickle
 
 ALIGN = 64
 _LOCAL = struct.Struct("<4s5H3I2H")
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
 _END = struct.Struct("<4s4H2IH")
 _END64 = struct.Struct("<4sQ2H2I4Q")
-_STORAGES = {
-    torch.float64: "DoubleStorage", torch.float32: "FloatStorage", torch.float16: "HalfStorage",
-    torch.bfloat16: "BFloat16Storage", torch.int64: "LongStorage", torch.int32: "IntStorage",
-    torch.int16: "ShortStorage", torch.int8: "CharStorage", torch.uint8: "ByteStorage", torch.bool: "BoolStorage",
-}  # fmt: skip
 
 
 class BadArchive(ValueError):
@@ -50,14 +45,15 @@ class ArchivedTensor:
 
 class _Storage:
     def __init__(self, dtype: torch.dtype, count: int) -> None:
-        self.reference = ("storage", getattr(torch, _STORAGES[dtype]), "0", "cpu", count)
+        self.reference = ("storage", getattr(torch, STORAGES[dtype]), "0", "cpu", count)
 
 
 class _Tensor:
     """Pickles as a contiguous tensor over storage "0"."""
 
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        self.dtype, self.shape = dtype, shape
+        self.dtype = dtype
+        self.shape = shape
 
     def __reduce__(self) -> Any:
         stride = tuple(math.prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
@@ -133,17 +129,12 @@ def _central(name: bytes, crc: int, size: int, at: int) -> bytes:
 
 def read_archive(view: memoryview) -> ArchivedTensor:
     """Locate the tensor of one archive. Raises BadArchive for anything but one plain contiguous tensor."""
+    records = open_archive(view)
     try:
-        records = _directory(view)
-        names = {name.split(b"/", 1)[-1]: entry for name, entry in records.items()}
-        offset, size = _data(view, *names[b"data.pkl"])
+        offset, size = records["data.pkl"]
         dtype, shape, key, at = load_tensor_pickle(bytes(view[offset : offset + size]))
-        if b"byteorder" in names:
-            start, length = _data(view, *names[b"byteorder"])
-            if bytes(view[start : start + length]) != sys.byteorder.encode():
-                raise BadArchive("written on a machine with another byte order")
-        offset, size = _data(view, *names[f"data/{key}".encode()])
-    except (struct.error, KeyError, IndexError, UnsafePickle) as error:
+        offset, size = records[f"data/{key}"]
+    except (KeyError, UnsafePickle) as error:
         raise BadArchive(f"not a tensor as torch.save writes it ({type(error).__name__}: {error})") from None
     begin, need = at * dtype.itemsize, math.prod(shape) * dtype.itemsize
     if begin + need > size:

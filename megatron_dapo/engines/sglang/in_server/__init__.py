@@ -1,5 +1,4 @@
 """Modules that run inside an SGLang server. The folder is on the server's PYTHONPATH; they import nothing of ours.
 
-- megatron_dapo_delta.py     applies updates that contain only what changed
 - megatron_dapo_experts.py   loads the experts of a layer at once
 """

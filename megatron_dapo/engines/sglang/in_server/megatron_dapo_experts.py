@@ -1,7 +1,7 @@
 """Runs inside an SGLang server: loads runs of experts with two or three copies instead of three for each expert.
 
 The server is started with `--custom-weight-loader megatron_dapo_experts.install`. One call with that load format makes
-the model's `load_weights` understand tensors called `experts::…` (weights/expert_packing.py describes them): n experts
+the model's `load_weights` understand tensors called `experts::…` (sync/shared_bucket.py describes them): n experts
 of a layer, [n, 3 * rows, columns], each with its gate, up and down matrices one after the other.
 
 SGLang has many layouts of its fused parameters: gate or up first, transposed, padded, split over GPUs. None of them is

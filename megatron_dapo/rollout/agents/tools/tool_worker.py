@@ -2,23 +2,22 @@
 
     python -I tool_worker.py FD
 
-Reads JSON lines from the socket FD: {"tool", "code", "seconds", "cpu_seconds", "memory_mb", "disk_mb", "characters",
+Reads frames from the socket FD: {"tool", "code", "seconds", "cpu_seconds", "memory_mb", "disk_mb", "characters",
 "network"}, and writes {"text", "limit"} for each. `limit` names what ended the call: time, cpu-time, memory, output,
-disk, killed, crashed; empty: the code came to its end, also by an exception. "unconfined": this machine cannot run
-tools safely, and nothing was run. Runs under `reward.supervisor`, by path and without this package.
+disk, killed, crashed; empty: the code ran to its end, or raised. "unconfined": this machine cannot run tools safely,
+and nothing was run. Runs under a supervisor, by path and without this package.
 """
 
 from __future__ import annotations
 
 import ast
-import json
+import contextlib
 import math
 import operator
 import os
 import select
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -26,7 +25,9 @@ import traceback
 from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, os.path.join(sys.path[0], *[os.pardir] * 3, "processes"))
 import confinement  # type: ignore[import-not-found]
+import frames  # type: ignore[import-not-found]
 
 LOOK_SECONDS = 0.05  # between two looks at the scratch directory
 OUT_OF_MEMORY, UNCONFINED = 77, 78  # exit codes of a call that got a MemoryError, and of one that could not start
@@ -34,14 +35,13 @@ FILE_MB = 16
 
 
 def main() -> None:
-    connection = socket.socket(fileno=int(sys.argv[1]))
-    lines = connection.makefile("rb")
+    channel = frames.parent_channel()
     os.environ.clear()  # it may hold secrets
     os.environ.update(PATH="/usr/bin:/bin", LANG="C.UTF-8", OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):  # meant for the trainer
-        signal.signal(number, lambda *_: None)
-    for line in lines:
-        connection.sendall(json.dumps(run(json.loads(line))).encode() + b"\n")
+    with contextlib.suppress(EOFError, ConnectionError):  # the parent has closed the socket
+        while True:
+            call, _ = channel.receive()
+            channel.send({"number": call["number"], **run(call)})
 
 
 def run(call: dict[str, Any]) -> dict[str, str]:
@@ -137,7 +137,7 @@ def _child(call: dict[str, Any], scratch: str) -> None:
     os.dup2(1, 2)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.closerange(3, 4096)  # the socket, and whatever else
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    for number in frames.FOR_THE_TRAINER:
         signal.signal(number, signal.SIG_DFL)
     os.chdir(scratch)
     os.environ.update(HOME=scratch, TMPDIR=scratch)

@@ -1,0 +1,327 @@
+"""Three transports for buckets of weights to SGLang servers: disk, tensor, distributed.
+
+`send` gives every bucket to every server and returns the errors of the servers that did not receive all of them. Which
+version a server then serves is decided in weight_update.py.
+
+Buckets may be on other ranks (`RemoteBucket`): those ranks send them (sync/remote_sender.py) as this process says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron_dapo.config.model import ARCHITECTURES
+from megatron_dapo.config.rollout import WeightTransportConfig
+from megatron_dapo.engines.sglang.client import FLATTENED, SGLangClient
+from megatron_dapo.engines.sglang.http import failures, wait_all
+from megatron_dapo.engines.sglang.process_group import WeightProcessGroups, members_of
+from megatron_dapo.engines.sglang.response_parser import updating_label
+from megatron_dapo.errors import EngineError
+from megatron_dapo.files import read_safetensors_directory, unpacked
+from megatron_dapo.sync.bucket import Bucket, FlatBucket, RemoteBucket, flatten, specs_of
+from megatron_dapo.sync.bucket_stream import BucketStream
+from megatron_dapo.sync.remote_sender import SenderLink
+from megatron_dapo.sync.shared_bucket import SharedBucket, packed, share
+from megatron_dapo.sync.snapshot import Snapshot
+from megatron_dapo.weights.tensor_spec import flat_size
+
+
+class WeightManifest:
+    """The tensors that an update must contain: exactly those of the model that the servers were started with. Names and
+    shapes are from the safetensors headers of its directory; without one everything is accepted. Tensors that are never
+    synced (a vision tower, multi-token prediction) are not part of an update, and experts have one name each."""
+
+    def __init__(self, model: str | Path) -> None:
+        file = Path(model) / "config.json"
+        config = json.loads(file.read_text()) if file.is_file() else {}
+        architecture = ARCHITECTURES.get(next(iter(config.get("architectures") or []), ""))
+        carried = architecture.carried if architecture else ()
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        if str(model) and any(Path(model).glob("*.safetensors")):
+            stored = unpacked(read_safetensors_directory(model))
+            self._shapes = {name: tensor.shape for name, tensor in stored.items() if not name.startswith(carried)}
+        self._tied = bool(config.get("tie_word_embeddings") or config.get("text_config", {}).get("tie_word_embeddings"))
+        self._seen: set[str] = set()
+
+    def begin(self) -> None:
+        self._seen = set()
+
+    def check(self, bucket: Bucket) -> str:
+        """What is wrong with the bucket, or an empty string."""
+        for spec in specs_of(bucket):
+            name = spec.name
+            if name in self._seen:
+                return f"tensor {name!r} was sent twice"
+            self._seen.add(name)
+            expected = self._shapes.get(name)
+            if self._shapes and expected is None and not (self._tied and name == "lm_head.weight"):
+                return f"the model has no tensor {name!r}"
+            if expected is not None and expected != spec.shape:
+                return f"tensor {name!r} has shape {spec.shape}, expected {expected}"
+        return ""
+
+    def missing(self) -> str:
+        optional = {"lm_head.weight"} if self._tied else set()
+        absent = sorted(set(self._shapes) - self._seen - optional)
+        return f"{len(absent)} tensors are missing, the first is {absent[0]!r}" if absent else ""
+
+
+Errors = dict[str, BaseException]  # by the server's name
+
+
+@dataclass(slots=True)
+class Transfer:
+    """What has been sent, and which servers failed. `bucket_error`: what is wrong with the buckets themselves."""
+
+    failed: Errors = field(default_factory=dict)
+    tensors: int = 0
+    bytes: int = 0
+    bucket_error: str = ""
+
+    def count(self, bucket: Bucket, manifest: WeightManifest) -> None:
+        self.bucket_error = self.bucket_error or manifest.check(bucket)
+        specs = specs_of(bucket)
+        self.tensors += len(specs)
+        self.bytes += flat_size(specs)
+
+    def finish(self, manifest: WeightManifest, servers: Sequence[SGLangClient]) -> bool:
+        """Whether the buckets were the whole model; if not, no server has it."""
+        self.bucket_error = self.bucket_error or manifest.missing()
+        if self.bucket_error:
+            self.failed |= {server.name: EngineError(self.bucket_error) for server in servers}
+        return not self.bucket_error
+
+    def remaining(self, servers: Sequence[SGLangClient]) -> list[SGLangClient]:
+        return [server for server in servers if server.name not in self.failed]
+
+
+class Transport:
+    """`prepare` makes what is sent of a bucket, `release` frees it: both in the thread that produces the buckets."""
+
+    def __init__(self, config: WeightTransportConfig, snapshot: Snapshot, manifest: WeightManifest) -> None:
+        self._config = config
+        self._snapshot = snapshot
+        self._manifest = manifest
+        self.prepare: Callable[[Bucket], Any] = lambda bucket: None
+        self.release: Callable[[Any], None] = lambda prepared: None
+
+    async def send(
+        self, version: int, servers: Sequence[SGLangClient], stream: BucketStream, order: Sequence[str]
+    ) -> Transfer:
+        """`order`: the names of all servers, node by node, also of those that get nothing."""
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        pass
+
+
+def make_transport(config: WeightTransportConfig, snapshot: Snapshot) -> Transport:
+    kinds = {"disk": DiskTransport, "tensor": TensorTransport, "distributed": DistributedTransport}
+    return kinds[config.transport](config, snapshot, WeightManifest(snapshot.model))
+
+
+class DiskTransport(Transport):
+    """Buckets become a checkpoint that servers load; works with every server that can read the directory. Rank 0
+    writes everything."""
+
+    async def send(
+        self, version: int, servers: Sequence[SGLangClient], stream: BucketStream, order: Sequence[str]
+    ) -> Transfer:
+        transfer = Transfer()
+        self._manifest.begin()
+        self._snapshot.begin(version)
+        async for bucket, _ in stream:
+            transfer.count(bucket, self._manifest)
+            if not transfer.bucket_error:
+                await asyncio.to_thread(self._snapshot.add, bucket)
+        if not transfer.finish(self._manifest, servers):
+            self._snapshot.discard()
+            return transfer
+        path = str(self._snapshot.commit())
+        timeout, flush = self._config.timeout, self._config.flushes_cache
+        calls = {server.name: server.load_from_disk(path, timeout, flush=flush) for server in servers}
+        transfer.failed |= failures(await wait_all(calls))
+        return transfer
+
+
+class DirectTransport(Transport):
+    """Sends each bucket while the next is produced; also writes a snapshot where one is kept. A subclass says how one
+    bucket gets from here, or from another rank, to the servers."""
+
+    def __init__(self, config: WeightTransportConfig, snapshot: Snapshot, manifest: WeightManifest) -> None:
+        super().__init__(config, snapshot, manifest)
+        # Of the update that runs
+        self._version = 0
+        self._link: SenderLink | None = None
+        self._order: Sequence[str] = ()
+
+    async def _open(self, servers: Sequence[SGLangClient]) -> Errors:
+        raise NotImplementedError
+
+    async def _send_bucket(self, number: int, bucket: Bucket, prepared: Any, servers: Sequence[SGLangClient]) -> Errors:
+        """`prepared` is None for a `RemoteBucket`."""
+        raise NotImplementedError
+
+    async def send(
+        self, version: int, servers: Sequence[SGLangClient], stream: BucketStream, order: Sequence[str]
+    ) -> Transfer:
+        self._version = version
+        self._link = stream.link
+        self._order = order
+        try:
+            return await self._send(servers, stream)
+        except BaseException as error:
+            self._tell_senders(str(error))
+            raise
+
+    async def _send(self, servers: Sequence[SGLangClient], stream: BucketStream) -> Transfer:
+        transfer, keeps, number = Transfer(), self._config.keep_snapshot, 0
+        self._manifest.begin()
+        if keeps:
+            await asyncio.to_thread(partial(self._snapshot.begin, self._version, background=True))
+        transfer.failed |= await self._open(servers)
+        async for bucket, prepared in stream:
+            transfer.count(bucket, self._manifest)
+            remaining = transfer.remaining(servers)
+            if not remaining or transfer.bucket_error:
+                self._tell_senders(transfer.bucket_error or "no server is left that has all weights")
+            if not transfer.bucket_error:
+                writing = asyncio.ensure_future(asyncio.to_thread(self._snapshot.add, bucket)) if keeps else None
+                try:
+                    if remaining:
+                        transfer.failed |= await self._send_bucket(number, bucket, prepared, remaining)
+                finally:
+                    if writing is not None:
+                        await writing
+            number += 1
+        complete = transfer.finish(self._manifest, servers)
+        if keeps:
+            self._snapshot.commit() if complete else self._snapshot.discard()
+        return transfer
+
+    def _tell_senders(self, cause: str) -> None:
+        if self._link is not None:
+            self._link.fail(cause)
+
+
+class TensorTransport(DirectTransport):
+    """Same host: the request carries a reference to shared memory (or CUDA IPC memory), not the tensors. With several
+    nodes, a rank on each node holds the bucket, and the servers of the node get that rank's reference."""
+
+    def __init__(self, config: WeightTransportConfig, snapshot: Snapshot, manifest: WeightManifest) -> None:
+        super().__init__(config, snapshot, manifest)
+        self.prepare = partial(share, pack_experts=config.pack_experts)
+        self.release = SharedBucket.free
+
+    async def _open(self, servers: Sequence[SGLangClient]) -> Errors:
+        if self._link is not None:
+            self._link.post_plan({"action": "share", "pack_experts": self._config.pack_experts})
+        return {}
+
+    async def _send_bucket(
+        self, number: int, bucket: Bucket, prepared: SharedBucket | None, servers: Sequence[SGLangClient]
+    ) -> Errors:
+        if self._link is None:
+            assert prepared is not None
+            prepared.expect(len(servers))
+            payloads = {server.name: prepared.payload for server in servers}
+        else:
+            assert isinstance(bucket, FlatBucket | RemoteBucket)
+            try:
+                payloads = await self._payloads(self._link, number, bucket.receivers, prepared, servers)
+            except EngineError as error:
+                return {server.name: error for server in servers}
+        timeout = self._config.timeout
+        calls = {server.name: server.load_tensors(payloads[server.name], timeout) for server in servers}
+        failed = failures(await wait_all(calls))
+        if self._link is not None:
+            self._link.done(number)
+        return failed
+
+    async def _payloads(
+        self,
+        link: SenderLink,
+        number: int,
+        receivers: Sequence[int],
+        prepared: SharedBucket | None,
+        servers: Sequence[SGLangClient],
+    ) -> dict[str, str]:
+        """By server: the reference of the rank on its node that holds this bucket."""
+        per_node = len(self._order) // len(receivers)
+        rank_of = {name: receivers[index // per_node] for index, name in enumerate(self._order)}
+        found: dict[int, str] = {}
+        for rank in {rank_of[server.name] for server in servers}:
+            if rank == 0:
+                assert prepared is not None
+                found[rank] = prepared.payload
+            else:
+                found[rank] = await asyncio.to_thread(link.payload, number, rank)
+        return {server.name: found[rank_of[server.name]] for server in servers}
+
+
+class DistributedTransport(DirectTransport):
+    """Broadcasts from the senders to all ranks of all servers: NCCL between GPUs, gloo between CPUs."""
+
+    def __init__(self, config: WeightTransportConfig, snapshot: Snapshot, manifest: WeightManifest) -> None:
+        super().__init__(config, snapshot, manifest)
+        self.prepare = flatten
+        self._groups: WeightProcessGroups | None = None
+
+    async def _open(self, servers: Sequence[SGLangClient]) -> Errors:
+        """Joins the servers into a group for each sender. Groups with the same members, none of them restarted, are
+        used again."""
+        link, groups = self._link, self._groups
+        senders = link.ranks if link else [0]
+        if not servers:
+            return {}
+        if groups is not None and groups.members == members_of(servers) and groups.senders == senders:
+            if link is not None:
+                link.post_plan({"action": "same"})
+            return {}
+        await self.close()
+        failed: Errors = {}
+        for _ in range(1 if link else 2):  # a join cannot be repeated, but a second group can be made
+            groups = WeightProcessGroups(self._config, servers, senders)
+            try:
+                await groups.join(link)
+            except EngineError as error:
+                await groups.leave()
+                failed = {server.name: error for server in servers}
+                continue
+            self._groups = groups
+            return {}
+        return failed
+
+    async def _send_bucket(
+        self, number: int, bucket: Bucket, prepared: FlatBucket | None, servers: Sequence[SGLangClient]
+    ) -> Errors:
+        assert self._groups is not None
+        specs = specs_of(bucket if prepared is None else prepared)
+        if self._config.pack_experts:
+            specs = packed(specs)
+        sender = bucket.owner if isinstance(bucket, RemoteBucket) else 0
+        body = {
+            "names": [spec.name for spec in specs], "shapes": [list(spec.shape) for spec in specs],
+            "dtypes": [str(spec.dtype).removeprefix("torch.") for spec in specs],
+            "group_name": self._groups.names[sender], "flush_cache": False, "load_format": FLATTENED,
+        }  # fmt: skip
+        label = updating_label(self._version, number + 1)
+        try:
+            await self._groups.broadcast(None if prepared is None else prepared.flat, body, label, self._link)
+        except EngineError as error:
+            # A failed broadcast leaves it unknown which servers have the bucket.
+            self._tell_senders(str(error))
+            await self.close()
+            return {server.name: error for server in servers}
+        return {}
+
+    async def close(self) -> None:
+        if self._groups is not None:
+            groups, self._groups = self._groups, None
+            await groups.leave()

@@ -1,0 +1,140 @@
+"""A bucket as a server sees it: one block of bytes and the tensors in it (`flattened_bucket`). Another process on the
+same host maps the block: CUDA IPC on a GPU, a file of shared memory elsewhere.
+
+Experts can be described as few large tensors (`packed`), so that SGLang does not search a name for each matrix. In a
+bucket the matrices of an expert (gate, up, down) follow each other, and so do the experts of a layer. A run of n
+experts is therefore one block of memory: [n, 3 * rows of gate, columns of gate]. Only the description that goes to the
+servers changes: the memory, the manifest and the snapshot stay as they are. The servers load such a block with a
+module of ours (engines/sglang/in_server). Matrices of an expert that a bucket does not have completely, and everything
+else, keep their names. Scales of fp8 weights are packed like the weights.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.multiprocessing  # registers how tensors are pickled by reference to shared memory
+from torch.multiprocessing.reductions import reduce_tensor
+
+from megatron_dapo.sync.bucket import Bucket, flatten
+from megatron_dapo.weights.tensor_spec import TensorSpec, flat_starts
+
+PREFIX = "experts::"
+_MATRIX = re.compile(r"^(.+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.(\w+)$")
+_ORDER = ("gate", "up", "down")
+
+
+def packed(specs: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
+    """The same memory, with `experts::LAYER::FIRST EXPERT::weight` for every run of whole experts."""
+    found: list[TensorSpec] = []
+    waiting: list[TensorSpec] = []  # matrices of an expert that is not complete
+    for spec in specs:
+        if len(waiting) < len(_ORDER) and _continues(waiting, spec):
+            waiting.append(spec)
+        else:
+            found += waiting
+            waiting = [spec] if _continues([], spec) else []
+            found += [] if waiting else [spec]
+        if len(waiting) == len(_ORDER):
+            _add_expert(found, waiting)
+            waiting = []
+    return tuple(found + waiting)
+
+
+def _continues(waiting: list[TensorSpec], spec: TensorSpec) -> bool:
+    """Whether `spec` is the next matrix of the expert whose first ones are `waiting`."""
+    match = _MATRIX.match(spec.name)
+    if match is None or len(spec.shape) != 2 or match[3] != _ORDER[len(waiting)]:
+        return False
+    if not waiting:
+        return True
+    first = waiting[0]
+    before = _MATRIX.match(first.name)
+    assert before is not None
+    shape = first.shape if match[3] == "up" else first.shape[::-1]
+    return match.group(1, 2, 4) == before.group(1, 2, 4) and (spec.dtype, spec.shape) == (first.dtype, shape)
+
+
+def _add_expert(found: list[TensorSpec], matrices: list[TensorSpec]) -> None:
+    """Appends one expert, to the last run if it is the next one of it."""
+    gate = matrices[0]
+    match = _MATRIX.match(gate.name)
+    assert match is not None
+    layer, expert, _, kind = match.groups()
+    one = (3 * gate.shape[0], gate.shape[1])
+    if found and found[-1].name.startswith(PREFIX):
+        last, (count, *size) = found[-1], found[-1].shape
+        _, its_layer, first, its_kind = last.name.split("::")
+        same = (its_layer, its_kind, last.dtype, tuple(size)) == (layer, kind, gate.dtype, one)
+        if same and int(first) + count == int(expert):
+            found[-1] = TensorSpec(last.name, last.dtype, (count + 1, *one))
+            return
+    found.append(TensorSpec(f"{PREFIX}{layer}::{expert}::{kind}", gate.dtype, (1, *one)))
+
+
+DEVICE_ARGUMENT = 6  # of torch's rebuild_cuda_tensor
+
+
+@dataclass(slots=True)
+class SharedBucket:
+    """A pickle, and the memory it refers to, which must outlive the requests.
+
+    The memory may be overwritten as soon as the servers have replied: torch synchronises a server's stream when the
+    server drops the tensors, which happens before its reply.
+    """
+
+    payload: str
+    memory: list[torch.Tensor]
+
+    def free(self) -> None:
+        self.memory.clear()
+
+    def expect(self, readers: int) -> None:
+        """So many processes will open the payload. For memory that is shared by name torch expects one for each pickle,
+        and removes the name after as many have closed it."""
+        for tensor in self.memory:
+            for _ in range(0 if tensor.is_cuda else readers - 1):
+                tensor.untyped_storage()._shared_incref()
+
+
+def share(bucket: Bucket, *, pack_experts: bool = False) -> SharedBucket:
+    """Pickles a reference to the bucket's block of memory, in SGLang's format `flattened_bucket`."""
+    flat = flatten(bucket)
+    specs = packed(flat.specs) if pack_experts else flat.specs
+    starts = flat_starts(specs)
+    # SGLang reads these attributes. Its own class cannot be imported here, and its unpickler allows this one.
+    metadata = [
+        SimpleNamespace(
+            name=spec.name, shape=spec.shape, dtype=spec.dtype, start_idx=start, end_idx=start + spec.bytes,
+            numel=spec.bytes,
+        )
+        for spec, start in zip(specs, starts, strict=False)  # the last start is the end
+    ]  # fmt: skip
+    # Shared by file name: a file descriptor would have to be sent over a socket, and there is none to the server.
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        buffer = io.BytesIO()
+        _Pickler(buffer).dump({"flattened_tensor": flat.flat, "metadata": metadata})
+    finally:
+        torch.multiprocessing.set_sharing_strategy(before)
+    return SharedBucket(base64.b64encode(buffer.getvalue()).decode(), [flat.flat])
+
+
+class _Pickler(ForkingPickler):
+    """Names a GPU by its UUID, which SGLang reads: the server's process may number the GPUs differently."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if not (isinstance(value, torch.Tensor) and value.is_cuda):
+            return NotImplemented
+        rebuild, arguments = reduce_tensor(value)
+        uuid = str(torch.cuda.get_device_properties(value.device).uuid)
+        return rebuild, (*arguments[:DEVICE_ARGUMENT], uuid, *arguments[DEVICE_ARGUMENT + 1 :])

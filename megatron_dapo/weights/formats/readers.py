@@ -1,0 +1,324 @@
+"""Reads weight files: HF directories (`HFReader`), and Megatron parameters that consist of pieces (`PieceReader`).
+
+Headers, offsets and indexes are checked before the first tensor is returned; tensor data is read on access. Files are
+mapped read-only, which needs no memory of its own: a file larger than the machine's memory can be mapped, and writing
+to a tensor over it ends the process. Copying and comparing read into buffers instead: faulting in a mapping page by
+page costs three times the system time of reading it. Files of `torch.save` (`TorchFile`: pytorch_model.bin, Megatron's
+legacy checkpoints) are read without running code from them.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import threading
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_dapo.files import (
+    INDEX,
+    ITEM_SIZES,
+    DamagedFile,
+    StoredTensor,
+    is_packed,
+    merge_tensors,
+    numbered_files,
+    read_safetensors_directory,
+    unpacked,
+)
+from megatron_dapo.weights.formats.safe_pickle import UnsafePickle, load_torch_pickle, tensor_of
+from megatron_dapo.weights.formats.torch_zip import BadArchive, open_archive
+from megatron_dapo.weights.mapping import WeightsError
+
+warnings.filterwarnings("ignore", message="The given buffer is not writable")
+
+
+def map_file(path: Path) -> mmap.mmap:
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def torch_dtype(stored: StoredTensor) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, stored.dtype)
+    return dtype
+
+
+def _tensor_over(buffer: mmap.mmap, stored: StoredTensor, offset: int) -> Tensor:
+    count, dtype = math.prod(stored.shape), torch_dtype(stored)
+    if count == 0:
+        return torch.empty(stored.shape, dtype=dtype)
+    return torch.frombuffer(buffer, dtype=dtype, count=count, offset=offset).view(stored.shape)
+
+
+def rows_of(stored: StoredTensor, start: int, count: int) -> StoredTensor:
+    """Rows [start, start + count) of a stored tensor."""
+    width = math.prod(stored.shape[1:]) * ITEM_SIZES[stored.dtype]
+    return replace(stored, shape=(count, *stored.shape[1:]), offset=stored.offset + start * width)
+
+
+class CheckpointReader(ABC):
+    """A checkpoint to copy from or compare, with the maps, descriptors and buffers of its files."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._maps: dict[Path, mmap.mmap] = {}
+        self._descriptors: dict[Path, int] = {}
+        self._own = threading.local()
+        self._lock = threading.Lock()
+
+    def __del__(self) -> None:
+        for descriptor in getattr(self, "_descriptors", {}).values():
+            os.close(descriptor)
+
+    @abstractmethod
+    def dtype(self, name: str) -> torch.dtype: ...
+
+    @abstractmethod
+    def rows(self, name: str, start: int, count: int) -> Tensor:
+        """Rows [start, start + count) of a tensor: a view of the file where one place holds them all, else a copy."""
+
+    @abstractmethod
+    def read(self, name: str, start: int, count: int) -> Tensor:
+        """Like `rows`; rows of one place are in a buffer that this thread's next call overwrites."""
+
+    @abstractmethod
+    def spans(self, name: str, start: int, count: int) -> Iterator[tuple[int, StoredTensor | None]]:
+        """The rows as runs of bytes in files, in order: number of rows, and where they are; None if they have to be
+        put together from several places."""
+
+    @abstractmethod
+    def where(self, name: str) -> str:
+        """The file and tensor, for messages."""
+
+    def read_into(self, stored: StoredTensor, skip: int, view: memoryview) -> None:
+        """Bytes [skip, skip + len(view)) of a stored tensor."""
+        descriptor, at = self._descriptor(stored.file), stored.offset + skip
+        while view:
+            count = os.preadv(descriptor, [view], at)
+            if not count:
+                raise DamagedFile(f"{stored.file}: ends inside tensor {stored.name}; it changed while it was read")
+            view, at = view[count:], at + count
+
+    def prefetch(self, file: Path, at: int, nbytes: int) -> None:
+        """Ask the kernel to read bytes [at, at + nbytes) of the file from disk, without waiting."""
+        os.posix_fadvise(self._descriptor(file), at, nbytes, os.POSIX_FADV_WILLNEED)
+
+    def _descriptor(self, file: Path) -> int:
+        with self._lock:
+            if file not in self._descriptors:
+                self._descriptors[file] = os.open(file, os.O_RDONLY)
+            return self._descriptors[file]
+
+    def _map(self, file: Path) -> mmap.mmap:
+        with self._lock:
+            if file not in self._maps:
+                self._maps[file] = map_file(file)
+            return self._maps[file]
+
+    def _view(self, stored: StoredTensor) -> Tensor:
+        return _tensor_over(self._map(stored.file), stored, stored.offset)
+
+    def _read(self, stored: StoredTensor) -> Tensor:
+        """The tensor in a buffer that this thread's next call overwrites."""
+        if getattr(self._own, "size", -1) < stored.nbytes:
+            self._own.size = max(stored.nbytes, 1)
+            self._own.buffer = mmap.mmap(-1, self._own.size)
+        self.read_into(stored, 0, memoryview(self._own.buffer)[: stored.nbytes])
+        return _tensor_over(self._own.buffer, stored, 0)
+
+
+class TorchFile:
+    """A file of `torch.save`: `tree` holds its containers and values, `stored` gives the position of a tensor."""
+
+    def __init__(self, path: Path, *, opaque: bool = False) -> None:
+        """`opaque`: objects beside the tensors are allowed; they become inert stand-ins."""
+        self.path = path
+        if not path.stat().st_size:
+            raise DamagedFile(f"{path} is empty; copy it again")
+        view = memoryview(map_file(path))
+        if bytes(view[:4]) != b"PK\3\4":
+            raise DamagedFile(
+                f"{path} is not a zip archive: truncated, a Git LFS pointer, or saved by torch before 1.6; load it "
+                "with torch and save it again"
+            )
+        try:
+            self._records = open_archive(view)
+            at, size = self._records["data.pkl"]
+            self.tree: Any = load_torch_pickle(bytes(view[at : at + size]), opaque=opaque)
+        except (BadArchive, KeyError) as error:
+            raise DamagedFile(f"{path}: not a file of torch.save, or truncated ({error})") from None
+        except UnsafePickle as error:
+            raise DamagedFile(f"{path}: refused or damaged: {error}") from None
+
+    def stored(self, name: str, value: Any) -> StoredTensor | None:
+        """The position of a tensor in `tree`; None if `value` is no tensor."""
+        try:
+            found = tensor_of(value)
+        except UnsafePickle as error:
+            raise DamagedFile(f"{self.path}: tensor {name}: {error}") from None
+        if found is None:
+            return None
+        dtype, shape, key, offset = found
+        at, size = self._records.get(f"data/{key}", (0, -1))
+        begin, need = offset * dtype.itemsize, math.prod(shape) * dtype.itemsize
+        if begin + need > size:
+            raise DamagedFile(f"{self.path}: tensor {name}: holds {max(size, 0)} bytes of data, needs {begin + need}")
+        return StoredTensor(name, self.path, str(dtype).removeprefix("torch."), shape, at + begin)
+
+
+def read_bin_file(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of one `pytorch_model*.bin`, which must hold nothing else."""
+    file = TorchFile(path)
+    if not isinstance(file.tree, dict):
+        raise DamagedFile(f"{path}: holds a {type(file.tree).__name__}; expected a dictionary of tensors")
+    found = {}
+    for name, value in file.tree.items():
+        stored = file.stored(str(name), value)
+        if stored is None:
+            raise DamagedFile(f"{path}: {name} is not a tensor; expected a dictionary of tensors")
+        found[str(name)] = stored
+    return found
+
+
+def read_bin_directory(path: Path) -> dict[str, StoredTensor]:
+    """Every tensor of a directory with `pytorch_model.bin`, or with several numbered files."""
+    single = path / "pytorch_model.bin"
+    files = [single] if single.exists() else numbered_files(path, "pytorch_model", "bin")
+    return merge_tensors(read_bin_file(file) for file in files)
+
+
+def read_hf_directory(path: Path) -> dict[str, StoredTensor]:
+    """Every tensor of an HF model directory: safetensors, or else `pytorch_model.bin`."""
+    safetensors = any(path.glob("*.safetensors")) or (path / INDEX).exists()
+    if not safetensors and any(path.glob("pytorch_model*.bin")):
+        return read_bin_directory(path)
+    return read_safetensors_directory(path)
+
+
+class HFReader(CheckpointReader, Mapping[str, Tensor]):
+    """A checked HF checkpoint: names to memory-mapped tensors. Experts have one name each, also where the file has all
+    of a layer in one tensor (`packed`)."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(Path(path))
+        stored = read_hf_directory(self.path)
+        self.stored = unpacked(stored)
+        self.packed = is_packed(stored)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._view(self.stored[name])
+
+    def dtype(self, name: str) -> torch.dtype:
+        return torch_dtype(self.stored[name])
+
+    def rows(self, name: str, start: int, count: int) -> Tensor:
+        return self[name].narrow(0, start, count)
+
+    def read(self, name: str, start: int, count: int) -> Tensor:
+        return self._read(rows_of(self.stored[name], start, count))
+
+    def spans(self, name: str, start: int, count: int) -> Iterator[tuple[int, StoredTensor | None]]:
+        if count:
+            yield count, rows_of(self.stored[name], start, count)
+
+    def files(self) -> list[Path]:
+        return sorted({stored.file for stored in self.stored.values()})
+
+    def where(self, name: str) -> str:
+        return f"{self.stored[name].file}: tensor {name}"
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.stored)
+
+    def __len__(self) -> int:
+        return len(self.stored)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Part of one parameter: a block of rows and columns (of a vector: consecutive entries), and its bytes."""
+
+    row: int
+    column: int
+    rows: int
+    columns: int
+    stored: StoredTensor
+
+
+class PieceReader(CheckpointReader):
+    """The weights of a Megatron checkpoint, by canonical name. A subclass fills `pieces` and `dtypes`."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.pieces: dict[str, list[Piece]] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.dtypes[name]
+
+    def rows(self, name: str, start: int, count: int) -> Tensor:
+        if (piece := self._holding(name, start, count)) is not None:
+            return self._view(piece.stored).narrow(0, start - piece.row, count)
+        found, width = self._overlapping(name, start, count), self._columns(name)
+        out = torch.empty((count, width), dtype=self.dtypes[name])
+        for p in found:
+            low, high = max(start, p.row), min(start + count, p.row + p.rows)
+            part = self._view(p.stored).reshape(p.rows, p.columns).narrow(0, low - p.row, high - low)
+            out[low - start : high - start, p.column : p.column + p.columns] = part
+        flat = len(self.pieces[name][0].stored.shape) == 1
+        return out.view(-1) if flat else out
+
+    def where(self, name: str) -> str:
+        return f"{self.pieces[name][0].stored.file}: tensor {self.pieces[name][0].stored.name}"
+
+    def read(self, name: str, start: int, count: int) -> Tensor:
+        if (piece := self._holding(name, start, count)) is not None:
+            return self._read(rows_of(piece.stored, start - piece.row, count))
+        return self.rows(name, start, count)
+
+    def spans(self, name: str, start: int, count: int) -> Iterator[tuple[int, StoredTensor | None]]:
+        found = sorted(self._overlapping(name, start, count), key=lambda p: p.row)
+        if any(p.columns != self._columns(name) for p in found):
+            yield count, None
+            return
+        for p in found:
+            low, high = max(start, p.row) - p.row, min(start + count, p.row + p.rows) - p.row
+            yield high - low, rows_of(p.stored, low, high - low)
+
+    def _holding(self, name: str, start: int, count: int) -> Piece | None:
+        """The piece that holds all these rows, if one does."""
+        for p in self.pieces[name]:
+            if p.row <= start and start + count <= p.row + p.rows:
+                return p if p.columns == self._columns(name) else None
+        return None
+
+    def _columns(self, name: str) -> int:
+        return max(p.column + p.columns for p in self.pieces[name])
+
+    def files(self) -> list[Path]:
+        return sorted({piece.stored.file for pieces in self.pieces.values() for piece in pieces})
+
+    def _overlapping(self, name: str, start: int, count: int) -> list[Piece]:
+        return [p for p in self.pieces[name] if p.row < start + count and start < p.row + p.rows]
+
+
+def check_cover(where: str, pieces: list[Piece], rows: int, columns: int) -> None:
+    """The pieces cover the parameter exactly once."""
+    area = sum(p.rows * p.columns for p in pieces)
+    outside = any(p.row + p.rows > rows or p.column + p.columns > columns for p in pieces)
+    overlap = any(
+        a.row < b.row + b.rows and b.row < a.row + a.rows
+        and a.column < b.column + b.columns and b.column < a.column + a.columns
+        for a, b in combinations(pieces, 2)
+    )  # fmt: skip
+    if area != rows * columns or outside or overlap:
+        raise WeightsError(f"{where}: its {len(pieces)} chunks do not cover it exactly once; the checkpoint is damaged")
