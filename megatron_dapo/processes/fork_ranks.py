@@ -79,7 +79,9 @@ def _fork(function: Callable[..., Any], *args: Any) -> tuple[Connection, ForkPro
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     arguments = (sender, os.getpid(), function, args)
-    process = context.Process(target=_child_main, name=function.__name__, args=arguments, daemon=False)
+    process = context.Process(
+        target=_child_main, name=getattr(function, "__name__", None), args=arguments, daemon=False
+    )
     process.start()
     sender.close()
     return receiver, process

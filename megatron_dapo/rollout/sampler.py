@@ -68,10 +68,12 @@ class Sampler:
         group_filter: GroupFilter | None = None,
         on_progress: Callable[[Progress], None] | None = None,
         on_request: OnRequest | None = None,
+        on_decided: Callable[[Group], None] | None = None,
         function: RolloutFunction | None = None,
     ) -> None:
         """`next_prompt` raises StopIteration when there are no more prompts. `group_filter` overrides the configured
-        one. `function` makes the responses; None: a response is one generated turn."""
+        one. `on_decided` is called for every group that the filter kept or rejected. `function` makes the responses;
+        None: a response is one generated turn."""
         self.engine = engine
         self.grade = grade
         self.next_prompt = next_prompt
@@ -86,6 +88,7 @@ class Sampler:
             self.reject_early = give_up_after(config.sampler.give_up_after)
         self.on_progress = on_progress
         self.on_request = on_request
+        self.on_decided = on_decided
         self.reports = 0  # how often there was progress: rollouts that were graded, groups that were decided
         self.function = function
         self._carry_over = CarryOver()
@@ -297,7 +300,7 @@ class StepCollector:
         elif pending.rejected:
             self._accounting.drop(pending.group, f"{EARLY}-{pending.rejected}")
             self._groups.remove(pending)  # samples may be missing: `on_limit: fill` cannot use it
-            self._yield.add(False)
+            self._count_decision(pending, False)
         elif not pending.finished:
             self._groups.put(pending, GroupState.UNFINISHED)
         else:
@@ -307,8 +310,13 @@ class StepCollector:
             else:
                 self._accounting.drop(pending.group, reason)
                 self._reject(pending, reason)
-            self._yield.add(keep)
+            self._count_decision(pending, keep)
         del self._errors[pending.serial]
+
+    def _count_decision(self, pending: PendingGroup, keep: bool) -> None:
+        self._yield.add(keep)
+        if self._sampler.on_decided is not None:
+            self._sampler.on_decided(pending.group)
 
     def _reject(self, pending: PendingGroup, reason: str) -> None:
         self._groups.put(pending, GroupState.REJECTED)

@@ -195,6 +195,7 @@ class RolloutDriver:
             seed=self.config.trainer.seed,
             on_progress=self._observer.sampling,
             on_request=self._observer.request,
+            on_decided=self.cursor.record,
             function=self._function,
         )
 

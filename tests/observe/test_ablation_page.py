@@ -10,8 +10,7 @@ import pytest
 from browser import BINARY, Tab, chromium
 from synthetic_runs import make_run
 
-from megatron_dapo.ablation.designs import SWITCH_LABELS, SWITCHES, effects, variants
-from megatron_dapo.ablation.results import SWITCHES as PAGE_SWITCHES
+from megatron_dapo.ablation.designs import effects, variants
 from megatron_dapo.ablation.results import make_table, read_curves, render_ablation, write_ablation_page
 from megatron_dapo.config import parse_config
 
@@ -33,13 +32,6 @@ def table(tmp_path_factory):
     runs = {row.folder: {seed: curves["clip_higher" in row.changes, seed] for seed in range(SEEDS)} for row in rows}
     runs["token_loss"] = {}
     return make_table(f"arithmetic {HOSTILE}", "grid", rows, effects("grid", config), runs, 16 * SEEDS, 100.0)
-
-
-def test_the_page_has_the_switches_of_the_designs():
-    """observe may not import launch, so the list is repeated there."""
-    assert [(name, label, parts) for name, label, parts in PAGE_SWITCHES] == [
-        (name, SWITCH_LABELS[name], parts) for name, parts in SWITCHES.items()
-    ]
 
 
 def test_the_page_is_one_file_without_the_runs(table):

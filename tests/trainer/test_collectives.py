@@ -127,7 +127,7 @@ def test_a_waiting_rank_uses_less_than_five_percent_of_a_core():
 device_calls = multiprocessing.Array("i", 2)  # that each rank has begun
 looks = multiprocessing.Value("i", 0)
 MOMENTS = (
-    ("rollouts/before_collect", 1), ("rollouts/sampling", 5), ("rollouts/evaluating", 3), ("sync/before_bucket", 1),
+    ("rollouts/before_collect", 1), ("rollouts/sampling", 5), ("rollouts/evaluating", 3), ("loop/before_sync", 1),
     ("sync/before_serve", 1), ("checkpoint/before_write", 1), ("rollouts/before_collect", 2),
 )  # fmt: skip
 

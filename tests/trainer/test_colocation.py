@@ -54,10 +54,10 @@ def colocate():
         engine_has.update(weights=False, kv_cache=False)
         await release(self)
 
-    async def checked_load(self, version, buckets, executor=None):
+    async def checked_load(self, version, buckets):
         assert all(map(bytes_on_device, policies)), "the trainer sends weights that it has offloaded"
         assert not engine_has["kv_cache"], "the KV cache is on the device while weights are sent"
-        await load(self, version, buckets, executor)
+        await load(self, version, buckets)
         engine_has["weights"] = True
 
     async def checked_serve(self, version):

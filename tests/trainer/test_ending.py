@@ -87,7 +87,7 @@ def test_grader_that_breaks_or_accepts_nothing(how, reason, straight, tmp_path, 
     said = capfd.readouterr().err
     assert reason in said and "step_1+0; start the same command again" in said
     (tmp_path / "broken").unlink()
-    raw["rollout"]["sampler"]["on_limit"] = "continue"
+    raw["rollout"]["sampler"]["max_generation_batches"] = None
     assert run(raw) == 0
     assert_finished(tmp_path / "run")
 

@@ -110,8 +110,7 @@ class Supervisor:
                     await asyncio.wait_for(self._check_now.wait(), self._config.heartbeat)
                 requested = self._check_now.is_set()
             self._check_now.clear()
-            failure, self._failure = self._failure, None
-            cause = await self._diagnose(requested, failure)
+            cause = await self._diagnose(requested)
             if cause is None:
                 if self._state.cleared():
                     self._engine.wake_requests()
@@ -119,18 +118,20 @@ class Supervisor:
             self._missed = 0
             self._state.recovering(f"{cause}; {self._process.log_tail()}")
             log.warning("server %s has failed: %s", self._server.name, cause)
+            # What was reported until now is this failure; what is reported while it recovers is the next one.
+            reported, self._failure = self._failure is not None, None
             try:
-                if not await self._recover(reported=failure is not None):
+                if not await self._recover(reported):
                     return
             finally:
                 self._state.recovery_ended()
 
-    async def _diagnose(self, requested: bool, failure: BaseException | None) -> str | None:
+    async def _diagnose(self, requested: bool) -> str | None:
         """Why the server counts as failed, or None."""
         if not self._process.alive():
             return "its process ended"
-        if failure is not None:
-            return str(failure)
+        if self._failure is not None:
+            return str(self._failure)
         try:
             await self._server.answers()
             if self._must_prove_generation():
