@@ -3,14 +3,16 @@
     python tools/trace_run.py              the table
     python tools/trace_run.py --pairs      also the pairs of files that call each other both ways
     python tools/trace_run.py --files      also every file, in the order in which the run enters it
+    python tools/trace_run.py --json FILE  all of it, and every function in the order of its first call
 
 Imports cannot show this: a callback has no import. A call counts from the nearest caller inside the package, in any
-thread. tests/test_run_trace.py keeps the numbers from growing.
+thread. tests/docs/test_architecture.py keeps the numbers from growing.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import tempfile
@@ -104,6 +106,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", action="store_true", help="list the pairs of files that call each other both ways")
     parser.add_argument("--files", action="store_true", help="list the files in the order in which they are entered")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table, the pairs and all functions")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         trace = trace_run(Path(folder))
@@ -113,6 +116,9 @@ def main() -> None:
         print(*(f"{a} ↔ {b}" for a, b in trace.pairs), sep="\n")
     if arguments.files:
         print(*trace.files, sep="\n")
+    if arguments.json:
+        found = {"table": trace.table(), "pairs": trace.pairs, "functions": list(trace.functions)}
+        arguments.json.write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
