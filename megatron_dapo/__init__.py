@@ -2,7 +2,7 @@
 
 Each folder's `__init__.py` lists its modules; docs/architecture.md explains how they work together. Here:
 
-- `types`                  prompts, samples, groups, batches: what travels between rooms
+- `types`                  prompts, samples, groups, batches: what travels between folders
 - `errors`                 `UserError`, which the command line prints without a traceback
 - `plugins`                `python:module.name` in a configuration
 - `tables`                 the width of printed tables

@@ -140,7 +140,8 @@ class DapoGrader:
     """The published run's rules; all of them are string operations."""
 
     def __init__(self, config: RewardConfig) -> None:
-        self._scores, self._rule = Scores(config), config.dapo_rule
+        self._scores = Scores(config)
+        self._rule = config.dapo_rule
 
     def quick(self, prompt: Prompt, response: str) -> Grade:
         answer = published_answer(response, self._rule)

@@ -79,8 +79,10 @@ class RunLock:
     """`with RunLock(run_dir) as lock:` holds the lock, or raises RunDirInUse."""
 
     def __init__(self, run_dir: str | Path, *, beat: float = BEAT_SECONDS, stale: float = STALE_SECONDS) -> None:
-        self._run_dir, self._folder = Path(run_dir), Path(run_dir) / "lock"
-        self._beat, self._stale = beat, stale
+        self._run_dir = Path(run_dir)
+        self._folder = Path(run_dir) / "lock"
+        self._beat = beat
+        self._stale = stale
         self._me = Holder.this_process()
         self._number = 0
         self._end = threading.Event()

@@ -38,9 +38,12 @@ def log_folder(run_dir: str | Path) -> Path:
 
 class Watchdog:
     def __init__(self, config: HeartbeatConfig, logs: Path, rank: int, world_size: int) -> None:
-        self._config, self._rank, self._next = config, rank, (rank + 1) % world_size
+        self._config = config
+        self._rank = rank
+        self._next = (rank + 1) % world_size
         self._world_size = world_size
-        self._folder, self._stacks_path = logs / "heartbeat", logs / f"stacks_rank_{rank}.txt"
+        self._folder = logs / "heartbeat"
+        self._stacks_path = logs / f"stacks_rank_{rank}.txt"
         self._stacks: TextIO | None = None
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)

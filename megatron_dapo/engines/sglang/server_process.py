@@ -194,7 +194,8 @@ class ExternalServer:
     ours = False
 
     def __init__(self, url: str, config: ServerConfig, log_dir: Path) -> None:
-        self.url, self._config = url, config
+        self.url = url
+        self._config = config
         self._keys = Keys.of_external_servers(config)
         parts = urlsplit(url)
         self._log = log_dir / f"engine_{parts.hostname}_{parts.port}.log"

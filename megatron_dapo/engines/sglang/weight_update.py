@@ -49,7 +49,8 @@ class _Loaded:
 
 class WeightUpdater:
     def __init__(self, config: WeightTransportConfig, snapshot: Snapshot) -> None:
-        self._config, self._snapshot = config, snapshot
+        self._config = config
+        self._snapshot = snapshot
         self._transport = make_transport(config, snapshot)
         self._brackets = config.transport != "disk"
         self.loaded: _Loaded | None = None  # between `load` and `serve`
