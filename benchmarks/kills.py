@@ -4,8 +4,8 @@
 
 A tiny run of eight steps with two updates each, evaluations and a checkpoint after every step is started and killed
 after a random time, again and again, until it has finished; then in a new directory, until there were enough kills.
-With `--ranks 2` the run has two ranks (TP2) and the kill hits one of them, or the launcher, at random. Prints the
-numbers that differ, which must be 0, and where the kills fell.
+With `--ranks 2` the run has two ranks (TP2) and the kill hits one of them, or the launcher, at random. Grading processes
+are spared: their restarts are metrics. Prints the numbers that differ, which must be 0, and where the kills fell.
 """
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ def start(config: Path, log: Path) -> subprocess.Popen[bytes]:
 
 def kill_one(process: subprocess.Popen[bytes], chance: random.Random) -> None:
     """The command, or one of the ranks that it has forked. Whatever is hit, everything must end."""
-    targets = [psutil.Process(process.pid), *psutil.Process(process.pid).children()]
-    chance.choice(targets).send_signal(signal.SIGKILL)
+    launcher = psutil.Process(process.pid)
+    ranks = [child for child in launcher.children() if not any("supervisor" in word for word in child.cmdline())]
+    chance.choice([launcher, *ranks]).send_signal(signal.SIGKILL)
     process.wait(60)
 
 
