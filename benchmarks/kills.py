@@ -4,8 +4,9 @@
 
 A tiny run of eight steps with two updates each, evaluations and a checkpoint after every step is started and killed
 after a random time, again and again, until it has finished; then in a new directory, until there were enough kills.
-With `--ranks 2` the run has two ranks (TP2) and the kill hits one of them, or the launcher, at random. Grading processes
-are spared: their restarts are metrics. Prints the numbers that differ, which must be 0, and where the kills fell.
+With `--ranks 2` the run has two ranks (TP2) and the kill hits one of them, or the launcher, at random. Grading
+processes are spared: their restarts are metrics. Prints the numbers that differ, which must be 0, and where the kills
+fell.
 """
 
 from __future__ import annotations
