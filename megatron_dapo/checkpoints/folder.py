@@ -1,4 +1,5 @@
-"""The folder `checkpoints/` of a run, as rank 0 sees it: publishing, pruning, scores, damaged checkpoints.
+"""The folder `checkpoints/` of a run, as rank 0 sees it: publishing, pruning, scores, damaged checkpoints, and the
+settings that a resumed run must share with the run it continues.
 
     step_N/            a complete checkpoint; step_N+K: step N is done, and K updates of the next one
     .step_N.tmp/       being written
@@ -306,9 +307,6 @@ def best_metric(metrics: Mapping[str, float], config: CheckpointConfig, default:
     averages = [name for name in metrics if "avg@" in name]
     name = config.best_metric or next(iter(averages), "reward/accuracy")
     return float(metrics[name]) if name in metrics else default
-
-
-# What a resumed run must share with the run that it continues, and what else differs.
 
 
 SETTINGS = "resume.json"

@@ -1,4 +1,5 @@
-"""Finds the question, the answer, tools, environment and source in a row, whatever the columns are called.
+"""Reads the rows of a prompt file (jsonl, parquet or a dataset of the hub), and finds the question, the answer, tools,
+environment and source in a row, whatever the columns are called.
 
 Known without configuration: DAPO-Math-17k and verl's files (`prompt` is a list of messages, the answer is in
 `reward_model.ground_truth`), AIME files (`problem` or `question`, `answer`) and GSM8K (the answer follows `####`). A
@@ -20,9 +21,6 @@ from typing import Any
 
 from megatron_dapo.config.data import PromptFileConfig
 from megatron_dapo.errors import UserError
-
-# Reads the rows of a prompt file with their line numbers: jsonl, parquet, or a dataset of the hub.
-
 
 Row = dict[str, Any]
 BATCH_ROWS = 2048
