@@ -277,20 +277,18 @@ def _add_report(sub: Commands) -> None:
         from megatron_dapo.observe.report import write_report
 
         output = args.output or f"{args.runs[0]}/{'report' if len(args.runs) == 1 else 'comparison'}.html"
-        for path in write_report(args.runs, output, png=args.png):
-            print(path)
+        print(write_report(args.runs, output))
         return 0
 
     parser = add_command(
         sub, "report", run,
         "Write one self-contained HTML file about a run, or several to compare: curves, warnings, transcripts, config.",
         "examples:\n  megatron-dapo report runs/quickstart\n"
-        "  megatron-dapo report runs/dapo runs/grpo --output comparison.html --png",
+        "  megatron-dapo report runs/dapo runs/grpo --output comparison.html",
     )  # fmt: skip
     parser.add_argument("runs", nargs="+", metavar="RUN_DIR", help="run directories; the runs may still be running")
     parser.add_argument("--output", metavar="FILE", help="default: report.html (several runs: comparison.html) in the "
                         "first RUN_DIR")  # fmt: skip
-    parser.add_argument("--png", action="store_true", help="also write curves.png next to it")
 
 
 def _add_watch(sub: Commands) -> None:
