@@ -349,7 +349,7 @@ def _add_plan(sub: Commands) -> None:
         "examples:\n  megatron-dapo plan run.yaml --gpu h100 --gpus 128\n"
         "  megatron-dapo plan run.yaml --gpu h200 --gpus 96 --engine-gpus 32 --set policy.tensor_parallel=4\n"
         "  megatron-dapo plan --model Qwen2.5-32B --gpus 128   # no layout given: the fastest that fits\n"
-        "  megatron-dapo plan --published                      # predictions next to published runs\n\n"
+        "\n"
         "exit codes: 0 fits, 1 does not fit, 2 wrong input",
     )  # fmt: skip
     parser.add_argument("config", metavar="CONFIG", nargs="?", help="YAML file (omitted: defaults, best layout)")
@@ -363,7 +363,6 @@ def _add_plan(sub: Commands) -> None:
     parser.add_argument(
         "--compare", action="store_true", help="rank every trainer/engine split (and colocation), then exit"
     )
-    parser.add_argument("--published", action="store_true", help="compare predictions with published runs, then exit")
     parser.add_argument("--layers", choices=["te", "local"], default="te", help="Transformer Engine (default) or torch")
     parser.add_argument("--top", type=at_least(1), default=8, metavar="N", help="layouts to show (default 8)")
     parser.add_argument("--json", action="store_true", dest="as_json", help="print the plan as JSON")
@@ -403,7 +402,7 @@ def _add_simulate(sub: Commands) -> None:
         sub, "simulate", run,
         "Run the sampler on a virtual clock against a model of the engines: step time, utilisation, waste, staleness.\n"
         "Needs no GPU.",
-        "examples:\n  megatron-dapo simulate run.yaml --gpu h100 --output simulation.html\n"
+        "examples:\n  megatron-dapo simulate run.yaml --gpu h100 --output simulation.json\n"
         "  megatron-dapo simulate run.yaml --from runs/32b --set rollout.sampler.oversampling=3\n"
         "  megatron-dapo simulate run.yaml --sweep rollout.max_staleness=0,1 --sweep engine_gpus=32,64",
     )  # fmt: skip
@@ -420,7 +419,7 @@ def _add_simulate(sub: Commands) -> None:
     parser.add_argument(
         "--whole", action="store_true", help="simulate every server even in a large fleet (default: a sample)"
     )
-    parser.add_argument("--output", metavar="FILE", help="draw engines and trainer over time into this HTML file")
+    parser.add_argument("--output", metavar="FILE", help="write engines and trainer over time, for ui.perfetto.dev")
     parser.add_argument("--json", action="store_true", dest="as_json", help="print the results as JSON")
 
 
