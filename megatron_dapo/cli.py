@@ -428,14 +428,12 @@ def _add_slurm(sub: Commands) -> None:
         from megatron_dapo.config import load_config
         from megatron_dapo.config.load import with_local_model
         from megatron_dapo.launch.slurm import run_slurm
-        from megatron_dapo.launch.slurm_status import print_status, run_on_nodes
+        from megatron_dapo.launch.slurm_status import print_status
 
         if args.status:
             return print_status(Path(args.status).resolve())
-        if args.on:
-            return run_on_nodes(Path(args.on).resolve(), args.config, args.command, args.node)
         if args.config is None:
-            raise UserError("name a CONFIG to submit, or a run directory with --status or --on")
+            raise UserError("name a CONFIG to submit, or a run directory with --status")
         nodes = [f"slurm.nodes={args.nodes}"] if args.nodes else []
         config = with_local_model(load_config(args.config, [*args.set, *nodes]))
         return run_slurm(config, dry_run=args.dry_run, chain=args.chain, seeds=args.seeds)
@@ -447,8 +445,7 @@ def _add_slurm(sub: Commands) -> None:
         "  megatron-dapo slurm run.yaml --nodes 16 --set slurm.partition=h100\n"
         "  megatron-dapo slurm run.yaml --chain 5      # five jobs in a row, where requeueing is not allowed\n"
         "  megatron-dapo slurm run.yaml --seeds 0,1,2  # an array of runs in RUN_DIR/seed_N\n"
-        "  megatron-dapo slurm --status runs/32b\n"
-        "  megatron-dapo slurm --on runs/32b -- nvidia-smi -L\n\n"
+        "  megatron-dapo slurm --status runs/32b\n\n"
         "exit codes: 0 submitted (--status: alive or finished), 1 --status: ended otherwise, 2 refused",
     )  # fmt: skip
     parser.add_argument("config", metavar="CONFIG", nargs="?", help="YAML file; its slurm section describes the job")
@@ -458,9 +455,6 @@ def _add_slurm(sub: Commands) -> None:
     parser.add_argument("--chain", type=at_least(1), default=1, metavar="K", help="submit K jobs, each after the last")
     parser.add_argument("--seeds", type=_seeds, default=(), metavar="S1,S2", help="submit an array, one run per seed")
     parser.add_argument("--status", metavar="RUN_DIR", help="print the state of a run's jobs")
-    parser.add_argument("--on", metavar="RUN_DIR", help="run a command on the nodes of a run's job while it runs")
-    parser.add_argument("--node", metavar="NODE", help="with --on: only on this node")
-    parser.add_argument("command", nargs="*", metavar="COMMAND", help=argparse.SUPPRESS)
 
 
 def _seeds(text: str) -> tuple[int, ...]:
