@@ -111,4 +111,4 @@ def test_the_trace_has_every_server_and_the_trainer():
         assert times == sorted(times) and max(running for _, running in points) == 16
     names = [phase.name for phase in found.phases]
     assert names.count("train") == names.count("sync") == 3
-    assert found.phases[-1].end == pytest.approx(found.seconds)
+    assert found.phases[-1].end == pytest.approx(found.steps[-1].ended)

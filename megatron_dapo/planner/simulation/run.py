@@ -99,8 +99,6 @@ class Simulation:
     steps: list[SimulatedStep] = field(default_factory=list)
     phases: list[Span] = field(default_factory=list)
     trace: list[list[tuple[float, int]]] = field(default_factory=list)  # of each server: (seconds, running)
-    busy: float = 0.0  # seconds, mean over servers
-    seconds: float = 0.0
 
     @property
     def counted(self) -> list[SimulatedStep]:
@@ -168,10 +166,7 @@ class _Run:
         for step in range(self.count):
             await self._train(step)
         await collecting
-        servers = self.engine.model.servers
         self.result.trace = self.engine.trace
-        self.result.seconds = self.clock()
-        self.result.busy = sum(server.busy for server in servers) / len(servers)
         return self.result
 
     def _config(self) -> RolloutConfig:
