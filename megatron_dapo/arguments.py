@@ -79,9 +79,7 @@ REMOVED_SETTING = re.compile(r"~([a-z_]+(?:\.\w+)+)(=.*)?")
 def with_set(words: Sequence[str]) -> list[str]:
     """`a.b=c` and `+a.b=c`, as Hydra has them, become `--set a.b=c`."""
     found: list[str] = []
-    for index, word in enumerate(words):
-        if word == "--":  # what follows is another program's
-            return [*found, *words[index:]]
+    for word in words:
         is_value = bool(found) and found[-1] in ("--set", "--sweep")
         if removed := REMOVED_SETTING.fullmatch(word):
             raise UserError(f"{word}: a setting cannot be removed; its default or null disables it: {removed[1]}=null")

@@ -277,20 +277,18 @@ def _add_report(sub: Commands) -> None:
         from megatron_dapo.observe.report import write_report
 
         output = args.output or f"{args.runs[0]}/{'report' if len(args.runs) == 1 else 'comparison'}.html"
-        for path in write_report(args.runs, output, png=args.png):
-            print(path)
+        print(write_report(args.runs, output))
         return 0
 
     parser = add_command(
         sub, "report", run,
         "Write one self-contained HTML file about a run, or several to compare: curves, warnings, transcripts, config.",
         "examples:\n  megatron-dapo report runs/quickstart\n"
-        "  megatron-dapo report runs/dapo runs/grpo --output comparison.html --png",
+        "  megatron-dapo report runs/dapo runs/grpo --output comparison.html",
     )  # fmt: skip
     parser.add_argument("runs", nargs="+", metavar="RUN_DIR", help="run directories; the runs may still be running")
     parser.add_argument("--output", metavar="FILE", help="default: report.html (several runs: comparison.html) in the "
                         "first RUN_DIR")  # fmt: skip
-    parser.add_argument("--png", action="store_true", help="also write curves.png next to it")
 
 
 def _add_watch(sub: Commands) -> None:
@@ -351,7 +349,7 @@ def _add_plan(sub: Commands) -> None:
         "examples:\n  megatron-dapo plan run.yaml --gpu h100 --gpus 128\n"
         "  megatron-dapo plan run.yaml --gpu h200 --gpus 96 --engine-gpus 32 --set policy.tensor_parallel=4\n"
         "  megatron-dapo plan --model Qwen2.5-32B --gpus 128   # no layout given: the fastest that fits\n"
-        "  megatron-dapo plan --published                      # predictions next to published runs\n\n"
+        "\n"
         "exit codes: 0 fits, 1 does not fit, 2 wrong input",
     )  # fmt: skip
     parser.add_argument("config", metavar="CONFIG", nargs="?", help="YAML file (omitted: defaults, best layout)")
@@ -365,7 +363,6 @@ def _add_plan(sub: Commands) -> None:
     parser.add_argument(
         "--compare", action="store_true", help="rank every trainer/engine split (and colocation), then exit"
     )
-    parser.add_argument("--published", action="store_true", help="compare predictions with published runs, then exit")
     parser.add_argument("--layers", choices=["te", "local"], default="te", help="Transformer Engine (default) or torch")
     parser.add_argument("--top", type=at_least(1), default=8, metavar="N", help="layouts to show (default 8)")
     parser.add_argument("--json", action="store_true", dest="as_json", help="print the plan as JSON")
@@ -405,7 +402,7 @@ def _add_simulate(sub: Commands) -> None:
         sub, "simulate", run,
         "Run the sampler on a virtual clock against a model of the engines: step time, utilisation, waste, staleness.\n"
         "Needs no GPU.",
-        "examples:\n  megatron-dapo simulate run.yaml --gpu h100 --output simulation.html\n"
+        "examples:\n  megatron-dapo simulate run.yaml --gpu h100 --output simulation.json\n"
         "  megatron-dapo simulate run.yaml --from runs/32b --set rollout.sampler.oversampling=3\n"
         "  megatron-dapo simulate run.yaml --sweep rollout.max_staleness=0,1 --sweep engine_gpus=32,64",
     )  # fmt: skip
@@ -422,7 +419,7 @@ def _add_simulate(sub: Commands) -> None:
     parser.add_argument(
         "--whole", action="store_true", help="simulate every server even in a large fleet (default: a sample)"
     )
-    parser.add_argument("--output", metavar="FILE", help="draw engines and trainer over time into this HTML file")
+    parser.add_argument("--output", metavar="FILE", help="write engines and trainer over time, for ui.perfetto.dev")
     parser.add_argument("--json", action="store_true", dest="as_json", help="print the results as JSON")
 
 
@@ -431,14 +428,12 @@ def _add_slurm(sub: Commands) -> None:
         from megatron_dapo.config import load_config
         from megatron_dapo.config.load import with_local_model
         from megatron_dapo.launch.slurm import run_slurm
-        from megatron_dapo.launch.slurm_status import print_status, run_on_nodes
+        from megatron_dapo.launch.slurm_status import print_status
 
         if args.status:
             return print_status(Path(args.status).resolve())
-        if args.on:
-            return run_on_nodes(Path(args.on).resolve(), args.config, args.command, args.node)
         if args.config is None:
-            raise UserError("name a CONFIG to submit, or a run directory with --status or --on")
+            raise UserError("name a CONFIG to submit, or a run directory with --status")
         nodes = [f"slurm.nodes={args.nodes}"] if args.nodes else []
         config = with_local_model(load_config(args.config, [*args.set, *nodes]))
         return run_slurm(config, dry_run=args.dry_run, chain=args.chain, seeds=args.seeds)
@@ -450,8 +445,7 @@ def _add_slurm(sub: Commands) -> None:
         "  megatron-dapo slurm run.yaml --nodes 16 --set slurm.partition=h100\n"
         "  megatron-dapo slurm run.yaml --chain 5      # five jobs in a row, where requeueing is not allowed\n"
         "  megatron-dapo slurm run.yaml --seeds 0,1,2  # an array of runs in RUN_DIR/seed_N\n"
-        "  megatron-dapo slurm --status runs/32b\n"
-        "  megatron-dapo slurm --on runs/32b -- nvidia-smi -L\n\n"
+        "  megatron-dapo slurm --status runs/32b\n\n"
         "exit codes: 0 submitted (--status: alive or finished), 1 --status: ended otherwise, 2 refused",
     )  # fmt: skip
     parser.add_argument("config", metavar="CONFIG", nargs="?", help="YAML file; its slurm section describes the job")
@@ -461,9 +455,6 @@ def _add_slurm(sub: Commands) -> None:
     parser.add_argument("--chain", type=at_least(1), default=1, metavar="K", help="submit K jobs, each after the last")
     parser.add_argument("--seeds", type=_seeds, default=(), metavar="S1,S2", help="submit an array, one run per seed")
     parser.add_argument("--status", metavar="RUN_DIR", help="print the state of a run's jobs")
-    parser.add_argument("--on", metavar="RUN_DIR", help="run a command on the nodes of a run's job while it runs")
-    parser.add_argument("--node", metavar="NODE", help="with --on: only on this node")
-    parser.add_argument("command", nargs="*", metavar="COMMAND", help=argparse.SUPPRESS)
 
 
 def _seeds(text: str) -> tuple[int, ...]:

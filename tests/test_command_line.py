@@ -19,7 +19,6 @@ def test_settings_in_hydras_spelling_are_accepted():
     assert with_set(["simulate", "r.yaml", "--sweep", "rollout.max_staleness=0,1"])[-1] == "rollout.max_staleness=0,1"
     for word in ("run.yaml", "runs/a=b", "--gpu=h100", "x=1", "runs/v1.0=final"):
         assert with_set(["plan", word]) == ["plan", word], "no setting"
-    assert with_set(["slurm", "--", "env", "a.b=c"]) == ["slurm", "--", "env", "a.b=c"]
     with pytest.raises(UserError, match=r"trainer.checkpoint.every=null"):
         with_set(["train", "run.yaml", "~trainer.checkpoint.every"])
 

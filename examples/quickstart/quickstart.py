@@ -44,7 +44,7 @@ MARKER = ".quickstart"  # in a directory that the quickstart may use again
 MADE = (
     "start", "start-megatron", "trained", "prompts.jsonl", "held_out.jsonl", "checkpoints", "lock", "logs", "samples",
     "traces", "evaluations", "eval_before", "eval_after", "dumps", "metrics.jsonl", "config.yaml", "resume.json",
-    "environment.json", "report.html", "curves.png", "summary.json",
+    "environment.json", "report.html", "summary.json",
 )  # fmt: skip
 console = Console(stderr=True)
 
@@ -222,14 +222,11 @@ def main() -> int:
         before = accuracy(config_file, settings, start, run_dir / "eval_before")
         after = accuracy(config_file, settings, trained, run_dir / "eval_after")
     with phase("report", "5. report"):
-        write_report([run_dir], run_dir / "report.html", png=True)
+        write_report([run_dir], run_dir / "report.html")
     summary = {"accuracy_before": before, "accuracy_after": after, "seed": args.seed, "seconds": phase.seconds}
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     console.print(f"[bold green]held-out avg@{config.evaluate.samples}: {before:.1%} → {after:.1%}[/]")
-    console.print(
-        f"open {run_dir / 'report.html'} or {run_dir / 'curves.png'}; {run_dir / 'trained'} is the model",
-        soft_wrap=True,
-    )
+    console.print(f"open {run_dir / 'report.html'}; {run_dir / 'trained'} is the model", soft_wrap=True)
     command = Path(sys.executable).with_name("megatron-dapo")
     if shutil.which("megatron-dapo") is None and command.exists():
         activate = command.with_name("activate")

@@ -2,7 +2,7 @@
 
 Designs: the paper's order (naive GRPO, then the changes one by one), all 16 combinations of the four changes, or
 leave-one-out. Every combination is trained once per seed. A run that is part of several designs is trained once. The
-results are table.json, ablation.html and ablation.png, made of whatever has finished.
+results are table.json and ablation.html, made of whatever has finished.
 """
 
 from __future__ import annotations
@@ -110,11 +110,9 @@ def _write_results(task: Path, config: Config, design: Design, seeds: int, conso
     table = make_table(task.name, design, rows, effects(design, config), runs, len(rows) * seeds, seconds)
     write_atomically(task / "table.json", json.dumps(table, allow_nan=False) + "\n")
     write_ablation_page(table, task / "ablation.html")
-    draw(table, task / "ablation.png")
     console.print(scores_table(table))
     console.print(effects_table(table))
-    names = ("table.json", "ablation.html", "ablation.png")
-    console.print("written: " + ", ".join(str(task / name) for name in names), soft_wrap=True)
+    console.print(f"written: {task / 'table.json'}, {task / 'ablation.html'}", soft_wrap=True)
 
 
 def _summarise(outcomes: Sequence[Outcome], console: Console) -> int:
@@ -162,24 +160,3 @@ def effects_table(table: dict[str, Any]) -> Table:
             cells.append(with_interval(found, measure["format"]) + star if found else "–")
         shown.add_row(measure["label"], *cells)
     return shown
-
-
-def draw(table: dict[str, Any], path: Path) -> None:
-    """The held-out score of every combination: the mean over seeds, with its interval as a band."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    for row in table["combinations"]:
-        if (curve := row["bands"].get("held_out")) is None:
-            continue
-        (line,) = axes.plot(curve["x"], curve["y"], marker="o", markersize=3, label=row["name"])
-        if None not in curve["low"]:
-            axes.fill_between(curve["x"], curve["low"], curve["high"], alpha=0.12, color=line.get_color())
-    axes.set(xlabel="rollout step", ylabel="held-out avg@k", ylim=(0, 1))
-    axes.grid(alpha=0.3)
-    axes.legend(loc="lower right", fontsize=7 if len(table["combinations"]) > 8 else 8)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)

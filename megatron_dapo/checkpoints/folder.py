@@ -23,7 +23,7 @@ import re
 import shutil
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,8 @@ import orjson
 
 from megatron_dapo import fault_points
 from megatron_dapo.checkpoints.files import CheckpointFile, FileRecord
-from megatron_dapo.config import Config, ConfigError, ModelShape, dump_config
+from megatron_dapo.config import Config, ConfigError, ModelShape
+from megatron_dapo.config.base import dump_yaml
 from megatron_dapo.config.trainer import CheckpointConfig
 from megatron_dapo.errors import CheckpointError
 from megatron_dapo.files import fsync_path, publish_directory, write_atomically
@@ -320,10 +321,9 @@ FIXED = {
 
 def record_settings(run_dir: Path, config: Config, shape: ModelShape) -> None:
     """Writes config.yaml, for readers, and resume.json."""
-    write_atomically(run_dir / "config.yaml", dump_config(config))
-    content = {
-        "config": config.model_dump(mode="json"), "model": _plain(shape), "vocabulary": _vocabulary(config.policy.model)
-    }  # fmt: skip
+    settings = config.model_dump(mode="json")
+    write_atomically(run_dir / "config.yaml", dump_yaml(settings))
+    content = {"config": settings, "model": _plain(shape), "vocabulary": _vocabulary(config.policy.model)}
     write_atomically(run_dir / SETTINGS, json.dumps(content))
 
 
@@ -364,7 +364,9 @@ def _differences(old: Any, new: Any, prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _plain(shape: ModelShape) -> Any:
-    return json.loads(json.dumps(asdict(shape)))
+    """The fields that define it, as JSON values."""
+    found = asdict(shape)
+    return json.loads(json.dumps({item.name: found[item.name] for item in fields(shape) if item.init}))
 
 
 def _vocabulary(model: str) -> str:

@@ -149,16 +149,6 @@ class OverlongConfig(Section):
             raise ValueError("group_statistics is in_loss, but filter is false: all responses are in the loss")
         return self
 
-    @model_validator(mode="after")
-    def _cache_below_max(self) -> OverlongConfig:
-        if self.penalty in ("soft", "linear") and self.max_length is not None:
-            if self.cache_length >= self.max_length:
-                raise ValueError(
-                    f"cache_length ({self.cache_length}) must be smaller than max_length ({self.max_length}): "
-                    "lower overlong.cache_length, or every response is penalised"
-                )
-        return self
-
 
 class AlgorithmConfig(Section):
     objective: str = Field(

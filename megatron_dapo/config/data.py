@@ -149,11 +149,11 @@ def file_label(path: str) -> str:
 
 
 def files_of(section: PromptFileConfig, sources: Sequence[SourceConfig]) -> dict[str, PromptFileConfig]:
-    """The settings of each source, with those of the section where the source has none."""
+    """The settings of each source, with those of the section where the source has none. All are validated already."""
     common = {name: getattr(section, name) for name in PromptFileConfig.model_fields}
     if not sources:
-        return {file_label(section.path): PromptFileConfig(**common)} if section.path else {}
-    return {source.label: PromptFileConfig(**{**common, **_own(source)}) for source in sources}
+        return {file_label(section.path): PromptFileConfig.model_construct(**common)} if section.path else {}
+    return {source.label: PromptFileConfig.model_construct(**{**common, **_own(source)}) for source in sources}
 
 
 def _own(source: SourceConfig) -> Mapping[str, Any]:

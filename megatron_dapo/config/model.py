@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -193,27 +193,22 @@ class ModelShape:
     zero_centred_norms: bool = False
     prefix: str = "model."  # of the HF names of the text model
     carried: tuple[str, ...] = ()  # prefixes of HF tensors that are neither trained nor synced
+    # What follows from the fields above.
+    linear_layers: tuple[int, ...] = field(init=False, repr=False)
+    attention_layers: int = field(init=False, repr=False)  # the number of layers with softmax attention
+    rotated: int = field(init=False, repr=False)  # channels of a head
+    is_moe: bool = field(init=False, repr=False)
+    has_shared_expert: bool = field(init=False, repr=False)
 
-    @property
-    def linear_layers(self) -> tuple[int, ...]:
-        return self.linear.layers if self.linear else ()
-
-    @property
-    def attention_layers(self) -> int:
-        """The number of layers with softmax attention."""
-        return self.layers - len(self.linear_layers)
-
-    @property
-    def rotated(self) -> int:
-        return self.rotary_dim or self.head_dim
-
-    @property
-    def is_moe(self) -> bool:
-        return self.experts > 0
-
-    @property
-    def has_shared_expert(self) -> bool:
-        return self.shared_ffn_hidden > 0
+    def __post_init__(self) -> None:
+        linear = self.linear.layers if self.linear else ()
+        derived = {
+            "linear_layers": linear, "attention_layers": self.layers - len(linear),
+            "rotated": self.rotary_dim or self.head_dim, "is_moe": self.experts > 0,
+            "has_shared_expert": self.shared_ffn_hidden > 0,
+        }  # fmt: skip
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
 
     @classmethod
     def from_dir(cls, path: str | Path, *, weights_only: bool = False) -> ModelShape:

@@ -1,7 +1,6 @@
 """Prompt sets, their templates, which prompt comes next, and the arithmetic tasks of the quickstart.
 
-- `sources`     rows of jsonl, parquet and hub files; `DataError`
-- `columns`     question and answer of a row, and the text that the model sees
+- `columns`     rows of jsonl, parquet and hub files; question and answer of a row, and the text that the model sees
 - `prompts`     a file to a `PromptSet`, with a `LoadReport` on the rows left out; the model's tokenizer
 - `run_data`    all prompts of a run, loaded once (`RunData`), and drawn by weight (`PromptMixture`, `PromptCursor`)
 - `arithmetic`  sums and products at six levels, and their character-level tokenizer

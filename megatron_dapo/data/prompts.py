@@ -29,9 +29,6 @@ from megatron_dapo.data.columns import (
 )
 from megatron_dapo.types import Prompt, as_tokens
 
-# Prompt templates: the DAPO text, the plain question, the tokenizer's chat template, or the user's own text.
-
-
 SHOWN = 5  # examples of each kind in the summary
 
 

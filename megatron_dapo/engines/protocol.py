@@ -99,7 +99,9 @@ class WeightReport:
     parts: dict[str, float] = field(default_factory=dict)
 
 
-class Engine(Protocol):
+class Generator(Protocol):
+    """What the sampler and the evaluation use of an engine."""
+
     @property
     def weight_version(self) -> int:
         """The version that `generate` samples from."""
@@ -110,13 +112,15 @@ class Engine(Protocol):
         """Requests that it runs at a time, over all of its servers; more of them queue."""
         ...
 
-    async def capabilities(self) -> Capabilities: ...
-
     async def generate(self, request_id: str, prompt: Tokens, params: SamplingParams) -> Completion: ...
 
     async def abort(self, request_id: str | None = None) -> None:
         """Ends one request, or all; each then returns its partial completion with finish reason ABORT."""
         ...
+
+
+class Engine(Generator, Protocol):
+    async def capabilities(self) -> Capabilities: ...
 
     async def pause(self) -> None:
         """Aborts all requests, as `abort` does; later requests wait until `resume`."""

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from megatron_dapo.config.data import EvalConfig
-from megatron_dapo.engines.protocol import Completion, SamplingParams, derive_seed
+from megatron_dapo.engines.protocol import Completion, Generator, SamplingParams, derive_seed
 from megatron_dapo.errors import UserError
 from megatron_dapo.evaluate.results import Evaluation, EvaluationError, ProblemResult, Response, summarise
 from megatron_dapo.reward.combined import readable
@@ -27,14 +27,6 @@ ATTEMPTS = 3  # for a response that the engine aborts by itself
 ATTEMPT_PAUSE = 0.2
 ABORT_REPEAT = 1.0  # seconds between two aborts: a request may have reached the engine after the first
 ABORT_TIMEOUT = 30.0
-
-
-class Generator(Protocol):
-    """The part of `Engine` that evaluation uses."""
-
-    async def generate(self, request_id: str, prompt: Tokens, params: SamplingParams) -> Completion: ...
-
-    async def abort(self, request_id: str | None = None) -> None: ...
 
 
 class GraderPool(Protocol):

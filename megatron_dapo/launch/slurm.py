@@ -21,7 +21,7 @@ from megatron_dapo.config.trainer import check_not_ours
 from megatron_dapo.engines.sglang.keys import RUN_WITH_KEYS
 from megatron_dapo.errors import UserError
 from megatron_dapo.launch.local import check_run
-from megatron_dapo.launch.slurm_script import API_KEY, Job, render, seconds_of
+from megatron_dapo.launch.slurm_script import API_KEY, GPU_REQUEST, Job, render, seconds_of
 from megatron_dapo.trainer.preflight import check_setup
 
 Ask = Callable[..., subprocess.CompletedProcess[str]]
@@ -148,12 +148,16 @@ def _check_memory(job: Job) -> None:
         )
 
 
-def check_cluster(config: Config, ask: Ask = ask) -> None:
-    """Every partition exists, or the cluster has a default one."""
+def partitions(ask: Ask = ask) -> list[str]:
+    """The name of the default one ends with *."""
     reply = ask("sinfo", "-h", "-o", "%P")
     if reply.returncode:
         raise SlurmError(f"sinfo failed: {_reason(reply.stderr)}; start this command where Slurm's commands work")
-    names = reply.stdout.split()
+    return reply.stdout.split()
+
+
+def check_cluster(config: Config, names: list[str]) -> None:
+    """Every partition exists, or the cluster has a default one."""
     known = ", ".join(name.rstrip("*") for name in names) or "none"
     wanted = config.slurm.partition
     if wanted is None and not any(name.endswith("*") for name in names):
@@ -175,8 +179,10 @@ def offered_gpu_request(config: Config, ask: Ask = ask) -> str:
     """How this cluster takes a request for GPUs: gpus-per-node (the cons_tres plugin), gres, or none where its nodes
     have no GPUs as generic resources."""
     slurm = config.slurm
-    if slurm.gpu_request != "auto" or not slurm.gpus_per_node:
-        return "gpus-per-node" if slurm.gpu_request == "auto" else slurm.gpu_request
+    if slurm.gpu_request != "auto":
+        return slurm.gpu_request
+    if not slurm.gpus_per_node:
+        return GPU_REQUEST
     where = [f"--partition={name}" for name in (slurm.partition,) if name]
     reply = ask("sinfo", "-h", "-o", "%G", *where)
     if reply.returncode:
@@ -189,7 +195,7 @@ def offered_gpu_request(config: Config, ask: Ask = ask) -> str:
             )
         return "none"
     reply = ask("scontrol", "show", "config")
-    return "gpus-per-node" if reply.returncode or "cons_tres" in reply.stdout else "gres"
+    return GPU_REQUEST if reply.returncode or "cons_tres" in reply.stdout else "gres"
 
 
 def check_submission(script: Path, ask: Ask = ask) -> str:
@@ -210,13 +216,20 @@ def run_slurm(
     """`seeds`: submit an array of runs, each with its own seed, in RUN_DIR/seed_N."""
     run_dir = Path(config.trainer.run_dir).resolve()
     job = Job(
-        config, run_dir, Path.cwd(), chained=chain > 1, gpu_request=known_gpu_request(config),
-        excluded=slow_nodes(run_dir), seeds=tuple(seeds),
+        config, run_dir, Path.cwd(), chained=chain > 1, excluded=slow_nodes(run_dir), seeds=tuple(seeds)
     )  # fmt: skip
     shape = check_job(job)
-    absent = why_no_cluster(ask) if dry_run else ""
-    if not absent:
-        check_cluster(config, ask)
+    absent = ""
+    try:
+        names = partitions(ask)
+    except SlurmError as error:
+        if not dry_run:
+            raise
+        absent = str(error)
+        if config.slurm.gpu_request != "auto":
+            job = replace(job, gpu_request=config.slurm.gpu_request)
+    else:
+        check_cluster(config, names)
         job = replace(job, gpu_request=offered_gpu_request(config, ask))
     report = check_setup(config, shape).report()
     write(job)
@@ -236,24 +249,10 @@ def run_slurm(
     return 0
 
 
-def known_gpu_request(config: Config) -> str:
-    """As configured; without a cluster to ask, what most clusters take."""
-    return "gpus-per-node" if config.slurm.gpu_request == "auto" else config.slurm.gpu_request
-
-
 def slow_nodes(run_dir: Path) -> tuple[str, ...]:
     """Nodes that the network check of an earlier attempt found slow. Remove the file to use them again."""
     path = run_dir / SLOW_NODES
     return tuple(sorted(set(path.read_text().split()))) if path.exists() else ()
-
-
-def why_no_cluster(ask: Ask) -> str:
-    """Why a dry run cannot ask the cluster; empty where it can."""
-    try:
-        reply = ask("sinfo", "-h", "-o", "%P")
-    except SlurmError as error:
-        return str(error)
-    return "" if reply.returncode == 0 else "sinfo failed here"
 
 
 def write(job: Job) -> None:

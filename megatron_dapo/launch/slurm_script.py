@@ -73,6 +73,7 @@ def wrap(words: Iterable[object], indent: str = "") -> str:
 
 
 API_KEY = "MEGATRON_DAPO_API_KEY"
+GPU_REQUEST = "gpus-per-node"  # what most clusters take
 TEMPLATES = Path(__file__).parent
 
 
@@ -95,7 +96,7 @@ class Job:
     run_dir: Path
     folder: Path
     chained: bool = False  # a later job takes over, so this one does not queue itself again
-    gpu_request: str = "gpus-per-node"  # or gres, none: what the cluster offers
+    gpu_request: str = GPU_REQUEST  # or gres, none: what the cluster offers
     excluded: tuple[str, ...] = ()  # nodes that an earlier attempt found slow
     seeds: tuple[int, ...] = ()  # an array of jobs, one run in seed_N for each
 

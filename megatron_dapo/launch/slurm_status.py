@@ -7,7 +7,6 @@ log. A state that is not in the table is printed as it is.
 from __future__ import annotations
 
 import re
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,7 +92,7 @@ def job_statuses(job: int, ask: Ask = ask) -> list[JobStatus]:
     reply = ask("scontrol", "-o", "show", "job", str(job))
     lines = [line for line in reply.stdout.splitlines() if "JobState=" in line]
     if reply.returncode or not lines:
-        return [job_status(job, ask)]
+        return [_ended_job(job, ask)]
     found = [dict(word.split("=", 1) for word in line.split() if "=" in word) for line in lines]
     tasks = [fields for fields in found if "ArrayTaskId" in fields]
     return [
@@ -104,10 +103,8 @@ def job_statuses(job: int, ask: Ask = ask) -> list[JobStatus]:
     ]  # fmt: skip
 
 
-def job_status(job: int, ask: Ask = ask) -> JobStatus:
-    reply = ask("scontrol", "-o", "show", "job", str(job))
-    if reply.returncode == 0 and "JobState=" in reply.stdout:
-        return job_statuses(job, lambda *_: reply)[0]
+def _ended_job(job: int, ask: Ask) -> JobStatus:
+    """A job that the controller has forgotten."""
     for options in (["-X"], ["-c"]):  # the database, or the log of completed jobs
         reply = ask("sacct", *options, "-n", "-P", "-j", str(job), "-o", "State")
         lines = [line for line in reply.stdout.splitlines() if line.strip()]
@@ -131,33 +128,6 @@ def print_status(run_dir: Path, ask: Ask = ask) -> int:
             print(ended.read_text().rstrip())
     over = all(status.over for statuses in [*earlier, newest] for status in statuses)
     return 1 if over and any(status.state != "COMPLETED" for status in newest) else 0
-
-
-def run_on_nodes(run_dir: Path, first: str | None, rest: list[str], node: str | None = None) -> int:
-    """Runs a command on every node of the run's newest job while the run goes on, with srun --overlap."""
-    if first is None:
-        raise SlurmError("name a command to run on the nodes, e.g. nvidia-smi")
-    jobs = submitted(run_dir)
-    if not jobs:
-        raise SlurmError(f"{run_dir}: no job was submitted with this run directory (no {JOBS})")
-    status = job_statuses(jobs[-1])[0]
-    if status.state != "RUNNING":
-        raise SlurmError(f"{status.description()}: a command needs a running job")
-    command = overlap_command(jobs[-1], [first, *rest], _job_fields(jobs[-1]), node)
-    return subprocess.run(command).returncode
-
-
-def overlap_command(job: int, command: list[str], fields: dict[str, str], node: str | None) -> list[str]:
-    where = [f"--nodelist={node}", "--nodes=1", "--ntasks=1"] if node else [
-        f"--nodes={fields['NumNodes']}", f"--ntasks={fields['NumNodes']}"
-    ]  # fmt: skip
-    flags = ["--overlap", "--mpi=none", "--cpu-bind=none", "--ntasks-per-node=1", "--label", "--export=ALL"]
-    return ["srun", f"--jobid={job}", *where, *flags, *command]
-
-
-def _job_fields(job: int) -> dict[str, str]:
-    lines = ask("scontrol", "-o", "show", "job", str(job)).stdout.splitlines()
-    return dict(word.split("=", 1) for word in lines[0].split() if "=" in word)
 
 
 def steps_done(run_dir: Path) -> int:

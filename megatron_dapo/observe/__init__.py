@@ -9,7 +9,7 @@
 - `trackers`      Weights & Biases, TensorBoard; metrics under the names of other tools
 - `runs`          environment.json; reads run directories
 - `figures`       which metrics each figure of the report shows
-- `report`        report.html (`page/`) and curves.png
+- `report`        report.html (`page/`)
 - `watch`         the report as a live page, `megatron-dapo watch`
 """
 

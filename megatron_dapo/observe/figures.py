@@ -1,7 +1,7 @@
 """The figures of a report: which metrics each shows, how numbers are formatted, and a note for the reader.
 
-`figures_of` turns runs into figures of plain numbers, which the page and the PNG draw. Figures without data are left
-out. NaN and infinity become None: a gap in the line.
+`figures_of` turns runs into figures of plain numbers, which the page and examples/curves.py draw. Figures without data
+are left out. NaN and infinity become None: a gap in the line.
 """
 
 from __future__ import annotations

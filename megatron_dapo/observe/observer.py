@@ -228,7 +228,7 @@ class Observer:
         from megatron_dapo.observe.report import write_report
 
         try:
-            write_report([self._dir], self._dir / "report.html", png=False)
+            write_report([self._dir], self._dir / "report.html")
         except Exception as error:  # a report must not turn a finished run into a failed one
             self.warn(f"no report: {type(error).__name__}: {error}")
 

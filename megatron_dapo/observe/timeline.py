@@ -75,27 +75,31 @@ def events(trace: Trace) -> Iterable[dict[str, Any]]:
     def micro(seconds: float) -> int:
         return round((seconds + offset) * 1e6)
 
-    yield _name(TRAINER, "trainer, rank 0")
+    yield track_event(TRAINER, "trainer, rank 0")
     for span in trace.phases:
-        yield {
-            "ph": "X", "pid": TRAINER, "tid": 1, "cat": "phase", "name": span.name, "ts": micro(span.start),
-            "dur": max(1, micro(span.end) - micro(span.start)),
-        }  # fmt: skip
+        yield phase_event(TRAINER, span.name, micro(span.start), micro(span.end))
     for pid, (engine, requests) in enumerate(sorted(trace.requests.items()), start=TRAINER + 1):
-        yield _name(pid, f"engine {engine}")
+        yield track_event(pid, f"engine {engine}")
         for number, span in enumerate(requests):
             common = {"cat": "request", "id": f"{pid}.{number}", "pid": pid, "tid": 1, "name": span.name}
             yield {**common, "ph": "b", "ts": micro(span.start), "args": {"tokens": span.tokens}}
             yield {**common, "ph": "e", "ts": micro(span.end)}
         for moment, running in running_requests(requests):
-            yield {
-                "ph": "C", "pid": pid, "tid": 1, "name": "running requests", "ts": micro(moment),
-                "args": {"running": running},
-            }  # fmt: skip
+            yield running_event(pid, micro(moment), running)
 
 
-def _name(pid: int, name: str) -> dict[str, Any]:
+def track_event(pid: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "pid": pid, "tid": 1, "name": "process_name", "args": {"name": name}}
+
+
+def phase_event(pid: int, name: str, start: int, end: int) -> dict[str, Any]:
+    return {
+        "ph": "X", "pid": pid, "tid": 1, "cat": "phase", "name": name, "ts": start, "dur": max(1, end - start)
+    }  # fmt: skip
+
+
+def running_event(pid: int, moment: int, running: int) -> dict[str, Any]:
+    return {"ph": "C", "pid": pid, "tid": 1, "name": "running requests", "ts": moment, "args": {"running": running}}
 
 
 def running_requests(requests: Sequence[Span]) -> list[tuple[float, int]]:

@@ -8,7 +8,7 @@
   `generation.py`: dynamic sampling on it.
 - `hardware.py`: data sheets of GPUs; `workload.py`: samples of one step and their lengths.
 - `assumptions.py`: the constants, with their sources.
-- `modes.py`: colocated engines and splits of the GPUs compared; `published.py`: published runs beside predictions.
+- `modes.py`: colocated engines and splits of the GPUs compared.
 - `simulation/`: `megatron-dapo simulate`, the sampler itself on a virtual clock.
 """
 

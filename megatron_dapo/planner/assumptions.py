@@ -1,7 +1,7 @@
 """The constants of a plan: every number that follows from neither the model, nor the configuration, nor a data sheet.
 
 Each is measured or fitted once and used for every prediction; its comment says from what. `plan` prints them, and
-`plan --published` shows how far the predictions are from published runs.
+`benchmarks/published.py` shows how far the predictions are from published runs.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from dataclasses import asdict
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -18,8 +17,7 @@ from megatron_dapo.planner.hardware import Cluster, PlanError, cluster_of
 from megatron_dapo.planner.memory import Layers
 from megatron_dapo.planner.modes import Mode, compare_modes
 from megatron_dapo.planner.plan import make_plan
-from megatron_dapo.planner.published import compare_all
-from megatron_dapo.planner.report import plan_json, print_comparisons, print_modes, print_plan
+from megatron_dapo.planner.report import plan_json, print_modes, print_plan
 from megatron_dapo.planner.workload import Workload
 
 
@@ -49,14 +47,11 @@ def run(
     mfu: float,
     layers: Layers,
     top: int,
-    published: bool,
     compare: bool,
     as_json: bool,
 ) -> int:
     """Exit code 0: the layout fits; without a layout, some layout does. 1: it does not. `hardware` and `estimates`: the
     arguments of `cluster_of` and of `Workload.of`."""
-    if published:
-        return _published(as_json)
     loaded = load_config(config, [*set, *([f"policy.model={model}"] if model else [])])
     shape = model_shape(loaded)
     cluster = cluster_of(loaded.slurm, **hardware)
@@ -81,15 +76,6 @@ def _compare(modes: list[Mode], cluster: Cluster, top: int, as_json: bool) -> in
     else:
         print_modes(modes[:top], cluster, table_console())
     return 0 if modes else 1
-
-
-def _published(as_json: bool) -> int:
-    found = compare_all()
-    if as_json:
-        print(json.dumps([{**asdict(item), "ratio": item.ratio, "within": item.within} for item in found], indent=2))
-    else:
-        print_comparisons(found, table_console())
-    return 0
 
 
 def model_shape(config: Config) -> ModelShape:

@@ -12,7 +12,6 @@ from megatron_dapo.planner.engine import EnginePlan
 from megatron_dapo.planner.hardware import GIB, Cluster
 from megatron_dapo.planner.modes import Mode
 from megatron_dapo.planner.plan import Plan
-from megatron_dapo.planner.published import WITHIN, Comparison
 from megatron_dapo.planner.search import Candidate
 
 NOTES = {
@@ -81,7 +80,7 @@ def _print_verdict(plan: Plan, console: Console) -> None:
         console.print(f"Smallest change that fits: {sets}", highlight=False)
 
 
-def _table(title: str, *columns: str) -> Table:
+def make_table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold")
     for column in columns:
         right = column.startswith(">")
@@ -91,7 +90,7 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _print(table: Table, console: Console) -> None:
+def print_table(table: Table, console: Console) -> None:
     """Prints an empty line and the table, without the trailing spaces that rich adds to titles."""
     with console.capture() as capture:
         console.print(table)
@@ -102,12 +101,12 @@ def _print(table: Table, console: Console) -> None:
 def _print_memory(plan: Plan, trainer: Candidate, console: Console) -> None:
     memory = trainer.memory
     stage = f" (pipeline stage {memory.stage})" if trainer.policy.pipeline_parallel > 1 else ""
-    table = _table(f"Trainer memory of the fullest rank{stage}", "part", ">GiB", "what")
+    table = make_table(f"Trainer memory of the fullest rank{stage}", "part", ">GiB", "what")
     for part, size in memory.parts.items():
         table.add_row(part, f"{size / GIB:.2f}", NOTES[part])
     table.add_section()
     table.add_row("total", f"{memory.total / GIB:.2f}", f"of {plan.limit / GIB:.1f} GiB")
-    _print(table, console)
+    print_table(table, console)
 
 
 def _print_engines(plan: Plan, console: Console) -> None:
@@ -118,7 +117,7 @@ def _print_engines(plan: Plan, console: Console) -> None:
     if plan.cluster.colocated and not chosen.external:
         where = "on the trainer's GPUs"
     title = f"Engines {where}: GiB per GPU (KV cache: {chosen.longest:,} tokens at least)"
-    table = _table(
+    table = make_table(
         title, "size", ">servers", ">weights", ">KV cache", ">KV tokens a server", ">running", ">at full speed"
     )
     for choice in plan.engines:
@@ -131,24 +130,24 @@ def _print_engines(plan: Plan, console: Console) -> None:
             f"TP{engine.tensor_parallel}{mark}", str(engine.servers), f"{engine.weights / GIB:.2f}",
             f"{engine.kv_room / GIB:.2f}", f"{engine.kv_tokens:,}", str(engine.running) if engine.fits else "", seconds,
         )  # fmt: skip
-    _print(table, console)
+    print_table(table, console)
 
 
 def _print_time(plan: Plan, console: Console) -> None:
-    table = _table("Time of one step", "phase", ">seconds", ">share", "from")
+    table = make_table("Time of one step", "phase", ">seconds", ">share", "from")
     total = plan.step_seconds
     for phase in plan.phases:
         table.add_row(phase.name, f"{phase.seconds:,.1f}", f"{phase.seconds / total:.0%}", phase.detail)
     table.add_section()
     table.add_row("step", f"{total:,.1f}", "", f"{total / 60:.1f} minutes; trains on {plan.work.samples} samples")
-    _print(table, console)
+    print_table(table, console)
 
 
 def _print_ranking(plan: Plan, console: Console, top: int) -> None:
     if not plan.ranking:
         return
     world = plan.cluster.trainer_gpus
-    table = _table(
+    table = make_table(
         f"The fastest of {len(plan.ranking)} trainer layouts that fit {world} GPUs beside the engine",
         "layout", ">micro-batch", "recompute", ">head chunk", ">GiB", ">train + log-probs",
     )  # fmt: skip
@@ -159,11 +158,11 @@ def _print_ranking(plan: Plan, console: Console, top: int) -> None:
             f"{policy.head_chunk_tokens or 'auto'}", f"{candidate.memory.total / GIB:.1f}",
             f"{candidate.seconds:,.1f} s",
         )  # fmt: skip
-    _print(table, console)
+    print_table(table, console)
 
 
 def print_modes(modes: list[Mode], cluster: Cluster, console: Console) -> None:
-    table = _table(
+    table = make_table(
         "Ways to divide the GPUs, fastest first; servers with the best TP and max_running at full speed", "engines",
         ">staleness", "trainer", ">TP", ">running", ">generation", ">training", ">step",
     )  # fmt: skip
@@ -174,26 +173,7 @@ def print_modes(modes: list[Mode], cluster: Cluster, console: Console) -> None:
             str(mode.server_tensor_parallel), str(mode.max_running), f"{mode.phases['generation']:,.0f} s",
             f"{training:,.0f} s", f"{mode.seconds:,.0f} s",
         )  # fmt: skip
-    _print(table, console)
-
-
-def print_comparisons(found: list[Comparison], console: Console) -> None:
-    table = _table(
-        "Published runs: seconds measured there, and predicted here", "name", "set-up", ">published", ">predicted",
-        ">ratio", "predicted parts",
-    )  # fmt: skip
-    for item in found:
-        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in item.parts.items() if seconds >= 0.05)
-        mark = "" if item.within else " ✗"
-        table.add_row(
-            item.name, item.set_up, f"{item.published:.1f}", f"{item.predicted:.1f}", f"{item.ratio:.2f}{mark}", parts
-        )
-    _print(table, console)
-    low, high = WITHIN
-    good = sum(item.within for item in found)
-    console.print(f"{good} of {len(found)} predictions are within {low} to {high} of the published time.\n")
-    for item in found:
-        console.print(f"· {item.name}: {item.source} ({item.recipe})", highlight=False, soft_wrap=True)
+    print_table(table, console)
 
 
 def plan_json(plan: Plan, top: int = 8) -> dict[str, Any]:

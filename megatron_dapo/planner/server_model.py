@@ -103,10 +103,7 @@ class ServerModel:
     part: float = 0.0  # of a decoding step that is already done
     context: int = 0  # tokens in the KV cache
     backlog: float = 0.0  # seconds of prefill to do
-    busy: float = 0.0  # seconds in which at least one sequence was running
-    sequence_seconds: float = 0.0  # integral of running sequences over time
     generated: int = 0
-    retracted: int = 0
     queue: deque[Sequence] = field(default_factory=deque)
     _running: list[tuple[int, int, Sequence]] = field(default_factory=list)  # a heap by end
     _newest: list[tuple[int, Sequence]] = field(default_factory=list)  # in the order of admission
@@ -213,8 +210,6 @@ class ServerModel:
         """To `time`, at which at most one event happens."""
         seconds = time - self.now
         if self._count and seconds > 0:
-            self.busy += seconds
-            self.sequence_seconds += seconds * self._count
             done = min(self.backlog, seconds)
             self.backlog -= done
             seconds -= done
@@ -247,7 +242,6 @@ class ServerModel:
                 self._leave(sequence)
                 sequence.prefill = sequence.context
                 self.queue.appendleft(sequence)
-                self.retracted += 1
 
 
 class FleetModel:

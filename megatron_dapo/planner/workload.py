@@ -55,19 +55,6 @@ class Lengths:
             return self.mean / 2
         return self._moment(self.mu, 2) / (2 * self._moment(self.mu, 1))
 
-    @cached_property
-    def truncated(self) -> float:
-        """Share of responses that reach `longest`."""
-        if self.constant:
-            return float(self.mean >= 0.999 * self.longest)
-        return 1 - _NORMAL.cdf((math.log(self.longest) - self.mu) / self.sigma)
-
-    def above(self, length: float) -> float:
-        """Share of responses longer than `length`."""
-        if self.constant:
-            return float(length < self.mean)
-        return 0.0 if length >= self.longest else 1 - _NORMAL.cdf((math.log(length) - self.mu) / self.sigma)
-
     def group(self, size: int, random_: random.Random) -> list[int]:
         """Lengths of one prompt's samples."""
         if self.constant:

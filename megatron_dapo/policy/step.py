@@ -83,6 +83,7 @@ class UpdateStep:
         self.chunks = chunks
         self.optimizer = optimizer
         self.updates = 0
+        self._updates_per_step = config.trainer.updates_per_step
         self.loss = PolicyLoss(config.algorithm)
         self._replay = RoutingReplay(shape, runtime, router_layers(model) if shape.is_moe else ())
         self.packing = PackingSpec.of(config.policy, runtime.groups.cp.rank(), runtime.groups.tp.rank())
@@ -282,8 +283,8 @@ class UpdateStep:
 
     def step_optimizer(self) -> dict[str, float]:
         """Clips and steps. If the gradient is not finite, every rank raises and nothing has changed."""
-        optimizer, trainer = self.config.policy.optimizer, self.config.trainer
-        rate = learning_rate(optimizer, self.updates, trainer.updates_per_step, trainer.steps)
+        optimizer = self.config.policy.optimizer
+        rate = learning_rate(optimizer, self.updates, self._updates_per_step, self.config.trainer.steps)
         set_learning_rate(self.optimizer, rate, optimizer.weight_decay)
         try:
             _, norm, _ = self.optimizer.step()

@@ -10,7 +10,7 @@ Which processes a run has, and who starts them:
 | client process   | rank 0, `engines/sglang/client_process` | worker: sends generate requests, parses the replies   |
 | grading process  | rank 0, `reward/pool`                 | worker: grades responses under limits                   |
 | tool worker      | rank 0, `rollout/agents/tools/sandbox`  | worker: runs a model's code, one confined fork per call |
-| ablation worker  | `ablate`, `ablation/runs`             | worker: imports once, forks one trainer per run         |
+| run of an ablation | `ablate`, `ablation/runs`           | fork that trains; imports are made once for all runs    |
 
 There is no RPC layer: ranks meet in torch.distributed, servers have HTTP, and a worker is a Python program with one
 Unix socket to the process that started it. What goes through that socket are frames: a JSON header and raw parts

@@ -145,6 +145,7 @@ class RewardPool(Graders):
         """`tokenizer`: the JSON of a `tokenizers.Tokenizer`; `grade_tokens` needs it."""
         super().__init__()
         self._config = config
+        self._worker_count = config.worker_count
         self._tokenizer = tokenizer.encode()
         self._grader = load_grader(config)
         self._quick = self._grader.quick if isinstance(self._grader, QuickGrader) else None
@@ -216,7 +217,7 @@ class RewardPool(Graders):
     def _enqueue(self, jobs: list[_Job]) -> None:
         self._jobs.extend(jobs)
         self._added.set()
-        if self._idle < len(self._jobs) and len(self._tasks) < self._config.worker_count:
+        if self._idle < len(self._jobs) and len(self._tasks) < self._worker_count:
             self._tasks.append(asyncio.ensure_future(self._serve()))
 
     async def _next_batch(self) -> list[_Job]:
@@ -226,10 +227,8 @@ class RewardPool(Graders):
             self._added.clear()
             await self._added.wait()
         self._idle -= 1
-        if self._is_async:
-            size = self._config.concurrency
-        else:
-            size = min(BATCH, len(self._jobs) // (2 * self._config.worker_count))
+        few = min(BATCH, len(self._jobs) // (2 * self._worker_count))
+        size = self._config.concurrency if self._is_async else few
         batch = [self._jobs.popleft()]
         while len(batch) < size and self._jobs and not (batch[0].alone or self._jobs[0].alone):
             batch.append(self._jobs.popleft())

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_dapo.config.rollout import RolloutConfig
-from megatron_dapo.engines.protocol import Completion, Engine, ForeignWeightsError, SamplingParams
+from megatron_dapo.engines.protocol import Completion, ForeignWeightsError, Generator, SamplingParams
 from megatron_dapo.errors import EngineError
 from megatron_dapo.rollout.accounting import GroupEvents
 from megatron_dapo.rollout.pending_group import PendingGroup
@@ -114,7 +114,7 @@ class Generation:
     samples do.
     """
 
-    def __init__(self, engine: Engine, config: RolloutConfig, events: GroupEvents) -> None:
+    def __init__(self, engine: Generator, config: RolloutConfig, events: GroupEvents) -> None:
         self._engine = engine
         self._config = config
         self._events = events

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_dapo.algorithm.filtering import EarlyRejection
 from megatron_dapo.config.rollout import RolloutConfig
-from megatron_dapo.engines.protocol import Engine, ForeignWeightsError
+from megatron_dapo.engines.protocol import ForeignWeightsError, Generator
 from megatron_dapo.errors import EngineError
 from megatron_dapo.rollout.accounting import GroupEvents
 from megatron_dapo.rollout.agents.conversation import Conversation, ReplayMismatch, RolloutInterrupted
@@ -33,7 +33,7 @@ class GroupRunner:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Generator,
         grade: Grader,
         config: RolloutConfig,
         reject_early: EarlyRejection | None,
@@ -175,7 +175,7 @@ class RunningGroups:
     """The running groups of one step: their tasks, waiting for one to end, and aborting all of them."""
 
     def __init__(
-        self, step: int, engine: Engine, runner: GroupRunner, stall_timeout: float, changed: asyncio.Event
+        self, step: int, engine: Generator, runner: GroupRunner, stall_timeout: float, changed: asyncio.Event
     ) -> None:
         """`changed`: the event of the runner's `GroupEvents`."""
         self._step = step

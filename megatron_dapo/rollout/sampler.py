@@ -23,7 +23,7 @@ from typing import Any
 from megatron_dapo import fault_points
 from megatron_dapo.algorithm.filtering import EarlyRejection, GroupFilter, give_up_after, keep_all, load_group_filter
 from megatron_dapo.config.rollout import RolloutConfig
-from megatron_dapo.engines.protocol import Engine, ForeignWeightsError, derive_seed
+from megatron_dapo.engines.protocol import ForeignWeightsError, Generator, derive_seed
 from megatron_dapo.errors import EngineError, UserError
 from megatron_dapo.rollout.accounting import (
     EARLY,
@@ -58,7 +58,7 @@ class SamplingLimitError(UserError):
 class Sampler:
     def __init__(
         self,
-        engine: Engine,
+        engine: Generator,
         grade: Grader,
         next_prompt: Callable[[], Prompt],
         config: RolloutConfig,

@@ -253,6 +253,7 @@ class Updates:
         self.gate_passed = not config.trainer.gate.enabled
         self.skipped_in_a_row = 0
         self._config = config
+        self._recomputes_old_logprobs = config.recomputes_old_logprobs
         self._policy = policy
         self._collectives = collectives
         self._profiler = StepProfiler(config, policy.runtime.rank)
@@ -262,12 +263,11 @@ class Updates:
         the first batch, whose result is reported, and the reference where KL needs it."""
         self._profiler.begin(version + 1)
         fault_points.reach("loop/before_log_probs")
-        recompute = self._config.recomputes_old_logprobs
-        if recompute or not self.gate_passed:
+        if self._recomputes_old_logprobs or not self.gate_passed:
             logprobs = self._policy.old_log_probs(step.batch, step.mini_batches)
             if not self.gate_passed:
                 self.observer.report(self._pass_gate(step, version, logprobs))
-            if recompute:
+            if self._recomputes_old_logprobs:
                 step.batch.old_logprobs = logprobs
         if self._policy.needs.reference:
             step.batch.ref_logprobs = self._policy.reference_log_probs(step.batch, step.mini_batches)

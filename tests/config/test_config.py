@@ -91,7 +91,7 @@ def test_the_resolved_configuration_reads_back_as_itself(tmp_path):
         ({"policy": {"optimizer": {"min_lr": 1.0}}}, "lower min_lr"),
         (
             {"algorithm": {"overlong": {"penalty": "soft", "max_length": 100, "cache_length": 100}}},
-            "cache_length (100) must be smaller than max_length (100)",
+            "cache_length (100) must be smaller than L_max (100)",
         ),
         (
             {"rollout": {"max_response_tokens": 4096}, "algorithm": {"overlong": {"penalty": "soft"}}},

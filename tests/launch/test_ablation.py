@@ -3,9 +3,11 @@ ablate`."""
 
 import json
 import os
+import re
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,6 @@ from megatron_dapo.ablation.runs import Job, run_jobs
 from megatron_dapo.cli import main
 from megatron_dapo.config import load_config
 from megatron_dapo.observe.metrics_file import EVAL, STEP, Record
-from megatron_dapo.processes import frames
 
 CONFIG = """
 rollout: {engine: embedded, max_response_tokens: 8}
@@ -26,31 +27,26 @@ algorithm: {overlong: {cache_length: 4}}
 trainer: {steps: 2}
 evaluate: {every: 1, data: {path: held_out.jsonl}}
 """
-# Stands in for a worker: a run is two steps and an evaluation whose score is the number of changes; notes its start.
-WORKER = (
-    f"import sys; sys.path.insert(0, {str(Path(frames.__file__).parent)!r})"
-    """
-import json, os, sys, pathlib
-from frames import parent_channel
+
+
 def line(step, kind, **metrics):
-    return json.dumps({"step": step, "kind": kind, "metrics": metrics}) + "\\n"
-def train(job):
-    folder = pathlib.Path(job["log"]).parent
+    return json.dumps({"step": step, "kind": kind, "metrics": metrics}) + "\n"
+
+
+def train(config_file, settings):
+    """Stands in for the trainer: a run is two steps and an evaluation whose score is the number of changes; notes its
+    start."""
+    folder = Path(settings[-1].partition("=")[2])
     task, name = folder.parent.parent.parent, folder.parent.name
     changes = 0 if name == "none" else name.count("+") + 1
-    (folder / "starts").open("a").write(os.environ.get("OMP_NUM_THREADS", "") + "\\n")
-    (task / "order").open("a").write(f"{name} {folder.name}\\n")
+    with (folder / "starts").open("a") as file:
+        file.write(os.environ.get("OMP_NUM_THREADS", "") + "\n")
     if (task / "broken").exists() and name == "token_loss":
         return 3
     step = {"reward/mean": 0.5, "train/entropy": 1.0 / (1 + changes)}
-    (folder / "metrics.jsonl").write_text(
-        line(1, "step", **step) + line(2, "step", **step) + line(2, "eval", **{"eval/avg@4": changes / 10}))
+    lines = [line(1, "step", **step), line(2, "step", **step), line(2, "eval", **{"eval/avg@4": changes / 10})]
+    (folder / "metrics.jsonl").write_text("".join(lines))
     return 0
-channel = parent_channel()
-while True:
-    channel.send({"code": train(channel.receive()[0])})
-"""
-)
 
 
 @pytest.fixture
@@ -62,7 +58,9 @@ def config(tmp_path):
 
 @pytest.fixture
 def fake_trainer(monkeypatch):
-    monkeypatch.setattr(runs, "WORKER", [sys.executable, "-S", "-c", WORKER])
+    monkeypatch.setattr(runs, "import_trainer", lambda driver: None)
+    monkeypatch.setattr(runs, "_train", train)
+    return lambda function: monkeypatch.setattr(runs, "_train", function)
 
 
 # ---- designs ----
@@ -211,7 +209,7 @@ def test_runs_are_shared_resumed_and_not_repeated(config, tmp_path, fake_trainer
     effect = {item["label"]: item["measures"]["held_out"] for item in table["effects"]}["clip-higher"]
     assert effect["mean"] == pytest.approx(0.1) and effect["verdict"] == "higher"
     assert table["runs"]["none"]["0"]["held_out"] == {"x": [2], "y": [0.0]}
-    assert "<script>" in (out / "ablation.html").read_text() and (out / "ablation.png").stat().st_size > 1000
+    assert "<script>" in (out / "ablation.html").read_text()
 
     assert main([*words, "--design", "leave-one-out"]) == 0
     assert "0 runs trained, 12 finished before" in " ".join(capsys.readouterr().out.split())
@@ -236,9 +234,8 @@ def test_no_run_is_started_after_the_time_limit(config, tmp_path, fake_trainer, 
     assert "18 not finished" in " ".join(capsys.readouterr().out.split())
 
 
-def test_no_run_is_started_that_would_not_end_in_time(config, tmp_path, monkeypatch):
+def test_no_run_is_started_that_would_not_end_in_time(config, tmp_path, fake_trainer):
     """A run of the first call took 100 s. One minute is too short for another; two minutes are not."""
-    monkeypatch.setattr(runs, "WORKER", [sys.executable, "-S", "-c", WORKER])
     jobs = [Job(str(config), (), tmp_path / "out", name, 0) for name in ("none", "token_loss")]
     (first,) = run_jobs(jobs[:1], 1, lambda outcome: None)
     stored = json.loads(first.job.result_file.read_text()) | {"seconds": 100.0}
@@ -250,9 +247,9 @@ def test_no_run_is_started_that_would_not_end_in_time(config, tmp_path, monkeypa
     assert [(outcome.skipped, outcome.problem) for outcome in found] == [(True, ""), (False, "")]
 
 
-def test_a_time_limit_ends_the_trainers_that_still_run(config, tmp_path, monkeypatch):
-    """The worker would never answer. It is asked to end, as with SIGTERM (below)."""
-    monkeypatch.setattr(runs, "WORKER", [sys.executable, "-S", "-c", "import time; time.sleep(600)"])
+def test_a_time_limit_ends_the_trainers_that_still_run(config, tmp_path, fake_trainer):
+    """The trainer would never end. It is asked to, as with SIGTERM (below)."""
+    fake_trainer(lambda config_file, settings: time.sleep(600))
     job = Job(str(config), (), tmp_path / "out", "none", 0)
     (outcome,) = run_jobs([job], 1, lambda outcome: None, minutes=0.01)
     assert outcome.problem == "not run" and job.folder.exists() and not job.result_file.exists()
@@ -289,63 +286,46 @@ def test_a_grid_starts_with_leave_one_out_and_the_tasks_alternate(config, tmp_pa
     assert [job.seed for job in plan(tasks, configs, (), "order", 2)] == [0] * 12 + [1] * 12
 
 
-def test_a_worker_that_ended_is_replaced(config, tmp_path, monkeypatch):
-    """Killed in the first run: that run has failed, the next one has a worker of its own."""
-    monkeypatch.setattr(runs, "WORKER", [sys.executable, "-S", "-c", "import os; os.kill(os.getpid(), 9)"])
-    jobs = [Job(str(config), (), tmp_path / "out", "none", seed) for seed in range(2)]
-    assert ["ended with code -9" in outcome.problem for outcome in run_jobs(jobs, 1, lambda o: None)] == [True, True]
+def test_each_run_is_a_fork_that_writes_its_own_log(fake_trainer, config, tmp_path):
+    """What a run changes in memory or prints does not reach the next one, nor this process. One raises, one is
+    killed."""
+    seen = []
 
+    def train(config_file, settings):
+        seen.append(settings[-2])
+        print(seen, flush=True)
+        os.write(2, b"to stderr")
+        if settings[-2].endswith("1"):
+            raise RuntimeError("second run")
+        if settings[-2].endswith("2"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return 7
 
-@pytest.fixture
-def worker(monkeypatch, tmp_path):
-    """A real worker whose trainer is `trainer(config, settings)` of the module that a test writes."""
-    script = tmp_path / "worker.py"
-    script.write_text(
-        "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from megatron_dapo.ablation import runs\n"
-        "import trainer_of_test\n"
-        "runs._train = trainer_of_test.train\n"
-        "runs.Worker().serve()\n"
-    )
-    monkeypatch.setattr(runs, "WORKER", [sys.executable, str(script), str(tmp_path)])
-    return tmp_path / "trainer_of_test.py"
-
-
-def test_each_run_is_a_fork_that_writes_its_own_log(worker, config, tmp_path):
-    """One import for both runs; what a run changes in memory or prints does not reach the next one."""
-    worker.write_text(
-        "import os, pathlib\n"
-        "imported = pathlib.Path(__file__).with_name('imported').open('a').write('once ')\n"
-        "seen = []\n"
-        "def train(config, settings):\n"
-        "    seen.append(settings[-2])\n"
-        "    print(seen, flush=True)\n"
-        "    os.write(2, b'to stderr')\n"
-        "    if settings[-2].endswith('1'): raise RuntimeError('second run')\n"
-        "    return 7\n"
-    )
-    jobs = [Job(str(config), (), tmp_path / "out", "none", seed) for seed in range(2)]
+    fake_trainer(train)
+    jobs = [Job(str(config), (), tmp_path / "out", "none", seed) for seed in range(3)]
     problems = [outcome.problem for outcome in run_jobs(jobs, 1, lambda outcome: None)]
-    assert "ended with code 7" in problems[0] and "ended with code 1" in problems[1]
+    assert [re.search(r"ended with code (-?\d+)", problem)[1] for problem in problems] == ["7", "1", "-9"]
     assert jobs[0].log.read_text() == "['trainer.seed=0']\nto stderr"
     assert jobs[1].log.read_text().startswith("['trainer.seed=1']\nto stderr")
     assert "RuntimeError: second run" in jobs[1].log.read_text()
-    assert (tmp_path / "imported").read_text() == "once "
+    assert seen == []
 
 
-def test_sigterm_ends_the_running_trainers(worker, config, tmp_path):
+def test_sigterm_ends_the_running_trainers(fake_trainer, config, tmp_path):
     """The trainer would never end. While it saves, a second signal comes: `timeout` and Slurm signal whole groups."""
-    worker.write_text(
-        "import os, pathlib, signal, sys, time\n"
-        "here = pathlib.Path(__file__).parent\n"
-        "def save(number, frame):\n"
-        "    (here / 'saving').touch()\n"
-        "    while not (here / 'second').exists(): time.sleep(0.01)\n"
-        "    sys.exit(143)\n"
-        "def train(config, settings):\n"
-        "    signal.signal(signal.SIGTERM, save)\n"
-        "    print(os.getpid(), flush=True); time.sleep(600)\n"
-    )
+
+    def save(number, frame):
+        (tmp_path / "saving").touch()
+        while not (tmp_path / "second").exists():
+            time.sleep(0.01)
+        sys.exit(143)
+
+    def train(config_file, settings):
+        signal.signal(signal.SIGTERM, save)
+        print(os.getpid(), flush=True)
+        time.sleep(600)
+
+    fake_trainer(train)
     job = Job(str(config), (), tmp_path / "out", "none", 0)
 
     def terminate_twice():

@@ -16,7 +16,6 @@ import pytest
 from mini_slurm import wait_for
 from sparse_model import SMALL, write_sparse_model
 
-from megatron_dapo.cli import main
 from megatron_dapo.config import load_config, parse_config
 from megatron_dapo.launch import slurm as launch
 from megatron_dapo.launch.slurm import offered_gpu_request, remember, submitted
@@ -262,21 +261,3 @@ def test_an_array_runs_each_seed_in_its_own_directory(jobs, capsys):
         assert (config.trainer.seed, config.trainer.run_dir) == (seed, str(case.dir / f"seed_{seed}"))
         (said,) = case.outputs("rank_*", f"seed_{seed}").values()
         assert said.rstrip().endswith(f"cli train {case.dir}/seed_{seed}/submitted.yaml")
-
-
-def test_a_command_runs_on_every_node_beside_the_run(cluster, monkeypatch, tmp_path, capfd):
-    monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
-    number = int(cluster.run("sbatch", "--parsable", "-p", "work", "-N", "2", "-o", "/dev/null", "--wrap", "sleep 100"))
-    try:
-        remember(tmp_path, [number])
-        wait_for(lambda: cluster.job(number)["JobState"] == "RUNNING", 60, "the job")
-        nodes = cluster.run("scontrol", "show", "hostnames", cluster.job(number)["NodeList"]).split()
-        assert main(["slurm", "--on", str(tmp_path), "--", "hostname", "-s"]) == 0
-        assert sorted(capfd.readouterr().out.splitlines()) == [f"{i}: {node}" for i, node in enumerate(nodes)]
-        assert main(["slurm", "--on", str(tmp_path), "--node", nodes[1], "hostname"]) == 0
-        assert capfd.readouterr().out == f"0: {nodes[1]}\n"
-    finally:
-        cluster.run("scancel", str(number))
-    wait_for(lambda: cluster.job(number)["JobState"] == "CANCELLED", 60, "its end")
-    assert main(["slurm", "--on", str(tmp_path), "hostname"]) == 2
-    assert "was cancelled" in capfd.readouterr().err

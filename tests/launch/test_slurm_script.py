@@ -18,6 +18,7 @@ from megatron_dapo.launch.slurm import (
     check_job,
     check_submission,
     offered_gpu_request,
+    partitions,
     submitted,
 )
 from megatron_dapo.launch.slurm_script import Job, render, seconds_of
@@ -230,7 +231,7 @@ def answer(stdout="", stderr="", code=0):
 def test_a_wrong_partition_is_refused(partition, known, said, raw):
     raw["slurm"]["partition"] = partition
     with pytest.raises(ConfigError, match=said):
-        check_cluster(parse_config(raw), answer(known))
+        check_cluster(parse_config(raw), partitions(answer(known)))
 
 
 @pytest.mark.parametrize(
@@ -300,9 +301,9 @@ def test_modules_are_loaded_in_a_shell_without_them(raw, tmp_path):
 
 
 def test_an_existing_or_default_partition_is_accepted(raw):
-    check_cluster(parse_config(raw), answer("a100*\nh100\n"))
+    check_cluster(parse_config(raw), partitions(answer("a100*\nh100\n")))
     raw["slurm"]["partition"] = None
-    check_cluster(parse_config(raw), answer("a100*\nh100\n"))
+    check_cluster(parse_config(raw), partitions(answer("a100*\nh100\n")))
 
 
 def test_a_dry_run_works_without_a_controller(raw, capsys):

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from megatron_dapo.launch.slurm import SlurmError, remember
-from megatron_dapo.launch.slurm_status import STATES, JobStatus, job_status, normal_state, print_status
+from megatron_dapo.launch.slurm_status import STATES, JobStatus, job_statuses, normal_state, print_status
 
 # squeue's manual, JOB STATE CODES.
 OVER = {
@@ -53,7 +53,7 @@ def test_status_shows_exit_code_restarts_steps_and_hang(tmp_path, capsys):
 
 
 def test_an_unknown_state_is_shown_as_it_is():
-    status = job_status(7, scontrol("EXPLODED"))
+    status = job_statuses(7, scontrol("EXPLODED"))[0]
     assert not status.over and "EXPLODED, which this version does not know" in status.description()
 
 
@@ -69,14 +69,14 @@ def test_a_job_that_the_controller_forgot_is_found_in_the_accounting():
         found = {"scontrol": (1, ""), "sacct": (0, "OUT_OF_MEMORY\n")}[command[0]]
         return subprocess.CompletedProcess(command, *found, "")
 
-    assert job_status(7, ask).description().startswith("job 7 ran out of the node's memory")
+    assert job_statuses(7, ask)[0].description().startswith("job 7 ran out of the node's memory")
     with pytest.raises(SlurmError, match="does not know job 7"):
-        job_status(7, lambda *command: subprocess.CompletedProcess(command, 1, "", ""))
+        job_statuses(7, lambda *command: subprocess.CompletedProcess(command, 1, "", ""))
 
 
 def test_status_of_a_held_and_a_cancelled_job_on_a_real_cluster(cluster, monkeypatch, tmp_path):
     monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
     job = int(cluster.run("sbatch", "--parsable", "--hold", "--wrap=true"))
-    assert job_status(job).description() == f"job {job} is waiting in the queue (JobHeldUser)"
+    assert job_statuses(job)[0].description() == f"job {job} is waiting in the queue (JobHeldUser)"
     cluster.run("scancel", str(job))
-    assert job_status(job).description().startswith(f"job {job} was cancelled")
+    assert job_statuses(job)[0].description().startswith(f"job {job} was cancelled")

@@ -34,7 +34,7 @@ def figure(runs, wanted: str):
 
 def test_the_page_needs_nothing_but_itself(tmp_path):
     run = make_run(tmp_path / "run", steps=6)
-    (page,) = write_report([run], tmp_path / "report.html", png=False)
+    page = write_report([run], tmp_path / "report.html")
     text = page.read_text()
     code = re.sub(r'<script type="application/json".*?</script>', "", text, flags=re.S)
     assert set(re.findall(r"https?://[^\s\"'`)]+", code)) == {"http://www.w3.org/2000/svg"}, "a name, not an address"
@@ -72,7 +72,7 @@ def test_every_metric_is_shown_somewhere_once(tmp_path):
 
 def test_hostile_responses_are_shown_unchanged_as_text(tmp_path):
     run = make_run(tmp_path / "<script>alert(1)</script>", steps=1, hostile=True)
-    (page,) = write_report([run], tmp_path / "report.html", png=False)
+    page = write_report([run], tmp_path / "report.html")
     text = page.read_text()
     assert text.count("</script>") == 2 and "<img" not in text and "<!--" not in text and "\x00" not in text
     assert "<title>script&gt;" in text or "<title>&lt;script&gt;" in text
@@ -90,7 +90,7 @@ def test_a_running_run_with_an_incomplete_last_line_can_be_reported(tmp_path):
     run = make_run(tmp_path / "run", steps=3)
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "kind": "st')
-    (page,) = write_report([run], tmp_path / "report.html", png=False)
+    page = write_report([run], tmp_path / "report.html")
     assert data_of(page.read_text())["runs"][0]["last_step"] == 3
 
 
@@ -134,16 +134,10 @@ def test_the_output_may_not_be_a_directory(tmp_path):
 def test_the_command_writes_beside_the_run_or_where_it_is_told(tmp_path, capsys):
     one, two = make_run(tmp_path / "one", steps=1), make_run(tmp_path / "two", steps=70, seed=1)
     assert main(["report", str(one)]) == 0
-    assert main(["report", str(one), str(two), "--output", str(tmp_path / "out" / "both.html"), "--png"]) == 0
-    written = [one / "report.html", tmp_path / "out" / "both.html", tmp_path / "out" / "curves.png"]
+    assert main(["report", str(one), str(two), "--output", str(tmp_path / "out" / "both.html")]) == 0
+    written = [one / "report.html", tmp_path / "out" / "both.html"]
     assert capsys.readouterr().out.split() == [str(path) for path in written]
-    assert written[2].read_bytes().startswith(b"\x89PNG") and written[2].stat().st_size > 50_000
     assert [run["name"] for run in data_of(written[1].read_text())["runs"]] == ["one", "two"]
-
-
-def test_a_png_of_unusual_metrics(tmp_path):
-    write_report([run_of(tmp_path / "r", {"my/own": -1.0, "train/grad_norm": 0.0})], tmp_path / "report.html")
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_comparison_shows_what_differs_and_only_that(tmp_path):
@@ -196,35 +190,3 @@ def test_transcripts_alternate_right_and_wrong_responses():
     ]
     assert [step for step in range(1, 31) if transcripts.is_due(step, 10)] == [1, 10, 20, 30]
     assert not transcripts.is_due(10, 0)
-
-
-@pytest.mark.parametrize("panels", range(1, 8))
-def test_the_panels_of_the_image_fill_their_rows(panels):
-    from matplotlib.figure import Figure
-
-    from megatron_dapo.observe.report import WIDTH, _places
-
-    cells = [
-        (row, column)
-        for place in _places(Figure(), panels)
-        for row in place.rowspan
-        for column in place.colspan
-    ]  # fmt: skip
-    rows = -(-panels // 3)
-    assert sorted(cells) == [(row, column) for row in range(rows) for column in range(WIDTH)], "each cell once"
-
-
-def test_no_legend_of_the_image_covers_an_axis(tmp_path):
-    from megatron_dapo.observe.report import draw
-
-    runs = load_runs([make_run(tmp_path / "one", 40), make_run(tmp_path / "two", 30, seed=1)])
-    for shown in (runs[:1], runs):
-        canvas = draw(shown)
-        canvas.canvas.draw()
-        legends = [(axis, axis.get_legend()) for axis in canvas.axes if axis.get_legend()]
-        assert len(legends) >= 5
-        for axis, legend in [*legends, *((None, legend) for legend in canvas.legends)]:
-            box = legend.get_window_extent()
-            covered = [other.get_title("left") for other in canvas.axes if other.get_window_extent().overlaps(box)]
-            assert not covered, f"the legend of {axis and axis.get_title('left')} covers {covered}"
-            assert canvas.bbox.count_contains(box.corners()) == 4, "outside of the image"

@@ -215,7 +215,7 @@ async def visit_all(folder: Path) -> dict[str, Visit]:
     seen = {}
     async with chromium() as new_tab:
         for name, (runs, options) in pages.items():
-            (page,) = write_report(runs, folder / f"{name}.html", png=False)
+            page = write_report(runs, folder / f"{name}.html")
             asked = THREE if name == "three" else {key: THREE[key] for key in ("background", "overflow", "columns")}
             tab = await new_tab()
             seen[name] = await visit(tab, page, asked, **options)

@@ -6,11 +6,10 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
-from published_models import CONFIGS, published
+from published_models import CONFIGS, published, published_runs
 
 from megatron_dapo.config import ModelShape
 from megatron_dapo.planner import Cluster, find_gpu
-from megatron_dapo.planner.published import published_shapes
 from megatron_dapo.planner.server_model import decode_model
 
 FILE = Path(__file__).with_name("decode_measurements.json")
@@ -21,7 +20,7 @@ LLAMA_70B = CONFIGS["Qwen3-14B"] | {
     "vocab_size": 128256,
 }  # fmt: skip
 # The models of the measurements: those of published runs, and others.
-SHAPES = published_shapes() | {name: published(name) for name in ("Qwen3-8B", "Qwen3-14B")}
+SHAPES = published_runs().published_shapes() | {name: published(name) for name in ("Qwen3-8B", "Qwen3-14B")}
 SHAPES["Llama-3.1-70B"] = ModelShape.from_hf(LLAMA_70B)
 PROMPT = 250  # tokens; the measurements do not say
 

@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 import pytest
+from published_models import published_runs
 
 from megatron_dapo.config.rollout import RolloutConfig, SamplerConfig
 from megatron_dapo.planner.generation import Fleet, generate
 from megatron_dapo.planner.hardware import Cluster, find_gpu
-from megatron_dapo.planner.published import published_shapes
 from megatron_dapo.planner.server_model import DecodeModel, decode_model
 from megatron_dapo.planner.simulation.run import Setting, simulate
 from megatron_dapo.planner.workload import Workload
@@ -70,7 +70,7 @@ ADAPTIVE = {"oversampling": "adaptive", "unfinished": "continue", "order": "comp
 def test_32b_with_adaptive_oversampling_is_close_to_engines_that_are_always_full():
     """A 32B model, TP 4 servers on H100, long tails, half of the groups kept: part of a fleet of 16 servers. The whole
     fleet, with Qwen2.5-32B and `--whole`, needs 1.06 × and 2.87 ×."""
-    decode = decode_model(published_shapes()["Qwen3-32B"], Cluster(find_gpu("h100"), 128, 8, 64), 4)
+    decode = decode_model(published_runs().published_shapes()["Qwen3-32B"], Cluster(find_gpu("h100"), 128, 8, 64), 4)
     work = Workload(96, 16, 16, 256, 4000, 2048, 20480, kept=0.5)
     fleet = Fleet(3, decode, kv_tokens=890_000, max_running=256)
     adaptive, one_by_one = (simulate(setting(work, fleet, **options), steps=4) for options in (ADAPTIVE, FINISH))
@@ -109,6 +109,6 @@ def test_the_trace_has_every_server_and_the_trainer():
     for points in found.trace:
         times = [time for time, _ in points]
         assert times == sorted(times) and max(running for _, running in points) == 16
-    names = [bar.name for bar in found.bars]
+    names = [phase.name for phase in found.phases]
     assert names.count("train") == names.count("sync") == 3
-    assert found.bars[-1].ended == pytest.approx(found.seconds)
+    assert found.phases[-1].end == pytest.approx(found.steps[-1].ended)

@@ -1,7 +1,10 @@
 """config.json of the published text Qwens, as `plan` knows them, and the size that their cards state."""
 
+import importlib.util
 import json
+import sys
 from importlib.resources import files
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_dapo.config import ModelShape
@@ -44,3 +47,14 @@ PUBLISHED = {name: Published(CONFIGS[name], *sizes) for name, sizes in STATED.it
 
 def published(name: str) -> ModelShape:
     return ModelShape.from_hf(CONFIGS[name], name)
+
+
+def published_runs() -> Any:
+    """The module benchmarks/published.py."""
+    file = Path(__file__).parents[2] / "benchmarks" / "published.py"
+    if (module := sys.modules.get("published_runs")) is None:
+        spec = importlib.util.spec_from_file_location("published_runs", file)
+        assert spec is not None and spec.loader is not None
+        module = sys.modules["published_runs"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return module

@@ -1,6 +1,6 @@
 """`megatron-dapo simulate`: the sampler on a virtual clock, against a model of the engines.
 
-- `command.py`: the command; `report.py`: its tables and JSON, and the picture of engines and trainer.
+- `command.py`: the command; `report.py`: its tables and JSON, and the trace of engines and trainer.
 - `run.py`: the steps of a run on an event loop whose time jumps: collecting, training, weight updates; sweeps.
 - `engine.py`: an engine on the planner's queueing model; prompts, lengths and grades, from flags or a run's metrics.
 

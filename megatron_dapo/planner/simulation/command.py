@@ -1,4 +1,4 @@
-"""`megatron-dapo simulate`: reads the configuration, simulates its steps, and prints and draws them."""
+"""`megatron-dapo simulate`: reads the configuration, simulates its steps, and prints them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_dapo.config import load_config
 from megatron_dapo.planner.command import model_shape
 from megatron_dapo.planner.hardware import cluster_of
 from megatron_dapo.planner.simulation.engine import SimulationError
-from megatron_dapo.planner.simulation.report import print_variants, variant_json, write_page
+from megatron_dapo.planner.simulation.report import print_variants, variant_json, write_trace
 from megatron_dapo.planner.simulation.run import Inputs, parse_sweep, run_sweep
 
 
@@ -44,8 +44,8 @@ def run(
     if output:
         path = Path(output)
         try:
-            write_page(variants, path)
+            write_trace(variants, path)
         except OSError as error:
-            raise SimulationError(f"{path}: the picture cannot be written: {error}") from None
+            raise SimulationError(f"{path}: the trace cannot be written: {error}") from None
         print(path, file=sys.stderr if as_json else sys.stdout)
     return 0

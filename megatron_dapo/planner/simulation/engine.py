@@ -11,21 +11,16 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from statistics import NormalDist, fmean, pstdev
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_dapo.engines.protocol import Capabilities, Completion, SamplingParams, WeightReport
+from megatron_dapo.engines.protocol import Completion, SamplingParams
 from megatron_dapo.errors import UserError
 from megatron_dapo.observe.runs import Run, load_run
 from megatron_dapo.planner.generation import Fleet
 from megatron_dapo.planner.server_model import FleetModel, Sequence
 from megatron_dapo.planner.workload import Workload
 from megatron_dapo.types import FinishReason, Grade, Prompt, Sample, Tokens, WeightSpan
-
-if TYPE_CHECKING:
-    from megatron_dapo.sync.bucket import Bucket
-    from megatron_dapo.sync.bucket_stream import BucketStream
 
 RECENT_STEPS = 5  # of a run, from which lengths and yield are taken
 LEAST_RESPONSES = 50  # from which the spread of lengths is estimated
@@ -105,7 +100,7 @@ def _sigma(run: Run, work: Workload) -> float:
 
 
 class SimulatedEngine:
-    """Implements `engines.protocol.Engine`. `trace` has (seconds, running sequences) of every server over time."""
+    """Implements `engines.protocol.Generator`. `trace` has (seconds, running sequences) of every server over time."""
 
     def __init__(self, fleet: Fleet, prompts: Prompts) -> None:
         self.prompts = prompts
@@ -200,40 +195,11 @@ class SimulatedEngine:
         self._finish(chosen)
         self._set_timer()
 
-    async def pause(self) -> None:
+    async def update(self, version: int, seconds: float) -> None:
+        """A weight update that takes `seconds`. Running requests are aborted first; new ones wait until its end."""
         self._serving.clear()
         await self.abort()
-
-    async def resume(self) -> None:
-        self._serving.set()
-
-    async def update(self, version: int, seconds: float) -> None:
-        """A weight update that takes `seconds`. Running requests are aborted first."""
-        await self.pause()
         await asyncio.sleep(seconds)
         self.weight_version = version
         self._cached.clear()
-        await self.resume()
-
-    # The rest of the protocol: a simulation calls `update` instead.
-
-    async def capabilities(self) -> Capabilities:
-        return Capabilities("simulated", seeded=True)
-
-    async def load_weights(self, version: int, buckets: Iterable[Bucket] | BucketStream) -> None:
-        raise NotImplementedError("a simulated engine has no weights")
-
-    async def serve_weights(self, version: int) -> WeightReport:
-        raise NotImplementedError("a simulated engine has no weights")
-
-    async def update_weights(self, version: int, buckets: Iterable[Bucket]) -> WeightReport:
-        raise NotImplementedError("a simulated engine has no weights")
-
-    async def release_memory(self) -> None:
-        await self.abort()
-
-    async def health(self) -> None:
-        return None
-
-    async def close(self) -> None:
-        return None
+        self._serving.set()

@@ -1,9 +1,10 @@
-"""Tables and JSON of simulations, and a picture: engines and trainer over time, in one HTML file without scripts."""
+"""Tables and JSON of simulations, and a trace: engines and trainer over time."""
 
 from __future__ import annotations
 
-import html
-from importlib.resources import files
+import json
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_dapo.files import write_atomically
+from megatron_dapo.observe import timeline
+from megatron_dapo.planner.report import print_table
 from megatron_dapo.planner.simulation.run import Simulation, Variant
 
 COLUMNS = ("step", "collecting", "× limit", "utilisation", "tok/s", "waste", "staleness")
@@ -44,9 +47,7 @@ def print_variants(variants: list[Variant], console: Console) -> None:
     ranked = sorted(variants, key=lambda v: v.simulation.step_seconds if v.simulation else float("inf"))
     for variant in ranked:
         table.add_row(label(variant), *cells(variant))
-    with console.capture() as capture:
-        console.print(table)
-    console.file.write("\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n")
+    print_table(table, console)
     for variant in variants:
         if variant.problem:
             console.print(f"· {label(variant)}: {variant.problem}", highlight=False)
@@ -91,119 +92,23 @@ def variant_json(variant: Variant) -> dict[str, Any]:
     }
 
 
-WIDTH, LEFT, ROW, BINS = 1160, 80, 18, 240
-MOST_PICTURES, MOST_SERVERS = 12, 32
-PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<link rel="icon" href="data:,">
-<title>Simulated runs · megatron-dapo</title>
-<style>{style}
-main {{ padding-top: 20px; }}
-table {{ border-collapse: collapse; }}
-td, th {{ padding: 4px 12px; text-align: right; border-bottom: 1px solid var(--line); }}
-td:first-child, th:first-child {{ text-align: left; }}
-figure.card {{ margin: 16px 0; overflow-x: auto; }}
-svg text {{ fill: var(--muted); font-size: 11px; }}
-.engine {{ fill: var(--c0); }} .wait {{ fill: var(--grid); }} .train {{ fill: var(--c2); }} .sync {{ fill: var(--c1); }}
-.step {{ stroke: var(--muted); stroke-dasharray: 2 3; }} .track {{ fill: var(--grid); }}
-</style>
-</head>
-<body><main>
-<h1>Simulated runs</h1>
-<p class="muted">The sampler on a virtual clock. Blue: a server's running sequences as a share of its slots.
-Green: training. Orange: weight update. Dashed: the end of a step.</p>
-{table}
-{figures}
-</main></body>
-</html>
-"""
-
-
-def write_page(variants: list[Variant], path: Path) -> None:
+def write_trace(variants: list[Variant], path: Path) -> None:
+    """The trainer's phases and the running sequences of every server, for ui.perfetto.dev as the traces of a run."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, render(variants).encode())
+    write_atomically(path, json.dumps({"traceEvents": list(events(variants)), "displayTimeUnit": "ms"}))
 
 
-def render(variants: list[Variant]) -> str:
-    style = (files("megatron_dapo.observe") / "page" / "report.css").read_text(encoding="utf-8")
-    done = [variant for variant in variants if variant.simulation is not None]
-    done.sort(key=lambda variant: variant.simulation.step_seconds if variant.simulation else 0.0)
-    rows = "".join(_row([label(variant), *cells(variant)], "td") for variant in done)
-    table = f'<div class="card"><table>{_row(["setting", *COLUMNS], "th")}{rows}</table></div>'
-    longest = max((v.simulation.seconds for v in done[:MOST_PICTURES] if v.simulation), default=1.0)
-    figures = "".join(
-        f'<figure class="card"><figcaption><h3>{html.escape(label(variant))}</h3></figcaption>'
-        f"{gantt(variant.simulation, longest)}</figure>"
-        for variant in done[:MOST_PICTURES]
-        if variant.simulation is not None
-    )
-    return PAGE.format(style=style, table=table, figures=figures)
-
-
-def _row(values: list[str], tag: str) -> str:
-    return "<tr>" + "".join(f"<{tag}>{html.escape(value)}</{tag}>" for value in values) + "</tr>"
-
-
-def gantt(found: Simulation, longest: float) -> str:
-    """One row per server, and one for the trainer; all pictures of a page have the same time axis."""
-    traces = found.trace[:MOST_SERVERS]
-    scale = (WIDTH - LEFT - 10) / longest
-    height = ROW * (len(traces) + 1) + 30
-    parts = [
-        f'<svg viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" role="img" aria-label="engines and trainer over time">'
-    ]
-    for number, trace in enumerate(traces):
-        parts.append(_server(trace, number, found, scale))
-    y = ROW * len(traces) + 4
-    parts.append(f'<text x="0" y="{y + 12}">trainer</text>')
-    for bar in found.bars:
-        width = max(0.5, (bar.ended - bar.began) * scale)
-        parts.append(
-            f'<rect class="{bar.name}" x="{LEFT + bar.began * scale:.1f}" y="{y}" width="{width:.1f}" '
-            f'height="{ROW - 4}">'
-            f"<title>{bar.name}: {bar.ended - bar.began:,.0f} s</title></rect>"
-        )
-    bottom = y + ROW
-    for step in found.steps:
-        x = LEFT + step.ended * scale
-        parts.append(f'<line class="step" x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{bottom}"/>')
-    for tenth in range(11):
-        seconds = longest * tenth / 10
-        parts.append(f'<text x="{LEFT + seconds * scale:.0f}" y="{bottom + 14}">{seconds:,.0f} s</text>')
-    return "".join(parts) + "</svg>"
-
-
-def _server(trace: list[tuple[float, int]], number: int, found: Simulation, scale: float) -> str:
-    """A server's occupancy: cells whose opacity is the mean share of its slots that are running."""
-    y = ROW * number
-    width = found.seconds / BINS * scale
-    track = f'<rect class="track" x="{LEFT}" y="{y}" width="{found.seconds * scale:.1f}" height="{ROW - 4}"/>'
-    drawn = [f'<text x="0" y="{y + 12}">server {number}</text>', track]
-    for index, running in enumerate(occupancy(trace, found.seconds, BINS)):
-        share = running / found.setting.fleet.max_running
-        if share > 0.004:
-            x = LEFT + index * width
-            drawn.append(
-                f'<rect class="engine" x="{x:.1f}" y="{y}" width="{width + 0.3:.1f}" height="{ROW - 4}" '
-                f'opacity="{min(1.0, share):.2f}"/>'
-            )
-    return "".join(drawn)
-
-
-def occupancy(trace: list[tuple[float, int]], seconds: float, bins: int) -> list[float]:
-    """Mean number of running sequences in each of `bins` equal parts of the time."""
-    sums, width = [0.0] * bins, seconds / bins
-    for (began, running), (ended, _) in zip(trace, [*trace[1:], (seconds, 0)], strict=True):
-        while running and began < ended:
-            index = min(bins - 1, int(began / width))
-            until = min(ended, (index + 1) * width) if index < bins - 1 else ended
-            if until <= began:  # rounding at the border of a part
-                until = min(ended, (index + 2) * width)
-            sums[index] += running * (until - began)
-            began = until
-    return [total / width for total in sums]
+def events(variants: list[Variant]) -> Iterator[dict[str, Any]]:
+    """Chrome trace events; every trainer and every server is a track. Times are microseconds since the start."""
+    tracks = count(1)
+    for variant in variants:
+        if (found := variant.simulation) is None:
+            continue
+        trainer = next(tracks)
+        yield timeline.track_event(trainer, f"{label(variant)}: trainer")
+        for phase in found.phases:
+            yield timeline.phase_event(trainer, phase.name, round(phase.start * 1e6), round(phase.end * 1e6))
+        for number, (points, server) in enumerate(zip(found.trace, tracks, strict=False)):
+            yield timeline.track_event(server, f"{label(variant)}: server {number}")
+            for seconds, running in points:
+                yield timeline.running_event(server, round(seconds * 1e6), running)

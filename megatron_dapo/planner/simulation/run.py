@@ -18,6 +18,7 @@ from megatron_dapo.config import Config, ModelShape, load_config
 from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.errors import UserError
 from megatron_dapo.observe.metrics_file import NOT_FILTERED, dropped_groups
+from megatron_dapo.observe.timeline import Span
 from megatron_dapo.planner.engine import fleet_of, plan_engine
 from megatron_dapo.planner.generation import Fleet, part_of
 from megatron_dapo.planner.hardware import Cluster
@@ -92,23 +93,12 @@ class SimulatedStep:
     max_staleness: int
 
 
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """A phase of the trainer in the picture."""
-
-    name: str
-    began: float
-    ended: float
-
-
 @dataclass(slots=True)
 class Simulation:
     setting: Setting
     steps: list[SimulatedStep] = field(default_factory=list)
-    bars: list[Bar] = field(default_factory=list)
+    phases: list[Span] = field(default_factory=list)
     trace: list[list[tuple[float, int]]] = field(default_factory=list)  # of each server: (seconds, running)
-    busy: float = 0.0  # seconds, mean over servers
-    seconds: float = 0.0
 
     @property
     def counted(self) -> list[SimulatedStep]:
@@ -176,10 +166,7 @@ class _Run:
         for step in range(self.count):
             await self._train(step)
         await collecting
-        servers = self.engine.model.servers
         self.result.trace = self.engine.trace
-        self.result.seconds = self.clock()
-        self.result.busy = sum(server.busy for server in servers) / len(servers)
         return self.result
 
     def _config(self) -> RolloutConfig:
@@ -209,13 +196,13 @@ class _Run:
         setting, began = self.setting, self.clock()
         batch, collecting = await self.batches.get()
         if self.clock() > began:
-            self.result.bars.append(Bar("wait", began, self.clock()))
+            self.result.phases.append(Span("wait", began, self.clock()))
         version, began = self.engine.weight_version, self.clock()
         await asyncio.sleep(setting.training_seconds)
-        self.result.bars.append(Bar("train", began, self.clock()))
+        self.result.phases.append(Span("train", began, self.clock()))
         began = self.clock()
         await self.engine.update(step + 1, setting.sync_seconds)
-        self.result.bars.append(Bar("sync", began, self.clock()))
+        self.result.phases.append(Span("sync", began, self.clock()))
         self.result.steps.append(self._measured(step, batch, collecting, version))
         async with self.trained:
             self.steps_trained += 1

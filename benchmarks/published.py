@@ -1,4 +1,6 @@
-"""Published runs of other systems, and what the planner predicts for them: `megatron-dapo plan --published`.
+"""Published runs of other systems, and what the planner predicts for them.
+
+    python benchmarks/published.py
 
 `published_runs.json` has their set-ups, measured seconds and sources. A prediction uses the same functions and the same
 constants (`assumptions.py`) as a plan; the engines are vLLM where the run used vLLM. Differences that the
@@ -9,9 +11,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
+from megatron_dapo.arguments import table_console
 from megatron_dapo.config import ModelShape
 from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.config.rollout import RolloutConfig, SamplerConfig, ServerConfig, WeightTransportConfig
@@ -23,6 +26,7 @@ from megatron_dapo.planner.hardware import Cluster, find_gpu
 from megatron_dapo.planner.memory import kept_while_engines_work, trainer_memory
 from megatron_dapo.planner.parameters import count_parameters
 from megatron_dapo.planner.plan import Phase, step_phases, step_seconds
+from megatron_dapo.planner.report import make_table, print_table
 from megatron_dapo.planner.search import Task
 from megatron_dapo.planner.server_model import decode_model
 from megatron_dapo.planner.timing import pass_time
@@ -60,7 +64,7 @@ def published_shapes() -> dict[str, ModelShape]:
 
 
 def _read() -> Any:
-    return json.loads((files("megatron_dapo.planner") / "published_runs.json").read_text(encoding="utf-8"))
+    return json.loads(Path(__file__).with_name("published_runs.json").read_text(encoding="utf-8"))
 
 
 def _shape(sizes: dict[str, Any]) -> ModelShape:
@@ -149,3 +153,27 @@ def _peer_sync(shape: ModelShape, cluster: Cluster) -> float:
 
 def _parts(phases: list[Phase]) -> dict[str, float]:
     return {phase.name: phase.seconds for phase in phases}
+
+
+def main() -> None:
+    found, console = compare_all(), table_console()
+    table = make_table(
+        "Published runs: seconds measured there, and predicted here", "name", "set-up", ">published", ">predicted",
+        ">ratio", "predicted parts",
+    )  # fmt: skip
+    for item in found:
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in item.parts.items() if seconds >= 0.05)
+        mark = "" if item.within else " ✗"
+        table.add_row(
+            item.name, item.set_up, f"{item.published:.1f}", f"{item.predicted:.1f}", f"{item.ratio:.2f}{mark}", parts
+        )
+    print_table(table, console)
+    low, high = WITHIN
+    good = sum(item.within for item in found)
+    console.print(f"{good} of {len(found)} predictions are within {low} to {high} of the published time.\n")
+    for item in found:
+        console.print(f"· {item.name}: {item.source} ({item.recipe})", highlight=False, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    main()
