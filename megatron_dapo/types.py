@@ -266,7 +266,7 @@ class Group:
 
     @property
     def oldest_version(self) -> int:
-        return min((s.oldest_version for s in self.samples), default=0)
+        return min((s.oldest_version for s in self.samples if s.weight_spans), default=0)
 
     def to_state(self) -> dict[str, Any]:
         return {"prompt": self.prompt.to_state(), "samples": [s.to_state() for s in self.samples]}

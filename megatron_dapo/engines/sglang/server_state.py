@@ -89,9 +89,11 @@ class ServerState:
         self._failures = 0
         self.last_completion = time.monotonic()
 
-    def failed_request(self, now: float) -> None:
-        """It gets nothing for a while, longer each time until it has completed a request."""
+    def failed_request(self, now: float, at_least: float = 0.0) -> None:
+        """It gets nothing for a while, longer each time until it has completed a request, and for `at_least` seconds
+        if it has asked for them."""
         first, longest = BACKOFF
         if self._backoff_until <= now:  # requests that fail together count as one failure
             self._failures += 1
             self._backoff_until = now + min(longest, first * 2 ** (self._failures - 1)) * random.uniform(0.5, 1.0)
+        self._backoff_until = max(self._backoff_until, now + at_least)
