@@ -59,7 +59,7 @@ class Supervision:
         """It has failed: admit it again, or restart it. Returns at once; its state is RECOVERING until done."""
 
     async def recovered(self) -> None:
-        """Waits until no server is being recovered: each one serves again, or cannot."""
+        """Waits until a server has been recovered, or none can be."""
 
     async def end(self, servers: Sequence[SGLangClient]) -> list[SGLangClient]:
         """Ends the processes of these servers, which frees their GPU memory; they are restarted when the engine has
@@ -325,8 +325,8 @@ class SGLangEngine:
 
     async def load_weights(self, version: int, buckets: Iterable[Bucket] | BucketStream) -> None:
         self._balancer.memory_released = False
-        if not self._update.keeps_snapshot:
-            await self.supervision.recovered()  # without a snapshot, servers that come later cannot get the weights
+        if all(server.state.down for server in self.servers):
+            await self.supervision.recovered()  # else nobody waits: a server that comes later gets a later version
         self._updating = True
         try:
             async with self._changing:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
 import aiohttp
@@ -52,6 +52,10 @@ class NotSent(ServerFailure):
 
 class BrokenConnection(ServerFailure):
     """The connection broke before the reply was complete: the server may or may not have run the call."""
+
+
+class Unresponsive(ServerFailure):
+    """Others have replied long ago."""
 
 
 class OutcomeUnknown(ServerFailure):
@@ -211,6 +215,24 @@ async def wait_all(calls: Mapping[str, Awaitable[Any]]) -> dict[str, BaseExcepti
     """Awaits every call; its result or its exception under the same name."""
     results = await asyncio.gather(*calls.values(), return_exceptions=True)
     return dict(zip(calls, results, strict=True))
+
+
+async def wait_for_living(calls: Mapping[str, Coroutine[Any, Any, Any]], grace: float) -> dict[str, Any]:
+    """As `wait_all`, but once a call has succeeded, those that take `grace` seconds more are `Unresponsive`."""
+    tasks = {name: asyncio.ensure_future(call) for name, call in calls.items()}
+    waiting, living = set(tasks.values()), False
+    while waiting:
+        done, waiting = await asyncio.wait(
+            waiting, timeout=grace if living else None, return_when=asyncio.FIRST_COMPLETED
+        )
+        if not done:
+            break
+        living = living or any(task.exception() is None for task in done)
+    for task in waiting:
+        task.cancel()
+    results = await wait_all(tasks)
+    late = f"no reply {grace:g} s after the other servers'"
+    return {name: Unresponsive(f"server {name}: {late}") if tasks[name] in waiting else results[name] for name in tasks}
 
 
 async def all_of(*calls: Awaitable[Any]) -> list[Any]:

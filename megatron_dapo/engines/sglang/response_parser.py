@@ -43,7 +43,8 @@ def parse_completion(content: bytes, where: str, routed: int | None = None) -> C
 
 def _parse(content: bytes, where: str) -> Completion:
     try:
-        return _parse_fast(content, where) or _parse_general(content, where)
+        with np.errstate(over="ignore"):  # a log-prob of -1e39 is infinite in float32, and rejected later
+            return _parse_fast(content, where) or _parse_general(content, where)
     except UNREADABLE as error:
         quoted = content[:QUOTED].decode("utf-8", "replace")
         what = f"is not JSON ({error})" if isinstance(error, orjson.JSONDecodeError) else f"lacks {error}"
