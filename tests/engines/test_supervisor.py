@@ -290,7 +290,7 @@ def test_no_update_waits_for_a_dead_server_and_it_is_used_when_it_is_back(tmp_pa
     """Without a snapshot: it gets the next version."""
 
     async def main():
-        chosen = config(tmp_path, "tensor", keep_snapshot=False, restarts=1, restart_recovery=0.3)
+        chosen = config(tmp_path, "tensor", keep_snapshot=False, restarts=1, restart_recovery=0.3, control_timeout=30)
         fleet, engine = await fake_fleet(chosen, tmp_path, count=2)
         process, gone, start_fails = fleet.processes[1], engine.servers[1], asyncio.Event()
         ready, process.ours = process.wait_ready, ours
