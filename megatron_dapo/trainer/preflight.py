@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlparse
 
 from megatron_dapo.algorithm.filtering import load_group_filter
@@ -67,7 +68,8 @@ def check_setup(config: Config, shape: ModelShape) -> Setup:
 def unknown_hosts(config: Config) -> list[str]:
     """A line for every server whose host name has no address here. Not an error of a run that starts: under Kubernetes
     names come with the pods."""
-    servers, graders = config.rollout.servers, [config.reward, *config.reward.graders]
+    servers = config.rollout.servers
+    graders: list[Any] = [config.reward, *config.reward.graders]
     keys = {
         "rollout.servers.urls": servers.urls,
         "rollout.servers.router_url": [servers.router_url] if servers.router_url else [],
