@@ -50,6 +50,8 @@ def run_training(config: Config, *, dry_run: bool = False) -> int:
         # Ranks are forked from this process: threads of tokenizers or plugins must not be in it.
         with waiting("checking the model's files and reading the prompts"):
             setup = _check_setup(config, shape, forked=not in_job and ranks > 1)
+        if dry_run and setup.unknown_hosts:
+            raise ConfigError("; ".join(setup.unknown_hosts))
         data = setup.data
         print_plan(config, shape, ranks)
         print(setup.report(), file=sys.stderr)

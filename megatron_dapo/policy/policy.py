@@ -188,10 +188,10 @@ class Policy:
         for parameter, value in zip(self._parameters(), values, strict=True):
             parameter.copy_(value, non_blocking=True)
 
-    def update(self, batch: TrainBatch, *, first: bool = False) -> dict[str, float]:
+    def update(self, batch: TrainBatch, *, first: bool = False, max_mismatch: float | None = None) -> dict[str, float]:
         """One optimizer update; `first`: of a step. Returns the metrics of the whole mini-batch, the same on every
-        rank."""
-        return self.step.update(batch, first=first)
+        rank. See `UpdateStep.update`."""
+        return self.step.update(batch, first=first, max_mismatch=max_mismatch)
 
     def gradients(self, batch: TrainBatch) -> dict[str, float]:
         """Fills the gradient buffers with the exact gradient of the mini-batch's loss; does not step the optimizer."""

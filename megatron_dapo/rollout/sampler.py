@@ -105,6 +105,13 @@ class Sampler:
         finally:
             self._carry_over, self._collecting = collector.carry_over, False
 
+    def put_back(self, batch: StepBatch) -> None:
+        """The prompts of a batch that cannot be used are sampled again, with the same seeds and before new prompts."""
+        carried = self._carry_over
+        for group in batch.groups:
+            carried.unfinished.append(PendingGroup(carried.next_serial, batch.step, Group(group.prompt, [])))
+            carried.next_serial += 1
+
     def state(self) -> dict[str, Any]:
         """JSON values and numpy arrays. Call between two `collect`s."""
         if self._collecting:

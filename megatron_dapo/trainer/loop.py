@@ -18,7 +18,7 @@ from typing import Any
 from megatron_dapo.checkpoints.folder import record_settings
 from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.data import RunData
-from megatron_dapo.errors import CheckpointError, UserError
+from megatron_dapo.errors import CheckpointError, EngineError, UserError
 from megatron_dapo.observe.observer import NullObserver, Observer
 from megatron_dapo.policy.megatron.runtime import initialize, shutdown
 from megatron_dapo.policy.policy import Policy
@@ -32,6 +32,8 @@ from megatron_dapo.trainer.signals import Stopped, StopSignal
 from megatron_dapo.trainer.train_step import TooManySkippedUpdates, TrainStep, Updates
 from megatron_dapo.trainer.watchdog import Watchdog, log_folder
 from megatron_dapo.weights.formats.megatron_reader import MegatronAsHF
+
+BATCH_ATTEMPTS = 3  # to sample a batch that passes the gate
 
 
 class Trainer:
@@ -155,12 +157,22 @@ class Trainer:
             return self.current
         if self.rollouts.served_version != self.steps_done:
             self.colocation.sync_weights(self.steps_done)
-        batch = self.rollouts.sample(self.steps_done)
-        self.colocation.onload()
-        with self.observer.phase("advantages"):
-            step = TrainStep.share(batch, self.config, self.collectives, self.policy)
-        with self.observer.phase("log_probs"):
-            self.updates.prepare(step, self.steps_done)
+        for _ in range(BATCH_ATTEMPTS):
+            batch = self.rollouts.sample(self.steps_done)
+            self.colocation.onload()
+            with self.observer.phase("advantages"):
+                step = TrainStep.share(batch, self.config, self.collectives, self.policy)
+            with self.observer.phase("log_probs"):
+                if self.updates.prepare(step, self.steps_done):
+                    break
+            self.rollouts.reject_batch(self.steps_done)
+            self.colocation.sync_weights(self.steps_done)  # the engines may hold others
+        else:
+            with self.collectives.on_driver("sampling a batch") as mine:
+                if mine:
+                    raise EngineError(
+                        f"the gate rejected {BATCH_ATTEMPTS} batches of step {self.steps_done} (trainer.gate)"
+                    )
         self.current = step
         self.rollouts.remove_batch(self.steps_done)
         return step

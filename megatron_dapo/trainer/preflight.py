@@ -10,9 +10,12 @@ from __future__ import annotations
 import contextlib
 import netrc
 import os
+import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlparse
 
 from megatron_dapo.algorithm.filtering import load_group_filter
@@ -39,9 +42,10 @@ class Setup:
 
     data: RunData
     options: list[str]
+    unknown_hosts: list[str]
 
     def report(self) -> str:
-        return "\n".join([self.data.report(), *self.options])
+        return "\n".join([self.data.report(), *self.options, *(f"warning: {line}" for line in self.unknown_hosts)])
 
 
 def check_setup(config: Config, shape: ModelShape) -> Setup:
@@ -58,7 +62,33 @@ def check_setup(config: Config, shape: ModelShape) -> Setup:
     data = load_run_data(config, tokenizer, _named)
     _check_enough_prompts(config, data)
     _check_run_directory(Path(config.trainer.run_dir))
-    return Setup(data, _check_megatron(config, shape))
+    return Setup(data, _check_megatron(config, shape), unknown_hosts(config))
+
+
+def unknown_hosts(config: Config) -> list[str]:
+    """A line for every server whose host name has no address here. Not an error of a run that starts: under Kubernetes
+    names come with the pods."""
+    servers = config.rollout.servers
+    graders: list[Any] = [config.reward, *config.reward.graders]
+    keys = {
+        "rollout.servers.urls": servers.urls,
+        "rollout.servers.router_url": [servers.router_url] if servers.router_url else [],
+        "reward.http.urls": [url for one in graders if one.grader == "http" for url in one.http.urls],
+        "reward.judge.urls": [url for one in graders if one.grader == "judge" for url in one.judge.urls],
+        "algorithm.distillation.urls": config.algorithm.distillation.urls,
+    }
+    places = {(key, urlparse(url).hostname or "") for key, urls in keys.items() for url in urls}
+    with ThreadPoolExecutor(16) as pool:  # a resolver takes seconds to give up
+        found = pool.map(lambda place: _without_address(*place), sorted(places))
+        return [line for line in found if line]
+
+
+def _without_address(key: str, host: str) -> str:
+    try:
+        socket.getaddrinfo(host, None)
+    except (OSError, UnicodeError) as error:
+        return f"{key}: the host name {host!r} has no address here ({error}): is it spelled correctly?"
+    return ""
 
 
 def _check_enough_prompts(config: Config, data: RunData) -> None:

@@ -72,11 +72,12 @@ class BatchQueue:
     async def _run(self) -> None:
         try:
             while self._next <= self._last:
-                while self._weight_version() < self._next - self._max_staleness:
-                    await self._changed.wait()
-                batch = await self._collect(self._next)
-                # No await between the two: a batch that is complete is never lost.
-                self._complete[self._next] = batch
+                if self._next not in self._complete:
+                    while self._weight_version() < self._next - self._max_staleness:
+                        await self._changed.wait()
+                    batch = await self._collect(self._next)
+                    # No await between the two: a batch that is complete is never lost.
+                    self._complete[self._next] = batch
                 self._next += 1
                 self.notify()
         except asyncio.CancelledError:
@@ -114,6 +115,12 @@ class BatchQueue:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
 
+    async def reject(self, step: int) -> StepBatch:
+        """Removes the batch of `step`, which is collected again when it is asked for; later ones stay."""
+        await self.interrupt()
+        self._next = min(self._next, step)
+        return self._complete.pop(step)
+
     # ---- from the main thread ----
 
     @property
@@ -132,7 +139,7 @@ class BatchQueue:
         return [self._complete[step].to_state() for step in sorted(self._complete)]
 
     def restore(self, state: list[dict[str, Any]], next_step: int) -> None:
-        """`next_step`: the first step whose batch is neither here nor with the trainer."""
+        """`next_step`: the step after those that the trainer has."""
         batches = [StepBatch.from_state(batch) for batch in state]
         self._complete = {batch.step: batch for batch in batches}
         self._next = next_step
@@ -285,6 +292,10 @@ class RolloutDriver:
             batch.metrics |= await self._teacher.score(batch.samples, self._advance)
         return batch
 
+    async def reject(self, step: int) -> None:
+        """The batch of `step` must not be trained on: its prompts are sampled again."""
+        self.sampler.put_back(await self.queue.reject(step))
+
     @property
     def sampler(self) -> Sampler:
         assert self._sampler is not None, "start() comes first"
@@ -360,7 +371,7 @@ class RolloutDriver:
     def restore(self, state: dict[str, Any], next_step: int) -> None:
         """`next_step`: the step after those that are trained or being trained."""
         rollouts, batches = state["rollouts"], state["batches"]
-        self.queue.restore(batches, next_step + len(batches))
+        self.queue.restore(batches, next_step)
         self.cursor.load_state_dict(rollouts["cursor"])
         self._check_group_size(rollouts)
         self.sampler.restore(rollouts["sampler"])

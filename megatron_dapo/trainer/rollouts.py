@@ -89,6 +89,10 @@ class Rollouts:
         if self._driver is not None:
             self._driver.queue.remove(step)
 
+    def reject_batch(self, step: int) -> None:
+        """It must not be trained on; `sample` collects it again."""
+        self._wait(f"rejecting the batch of step {step}", lambda driver: driver.reject(step))
+
     def collect_ahead(self, step: int) -> None:
         """While `step` is trained, the engines generate what `rollout.max_staleness` admits. Not after a resume in the
         middle of a step: the weights of its beginning, which the engines must serve, do not exist any more."""

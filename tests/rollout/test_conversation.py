@@ -359,6 +359,43 @@ def test_rewards_of_turns_are_added_to_the_score():
             assert samples[0].grade.score == float(samples[0].grade.correct) + 0.25 * rewarded
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e308])
+@pytest.mark.parametrize("by", ["reward", "turns", "score", "parts"])
+def test_an_invalid_reward_leaves_a_rollout_ungraded_and_is_not_saved(by, value):
+    async def function(prompt, conversation, settings):
+        await conversation.generate(max_tokens=4)
+        hit = conversation.samples[0].index == 1
+        if by == "reward":
+            conversation.reward(value if hit else 0.5)
+        grades = {"turns": Grade(True, 1.0, turns=(value,)), "score": Grade(True, value)}
+        grades |= {"parts": Grade(True, 1.0, parts={"a": value})}
+        return grades[by] if hit and by in grades else Grade(conversation.samples[0].index == 0, 1.0)
+
+    (batch,), *_ = collect(rollout(samples=3), engine=ConversationEngine, function=function_of(function))
+    assert batch.metrics["rollout/rejected_grades"] == len(batch.groups)
+    for group in batch.groups:
+        assert [sample.grade.correct for sample in group.samples] == [True, None, False]
+        assert "is not a number of at most 1e+09" in group.samples[1].grade.reason
+        assert group.samples[1].turns[0].reward is None and group.samples[1].grade.score == 0
+
+
+@pytest.mark.parametrize("token", [-1, len(TOKENIZER), 2**31])
+def test_appended_tokens_outside_of_the_vocabulary_fail_the_group(token):
+    async def function(prompt, conversation, settings):
+        await conversation.generate(max_tokens=4)
+        conversation.append([7, token if prompt.id == "p1" else 7])
+
+    (batch,), *_ = collect(
+        rollout(samples=2), engine=ConversationEngine, function=function_of(function), group_filter=lambda g: (True, "")
+    )
+    assert batch.metrics["rollout/groups_failed"] == 1 and {g.prompt.id for g in batch.groups} == {
+        "p0",
+        "p2",
+        "p3",
+        "p4",
+    }
+
+
 def test_the_grader_grades_the_last_sample_if_the_function_does_not():
     seen = []
 

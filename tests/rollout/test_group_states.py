@@ -5,7 +5,7 @@ from simulation import Prompts, through_json
 
 from megatron_dapo.config.rollout import SamplerConfig
 from megatron_dapo.rollout.accounting import STALE, UNFINISHED, StepAccounting
-from megatron_dapo.rollout.fill_policy import FillPolicy
+from megatron_dapo.rollout.fill_policy import FillPolicy, staleness_metrics
 from megatron_dapo.rollout.pending_group import (
     CarryOver,
     DrawnPrompts,
@@ -15,7 +15,7 @@ from megatron_dapo.rollout.pending_group import (
     PendingGroup,
     new_samples,
 )
-from megatron_dapo.types import Grade, Group
+from megatron_dapo.types import Grade, Group, WeightSpan
 
 
 def pending(serial, seeds=(1, 2)):
@@ -104,3 +104,11 @@ def test_a_rejected_group_that_fills_the_batch_counts_once():
     accounting.undrop(easy, "flat")
     accounting.train([easy])
     assert accuracy_all(accounting) == pytest.approx(2 / 4)
+
+
+def test_a_response_without_tokens_has_no_version():
+    """It is not as old as the weights that the run began with."""
+    mixed, empty = graded(True, False), graded(True)
+    mixed.samples[0].weight_spans = [WeightSpan(6, 0, 3)]
+    found = staleness_metrics([mixed, empty], version=7)
+    assert found == {"rollout/staleness": 1, "rollout/staleness_max": 1, "rollout/staleness_tokens": 1}

@@ -307,6 +307,10 @@ def test_dry_run_checks_everything_and_trains_nothing(folder, tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
+        (
+            "rollout.servers.urls=[http://engien.invalid:1]",
+            "rollout.servers.urls: the host name 'engien.invalid' has no",
+        ),
         ("policy.model=nowhere", "policy.model: nowhere is not a directory"),
         ("data.path=nowhere.jsonl", "data.path: nowhere.jsonl does not exist"),
         ("policy.tensor_parallel=3", "choose one of 1, 2, 4"),

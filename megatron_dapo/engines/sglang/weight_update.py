@@ -20,7 +20,7 @@ import numpy as np
 from megatron_dapo.config.rollout import WeightTransportConfig
 from megatron_dapo.engines.protocol import WeightReport, WeightUpdateError
 from megatron_dapo.engines.sglang.client import SGLangClient
-from megatron_dapo.engines.sglang.http import all_of, failures, wait_all
+from megatron_dapo.engines.sglang.http import Unresponsive, all_of, failures, wait_all, wait_for_living
 from megatron_dapo.engines.sglang.response_parser import is_updating_label, updating_label
 from megatron_dapo.engines.sglang.transports import Errors, Transfer, make_transport
 from megatron_dapo.errors import EngineError
@@ -79,7 +79,8 @@ class WeightUpdater:
                 server.state.withdrawn(f"the update to version {version} has not ended")
         async with BucketStream.of(buckets).open(self._transport.prepare, self._transport.release) as stream:
             up = [server for server in servers if server.name not in failed]
-            failed |= failures(await wait_all({s.name: self._prepare(s, version) for s in up}))
+            calls = {server.name: self._prepare(server, version) for server in up}
+            failed |= failures(await wait_for_living(calls, up[0].config.control_timeout / 4 if up else 0.0))
             ready = [server for server in servers if server.name not in failed]
             prepared = time.monotonic() - started
             try:
@@ -100,7 +101,8 @@ class WeightUpdater:
         servers, failed = loaded.servers, dict(loaded.failed)
         failed |= await self._commit(version, [s for s in servers if s.name not in failed])
         self._first_errors = {name: str(error) for name, error in failed.items()}
-        again = [server for server in servers if server.name in failed and not server.state.down]
+        again = [s for s in servers if s.name in failed and not s.state.down]
+        again = [s for s in again if not isinstance(failed[s.name], Unresponsive)]
         results = await wait_all({server.name: self.from_snapshot(version, server) for server in again})
         for server in again:
             if isinstance(error := results[server.name], BaseException):
