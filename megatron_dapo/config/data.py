@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from megatron_dapo.config.base import NonEmptyText, PathText, Section
+from megatron_dapo.config.base import Address, NonEmptyText, PathText, Section
 
 BUILT_IN_TEMPLATES = ("dapo", "plain", "chat", "dapo+chat")
 METRIC_NAME = re.compile(r"[\w.+-]+")  # a part of a metric's name
@@ -192,7 +192,7 @@ JUDGE_PROMPT = (
 class RemoteConfig(Section):
     """Requests to a server that grades. A response whose request fails for good is ungraded, never wrong."""
 
-    urls: list[str] = Field(
+    urls: list[Address] = Field(
         default_factory=list,
         description="Addresses of the server; several are used in turn, and a retry takes the next.",
     )
@@ -219,10 +219,6 @@ class RemoteConfig(Section):
         for url in urls:
             if not re.match(r"https?://[^/]", url):
                 raise ValueError(f"expected addresses such as http://host:8000/grade, found {url!r}")
-            if "@" in url.split("/")[2]:
-                raise ValueError(
-                    "an address holds a password, which would be written to the run directory: use api_key_env"
-                )
         return urls
 
 
