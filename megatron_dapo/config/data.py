@@ -185,7 +185,7 @@ REMOTE_GRADERS = ("http", "judge")
 BUILT_IN_GRADERS = LOCAL_GRADERS + REMOTE_GRADERS
 JUDGE_PROMPT = (
     "Question:\n{question}\n\nReference answer:\n{answer}\n\nResponse to judge:\n{response}\n\n"
-    "Is the response correct? Reply with a last line of the form Score: N, where N is 1 if it is correct and 0 if not."
+    "Is the response correct? The score is 1 if it is, and 0 if not."
 )
 
 
@@ -235,9 +235,11 @@ class JudgeConfig(RemoteConfig):
     model: str = Field("", description="The model's name in requests.")
     prompt: str = Field(JUDGE_PROMPT, description="The user message; {question}, {answer} and {response} are replaced.")
     system: str = Field("", description="The system message; empty: none.")
-    score_pattern: str = Field(
-        r"(?i)score\s*[:=]\s*\**\s*(-?\d+(?:\.\d+)?)",
-        description="Regular expression with one group: the score is the number in its last match in the reply.",
+    score_pattern: str | None = Field(
+        None,
+        description="For judges that were trained to reply in their own form: regular expression with one group, the "
+        "score, which is searched in the last line of a reply. null: the judge is asked for a JSON object with an id "
+        "that the response cannot know.",
     )
     lowest: float = Field(0.0, description="Score of the worst response.")
     highest: float = Field(
@@ -254,7 +256,7 @@ class JudgeConfig(RemoteConfig):
         if self.highest <= self.lowest:
             raise ValueError(f"highest ({self.highest:g}) must be more than lowest ({self.lowest:g})")
         try:
-            groups = re.compile(self.score_pattern).groups
+            groups = 1 if self.score_pattern is None else re.compile(self.score_pattern).groups
         except re.error as error:
             raise ValueError(f"score_pattern is not a regular expression: {error}") from None
         if groups != 1:

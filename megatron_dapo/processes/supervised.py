@@ -179,9 +179,9 @@ class WorkerProcess(asyncio.BufferedProtocol):
         self.last_reply = time.monotonic()
 
     @classmethod
-    async def start(cls, command: Sequence[str]) -> WorkerProcess:
+    async def start(cls, command: Sequence[str], environment: dict[str, str] | None = None) -> WorkerProcess:
         """A new interpreter: no fork of a process with threads and GPUs. Raises OSError if it cannot start."""
-        process, connection = start_worker(command, worker_environment())
+        process, connection = start_worker(command, worker_environment() if environment is None else environment)
         loop = asyncio.get_running_loop()
         try:
             return (await loop.create_unix_connection(lambda: cls(process), sock=connection))[1]
