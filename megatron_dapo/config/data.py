@@ -312,6 +312,11 @@ class RewardConfig(Section):
         "last box where there is no such line. strict-box: only the last box, compared as it stands.",
     )
     workers: int | None = Field(None, ge=1, description="Grading processes; null: half the cores, at most 8.")
+    environment: list[str] = Field(
+        default_factory=list,
+        description="Names of environment variables that your grader reads, e.g. the key of a service. Grading "
+        "processes get no others but PATH, HOME, the locale and Python's.",
+    )
     cpu_seconds: float = Field(
         5.0, gt=0, description="CPU time (not wall time) that grading one response may use; a retry may use twice that."
     )
