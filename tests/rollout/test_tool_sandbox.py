@@ -298,8 +298,35 @@ def test_scratch_directories_and_processes_are_gone_afterwards():
 
 
 def test_network_can_be_allowed():
-    results, _ = python("import socket; socket.socket(); print('made')", limits=ToolLimits(network=True))
-    assert results[0].text == "made\n"
+    codes = (
+        "socket.socket(); socket.gethostbyname('localhost')",
+        "socket.socket(socket.AF_UNIX)",
+        "socket.socket(16, 3)",
+    )
+    results, _ = python(*(f"import socket; {code}" for code in codes), limits=ToolLimits(network=True))
+    assert [result.text.partition(":")[0] for result in results] == ["'127.0.0.1'\n", *["PermissionError"] * 2]
+
+
+def test_nothing_runs_where_tools_could_read_the_keys_of_other_processes():
+    """An ordinary user on a kernel without Landlock and without user namespaces."""
+    code = f"""
+import os, sys
+sys.path.insert(0, {str(Path(confinement.__file__).parent)!r})
+import confinement
+confinement.landlock_version = lambda: 0
+if os.fork() == 0:
+    try:
+        confinement.confine("/tmp", [], False)
+        print("confined")
+    except confinement.CannotConfine as error:
+        print(error.strerror)
+    sys.stdout.flush()
+    os._exit(0)
+os.wait()
+"""
+    command, options = [python_of_an_ordinary_user(), "-Ic", code], {"user": 65534, "group": 65534, "extra_groups": []}
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
+    assert "tools could read the keys of other processes" in found.stdout, found.stderr
 
 
 def test_without_landlock_nothing_can_be_written(tmp_path):

@@ -268,8 +268,9 @@ def _allow(ruleset: int, path: str, access: int) -> None:
         os.close(descriptor)
 
 
-def system_directories() -> list[str]:
-    """What Python needs to run and to import."""
+def system_directories(network: bool) -> list[str]:
+    """What Python needs to run and to import, and to find hosts."""
     own = [sys.prefix, sys.base_prefix, sys.exec_prefix, *(path for path in sys.path if path.endswith("-packages"))]
     system = ["/usr", "/lib", "/lib64", "/bin", "/etc/localtime", "/etc/ssl", "/proc/self", "/proc/cpuinfo"]
-    return sorted({os.path.realpath(path) for path in (*own, *system) if path})
+    names = ["/etc/hosts", "/etc/resolv.conf", "/etc/nsswitch.conf"] if network else []
+    return sorted({os.path.realpath(path) for path in (*own, *system, *names) if path})

@@ -194,7 +194,7 @@ def _child(call: dict[str, Any], scratch: str) -> None:
     try:
         why = confinement.private_scratch(scratch, disk)
         os.chdir(scratch)
-        confinement.confine(scratch, confinement.system_directories(), call["network"])
+        confinement.confine(scratch, confinement.system_directories(call["network"]), call["network"])
         largest, files = (disk // 2, MOST_WATCHED_FILES) if why else (disk, MOST_FILES)
         confinement.limit(call["cpu_seconds"], call["memory_mb"] * 2**20, largest, files)
         os.write(2, f"confined {why}".encode())
