@@ -71,6 +71,7 @@ PROGRAMS = {
 
 def test_python_runs_and_prints_the_value_of_its_last_line(monkeypatch):
     monkeypatch.setenv("SOME_TOKEN", "secret")
+    monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
     results, _ = python(*PROGRAMS)
     assert dict(zip(PROGRAMS, (r.text.strip() for r in results), strict=True)) == PROGRAMS
     assert not any(result.limit for result in results)

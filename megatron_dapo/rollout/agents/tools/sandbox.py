@@ -3,13 +3,14 @@
 Calls run in a few worker processes (`tool_worker`), each call in a confined and limited process of its own. A call that
 hits a limit returns what it has printed and the name of the limit, is counted, and is logged with its tool and prompt;
 the rollout goes on. Workers end with this process, and so does everything they started. They get none of its
-environment variables but the folder for temporary files.
+environment variables but the library path and the folder for temporary files.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
 import tempfile
 import time
@@ -26,6 +27,7 @@ log = logging.getLogger(__name__)
 TOOLS = ("calculator", "python")
 COMMAND = [sys.executable, "-I", str(Path(__file__).with_name("tool_worker.py"))]
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+KEPT = ("LD_LIBRARY_PATH",)  # Python itself may need it
 PATIENCE = 30.0  # seconds beyond a call's own limit after which its worker counts as hanging
 LOGGED = 20  # calls that hit a limit, for each limit; then every hundredth
 
@@ -117,14 +119,15 @@ class Sandbox:
             self._watched = reply["watched"]
             log.warning(
                 "tools have no file system of their own here (%s): their scratch directories are watched, so a call "
-                "may write up to 12 times limits.disk_mb before it is ended", self._watched
+                "may exceed limits.disk_mb for a moment before it is ended", self._watched
             )  # fmt: skip
         result = ToolResult(reply["text"], reply["limit"], time.monotonic() - started)
         self._count(tool, code, prompt_id, result)
         return result
 
     async def _start(self) -> WorkerProcess:
-        return await WorkerProcess.start(COMMAND, {**ENVIRONMENT, "TMPDIR": tempfile.gettempdir()})
+        kept = {name: os.environ[name] for name in KEPT if name in os.environ}
+        return await WorkerProcess.start(COMMAND, {**ENVIRONMENT, **kept, "TMPDIR": tempfile.gettempdir()})
 
     def _count(self, tool: str, code: str, prompt_id: str, result: ToolResult) -> None:
         self.counts["calls"] += 1
