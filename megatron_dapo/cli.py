@@ -498,7 +498,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         set_log_level(args.__dict__.pop("verbose"))
         return int(args.run(args))
     except UserError as error:
-        print(f"megatron-dapo: {error}", file=sys.stderr)
+        from megatron_dapo.observe.console import printable
+
+        print(printable(f"megatron-dapo: {error}"), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("megatron-dapo: interrupted", file=sys.stderr)

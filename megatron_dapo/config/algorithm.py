@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from megatron_dapo.config.base import PathText, Section
+from megatron_dapo.config.base import Address, PathText, Section
 from megatron_dapo.plugins import is_plugin
 
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -42,7 +42,7 @@ class DistillationConfig(Section):
     weight · (log π_teacher − log π_engine), whose mean is −KL(π‖π_teacher). Added to DAPO's advantages, or alone. Set
     `urls` or `model` to turn it on."""
 
-    urls: list[str] = Field(
+    urls: list[Address] = Field(
         default_factory=list,
         description="SGLang servers of the teacher, which must have the policy's tokenizer; they are used in turn.",
     )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 
-from megatron_dapo.config.base import NonEmptyText, PathText, Section
+from megatron_dapo.config.base import Address, NonEmptyText, PathText, Section, hide_secrets, is_secret
 
 PauseMode = Literal["abort", "retract", "in_place"]  # SGLang's names
 
@@ -27,8 +27,10 @@ class EmbeddedConfig(Section):
 class ServerConfig(Section):
     """SGLang servers: external ones by URL, or servers that this run starts and restarts."""
 
-    urls: list[str] = Field(default_factory=list, description="External servers; empty: start `count` servers.")
-    router_url: str | None = Field(None, description="sglang-router in front of them; it gets the generate requests.")
+    urls: list[Address] = Field(default_factory=list, description="External servers; empty: start `count` servers.")
+    router_url: Address | None = Field(
+        None, description="sglang-router in front of them; it gets the generate requests."
+    )
     count: int = Field(1, ge=1, description="Servers to start on this node.")
     tensor_parallel: int = Field(
         1, ge=1, description="GPUs of each server (SGLang's --tp-size); the model must fit on them."
@@ -106,6 +108,21 @@ class ServerConfig(Section):
     def sample_seconds(self, tokens: int) -> float:
         """How long one server may take for a sample of at most `tokens` tokens."""
         return self.sample_timeout or SAMPLE_SECONDS + tokens / SLOWEST_TOKENS_PER_SECOND
+
+    @field_validator("arguments")
+    @classmethod
+    def _no_keys(cls, arguments: list[str]) -> list[str]:
+        for argument in arguments:
+            option = argument.split("=")[0].lstrip("-")
+            # argparse takes every beginning of --api-key and --admin-api-key.
+            if argument.startswith("-") and (is_secret(option) or option.startswith(("api", "admin"))):
+                raise ValueError(
+                    f"{argument.split('=')[0]} would be written to the run directory and shown by ps: name the "
+                    "environment variable that holds the key in api_key_env or admin_key_env"
+                )
+            if hide_secrets(argument) != argument:
+                raise ValueError("an argument holds a password, which would be written to the run directory")
+        return arguments
 
     @model_validator(mode="after")
     def _reachable(self) -> ServerConfig:

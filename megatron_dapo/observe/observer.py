@@ -28,7 +28,7 @@ from typing import Any
 
 from megatron_dapo.config.trainer import ObserveConfig
 from megatron_dapo.observe import transcripts
-from megatron_dapo.observe.console import STATUS, Console, PlainConsole, SamplingProgress, StatusFile
+from megatron_dapo.observe.console import STATUS, Console, PlainConsole, SamplingProgress, StatusFile, printable
 from megatron_dapo.observe.diagnosis import Watch
 from megatron_dapo.observe.metrics_file import (
     EVAL,
@@ -148,11 +148,11 @@ class Observer:
     def warn(self, message: str) -> None:
         """Shown, and written to logs/warnings.log."""
         self._show(lambda console: console.warn(message))
-        self._log("warnings.log", f"step {self._step}: {message}")
+        self._log("warnings.log", f"step {self._step}: {printable(message)}")
 
     def log(self, message: str) -> None:
         """Written to logs/trainer.log only: what is worth keeping but is neither a metric nor a warning."""
-        self._log("trainer.log", f"after step {self._step}: {message}")
+        self._log("trainer.log", f"after step {self._step}: {printable(message)}")
 
     def report(self, message: str) -> None:
         """Shown, and written to logs/trainer.log."""

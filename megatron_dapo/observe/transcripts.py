@@ -1,7 +1,7 @@
 """Transcripts: some responses of every n-th step, in samples/.
 
-`step_000010.txt` is for reading; `step_000010.jsonl` holds the same for the report. The choice of responses depends
-only on the batch, so a resumed run writes the same files as an uninterrupted one.
+`step_000010.txt` is for reading, also in a terminal; `step_000010.jsonl` holds the same for the report. The choice of
+responses depends only on the batch, so a resumed run writes the same files as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo.files import write_atomically
+from megatron_dapo.observe.console import printable
 from megatron_dapo.types import Group, Sample
 
 FILE = re.compile(r"step_(\d+)\.(?:txt|jsonl)")
@@ -86,7 +87,7 @@ def write(folder: Path, transcripts: Sequence[Transcript]) -> None:
     step = transcripts[0].step
     folder.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(asdict(item)) + "\n" for item in transcripts]  # ASCII, so that lone surrogates survive
-    readable = _readable(step, transcripts).encode("utf-8", errors="backslashreplace")
+    readable = printable(_readable(step, transcripts)).encode("utf-8", errors="backslashreplace")
     write_atomically(folder / f"step_{step:06d}.jsonl", "".join(lines).encode())
     write_atomically(folder / f"step_{step:06d}.txt", readable)
 

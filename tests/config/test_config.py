@@ -277,7 +277,7 @@ def test_every_key_is_described():
         ("trainer: {steps: 1.5}", "trainer.steps: expected a whole number, found 1.5"),
         ("trainer: {steps: abc}", "trainer.steps: expected a whole number, found 'abc'"),
         ("data: {duplicates: all}", "data.duplicates: expected 'drop' or 'keep', found 'all'"),
-        ("a: &a [*a]", "unknown key 'a'"),
+        ("a: &a [*a]", "its aliases (*name) expand to more than"),
     ],
 )
 def test_bad_files_are_one_line(tmp_path, content, said):
@@ -408,3 +408,34 @@ def test_rollouts_from_a_part_of_the_vocabulary_are_refused(key, value):
     with pytest.raises(ConfigError, match=rf"rollout: {key} is {value}: rollouts would be sampled from a part"):
         parse_config({"rollout": {key: value}})
     assert parse_config({"evaluate": {"top_p": 0.7}}).evaluate.top_p == 0.7
+
+
+SECRETS_IN_PLAIN_SIGHT = [
+    ("rollout.servers.urls", "['http://me:hunter2@host:80']"), ("rollout.servers.urls", "['me:hunter2@host:80']"),
+    ("rollout.servers.urls", "http://me:hunter2@host:80"), ("rollout.servers.urls", "[http://me:hunter2@host"),
+    ("rollout.servers.urls", "['http://host/?api_key=hunter2']"), ("rollout.servers.router_url", "http://me:hunter2@h"),
+    ("rollout.servers.arguments", "[--api-key, hunter2]"), ("rollout.servers.arguments", "[--api-key=hunter2]"),
+    ("rollout.servers.arguments", "[--api-k, hunter2]"), ("rollout.servers.arguments", "[--admin-api-key, hunter2]"),
+    ("rollout.servers.arguments", "[--ssl-keyfile-password=hunter2]"),
+    ("rollout.servers.arguments", "--api-key=hunter2"),
+    ("rollout.servers.arguments", "[--dist-init-addr, 'tcp://me:hunter2@h']"),
+    ("reward.judge.urls", "['https://me:hunter2@host/v1']"), ("reward.judge.urls", "['https://h/v1?x=1&token=hunter2']"),
+    ("reward.http.urls", "['ftp://hunter2@host']"), ("algorithm.distillation.urls", "['http://hunter2@host']"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "value"), SECRETS_IN_PLAIN_SIGHT)
+def test_keys_and_passwords_are_refused_and_not_printed(key, value):
+    with pytest.raises(ConfigError) as error:
+        load_config(None, [f"{key}={value}"])
+    assert "hunter2" not in str(error.value) and key.rpartition(".")[0] in str(error.value)
+    if value.startswith(("['", "[--a", "[--s")):
+        assert "api_key_env" in str(error.value), "the right place is named"
+
+
+def test_arguments_and_addresses_without_secrets_are_kept():
+    arguments = "[--ssl-keyfile, /k, --max-total-tokens, '9', --tokenizer-path, /t, --skip-tokenizer-init]"
+    config = load_config(
+        None, [f"rollout.servers.arguments={arguments}", "rollout.servers.urls=['http://h:1/a@b?x=2']"]
+    )
+    assert len(config.rollout.servers.arguments) == 7 and config.rollout.servers.urls == ["http://h:1/a@b?x=2"]
