@@ -152,8 +152,18 @@ def gather_full(policy: Policy, runtime: Runtime, *, gradient: bool) -> dict[str
     }
     everyone: list[Any] | None = [None] * runtime.world_size if runtime.rank == 0 else None
     dist.gather_object(mine, everyone)
-    if everyone is None:
-        return {}
+    full: dict[str, Tensor] = {}
+    error: Exception | None = None
+    try:
+        if everyone is not None:
+            full = _full_tensors(policy, everyone)
+    except UserError as found:
+        error = found
+    runtime.raise_together(error, "comparing replicas")  # otherwise other ranks would wait for rank 0 in the next pass
+    return full
+
+
+def _full_tensors(policy: Policy, everyone: list[dict[str, tuple[int, Tensor]]]) -> dict[str, Tensor]:
     full: dict[str, Tensor] = {}
     for name, mapping in parameter_mappings(policy.shape).items():
         shards = _one_of_each(name, everyone)

@@ -45,7 +45,7 @@ def mean_of_each_micro_batch(patch):
 
 def tokens_counted_over_data_ranks_only(patch):
     """The wrong group: context-parallel ranks divide by their own tokens."""
-    module = import_module("megatron.core.distributed.finalize_model_grads")
+    module = import_module("megatron.core.pipeline_parallel.schedules")
     real = module.parallel_state
 
     class WithoutContext:
