@@ -311,11 +311,14 @@ def _add_selfcheck(sub: Commands) -> None:
         from megatron_dapo.observe.console import importing
 
         with importing("torch and Megatron-Core"):
-            from megatron_dapo.selfcheck.layouts import run_layouts
+            from megatron_dapo.selfcheck.cases import Variants
+            from megatron_dapo.selfcheck.layouts import Settings, run_layouts
 
         names = args.layouts.split(",") if args.layouts else None
         updates = args.updates or (1 if args.random else 3)
-        return run_layouts(names, args.tolerance, updates, random=args.random, seed=args.seed)
+        settings = Settings(args.tolerance, updates, args.timeout, args.json)
+        variants = Variants.parse(args.models, args.dtype, args.fp8, args.layers)
+        return run_layouts(names, settings, variants, random=args.random, seed=args.seed)
 
     group = sub.add_parser("selfcheck", help="Check that this installation computes correctly.")
     inner = group.add_subparsers(title="checks", metavar="CHECK", required=True)
@@ -323,16 +326,29 @@ def _add_selfcheck(sub: Commands) -> None:
         inner, "layouts", run,
         "Run the same DAPO updates in one process and in each parallel layout, and compare.",
         "examples:\n  megatron-dapo selfcheck layouts --layouts tp2,pp2,cp2,tp2pp2\n"
-        "  megatron-dapo selfcheck layouts --random 200 --seed 7",
+        "  megatron-dapo selfcheck layouts --random 200 --seed 7\n"
+        "  torchrun --nproc-per-node 2 -m megatron_dapo selfcheck layouts --layouts tp2sp,cp2+a2a,dp2do --dtype bf16 "
+        "--layers te",
     )  # fmt: skip
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--layouts", help="comma-separated, e.g. tp2,pp2vpp2,tp2cp2sp,ep2 (default: all that fit)")
+    which.add_argument("--layouts", help="comma-separated, e.g. tp2,pp2vpp2,tp2cp2sp,ep2; + adds options, e.g. "
+                       "cp2+a2a,pp2+uneven,tp2sp+full (default: all that fit)")  # fmt: skip
     which.add_argument(
         "--random", type=at_least(1), metavar="N",
         help="N random combinations of layout, model, objective and aggregation, on at most 8 ranks",
     )  # fmt: skip
     parser.add_argument("--seed", type=at_least(0), default=0, help="random seed for --random (default 0)")
-    parser.add_argument("--tolerance", type=at_least(0, float), default=1e-5, help="relative difference (default 1e-5)")
+    parser.add_argument("--tolerance", type=at_least(0, float), default=1e-5,
+                        help="relative difference that is always allowed (default 1e-5)")  # fmt: skip
+    parser.add_argument("--dtype", default="", metavar="LIST", help="fp32, bf16 or both: fp32,bf16 (default fp32)")
+    parser.add_argument(
+        "--fp8", default="", metavar="LIST", help="recipes, e.g. blockwise,tensorwise; needs --layers te"
+    )
+    parser.add_argument("--layers", default="torch", metavar="LIST", help="torch (default), te (Transformer Engine)")
+    parser.add_argument("--models", default="", metavar="LIST", help="e.g. dense,moe,hybrid (default: all that fit)")
+    parser.add_argument("--timeout", type=at_least(1, float), default=180.0, metavar="SECONDS",
+                        help="limit of one case (default 180)")  # fmt: skip
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table, with kernels, to this file")
     parser.add_argument("--updates", type=at_least(1), help="optimizer updates to compare (default 3; with --random 1)")
 
 

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from megatron_dapo.config import ConfigError
-from megatron_dapo.errors import RankError, UserError
+from megatron_dapo.errors import RankError, RanksTimedOut, UserError
 from megatron_dapo.processes.supervisor import end_with_parent
 
 
@@ -145,7 +145,7 @@ def _collect(pipes: list[Connection], processes: list[ForkProcess], timeout: flo
             if time.monotonic() < deadline:
                 continue
             if not failures:
-                raise RankError(f"ranks {sorted(waiting)} did not finish within {timeout:.0f} s")
+                raise RanksTimedOut(f"ranks {sorted(waiting)} did not finish within {timeout:.0f} s")
             break
         for rank, pipe in [(r, p) for r, p in waiting.items() if p in ready]:
             del waiting[rank]

@@ -103,9 +103,23 @@ def megatron_refuses(what: str) -> Iterator[None]:
 # ---- what this machine can run ----
 
 
+_use_torch_layers = False
+
+
+@contextlib.contextmanager
+def torch_layers() -> Iterator[None]:
+    """Models that are built meanwhile have our layers, even where Transformer Engine is installed."""
+    global _use_torch_layers
+    before, _use_torch_layers = _use_torch_layers, True
+    try:
+        yield
+    finally:
+        _use_torch_layers = before
+
+
 def has_transformer_engine() -> bool:
     """Transformer Engine is used on CUDA where it is installed. A broken installation is an error, not a fallback."""
-    if cpu.needed() or importlib.util.find_spec("transformer_engine") is None:
+    if _use_torch_layers or cpu.needed() or importlib.util.find_spec("transformer_engine") is None:
         return False
     import transformer_engine.pytorch  # noqa: F401
 
