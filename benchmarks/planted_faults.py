@@ -268,7 +268,8 @@ async def run(args: argparse.Namespace, transport: str, fault_file: Path, logs: 
     loaders = ["--custom-weight-loader", *CHECKSUM_LOADERS, "planted_faults.corrupt"]
     servers = {
         "device": args.device, "python": args.python, "dtype": "auto" if args.device == "cuda" else "float32",
-        "arguments": [*args.server_arguments, *loaders], "start_timeout": 600,
+        "arguments": [*args.server_arguments, *loaders], "start_timeout": 600, "port": args.port,
+        "tensor_parallel": args.tensor_parallel,
         "environment": {
             "PYTHONPATH": os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])]),
             FAULT_FILE: str(fault_file),
@@ -306,6 +307,8 @@ def main() -> int:
     parser.add_argument("model", type=Path)
     parser.add_argument("--transports", nargs="+", choices=["tensor", "distributed", "disk"], default=["tensor"])
     parser.add_argument("--bucket-mib", type=int, default=512)
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="of the server")
+    parser.add_argument("--port", type=int, default=30000)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--python", default="", help="the Python that has sglang; empty: this one")
     own, theirs = sys.argv[1:], []

@@ -11,8 +11,8 @@ from faults import run
 from torch import nn
 
 from megatron_dapo.config import ConfigError, parse_config
-from megatron_dapo.engines.sglang.engine import SGLangEngine
 from megatron_dapo.engines.sglang.client import CHECKSUM_LOADERS
+from megatron_dapo.engines.sglang.engine import SGLangEngine
 from megatron_dapo.engines.sglang.server_process import IN_SERVER, sglang_command
 from megatron_dapo.errors import EngineError
 from megatron_dapo.sync.bucket import FlatBucket, bucket_in, flatten

@@ -141,7 +141,7 @@ def test_one_server_of_a_fleet_that_holds_something_else_does_not_serve(tmp_path
     sums = {name: f"{n}:x:{total}" for name, (n, total) in checksums_of(flatten(sent)).read().items()}
 
     async def main():
-        servers, engine = await fake_fleet(tmp_path, transport="tensor")
+        servers, engine = await fake_fleet(tmp_path, transport="tensor", timeout=60.0)
         for server in servers:
             server.checksums = dict(sums)
             engine.servers[servers.index(server)]._capabilities = None
@@ -150,7 +150,7 @@ def test_one_server_of_a_fleet_that_holds_something_else_does_not_serve(tmp_path
         assert set(report.failed) == {servers[2].url}
         assert "1 tensors differ from what was sent: b: other values" in report.failed[servers[2].url]
         assert "2 with the checksums of 2 of 2 tensors" in report.proof
-        assert len(servers[2].loaded) == len(servers[0].loaded) + 1  # the snapshot
+        assert [any("version-1" in what for what in server.loaded) for server in servers] == [False, False, True]
         servers[2].checksums = dict(sums)
         assert not (await engine.update_weights(2, [sent])).failed
         again = [server.loaded.count("megatron_dapo_checksums.record_again") for server in servers]
