@@ -131,6 +131,13 @@ def measurements(model: Path, data: Path, out: Path, server: list[str]) -> list[
             str(model), "--only", "real", "--transports", "tensor", "--bucket-mib", "2048", "--",
             "--mem-fraction-static", "0.5", *server, *few,
         ]),
+        Measurement("sync_nccl", 200, "sync.py", [
+            str(model), "--only", "real", "--transports", "distributed", "--bucket-mib", "2048", "--",
+            "--mem-fraction-static", "0.3", *server, *few,
+        ]),
+        Measurement("planted_faults", 300, "planted_faults.py", [
+            str(model), "--transports", "tensor", "distributed", "--", "--mem-fraction-static", "0.3", *server, *few,
+        ]),
         Measurement("sync_moe", 220, "sync.py", [
             str(model), "--only", "moe", "--transports", "tensor", "--bucket-mib", "2048", "--",
             "--mem-fraction-static", "0.5", *server, "--cuda-graph-max-bs", "8",

@@ -16,7 +16,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from megatron_dapo.config.rollout import ServerConfig
-from megatron_dapo.engines.sglang.client import EXPERT_LOADER, SGLangClient
+from megatron_dapo.engines.sglang.client import CHECKSUM_LOADERS, EXPERT_LOADER, SGLangClient
 from megatron_dapo.engines.sglang.keys import Keys, command_with_keys, key_variables
 from megatron_dapo.errors import EngineError
 from megatron_dapo.processes.supervised import SupervisedProcess
@@ -45,8 +45,10 @@ def sglang_command(
     ]  # fmt: skip
     environment = {"HF_HUB_OFFLINE": "1", "SGLANG_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEP_ALIVE)}
     paths = [str(CPU_STUBS)] if config.device == "cpu" else []
-    if config.loads_packed_experts:
-        command += ["--custom-weight-loader", EXPERT_LOADER]
+    loaders = [*(CHECKSUM_LOADERS if config.computes_checksums else ())]
+    loaders += [EXPERT_LOADER] if config.loads_packed_experts else []
+    if loaders:
+        command += ["--custom-weight-loader", *loaders]
         paths.append(str(IN_SERVER))
         if config.device != "cpu" and os.environ.get("PYTHONPATH"):
             paths.append(os.environ["PYTHONPATH"])

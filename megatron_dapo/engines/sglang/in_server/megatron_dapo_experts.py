@@ -28,7 +28,9 @@ def install(model: Any, named_tensors: Any) -> None:
         return
     own = model.load_weights_without_runs = model.load_weights
     layers = {_layer(name): module for name, module in model.named_modules() if hasattr(module, "w13_weight")}
-    reasons: dict[tuple[Any, ...], str] = {}  # by run: why a copy does not do what SGLang's loader does, or empty
+    # By run: why a copy does not do what SGLang's loader does, or empty.
+    reasons: dict[tuple[Any, ...], str] = {}
+    model.megatron_dapo_runs = reasons
 
     def load_weights(weights: Any, *args: Any, **kwargs: Any) -> Any:
         runs = []
