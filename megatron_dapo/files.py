@@ -40,6 +40,7 @@ _PARTS = {"gate_up": ("gate", "up"), "down": ("down",)}
 _MAX_HEADER = 100 * 2**20
 
 
+SOME_INODES = 50
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 REMEDIES = {
     errno.ENOSPC: "delete something there",
@@ -156,6 +157,12 @@ def explain(error: OSError, path: str | Path | None = None) -> str:
     if error.errno in NO_ROOM and path is not None:
         text += _room(Path(path))
     return f"{text}: {remedy}" if (remedy := REMEDIES.get(error.errno or 0)) else text
+
+
+def has_room(path: Path, size: int) -> bool:
+    """Whether `size` bytes, in a few files, fit there."""
+    found = os.statvfs(path)
+    return found.f_bavail * found.f_frsize > size and (not found.f_files or found.f_favail > SOME_INODES)
 
 
 def _room(path: Path) -> str:

@@ -313,6 +313,8 @@ class CheckpointFolder:
 
 
 def _read(path: Path) -> Any:
+    if path.exists() and not path.is_file():  # reading a pipe would wait for ever
+        raise CheckpointError(f"{path} is not a file")
     try:
         return orjson.loads(path.read_bytes())
     except (OSError, ValueError) as error:

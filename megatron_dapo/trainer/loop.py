@@ -11,7 +11,6 @@ One SPMD program. Rank 0 drives the engines (`rollouts`), every rank trains (`po
 from __future__ import annotations
 
 import contextlib
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +20,7 @@ from megatron_dapo.checkpoints.folder import record_settings
 from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.data import RunData
 from megatron_dapo.errors import CheckpointError, UserError
+from megatron_dapo.files import explain, has_room
 from megatron_dapo.observe.metrics_file import RecordError
 from megatron_dapo.observe.observer import NullObserver, Observer
 from megatron_dapo.policy.loss_func import StepMetrics
@@ -215,6 +215,7 @@ class Trainer:
 
     def _pause(self, why: str, is_over: Callable[[], bool]) -> bool:
         """All ranks wait until rank 0 finds that the reason is gone. False: it is not after the time limit."""
+        self.saves.finish()
         limit = self.config.trainer.heartbeat.stuck
         safe = f"{self.saves.newest} is safe" if self.saves.newest else "there is no checkpoint yet"
         self.observer.warn(
@@ -236,7 +237,11 @@ class Trainer:
             if mine:
                 assert result is not None
                 self.saves.rate_saved(self.steps_done, result.metrics())
-                result.write(Path(self.config.trainer.run_dir) / "evaluations" / f"step_{self.steps_done}")
+                folder = Path(self.config.trainer.run_dir) / "evaluations" / f"step_{self.steps_done}"
+                try:
+                    result.write(folder)
+                except OSError as error:
+                    self.observer.warn(f"{folder}: the responses are not kept: {explain(error, folder)}")
                 self.observer.evaluation(self.steps_done, result.metrics())
 
     # ---- save ----
@@ -282,7 +287,7 @@ class Trainer:
             self._save(wait=True)
         except CheckpointError as error:
             folder, size = self.saves.checkpoints.folder, self.saves.no_room_for
-            if not size or not self._pause(str(error), lambda: shutil.disk_usage(folder).free > size):
+            if not size or not self._pause(str(error), lambda: has_room(folder, size)):
                 raise
             self._save(wait=True)
         if not self.saves.is_safe():
