@@ -44,7 +44,7 @@ def clear_the_way(run_dir: Path) -> list[str]:
 
 def in_the_way(run_dir: Path) -> list[Path]:
     """Files with the names of our folders; folders, pipes and broken links with the names of our files."""
-    folders = [*(run_dir / name for name in FOLDERS), *(run_dir / "evaluations").glob("step_*")]
+    folders = [*(run_dir / name for name in FOLDERS), *(run_dir / "evaluations").glob("step_*[0-9]")]
     wrong = [path for path in folders if os.path.lexists(path) and not path.is_dir()]
     return wrong + [path for name in FILES if os.path.lexists(path := run_dir / name) and not path.is_file()]
 

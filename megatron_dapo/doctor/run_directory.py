@@ -16,7 +16,9 @@ from megatron_dapo.config import Config
 from megatron_dapo.doctor.check import Check, Probe
 from megatron_dapo.errors import CheckpointError
 from megatron_dapo.files import explain
-from megatron_dapo.observe.metrics_file import RecordError, parse_records
+from megatron_dapo.observe.metrics_file import Record, RecordError, parse_records
+from megatron_dapo.rollout.pending_group import CarryOver
+from megatron_dapo.types import StepBatch
 
 HOUR = 3600.0
 
@@ -71,9 +73,9 @@ def checkpoints(run_dir: Path) -> Check:
     for path in candidates:
         try:
             problems = damaged_files(path, folder.files_of(path))
-            used = "" if problems else f"a start continues from {path.name}, step {read_state(path)['step']}{aside}"
-        except (CheckpointError, KeyError) as error:
-            problems = [str(error)]
+            used = "" if problems else f"a start continues from {path.name}, step {_step(path)}{aside}"
+        except (CheckpointError, KeyError, TypeError, ValueError) as error:
+            problems = [f"{type(error).__name__}: {error}"]
         if not problems and bad:
             return Check("checkpoints", "warn", f"{used}; damaged: {'; '.join(bad)}", "a start renames these")
         if not problems:
@@ -82,6 +84,18 @@ def checkpoints(run_dir: Path) -> Check:
     if bad:
         return Check("checkpoints", "fail", f"none can be used: {'; '.join(bad)}", "restore one; a start is refused")
     return Check("checkpoints", "ok", f"none: a start begins with step 1{aside}")
+
+
+def _step(path: Path) -> int:
+    """Raises where a start could not restore the state."""
+    state = read_state(path)
+    current, rollouts = state["current"], state["rollouts"]
+    CarryOver.from_state(rollouts["sampler"])
+    for batch in [*state["batches"], *([current["batch"]] if current else [])]:
+        StepBatch.from_state(batch)
+    for line in state["observer"].get("unwritten", ()):
+        Record.from_line(line)
+    return int(state["step"]) if rollouts["cursor"] else 0
 
 
 def metrics(run_dir: Path) -> Check:
@@ -101,7 +115,8 @@ def metrics(run_dir: Path) -> Check:
 
 def leftovers(run_dir: Path) -> Check:
     """What a killed run left, and what has the name of something else."""
-    found = [f"{path.name} is in the way" for path in in_the_way(run_dir)]
+    files = [path for path in (run_dir / "checkpoints").glob("step_*[0-9]") if not path.is_dir()]
+    found = [f"{path.name} is in the way" for path in in_the_way(run_dir) + files]
     found += [f"{path} is shared memory of a killed run" for path in left_memory(run_dir)]
     found += [f"{path.name} is unfinished" for path in sorted((run_dir / "checkpoints").glob(".step_*"))]
     if not found:
