@@ -59,7 +59,8 @@ FAULTS_PER_RUN = 10
 FAULTS_PER_START = 3  # planted; one that ends the run prevents the later ones
 ENDS = {0, 1, 75, 130, -signal.SIGKILL}  # exit codes that a fault may cause; 2 and 76 (hung) are failures
 COUNTERS = ("reward/errors", "reward/retries", "reward/restarts", "retries", "restarts", "failed", "attempts")
-Action = Callable[[], None]
+Action = Callable[[], Any]
+NOTHING = "nothing happened"
 
 # ---- configurations ----
 
@@ -120,11 +121,13 @@ def stop_and_continue() -> None:
 
 
 def kill_child(word: str) -> Action:
-    def action() -> None:
+    def action() -> Any:
         for child in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 if any(word in part for part in child.cmdline()):
-                    return child.kill()
+                    child.kill()
+                    return None
+        return NOTHING
 
     return action
 
@@ -178,6 +181,7 @@ SAVE = ("checkpoint/before_stage", "checkpoint/before_write", "checkpoint/write_
 OFTEN = {"rollouts/sampling": 60, "rollouts/before_grade": 60, "checkpoint/write_file": 25, "rollouts/evaluating": 30}
 GRADER = ("grader raises", "grader exits", "grader hangs", "grader returns NaN")
 CALLS = ("pause_generation", "update_weights_from_disk", "update_weight_version", "continue_generation", "flush_cache")
+DROPPED, KILLED = "broken connection: ", "kill -9 of a server"
 UNGRADED = ("grader raises", "grader returns NaN")
 LEDGER = ("rollout/samples_trained", "rollout/groups_kept", "train/updates")
 REPLIES: dict[str, Any] = {
@@ -218,8 +222,8 @@ def trainer_faults(folder: Path) -> dict[str, tuple[tuple[str, ...], Action]]:
 
 def server_faults(folder: Path) -> dict[str, tuple[tuple[str, ...], Action]]:
     found = {name: (ROLLOUT[:2], leave(folder, name)) for name in REPLIES}
-    found |= {f"broken connection: {path}": (LOOP, leave(folder, f"drop {path}")) for path in CALLS}
-    found["kill -9 of a server"] = (*ROLLOUT, *LOOP), leave(folder, "die")
+    found |= {DROPPED + path: (LOOP, leave(folder, DROPPED + path)) for path in CALLS}
+    found[KILLED] = (*ROLLOUT, *LOOP), leave(folder, KILLED)
     return found
 
 
@@ -293,7 +297,7 @@ class ChaosServer(FakeServer):
         self.folder, self.vocabulary = folder, vocabulary
 
     def _fault(self, server: FakeServer, body: dict[str, Any]) -> Any:
-        if take(self.folder, "die"):
+        if take(self.folder, KILLED):
             os._exit(9)
         for name, fault in REPLIES.items():
             if take(self.folder, name):
@@ -301,7 +305,7 @@ class ChaosServer(FakeServer):
         return None
 
     async def _reply(self, path: str, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        if take(self.folder, "drop " + path.strip("/")):
+        if take(self.folder, DROPPED + path.strip("/")):
             return self._break(request)
         if path == "/server_info":
             info = {"version": "0.5.23", "tp_size": 1, "context_length": 4096, "enable_deterministic_inference": True}
@@ -395,12 +399,14 @@ def disturbed(
             planned[name] = point, chance.randrange(1, OFTEN.get(point, STEPS + 1)), action
         where = 0 if any(point in ROLLOUT for point, _, _ in planned.values()) else chance.randrange(2)
         code = run(kind, raw, partial(plant, planned, folder / "fired"), where)
+        unseen = {sign.name for sign in signs.iterdir()}
         for fired in sorted((folder / "fired").iterdir()):
             name = fired.read_text()
-            done[name] += 1
-            history.append("{} at {}, arrival {}".format(name, *planned[name][:2]))
             fired.unlink()
-        for sign in signs.iterdir():  # that nobody has met
+            if name not in unseen:
+                done[name] += 1
+                history.append("{} at {}, arrival {}".format(name, *planned[name][:2]))
+        for sign in signs.iterdir():
             sign.unlink()
         history.append(f"exit code {code}")
         if code not in ENDS or code == 0:
@@ -425,7 +431,8 @@ def plant(planned: dict[str, tuple[str, int, Action]], fired: Path) -> None:
 
         def fire(action: Action = action, name: str = name, index: int = index) -> None:
             (fired / str(index)).write_text(name)
-            action()
+            if action() is NOTHING:
+                (fired / str(index)).unlink()
 
         fault_points.on(point, fire, count=count)
 

@@ -134,8 +134,8 @@ def _add_train(sub: Commands) -> None:
         "On one machine it starts engines and ranks; under torchrun or srun it joins the job.\n\nexamples:\n"
         "  megatron-dapo train run.yaml --dry-run\n"
         "  megatron-dapo train run.yaml --set policy.tensor_parallel=2 --set trainer.run_dir=runs/tp2\n\n"
-        "exit codes: 0 finished, 1 failed, 2 wrong configuration or set-up, 75 stopped on request after saving; rerun "
-        "to resume",
+        "exit codes: 0 finished and saved, 1 failed, 2 wrong configuration or set-up, 75 stopped on request after "
+        "saving; rerun to resume",
     )  # fmt: skip
     parser.add_argument("config", metavar="CONFIG", help="YAML file")
     add_settings(parser)

@@ -64,7 +64,8 @@ def holder(run_dir: Path) -> Check:
 
 def checkpoints(run_dir: Path) -> Check:
     """Reads every file of the checkpoints, from the newest one on to the first good one."""
-    folder, bad = CheckpointFolder(run_dir, Config().trainer.checkpoint), []
+    folder = CheckpointFolder(run_dir, Config().trainer.checkpoint)
+    bad: list[str] = []
     try:
         candidates = folder.complete()[::-1]
     except CheckpointError as error:
