@@ -134,8 +134,8 @@ def _add_train(sub: Commands) -> None:
         "On one machine it starts engines and ranks; under torchrun or srun it joins the job.\n\nexamples:\n"
         "  megatron-dapo train run.yaml --dry-run\n"
         "  megatron-dapo train run.yaml --set policy.tensor_parallel=2 --set trainer.run_dir=runs/tp2\n\n"
-        "exit codes: 0 finished, 1 failed, 2 wrong configuration or set-up, 75 stopped on request after saving; rerun "
-        "to resume",
+        "exit codes: 0 finished and saved, 1 failed, 2 wrong configuration or set-up, 75 stopped on request after "
+        "saving; rerun to resume",
     )  # fmt: skip
     parser.add_argument("config", metavar="CONFIG", help="YAML file")
     add_settings(parser)
@@ -489,13 +489,17 @@ def _add_doctor(sub: Commands) -> None:
 
     parser = add_command(
         sub, "doctor", run,
-        "Find what is wrong with this machine before a run starts on it, and how to fix it.",
-        "examples:\n  megatron-dapo doctor\n  megatron-dapo doctor run.yaml --json\n"
+        "Find what is wrong with this machine, or with a run directory, before a run starts, and how to fix it.",
+        "examples:\n  megatron-dapo doctor\n  megatron-dapo doctor run.yaml --json\n  megatron-dapo doctor runs/first\n"
         "  megatron-dapo doctor run.yaml --only attention,ports\n\n"
         "exit codes: 0 no check failed (there may be warnings), 1 a check failed, 2 wrong input",
     )  # fmt: skip
     parser.add_argument(
-        "config", metavar="CONFIG", nargs="?", help="YAML file; its model, servers and paths are checked"
+        "config",
+        metavar="CONFIG",
+        nargs="?",
+        help="YAML file; its model, servers and paths are checked. A run "
+        "directory: what the next start would find there",
     )
     add_settings(parser)
     parser.add_argument("--json", action="store_true", dest="as_json", help="print the checks as JSON")

@@ -8,6 +8,7 @@ the file nor the tensor, and because the converters need the position of every t
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import math
@@ -37,6 +38,22 @@ _CODE_OF_DTYPE = {dtype: code for code, dtype in _DTYPE_OF_CODE.items()}
 _PACKED = re.compile(r"^(model\..+\.mlp\.experts)\.(gate_up|down)_proj$")
 _PARTS = {"gate_up": ("gate", "up"), "down": ("down",)}
 _MAX_HEADER = 100 * 2**20
+
+
+SOME_INODES = 50
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+REMEDIES = {
+    errno.ENOSPC: "delete something there",
+    errno.EDQUOT: "delete something there, or ask for a larger quota",
+    errno.EROFS: "mount it for writing",
+    errno.EACCES: "change its permissions",
+    errno.EPERM: "change its permissions",
+    errno.EISDIR: "move this directory away",
+    errno.ENOTDIR: "a file is in the way; move it away",
+    errno.EEXIST: "a file is in the way; move it away",
+    errno.EIO: "the disk or its network fails",
+    errno.ESTALE: "the network file system lost it; mount it again",
+}
 
 
 class DamagedFile(UserError):
@@ -108,6 +125,57 @@ def publish_directory(prepared: Path, path: Path, replaced: Path) -> None:
         raise
     fsync_path(path.parent)
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def remove(path: Path) -> None:
+    """A file, a link or a directory with everything in it, as far as it can be removed."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def set_aside(path: Path) -> Path:
+    """Renames what is damaged or in the way to NAME.damaged, or NAME.damaged2, …; returns where it is now."""
+    target, number = path.with_name(f"{path.name}.damaged"), 1
+    while os.path.lexists(target):
+        number += 1
+        target = path.with_name(f"{path.name}.damaged{number}")
+    path.rename(target)
+    return target
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether a write failed because there is no room, also if the OSError is the cause of `error`."""
+    return any(isinstance(found, OSError) and found.errno in NO_ROOM for found in (error, error.__cause__))
+
+
+def explain(error: OSError, path: str | Path | None = None) -> str:
+    """Why a file cannot be written or read, and what to do, in one line. `path`: where, if there the disk is full."""
+    text = error.strerror or str(error)
+    if error.errno in NO_ROOM and path is not None:
+        text += _room(Path(path))
+    return f"{text}: {remedy}" if (remedy := REMEDIES.get(error.errno or 0)) else text
+
+
+def has_room(path: Path, size: int) -> bool:
+    """Whether `size` bytes, in a few files, fit there."""
+    found = os.statvfs(path)
+    return found.f_bavail * found.f_frsize > size and (not found.f_files or found.f_favail > SOME_INODES)
+
+
+def _room(path: Path) -> str:
+    """Free space at `path` or its nearest parent that exists, and whether it is file entries that are missing."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    try:
+        found = os.statvfs(path)
+    except OSError:
+        return ""
+    if found.f_files and not found.f_favail:
+        return f" (none of {found.f_files} inodes is free)"
+    return f" ({found.f_bavail * found.f_frsize / 1e9:.2f} of {found.f_blocks * found.f_frsize / 1e9:.2f} GB free)"
 
 
 def hand_in(folder: Path, rank: int, content: Any) -> None:

@@ -200,6 +200,15 @@ def load_policy(policy: Policy, directory: str | os.PathLike[str]) -> None:
     set_step(policy.optimizer, step)
 
 
+def is_finite(policy: Policy) -> bool:
+    """Whether the weights and the optimizer state that this rank holds have no NaN and no infinity."""
+    weights = [parameter for chunk in policy.model for parameter in chunk.parameters()]
+    states = [state for inner in inner_optimizers(policy.optimizer) for state in inner.state.values()]
+    moments = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+    floating = [tensor for tensor in weights + moments if tensor.is_floating_point()]
+    return all(bool(tensor.isfinite().all()) for tensor in floating)
+
+
 def _step(state: dict[str, Any], directory: str | os.PathLike[str]) -> int:
     """A checkpoint without a step count has made as many optimizer steps as updates."""
     try:

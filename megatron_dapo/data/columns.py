@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_dapo.config.base import ConfigError
 from megatron_dapo.config.data import PromptFileConfig
-from megatron_dapo.errors import UserError
 
 Row = dict[str, Any]
 BATCH_ROWS = 2048
@@ -28,7 +28,7 @@ PARQUET_ENDINGS = {".parquet", ".pq"}
 JSONL_ENDINGS = {".jsonl", ".json", ".ndjson"}
 
 
-class DataError(UserError):
+class DataError(ConfigError):
     """A prompt file that cannot be used; the message says what was expected and what was found."""
 
 

@@ -14,7 +14,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.files import write_atomically
+from megatron_dapo.files import remove, write_atomically
 from megatron_dapo.observe.console import printable
 from megatron_dapo.types import Group, Sample
 
@@ -110,7 +110,7 @@ def rewind(folder: Path, step: int) -> None:
     for path in folder.glob("step_*"):
         match = FILE.fullmatch(path.name)
         if match and int(match[1]) > step:
-            path.unlink(missing_ok=True)
+            remove(path)
 
 
 def _readable(step: int, transcripts: Sequence[Transcript]) -> str:

@@ -20,11 +20,13 @@ from urllib.parse import urlparse
 
 from megatron_dapo.algorithm.filtering import load_group_filter
 from megatron_dapo.algorithm.loss import load_objective
+from megatron_dapo.checkpoints.run_dir import clear_the_way
 from megatron_dapo.config import Config, ConfigError, ModelShape
 from megatron_dapo.config.data import EvalConfig
 from megatron_dapo.config.trainer import WandbConfig
 from megatron_dapo.data import RunData, load_run_data, load_tokenizer
 from megatron_dapo.errors import UserError
+from megatron_dapo.files import explain
 from megatron_dapo.observe.trackers import make_trackers
 from megatron_dapo.reward.grader import load_grader
 from megatron_dapo.rollout.agents.functions import load_rollout_function
@@ -178,11 +180,13 @@ def _evaluation_metrics(config: EvalConfig, name: str) -> list[str]:
 def _check_run_directory(run_dir: Path) -> None:
     """Creates it; a run does that anyway."""
     try:
+        if run_dir.is_dir():
+            clear_the_way(run_dir)
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
         trial = run_dir / "logs" / f".preflight-{os.getpid()}"
         trial.touch()
         trial.unlink()
     except OSError as error:
         raise ConfigError(
-            f"trainer.run_dir: {run_dir} cannot be written ({error.strerror or error}): choose another directory"
+            f"trainer.run_dir: {run_dir} cannot be written: {explain(error, run_dir)}, or choose another directory"
         ) from error

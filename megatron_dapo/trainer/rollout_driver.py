@@ -18,6 +18,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
 from megatron_dapo import fault_points
 from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.data import RunData, load_run_data
@@ -29,8 +31,10 @@ from megatron_dapo.evaluate import Evaluation, evaluate_sets
 from megatron_dapo.observe.observer import NullObserver, Observer
 from megatron_dapo.reward.combined import ResponseGrader
 from megatron_dapo.rollout.agents.functions import close_shared, load_rollout_function, take_shared_metrics
+from megatron_dapo.rollout.pending_group import CarryOver
 from megatron_dapo.rollout.sampler import Sampler
 from megatron_dapo.sync.bucket_stream import BucketStream
+from megatron_dapo.trainer.advantages import shape_batch
 from megatron_dapo.trainer.watchdog import log_folder
 from megatron_dapo.types import StepBatch
 
@@ -279,6 +283,14 @@ class RolloutDriver:
         if others and (await asyncio.wait(others, timeout=SETTLE_SECONDS))[1]:
             raise EngineError(f"waited {SETTLE_SECONDS:.0f} s for interrupted requests to return")
 
+    async def poll(self, is_over: Callable[[], bool], seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while not is_over():
+            if time.monotonic() > deadline:
+                return False
+            await asyncio.sleep(PULSE_SECONDS)
+        return True
+
     # ---- sampling and evaluation ----
 
     def collect_to(self, step: int) -> None:
@@ -367,6 +379,19 @@ class RolloutDriver:
             "reward": self._reward_counts(),  # of the step that is not recorded yet
         }
         return {"rollouts": rollouts, "batches": self.queue.state()}
+
+    def check(self, state: dict[str, Any], batches: list[dict[str, Any]]) -> None:
+        """Raises where `restore`, or a step with a saved batch, would fail. Before `start`."""
+        rollouts = state["rollouts"]
+        self.cursor.load_state_dict(rollouts["cursor"])
+        self._check_group_size(rollouts)
+        CarryOver.from_state(rollouts["sampler"])
+        dict(rollouts["reward"])
+        for saved in [*state["batches"], *batches]:
+            batch = StepBatch.from_state(saved)
+            shaped, _ = shape_batch(batch, self.config)
+            if not np.isfinite(shaped.advantages).all():
+                raise ValueError(f"the batch of step {batch.step} has advantages that are not finite")
 
     def restore(self, state: dict[str, Any], next_step: int) -> None:
         """`next_step`: the step after those that are trained or being trained."""

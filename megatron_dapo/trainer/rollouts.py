@@ -127,6 +127,13 @@ class Rollouts:
         """For the last save: nothing runs any more, and everything that was interrupted is in `state`."""
         self._wait("interrupting the rollouts", RolloutDriver.stop)
 
+    def wait_until(self, is_over: Callable[[], bool], seconds: float) -> bool:
+        """Rank 0 asks again and again, all ranks wait; False: it was not over after `seconds`."""
+        over = self._wait(
+            "waiting for room on the disk", lambda d: d.poll(is_over, seconds), stoppable=True, bounded=True
+        )
+        return self._collectives.agree(bool(over))
+
     def reward_metrics(self) -> dict[str, float]:
         """What the graders did since the last call."""
         return {} if self._driver is None else self._driver.reward_metrics()
@@ -163,6 +170,11 @@ class Rollouts:
     def state(self) -> dict[str, Any]:
         """Call while nothing is being collected."""
         return {} if self._driver is None else self._driver.state()
+
+    def check(self, state: dict[str, Any], batches: list[dict[str, Any]]) -> None:
+        """Rank 0 only: raises where `restore`, or a step with one of the saved batches or of `batches`, would fail."""
+        assert self._driver is not None
+        self._driver.check(state, batches)
 
     def restore(self, state: dict[str, Any], next_step: int) -> None:
         """`next_step`: the step after those that are trained or being trained."""

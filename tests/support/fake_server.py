@@ -99,7 +99,7 @@ class FakeServer:
             "/release_memory_occupation": self._release, "/resume_memory_occupation": self._resume,
             "/begin_weight_update": self._begin, "/end_weight_update": self._end,
             "/update_weights_from_tensor": self._load_tensors,
-            "/health_generate": self._health,
+            "/health_generate": self._health, "/health": self._health,
         }.get(path)  # fmt: skip
         if handler:
             return await handler(request, body)
@@ -111,7 +111,6 @@ class FakeServer:
             "/openapi.json": {"paths": {"/generate": {}, "/weights_checker": {}} | brackets},
             "/weights_checker": {"success": True, "ranks": [{"checksums": self.checksums}]},
             "/model_info": {"weight_version": self.label},
-            "/health": {},
         }  # fmt: skip
         return web.json_response(fixed[path]) if path in fixed else web.json_response({}, status=404)
 

@@ -7,6 +7,7 @@ started, and nothing else. The server gets its API keys in its environment.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import sys
@@ -226,6 +227,7 @@ class ExternalServer:
                 await server.connection.control("GET", "/health", None, timeout=60, tries=1)
                 return
             except EngineError as error:
+                await self._resume(server, error)
                 if self._log.with_suffix(".given_up").exists():
                     raise EngineError(f"server {self.url} will not be started again; {self.log_tail()}") from error
                 if time.monotonic() > deadline:
@@ -234,3 +236,11 @@ class ExternalServer:
                         f"(rollout.servers.start_timeout); the last: {error}; {self.log_tail()}"
                     ) from error
             await asyncio.sleep(0.5)
+
+    async def _resume(self, server: SGLangClient, error: EngineError) -> None:
+        """A trainer that was killed during a weight update has left it paused: it replies, and generates nothing."""
+        if getattr(error, "status", None) != 503:
+            return
+        with contextlib.suppress(EngineError):
+            await server.answers()
+            await server.resume()
