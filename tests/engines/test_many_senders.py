@@ -164,8 +164,8 @@ def test_two_pipeline_stages_send_the_weights_of_a_single_process(sglang_servers
     results = run_ranks(4, several_updates, url, directory, config, server.version + 1, timeout=200)
     other, cause, label, found, senders, version = results[0]
     assert senders == [0, 2]
-    assert found == expected and len(expected) > 15
-    assert any(other[name] != expected[name] for name in expected)
+    assert found == expected and len(expected[0]) > 15
+    assert other != expected
     assert "broadcasting weights failed" in cause and label.startswith("updating-to-"), (cause, label)
     with pytest.raises(RankError):
         run_ranks(4, killed_sender, url, directory, config, version, timeout=100)

@@ -117,6 +117,8 @@ class WeightUpdater:
         self._first_errors = {name: str(error) for name, error in failed.items()}
         again = [s for s in servers if s.name in failed and not s.state.down and self.keeps_snapshot]
         again = [s for s in again if not isinstance(failed[s.name], Unresponsive)]
+        for server in again:
+            log.warning("weight version %d, given from the snapshot: %s", version, failed[server.name])
         results = await wait_all({server.name: self.from_snapshot(version, server) for server in again})
         for server in again:
             if isinstance(error := results[server.name], BaseException):

@@ -133,7 +133,7 @@ def _kernel() -> Any:
     import triton.language as tl
 
     @triton.jit
-    def sum_tile(tiles, sums, base, SIZE: tl.constexpr, FIELDS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    def sum_tile(tiles, sums, base, SIZE: tl.constexpr, FIELDS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore
         tile = tiles + tl.program_id(0) * FIELDS  # the fields are in the order of FIELDS
         address = tl.load(tile) + base
         position, rows, columns = tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
@@ -214,10 +214,10 @@ class Recorder(TorchDispatchMode):
         if not name or not source.numel():
             return
         for given, tensor in reversed(self._given):
-            position = source.storage_offset() - tensor.storage_offset()
+            position = int(source.storage_offset() - tensor.storage_offset())
             same = _memory(source) == _memory(tensor) and source.dtype == tensor.dtype == target.dtype
             if same and 0 <= position < tensor.numel() and tensor.is_contiguous() and source.shape == target.shape:
-                address = (target.storage_offset() - parameter.storage_offset()) * target.element_size()
+                address = int(target.storage_offset() - parameter.storage_offset()) * target.element_size()
                 dims = list(zip(target.shape, target.stride(), source.stride(), strict=True))
                 self.known[given].append((name, address, target.element_size(), position, dims))
                 return
