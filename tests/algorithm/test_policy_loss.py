@@ -227,7 +227,7 @@ def test_gspo_gradient_is_that_of_the_sequence_ratio():
 def test_cispo():
     # Weight clip(r, 0.8, 1.28) without gradient, times Â·log π; every active token has a gradient −weight·Â.
     # log π = −1 + ln r. GOOD: weights 1, 1.28, 0.8, 1.2. BAD: 0.8, 1.28, 1.28; the dual clip does not apply.
-    outputs, inputs = run(CASE, objective="cispo")
+    outputs, inputs = run(CASE, objective="cispo", clip_low=0.2, clip_high=0.28)
     good = -(1 * -1 + 1.28 * (-1 + ln(1.5)) + 0.8 * (-1 + ln(0.5)) + 1.2 * (-1 + ln(1.2)))
     bad = 2 * (0.8 * (-1 + ln(0.5)) + 1.28 * (-1 + ln(20)) + 1.28 * (-1 + ln(2)))
     close(outputs.loss_sum, good + bad)

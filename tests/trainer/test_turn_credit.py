@@ -38,11 +38,17 @@ def test_a_turn_is_not_credited_with_earlier_rewards():
     assert scaled.token_advantages[3] == pytest.approx(-0.5 / np.std([3, 1], ddof=1))
 
 
-def test_equal_scores_are_divided_by_one():
-    samples = [rollout(0, 1.0, [1.0, 0.0]), rollout(1, 1.0, [0.0, 1.0])]
-    batch = shaped(samples, advantage="group-std")
-    assert batch.advantages.tolist() == [0.0, 0.0]
-    assert batch.token_advantages.tolist() == [0, 0, 0, -0.5, -0.5, 0, 0, 0, 0, 0.5, 0.5, 0]
+@pytest.mark.parametrize("graded", [2, 3, 7, 10, 15])
+@pytest.mark.parametrize("score", [1.0, 0.1, 0.7, -1 / 3, 1e-3, 1e5])
+def test_equal_scores_give_no_turn_any_credit(score, graded):
+    """The std of equal floats is 1e-17, not 0. And the same rewards in another order add up to another last digit."""
+    samples = [rollout(i, score, [1.0, 0.0] if i % 2 else [0.0, 1.0]) for i in range(graded)]
+    samples[0].grade = Grade(True, float(np.nextafter(score, 9e9)))
+    samples.append(rollout(graded, 0.0, [5.0, 0.0], correct=None))
+    assert not shaped(samples, advantage="group-std").token_advantages.any()
+    assert shaped(samples, advantage="group-mean").token_advantages[3] != 0  # nothing is divided
+    samples[0].grade = Grade(True, score + 1e-3 * abs(score))
+    assert shaped(samples, advantage="group-std").token_advantages[3] != 0
 
 
 def test_without_rewards_nothing_changes():
