@@ -172,14 +172,18 @@ class AlgorithmConfig(Section):
         default_factory=dict, description="Options of a custom objective; the built-in ones have none."
     )
     clip_low: float = Field(
-        0.2, ge=0, description="ε_low: the ratio is clipped below at 1 − clip_low. Defaults of gspo and cispo: 0.0003, 1."
+        0.2,
+        ge=0,
+        description="ε_low: the lower bound of the ratio is 1 − clip_low. Default of gspo: 0.0003; of cispo: 1 (no bound).",
     )
     clip_high: float = Field(
-        0.28, ge=0, description="ε_high: the ratio is clipped above at 1 + clip_high. Defaults of gspo and cispo: 0.0004, 4."
+        0.28,
+        ge=0,
+        description="ε_high: the upper bound of the ratio is 1 + clip_high. Default of gspo: 0.0004; of cispo: 4.",
     )
     dual_clip: float | None = Field(
         10.0,
-        description="c: for negative advantages a token's loss is at most −c·Â. null turns it off; the default of gspo and cispo, which has none.",
+        description="c: for negative advantages a token's loss is at most −c·Â. null turns it off; gspo's default.",
     )
     aggregation: Aggregation = Field(
         "token-mean",
