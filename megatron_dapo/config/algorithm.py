@@ -174,7 +174,7 @@ class AlgorithmConfig(Section):
     clip_low: float = Field(
         0.2,
         ge=0,
-        description="ε_low: the lower bound of the ratio is 1 − clip_low. Default of gspo: 0.0003; of cispo: 1 (no bound).",
+        description="ε_low: the lower bound of the ratio is 1 − clip_low. Default of gspo: 0.0003; of cispo: 1 (none).",
     )
     clip_high: float = Field(
         0.28,
