@@ -98,6 +98,31 @@ def test_states_are_exact():
         assert again.trained.dtype == np.bool_ and again.trained.tolist() == sample.trained.tolist()
 
 
+def test_a_replayed_turn_has_its_reward_once():
+    """The function is called again after an interruption, and gives every reward again."""
+
+    async def function(conversation):
+        await conversation.generate(max_tokens=3)
+        conversation.reward(0.5)
+        conversation.append("x")
+        await conversation.generate(max_tokens=3)
+        conversation.reward(0.25)
+        conversation.reward(1.0, turn=0)
+
+    async def main():
+        conversation = conversation_of(prompt_of(), ConversationEngine())
+        await function(conversation)
+        again = conversation_of(prompt_of(), None)  # nothing is generated
+        again.samples[:] = conversation.samples
+        assert again.replaying
+        await function(again)
+        return again
+
+    again = run_virtually(main())
+    assert [turn.reward for turn in again.samples[0].turns if turn.generated] == [1.5, 0.25]
+    assert again.rewards == 1.75 and not again.replaying
+
+
 def test_room_limits_the_whole_conversation():
     async def function(conversation):
         assert conversation.room == 20

@@ -3,9 +3,10 @@
 import pytest
 from simulation import Prompts, through_json
 
-from megatron_dapo.config.rollout import SamplerConfig
+from megatron_dapo.config.rollout import RolloutConfig, SamplerConfig
+from megatron_dapo.errors import UserError
 from megatron_dapo.rollout.accounting import STALE, UNFINISHED, StepAccounting
-from megatron_dapo.rollout.fill_policy import FillPolicy
+from megatron_dapo.rollout.fill_policy import FillPolicy, check_staleness, staleness_metrics
 from megatron_dapo.rollout.pending_group import (
     CarryOver,
     DrawnPrompts,
@@ -15,7 +16,7 @@ from megatron_dapo.rollout.pending_group import (
     PendingGroup,
     new_samples,
 )
-from megatron_dapo.types import Grade, Group
+from megatron_dapo.types import Grade, Group, WeightSpan, as_tokens
 
 
 def pending(serial, seeds=(1, 2)):
@@ -104,3 +105,25 @@ def test_a_rejected_group_that_fills_the_batch_counts_once():
     accounting.undrop(easy, "flat")
     accounting.train([easy])
     assert accuracy_all(accounting) == pytest.approx(2 / 4)
+
+
+# ---- staleness: the oldest token counts ----
+
+
+def test_a_group_is_as_old_as_its_oldest_token():
+    one, other = pending(0), pending(1)
+    first, second = one.group.samples
+    first.response_tokens, second.response_tokens = as_tokens([1, 2, 3]), as_tokens([1])
+    first.weight_spans = [WeightSpan(2, 0, 1), WeightSpan(5, 1, 3)]
+    second.weight_spans = [WeightSpan(4, 0, 1)]
+    other.group.samples[0].response_tokens = as_tokens([1, 2])
+    other.group.samples[0].weight_spans = [WeightSpan(6, 0, 2)]
+    del other.group.samples[1]
+    assert first.oldest_version == one.oldest_version == one.group.oldest_version == 2
+    found = staleness_metrics([one.group, other.group], 6)
+    assert found["rollout/staleness"] == (4 + 0) / 2 and found["rollout/staleness_max"] == 4
+    assert found["rollout/staleness_tokens"] == pytest.approx((4 * 1 + 1 * 2 + 2 * 1 + 0 * 2) / 6)
+    config = RolloutConfig(max_staleness=4)
+    check_staleness(found, config, 6)
+    with pytest.raises(UserError, match="5 weight versions old"):
+        check_staleness(found | {"rollout/staleness_max": 5.0}, config, 6)
