@@ -12,10 +12,20 @@ from megatron_dapo.config import parse_config
 from megatron_dapo.policy.megatron.runtime import Runtime
 from megatron_dapo.processes.fork_ranks import run_ranks
 from megatron_dapo.trainer import train_step
-from megatron_dapo.trainer.advantages import mini_batches
+from megatron_dapo.trainer.advantages import mini_batches, shape_batch
 from megatron_dapo.trainer.collectives import Collectives
 from megatron_dapo.trainer.train_step import TrainStep, Updates
-from megatron_dapo.types import StepBatch, WeightSpan
+from megatron_dapo.types import (
+    FinishReason,
+    Grade,
+    Group,
+    Prompt,
+    Sample,
+    StepBatch,
+    WeightSpan,
+    as_logprobs,
+    as_tokens,
+)
 
 CONFIG = parse_config({"trainer": {"prompts_per_step": 2, "mini_batch_prompts": 1}})
 
@@ -112,3 +122,54 @@ def test_a_step_is_sampled_by_a_version_only_if_every_token_is():
     assert step.sampled_by(4) and not step.sampled_by(5)
     source.samples[-1].weight_spans = [WeightSpan(3, 0, 2), WeightSpan(4, 2, 4)]
     assert not step.sampled_by(4)
+
+
+# ---- metrics of the batch, at their boundaries ----
+
+
+def graded(correct, length, score=None, finish=FinishReason.STOP, parts=None):
+    score = {True: 1.0, False: -1.0, None: 0.0}[correct] if score is None else score
+    return Sample(
+        "p", 0, as_tokens([1]), as_tokens(range(length)), as_logprobs([-1.0] * length), finish,
+        grade=Grade(correct, score, parts=parts or {}),
+    )  # fmt: skip
+
+
+def metrics_of(*groups, **algorithm):
+    found = [Group(Prompt(str(i), "", as_tokens([1])), list(group)) for i, group in enumerate(groups)]
+    for group in found:
+        for index, sample in enumerate(group.samples):
+            sample.index = index
+    return shape_batch(StepBatch(0, found), parse_config({"algorithm": algorithm}))[1]
+
+
+def test_a_group_without_any_advantage_has_no_signal():
+    """An advantage of 1e-7 is rounding, one of 0.1 is not; a masked one is no signal either."""
+    overlong = {"filter": True}
+    tiny = (graded(True, 1, 1.0), graded(False, 1, 1.0 + 1e-13))
+    masked = (graded(True, 1, finish=FinishReason.LENGTH), graded(None, 1), graded(None, 1))
+    found = metrics_of((graded(True, 1), graded(False, 1)), tiny, masked, overlong=overlong)
+    assert found["reward/zero_advantage_share"] == pytest.approx(2 / 3)
+
+
+def test_shares_and_means_of_wrong_and_truncated_responses():
+    pair = graded(True, 2), graded(False, 8, finish=FinishReason.LENGTH)
+    found = metrics_of(pair, (graded(True, 3), graded(None, 5), graded(False, 4)))
+    assert found["reward/truncated_advantage_share"] == pytest.approx(1 / 4)  # of |Â|, not of the samples
+    assert found["rollout/length_wrong"] == 6.0  # an ungraded response is not wrong
+    assert found["reward/ungraded_share"] == pytest.approx(1 / 5)
+
+
+def test_a_response_at_the_quartile_is_long():
+    """Lengths 1, 2, 3, 4: the upper quartile is 3.25; with 1, 2, 4, 4 it is 4, and both of 4 are long."""
+    for lengths, long in (((1, 2, 3, 4), [4]), ((1, 2, 4, 4), [4, 4]), ((5, 5, 5, 5), [5] * 4)):
+        samples = [graded(index % 2 == 0, length) for index, length in enumerate(lengths)]
+        found = metrics_of(samples, aggregation="seq-mean-token-mean")
+        assert found["rollout/long_token_weight"] == pytest.approx((len(long) / sum(long)) / (4 / sum(lengths)))
+
+
+def test_the_mean_of_a_grader_is_over_what_it_graded():
+    samples = [graded(True, 1, parts={"a": 1.0, "b": None}), graded(False, 1, parts={"a": 0.0, "b": 0.5})]
+    found = metrics_of(samples)
+    assert found["reward/grader/a"] == 0.5 and found["reward/grader/b"] == 0.5
+    assert found["reward/grader/b/ungraded_share"] == 0.5
