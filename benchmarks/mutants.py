@@ -2,7 +2,7 @@
 
     make mutants                                          # all of them; exit code 1 if fewer than 98 % are found
     python benchmarks/mutants.py --only advantages.py     # bugs whose file or description contains this
-    python benchmarks/mutants.py --tests                  # without a bug: do all the tests pass, and how long do they take?
+    python benchmarks/mutants.py --tests                  # the tests without a bug: do they pass, and how long
 
 A bug is a text of one file of the package and what replaces it. It is planted in a copy of the project, in which a
 forked child runs pytest until the first failure. The parent has imported torch, Megatron and transformers, so that a
@@ -142,6 +142,12 @@ def _test(folder: Path, tests: tuple[str, ...], report: Path) -> None:
     os.environ |= {
         "PYTHONPATH": f"{folder}:{folder / 'tests' / 'support'}", "PYTHONDONTWRITEBYTECODE": "1",
     }  # fmt: skip
+    for name, module in list(sys.modules.items()):  # the project's own, if the parent has imported any
+        if (
+            str(getattr(module, "__file__", None) or "").startswith(f"{ROOT}{os.sep}")
+            and ".venv" not in module.__file__
+        ):
+            del sys.modules[name]
     import pytest
 
     arguments = ["-x", "-q", "-p", "no:cacheprovider", "--rootdir", str(folder), *(f"tests/{test}" for test in tests)]

@@ -251,7 +251,8 @@ class UndefinedAtZero(Objective):
 @pytest.mark.parametrize("off_policy", [{}, {"token_mask": [0.5, 2.0]}], ids=["plain", "token-mask"])
 def test_an_objective_that_is_infinite_at_masked_positions_does_no_harm(own, off_policy):
     config = own(UndefinedAtZero, off_policy=off_policy)
-    outputs, inputs = loss_of(config)
+    inputs = pack([Sequence([1.5, 0.5, 0.8], 1.0, [True, False, True]), *CASE[1:]], config)
+    outputs = PolicyLoss(config)(inputs.scores, inputs.batch)
     outputs.loss_sum.backward()
     x = inputs.logprobs.detach().where(inputs.mask, 1.0)
     ids = inputs.batch.sequence_ids

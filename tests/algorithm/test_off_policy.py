@@ -218,12 +218,12 @@ def test_no_host_synchronisation():
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_small_importance_weights_are_not_raised(level):
-    """Truncation has no lower bound: 0.01 stays 0.01 whatever the cap."""
-    case = [Sequence([1.0, 1.0], 1.0, engine_ratios=[0.1, 0.1]), MASKED]
+    """Truncation has no lower bound: 0.01 stays 0.01 whatever the cap. 5 becomes 2."""
+    case = [Sequence([1.0, 1.0], 1.0, engine_ratios=[0.1, 0.1]), Sequence([1.0], 1.0, engine_ratios=[5.0]), MASKED]
     outputs, gradient = run(case, importance_weight=level, weight_cap=2.0)
     weight = 0.1 if level == "token" else 0.01
-    assert gradient[:2] == pytest.approx([-weight] * 2)
-    assert outputs.sums["importance_weight"].item() == pytest.approx(2 * weight)
+    assert gradient[:3] == pytest.approx([-weight, -weight, -2.0])
+    assert outputs.sums["importance_weight"].item() == pytest.approx(2 * weight + 2.0)
 
 
 def test_sums_over_a_sequence_are_exact():

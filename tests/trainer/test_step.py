@@ -147,7 +147,7 @@ def test_a_group_without_any_advantage_has_no_signal():
     """An advantage of 1e-7 is rounding, one of 0.1 is not; a masked one is no signal either."""
     overlong = {"filter": True}
     tiny = (graded(True, 1, 1.0), graded(False, 1, 1.0 + 1e-13))
-    masked = (graded(True, 1, finish=FinishReason.LENGTH), graded(None, 1), graded(None, 1))
+    masked = (graded(True, 1, finish=FinishReason.LENGTH), graded(False, 1, finish=FinishReason.LENGTH))
     found = metrics_of((graded(True, 1), graded(False, 1)), tiny, masked, overlong=overlong)
     assert found["reward/zero_advantage_share"] == pytest.approx(2 / 3)
 

@@ -59,10 +59,10 @@ def test_without_rewards_nothing_changes():
 
 def test_the_turns_of_a_rollout_are_counted_through_its_samples():
     """Rollout 0 has turns 0 and 1 in its first sample and turn 2 in its second. Before turn 1 it earned 4 and before
-    turn 2 it earned 5; rollout 1 earned 1 before turn 1, and 2 before turn 2, where it has ended."""
+    turn 2 it earned 5; rollout 1 has ended after turn 0, with 2."""
     first, second = rollout(0, 5.0, [4.0, 1.0]), rollout(0, 5.0, [0.0], part=1)
-    batch = shaped([first, second, rollout(1, 2.0, [1.0, 1.0])])
-    by_turn = [*[0, 0, 0], *[-1.5, -1.5, 0], *[-1.5, -1.5, 0], *[0, 0, 0], *[1.5, 1.5, 0]]
+    batch = shaped([first, second, rollout(1, 2.0, [2.0])])
+    by_turn = [*[0, 0, 0], *[-1.0, -1.0, 0], *[-1.5, -1.5, 0], *[0, 0, 0]]
     assert batch.token_advantages.tolist() == by_turn
     assert batch.rollouts.tolist() == [0, 0, 1]
 
