@@ -11,12 +11,13 @@ import torch.distributed as dist
 from megatron_dapo.algorithm import PolicyLoss, Scores, TokenBatch, token_weights
 from megatron_dapo.config import parse_config
 from megatron_dapo.config.algorithm import AlgorithmConfig
+from megatron_dapo.config.policy import OptimizerConfig
 from megatron_dapo.policy.batch import TrainBatch
 from megatron_dapo.policy.loss_func import MetricReducer, make_loss_func
 from megatron_dapo.policy.megatron.runtime import Runtime
 from megatron_dapo.policy.model.router import MicroBatchRouting, _Replay
 from megatron_dapo.policy.policy import Policy
-from megatron_dapo.policy.step import UpdateStep, _LossInputs
+from megatron_dapo.policy.step import UpdateStep, _LossInputs, learning_rate
 from megatron_dapo.processes.fork_ranks import run_ranks
 
 # ---- four ranks: two sequences on two data ranks, each split over two context ranks ----
@@ -52,6 +53,7 @@ def loss_and_scores(rendezvous):
     first, end = (0, 6) if rank < 2 else (6, 10)
     tokens = torch.arange(first, end)[rank % 2 :: 2]
     scores, batch = token_batch(tokens)
+    batch.sequence_ids, batch.sequences = torch.zeros_like(batch.sequence_ids), 1  # each micro-batch counts its own
     output = torch.stack(scores)
     loss_sum, count, stored = make_loss_func(batch, LOSS, cp_group=runtime.groups.cp)(output)
     reducer = MetricReducer(LOSS, runtime, reference=False, engine=False)
@@ -125,6 +127,20 @@ def test_a_rollout_of_two_samples_counts_once(aggregation, of_samples, of_rollou
     assert batches[1].select([2, 0]).rollouts.tolist() == [9, 7]
 
 
+def test_micro_batches_add_their_sums_and_compare_their_maxima():
+    reducer = MetricReducer.__new__(MetricReducer)
+    reducer.sums, reducer.maxima = ["a"], ["b_max"]
+    micro_batches = [{"sums": {"a": torch.tensor(x)}, "maxima": {"b_max": torch.tensor(x)}} for x in (1.0, 3.0, 2.0)]
+    assert [reducer._total(micro_batches, kind).tolist() for kind in ("sums", "maxima")] == [[6.0], [3.0]]
+
+
+def test_recomputed_log_probs_come_before_the_engines():
+    batch = two_rollouts()
+    assert batch.behaviour_logprobs is batch.engine_logprobs
+    batch.old_logprobs = np.ones(6, np.float32)
+    assert batch.behaviour_logprobs is batch.old_logprobs
+
+
 def test_token_advantages_are_added_to_those_of_the_sample():
     batch = two_rollouts(token_advantages=np.arange(6, dtype=np.float32))
     tokens = _LossInputs(batch, parse_config({}), "old").everything()
@@ -150,6 +166,12 @@ def test_the_first_update_has_the_first_learning_rate():
     assert reported == [group["lr"] for group, _ in seen] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert [group["weight_decay"] for group in seen[0]] == [0.1, 0.0]
     assert step.updates == 5
+
+
+def test_decay_starts_after_the_warm_up():
+    """One step of two updates of warm-up, then four updates down to 0.2."""
+    config = OptimizerConfig(lr=1.0, min_lr=0.2, warmup_steps=1, schedule="linear", decay_steps=3)
+    assert [learning_rate(config, u, 2, 99) for u in range(8)] == pytest.approx([0.5, 1, 1, 0.8, 0.6, 0.4, 0.2, 0.2])
 
 
 def test_the_reference_policy_chooses_its_own_experts_and_is_put_back():
@@ -183,13 +205,13 @@ def test_old_log_probs_record_their_experts_only_if_asked(mode, recorded):
 
 def test_a_token_is_replayed_only_if_all_of_its_experts_are_known():
     scores = torch.tensor([[0.9, 0.8, 0.1, 0.0]] * 4)
-    given = torch.tensor([[3, 4], [0, 4], [3, 0], [0, 0]], dtype=torch.int16)  # from 1; 0: not known
+    given = torch.tensor([[3, 4], [0, 4], [3, 0], [3, 4]], dtype=torch.int16)  # from 1; 0: not known
     micro = MicroBatchRouting(torch.tensor([True, True, True, False]), targets={1: given})
 
     def topk(values, k, **_):
         return values.topk(k)
 
     values, chosen = _Replay(micro, 1).get_replay_topk(scores, 2, None, None, topk)
-    assert chosen.sort().values.tolist() == [[2, 3], [0, 1], [0, 1], [0, 1]]
+    assert chosen.sort().values.tolist() == [[2, 3], [0, 1], [0, 1], [2, 3]]
     assert torch.equal(values, scores.gather(1, chosen))
-    assert micro.replayed[1].tolist() == [3, 1, 1]  # real tokens, replayed ones, those with other experts
+    assert micro.replayed[1].tolist() == [3, 1, 1]  # tokens that are not padding: all, replayed, with other experts
