@@ -123,6 +123,20 @@ def test_a_replayed_turn_has_its_reward_once():
     assert again.rewards == 1.75 and not again.replaying
 
 
+def test_a_rewritten_history_takes_room_and_all_samples_end_as_the_last_turn():
+    async def function(conversation):
+        await conversation.generate(max_tokens=3)
+        conversation.new_sample([*conversation.prompt.tokens, *range(6)])
+        assert conversation.room == 20 - 6
+        await conversation.generate(max_tokens=1)
+
+    conversation = talk(function, room=20)
+    conversation.samples[0].finish_reason = FinishReason.ABORT
+    conversation.finish()
+    last = conversation.samples[-1].turns[-1].finish_reason
+    assert [sample.finish_reason.value for sample in conversation.samples] == [last, last] and last != "abort"
+
+
 def test_room_limits_the_whole_conversation():
     async def function(conversation):
         assert conversation.room == 20

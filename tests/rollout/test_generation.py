@@ -1,0 +1,62 @@
+"""Parts of a response become one sample: tokens, log-probs, versions, and what is refused."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from megatron_dapo.engines.protocol import Completion, ForeignWeightsError
+from megatron_dapo.errors import EngineError
+from megatron_dapo.rollout.generation import Generation, TurnRequest, append_completion, check_versions, shorten
+from megatron_dapo.types import FinishReason, Sample, WeightSpan, as_logprobs, as_tokens
+
+
+def part(tokens, version, logprobs=None, reason=FinishReason.ABORT):
+    logprobs = [-0.5] * len(tokens) if logprobs is None else logprobs
+    spans = [WeightSpan(version, 0, len(tokens))] if tokens else []
+    return Completion(as_tokens(tokens), as_logprobs(logprobs), reason, "", spans)
+
+
+def sample():
+    return Sample("p", 0, as_tokens([1, 2]), as_tokens([]), as_logprobs([]), FinishReason.ABORT)
+
+
+def test_versions_keep_their_places():
+    found = sample()
+    for tokens, version in (([5, 6], 3), ([7], 3), ([8, 9], 4)):
+        append_completion(found, part(tokens, version))
+    assert found.response_tokens.tolist() == [5, 6, 7, 8, 9] and found.length == 5
+    assert found.weight_spans == [WeightSpan(3, 0, 3), WeightSpan(4, 3, 5)]
+    shorten(found, 4)
+    assert found.response_tokens.tolist() == [5, 6, 7, 8] and len(found.engine_logprobs) == 4
+    assert found.weight_spans == [WeightSpan(3, 0, 3), WeightSpan(4, 3, 4)]
+    shorten(found, 3)
+    assert found.weight_spans == [WeightSpan(3, 0, 3)]
+
+
+def test_weights_that_were_not_sent_are_foreign():
+    check_versions(part([5], 4), 4, "r")
+    check_versions(part([], 9), 4, "r")
+    with pytest.raises(
+        ForeignWeightsError, match="weight version 5, but the newest version that this run has sent is 4"
+    ):
+        check_versions(part([5], 5), 4, "r")
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_one_infinite_log_prob_is_refused_and_changes_nothing(bad):
+    found = sample()
+    with pytest.raises(EngineError, match="log-prob 1 of 2 is"):
+        append_completion(found, part([5, 6], 0, [-1.0, bad]))
+    assert found.length == 0 and found.weight_spans == []
+
+
+@pytest.mark.parametrize(("start", "stop", "kept"), [(0, ("##", "END"), 2), (4, ("##", "END"), 4), (0, (), 5)])
+def test_a_stop_string_may_have_begun_before_an_abort(start, stop, kept):
+    """The tokens of the longest one are generated again, as far as they belong to this turn."""
+    removed, found = [], sample()
+    append_completion(found, part([5, 6, 7, 8, 9], 0))
+    generation = SimpleNamespace(_events=SimpleNamespace(removed=removed.append))
+    Generation._remove_possible_stop(generation, found, TurnRequest("r", 0, start, 99, stop))
+    assert found.response_tokens.tolist() == [5, 6, 7, 8, 9][:kept]
+    assert sum(removed) == 5 - kept
