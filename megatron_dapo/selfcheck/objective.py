@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -200,7 +200,7 @@ class _Check:
 
     def no_host(self) -> None:
         """Meta tensors have no values."""
-        scores = Scores(*(None if tensor is None else tensor.to("meta") for tensor in self._scores))
+        scores = _each(self._scores, lambda tensor: tensor.to("meta"))
         tensors: dict[str, Any] = {name: tensor.to("meta") for name, tensor in self._batch.tensors.items()}
         batch = replace(self._batch, **tensors)
         try:
@@ -225,7 +225,7 @@ class _Check:
         """As PolicyLoss does: zeros at masked positions, sums and metrics without gradient."""
         scores, batch = _copies(scores, batch)
         leaves = [tensor.requires_grad_() for tensor in scores if tensor is not None]
-        given = Scores(*(None if tensor is None else blank(tensor, batch.mask) for tensor in scores))
+        given = _each(scores, lambda tensor: blank(tensor, batch.mask))
         with torch.no_grad():
             sums = self._sums(given, batch) if sums is None else sums
         losses = self._objective.token_losses(given, batch, sums)
@@ -256,8 +256,9 @@ class _Check:
 
     def _some(self, rule: str, tokens: Tensor) -> _Variant:
         picked: dict[str, Any] = {name: tensor[tokens] for name, tensor in self._batch.tensors.items()}
-        scores = Scores(*(None if tensor is None else tensor[tokens] for tensor in self._scores))
-        return _Variant(rule, tokens, scores, replace(self._batch, **picked))
+        return _Variant(
+            rule, tokens, _each(self._scores, lambda tensor: tensor[tokens]), replace(self._batch, **picked)
+        )
 
     def _compare(self, variant: _Variant, found: _Found) -> None:
         whole, tokens = self._found, variant.tokens
@@ -302,12 +303,16 @@ def _random_tokens(needs: Needs) -> tuple[Scores, TokenBatch]:
         ref_logprobs=reference if needs.reference else None,
         engine_logprobs=engine if needs.engine else None,
     )
-    return Scores(*(None if tensor is None else blank(tensor, mask) for tensor in scores)), batch.blanked()
+    return _each(scores, lambda tensor: blank(tensor, mask)), batch.blanked()
+
+
+def _each(scores: Scores, function: Callable[[Tensor], Tensor]) -> Scores:
+    return Scores(function(scores.logprobs), None if scores.entropy is None else function(scores.entropy))
 
 
 def _copies(scores: Scores, batch: TokenBatch) -> tuple[Scores, TokenBatch]:
     tensors: dict[str, Any] = {name: tensor.clone() for name, tensor in batch.tensors.items()}
-    return Scores(*(None if tensor is None else tensor.clone() for tensor in scores)), replace(batch, **tensors)
+    return _each(scores, torch.clone), replace(batch, **tensors)
 
 
 def _differing(value: Tensor, expected: Tensor, mask: Tensor) -> int | None:
