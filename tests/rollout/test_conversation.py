@@ -388,6 +388,22 @@ def test_a_function_that_does_something_else_when_it_is_called_again_starts_agai
         assert appended == f"call {calls[sample.prompt_id, sample.index]}"
 
 
+def test_a_grader_reads_the_last_sample_of_a_rollout():
+    async def function(prompt, conversation, settings):
+        await conversation.generate(max_tokens=4)
+        conversation.new_sample([3, 4])
+        await conversation.generate(max_tokens=4)
+
+    async def grade(prompt, sample):
+        return Grade(sample.index % 2 == 0, float(sample.part))
+
+    (batch,), *_ = collect(
+        rollout(samples=2, longest=80), grade=grade, function=function_of(function), engine=ConversationEngine
+    )
+    assert {s.grade.score for group in batch.groups for s in group.samples} == {1.0}
+    assert {len(samples) for group in batch.groups for samples in group.rollouts} == {2}
+
+
 def test_rewards_of_turns_are_added_to_the_score():
     (batch,), *_ = collect(
         rollout(samples=4, longest=80), engine=ConversationEngine, function=function_of(guess_until_even)

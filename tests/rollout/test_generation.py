@@ -4,11 +4,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from simulation import collect, rollout
 
-from megatron_dapo.engines.protocol import Completion, ForeignWeightsError
+from megatron_dapo.engines.protocol import Completion, ForeignWeightsError, derive_seed
 from megatron_dapo.errors import EngineError
 from megatron_dapo.rollout.generation import Generation, TurnRequest, append_completion, check_versions, shorten
-from megatron_dapo.types import FinishReason, Sample, WeightSpan, as_logprobs, as_tokens
+from megatron_dapo.types import FinishReason, Prompt, Sample, WeightSpan, as_logprobs, as_tokens
 
 
 def part(tokens, version, logprobs=None, reason=FinishReason.ABORT):
@@ -60,3 +61,18 @@ def test_a_stop_string_may_have_begun_before_an_abort(start, stop, kept):
     Generation._remove_possible_stop(generation, found, TurnRequest("r", 0, start, 99, stop))
     assert found.response_tokens.tolist() == [5, 6, 7, 8, 9][:kept]
     assert sum(removed) == 5 - kept
+
+
+def test_the_seed_of_a_sample_depends_on_step_prompt_and_index():
+    batches, *_ = collect(rollout(samples=2, longest=20), steps=2, needed=2, seed=5)
+    for step, batch in enumerate(batches):
+        for group in batch.groups:
+            seeds = [derive_seed(5, step, group.prompt.id, index) for index in range(2)]
+            assert [sample.seed for sample in group.samples] == seeds
+
+
+def test_a_prompt_that_is_drawn_twice_in_a_step_has_other_samples():
+    again = Prompt("p", "", as_tokens([1]))
+    (batch,), *_ = collect(rollout(samples=2, longest=20), needed=3, prompts=lambda: again)
+    seeds = [sample.seed for group in batch.groups for sample in group.samples]
+    assert len(set(seeds)) == len(seeds) == 6

@@ -156,3 +156,16 @@ def test_what_a_dropped_group_counts(reason, unused, counted):
     counts.drop(group, reason)
     assert (counts.unused_groups, counts.graded) == (unused, counted)
     assert counts.wasted_tokens == 6 and counts.dropped[reason] == 2
+
+
+def test_a_dynamic_batch_is_full_with_one_kept_group():
+    """Every decided group counts, but training needs one that was kept."""
+    policy = FillPolicy(SamplerConfig(fill="dynamic"), 4)
+    assert [policy.missing(*counts) for counts in ((0, 0), (0, 3), (0, 9), (1, 2), (1, 3), (2, 9))] == [
+        4,
+        1,
+        1,
+        1,
+        0,
+        0,
+    ]
