@@ -221,7 +221,7 @@ def main() -> int:
             print(outcome.report, flush=True)
     of_bugs = [outcome for outcome in outcomes if outcome.bug]
     found = sum(outcome.found for outcome in of_bugs)
-    minutes = sum(outcome.cpu_seconds for outcome in outcomes) / 60
+    minutes = (time.process_time() + sum(outcome.cpu_seconds for outcome in outcomes)) / 60
     print(f"\n{table(outcomes)}\n\n{found} of {len(of_bugs)} bugs found; {minutes:.1f} CPU minutes")
     healthy = not any(outcome.found for outcome in outcomes if outcome.bug is None)
     return 0 if healthy and found >= FOUND_SHARE * len(of_bugs) else 1
