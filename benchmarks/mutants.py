@@ -149,8 +149,19 @@ def _test(folder: Path, tests: tuple[str, ...], report: Path) -> None:
         ):
             del sys.modules[name]
     import pytest
+    from hypothesis.configuration import set_hypothesis_home_dir
 
-    arguments = ["-x", "-q", "-p", "no:cacheprovider", "--rootdir", str(folder), *(f"tests/{test}" for test in tests)]
+    set_hypothesis_home_dir(report.with_suffix(f".{os.getpid()}"))  # what failed with another bug is not repeated
+    arguments = [
+        "-x",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--hypothesis-seed=0",
+        "--rootdir",
+        str(folder),
+        *(f"tests/{test}" for test in tests),
+    ]
     code = pytest.main(arguments)
     sys.stdout.flush()
     os._exit(int(code))
