@@ -53,7 +53,10 @@ def check_objective(loss: PolicyLoss) -> int:
         check.no_tokens, check.no_host,
     ]  # fmt: skip
     for rule in rules:
-        rule()
+        try:
+            rule()
+        except Exception as error:
+            _raised("", error)
     return len(rules) - 1 + len({variant.rule for variant in check.variants()})
 
 
@@ -102,7 +105,7 @@ class _Check:
                 raise BrokenRule(f"it reads {where}, but `needs` does not declare Needs({name}=True)") from error
             if isinstance(error, KeyError) and not self._needs.whole_sequences:
                 raise BrokenRule(f"it reads sums[{error}], but `needs` has no Needs(whole_sequences=True)") from error
-            _raised("", error)
+            raise
 
     def results(self) -> None:
         if self._found.losses.dtype != torch.float64:
@@ -110,10 +113,7 @@ class _Check:
         for name, value in self._found.metrics.items():
             if not isinstance(value, Tensor) or value.shape != self._batch.mask.shape:
                 raise BrokenRule(f"metric {name} must have one value per token {_kind(self._probe)}: {_kind(value)}")
-        try:
-            self._loss(self._scores, self._batch)
-        except Exception as error:
-            _raised("", error)
+        self._loss(*_random_tokens(self._loss.needs))
 
     def gradient(self) -> None:
         if not any(gradient.any() for gradient in self._found.gradients):
@@ -193,7 +193,7 @@ class _Check:
         try:
             found = self._ask(nothing.scores, nothing.batch, probe=self._probe[:0])
         except Exception as error:
-            _raised("of a micro-batch without tokens, which a rank may have, ", error)
+            _raised("a rank may have a micro-batch without tokens, for which it ", error)
         names = ", ".join(sorted(found.metrics.keys() ^ self._found.metrics.keys()))
         if names:
             raise BrokenRule(f"metrics must always have the same names; without a token these differ: {names}")

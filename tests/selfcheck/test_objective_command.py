@@ -92,6 +92,7 @@ BROKEN = {
     "undeclared reference": (lambda x, s, b, _: x + b.ref_logprobs, r"reads batch.ref_logprobs, .* Needs\(reference"),
     "undeclared entropy": (lambda x, s, b, _: x + s.entropy, r"reads scores.entropy, .* Needs\(entropy=True\)"),
     "undeclared sums": (lambda x, s, b, sums: x + sums["length"], r"reads sums\['length'\], .*whole_sequences"),
+    "one size of micro-batch": (lambda x, s, b, _: x + torch.zeros(22), "raised RuntimeError: The size of tensor"),
     "raises": (lambda x, s, b, _: x + 1 // 0, "raised ZeroDivisionError"),
     "no tokens": (lambda x, s, b, _: x + 0 * x.detach().max(), "micro-batch without tokens.* raised"),
     "item": (lambda x, s, b, _: x + 0 * s.logprobs.new_zeros(1).sum().item(), "no method may read a value on the host"),
@@ -144,7 +145,8 @@ def test_sums_state_and_metrics(check, objective, rule):
 def test_a_good_one_passes_and_takes_its_options(check):
     code, printed = check(Good, "algorithm.objective_options.scale=2.0")
     assert code == 0 and "ok, " in printed
-    assert check(with_losses(lambda x, s, b, _: x + b.ref_logprobs, Needs(reference=True)))[0] == 0
+    reference = with_losses(lambda x, s, b, _: x + b.ref_logprobs, Needs(reference=True))
+    assert check(reference)[0] == check(Good, "algorithm.kl.coefficient=0.1")[0] == 0
     code, printed = check(Good, "algorithm.objective_options.skale=2.0")
     assert code == 2 and "has no option 'skale'" in printed
 
