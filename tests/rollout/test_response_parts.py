@@ -9,7 +9,7 @@ from simulation import collect, rollout
 from megatron_dapo.engines.protocol import Completion, ForeignWeightsError, derive_seed
 from megatron_dapo.errors import EngineError
 from megatron_dapo.rollout.generation import Generation, TurnRequest, append_completion, check_versions, shorten
-from megatron_dapo.types import FinishReason, Prompt, Sample, WeightSpan, as_logprobs, as_tokens
+from megatron_dapo.types import FinishReason, Grade, Prompt, Sample, WeightSpan, as_logprobs, as_tokens
 
 
 def part(tokens, version, logprobs=None, reason=FinishReason.ABORT):
@@ -76,3 +76,22 @@ def test_a_prompt_that_is_drawn_twice_in_a_step_has_other_samples():
     (batch,), *_ = collect(rollout(samples=2, longest=20), needed=3, prompts=lambda: again)
     seeds = [sample.seed for group in batch.groups for sample in group.samples]
     assert len(set(seeds)) == len(seeds) == 6
+
+
+def test_rejected_groups_fill_the_batch_in_the_order_of_their_prompts():
+    async def wrong(prompt, sample):
+        return Grade(False, -1.0)
+
+    config = rollout(samples=2, longest=20, oversampling=2.0, order="prompt", max_generation_batches=1, on_limit="fill")
+    (batch,), *_ = collect(config, needed=2, grade=wrong)
+    assert [group.prompt.id for group in batch.groups] == ["p0", "p1"]
+    assert batch.metrics["rollout/groups_submitted"] == 4
+
+
+def test_restarted_groups_have_no_token_of_older_weights():
+    config = rollout(samples=2, longest=60, oversampling=3.0, unfinished="restart", surplus="drop")
+    batches, *_ = collect(config, steps=3, needed=2, slots=6)
+    assert sum(batch.metrics["rollout/samples_carried_in"] for batch in batches) > 0
+    for step, batch in enumerate(batches):
+        versions = {span.version for group in batch.groups for sample in group.samples for span in sample.weight_spans}
+        assert versions == {step}
