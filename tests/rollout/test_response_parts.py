@@ -89,9 +89,9 @@ def test_rejected_groups_fill_the_batch_in_the_order_of_their_prompts():
 
 
 def test_restarted_groups_have_no_token_of_older_weights():
-    config = rollout(samples=2, longest=60, oversampling=3.0, unfinished="restart", surplus="drop")
-    batches, *_ = collect(config, steps=3, needed=2, slots=6)
-    assert sum(batch.metrics["rollout/samples_carried_in"] for batch in batches) > 0
+    config = rollout(samples=2, oversampling=3.0, order="completion", unfinished="restart", surplus="drop")
+    batches, *_ = collect(config, steps=4, slots=60)
+    assert sum(batch.metrics["rollout/interrupted_share"] for batch in batches) > 0
     for step, batch in enumerate(batches):
         versions = {span.version for group in batch.groups for sample in group.samples for span in sample.weight_spans}
         assert versions == {step}
