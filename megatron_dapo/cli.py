@@ -351,6 +351,20 @@ def _add_selfcheck(sub: Commands) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table, with kernels, to this file")
     parser.add_argument("--updates", type=at_least(1), help="optimizer updates to compare (default 3; with --random 1)")
 
+    def run_one(args: argparse.Namespace) -> int:
+        from megatron_dapo.selfcheck.objective import run_objective
+
+        return run_objective(args.objective, args.set)
+
+    parser = add_command(
+        inner, "objective", run_one,
+        "Check that a custom objective gives the same update for every micro-batch, packing and layout.",
+        "example:\n  megatron-dapo selfcheck objective python:my_objectives.Mine algorithm.objective_options.tau=0.5\n"
+        "\nexit codes: 0 every rule holds, 1 one is broken, 2 wrong input",
+    )  # fmt: skip
+    parser.add_argument("objective", metavar="OBJECTIVE", help="python:module.name, or a built-in one")
+    add_settings(parser)
+
 
 def _add_plan(sub: Commands) -> None:
     def run(args: argparse.Namespace) -> int:

@@ -16,7 +16,9 @@ Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean",
 
 ObjectiveOption = bool | int | float | str
 # Settings that an objective has by default, where they differ from DAPO's. GSPO: as published (arXiv 2507.18071).
+# CISPO: no lower bound (arXiv 2506.13585, which does not publish its upper one), weights up to 5 (arXiv 2510.13786).
 OBJECTIVE_DEFAULTS: dict[str, dict[str, Any]] = {
+    "cispo": {"clip_low": 1.0, "clip_high": 4.0, "dual_clip": None},
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": None, "aggregation": "seq-mean-token-mean"},
 }
 LARGEST_SEQUENCE_CLIP = 0.02  # the ratio of a sequence is a mean over its tokens and stays much closer to 1
@@ -160,10 +162,14 @@ class AlgorithmConfig(Section):
         default_factory=dict, description="Options of a custom objective; the built-in ones have none."
     )
     clip_low: float = Field(
-        0.2, ge=0, description="ε_low: the ratio is clipped below at 1 − clip_low. gspo's default: 0.0003."
+        0.2,
+        ge=0,
+        description="ε_low: the lower bound of the ratio is 1 − clip_low. Default of gspo: 0.0003; of cispo: 1 (none).",
     )
     clip_high: float = Field(
-        0.28, ge=0, description="ε_high: the ratio is clipped above at 1 + clip_high. gspo's default: 0.0004."
+        0.28,
+        ge=0,
+        description="ε_high: the upper bound of the ratio is 1 + clip_high. Default of gspo: 0.0004; of cispo: 4.",
     )
     dual_clip: float | None = Field(
         10.0,

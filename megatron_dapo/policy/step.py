@@ -329,10 +329,14 @@ class _LossInputs:
         self._advantages = batch.advantages[self._sample_of]  # [responses]
         if batch.token_advantages is not None:
             self._advantages = self._advantages + batch.token_advantages
+        # What a mean over sequences counts: rollouts, of which one may consist of several samples.
+        counted = self._sample_of
+        if batch.rollouts is not None:
+            counted = np.unique(batch.rollouts, return_inverse=True)[1][self._sample_of]
         self._weights, self._counts = token_weights(
             config.algorithm.aggregation,
             torch.from_numpy(batch.loss_mask),
-            torch.from_numpy(self._sample_of),
+            torch.from_numpy(counted),
             batch.samples,
             config.aggregation_length,
         )

@@ -368,7 +368,7 @@ class StepCollector:
         cause = "the prompts ran out" if self._exhausted else f"{found.submitted_groups} prompts were sampled"
         return (
             f"step {self._step}: {cause} and {self._groups.count(GroupState.KEPT)} of {self._needed} groups were kept; "
-            f"dropped: {dict(found.dropped_groups) or 'none'}, failed: {found.failed_groups}"
+            f"dropped: {dict(sorted(found.dropped_groups.items())) or 'none'}, failed: {found.failed_groups}"
             + (f" (the last: {self._last_failure})" if self._last_failure else "")
         )
 

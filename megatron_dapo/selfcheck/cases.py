@@ -146,7 +146,8 @@ OFF_POLICY: dict[str, dict[str, Any]] = {
 }
 # The sequence's ratio is closer to 1 than a token's: with these bounds both kinds clip in the awkward mini-batch.
 CLIP: dict[str, dict[str, Any]] = {
-    "dapo": {}, "cispo": {}, "gspo": {"clip_low": 0.05, "clip_high": 0.05, "dual_clip": 10.0},
+    "dapo": {}, "cispo": {"clip_low": 0.2, "clip_high": 0.28},
+    "gspo": {"clip_low": 0.05, "clip_high": 0.05, "dual_clip": 10.0},
 }  # fmt: skip
 
 

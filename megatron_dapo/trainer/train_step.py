@@ -23,7 +23,7 @@ from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.config.trainer import GateConfig
 from megatron_dapo.errors import GateError, UserError
 from megatron_dapo.observe.observer import NullObserver, Observer
-from megatron_dapo.policy.batch import Floats, Ints, TrainBatch, trained_tokens
+from megatron_dapo.policy.batch import PER_SAMPLE, Floats, Ints, TrainBatch, trained_tokens
 from megatron_dapo.policy.loss_func import StepMetrics
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.policy.step import UpdateRefused
@@ -92,7 +92,6 @@ def check_gate(
 
 MiniBatches = list[list[int]]
 Shares = Callable[[Ints, MiniBatches], list[list[int]]]  # lengths, mini-batches: samples of each data-parallel rank
-PER_SAMPLE = ("prompt_lengths", "response_lengths", "advantages")
 SHARED_OTHERWISE = ("loss_mask", "routed_experts")
 
 

@@ -377,6 +377,12 @@ def test_gspo_has_its_published_settings_by_default():
     assert (dapo.clip_low, dapo.clip_high, dapo.dual_clip, dapo.aggregation) == (0.2, 0.28, 10.0, "token-mean")
 
 
+def test_cispo_has_no_lower_bound_and_a_wide_upper_one_by_default():
+    found = parse_config({"algorithm": {"objective": "cispo"}}).algorithm
+    assert (found.clip_low, found.clip_high, found.dual_clip, found.aggregation) == (1.0, 4.0, None, "token-mean")
+    assert parse_config({"algorithm": {"objective": "cispo", "clip_high": 0.5}}).algorithm.clip_high == 0.5
+
+
 def test_settings_that_do_not_belong_to_gspo_are_kept_and_named():
     own = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 10.0, "aggregation": "token-mean"}
     config = parse_config({"algorithm": {"objective": "gspo", **own}})

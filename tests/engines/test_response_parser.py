@@ -55,6 +55,7 @@ def test_json_with_other_spacing_is_parsed():
     ("spoil", "cause"),
     [
         (lambda a: a["output_ids"].pop(), "2 tokens but 3 log-probs"),
+        (lambda a: a["output_ids"].pop(1), "2 tokens but 3 log-probs"),
         (lambda a: a["output_ids"].__setitem__(2, 99), "other tokens"),
         (lambda a: a["meta_info"]["output_token_logprobs"][1].__setitem__(0, None), "log-prob 1 of 3"),
         (lambda a: a["meta_info"].pop("finish_reason"), "lacks 'finish_reason'"),

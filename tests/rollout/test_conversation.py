@@ -98,6 +98,45 @@ def test_states_are_exact():
         assert again.trained.dtype == np.bool_ and again.trained.tolist() == sample.trained.tolist()
 
 
+def test_a_replayed_turn_has_its_reward_once():
+    """The function is called again after an interruption, and gives every reward again."""
+
+    async def function(conversation):
+        await conversation.generate(max_tokens=3)
+        conversation.reward(0.5)
+        conversation.append("x")
+        await conversation.generate(max_tokens=3)
+        conversation.reward(0.25)
+        conversation.reward(1.0, turn=0)
+
+    async def main():
+        conversation = conversation_of(prompt_of(), ConversationEngine())
+        await function(conversation)
+        again = conversation_of(prompt_of(), None)  # nothing is generated
+        again.samples[:] = conversation.samples
+        assert again.replaying
+        await function(again)
+        return again
+
+    again = run_virtually(main())
+    assert [turn.reward for turn in again.samples[0].turns if turn.generated] == [1.5, 0.25]
+    assert again.rewards == 1.75 and not again.replaying
+
+
+def test_a_rewritten_history_takes_room_and_all_samples_end_as_the_last_turn():
+    async def function(conversation):
+        await conversation.generate(max_tokens=3)
+        conversation.new_sample([*conversation.prompt.tokens, *range(6)])
+        assert conversation.room == 20 - 6
+        await conversation.generate(max_tokens=1)
+
+    conversation = talk(function, room=20)
+    conversation.samples[0].finish_reason = FinishReason.ABORT
+    conversation.finish()
+    last = conversation.samples[-1].turns[-1].finish_reason
+    assert [sample.finish_reason.value for sample in conversation.samples] == [last, last] and last != "abort"
+
+
 def test_room_limits_the_whole_conversation():
     async def function(conversation):
         assert conversation.room == 20
@@ -347,6 +386,22 @@ def test_a_function_that_does_something_else_when_it_is_called_again_starts_agai
     for sample in batch.samples:
         appended = TOKENIZER.decode(sample.response_tokens[~sample.trained_mask])
         assert appended == f"call {calls[sample.prompt_id, sample.index]}"
+
+
+def test_a_grader_reads_the_last_sample_of_a_rollout():
+    async def function(prompt, conversation, settings):
+        await conversation.generate(max_tokens=4)
+        conversation.new_sample([3, 4])
+        await conversation.generate(max_tokens=4)
+
+    async def grade(prompt, sample):
+        return Grade(sample.index % 2 == 0, float(sample.part))
+
+    (batch,), *_ = collect(
+        rollout(samples=2, longest=80), grade=grade, function=function_of(function), engine=ConversationEngine
+    )
+    assert {s.grade.score for group in batch.groups for s in group.samples} == {1.0}
+    assert {len(samples) for group in batch.groups for samples in group.rollouts} == {2}
 
 
 def test_rewards_of_turns_are_added_to_the_score():

@@ -220,6 +220,8 @@ def test_gate_measures_the_gap_and_names_the_worst_token():
         check_gate(batch, np.array([-1, -2, -3.6, -4], np.float32), gate)
     with pytest.raises(GateError):
         check_gate(batch, np.array([-1, -2, np.nan, -4], np.float32), gate)
+    with pytest.raises(GateError):  # one bad token, though the mean is good
+        check_gate(batch, np.array([-1, -2, -3.6, -4], np.float32), gate.model_copy(update={"max_mean_gap": 0.2}))
 
 
 def wrong_rope_base(raw):
