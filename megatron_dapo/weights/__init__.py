@@ -1,4 +1,4 @@
-"""HF Qwen weights and Megatron weights: one table of names; conversion, comparison and loading.
+"""HF weights and Megatron weights: one table of names; conversion, comparison and loading.
 
 - `mapping`        the table: which HF tensors make up which Megatron parameter (`ParameterMapping`); `WeightsError`
 - `names`          other spellings of Megatron names: Transformer Engine, checkpoints; experts in one tensor

@@ -16,17 +16,18 @@ from pathlib import Path
 
 import torch
 
+from megatron_dapo.config.families.tensors import EMBEDDING
 from megatron_dapo.config.model import ModelShape
 from megatron_dapo.errors import UserError
 from megatron_dapo.files import StoredTensor, is_packed
-from megatron_dapo.weights.copy import BLOCK, copy_tensors, default_workers
+from megatron_dapo.weights.copy import copy_tensors, default_workers
 from megatron_dapo.weights.destination import PROGRESS, CopyGroup, check_free, new_directory
 from megatron_dapo.weights.formats.hf_writer import MAX_SHARD, HFWriter
 from megatron_dapo.weights.formats.megatron_reader import open_megatron
-from megatron_dapo.weights.formats.readers import HFReader, PieceReader, read_hf_directory
+from megatron_dapo.weights.formats.readers import HFReader, PieceReader, check_tied_head, read_hf_directory
 from megatron_dapo.weights.formats.torch_dist_writer import TorchDistWriter
 from megatron_dapo.weights.locate import HF_FILES, RELEASE, TRACKER, Format, format_of, locate
-from megatron_dapo.weights.mapping import EMBEDDING, HEAD, WeightsError, check_hf_tensors, stored_mappings
+from megatron_dapo.weights.mapping import HEAD, WeightsError, check_hf_tensors, stored_mappings
 from megatron_dapo.weights.side_files import FILE as CARRIED_FILE
 from megatron_dapo.weights.side_files import copy_carried, copy_side_files, export_carried
 
@@ -179,8 +180,7 @@ def open_hf(path: Path) -> tuple[ModelShape, HFReader]:
     """Open an HF directory whose tensors are exactly those that its config.json describes."""
     shape, weights = ModelShape.from_dir(path, weights_only=True), HFReader(path)
     check_hf_tensors(weights.stored, shape, path)
-    if shape.tied_embeddings and "lm_head.weight" in weights:
-        _check_tied(weights, shape.prefix)
+    check_tied_head(weights, shape)
     return shape, weights
 
 
@@ -226,14 +226,3 @@ def _one_dtype(weights: HFReader, names: tuple[str, ...], dtype: str | None) -> 
                 f"{first.dtype}; pass --dtype to convert both"
             )
     return weights.dtype(first.name)
-
-
-def _check_tied(weights: HFReader, prefix: str) -> None:
-    head, embedding = weights["lm_head.weight"], weights[f"{prefix}embed_tokens.weight"]
-    same = head.shape == embedding.shape and head.dtype == embedding.dtype
-    step = max(1, BLOCK // max(1, head[0].numel() * head.dtype.itemsize)) if same else 1
-    if not same or not all(torch.equal(a, b) for a, b in zip(head.split(step), embedding.split(step), strict=True)):
-        raise WeightsError(
-            f"{weights.stored['lm_head.weight'].file}: tensor lm_head.weight differs from the embedding, but "
-            "config.json has tie_word_embeddings; set it to false if the model has its own head"
-        )

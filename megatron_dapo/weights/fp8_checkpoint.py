@@ -19,6 +19,7 @@ from megatron_dapo.weights.convert import Report, check_paths, open_hf
 from megatron_dapo.weights.destination import new_directory
 from megatron_dapo.weights.formats.readers import HFReader
 from megatron_dapo.weights.fp8 import BLOCK, SCALE, is_quantised, quantise, quantised_specs, quantization_config
+from megatron_dapo.weights.mapping import WeightsError
 from megatron_dapo.weights.side_files import copy_side_files
 from megatron_dapo.weights.tensor_spec import TensorSpec, flat_size, flat_starts, in_flat_order
 
@@ -36,6 +37,8 @@ def hf_to_fp8(
     began, src, dst = time.monotonic(), Path(source), Path(destination)
     check_paths(src, dst, overwrite)
     _, weights = open_hf(src)
+    if weights.quantised:
+        raise WeightsError(f"{src} is in fp8 already")
     files: dict[str, list[str]] = {}
     for name, stored in weights.stored.items():
         files.setdefault(stored.file.stem, []).append(name)

@@ -61,16 +61,17 @@ SHAPES = {
 
 
 # The slowest channels are divided by 4, the fastest kept, and one is between them.
-YARN = replace(SHAPES["qwen2"], yarn=Yarn(4.0, 64, attention_factor=1.3, beta_fast=8.0))
+YARN = replace(SHAPES["qwen2"], rope_scaling=Yarn(4.0, 64, attention_factor=1.3, beta_fast=8.0))
 
 
 def rope_options(shape: ModelShape) -> dict[str, Any]:
-    if shape.yarn is None:
+    yarn = shape.rope_scaling
+    if yarn is None:
         return {"rope_type": "default", "rope_theta": shape.rope_theta}
     return {
-        "rope_type": "yarn", "rope_theta": shape.rope_theta, "factor": shape.yarn.factor,
-        "original_max_position_embeddings": shape.yarn.original_positions, "beta_fast": shape.yarn.beta_fast,
-        "beta_slow": shape.yarn.beta_slow, "attention_factor": shape.yarn.attention_factor,
+        "rope_type": "yarn", "rope_theta": shape.rope_theta, "factor": yarn.factor,
+        "original_max_position_embeddings": yarn.original_positions, "beta_fast": yarn.beta_fast,
+        "beta_slow": yarn.beta_slow, "attention_factor": yarn.attention_factor,
     }  # fmt: skip
 
 
@@ -144,7 +145,7 @@ def in_fp64(model: Any, shape: ModelShape) -> Any:
     """The model in fp64, with its rotary frequencies, which are rounded to fp32 when it is built."""
     channels = torch.arange(0, shape.rotated, 2, dtype=torch.float64)
     rotary = model.double().model.rotary_emb
-    if shape.yarn is None:
+    if shape.rope_scaling is None:
         rotary.inv_freq = 1.0 / shape.rope_theta ** (channels / shape.rotated)
     else:
         with fp64():

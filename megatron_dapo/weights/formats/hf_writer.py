@@ -10,10 +10,11 @@ from pathlib import Path
 
 import torch
 
+from megatron_dapo.config.families.tensors import EMBEDDING
 from megatron_dapo.config.model import ModelShape
 from megatron_dapo.files import INDEX, SINGLE, safetensors_header
 from megatron_dapo.weights.copy import OutputFile, RowRange, TensorWrite
-from megatron_dapo.weights.mapping import EMBEDDING, HEAD, ParameterMapping, stored_mappings
+from megatron_dapo.weights.mapping import HEAD, ParameterMapping, stored_mappings
 from megatron_dapo.weights.names import packed, packing_order
 
 MAX_SHARD = 5 * 10**9

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_dapo.config.model import ModelShape
 from megatron_dapo.files import (
     INDEX,
     ITEM_SIZES,
@@ -37,7 +38,8 @@ from megatron_dapo.files import (
 )
 from megatron_dapo.weights.formats.safe_pickle import UnsafePickle, load_torch_pickle, tensor_of
 from megatron_dapo.weights.formats.torch_zip import BadArchive, open_archive
-from megatron_dapo.weights.mapping import WeightsError
+from megatron_dapo.weights.fp8 import BLOCK, DTYPE, SCALE, dequantise, scale_shape
+from megatron_dapo.weights.mapping import HEAD, WeightsError
 
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
@@ -206,29 +208,52 @@ def read_hf_directory(path: Path) -> dict[str, StoredTensor]:
 
 class HFReader(CheckpointReader, Mapping[str, Tensor]):
     """A checked HF checkpoint: names to memory-mapped tensors. Experts have one name each, also where the file has all
-    of a layer in one tensor (`packed`)."""
+    of a layer in one tensor (`packed`). Matrices in fp8 (`quantised`) are read as bf16: multiplied by their scales in
+    fp32 and rounded, as transformers does."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(Path(path))
         stored = read_hf_directory(self.path)
         self.stored = unpacked(stored)
         self.packed = is_packed(stored)
+        self._fp8: dict[str, tuple[StoredTensor, StoredTensor]] = {}  # by name: the matrix and its scales
+        for scales in [name for name in self.stored if name.endswith(SCALE)]:
+            self._add_fp8(scales.removesuffix(SCALE), self.stored.pop(scales))
+        self.quantised = bool(self._fp8)
+
+    def _add_fp8(self, name: str, scales: StoredTensor) -> None:
+        stored = self.stored.get(name)
+        if stored is None or torch_dtype(stored) != DTYPE or scales.shape != scale_shape(stored.shape):
+            found = "none" if stored is None else f"{stored.dtype} of shape {stored.shape}"
+            raise WeightsError(
+                f"{scales.file}: tensor {scales.name} of shape {scales.shape}: expected one scale for each block of "
+                f"{BLOCK} × {BLOCK} of a matrix {name} in {str(DTYPE).removeprefix('torch.')}, found {found}"
+            )
+        self._fp8[name] = stored, scales
+        self.stored[name] = replace(stored, dtype="bfloat16")
+
+    def _dequantised(self, name: str, start: int, count: int) -> Tensor:
+        stored, scales = self._fp8[name]
+        return dequantise(self._view(rows_of(stored, start, count)), self._view(scales), start).to(torch.bfloat16)
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._view(self.stored[name])
+        stored = self.stored[name]
+        return self._dequantised(name, 0, stored.shape[0]) if name in self._fp8 else self._view(stored)
 
     def dtype(self, name: str) -> torch.dtype:
         return torch_dtype(self.stored[name])
 
     def rows(self, name: str, start: int, count: int) -> Tensor:
-        return self[name].narrow(0, start, count)
+        return self._dequantised(name, start, count) if name in self._fp8 else self[name].narrow(0, start, count)
 
     def read(self, name: str, start: int, count: int) -> Tensor:
+        if name in self._fp8:
+            return self._dequantised(name, start, count)
         return self._read(rows_of(self.stored[name], start, count))
 
     def spans(self, name: str, start: int, count: int) -> Iterator[tuple[int, StoredTensor | None]]:
         if count:
-            yield count, rows_of(self.stored[name], start, count)
+            yield count, None if name in self._fp8 else rows_of(self.stored[name], start, count)
 
     def files(self) -> list[Path]:
         return sorted({stored.file for stored in self.stored.values()})
@@ -241,6 +266,20 @@ class HFReader(CheckpointReader, Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self.stored)
+
+
+def check_tied_head(weights: Mapping[str, Tensor], shape: ModelShape) -> None:
+    """A tied model may store a head, but only a copy of the embedding: transformers would use another one."""
+    if not shape.tied_embeddings or HEAD not in weights:
+        return
+    head, embedding = weights[HEAD], weights[f"{shape.prefix}embed_tokens.weight"]
+    same = head.shape == embedding.shape and head.dtype == embedding.dtype
+    if not same or not all(torch.equal(a, b) for a, b in zip(head.split(1024), embedding.split(1024), strict=True)):
+        where = weights.where(HEAD) if isinstance(weights, HFReader) else f"tensor {HEAD}"
+        raise WeightsError(
+            f"{where} differs from the embedding, but config.json has tie_word_embeddings; set it to false if the "
+            "model has its own head"
+        )
 
 
 @dataclass(frozen=True, slots=True)
