@@ -14,12 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
 from megatron_dapo.config.families.tensors import EMBEDDING
 from megatron_dapo.config.model import ModelShape
 from megatron_dapo.errors import UserError
-from megatron_dapo.files import StoredTensor, is_packed
+from megatron_dapo.files import Dtype, StoredTensor, is_packed
 from megatron_dapo.weights.copy import copy_tensors, default_workers
 from megatron_dapo.weights.destination import PROGRESS, CopyGroup, check_free, new_directory
 from megatron_dapo.weights.formats.hf_writer import MAX_SHARD, HFWriter
@@ -30,8 +28,6 @@ from megatron_dapo.weights.locate import HF_FILES, RELEASE, TRACKER, Format, for
 from megatron_dapo.weights.mapping import HEAD, WeightsError, check_hf_tensors, stored_mappings
 from megatron_dapo.weights.side_files import FILE as CARRIED_FILE
 from megatron_dapo.weights.side_files import copy_carried, copy_side_files, export_carried
-
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 RECORD = "conversion.json"  # in a converted checkpoint: what an export cannot see in the weights
 
@@ -82,7 +78,6 @@ def hf_to_megatron(
     ):
         checkpoint = directory / RELEASE
         checkpoint.mkdir(exist_ok=True)
-        # Metadata needs an import that takes most of a second; the copy waits for the disk meanwhile.
         metadata = None if group.rank else pool.submit(writer.metadata)
         report = _copy(weights, writer, checkpoint, directory / PROGRESS, group, workers, progress)
         if metadata is None:
@@ -122,7 +117,7 @@ def megatron_to_hf(
     tied_head &= shape.tied_embeddings
     weights = open_megatron(src, shape)
     dtypes = {
-        mapping.name: DTYPES[dtype] if dtype else weights.dtype(mapping.name) for mapping in stored_mappings(shape)
+        mapping.name: Dtype(dtype) if dtype else weights.dtype(mapping.name) for mapping in stored_mappings(shape)
     }
     writer = HFWriter(shape, dtypes, max_shard=max_shard, tied_head=tied_head, pack=pack)
     group, plan = CopyGroup.from_environment(), _plan(weights, writer, dtype)
@@ -132,7 +127,7 @@ def megatron_to_hf(
             return report(src, dst, began)
         writer.write_index(directory)
         carried, notes = export_carried(reference, directory, shape)
-        notes += copy_side_files(reference, directory, str(dtypes[EMBEDDING]).removeprefix("torch."))
+        notes += copy_side_files(reference, directory, dtypes[EMBEDDING])
     return report(src, dst, began, notes, carried)
 
 
@@ -215,9 +210,9 @@ def check_paths(source: Path, destination: Path, overwrite: bool) -> None:
     check_free(destination.absolute(), overwrite)
 
 
-def _one_dtype(weights: HFReader, names: tuple[str, ...], dtype: str | None) -> torch.dtype:
+def _one_dtype(weights: HFReader, names: tuple[str, ...], dtype: str | None) -> Dtype:
     if dtype:
-        return DTYPES[dtype]
+        return Dtype(dtype)
     first = weights.stored[names[0]]
     for other in (weights.stored[name] for name in names[1:]):
         if other.dtype != first.dtype:

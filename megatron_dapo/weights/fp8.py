@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_dapo.weights.names import SCALE
 from megatron_dapo.weights.tensor_spec import TensorSpec, in_flat_order
 
 BLOCK = 128
 LARGEST = 448.0  # of e4m3
-SCALE = "_scale_inv"  # what the format appends to the name of a weight
 DTYPE = torch.float8_e4m3fn
 _SMALLEST = 1e-12  # of a block's largest value, so that a block of zeros has a scale
 _ROWS = 64 * BLOCK  # rows that are computed at a time, in fp32

@@ -10,14 +10,15 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from megatron_dapo.config.model import ModelShape
-from megatron_dapo.files import INDEX, SINGLE, StoredTensor, safetensors_header
+from megatron_dapo.files import INDEX, SINGLE, Dtype, StoredTensor, safetensors_header
 from megatron_dapo.weights.copy import OutputFile, RowRange, TensorWrite, copy_tensors
 from megatron_dapo.weights.formats.readers import CheckpointReader, HFReader
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FILE = SINGLE
 ONLY, SHARD = "model-00001-of-00001.safetensors", "model-carried.safetensors"
@@ -149,7 +150,7 @@ class WithCarried(CheckpointReader):
     def _of(self, name: str) -> CheckpointReader:
         return self._carried if name in self._carried else self._weights
 
-    def dtype(self, name: str) -> torch.dtype:
+    def dtype(self, name: str) -> Dtype:
         return self._of(name).dtype(name)
 
     def rows(self, name: str, start: int, count: int) -> Tensor:
