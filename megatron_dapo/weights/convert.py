@@ -26,6 +26,7 @@ from megatron_dapo.weights.formats.readers import HFReader, PieceReader, check_t
 from megatron_dapo.weights.formats.torch_dist_writer import TorchDistWriter
 from megatron_dapo.weights.locate import HF_FILES, RELEASE, TRACKER, Format, format_of, locate
 from megatron_dapo.weights.mapping import HEAD, WeightsError, check_hf_tensors, stored_mappings
+from megatron_dapo.weights.model_card import write_model_card
 from megatron_dapo.weights.side_files import FILE as CARRIED_FILE
 from megatron_dapo.weights.side_files import copy_carried, copy_side_files, export_carried
 
@@ -128,6 +129,8 @@ def megatron_to_hf(
         writer.write_index(directory)
         carried, notes = export_carried(reference, directory, shape)
         notes += copy_side_files(reference, directory, dtypes[EMBEDDING])
+        if write_model_card(src, directory):
+            notes = [note for note in notes if not note.endswith("has no generation_config.json")]
     return report(src, dst, began, notes, carried)
 
 
