@@ -363,7 +363,7 @@ class _Reader:
         if types is None:
             return ()
         known = ("full_attention", "linear_attention") if self._family.linear_projections else ("full_attention",)
-        found = tuple(_LAYERS.get(kind, kind) for kind in types) if isinstance(types, list) else ()
+        found = tuple(_LAYERS.get(str(kind), str(kind)) for kind in types) if isinstance(types, list) else ()
         if len(found) != layers or not set(found) <= set(known):
             raise self.fail(f"'layer_types' must name {' or '.join(known)} for each of {layers} layers")
         return found

@@ -38,7 +38,10 @@ class Instance:
         self.state = state
 
 
-class _Pickler(pickle._Pickler):  # in Python: the one in C imports a module before it names it
+_Base: Any = pickle._Pickler  # in Python: the one in C imports a module before it names it
+
+
+class _Pickler(_Base):
     def save_name(self, value: Name) -> None:
         self.write(pickle.GLOBAL + f"{value.module}\n{value.name}\n".encode())
         self.memoize(value)
@@ -57,7 +60,7 @@ class _Pickler(pickle._Pickler):  # in Python: the one in C imports a module bef
             self.save(value.state)
             self.write(pickle.BUILD)
 
-    dispatch = pickle._Pickler.dispatch | {Name: save_name, Call: save_call, Instance: save_instance}
+    dispatch = _Base.dispatch | {Name: save_name, Call: save_call, Instance: save_instance}
 
 
 def dump(value: Any, persistent_id: Callable[[Any], Any] | None = None) -> bytes:
