@@ -7,7 +7,6 @@ import importlib
 import io
 import pickle
 import sys
-from collections.abc import Callable
 from typing import Any
 
 
@@ -38,10 +37,20 @@ class Instance:
         self.state = state
 
 
+class Outside:
+    """Refers to data that is not in the pickle (`persistent_id`)."""
+
+    def __init__(self, reference: Any) -> None:
+        self.reference = reference
+
+
 _Base: Any = pickle._Pickler  # in Python: the one in C imports a module before it names it
 
 
 class _Pickler(_Base):
+    def persistent_id(self, value: Any) -> Any:
+        return value.reference if isinstance(value, Outside) else None
+
     def save_name(self, value: Name) -> None:
         self.write(pickle.GLOBAL + f"{value.module}\n{value.name}\n".encode())
         self.memoize(value)
@@ -63,13 +72,9 @@ class _Pickler(_Base):
     dispatch = _Base.dispatch | {Name: save_name, Call: save_call, Instance: save_instance}
 
 
-def dump(value: Any, persistent_id: Callable[[Any], Any] | None = None) -> bytes:
-    """`persistent_id`: as of pickle.Pickler."""
+def dump(value: Any) -> bytes:
     buffer = io.BytesIO()
-    pickler = _Pickler(buffer, protocol=2)
-    if persistent_id is not None:
-        pickler.persistent_id = persistent_id
-    pickler.dump(value)
+    _Pickler(buffer, protocol=2).dump(value)
     return buffer.getvalue()
 
 

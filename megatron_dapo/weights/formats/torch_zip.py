@@ -18,7 +18,7 @@ from functools import lru_cache
 from typing import Any
 
 from megatron_dapo.files import Dtype
-from megatron_dapo.weights.formats.named_pickle import Call, Name, dump
+from megatron_dapo.weights.formats.named_pickle import Call, Name, Outside, dump
 from megatron_dapo.weights.formats.safe_pickle import STORAGES, UnsafePickle, load_tensor_pickle
 
 ALIGN = 64
@@ -42,16 +42,11 @@ class ArchivedTensor:
     data_offset: int
 
 
-class _Storage:
-    def __init__(self, dtype: Dtype, count: int) -> None:
-        self.reference = ("storage", Name("torch", STORAGES[dtype]), "0", "cpu", count)
-
-
 def _pickled(dtype: Dtype, shape: tuple[int, ...]) -> bytes:
     """A contiguous tensor over storage "0"."""
     stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-    arguments = (_Storage(dtype, math.prod(shape)), 0, shape, stride, False, Call(_ORDERED, ()))
-    return dump(Call(_REBUILD, arguments), lambda value: value.reference if isinstance(value, _Storage) else None)
+    storage = Outside(("storage", Name("torch", STORAGES[dtype]), "0", "cpu", math.prod(shape)))
+    return dump(Call(_REBUILD, (storage, 0, shape, stride, False, Call(_ORDERED, ()))))
 
 
 class TensorArchive:
