@@ -28,7 +28,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 ITEM_SIZES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
-    "uint8": 1, "bool": 1, "float8_e4m3fn": 1,
+    "uint8": 1, "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
 }  # fmt: skip
 _DTYPE_OF_CODE = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
@@ -200,6 +200,21 @@ def collect(folder: Path, size: int, wait: Callable[[float], object], pause: flo
 # -- safetensors ------------------------------------------------------------------------------------------------------
 
 
+class Dtype(str):
+    """The name of a torch dtype; files are copied without torch, whose import takes longer than a small conversion."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, dtype: Any) -> Dtype:
+        """`dtype`: a torch dtype or its name."""
+        return cls(str(dtype).removeprefix("torch."))
+
+    @property
+    def itemsize(self) -> int:
+        return ITEM_SIZES[self]
+
+
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """A tensor in a file: contiguous and row-major, in bytes [offset, offset + nbytes) of `file`."""
@@ -223,7 +238,7 @@ def safetensors_header(tensors: Iterable[tuple[str, Any, Sequence[int]]]) -> byt
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, dtype, shape in tensors:
-        dtype_name = str(dtype).removeprefix("torch.")
+        dtype_name = Dtype.of(dtype)
         end = at + math.prod(shape) * ITEM_SIZES[dtype_name]
         entries[name] = {"dtype": _CODE_OF_DTYPE[dtype_name], "shape": list(shape), "data_offsets": [at, end]}
         at = end

@@ -110,7 +110,9 @@ def _sharded_files(state: dict[str, Any], runtime: Runtime, buffers: HostBuffers
     if gathered is not None:
         try:
             metadata = torch_dist_metadata([item for items in gathered for item in items])
-            files += [CheckpointFile(name, [text]) for name, text in description_files(metadata, common).items()]
+            files += [
+                CheckpointFile(name, [text]) for name, text in description_files(metadata, saved_object(common)).items()
+            ]
         except CheckpointError as found:
             error = found
     runtime.raise_together(error, "describing the checkpoint")

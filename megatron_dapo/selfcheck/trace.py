@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dapo.config import Config, ModelShape
+from megatron_dapo.config.families.tensors import OUTPUT
 from megatron_dapo.errors import UserError
 from megatron_dapo.policy.head.fused import has_triton
 from megatron_dapo.policy.megatron.options import adam_provider, torch_layers
@@ -31,7 +32,7 @@ from megatron_dapo.policy.policy import Policy
 from megatron_dapo.processes.fork_ranks import Rendezvous
 from megatron_dapo.selfcheck.cases import Case
 from megatron_dapo.selfcheck.synthetic import awkward_batch, random_experts, random_hf_weights
-from megatron_dapo.weights.mapping import OUTPUT, parameter_mappings
+from megatron_dapo.weights.mapping import parameter_mappings
 from megatron_dapo.weights.model_weights import hf_tensors, live_mappings, unshard
 
 TOKEN_TERM = 0.1  # what a token adds to a loss, about; such terms may cancel, and rounding is relative to them

@@ -25,11 +25,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_dapo import fault_points
+from megatron_dapo.config.families.tensors import OUTPUT
 from megatron_dapo.config.model import ModelShape
 from megatron_dapo.config.rollout import Quantization, Senders
 from megatron_dapo.sync.bucket import Bucket, FlatBucket, RemoteBucket, bucket_in, wait_for_readers
 from megatron_dapo.weights.fp8 import quantise_pairs, quantised_specs
-from megatron_dapo.weights.mapping import OUTPUT, ParameterMapping, WeightsError, parameter_mappings, shard_copies
+from megatron_dapo.weights.mapping import ParameterMapping, WeightsError, parameter_mappings, shard_copies
 from megatron_dapo.weights.model_weights import RankPosition, live_mappings
 from megatron_dapo.weights.tensor_spec import TensorSpec, flat_size, in_flat_order
 

@@ -1,4 +1,4 @@
-"""HF Qwen weights and Megatron weights: one table of names; conversion, comparison and loading.
+"""HF weights and Megatron weights: one table of names; conversion, comparison and loading.
 
 - `mapping`        the table: which HF tensors make up which Megatron parameter (`ParameterMapping`); `WeightsError`
 - `names`          other spellings of Megatron names: Transformer Engine, checkpoints; experts in one tensor
@@ -8,6 +8,7 @@
 - `convert`        HF safetensors to Megatron torch_dist and back
 - `copy`           copies tensors from files to files on several threads (`copy_tensors`)
 - `destination`    an output directory that appears complete or not at all; several processes that fill it together
+- `model_card`     README.md of a trained model, from the files of its run
 - `side_files`     config, tokenizer, other files and tensors that travel with the weights
 - `verify`         whether two checkpoints hold the same weights
 - `fp8`            matrices in fp8 with scales, for the engines

@@ -16,14 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron_dapo.config.families.tensors import EMBEDDING, FINAL_NORM, OUTPUT, Split
 from megatron_dapo.config.model import ModelShape
-from megatron_dapo.weights.formats.readers import HFReader
+from megatron_dapo.weights.formats.readers import HFReader, check_tied_head
 from megatron_dapo.weights.mapping import (
-    EMBEDDING,
-    FINAL_NORM,
-    OUTPUT,
     ParameterMapping,
-    Split,
     WeightsError,
     check_hf_names,
     listed,
@@ -72,6 +69,7 @@ def load_hf_weights(
     """
     weights = source if isinstance(source, Mapping) else HFReader(source)
     check_hf_names(weights, shape, weights.path if isinstance(weights, HFReader) else "")
+    check_tied_head(weights, shape)
     found = list(live_mappings(model_chunks, shape, position))
     for mapping, parameter in found:
         _check_shape(mapping, parameter, position)

@@ -205,7 +205,8 @@ def test_both_names_of_the_expert_count_are_read():
         "num_local_experts": 128, "head_dim": 128,
     }  # fmt: skip
     assert ModelShape.from_hf(moe).experts == 128
-    assert ModelShape.from_hf(moe | {"num_experts": 64, "num_local_experts": None}).experts == 64
+    with pytest.raises(ConfigError, match="'num_experts' is 64, but 'num_local_experts' is 128; remove one of them"):
+        ModelShape.from_hf(moe | {"num_experts": 64})
 
 
 @pytest.mark.parametrize(
@@ -341,14 +342,19 @@ def test_the_home_directory_is_expanded_in_paths(monkeypatch):
         ({"num_attention_heads": []}, "'num_attention_heads' must be a positive integer (found [])"),
         ({"num_key_value_heads": 7}, "num_attention_heads (40) must be a multiple of num_key_value_heads (7)"),
         ({"rope_theta": "1e6"}, "'rope_theta' must be a positive number (found '1e6')"),
-        ({"rms_norm_eps": -1}, "'rms_norm_eps' must be a positive number (found -1)"),
+        ({"rms_norm_eps": -1}, "'rms_norm_eps' must be a positive float (found -1)"),
         ({"tie_word_embeddings": "no"}, "'tie_word_embeddings' must be true or false (found 'no')"),
         ({"rope_scaling": "yarn"}, "must be objects (found 'yarn')"),
         ({"rope_scaling": {"type": "longrope", "factor": 4.0}}, "rope type 'longrope' is not supported in training"),
-        ({"rope_scaling": {"type": "yarn"}}, "'factor' of YaRN must be a positive number (found None)"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4, "beta_fast": "x"}}, "'beta_fast' of YaRN must be a positive"),
-        ({"architectures": ["LlamaForCausalLM"]}, "architecture 'LlamaForCausalLM' is not supported"),
-        ({"architectures": "LlamaForCausalLM"}, "architecture 'LlamaForCausalLM' is not supported"),
+        ({"rope_scaling": {"type": "yarn"}}, "'factor' of rope type 'yarn' must be a positive number (found None)"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4, "beta_fast": "x"}}, "'beta_fast' of rope type 'yarn' must be"),
+        ({"rope_parameters": {"rope_theta": 5.0}}, "'rope_theta' is 1000000.0, but 5.0 in 'rope_parameters'; remove"),
+        ({"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": {"factor": 2.0}}, "remove one of them"),
+        ({"hidden_size": 1}, "'head_dim' must be a positive integer (found 0)"),
+        ({"is_causal": False}, "is_causal is False; qwen2 is supported with True only"),
+        ({"model_type": "llama"}, "architecture 'Qwen2ForCausalLM' of model_type 'llama' is not supported"),
+        ({"architectures": ["GemmaForCausalLM"]}, "architecture 'GemmaForCausalLM' is not supported"),
+        ({"architectures": "GemmaForCausalLM"}, "architecture 'GemmaForCausalLM' is not supported"),
         ({"architectures": [3]}, "architecture 3 is not supported"),
         ({"architectures": 5}, "is not supported"),
         ({"architectures": None}, "is not supported"),

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.config.model import ARCHITECTURES
+from megatron_dapo.config.families import find_family
 from megatron_dapo.config.rollout import WeightTransportConfig
 from megatron_dapo.engines.sglang.client import FLATTENED, SGLangClient
 from megatron_dapo.engines.sglang.http import failures, wait_all
@@ -42,8 +42,8 @@ class WeightManifest:
     def __init__(self, model: str | Path) -> None:
         file = Path(model) / "config.json"
         config = json.loads(file.read_text()) if file.is_file() else {}
-        architecture = ARCHITECTURES.get(next(iter(config.get("architectures") or []), ""))
-        carried = architecture.carried if architecture else ()
+        family = find_family(config)
+        carried = family.carried if family else ()
         self._shapes: dict[str, tuple[int, ...]] = {}
         if str(model) and any(Path(model).glob("*.safetensors")):
             stored = unpacked(read_safetensors_directory(model))

@@ -1,4 +1,4 @@
-"""Builds this rank's chunks of a Qwen model on Megatron-Core, from a HF shape and a layout.
+"""Builds this rank's chunks of a model on Megatron-Core, from a HF shape and a layout.
 
 Layers are Transformer Engine's where it is installed, else ours (`local_spec`); parameters and results are the same.
 `PolicyModel` adds one thing to GPTModel: with a `HeadRequest` its hidden states go to our output layer (`head/`)
@@ -90,8 +90,8 @@ def build_model(shape: ModelShape, policy: PolicyConfig, runtime: Runtime) -> li
             )
         if chunk.post_process:  # our head adds its gradient itself; plain cross-entropy leaves it to Megatron's DDP
             chunk.output_layer.gradient_accumulation_fusion = False
-        if te and shape.yarn:
-            chunk.rotary_pos_emb.inv_freq = inverse_frequencies(shape.rotated, shape.rope_theta, shape.yarn)
+        if te and shape.rope_scaling:
+            chunk.rotary_pos_emb.inv_freq = inverse_frequencies(shape.rotated, shape.rope_theta, shape.rope_scaling)
         if shape.is_moe:
             install_hooks(chunk)
             separate_expert_gradients(chunk, config)
@@ -135,7 +135,7 @@ def _block_spec(config: TransformerConfig, vp_stage: int | None, shape: ModelSha
     else:
         from megatron_dapo.policy.model.local_spec import local_block_spec
 
-        spec = local_block_spec(config, vp_stage, shape.rope_theta, shape.rotated, shape.yarn)
+        spec = local_block_spec(config, vp_stage, shape.rope_theta, shape.rotated, shape.rope_scaling)
     if shape.linear:
         use_gated_delta_net(spec, config, vp_stage, shape.linear)
     if shape.is_moe:
