@@ -51,6 +51,7 @@ from megatron_dapo.weights.formats.small_files import (
 )
 from megatron_dapo.weights.formats.torch_zip import ALIGN, TensorArchive
 from megatron_dapo.weights.locate import HF_FILES, locate
+from megatron_dapo.weights.model_weights import ADAPTERS
 from megatron_dapo.weights.side_files import side_files
 
 MAX_ITEM = 1 << 30  # larger tensors are split: an archive holds less than 4 GiB
@@ -236,8 +237,11 @@ def _metadata(policy: Policy) -> dict[str, Any]:
 
 
 def _model_state(policy: Policy) -> dict[str, Any]:
-    """One entry per model chunk; sharded keys carry global layer numbers, so the chunks do not matter on disk."""
+    """One entry per model chunk; sharded keys carry global layer numbers, so the chunks do not matter on disk. With
+    LoRA only the adapters: the base does not change."""
     metadata = _metadata(policy)
+    if policy.trains_adapters:
+        return {f"model{i}": chunk.adapters.sharded_state_dict(ADAPTERS) for i, chunk in enumerate(policy.model)}
     return {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(policy.model)}
 
 

@@ -149,7 +149,7 @@ class Case:
     @property
     def reference(self) -> Case:
         """The same model and loss in a single process."""
-        kept = {key: value for key, value in self.policy.items() if key == "routing_replay"}
+        kept = {key: value for key, value in self.policy.items() if key in ("routing_replay", "lora")}
         return replace(self, layout=SINGLE, policy=kept, size=self.size or self.layout.model_size)
 
     @property

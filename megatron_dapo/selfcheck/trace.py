@@ -16,12 +16,13 @@ from torch import Tensor
 from megatron_dapo.config import Config, ModelShape
 from megatron_dapo.errors import UserError
 from megatron_dapo.policy.megatron.runtime import Runtime, initialize
+from megatron_dapo.policy.model.lora import load_adapters
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.processes.fork_ranks import Rendezvous
 from megatron_dapo.selfcheck.cases import Case
-from megatron_dapo.selfcheck.synthetic import awkward_batch, random_experts, random_hf_weights
-from megatron_dapo.weights.mapping import OUTPUT, parameter_mappings
-from megatron_dapo.weights.model_weights import hf_tensors, live_mappings, unshard
+from megatron_dapo.selfcheck.synthetic import awkward_batch, random_adapters, random_experts, random_hf_weights
+from megatron_dapo.weights.mapping import OUTPUT
+from megatron_dapo.weights.model_weights import hf_tensors, unshard
 
 TOKEN_TERM = 0.1  # what a token adds to a loss, about; such terms may cancel, and rounding is relative to them
 AFTER_ADAM_FACTOR = 10  # Adam divides by the gradient's size: rounding in a tiny gradient is amplified
@@ -72,6 +73,9 @@ def trace_config(rendezvous: Rendezvous | None, config: Config, shape: ModelShap
     runtime = initialize(config.policy, seed=1, rendezvous=rendezvous)
     policy = Policy(config, shape, runtime)
     policy.load_hf(random_hf_weights(shape))
+    if policy.trains_adapters:  # B is 0 at the start of a run, which makes the gradient of A 0
+        load_adapters(policy.model, random_adapters(policy.trained_mappings), policy.position)
+        policy.optimizer.reload_model_params()
     trace = Trace()
     for update in range(updates):
         batch = awkward_batch(shape, seed=update)
@@ -99,14 +103,14 @@ def gather_full(policy: Policy, runtime: Runtime, *, gradient: bool) -> dict[str
             position.split(mapping)[0],
             (parameter.main_grad if gradient else parameter.data).detach().cpu().clone(),  # type: ignore[attr-defined]
         )
-        for mapping, parameter in live_mappings(policy.model, policy.shape, position)
+        for mapping, parameter in policy.trained_parameters()
     }
     everyone: list[Any] | None = [None] * runtime.world_size if runtime.rank == 0 else None
     dist.gather_object(mine, everyone)
     if everyone is None:
         return {}
     full: dict[str, Tensor] = {}
-    for name, mapping in parameter_mappings(policy.shape).items():
+    for name, mapping in policy.trained_mappings.items():
         shards = _one_of_each(name, everyone)
         if not shards and name == OUTPUT and policy.shape.tied_embeddings:
             continue  # one stage holds embedding and head: there is no second copy

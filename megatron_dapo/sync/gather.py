@@ -65,15 +65,18 @@ class WeightBuckets:
         *,
         bucket_bytes: int = 512 << 20,
         before: Callable[[], None] = lambda: None,
+        merge: Callable[[str, Tensor], Tensor] | None = None,
         senders: Senders = "one",
         nodes: Sequence[Sequence[int]] = (),
         keep_memory: bool = False,
         quantization: Quantization = "none",
     ) -> None:
-        """`before` is called before weights are read, on every rank and in the thread that iterates. `nodes`: the ranks
+        """`before` is called before weights are read, on every rank and in the thread that iterates. `merge` makes of
+        a shard, by the parameter's name, what is sent. `nodes`: the ranks
         of each node, where ranks hand weights to the engines on their own node. `keep_memory`: the two blocks are kept
         between updates, on a GPU. `quantization`: what the owner does with a bucket before it sends it."""
         self._before = before
+        self._merge = merge
         self._quantization = quantization
         self._mine = {mapping.name: parameter for mapping, parameter in live_mappings(model_chunks, shape, position)}
         self._rank = dist.get_rank()
@@ -234,7 +237,8 @@ class WeightBuckets:
             received[mapping.name] = []
             for shard in self._shards[mapping.name]:
                 if shard.rank == self._rank:
-                    mine = self._mine[mapping.name].detach().contiguous()
+                    mine = self._mine[mapping.name].detach()
+                    mine = (mine if self._merge is None else self._merge(mapping.name, mine)).contiguous()
                     if self._rank == plan.owner:
                         received[mapping.name].append(mine)
                     else:
