@@ -38,7 +38,7 @@ from megatron_dapo.policy.step import UpdateStep
 from megatron_dapo.sync.gather import WeightBuckets
 from megatron_dapo.weights.adapters import adapter_mappings, base_fingerprint, read_adapter
 from megatron_dapo.weights.mapping import ParameterMapping, parameter_mappings
-from megatron_dapo.weights.model_weights import RankPosition, live_mappings, load_hf_weights
+from megatron_dapo.weights.model_weights import RankPosition, live_adapters, live_mappings, load_hf_weights
 
 
 class Policy:
@@ -68,7 +68,9 @@ class Policy:
 
     def _add_adapters(self, lora: LoraConfig) -> None:
         for chunk in self.model:
-            chunk.adapters = Adapters(chunk, self.shape, lora, self.position, self.runtime.groups, self.config.trainer.seed)
+            chunk.adapters = Adapters(
+                chunk, self.shape, lora, self.position, self.runtime.groups, self.config.trainer.seed
+            )
         if lora.start:
             base = base_fingerprint(self.config.policy.model)
             load_adapters(self.model, read_adapter(lora.start, self.shape, lora, base), self.position)
@@ -129,8 +131,13 @@ class Policy:
     def trained_parameters(self) -> Iterator[tuple[ParameterMapping, torch.nn.Parameter]]:
         """Those of them that this rank holds, or holds a shard of."""
         if self.trains_adapters:
-            return (found for chunk in self.model for found in chunk.adapters.live())
+            return live_adapters(self.model)
         return live_mappings(self.model, self.shape, self.position)
+
+    def adapter_buckets(self, bucket_bytes: int = 512 << 20) -> WeightBuckets:
+        """Collective. LoRA's adapters under PEFT's names, on rank 0."""
+        options: dict[str, Any] = {"before": self.step.complete_weights, "adapters": self.trained_mappings}
+        return WeightBuckets(self.model, self.shape, self.position, bucket_bytes=bucket_bytes, **options)
 
     def _merged(self, name: str, weight: Tensor) -> Tensor:
         """This rank's shard of a weight as the engines need it: with its adapter."""

@@ -12,16 +12,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_dapo.config.model import ModelShape
 from megatron_dapo.config.policy import LoraConfig
+from megatron_dapo.weights.convert import open_hf
 from megatron_dapo.weights.destination import new_directory
 from megatron_dapo.weights.mapping import (
     ParameterMapping,
@@ -58,9 +61,7 @@ def adapter_mappings(shape: ModelShape, rank: int, targets: tuple[str, ...] = ()
     known = {target_of(name) for layer in layers for name in adapted(layer, ())}
     if unknown := sorted(set(targets) - known):
         raise WeightsError(f"policy.lora.targets: the model has no linear layer {unknown[0]}; it has {sorted(known)}")
-    found = [
-        _adapter(layer, name, rank, half) for layer in layers for name in adapted(layer, targets) for half in "AB"
-    ]
+    found = [_adapter(layer, name, rank, half) for layer in layers for name in adapted(layer, targets) for half in "AB"]
     return {mapping.name: mapping for mapping in found}
 
 
@@ -100,8 +101,6 @@ def read_adapter(
 ) -> dict[str, Tensor]:
     """The tensors of a PEFT directory; they must be those of this model and configuration. `base`: fingerprint of the
     weights that the adapter is added to."""
-    from safetensors.torch import load_file
-
     folder = Path(directory)
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (folder / name).is_file():
@@ -134,23 +133,40 @@ def _check_config(folder: Path, config: Mapping[str, Any], lora: LoraConfig, bas
         raise WeightsError(f"{folder} was trained on another base model than policy.model (its weights differ)")
 
 
-def write_adapter(
-    directory: str | os.PathLike[str], tensors: Mapping[str, Tensor], *, alpha: float, model: str, base: str
-) -> None:
-    """A PEFT directory that peft and SGLang load; complete or not there."""
-    from safetensors.torch import save_file
-
-    ranks = {tensor.shape[0] for name, tensor in tensors.items() if ".lora_A." in name}
-    targets = sorted({target_of(name.removesuffix(".lora_A.weight")) for name in tensors if ".lora_A." in name})
+def adapter_config(names: Iterable[str], lora: LoraConfig, model: str) -> str:
+    """PEFT's description of an adapter. peft and SGLang read it; other readers ignore the base's fingerprint."""
+    targets = sorted({target_of(name.removesuffix(".lora_A.weight")) for name in names if ".lora_A." in name})
     config = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": ranks.pop(), "lora_alpha": alpha, "lora_dropout": 0.0,
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": 0.0,
         "bias": "none", "target_modules": targets, "base_model_name_or_path": model, "inference_mode": True,
-        "base_fingerprint": base,
+        "base_fingerprint": base_fingerprint(model),
     }  # fmt: skip
-    need = sum(tensor.nbytes for tensor in tensors.values())
-    with new_directory(Path(directory), need) as folder:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS_FILE)
-        (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+    return json.dumps(config, indent=2) + "\n"
+
+
+def merge_adapter(model: str | os.PathLike[str], adapter: str | os.PathLike[str], destination: str) -> int:
+    """A HF directory with the adapter added to the model's weights, in fp32 and rounded to their type. Returns the
+    number of changed tensors."""
+    shape, weights = open_hf(Path(model))
+    described = json.loads((Path(adapter) / CONFIG_FILE).read_text())
+    lora = LoraConfig(rank=described["r"], alpha=described["lora_alpha"], targets=described["target_modules"])
+    tensors = read_adapter(adapter, shape, lora, base_fingerprint(model))
+    adapted_names = {name: adapter_name(name, "A") in tensors for name in weights}
+    scale = lora.alpha / lora.rank
+    need = sum(path.stat().st_size for path in Path(model).iterdir() if path.is_file())
+    with new_directory(Path(destination), need) as folder:
+        for path in sorted(Path(model).iterdir()):
+            if path.suffix == ".safetensors":
+                merged = {}
+                for name, tensor in load_file(path).items():
+                    if adapted_names[name]:
+                        a, b = (tensors[adapter_name(name, half)].float() for half in "AB")
+                        tensor = (tensor.float() + scale * (b @ a)).to(tensor.dtype)
+                    merged[name] = tensor.contiguous()
+                save_file(merged, folder / path.name, metadata={"format": "pt"})
+            elif path.is_file():
+                shutil.copy2(path, folder / path.name)
+    return sum(adapted_names.values())
 
 
 def base_fingerprint(model: str | os.PathLike[str]) -> str:

@@ -114,6 +114,11 @@ def live_mappings(
             )
 
 
+def live_adapters(model_chunks: Sequence[Any]) -> Iterator[tuple[ParameterMapping, nn.Parameter]]:
+    """Every LoRA adapter of the chunks with its mapping."""
+    return (found for chunk in model_chunks for found in chunk.adapters.live())
+
+
 def _core(chunk: nn.Module) -> Any:
     """The GPTModel inside DDP and precision wrappers."""
     core: Any = chunk

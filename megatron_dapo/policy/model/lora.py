@@ -155,7 +155,9 @@ class _AdaptedLayer:
     def _exchange(self, hidden: Tensor) -> Tensor:
         sequence = self._owner.config.sequence_parallel
         if self._splits_inputs:
-            reduce = reduce_scatter_to_sequence_parallel_region if sequence else reduce_from_tensor_model_parallel_region
+            reduce = (
+                reduce_scatter_to_sequence_parallel_region if sequence else reduce_from_tensor_model_parallel_region
+            )
             return reduce(hidden, group=self._group)
         spread = gather_from_sequence_parallel_region if sequence else copy_to_tensor_model_parallel_region
         return spread(hidden, group=self._group)
