@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from megatron_dapo.weights import convert, fp8_checkpoint
+from megatron_dapo.weights import adapters, convert, fp8_checkpoint
 from megatron_dapo.weights.mapping import WeightsError
 from megatron_dapo.weights.verify import verify as compare
 
@@ -50,6 +50,12 @@ def hf_to_fp8(source: str, destination: str, overwrite: bool) -> int:
     with _bar("hf → fp8") as progress:
         report = fp8_checkpoint.hf_to_fp8(source, destination, overwrite=overwrite, progress=progress)
     return _finish(report, allow_nan=False)
+
+
+def merge_adapter(model: str, adapter: str, destination: str) -> int:
+    changed = adapters.merge_adapter(model, adapter, destination)
+    print(f"{destination}: {changed} tensors have their adapter added")
+    return 0
 
 
 def verify(a: str, b: str, tolerance: float, **options: Any) -> int:

@@ -188,7 +188,7 @@ def started(rendezvous, layout, shape, folder, directory):
 
 
 def test_a_checkpoint_holds_adapters_only_and_resumes_in_another_layout(tmp_path):
-    shape = synthetic_shape("moe-shared")
+    shape = synthetic_shape("dense")
     base = hf_weights(hf_model(shape), tmp_path / "base")
     tensors = random_adapters(adapter_mappings(shape, LORA["rank"]))
     directory = str(tmp_path / "checkpoint")
