@@ -256,6 +256,16 @@ def _add_convert(sub: Commands) -> None:
     to_fp8.add_argument("source", metavar="SRC", help="HF model in bf16")
     to_fp8.add_argument("destination", metavar="DST", help="directory to create; it appears when complete")
     to_fp8.add_argument("--overwrite", action="store_true", help="replace DST if it is a checkpoint")
+    merge = add_command(
+        inner, "merge-adapter", run,
+        "Write a HF model with a LoRA adapter added to its weights. The adapter is a PEFT directory; a run with\n"
+        "policy.lora writes one into each checkpoint.",
+        "example:\n  megatron-dapo convert merge-adapter Qwen3-32B runs/lora/checkpoints/step_100/adapter merged",
+    )  # fmt: skip
+    merge.set_defaults(convert="merge_adapter")
+    merge.add_argument("model", metavar="MODEL", help="HF model that the adapter was trained on")
+    merge.add_argument("adapter", metavar="ADAPTER", help="PEFT directory")
+    merge.add_argument("destination", metavar="DST", help="directory to create; it appears when complete")
     check = add_command(
         inner, "verify", run,
         "Check that two checkpoints, HF or torch_dist, hold the same weights: names, shapes, dtypes, every value.",

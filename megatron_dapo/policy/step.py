@@ -367,8 +367,10 @@ class _LossInputs:
         )
 
 
-def _weight_gradient(last: PolicyModel) -> Literal["added", "added-shared"]:
+def _weight_gradient(last: PolicyModel) -> Literal["added", "added-shared", "none"]:
     """The head adds its weight's gradient to main_grad itself: no second copy of the largest gradient there is."""
+    if last.trains_adapters:
+        return "none"
     shared = last.post_process and last.share_embeddings_and_output_weights and last.pre_process
     return "added-shared" if shared else "added"
 

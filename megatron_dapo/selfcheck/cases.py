@@ -124,12 +124,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "act_recompute": {"recompute": "selective", "recompute_modules": ["layernorm", "moe_act"]},
     "replay": {"routing_replay": "engine"},
     "gather_tokens": {"moe": {"dispatcher": "allgather"}},
+    "lora": {"lora": {"rank": 4, "alpha": 8.0}},
     "small_packs": {"micro_batch_tokens": 128},
 }
 DEFAULT_LAYOUTS = (
     "tp2", "tp2sp", "pp2", "pp2vpp2", "cp2", "dp2", "dp2do", "ep2", "tp4sp", "tp2pp2", "tp2cp2sp", "ep2tp2sp",
     "etp2tp2sp", "ep2dp4do", "ep4pp2", "pp2+uneven", "tp2sp+full", "ep2+replay", "dp2do+param_gather", "cp2+all_gather",
-    "cp2+a2a",
+    "cp2+a2a", "tp2sp+lora",
 )  # fmt: skip
 PRECISIONS = ("fp32", "bf16", *get_args(Fp8Config.model_fields["recipe"].annotation)[1:])
 OBJECTIVES = ("dapo", "gspo", "cispo")
@@ -188,7 +189,7 @@ class Case:
     @property
     def reference(self) -> Case:
         """The same model and loss in a single process."""
-        kept = tuple(name for name in self.options if name == "replay")
+        kept = tuple(name for name in self.options if name in ("replay", "lora"))
         return replace(self, layout=SINGLE, options=kept, size=self._size)
 
     @property

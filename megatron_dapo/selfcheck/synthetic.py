@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ from megatron_dapo.config import ModelShape
 from megatron_dapo.config.model import LinearAttention
 from megatron_dapo.policy.batch import TrainBatch
 from megatron_dapo.types import RoutedExperts
-from megatron_dapo.weights.mapping import parameter_mappings
+from megatron_dapo.weights.mapping import ParameterMapping, parameter_mappings
 
 MODELS = ("dense", "tied", "moe", "moe-shared", "hybrid")
 
@@ -124,3 +125,9 @@ def random_experts(shape: ModelShape, batch: TrainBatch, seed: int) -> list[Rout
         order[rng.random(length) < 0.2] = 0
         found.append(order.reshape(length, -1).astype(np.uint8))
     return found
+
+
+def random_adapters(mappings: Mapping[str, ParameterMapping]) -> dict[str, Tensor]:
+    """LoRA's tensors with values of the size that training reaches, in B as well."""
+    generator = torch.Generator().manual_seed(7)
+    return {name: torch.randn(m.shape, generator=generator) * 0.05 for name, m in sorted(mappings.items())}

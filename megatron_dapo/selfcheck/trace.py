@@ -28,12 +28,12 @@ from megatron_dapo.policy.megatron.options import adam_provider, torch_layers
 from megatron_dapo.policy.megatron.runtime import Runtime, initialize
 from megatron_dapo.policy.model.delta_rule import has_fla
 from megatron_dapo.policy.model.local_spec import CoreAttention, can_attend_packed
+from megatron_dapo.policy.model.lora import load_adapters
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.processes.fork_ranks import Rendezvous
 from megatron_dapo.selfcheck.cases import Case
-from megatron_dapo.selfcheck.synthetic import awkward_batch, random_experts, random_hf_weights
-from megatron_dapo.weights.mapping import parameter_mappings
-from megatron_dapo.weights.model_weights import hf_tensors, live_mappings, unshard
+from megatron_dapo.selfcheck.synthetic import awkward_batch, random_adapters, random_experts, random_hf_weights
+from megatron_dapo.weights.model_weights import hf_tensors, unshard
 
 TOKEN_TERM = 0.1  # what a token adds to a loss, about; such terms may cancel, and rounding is relative to them
 AFTER_ADAM_FACTOR = 10  # Adam divides by the gradient's size: rounding in a tiny gradient is amplified
@@ -92,6 +92,9 @@ def trace_config(rendezvous: Rendezvous | None, config: Config, shape: ModelShap
     policy = Policy(config, shape, runtime)
     weights = random_hf_weights(shape, scale=min(0.1, 0.57 * shape.hidden**-0.5))
     policy.load_hf({name: weight.bfloat16().float() for name, weight in weights.items()})  # the same in bf16 and fp32
+    if policy.trains_adapters:  # B is 0 at the start of a run, which makes the gradient of A 0
+        load_adapters(policy.model, random_adapters(policy.trained_mappings), policy.position)
+        policy.optimizer.reload_model_params()
     trace = Trace()
     for update in range(updates):
         batch = awkward_batch(shape, seed=update)
@@ -149,7 +152,7 @@ def gather_full(policy: Policy, runtime: Runtime, *, gradient: bool) -> dict[str
             position.split(mapping)[0],
             (parameter.main_grad if gradient else parameter.data).detach().cpu().clone(),  # type: ignore[attr-defined]
         )
-        for mapping, parameter in live_mappings(policy.model, policy.shape, position)
+        for mapping, parameter in policy.trained_parameters()
     }
     everyone: list[Any] | None = [None] * runtime.world_size if runtime.rank == 0 else None
     dist.gather_object(mine, everyone)
@@ -166,7 +169,7 @@ def gather_full(policy: Policy, runtime: Runtime, *, gradient: bool) -> dict[str
 
 def _full_tensors(policy: Policy, everyone: list[dict[str, tuple[int, Tensor]]]) -> dict[str, Tensor]:
     full: dict[str, Tensor] = {}
-    for name, mapping in parameter_mappings(policy.shape).items():
+    for name, mapping in policy.trained_mappings.items():
         shards = _one_of_each(name, everyone)
         if not shards and name == OUTPUT and policy.shape.tied_embeddings:
             continue  # one stage holds embedding and head: there is no second copy

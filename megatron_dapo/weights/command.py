@@ -53,6 +53,14 @@ def hf_to_fp8(source: str, destination: str, overwrite: bool) -> int:
     return _finish(report, allow_nan=False)
 
 
+def merge_adapter(model: str, adapter: str, destination: str) -> int:
+    from megatron_dapo.weights import adapters
+
+    changed = adapters.merge_adapter(model, adapter, destination)
+    print(f"{destination}: {changed} tensors have their adapter added")
+    return 0
+
+
 def verify(a: str, b: str, tolerance: float, **options: Any) -> int:
     from megatron_dapo.weights.verify import verify as compare
 

@@ -54,6 +54,7 @@ class RankPosition:
 
 
 WHOLE = RankPosition()
+ADAPTERS = "adapters."  # prefix of LoRA's parameters in a model chunk; weights.adapters describes them
 
 
 def load_hf_weights(
@@ -84,7 +85,8 @@ def load_hf_weights(
 def live_mappings(
     model_chunks: Sequence[nn.Module], shape: ModelShape, position: RankPosition
 ) -> Iterator[tuple[ParameterMapping, nn.Parameter]]:
-    """Every parameter of the chunks with its mapping: exactly those that this rank should hold, or an error."""
+    """Every parameter of the chunks' own weights with its mapping: exactly those that this rank should hold, or an
+    error."""
     mappings, experts = parameter_mappings(shape), position.experts(shape)
     for chunk in model_chunks:
         core = _core(chunk)
@@ -93,6 +95,8 @@ def live_mappings(
         offset = _layer_offset(core)
         expected = {name for name, mapping in mappings.items() if _belongs(mapping, core, offset, experts)}
         for live, parameter in core.named_parameters():
+            if live.startswith(ADAPTERS):
+                continue
             name = to_canonical(live, layer_offset=offset, expert_offset=experts.start)
             if name not in mappings:
                 raise WeightsError(
@@ -106,6 +110,11 @@ def live_mappings(
             raise WeightsError(
                 f"the model has no parameter for {listed(expected)}; its configuration differs from config.json"
             )
+
+
+def live_adapters(model_chunks: Sequence[Any]) -> Iterator[tuple[ParameterMapping, nn.Parameter]]:
+    """Every LoRA adapter of the chunks with its mapping."""
+    return (found for chunk in model_chunks for found in chunk.adapters.live())
 
 
 def _core(chunk: nn.Module) -> Any:
