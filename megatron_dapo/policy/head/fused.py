@@ -172,7 +172,7 @@ class _TwoPass(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
         hidden, weight, log_sum, entropy = ctx.saved_tensors
         shard: _Shard = ctx.shard
         buffer, grad_hidden = shard.buffer(hidden), torch.empty_like(hidden)
