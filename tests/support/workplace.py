@@ -27,6 +27,7 @@ STARTS = (
 MODELS = {  # by the directory that a configuration names
     "models/Qwen2.5-32B": CONFIGS["Qwen2.5-32B"],
     "models/Qwen2.5-Coder-1.5B-Instruct": CONFIGS["Qwen2.5-1.5B"],
+    "models/Qwen2.5-1.5B": CONFIGS["Qwen2.5-1.5B"],
     "models/Qwen2.5-1.5B-Instruct": CONFIGS["Qwen2.5-1.5B"],
     "models/Qwen3-30B-A3B-Base": CONFIGS["Qwen3-30B-A3B"],
     **{f"runs/{name}": TINY for name in STARTS},
