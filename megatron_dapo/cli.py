@@ -35,6 +35,8 @@ def build_parser() -> argparse.ArgumentParser:
     sub = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_quickstart(sub)
     _add_train(sub)
+    _add_import(sub)
+    _add_explain(sub)
     _add_ablate(sub)
     _add_eval(sub)
     _add_convert(sub)
@@ -142,6 +144,41 @@ def _add_train(sub: Commands) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="check everything that can be checked without training, then exit"
     )
+
+
+def _add_import(sub: Commands) -> None:
+    def run(args: argparse.Namespace) -> int:
+        from megatron_dapo.config.importing import run
+
+        return run(args.file, args.tool, args.gpus, args.output)
+
+    parser = add_command(
+        sub, "import", run,
+        "Convert a launch script or configuration of verl, slime, TRL, AReaL and others to YAML of ours. Units are\n"
+        "converted; comments name what needs thought and what has no equivalent. The file is read, not executed.",
+        "examples:\n  megatron-dapo import run_qwen3_8b.sh --output run.yaml\n"
+        "  megatron-dapo import grpo.py --gpus 8   # TRL: batches are per device",
+    )  # fmt: skip
+    parser.add_argument("file", metavar="FILE", help="shell script, YAML file, or Python with a GRPOConfig")
+    parser.add_argument("--from", dest="tool", metavar="TOOL", help="verl, slime, areal, trl, ms-swift or nemo-rl "
+                        "(default: recognised by its settings)")  # fmt: skip
+    parser.add_argument("--gpus", type=at_least(1), metavar="N", help="devices that the script ran on (TRL)")
+    parser.add_argument("--output", metavar="FILE", help="file to create (default: print it)")
+
+
+def _add_explain(sub: Commands) -> None:
+    def run(args: argparse.Namespace) -> int:
+        from megatron_dapo.config.explain import explain
+
+        print("\n\n".join(explain(key) for key in args.key))
+        return 0
+
+    parser = add_command(
+        sub, "explain", run,
+        "Explain a setting: its values, its default, and what other tools call it; or which setting another tool's is.",
+        "examples:\n  megatron-dapo explain rollout.sampler.oversampling\n  megatron-dapo explain global_batch_size",
+    )  # fmt: skip
+    parser.add_argument("key", metavar="KEY", nargs="+", help="a setting of ours or of another tool, or a section")
 
 
 def _add_ablate(sub: Commands) -> None:

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from megatron_dapo.config.base import ConfigError, YamlError, admits, dump_yaml, parse_yaml
-from megatron_dapo.config.other_names import our_name
+from megatron_dapo.config.other_names import find_row
 from megatron_dapo.config.schema import Config
 
 # What a field takes, by the type of pydantic's error.
@@ -86,7 +87,7 @@ def apply_override(raw: dict[str, Any], item: str) -> None:
         if not isinstance(child, dict):
             raise ConfigError(f"--set {item!r}: {part!r} is a value, not a section")
         node = child
-    takes_text = admits(_annotation(parts), str)
+    takes_text = admits(annotation_of(parts), str)
     try:
         value = parse_yaml(text)
     except YamlError as error:
@@ -106,23 +107,28 @@ def dump_config(config: Config) -> str:
 def known_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
     """Every dotted key of the schema."""
     for name, field in model.model_fields.items():
-        inner = _section_of(field.annotation)
+        inner = section_of(field.annotation)
         if inner is not None:
             yield from known_keys(inner, f"{prefix}{name}.")
         yield f"{prefix}{name}"
 
 
-def _annotation(parts: list[str]) -> Any:
-    """The type of a dotted key; None if there is no such key."""
+def field_of(parts: list[str]) -> FieldInfo | None:
+    """The field of a dotted key; None if there is no such key."""
     model: type[BaseModel] | None = Config
     for part in parts[:-1]:
         field = model.model_fields.get(part) if model else None
-        model = _section_of(field.annotation) if field else None
-    field = model.model_fields.get(parts[-1]) if model else None
+        model = section_of(field.annotation) if field else None
+    return model.model_fields.get(parts[-1]) if model else None
+
+
+def annotation_of(parts: list[str]) -> Any:
+    """The type of a dotted key; None if there is no such key."""
+    field = field_of(parts)
     return field.annotation if field else None
 
 
-def _section_of(annotation: Any) -> type[BaseModel] | None:
+def section_of(annotation: Any) -> type[BaseModel] | None:
     for candidate in (annotation, *get_args(annotation)):
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):
             return candidate
@@ -133,8 +139,8 @@ def _explain(error: Any) -> list[str]:
     """One line; of an unknown section with keys of another tool, one line for each of them."""
     path = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
-        known = [key for key in _leaves(error["input"], path) if our_name(key)]
-        return [f"unknown key {key!r}{_suggestion(key)}" for key in known or [path]]
+        known = [key for key in _leaves(error["input"], path) if find_row(key)]
+        return [f"unknown key {key!r}{suggestion(key)}" for key in known or [path]]
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "value_error":
         return [f"{path}: {message}" if path else message]
@@ -154,11 +160,11 @@ def _leaves(value: Any, path: str) -> Iterator[str]:
         yield path
 
 
-def _suggestion(path: str) -> str:
+def suggestion(path: str) -> str:
     path = ".".join(part for part in path.split(".") if not part.isdigit())  # positions in a list of sections
     parent, _, leaf = path.rpartition(".")
-    if ours := our_name(path):
-        return f"; here it is called {ours!r}"
+    if row := find_row(path):
+        return f"; {row.answer}"
     keys = list(known_keys())
     siblings = [key for key in keys if key.rpartition(".")[0] == parent]
     inside = [key for key in keys if parent and key.startswith(f"{parent}.")]
