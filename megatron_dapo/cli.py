@@ -122,10 +122,11 @@ def _add_train(sub: Commands) -> None:
         with end_at_once():  # before the imports, which take seconds
             from megatron_dapo.config import load_config
             from megatron_dapo.config.load import with_local_model
-            from megatron_dapo.launch.local import run_training
+            from megatron_dapo.launch.local import check_not_its_own_output, run_training
             from megatron_dapo.observe.console import waiting
 
             config = load_config(args.config, args.set)
+            check_not_its_own_output(config, Path(args.config))
             with waiting(f"looking for the model {config.policy.model}"):
                 config = with_local_model(config)
             return run_training(config, dry_run=args.dry_run)
@@ -168,17 +169,38 @@ def _add_import(sub: Commands) -> None:
 
 def _add_explain(sub: Commands) -> None:
     def run(args: argparse.Namespace) -> int:
-        from megatron_dapo.config.explain import explain
+        from megatron_dapo.config.explain import SCHEMA, completion, explain
 
-        print("\n\n".join(explain(key) for key in args.key))
+        if args.completion:
+            print(completion(args.completion, _options(build_parser())))
+        elif args.schema:
+            print(SCHEMA)
+        elif not args.key:
+            raise UserError("name a KEY to explain, for example policy.optimizer.lr")
+        else:
+            print("\n\n".join(explain(key) for key in args.key))
         return 0
 
     parser = add_command(
         sub, "explain", run,
         "Explain a setting: its values, its default, and what other tools call it; or which setting another tool's is.",
-        "examples:\n  megatron-dapo explain rollout.sampler.oversampling\n  megatron-dapo explain global_batch_size",
+        "examples:\n  megatron-dapo explain rollout.sampler.oversampling\n  megatron-dapo explain global_batch_size\n"
+        "  eval \"$(megatron-dapo explain --completion bash)\"   # in ~/.bashrc: Tab completes commands and settings",
     )  # fmt: skip
-    parser.add_argument("key", metavar="KEY", nargs="+", help="a setting of ours or of another tool, or a section")
+    parser.add_argument("key", metavar="KEY", nargs="*", help="a setting of ours or of another tool, or a section")
+    parser.add_argument("--completion", choices=("bash", "zsh"), help="print a completion script for this shell")
+    parser.add_argument("--schema", action="store_true", help="print the path of the JSON schema, for editors")
+
+
+def _options(parser: argparse.ArgumentParser) -> dict[str, list[str]]:
+    """The options of each command, and the names of the commands inside it."""
+    (commands,) = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    found = {}
+    for name, command in commands.choices.items():
+        inner = [action.choices for action in command._actions if isinstance(action, argparse._SubParsersAction)]
+        options = [option for action in command._actions for option in action.option_strings]
+        found[name] = [*options, *(word for choices in inner for word in choices)]
+    return found
 
 
 def _add_ablate(sub: Commands) -> None:
@@ -282,7 +304,9 @@ def _add_convert(sub: Commands) -> None:
     to_hf.add_argument("--reference", metavar="HF_DIR", help="HF model with the config and tokenizer (default: the "
                        "copy in SRC, from hf-to-megatron or the run)")  # fmt: skip
     to_hf.add_argument("--step", type=at_least(0), metavar="N", help="which checkpoint of a run (default: the newest)")
-    to_hf.add_argument("--shard-size", type=float, default=5.0, metavar="GB", help="largest weight file (default 5)")
+    to_hf.add_argument(
+        "--shard-size", type=at_least(0.001, float), default=5.0, metavar="GB", help="largest weight file (default 5)"
+    )
     to_fp8 = add_command(
         inner, "hf-to-fp8", run,
         "Write a HF Qwen model with its matrices in fp8, as the published Qwen FP8 checkpoints: the model for servers\n"

@@ -31,7 +31,10 @@ HEAD = """\
 <!-- Written by tools/generate_config_reference.py: change the schema in megatron_dapo/config, then run it. -->
 # Configuration
 
-A run is one YAML file. Every key has a default. Those of the recipe are the published 32B run's
+A run is one YAML file. With `base: other.yaml` it is on top of another file, whose path is relative to this one: only
+the settings that differ are written. For completion and help in an editor, begin a file with
+`# yaml-language-server: $schema=PATH`; `megatron-dapo explain --schema` prints the path. Every key has a default. Those
+of the recipe are the published 32B run's
 ([examples/qwen2.5_32b_dapo](../examples/qwen2.5_32b_dapo/README.md)), except these, which that run sets:
 @@DIFFERENCES@@.
 
@@ -89,8 +92,11 @@ def _same(tool: Tool) -> Iterator[str]:
 
 def schema() -> str:
     """JSON schema of a configuration file, with `base` beside the sections."""
-    return json.dumps({**Config.model_json_schema(), "$schema": "https://json-schema.org/draft/2020-12/schema",
-                       "title": "megatron-dapo"}, indent=1, ensure_ascii=False) + "\n"  # fmt: skip
+    found = Config.model_json_schema()
+    about = "Another YAML file, relative to this one, whose settings this file changes."
+    base = {"type": "string", "description": about}
+    found |= {"title": "megatron-dapo", "properties": {"base": base, **found["properties"]}}
+    return json.dumps(found, indent=1, ensure_ascii=False) + "\n"
 
 
 def reference() -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import json
 import types
+from functools import reduce
+from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
@@ -12,6 +14,33 @@ from pydantic.fields import FieldInfo
 from megatron_dapo.config.base import ConfigError
 from megatron_dapo.config.load import field_of, known_keys, section_of, suggestion
 from megatron_dapo.config.other_names import find_row, names_of
+
+SCHEMA = Path(__file__).with_name("config.schema.json")
+BASH = """\
+_megatron_dapo() {
+    local word="${COMP_WORDS[COMP_CWORD]}" words
+    if [ "$COMP_CWORD" -eq 1 ]; then
+        words="@COMMANDS@"
+    elif [[ "$word" == *.* || "${COMP_WORDS[1]}" == explain && "$word" != -* ]]; then
+        words="@KEYS@"
+        [ "${COMP_WORDS[1]}" = explain ] || compopt -o nospace
+    else
+        case "${COMP_WORDS[1]}" in
+@OPTIONS@
+        esac
+    fi
+    COMPREPLY=($(compgen -W "$words" -- "$word"))
+}
+complete -o default -F _megatron_dapo megatron-dapo"""
+
+
+def completion(shell: str, options: dict[str, list[str]]) -> str:
+    """A script for bash or zsh: commands, their options, and the settings, which a dot begins."""
+    lines = [f'            {name}) words="{" ".join(words)}";;' for name, words in options.items()]
+    keys = [key for key in known_keys() if section_of(getattr(field_of(key.split(".")), "annotation", None)) is None]
+    parts = {"@COMMANDS@": " ".join(options), "@KEYS@": " ".join(keys), "@OPTIONS@": "\n".join(lines)}
+    script = reduce(lambda text, part: text.replace(*part), parts.items(), BASH)
+    return script if shell == "bash" else f"autoload -U +X bashcompinit && bashcompinit\n{script}"
 
 
 def explain(key: str) -> str:
