@@ -108,8 +108,8 @@ def check_run(config: Config, ranks: int) -> ModelShape:
         raise ConfigError("data.path is empty: name the prompts to train on")
     for key, section in (("data", config.data), ("evaluate.data", config.evaluate.data)):
         for path in (file.path for file in section.files.values()):
-            looks_local = path.endswith((".jsonl", ".json", ".parquet")) or path.startswith((".", "/"))
-            if looks_local and not Path(path).exists():
+            looks_local = path.endswith((".jsonl", ".json", ".parquet", ".csv", ".gz")) or path.startswith((".", "/"))
+            if looks_local and not Path(path).exists() and not set("*?[") & set(path):
                 raise ConfigError(f"{key}.{'sources' if section.sources else 'path'}: {path} does not exist")
     shape = check_config(config, ranks)
     assert shape is not None
