@@ -96,7 +96,8 @@ def schema() -> str:
     about = "Another YAML file, relative to this one, whose settings this file changes."
     base = {"type": "string", "description": about}
     found |= {"title": "megatron-dapo", "properties": {"base": base, **found["properties"]}}
-    return json.dumps(found, indent=1, ensure_ascii=False) + "\n"
+    text = json.dumps(found, ensure_ascii=False)
+    return text.replace('"}, "', '"},\n"') + "\n"  # a key in a line
 
 
 def reference() -> str:

@@ -145,8 +145,14 @@ def _apply(found: Imported, key: str, value: Any, row: Row, counted: bool = True
         else:
             ours = {row.to: value}
     except _FillInError as error:
+        why = str(error)
+    except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError):  # not a value of that setting
+        why = f"{value!r} cannot be converted"
+    else:
+        why = ""
+    if why:
         if counted:
-            found.fill_in.append((key, value, f"{row.to}: {error}" + (f" ({plain(row.note)})" if row.note else "")))
+            found.fill_in.append((key, value, f"{row.to}: {why}" + (f" ({plain(row.note)})" if row.note else "")))
         return
     if text:
         found.note(f"{row.to}: replace the variables in {value}")
@@ -170,9 +176,16 @@ def _takes_null(row: Row) -> bool:
 
 def _enough_tokens(found: Imported) -> None:
     """A micro-batch holds the longest sequence, in multiples of what the layout splits it into."""
-    longest = found.ours("rollout.max_prompt_tokens") + found.ours("rollout.max_response_tokens")
-    align = 2 * found.ours("policy.context_parallel") * found.ours("policy.tensor_parallel")
-    before = found.ours("policy.micro_batch_tokens")
+    names = (
+        "rollout.max_prompt_tokens",
+        "rollout.max_response_tokens",
+        "policy.context_parallel",
+        "policy.tensor_parallel",
+    )
+    before, *numbers = (found.ours(name) for name in ("policy.micro_batch_tokens", *names))
+    if not all(isinstance(number, int) and number > 0 for number in (before, *numbers)):
+        return  # the configuration is refused for another reason
+    longest, align = numbers[0] + numbers[1], 2 * numbers[2] * numbers[3]
     needed = math.ceil(max(before, longest) / align) * align
     if needed != before:
         found.settings["policy.micro_batch_tokens"] = needed
@@ -182,6 +195,13 @@ def _enough_tokens(found: Imported) -> None:
 
 # Units: (value, everything so far, row, their key) -> the value of row.to, or several of our keys.
 Unit = Callable[[Any, Imported, Row, str], Any]
+UNITS: dict[str, Unit] = {}
+
+
+def unit(function: Unit) -> Unit:
+    """other_tools.yaml names it."""
+    UNITS[function.__name__] = function
+    return function
 
 
 def _whole(value: float, what: str) -> int:
@@ -190,11 +210,13 @@ def _whole(value: float, what: str) -> int:
     return int(value)
 
 
-def _fill_in(value: Any, found: Imported, row: Row, key: str) -> Any:
+@unit
+def fill_in(value: Any, found: Imported, row: Row, key: str) -> Any:
     raise _FillInError(f"from {value!r}")
 
 
-def _files(value: Any, found: Imported, row: Row, key: str) -> Any:
+@unit
+def files(value: Any, found: Imported, row: Row, key: str) -> Any:
     files = value if isinstance(value, list) else [value]
     if len({file_label(file) for file in files}) == len(files):
         return files[0] if len(files) == 1 else files
@@ -202,7 +224,8 @@ def _files(value: Any, found: Imported, row: Row, key: str) -> Any:
     return {row.to.replace(".path", ".sources"): [{"path": file, "name": PurePath(file).parent.name} for file in files]}
 
 
-def _named_files(value: Any, found: Imported, row: Row, key: str) -> Any:
+@unit
+def named_files(value: Any, found: Imported, row: Row, key: str) -> Any:
     pairs = value if isinstance(value, list) else [value]
     if len(pairs) < 3:
         return pairs[-1]
@@ -210,11 +233,13 @@ def _named_files(value: Any, found: Imported, row: Row, key: str) -> Any:
     return {row.to.replace(".path", ".sources"): sources}
 
 
-def _samples_to_prompts(value: Any, found: Imported, row: Row, key: str) -> int:
+@unit
+def samples_to_prompts(value: Any, found: Imported, row: Row, key: str) -> int:
     return _whole(value / found.ours("rollout.samples_per_prompt"), f"{value} / samples per prompt")
 
 
-def _share_of_step(value: Any, found: Imported, row: Row, key: str) -> Any:
+@unit
+def share_of_step(value: Any, found: Imported, row: Row, key: str) -> Any:
     share = value / found.ours("trainer.prompts_per_step")
     if share < 1:
         raise _FillInError(
@@ -223,58 +248,69 @@ def _share_of_step(value: Any, found: Imported, row: Row, key: str) -> Any:
     return share
 
 
-def _updates_to_prompts(value: Any, found: Imported, row: Row, key: str) -> int:
+@unit
+def updates_to_prompts(value: Any, found: Imported, row: Row, key: str) -> int:
     return _whole(found.ours("trainer.prompts_per_step") / value, f"prompts per step / {value} updates")
 
 
-def _updates_to_steps(value: Any, found: Imported, row: Row, key: str) -> int:
+@unit
+def updates_to_steps(value: Any, found: Imported, row: Row, key: str) -> int:
     updates = found.ours("trainer.prompts_per_step") / found.ours("trainer.mini_batch_prompts")
     return math.ceil(max(0, value) / max(1, updates))
 
 
-def _completions_per_update(value: Any, found: Imported, row: Row, key: str) -> dict[str, int]:
+@unit
+def completions_per_update(value: Any, found: Imported, row: Row, key: str) -> dict[str, int]:
     completions = found.theirs("per_device_train_batch_size", 8) * found.theirs("gradient_accumulation_steps", 1)
-    prompts = _samples_to_prompts(completions * found.devices_there, found, row, key)
+    prompts = samples_to_prompts(completions * found.devices_there, found, row, key)
     alone = found.theirs("steps_per_generation") is None and found.theirs("generation_batch_size") is None
     return {row.to: prompts, **({"trainer.prompts_per_step": prompts} if alone else {})}
 
 
-def _completions_per_step(value: Any, found: Imported, row: Row, key: str) -> int:
+@unit
+def completions_per_step(value: Any, found: Imported, row: Row, key: str) -> int:
     completions = found.theirs("per_device_train_batch_size", 8) * value * found.devices_there
-    return _samples_to_prompts(completions, found, row, key)
+    return samples_to_prompts(completions, found, row, key)
 
 
-def _tokens_of_all_ranks(value: Any, found: Imported, row: Row, key: str) -> int:
+@unit
+def tokens_of_all_ranks(value: Any, found: Imported, row: Row, key: str) -> int:
     return int(value * found.ours("policy.context_parallel"))
 
 
-def _sequences_to_tokens(value: Any, found: Imported, row: Row, key: str) -> int:
+@unit
+def sequences_to_tokens(value: Any, found: Imported, row: Row, key: str) -> int:
     longest = found.ours("rollout.max_prompt_tokens") + found.ours("rollout.max_response_tokens")
     return int(value * longest * found.ours("policy.context_parallel"))
 
 
-def _epochs(value: Any, found: Imported, row: Row, key: str) -> Any:
+@unit
+def epochs(value: Any, found: Imported, row: Row, key: str) -> Any:
     if found.settings.get(row.to) is not None:
         return {}
     raise _FillInError(f"{value} epochs × prompts / {found.ours('trainer.prompts_per_step')} prompts per step")
 
 
-def _share_of_steps(value: Any, found: Imported, row: Row, key: str) -> Any:
+@unit
+def share_of_steps(value: Any, found: Imported, row: Row, key: str) -> Any:
     if value and "trainer.steps" not in found.settings:
         raise _FillInError(f"{value} × trainer.steps")
     return round(value * found.ours("trainer.steps"))
 
 
-def _both_clips(value: Any, found: Imported, row: Row, key: str) -> dict[str, Any]:
+@unit
+def both_clips(value: Any, found: Imported, row: Row, key: str) -> dict[str, Any]:
     given = {"algorithm.clip_high"} if found.sources.get("algorithm.clip_high") in found.converted else set()
     return {name: value for name in (row.to, "algorithm.clip_high") if name not in given}
 
 
-def _kl_in_use(value: Any, found: Imported, row: Row, key: str) -> Any:
+@unit
+def kl_in_use(value: Any, found: Imported, row: Row, key: str) -> Any:
     return value if found.theirs(row.name.replace("kl_loss_coef", "use_kl_loss"), False) else 0.0
 
 
-def _loggers(value: Any, found: Imported, row: Row, key: str) -> dict[str, Any]:
+@unit
+def loggers(value: Any, found: Imported, row: Row, key: str) -> dict[str, Any]:
     names = value if isinstance(value, list) else [value]
     other = [name for name in names if name not in ("console", "wandb", "tensorboard", "none", "all")]
     if other:
@@ -283,7 +319,8 @@ def _loggers(value: Any, found: Imported, row: Row, key: str) -> dict[str, Any]:
     return {**modes, **({"observe.tensorboard": True} if "tensorboard" in names else {})}
 
 
-def _server_argument(value: Any, found: Imported, row: Row, key: str) -> Any:
+@unit
+def server_argument(value: Any, found: Imported, row: Row, key: str) -> Any:
     if value in (None, False):
         return {}
     name = row.option or "--" + re.split(r"sglang[._]", key)[-1].replace("_", "-")
@@ -291,23 +328,27 @@ def _server_argument(value: Any, found: Imported, row: Row, key: str) -> Any:
     return [*found.settings.get(row.to, []), name, *map(str, values)]
 
 
-def _server_switch(value: Any, found: Imported, row: Row, key: str) -> Any:
+@unit
+def server_switch(value: Any, found: Imported, row: Row, key: str) -> Any:
     return [*found.settings.get(row.to, []), row.option] if value else {}
 
 
-def _megatron_field(value: Any, found: Imported, row: Row, key: str) -> Any:
+@unit
+def megatron_field(value: Any, found: Imported, row: Row, key: str) -> Any:
     name = key.rpartition(".")[2]
     if why := reason_against(row.kind, name) or owner_of(row.kind, name):
         raise _FillInError(f"{name} is not an option of policy.megatron: {why}")
     return {f"{row.to}.{name}": value}
 
 
-def _recompute_layers(value: Any, found: Imported, row: Row, key: str) -> Any:
+@unit
+def recompute_layers(value: Any, found: Imported, row: Row, key: str) -> Any:
     method = found.theirs("recompute_method") or found.theirs(f"{row.name.removesuffix('num_layers')}method")
     return value if method == "block" else {}
 
 
-def _layout(value: Any, found: Imported, row: Row, key: str) -> dict[str, int]:
+@unit
+def layout(value: Any, found: Imported, row: Row, key: str) -> dict[str, int]:
     kinds = {
         "p": "policy.pipeline_parallel",
         "t": row.to,
@@ -318,53 +359,36 @@ def _layout(value: Any, found: Imported, row: Row, key: str) -> dict[str, int]:
     return {kinds[letter]: int(size) for letter, size in sizes if letter in kinds}
 
 
-def _server_layout(value: Any, found: Imported, row: Row, key: str) -> dict[str, int]:
+@unit
+def server_layout(value: Any, found: Imported, row: Row, key: str) -> dict[str, int]:
     kinds = {"d": row.to, "t": "rollout.servers.tensor_parallel"}
     sizes = re.findall(r"([a-z])(\d+)", str(value).partition(":")[2])
     return {kinds[letter]: int(size) for letter, size in sizes if letter in kinds}
 
 
-def _engine_gpus(value: Any, found: Imported, row: Row, key: str) -> dict[str, int]:
-    if found.theirs("colocate"):
-        return {}
-    nodes = math.ceil(value / found.ours("slurm.gpus_per_node"))
-    return {row.to: nodes, "slurm.nodes": nodes + found.ours("slurm.nodes")}
+@unit
+def engine_nodes(value: Any, found: Imported, row: Row, key: str) -> dict[str, int]:
+    return {row.to: value, "slurm.nodes": value + found.ours("slurm.nodes")} if value else {}
 
 
-def _dynamic_batch(value: Any, found: Imported, row: Row, key: str) -> dict[str, Any]:
+@unit
+def engine_gpus(value: Any, found: Imported, row: Row, key: str) -> dict[str, int]:
+    nodes = 0 if found.theirs("colocate") else math.ceil(value / found.ours("slurm.gpus_per_node"))
+    return engine_nodes(nodes, found, row, key)
+
+
+@unit
+def dynamic_batch(value: Any, found: Imported, row: Row, key: str) -> dict[str, Any]:
     return {row.to: "dynamic", "rollout.dynamic_sampling": True} if value else {}
 
 
-def _group_filter(value: Any, found: Imported, row: Row, key: str) -> dict[str, Any]:
+@unit
+def group_filter(value: Any, found: Imported, row: Row, key: str) -> dict[str, Any]:
     ready = "nonzero_std" in str(value)
     return {row.to: True, "rollout.group_filter": "reward-range" if ready else f"python:{value}"}
 
 
-UNITS: dict[str, Unit] = {
-    "fill_in": _fill_in,
-    "files": _files,
-    "named_files": _named_files,
-    "samples_to_prompts": _samples_to_prompts,
-    "share_of_step": _share_of_step,
-    "updates_to_prompts": _updates_to_prompts,
-    "updates_to_steps": _updates_to_steps,
-    "completions_per_update": _completions_per_update,
-    "completions_per_step": _completions_per_step,
-    "tokens_of_all_ranks": _tokens_of_all_ranks,
-    "sequences_to_tokens": _sequences_to_tokens,
-    "epochs": _epochs,
-    "share_of_steps": _share_of_steps,
-    "both_clips": _both_clips,
-    "kl_in_use": _kl_in_use,
-    "loggers": _loggers,
-    "server_argument": _server_argument,
-    "server_switch": _server_switch,
-    "server_switch_off": lambda value, *rest: _server_switch(not value, *rest),
-    "megatron_field": _megatron_field,
-    "recompute_layers": _recompute_layers,
-    "layout": _layout,
-    "server_layout": _server_layout,
-    "group_filter": _group_filter,
+UNITS |= {
     "plugin": lambda value, *_: f"python:{value}",
     "one_item": lambda value, *_: [value],
     "plus_one": lambda value, *_: value + 1,
@@ -374,9 +398,8 @@ UNITS: dict[str, Unit] = {
     "mask_to": lambda value, *_: [0.0, float(value)],
     "betas": lambda value, *_: {"policy.optimizer.beta1": value[0], "policy.optimizer.beta2": value[1]},
     "split": lambda value, *_: re.sub(r"\[.*", "", str(value[0] if isinstance(value, list) else value)),
-    "engine_gpus": _engine_gpus,
     "profile_steps": lambda value, *_: [min(value), max(value)] if value else {},
-    "dynamic_batch": _dynamic_batch,
+    "server_switch_off": lambda value, *rest: server_switch(not value, *rest),
 }  # fmt: skip
 
 
@@ -407,11 +430,8 @@ def render(found: Imported, source: str) -> str:
     lines += _yaml(nested(found.settings), found.sources, "", "")
     if problem := problem_with(found):
         lines += ["", *(f"# {line}" for line in problem.splitlines())]
-    for title, entries in (
-        ("To fill in", found.fill_in),
-        ("No equivalent", found.none),
-        ("Nothing to set", found.same),
-    ):
+    lists = {"To fill in": found.fill_in, "No equivalent": found.none, "Nothing to set": found.same}
+    for title, entries in lists.items():
         if entries:
             lines += ["", f"# {title}:", *(f"#   {key}={_short(value)}: {why}" for key, value, why in entries)]
     if found.unknown:
@@ -444,7 +464,7 @@ def _yaml(node: dict[str, Any], sources: dict[str, str], prefix: str, indent: st
 
 
 def summary(found: Imported) -> str:
-    counts = {
+    counts: dict[str, list[Any]] = {
         "converted": found.converted, "to fill in": found.fill_in, "the default here": found.same,
         "without an equivalent": found.none, "unknown": found.unknown,
     }  # fmt: skip

@@ -10,7 +10,7 @@ import yaml
 
 from megatron_dapo.cli import main
 from megatron_dapo.config import load_config
-from megatron_dapo.config.importing import convert, import_file, nested, problem_with, recognise
+from megatron_dapo.config.importing import UNITS, convert, import_file, nested, problem_with, recognise, render
 from megatron_dapo.config.other_names import tools
 from megatron_dapo.config.scripts import Script, read_script
 
@@ -136,6 +136,16 @@ def test_units_of_published_scripts(imported, script, expected):
 def test_units(tool, settings, expected):
     found = convert(Script(settings), tools()[tool], gpus=8)
     assert {key: found.settings.get(key) for key in expected} == expected
+
+
+@pytest.mark.parametrize("tool", tools().values(), ids=lambda tool: tool.name)
+@pytest.mark.parametrize("value", [None, True, "auto", -1, 0, 2.5, [], ["a", 1], {"a": 1}, "$X"], ids=str)
+def test_no_value_is_lost_or_ends_in_a_traceback(tool, value):
+    given = dict.fromkeys([*(name.replace("*", "x") for name in tool.rows), "invented"], value)
+    found = convert(Script(given), tool)
+    named = [*found.converted, *(key for entry in (found.fill_in, found.same, found.none) for key, *_ in entry)]
+    assert sorted([*named, *found.unknown]) == sorted(given) and "invented" in found.unknown
+    assert render(found, "x") and all(row.unit in UNITS for row in tool.rows.values() if row.unit)
 
 
 SHELL = r"""#!/bin/bash
