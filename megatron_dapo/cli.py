@@ -52,6 +52,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_quickstart(sub: Commands) -> None:
     def quickstart(args: argparse.Namespace) -> int:
+        from megatron_dapo.config import load_config
+
+        load_config(_examples_folder() / "quickstart" / "config.yaml", args.set)  # a mistake is found before it trains
         options = {"--run-dir": args.run_dir, "--seed": args.seed, "--pretraining-updates": args.pretraining_updates}
         given = [word for name, value in options.items() if value is not None for word in (name, str(value))]
         return _run_quickstart([*given, *(["--fresh"] if args.fresh else []), *(f"--set={item}" for item in args.set)])
@@ -488,6 +491,7 @@ def _add_slurm(sub: Commands) -> None:
     def run(args: argparse.Namespace) -> int:
         from megatron_dapo.config import load_config
         from megatron_dapo.config.load import with_local_model
+        from megatron_dapo.launch.local import check_not_its_own_output
         from megatron_dapo.launch.slurm import run_slurm
         from megatron_dapo.launch.slurm_status import print_status
 
@@ -497,6 +501,7 @@ def _add_slurm(sub: Commands) -> None:
             raise UserError("name a CONFIG to submit, or a run directory with --status")
         nodes = [f"slurm.nodes={args.nodes}"] if args.nodes else []
         config = with_local_model(load_config(args.config, [*args.set, *nodes]))
+        check_not_its_own_output(config, Path(args.config))
         return run_slurm(config, dry_run=args.dry_run, chain=args.chain, seeds=args.seeds)
 
     parser = add_command(

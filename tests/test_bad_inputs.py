@@ -153,6 +153,8 @@ VALUES = [
     setting("rollout.sampler.oversampling", 0, "expected 'adaptive' or a number of at least 1"),
     Case("run_dir is the folder of the configuration", "name another directory", {"trainer.run_dir": "home"},
          lambda p: (p.folder / "home").mkdir(), ["train", "home/config.yaml", "--dry-run"]),
+    Case("slurm run_dir is the folder of the configuration", "name another directory", {"trainer.run_dir": "home"},
+         lambda p: (p.folder / "home").mkdir(), ["slurm", "home/config.yaml", "--dry-run"]),
 ]  # fmt: skip
 # Settings that are accepted with one line each.
 UNUSUAL = {
@@ -291,6 +293,7 @@ RUN_DIRECTORIES = [
 ]  # fmt: skip
 COMMANDS = [
     command("train", "CONFIG"),
+    command("quickstart trainer.stepz=1", "did you mean 'trainer.steps'?"),
     command("trian CONFIG", "did you mean 'train'?"),
     command("dance CONFIG", "choose from 'quickstart', "),
     command("train CONFIG --no-such-option", "--no-such-option"),

@@ -94,12 +94,6 @@ def find_row(path: str) -> Row | None:
     return max((row for row in rows if row.to == ours), key=lambda row: bool(row.unit))  # a unit says more
 
 
-def our_name(path: str) -> str | None:
-    """Our key for a dotted key of another tool; None if it is not known or there is none."""
-    row = find_row(path)
-    return row.to or None if row else None
-
-
 def names_of(ours: str) -> dict[str, list[str]]:
     """What other tools call one of our keys, by the title of the tool, with the units that differ."""
     found: dict[str, list[str]] = {}

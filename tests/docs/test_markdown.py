@@ -14,7 +14,7 @@ from megatron_dapo.cli import build_parser
 from megatron_dapo.config import Config
 from megatron_dapo.config.data import RemoteConfig
 from megatron_dapo.config.load import known_keys
-from megatron_dapo.config.other_names import our_name, shown, tools
+from megatron_dapo.config.other_names import find_row, shown, tools
 
 ROOT = Path(__file__).resolve().parents[2]
 HIDDEN = re.compile(r"/(\.|runs/|build/|dist/)")
@@ -172,4 +172,4 @@ def test_every_name_of_verl_is_answered_with_our_key():
     rows = [row for row in verl.rows.values() if row.to and "*" not in row.name]
     assert len(rows) > 100
     for row in rows:
-        assert our_name(shown(verl, row)) == our_name(f"actor_rollout_ref.{row.name}") == row.to
+        assert find_row(shown(verl, row)) == find_row(f"actor_rollout_ref.{row.name}") == row
