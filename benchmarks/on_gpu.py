@@ -1,11 +1,20 @@
 """All measurements that need one GPU, one after the other, each with a time limit and a log of its own.
 
-    python benchmarks/on_gpu.py --model MODEL_1_5B --out DIR [--only NAME …] [--list] [-- SERVER ARGUMENTS]
+    python benchmarks/on_gpu.py --model MODEL_1_5B --out DIR [--group GROUP] [--only NAME …] [--list]
+                                [-- SERVER ARGUMENTS]
 
 MODEL is the HF directory of Qwen2.5-1.5B (or another small Qwen2) with its tokenizer; `--data` has gsm8k_train.jsonl
 and gsm8k_test.jsonl, for the runs, and for `switches` the first 400 lines of the latter as gsm8k_test_400.jsonl. A
 measurement that has ended without an error is not repeated, so an interrupted session goes on with the same command.
 The last lines of every log are printed. Arguments after `--` go to every SGLang server.
+
+Groups with several ranks on the one GPU, each at most 25 minutes: `layouts` (the self-check and its planted errors;
+DIR/layouts.md is its table), `sync` (weights over NCCL) and `runs` (TP2, DP2, PP2 and CP2, then a run that is killed
+twice and goes on in another layout). They need NCCL 2.30 or newer and these settings; the Multi-Process Service lets
+the ranks' kernels run side by side:
+
+    export LD_PRELOAD=…/nvidia/nccl/lib/libnccl.so.2 NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_MAX_NCHANNELS=2
+    export CUDA_MPS_PIPE_DIRECTORY=/tmp/mps CUDA_MPS_LOG_DIRECTORY=/tmp/mps; nvidia-cuda-mps-control -d
 """
 
 from __future__ import annotations
@@ -21,6 +30,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 EXAMPLE = str(HERE.parent / "examples/gsm8k_1gpu/gsm8k.yaml")
@@ -34,11 +44,16 @@ class Measurement:
     seconds: int  # limit
     script: str
     arguments: list[str]
+    group: str = "one"
+    kill_at: Path | None = None  # kill -9 of everything as soon as this exists
+    wait: int = 0  # seconds before it starts: the Multi-Process Service recovers from killed clients
 
     def command(self) -> list[str]:
         program = ["-m", "megatron_dapo"] if self.script == "megatron-dapo" else [str(HERE / self.script)]
         if self.script == "pytest":
             program = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        if self.script == "torchrun":
+            program = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
         return [sys.executable, "-W", "ignore", *program, *self.arguments]
 
 
@@ -59,8 +74,52 @@ def measurements(model: Path, data: Path, out: Path, server: list[str]) -> list[
         graphs = ("--cuda-graph-max-bs", "384", "--max-running-requests", "384")
         return [EXAMPLE, *(word for item in settings for word in ("--set", item)), *servers(fraction, *graphs, *more)]
 
+    def layouts(ranks: int, name: str, names: str, *more: str, seconds: int = 240) -> Measurement:
+        table = ["--json", str(out / f"layouts_{name}.json")]
+        command = ["-m", "megatron_dapo.cli", "selfcheck", "layouts", "--layouts", names, *more, "--updates", "2"]
+        command += [*table, "--timeout", "90"]
+        return Measurement(f"layouts_{name}", seconds, "torchrun", [str(ranks), *command], "layouts")
+
+    def two_ranks(steps: int, folder: str, layout: str, *changes: str) -> list[str]:
+        return ["train", *gsm8k(
+            steps, folder, "trainer.ranks=2", "evaluate.every=0", "policy.micro_batch_tokens=8192",
+            *(f"policy.{key}_parallel={2 if key == layout else 1}" for key in ("tensor", "pipeline", "context")),
+            *changes, fraction="0.35",
+        )]  # fmt: skip
+
+    def resumed(layout: str, steps: int, **more: Any) -> Measurement:
+        arguments = two_ranks(steps, "run_resumed", layout, "trainer.checkpoint.every=2")
+        return Measurement(f"resumed_{layout}", 400, "megatron-dapo", arguments, "runs", **more)
+
+    te, saved = ("--dtype", "bf16", "--layers", "te"), out / "run_resumed" / "checkpoints"
+    many_ranks = [
+        layouts(2, "torch", "tp2sp,pp2+uneven,pp2vpp2,cp2,dp2do,ep2", "--dtype", "fp32,bf16", "--models",
+                "dense,moe,hybrid"),
+        layouts(2, "te", "tp2sp,pp2vpp2,pp2+uneven,cp2+p2p,cp2+all_gather,cp2+a2a,dp2do,dp2do+sequential,ep2,"
+                "ep2+replay,tp2sp+full", *te, "--models", "dense,moe,hybrid"),
+        layouts(2, "fp8", "tp2sp,pp2vpp2,cp2+p2p,dp2do,ep2", "--fp8", "blockwise,tensorwise", "--layers", "te",
+                "--models", "dense,moe"),
+        layouts(4, "te_4", "tp2cp2sp,tp2pp2sp,ep2tp2sp+act_recompute,etp2tp2sp,tp4sp,ep2dp4do", *te, "--models",
+                "dense,moe"),
+        layouts(8, "te_8", "tp2pp2cp2sp,ep4pp2,tp2dp4spdo", *te, "--models", "dense,moe", seconds=200),
+        Measurement("planted", 200, "torchrun", [
+            "2", str(HERE.parent / "tests/support/planted_errors.py"), "--dtype", "bf16", "--layers", "te",
+        ], "layouts"),
+        layouts(2, "tp_overlap", "tp2sp+tp_overlap", *te, "--models", "dense", seconds=120),  # needs userbuffers
+        Measurement("sync_nccl", 220, "sync.py", [
+            str(model), "--only", "real", "--transports", "distributed", "--bucket-mib", "2048", "--",
+            "--mem-fraction-static", "0.5", *server, "--cuda-graph-max-bs", "64",
+        ], "sync"),
+        *(Measurement(f"run_{layout}", 300, "megatron-dapo", two_ranks(8, f"run_{layout}", layout), "runs")
+          for layout in ("tensor", "data", "pipeline", "context")),
+        resumed("tensor", 8, kill_at=saved / "step_2"),
+        resumed("data", 8, kill_at=saved / "step_4", wait=30),
+        resumed("pipeline", 8, wait=30),
+    ]  # fmt: skip
+
     moe, hybrid, fp8, few = *(str(out / name) for name in ("moe", "qwen3_next", "fp8")), ("--cuda-graph-max-bs", "64")
     return [
+        *many_ranks,
         Measurement("step", 150, "step.py", ["--options", "--only", "fp8", "--repeats", "5"]),
         Measurement("step_32k", 60, "step.py", ["--tokens", "32768", "--sequences", "16", "--repeats", "5"]),
         Measurement("step_moe", 90, "step.py", ["--model", "moe", "--repeats", "5"]),
@@ -71,6 +130,13 @@ def measurements(model: Path, data: Path, out: Path, server: list[str]) -> list[
         Measurement("sync", 140, "sync.py", [
             str(model), "--only", "real", "--transports", "tensor", "--bucket-mib", "2048", "--",
             "--mem-fraction-static", "0.5", *server, *few,
+        ]),
+        Measurement("sync_nccl", 200, "sync.py", [
+            str(model), "--only", "real", "--transports", "distributed", "--bucket-mib", "2048", "--",
+            "--mem-fraction-static", "0.3", *server, *few,
+        ]),
+        Measurement("planted_faults", 300, "planted_faults.py", [
+            str(model), "--transports", "tensor", "distributed", "--", "--mem-fraction-static", "0.3", *server, *few,
         ]),
         Measurement("sync_moe", 220, "sync.py", [
             str(model), "--only", "moe", "--transports", "tensor", "--bucket-mib", "2048", "--",
@@ -143,7 +209,7 @@ def measure(one: Measurement, log: Path) -> int:
         file.flush()
         process = subprocess.Popen(one.command(), stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            code = process.wait(one.seconds)
+            code = _wait(process, one)
             file.write(f"{one.name} {ENDED} {code}\n")
         except subprocess.TimeoutExpired:
             code = 124
@@ -157,6 +223,39 @@ def measure(one: Measurement, log: Path) -> int:
     return code
 
 
+def _wait(process: subprocess.Popen[bytes], one: Measurement) -> int:
+    """Its exit code; 0 for one that is killed at the right time."""
+    if one.kill_at is None:
+        return process.wait(one.seconds)
+    end = time.monotonic() + one.seconds
+    while time.monotonic() < end:
+        if one.kill_at.exists():
+            return 0
+        if (code := process.poll()) is not None:
+            return code or 1  # it ended before
+        time.sleep(0.2)
+    raise subprocess.TimeoutExpired(process.args, one.seconds)
+
+
+def write_table(out: Path) -> None:
+    """DIR/layouts.md, of everything that the group `layouts` has measured so far."""
+    rows = [row for file in sorted(out.glob("layouts_*.json")) for row in json.loads(file.read_text())]
+    if not rows:
+        return
+    names = ("layout", "ranks", "model", "precision", "layers", "status", "gradients", "weights", "noise", "share")
+    lines = ["| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
+    for row in rows:
+        cells = [row.get(name, "—") for name in names]
+        lines.append(
+            "| " + " | ".join(f"{cell:.1e}" if isinstance(cell, float) else str(cell) for cell in cells) + " |"
+        )
+    bad = [row for row in rows if row["status"] != "ok"]
+    lines += ["", f"{len(rows)} cases, {len(bad)} not ok. share: of the limit of the worst tensor.", ""]
+    lines += [f"- {row['layout']} {row['model']} {row['precision']} {row['layers']}: {row['error']}" for row in bad]
+    (out / "layouts.md").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines[len(rows) + 2 :]), flush=True)
+
+
 def main() -> int:
     own, server = sys.argv[1:], []
     if "--" in own:
@@ -165,13 +264,14 @@ def main() -> int:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--data", type=Path, default=Path("data"))
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", nargs="+", metavar="NAME")
+    parser.add_argument("--group", choices=["one", "layouts", "sync", "runs"], default="one", help="one: one rank")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="of any group")
     parser.add_argument("--list", action="store_true", help="print the commands, and stop")
     args = parser.parse_args(own)
     chosen = measurements(args.model.resolve(), args.data.resolve(), args.out.resolve(), server)
     if unknown := set(args.only or ()) - {one.name for one in chosen}:
         parser.error(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(one.name for one in chosen)}")
-    chosen = [one for one in chosen if not args.only or one.name in args.only]
+    chosen = [one for one in chosen if (one.name in args.only if args.only else one.group == args.group)]
     if args.list:
         for one in chosen:
             print(f"{one.name} ({one.seconds} s): {shlex.join(one.command())}")
@@ -181,10 +281,13 @@ def main() -> int:
         log = args.out / f"{one.name}.log"
         if log.exists() and f"{one.name} {ENDED} 0" in log.read_text():
             continue
+        time.sleep(one.wait)
         began = time.monotonic()
         code = measure(one, log)
         print(f"== {one.name}: code {code} after {time.monotonic() - began:.0f} s", flush=True)
         print("\n".join(line[:240] for line in log.read_text().splitlines()[-SHOWN:]), flush=True)
+    if any(one.group == "layouts" for one in chosen):
+        write_table(args.out)
     return 0
 
 

@@ -2,6 +2,7 @@
 
     python benchmarks/sync.py MODEL            # everything below; about 12 minutes on an H200
     python benchmarks/sync.py MODEL --only real --transports tensor tensor+snapshot disk
+    python benchmarks/sync.py MODEL --only real --transports tensor distributed    # CUDA IPC and NCCL
     python benchmarks/sync.py MODEL --only real --transports tensor --fp8
     python benchmarks/sync.py MODEL --only moe --transports tensor --pack-experts
 
@@ -15,10 +16,14 @@ The last two need no files: the engine starts with random weights of its own (--
 trainer's with the first update. They need MODEL's tokenizer, 45 GB of GPU memory and 45 GB of host memory.
 
 One SGLang server shares the GPU with the trainer, as with `rollout.servers.share_gpus`: before every update it has
-released its memory. Each line says:
+released its memory. With `distributed` it keeps its memory beside the trainer's: NCCL must allow two ranks on one GPU
+(NCCL 2.30 or newer, NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_MAX_NCHANNELS=2). Each line says:
 
     seconds      from pausing the server to its verified version, without what the trainer does in between
-    pause, transfer, labels, proof    its parts, one after the other; proof: the log-probs of a fixed text
+    pause, transfer, labels, proof    its parts, one after the other
+    checksums, probe    of proof: checksums of the server's memory; log-probs of a fixed text, in the first update
+    flush, end   of labels: emptying the KV cache; ending SGLang's update session (0.5.23)
+    join         of transfer: making the NCCL group, in the first update
     memory       of pause and labels: taking back the memory of weights and KV cache
     GB/s         of the update without `memory`, proof included: the number to compare with 18.6 (SGLang alone: 52)
     predicted    the same seconds by `megatron-dapo plan`'s model
@@ -98,13 +103,13 @@ class Trainer:
 
 def settings(args: argparse.Namespace, model: Path, transport: str, dummy: bool) -> Config:
     servers = {
-        "share_gpus": True, "device": args.device, "python": args.python, "max_running": RUNNING,
+        "share_gpus": transport != "distributed", "device": args.device, "python": args.python, "max_running": RUNNING,
         "arguments": args.server_arguments + (["--load-format", "dummy"] if dummy else []),
     }  # fmt: skip
     kept = transport.endswith("+snapshot")
     weights = {
-        "backend": "gloo", "transport": transport.split("+")[0], "keep_snapshot": kept,
-        "bucket_bytes": args.bucket_mib << 20, "pack_experts": args.pack_experts,
+        "backend": "nccl" if args.device == "cuda" else "gloo", "transport": transport.split("+")[0],
+        "keep_snapshot": kept, "bucket_bytes": args.bucket_mib << 20, "pack_experts": args.pack_experts,
     }  # fmt: skip
     if args.served:
         servers["model"], weights["quantization"] = str(args.served), "fp8"
@@ -138,15 +143,17 @@ async def tokens_per_second(engine: Engine, label: str) -> float:
     return sum(len(completion.tokens) for completion in done) / (time.perf_counter() - began)
 
 
-async def hand_over(engine: Engine, trainer: Trainer, version: int) -> WeightReport:
+async def hand_over(engine: Engine, trainer: Trainer, version: int, shared: bool) -> WeightReport:
     await engine.load_weights(version, trainer.weights.buckets())
-    trainer.offload()
+    if shared:
+        trainer.offload()
     return await engine.serve_weights(version)
 
 
 async def measure(args: argparse.Namespace, trainer: Trainer, config: Config, name: str, limit: float) -> None:
-    device = next(trainer.chunks[0].parameters()).device
-    trainer.offload()
+    device, shared = next(trainer.chunks[0].parameters()).device, config.rollout.servers.share_gpus
+    if shared:
+        trainer.offload()
     print(f"{name}: the engine starts; {memory(device)}", flush=True)
     with tempfile.TemporaryDirectory() as logs:
         engine = await open_engine(config.rollout, config.policy.model, logs)
@@ -157,11 +164,12 @@ async def measure(args: argparse.Namespace, trainer: Trainer, config: Config, na
             at_start = await engine.logprobs_of(text)  # type: ignore[attr-defined]
         reports, after = [], 0.0
         for version in range(1, args.repeats + 1):
-            await engine.release_memory()
-            trainer.onload()
+            if shared:
+                await engine.release_memory()
+                trainer.onload()
             if version > 1 or not args.served:
                 trainer.step()
-            reports.append(await hand_over(engine, trainer, version))
+            reports.append(await hand_over(engine, trainer, version, shared))
             if version == 1 and args.served:
                 now = await engine.logprobs_of(text)  # type: ignore[attr-defined]
                 gap = max(float(abs(now[name] - at_start[name]).max()) for name in now)
@@ -169,18 +177,21 @@ async def measure(args: argparse.Namespace, trainer: Trainer, config: Config, na
             after = await tokens_per_second(engine, f"after-{version}")
             parts = ", ".join(f"{part} {seconds:.3f} s" for part, seconds in reports[-1].parts.items())
             print(f"  {reports[-1].seconds:.3f} s ({parts}); then {after:,.0f} tokens/s", flush=True)
-        await engine.release_memory()
-        trainer.onload()
+        if shared:
+            await engine.release_memory()
+            trainer.onload()
         await engine.close()
         for log in Path(logs).rglob("*.log"):
             print("".join(f"  {line}\n" for line in log.read_text().splitlines() if "experts::" in line), end="")
     moving = statistics.median(r.seconds - r.parts["memory"] for r in reports[1:] or reports)
     size = reports[-1].bytes
+    proof = statistics.median(r.parts["proof"] for r in reports[1:] or reports)
     gpu = find_gpu("h200")
     predicted = sync_time(trainer.shape, config.policy, config.rollout.weights, Cluster(gpu, 1), 1)
     print(
         f"{name:<22} {reports[-1].tensors} tensors, {size / 1e9:.2f} GB: {moving:.3f} s = "
-        f"{size / moving / 1e9:.1f} GB/s with proof (predicted {predicted.total:.3f} s; a copy {limit * 1e3:.1f} ms); "
+        f"{size / moving / 1e9:.1f} GB/s with proof ({proof / moving:.1%} of the time; "
+        f"predicted {predicted.total:.3f} s; a copy {limit * 1e3:.1f} ms); "
         f"engine {before:,.0f} tokens/s before, {after:,.0f} after; {reports[-1].proof}",
         flush=True,
     )

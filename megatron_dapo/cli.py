@@ -140,8 +140,8 @@ def _add_train(sub: Commands) -> None:
         "On one machine it starts engines and ranks; under torchrun or srun it joins the job.\n\nexamples:\n"
         "  megatron-dapo train run.yaml --dry-run\n"
         "  megatron-dapo train run.yaml --set policy.tensor_parallel=2 --set trainer.run_dir=runs/tp2\n\n"
-        "exit codes: 0 finished, 1 failed, 2 wrong configuration or set-up, 75 stopped on request after saving; rerun "
-        "to resume",
+        "exit codes: 0 finished and saved, 1 failed, 2 wrong configuration or set-up, 75 stopped on request after "
+        "saving; rerun to resume",
     )  # fmt: skip
     parser.add_argument("config", metavar="CONFIG", help="YAML file")
     add_settings(parser)
@@ -320,6 +320,16 @@ def _add_convert(sub: Commands) -> None:
     to_fp8.add_argument("source", metavar="SRC", help="HF model in bf16")
     to_fp8.add_argument("destination", metavar="DST", help="directory to create; it appears when complete")
     to_fp8.add_argument("--overwrite", action="store_true", help="replace DST if it is a checkpoint")
+    merge = add_command(
+        inner, "merge-adapter", run,
+        "Write a HF model with a LoRA adapter added to its weights. The adapter is a PEFT directory; a run with\n"
+        "policy.lora writes one into each checkpoint.",
+        "example:\n  megatron-dapo convert merge-adapter Qwen3-32B runs/lora/checkpoints/step_100/adapter merged",
+    )  # fmt: skip
+    merge.set_defaults(convert="merge_adapter")
+    merge.add_argument("model", metavar="MODEL", help="HF model that the adapter was trained on")
+    merge.add_argument("adapter", metavar="ADAPTER", help="PEFT directory")
+    merge.add_argument("destination", metavar="DST", help="directory to create; it appears when complete")
     check = add_command(
         inner, "verify", run,
         "Check that two checkpoints, HF or torch_dist, hold the same weights: names, shapes, dtypes, every value.",
@@ -375,11 +385,14 @@ def _add_selfcheck(sub: Commands) -> None:
         from megatron_dapo.observe.console import importing
 
         with importing("torch and Megatron-Core"):
-            from megatron_dapo.selfcheck.layouts import run_layouts
+            from megatron_dapo.selfcheck.cases import Variants
+            from megatron_dapo.selfcheck.layouts import Settings, run_layouts
 
         names = args.layouts.split(",") if args.layouts else None
         updates = args.updates or (1 if args.random else 3)
-        return run_layouts(names, args.tolerance, updates, random=args.random, seed=args.seed)
+        settings = Settings(args.tolerance, updates, args.timeout, args.json)
+        variants = Variants.parse(args.models, args.dtype, args.fp8, args.layers)
+        return run_layouts(names, settings, variants, random=args.random, seed=args.seed)
 
     group = sub.add_parser("selfcheck", help="Check that this installation computes correctly.")
     inner = group.add_subparsers(title="checks", metavar="CHECK", required=True)
@@ -387,17 +400,44 @@ def _add_selfcheck(sub: Commands) -> None:
         inner, "layouts", run,
         "Run the same DAPO updates in one process and in each parallel layout, and compare.",
         "examples:\n  megatron-dapo selfcheck layouts --layouts tp2,pp2,cp2,tp2pp2\n"
-        "  megatron-dapo selfcheck layouts --random 200 --seed 7",
+        "  megatron-dapo selfcheck layouts --random 200 --seed 7\n"
+        "  torchrun --nproc-per-node 2 -m megatron_dapo selfcheck layouts --layouts tp2sp,cp2+a2a,dp2do --dtype bf16 "
+        "--layers te",
     )  # fmt: skip
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--layouts", help="comma-separated, e.g. tp2,pp2vpp2,tp2cp2sp,ep2 (default: all that fit)")
+    which.add_argument("--layouts", help="comma-separated, e.g. tp2,pp2vpp2,tp2cp2sp,ep2; + adds options, e.g. "
+                       "cp2+a2a,pp2+uneven,tp2sp+full (default: all that fit)")  # fmt: skip
     which.add_argument(
         "--random", type=at_least(1), metavar="N",
         help="N random combinations of layout, model, objective and aggregation, on at most 8 ranks",
     )  # fmt: skip
     parser.add_argument("--seed", type=at_least(0), default=0, help="random seed for --random (default 0)")
-    parser.add_argument("--tolerance", type=at_least(0, float), default=1e-5, help="relative difference (default 1e-5)")
+    parser.add_argument("--tolerance", type=at_least(0, float), default=1e-5,
+                        help="relative difference that is always allowed (default 1e-5)")  # fmt: skip
+    parser.add_argument("--dtype", default="", metavar="LIST", help="fp32, bf16 or both: fp32,bf16 (default fp32)")
+    parser.add_argument(
+        "--fp8", default="", metavar="LIST", help="recipes, e.g. blockwise,tensorwise; needs --layers te"
+    )
+    parser.add_argument("--layers", default="torch", metavar="LIST", help="torch (default), te (Transformer Engine)")
+    parser.add_argument("--models", default="", metavar="LIST", help="e.g. dense,moe,hybrid (default: all that fit)")
+    parser.add_argument("--timeout", type=at_least(1, float), default=180.0, metavar="SECONDS",
+                        help="limit of one case (default 180)")  # fmt: skip
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table, with kernels, to this file")
     parser.add_argument("--updates", type=at_least(1), help="optimizer updates to compare (default 3; with --random 1)")
+
+    def run_one(args: argparse.Namespace) -> int:
+        from megatron_dapo.selfcheck.objective import run_objective
+
+        return run_objective(args.objective, args.set)
+
+    parser = add_command(
+        inner, "objective", run_one,
+        "Check that a custom objective gives the same update for every micro-batch, packing and layout.",
+        "example:\n  megatron-dapo selfcheck objective python:my_objectives.Mine algorithm.objective_options.tau=0.5\n"
+        "\nexit codes: 0 every rule holds, 1 one is broken, 2 wrong input",
+    )  # fmt: skip
+    parser.add_argument("objective", metavar="OBJECTIVE", help="python:module.name, or a built-in one")
+    add_settings(parser)
 
 
 def _add_plan(sub: Commands) -> None:
@@ -539,13 +579,17 @@ def _add_doctor(sub: Commands) -> None:
 
     parser = add_command(
         sub, "doctor", run,
-        "Find what is wrong with this machine before a run starts on it, and how to fix it.",
-        "examples:\n  megatron-dapo doctor\n  megatron-dapo doctor run.yaml --json\n"
+        "Find what is wrong with this machine, or with a run directory, before a run starts, and how to fix it.",
+        "examples:\n  megatron-dapo doctor\n  megatron-dapo doctor run.yaml --json\n  megatron-dapo doctor runs/first\n"
         "  megatron-dapo doctor run.yaml --only attention,ports\n\n"
         "exit codes: 0 no check failed (there may be warnings), 1 a check failed, 2 wrong input",
     )  # fmt: skip
     parser.add_argument(
-        "config", metavar="CONFIG", nargs="?", help="YAML file; its model, servers and paths are checked"
+        "config",
+        metavar="CONFIG",
+        nargs="?",
+        help="YAML file; its model, servers and paths are checked. A run "
+        "directory: what the next start would find there",
     )
     add_settings(parser)
     parser.add_argument("--json", action="store_true", dest="as_json", help="print the checks as JSON")
@@ -564,7 +608,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         set_log_level(args.__dict__.pop("verbose"))
         return int(args.run(args))
     except UserError as error:
-        print(f"megatron-dapo: {error}", file=sys.stderr)
+        from megatron_dapo.observe.console import printable
+
+        print(printable(f"megatron-dapo: {error}"), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("megatron-dapo: interrupted", file=sys.stderr)

@@ -13,6 +13,10 @@ class RankError(UserError):
     """A rank failed. Every rank raises it, and the message begins with the failed rank's reason."""
 
 
+class RanksTimedOut(RankError):
+    """Ranks did not finish in the time they had."""
+
+
 class CheckpointError(UserError):
     """A checkpoint that cannot be written or loaded; the message names the file or directory and the reason."""
 

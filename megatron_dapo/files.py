@@ -8,6 +8,7 @@ the file nor the tensor, and because the converters need the position of every t
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import math
@@ -27,7 +28,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 ITEM_SIZES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
-    "uint8": 1, "bool": 1, "float8_e4m3fn": 1,
+    "uint8": 1, "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
 }  # fmt: skip
 _DTYPE_OF_CODE = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
@@ -37,6 +38,22 @@ _CODE_OF_DTYPE = {dtype: code for code, dtype in _DTYPE_OF_CODE.items()}
 _PACKED = re.compile(r"^(model\..+\.mlp\.experts)\.(gate_up|down)_proj$")
 _PARTS = {"gate_up": ("gate", "up"), "down": ("down",)}
 _MAX_HEADER = 100 * 2**20
+
+
+SOME_INODES = 50
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+REMEDIES = {
+    errno.ENOSPC: "delete something there",
+    errno.EDQUOT: "delete something there, or ask for a larger quota",
+    errno.EROFS: "mount it for writing",
+    errno.EACCES: "change its permissions",
+    errno.EPERM: "change its permissions",
+    errno.EISDIR: "move this directory away",
+    errno.ENOTDIR: "a file is in the way; move it away",
+    errno.EEXIST: "a file is in the way; move it away",
+    errno.EIO: "the disk or its network fails",
+    errno.ESTALE: "the network file system lost it; mount it again",
+}
 
 
 class DamagedFile(UserError):
@@ -110,6 +127,57 @@ def publish_directory(prepared: Path, path: Path, replaced: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
+def remove(path: Path) -> None:
+    """A file, a link or a directory with everything in it, as far as it can be removed."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def set_aside(path: Path) -> Path:
+    """Renames what is damaged or in the way to NAME.damaged, or NAME.damaged2, …; returns where it is now."""
+    target, number = path.with_name(f"{path.name}.damaged"), 1
+    while os.path.lexists(target):
+        number += 1
+        target = path.with_name(f"{path.name}.damaged{number}")
+    path.rename(target)
+    return target
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether a write failed because there is no room, also if the OSError is the cause of `error`."""
+    return any(isinstance(found, OSError) and found.errno in NO_ROOM for found in (error, error.__cause__))
+
+
+def explain(error: OSError, path: str | Path | None = None) -> str:
+    """Why a file cannot be written or read, and what to do, in one line. `path`: where, if there the disk is full."""
+    text = error.strerror or str(error)
+    if error.errno in NO_ROOM and path is not None:
+        text += _room(Path(path))
+    return f"{text}: {remedy}" if (remedy := REMEDIES.get(error.errno or 0)) else text
+
+
+def has_room(path: Path, size: int) -> bool:
+    """Whether `size` bytes, in a few files, fit there."""
+    found = os.statvfs(path)
+    return found.f_bavail * found.f_frsize > size and (not found.f_files or found.f_favail > SOME_INODES)
+
+
+def _room(path: Path) -> str:
+    """Free space at `path` or its nearest parent that exists, and whether it is file entries that are missing."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    try:
+        found = os.statvfs(path)
+    except OSError:
+        return ""
+    if found.f_files and not found.f_favail:
+        return f" (none of {found.f_files} inodes is free)"
+    return f" ({found.f_bavail * found.f_frsize / 1e9:.2f} of {found.f_blocks * found.f_frsize / 1e9:.2f} GB free)"
+
+
 def hand_in(folder: Path, rank: int, content: Any) -> None:
     """Leave `content` (JSON values) for rank 0, complete or not at all."""
     write_atomically(folder / f"rank_{rank}.json", json.dumps(content))
@@ -130,6 +198,21 @@ def collect(folder: Path, size: int, wait: Callable[[float], object], pause: flo
 
 
 # -- safetensors ------------------------------------------------------------------------------------------------------
+
+
+class Dtype(str):
+    """The name of a torch dtype; files are copied without torch, whose import takes longer than a small conversion."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, dtype: Any) -> Dtype:
+        """`dtype`: a torch dtype or its name."""
+        return cls(str(dtype).removeprefix("torch."))
+
+    @property
+    def itemsize(self) -> int:
+        return ITEM_SIZES[self]
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +238,7 @@ def safetensors_header(tensors: Iterable[tuple[str, Any, Sequence[int]]]) -> byt
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, dtype, shape in tensors:
-        dtype_name = str(dtype).removeprefix("torch.")
+        dtype_name = Dtype.of(dtype)
         end = at + math.prod(shape) * ITEM_SIZES[dtype_name]
         entries[name] = {"dtype": _CODE_OF_DTYPE[dtype_name], "shape": list(shape), "data_offsets": [at, end]}
         at = end

@@ -23,6 +23,7 @@ Tokens = NDArray[np.int32]
 LogProbs = NDArray[np.float32]
 # [tokens, layers · experts per token]: 1 + the expert that computed the token, 0 where it is not known.
 RoutedExperts = NDArray[np.uint8] | NDArray[np.uint16]
+LARGEST_SCORE = 1e9  # of scores and rewards: sums of their squares stay far from infinity, also in float32
 ASSISTANT = "assistant"  # role of the turns that the policy generates
 
 
@@ -74,6 +75,18 @@ class Prompt:
         return cls(**{**state, "tokens": as_tokens(state["tokens"])})
 
 
+def score_of(value: Any) -> float:
+    """Raises ValueError or TypeError for what cannot be a score or a reward."""
+    if isinstance(value, str | bytes) or not abs(number := float(value)) <= LARGEST_SCORE:  # also NaN
+        raise ValueError(f"{value!r:.50} is not a number of at most {LARGEST_SCORE:g}")
+    return number
+
+
+def _plain(text: object) -> str:
+    """Without lone surrogates, which JSON files cannot hold."""
+    return str(text).encode(errors="replace").decode()
+
+
 @dataclass(slots=True, frozen=True)
 class Grade:
     """A grader's verdict. `correct is None` means ungraded: the sample is masked and never counts as wrong.
@@ -92,6 +105,24 @@ class Grade:
     @property
     def ungraded(self) -> bool:
         return self.correct is None
+
+    @classmethod
+    def invalid(cls, why: object) -> Grade:
+        """Instead of a grade that no advantage can be computed from."""
+        return cls(None, 0.0, reason=f"invalid: {why}")
+
+    def checked(self) -> Grade:
+        """This grade in plain Python values; `invalid` if a score or reward is not a usable number. Graders and rollout
+        functions are foreign code: a NaN in one grade would end the run, and be saved before."""
+        try:
+            return Grade(
+                None if self.correct is None else bool(self.correct), score_of(self.score),
+                None if self.extracted is None else _plain(self.extracted), _plain(self.reason),
+                {_plain(name): None if value is None else score_of(value) for name, value in self.parts.items()},
+                tuple(map(score_of, self.turns)),
+            )  # fmt: skip
+        except (TypeError, ValueError, OverflowError, AttributeError, RuntimeError) as error:
+            return Grade.invalid(error)
 
     def to_state(self) -> list[Any]:
         return [self.correct, self.score, self.extracted, self.reason, self.parts, list(self.turns)]
@@ -266,7 +297,7 @@ class Group:
 
     @property
     def oldest_version(self) -> int:
-        return min((s.oldest_version for s in self.samples), default=0)
+        return min((s.oldest_version for s in self.samples if s.weight_spans), default=0)
 
     def to_state(self) -> dict[str, Any]:
         return {"prompt": self.prompt.to_state(), "samples": [s.to_state() for s in self.samples]}

@@ -93,6 +93,7 @@ def sglang_servers(tmp_path_factory):
             device="cpu", python=str(sglang_python(version)), dtype="float32", port=port, start_timeout=600,
             api_key_env=API_KEY_VARIABLE, environment={"SGLANG_TIMEOUT_KEEP_ALIVE": "5"},
         )  # fmt: skip
+        config.demand(checksums=True)
         process = ServerProcess(str(directory), config, index, tmp_path_factory.mktemp(f"sglang-{version}"))
         process.spawn()
         servers[version] = RealServer(process, config, directory, tiny_model())

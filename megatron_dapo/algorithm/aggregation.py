@@ -26,7 +26,8 @@ def token_weights(
     seq-mean-token-mean       weight 1/length     same; length = the sequence's active tokens
     seq-mean-token-sum-norm   weight 1/norm_length   same
 
-    A sequence without an active token counts nothing.
+    A sequence without an active token counts nothing. A sequence here is a response: the samples of one rollout have
+    the same id, so that they count once.
     """
     _check(mask, sequence_ids)
     if aggregation == "token-mean":

@@ -103,18 +103,18 @@ class PolicyLoss:
         scores, batch, terms, losses = self._evaluate(scores, batch, reduce)
         with torch.no_grad():
             sums, maxima = self._metrics(scores, batch, losses, terms)
-        return LossOutputs((batch.weights * losses).sum(), batch.counts.sum(), sums, maxima)
+        return LossOutputs(self._sum(batch, terms, losses), batch.counts.sum(), sums, maxima)
 
     def sum(self, scores: Scores, batch: TokenBatch) -> Tensor:
         """The `loss_sum` of a call alone, for a caller that needs the gradient now and the metrics later."""
-        _, batch, _, losses = self._evaluate(scores, batch, identity)
-        return (batch.weights * losses).sum()
+        _, batch, terms, losses = self._evaluate(scores, batch, identity)
+        return self._sum(batch, terms, losses)
 
     def _evaluate(
         self, scores: Scores, batch: TokenBatch, reduce: Reduce
     ) -> tuple[Scores, TokenBatch, _SequenceTerms, Tensor]:
         """Scores and batch with zeros at masked positions, without excluded sequences in weights and counts; what whole
-        sequences contribute; and the token losses."""
+        sequences contribute; and the token losses, also of tokens that the corrections remove."""
         check_shapes(scores, batch)
         self._check_present(scores, batch)
         # Before any arithmetic: what a masked position holds must not reach a sum or a gradient.
@@ -126,6 +126,11 @@ class PolicyLoss:
         if excluded is not None:
             batch = replace(batch, weights=blank(batch.weights, ~excluded), counts=blank(batch.counts, ~excluded))
         return scores, batch, terms, losses
+
+    def _sum(self, batch: TokenBatch, terms: _SequenceTerms, losses: Tensor) -> Tensor:
+        """Of the tokens that are neither masked nor removed. An objective may be NaN at the others."""
+        masked = terms.corrections.masked
+        return (batch.weights * blank(losses, batch.mask if masked is None else batch.mask & ~masked)).sum()
 
     def _check_present(self, scores: Scores, batch: TokenBatch) -> None:
         config, reads_it = self.config, f"objective {self.config.objective} reads it"
@@ -167,7 +172,7 @@ class PolicyLoss:
         if config.entropy_coefficient > 0:
             assert scores.entropy is not None
             losses = losses - config.entropy_coefficient * scores.entropy
-        return losses if terms.corrections.masked is None else blank(losses, ~terms.corrections.masked)
+        return losses
 
     def _metrics(
         self, scores: Scores, batch: TokenBatch, losses: Tensor, terms: _SequenceTerms
@@ -225,14 +230,15 @@ class _SequenceTerms:
 
 
 def _sums_per_sequence(values: list[Tensor], batch: TokenBatch, reduce: Reduce, dtype: torch.dtype) -> list[Tensor]:
-    """Sums each [tokens] tensor over every whole sequence, on all ranks, and gives every token its sequence's sum.
+    """Sums each [tokens] tensor over the active tokens of every whole sequence, on all ranks; every token gets its
+    sequence's sum.
 
     One call of `reduce` for all of them. In fp64, so that the order of addition, which differs between layouts and
     between runs on a GPU, is lost when the result is rounded back.
     """
     if not values:
         return []
-    stacked = torch.stack([value.double() for value in values])
+    stacked = torch.stack([blank(value.double(), batch.mask) for value in values])
     totals = stacked.new_zeros(len(values), batch.sequences).index_add_(1, batch.sequence_ids, stacked)
     return list(reduce(totals)[:, batch.sequence_ids].to(dtype))
 

@@ -177,7 +177,8 @@ class Objective:
             )
 
     def sequence_values(self, scores: Scores, batch: TokenBatch) -> dict[str, Tensor]:
-        """[tokens] values to add up over each whole sequence, on all ranks that share it; called without gradient.
+        """[tokens] values to add up over the active tokens of each whole sequence, on all ranks that share it; called
+        without gradient, and on each rank with its tokens alone.
 
         Only called where `needs.whole_sequences` is set. `token_losses` and `metrics` get the totals as `sums`.
         """

@@ -44,11 +44,12 @@ from megatron_dapo.checkpoints.files import (
     damaged_files,
     write_files,
 )
-from megatron_dapo.checkpoints.folder import CheckpointFolder, checkpoint_name, read_state, state_files
-from megatron_dapo.checkpoints.policy_state import host_sizes, load_policy, policy_files
+from megatron_dapo.checkpoints.folder import POLICY, CheckpointFolder, checkpoint_name, read_state, state_files
+from megatron_dapo.checkpoints.policy_state import host_sizes, is_finite, load_policy, policy_files
+from megatron_dapo.config import ConfigError
 from megatron_dapo.config.trainer import CheckpointConfig
 from megatron_dapo.errors import CheckpointError
-from megatron_dapo.files import collect, hand_in
+from megatron_dapo.files import collect, hand_in, is_full
 from megatron_dapo.policy.megatron.runtime import Runtime
 from megatron_dapo.policy.policy import Policy
 
@@ -70,7 +71,8 @@ def set_random_state(state: dict[str, str]) -> None:
         torch.cuda.set_rng_state(tensor(state["cuda"]))
 
 
-POLICY, RNG, HANDED_IN = "policy", "rng", "written"
+RNG, HANDED_IN = "rng", "written"
+Check = Callable[[dict[str, Any]], None]
 # Keys of the state that only rank 0 needs.
 DRIVER_ONLY = frozenset({"rollouts", "observer", "batches", "next_batch", "batch"})
 MEMORY_TO_SPARE = 4 << 30  # on each node, for everything else
@@ -85,6 +87,7 @@ class SaveReport:
     waited_seconds: float  # for which the loop stood still in `save`
     seconds: float  # from the call of `save` until the checkpoint was published, or the save was given up
     bytes: int = 0  # of all ranks
+    no_room: bool = False  # why it failed
 
 
 @dataclass(slots=True)
@@ -99,6 +102,7 @@ class _Save:
     cancel: threading.Event = field(default_factory=threading.Event)
     ended: threading.Event = field(default_factory=threading.Event)
     error: str | None = None
+    no_room: bool = False
     problems: list[str] = field(default_factory=list)  # that do not concern the new checkpoint
 
 
@@ -124,6 +128,9 @@ class Checkpoints:
         self._guard = guard
         self._buffers = HostBuffers(runtime.device)
         self._running: _Save | None = None
+        self._rejected: dict[Path, str] = {}  # checkpoints that cannot be used, and why; the same on every rank
+        self._verified: Path | None = None  # its files were read last, and are as they were written
+        self._state: dict[str, Any] = {}  # rank 0: of the checkpoint that `newest` returned, until it is loaded
 
     @property
     def folder(self) -> Path:
@@ -153,8 +160,8 @@ class Checkpoints:
         in_background = not wait and self._has_room(policy)
         state = {**state, "step": step, "score": score, "layout": _layout(policy)}
         files = self._files(policy, step, state, self._buffers if in_background else None)
-        size, error = self._prepare(name, sum(file.size for file in files))
-        self._running = save = _Save(self.folder / name, size, began, error=error)
+        size, error, no_room = self._prepare(name, sum(file.size for file in files))
+        self._running = save = _Save(self.folder / name, size, began, error=error, no_room=no_room)
         if error is None:
             facts = {"version": 1, "step": step, "score": score, "world_size": self.runtime.world_size}
             thread = threading.Thread(target=self._write, args=(save, files, facts), name=f"save {name}", daemon=True)
@@ -179,10 +186,11 @@ class Checkpoints:
         return [self._conclude(save)]
 
     def _conclude(self, save: _Save) -> SaveReport:
-        self._running = None
+        self._running = self._verified = None
         results: list[Any] = [None] * self.runtime.world_size
-        dist.all_gather_object(results, (save.error, save.seconds), group=self.runtime.control)
-        failed = [(rank, error) for rank, (error, _) in enumerate(results) if error]
+        dist.all_gather_object(results, (save.error, save.seconds, save.no_room), group=self.runtime.control)
+        failed = [(rank, error) for rank, (error, *_) in enumerate(results) if error]
+        no_room = any(result[2] for result in results)
         error = None
         if failed:
             error = failed[0][1] if self.runtime.world_size == 1 else f"rank {failed[0][0]}: {failed[0][1]}"
@@ -191,7 +199,7 @@ class Checkpoints:
                 self._warn(line)
             if failed:
                 self._folder.discard(save.path.name)
-        return SaveReport(save.path, error, save.waited, results[0][1], save.bytes)
+        return SaveReport(save.path, error, save.waited, results[0][1], save.bytes, no_room)
 
     def set_score(self, step: int, score: float) -> None:
         """Rank 0 only. The score of the checkpoint of `step`, known only after the evaluation that follows its save.
@@ -243,18 +251,18 @@ class Checkpoints:
         files.append(CheckpointFile(f"{RNG}/rank_{self.runtime.rank}.json", [orjson.dumps(random_state())]))
         return [*files, *state_files(state)] if self.runtime.rank == 0 else files
 
-    def _prepare(self, name: str, size: int) -> tuple[int, str | None]:
-        """Bytes of all ranks; and why the checkpoint cannot be written, if it cannot."""
+    def _prepare(self, name: str, size: int) -> tuple[int, str | None, bool]:
+        """Bytes of all ranks; and why the checkpoint cannot be written, if it cannot, and whether room is missing."""
         total = torch.tensor([size], dtype=torch.int64)
         dist.all_reduce(total, group=self.runtime.control)
-        error: list[str | None] = [None]
+        error: list[Any] = [None, False]
         if self.runtime.rank == 0:
             try:
                 self._folder.prepare(name, int(total.item()))
             except (OSError, CheckpointError) as found:
-                error = [str(found)]
+                error = [str(found), is_full(found)]
         dist.broadcast_object_list(error, src=0, group=self.runtime.control)
-        return int(total.item()), error[0]
+        return int(total.item()), error[0], error[1]
 
     # ---- in the thread of a save ----
 
@@ -274,6 +282,7 @@ class Checkpoints:
             pass
         except Exception as error:
             save.error = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+            save.no_room = is_full(error)
         finally:
             save.seconds = time.monotonic() - save.began
             save.ended.set()
@@ -294,79 +303,129 @@ class Checkpoints:
 
     # ---- loading ----
 
-    def newest(self) -> Path | None:
-        """The newest checkpoint whose files are as they were written; the same on every rank, and each rank reads a
-        part of the files. Damaged ones are named and renamed. If all are damaged, it is an error."""
-        rejected: list[str] = []
+    def newest(self, check: Check = lambda state: None) -> Path | None:
+        """The newest checkpoint whose files are as they were written and whose state passes `check`; the same on every
+        rank, and each rank reads a part of the files. `check`, on rank 0, raises where a run could not be resumed with
+        the state. Newer checkpoints that cannot be used are named and renamed. If none can be used, nothing is
+        renamed, and it is a ConfigError: the next start would begin from nothing."""
         if self.runtime.rank == 0:
             self._folder.clean_up()
-        while True:
-            path, problems = self._candidate()
-            if path is None:
-                if rejected:
-                    raise CheckpointError(
-                        f"no checkpoint in {self.folder} can be used: {'; '.join(rejected)}. Restore one, or choose "
-                        "another trainer.run_dir"
-                    )
-                return None
+        while (path := self._first_candidate()) is not None:
+            problems = self._problems(path) or self._check_state(path, check)
             if not problems:
+                self._set_rejected_aside()
                 return path
             more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-            rejected.append(f"{path} is damaged: {problems[0]}{more}")
-            self._set_aside(path, rejected[-1])
+            self._rejected[path] = f"{path} is damaged: {problems[0]}{more}"
+        if self._rejected:
+            raise ConfigError(
+                f"no checkpoint in {self.folder} can be used: {'; '.join(self._rejected.values())}. Restore one, or "
+                "choose another trainer.run_dir"
+            )
+        return None
 
-    def _set_aside(self, path: Path, line: str) -> None:
-        error: Exception | None = None
+    def _first_candidate(self) -> Path | None:
+        found: list[Any] = [None, None]
         if self.runtime.rank == 0:
+            try:
+                left = [path for path in self._folder.complete() if path not in self._rejected]
+                found[0] = left[-1] if left else None
+            except CheckpointError as error:
+                found[1] = str(error)
+        dist.broadcast_object_list(found, src=0, group=self.runtime.control)
+        if found[1] is not None:
+            raise ConfigError(found[1])
+        return found[0]
+
+    def _set_rejected_aside(self) -> None:
+        error: Exception | None = None
+        for path, line in self._rejected.items() if self.runtime.rank == 0 else ():
             try:
                 now = self._folder.set_aside(path)
                 self._warn(f"{line}. It is now {now.name}; the checkpoint before it is used")
             except OSError as found:
                 error = CheckpointError(f"{line}. It cannot be renamed ({found.strerror}); remove it")
+        self._rejected.clear()
         self.runtime.raise_together(error, "looking for a checkpoint")
 
-    def _candidate(self) -> tuple[Path | None, list[str]]:
-        """The newest checkpoint that is left, and what is wrong with it."""
-        found: list[Any] = [None, {}, []]
-        if self.runtime.rank == 0 and (complete := self._folder.complete()):
-            found[0] = complete[-1]
+    def _problems(self, path: Path) -> list[str]:
+        """What is wrong with the files of a checkpoint; nothing if they were verified before."""
+        if path == self._verified:
+            return []
+        found: list[Any] = [{}, []]
+        if self.runtime.rank == 0:
             try:
-                found[1] = self._folder.files_of(complete[-1])
+                found[0] = self._folder.files_of(path)
             except CheckpointError as error:
-                found[2] = [str(error)]
+                found[1] = [str(error)]
         dist.broadcast_object_list(found, src=0, group=self.runtime.control)
-        path, files, problems = found
-        if path is None or problems:
-            return path, problems
+        files, problems = found
+        if problems:
+            return problems
         largest_first = sorted(files, key=lambda name: (-files[name].bytes, name))
         mine = largest_first[self.runtime.rank :: self.runtime.world_size]
         lines: list[list[str]] = [[]] * self.runtime.world_size
         damaged = damaged_files(path, {name: files[name] for name in mine})
         dist.all_gather_object(lines, damaged, group=self.runtime.control)
-        return path, [line for part in lines for line in part]
+        problems = [line for part in lines for line in part]
+        self._verified = self._verified if problems else path
+        return problems
 
-    def load(self, policy: Policy, path: Path) -> dict[str, Any]:
-        """Restores policy and random states; returns the rest. Only rank 0 reads it and has all of it; on the other
-        ranks the values of `DRIVER_ONLY`, the bulk, are None."""
-        shared: list[Any] = [None]
-        state: dict[str, Any] = {}
-        error: Exception | None = None
+    def is_good(self, path: Path) -> bool:
+        """Whether all files of a checkpoint are on disk as they were written."""
+        return not self._problems(path)
+
+    def _check_state(self, path: Path, check: Check) -> list[str]:
+        """A state that cannot be restored would end every start of the run."""
+        found: list[Any] = [[], None]
         if self.runtime.rank == 0:
             try:
-                state = read_state(path)
-                shared = [_without_driver_only(state)]
-            except CheckpointError as found:
-                error = found
-        self.runtime.raise_together(error, f"reading {path}")
+                self._state = read_state(path)
+                check(self._state)
+            except ConfigError as error:
+                found[1] = str(error)
+            except Exception as error:
+                found[0] = [f"its state cannot be restored: {type(error).__name__}: {error}"]
+        dist.broadcast_object_list(found, src=0, group=self.runtime.control)
+        if found[1] is not None:
+            raise ConfigError(found[1])
+        return found[0]
+
+    def load(self, policy: Policy, path: Path, check: Check = lambda state: None) -> tuple[Path, dict[str, Any]]:
+        """Restores policy and random states from `path`, which `newest` has returned, or if its weights cannot be used
+        from one before it. Returns which it was, and the rest of the state. Only rank 0 reads it and has all of it; on
+        the other ranks the values of `DRIVER_ONLY`, the bulk, are None."""
+        while True:
+            state, problem = self._load(policy, path)
+            if problem is None:
+                self._set_rejected_aside()
+                return path, state
+            self._rejected[path] = f"{path} is damaged: {problem}"
+            before = self.newest(check)
+            assert before is not None, "newest raises when it has rejected all"
+            path = before
+
+    def _load(self, policy: Policy, path: Path) -> tuple[dict[str, Any], str | None]:
+        """The state, and why the weights cannot be used, the same on every rank."""
+        state, self._state = self._state, {}
+        shared = [_without_driver_only(state)]
         dist.broadcast_object_list(shared, src=0, group=self.runtime.control)
         if self.runtime.rank != 0:
             state = shared[0]
         _check_layout(state["layout"], _layout(policy), path)
-        load_policy(policy, path / POLICY)
-        mine = path / RNG / f"rank_{self.runtime.rank}.json"
-        if state["layout"]["world_size"] == self.runtime.world_size and mine.exists():
-            set_random_state(orjson.loads(mine.read_bytes()))
-        return state
+        problem: str | None = None
+        try:
+            load_policy(policy, path / POLICY)
+            mine = path / RNG / f"rank_{self.runtime.rank}.json"
+            if state["layout"]["world_size"] == self.runtime.world_size and mine.exists():
+                set_random_state(orjson.loads(mine.read_bytes()))
+            if not is_finite(policy):
+                problem = "its weights or its optimizer state are not finite"
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}".splitlines()[0]
+        problems: list[str | None] = [None] * self.runtime.world_size
+        dist.all_gather_object(problems, problem, group=self.runtime.control)
+        return state, next((line for line in problems if line), None)
 
 
 def _without_driver_only(state: Any) -> Any:
@@ -388,7 +447,7 @@ def _check_layout(saved: dict[str, Any], ours: dict[str, Any], path: Path) -> No
     """TP, PP, CP and DP may change between save and load; these two decide how the optimizer is written."""
     for name, key in (("distributed_optimizer", "distributed_optimizer"), ("experts_are_split", "expert_parallel > 1")):
         if saved[name] != ours[name]:
-            raise CheckpointError(
+            raise ConfigError(
                 f"{path} was saved with policy.{key} {saved[name]}, this run has {ours[name]}. The optimizer state "
                 "cannot be converted; use the saved setting"
             )

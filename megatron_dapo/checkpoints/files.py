@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import shutil
+import stat
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,6 +31,7 @@ from torch import Tensor
 
 from megatron_dapo import fault_points
 from megatron_dapo.errors import CheckpointError
+from megatron_dapo.files import explain
 
 BLOCK = 16 << 20
 THREADS = 4
@@ -112,7 +113,7 @@ def _write(path: Path, parts: Iterable[bytes | Tensor], cancelled: Callable[[], 
                 size += len(view)
             os.fsync(file.fileno())
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be written: {error.strerror or error}{_space(path)}") from error
+        raise CheckpointError(f"{path} cannot be written: {explain(error, path)}") from error
     return FileRecord(size, checksum)
 
 
@@ -128,14 +129,6 @@ def _bytes_of(part: bytes | Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
-def _space(path: Path) -> str:
-    try:
-        usage = shutil.disk_usage(path.parent)
-    except OSError:
-        return ""
-    return f" ({usage.free / 1e9:.2f} of {usage.total / 1e9:.2f} GB free)"
-
-
 def damaged_files(folder: Path, expected: Mapping[str, FileRecord], *, threads: int = THREADS) -> list[str]:
     """Reads the files and returns one line for each that is missing, unreadable or not as it was written."""
     with ThreadPoolExecutor(max_workers=threads) as pool:
@@ -146,7 +139,10 @@ def damaged_files(folder: Path, expected: Mapping[str, FileRecord], *, threads: 
 
 def _damage(path: Path, expected: FileRecord) -> str | None:
     try:
-        size = path.stat().st_size
+        status = path.stat()
+        size = status.st_size
+        if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for ever
+            return f"{path} is not a file"
         if size != expected.bytes:
             return f"{path} has {size} bytes, {expected.bytes} were written"
         checksum, buffer = 0, bytearray(min(BLOCK, max(1, size)))

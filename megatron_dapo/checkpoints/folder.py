@@ -16,6 +16,7 @@ Pruning renames before it deletes, so what is left of an interrupted deletion is
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -36,7 +37,7 @@ from megatron_dapo.config import Config, ConfigError, ModelShape
 from megatron_dapo.config.base import dump_yaml
 from megatron_dapo.config.trainer import CheckpointConfig
 from megatron_dapo.errors import CheckpointError
-from megatron_dapo.files import fsync_path, publish_directory, write_atomically
+from megatron_dapo.files import explain, fsync_path, publish_directory, remove, set_aside, write_atomically
 from megatron_dapo.weights.locate import TRACKER
 
 STATE, ARRAYS = "trainer.json", "trainer.arrays"
@@ -104,6 +105,8 @@ def _restore(value: Any, content: bytes) -> Any:
 
 NAME = re.compile(r"step_(\d+)(?:\+(\d+))?")
 DAMAGED = re.compile(rf"{NAME.pattern}\.damaged(\d*)")
+POLICY = "policy"
+REQUIRED = (STATE, ARRAYS, f"{POLICY}/.metadata", f"{POLICY}/metadata.json", f"{POLICY}/common.pt")
 MANIFEST, BEST, SCORES = "manifest.json", "best.json", "scores.json"
 REPLACED = ".replaced"  # in a checkpoint that was moved away for another one of the same name
 
@@ -124,16 +127,20 @@ class CheckpointFolder:
         return self.path / f".{name}.tmp"
 
     def complete(self) -> list[Path]:
-        """Complete checkpoints, oldest first. Files and folders with other names are ignored."""
+        """Complete checkpoints, oldest first. Files and folders with other names are ignored. A folder that cannot be
+        read is an error: the run would begin again from nothing."""
         try:
             found = [path for path in self.path.iterdir() if NAME.fullmatch(path.name) and path.is_dir()]
-        except OSError:
+        except FileNotFoundError:
             return []
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read: {explain(error)}") from error
         return sorted(found, key=_order)
 
     def clean_up(self) -> None:
         """After a kill: removes unfinished checkpoints and unfinished deletions. One that was moved away to be
-        replaced, and whose replacement never came, gets its name back."""
+        replaced, and whose replacement never came, gets its name back. A file with the name of a checkpoint would
+        prevent that one from being saved: it is renamed."""
         with self._lock, contextlib.suppress(OSError):
             for path in list(self.path.glob(".step_*")):
                 name = path.name.removeprefix(".").removesuffix(path.suffix)
@@ -141,20 +148,26 @@ class CheckpointFolder:
                     (path / REPLACED).unlink()
                     path.rename(self.path / name)
                 elif path.suffix in (".tmp", ".old"):
-                    shutil.rmtree(path, ignore_errors=True)
+                    remove(path)
+            for path in list(self.path.glob("step_*")):
+                if NAME.fullmatch(path.name) and not path.is_dir():
+                    set_aside(path)
 
     def prepare(self, name: str, size: int) -> Path:
         """An empty folder for a checkpoint of `size` bytes. OSError where there is no room."""
         building = self.building(name)
-        shutil.rmtree(building, ignore_errors=True)
-        building.mkdir(parents=True)
+        remove(building)
+        try:
+            building.mkdir(parents=True)
+        except OSError as error:
+            raise CheckpointError(f"{building} cannot be written: {explain(error, building)}") from error
         free = shutil.disk_usage(building).free
         if free < size:
             building.rmdir()
             raise CheckpointError(
                 f"{self.path} has {free / 1e9:.2f} GB free, the checkpoint needs {size / 1e9:.2f} GB; delete "
                 "something there, or lower trainer.checkpoint.keep"
-            )
+            ) from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return building
 
     def discard(self, name: str) -> None:
@@ -175,21 +188,30 @@ class CheckpointFolder:
         fault_points.reach("checkpoint/before_prune")
 
     def files_of(self, path: Path) -> dict[str, FileRecord]:
-        """What the manifest lists."""
+        """What the manifest lists: at least everything that loading reads. Opens no other file."""
         try:
-            listed = _read(path / MANIFEST)["files"]
-            return {name: FileRecord.from_json(record) for name, record in listed.items()}
+            manifest = _read(path / MANIFEST)
+            files = {name: FileRecord.from_json(record) for name, record in manifest["files"].items()}
+            step = int(manifest["step"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{path / MANIFEST} is damaged: {type(error).__name__}: {error}") from error
+        if step != _order(path)[0]:
+            raise CheckpointError(f"{path / MANIFEST} is of step {step}: the checkpoint was renamed")
+        read = {*REQUIRED, *(str(p.relative_to(path)) for p in path.glob("[pr]*/[!.]*") if p.is_file())}
+        if unlisted := sorted(read - files.keys()):
+            raise CheckpointError(f"{path / MANIFEST} does not list {unlisted[0]}")
+        return files
+
+    def _is_whole(self, path: Path) -> bool:
+        """Whether all files have the sizes that the manifest lists; their contents are not read."""
+        try:
+            return all((path / name).stat().st_size == file.bytes for name, file in self.files_of(path).items())
+        except (OSError, CheckpointError):
+            return False
 
     def set_aside(self, path: Path) -> Path:
         """Renames a damaged checkpoint, so that it is neither used nor counted. Returns where it is now."""
-        target = path.with_name(f"{path.name}.damaged")
-        number = 1
-        while target.exists():
-            number += 1
-            target = path.with_name(f"{path.name}.damaged{number}")
-        path.rename(target)
+        target = set_aside(path)
         with self._lock:
             self._link_for_megatron()
         return target
@@ -197,10 +219,15 @@ class CheckpointFolder:
     # ---- pruning ----
 
     def prune(self) -> list[str]:
-        """Keeps the newest checkpoints, the best, and the newest damaged one. Returns a line for each failure."""
+        """Keeps the newest checkpoints, the best, and the newest damaged one. One with missing or cut files does not
+        count as a newest one; it is left for the next start to judge. Returns a line for each failure."""
         problems: list[str] = []
         with self._lock:
-            complete = self.complete()
+            try:
+                everything = self.complete()
+            except CheckpointError as error:
+                return [str(error)]
+            complete = [path for path in everything if self._is_whole(path)]
             keep = set(complete[-self._config.keep :])
             if self._config.keep_best and (best := self._best(complete)) is not None:
                 keep.add(best[1])
@@ -209,16 +236,18 @@ class CheckpointFolder:
                     write_atomically(self.path / BEST, orjson.dumps(content), fsync=False)
                 except OSError as error:
                     problems.append(f"{self.path / BEST} cannot be written: {error.strerror or error}")
-            outdated = [path for path in complete if path not in keep] + self._damaged()[:-1]
+            oldest = min(map(_order, complete[-self._config.keep :]), default=(0, 0))
+            broken = [path for path in everything if path not in complete and _order(path) < oldest]
+            outdated = [path for path in complete if path not in keep] + broken + self._damaged()[:-1]
             problems += [problem for path in outdated if (problem := self._delete(path))]
             problems += self._link_for_megatron()
         return problems
 
     def _link_for_megatron(self) -> list[str]:
         """Megatron-LM's `--load` with this folder finds the newest complete step, and others with `--ckpt-step`."""
-        steps = {step: path for path in self.complete() for step, updates in [_order(path)] if updates < 0}
-        links = {f"iter_{step:07d}": f"{path.name}/policy" for step, path in steps.items()}
         try:
+            steps = {step: path for path in self.complete() for step, updates in [_order(path)] if updates < 0}
+            links = {f"iter_{step:07d}": f"{path.name}/{POLICY}" for step, path in steps.items()}
             for link in self.path.glob("iter_*"):
                 if link.is_symlink() and link.name not in links:
                     link.unlink()
@@ -229,8 +258,8 @@ class CheckpointFolder:
                 write_atomically(self.path / TRACKER, str(max(steps)), fsync=False)
             else:
                 (self.path / TRACKER).unlink(missing_ok=True)
-        except OSError as error:
-            return [f"{self.path}: Megatron-LM will not find the checkpoints: {error.strerror or error}"]
+        except (OSError, CheckpointError) as error:
+            return [f"{self.path}: Megatron-LM will not find the checkpoints: {error}"]
         return []
 
     def _damaged(self) -> list[Path]:
@@ -241,11 +270,11 @@ class CheckpointFolder:
     def _delete(self, path: Path) -> str | None:
         aside = self.path / f".{path.name}.old"
         try:
-            shutil.rmtree(aside, ignore_errors=True)
+            remove(aside)
             path.rename(aside)
         except OSError as error:
             return f"the old checkpoint {path} cannot be removed: {error.strerror or error}"
-        shutil.rmtree(aside, ignore_errors=True)
+        remove(aside)
         return None
 
     def set_score(self, name: str, score: float) -> list[str]:
@@ -254,8 +283,8 @@ class CheckpointFolder:
             scores = {**self._scores(), name: score}
             known = {path.name for path in self.complete()} | {name}
             write_atomically(self.path / SCORES, orjson.dumps({n: s for n, s in scores.items() if n in known}))
-        except OSError as error:
-            return [f"{self.path / SCORES} cannot be written: {error.strerror or error}"]
+        except (OSError, CheckpointError) as error:
+            return [f"{self.path / SCORES} cannot be written: {error}"]
         return self.prune()
 
     def _best(self, complete: list[Path]) -> tuple[float, Path] | None:
@@ -285,6 +314,8 @@ class CheckpointFolder:
 
 
 def _read(path: Path) -> Any:
+    if path.exists() and not path.is_file():  # reading a pipe would wait for ever
+        raise CheckpointError(f"{path} is not a file")
     try:
         return orjson.loads(path.read_bytes())
     except (OSError, ValueError) as error:
@@ -335,7 +366,8 @@ def check_resume(config: Config, shape: ModelShape) -> list[str]:
         return []
     try:
         saved = json.loads((run_dir / SETTINGS).read_text())
-    except (OSError, ValueError) as error:
+        _ = saved["config"], saved["model"], saved["vocabulary"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
         return [f"{run_dir / SETTINGS} cannot be read, so the settings were not compared: {error}"]
     changed = list(_differences(saved["config"], config.model_dump(mode="json")))
     refused = [

@@ -12,6 +12,7 @@ rank and in any thread, as `checkpoints` decides.
 
 from __future__ import annotations
 
+import json
 import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from megatron_dapo.checkpoints.files import CheckpointFile, HostBuffers, write_files
 from megatron_dapo.errors import CheckpointError
+from megatron_dapo.files import safetensors_header
 from megatron_dapo.policy.megatron.optimizer_state import (
     KEYS,
     SHARDING,
@@ -41,6 +43,7 @@ from megatron_dapo.policy.megatron.optimizer_state import (
 )
 from megatron_dapo.policy.megatron.runtime import Runtime
 from megatron_dapo.policy.policy import Policy
+from megatron_dapo.weights.adapters import CONFIG_FILE, WEIGHTS_FILE, adapter_config, base_fingerprint
 from megatron_dapo.weights.formats.small_files import (
     Stored,
     common_state,
@@ -51,8 +54,10 @@ from megatron_dapo.weights.formats.small_files import (
 )
 from megatron_dapo.weights.formats.torch_zip import ALIGN, TensorArchive
 from megatron_dapo.weights.locate import HF_FILES, locate
+from megatron_dapo.weights.model_weights import ADAPTERS
 from megatron_dapo.weights.side_files import side_files
 
+ADAPTER = "adapter"  # folder of a checkpoint: LoRA's adapters in PEFT's format
 MAX_ITEM = 1 << 30  # larger tensors are split: an archive holds less than 4 GiB
 FILES_PER_RANK = 4
 SMALL_FILE = 64 << 20  # there are fewer files where they would be smaller than this
@@ -84,6 +89,8 @@ def policy_files(policy: Policy, buffers: HostBuffers | None = None, step: int =
     state["opt_param_scheduler"] = _scheduler_state(policy)
     state["content_metadata"] |= SHARDING
     files = _sharded_files(state, policy.runtime, buffers)
+    if policy.trains_adapters:
+        files += _adapter_files(policy)
     if policy.runtime.rank == 0:
         files += _side_files(policy.config.policy.model)
     if buffers is not None:
@@ -110,7 +117,9 @@ def _sharded_files(state: dict[str, Any], runtime: Runtime, buffers: HostBuffers
     if gathered is not None:
         try:
             metadata = torch_dist_metadata([item for items in gathered for item in items])
-            files += [CheckpointFile(name, [text]) for name, text in description_files(metadata, common).items()]
+            files += [
+                CheckpointFile(name, [text]) for name, text in description_files(metadata, saved_object(common)).items()
+            ]
         except CheckpointError as found:
             error = found
     runtime.raise_together(error, "describing the checkpoint")
@@ -142,6 +151,29 @@ def _items(entry: Any, buffers: HostBuffers | None) -> Iterator[tuple[Stored, li
         place = ("", 0, archive.length)
         shape = tuple(entry.global_shape)
         yield Stored(entry.key, *place, part.dtype, shape, tuple(offsets), sizes), [archive.head, part, archive.tail]
+
+
+def _adapter_files(policy: Policy) -> list[CheckpointFile]:
+    """Collective. On rank 0 the adapters as a PEFT directory: `peft` and SGLang load it as it is."""
+    found = [(name, tensor.cpu()) for bucket in policy.adapter_buckets().buckets() for name, tensor in bucket]
+    if not found:
+        return []
+    header = safetensors_header((name, tensor.dtype, tensor.shape) for name, tensor in found)
+    config = adapter_config((name for name, _ in found), policy.config.policy.lora, policy.config.policy.model)
+    return [
+        CheckpointFile(f"{ADAPTER}/{WEIGHTS_FILE}", [header, *(tensor.contiguous() for _, tensor in found)]),
+        CheckpointFile(f"{ADAPTER}/{CONFIG_FILE}", [config.encode()]),
+    ]
+
+
+def _check_base(policy: Policy, directory: Path) -> None:
+    """The adapters of a checkpoint belong to one base model."""
+    described = directory / ADAPTER / CONFIG_FILE
+    if not described.is_file():
+        raise CheckpointError(f"{directory} has no adapters: it was saved without policy.lora")
+    base = json.loads(described.read_text()).get("base_fingerprint")
+    if base != base_fingerprint(policy.config.policy.model):
+        raise CheckpointError(f"{directory} has adapters of another base model: policy.model's weights are not those")
 
 
 def _side_files(model: str) -> list[CheckpointFile]:
@@ -189,6 +221,8 @@ def host_sizes(policy: Policy) -> list[int]:
 def load_policy(policy: Policy, directory: str | os.PathLike[str]) -> None:
     """Collective. Weights, optimizer and update count of a checkpoint that `save_policy` wrote, at any layout."""
     _require(directory)
+    if policy.trains_adapters:
+        _check_base(policy, Path(directory))
     initialize_state(policy.optimizer)
     state = _load(_sharded_state(policy, is_loading=True), directory)
     _set_weights(policy, state)
@@ -198,6 +232,15 @@ def load_policy(policy: Policy, directory: str | os.PathLike[str]) -> None:
     policy.optimizer.load_state_dict(state["optimizer"])
     policy.set_fused_adam()
     set_step(policy.optimizer, step)
+
+
+def is_finite(policy: Policy) -> bool:
+    """Whether the weights and the optimizer state that this rank holds have no NaN and no infinity."""
+    weights = [parameter for chunk in policy.model for parameter in chunk.parameters()]
+    states = [state for inner in inner_optimizers(policy.optimizer) for state in inner.state.values()]
+    moments = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+    floating = [tensor for tensor in weights + moments if tensor.is_floating_point()]
+    return all(bool(tensor.isfinite().all()) for tensor in floating)
 
 
 def _step(state: dict[str, Any], directory: str | os.PathLike[str]) -> int:
@@ -236,8 +279,11 @@ def _metadata(policy: Policy) -> dict[str, Any]:
 
 
 def _model_state(policy: Policy) -> dict[str, Any]:
-    """One entry per model chunk; sharded keys carry global layer numbers, so the chunks do not matter on disk."""
+    """One entry per model chunk; sharded keys carry global layer numbers, so the chunks do not matter on disk. With
+    LoRA only the adapters: the base does not change."""
     metadata = _metadata(policy)
+    if policy.trains_adapters:
+        return {f"model{i}": chunk.adapters.sharded_state_dict(ADAPTERS) for i, chunk in enumerate(policy.model)}
     return {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(policy.model)}
 
 

@@ -6,7 +6,7 @@
 - `data`       the sections `data`, `reward` and `evaluate`
 - `trainer`    the sections `trainer`, `observe` and `slurm`
 - `base`       `Section`, the base of all sections; YAML 1.2; field types for paths and texts
-- `model`      the shape of a Qwen model, from its config.json (`ModelShape`)
+- `model`      the shape of a model, from its config.json (`ModelShape`); `families`: what differs between families
 - `megatron_fields`   fields of Megatron-Core that `policy.megatron` may not set
 - `other_names`, `other_tools.yaml`   settings of other tools and ours: one table for errors, `import` and the docs
 - `scripts`, `importing`   `megatron-dapo import`: reads another tool's launch script, and converts its settings

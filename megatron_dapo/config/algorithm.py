@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from megatron_dapo.config.base import PathText, Section
+from megatron_dapo.config.base import Address, PathText, Section
 from megatron_dapo.plugins import is_plugin
 
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -16,7 +16,9 @@ Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean",
 
 ObjectiveOption = bool | int | float | str
 # Settings that an objective has by default, where they differ from DAPO's. GSPO: as published (arXiv 2507.18071).
+# CISPO: no lower bound (arXiv 2506.13585, which does not publish its upper one), weights up to 5 (arXiv 2510.13786).
 OBJECTIVE_DEFAULTS: dict[str, dict[str, Any]] = {
+    "cispo": {"clip_low": 1.0, "clip_high": 4.0, "dual_clip": None},
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": None, "aggregation": "seq-mean-token-mean"},
 }
 LARGEST_SEQUENCE_CLIP = 0.02  # the ratio of a sequence is a mean over its tokens and stays much closer to 1
@@ -42,7 +44,7 @@ class DistillationConfig(Section):
     weight · (log π_teacher − log π_engine), whose mean is −KL(π‖π_teacher). Added to DAPO's advantages, or alone. Set
     `urls` or `model` to turn it on."""
 
-    urls: list[str] = Field(
+    urls: list[Address] = Field(
         default_factory=list,
         description="SGLang servers of the teacher, which must have the policy's tokenizer; they are used in turn.",
     )
@@ -160,10 +162,14 @@ class AlgorithmConfig(Section):
         default_factory=dict, description="Options of a custom objective; the built-in ones have none."
     )
     clip_low: float = Field(
-        0.2, ge=0, description="ε_low: the ratio is clipped below at 1 − clip_low. gspo's default: 0.0003."
+        0.2,
+        ge=0,
+        description="ε_low: the lower bound of the ratio is 1 − clip_low. Default of gspo: 0.0003; of cispo: 1 (none).",
     )
     clip_high: float = Field(
-        0.28, ge=0, description="ε_high: the ratio is clipped above at 1 + clip_high. gspo's default: 0.0004."
+        0.28,
+        ge=0,
+        description="ε_high: the upper bound of the ratio is 1 + clip_high. Default of gspo: 0.0004; of cispo: 4.",
     )
     dual_clip: float | None = Field(
         10.0,

@@ -1,7 +1,7 @@
 """The base of every configuration section: frozen and typed; unknown keys are errors.
 
 Values are what their field asks for: a boolean is not a number, infinity and NaN are refused, a text field takes a
-number as it was written, and `~` in a path is the home directory.
+number as it was written, `~` in a path is the home directory, and an address holds no password.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ _RESOLVERS = (
     ("merge", re.compile(r"^<<$"), "<"),
 )
 _BASES = {"0o": 8, "0x": 16}
+MOST_NODES = 100_000  # of a document, aliases expanded
 
 
 class YamlError(ValueError):
@@ -64,6 +65,22 @@ class _Loader(yaml.SafeLoader):
                 )
             lines[key.tag, key.value] = key.start_mark.line + 1
         return node
+
+    def get_single_node(self) -> yaml.Node | None:
+        node: yaml.Node | None = super().get_single_node()
+        if node is not None and _expanded(node, {}) > MOST_NODES:
+            raise YamlError(f"its aliases (*name) expand to more than {MOST_NODES} values")
+        return node
+
+
+def _expanded(node: yaml.Node, sizes: dict[int, float]) -> float:
+    """Nodes below it, those of an alias again at each use; infinite if it contains itself. `sizes`: by id."""
+    if id(node) not in sizes:
+        sizes[id(node)] = float("inf")
+        inner = [] if isinstance(node, yaml.ScalarNode) else node.value
+        parts = [part for pair in inner for part in (pair if isinstance(pair, tuple) else (pair,))]
+        sizes[id(node)] = 1 + sum(_expanded(part, sizes) for part in parts)
+    return sizes[id(node)]
 
 
 class _Dumper(yaml.SafeDumper):
@@ -97,6 +114,8 @@ def parse_yaml(text: str) -> Any:
     """The document as dicts, lists and scalars; None for an empty one. Raises YamlError."""
     try:
         return yaml.load(text, _Loader)
+    except YamlError:
+        raise
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
@@ -171,5 +190,34 @@ def _not_empty(text: str) -> str:
     return text
 
 
+# Names of environment variables, options and parameters of an address that hold a secret.
+SECRET = re.compile(r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$", re.IGNORECASE)
+_LOGIN = re.compile(r"(?<=://)[^/?#\s'\"]*@")
+_PARAMETER = re.compile(r"(?:(?<=[?&])|(?<=--))([\w-]+)([='\", ]+)([^&\s'\"]+)")
+
+
+def hide_secrets(text: str) -> str:
+    """For messages: without the logins of addresses and the values of parameters that look like secrets."""
+
+    def hide(found: re.Match[str]) -> str:
+        return f"{found[1]}{found[2]}***" if is_secret(found[1]) else found[0]
+
+    return _PARAMETER.sub(hide, _LOGIN.sub("***@", text))
+
+
+def is_secret(name: str) -> bool:
+    return SECRET.search(name.replace("-", "_")) is not None
+
+
+def _without_login(address: str) -> str:
+    if "@" in address.split("://")[-1].split("/")[0] or hide_secrets(address) != address:
+        raise ValueError(
+            "the address holds a password or a key, which would be written to the run directory: name the environment "
+            "variable that holds it in api_key_env"
+        )
+    return address
+
+
+Address = Annotated[str, AfterValidator(_without_login)]
 PathText = Annotated[str, AfterValidator(_expand_home)]
 NonEmptyText = Annotated[str, AfterValidator(_not_empty)]

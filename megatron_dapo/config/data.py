@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from megatron_dapo.config.base import NonEmptyText, PathText, Section
+from megatron_dapo.config.base import Address, NonEmptyText, PathText, Section
 
 BUILT_IN_TEMPLATES = ("dapo", "plain", "chat", "dapo+chat")
 METRIC_NAME = re.compile(r"[\w.+-]+")  # a part of a metric's name
@@ -190,14 +190,14 @@ REMOTE_GRADERS = ("http", "judge")
 BUILT_IN_GRADERS = LOCAL_GRADERS + REMOTE_GRADERS
 JUDGE_PROMPT = (
     "Question:\n{question}\n\nReference answer:\n{answer}\n\nResponse to judge:\n{response}\n\n"
-    "Is the response correct? Reply with a last line of the form Score: N, where N is 1 if it is correct and 0 if not."
+    "Is the response correct? The score is 1 if it is, and 0 if not."
 )
 
 
 class RemoteConfig(Section):
     """Requests to a server that grades. A response whose request fails for good is ungraded, never wrong."""
 
-    urls: list[str] = Field(
+    urls: list[Address] = Field(
         default_factory=list,
         description="Addresses of the server; several are used in turn, and a retry takes the next.",
     )
@@ -224,10 +224,6 @@ class RemoteConfig(Section):
         for url in urls:
             if not re.match(r"https?://[^/]", url):
                 raise ValueError(f"expected addresses such as http://host:8000/grade, found {url!r}")
-            if "@" in url.split("/")[2]:
-                raise ValueError(
-                    "an address holds a password, which would be written to the run directory: use api_key_env"
-                )
         return urls
 
 
@@ -244,9 +240,11 @@ class JudgeConfig(RemoteConfig):
     model: str = Field("", description="The model's name in requests.")
     prompt: str = Field(JUDGE_PROMPT, description="The user message; {question}, {answer} and {response} are replaced.")
     system: str = Field("", description="The system message; empty: none.")
-    score_pattern: str = Field(
-        r"(?i)score\s*[:=]\s*\**\s*(-?\d+(?:\.\d+)?)",
-        description="Regular expression with one group: the score is the number in its last match in the reply.",
+    score_pattern: str | None = Field(
+        None,
+        description="For judges that were trained to reply in their own form: regular expression with one group, the "
+        "score, which is searched in the last line of a reply. null: the judge is asked for a JSON object with an id "
+        "that the response cannot know.",
     )
     lowest: float = Field(0.0, description="Score of the worst response.")
     highest: float = Field(
@@ -263,7 +261,7 @@ class JudgeConfig(RemoteConfig):
         if self.highest <= self.lowest:
             raise ValueError(f"highest ({self.highest:g}) must be more than lowest ({self.lowest:g})")
         try:
-            groups = re.compile(self.score_pattern).groups
+            groups = 1 if self.score_pattern is None else re.compile(self.score_pattern).groups
         except re.error as error:
             raise ValueError(f"score_pattern is not a regular expression: {error}") from None
         if groups != 1:
@@ -319,6 +317,11 @@ class RewardConfig(Section):
         "last box where there is no such line. strict-box: only the last box, compared as it stands.",
     )
     workers: int | None = Field(None, ge=1, description="Grading processes; null: half the cores, at most 8.")
+    environment: list[str] = Field(
+        default_factory=list,
+        description="Names of environment variables that your grader reads, e.g. the key of a service. Grading "
+        "processes get no others but PATH, HOME, the locale and Python's.",
+    )
     cpu_seconds: float = Field(
         5.0, gt=0, description="CPU time (not wall time) that grading one response may use; a retry may use twice that."
     )

@@ -388,6 +388,16 @@ def group_filter(value: Any, found: Imported, row: Row, key: str) -> dict[str, A
     return {row.to: True, "rollout.group_filter": "reward-range" if ready else f"python:{value}"}
 
 
+@unit
+def lora_targets(value: Any, found: Imported, row: Row, key: str) -> Any:
+    return {} if value in ("all-linear", None) else value if isinstance(value, list) else [value]
+
+
+@unit
+def lora_rank(value: Any, found: Imported, row: Row, key: str) -> Any:
+    return found.theirs("lora_r", 16) if value else 0
+
+
 UNITS |= {
     "plugin": lambda value, *_: f"python:{value}",
     "one_item": lambda value, *_: [value],

@@ -17,7 +17,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from megatron_dapo.config.base import ConfigError, YamlError, admits, dump_yaml, parse_yaml
+from megatron_dapo.config.base import ConfigError, YamlError, admits, dump_yaml, hide_secrets, parse_yaml
 from megatron_dapo.config.other_names import find_row
 from megatron_dapo.config.schema import Config
 
@@ -97,7 +97,8 @@ def parse_config(raw: dict[str, Any], where: str = "config") -> Config:
         return Config.model_validate(raw)
     except ValidationError as error:
         lines = _joined(line for e in error.errors() for line in _explain(e))
-        raise ConfigError(f"{where}: " + ("\n  ".join(["", *lines]) if len(lines) > 1 else lines[0])) from None
+        message = f"{where}: " + ("\n  ".join(["", *lines]) if len(lines) > 1 else lines[0])
+        raise ConfigError(hide_secrets(message)) from None
 
 
 def _joined(lines: Iterable[str]) -> list[str]:
@@ -115,6 +116,7 @@ def _joined(lines: Iterable[str]) -> list[str]:
 def apply_override(raw: dict[str, Any], item: str) -> None:
     """`a.b=c` sets raw["a"]["b"]. The value is read as YAML, unless the key takes text: then it is the text."""
     key, equals, text = item.partition("=")
+    item = hide_secrets(item)  # for messages
     parts = key.strip().split(".")
     if not equals or not all(parts):
         raise ConfigError(f"--set {item!r}: expected section.key=value, for example --set policy.tensor_parallel=2")

@@ -1,8 +1,13 @@
-"""The shape of a Qwen model, read from its HF config.json, with its rotary embedding: the default one, or YaRN for
-contexts that are longer than those of pre-training. Imports no torch, so planners and checks can use it.
+"""The shape of a model, read from its HF config.json as transformers reads it, with the same defaults. A value that
+changes transformers' results and that we do not compute is an error, and so are two keys that contradict each other.
+Imports no torch, so planners and checks can use it.
 
-YaRN (arXiv 2309.00071) divides the frequencies of slow channels by `factor`, keeps those of fast channels, and goes
-linearly from one to the other between two channels. It also scales queries and keys. The numbers are transformers'.
+`config/families` has what differs between families. tests/config/test_hf_fields.py changes every field of every family
+and compares the logits with transformers'.
+
+Rotary embeddings may be scaled for contexts longer than those of pre-training. YaRN (arXiv 2309.00071) divides the
+frequencies of slow channels by `factor`, keeps those of fast channels, and goes linearly from one to the other between
+two channels. It also scales queries and keys. Llama 3 interpolates between wavelengths instead.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo.config.base import ConfigError
+from megatron_dapo.config.families import FAMILIES, Family, architecture_of, find_family
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,89 +44,22 @@ class Yarn:
         return low, high if high != low else high + 0.001
 
 
-def rope_parameters(config: dict[str, Any], where: str) -> dict[str, Any]:
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        raise ConfigError(f"{where}: 'rope_parameters' and 'rope_scaling' must be objects (found {rope!r})")
-    return rope
+@dataclass(frozen=True, slots=True)
+class Llama3Rope:
+    """Wavelengths above original_positions / low grow by `factor`; those below original_positions / high stay."""
+
+    factor: float
+    original_positions: int
+    low: float
+    high: float
+    attention_factor: float = 1.0
 
 
-def rope_type(rope: dict[str, Any]) -> str:
-    return str(rope.get("rope_type") or rope.get("type") or "default")
-
-
-def read_yarn(rope: dict[str, Any], max_positions: int, where: str) -> Yarn:
-    """The YaRN settings in `rope`. Without `original_max_position_embeddings` it is the model's length."""
-
-    def number(key: str, default: float | None = None) -> float:
-        value = rope.get(key) if rope.get(key) is not None else default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise ConfigError(f"{where}: {key!r} of YaRN must be a positive number (found {value!r})")
-        return float(value)
-
-    original = int(number("original_max_position_embeddings", max_positions))
-    factor = number("factor", max_positions / original if rope.get("original_max_position_embeddings") else None)
-    attention = rope.get("attention_factor")
-    if attention is not None:
-        attention = number("attention_factor")
-    elif rope.get("mscale") and rope.get("mscale_all_dim"):
-        attention = _scale(factor, number("mscale")) / _scale(factor, number("mscale_all_dim"))
-    else:
-        attention = _scale(factor)
-    fast, slow = number("beta_fast", 32.0), number("beta_slow", 1.0)
-    return Yarn(factor, original, attention, fast, slow, rope.get("truncate", True) is not False)
+RopeScaling = Yarn | Llama3Rope
 
 
 def _scale(factor: float, mscale: float = 1.0) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """What an architecture's name says about the model, beyond the numbers in its config.json."""
-
-    kind: str
-    qkv_bias: bool = False  # always; else where config.json has attention_bias
-    qk_norm: bool = False
-    moe: bool = False
-    normalised_experts: bool = False  # always; else where config.json has norm_topk_prob
-    shared_expert: bool = False  # beside the routed experts, with a sigmoid gate
-    # Of gated DeltaNet layers: "fused" by key head (qkvz, ba) or "separate" (qkv, z, b, a).
-    linear_projections: str = ""
-    attention_gate: bool = False  # q_proj also has a sigmoid gate on the attention's output
-    zero_centred_norms: bool = False  # norms multiply by 1 + weight
-    text_config: bool = False  # a model with a vision tower: the text model is under text_config and language_model
-    carried: tuple[str, ...] = ()  # prefixes of tensors that are converted but neither trained nor synced
-
-
-_HYBRID: dict[str, Any] = {"qk_norm": True, "attention_gate": True, "zero_centred_norms": True}
-_EXPERTS: dict[str, Any] = {"moe": True, "shared_expert": True, "normalised_experts": True}
-# A variant that combines these features is one more line here. New tensors need templates in `weights/mapping.py`.
-ARCHITECTURES = {
-    "Qwen2ForCausalLM": Architecture("qwen2", qkv_bias=True),
-    "Qwen2MoeForCausalLM": Architecture("qwen2_moe", qkv_bias=True, moe=True, shared_expert=True),
-    "Qwen3ForCausalLM": Architecture("qwen3", qk_norm=True),
-    "Qwen3MoeForCausalLM": Architecture("qwen3_moe", qk_norm=True, moe=True),
-    "Qwen3NextForCausalLM": Architecture(
-        "qwen3_next", moe=True, shared_expert=True, linear_projections="fused", carried=("mtp.",), **_HYBRID
-    ),
-    "Qwen3_5ForCausalLM": Architecture("qwen3_5_text", linear_projections="separate", carried=("mtp.",), **_HYBRID),
-    "Qwen3_5ForConditionalGeneration": Architecture(
-        "qwen3_5", linear_projections="separate", text_config=True, carried=("mtp.", "model.visual."), **_HYBRID
-    ),
-    "Qwen3_5MoeForCausalLM": Architecture(
-        "qwen3_5_moe_text", linear_projections="separate", carried=("mtp.",), **_HYBRID, **_EXPERTS
-    ),
-    "Qwen3_5MoeForConditionalGeneration": Architecture(
-        "qwen3_5_moe",
-        linear_projections="separate",
-        text_config=True,
-        carried=("mtp.", "model.visual."),
-        **_HYBRID,
-        **_EXPERTS,
-    ),
-}
-SHARED = "shared_expert_intermediate_size"
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,12 +100,31 @@ NOT_SUPPORTED = {
     "Qwen4ExpForConditionalGeneration": ": it would need hyper-connections, sparse attention and n-gram embeddings",
 }  # fmt: skip
 
+_INTEGER, _NUMBER, _FLAG, _NULL = (int,), (int, float), (bool,), type(None)
+# Types of keys that do not change the results. transformers does not load a model with another one.
+_TYPES: dict[str, tuple[type, ...]] = {
+    "architectures": (list, _NULL), "attention_dropout": _NUMBER, "bos_token_id": (int, _NULL),
+    "chunk_size_feed_forward": _INTEGER, "dtype": (str, _NULL), "eos_token_id": (int, list, _NULL),
+    "id2label": (dict, _NULL), "image_token_id": _INTEGER, "initializer_range": (float,), "is_encoder_decoder": _FLAG,
+    "label2id": (dict, _NULL), "mlp_only_layers": (list, _NULL),
+    "max_window_layers": _INTEGER, "output_hidden_states": (bool, _NULL), "output_router_logits": _FLAG,
+    "pad_token_id": (int, _NULL), "pretraining_tp": (int, _NULL), "problem_type": (str, _NULL),
+    "router_aux_loss_coef": (float,), "sliding_window": (int, _NULL),
+    "torch_dtype": (str, _NULL), "use_cache": _FLAG, "use_sliding_window": _FLAG,
+    "video_token_id": _INTEGER,
+}  # fmt: skip
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
+# Keys with only one supported value in every family; without them it is the value.
+_FIXED = {"hidden_act": "silu", "is_causal": True, "return_dict": True}
+_ABSENT = ("attention_chunk_size", "mlp_layer_types", "per_layer_config")  # would change layers one by one
+_LAYERS = {"mamba": "linear_attention", "attention": "full_attention"}  # older names
+
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """Everything about a model that the trainer, the converters and the planner need."""
 
-    architecture: str  # `Architecture.kind`
+    architecture: str  # `Family.model_type`
     layers: int
     hidden: int
     ffn_hidden: int
@@ -187,7 +145,7 @@ class ModelShape:
     norm_topk_prob: bool = True
     shared_ffn_hidden: int = 0  # of the shared expert
     rotary_dim: int = 0  # channels of a head that are rotated; 0: all
-    yarn: Yarn | None = None
+    rope_scaling: RopeScaling | None = None
     linear: LinearAttention | None = None
     attention_gate: bool = False
     zero_centred_norms: bool = False
@@ -230,135 +188,286 @@ class ModelShape:
     def from_hf(cls, config: dict[str, Any], where: str = "config", *, weights_only: bool = False) -> ModelShape:
         if not isinstance(config, dict):
             raise ConfigError(f"{where}: expected a JSON object, found {type(config).__name__}")
-        names = config.get("architectures")
-        name = names[0] if isinstance(names, list) and names else names
-        architecture = ARCHITECTURES.get(name) if isinstance(name, str) else None
-        if architecture is None:
-            needed = NOT_SUPPORTED.get(name, "") if isinstance(name, str) else ""
-            raise ConfigError(
-                f"{where}: architecture {name!r} is not supported{needed}; supported are {', '.join(ARCHITECTURES)}"
-            )
-        if architecture.text_config:
+        family = _family(config, where)
+        if family.text_config:
             config = _text_config(config, where)
-        _refuse_unsupported(config, where, architecture)
+        read = _Reader(config, where, family)
+        read.check_fields()
         if not weights_only:
-            _refuse_untrained(config, where)
-        read = _Reader(config, where, str(name))
-        heads = read.integer("num_attention_heads")
-        hidden = read.integer("hidden_size")
-        shape = cls(
-            architecture=architecture.kind,
-            layers=read.integer("num_hidden_layers"),
+            read.check_trained()
+        heads, hidden = read.integer("num_attention_heads"), read.integer("hidden_size")
+        layers, head_dim = read.integer("num_hidden_layers"), read.integer("head_dim", derived=hidden // heads)
+        read.check_layer_types(layers)
+        read.check_heads(hidden, heads, head_dim)
+        return cls(
+            architecture=family.model_type,
+            layers=layers,
             hidden=hidden,
-            ffn_hidden=read.integer("intermediate_size", default=read.optional("moe_intermediate_size")),
+            ffn_hidden=read.feed_forward(),
             heads=heads,
-            kv_heads=read.integer("num_key_value_heads", default=heads),
-            head_dim=read.integer("head_dim", default=hidden // heads),
+            kv_heads=read.kv_heads(heads),
+            head_dim=head_dim,
             vocab=read.integer("vocab_size"),
-            max_positions=read.integer("max_position_embeddings", default=32768),
+            max_positions=read.integer("max_position_embeddings"),
             rope_theta=read.rope_theta(),
-            yarn=read.yarn(),
-            norm_eps=read.number("rms_norm_eps", default=1e-6),
-            tied_embeddings=read.flag("tie_word_embeddings"),
-            qkv_bias=architecture.qkv_bias or read.flag("attention_bias"),
-            qk_norm=architecture.qk_norm,
-            dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
-            **(read.experts(architecture.normalised_experts) if architecture.moe else {}),
-            shared_ffn_hidden=read.integer(SHARED) if architecture.shared_expert else 0,
-            **(read.linear_attention(architecture.linear_projections) if architecture.linear_projections else {}),
-            attention_gate=architecture.attention_gate,
-            zero_centred_norms=architecture.zero_centred_norms,
-            prefix="model.language_model." if architecture.text_config else "model.",
-            carried=architecture.carried,
+            rope_scaling=None if weights_only else read.rope_scaling(),
+            norm_eps=read.norm_eps(),
+            tied_embeddings=read.flag("tie_word_embeddings", False),
+            qkv_bias=family.qkv_bias,
+            qk_norm=family.qk_norm,
+            dtype=read.dtype(),
+            **(read.experts() if family.moe else {}),
+            **(read.linear_attention(layers, head_dim) if family.linear_projections else {}),
+            attention_gate=family.attention_gate,
+            zero_centred_norms=family.zero_centred_norms,
+            prefix=family.prefix,
+            carried=family.carried,
         )
-        if shape.heads % shape.kv_heads:
-            raise ConfigError(
-                f"{where}: num_attention_heads ({shape.heads}) must be a multiple of num_key_value_heads "
-                f"({shape.kv_heads})"
-            )
-        return shape
+
+
+def _family(config: dict[str, Any], where: str) -> Family:
+    name, family = architecture_of(config), find_family(config)
+    if family is None or (name is not None and name != family.architecture):
+        needed = NOT_SUPPORTED.get(name, "") if isinstance(name, str) else ""
+        kind = f" of model_type {config['model_type']!r}" if "model_type" in config else ""
+        known = ", ".join(known.architecture for known in FAMILIES.values())
+        raise ConfigError(f"{where}: architecture {name!r}{kind} is not supported{needed}; supported are {known}")
+    return family
 
 
 class _Reader:
     """Reads values of a config.json with the type that the key must have."""
 
-    def __init__(self, config: dict[str, Any], where: str, name: str) -> None:
+    def __init__(self, config: dict[str, Any], where: str, family: Family) -> None:
         self._config = config
         self._where = where
-        self._name = name
-        self._rope = rope_parameters(config, where)
+        self._family = family
+        for other, key in family.aliases.items():
+            self._same(key, other)
+            if other in config:
+                self._config = {key: config[other]} | config
+        self._rope = self._rope_parameters()
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        value = self._config.get(key)
-        if value is None and default is not None:
-            return default
-        if value is None:
-            raise ConfigError(f"{self._where}: {key!r} is missing; a {self._name} config must have it")
+    def fail(self, text: str) -> ConfigError:
+        return ConfigError(f"{self._where}: {text}")
+
+    def _same(self, key: str, other: str) -> None:
+        config = self._config
+        if key in config and other in config and config[key] != config[other]:
+            raise self.fail(f"{key!r} is {config[key]!r}, but {other!r} is {config[other]!r}; remove one of them")
+
+    def integer(self, key: str, *, derived: int | None = None) -> int:
+        """`derived`: the value if the key is missing and the family has no default, or if it is null."""
+        defaults, nullable = self._family.defaults, key in self._family.nullable
+        value = self._config.get(key, defaults.get(key))
+        if value is None and derived is not None and (nullable or key not in self._config):
+            value = derived
+        if value is None and key not in defaults:
+            name = self._family.architecture
+            raise self.fail(f"{key!r} is missing; a {name} config must have it")
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{self._where}: {key!r} must be a positive integer (found {value!r})")
+            raise self.fail(f"{key!r} must be a positive integer (found {value!r})")
         return value
 
-    def optional(self, key: str) -> int | None:
-        return self.integer(key) if self._config.get(key) is not None else None
+    def kv_heads(self, heads: int) -> int:
+        found = self.integer("num_key_value_heads", derived=heads)
+        if heads % found:
+            raise self.fail(f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({found})")
+        return found
 
-    def number(self, key: str, default: float, source: dict[str, Any] | None = None) -> float:
-        value = (self._config if source is None else source).get(key)
-        if value is None:
-            return default
+    def check_heads(self, hidden: int, heads: int, head_dim: int) -> None:
+        if head_dim % 2:
+            raise self.fail(f"heads have {head_dim} channels; rotary positions need an even number")
+        if self._family.hidden_by_heads and hidden % heads:
+            raise self.fail(f"hidden_size ({hidden}) must be a multiple of num_attention_heads ({heads})")
+
+    def number(self, source: dict[str, Any], key: str, default: float | None = None, what: str = "") -> float:
+        value = source.get(key) if source.get(key) is not None else default
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise ConfigError(f"{self._where}: {key!r} must be a positive number (found {value!r})")
+            raise self.fail(f"{key!r}{what} must be a positive number (found {value!r})")
         return float(value)
 
-    def flag(self, key: str) -> bool:
-        value = self._config.get(key)
-        if value is not None and not isinstance(value, bool):
-            raise ConfigError(f"{self._where}: {key!r} must be true or false (found {value!r})")
-        return bool(value)
+    def norm_eps(self) -> float:
+        value = self._config.get("rms_norm_eps", 1e-6)
+        if not isinstance(value, float) or not 0 < value < math.inf:
+            raise self.fail(f"'rms_norm_eps' must be a positive float (found {value!r})")
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._config.get(key, self._family.defaults.get(key, default))
+        if not isinstance(value, bool):
+            raise self.fail(f"{key!r} must be true or false (found {value!r})")
+        return value
+
+    def dtype(self) -> str:
+        self._same("dtype", "torch_dtype")
+        found = self._config.get("dtype") or self._config.get("torch_dtype") or "bfloat16"
+        if found not in _DTYPES:
+            raise self.fail(f"'dtype' is {found!r}; expected one of {', '.join(_DTYPES)}")
+        return str(found)
+
+    def feed_forward(self) -> int:
+        """A model with experts may not have it."""
+        experts = self.integer("moe_intermediate_size") if self._family.moe else None
+        return self.integer("intermediate_size", derived=experts)
+
+    # ---- what is refused ----
+
+    def check_fields(self) -> None:
+        """A value that would change the model's results, or that transformers does not accept, is an error."""
+        config = self._config
+        for key, value in (_FIXED | dict(self._family.fixed)).items():
+            if config.get(key, value) is not value and config[key] != value:
+                raise self.fail(f"{key} is {config[key]!r}; {self._family.model_type} is supported with {value!r} only")
+        for key in _ABSENT:
+            if config.get(key) is not None:
+                raise self.fail(f"{key} is not supported; all layers must follow from the other keys")
+        _check_types(config, self._where)
+        rotated = self._family.defaults.get("partial_rotary_factor", 1.0)
+        if rotated == 1.0 and self._rope_value("partial_rotary_factor", 1.0) != 1.0:
+            raise self.fail(f"partial_rotary_factor is not supported; {self._family.model_type} rotates all channels")
+        if (quantisation := config.get("quantization_config")) and (
+            not isinstance(quantisation, dict)
+            or quantisation.get("quant_method") != "fp8"
+            or quantisation.get("weight_block_size") != [128, 128]
+        ):
+            raise self.fail("quantised weights are not supported, except fp8 in blocks of 128; use the bf16 checkpoint")
+        if self._family.moe and (config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1):
+            raise self.fail("dense layers inside a MoE model are not supported (mlp_only_layers)")
+
+    def check_trained(self) -> None:
+        """Features that the converters carry through but that training would compute differently."""
+        if self._config.get("quantization_config"):
+            raise self.fail("quantised weights are not trained; convert them to Megatron and back: they become bf16")
+        kind = self._rope_type()
+        if kind not in ("default", "yarn", "llama3"):
+            raise self.fail(
+                f"rope type {kind!r} is not supported in training; 'default', 'yarn' and 'llama3' are. The model can "
+                "be converted; to train it at its original length, remove rope_scaling"
+            )
+        key = self._family.window_key
+        window = self._config.get(key, self._family.defaults.get(key))
+        if window is not None and window is not False:
+            other = "null" if key == "sliding_window" else "false"
+            raise self.fail(
+                f"{key} is {window!r}: sliding-window attention is not supported in training; set it to {other}"
+            )
+
+    def check_layer_types(self, layers: int) -> tuple[str, ...]:
+        types = self._config.get("layer_types")
+        if types is None:
+            return ()
+        known = ("full_attention", "linear_attention") if self._family.linear_projections else ("full_attention",)
+        found = tuple(_LAYERS.get(str(kind), str(kind)) for kind in types) if isinstance(types, list) else ()
+        if len(found) != layers or not set(found) <= set(known):
+            raise self.fail(f"'layer_types' must name {' or '.join(known)} for each of {layers} layers")
+        return found
+
+    # ---- rotary positions ----
+
+    def _rope_parameters(self) -> dict[str, Any]:
+        """Older files have `rope_scaling`, newer ones `rope_parameters`; transformers prefers the older."""
+        keys = ("rope_scaling", "rope_parameters")
+        for rope in (self._config[key] for key in keys if self._config.get(key) is not None):
+            if not isinstance(rope, dict):
+                raise self.fail(f"'rope_parameters' and 'rope_scaling' must be objects (found {rope!r})")
+            if any(isinstance(value, dict) for value in rope.values()):
+                raise self.fail("'rope_parameters' differ between layers, which is not supported")
+            if "type" in rope and "rope_type" in rope and rope["type"] != rope["rope_type"]:
+                raise self.fail(f"rope type {rope['type']!r} ('type') and {rope['rope_type']!r} ('rope_type') differ")
+        found = [self._config[key] for key in keys if self._config.get(key)]
+        if len(found) == 2 and found[0] != found[1]:
+            raise self.fail(f"'rope_scaling' is {found[0]}, but 'rope_parameters' is {found[1]}; remove one of them")
+        return found[0] if found else {}
+
+    def _rope_type(self) -> str:
+        return str(self._rope.get("rope_type", self._rope.get("type", "default")))
+
+    def _rope_value(self, key: str, default: float) -> float:
+        """Both levels may have it; transformers prefers `rope_parameters`."""
+        levels = [source for source in (self._rope, self._config) if source.get(key) is not None]
+        values = [self.number(source, key) for source in levels]
+        if len(set(values)) > 1:
+            raise self.fail(f"{key!r} is {values[1]}, but {values[0]} in 'rope_parameters'; remove one of them")
+        return values[0] if values else default
 
     def rope_theta(self) -> float:
-        """Newer files have it in rope_parameters."""
-        return self.number("rope_theta", self.number("rope_theta", 10000.0, self._rope))
+        return self._rope_value("rope_theta", 10000.0)
 
-    def yarn(self) -> Yarn | None:
-        if rope_type(self._rope) != "yarn":
+    def rope_scaling(self) -> RopeScaling | None:
+        kind = self._rope_type()
+        if kind == "default":
             return None
-        return read_yarn(self._rope, self.integer("max_position_embeddings", default=32768), self._where)
+        what, length = f" of rope type {kind!r}", self.integer("max_position_embeddings")
+        original = int(self._rope_value("original_max_position_embeddings", length))
+        rope = self._rope
 
-    def linear_attention(self, projections: str) -> dict[str, Any]:
-        layers = self.integer("num_hidden_layers")
-        every = self.integer("full_attention_interval", default=4)
-        types = self._config.get("layer_types") or [
+        def number(key: str, default: float | None = None) -> float:
+            return self.number(rope, key, default, what)
+
+        if kind == "llama3":
+            low, high = number("low_freq_factor"), number("high_freq_factor")
+            if low >= high:
+                raise self.fail(f"'high_freq_factor' ({high}) must be greater than 'low_freq_factor' ({low})")
+            return Llama3Rope(number("factor"), original, low, high)
+        implied = length / original if "factor" in rope and rope.get("original_max_position_embeddings") else None
+        factor = number("factor", implied)
+        if rope.get("attention_factor") is not None:
+            attention = number("attention_factor")
+        elif rope.get("mscale") and rope.get("mscale_all_dim"):
+            attention = _scale(factor, number("mscale")) / _scale(factor, number("mscale_all_dim"))
+        else:
+            attention = _scale(factor)
+        fast, slow = number("beta_fast", 32.0), number("beta_slow", 1.0)
+        return Yarn(factor, original, attention, fast, slow, rope.get("truncate", True) is not False)
+
+    # ---- layers of some families ----
+
+    def linear_attention(self, layers: int, head_dim: int) -> dict[str, Any]:
+        every = self.integer("full_attention_interval")
+        types = self.check_layer_types(layers) or [
             "linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)
         ]
-        if len(types) != layers or not set(types) <= {"linear_attention", "full_attention"}:
-            raise ConfigError(
-                f"{self._where}: 'layer_types' must name linear_attention or full_attention for each of {layers} layers"
-            )
         linear = LinearAttention(
             layers=tuple(i for i, kind in enumerate(types) if kind == "linear_attention"),
             key_heads=self.integer("linear_num_key_heads"),
             value_heads=self.integer("linear_num_value_heads"),
             key_dim=self.integer("linear_key_head_dim"),
             value_dim=self.integer("linear_value_head_dim"),
-            conv_width=self.integer("linear_conv_kernel_dim", default=4),
-            fused=projections == "fused",
+            conv_width=self.integer("linear_conv_kernel_dim"),
+            fused=self._family.linear_projections == "fused",
         )
         if linear.value_heads % linear.key_heads:
-            raise ConfigError(
-                f"{self._where}: linear_num_value_heads ({linear.value_heads}) must be a multiple of "
+            raise self.fail(
+                f"linear_num_value_heads ({linear.value_heads}) must be a multiple of "
                 f"linear_num_key_heads ({linear.key_heads})"
             )
-        share = self.number("partial_rotary_factor", self.number("partial_rotary_factor", 0.25, self._rope))
-        return {"linear": linear, "rotary_dim": int(self.integer("head_dim") * share)}
+        share = self._rope_value("partial_rotary_factor", self._family.defaults["partial_rotary_factor"])
+        return {"linear": linear, "rotary_dim": int(head_dim * share)}
 
-    def experts(self, normalised: bool) -> dict[str, Any]:
-        newer = "num_experts" if self._config.get("num_experts") is not None else "num_local_experts"
+    def experts(self) -> dict[str, Any]:
+        shared = "shared_expert_intermediate_size"
         return {
-            "experts": self.integer(newer),
+            "experts": self.integer("num_experts"),
             "experts_per_token": self.integer("num_experts_per_tok"),
             "expert_ffn_hidden": self.integer("moe_intermediate_size"),
-            "norm_topk_prob": normalised or self.flag("norm_topk_prob"),
+            "norm_topk_prob": self._family.normalised_experts or self.flag("norm_topk_prob", False),
+            "shared_ffn_hidden": self.integer(shared) if self._family.shared_expert else 0,
         }
+
+
+def _check_types(config: dict[str, Any], where: str) -> None:
+    for key, types in _TYPES.items():
+        value = config.get(key, None if _NULL in types else types[0]())
+        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+            words = " or ".join("null" if kind is _NULL else kind.__name__ for kind in types)
+            raise ConfigError(f"{where}: {key!r} must be of type {words} (found {value!r})")
+    if not all(str(key).isdigit() for key in config.get("id2label") or ()):
+        raise ConfigError(f"{where}: the keys of 'id2label' must be numbers")
+    for key in config:
+        number = config[key] if key.endswith(("_dropout", "initializer_range")) else 0
+        if not isinstance(number, int | float) or not 0 <= number <= 1:
+            raise ConfigError(f"{where}: {key!r} must be a number between 0 and 1 (found {number!r})")
 
 
 def _text_config(config: dict[str, Any], where: str) -> dict[str, Any]:
@@ -366,34 +475,17 @@ def _text_config(config: dict[str, Any], where: str) -> dict[str, Any]:
     text = config.get("text_config")
     if not isinstance(text, dict):
         raise ConfigError(f"{where}: 'text_config' is missing; a model with a vision tower must have it")
-    shared = {
-        key: config[key] for key in ("tie_word_embeddings", "dtype", "torch_dtype") if config.get(key) is not None
-    }
+    _check_types(config, where)
+    for key in ("layer_types", "rope_parameters"):
+        if config.get(key) is not None:
+            raise ConfigError(f"{where}: {key!r} belongs into 'text_config'")
+    if config.get("return_dict", True) is not True:
+        raise ConfigError(f"{where}: return_dict must be true")
+    tied = "tie_word_embeddings"
+    if config.get(tied, False) != text.get(tied, config.get(tied, False)):
+        raise ConfigError(
+            f"{where}: {tied!r} is {config.get(tied, False)!r}, but {text[tied]!r} in 'text_config'; they must agree"
+        )
+    keys = (tied, "dtype", "torch_dtype", "quantization_config")
+    shared = {key: config[key] for key in keys if config.get(key) is not None}
     return shared | text
-
-
-def _refuse_untrained(config: dict[str, Any], where: str) -> None:
-    """Features that the converters carry through but that training would compute differently."""
-    kind = rope_type(rope_parameters(config, where))
-    if kind not in ("default", "yarn"):
-        raise ConfigError(
-            f"{where}: rope type {kind!r} is not supported in training; 'default' and 'yarn' are. The model can "
-            "be converted; to train it at its original length, remove rope_scaling"
-        )
-    if config.get("use_sliding_window"):
-        raise ConfigError(
-            f"{where}: sliding-window attention is not supported in training; set use_sliding_window to false"
-        )
-
-
-def _refuse_unsupported(config: dict[str, Any], where: str, architecture: Architecture) -> None:
-    """A feature that would change the model's results if it were ignored is an error."""
-    if config.get("hidden_act", "silu") != "silu":
-        raise ConfigError(f"{where}: hidden_act is {config['hidden_act']!r}; Qwen models use 'silu'")
-    if config.get("quantization_config"):
-        raise ConfigError(f"{where}: quantised weights are not supported; use the bf16 checkpoint")
-    if config.get("qkv_bias") is False and architecture.qkv_bias:
-        raise ConfigError(f"{where}: qkv_bias is false; {architecture.kind} is supported with the bias only")
-    if architecture.moe:
-        if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
-            raise ConfigError(f"{where}: dense layers inside a MoE model are not supported (mlp_only_layers)")

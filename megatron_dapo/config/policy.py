@@ -130,6 +130,24 @@ class OptimizerConfig(Section):
         return self
 
 
+class LoraConfig(Section):
+    """Low-rank adapters are trained instead of the model's weights, which stay as they are. A learning rate ten times
+    that of full training is a good start."""
+
+    rank: int = Field(0, ge=0, description="Rank of every adapter; 0: the model itself is trained.")
+    alpha: float = Field(32.0, gt=0, description="Adapters are multiplied by alpha / rank.")
+    targets: list[str] = Field(
+        [], description="HF names of the layers with adapters, e.g. q_proj; empty: all linear layers of the blocks."
+    )
+    start: str = Field("", description="PEFT directory of the adapter that training starts from; empty: a new one.")
+
+    @model_validator(mode="after")
+    def _is_on(self) -> LoraConfig:
+        if not self.rank and (self.targets or self.start):
+            raise ValueError("targets and start need a rank above 0")
+        return self
+
+
 class PolicyConfig(Section):
     model: PathText = Field(
         "",
@@ -225,6 +243,7 @@ class PolicyConfig(Section):
     moe: MoEConfig = MoEConfig()
     fp8: Fp8Config = Fp8Config()
     optimizer: OptimizerConfig = OptimizerConfig()
+    lora: LoraConfig = LoraConfig()
     megatron: MegatronOptions = MegatronOptions()
     timeout_seconds: float = Field(1800.0, gt=0, description="Longest wait in any collective.")
 
@@ -332,6 +351,8 @@ class PolicyConfig(Section):
             raise ValueError("tp_comm_overlap needs tensor_parallel of 2 or more with sequence_parallel")
 
     def _check_precision(self) -> None:
+        if self.lora.rank and (self.expert_tensor_parallel > 1 or self.fp8.recipe != "none" or self.tp_comm_overlap):
+            raise ValueError("lora cannot be combined with expert_tensor_parallel, fp8 or tp_comm_overlap")
         if self.fp8.recipe != "none" and self.precision != "bf16":
             raise ValueError(f"fp8.recipe needs precision: bf16, in which weights are kept (it is {self.precision})")
         if self.gradient_reduction == "bf16" and self.precision != "bf16":

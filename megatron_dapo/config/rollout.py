@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 
-from megatron_dapo.config.base import NonEmptyText, PathText, Section
+from megatron_dapo.config.base import Address, NonEmptyText, PathText, Section, hide_secrets, is_secret
 
 PauseMode = Literal["abort", "retract", "in_place"]  # SGLang's names
 
@@ -27,8 +27,10 @@ class EmbeddedConfig(Section):
 class ServerConfig(Section):
     """SGLang servers: external ones by URL, or servers that this run starts and restarts."""
 
-    urls: list[str] = Field(default_factory=list, description="External servers; empty: start `count` servers.")
-    router_url: str | None = Field(None, description="sglang-router in front of them; it gets the generate requests.")
+    urls: list[Address] = Field(default_factory=list, description="External servers; empty: start `count` servers.")
+    router_url: Address | None = Field(
+        None, description="sglang-router in front of them; it gets the generate requests."
+    )
     count: int = Field(1, ge=1, description="Servers to start on this node.")
     tensor_parallel: int = Field(
         1, ge=1, description="GPUs of each server (SGLang's --tp-size); the model must fit on them."
@@ -83,6 +85,7 @@ class ServerConfig(Section):
     # What other sections ask of the servers, which are started with this section alone.
     _returns_experts: bool = PrivateAttr(False)
     _loads_packed_experts: bool = PrivateAttr(False)
+    _computes_checksums: bool = PrivateAttr(False)
 
     @property
     def server_count(self) -> int:
@@ -98,14 +101,37 @@ class ServerConfig(Section):
         """Servers load the experts of a layer at once (rollout.weights.pack_experts)."""
         return self._loads_packed_experts
 
-    def demand(self, *, experts: bool | None = None, packed_experts: bool | None = None) -> None:
+    @property
+    def computes_checksums(self) -> bool:
+        """Servers say what they hold of the weights that they were sent (rollout.weights.proof: checksum)."""
+        return self._computes_checksums
+
+    def demand(
+        self, *, experts: bool | None = None, packed_experts: bool | None = None, checksums: bool | None = None
+    ) -> None:
         """Only while a configuration is validated."""
         self._returns_experts = self._returns_experts if experts is None else experts
         self._loads_packed_experts = self._loads_packed_experts if packed_experts is None else packed_experts
+        self._computes_checksums = self._computes_checksums if checksums is None else checksums
 
     def sample_seconds(self, tokens: int) -> float:
         """How long one server may take for a sample of at most `tokens` tokens."""
         return self.sample_timeout or SAMPLE_SECONDS + tokens / SLOWEST_TOKENS_PER_SECOND
+
+    @field_validator("arguments")
+    @classmethod
+    def _no_keys(cls, arguments: list[str]) -> list[str]:
+        for argument in arguments:
+            option = argument.split("=")[0].lstrip("-")
+            # argparse takes every beginning of --api-key and --admin-api-key.
+            if argument.startswith("-") and (is_secret(option) or option.startswith(("api", "admin"))):
+                raise ValueError(
+                    f"{argument.split('=')[0]} would be written to the run directory and shown by ps: name the "
+                    "environment variable that holds the key in api_key_env or admin_key_env"
+                )
+            if hide_secrets(argument) != argument:
+                raise ValueError("an argument holds a password, which would be written to the run directory")
+        return arguments
 
     @model_validator(mode="after")
     def _reachable(self) -> ServerConfig:
@@ -173,9 +199,11 @@ class WeightTransportConfig(Section):
         "they keep the KV cache of the older weights, which is fastest, but later log-probs are of neither version.",
     )
     proof: Literal["checksum", "probe", "version"] = Field(
-        "probe",
-        description="Checked besides the version that a server reports. probe: the servers agree on the log-probs of a "
-        "fixed text. checksum: they agree on every tensor's checksum (probe where they have none). version: nothing.",
+        "checksum",
+        description="Checked besides the version that a server reports. checksum: the memory of every server has the "
+        "checksum of every tensor that was sent; external servers need --custom-weight-loader "
+        "megatron_dapo_checksums.install megatron_dapo_checksums.record_again, otherwise they are probed. probe: the "
+        "servers agree on the log-probs of a fixed text. version: nothing.",
     )
 
     @model_validator(mode="after")
@@ -343,7 +371,9 @@ class RolloutConfig(Section):
                 "of one NCCL communicator on one GPU, which NCCL refuses; use tensor (CUDA IPC), or disk"
             )
         weights = self.weights
-        self.servers.demand(packed_experts=weights.pack_experts and weights.transport != "disk")
+        self.servers.demand(
+            packed_experts=weights.pack_experts and weights.transport != "disk", checksums=weights.proof == "checksum"
+        )
         if weights.quantization != "none" and (not self.servers.model or self.engine != "sglang"):
             raise ValueError(
                 f"weights.quantization is {weights.quantization}: it needs engine sglang and servers.model (an fp8 "

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from functools import reduce
 from pathlib import Path
 
 from pydantic import model_validator
 
 from megatron_dapo.config.algorithm import AlgorithmConfig
-from megatron_dapo.config.base import ConfigError, Section
+from megatron_dapo.config.base import ConfigError, Section, is_secret
 from megatron_dapo.config.data import DataConfig, EvalConfig, RewardConfig
 from megatron_dapo.config.model import ModelShape
 from megatron_dapo.config.policy import PolicyConfig
@@ -31,8 +30,6 @@ USUAL = {
     "rollout.sampler.oversampling": (16.0, "it is a multiple of the batch, not a number of prompts"),
     "trainer.steps": (1_000_000, "published runs have 100 to 10000"),
 }
-# Names of environment variables that hold a secret.
-SECRET = re.compile(r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$", re.IGNORECASE)
 
 
 class Config(Section):
@@ -212,7 +209,7 @@ class Config(Section):
         servers, slurm = self.rollout.servers.environment, self.slurm.environment
         for key, variables in (("rollout.servers.environment", servers), ("slurm.environment", slurm)):
             for name in variables:
-                if SECRET.search(name):
+                if is_secret(name):
                     raise ValueError(
                         f"{key} has {name}, which looks like a secret and would be readable in the run directory: "
                         "export it in the shell that starts the run instead"

@@ -25,9 +25,11 @@ class CheckpointConfig(Section):
 
 
 class GateConfig(Section):
-    """Before the first update, the trainer's log-probs of the engine's samples must agree with the engine's own."""
+    """Before the first update of a step, the trainer's log-probs of the engine's samples must agree with its own. These
+    are the limits of the first batch. A later one may have ten times the mean gap, or 1 nat if it has tokens of older
+    weights; beyond that it is sampled again, and the run ends after three."""
 
-    enabled: bool = Field(True, description="Compare them on the first batch of every start.")
+    enabled: bool = Field(True, description="Compare them in every step.")
     max_mean_gap: float = Field(0.05, gt=0, description="Largest mean |trainer − engine| in nats; 0.05 suits bf16.")
     max_gap: float = Field(5.0, gt=0, description="Largest |trainer − engine| of a single token.")
 

@@ -24,8 +24,8 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
+from megatron_dapo.config.base import ConfigError
 from megatron_dapo.config.data import PromptFileConfig
-from megatron_dapo.errors import UserError
 
 Row = dict[str, Any]
 BATCH_ROWS = 2048
@@ -35,7 +35,7 @@ TEXT_ENDINGS = {*JSON_ENDINGS, ".csv", ".tsv"}  # also compressed: .jsonl.gz
 SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 
 
-class DataError(UserError):
+class DataError(ConfigError):
     """A prompt file that cannot be used; the message says what was expected and what was found."""
 
 

@@ -6,6 +6,7 @@
 - `gpu.py`: driver, CUDA, NCCL, attention kernels.
 - `network.py`: all-reduce between the nodes of a Slurm job; a program of its own that imports torch.
 - `machine.py`: run directory, disk space, /dev/shm, clock, ports, Slurm, limits, HF cache, SGLang's Python, model.
+- `run_directory.py`: what the next start of a run would find in its directory.
 
 Torch is imported in child processes that the checks start, and in this one only to load a model's tokenizer.
 """

@@ -79,7 +79,12 @@ def run(
     only: str | None = None,
     make: Callable[[Config, bool], list[Probe]] = probes,
 ) -> int:
-    chosen = _choose(make(load_config(config, overrides), config is not None), only)
+    chosen = _choose(
+        _in_run_dir(Path(config), overrides)
+        if config and Path(config).is_dir()
+        else make(load_config(config, overrides), config is not None),
+        only,
+    )
     checks: list[Check] = []
     console = table_console()
     for probe in chosen:  # one after the other, so that none disturbs the measured write speed
@@ -91,6 +96,13 @@ def run(
     else:
         _print_summary(checks, console)
     return 1 if any(check.status == "fail" for check in checks) else 0
+
+
+def _in_run_dir(run_dir: Path, overrides: Sequence[str]) -> list[Probe]:
+    from megatron_dapo.doctor import run_directory  # imports torch
+
+    saved = run_dir / "config.yaml"
+    return run_directory.probes(run_dir, load_config(saved if saved.is_file() else None, overrides))
 
 
 def _choose(found: list[Probe], only: str | None) -> list[Probe]:

@@ -14,6 +14,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_dapo.config.model import ModelShape
+
 if TYPE_CHECKING:
     from megatron_dapo.config.rollout import RolloutConfig
     from megatron_dapo.engines.protocol import Engine
@@ -28,4 +30,7 @@ async def open_engine(config: RolloutConfig, model: str, log_dir: str | Path) ->
         return EmbeddedEngine.from_directory(model, config.embedded, pause_mode=config.weights.pause_mode)
     from megatron_dapo.engines.sglang.fleet import Fleet
 
-    return await Fleet(config, config.servers.model or model, log_dir).start()
+    engine = await Fleet(config, config.servers.model or model, log_dir).start()
+    if (Path(model) / "config.json").exists():
+        engine.vocabulary = ModelShape.from_dir(model).vocab
+    return engine

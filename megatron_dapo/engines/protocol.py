@@ -18,12 +18,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
 from megatron_dapo.errors import EngineError
 from megatron_dapo.types import FinishReason, LogProbs, RoutedExperts, Tokens, WeightSpan
 
 if TYPE_CHECKING:
     from megatron_dapo.sync.bucket import Bucket
     from megatron_dapo.sync.bucket_stream import BucketStream
+
+
+# Log-probs that a sampled token can have; the margin above 0 is rounding.
+LOGPROBS = (-1000.0, 1e-2)
 
 
 class WeightUpdateError(EngineError):
@@ -67,6 +73,28 @@ class Completion:
     server: str = ""  # which server generated it, for error messages
     # Of the tokens from SamplingParams.routed_experts_from on, the last one excepted; None: not asked for, or lost.
     routed_experts: RoutedExperts | None = None
+    rejected: int = 0  # replies to this request that made no sense, before this one
+
+    def problem(self, params: SamplingParams, vocabulary: int | None) -> str | None:
+        """Why an engine cannot have sampled this, or None. Whatever fails here would poison a batch: it is generated
+        again and never stored. `vocabulary` None: not known."""
+        count, limit = len(self.tokens), vocabulary or np.iinfo(np.int32).max
+        if count != len(self.logprobs):
+            return f"{count} tokens but {len(self.logprobs)} log-probs"
+        if count > params.max_new_tokens:
+            return f"{count} tokens, but {params.max_new_tokens} were asked for"
+        if not count:
+            return None if self.finish_reason is FinishReason.ABORT else "it is complete, but has no token"
+        lowest, highest = int(self.tokens.min()), int(self.tokens.max())
+        if lowest < 0 or highest >= limit:
+            return f"token ids from {lowest} to {highest}, outside of the vocabulary of {limit}"
+        if not (LOGPROBS[0] <= self.logprobs.min() and self.logprobs.max() <= LOGPROBS[1]):  # False with a NaN
+            where = int(np.flatnonzero(~((self.logprobs >= LOGPROBS[0]) & (self.logprobs <= LOGPROBS[1])))[0])
+            return f"log-prob {where} of {count} is {self.logprobs[where]}; are the engine's weights finite?"
+        edges = [0, *(span.end for span in self.weight_spans)]
+        if [span.start for span in self.weight_spans] != edges[:-1] or edges[-1] != count:
+            return f"its weight versions {self.weight_spans} do not cover its {count} tokens"
+        return None
 
 
 @dataclass(slots=True, frozen=True)

@@ -50,6 +50,8 @@ def run_training(config: Config, *, dry_run: bool = False) -> int:
         # Ranks are forked from this process: threads of tokenizers or plugins must not be in it.
         with waiting("checking the model's files and reading the prompts"):
             setup = _check_setup(config, shape, forked=not in_job and ranks > 1)
+        if dry_run and setup.unknown_hosts:
+            raise ConfigError("; ".join(setup.unknown_hosts))
         data = setup.data
         print_plan(config, shape, ranks)
         print(setup.report(), file=sys.stderr)
@@ -67,8 +69,9 @@ def run_training(config: Config, *, dry_run: bool = False) -> int:
             if in_job or ranks == 1:
                 return _train(rendezvous if in_job else None, config, shape, lock, data)
             return max(run_ranks(ranks, _train, config, shape, lock, data, timeout=None))
-        except ConfigError:
-            raise  # found in the checkpoint that is resumed
+        except ConfigError as error:  # found in the checkpoint that is resumed
+            _leave_for_batch_script(config, error)
+            raise
         except UserError as error:
             print(f"megatron-dapo: {error}", file=sys.stderr)
             return 1
@@ -120,15 +123,20 @@ def _check_setup(config: Config, shape: ModelShape, forked: bool) -> Setup:
     """`preflight.check_setup`; in a Slurm job an error is also left in the log folder for the batch script."""
     from megatron_dapo.processes.fork_ranks import run_in_fork
     from megatron_dapo.trainer.preflight import check_setup
-    from megatron_dapo.trainer.watchdog import log_folder
 
     try:
         return run_in_fork(check_setup, config, shape) if forked else check_setup(config, shape)
     except UserError as error:
-        folder = log_folder(config.trainer.run_dir)
-        if "SLURM_PROCID" in os.environ and folder.is_dir():
-            (folder / SETUP_ERROR).write_text(f"{error}\n")
+        _leave_for_batch_script(config, error)
         raise
+
+
+def _leave_for_batch_script(config: Config, error: UserError) -> None:
+    from megatron_dapo.trainer.watchdog import log_folder
+
+    folder = log_folder(config.trainer.run_dir)
+    if "SLURM_PROCID" in os.environ and folder.is_dir():
+        (folder / SETUP_ERROR).write_text(f"{error}\n")
 
 
 def print_plan(config: Config, shape: ModelShape, ranks: int) -> None:

@@ -1,9 +1,9 @@
 """metrics.jsonl: one line per step or evaluation, on disk before the run continues.
 
 A line is `{"step": 3, "kind": "step" | "eval", "metrics": {...}}`. It counts once its newline is written: readers
-ignore an incomplete last line, and the next writer removes it. Steps only increase. JSON has no NaN or infinity, so
-they are written as text ("nan", "inf", "-inf") and read back as numbers. A metric may have any name; some functions
-here say what a name implies.
+ignore an incomplete last line, and the next writer removes it. The writer also moves lines that are damaged to another
+file. Steps only increase. JSON has no NaN or infinity, so they are written as text ("nan", "inf", "-inf") and read back
+as numbers. A metric may have any name; some functions here say what a name implies.
 
 `AppendFile` and `RetryQueue` are the two halves of "a full disk never ends a run": a block is in a file completely or
 not at all, and what could not be written is kept and written later.
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from megatron_dapo.errors import UserError
-from megatron_dapo.files import write_atomically
+from megatron_dapo.files import explain, write_atomically
 
 STEP, EVAL = "step", "eval"
 DROPPED = "rollout/dropped/"
@@ -56,6 +56,8 @@ class Record:
 def _number(value: Any) -> float:
     if value is None:
         return math.nan
+    if not isinstance(value, str | int | float):
+        raise TypeError(f"{value!r} is not a number")
     return float(value) if isinstance(value, str) else value
 
 
@@ -71,7 +73,8 @@ def plain_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 class MetricsFile:
-    """Appends records. `records` holds what is on disk. Opening the file removes an incomplete last line."""
+    """Appends records. `records` holds what is on disk. Opening the file removes an incomplete last line, and moves
+    lines that are no records to metrics.jsonl.damaged; `damage` says which."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -79,8 +82,9 @@ class MetricsFile:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
             _remove_incomplete_line(path)
+            self.damage = _move_damaged_lines(path)
         except OSError as error:
-            raise RecordError(f"{path}: cannot be written: {error}") from error
+            raise RecordError(f"{path}: cannot be written: {explain(error, path)}") from error
         self.records = read_records(path)
         self._file = AppendFile(path, sync=True)
 
@@ -93,7 +97,8 @@ class MetricsFile:
         try:
             self._file.write(record.to_line().encode())
         except OSError as error:
-            raise RecordError(f"{self.path}: cannot write the metrics of step {record.step}: {error}") from error
+            why = explain(error, self.path)
+            raise RecordError(f"{self.path}: cannot write the metrics of step {record.step}: {why}") from error
         self.records.append(record)
 
     def rewind(self, step: int) -> None:
@@ -118,22 +123,31 @@ class MetricsFile:
 
 def read_records(path: Path) -> list[Record]:
     """Every complete line. A complete line that is not a record is an error: the file was edited or damaged."""
+    records, damaged = parse_records(path)
+    for number, (_, why) in damaged.items():
+        raise RecordError(
+            f"{path}, line {number}: expected a JSON object with step, kind and metrics ({why}): the next start of the "
+            "run moves the line to another file"
+        )
+    return records
+
+
+def parse_records(path: Path) -> tuple[list[Record], dict[int, tuple[bytes, str]]]:
+    """The records of all complete lines; and the lines, by number, that are none, with the reason."""
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise RecordError(f"{path}: cannot be read ({error.strerror})") from None
-    records = []
+    records: list[Record] = []
+    damaged: dict[int, tuple[bytes, str]] = {}
     for number, line in enumerate(lines[:-1], start=1):  # after the last newline: an incomplete line, or nothing
         if not line.strip():
             continue
         try:
             records.append(Record.from_line(line.decode()))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise RecordError(
-                f"{path}, line {number}: expected a JSON object with step, kind and metrics ({error}): "
-                "remove the line, or restore the file"
-            ) from None
-    return records
+            damaged[number] = line, str(error)
+    return records, damaged
 
 
 def _end_of_line(path: Path, records: int) -> int:
@@ -153,6 +167,20 @@ def _remove_incomplete_line(path: Path) -> None:
     complete = content.rfind(b"\n") + 1
     if complete < len(content):
         os.truncate(path, complete)
+
+
+def _move_damaged_lines(path: Path) -> list[str]:
+    """One line for each, for the user."""
+    _, damaged = parse_records(path)
+    if not damaged:
+        return []
+    aside = AppendFile(path.with_name(f"{path.name}.damaged"), sync=True)
+    aside.write(b"".join(line + b"\n" for line, _ in damaged.values()))
+    aside.close()
+    lines = enumerate(path.read_bytes().split(b"\n"), start=1)
+    write_atomically(path, b"\n".join(line for number, line in lines if number not in damaged))
+    moved = f"it is now in {aside.path.name}"
+    return [f"{path}, line {number}: not a record ({why}); {moved}" for number, (_, why) in damaged.items()]
 
 
 class AppendFile:
@@ -222,8 +250,12 @@ class RetryQueue(Generic[T]):
         limit: int,
         errors: type[Exception] = OSError,
         pause: int = 0,
+        then: str = "The run goes on",
     ) -> None:
+        """`then`: what the run does while the output fails."""
         self.name = name
+        self.failure = ""  # the last one
+        self._then = then
         self.waiting: deque[T] = deque()
         self._send = send
         self._limit = limit
@@ -266,11 +298,11 @@ class RetryQueue(Generic[T]):
 
     def _failed(self, error: Exception) -> list[str]:
         self._skip, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE)
+        self.failure = f"{self.name} failed: {type(error).__name__}: {error}"
         if self._failing:
             return []
         self._failing = True
-        found = f"{self.name} failed: {type(error).__name__}: {error}"
-        return [f"{found}. The run goes on; what could not be written is kept and written when this works again"]
+        return [f"{self.failure}. {self._then}; what could not be written is kept and written when this works again"]
 
 
 def is_wall_clock(name: str) -> bool:

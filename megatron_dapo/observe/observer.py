@@ -28,7 +28,7 @@ from typing import Any
 
 from megatron_dapo.config.trainer import ObserveConfig
 from megatron_dapo.observe import transcripts
-from megatron_dapo.observe.console import STATUS, Console, PlainConsole, SamplingProgress, StatusFile
+from megatron_dapo.observe.console import STATUS, Console, PlainConsole, SamplingProgress, StatusFile, printable
 from megatron_dapo.observe.diagnosis import Watch
 from megatron_dapo.observe.metrics_file import (
     EVAL,
@@ -73,7 +73,9 @@ class Observer:
             name: RetryQueue(f"logs/{name}", AppendFile(self._dir / "logs" / name).write, limit=UNWRITTEN_LOG_LINES)
             for name in ("warnings.log", "trainer.log")
         }
-        self._records = RetryQueue("metrics.jsonl", self._file.append, limit=UNWRITTEN_RECORDS, errors=RecordError)
+        self._records = RetryQueue(
+            "metrics.jsonl", self._file.append, limit=UNWRITTEN_RECORDS, errors=RecordError, then="The loop waits"
+        )
         self._transcripts = RetryQueue(
             "samples/", partial(transcripts.write, self._dir / "samples"), limit=UNWRITTEN_TRANSCRIPTS
         )
@@ -86,6 +88,7 @@ class Observer:
         self._stopwatch = Stopwatch()
         self._timeline = Timeline()
         self._recent: deque[float] = deque(maxlen=20)
+        self._warn_all(self._file.damage)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Phase]:
@@ -148,11 +151,11 @@ class Observer:
     def warn(self, message: str) -> None:
         """Shown, and written to logs/warnings.log."""
         self._show(lambda console: console.warn(message))
-        self._log("warnings.log", f"step {self._step}: {message}")
+        self._log("warnings.log", f"step {self._step}: {printable(message)}")
 
     def log(self, message: str) -> None:
         """Written to logs/trainer.log only: what is worth keeping but is neither a metric nor a warning."""
-        self._log("trainer.log", f"after step {self._step}: {message}")
+        self._log("trainer.log", f"after step {self._step}: {printable(message)}")
 
     def report(self, message: str) -> None:
         """Shown, and written to logs/trainer.log."""
@@ -188,6 +191,21 @@ class Observer:
         for tracker in self._trackers:
             tracker.restore(state.get(tracker.name, {}))
         self._records.waiting.extend(Record.from_line(line) for line in state.get("unwritten", ()))
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raises where `restore` would fail."""
+        for line in state.get("unwritten", ()):
+            Record.from_line(line)
+
+    @property
+    def unwritten(self) -> str:
+        """Why there are records that could not be written; empty if there are none."""
+        return self._records.failure if self._records.waiting else ""
+
+    def write_kept(self) -> str:
+        """Tries again to write the records that could not be written; `unwritten` after that."""
+        self._warn_all(self._records.flush())
+        return self.unwritten
 
     def close(self, status: str) -> None:
         """The last call; `status` says how the run ended: finished, stopped, failed."""
@@ -277,6 +295,8 @@ class NullObserver(Observer):
     @contextmanager
     def phase(self, name: str) -> Iterator[Phase]:
         yield Phase(name)
+
+    unwritten = ""
 
     def has_evaluation(self, step: int) -> bool:
         return False

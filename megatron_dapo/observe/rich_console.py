@@ -8,13 +8,25 @@ from collections.abc import Mapping
 from rich.console import Console as Terminal
 from rich.console import Group
 from rich.live import Live
-from rich.markup import escape
+from rich.markup import escape as escape_markup
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from megatron_dapo.observe.console import Console, SamplingProgress, duration, evaluation_text, number, step_summary
+from megatron_dapo.observe.console import (
+    Console,
+    SamplingProgress,
+    duration,
+    evaluation_text,
+    number,
+    printable,
+    step_summary,
+)
 
 HEADER_EVERY = 20
+
+
+def escape(text: str) -> str:
+    return escape_markup(printable(text))
 
 
 def _width(title: str) -> int:

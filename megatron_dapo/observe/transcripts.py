@@ -1,7 +1,7 @@
 """Transcripts: some responses of every n-th step, in samples/.
 
-`step_000010.txt` is for reading; `step_000010.jsonl` holds the same for the report. The choice of responses depends
-only on the batch, so a resumed run writes the same files as an uninterrupted one.
+`step_000010.txt` is for reading, also in a terminal; `step_000010.jsonl` holds the same for the report. The choice of
+responses depends only on the batch, so a resumed run writes the same files as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.files import write_atomically
+from megatron_dapo.files import remove, write_atomically
+from megatron_dapo.observe.console import printable
 from megatron_dapo.types import Group, Sample
 
 FILE = re.compile(r"step_(\d+)\.(?:txt|jsonl)")
@@ -86,7 +87,7 @@ def write(folder: Path, transcripts: Sequence[Transcript]) -> None:
     step = transcripts[0].step
     folder.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(asdict(item)) + "\n" for item in transcripts]  # ASCII, so that lone surrogates survive
-    readable = _readable(step, transcripts).encode("utf-8", errors="backslashreplace")
+    readable = printable(_readable(step, transcripts)).encode("utf-8", errors="backslashreplace")
     write_atomically(folder / f"step_{step:06d}.jsonl", "".join(lines).encode())
     write_atomically(folder / f"step_{step:06d}.txt", readable)
 
@@ -109,7 +110,7 @@ def rewind(folder: Path, step: int) -> None:
     for path in folder.glob("step_*"):
         match = FILE.fullmatch(path.name)
         if match and int(match[1]) > step:
-            path.unlink(missing_ok=True)
+            remove(path)
 
 
 def _readable(step: int, transcripts: Sequence[Transcript]) -> str:

@@ -1,14 +1,16 @@
 """`megatron-dapo watch`: the report as a live page, while the run goes on.
 
 A small web server on the loopback address. It only reads: the methods are GET and HEAD, and there are two addresses,
-the page and its data. Requests that name another host are refused, so a web page elsewhere cannot read it through a
-browser. The page asks for newer data every second; the data is sent only if a file of the run changed.
+the page and its data. Both begin with a random token, which only the owner's terminal shows: other users of the machine
+cannot open them. Requests that name another host are refused, so a web page elsewhere cannot read it through a browser.
+The page asks for newer data every second; the data is sent only if a file of the run changed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 import threading
 import time
 from collections.abc import Sequence
@@ -82,6 +84,7 @@ class WatchedRuns:
 
 class Handler(BaseHTTPRequestHandler):
     runs: WatchedRuns
+    server: Server
     server_version, sys_version = "megatron-dapo", ""
     timeout = 60
 
@@ -89,15 +92,20 @@ class Handler(BaseHTTPRequestHandler):
         self.do_GET()
 
     def do_GET(self) -> None:
-        assert isinstance(self.server, ThreadingHTTPServer)
         port = self.server.server_port
         if self.headers.get("Host") not in (f"{ADDRESS}:{port}", f"localhost:{port}"):
             return self._send(HTTPStatus.FORBIDDEN, "text/plain", b"this page is served to this machine only\n")
         address = urlsplit(self.path)
+        _, _, rest = address.path.partition("/")
+        token, _, path = rest.partition("/")
+        if not secrets.compare_digest(token.encode(), self.server.token.encode()):
+            return self._send(
+                HTTPStatus.FORBIDDEN, "text/plain", b"open the address that megatron-dapo watch printed\n"
+            )
         try:
-            if address.path == "/":
+            if path == "" and rest.endswith("/"):
                 return self._send(HTTPStatus.OK, "text/html; charset=utf-8", self.runs.page().encode())
-            if address.path == "/data":
+            if path == "data":
                 known = parse_qs(address.query).get("version", [""])[0]
                 content = json.dumps(self.runs.data(known), allow_nan=False).encode()
                 return self._send(HTTPStatus.OK, "application/json", content)
@@ -110,7 +118,7 @@ class Handler(BaseHTTPRequestHandler):
         for name, value in {
             "Content-Type": kind, "Content-Length": str(len(content)), "Cache-Control": "no-store",
             "X-Content-Type-Options": "nosniff", "Cross-Origin-Resource-Policy": "same-origin",
-            "X-Frame-Options": "DENY",
+            "X-Frame-Options": "DENY", "Referrer-Policy": "no-referrer",
         }.items():  # fmt: skip
             self.send_header(name, value)
         self.end_headers()
@@ -123,6 +131,14 @@ class Handler(BaseHTTPRequestHandler):
 class Server(ThreadingHTTPServer):
     daemon_threads = True
 
+    def __init__(self, port: int, handler: type[Handler]) -> None:
+        super().__init__((ADDRESS, port), handler)
+        self.token = secrets.token_urlsafe(16)
+
+    @property
+    def url(self) -> str:
+        return f"http://{ADDRESS}:{self.server_port}/{self.token}/"
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A browser that closes its connection is no error."""
 
@@ -131,7 +147,7 @@ def make_server(directories: Sequence[str | Path], port: int = PORT) -> Server:
     """`port` 0: any free port."""
     handler = type("RunHandler", (Handler,), {"runs": WatchedRuns(directories)})
     try:
-        return Server((ADDRESS, port), handler)
+        return Server(port, handler)
     except OSError as error:
         raise UserError(f"port {port} cannot be used ({error.strerror}): choose another one with --port") from None
 
@@ -140,7 +156,7 @@ def watch(directories: Sequence[str | Path], port: int = PORT) -> int:
     """Serves until Ctrl-C."""
     with make_server(directories, port) as server:
         port = server.server_port
-        print(f"http://{ADDRESS}:{port}/  (Ctrl-C ends it; the run goes on)", flush=True)
+        print(f"{server.url}  (for you only; Ctrl-C ends it, the run goes on)", flush=True)
         print(f"from another machine: ssh -L {port}:localhost:{port} THIS_MACHINE, then the same address", flush=True)
         try:
             server.serve_forever(poll_interval=0.2)

@@ -35,6 +35,9 @@ Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
 
 
+PER_SAMPLE = ("prompt_lengths", "response_lengths", "advantages", "rollouts")  # arrays of a TrainBatch
+
+
 class BatchError(UserError):
     """A mini-batch that cannot be trained on; the message names the array and the sample."""
 
@@ -50,6 +53,7 @@ class TrainBatch:
     engine_logprobs: Floats | None = None  # [responses]
     ref_logprobs: Floats | None = None  # [responses]
     token_advantages: Floats | None = None  # [responses]; added to that of the sample
+    rollouts: Ints | None = None  # [samples]: samples of one rollout have the same number; None: each is its own
     # Of each sample [its tokens, layers · experts per token]; rows may be missing at the end. None: the router chooses.
     routed_experts: list[RoutedExperts | None] | None = None  # [samples]
 
@@ -110,7 +114,7 @@ class TrainBatch:
         expected = {
             "tokens": int(self.lengths.sum()), "response_lengths": samples, "advantages": samples,
             "loss_mask": responses, "old_logprobs": responses, "engine_logprobs": responses,
-            "ref_logprobs": responses, "token_advantages": responses, "routed_experts": samples,
+            "ref_logprobs": responses, "token_advantages": responses, "routed_experts": samples, "rollouts": samples,
         }  # fmt: skip
         for name, length in expected.items():
             value = getattr(self, name)
@@ -153,8 +157,8 @@ class TrainBatch:
                 values[field.name] = _take(value, self.token_offsets, index)
             elif field.name == "routed_experts":
                 values[field.name] = None if value is None else [value[i] for i in index]
-            elif field.name in ("prompt_lengths", "response_lengths", "advantages"):
-                values[field.name] = value[index]
+            elif field.name in PER_SAMPLE:
+                values[field.name] = None if value is None else value[index]
             else:
                 values[field.name] = None if value is None else _take(value, self.response_offsets, index)
         return TrainBatch(**values)

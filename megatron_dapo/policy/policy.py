@@ -24,6 +24,7 @@ from torch import Tensor
 
 from megatron_dapo.algorithm import Needs
 from megatron_dapo.config import Config, ModelShape
+from megatron_dapo.config.policy import LoraConfig
 from megatron_dapo.errors import UserError
 from megatron_dapo.policy.batch import Floats, TrainBatch
 from megatron_dapo.policy.loss_func import check_transformer_config
@@ -32,9 +33,12 @@ from megatron_dapo.policy.megatron.options import ddp_config, optimizer_config
 from megatron_dapo.policy.megatron.patches import patch_optimizer
 from megatron_dapo.policy.megatron.runtime import Runtime
 from megatron_dapo.policy.model.gpt import PolicyModel, build_model
+from megatron_dapo.policy.model.lora import Adapters, load_adapters
 from megatron_dapo.policy.step import UpdateStep
 from megatron_dapo.sync.gather import WeightBuckets
-from megatron_dapo.weights.model_weights import RankPosition, load_hf_weights
+from megatron_dapo.weights.adapters import adapter_mappings, base_fingerprint, read_adapter
+from megatron_dapo.weights.mapping import ParameterMapping, parameter_mappings
+from megatron_dapo.weights.model_weights import RankPosition, live_adapters, live_mappings, load_hf_weights
 
 
 class Policy:
@@ -44,6 +48,8 @@ class Policy:
         self.runtime = runtime
         self._reference: list[Tensor] | None = None
         self.model: list[PolicyModel] = build_model(shape, config.policy, runtime)
+        if config.policy.lora.rank:
+            self._add_adapters(config.policy.lora)
         on_cuda = runtime.device.type == "cuda"
         ddp = ddp_config(config.policy, on_cuda=on_cuda, replicas=runtime.groups.dp_cp.size())
         self.megatron_config = self.model[0].config
@@ -59,6 +65,15 @@ class Policy:
             self.megatron_config.no_sync_func = no_syncs if len(no_syncs) > 1 else no_syncs[0]
         self._offloader = Offloader(runtime.device)
         self.step = UpdateStep(config, shape, runtime, self.model, self.chunks, self.optimizer)
+
+    def _add_adapters(self, lora: LoraConfig) -> None:
+        for chunk in self.model:
+            chunk.adapters = Adapters(
+                chunk, self.shape, lora, self.position, self.runtime.groups, self.config.trainer.seed
+            )
+        if lora.start:
+            base = base_fingerprint(self.config.policy.model)
+            load_adapters(self.model, read_adapter(lora.start, self.shape, lora, base), self.position)
 
     def _wrap(self, chunk: PolicyModel, ddp: DistributedDataParallelConfig, first: bool) -> Any:
         module = Float16Module(self.megatron_config, chunk) if self.config.policy.precision == "bf16" else chunk
@@ -98,8 +113,37 @@ class Policy:
     def weight_buckets(self, bucket_bytes: int = 512 << 20, **options: Any) -> WeightBuckets:
         """Collective. The weights as buckets of HF-named tensors, for the engines; on rank 0 unless `options` say
         otherwise."""
-        before = self.step.complete_weights
-        return WeightBuckets(self.model, self.shape, self.position, bucket_bytes=bucket_bytes, before=before, **options)
+        options |= {"before": self.step.complete_weights, "merge": self._merged if self.trains_adapters else None}
+        return WeightBuckets(self.model, self.shape, self.position, bucket_bytes=bucket_bytes, **options)
+
+    @property
+    def trains_adapters(self) -> bool:
+        return bool(self.config.policy.lora.rank)
+
+    @property
+    def trained_mappings(self) -> Mapping[str, ParameterMapping]:
+        """Every trained parameter of the whole model: all weights, or LoRA's adapters."""
+        lora = self.config.policy.lora
+        if self.trains_adapters:
+            return adapter_mappings(self.shape, lora.rank, tuple(lora.targets))
+        return parameter_mappings(self.shape)
+
+    def trained_parameters(self) -> Iterator[tuple[ParameterMapping, torch.nn.Parameter]]:
+        """Those of them that this rank holds, or holds a shard of."""
+        if self.trains_adapters:
+            return live_adapters(self.model)
+        return live_mappings(self.model, self.shape, self.position)
+
+    def adapter_buckets(self, bucket_bytes: int = 512 << 20) -> WeightBuckets:
+        """Collective. LoRA's adapters under PEFT's names, on rank 0."""
+        options: dict[str, Any] = {"before": self.step.complete_weights, "adapters": self.trained_mappings}
+        return WeightBuckets(self.model, self.shape, self.position, bucket_bytes=bucket_bytes, **options)
+
+    def _merged(self, name: str, weight: Tensor) -> Tensor:
+        """This rank's shard of a weight as the engines need it: with its adapter."""
+        for chunk in self.model:
+            weight = chunk.adapters.merged(name, weight)
+        return weight
 
     def load_hf(self, source: str | os.PathLike[str] | Mapping[str, Tensor]) -> None:
         """Fills the model from a HF directory or HF-named tensors. A missing or unknown tensor is an error."""
@@ -164,12 +208,17 @@ class Policy:
         return logprobs, entropy
 
     def keep_reference(self) -> None:
-        """Makes a copy of the present weights in host memory the reference policy."""
+        """Makes a copy of the present weights in host memory the reference policy. With LoRA the reference is the
+        frozen base, which needs no copy."""
+        if self.trains_adapters:
+            return
         self.step.complete_weights()
         self._reference = [parameter.detach().to("cpu", copy=True) for parameter in self._parameters()]
 
     def reference_log_probs(self, batch: TrainBatch, mini_batches: Sequence[Sequence[int]] | None = None) -> Floats:
         """Log-probs under the reference policy, as `log_probs`. The policy's own weights are restored afterwards."""
+        if self.trains_adapters:
+            return self._base_log_probs(batch, mini_batches)
         if self._reference is None:
             raise UserError("there is no reference policy: call keep_reference() once the model is loaded")
         self.step.complete_weights()
@@ -180,6 +229,15 @@ class Policy:
         finally:
             self._set_parameters(current)
 
+    def _base_log_probs(self, batch: TrainBatch, mini_batches: Sequence[Sequence[int]] | None) -> Floats:
+        try:
+            for chunk in self.model:
+                chunk.adapters.enabled = False
+            return self.log_probs(batch, mini_batches, replay=False)[0]
+        finally:
+            for chunk in self.model:
+                chunk.adapters.enabled = True
+
     def _parameters(self) -> list[torch.nn.Parameter]:
         return [parameter for chunk in self.model for parameter in chunk.parameters()]
 
@@ -188,10 +246,10 @@ class Policy:
         for parameter, value in zip(self._parameters(), values, strict=True):
             parameter.copy_(value, non_blocking=True)
 
-    def update(self, batch: TrainBatch, *, first: bool = False) -> dict[str, float]:
+    def update(self, batch: TrainBatch, *, first: bool = False, max_mismatch: float | None = None) -> dict[str, float]:
         """One optimizer update; `first`: of a step. Returns the metrics of the whole mini-batch, the same on every
-        rank."""
-        return self.step.update(batch, first=first)
+        rank. See `UpdateStep.update`."""
+        return self.step.update(batch, first=first, max_mismatch=max_mismatch)
 
     def gradients(self, batch: TrainBatch) -> dict[str, float]:
         """Fills the gradient buffers with the exact gradient of the mini-batch's loss; does not step the optimizer."""

@@ -60,8 +60,16 @@ def set_learning_rate(optimizer: Any, rate: float, weight_decay: float) -> None:
 MakeLossFunc = Callable[[PackedMicroBatch], Any]
 
 
-class NonFiniteError(UserError):
-    """A NaN or infinity in the loss or the gradient. No weight has changed; the mini-batch may be skipped."""
+class UpdateRefused(UserError):
+    """No weight has changed; the mini-batch may be skipped."""
+
+
+class NonFiniteError(UpdateRefused):
+    """A NaN or infinity in the loss or the gradient."""
+
+
+class MismatchError(UpdateRefused):
+    """The engine's log-probs are not those of its weights."""
 
 
 class UpdateStep:
@@ -93,9 +101,10 @@ class UpdateStep:
         self._weights_incomplete = False
         self._reducers: dict[tuple[bool, bool, Proximal], MetricReducer] = {}
 
-    def update(self, batch: TrainBatch, *, first: bool = False) -> dict[str, float]:
+    def update(self, batch: TrainBatch, *, first: bool = False, max_mismatch: float | None = None) -> dict[str, float]:
         """One optimizer update. Returns the metrics of the whole mini-batch, the same on every rank. `first`: of a
-        step; its log-probs are the proximal policy's, whose mismatch with the engine is known without another pass."""
+        step; its log-probs are the proximal policy's, whose mismatch with the engine is known without another pass, and
+        may be `max_mismatch`."""
         started = time.monotonic()
         self.validate(batch, "checking a mini-batch")
         micro_batches = self.pack(batch)
@@ -106,6 +115,12 @@ class UpdateStep:
             raise NonFiniteError(
                 f"{metrics['nonfinite_tokens']:.0f} of {metrics['tokens']:.0f} active tokens have a NaN or infinite "
                 f"log-prob or loss in update {self.updates}; no weight has changed"
+            )
+        if max_mismatch is not None and not metrics.get("mismatch_mean", 0.0) <= max_mismatch:
+            self.zero_grad()
+            raise MismatchError(
+                f"the engine's log-probs of its own samples differ by {metrics['mismatch_mean']:.3g} nats (limit "
+                f"{max_mismatch:g}); no weight has changed"
             )
         skipped = metrics["denominator"] == 0
         metrics |= {"grad_norm": 0.0, "lr": 0.0} if skipped else self.step_optimizer()
@@ -314,10 +329,14 @@ class _LossInputs:
         self._advantages = batch.advantages[self._sample_of]  # [responses]
         if batch.token_advantages is not None:
             self._advantages = self._advantages + batch.token_advantages
+        # What a mean over sequences counts: rollouts, of which one may consist of several samples.
+        counted = self._sample_of
+        if batch.rollouts is not None:
+            counted = np.unique(batch.rollouts, return_inverse=True)[1][self._sample_of]
         self._weights, self._counts = token_weights(
             config.algorithm.aggregation,
             torch.from_numpy(batch.loss_mask),
-            torch.from_numpy(self._sample_of),
+            torch.from_numpy(counted),
             batch.samples,
             config.aggregation_length,
         )
@@ -348,8 +367,10 @@ class _LossInputs:
         )
 
 
-def _weight_gradient(last: PolicyModel) -> Literal["added", "added-shared"]:
+def _weight_gradient(last: PolicyModel) -> Literal["added", "added-shared", "none"]:
     """The head adds its weight's gradient to main_grad itself: no second copy of the largest gradient there is."""
+    if last.trains_adapters:
+        return "none"
     shared = last.post_process and last.share_embeddings_and_output_weights and last.pre_process
     return "added-shared" if shared else "added"
 

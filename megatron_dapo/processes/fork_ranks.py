@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from megatron_dapo.config import ConfigError
-from megatron_dapo.errors import RankError, UserError
+from megatron_dapo.errors import RankError, RanksTimedOut, UserError
 from megatron_dapo.processes.supervisor import end_with_parent
 
 
@@ -116,8 +116,9 @@ class _Signals:
         """Returns the handlers to restore; {} outside the main thread, which alone may set them."""
         if threading.current_thread() is not threading.main_thread():
             return {}
-        numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-        return {number: signal.signal(number, self._forward) for number in numbers}
+        numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
+        wanted = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+        return {number: signal.signal(number, self._forward) for number in wanted}
 
     def _forward(self, number: int, _: Any) -> None:
         if number == signal.SIGINT:
@@ -145,7 +146,7 @@ def _collect(pipes: list[Connection], processes: list[ForkProcess], timeout: flo
             if time.monotonic() < deadline:
                 continue
             if not failures:
-                raise RankError(f"ranks {sorted(waiting)} did not finish within {timeout:.0f} s")
+                raise RanksTimedOut(f"ranks {sorted(waiting)} did not finish within {timeout:.0f} s")
             break
         for rank, pipe in [(r, p) for r, p in waiting.items() if p in ready]:
             del waiting[rank]
@@ -166,8 +167,9 @@ def _child_main(sender: Connection, parent: int, function: Callable[..., Any], a
     end_with_parent(parent)
     gc.freeze()  # a search for garbage among the parent's objects would copy the memory that they are in
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_DFL)
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # A pool of OpenMP threads does not survive a fork: if the parent has computed anything, its ranks would hang.
     torch.set_num_threads(1)

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import re
 import shutil
 import signal
 import socket
@@ -158,9 +159,17 @@ class ProcessEnded(Exception):
         self.code = code
 
 
-def worker_environment() -> dict[str, str]:
-    """One thread, no GPU, and the modules that this process can import."""
-    return os.environ | {
+# What Python and its libraries need; keys of services are not among it.
+_NEEDED = re.compile(
+    r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LANGUAGE|LC_\w+|TZ|TERM|TMPDIR|LD_LIBRARY_PATH|LD_PRELOAD|PYTHON\w+|VIRTUAL_ENV|"
+    r"CONDA_PREFIX|SSL_CERT_\w+|XDG_\w+|HF_HOME|HF_HUB_OFFLINE|TOKENIZERS_PARALLELISM|MALLOC_\w+|COV\w+|SLURM_(?!JWT)\w+"
+)
+
+
+def worker_environment(names: Sequence[str] = ()) -> dict[str, str]:
+    """One thread, no GPU, the modules that this process can import, and of its variables only what Python needs and
+    `names`: a worker may handle what others wrote."""
+    return {name: value for name, value in os.environ.items() if _NEEDED.fullmatch(name) or name in names} | {
         "PYTHONPATH": os.pathsep.join(sys.path),
         "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
     }  # fmt: skip
@@ -179,9 +188,9 @@ class WorkerProcess(asyncio.BufferedProtocol):
         self.last_reply = time.monotonic()
 
     @classmethod
-    async def start(cls, command: Sequence[str]) -> WorkerProcess:
+    async def start(cls, command: Sequence[str], environment: dict[str, str] | None = None) -> WorkerProcess:
         """A new interpreter: no fork of a process with threads and GPUs. Raises OSError if it cannot start."""
-        process, connection = start_worker(command, worker_environment())
+        process, connection = start_worker(command, worker_environment() if environment is None else environment)
         loop = asyncio.get_running_loop()
         try:
             return (await loop.create_unix_connection(lambda: cls(process), sock=connection))[1]

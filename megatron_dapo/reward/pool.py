@@ -30,7 +30,7 @@ import psutil
 
 from megatron_dapo.config.data import RewardConfig
 from megatron_dapo.processes.frames import Frame
-from megatron_dapo.processes.supervised import ProcessEnded, WorkerProcess
+from megatron_dapo.processes.supervised import ProcessEnded, WorkerProcess, worker_environment
 from megatron_dapo.reward.grader import FunctionGrader, GraderError, Graders, QuickGrader, load_grader
 from megatron_dapo.types import Grade, Prompt, Sample, Tokens, json_default
 
@@ -69,7 +69,7 @@ class GradingProcess:
     @classmethod
     async def start(cls, config: RewardConfig, tokenizer: bytes) -> GradingProcess:
         """`tokenizer`: the JSON of a `tokenizers.Tokenizer`, for jobs that have tokens."""
-        worker = await WorkerProcess.start(COMMAND)
+        worker = await WorkerProcess.start(COMMAND, worker_environment(config.environment))
         try:
             _, (ready,) = worker.send({"config": config.model_dump(mode="json")}, tokenizer)
             async with asyncio.timeout(START_SECONDS):

@@ -61,6 +61,8 @@ class StepAccounting:
     graded: int = 0  # samples of complete groups that have a grade, trained or not
     correct: int = 0  # of those
     restarted: int = 0  # interrupted rollouts whose function started again
+    rejected_replies: int = 0  # of engines; they were asked again
+    rejected_grades: int = 0  # of graders and rollout functions; such a rollout is ungraded
     _lengths: dict[str, list[int]] = field(default_factory=lambda: {"trained": [], "dropped": [], "interrupted": []})
 
     def to_state(self) -> dict[str, Any]:
@@ -147,8 +149,9 @@ class StepAccounting:
             "rollout/truncated_share": _mean(sample.truncated for sample in samples),
         }
         found |= {f"rollout/dropped/{reason}": n for reason, n in sorted(self.dropped_groups.items()) if n}
-        if self.restarted:
-            found["rollout/restarted"] = self.restarted
+        for name in ("restarted", "rejected_replies", "rejected_grades"):
+            if count := getattr(self, name):
+                found[f"rollout/{name}"] = count
         if self.graded:
             found["reward/accuracy_all"] = self.correct / self.graded
         found |= {f"rollout/length_{name}": _mean(lengths) for name, lengths in self._lengths.items() if lengths}
@@ -210,9 +213,11 @@ class GroupEvents:
         self._clock = asyncio.get_running_loop().time
         self.occupancy = Occupancy(self._clock(), max_running)
 
-    def request(self, server: str, request_id: str, started: float, tokens: int) -> None:
-        """A request has returned `tokens` tokens. Those that fail are not reported."""
+    def request(self, server: str, request_id: str, started: float, tokens: int, rejected: int = 0) -> None:
+        """A request has returned `tokens` tokens, after `rejected` replies that made no sense. Those that fail are not
+        reported."""
         self.accounting.response_tokens += tokens
+        self.accounting.rejected_replies += rejected
         if self._on_request is not None:
             self._on_request(server, request_id, started, tokens)
 

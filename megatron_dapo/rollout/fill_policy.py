@@ -105,8 +105,8 @@ def trained_version(config: RolloutConfig, step: int, served: int) -> int:
 
 def staleness_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
     """Of groups trained at `version`: of each group's oldest token (mean, max), and of all tokens (mean)."""
-    oldest = [version - group.oldest_version for group in groups]
     spans = [span for group in groups for sample in group.samples for span in sample.weight_spans]
+    oldest = [version - group.oldest_version for group in groups if any(s.weight_spans for s in group.samples)]
     tokens = sum(span.end - span.start for span in spans)
     behind = sum((version - span.version) * (span.end - span.start) for span in spans)
     return {

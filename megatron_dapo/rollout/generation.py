@@ -32,13 +32,7 @@ def check_versions(completion: Completion, current: int, request_id: str) -> Non
 
 
 def append_completion(sample: Sample, completion: Completion) -> None:
-    """Adds one part. Log-probs must be finite: a NaN would otherwise show up only in the loss."""
-    if not np.isfinite(completion.logprobs).all():
-        where = int(np.flatnonzero(~np.isfinite(completion.logprobs))[0])
-        raise EngineError(
-            f"sample {sample.prompt_id}#{sample.index}: log-prob {where} of {len(completion.logprobs)} is "
-            f"{completion.logprobs[where]}; the engine's weights are probably not finite"
-        )
+    """Adds one part."""
     offset = sample.length
     _append_experts(sample, completion)
     sample.response_tokens = np.concatenate([sample.response_tokens, completion.tokens])
@@ -176,8 +170,10 @@ class Generation:
             raise
         finally:
             self.running -= 1
+        if problem := completion.problem(params, None):  # of any engine; SGLang's have been checked and retried
+            raise EngineError(f"request {request_id}: {problem}")
         append_completion(sample, completion)
-        self._events.request(completion.server, request_id, started, len(completion.tokens))
+        self._events.request(completion.server, request_id, started, len(completion.tokens), completion.rejected)
 
     def _remove_possible_stop(self, sample: Sample, request: TurnRequest) -> None:
         """Removes the last tokens of an aborted turn, in which a stop string may have begun.

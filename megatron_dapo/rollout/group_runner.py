@@ -106,8 +106,11 @@ class GroupRunner:
             return
         if grade is None:
             grade = await self._grade(pending.group.prompt, samples[-1])
+        given, grade = grade, grade.checked()
         if conversation is not None:
             grade = with_rewards(grade, conversation)
+        if grade.ungraded and not given.ungraded:
+            self._events.accounting.rejected_grades += 1
         for sample in samples:
             sample.grade = grade
         self._check_early(pending)

@@ -105,6 +105,13 @@ class Sampler:
         finally:
             self._carry_over, self._collecting = collector.carry_over, False
 
+    def put_back(self, batch: StepBatch) -> None:
+        """The prompts of a batch that cannot be used are sampled again, with the same seeds and before new prompts."""
+        carried = self._carry_over
+        for group in batch.groups:
+            carried.unfinished.append(PendingGroup(carried.next_serial, batch.step, Group(group.prompt, [])))
+            carried.next_serial += 1
+
     def state(self) -> dict[str, Any]:
         """JSON values and numpy arrays. Call between two `collect`s."""
         if self._collecting:
@@ -361,7 +368,7 @@ class StepCollector:
         cause = "the prompts ran out" if self._exhausted else f"{found.submitted_groups} prompts were sampled"
         return (
             f"step {self._step}: {cause} and {self._groups.count(GroupState.KEPT)} of {self._needed} groups were kept; "
-            f"dropped: {dict(found.dropped_groups) or 'none'}, failed: {found.failed_groups}"
+            f"dropped: {dict(sorted(found.dropped_groups.items())) or 'none'}, failed: {found.failed_groups}"
             + (f" (the last: {self._last_failure})" if self._last_failure else "")
         )
 

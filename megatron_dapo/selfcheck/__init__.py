@@ -3,5 +3,6 @@
 - `layouts`     the command: which cases run, where, and the table that it prints
 - `cases`       layout, model and loss of each comparison: names such as tp2cp2sp, the default table, random cases
 - `trace`       losses, gradients and weights of a few updates, gathered and compared
+- `objective`   the rules that a custom objective must keep
 - `synthetic`   small models, random weights and awkward mini-batches; tests use them as well
 """

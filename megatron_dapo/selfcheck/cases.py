@@ -1,21 +1,26 @@
-"""What the self-check compares: a case is a layout (`LayoutSpec`, by its name), a model and the settings of the loss.
+"""What the self-check compares: a case is a layout (`LayoutSpec`, by its name), a model, options of Megatron (by their
+names in `OPTIONS`), a precision, the layers' library and the settings of the loss.
 
-`default_cases` is the table of the command: every layout with every model that fits it, and every objective with every
-aggregation in layouts that split sequences and batches. `random_cases` draws from all their combinations.
+`cases_of` has a layout with every model that fits it, `loss_cases` every objective with every aggregation.
+`random_cases` draws from their combinations.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import random
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 from megatron_dapo.config import Config, ModelShape, check_model, check_world, parse_config
 from megatron_dapo.config.algorithm import Aggregation
+from megatron_dapo.config.policy import Fp8Config
 from megatron_dapo.errors import UserError
+from megatron_dapo.policy.megatron.importing import gpu_count
+from megatron_dapo.policy.megatron.options import hardware_needs
 from megatron_dapo.selfcheck.synthetic import MODELS, ModelSize, multiple, synthetic_shape
 
 PART = re.compile(r"(vpp|etp|tp|pp|cp|dp|ep)([1-9]\d*)|(sp|do)")
@@ -69,9 +74,9 @@ SINGLE = LayoutSpec.parse("single")
 
 
 def selfcheck_config(layout: LayoutSpec, *, policy: Mapping[str, Any] | None = None, **algorithm: Any) -> Config:
-    """fp32, with a micro-batch budget that depends on the layout, so that the splits differ."""
+    """fp32 unless `policy` says otherwise. The micro-batch budget depends on the layout, so that the splits differ."""
     budget = 512 if layout.name == "single" else 64 + 16 * (sum(map(ord, layout.name)) % 4)
-    tp, cp = layout.size("tp"), layout.size("cp")
+    tp, cp, aligned = layout.size("tp"), layout.size("cp"), Fp8Config(**(policy or {}).get("fp8", {})).alignment
     return parse_config(
         {
             "policy": {
@@ -84,7 +89,7 @@ def selfcheck_config(layout: LayoutSpec, *, policy: Mapping[str, Any] | None = N
                 "sequence_parallel": layout.sequence_parallel,
                 "distributed_optimizer": layout.distributed_optimizer,
                 "precision": "fp32",
-                "micro_batch_tokens": multiple(2 * cp * tp, at_least=budget),
+                "micro_batch_tokens": multiple(2 * cp * tp * aligned, at_least=budget),
                 "head_chunk_tokens": 24,
                 "moe_aux_loss_coefficient": 0.5,  # of models with experts; large, so that it shows in every gradient
                 "timeout_seconds": 120,
@@ -103,18 +108,36 @@ def selfcheck_config(layout: LayoutSpec, *, policy: Mapping[str, Any] | None = N
     )
 
 
+# What a name such as cp2+a2a adds to section policy.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "p2p": {"cp_comm_type": "p2p"},
+    "all_gather": {"cp_comm_type": "all_gather"},
+    "a2a": {"cp_comm_type": "a2a"},
+    "tp_overlap": {"tp_comm_overlap": True},
+    "overlap": {"overlap_grad_reduce": True},
+    "param_gather": {"overlap_param_gather": True},
+    "sequential": {"overlap_grad_reduce": False, "overlap_param_gather": False},
+    "uneven": {"first_stage_layers": 1},
+    "full": {"recompute": "full"},
+    "selective": {"recompute": "selective"},
+    "moe_recompute": {"recompute": "selective", "recompute_modules": ["core_attn", "moe"]},
+    "act_recompute": {"recompute": "selective", "recompute_modules": ["layernorm", "moe_act"]},
+    "replay": {"routing_replay": "engine"},
+    "gather_tokens": {"moe": {"dispatcher": "allgather"}},
+    "lora": {"lora": {"rank": 4, "alpha": 8.0}},
+    "small_packs": {"micro_batch_tokens": 128},
+}
 DEFAULT_LAYOUTS = (
     "tp2", "tp2sp", "pp2", "pp2vpp2", "cp2", "dp2", "dp2do", "ep2", "tp4sp", "tp2pp2", "tp2cp2sp", "ep2tp2sp",
-    "etp2tp2sp", "ep2dp4do", "ep4pp2",
+    "etp2tp2sp", "ep2dp4do", "ep4pp2", "pp2+uneven", "tp2sp+full", "ep2+replay", "dp2do+param_gather", "cp2+all_gather",
+    "cp2+a2a", "tp2sp+lora",
 )  # fmt: skip
+PRECISIONS = ("fp32", "bf16", *get_args(Fp8Config.model_fields["recipe"].annotation)[1:])
 OBJECTIVES = ("dapo", "gspo", "cispo")
 AGGREGATIONS: tuple[str, ...] = get_args(Aggregation)
 OBJECTIVE_LAYOUTS = ("cp2", "dp2")
 WORLD_SIZES = {2: 4, 3: 1, 4: 5, 6: 1, 8: 3}  # of random layouts, with their weights
-RECOMPUTE: tuple[dict[str, Any], ...] = (
-    {}, {}, {"recompute": "full"}, {"recompute": "selective"},
-    {"recompute": "selective", "recompute_modules": ["core_attn", "moe"]},
-)  # fmt: skip
+RECOMPUTE = ((), (), ("full",), ("selective",), ("moe_recompute",))
 # Of the awkward mini-batch, the masks remove about a third of the tokens, a sixth and a sixth of the sequences.
 OFF_POLICY: dict[str, dict[str, Any]] = {
     "off": {},
@@ -124,39 +147,63 @@ OFF_POLICY: dict[str, dict[str, Any]] = {
 }
 # The sequence's ratio is closer to 1 than a token's: with these bounds both kinds clip in the awkward mini-batch.
 CLIP: dict[str, dict[str, Any]] = {
-    "dapo": {}, "cispo": {}, "gspo": {"clip_low": 0.05, "clip_high": 0.05, "dual_clip": 10.0},
+    "dapo": {}, "cispo": {"clip_low": 0.2, "clip_high": 0.28},
+    "gspo": {"clip_low": 0.05, "clip_high": 0.05, "dual_clip": 10.0},
 }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`algorithm` and `policy` are settings on top of the self-check's own."""
+    """`algorithm` are settings on top of the self-check's own, `options` keys of OPTIONS. `precision` is fp32, bf16 or
+    a recipe of fp8; `layers` is torch or te."""
 
     layout: LayoutSpec
     model: str = "dense"
     algorithm: Mapping[str, Any] = field(default_factory=dict)
-    policy: Mapping[str, Any] = field(default_factory=dict)
+    options: tuple[str, ...] = ()
     size: ModelSize | None = None  # None: as the layout needs it
+    precision: str = "fp32"
+    layers: str = "torch"
 
     @property
     def config(self) -> Config:
-        return selfcheck_config(self.layout, policy=self.policy, **self.algorithm)
+        policy: dict[str, Any] = {"timeout_seconds": 3600}  # the time of a case is limited by the command
+        for name in self.options:
+            policy |= OPTIONS[name]
+        if self.precision != "fp32":
+            policy["precision"] = "bf16"
+            if self.model == "hybrid":  # has weights in fp32 and in bf16
+                policy["distributed_optimizer"] = True
+        if self.precision not in ("fp32", "bf16"):
+            policy["fp8"] = {"recipe": self.precision}
+        return selfcheck_config(self.layout, policy=policy, **self.algorithm)
 
     @property
     def shape(self) -> ModelShape:
-        return synthetic_shape(self.model, self.size or self.layout.model_size)
+        return synthetic_shape(self.model, self._size)
+
+    @property
+    def _size(self) -> ModelSize:
+        return self.size or self.layout.model_size._replace(wide=self.layers == "te")
 
     @property
     def reference(self) -> Case:
         """The same model and loss in a single process."""
-        kept = {key: value for key, value in self.policy.items() if key == "routing_replay"}
-        return replace(self, layout=SINGLE, policy=kept, size=self.size or self.layout.model_size)
+        kept = tuple(name for name in self.options if name in ("replay", "lora"))
+        return replace(self, layout=SINGLE, options=kept, size=self._size)
+
+    @property
+    def noise(self) -> list[Case]:
+        """What the reference is compared with: itself in other micro-batches and, where it rounds more, in fp32."""
+        same = self.reference
+        packed = replace(same, options=(*same.options, "small_packs"))
+        return [packed] if self.precision == "fp32" else [packed, replace(same, precision="fp32", layers="torch")]
 
     @property
     def key(self) -> str:
         """Equal for equal cases."""
-        size = self.size or self.layout.model_size
-        return json.dumps([self.layout.name, self.model, self.algorithm, self.policy, list(size)], sort_keys=True)
+        parts = [self.layout.name, self.model, self.algorithm, self.options, self._size, self.precision, self.layers]
+        return json.dumps(parts, sort_keys=True)
 
     @property
     def objective(self) -> str:
@@ -168,9 +215,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        recompute = [self.policy.get("recompute", ""), *self.policy.get("recompute_modules", [])]
-        replay = "replay" if "routing_replay" in self.policy else ""
-        return " ".join(filter(None, [self.layout.name, *recompute, replay]))
+        return "+".join([self.layout.name, *self.options])
 
     def obstacle(self, job_ranks: int | None = None) -> str:
         """Why the case cannot exist; empty when it can."""
@@ -180,16 +225,64 @@ class Case:
             check_world(policy, job_ranks or self.layout.world_size)
         except UserError as error:
             return str(error)
+        needs = [f"policy.{option}" for option, need in hardware_needs(policy).items() if need in ("te", "fusion")]
+        if needs and self.layers != "te":
+            return f"{needs[0]} needs --layers te"
+        if self.layers == "te" and not can_use_te():
+            return "--layers te needs Transformer Engine and an NVIDIA GPU"
+        if self.layers == "te" and self.precision == "fp32" and policy.context_parallel > 1:
+            return "Transformer Engine has no attention in fp32 for context parallelism; use bf16"
+        if "overlap_grad_reduce" in hardware_needs(policy) and not gpu_count():
+            return "policy.overlap_grad_reduce needs CUDA"
+        if "replay" in self.options and not self.shape.is_moe:
+            return "the model has no experts to replay"
         return ""
 
 
-def cases_of(layout: LayoutSpec, job_ranks: int | None = None) -> list[Case]:
-    """The layout with every model that fits it; raises UserError when none does."""
-    cases = [Case(layout, model) for model in MODELS]
+def can_use_te() -> bool:
+    return gpu_count() > 0 and importlib.util.find_spec("transformer_engine") is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Variants:
+    """Which cases of a layout: every model in every precision with every kind of layers, as far as they exist."""
+
+    models: Sequence[str] | None = None  # None: all
+    precisions: Sequence[str] = ("fp32",)
+    layers: Sequence[str] = ("torch",)
+
+    @classmethod
+    def parse(cls, models: str, dtypes: str, fp8: str, layers: str) -> Variants:
+        """From comma-separated lists."""
+        chosen = [[word for word in text.split(",") if word] for text in (models, dtypes, fp8, layers)]
+        known = (MODELS, PRECISIONS[:2], PRECISIONS[2:], ("torch", "te"))
+        for option, words, names in zip(("models", "dtype", "fp8", "layers"), chosen, known, strict=True):
+            if unknown := set(words) - set(names):
+                raise UserError(f"--{option}: unknown {', '.join(sorted(unknown))}; choose from {', '.join(names)}")
+        precisions = [*chosen[1], *chosen[2]] or ["fp32"]
+        return cls(chosen[0] or None, tuple(precisions), tuple(chosen[3]) or ("torch",))
+
+
+ALL_MODELS = Variants()
+
+
+def cases_of(name: str, job_ranks: int | None = None, variants: Variants = ALL_MODELS) -> list[Case]:
+    """The layout, e.g. tp2sp or cp2+a2a, in every variant that fits it; raises UserError when none does."""
+    layout, *options = name.split("+")
+    if unknown := set(options) - OPTIONS.keys():
+        raise UserError(f"layout {name!r}: no option {', '.join(sorted(unknown))}; there are {', '.join(OPTIONS)}")
+    spec = LayoutSpec.parse(layout)
+    cases = [
+        Case(spec, model, options=tuple(options), precision=precision, layers=layers)
+        for precision in variants.precisions
+        for layers in variants.layers
+        for model in variants.models or MODELS
+    ]
     possible = [case for case in cases if not case.obstacle(job_ranks)]
     if not possible:
-        needed = Case(layout, "moe" if layout.size("ep") * layout.size("etp") > 1 else "dense")
-        raise UserError(f"layout {layout.name!r}: {needed.obstacle(job_ranks)}")
+        splits_experts = spec.size("ep") * spec.size("etp") > 1 or "replay" in options
+        needed = replace(cases[0], model="moe" if splits_experts else "dense")
+        raise UserError(f"layout {name!r}: {needed.obstacle(job_ranks) or 'none of the chosen models fits it'}")
     return possible
 
 
@@ -224,10 +317,10 @@ def _random_case(rng: random.Random) -> Case:
     size = layout.model_size
     if layout.size("tp") == 4 and rng.random() < 0.5:
         size = size._replace(kv_heads=2)  # fewer than ranks: each is computed on two of them
-    policy = dict(rng.choice(RECOMPUTE))
+    options = rng.choice(RECOMPUTE)
     if experts and rng.random() < 0.3:
-        policy["routing_replay"] = "engine"
-    return Case(layout, model, settings, policy, size)
+        options = (*options, "replay")
+    return Case(layout, model, settings, options, size)
 
 
 def _random_layout(rng: random.Random, world: int, *, experts: bool) -> LayoutSpec:

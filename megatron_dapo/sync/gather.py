@@ -16,7 +16,7 @@ a bucket is valid until the bucket after the next one is requested. A copy from 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, zip_longest
 
@@ -25,12 +25,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_dapo import fault_points
+from megatron_dapo.config.families.tensors import OUTPUT
 from megatron_dapo.config.model import ModelShape
 from megatron_dapo.config.rollout import Quantization, Senders
 from megatron_dapo.sync.bucket import Bucket, FlatBucket, RemoteBucket, bucket_in, wait_for_readers
 from megatron_dapo.weights.fp8 import quantise_pairs, quantised_specs
-from megatron_dapo.weights.mapping import OUTPUT, ParameterMapping, WeightsError, parameter_mappings, shard_copies
-from megatron_dapo.weights.model_weights import RankPosition, live_mappings
+from megatron_dapo.weights.mapping import ParameterMapping, WeightsError, parameter_mappings, shard_copies
+from megatron_dapo.weights.model_weights import RankPosition, live_adapters, live_mappings
 from megatron_dapo.weights.tensor_spec import TensorSpec, flat_size, in_flat_order
 
 
@@ -65,23 +66,29 @@ class WeightBuckets:
         *,
         bucket_bytes: int = 512 << 20,
         before: Callable[[], None] = lambda: None,
+        merge: Callable[[str, Tensor], Tensor] | None = None,
+        adapters: Mapping[str, ParameterMapping] | None = None,
         senders: Senders = "one",
         nodes: Sequence[Sequence[int]] = (),
         keep_memory: bool = False,
         quantization: Quantization = "none",
     ) -> None:
-        """`before` is called before weights are read, on every rank and in the thread that iterates. `nodes`: the ranks
-        of each node, where ranks hand weights to the engines on their own node. `keep_memory`: the two blocks are kept
-        between updates, on a GPU. `quantization`: what the owner does with a bucket before it sends it."""
+        """`before` is called before weights are read, on every rank and in the thread that iterates. `merge` makes of
+        a shard, by the parameter's name, what is sent. `adapters`: LoRA's are gathered instead of the weights. `nodes`:
+        the ranks of each node, where ranks hand weights to the engines on their own node. `keep_memory`: the two blocks
+        are kept between updates, on a GPU. `quantization`: what the owner does with a bucket before it sends it."""
         self._before = before
+        self._merge = merge
         self._quantization = quantization
-        self._mine = {mapping.name: parameter for mapping, parameter in live_mappings(model_chunks, shape, position)}
+        live = live_mappings(model_chunks, shape, position) if adapters is None else live_adapters(model_chunks)
+        self._mine = {mapping.name: parameter for mapping, parameter in live}
         self._rank = dist.get_rank()
         self._device = next(iter(self._mine.values())).device
         # Host memory is shared by name, and torch removes the name once readers have opened and closed it: a call that
         # is repeated because its reply was lost counts twice.
         self._keep_memory = keep_memory and self._device.type == "cuda"
-        self._mappings = {n: m for n, m in parameter_mappings(shape).items() if not m.tied or n != OUTPUT}
+        table = parameter_mappings(shape) if adapters is None else adapters
+        self._mappings = {n: m for n, m in table.items() if not m.tied or n != OUTPUT}
         self._shards = self._exchange_shapes(position)
         self.nodes = [list(ranks) for ranks in nodes]
         self.plans = self._schedule(bucket_bytes, senders)
@@ -234,7 +241,8 @@ class WeightBuckets:
             received[mapping.name] = []
             for shard in self._shards[mapping.name]:
                 if shard.rank == self._rank:
-                    mine = self._mine[mapping.name].detach().contiguous()
+                    mine = self._mine[mapping.name].detach()
+                    mine = (mine if self._merge is None else self._merge(mapping.name, mine)).contiguous()
                     if self._rank == plan.owner:
                         received[mapping.name].append(mine)
                     else:

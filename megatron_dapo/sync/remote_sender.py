@@ -71,6 +71,11 @@ class SenderLink:
         self._store.delete_key(key)
         return found
 
+    def checksums(self, rank: int) -> dict[str, tuple[int, int]]:
+        """Of the tensors that rank `rank` has sent."""
+        found = self._wait(f"checksums/{rank}", self._raise_error, f"rank {rank} has not sent its checksums")
+        return dict(json.loads(found))
+
     def done(self, number: int) -> None:
         """The memory of bucket `number` may be used again."""
         self._store.set(f"done/{number}", "")
@@ -89,6 +94,9 @@ class SenderLink:
 
     def put_payload(self, number: int, payload: str) -> None:
         self._store.set(f"payload/{number}/{self.rank}", payload)
+
+    def put_checksums(self, sums: dict[str, tuple[int, int]]) -> None:
+        self._store.set(f"checksums/{self.rank}", json.dumps(sums))
 
     def wait_done(self, number: int) -> None:
         self._wait(f"done/{number}", self.raise_if_failed, f"the engines have not loaded bucket {number}")
@@ -159,7 +167,9 @@ class GroupSource:
 class RemoteSender:
     """Kept between updates: a process group is used again while the servers stay the same."""
 
-    def __init__(self) -> None:
+    def __init__(self, checksums_of: Callable[[FlatBucket], Any] = lambda bucket: None) -> None:
+        """`checksums_of`: of a bucket that this rank sends; its result has a method `read`."""
+        self._checksums_of = checksums_of
         self._group: GroupSource | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._sending: Future[None] | None = None
@@ -169,6 +179,7 @@ class RemoteSender:
         """Returns the cause if the update failed."""
         plan: dict[str, Any] | None = None
         failure = ""
+        sent: list[Any] = []
         for number, bucket in enumerate(buckets):
             if failure or not isinstance(bucket, FlatBucket):
                 continue
@@ -182,11 +193,15 @@ class RemoteSender:
                     self._finish(link)
                     assert self._thread is not None and self._group is not None
                     self._sending = self._thread.submit(self._group.send, bucket.flat)
+                if plan.get("checksums"):
+                    sent.append(self._checksums_of(bucket))
             except Exception as error:
                 failure = self._give_up(error, link)
         if not failure:
             try:
                 self._finish(link)
+                if sent:
+                    link.put_checksums({name: sums for one in sent for name, sums in one.read().items()})
             except Exception as error:
                 failure = self._give_up(error, link)
         self._shared.clear()

@@ -58,7 +58,7 @@ class FileImage:
         if path is None:
             self._memory = mmap.mmap(-1, size)
         else:
-            with path.open("wb+") as file:
+            with open(path, "wb+", opener=_for_owner) as file:
                 # Reserved now: a full disk is then an error here, and not a SIGBUS in the middle of a copy.
                 os.posix_fallocate(file.fileno(), 0, size)
                 self._memory = mmap.mmap(file.fileno(), size)
@@ -123,7 +123,7 @@ class FileImage:
 
     def write(self, path: Path) -> None:
         self.wait()
-        with path.open("wb") as file:
+        with open(path, "wb", opener=_for_owner) as file:
             file.write(self._memory)
 
     def close(self) -> None:
@@ -169,7 +169,7 @@ class Snapshot:
     def _claim(self) -> None:
         """Creates the directory of this process; it has its name only after its lock is taken."""
         unnamed = self._root.with_name(f".{self._root.name}")
-        unnamed.mkdir(parents=True)
+        unnamed.mkdir(mode=0o700, parents=True)  # /dev/shm is everybody's
         self._lock = os.open(unnamed / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         with contextlib.suppress(OSError):  # a file system without locks: then nobody removes it
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -311,6 +311,10 @@ def is_ram_disk(path: Path) -> bool:
         if path.is_relative_to(point) and len(point.parts) >= len(best.parts):
             best, kind = point, found
     return kind in RAM_DISKS
+
+
+def _for_owner(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def remove_dead_snapshots(directory: Path) -> list[Path]:

@@ -24,6 +24,7 @@ from megatron_dapo.types import Sample, StepBatch
 
 Rollout = Sequence[Sample]
 SMALLEST_ADVANTAGE = 1e-6  # below: the rewards of a group are equal, up to rounding
+SMALLEST_SPREAD = 1e-9  # relative: the same turn rewards, added in another order, differ by less
 
 
 def add_distillation(batch: TrainBatch, samples: Sequence[Sample], config: AlgorithmConfig) -> dict[str, float]:
@@ -89,12 +90,14 @@ def _earned_before(rollout: Rollout) -> list[float]:
 
 
 def _divisor(rollouts: Sequence[Rollout], scores: np.ndarray, normalize_std: bool, eps: float) -> float:
-    """1 where all scores are equal: there the rewards alone differ."""
-    graded = np.array([_graded(rollout) for rollout in rollouts], dtype=np.bool_)
-    if not normalize_std or graded.sum() < 2:
+    """Infinite, so that turns get 0, where all scores are equal: the group has no scale to compare them on. Their std
+    would not show it: that of 0.1 ten times is 1e-17."""
+    values = scores[np.array([_graded(rollout) for rollout in rollouts], dtype=np.bool_)]
+    if not normalize_std:
         return 1.0
-    std = float(np.std(scores[graded], ddof=1))
-    return std + eps if std > 0 else 1.0
+    if len(values) < 2 or np.ptp(values) <= SMALLEST_SPREAD * np.abs(values).max():
+        return np.inf
+    return float(np.std(values, ddof=1)) + eps
 
 
 def _graded(rollout: Rollout) -> bool:
@@ -138,6 +141,8 @@ def shape_batch(batch: StepBatch, config: Config) -> tuple[TrainBatch, dict[str,
     metrics |= _signal_metrics(batch, advantages, active, config)
     metrics |= _turn_metrics(rollouts) | _scores_by_grader(batch)
     shaped = TrainBatch.from_samples(samples, advantages, active)
+    if len(samples) > len(rollouts):
+        shaped.rollouts = np.repeat(np.arange(len(rollouts)), [len(rollout) for rollout in rollouts])
     if config.algorithm.turn_credit == "turn":
         shaped.token_advantages = turn_advantages(
             [group.rollouts for group in batch.groups],

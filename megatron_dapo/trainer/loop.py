@@ -12,14 +12,18 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from megatron_dapo.checkpoints.folder import record_settings
 from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.data import RunData
-from megatron_dapo.errors import CheckpointError, UserError
+from megatron_dapo.errors import CheckpointError, EngineError, UserError
+from megatron_dapo.files import explain, has_room
+from megatron_dapo.observe.metrics_file import RecordError
 from megatron_dapo.observe.observer import NullObserver, Observer
+from megatron_dapo.policy.loss_func import StepMetrics
 from megatron_dapo.policy.megatron.runtime import initialize, shutdown
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.processes.fork_ranks import Rendezvous
@@ -28,10 +32,12 @@ from megatron_dapo.trainer.colocation import Colocation
 from megatron_dapo.trainer.rollouts import Rollouts
 from megatron_dapo.trainer.run_lock import RunLock
 from megatron_dapo.trainer.saves import CONTINUE, RunEnded, Saves
-from megatron_dapo.trainer.signals import Stopped, StopSignal
+from megatron_dapo.trainer.signals import FAILED, Stopped, StopSignal
 from megatron_dapo.trainer.train_step import TooManySkippedUpdates, TrainStep, Updates
 from megatron_dapo.trainer.watchdog import Watchdog, log_folder
 from megatron_dapo.weights.formats.megatron_reader import MegatronAsHF
+
+BATCH_ATTEMPTS = 3  # to sample a batch that passes the gate
 
 
 class Trainer:
@@ -103,7 +109,7 @@ class Trainer:
 
     def _start(self) -> None:
         """Weights from the model or the newest checkpoint; engines started and serving exactly those weights."""
-        resume = self.saves.newest = self.saves.checkpoints.newest()
+        resume = self.saves.newest = self.saves.checkpoints.newest(self._check_state)
         with self.observer.phase("start") as phase:
             phase.note("starting the engines")
             self.colocation.offload_all()
@@ -118,7 +124,10 @@ class Trainer:
                 self.policy.keep_reference()
             if resume:
                 phase.note(f"loading checkpoint {resume.name}")
-            state = self.saves.checkpoints.load(self.policy, resume) if resume else None
+            state: dict[str, Any] | None = None
+            if resume:
+                loaded = self.saves.checkpoints.load(self.policy, resume, self._check_state)
+                self.saves.newest, state = loaded
             phase.note("waiting for the engines")
             self.rollouts.connect(self.policy)
             self.rollouts.await_start()
@@ -131,6 +140,14 @@ class Trainer:
             else:
                 self.rollouts.served_version = 0  # the engines have loaded the same model
             self._evaluate_when_due()
+
+    def _check_state(self, state: dict[str, Any]) -> None:
+        """Rank 0: raises where `_restore`, or the step after it, would fail."""
+        current, _ = state["current"], (state["step"], state["score"], state["skipped_in_a_row"])
+        self.rollouts.check(state, [] if current is None else [current["batch"]])
+        if current is not None:
+            StepMetrics.from_state(current["updates"])
+        self.observer.check(state["observer"])
 
     def _restore(self, state: dict[str, Any]) -> None:
         """`state` is complete on rank 0; the others have what they need of it."""
@@ -155,12 +172,22 @@ class Trainer:
             return self.current
         if self.rollouts.served_version != self.steps_done:
             self.colocation.sync_weights(self.steps_done)
-        batch = self.rollouts.sample(self.steps_done)
-        self.colocation.onload()
-        with self.observer.phase("advantages"):
-            step = TrainStep.share(batch, self.config, self.collectives, self.policy)
-        with self.observer.phase("log_probs"):
-            self.updates.prepare(step, self.steps_done)
+        for _ in range(BATCH_ATTEMPTS):
+            batch = self.rollouts.sample(self.steps_done)
+            self.colocation.onload()
+            with self.observer.phase("advantages"):
+                step = TrainStep.share(batch, self.config, self.collectives, self.policy)
+            with self.observer.phase("log_probs"):
+                if self.updates.prepare(step, self.steps_done):
+                    break
+            self.rollouts.reject_batch(self.steps_done)
+            self.colocation.sync_weights(self.steps_done)  # the engines may hold others
+        else:
+            with self.collectives.on_driver("sampling a batch") as mine:
+                if mine:
+                    raise EngineError(
+                        f"the gate rejected {BATCH_ATTEMPTS} batches of step {self.steps_done} (trainer.gate)"
+                    )
         self.current = step
         self.rollouts.remove_batch(self.steps_done)
         return step
@@ -187,6 +214,28 @@ class Trainer:
                 if not self.config.evaluate.data.files:
                     self.saves.rate(metrics)
                 self.observer.step(self.steps_done, metrics, step.source.groups)
+        self._await_records()
+
+    def _await_records(self) -> None:
+        """No step is trained while the one before it cannot be recorded."""
+        if not self.collectives.agree(bool(self.observer.unwritten)):
+            return
+        recorded = self._pause(self.observer.unwritten, lambda: not self.observer.write_kept())
+        with self.collectives.on_driver(f"recording step {self.steps_done}") as mine:
+            if mine and not recorded:
+                raise RecordError(self.observer.unwritten)
+
+    def _pause(self, why: str, is_over: Callable[[], bool]) -> bool:
+        """All ranks wait until rank 0 finds that the reason is gone. False: it is not after the time limit."""
+        self.saves.finish()
+        limit = self.config.trainer.heartbeat.stuck
+        safe = f"{self.saves.newest} is safe" if self.saves.newest else "there is no checkpoint yet"
+        self.observer.warn(
+            f"paused: {why}. {safe}; nothing is lost. The run goes on by itself when there is room, and ends after "
+            f"{limit:g} s (trainer.heartbeat.stuck)"
+        )
+        with self.observer.phase("paused"):
+            return self.rollouts.wait_until(is_over, limit)
 
     def _evaluate_when_due(self) -> None:
         """Also after a resume, if the run ended between the save and the end of this evaluation."""
@@ -200,7 +249,11 @@ class Trainer:
             if mine:
                 assert result is not None
                 self.saves.rate_saved(self.steps_done, result.metrics())
-                result.write(Path(self.config.trainer.run_dir) / "evaluations" / f"step_{self.steps_done}")
+                folder = Path(self.config.trainer.run_dir) / "evaluations" / f"step_{self.steps_done}"
+                try:
+                    result.write(folder)
+                except OSError as error:
+                    self.observer.warn(f"{folder}: the responses are not kept: {explain(error, folder)}")
                 self.observer.evaluation(self.steps_done, result.metrics())
 
     # ---- save ----
@@ -231,9 +284,30 @@ class Trainer:
     # ---- end ----
 
     def _finish(self) -> None:
+        """`finished` means that the last checkpoint is on disk and its files are as they were written."""
         self.saves.check_lock()
+        self._await_records()
         self.saves.finish()
+        if self.config.trainer.checkpoint.at_end and not self.saves.is_safe():
+            self._save_last()
         self._close_together("finished")
+
+    def _save_last(self) -> None:
+        """The checkpoint after the last step could not be written, or is damaged already."""
+        self._prepare_save()
+        try:
+            self._save(wait=True)
+        except CheckpointError as error:
+            folder, size = self.saves.checkpoints.folder, self.saves.no_room_for
+            if not size or not self._pause(str(error), lambda: has_room(folder, size)):
+                raise
+            self._save(wait=True)
+        if not self.saves.is_safe():
+            raise CheckpointError(f"{self.saves.newest} is damaged right after it was written: the disk fails")
+
+    def _prepare_save(self) -> None:
+        self.rollouts.stop()
+        self.colocation.onload_or_close_engines()
 
     def _close_together(self, outcome: str) -> None:
         """The others wait until rank 0 has ended everything: Slurm ends a job soon after the first rank has ended."""
@@ -242,32 +316,32 @@ class Trainer:
             self.rollouts.close()
 
     def _end_stopped(self, stopped: Stopped) -> int:
-        outcome = self._save_what_changed()
+        saved, outcome = self._save_what_changed()
         self._close_together(str(stopped))
         if self.runtime.rank == 0:
-            print(f"megatron-dapo: {stopped}. {outcome}", file=sys.stderr, flush=True)
-        return stopped.exit_code
+            with contextlib.suppress(OSError):  # the terminal may be gone
+                print(f"megatron-dapo: {stopped}. {outcome}", file=sys.stderr, flush=True)
+        return stopped.exit_code if saved else FAILED
 
     def _end_failed(self, error: UserError) -> RunEnded:
         if isinstance(error, TooManySkippedUpdates):  # raised by all ranks: they can wait for the save being written
             self.saves.finish()
         may_save = isinstance(error, DriverError) and error.may_save
-        outcome = self._save_what_changed() if may_save else self.saves.not_saved(error)
+        outcome = self._save_what_changed()[1] if may_save else self.saves.not_saved(error)
         self.observer.close(f"failed: {error}")
         return RunEnded(f"{error}. {outcome}")
 
-    def _save_what_changed(self) -> str:
-        """Before the run ends. Collective; says what was saved and how to continue."""
+    def _save_what_changed(self) -> tuple[bool, str]:
+        """Before the run ends. Collective; whether everything is saved, and in words, with how to continue."""
         try:
+            self.saves.finish()
             if not self.saves.unsaved and not self.rollouts.sampling:
-                self.saves.finish()
-                return self.saves.nothing_new()
-            self.rollouts.stop()
-            self.colocation.onload_or_close_engines()
+                return True, self.saves.nothing_new()
+            self._prepare_save()
             self._save(wait=True)
-            return f"Saved first: {self.saves.newest}; {CONTINUE}."
+            return True, f"Saved first: {self.saves.newest}; {CONTINUE}."
         except (DriverError, CheckpointError) as error:
-            return f"It could not be saved: {error}. {self.saves.not_saved(error)}"
+            return False, f"It could not be saved: {error}. {self.saves.not_saved(error)}"
 
     def close(self) -> None:
         self.rollouts.close()

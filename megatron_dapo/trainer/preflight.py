@@ -10,18 +10,23 @@ from __future__ import annotations
 import contextlib
 import netrc
 import os
+import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlparse
 
 from megatron_dapo.algorithm.filtering import load_group_filter
 from megatron_dapo.algorithm.loss import load_objective
+from megatron_dapo.checkpoints.run_dir import clear_the_way
 from megatron_dapo.config import Config, ConfigError, ModelShape
 from megatron_dapo.config.data import EvalConfig
 from megatron_dapo.config.trainer import WandbConfig
 from megatron_dapo.data import RunData, load_run_data, load_tokenizer
 from megatron_dapo.errors import UserError
+from megatron_dapo.files import explain
 from megatron_dapo.observe.trackers import make_trackers
 from megatron_dapo.reward.grader import load_grader
 from megatron_dapo.rollout.agents.functions import load_rollout_function
@@ -39,9 +44,10 @@ class Setup:
 
     data: RunData
     options: list[str]
+    unknown_hosts: list[str]
 
     def report(self) -> str:
-        return "\n".join([self.data.report(), *self.options])
+        return "\n".join([self.data.report(), *self.options, *(f"warning: {line}" for line in self.unknown_hosts)])
 
 
 def check_setup(config: Config, shape: ModelShape) -> Setup:
@@ -58,7 +64,33 @@ def check_setup(config: Config, shape: ModelShape) -> Setup:
     data = load_run_data(config, tokenizer, _named)
     _check_enough_prompts(config, data)
     _check_run_directory(Path(config.trainer.run_dir))
-    return Setup(data, _check_megatron(config, shape))
+    return Setup(data, _check_megatron(config, shape), unknown_hosts(config))
+
+
+def unknown_hosts(config: Config) -> list[str]:
+    """A line for every server whose host name has no address here. Not an error of a run that starts: under Kubernetes
+    names come with the pods."""
+    servers = config.rollout.servers
+    graders: list[Any] = [config.reward, *config.reward.graders]
+    keys = {
+        "rollout.servers.urls": servers.urls,
+        "rollout.servers.router_url": [servers.router_url] if servers.router_url else [],
+        "reward.http.urls": [url for one in graders if one.grader == "http" for url in one.http.urls],
+        "reward.judge.urls": [url for one in graders if one.grader == "judge" for url in one.judge.urls],
+        "algorithm.distillation.urls": config.algorithm.distillation.urls,
+    }
+    places = {(key, urlparse(url).hostname or "") for key, urls in keys.items() for url in urls}
+    with ThreadPoolExecutor(16) as pool:  # a resolver takes seconds to give up
+        found = pool.map(lambda place: _without_address(*place), sorted(places))
+        return [line for line in found if line]
+
+
+def _without_address(key: str, host: str) -> str:
+    try:
+        socket.getaddrinfo(host, None)
+    except (OSError, UnicodeError) as error:
+        return f"{key}: the host name {host!r} has no address here ({error}): is it spelled correctly?"
+    return ""
 
 
 def _check_enough_prompts(config: Config, data: RunData) -> None:
@@ -148,11 +180,13 @@ def _evaluation_metrics(config: EvalConfig, name: str) -> list[str]:
 def _check_run_directory(run_dir: Path) -> None:
     """Creates it; a run does that anyway."""
     try:
+        if run_dir.is_dir():
+            clear_the_way(run_dir)
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
         trial = run_dir / "logs" / f".preflight-{os.getpid()}"
         trial.touch()
         trial.unlink()
     except OSError as error:
         raise ConfigError(
-            f"trainer.run_dir: {run_dir} cannot be written ({error.strerror or error}): choose another directory"
+            f"trainer.run_dir: {run_dir} cannot be written: {explain(error, run_dir)}, or choose another directory"
         ) from error

@@ -18,6 +18,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
 from megatron_dapo import fault_points
 from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.data import RunData, load_run_data
@@ -29,8 +31,10 @@ from megatron_dapo.evaluate import Evaluation, evaluate_sets
 from megatron_dapo.observe.observer import NullObserver, Observer
 from megatron_dapo.reward.combined import ResponseGrader
 from megatron_dapo.rollout.agents.functions import close_shared, load_rollout_function, take_shared_metrics
+from megatron_dapo.rollout.pending_group import CarryOver
 from megatron_dapo.rollout.sampler import Sampler
 from megatron_dapo.sync.bucket_stream import BucketStream
+from megatron_dapo.trainer.advantages import shape_batch
 from megatron_dapo.trainer.watchdog import log_folder
 from megatron_dapo.types import StepBatch
 
@@ -72,11 +76,12 @@ class BatchQueue:
     async def _run(self) -> None:
         try:
             while self._next <= self._last:
-                while self._weight_version() < self._next - self._max_staleness:
-                    await self._changed.wait()
-                batch = await self._collect(self._next)
-                # No await between the two: a batch that is complete is never lost.
-                self._complete[self._next] = batch
+                if self._next not in self._complete:
+                    while self._weight_version() < self._next - self._max_staleness:
+                        await self._changed.wait()
+                    batch = await self._collect(self._next)
+                    # No await between the two: a batch that is complete is never lost.
+                    self._complete[self._next] = batch
                 self._next += 1
                 self.notify()
         except asyncio.CancelledError:
@@ -114,6 +119,12 @@ class BatchQueue:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
 
+    async def reject(self, step: int) -> StepBatch:
+        """Removes the batch of `step`, which is collected again when it is asked for; later ones stay."""
+        await self.interrupt()
+        self._next = min(self._next, step)
+        return self._complete.pop(step)
+
     # ---- from the main thread ----
 
     @property
@@ -132,7 +143,7 @@ class BatchQueue:
         return [self._complete[step].to_state() for step in sorted(self._complete)]
 
     def restore(self, state: list[dict[str, Any]], next_step: int) -> None:
-        """`next_step`: the first step whose batch is neither here nor with the trainer."""
+        """`next_step`: the step after those that the trainer has."""
         batches = [StepBatch.from_state(batch) for batch in state]
         self._complete = {batch.step: batch for batch in batches}
         self._next = next_step
@@ -272,6 +283,14 @@ class RolloutDriver:
         if others and (await asyncio.wait(others, timeout=SETTLE_SECONDS))[1]:
             raise EngineError(f"waited {SETTLE_SECONDS:.0f} s for interrupted requests to return")
 
+    async def poll(self, is_over: Callable[[], bool], seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while not is_over():
+            if time.monotonic() > deadline:
+                return False
+            await asyncio.sleep(PULSE_SECONDS)
+        return True
+
     # ---- sampling and evaluation ----
 
     def collect_to(self, step: int) -> None:
@@ -284,6 +303,10 @@ class RolloutDriver:
         if self._teacher is not None:  # the batch is still in the queue, so an interruption loses nothing
             batch.metrics |= await self._teacher.score(batch.samples, self._advance)
         return batch
+
+    async def reject(self, step: int) -> None:
+        """The batch of `step` must not be trained on: its prompts are sampled again."""
+        self.sampler.put_back(await self.queue.reject(step))
 
     @property
     def sampler(self) -> Sampler:
@@ -357,10 +380,23 @@ class RolloutDriver:
         }
         return {"rollouts": rollouts, "batches": self.queue.state()}
 
+    def check(self, state: dict[str, Any], batches: list[dict[str, Any]]) -> None:
+        """Raises where `restore`, or a step with a saved batch, would fail. Before `start`."""
+        rollouts = state["rollouts"]
+        self.cursor.load_state_dict(rollouts["cursor"])
+        self._check_group_size(rollouts)
+        CarryOver.from_state(rollouts["sampler"])
+        dict(rollouts["reward"])
+        for saved in [*state["batches"], *batches]:
+            batch = StepBatch.from_state(saved)
+            shaped, _ = shape_batch(batch, self.config)
+            if not np.isfinite(shaped.advantages).all():
+                raise ValueError(f"the batch of step {batch.step} has advantages that are not finite")
+
     def restore(self, state: dict[str, Any], next_step: int) -> None:
         """`next_step`: the step after those that are trained or being trained."""
         rollouts, batches = state["rollouts"], state["batches"]
-        self.queue.restore(batches, next_step + len(batches))
+        self.queue.restore(batches, next_step)
         self.cursor.load_state_dict(rollouts["cursor"])
         self._check_group_size(rollouts)
         self.sampler.restore(rollouts["sampler"])

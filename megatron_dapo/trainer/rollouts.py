@@ -89,6 +89,10 @@ class Rollouts:
         if self._driver is not None:
             self._driver.queue.remove(step)
 
+    def reject_batch(self, step: int) -> None:
+        """It must not be trained on; `sample` collects it again."""
+        self._wait(f"rejecting the batch of step {step}", lambda driver: driver.reject(step))
+
     def collect_ahead(self, step: int) -> None:
         """While `step` is trained, the engines generate what `rollout.max_staleness` admits. Not after a resume in the
         middle of a step: the weights of its beginning, which the engines must serve, do not exist any more."""
@@ -122,6 +126,13 @@ class Rollouts:
     def stop(self) -> None:
         """For the last save: nothing runs any more, and everything that was interrupted is in `state`."""
         self._wait("interrupting the rollouts", RolloutDriver.stop)
+
+    def wait_until(self, is_over: Callable[[], bool], seconds: float) -> bool:
+        """Rank 0 asks again and again, all ranks wait; False: it was not over after `seconds`."""
+        over = self._wait(
+            "waiting for room on the disk", lambda d: d.poll(is_over, seconds), stoppable=True, bounded=True
+        )
+        return self._collectives.agree(bool(over))
 
     def reward_metrics(self) -> dict[str, float]:
         """What the graders did since the last call."""
@@ -159,6 +170,11 @@ class Rollouts:
     def state(self) -> dict[str, Any]:
         """Call while nothing is being collected."""
         return {} if self._driver is None else self._driver.state()
+
+    def check(self, state: dict[str, Any], batches: list[dict[str, Any]]) -> None:
+        """Rank 0 only: raises where `restore`, or a step with one of the saved batches or of `batches`, would fail."""
+        assert self._driver is not None
+        self._driver.check(state, batches)
 
     def restore(self, state: dict[str, Any], next_step: int) -> None:
         """`next_step`: the step after those that are trained or being trained."""

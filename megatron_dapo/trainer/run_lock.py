@@ -27,8 +27,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from megatron_dapo.checkpoints.run_dir import heal
 from megatron_dapo.errors import LockLost, UserError
-from megatron_dapo.files import write_atomically
+from megatron_dapo.files import explain, set_aside, write_atomically
 
 BEAT_SECONDS = 10.0
 STALE_SECONDS = 90.0
@@ -75,6 +76,9 @@ class Holder:
         return self.namespace == me.namespace and _start_time(self.pid) != self.started
 
 
+UNKNOWN = Holder("an unknown host", 0, "", "", "", 0, "an unknown time", "")
+
+
 class RunLock:
     """`with RunLock(run_dir) as lock:` holds the lock, or raises RunDirInUse."""
 
@@ -90,11 +94,16 @@ class RunLock:
 
     def __enter__(self) -> RunLock:
         try:
+            if self._run_dir.is_dir() and os.path.lexists(self._folder) and not self._folder.is_dir():
+                _say(f"{self._folder} was in the way: it is now {set_aside(self._folder).name}")
             self._folder.mkdir(parents=True, exist_ok=True)
             self._number = self._take()
             self._remove_older()
         except OSError as error:
-            raise UserError(f"trainer.run_dir: {self._run_dir} cannot be locked: {error}") from error
+            why = explain(error, self._run_dir)
+            raise UserError(f"trainer.run_dir: {self._run_dir} cannot be locked: {why}") from error
+        for line in heal(self._run_dir):
+            _say(line)
         self._thread = threading.Thread(target=self._keep_beating, name="run-lock", daemon=True)
         self._thread.start()
         return self
@@ -208,7 +217,8 @@ class RunLock:
 
 
 def _read(path: Path) -> Holder | None:
-    """The holder in this file; None if there is no such file."""
+    """The holder in this file; None if there is no such file, UNKNOWN if it is damaged: only a heartbeat shows that
+    its holder lives."""
     for attempt in range(20):
         try:
             content = json.loads(path.read_text())
@@ -221,7 +231,7 @@ def _read(path: Path) -> Holder | None:
         except (ValueError, KeyError, TypeError):
             pass  # being written, on a file system without hard links
         time.sleep(0.1)
-    raise UserError(f"{path} is not a lock file: remove it if no run uses this directory")
+    return UNKNOWN
 
 
 def _modified(path: Path) -> int:

@@ -18,12 +18,14 @@ from megatron_dapo.trainer.train_step import TooManySkippedUpdates
 from megatron_dapo.trainer.watchdog import Watchdog
 
 CONTINUE = "start the same command again to continue"
-REASONS: dict[type[BaseException], str] = {
-    GateError: "no update was made",
-    TooManySkippedUpdates: "the weights, the optimizer state or the data may be the cause",
-    CheckpointError: "the checkpoint is what failed",
-    LockLost: "the run directory belongs to another run now",
+# Why nothing is saved after an error, and what to do. Only where it may help: start again.
+REASONS: dict[type[BaseException], tuple[str, str]] = {
+    GateError: ("no update was made", ""),
+    TooManySkippedUpdates: ("the weights, the optimizer state or the data may be the cause", ""),
+    CheckpointError: ("the checkpoint is what failed", f"; remove the cause, then {CONTINUE} from it"),
+    LockLost: ("the run directory belongs to another run now", ""),
 }
+UNKNOWN = ("the ranks may not agree about the weights after this error", f"; {CONTINUE} from it")
 
 
 class RunEnded(UserError):
@@ -49,6 +51,7 @@ class Saves:
         self.score: float | None = None  # rank 0: of the current weights, for the best checkpoint
         self.unsaved = False  # whether anything has changed since the last save
         self.newest: Path | None = None  # the checkpoint that this process saved or loaded last; it exists
+        self.no_room_for = 0  # bytes of the last save, if it failed because there was no room
         self._config = config
         self._collectives = collectives
         self._lock = lock
@@ -71,8 +74,12 @@ class Saves:
         self._report(self.checkpoints.save(policy, step, updates, state, self.score, wait=wait), must_succeed=wait)
 
     def finish(self) -> None:
-        """Waits for the save that is being written. If it fails, every rank raises CheckpointError."""
-        self._report(self.checkpoints.finish(), must_succeed=True)
+        """Waits for the save that is being written. If it fails, there is something unsaved."""
+        self._report(self.checkpoints.finish())
+
+    def is_safe(self) -> bool:
+        """Whether everything is in a checkpoint whose files are on disk as they were written."""
+        return not self.unsaved and self.newest is not None and self.checkpoints.is_good(self.newest)
 
     def _report(self, saves: list[SaveReport], *, must_succeed: bool = False) -> None:
         for save in saves:
@@ -85,6 +92,7 @@ class Saves:
                     f"{save.path.name} saved: {save.bytes / 1e9:.3f} GB in {save.seconds:.1f} s, of which the loop "
                     f"waited {save.waited_seconds:.1f} s"
                 )
+        self.no_room_for = saves[-1].bytes if saves and saves[-1].no_room else 0
         if must_succeed and saves and saves[-1].error is not None:
             raise CheckpointError(f"{saves[-1].path} was not saved: {saves[-1].error}")
 
@@ -106,6 +114,6 @@ class Saves:
     def not_saved(self, error: BaseException) -> str:
         kinds = [type(error), error.kind if isinstance(error, DriverError) else type(error.__cause__)]
         found = [reason for kind, reason in REASONS.items() if any(issubclass(known, kind) for known in kinds)]
-        reason = found[0] if found else "the ranks may not agree about the weights after this error"
-        where = f"The last checkpoint of this run is {self.newest}; {CONTINUE} from it"
+        reason, advice = found[0] if found else UNKNOWN
+        where = f"The last checkpoint of this run is {self.newest}{advice}"
         return f"Not saved: {reason}. {where if self.newest else 'There is no checkpoint'}."

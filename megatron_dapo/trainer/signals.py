@@ -1,4 +1,5 @@
-"""How a run is asked to stop: SIGTERM, SIGUSR1 or Ctrl-C. Imports nothing heavy, so it can be installed first.
+"""How a run is asked to stop: SIGTERM, SIGUSR1, SIGHUP (its terminal is gone) or Ctrl-C. Imports nothing heavy, so it
+can be installed first.
 
 While the run is being set up there is nothing to save: a signal ends the process at once. From then on `StopSignal`
 records the signal, and the loop checks it where it can save. A second Ctrl-C does not wait for that: it ends the
@@ -16,9 +17,10 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
+FAILED = 1
 REQUEUE = 75  # EX_TEMPFAIL: everything there was to save is saved; start the run again
 INTERRUPTED = 130  # the shell's code for Ctrl-C
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 
 
 class Stopped(Exception):
@@ -67,7 +69,9 @@ def end_at_once() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
         yield
         return
-    previous: dict[int, Any] = {number: signal.signal(number, _end) for number in SIGNALS}
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # by nohup
+    numbers = [number for number in SIGNALS if number != signal.SIGHUP or not ignored]
+    previous: dict[int, Any] = {number: signal.signal(number, _end) for number in numbers}
     previous[signal.SIGUSR2] = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     try:
         yield
@@ -82,4 +86,5 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def _say(text: str) -> None:
-    os.write(sys.stderr.fileno(), f"\nmegatron-dapo: {text}\n".encode())  # print may be interrupted in itself
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        os.write(sys.stderr.fileno(), f"\nmegatron-dapo: {text}\n".encode())  # print may be interrupted in itself

@@ -23,16 +23,27 @@ from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.config.trainer import GateConfig
 from megatron_dapo.errors import GateError, UserError
 from megatron_dapo.observe.observer import NullObserver, Observer
-from megatron_dapo.policy.batch import Floats, Ints, TrainBatch, trained_tokens
+from megatron_dapo.policy.batch import PER_SAMPLE, Floats, Ints, TrainBatch, trained_tokens
 from megatron_dapo.policy.loss_func import StepMetrics
 from megatron_dapo.policy.policy import Policy
-from megatron_dapo.policy.step import NonFiniteError
+from megatron_dapo.policy.step import UpdateRefused
 from megatron_dapo.trainer.advantages import mini_batches, shape_batch
 from megatron_dapo.trainer.collectives import Collectives
 from megatron_dapo.trainer.throughput import StepProfiler, throughput_metrics
 from megatron_dapo.types import RoutedExperts, StepBatch, json_default
 
-# The gate: before the first update, trainer and engine must agree on the log-probs of the engine's samples.
+# The gate: before the first update of a step, trainer and engine must agree on the log-probs of the engine's samples.
+# After the first batch only nonsense is stopped: rounding grows with a run, and one token in millions may differ much.
+LATER_GAP = 10.0  # × max_mean_gap, for the batches after the first
+STALE_GAP = 1.0  # nats, if the batch has tokens of older weights
+
+
+def gate_limits(config: GateConfig, *, first: bool, fresh: bool) -> GateConfig:
+    """Of a batch: the `first` one since the start, whose tokens are all from the current weights (`fresh`), or not."""
+    if first and fresh:
+        return config
+    mean = LATER_GAP * config.max_mean_gap
+    return config.model_copy(update={"max_mean_gap": mean if fresh else max(mean, STALE_GAP), "max_gap": float("inf")})
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +92,6 @@ def check_gate(
 
 MiniBatches = list[list[int]]
 Shares = Callable[[Ints, MiniBatches], list[list[int]]]  # lengths, mini-batches: samples of each data-parallel rank
-PER_SAMPLE = ("prompt_lengths", "response_lengths", "advantages")
 SHARED_OTHERWISE = ("loss_mask", "routed_experts")
 
 
@@ -93,6 +103,7 @@ class TrainStep:
     rollout_metrics: dict[str, float] = field(default_factory=dict)  # rank 0
     update_metrics: StepMetrics = field(default_factory=StepMetrics)
     source: StepBatch | None = None  # rank 0
+    skipped: int = 0  # updates of this step; the others have changed the weights
 
     @classmethod
     def share(cls, source: StepBatch | None, config: Config, collectives: Collectives, policy: Policy) -> TrainStep:
@@ -258,41 +269,54 @@ class Updates:
         self._collectives = collectives
         self._profiler = StepProfiler(config, policy.runtime.rank)
 
-    def prepare(self, step: TrainStep, version: int) -> None:
-        """Before the first update, at weight version `version`: old log-probs where the ratio needs them, the gate on
-        the first batch, whose result is reported, and the reference where KL needs it."""
+    def prepare(self, step: TrainStep, version: int) -> bool:
+        """Before the first update, at weight version `version`: old log-probs where the ratio needs them, the gate, and
+        the reference where KL needs it. False: the gate rejects the batch. Without old log-probs the gate of later
+        batches is in `make_one`."""
         self._profiler.begin(version + 1)
         fault_points.reach("loop/before_log_probs")
         if self._recomputes_old_logprobs or not self.gate_passed:
             logprobs = self._policy.old_log_probs(step.batch, step.mini_batches)
-            if not self.gate_passed:
-                self.observer.report(self._pass_gate(step, version, logprobs))
+            if self._config.trainer.gate.enabled and not self._pass_gate(step, version, logprobs):
+                return False
             if self._recomputes_old_logprobs:
                 step.batch.old_logprobs = logprobs
         if self._policy.needs.reference:
             step.batch.ref_logprobs = self._policy.reference_log_probs(step.batch, step.mini_batches)
+        return True
 
-    def _pass_gate(self, step: TrainStep, version: int, logprobs: Floats) -> str:
-        """Only tokens of the current weights can be compared; a batch from before a resume may hold older ones."""
-        self.gate_passed = True
-        if not self._collectives.agree(step.sampled_by(version)):
-            return "the gate was not checked: this batch was sampled from older weights"
-        gap = None
+    def _pass_gate(self, step: TrainStep, version: int, logprobs: Floats) -> bool:
+        """The first batch of a run must pass. The result of the first one of every start is reported."""
+        first, self.gate_passed = not self.gate_passed, True
+        limits = gate_limits(self._config.trainer.gate, first=first, fresh=self._fresh(step, version))
+        gap, rejected = None, ""
         with self._collectives.on_driver("checking the gate") as mine:
             if mine:  # it has the engine's log-probs of every sample
-                gap = check_gate(step.batch, logprobs, self._config.trainer.gate, step.trained_tokens)
+                try:
+                    gap = check_gate(step.batch, logprobs, limits, step.trained_tokens)
+                except GateError as error:
+                    if version == 0:
+                        raise
+                    rejected = str(error)
+                    self.observer.warn(f"the batch of step {version} is sampled again: {error}")
+        if first and not rejected:
+            self.observer.report(str(gap))
         if gap is not None and version == 0:  # a resumed run records what an uninterrupted one does
             step.rollout_metrics |= gap.metrics
-        return str(gap)
+        return not self._collectives.agree(bool(rejected))
+
+    def _fresh(self, step: TrainStep, version: int) -> bool:
+        return self._collectives.agree(step.sampled_by(version))
 
     def make_one(self, step: TrainStep, version: int) -> None:
         """The next update of the step."""
         try:
             fault_points.reach("loop/before_update")
             batch = step.batch.select(step.mini_batches[step.updates_done])
-            metrics = self._policy.update(batch, first=step.updates_done == 0)
+            first = step.updates_done == step.skipped  # the weights are those of the beginning of the step
+            metrics = self._policy.update(batch, first=first, max_mismatch=self._max_mismatch(step, version, first))
             self.skipped_in_a_row = 0
-        except NonFiniteError as error:
+        except UpdateRefused as error:
             self._skip(step, version, error)
             metrics = {"update_skipped": 1.0}
         step.update_metrics.add(metrics)
@@ -300,8 +324,17 @@ class Updates:
         if step.complete and (line := self._profiler.end(version + 1)):
             self.observer.log(line)
 
-    def _skip(self, step: TrainStep, version: int, error: NonFiniteError) -> None:
+    def _max_mismatch(self, step: TrainStep, version: int, first: bool) -> float | None:
+        """Where the engine's log-probs are the old ones, the first update measures the mismatch before it changes a
+        weight."""
+        gate = self._config.trainer.gate
+        if not (first and gate.enabled) or self._config.recomputes_old_logprobs:
+            return None
+        return gate_limits(gate, first=False, fresh=self._fresh(step, version)).max_mean_gap
+
+    def _skip(self, step: TrainStep, version: int, error: UpdateRefused) -> None:
         self.skipped_in_a_row += 1
+        step.skipped += 1
         self.observer.warn(f"step {version}, update {step.updates_done} skipped: {error}")
         try:
             step.dump(Path(self._config.trainer.run_dir) / "dumps", version)

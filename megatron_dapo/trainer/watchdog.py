@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megatron_dapo.config.trainer import HeartbeatConfig
-from megatron_dapo.files import write_atomically
+from megatron_dapo.files import remove, write_atomically
 
 HUNG = 76  # exit code: a rank hung, see heartbeat/ended
 
@@ -62,7 +62,7 @@ class Watchdog:
             return self
         self._folder.mkdir(parents=True, exist_ok=True)
         for name in (f"rank_{self._rank}.json", "ended"):  # left by an earlier run
-            (self._folder / name).unlink(missing_ok=True)
+            remove(self._folder / name)
         self._stacks = self._stacks_path.open("a")
         with contextlib.suppress(ValueError):  # only the main thread may do this
             faulthandler.register(signal.SIGUSR2, file=self._stacks, all_threads=True)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron_dapo import fault_points
 from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.engines.protocol import WeightReport
+from megatron_dapo.engines.sglang.weight_proof import checksums_of
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.sync.bucket_stream import BucketStream
 from megatron_dapo.sync.gather import WeightBuckets
@@ -72,7 +73,7 @@ class WeightSync:
         self._buckets = buckets
         self._collectives = collectives
         self._timeout = timeout
-        self._remote = RemoteSender()
+        self._remote = RemoteSender(checksums_of)
         self._updates = 0
         self._store: dist.Store | None = None
         if buckets.has_remote_senders:

@@ -11,9 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from megatron_dapo.weights import convert, fp8_checkpoint
+from megatron_dapo.weights import convert
 from megatron_dapo.weights.mapping import WeightsError
-from megatron_dapo.weights.verify import verify as compare
 
 NOT_FINITE = 3
 _SHOWN = 20
@@ -47,12 +46,24 @@ def megatron_to_hf(source: str, destination: str, allow_nan: bool, shard_size: f
 
 
 def hf_to_fp8(source: str, destination: str, overwrite: bool) -> int:
+    from megatron_dapo.weights import fp8_checkpoint  # imports torch, as `verify` does
+
     with _bar("hf → fp8") as progress:
         report = fp8_checkpoint.hf_to_fp8(source, destination, overwrite=overwrite, progress=progress)
     return _finish(report, allow_nan=False)
 
 
+def merge_adapter(model: str, adapter: str, destination: str) -> int:
+    from megatron_dapo.weights import adapters
+
+    changed = adapters.merge_adapter(model, adapter, destination)
+    print(f"{destination}: {changed} tensors have their adapter added")
+    return 0
+
+
 def verify(a: str, b: str, tolerance: float, **options: Any) -> int:
+    from megatron_dapo.weights.verify import verify as compare
+
     with _bar("verify") as progress:
         result = compare(a, b, tolerance=tolerance, progress=progress, **options)
     for line in result.differences[:_SHOWN]:

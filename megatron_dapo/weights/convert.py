@@ -14,23 +14,21 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
+from megatron_dapo.config.families.tensors import EMBEDDING
 from megatron_dapo.config.model import ModelShape
 from megatron_dapo.errors import UserError
-from megatron_dapo.files import StoredTensor, is_packed
-from megatron_dapo.weights.copy import BLOCK, copy_tensors, default_workers
+from megatron_dapo.files import Dtype, StoredTensor, is_packed
+from megatron_dapo.weights.copy import copy_tensors, default_workers
 from megatron_dapo.weights.destination import PROGRESS, CopyGroup, check_free, new_directory
 from megatron_dapo.weights.formats.hf_writer import MAX_SHARD, HFWriter
 from megatron_dapo.weights.formats.megatron_reader import open_megatron
-from megatron_dapo.weights.formats.readers import HFReader, PieceReader, read_hf_directory
+from megatron_dapo.weights.formats.readers import HFReader, PieceReader, check_tied_head, read_hf_directory
 from megatron_dapo.weights.formats.torch_dist_writer import TorchDistWriter
 from megatron_dapo.weights.locate import HF_FILES, RELEASE, TRACKER, Format, format_of, locate
-from megatron_dapo.weights.mapping import EMBEDDING, HEAD, WeightsError, check_hf_tensors, stored_mappings
+from megatron_dapo.weights.mapping import HEAD, WeightsError, check_hf_tensors, stored_mappings
+from megatron_dapo.weights.model_card import write_model_card
 from megatron_dapo.weights.side_files import FILE as CARRIED_FILE
 from megatron_dapo.weights.side_files import copy_carried, copy_side_files, export_carried
-
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 RECORD = "conversion.json"  # in a converted checkpoint: what an export cannot see in the weights
 
@@ -81,7 +79,6 @@ def hf_to_megatron(
     ):
         checkpoint = directory / RELEASE
         checkpoint.mkdir(exist_ok=True)
-        # Metadata needs an import that takes most of a second; the copy waits for the disk meanwhile.
         metadata = None if group.rank else pool.submit(writer.metadata)
         report = _copy(weights, writer, checkpoint, directory / PROGRESS, group, workers, progress)
         if metadata is None:
@@ -121,7 +118,7 @@ def megatron_to_hf(
     tied_head &= shape.tied_embeddings
     weights = open_megatron(src, shape)
     dtypes = {
-        mapping.name: DTYPES[dtype] if dtype else weights.dtype(mapping.name) for mapping in stored_mappings(shape)
+        mapping.name: Dtype(dtype) if dtype else weights.dtype(mapping.name) for mapping in stored_mappings(shape)
     }
     writer = HFWriter(shape, dtypes, max_shard=max_shard, tied_head=tied_head, pack=pack)
     group, plan = CopyGroup.from_environment(), _plan(weights, writer, dtype)
@@ -131,7 +128,9 @@ def megatron_to_hf(
             return report(src, dst, began)
         writer.write_index(directory)
         carried, notes = export_carried(reference, directory, shape)
-        notes += copy_side_files(reference, directory, str(dtypes[EMBEDDING]).removeprefix("torch."))
+        notes += copy_side_files(reference, directory, dtypes[EMBEDDING])
+        if write_model_card(src, directory):
+            notes = [note for note in notes if not note.endswith("has no generation_config.json")]
     return report(src, dst, began, notes, carried)
 
 
@@ -179,8 +178,7 @@ def open_hf(path: Path) -> tuple[ModelShape, HFReader]:
     """Open an HF directory whose tensors are exactly those that its config.json describes."""
     shape, weights = ModelShape.from_dir(path, weights_only=True), HFReader(path)
     check_hf_tensors(weights.stored, shape, path)
-    if shape.tied_embeddings and "lm_head.weight" in weights:
-        _check_tied(weights, shape.prefix)
+    check_tied_head(weights, shape)
     return shape, weights
 
 
@@ -215,9 +213,9 @@ def check_paths(source: Path, destination: Path, overwrite: bool) -> None:
     check_free(destination.absolute(), overwrite)
 
 
-def _one_dtype(weights: HFReader, names: tuple[str, ...], dtype: str | None) -> torch.dtype:
+def _one_dtype(weights: HFReader, names: tuple[str, ...], dtype: str | None) -> Dtype:
     if dtype:
-        return DTYPES[dtype]
+        return Dtype(dtype)
     first = weights.stored[names[0]]
     for other in (weights.stored[name] for name in names[1:]):
         if other.dtype != first.dtype:
@@ -226,14 +224,3 @@ def _one_dtype(weights: HFReader, names: tuple[str, ...], dtype: str | None) -> 
                 f"{first.dtype}; pass --dtype to convert both"
             )
     return weights.dtype(first.name)
-
-
-def _check_tied(weights: HFReader, prefix: str) -> None:
-    head, embedding = weights["lm_head.weight"], weights[f"{prefix}embed_tokens.weight"]
-    same = head.shape == embedding.shape and head.dtype == embedding.dtype
-    step = max(1, BLOCK // max(1, head[0].numel() * head.dtype.itemsize)) if same else 1
-    if not same or not all(torch.equal(a, b) for a, b in zip(head.split(step), embedding.split(step), strict=True)):
-        raise WeightsError(
-            f"{weights.stored['lm_head.weight'].file}: tensor lm_head.weight differs from the embedding, but "
-            "config.json has tie_word_embeddings; set it to false if the model has its own head"
-        )

@@ -27,10 +27,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from megatron_dapo.files import StoredTensor
+from megatron_dapo.files import Dtype, StoredTensor
 from megatron_dapo.weights.destination import CopyGroup
 from megatron_dapo.weights.formats.readers import CheckpointReader, torch_dtype
 from megatron_dapo.weights.formats.torch_zip import TensorArchive
@@ -40,6 +39,7 @@ _CACHED = 2**20  # bytes that are read and checked at a time: they fit the cache
 BLOCK = 8 * 2**20  # a multiple of ALIGN
 ALIGN = 4096  # of offsets, lengths and memory of direct writes
 ALONE = CopyGroup()
+_BYTE = Dtype("uint8")
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -61,7 +61,7 @@ class TensorWrite:
 
     file: int
     offset: int
-    dtype: torch.dtype
+    dtype: Dtype
     ranges: tuple[RowRange, ...]
     archive: TensorArchive | None = None
 
@@ -81,7 +81,7 @@ class _Part:
     nbytes: int
     data: bytes = b""
     rows: RowRange | None = None
-    dtype: torch.dtype = torch.uint8
+    dtype: Dtype = _BYTE
     stored: StoredTensor | None = None
 
 
@@ -112,7 +112,7 @@ class FileParts:
             for count, stored in self.source.spans(rows.name, rows.start, rows.count):
                 row = self.source.rows(rows.name, start, 1).shape if stored is None else stored.shape
                 width = math.prod(row[1:]) * write.dtype.itemsize
-                same = stored if stored is not None and torch_dtype(stored) == write.dtype else None
+                same = stored if stored is not None and stored.dtype == write.dtype else None
                 yield _Part(at, count * width, b"", RowRange(rows.name, start, count), write.dtype, same)
                 start, at = start + count, at + count * width
         if archive:
@@ -158,15 +158,23 @@ class FileParts:
         item = part.dtype.itemsize
         if part.stored is not None and low % item == high % item == 0:
             self.source.read_into(part.stored, low, view)
-            found = torch.frombuffer(view, dtype=part.dtype)
+            finite = _all_finite(view, part.dtype)
         else:  # other values than the file's, or an element across the end of a block
             width = part.nbytes // rows.count
             first, last = low // width, -(-high // width)
-            found = self.source.rows(rows.name, rows.start + first, last - first).to(part.dtype).contiguous()
-            raw: Any = found.view(-1).view(torch.uint8).numpy()
-            view[:] = memoryview(raw)[low - first * width : high - first * width]
-        if not _all_finite(found):
+            raw = self._converted(RowRange(rows.name, rows.start + first, last - first), part.dtype)
+            view[:] = raw[low - first * width : high - first * width]
+            finite = _all_finite(raw, part.dtype)
+        if not finite:
             self.not_finite.add(self.source.where(rows.name))
+
+    def _converted(self, rows: RowRange, dtype: Dtype) -> memoryview:
+        import torch
+
+        torch.set_num_threads(1)  # of this thread; there is one per core
+        found = self.source.rows(rows.name, rows.start, rows.count).to(torch_dtype(dtype)).contiguous()
+        raw: Any = found.view(-1).view(torch.uint8).numpy()
+        return memoryview(raw)
 
 
 def _clear(view: memoryview) -> None:
@@ -174,12 +182,21 @@ def _clear(view: memoryview) -> None:
         view[:] = bytes(len(view))
 
 
-def _all_finite(data: Tensor) -> bool:
-    """The sum is finite only if every term is, and takes half the time of aminmax. It may overflow; then look again."""
-    if not data.is_floating_point() or math.isfinite(data.sum().item()):
+# By dtype: unsigned integers of its size, and the bits of infinity. Larger ones, without the sign, are NaN.
+_INFINITY: dict[str, tuple[Any, int]] = {
+    "bfloat16": (np.uint16, 0x7F80),
+    "float16": (np.uint16, 0x7C00),
+    "float32": (np.uint32, 0x7F80_0000),
+    "float64": (np.uint64, 0x7FF0_0000_0000_0000),
+}
+
+
+def _all_finite(data: memoryview, dtype: Dtype) -> bool:
+    if dtype not in _INFINITY:
         return True
-    low, high = torch.aminmax(data)
-    return math.isfinite(low.item()) and math.isfinite(high.item())
+    kind, infinity = _INFINITY[dtype]
+    magnitudes = np.frombuffer(data, kind) & kind(2 ** (8 * dtype.itemsize - 1) - 1)
+    return int(magnitudes.max(initial=0)) < infinity
 
 
 def default_workers() -> int:
@@ -211,7 +228,7 @@ def copy_tensors(
     count = workers or default_workers()
     job = _Job(contents, progress, finished, count)
     try:
-        with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        with ThreadPoolExecutor(count) as pool:
             try:
                 for done in [pool.submit(job.work) for _ in range(count)]:
                     done.result()

@@ -3,14 +3,16 @@
 Everything is written under a hidden temporary name beside the destination, flushed to disk and renamed. An empty mount
 point cannot be renamed: there, the temporary directory is inside, and its entries are moved up, the decisive ones last.
 After an error nothing is left. What a killed run left is recognised by its name: if the plan of the conversion is still
-the same, it is continued, else removed. A lock keeps two runs from writing at once. Several processes may write one
-directory together (`CopyGroup`).
+the same, it is continued, else removed. One that nobody continues for a week is removed by the next conversion into the
+same folder. A lock keeps two runs from writing at once. Several processes may write one directory together
+(`CopyGroup`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import shutil
 import time
@@ -36,6 +38,7 @@ _PLAN = "plan"
 _MARKS = (TRACKER, CONFIG, METADATA, "config.json", SINGLE, INDEX)
 _MOUNT_ENTRIES = {"lost+found", ".snapshot", ".incomplete", ".replaced", ".lock"}
 _POLL_SECONDS = 0.2
+_ABANDONED_SECONDS = 7 * 86400.0
 _START_SECONDS = 600.0  # how long ranks wait for the first one to start
 
 
@@ -147,6 +150,7 @@ def _created(path: Path, need: int, overwrite: bool, plan: str, group: CopyGroup
     descriptor = _lock(path, lock)
     try:
         _clean(path, temporary, plan)
+        _remove_abandoned(path.parent, temporary)
         check_space(path if _is_mount(path) else path.parent, need - _bytes_in(temporary))
         (temporary / PROGRESS).mkdir(parents=True, exist_ok=True)
         write_atomically(temporary / PROGRESS / _PLAN, plan)
@@ -240,6 +244,21 @@ def _clean(path: Path, temporary: Path, plan: str) -> None:
             shutil.rmtree(old)
         else:
             os.rename(old, path)
+
+
+def _remove_abandoned(parent: Path, mine: Path) -> None:
+    """Unfinished conversions beside this one that nothing has written to for a week, and that no run has locked."""
+    for other in parent.glob(".*.incomplete"):
+        plan = other / PROGRESS / _PLAN
+        newest = max((p.stat().st_mtime for p in other.rglob("*")), default=math.inf) if plan.is_file() else math.inf
+        if other == mine or time.time() - newest < _ABANDONED_SECONDS:
+            continue
+        lock = other.with_suffix(".lock")
+        with contextlib.suppress(OSError, WeightsError):
+            descriptor = _lock(other, lock)
+            shutil.rmtree(other)
+            os.unlink(lock)
+            os.close(descriptor)
 
 
 def _keep_finished(temporary: Path) -> None:

@@ -9,17 +9,17 @@ sync and `convert hf-to-fp8` use the same functions, so both give the same bits 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_dapo.weights.names import SCALE
 from megatron_dapo.weights.tensor_spec import TensorSpec, in_flat_order
 
 BLOCK = 128
 LARGEST = 448.0  # of e4m3
-SCALE = "_scale_inv"  # what the format appends to the name of a weight
 DTYPE = torch.float8_e4m3fn
 _SMALLEST = 1e-12  # of a block's largest value, so that a block of zeros has a scale
 _ROWS = 64 * BLOCK  # rows that are computed at a time, in fp32
@@ -37,13 +37,16 @@ def quantised_specs(specs: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
     found: list[TensorSpec] = []
     for spec in specs:
         if is_quantised(spec.name):
-            rows, columns = spec.shape
-            blocks = (-(-rows // BLOCK), -(-columns // BLOCK))
             found.append(TensorSpec(spec.name, DTYPE, spec.shape))
-            found.append(TensorSpec(spec.name + SCALE, torch.float32, blocks))
+            found.append(TensorSpec(spec.name + SCALE, torch.float32, scale_shape(spec.shape)))
         else:
             found.append(spec)
     return in_flat_order(found)
+
+
+def scale_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """One scale for each block, of which those at the end may be smaller."""
+    return tuple(-(-size // BLOCK) for size in shape)
 
 
 @torch.no_grad()
@@ -71,10 +74,12 @@ def quantise_pairs(source: Iterable[tuple[str, Tensor]], target: Iterable[tuple[
             found[name].copy_(tensor)
 
 
-def dequantise(weight: Tensor, scales: Tensor) -> Tensor:
-    """In fp32."""
+def dequantise(weight: Tensor, scales: Tensor, first_row: int = 0) -> Tensor:
+    """In fp32. `weight` may be some rows of the matrix, from `first_row` on."""
     rows, columns = weight.shape
-    spread = scales.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+    needed = scales[first_row // BLOCK : -(-(first_row + rows) // BLOCK)].float()
+    skip = first_row % BLOCK
+    spread = needed.repeat_interleave(BLOCK, 0)[skip : skip + rows].repeat_interleave(BLOCK, 1)[:, :columns]
     return weight.float() * spread
 
 

@@ -17,8 +17,10 @@ from megatron_dapo.config.base import ConfigError
 from megatron_dapo.files import INDEX, SINGLE, safetensors_header
 from megatron_dapo.weights.convert import Report, check_paths, open_hf
 from megatron_dapo.weights.destination import new_directory
-from megatron_dapo.weights.formats.readers import HFReader
-from megatron_dapo.weights.fp8 import BLOCK, SCALE, is_quantised, quantise, quantised_specs, quantization_config
+from megatron_dapo.weights.formats.readers import HFReader, torch_dtype
+from megatron_dapo.weights.fp8 import BLOCK, is_quantised, quantise, quantised_specs, quantization_config
+from megatron_dapo.weights.mapping import WeightsError
+from megatron_dapo.weights.names import SCALE
 from megatron_dapo.weights.side_files import copy_side_files
 from megatron_dapo.weights.tensor_spec import TensorSpec, flat_size, flat_starts, in_flat_order
 
@@ -36,6 +38,8 @@ def hf_to_fp8(
     began, src, dst = time.monotonic(), Path(source), Path(destination)
     check_paths(src, dst, overwrite)
     _, weights = open_hf(src)
+    if weights.quantised:
+        raise WeightsError(f"{src} is in fp8 already")
     files: dict[str, list[str]] = {}
     for name, stored in weights.stored.items():
         files.setdefault(stored.file.stem, []).append(name)
@@ -67,7 +71,7 @@ def hf_to_fp8(
 
 
 def _spec(weights: HFReader, name: str) -> TensorSpec:
-    return TensorSpec(name, weights.dtype(name), weights.stored[name].shape)
+    return TensorSpec(name, torch_dtype(weights.dtype(name)), weights.stored[name].shape)
 
 
 def _tensors(weights: HFReader, name: str, specs: tuple[TensorSpec, ...]) -> Iterator[tuple[str, memoryview]]:

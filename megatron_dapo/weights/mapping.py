@@ -1,7 +1,7 @@
-"""The one table from Hugging Face Qwen names to Megatron names. The converters, `verify`, model loading and weight
-sync all read it.
+"""The one table from Hugging Face names to Megatron names. The converters, `verify`, model loading and weight sync all
+read it.
 
-A `ParameterMapping` says which HF tensors make up one Megatron parameter, and how. Every transform that Qwen needs
+A `ParameterMapping` says which HF tensors make up one Megatron parameter, and how. Every transform
 (copy, QKV interleaved by query group, gate above up, DeltaNet rows by key head) only reorders whole rows. A mapping
 therefore lists *segments*: rows [a, a+n) of this HF tensor are rows [b, b+n) of the Megatron tensor. The same segments
 move bytes between files and slices between live shards, in both directions and without arithmetic, so every copy is
@@ -9,7 +9,7 @@ exact.
 
 Canonical names are those of Megatron's local (not Transformer Engine) modules with global layer and expert indices,
 e.g. `decoder.layers.3.mlp.experts.local_experts.5.linear_fc1.weight`. `weights.names` translates other spellings.
-To add an architecture, add templates below and its name to `config/model.py` (docs/conversion.md). Imports no torch.
+The templates are in `config/families` (docs/add_a_family.md). Imports no torch.
 """
 
 from __future__ import annotations
@@ -17,20 +17,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import lru_cache
 from itertools import accumulate
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from megatron_dapo.config.families import FAMILIES
+from megatron_dapo.config.families.tensors import Split, Template, Transform
 from megatron_dapo.config.model import LinearAttention, ModelShape
 from megatron_dapo.errors import UserError
 from megatron_dapo.files import StoredTensor
 
-EMBEDDING = "embedding.word_embeddings.weight"
-OUTPUT = "output_layer.weight"
-FINAL_NORM = "decoder.final_layernorm.weight"
 HEAD = "lm_head.weight"
 _SHOWN = 5
 _IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")  # buffers of old transformers versions; computed, not trained
@@ -38,23 +35,6 @@ _IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")  # buffers of old transfor
 
 class WeightsError(UserError):
     """The weights do not fit the model; the message names the tensor, what was expected and what was found."""
-
-
-class Transform(StrEnum):
-    COPY = "copy"
-    QKV = "qkv"  # per query group: its query heads, its key head, its value head
-    GATED_QKV = "gated_qkv"  # the same, with the heads' gates after the query heads; HF: query, gate, head by head
-    GATE_UP = "gate_up"  # all gate rows, then all up rows
-    DELTA = "delta"  # q, k, v, z, b, a of a gated DeltaNet; HF: qkvz and ba, key head by key head
-
-
-class Split(StrEnum):
-    """How tensor-parallel ranks share the full tensor."""
-
-    NONE = "none"
-    ROWS = "rows"
-    COLUMNS = "columns"
-    PARTS = "parts"  # a rank holds its share of the rows of each part (gate and up; q, k, v, z, b, a)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,88 +67,6 @@ class ParameterMapping:
     def segments_of(self, source: int) -> list[Segment]:
         """The segments of HF tensor number `source`, in the order of its rows."""
         return sorted((s for s in self.segments if s.source == source), key=lambda s: s.hf_start)
-
-
-@dataclass(frozen=True, slots=True)
-class _Template:
-    """A mapping without layer and expert numbers. Dimensions are named; `_sizes` gives their values."""
-
-    name: str
-    shape: str
-    hf: tuple[tuple[str, str], ...]  # (HF name, shape)
-    split: Split = Split.NONE
-    transform: Transform = Transform.COPY
-    when: str = ""  # name of a ModelShape flag; "not x" negates
-    parts: str = ""  # rows of the parts, for Split.PARTS
-
-    def applies(self, shape: ModelShape) -> bool:
-        if not self.when:
-            return True
-        flag = attrgetter(self.when.removeprefix("not "))
-        return bool(flag(shape)) != self.when.startswith("not ")
-
-
-def _qkv(part: str, tail: str, q: str = "q") -> tuple[tuple[str, str], ...]:
-    return tuple((f"self_attn.{x}_proj.{part}", size + tail) for x, size in (("q", q), ("k", "kv"), ("v", "kv")))
-
-
-def _projections(*names: str) -> tuple[tuple[str, str], ...]:
-    return tuple((f"linear_attn.in_proj_{name}.weight", f"{name}l hidden") for name in names)
-
-
-def _gate_up(prefix: str, ffn: str) -> tuple[tuple[str, str], ...]:
-    return tuple((f"{prefix}{x}_proj.weight", f"{ffn} hidden") for x in ("gate", "up"))
-
-
-_T, _S, _X = _Template, Split, Transform
-_SHARED = "mlp.shared_experts."
-
-_TOP = (
-    _T(EMBEDDING, "vocab hidden", (("embed_tokens.weight", "vocab hidden"),), _S.ROWS),
-    _T(FINAL_NORM, "hidden", (("norm.weight", "hidden"),)),
-    _T(OUTPUT, "vocab hidden", (("embed_tokens.weight", "vocab hidden"),), _S.ROWS, when="tied_embeddings"),
-)
-_HEAD = _T(OUTPUT, "vocab hidden", (("lm_head.weight", "vocab hidden"),), _S.ROWS, when="not tied_embeddings")
-_ATTENTION = (
-    _T("self_attention.linear_qkv.weight", "qkv hidden", _qkv("weight", " hidden"), _S.ROWS, _X.QKV,
-       "not attention_gate"),
-    _T("self_attention.linear_qkv.weight", "gqkv hidden", _qkv("weight", " hidden", "gq"), _S.ROWS, _X.GATED_QKV,
-       "attention_gate"),
-    _T("self_attention.linear_qkv.bias", "qkv", _qkv("bias", ""), _S.ROWS, _X.QKV, when="qkv_bias"),
-    _T("self_attention.q_layernorm.weight", "head", (("self_attn.q_norm.weight", "head"),), when="qk_norm"),
-    _T("self_attention.k_layernorm.weight", "head", (("self_attn.k_norm.weight", "head"),), when="qk_norm"),
-    _T("self_attention.linear_proj.weight", "hidden q", (("self_attn.o_proj.weight", "hidden q"),), _S.COLUMNS),
-)  # fmt: skip
-_LINEAR = (  # gated DeltaNet, instead of attention
-    _T("self_attention.in_proj.weight", "delta hidden", _projections("qkvz", "ba"), _S.PARTS, _X.DELTA, "linear.fused",
-       parts="keys keys values values vheads vheads"),
-    _T("self_attention.in_proj.weight", "delta hidden", _projections("qkv", "z", "b", "a"), _S.PARTS, _X.COPY,
-       "not linear.fused", parts="keys keys values values vheads vheads"),
-    _T("self_attention.conv1d.weight", "qkvl one width", (("linear_attn.conv1d.weight", "qkvl one width"),), _S.PARTS,
-       parts="keys keys values"),
-    _T("self_attention.A_log", "vheads", (("linear_attn.A_log", "vheads"),), _S.ROWS),
-    _T("self_attention.dt_bias", "vheads", (("linear_attn.dt_bias", "vheads"),), _S.ROWS),
-    _T("self_attention.gated_norm.weight", "vdim", (("linear_attn.norm.weight", "vdim"),)),
-    _T("self_attention.out_proj.weight", "hidden values", (("linear_attn.out_proj.weight", "hidden values"),),
-       _S.COLUMNS),
-)  # fmt: skip
-_LAYER = (
-    _T("input_layernorm.weight", "hidden", (("input_layernorm.weight", "hidden"),)),
-    _T("pre_mlp_layernorm.weight", "hidden", (("post_attention_layernorm.weight", "hidden"),)),
-    _T("mlp.linear_fc1.weight", "ffn2 hidden", _gate_up("mlp.", "ffn"), _S.PARTS, _X.GATE_UP, "not is_moe", "ffn ffn"),
-    _T("mlp.linear_fc2.weight", "hidden ffn", (("mlp.down_proj.weight", "hidden ffn"),), _S.COLUMNS, when="not is_moe"),
-    _T("mlp.router.weight", "experts hidden", (("mlp.gate.weight", "experts hidden"),), when="is_moe"),
-    _T(f"{_SHARED}linear_fc1.weight", "sffn2 hidden", _gate_up("mlp.shared_expert.", "sffn"), _S.PARTS, _X.GATE_UP,
-       "has_shared_expert", "sffn sffn"),
-    _T(f"{_SHARED}linear_fc2.weight", "hidden sffn", (("mlp.shared_expert.down_proj.weight", "hidden sffn"),),
-       _S.COLUMNS, when="has_shared_expert"),
-    _T(f"{_SHARED}gate_weight", "one hidden", (("mlp.shared_expert_gate.weight", "one hidden"),),
-       when="has_shared_expert"),
-)  # fmt: skip
-_EXPERT = (
-    _T("linear_fc1.weight", "effn2 hidden", _gate_up("", "effn"), _S.PARTS, _X.GATE_UP, "is_moe", "effn effn"),
-    _T("linear_fc2.weight", "hidden effn", (("down_proj.weight", "hidden effn"),), _S.COLUMNS, when="is_moe"),
-)
 
 
 def _sizes(shape: ModelShape) -> dict[str, int]:
@@ -238,7 +136,7 @@ def _delta_rows(linear: LinearAttention) -> Rows:
                 yield source, head * sum(per_head) + sum(per_head[:part]), rows
 
 
-def _mapping(t: _Template, shape: ModelShape, to: str = "", hf: str = "", layer: int | None = None,
+def _mapping(t: Template, shape: ModelShape, to: str = "", hf: str = "", layer: int | None = None,
          expert: int | None = None) -> ParameterMapping:  # fmt: skip
     sizes = _sizes(shape)
 
@@ -254,17 +152,19 @@ def _mapping(t: _Template, shape: ModelShape, to: str = "", hf: str = "", layer:
 
 
 def _mappings(shape: ModelShape) -> Iterator[ParameterMapping]:
-    yield from (_mapping(t, shape, hf=shape.prefix) for t in _TOP if t.applies(shape))
-    if _HEAD.applies(shape):
-        yield _mapping(_HEAD, shape)
+    tensors = FAMILIES[shape.architecture].tensors
+    yield from (_mapping(t, shape, hf=shape.prefix) for t in tensors.top if t.applies(shape))
+    if tensors.head.applies(shape):
+        yield _mapping(tensors.head, shape)
     linear = set(shape.linear_layers)
     for layer in range(shape.layers):
         to, hf = f"decoder.layers.{layer}.", f"{shape.prefix}layers.{layer}."
-        templates = (*(_LINEAR if layer in linear else _ATTENTION), *_LAYER)
+        attention = tensors.linear if layer in linear else tensors.attention
+        templates = (*attention, *tensors.layer, *(tensors.moe if shape.is_moe else tensors.mlp))
         yield from (_mapping(t, shape, to, hf, layer) for t in templates if t.applies(shape))
         for expert in range(shape.experts):
             to_expert, hf_expert = f"{to}mlp.experts.local_experts.{expert}.", f"{hf}mlp.experts.{expert}."
-            yield from (_mapping(t, shape, to_expert, hf_expert, layer, expert) for t in _EXPERT if t.applies(shape))
+            yield from (_mapping(t, shape, to_expert, hf_expert, layer, expert) for t in tensors.expert)
 
 
 @lru_cache(maxsize=8)
@@ -316,10 +216,7 @@ def check_hf_names(names: Iterable[str], shape: ModelShape, path: str | Path = "
 
 def _why_unexpected(extra: set[str]) -> str:
     if any(name.endswith("o_proj.bias") for name in extra):
-        return (
-            "Qwen models have no bias in the attention output (attention_bias adds it to q, k and v only); a model "
-            "with Llama's attention_bias cannot be converted as a Qwen"
-        )
+        return "a bias in the attention output (attention_bias) is not supported"
     return "the model that config.json describes does not have it"
 
 

@@ -16,14 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron_dapo.config.families.tensors import EMBEDDING, FINAL_NORM, OUTPUT, Split
 from megatron_dapo.config.model import ModelShape
-from megatron_dapo.weights.formats.readers import HFReader
+from megatron_dapo.weights.formats.readers import HFReader, check_tied_head
 from megatron_dapo.weights.mapping import (
-    EMBEDDING,
-    FINAL_NORM,
-    OUTPUT,
     ParameterMapping,
-    Split,
     WeightsError,
     check_hf_names,
     listed,
@@ -57,6 +54,7 @@ class RankPosition:
 
 
 WHOLE = RankPosition()
+ADAPTERS = "adapters."  # prefix of LoRA's parameters in a model chunk; weights.adapters describes them
 
 
 def load_hf_weights(
@@ -72,6 +70,7 @@ def load_hf_weights(
     """
     weights = source if isinstance(source, Mapping) else HFReader(source)
     check_hf_names(weights, shape, weights.path if isinstance(weights, HFReader) else "")
+    check_tied_head(weights, shape)
     found = list(live_mappings(model_chunks, shape, position))
     for mapping, parameter in found:
         _check_shape(mapping, parameter, position)
@@ -86,7 +85,8 @@ def load_hf_weights(
 def live_mappings(
     model_chunks: Sequence[nn.Module], shape: ModelShape, position: RankPosition
 ) -> Iterator[tuple[ParameterMapping, nn.Parameter]]:
-    """Every parameter of the chunks with its mapping: exactly those that this rank should hold, or an error."""
+    """Every parameter of the chunks' own weights with its mapping: exactly those that this rank should hold, or an
+    error."""
     mappings, experts = parameter_mappings(shape), position.experts(shape)
     for chunk in model_chunks:
         core = _core(chunk)
@@ -95,6 +95,8 @@ def live_mappings(
         offset = _layer_offset(core)
         expected = {name for name, mapping in mappings.items() if _belongs(mapping, core, offset, experts)}
         for live, parameter in core.named_parameters():
+            if live.startswith(ADAPTERS):
+                continue
             name = to_canonical(live, layer_offset=offset, expert_offset=experts.start)
             if name not in mappings:
                 raise WeightsError(
@@ -108,6 +110,11 @@ def live_mappings(
             raise WeightsError(
                 f"the model has no parameter for {listed(expected)}; its configuration differs from config.json"
             )
+
+
+def live_adapters(model_chunks: Sequence[Any]) -> Iterator[tuple[ParameterMapping, nn.Parameter]]:
+    """Every LoRA adapter of the chunks with its mapping."""
+    return (found for chunk in model_chunks for found in chunk.adapters.live())
 
 
 def _core(chunk: nn.Module) -> Any:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+SCALE = "_scale_inv"  # what the fp8 format appends to the name of a weight
 # What follows `decoder.layers.N.`: Transformer Engine's spelling to the local one.
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",

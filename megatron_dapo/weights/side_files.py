@@ -10,14 +10,15 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from megatron_dapo.config.model import ModelShape
-from megatron_dapo.files import INDEX, SINGLE, StoredTensor, safetensors_header
+from megatron_dapo.files import INDEX, SINGLE, Dtype, StoredTensor, safetensors_header
 from megatron_dapo.weights.copy import OutputFile, RowRange, TensorWrite, copy_tensors
 from megatron_dapo.weights.formats.readers import CheckpointReader, HFReader
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FILE = SINGLE
 ONLY, SHARD = "model-00001-of-00001.safetensors", "model-carried.safetensors"
@@ -49,13 +50,13 @@ def side_files(folder: Path) -> tuple[list[Path], list[str]]:
 
 
 def copy_side_files(reference: Path, directory: Path, dtype: str | None = None) -> list[str]:
-    """Copy the side files; `dtype` becomes that of config.json. Returns notes: what is missing or was left out."""
+    """Copy the side files; `dtype` becomes that of config.json, which says nothing of quantisation, because weights are
+    dequantised. Returns notes: what is missing or was left out."""
     found, left = side_files(reference)
     for name in found:
         (directory / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(reference / name, directory / name)
-    if dtype is not None:
-        _set_dtype(directory / "config.json", dtype)
+    _edit_config(directory / "config.json", dtype)
     notes = [f"{reference} has no {what}" for what in missing_files(directory)]
     notes += _config_notes(directory / "config.json")
     return notes + ([f"not copied from {reference}: {', '.join(left)}"] if left else [])
@@ -79,12 +80,13 @@ def missing_files(directory: Path) -> list[str]:
     return ([] if has_tokenizer else ["tokenizer"]) + ([] if has_generation else ["generation_config.json"])
 
 
-def _set_dtype(file: Path, name: str) -> None:
+def _edit_config(file: Path, dtype: str | None) -> None:
     config = json.loads(file.read_text())
     key = "dtype" if "dtype" in config else "torch_dtype"
-    if config.get(key) != name:
-        config[key] = name
-        file.write_text(json.dumps(config, indent=2) + "\n")
+    changed = {name: value for name, value in config.items() if name != "quantization_config"}
+    changed |= {key: dtype} if dtype else {}
+    if changed != config:
+        file.write_text(json.dumps(changed, indent=2) + "\n")
 
 
 def open_carried(directory: Path, shape: ModelShape) -> HFReader | None:
@@ -148,7 +150,7 @@ class WithCarried(CheckpointReader):
     def _of(self, name: str) -> CheckpointReader:
         return self._carried if name in self._carried else self._weights
 
-    def dtype(self, name: str) -> torch.dtype:
+    def dtype(self, name: str) -> Dtype:
         return self._of(name).dtype(name)
 
     def rows(self, name: str, start: int, count: int) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_dapo.config.model import ModelShape
+from megatron_dapo.files import Dtype
 from megatron_dapo.weights.copy import RowRange, default_workers
 from megatron_dapo.weights.formats.megatron_reader import open_megatron
 from megatron_dapo.weights.formats.readers import CheckpointReader, HFReader
@@ -34,7 +35,7 @@ class Entry:
     """One HF tensor of a checkpoint in either format: the rows of `ranges`, in order."""
 
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: Dtype
     ranges: tuple[RowRange, ...]
 
 

@@ -88,3 +88,11 @@ def test_order_and_other_groups_do_not_matter(batch, random):
         members = [i for i, item in enumerate(batch) if item[1] == group]
         assert advantages([batch[i] for i in members]) == pytest.approx([whole[i] for i in members], abs=1e-6)
         assert sum(whole[i] for i in members) == pytest.approx(0, abs=1e-5)
+
+
+def test_large_rewards_keep_their_differences():
+    """In fp32, 10⁹ and 10⁹ + 1 are equal."""
+    rewards = torch.tensor([1e9, 1e9 + 1], dtype=torch.float64)
+    for values in (rewards, rewards.tolist()):
+        found = group_advantages(values, [0, 0])
+        assert found.tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5], rel=1e-5)

@@ -231,3 +231,46 @@ def test_metric_names_say_how_they_combine(own, means, maxima):
 
     with pytest.raises(ValueError, match=f"metrics {(means + maxima)[0]}: expected names in _max for maxima"):
         loss_of(own(Measured))
+
+
+# ---- what an objective holds at masked positions ----
+
+
+class UndefinedAtZero(Objective):
+    """log of |log π|: infinite at the zeros of masked positions, with an infinite gradient."""
+
+    needs = Needs(whole_sequences=True)
+
+    def sequence_values(self, scores, batch):
+        return {"total": 1 / scores.logprobs}
+
+    def token_losses(self, scores, batch, sums):
+        return scores.logprobs.abs().log() * sums["total"].detach()
+
+
+@pytest.mark.parametrize("off_policy", [{}, {"token_mask": [0.5, 2.0]}], ids=["plain", "token-mask"])
+def test_an_objective_that_is_infinite_at_masked_positions_does_no_harm(own, off_policy):
+    config = own(UndefinedAtZero, off_policy=off_policy)
+    inputs = pack([Sequence([1.5, 0.5, 0.8], 1.0, [True, False, True]), *CASE[1:]], config)
+    outputs = PolicyLoss(config)(inputs.scores, inputs.batch)
+    outputs.loss_sum.backward()
+    x = inputs.logprobs.detach().where(inputs.mask, 1.0)
+    ids = inputs.batch.sequence_ids
+    total = torch.zeros(3, dtype=x.dtype).index_add_(0, ids, (1 / x).where(inputs.mask, 0.0))[ids]
+    assert outputs.loss_sum.item() == pytest.approx((x.abs().log() * total).where(inputs.mask, 0).sum().item())
+    torch.testing.assert_close(inputs.logprobs.grad, (total / x).where(inputs.mask, 0.0))
+    assert outputs.sums["nonfinite_tokens"] == 0
+
+
+def test_an_infinite_loss_of_a_removed_token_is_counted(own):
+    """Its gradient is 0·∞: the update must not be made."""
+
+    class Infinite(Reinforce):
+        def token_losses(self, scores, batch, sums):
+            return super().token_losses(scores, batch, sums) + torch.where(batch.sequence_ids == 0, torch.inf, 0.0)
+
+    config = own(Infinite, off_policy={"token_mask": [0.9, 1.1]})
+    inputs = pack([Sequence([1.0, 1.0], 1.0, engine_ratios=[5.0, 5.0]), *CASE[1:]], config)
+    outputs = PolicyLoss(config)(inputs.scores, inputs.batch)
+    assert outputs.loss_sum.isfinite()
+    assert outputs.sums["nonfinite_tokens"] == 2

@@ -211,3 +211,36 @@ def test_no_host_synchronisation():
     for name in ("logprobs", "entropy", *inputs.batch.tensors):
         inputs.put(name, inputs.get(name).detach().to("meta"))
     assert policy_loss(inputs.scores, inputs.batch, config).loss_sum.shape == torch.Size([])
+
+
+# ---- exact values ----
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_small_importance_weights_are_not_raised(level):
+    """Truncation has no lower bound: 0.01 stays 0.01 whatever the cap. 5 becomes 2."""
+    case = [Sequence([1.0, 1.0], 1.0, engine_ratios=[0.1, 0.1]), Sequence([1.0], 1.0, engine_ratios=[5.0]), MASKED]
+    outputs, gradient = run(case, importance_weight=level, weight_cap=2.0)
+    weight = 0.1 if level == "token" else 0.01
+    assert gradient[:3] == pytest.approx([-weight, -weight, -2.0])
+    assert outputs.sums["importance_weight"].item() == pytest.approx(2 * weight + 2.0)
+
+
+def test_sums_over_a_sequence_are_exact():
+    """In fp32, 2²⁵ + 1 − 2²⁵ is 0."""
+    config = AlgorithmConfig(off_policy={"importance_weight": "sequence", "weight_cap": 10.0})
+    inputs = pack([Sequence([1.0] * 3, 1.0), MASKED], config, dtype=torch.float32)
+    inputs.batch.old_logprobs[:3] = inputs.logprobs.data[:3] = torch.tensor([2.0**25, 1.0, -(2.0**25)])
+    inputs.batch.engine_logprobs[:3] = 0.0
+    outputs = policy_loss(inputs.scores, inputs.batch, config)
+    assert outputs.sums["importance_weight"].item() == pytest.approx(3 * math.e, rel=1e-6)
+
+
+def test_weights_at_the_cap_and_ratios_at_the_bounds_are_inside():
+    case = [Sequence([1.0] * 4, 1.0, old=0.0, engine_ratios=[2.0, 2.01, 0.5, 0.49]), MASKED]
+    outputs, _ = run(case, importance_weight="token", weight_cap=2.0)
+    assert outputs.sums["mismatch_over_cap"] == 1
+    outputs, _ = run(case, token_mask=[0.5, 2.0])
+    assert outputs.sums["token_mask_share"] == 2
+    outputs, _ = run(case, weight_cap=2.0)
+    assert outputs.sums["mismatch_over_cap"] == 1

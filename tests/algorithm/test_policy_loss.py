@@ -227,7 +227,7 @@ def test_gspo_gradient_is_that_of_the_sequence_ratio():
 def test_cispo():
     # Weight clip(r, 0.8, 1.28) without gradient, times Â·log π; every active token has a gradient −weight·Â.
     # log π = −1 + ln r. GOOD: weights 1, 1.28, 0.8, 1.2. BAD: 0.8, 1.28, 1.28; the dual clip does not apply.
-    outputs, inputs = run(CASE, objective="cispo")
+    outputs, inputs = run(CASE, objective="cispo", clip_low=0.2, clip_high=0.28)
     good = -(1 * -1 + 1.28 * (-1 + ln(1.5)) + 0.8 * (-1 + ln(0.5)) + 1.2 * (-1 + ln(1.2)))
     bad = 2 * (0.8 * (-1 + ln(0.5)) + 1.28 * (-1 + ln(20)) + 1.28 * (-1 + ln(2)))
     close(outputs.loss_sum, good + bad)
@@ -382,3 +382,21 @@ def test_missing_inputs_name_the_setting(name, settings):
     with pytest.raises(ValueError, match=rf"{name}: expected a tensor because algorithm\..*, found None"):
         inputs = pack(CASE, config, extras=())
         policy_loss(inputs.scores, inputs.batch, config)
+
+
+@pytest.mark.parametrize("objective", ["dapo", "cispo"])
+def test_a_ratio_at_a_bound_is_not_clipped(objective):
+    """Powers of two are exact: 1 − clip_low = 0.5, 1 + clip_high = 2; a dual clip at 4."""
+    bounds = {"clip_low": 0.5, "clip_high": 1.0, "dual_clip": 4.0}
+    old = torch.zeros(6, dtype=torch.float64)
+    config = AlgorithmConfig(objective=objective, **bounds)
+    inputs = pack([Sequence([1.0] * 3, 1.0), Sequence([1.0] * 3, -1.0), MASKED], config, extras=())
+    inputs.batch.old_logprobs[:6] = old
+    low, high, dual = ln(0.5), ln(2.0), ln(4.0)
+    inputs.logprobs.data[:6] = torch.tensor([low, high, high, low, dual, low], dtype=torch.float64)
+    ratios = inputs.logprobs.data[:6].exp().tolist()
+    assert ratios == [0.5, 2.0, 2.0, 0.5, 4.0, 0.5]
+    outputs = policy_loss(inputs.scores, inputs.batch, config)
+    found = [outputs.sums[f"clip_fraction_{side}"].item() for side in ("high", "low", "dual")]
+    assert found == ([0, 0, 0] if objective == "dapo" else [1, 0, 0])
+    assert outputs.maxima["ratio_max"] == 4.0

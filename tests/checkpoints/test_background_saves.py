@@ -77,7 +77,7 @@ def states(rendezvous, run_dir):
     if this.rank == 1:
         checkpoints.read_state = None  # only rank 0 reads it
     path = this.checkpoints.newest()
-    return path.name, this.checkpoints.load(this.policy, path)
+    return path.name, this.checkpoints.load(this.policy, path)[1]
 
 
 def test_only_rank_0_reads_the_bulk_of_the_state(tmp_path):

@@ -205,7 +205,8 @@ def test_both_names_of_the_expert_count_are_read():
         "num_local_experts": 128, "head_dim": 128,
     }  # fmt: skip
     assert ModelShape.from_hf(moe).experts == 128
-    assert ModelShape.from_hf(moe | {"num_experts": 64, "num_local_experts": None}).experts == 64
+    with pytest.raises(ConfigError, match="'num_experts' is 64, but 'num_local_experts' is 128; remove one of them"):
+        ModelShape.from_hf(moe | {"num_experts": 64})
 
 
 @pytest.mark.parametrize(
@@ -277,7 +278,7 @@ def test_every_key_is_described():
         ("trainer: {steps: 1.5}", "trainer.steps: expected a whole number, found 1.5"),
         ("trainer: {steps: abc}", "trainer.steps: expected a whole number, found 'abc'"),
         ("data: {duplicates: all}", "data.duplicates: expected 'drop' or 'keep', found 'all'"),
-        ("a: &a [*a]", "unknown key 'a'"),
+        ("a: &a [*a]", "its aliases (*name) expand to more than"),
     ],
 )
 def test_bad_files_are_one_line(tmp_path, content, said):
@@ -341,14 +342,19 @@ def test_the_home_directory_is_expanded_in_paths(monkeypatch):
         ({"num_attention_heads": []}, "'num_attention_heads' must be a positive integer (found [])"),
         ({"num_key_value_heads": 7}, "num_attention_heads (40) must be a multiple of num_key_value_heads (7)"),
         ({"rope_theta": "1e6"}, "'rope_theta' must be a positive number (found '1e6')"),
-        ({"rms_norm_eps": -1}, "'rms_norm_eps' must be a positive number (found -1)"),
+        ({"rms_norm_eps": -1}, "'rms_norm_eps' must be a positive float (found -1)"),
         ({"tie_word_embeddings": "no"}, "'tie_word_embeddings' must be true or false (found 'no')"),
         ({"rope_scaling": "yarn"}, "must be objects (found 'yarn')"),
         ({"rope_scaling": {"type": "longrope", "factor": 4.0}}, "rope type 'longrope' is not supported in training"),
-        ({"rope_scaling": {"type": "yarn"}}, "'factor' of YaRN must be a positive number (found None)"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4, "beta_fast": "x"}}, "'beta_fast' of YaRN must be a positive"),
-        ({"architectures": ["LlamaForCausalLM"]}, "architecture 'LlamaForCausalLM' is not supported"),
-        ({"architectures": "LlamaForCausalLM"}, "architecture 'LlamaForCausalLM' is not supported"),
+        ({"rope_scaling": {"type": "yarn"}}, "'factor' of rope type 'yarn' must be a positive number (found None)"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4, "beta_fast": "x"}}, "'beta_fast' of rope type 'yarn' must be"),
+        ({"rope_parameters": {"rope_theta": 5.0}}, "'rope_theta' is 1000000.0, but 5.0 in 'rope_parameters'; remove"),
+        ({"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": {"factor": 2.0}}, "remove one of them"),
+        ({"hidden_size": 1}, "'head_dim' must be a positive integer (found 0)"),
+        ({"is_causal": False}, "is_causal is False; qwen2 is supported with True only"),
+        ({"model_type": "llama"}, "architecture 'Qwen2ForCausalLM' of model_type 'llama' is not supported"),
+        ({"architectures": ["GemmaForCausalLM"]}, "architecture 'GemmaForCausalLM' is not supported"),
+        ({"architectures": "GemmaForCausalLM"}, "architecture 'GemmaForCausalLM' is not supported"),
         ({"architectures": [3]}, "architecture 3 is not supported"),
         ({"architectures": 5}, "is not supported"),
         ({"architectures": None}, "is not supported"),
@@ -375,6 +381,12 @@ def test_gspo_has_its_published_settings_by_default():
     assert parse_config(gspo.model_dump(mode="json")) == gspo
     dapo = parse_config({"algorithm": {"objective": "dapo"}}).algorithm
     assert (dapo.clip_low, dapo.clip_high, dapo.dual_clip, dapo.aggregation) == (0.2, 0.28, 10.0, "token-mean")
+
+
+def test_cispo_has_no_lower_bound_and_a_wide_upper_one_by_default():
+    found = parse_config({"algorithm": {"objective": "cispo"}}).algorithm
+    assert (found.clip_low, found.clip_high, found.dual_clip, found.aggregation) == (1.0, 4.0, None, "token-mean")
+    assert parse_config({"algorithm": {"objective": "cispo", "clip_high": 0.5}}).algorithm.clip_high == 0.5
 
 
 def test_settings_that_do_not_belong_to_gspo_are_kept_and_named():
@@ -408,3 +420,34 @@ def test_rollouts_from_a_part_of_the_vocabulary_are_refused(key, value):
     with pytest.raises(ConfigError, match=rf"rollout: {key} is {value}: rollouts would be sampled from a part"):
         parse_config({"rollout": {key: value}})
     assert parse_config({"evaluate": {"top_p": 0.7}}).evaluate.top_p == 0.7
+
+
+SECRETS_IN_PLAIN_SIGHT = [
+    ("rollout.servers.urls", "['http://me:hunter2@host:80']"), ("rollout.servers.urls", "['me:hunter2@host:80']"),
+    ("rollout.servers.urls", "http://me:hunter2@host:80"), ("rollout.servers.urls", "[http://me:hunter2@host"),
+    ("rollout.servers.urls", "['http://host/?api_key=hunter2']"), ("rollout.servers.router_url", "http://me:hunter2@h"),
+    ("rollout.servers.arguments", "[--api-key, hunter2]"), ("rollout.servers.arguments", "[--api-key=hunter2]"),
+    ("rollout.servers.arguments", "[--api-k, hunter2]"), ("rollout.servers.arguments", "[--admin-api-key, hunter2]"),
+    ("rollout.servers.arguments", "[--ssl-keyfile-password=hunter2]"),
+    ("rollout.servers.arguments", "--api-key=hunter2"),
+    ("rollout.servers.arguments", "[--dist-init-addr, 'tcp://me:hunter2@h']"),
+    ("reward.judge.urls", "['https://me:hunter2@host/v1']"), ("reward.judge.urls", "['https://h/v1?x=1&token=hunter2']"),
+    ("reward.http.urls", "['ftp://hunter2@host']"), ("algorithm.distillation.urls", "['http://hunter2@host']"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "value"), SECRETS_IN_PLAIN_SIGHT)
+def test_keys_and_passwords_are_refused_and_not_printed(key, value):
+    with pytest.raises(ConfigError) as error:
+        load_config(None, [f"{key}={value}"])
+    assert "hunter2" not in str(error.value) and key.rpartition(".")[0] in str(error.value)
+    if value.startswith(("['", "[--a", "[--s")):
+        assert "api_key_env" in str(error.value), "the right place is named"
+
+
+def test_arguments_and_addresses_without_secrets_are_kept():
+    arguments = "[--ssl-keyfile, /k, --max-total-tokens, '9', --tokenizer-path, /t, --skip-tokenizer-init]"
+    config = load_config(
+        None, [f"rollout.servers.arguments={arguments}", "rollout.servers.urls=['http://h:1/a@b?x=2']"]
+    )
+    assert len(config.rollout.servers.arguments) == 7 and config.rollout.servers.urls == ["http://h:1/a@b?x=2"]

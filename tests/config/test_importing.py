@@ -270,7 +270,7 @@ def test_files_that_are_none_are_refused(tmp_path, capsys, name, text, said):
         ("beta", ["'algorithm.kl.coefficient'"]),
         ("algorithm.adv_estimator", ["'algorithm.advantage'", "there is no gae"]),
         ("policy.fp8", ["keys: recipe, format"]),
-        ("lora_rank", ["no equivalent"]),
+        ("push_to_hub", ["no equivalent"]),
     ],
 )
 def test_explain(capsys, key, said):

@@ -36,6 +36,13 @@ def test_numbers_remember_how_they_were_written(text):
     assert parse_yaml(text).text == text
 
 
+def bomb(collection, member):
+    """Nine levels of nine aliases each."""
+    inner = [", ".join(member.format(f"a{i}", j) for j in range(9)) for i in range(8)]
+    lines = [f"a{i}: &a{i} {collection.format(text)}" for i, text in enumerate(inner, 1)]
+    return "\n".join(["a0: &a0 {k: v}", *lines])
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -51,6 +58,10 @@ def test_numbers_remember_how_they_were_written(text):
         ("!!python/object:os.system {}", "could not determine a constructor"),
         ("a\x00b", "special characters are not allowed"),
         ("[" * 600, "nested too deeply"),
+        (bomb("[{}]", "*{0}"), "aliases (*name) expand to more than 100000 values"),
+        (bomb("{{{}}}", "{1}: *{0}"), "aliases"),
+        ("a: &a [*a]", "aliases"),
+        ("a: &a {b: {<<: *a}}", "aliases"),
     ],
 )
 def test_bad_yaml_is_one_line_with_its_place(text, message):
@@ -75,3 +86,7 @@ def test_what_is_written_reads_back_in_both_versions_of_yaml(value):
     text = dump_yaml({"x": value})
     assert parse_yaml(text) == {"x": value} and isinstance(parse_yaml(text)["x"], type(value))
     assert yaml.safe_load(text) == {"x": value}
+
+
+def test_aliases_are_allowed_where_they_stay_small():
+    assert parse_yaml("a: &a {x: 1}\nb: {<<: *a, y: 2}\nc: [*a, *a]")["b"] == {"x": 1, "y": 2}

@@ -140,7 +140,7 @@ def watch_once(words: list[str]) -> int:
     with make_server(build_parser().parse_args(words).runs, port=0) as server:
         thread = threading.Thread(target=server.handle_request)
         thread.start()
-        with urllib.request.urlopen(f"http://127.0.0.1:{server.server_address[1]}/", timeout=60) as reply:
+        with urllib.request.urlopen(server.url, timeout=60) as reply:
             page = reply.read()
         thread.join()
     return 0 if b"connect-src 'self'" in page else 1

@@ -13,8 +13,8 @@ TABLE = {
         r"^\| an? ([\w ]+) \| (\d) \| (.+) \|$", (ROOT / "docs" / "architecture.md").read_text(), re.M
     )
 }
-# These mention engines, transports and variants, but need no change for a new one.
-NOT_NEEDED = ("planner/", "selfcheck/", "launch/", "cli.py", "engines/embedded/batch_invariant_model.py")
+# These mention engines, transports and families, but need no change for a new one.
+NOT_NEEDED = ("planner/", "selfcheck/", "launch/", "cli.py")
 
 
 def mentioning(pattern: str) -> set[str]:
@@ -28,15 +28,15 @@ def mentioning(pattern: str) -> set[str]:
     [
         ("engine", r'"embedded"|EmbeddedEngine', "engines/embedded/"),
         ("weight transport", r'"tensor"', ""),
-        ("Qwen variant", r"(?i)qwen3_?moe", ""),
+        ("model family", r"(?i)qwen3_?moe", ""),
     ],
 )
 def test_the_files_of_an_existing_example_are_those_in_the_table(what, pattern, own_folder):
     count, files = TABLE[what]
     found = {file for file in mentioning(pattern) if not own_folder or not file.startswith(own_folder)}
     listed = set(files) - {"engines/protocol.py"}  # what a new file implements
-    if what == "Qwen variant":
-        listed -= {"weights/mapping.py", "policy/model/gpt.py"}  # for what no variant had before
+    if what == "model family":
+        listed -= {"weights/mapping.py", "policy/model/gpt.py"}  # for what no family had before
     assert found == listed
     assert count == len(listed) + bool(own_folder)
 

@@ -87,3 +87,21 @@ def test_the_command_line(tmp_path, capsys):
     assert status["python"] == status["packages"] == "ok" and status["model"] == "fail"
     assert main(["doctor", "--only", "python"]) == 0
     assert main(["doctor", "--only", "nonsense"]) == 2
+
+
+def test_a_run_directory_is_examined_and_not_changed(tmp_path, capsys):
+    for name in ("checkpoints/step_2", "checkpoints/.step_3.tmp", "lock"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "kind": "step", "metrics": {}}\ngarbage\n')
+    (tmp_path / "logs").write_text("in the way")
+    (tmp_path / "lock/1.json").write_text("garbage")
+    before = sorted(tmp_path.rglob("*"))
+    assert run(str(tmp_path), as_json=True) == 1
+    found = {check["name"]: check for check in json.loads(capsys.readouterr().out)}
+    assert {name: check["status"] for name, check in found.items()} == {
+        "writing": "ok", "holder": "warn", "checkpoints": "fail", "metrics": "warn", "leftovers": "warn"
+    }  # fmt: skip
+    assert "step_2/manifest.json cannot be read" in found["checkpoints"]["found"]
+    assert "1 records, the last of step 1; no record: line 2" in found["metrics"]["found"]
+    assert "logs is in the way; .step_3.tmp is unfinished" in found["leftovers"]["found"]
+    assert sorted(tmp_path.rglob("*")) == before

@@ -155,8 +155,8 @@ def test_one_of_two_servers_may_fail_in_every_call(tmp_path):
             await engine.release_memory()
             report = await engine.update_weights(1, [WEIGHTS])
             assert fleet.processes[1].url in report.served_by
-            await engine.supervision.recovered()
-            assert [server.state.version for server in engine.servers] == [1, 1], path
+            while [server.state.version for server in engine.servers] != [1, 1]:
+                await asyncio.sleep(0.01)
             assert first.starts >= 2  # once more if its restart was interrupted by the release of the GPUs
             await engine.close()
 

@@ -11,6 +11,7 @@ from faults import run
 from torch import nn
 
 from megatron_dapo.config import ConfigError, parse_config
+from megatron_dapo.engines.sglang.client import CHECKSUM_LOADERS
 from megatron_dapo.engines.sglang.engine import SGLangEngine
 from megatron_dapo.engines.sglang.server_process import IN_SERVER, sglang_command
 from megatron_dapo.errors import EngineError
@@ -158,7 +159,9 @@ def test_one_switch_starts_servers_with_the_loader():
     assert config.servers.loads_packed_experts and not parse_config({}).rollout.servers.loads_packed_experts
     command, environment = sglang_command("model", config.servers, 0, 30000)
     at = command.index("--custom-weight-loader")
-    assert command[at + 1] == "megatron_dapo_experts.install"
+    assert command[at + 1 : at + 4] == [*CHECKSUM_LOADERS, "megatron_dapo_experts.install"]
+    unproven = parse_config({"rollout": {"weights": {"proof": "probe"}}}).rollout.servers
+    assert "--custom-weight-loader" not in sglang_command("model", unproven, 0, 30000)[0]
     assert str(IN_SERVER) in environment["PYTHONPATH"]
     with pytest.raises(ConfigError, match="packed_experts"):
         parse_config({"rollout": {"servers": {"packed_experts": True}}})

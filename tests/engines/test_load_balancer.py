@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_dapo.engines.sglang.load_balancer import REFILL_SHARE, LoadBalancer
+from megatron_dapo.engines.sglang.load_balancer import AFFINITY_SLACK, REFILL_SHARE, LoadBalancer
 from megatron_dapo.engines.sglang.server_state import ServerState
 
 
@@ -90,5 +90,52 @@ def test_every_request_gets_its_turn(max_running: int) -> None:
         await asyncio.wait_for(asyncio.gather(*(request(number) for number in range(300))), 30)
         assert most == max_running
         assert [one.in_flight for one in servers] == [0, 0]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "key", "avoid", "chosen"),
+    [
+        ((0, 0, 0), 4, (), 1),  # its own server, by the key
+        ((0, AFFINITY_SLACK, 5), 1, (), 1),  # a little more loaded than the least
+        ((0, AFFINITY_SLACK + 1, 5), 1, (), 0),  # too much: the least loaded
+        ((9, 7, 8), 0, (0,), 1),
+        ((0, 3, 3), 0, (0,), 1),  # a request failed there
+        ((0, 3, 3), 2, (0, 1, 2), 2),  # everywhere: then any
+    ],
+)
+def test_the_server_of_a_request(in_flight: tuple[int, ...], key: int, avoid: tuple[int, ...], chosen: int) -> None:
+    async def scenario() -> None:
+        servers, balancer = make(3, 100)
+        for server, count in zip(servers, in_flight, strict=True):
+            server.in_flight = count
+        found = await balancer.acquire(key, 1, lambda: False, 10.0, [servers[i] for i in avoid])
+        assert servers.index(found) == chosen
+
+    asyncio.run(scenario())
+
+
+def test_a_new_request_does_not_overtake_those_that_wait() -> None:
+    async def scenario() -> None:
+        (only,), balancer = make(1, 1)
+        assert await acquire(balancer) is only
+        order: list[str] = []
+
+        async def request(name: str) -> None:
+            await acquire(balancer)
+            order.append(name)
+
+        waiting = asyncio.ensure_future(request("first"))
+        await settle()
+        only.in_flight -= 1  # there is room, and nobody has been woken yet
+        balancer._full.clear()
+        late = asyncio.ensure_future(request("second"))
+        await settle()
+        balancer.wake_one()
+        await settle()
+        balancer.release(only)
+        await asyncio.wait_for(asyncio.gather(waiting, late), 5)
+        assert order == ["first", "second"]
 
     asyncio.run(scenario())

@@ -20,6 +20,10 @@ def reply_of(logprobs, ids, text="", reason="stop", **meta):
     return {"text": text, "output_ids": ids, "meta_info": fields}
 
 
+def set_token(reply, token):
+    reply["output_ids"][1] = reply["meta_info"]["output_token_logprobs"][1][1] = token
+
+
 float32 = st.floats(-50, 0, width=32)
 pairs = st.lists(st.tuples(float32, st.integers(0, 152_000)), min_size=1, max_size=40)
 texts = st.text() | st.sampled_from(['"output_token_logprobs":[[1,2,null]]', '"output_ids":[7,8]', "]] [["])
@@ -51,12 +55,20 @@ def test_json_with_other_spacing_is_parsed():
     ("spoil", "cause"),
     [
         (lambda a: a["output_ids"].pop(), "2 tokens but 3 log-probs"),
+        (lambda a: a["output_ids"].pop(1), "2 tokens but 3 log-probs"),
         (lambda a: a["output_ids"].__setitem__(2, 99), "other tokens"),
         (lambda a: a["meta_info"]["output_token_logprobs"][1].__setitem__(0, None), "log-prob 1 of 3"),
         (lambda a: a["meta_info"].pop("finish_reason"), "lacks 'finish_reason'"),
         (lambda a: a["meta_info"]["finish_reason"].update(type="bored"), "bored"),
         (lambda a: a["meta_info"].update(weight_version="updating-to-4"), "labelled 'updating-to-4'"),
-        (lambda a: a["meta_info"].update(weight_versions=[{"version": "3", "start": 0, "end": 2}]), "do not cover"),
+        (lambda a: a["meta_info"].update(weight_versions=[{"version": "3", "end": 2}]), "lacks 'start'"),
+        (lambda a: a["meta_info"].update(weight_versions=["3"]), "lacks"),
+        (lambda a: a["meta_info"].update(weight_version=True), "labelled True"),
+        (lambda a: a.update(text=["a"]), "text is"),
+        (lambda a: a.update(meta_info=[]), "lacks"),
+        (lambda a: set_token(a, 2**32), "whole number of 32 bits"),
+        (lambda a: set_token(a, 6.5), "whole number of 32 bits"),
+        (lambda a: set_token(a, 2**63), "whole number of 32 bits"),
         (lambda a: a["meta_info"]["finish_reason"].update(type="abort", status_code=503), "gave it up"),
     ],
 )

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from aiohttp import web
-from fake_server import FakeServer, changed
+from fake_server import FakeServer, changed, response_of
 from faults import PROMPT, Texts, fill_batch, run, settings
 from simulation import Prompts
 
@@ -44,6 +44,22 @@ def other_tokens(answer):
     answer["output_ids"][-1] += 1
 
 
+def emptied(answer):
+    answer["output_ids"] = answer["meta_info"]["output_token_logprobs"] = []
+
+
+def set_entry(answer, place, value):
+    answer["meta_info"]["output_token_logprobs"][3][place] = value
+    if place:
+        answer["output_ids"][3] = value
+
+
+def set_meta(answer, name, value):
+    answer["meta_info"][name] = value
+
+
+LATER = {"Retry-After": "0.1"}
+FEWER = [{"version": "default", "start": 0, "end": 7}]
 FAULTS = {
     "hangs": (sleep_for_ever, "did not reply within 1 s"),
     "answers 500": (nothing_but(500), "replied 500: out of order"),
@@ -54,6 +70,17 @@ FAULTS = {
     "null log-prob": (changed(null_logprob), "log-prob 3 of 8"),
     "fewer log-probs than tokens": (changed(fewer_logprobs), "8 tokens but 7 log-probs"),
     "log-probs of other tokens": (changed(other_tokens), "other tokens than output_ids"),
+    "more tokens than asked": (lambda server, body: web.json_response(response_of(24, "stop", "default")), "8 were"),
+    "no token": (changed(emptied), "has no token"),
+    "positive log-prob": (changed(lambda answer: set_entry(answer, 0, 0.5)), "log-prob 3 of 8 is 0.5"),
+    "infinite log-prob": (changed(lambda answer: set_entry(answer, 0, -1e39)), "log-prob 3 of 8 is -inf"),
+    "unlikely log-prob": (changed(lambda answer: set_entry(answer, 0, -2e3)), "log-prob 3 of 8 is -2000"),
+    "negative token": (changed(lambda answer: set_entry(answer, 1, -1)), "outside of the vocabulary of 250"),
+    "token beyond the vocabulary": (changed(lambda answer: set_entry(answer, 1, 250)), "vocabulary of 250"),
+    "a version that it does not hold": (changed(lambda answer: set_meta(answer, "weight_version", "77")), "not hold"),
+    "a label that it does not have": (changed(lambda answer: set_meta(answer, "weight_version", "x")), "not hold"),
+    "versions of fewer tokens": (changed(lambda answer: set_meta(answer, "weight_versions", FEWER)), "do not cover"),
+    "text that is none": (changed(lambda answer: answer.update(text=7)), "text is 7"),
 }  # fmt: skip
 
 
@@ -62,6 +89,7 @@ def test_no_sample_is_lost_when_one_of_two_servers_fails(name):
     async def main():
         bad, good = await FakeServer(fault=FAULTS[name][0]).start(), await FakeServer().start()
         engine = await SGLangEngine.connect([bad.url, good.url], settings())
+        engine.vocabulary = 250
         batch = await fill_batch(engine, settings())
         assert "/generate" in bad.calls and not bad.served
         await engine.close()
@@ -78,6 +106,7 @@ def test_the_error_of_a_single_failing_server_names_it_and_the_cause(name):
         bad = await FakeServer(fault=FAULTS[name][0]).start()
         config = settings(attempts=2, sample_timeout=1.0)
         engine = await SGLangEngine.connect([bad.url], config)
+        engine.vocabulary = 250
         began = time.monotonic()
         with pytest.raises(EngineError, match=FAULTS[name][1]) as caught:
             await engine.generate("r1", PROMPT, SamplingParams(8))
@@ -116,6 +145,40 @@ def test_no_sample_is_lost_when_servers_fail_occasionally():
         served = [name.split("-try")[0] for server in servers for name in server.served]
         assert len(served) == len(set(served)) == 40
         await engine.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("by", ["generate", "control"])
+@pytest.mark.parametrize("busy", [lambda: web.Response(status=429), lambda: web.Response(status=503, headers=LATER)])
+def test_a_busy_server_is_asked_again_and_no_try_is_used_up(busy, by):
+    """More replies in a row than `attempts`; a busy server is not a failed one."""
+
+    async def main():
+        server, left = await FakeServer().start(), [busy] * 3
+        server.fault = lambda server, body: left.pop()() if left else None
+        engine = await SGLangEngine.connect([server.url], settings(attempts=1))
+        engine.supervision.check = lambda server: pytest.fail("it is only busy")
+        if by == "generate":
+            assert (await engine.generate("r", PROMPT, SamplingParams(8))).rejected == 0
+        else:
+            await engine.logprobs_of([1, 2, 3])
+        assert not left and server.calls.count("/generate") == 4
+        await engine.close()
+        await server.stop()
+
+    run(main())
+
+
+def test_a_server_that_is_always_busy_is_an_error():
+    async def main():
+        server = await FakeServer(fault=nothing_but(429)).start()
+        engine = await SGLangEngine.connect([server.url], settings())
+        engine.patience = 0.3
+        with pytest.raises(EngineError, match=r"refused for 0.3 s; the last: .* replied 429: out of order"):
+            await engine.generate("r", PROMPT, SamplingParams(8))
+        await engine.close()
+        await server.stop()
 
     run(main())
 

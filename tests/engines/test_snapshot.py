@@ -59,6 +59,8 @@ def test_a_version_replaces_the_previous_one_and_indexes_every_tensor(tmp_path):
         path = snapshot.commit()
     index = json.loads((path / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == 24 and set(index["weight_map"]) == {"a", "b"}
+    assert {file.stat().st_mode & 0o777 for file in path.glob("*.safetensors")} == {0o600}
+    assert snapshot._root.stat().st_mode & 0o777 == 0o700, "other users of the machine cannot even list it"
     assert load_file(path / index["weight_map"]["a"])["a"].tolist() == [2.0] * 4
     snapshot.wait()
     assert versions(snapshot) == ["version-2"]

@@ -12,7 +12,9 @@ from faults import PROMPT, WEIGHTS, fill_batch, run, settings
 from megatron_dapo.engines.protocol import ForeignWeightsError, SamplingParams
 from megatron_dapo.engines.sglang import client, server_state, supervisor, transports
 from megatron_dapo.engines.sglang.engine import SGLangEngine
+from megatron_dapo.engines.sglang.server_state import Phase
 from megatron_dapo.engines.sglang.supervisor import RestartBudget
+from megatron_dapo.errors import EngineError
 from megatron_dapo.types import FinishReason
 
 
@@ -278,6 +280,62 @@ def test_a_started_server_is_watched_between_the_calls(tmp_path):
         while fleet.processes[0].starts < 2 or not engine.servers[0].state.serves(1):
             assert time.monotonic() < deadline
             await asyncio.sleep(0.02)
+        await engine.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_no_update_waits_for_a_dead_server_and_it_is_used_when_it_is_back(tmp_path, ours):
+    """Without a snapshot: it gets the next version."""
+
+    async def main():
+        chosen = config(tmp_path, "tensor", keep_snapshot=False, restarts=1, restart_recovery=0.3, control_timeout=30)
+        fleet, engine = await fake_fleet(chosen, tmp_path, count=2)
+        process, gone, start_fails = fleet.processes[1], engine.servers[1], asyncio.Event()
+        ready, process.ours = process.wait_ready, ours
+
+        async def never_ready(server):
+            await start_fails.wait()
+            raise EngineError("it does not start")
+
+        process.wait_ready = never_ready
+        await process.end()
+        if not ours:  # nobody knows whether it lives, and nobody ends it
+            process.alive, process.end = lambda: True, lambda patience=0: asyncio.sleep(0)
+        engine.supervision.check(gone)
+        await until(lambda: gone.state.phase is Phase.RECOVERING)
+        report = await engine.update_weights(1, [WEIGHTS])
+        assert report.served_by == (fleet.processes[0].url,) and gone.state.phase is Phase.RECOVERING
+        start_fails.set()
+        await until(lambda: gone.state.phase is Phase.GIVEN_UP)
+        process.wait_ready = ready
+        if not ours:
+            await ready(None)  # its launcher has started it
+        await until(lambda: not gone.state.down)
+        report = await engine.update_weights(2, [WEIGHTS])
+        assert len(report.served_by) == 2
+        fleet.check(gone)
+        assert gone.state.phase is Phase.SUSPECT  # it is supervised again
+        await until(lambda: gone.state.phase is Phase.SERVING)
+        await engine.close()
+
+    run(main())
+
+
+async def until(true):
+    while not true():
+        await asyncio.sleep(0.01)
+
+
+def test_a_server_that_hangs_holds_no_update(tmp_path):
+    async def main():
+        fleet, engine = await fake_fleet(config(tmp_path, control_timeout=4, heartbeat=600), tmp_path, count=2)
+        fleet.processes[1].server.hanging = {"/model_info"}
+        fleet.processes[1].server.calls.clear()
+        report = await engine.update_weights(1, [WEIGHTS])
+        assert report.served_by == (fleet.processes[0].url,) and "1 s after the other" in str(report.failed)
+        assert fleet.processes[1].server.calls.count("/model_info") == 1  # the update has not asked again
         await engine.close()
 
     run(main())

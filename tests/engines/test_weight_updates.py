@@ -196,19 +196,6 @@ def test_a_server_with_other_weights_fails_the_probe(tmp_path):
     run(main())
 
 
-def test_a_server_with_other_weights_fails_the_checksum(tmp_path):
-    async def main():
-        servers, engine = await fake_fleet(tmp_path, proof="checksum")
-        for server, value in zip(servers, ("aa", "aa", "bb"), strict=True):
-            server.checksum = value
-        report = await engine.update_weights(1, [WEIGHTS])
-        assert set(report.failed) == {servers[2].url} and "1 tensors differ" in report.failed[servers[2].url]
-        assert "same checksums" in report.proof
-        await engine.close()
-
-    run(main())
-
-
 @pytest.mark.parametrize("proof", ["version", "checksum", "probe"])
 def test_a_server_that_reports_another_version_after_an_update_does_not_serve(tmp_path, proof):
     """It took the call that sets the version, and did not do what it says."""

@@ -49,7 +49,7 @@ WITHIN = {
 
 def settings(folder, name):
     raw = raw_config(folder / "model", folder / name, trainer__steps=STEPS)
-    raw["reward"]["grader"] = "python:tiny_reward.paced"
+    raw["reward"] |= {"grader": "python:tiny_reward.paced", "environment": ["PACE"]}
     raw["trainer"]["heartbeat"] = {"every": 1, "silent": SILENT}
     return raw
 

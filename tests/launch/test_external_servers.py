@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from fake_server import FakeServer
 
 from megatron_dapo.config.rollout import RolloutConfig
+from megatron_dapo.doctor.run_directory import paused_servers
 from megatron_dapo.engines import open_engine
 from megatron_dapo.engines.protocol import SamplingParams
 from megatron_dapo.errors import EngineError
@@ -68,6 +70,23 @@ def test_requests_wait_until_the_only_server_is_back_with_current_weights(tmp_pa
         await end(second)
 
     asyncio.run(asyncio.wait_for(main(), 90))
+
+
+def test_a_server_that_a_killed_trainer_left_paused_is_resumed(tmp_path):
+    """Its /health is 503 until then, and start_timeout would be over."""
+
+    async def main():
+        server = await FakeServer().start()
+        server.paused = True
+        config = settings(int(server.url.rpartition(":")[2]), tmp_path, start_timeout=20)
+        assert "paused" in (await asyncio.to_thread(paused_servers, config.servers.urls, None)).found
+        engine = await open_engine(config, str(tmp_path), tmp_path)
+        assert not server.paused
+        assert (await asyncio.to_thread(paused_servers, config.servers.urls, None)).status == "ok"
+        await engine.close()
+        await server.stop()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
 
 
 def test_a_server_that_never_replies_is_an_error_after_start_timeout(tmp_path):

@@ -21,9 +21,10 @@ from megatron_dapo.engines.sglang.server_process import ServerProcess
 from megatron_dapo.launch.slurm_script import Job, render
 from megatron_dapo.processes.supervised import members
 from megatron_dapo.reward import RewardPool
+from megatron_dapo.trainer.signals import StopSignal, end_at_once
 from megatron_dapo.types import FinishReason, Prompt, Sample, as_logprobs, as_tokens
 
-SENT = (signal.SIGUSR1, signal.SIGTERM)
+SENT = (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP)
 USER = (signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -43,6 +44,22 @@ def test_a_run_that_still_imports_ends_at_once(number, tmp_path):
         process.kill()
     assert process.returncode == 75
     assert f"asked to stop ({number.name}) while nothing had to be saved" in said
+
+
+@pytest.mark.parametrize("ignored", [True, False])
+def test_nohup_is_respected(ignored):
+    with restored_handlers():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+        with end_at_once(), StopSignal() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.number == (0 if ignored else signal.SIGHUP)
+
+
+@contextlib.contextmanager
+def restored_handlers():
+    before = signal.getsignal(signal.SIGHUP)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize("imported", ["argparse", "megatron_dapo.errors", "megatron_dapo.cli", "pydantic", "numpy"])

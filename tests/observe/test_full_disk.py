@@ -65,7 +65,7 @@ def test_metrics_have_no_gap_after_a_full_disk(tmp_path, capsys, extra):
     assert steps_of(run) == [*((step, STEP) for step in range(1, 7)), (6, EVAL), (7, STEP)]
     lines = capsys.readouterr().out.splitlines()
     (failed,) = [line for line in lines if "metrics.jsonl failed" in line]
-    assert "File too large" in failed and "The run goes on" in failed
+    assert "File too large" in failed and "The loop waits" in failed
     (recovered,) = [line for line in lines if "metrics.jsonl works again" in line]
     assert lines.index(failed) < lines.index(recovered)
 

@@ -1,17 +1,21 @@
 """The report: self-contained, safe with any response, and possible for any run that has a step."""
 
+import io
 import json
 import math
 import re
 
 import pytest
+from rich.console import Console as Terminal
 from synthetic_runs import HOSTILE, make_groups, make_run
 
 from megatron_dapo.cli import main
 from megatron_dapo.observe import transcripts
+from megatron_dapo.observe.console import PlainConsole
 from megatron_dapo.observe.figures import MOST_POINTS, figures_of, thin
 from megatron_dapo.observe.metrics_file import STEP, MetricsFile, Record
 from megatron_dapo.observe.report import STEPS_WITH_TRANSCRIPTS, choose_transcripts, embed_json, payload, write_report
+from megatron_dapo.observe.rich_console import RichConsole
 from megatron_dapo.observe.runs import ReportError, distinct_names, load_runs
 
 
@@ -190,3 +194,20 @@ def test_transcripts_alternate_right_and_wrong_responses():
     ]
     assert [step for step in range(1, 31) if transcripts.is_due(step, 10)] == [1, 10, 20, 30]
     assert not transcripts.is_due(10, 0)
+
+
+def test_a_response_cannot_control_the_terminal(tmp_path, capsys):
+    hostile = "a\x1b]0;owned\x07b\x1b[2Jc\rd\x9b31me\u202ef\x7fg\th\nü"
+    transcripts.write(tmp_path, transcripts.choose(1, make_groups(1, hostile), 1, 9))
+    shown = "a\\x1b]0;owned\\x07b\\x1b[2Jc\\rd\\x9b31me\\u202ef\\x7fg\th\nü"
+    assert shown in (tmp_path / "step_000001.txt").read_text()
+    assert hostile in {item.text for item in transcripts.read(tmp_path)}, "the report has the text as it is"
+    console = PlainConsole()
+    console.warn(hostile)
+    console.close(hostile)
+    screen = Terminal(file=io.StringIO(), width=200)
+    rich = RichConsole(hostile, screen)
+    rich.line(hostile)
+    rich.close("finished")
+    for printed in (capsys.readouterr().out, screen.file.getvalue()):
+        assert "\\x1b]0;owned\\x07" in printed and not set("\x1b\x07\r\x9b\u202e\x7f") & set(printed)

@@ -165,7 +165,7 @@ async def watch_a_run(new_tab: Any, folder: Path, width: int, scheme: str) -> Vi
         thread.start()
         try:
             tab = await new_tab()
-            await tab.open(f"http://127.0.0.1:{server.server_address[1]}/", width=width, height=800, scheme=scheme)
+            await tab.open(server.url, width=width, height=800, scheme=scheme)
             await tab.until(f"{LIVE}.includes('starting SGLang')")
             (run / "metrics.jsonl").write_text("".join(lines[:12]))
             shutil.copytree(source / "samples", run / "samples")

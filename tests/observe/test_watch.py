@@ -23,14 +23,15 @@ def serving(*runs):
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
-            yield server.server_address
+            yield (*server.server_address, f"/{server.token}")
         finally:
             server.shutdown()
             thread.join()
 
 
-def ask(address, path="/data", method="GET", host=None):
+def ask(address, path="/data", method="GET", host=None, token=None):
     """(status, headers, text)"""
+    path = (address[2] if token is None else token) + path
     name = host or f"{address[0]}:{address[1]}"
     request = urllib.request.Request(f"http://{address[0]}:{address[1]}{path}", method=method, headers={"Host": name})
     try:
@@ -60,6 +61,10 @@ def test_the_page_and_its_data_are_all_there_is(tmp_path):
         for host in ("example.org", f"example.org:{address[1]}", "127.0.0.1", f"127.0.0.1.example.org:{address[1]}"):
             assert ask(address, "/data", host=host)[0] == 403, "a page elsewhere cannot read it through a browser"
         assert ask(address, "/data", host=f"localhost:{address[1]}")[0] == 200
+        for token in ("", "/", "/x", "//", address[2][:-1], address[2].swapcase(), "/%00"):
+            for path in ("/", "/data", ""):
+                status, _, text = ask(address, path, token=token)
+                assert status in (403, 404) and "reward" not in text, "another user of this machine"
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before, "nothing was written"
 
 

@@ -1,4 +1,4 @@
-"""transformers' Qwen models for a ModelShape, with random weights: the reference for our models."""
+"""transformers' models for a ModelShape, with random weights: the reference for our models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_dapo.config import Config, ModelShape
-from megatron_dapo.config.model import LinearAttention, Yarn
+from megatron_dapo.config.model import LinearAttention, Llama3Rope, Yarn
 from megatron_dapo.policy.batch import TrainBatch
 
 COMMON: dict[str, Any] = {
@@ -28,6 +28,10 @@ HYBRID: dict[str, Any] = {
 }  # fmt: skip
 
 SHAPES = {
+    "llama": ModelShape(
+        architecture="llama", head_dim=16, qkv_bias=False, qk_norm=False, tied_embeddings=True,
+        rope_scaling=Llama3Rope(8.0, 64, 1.0, 4.0), **COMMON | {"rope_theta": 1e4},
+    ),
     "qwen2": ModelShape(
         architecture="qwen2", head_dim=16, qkv_bias=True, qk_norm=False, tied_embeddings=False, **COMMON
     ),
@@ -61,16 +65,23 @@ SHAPES = {
 
 
 # The slowest channels are divided by 4, the fastest kept, and one is between them.
-YARN = replace(SHAPES["qwen2"], yarn=Yarn(4.0, 64, attention_factor=1.3, beta_fast=8.0))
+YARN = replace(SHAPES["qwen2"], rope_scaling=Yarn(4.0, 64, attention_factor=1.3, beta_fast=8.0))
 
 
 def rope_options(shape: ModelShape) -> dict[str, Any]:
-    if shape.yarn is None:
+    yarn = shape.rope_scaling
+    if yarn is None:
         return {"rope_type": "default", "rope_theta": shape.rope_theta}
+    if isinstance(yarn, Llama3Rope):
+        return {
+            "rope_type": "llama3", "rope_theta": shape.rope_theta, "factor": yarn.factor,
+            "original_max_position_embeddings": yarn.original_positions, "low_freq_factor": yarn.low,
+            "high_freq_factor": yarn.high,
+        }  # fmt: skip
     return {
-        "rope_type": "yarn", "rope_theta": shape.rope_theta, "factor": shape.yarn.factor,
-        "original_max_position_embeddings": shape.yarn.original_positions, "beta_fast": shape.yarn.beta_fast,
-        "beta_slow": shape.yarn.beta_slow, "attention_factor": shape.yarn.attention_factor,
+        "rope_type": "yarn", "rope_theta": shape.rope_theta, "factor": yarn.factor,
+        "original_max_position_embeddings": yarn.original_positions, "beta_fast": yarn.beta_fast,
+        "beta_slow": yarn.beta_slow, "attention_factor": yarn.attention_factor,
     }  # fmt: skip
 
 
@@ -88,6 +99,8 @@ def hf_model(shape: ModelShape, seed: int = 0) -> Any:
     torch.manual_seed(seed)
     if shape.architecture == "qwen3_5_text":
         model = transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**options))
+    elif shape.architecture == "llama":
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**options))
     elif shape.architecture == "qwen2":
         model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**options))
     elif shape.architecture == "qwen3":
@@ -144,11 +157,11 @@ def in_fp64(model: Any, shape: ModelShape) -> Any:
     """The model in fp64, with its rotary frequencies, which are rounded to fp32 when it is built."""
     channels = torch.arange(0, shape.rotated, 2, dtype=torch.float64)
     rotary = model.double().model.rotary_emb
-    if shape.yarn is None:
+    if shape.rope_scaling is None:
         rotary.inv_freq = 1.0 / shape.rope_theta ** (channels / shape.rotated)
     else:
         with fp64():
-            rotary.inv_freq, _ = ROPE_INIT_FUNCTIONS["yarn"](model.config)
+            rotary.inv_freq, _ = ROPE_INIT_FUNCTIONS[model.config.rope_parameters["rope_type"]](model.config)
     return model
 
 

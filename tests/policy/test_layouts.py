@@ -60,7 +60,7 @@ SPLIT_LAYERS = {
     "moe-shared": {"tp2sp", "ep2tp2sp"},
     "hybrid": {"tp2sp", "pp2vpp2", "cp2", "tp2cp2sp"},
 }
-named = {(case.name, case.model): case for name in LAYOUTS for case in cases_of(LayoutSpec.parse(name))}
+named = {(case.name, case.model): case for name in LAYOUTS for case in cases_of(name)}
 split = {
     key: traced(case)
     for key, case in some(named, *(k for k in named if k[0] in SPLIT_LAYERS.get(k[1], LAYOUTS))).items()
@@ -79,8 +79,7 @@ def test_layout_gives_the_update_of_one_process(name, model):
     assert found.loss <= 1e-5
     assert found.grad_norm <= 1e-5
     assert found.gradients <= 1e-5, found.gradients_at
-    # Adam amplifies the rounding of tiny gradients, and the decay of a gated DeltaNet has such gradients.
-    assert found.later_gradients <= (1e-4 if model == "hybrid" else 1e-5), found.later_gradients_at
+    assert found.later_gradients <= 1e-5, found.later_gradients_at
     assert found.weights <= 1e-4, found.weights_at
 
 
@@ -98,7 +97,7 @@ def test_sequence_level_terms_under_context_parallelism(case):
     """GSPO's ratio and the importance weight belong to a sequence that two ranks share; sequence means count it once,
     not per rank."""
     found = difference(*losses[case])
-    assert found.within(1e-5), found
+    assert found.ok, found
 
 
 def make_policy(rendezvous, layout, model, folder=None):

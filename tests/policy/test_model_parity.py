@@ -158,7 +158,7 @@ def test_fp64_logits_are_those_of_transformers(name, pairs):
 def test_fp64_logits_with_yarn_are_those_of_transformers(tmp_path):
     model = hf_model(YARN)
     folder = hf_weights(model, tmp_path)
-    assert ModelShape.from_dir(folder).yarn == YARN.yarn
+    assert ModelShape.from_dir(folder).rope_scaling == YARN.rope_scaling
     (found,) = run_ranks(1, our_fp64_logits, YARN, folder)
     for ours, theirs, plain in zip(found, fp64_logits(model, YARN), fp64_logits(model, SHAPES["qwen2"]), strict=True):
         assert (ours - theirs).abs().max() <= 1e-10

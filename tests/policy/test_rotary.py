@@ -9,7 +9,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding, apply_rotary_pos_emb
 
 from megatron_dapo.config import ConfigError, ModelShape
-from megatron_dapo.policy.megatron.options import _yarn_softmax_scale
+from megatron_dapo.policy.megatron.options import _scaled_softmax
 from megatron_dapo.policy.model.local_spec import RotaryTable, inverse_frequencies, rotate
 
 BASE, DIM = 1e6, 16
@@ -51,13 +51,13 @@ def test_yarn_equals_transformers(rope):
     config = yarn_config(**rope)
     shape = ModelShape.from_hf(config.to_dict())
     expected, attention = ROPE_INIT_FUNCTIONS["yarn"](config)
-    found = inverse_frequencies(128, BASE, shape.yarn)
+    found = inverse_frequencies(128, BASE, shape.rope_scaling)
     torch.testing.assert_close(found, expected, rtol=2e-6, atol=0)
-    assert shape.yarn.attention_factor == attention
+    assert shape.rope_scaling.attention_factor == attention
     plain = inverse_frequencies(128, BASE)
     assert rope["factor"] == 1.0 or (torch.equal(found[:5], plain[:5]) and not torch.allclose(found[40:], plain[40:]))
     cos, sin = Qwen2RotaryEmbedding(config)(torch.zeros(1), torch.tensor([[0, 3, 3000]]))
-    table = RotaryTable.of(torch.tensor([0, 3, 3000]), 128, BASE, shape.yarn)
+    table = RotaryTable.of(torch.tensor([0, 3, 3000]), 128, BASE, shape.rope_scaling)
     for ours, theirs in zip(table, (cos, sin), strict=True):
         torch.testing.assert_close(ours, theirs[0, :, :64], atol=2e-3, rtol=0)
 
@@ -65,14 +65,16 @@ def test_yarn_equals_transformers(rope):
 def test_with_transformer_engine_the_attention_factor_scales_the_scores():
     """Its rotation cannot scale. With some channels not rotated the two are not the same, and it is refused."""
     shape = ModelShape.from_hf(yarn_config(factor=4.0).to_dict())
-    factor = shape.yarn.attention_factor
-    assert factor > 1.1 and _yarn_softmax_scale(shape) == pytest.approx(factor**2 / 128**0.5)
+    factor = shape.rope_scaling.attention_factor
+    assert factor > 1.1 and _scaled_softmax(shape, factor) == pytest.approx(factor**2 / 128**0.5)
     positions, x = torch.tensor([3, 900]), torch.randn(2, 1, 128)
-    plain = replace(shape.yarn, attention_factor=1.0)
-    scaled, unscaled = (rotate(x, RotaryTable.of(positions, 128, BASE, yarn))[:, 0] for yarn in (shape.yarn, plain))
+    plain = replace(shape.rope_scaling, attention_factor=1.0)
+    scaled, unscaled = (
+        rotate(x, RotaryTable.of(positions, 128, BASE, yarn))[:, 0] for yarn in (shape.rope_scaling, plain)
+    )
     torch.testing.assert_close(scaled @ scaled.mT, unscaled @ unscaled.mT * factor**2, atol=1e-3, rtol=1e-5)
     with pytest.raises(ConfigError, match="on 64 of 128 channels of a head is not supported with Transformer Engine"):
-        _yarn_softmax_scale(replace(shape, rotary_dim=64))
+        _scaled_softmax(replace(shape, rotary_dim=64), factor)
 
 
 def test_scores_depend_only_on_the_distance():

@@ -90,3 +90,9 @@ async def wait_a_little(prompt, response):
 
 def always_raises(prompt, response):
     raise ZeroDivisionError("on every response")
+
+
+def show_environment(prompt, response):
+    """Also that of a program which the grader starts, as one that runs the response's code would."""
+    child = subprocess.run(["cat", "/proc/self/environ"], capture_output=True, text=True, check=True).stdout
+    return Grade(True, 1.0, " ".join([Path("/proc/self/environ").read_text(), child, str(os.environ)]))

@@ -10,7 +10,7 @@ from judged_answers import JUDGED
 from megatron_dapo.config import ConfigError, parse_config
 from megatron_dapo.config.data import RewardConfig
 from megatron_dapo.errors import UserError
-from megatron_dapo.reward.equivalence import last_number_matches
+from megatron_dapo.reward.equivalence import decide, last_number_matches, number
 from megatron_dapo.reward.extract import final_answer
 from megatron_dapo.reward.grader import QuickGrader, load_grader
 from megatron_dapo.types import Grade, Prompt, as_tokens
@@ -179,3 +179,17 @@ def test_unknown_graders_are_refused_early(user_module):
 )
 def test_the_lenient_score_compares_the_last_number(reference, response, expected):
     assert last_number_matches(reference, response) is expected
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("-1/2", -0.5), (r"-\frac{3}{4}", -0.75), ("1 1/2", 1.5), ("-2 1/4", -2.25), ("50 apples", 50), ("50% off", None)],
+)
+def test_numbers_are_read_exactly(text, value):
+    found = number(text)
+    assert (found is None) if value is None else (float(found) == value)
+
+
+def test_plain_numbers_that_differ_need_no_mathematics():
+    assert decide("42.5", "42.50") == (True, "same number") and decide("42.5", "43") == (False, "different number")
+    assert decide("1/3", "0.33") is None  # rounding is math-verify's decision

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import time
@@ -303,3 +304,11 @@ def test_processes_end_when_their_parent_is_killed(tmp_path):
         parent.kill()
     gone, alive = psutil.wait_procs([worker], timeout=20)
     assert gone and not alive
+
+
+def test_a_grader_gets_only_the_variables_that_are_named(monkeypatch):
+    for name in ("TRAINER_API_KEY", "AWS_SESSION", "HF_TOKEN", "SLURM_JWT", "GRADER_KEY"):
+        monkeypatch.setenv(name, f"s3cr3t-{name}")
+    config = RewardConfig(grader="python:hostile_graders.show_environment", workers=1, environment=["GRADER_KEY"])
+    (grade,), _ = run(config, [("1", "1")])
+    assert set(re.findall(r"s3cr3t-\w+", grade.extracted)) == {"s3cr3t-GRADER_KEY"} and "HOME" in grade.extracted

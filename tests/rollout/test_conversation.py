@@ -98,6 +98,45 @@ def test_states_are_exact():
         assert again.trained.dtype == np.bool_ and again.trained.tolist() == sample.trained.tolist()
 
 
+def test_a_replayed_turn_has_its_reward_once():
+    """The function is called again after an interruption, and gives every reward again."""
+
+    async def function(conversation):
+        await conversation.generate(max_tokens=3)
+        conversation.reward(0.5)
+        conversation.append("x")
+        await conversation.generate(max_tokens=3)
+        conversation.reward(0.25)
+        conversation.reward(1.0, turn=0)
+
+    async def main():
+        conversation = conversation_of(prompt_of(), ConversationEngine())
+        await function(conversation)
+        again = conversation_of(prompt_of(), None)  # nothing is generated
+        again.samples[:] = conversation.samples
+        assert again.replaying
+        await function(again)
+        return again
+
+    again = run_virtually(main())
+    assert [turn.reward for turn in again.samples[0].turns if turn.generated] == [1.5, 0.25]
+    assert again.rewards == 1.75 and not again.replaying
+
+
+def test_a_rewritten_history_takes_room_and_all_samples_end_as_the_last_turn():
+    async def function(conversation):
+        await conversation.generate(max_tokens=3)
+        conversation.new_sample([*conversation.prompt.tokens, *range(6)])
+        assert conversation.room == 20 - 6
+        await conversation.generate(max_tokens=1)
+
+    conversation = talk(function, room=20)
+    conversation.samples[0].finish_reason = FinishReason.ABORT
+    conversation.finish()
+    last = conversation.samples[-1].turns[-1].finish_reason
+    assert [sample.finish_reason.value for sample in conversation.samples] == [last, last] and last != "abort"
+
+
 def test_room_limits_the_whole_conversation():
     async def function(conversation):
         assert conversation.room == 20
@@ -349,6 +388,22 @@ def test_a_function_that_does_something_else_when_it_is_called_again_starts_agai
         assert appended == f"call {calls[sample.prompt_id, sample.index]}"
 
 
+def test_a_grader_reads_the_last_sample_of_a_rollout():
+    async def function(prompt, conversation, settings):
+        await conversation.generate(max_tokens=4)
+        conversation.new_sample([3, 4])
+        await conversation.generate(max_tokens=4)
+
+    async def grade(prompt, sample):
+        return Grade(sample.index % 2 == 0, float(sample.part))
+
+    (batch,), *_ = collect(
+        rollout(samples=2, longest=80), grade=grade, function=function_of(function), engine=ConversationEngine
+    )
+    assert {s.grade.score for group in batch.groups for s in group.samples} == {1.0}
+    assert {len(samples) for group in batch.groups for samples in group.rollouts} == {2}
+
+
 def test_rewards_of_turns_are_added_to_the_score():
     (batch,), *_ = collect(
         rollout(samples=4, longest=80), engine=ConversationEngine, function=function_of(guess_until_even)
@@ -357,6 +412,43 @@ def test_rewards_of_turns_are_added_to_the_score():
         for samples in group.rollouts:
             rewarded = sum(turn.reward is not None for s in samples for turn in s.turns)
             assert samples[0].grade.score == float(samples[0].grade.correct) + 0.25 * rewarded
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e308])
+@pytest.mark.parametrize("by", ["reward", "turns", "score", "parts"])
+def test_an_invalid_reward_leaves_a_rollout_ungraded_and_is_not_saved(by, value):
+    async def function(prompt, conversation, settings):
+        await conversation.generate(max_tokens=4)
+        hit = conversation.samples[0].index == 1
+        if by == "reward":
+            conversation.reward(value if hit else 0.5)
+        grades = {"turns": Grade(True, 1.0, turns=(value,)), "score": Grade(True, value)}
+        grades |= {"parts": Grade(True, 1.0, parts={"a": value})}
+        return grades[by] if hit and by in grades else Grade(conversation.samples[0].index == 0, 1.0)
+
+    (batch,), *_ = collect(rollout(samples=3), engine=ConversationEngine, function=function_of(function))
+    assert batch.metrics["rollout/rejected_grades"] == len(batch.groups)
+    for group in batch.groups:
+        assert [sample.grade.correct for sample in group.samples] == [True, None, False]
+        assert "is not a number of at most 1e+09" in group.samples[1].grade.reason
+        assert group.samples[1].turns[0].reward is None and group.samples[1].grade.score == 0
+
+
+@pytest.mark.parametrize("token", [-1, len(TOKENIZER), 2**31])
+def test_appended_tokens_outside_of_the_vocabulary_fail_the_group(token):
+    async def function(prompt, conversation, settings):
+        await conversation.generate(max_tokens=4)
+        conversation.append([7, token if prompt.id == "p1" else 7])
+
+    (batch,), *_ = collect(
+        rollout(samples=2), engine=ConversationEngine, function=function_of(function), group_filter=lambda g: (True, "")
+    )
+    assert batch.metrics["rollout/groups_failed"] == 1 and {g.prompt.id for g in batch.groups} == {
+        "p0",
+        "p2",
+        "p3",
+        "p4",
+    }
 
 
 def test_the_grader_grades_the_last_sample_if_the_function_does_not():

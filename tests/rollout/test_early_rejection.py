@@ -83,3 +83,11 @@ def test_a_group_that_was_rejected_early_does_not_fill_the_batch():
 def test_settings_that_cannot_work_are_errors(changes, message):
     with pytest.raises(ValueError, match=message):
         RolloutConfig(**{"sampler": {"give_up_after": 4}, **changes})
+
+
+def test_rollouts_decide_and_not_their_samples():
+    """The first rollout has two samples, both with its grade; the second is wrong."""
+    group = graded(True, True, False, "running")
+    group.samples[1].part, group.samples[1].index = 1, 0
+    assert give_up_after(2)(group) is None
+    assert give_up_after(1)(group) == "all-correct"

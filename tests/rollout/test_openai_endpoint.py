@@ -3,8 +3,10 @@
 import asyncio
 import json
 
+import aiohttp
 import openai
 import pytest
+from conversation_engine import TOKENIZER
 from scripted_conversation import TURN_END, chat, conversation_of, encode
 
 from megatron_dapo.rollout.agents.conversation import RolloutInterrupted
@@ -123,6 +125,41 @@ def test_a_rollout_is_found_by_its_key_and_bad_requests_are_refused():
         return (await say(client, [user("hi"), {"role": "assistant", "content": "a"}, user("b")])).message.content
 
     assert run(agent, ["a", "still here"])[0] == "still here"
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        b"{", b"\xff", b"[" * 100_000, b"[]", {"messages": 3}, {"messages": [{"role": ["user"]}]}, {"stop": 7},
+        {"stop": [7]}, {"stop": [""]}, {"max_tokens": "many"}, {"max_tokens": -4}, {"max_tokens": 1.5},
+        {"tools": {"a": 1}}, {"tools": [3]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        {"messages": [{"role": "assistant", "content": "", "tool_calls": [7]}]},
+        {"messages": [{"role": "assistant", "content": "", "tool_calls": 7}]},
+        {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"function": "f"}]}]},
+        {"messages": [{"role": "refused by the template", "content": "x"}]},
+        {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "a"},
+                      {"role": "refused by the template", "content": "x"}]},
+    ],
+    ids=lambda bad: str(bad)[:40],
+)  # fmt: skip
+def test_a_malformed_request_fails_alone_and_changes_nothing(bad, monkeypatch):
+    template = TOKENIZER.chat_template
+    refusal = "{% for m in messages %}{% if 'refused' in m.role %}{{ raise_exception('no such role') }}{% endif %}"
+    monkeypatch.setattr(TOKENIZER, "chat_template", refusal + "{% endfor %}" + template)
+
+    async def agent(client, endpoint):
+        await say(client, [user("hi")])
+        body = bad if isinstance(bad, bytes) else json.dumps({"messages": [user("hi")], **bad})
+        async with aiohttp.ClientSession() as session:
+            async with session.post(endpoint.base_url + "/chat/completions", data=body) as reply:
+                assert reply.status == 400 and (await reply.json())["error"]["message"]
+        return (await say(client, [user("hi"), {"role": "assistant", "content": "a"}, user("b")])).message.content
+
+    last, conversation = run(agent, ["a", "c"])
+    (sample,) = conversation.samples
+    between = encode("\n") + chat(("user", "b"))
+    assert last == "c" and sample.response_tokens.tolist() == encode("a<|im_end|>") + between + encode("c<|im_end|>")
 
 
 def test_an_interrupted_rollout_ends_its_function_whatever_the_agent_does():

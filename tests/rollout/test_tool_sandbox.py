@@ -1,10 +1,12 @@
 """Tools: what they compute, and what hostile code cannot do. One sandbox runs all calls of a test."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import psutil
@@ -12,6 +14,7 @@ import pytest
 
 from megatron_dapo.errors import UserError
 from megatron_dapo.rollout.agents.tools import confinement
+from megatron_dapo.rollout.agents.tools import sandbox as sandbox_module
 from megatron_dapo.rollout.agents.tools.sandbox import Sandbox, ToolLimits
 
 LIMITS = ToolLimits(seconds=60.0, cpu_seconds=1, memory_mb=64, disk_mb=2, characters=200)
@@ -68,6 +71,7 @@ PROGRAMS = {
 
 def test_python_runs_and_prints_the_value_of_its_last_line(monkeypatch):
     monkeypatch.setenv("SOME_TOKEN", "secret")
+    monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
     results, _ = python(*PROGRAMS)
     assert dict(zip(PROGRAMS, (r.text.strip() for r in results), strict=True)) == PROGRAMS
     assert not any(result.limit for result in results)
@@ -85,11 +89,15 @@ HOSTILE = {
 }
 
 
+THREADS = "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(99,)).start()"
+
+
 def test_hostile_code_is_bounded_and_attributed(caplog):
     with caplog.at_level(logging.WARNING):
         results, metrics = python(*HOSTILE, "1 + 1", workers=3)
         (asleep,), _ = python("import time; time.sleep(1000)", limits=ToolLimits(seconds=0.3))
-    assert (asleep.limit, asleep.seconds < 60) == ("time", True)
+        (threads,), _ = python(THREADS, limits=ToolLimits(seconds=60.0, memory_mb=16 * 1024))
+    assert (asleep.limit, asleep.seconds < 60, threads.limit) == ("time", True, "threads")
     assert dict(zip(HOSTILE, (result.limit for result in results), strict=False)) == HOSTILE
     assert all(result.seconds < 60 and len(result.text) <= 202 for result in results)
     assert (results[-1].text, results[-1].limit) == ("2\n", ""), "the calls after them go on"
@@ -99,43 +107,183 @@ def test_hostile_code_is_bounded_and_attributed(caplog):
         assert any(f"tool python, prompt prompt{i}: ended by the limit '{limit}'" in m for m in caplog.messages)
 
 
-REFUSED = {
-    "import os; os.fork()": "PermissionError",
-    "import os\nwhile True: os.fork()": "PermissionError",
-    "import subprocess; subprocess.run(['true'])": "PermissionError",
-    "import os; os.posix_spawn('/bin/true', ['true'], {})": "PermissionError",
-    "import socket; socket.socket()": "PermissionError",
-    "import socket; socket.create_connection(('127.0.0.1', 80))": "PermissionError",
-    "import urllib.request; urllib.request.urlopen('http://example.com')": "URLError",
-    "open(TARGET, 'w')": "PermissionError",
-    "open(TARGET)": "PermissionError",
-    "import os; os.remove(TARGET)": "PermissionError",
-    "import os; os.rename(TARGET, 'mine')": "PermissionError",
-    "import os; os.symlink(TARGET, 'link'); open('link', 'a')": "PermissionError",
-    "import os; os.link(TARGET, 'link')": "OSError",
-    "import os; os.chmod(TARGET, 0)": "PermissionError",
-    "import os; os.truncate(TARGET, 0)": "PermissionError",
-    "import os; os.mkdir(f'/tmp/made-by-a-tool-{PARENT}')": "PermissionError",
-    "open(f'/dev/shm/made-by-a-tool-{PARENT}', 'w')": "PermissionError",
-    "import os; os.kill(PARENT, 9)": "PermissionError",
-    "import os; os.kill(os.getppid(), 9)": "PermissionError",
-    "open(f'/proc/{PARENT}/environ', 'rb').read()": "PermissionError",
-    "import resource; resource.prlimit(PARENT, resource.RLIMIT_CPU, (1, 1))": "PermissionError",
-    "import resource; resource.setrlimit(resource.RLIMIT_AS, (2**40, 2**40))": "ValueError",
-    "import ctypes; print(ctypes.CDLL(None).ptrace(16, PARENT, 0, 0))": "-1",
-    "import os; os.memfd_create('x')": "PermissionError",
-}  # fmt: skip
+# What runs before each attack. `call` makes a system call by its numbers on x86_64 and aarch64.
+PRELUDE = """
+import ctypes, fcntl, mmap, os, platform, resource, signal, socket, struct, subprocess, sys, threading, time
+TARGET, TRAINER, WORKER = {target!r}, {trainer}, os.getppid()
+libc = ctypes.CDLL(None, use_errno=True)
+def call(x86, arm, *values):
+    if libc.syscall(x86 if platform.machine() == "x86_64" else arm, *values) >= 0: return "DONE"
+    return os.strerror(ctypes.get_errno())
+"""
+DENIED, EPERM, ANYTHING = "PermissionError", "Operation not permitted", ""
+FLOOD = "parts = []\nfor i in range(600):\n  {}\n  os.write(parts[-1], bytes(2**20)); print(i + 1, flush=True)"
+NESTED = "import os\nfor i in range(3000): os.mkdir('d' * 9); os.chdir('d' * 9)\n'deep'"
+SEARCH = """
+import re
+memory = open('/proc/self/mem', 'rb', 0)
+for line in open('/proc/self/maps'):
+    first, last = (int(number, 16) for number in line.split()[0].split('-'))
+    if ' r' in line and last - first < 2**24:
+        try:
+            memory.seek(first)
+            for _ in re.findall(b'ATTACKED_[K]EY=', memory.read(last - first)): print('FOUND')
+        except (OSError, ValueError, OverflowError):
+            pass
+'searched'"""
+# Code, and what its result must contain: text, or the name of a limit. Nothing may contain the trainer's key.
+ATTACKS = [
+    # keys of the trainer
+    ("'PATH=' in open('/proc/self/environ').read(), 'EY=s3' in open('/proc/self/environ').read()", "(True, False)"),
+    ("open('/proc/thread-self/environ').read()", "PATH=|" + DENIED),
+    ("open(f'/proc/{WORKER}/environ').read()", DENIED), ("open(f'/proc/{TRAINER}/environ').read()", DENIED),
+    ("open('/proc/1/environ').read()", DENIED), ("os.execv('/usr/bin/env', ['env'])", "PATH="),
+    ("open(f'/proc/{TRAINER}/mem', 'rb')", DENIED), ("open(f'/proc/{WORKER}/maps')", DENIED),
+    ("open(f'/proc/{TRAINER}/cmdline').read()", DENIED), ("os.readlink(f'/proc/{TRAINER}/cwd')", DENIED),
+    ("os.listdir(f'/proc/{WORKER}/fd')", DENIED), ("os.listdir('/proc')", DENIED),
+    (SEARCH, "'searched'"),
+    ("import gc\nfor x in gc.get_objects():\n  if type(x).__name__ == 'Channel': x.send({'number': 0, 'text': 'x'})",
+     "Bad file descriptor"),
+    ("for fd in range(3, 999):\n  try: os.write(fd, b'x'); print('WROTE', fd)\n  except OSError: pass", ANYTHING),
+    # files
+    ("open(TARGET)", DENIED), ("open(TARGET, 'w')", DENIED), ("open(TARGET, 'a')", DENIED),
+    ("os.remove(TARGET)", DENIED), ("os.rename(TARGET, 'mine')", DENIED + "|cross-device"),
+    ("os.symlink(TARGET, 'link'); open('link', 'a')", DENIED), ("os.link(TARGET, 'link')", "Error"),
+    ("os.chmod(TARGET, 0)", DENIED), ("os.chown(TARGET, 1, 1)", DENIED), ("os.utime(TARGET)", DENIED),
+    ("os.truncate(TARGET, 0)", DENIED), ("os.setxattr(TARGET, 'user.x', b'x')", DENIED),
+    ("open('/proc/self/root' + TARGET)", DENIED), ("open('/proc/self/cwd/../..' + TARGET)", "Error"),
+    ("call(437, 437, -100, TARGET.encode(), struct.pack('QQQ', 0, 0, 0), 24)", "Permission denied"),
+    ("call(304, 265, -100, struct.pack('Ii8s', 8, 1, b''), 0)", EPERM), ("os.listdir('/root')", DENIED),
+    ("os.listdir(os.path.dirname(TARGET))", DENIED), ("open('/etc/shadow')", DENIED), ("open('/etc/passwd')", DENIED),
+    ("os.mkdir(f'/tmp/made-by-a-tool-{TRAINER}')", DENIED), ("open(f'/dev/shm/made-by-a-tool-{TRAINER}', 'w')", DENIED),
+    ("os.open('/tmp', os.O_TMPFILE | os.O_RDWR)", DENIED), ("os.mknod('disk', 0o60600, os.makedev(8, 0))", DENIED),
+    ("open(os.__file__, 'a')", DENIED), ("os.chroot('.')", DENIED), ("open('/proc/self/oom_score_adj', 'w')", DENIED),
+    ("open('/proc/sys/kernel/core_pattern', 'w')", "Error"), ("os.listdir('/dev/shm')", DENIED),
+    ("open('x', 'w').write('#!/bin/sh'); os.execv('./x', ['x'])", DENIED),
+    # processes
+    ("os.fork()", DENIED), ("while True: os.fork()", DENIED), ("subprocess.run(['true'])", DENIED),
+    ("os.posix_spawn('/bin/true', ['true'], {})", DENIED), ("call(56, 220, 17, 0, 0, 0, 0)", EPERM),
+    ("call(435, 435, bytes(88), 88)", "not implemented"),
+    ("os.execv(sys.executable, ['python', '-Ic', 'import os; os.fork()'])", DENIED),
+    ("os.kill(TRAINER, 9)", DENIED), ("os.kill(WORKER, 9)", DENIED),
+    ("os.kill(-1, 9)", DENIED), ("os.killpg(os.getpgid(WORKER), 9)", DENIED),
+    ("call(234, 131, WORKER, WORKER, 9)", EPERM),
+    ("call(424, 424, os.pidfd_open(WORKER), 9, 0, 0)", EPERM), ("call(129, 138, WORKER, 9, bytes(128))", EPERM),
+    ("r, w = os.pipe()\nfcntl.fcntl(r, fcntl.F_SETOWN, WORKER)", DENIED),
+    ("r, w = os.pipe()\nfcntl.fcntl(r, 10, signal.SIGKILL)", DENIED),
+    ("r, w = os.pipe()\nfcntl.fcntl(r, 15, struct.pack('ii', 1, WORKER))", DENIED),
+    ("a, b = socket.socketpair()\nfcntl.ioctl(a, 0x8901, struct.pack('i', WORKER))", DENIED),
+    ("fcntl.ioctl(0, 0x5412, b'x')", DENIED), ("call(101, 117, 16, WORKER, 0, 0)", EPERM),
+    ("call(310, 270, WORKER, 0, 0, 0, 0, 0)", EPERM), ("call(311, 271, TRAINER, 0, 0, 0, 0, 0)", EPERM),
+    ("call(312, 272, WORKER, WORKER, 0, 0, 0)", EPERM), ("call(438, 438, os.pidfd_open(WORKER), 0, 0)", EPERM),
+    ("resource.prlimit(TRAINER, resource.RLIMIT_CPU, (1, 1))", DENIED),
+    ("os.sched_setaffinity(WORKER, {0})", DENIED), ("os.setpriority(os.PRIO_PROCESS, WORKER, 19)", DENIED),
+    # privileges and namespaces
+    ("call(272, 97, 0x10000000)", EPERM), ("call(308, 268, 0, 0)", EPERM), ("call(165, 40, 0, b'/', 0, 32, 0)", EPERM),
+    ("call(165, 40, b'x', os.getcwd().encode(), b'tmpfs', 32, b'size=1g')", EPERM),
+    ("call(166, 39, os.getcwd().encode(), 2)", EPERM), ("call(430, 430, b'tmpfs', 0)", EPERM),
+    ("call(428, 428, -100, b'/', 1)", EPERM), ("call(321, 280, 0, bytes(64), 64)", EPERM),
+    ("call(126, 91, struct.pack('Ii', 0x20080522, 0), struct.pack('6I', *[2**32 - 1] * 6))", EPERM),
+    ("os.execv('/usr/bin/grep', ['grep', 'Cap[PE]', '/proc/self/status'])", "CapEff:\t0000000000000000"),
+    ("call(425, 425, 8, bytes(120))", EPERM),
+    ("call(323, 282, 0)", EPERM), ("call(298, 241, bytes(128), 0, -1, -1, 0)", EPERM),
+    ("call(250, 219, 0, -3, 1)", EPERM),
+    ("resource.setrlimit(resource.RLIMIT_AS, (2**40, 2**40))", "ValueError"),
+    # shared memory, network
+    ("os.memfd_create('x')", DENIED), ("call(29, 194, 0, 4096, 0o1600)", EPERM), ("call(30, 196, 0, 0, 0)", EPERM),
+    ("call(31, 195, 0, 0, 0)", EPERM), ("call(68, 186, 0, 0o1600)", EPERM),
+    ("call(240, 180, b'x', 66, 0o600, 0)", EPERM),
+    ("socket.socket()", DENIED), ("socket.create_connection(('127.0.0.1', 80))", DENIED),
+    ("import urllib.request; urllib.request.urlopen('http://example.com')", "URLError"),
+    ("socket.socket(socket.AF_UNIX).connect('/var/run/docker.sock')", DENIED), ("socket.socket(16, 3)", DENIED),
+    ("socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)", DENIED),
+    ("socket.socketpair()[0].connect('/dev/log')", DENIED), ("socket.socketpair()[0].sendto(b'x', '/dev/log')", DENIED),
+    ("socket.socketpair()[0].bind('\\0x')", DENIED),
+    ("socket.send_fds(socket.socketpair()[0], [b'x'], [0])", DENIED),
+    # what ends a run, or a worker
+    ("os._exit(78)", ANYTHING), ("os._exit(77)", "memory"),
+    ("print('unconfined x', flush=True); os._exit(1)", "unconfined"),
+    ("print('{\"text\": \"\", \"limit\": \"unconfined\"}')", "unconfined"), ("def f(): f()\nf()", "RecursionError"),
+    ("sys.setrecursionlimit(10**9)\ndef f(): f()\nf()", "memory|crashed|cpu-time"),
+    ("10 ** 10 ** 9", "cpu-time|memory"),
+    ("signal.raise_signal(signal.SIGSTOP)", "Error"), ("os.write(2, b'unconfined by standard error')", "28"),
+    ("os.mkdir('d', 0o300); os.chdir('d')\nfor i in range(9): open(str(i), 'w').write('x' * 10**6)\ntime.sleep(9)",
+     "disk"),
+    ("for i in range(10**5): open(str(i), 'w').close()", "disk"),
+    ("for i in range(10**5): os.mkdir(str(i))", "disk"),
+    ("os.posix_fallocate(os.open('x', os.O_CREAT | os.O_RDWR), 0, 2**30)", "disk"),
+    (FLOOD.format("parts.append(os.open('x', os.O_CREAT | os.O_WRONLY)); os.remove('x')"), "disk|Too many open files"),
+    (FLOOD.format("parts.append(os.open('.', os.O_TMPFILE | os.O_WRONLY, 0o600))"), "disk|Too many open files"),
+    (FLOOD.format("parts.append(os.open(str(i), os.O_CREAT | os.O_WRONLY)); os.rename(str(i), 'x')"), "disk|Too many"),
+    ("parts = []\nfor i in range(999): parts += os.pipe(); fcntl.fcntl(parts[-1], 1031, 2**20)", "Error"),
+    ("libc.mlockall(3); x = bytearray(2**30)", "memory"),
+]  # fmt: skip
+
+# Runs the worker without namespaces (as in most containers), or as another user.
+AS_IN = """
+import os, sys
+sys.path.insert(0, {folder!r})
+import confinement
+if "no namespaces" in {place!r}:
+    number = confinement.FORBIDDEN["unshare"][confinement._ARCHITECTURES[os.uname().machine][0]]
+    confinement._LIBC.prctl(38, 1, 0, 0, 0)
+    ends = [(6, 0, 0, confinement._DENY), (6, 0, 0, confinement._ALLOW)]
+    confinement._install([(0x20, 0, 0, 0), (0x15, 0, 1, number), *ends])
+if "ordinary user" in {place!r}:
+    os.setgroups([]); os.setresgid(65534, 65534, 65534); os.setresuid(65534, 65534, 65534)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+PLACES = ["here", "no namespaces", "ordinary user", "ordinary user, no namespaces"]
 
 
-def test_what_a_tool_may_not_do_is_refused(tmp_path):
+def python_of_an_ordinary_user():
+    if os.getuid() != 0:
+        pytest.skip("only root can become another user; 'here' runs as an ordinary one")
+    for python in (sys.executable, "/usr/bin/python3"):
+        code = f"import sys; open({confinement.__file__!r}); assert sys.version_info >= (3, 11)"
+        with contextlib.suppress(OSError):
+            if subprocess.run([python, "-Ic", code], user=65534, group=65534, extra_groups=[]).returncode == 0:
+                return python
+    return pytest.skip("other users can read neither a Python >= 3.11 nor this checkout")
+
+
+@pytest.fixture(params=PLACES)
+def place(request, monkeypatch, tmp_path):  # tmp_path exists before the folder for temporary files changes
+    python = python_of_an_ordinary_user() if "ordinary" in request.param else sys.executable
+    if request.param != "here":
+        code = AS_IN.format(folder=str(Path(confinement.__file__).parent), place=request.param)
+        command = [sys.executable, "-Ic", code, python, *sandbox_module.COMMAND[1:]]
+        monkeypatch.setattr(sandbox_module, "COMMAND", command)
+    with tempfile.TemporaryDirectory() as scratch:
+        Path(scratch).chmod(0o777)
+        monkeypatch.setattr(tempfile, "tempdir", scratch)
+        yield request.param
+
+
+def test_no_attack_escapes(place, tmp_path, monkeypatch, caplog):
+    assert len(ATTACKS) >= 60
+    monkeypatch.setenv("ATTACKED_KEY", "s3cr3t")
     target = tmp_path / "target.txt"
     target.write_text("kept")
     mode = target.stat().st_mode
-    names = f"TARGET, PARENT = {str(target)!r}, {os.getpid()}\n"
-    results, _ = python(*(names + code for code in REFUSED))
-    wrong = {code: r.text for (code, name), r in zip(REFUSED.items(), results, strict=True) if name not in r.text}
+    prelude = PRELUDE.format(target=str(target), trainer=os.getpid())
+    results, _ = python(*(prelude + code for code, _ in ATTACKS))
+    (nested,), _ = python(NESTED, limits=ToolLimits(seconds=60.0, cpu_seconds=30))
+    assert nested.text == "'deep'\n" or nested.limit == "disk", "deep folders crash no worker"
+    texts = {code: f"{r.text} [{r.limit}]" for (code, _), r in zip(ATTACKS, results, strict=True)}
+    escaped = ("DONE", "s3cr3t", "ATTACKED", "FOUND", "WROTE")
+    wrong = {
+        code: texts[code]
+        for code, expected in ATTACKS
+        if not any(part in texts[code] for part in expected.split("|")) or any(part in texts[code] for part in escaped)
+    }
     assert not wrong
+    watched = any("their scratch directories are watched" in message for message in caplog.messages)
+    assert watched >= ("no namespaces" in place), "the weaker limit is said"
+    written = [sum(map(str.isdigit, text.split())) for code, text in texts.items() if "bytes(2**20)" in code]
+    assert len(written) == 3 and max(written) <= LIMITS.disk_mb * (12 if watched else 1)
     assert target.read_text() == "kept" and target.stat().st_mode == mode and list(tmp_path.iterdir()) == [target]
+    assert not list(Path(tempfile.gettempdir()).iterdir()), "scratch directories are removed"
     assert not [path for folder in ("/tmp", "/dev/shm") for path in Path(folder).glob(f"made-by-a-tool-{os.getpid()}")]
 
 
@@ -151,8 +299,35 @@ def test_scratch_directories_and_processes_are_gone_afterwards():
 
 
 def test_network_can_be_allowed():
-    results, _ = python("import socket; socket.socket(); print('made')", limits=ToolLimits(network=True))
-    assert results[0].text == "made\n"
+    codes = (
+        "socket.socket(); socket.gethostbyname('localhost')",
+        "socket.socket(socket.AF_UNIX)",
+        "socket.socket(16, 3)",
+    )
+    results, _ = python(*(f"import socket; {code}" for code in codes), limits=ToolLimits(network=True))
+    assert [result.text.partition(":")[0] for result in results] == ["'127.0.0.1'\n", *["PermissionError"] * 2]
+
+
+def test_nothing_runs_where_tools_could_read_the_keys_of_other_processes():
+    """An ordinary user on a kernel without Landlock and without user namespaces."""
+    code = f"""
+import os, sys
+sys.path.insert(0, {str(Path(confinement.__file__).parent)!r})
+import confinement
+confinement.landlock_version = lambda: 0
+if os.fork() == 0:
+    try:
+        confinement.confine("/tmp", [], False)
+        print("confined")
+    except confinement.CannotConfine as error:
+        print(error.strerror)
+    sys.stdout.flush()
+    os._exit(0)
+os.wait()
+"""
+    command, options = [python_of_an_ordinary_user(), "-Ic", code], {"user": 65534, "group": 65534, "extra_groups": []}
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
+    assert "tools could read the keys of other processes" in found.stdout, found.stderr
 
 
 def test_without_landlock_nothing_can_be_written(tmp_path):
@@ -184,7 +359,8 @@ def test_the_filter_refuses_the_calls_of_both_machines(machine):
     architecture = confinement._ARCHITECTURES[machine][1]
 
     def decide(number, *arguments, architecture=architecture, **options):
-        words = [number, architecture, 0, 0, *(w for a in (*arguments, *[0] * (6 - len(arguments))) for w in (a, 0))]
+        values = (*arguments, *[0] * (6 - len(arguments)))
+        words = [number, architecture, 0, 0, *(half for value in values for half in (value % 2**32, value >> 32))]
         program, at, value = confinement.filter_program(machine=machine, **options), 0, 0
         while True:
             code, yes, no, operand = program[at]
@@ -202,7 +378,14 @@ def test_the_filter_refuses_the_calls_of_both_machines(machine):
     for name, numbers in (confinement.FORBIDDEN | confinement.NETWORK).items():
         if numbers[column] is not None:
             assert decide(numbers[column], **usual) == deny, name
-    assert decide(confinement.NETWORK["socket"][column], network=True, writing=True) == allow
+    for family, decision in {1: deny, 2: allow, 10: allow, 16: deny, 17: deny}.items():
+        assert decide(confinement._SOCKET[column], family, network=True, writing=True) == decision, family
+    for kind, decision in {1: allow, 2: deny, 3: deny, 5: allow, 0x80801: allow, 0x80802: deny}.items():
+        assert decide(confinement._SOCKETPAIR[column], 1, kind, **usual) == decision, kind
+    send, fcntl, ioctl = (table[column] for table in (confinement._SENDTO, confinement._FCNTL, confinement._IOCTL))
+    assert decide(send, **usual) == allow and decide(send, 0, 0, 0, 0, 1 << 40, **usual) == deny
+    assert [command for command in range(16) if decide(fcntl, 0, command, **usual) == deny] == [8, 10, 15]
+    assert decide(ioctl, 0, 0x5401, **usual) == allow and decide(ioctl, 0, 0x8902, **usual) == deny
     for name, numbers in confinement.WRITING.items():
         if numbers[column] is not None:
             assert decide(numbers[column], **usual) == allow, name

@@ -85,7 +85,7 @@ def resumed(rendezvous, run_dir, layout="do"):
     path = this.checkpoints.newest()
     if path is None:
         return None, None, None, this.warnings
-    state = this.checkpoints.load(this.policy, path)
+    path, state = this.checkpoints.load(this.policy, path)
     return path.name, state, this.weights(), this.warnings
 
 

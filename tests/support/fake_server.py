@@ -13,6 +13,8 @@ from typing import Any
 
 from aiohttp import web
 
+from megatron_dapo.engines.sglang.client import CHECKSUM_LOADERS
+
 Fault = Callable[["FakeServer", dict[str, Any]], Any]
 
 
@@ -40,7 +42,8 @@ class FakeServer:
         self.hanging: set[str] = set()  # paths that never reply
         self.memory_saver, self.busy = True, 0  # busy: how often /flush_cache is still refused
         self.memory = {"kv_cache", "weights"}
-        self.bias, self.checksum = 0.0, "00"
+        self.bias = 0.0
+        self.checksums: dict[str, str] | None = None  # of one rank; None: it was started without our loaders
         self.brackets = self.session = False
         self._running: dict[str, asyncio.Event] = {}
         self.updates = self.most_updates = 0
@@ -96,18 +99,18 @@ class FakeServer:
             "/release_memory_occupation": self._release, "/resume_memory_occupation": self._resume,
             "/begin_weight_update": self._begin, "/end_weight_update": self._end,
             "/update_weights_from_tensor": self._load_tensors,
-            "/health_generate": self._health,
+            "/health_generate": self._health, "/health": self._health,
         }.get(path)  # fmt: skip
         if handler:
             return await handler(request, body)
         brackets = {"/begin_weight_update": {}} if self.brackets else {}
         fixed: dict[str, Any] = {
             "/server_info": {"version": "0.5.23", "tp_size": 1, "context_length": 4096,
-                             "enable_memory_saver": self.memory_saver},
+                             "enable_memory_saver": self.memory_saver,
+                             "custom_weight_loader": [] if self.checksums is None else [*CHECKSUM_LOADERS]},
             "/openapi.json": {"paths": {"/generate": {}, "/weights_checker": {}} | brackets},
-            "/weights_checker": {"success": True, "ranks": [{"checksums": {"a.weight": self.checksum}}]},
+            "/weights_checker": {"success": True, "ranks": [{"checksums": self.checksums}]},
             "/model_info": {"weight_version": self.label},
-            "/health": {},
         }  # fmt: skip
         return web.json_response(fixed[path]) if path in fixed else web.json_response({}, status=404)
 
@@ -219,7 +222,7 @@ class FakeServer:
             return self._crash("weights written to released memory")
         if self.brackets and not self.session:
             return web.json_response({"success": False, "message": "no session is open"}, status=400)
-        self.loaded.append("tensors")
+        self.loaded.append(body["load_format"])
         return web.json_response({"success": True})
 
     async def _label(self, request: web.Request, body: dict[str, Any]) -> web.Response:

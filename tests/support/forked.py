@@ -15,7 +15,7 @@ from typing import Any
 from tiny_run import environment
 
 from megatron_dapo import fault_points
-from megatron_dapo.config import check_config, parse_config
+from megatron_dapo.config import ConfigError, check_config, parse_config
 from megatron_dapo.errors import UserError
 from megatron_dapo.observe.metrics_file import is_wall_clock
 from megatron_dapo.trainer.loop import train
@@ -54,7 +54,7 @@ def _main(raw: dict[str, Any], before: Callable[[], None] | None) -> None:
         sys.exit(train(config, check_config(config, 1)))
     except UserError as error:  # as the command does
         print(f"megatron-dapo: {error}", file=sys.stderr, flush=True)
-        sys.exit(1)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
 
 
 def fail_with(error: Exception) -> Callable[[], None]:
@@ -79,6 +79,11 @@ def send_signal(number: int, linger: float = 0.0) -> Callable[[], None]:
 def at_point(name: str, count: int = 1, action: Callable[[], None] = fault_points.kill) -> Callable[[], None]:
     """For `run`: does `action` when the run arrives at the fault point for the `count`-th time."""
     return lambda: fault_points.on(name, action, count=count)
+
+
+def from_point(name: str, first: int, action: Callable[[], None]) -> Callable[[], None]:
+    """As `at_point`, at this and all later arrivals."""
+    return lambda: [fault_points.on(name, action, count=count) for count in range(first, 100)] and None
 
 
 def records(run_dir: Path) -> list[tuple[int, str, dict[str, float]]]:

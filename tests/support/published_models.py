@@ -41,6 +41,8 @@ STATED = {  # billions of parameters, and of active ones
     "Qwen3-30B-A3B-Instruct-2507": (30.5, 3.3), "Qwen3-235B-A22B": (235.1, 22.2),
     "Qwen3-235B-A22B-Thinking-2507": (235.1, 22.2), "Qwen3-Coder-30B-A3B": (30.5, 3.3),
     "Qwen3-Coder-480B-A35B": (480.2, 35.4), "Qwen3-Next-80B-A3B": (79.7, 3.9),
+    "Llama-3.1-8B": (8.03,), "Llama-3.2-1B": (1.24,), "Llama-3.2-3B": (3.21,), "Llama-3.3-70B": (70.6,),
+    "Mistral-7B-v0.3": (7.25,),
 }  # fmt: skip
 PUBLISHED = {name: Published(CONFIGS[name], *sizes) for name, sizes in STATED.items()}
 

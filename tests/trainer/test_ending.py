@@ -82,6 +82,7 @@ def break_grader(how, tmp_path):
 def test_grader_that_breaks_or_accepts_nothing(how, reason, straight, tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("BREAK", str(tmp_path / "broken"))
     raw = config(straight[0], tmp_path / "run", reward__grader="python:tiny_reward.breakable", reward__max_errors=2,
+                 reward__environment=["BREAK"],
                  rollout__sampler={"max_generation_batches": 2, "on_limit": "stop"})  # fmt: skip
     assert run(raw, break_grader(how, tmp_path)) == 1
     said = capfd.readouterr().err

@@ -220,6 +220,8 @@ def test_gate_measures_the_gap_and_names_the_worst_token():
         check_gate(batch, np.array([-1, -2, -3.6, -4], np.float32), gate)
     with pytest.raises(GateError):
         check_gate(batch, np.array([-1, -2, np.nan, -4], np.float32), gate)
+    with pytest.raises(GateError):  # one bad token, though the mean is good
+        check_gate(batch, np.array([-1, -2, -3.6, -4], np.float32), gate.model_copy(update={"max_mean_gap": 0.2}))
 
 
 def wrong_rope_base(raw):
@@ -307,6 +309,10 @@ def test_dry_run_checks_everything_and_trains_nothing(folder, tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
+        (
+            "rollout.servers.urls=[http://engien.invalid:1]",
+            "rollout.servers.urls: the host name 'engien.invalid' has no",
+        ),
         ("policy.model=nowhere", "policy.model: nowhere is not a directory"),
         ("data.path=nowhere.jsonl", "data.path: nowhere.jsonl does not exist"),
         ("policy.tensor_parallel=3", "choose one of 1, 2, 4"),

@@ -3,14 +3,16 @@
 import errno
 import os
 import re
+import shutil
 import signal
 from functools import partial
 
 import pytest
-from forked import assert_same, at_point, fail_with, records, run, run_straight, send_signal
+from forked import assert_same, at_point, fail_with, from_point, records, run, run_straight, send_signal
 from long_lists import some
 from tiny_run import evaluated_config
 
+from megatron_dapo.data import arithmetic_problems, write_arithmetic
 from megatron_dapo.trainer.signals import INTERRUPTED, REQUEUE
 
 STEPS = 4
@@ -77,9 +79,10 @@ def test_killed_twice_with_rare_checkpoints(straight, tmp_path):
     assert records(tmp_path) == records(straight_dir)
 
 
-TERM, INT = signal.SIGTERM, signal.SIGINT
+TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 STOPS = {  # where, when, which signal, how long the rollout thread is held until the loop has noticed it, what is saved
     "training": ("loop/before_update", 5, TERM, 0, r"step_2\+1"),
+    "training, its terminal closed": ("loop/before_update", 5, HUP, 0, r"step_2\+1"),
     "the last update of a step": ("loop/before_update", 6, TERM, 0, "step_3"),
     "sampling": ("rollouts/sampling", 40, TERM, 2, r"step_\d\+0"),
     "sampling, by Ctrl-C": ("rollouts/sampling", 40, INT, 2, r"step_\d\+0"),
@@ -128,12 +131,71 @@ def test_full_disk_costs_a_checkpoint_and_not_the_run(straight, tmp_path):
     assert_same(tmp_path, straight, STEPS)
 
 
-def test_full_disk_at_the_last_checkpoint_is_an_error(straight, tmp_path):
+def put_file_in_the_way(run_dir):
+    """checkpoints becomes a file while the run is on."""
+
+    def action():
+        (run_dir / "checkpoints").rename(run_dir / "elsewhere")
+        (run_dir / "checkpoints").write_text("in the way")
+
+    return action
+
+
+def flip_a_bit(run_dir):
+    path = run_dir / "checkpoints" / f"step_{STEPS}" / "policy" / "__0_0.distcp"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 3] ^= 1
+    path.write_bytes(content)
+
+
+LAST = {  # faults of the last checkpoint; the exit code; what is said
+    "the disk is full once": (lambda d: at_point("checkpoint/before_write", STEPS, DISK_FULL), 0, "was not saved"),
+    "the disk stays full": (lambda d: from_point("checkpoint/before_write", STEPS, DISK_FULL), 1, "No space left"),
+    "a file is in the way": (lambda d: at_point("loop/before_update", 2 * STEPS, put_file_in_the_way(d)), 1,
+                             "a file is in the way"),
+    "damaged as soon as it is written": (lambda d: at_point("checkpoint/before_prune", STEPS, lambda: flip_a_bit(d)), 0,
+                                         "step_4 saved"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", LAST)
+def test_finished_means_that_the_last_checkpoint_is_on_disk_and_good(fault, straight, tmp_path, capfd):
     folder, _ = straight
-    assert run(config(folder, tmp_path), at_point("checkpoint/before_write", STEPS, DISK_FULL)) == 1
-    assert (tmp_path / "checkpoints" / f"step_{STEPS - 1}").is_dir()
-    assert run(config(folder, tmp_path)) == 0
+    plant, code, said = LAST[fault]
+    assert run(config(folder, tmp_path), plant(tmp_path)) == code
+    logs = "".join((tmp_path / "logs" / name).read_text() for name in ("warnings.log", "trainer.log"))
+    assert said in capfd.readouterr().err + logs
+    if (tmp_path / "elsewhere").exists():
+        (tmp_path / "checkpoints").unlink()
+        (tmp_path / "elsewhere").rename(tmp_path / "checkpoints")
+    if code:
+        assert not (tmp_path / "checkpoints" / f"step_{STEPS}").exists()
+        assert run(config(folder, tmp_path)) == 0
     assert_same(tmp_path, straight, STEPS)
+
+
+def test_a_stop_whose_save_fails_is_not_called_saved(straight, tmp_path, capfd):
+    def plant():
+        at_point("loop/before_update", 5, send_signal(TERM))()
+        from_point("checkpoint/before_write", 3, DISK_FULL)()
+
+    assert run(config(straight[0], tmp_path), plant) == 1
+    said = capfd.readouterr().err
+    assert "It could not be saved: " in said and "step_2; remove the cause, then start the same command again" in said
+    assert run(config(straight[0], tmp_path)) == 0
+    assert_same(tmp_path, straight, STEPS)
+
+
+def test_other_data_is_a_wrong_configuration_and_no_reason_to_try_again(straight, tmp_path, capfd):
+    folder, run_dir = straight
+    shutil.copytree(run_dir, tmp_path / "run", symlinks=True)
+    raw = config(folder, tmp_path / "run")
+    write_arithmetic(tmp_path / "other.jsonl", arithmetic_problems(2, 48, seed=9))
+    raw["data"]["path"] = str(tmp_path / "other.jsonl")
+    assert run(raw) == 2
+    said = capfd.readouterr().err
+    assert "the saved position belongs to a set of" in said and "again" not in said
+    assert records(tmp_path / "run") == records(run_dir)
 
 
 def test_finished_run_records_nothing_when_started_again(straight):

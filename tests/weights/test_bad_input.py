@@ -82,7 +82,10 @@ CASES = {
         lambda f: edit_config(f, num_attention_heads=8),
         ["model.safetensors", "k_proj.weight", "(32, 64)", "(16, 64)", "config.json"],
     ),
-    "config has more layers": (lambda f: edit_config(f, num_hidden_layers=5), ["missing", "model.layers.4."]),
+    "config has more layers": (
+        lambda f: edit_config(f, num_hidden_layers=5, layer_types=None),
+        ["missing", "model.layers.4."],
+    ),
     "unknown architecture": (
         lambda f: edit_config(f, architectures=["LlamaForCausalLM"]),
         ["config.json", "LlamaForCausalLM", "Qwen3ForCausalLM"],

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_dapo.files import safetensors_header
+from megatron_dapo.files import Dtype, safetensors_header
 from megatron_dapo.weights import copy
 from megatron_dapo.weights.copy import OutputFile, RowRange, TensorWrite, copy_tensors
 from megatron_dapo.weights.formats.readers import HFReader
@@ -46,7 +46,7 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("dtypes", [None, {"b": torch.bfloat16, "c": torch.float32}])
+@pytest.mark.parametrize("dtypes", [None, {"b": Dtype("bfloat16"), "c": Dtype("float32")}])
 def test_every_byte_arrives(folder, dtypes, reverse):
     found, not_finite = copied(folder, dtypes, reverse)
     assert not_finite == []
@@ -68,7 +68,7 @@ def test_a_value_that_is_not_finite_is_found_anywhere(folder):
 def test_gaps_between_tensors_are_zero(folder):
     """Buffers are used again; a gap at the end of a block must not show what was in them."""
     rows = (RowRange("a", 0, 2501),)
-    writes = [TensorWrite(0, at, torch.bfloat16, rows) for at in (0, 20_000, 40_000)]
+    writes = [TensorWrite(0, at, Dtype("bfloat16"), rows) for at in (0, 20_000, 40_000)]
     copy_tensors(HFReader(folder), writes, [OutputFile(folder / "out", 60_000)], workers=1)
     found = (folder / "out").read_bytes()
     assert len(found) == 60_000

@@ -1,6 +1,7 @@
 """A destination appears complete or not at all, whatever interrupts the conversion, and the next run cleans up."""
 
 import contextlib
+import fcntl
 import io
 import os
 import shutil
@@ -11,7 +12,7 @@ import pytest
 
 from megatron_dapo.weights import command, convert, copy
 from megatron_dapo.weights.convert import hf_to_megatron, megatron_to_hf
-from megatron_dapo.weights.destination import CopyGroup, new_directory
+from megatron_dapo.weights.destination import PROGRESS, CopyGroup, new_directory
 from megatron_dapo.weights.formats import torch_dist_writer
 from megatron_dapo.weights.mapping import WeightsError
 from megatron_dapo.weights.verify import verify
@@ -160,7 +161,8 @@ def test_tasks_of_one_step_share_a_conversion(models, tmp_path, monkeypatch):
     exit code of another rank could make srun end rank 0 before."""
     monkeypatch.setattr(torch_dist_writer, "MAX_FILE", 60_000)
     monkeypatch.setattr(convert.HFReader, "where", lambda self, name: "x")
-    monkeypatch.setattr(copy, "_all_finite", lambda data: data.numel() != 64 * 96 or os.environ["SLURM_PROCID"] != "2")
+    size = 64 * 96 * 4  # of one MLP matrix
+    monkeypatch.setattr(copy, "_all_finite", lambda data, _: len(data) != size or os.environ["SLURM_PROCID"] != "2")
     assert in_ranks(3, rank_main, models["qwen2"], tmp_path) == [command.NOT_FINITE, 0, 0], [
         p.read_text() for p in tmp_path.glob("error_*")
     ]
@@ -269,3 +271,20 @@ def test_progress_counts_every_byte_once(models, tmp_path):
     seen.clear()
     report = convert.megatron_to_hf(tmp_path / "m", tmp_path / "h", progress=lambda *x: seen.append(x))
     assert seen[-1] == (report.nbytes, report.nbytes)
+
+
+def test_an_abandoned_conversion_is_removed_after_a_week(models, tmp_path):
+    """Beside a destination, if no run has locked it; a recent one, a locked one and folders of others stay."""
+    old, recent, locked, foreign = (tmp_path / f".{name}.incomplete" for name in ("old", "recent", "locked", "foreign"))
+    for folder in (old, recent, locked):
+        (folder / PROGRESS).mkdir(parents=True)
+        (folder / PROGRESS / "plan").write_text("{}")
+    (foreign / "weights").mkdir(parents=True)
+    for folder in (old, locked, foreign):
+        for path in (*folder.rglob("*"), folder):
+            os.utime(path, (0, 0))
+    with (tmp_path / ".locked.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        hf_to_megatron(models["qwen2"], tmp_path / "new")
+    assert not old.exists() and recent.exists() and locked.exists() and foreign.exists()
+    assert sorted(path.name for path in tmp_path.glob(".*.lock")) == [".locked.lock"]

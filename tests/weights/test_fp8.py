@@ -5,9 +5,10 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from megatron_dapo.cli import main
-from megatron_dapo.config import ConfigError, parse_config
+from megatron_dapo.config import ConfigError, ModelShape, parse_config
 from megatron_dapo.engines.sglang.transports import WeightManifest
 from megatron_dapo.policy.megatron.runtime import initialize
 from megatron_dapo.policy.policy import Policy
@@ -19,6 +20,7 @@ from megatron_dapo.weights.formats.readers import HFReader
 from megatron_dapo.weights.fp8 import SCALE, dequantise, is_quantised, quantise
 from megatron_dapo.weights.fp8_checkpoint import check_fp8_directory, hf_to_fp8
 from megatron_dapo.weights.tensor_spec import flat_size
+from megatron_dapo.weights.verify import verify
 
 
 def by_hand(weight):
@@ -41,7 +43,7 @@ def quantised(weight):
     return values, scales
 
 
-@pytest.mark.parametrize("shape", [(128, 128), (300, 200), (5, 700), (8300, 130)])
+@pytest.mark.parametrize("shape", [(256, 384), (300, 200), (5, 700), (8300, 130)])
 def test_blocks_are_scaled_to_the_largest_fp8_number(shape):
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
     weight *= torch.linspace(0.01, 3, shape[0])[:, None].bfloat16()  # blocks differ in size
@@ -49,6 +51,10 @@ def test_blocks_are_scaled_to_the_largest_fp8_number(shape):
     expected, expected_scales = by_hand(weight)
     assert torch.equal(values.view(torch.uint8), expected.view(torch.uint8)) and torch.equal(scales, expected_scales)
     assert values.float().abs().max() == 448
+    whole = dequantise(values, scales)
+    assert torch.equal(dequantise(values[3:290], scales, 3), whole[3:290])
+    if not (shape[0] % 128 or shape[1] % 128):
+        assert torch.equal(Fp8Dequantize(None)._dequantize_one(values, scales, torch.float32), whole)
     # Three bits of mantissa; the smallest numbers are multiples of 2^-9.
     limit = torch.maximum(weight.float().abs() / 16, dequantise(torch.ones(shape), scales) * 2**-10) * 1.001
     assert ((dequantise(values, scales) - weight.float()).abs() <= limit).all()
@@ -171,7 +177,7 @@ def test_an_update_in_fp8_is_whole_and_can_be_a_snapshot(served, tmp_path):
 def test_the_command_refuses_what_it_cannot_serve(models, served, tmp_path, capsys):
     assert main(["convert", "hf-to-fp8", str(models["qwen3"]), str(tmp_path / "out")]) == 0
     assert main(["convert", "hf-to-fp8", str(served / "qwen2"), str(tmp_path / "again")]) == 2
-    assert "quantised weights are not supported" in capsys.readouterr().err
+    assert "qwen2 is in fp8 already" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"is not in fp8 .* create it with megatron-dapo convert hf-to-fp8"):
         check_fp8_directory(models["qwen2"])
     for rollout in (
@@ -180,3 +186,28 @@ def test_the_command_refuses_what_it_cannot_serve(models, served, tmp_path, caps
     ):
         with pytest.raises(ConfigError, match=r"it needs engine sglang and servers\.model"):
             parse_config({"rollout": rollout})
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3-moe"])
+def test_a_published_checkpoint_in_fp8_becomes_what_transformers_makes_of_it(name, models, served, tmp_path):
+    """Bit for bit, through Megatron and back, read whole or row by row."""
+    assert main(["convert", "hf-to-megatron", str(served / name), str(tmp_path / "megatron")]) == 0
+    assert main(["convert", "megatron-to-hf", str(tmp_path / "megatron"), str(tmp_path / "bf16")]) == 0
+    assert "quantization_config" not in json.loads((tmp_path / "bf16/config.json").read_text())
+    stored, found = HFReader(served / name), HFReader(tmp_path / "bf16")
+    files = {k: v for file in (served / name).glob("*.safetensors") for k, v in load_file(file).items()}
+    theirs, changed = Fp8Dequantize(None), 0
+    for key, tensor in files.items():
+        if not key.endswith(SCALE):
+            blocks = files.get(key + SCALE)
+            if blocks is not None:
+                if any(size % grid for size, grid in zip(tensor.shape, blocks.shape, strict=True)):
+                    continue  # transformers refuses matrices that are no multiple of the grid
+                changed += 1
+                tensor = theirs._dequantize_one(tensor, blocks, torch.bfloat16)
+            assert torch.equal(found[key].view(torch.uint8), tensor.to(found[key].dtype).view(torch.uint8)), key
+            assert torch.equal(stored.rows(key, 1, 3), stored[key][1:4])
+    assert changed > 10
+    assert verify(served / name, tmp_path / "megatron").same and verify(served / name, tmp_path / "bf16").same
+    with pytest.raises(ConfigError, match="quantised weights are not trained"):
+        ModelShape.from_dir(served / name)

@@ -9,6 +9,7 @@ from megatron_dapo.weights.formats.readers import HFReader
 from megatron_dapo.weights.mapping import WeightsError, hf_shapes, padded_vocab, parameter_mappings, stored_mappings
 from megatron_dapo.weights.model_weights import hf_tensors, megatron_tensor, shard, unshard
 from megatron_dapo.weights.names import disk_locations, to_canonical, to_local, to_te
+from megatron_dapo.weights.tensor_spec import TensorSpec, flat_size, flat_starts, in_flat_order
 
 QWEN3 = ModelShape(
     "qwen3", layers=2, hidden=4, ffn_hidden=6, heads=4, kv_heads=2, head_dim=2, vocab=5, max_positions=8,
@@ -21,6 +22,20 @@ def test_the_table_is_exactly_what_transformers_saves(models, kind):
     shape, found = ModelShape.from_dir(models[kind]), HFReader(models[kind])
     trained = {n: stored.shape for n, stored in found.stored.items() if not n.startswith(("mtp.", "model.visual."))}
     assert hf_shapes(shape) == trained
+
+
+def test_large_elements_come_first_in_a_block():
+    """So every tensor starts at a multiple of its element size."""
+    kinds = {"a": torch.bfloat16, "b": torch.float32, "c": torch.uint8, "d": torch.float32}
+    specs = in_flat_order(TensorSpec(name, dtype, (3,)) for name, dtype in kinds.items())
+    assert [spec.name for spec in specs] == ["b", "d", "a", "c"]
+    assert flat_starts(specs) == [0, 12, 24, 30, 33] and flat_size(specs) == 33
+
+
+def test_gate_comes_before_up():
+    mapping = parameter_mappings(QWEN3)["decoder.layers.1.mlp.linear_fc1.weight"]
+    hf = {f"model.layers.1.mlp.{x}_proj.weight": torch.full((6, 4), n) for n, x in enumerate(("gate", "up"))}
+    assert megatron_tensor(mapping, hf)[:, 0].tolist() == [0] * 6 + [1] * 6
 
 
 def test_qkv_is_interleaved_by_query_group():

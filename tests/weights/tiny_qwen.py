@@ -1,4 +1,4 @@
-"""Tiny random Qwen models saved by transformers itself: what a user hands to the converters."""
+"""Tiny random models saved by transformers itself: what a user hands to the converters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-KINDS = ("qwen2", "qwen2-tied", "qwen3", "qwen3-moe", "qwen2-moe", "qwen3-next", "qwen3.5", "qwen3.5-moe")
+KINDS = ("qwen2", "qwen2-tied", "qwen3", "qwen3-moe", "qwen2-moe", "qwen3-next", "qwen3.5", "qwen3.5-moe",
+         "llama", "mistral")  # fmt: skip
 HYBRID = ("qwen3-next", "qwen3.5", "qwen3.5-moe")
 COMMON: dict[str, Any] = {
     "vocab_size": 101, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -31,6 +32,13 @@ def build(kind: str, dtype: torch.dtype = torch.float32) -> Any:
     elif kind.startswith("qwen2"):
         config = transformers.Qwen2Config(tie_word_embeddings=kind == "qwen2-tied", **COMMON)
         model = transformers.Qwen2ForCausalLM(config)
+    elif kind == "llama":
+        rope = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0, "original_max_position_embeddings": 64}  # fmt: skip
+        config = transformers.LlamaConfig(tie_word_embeddings=True, **COMMON | {"rope_parameters": rope})
+        model = transformers.LlamaForCausalLM(config)
+    elif kind == "mistral":
+        model = transformers.MistralForCausalLM(transformers.MistralConfig(head_dim=32, sliding_window=None, **COMMON))
     elif kind == "qwen3":  # heads · head_dim is not the hidden size
         model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(head_dim=32, tie_word_embeddings=True, **COMMON))
     else:

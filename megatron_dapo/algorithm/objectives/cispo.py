@@ -17,8 +17,8 @@ from megatron_dapo.algorithm.objective import (
 
 
 class CISPO(Objective):
-    """The weight is clipped on both sides whatever the sign of Â; there is no dual clip. Its authors use no lower
-    bound, which is clip_low = 1."""
+    """The weight is clipped on both sides whatever the sign of Â; there is no dual clip. By default it has no lower
+    bound (clip_low = 1), as published, and is at most 5."""
 
     def token_losses(self, scores: Scores, batch: TokenBatch, sums: Sums) -> Tensor:
         lower, upper = self._bounds()

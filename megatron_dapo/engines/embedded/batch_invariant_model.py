@@ -22,12 +22,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from megatron_dapo.config.families import FAMILIES
 from megatron_dapo.engines.embedded.paged_cache import BEFORE, CURRENT, PAGE, LinearUpdate, PagedCache
 from megatron_dapo.engines.protocol import SamplingParams
 from megatron_dapo.errors import EngineError
 from megatron_dapo.sync.bucket import Bucket
-
-MODEL_TYPES = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 
 class BatchInvariantModel:
@@ -35,12 +34,12 @@ class BatchInvariantModel:
 
     def __init__(self, model: Any, batch_tokens: int) -> None:
         config = model.config
-        if config.model_type not in MODEL_TYPES:
-            raise EngineError(
-                f"embedded engine: the model is of type {config.model_type!r}; expected one of {', '.join(MODEL_TYPES)}"
-            )
-        if getattr(config, "use_sliding_window", False):
-            raise EngineError("embedded engine: sliding-window attention is not supported (use_sliding_window)")
+        family = FAMILIES.get(config.model_type)
+        if family is None or family.text_config:
+            known = ", ".join(name for name, known in FAMILIES.items() if not known.text_config)
+            raise EngineError(f"embedded engine: the model is of type {config.model_type!r}; expected one of {known}")
+        if getattr(config, family.window_key, None):
+            raise EngineError(f"embedded engine: sliding-window attention is not supported ({family.window_key})")
         self.model = model.eval()
         self.batch_tokens = batch_tokens
         self.heads = config.num_attention_heads

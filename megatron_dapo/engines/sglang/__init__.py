@@ -9,6 +9,7 @@ Requests and weights
 - http.py              connections, timeouts, repeated calls, error classes
 - response_parser.py   a generate request and its reply; version labels
 - weight_update.py     the two phases of a weight update over all servers: load, then label, prove and serve
+- weight_proof.py      proof that a server holds what was sent: checksums, log-probs of a fixed text
 - transports.py        how weights get to servers: disk, tensor (shared memory, CUDA IPC), distributed (NCCL, gloo)
 - process_group.py     the process groups of the distributed transport, one for each sender
 
@@ -18,5 +19,6 @@ Processes
 - server_process.py    a server that is started here: command, log, end; and one that is not
 - keys.py              API keys
 - run_with_keys.py     starts SGLang with keys from its environment instead of its command line
+- in_server/           modules that run inside a server
 - cpu_stubs/           stand-in packages for SGLang on machines without a GPU
 """

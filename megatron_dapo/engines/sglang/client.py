@@ -36,7 +36,9 @@ log = logging.getLogger(__name__)
 
 OLDEST_VERSION = (0, 5, 17)
 MEMORY_TAGS = ("kv_cache", "weights")  # SGLang's names for the GPU memory that it can release
-EXPERT_LOADER = "megatron_dapo_experts.install"  # in in_server/
+# In in_server/. The second of the checksums forgets where tensors were put.
+EXPERT_LOADER = "megatron_dapo_experts.install"
+CHECKSUM_LOADERS = ("megatron_dapo_checksums.install", "megatron_dapo_checksums.record_again")
 FLATTENED = "flattened_bucket"  # SGLang's name for one block of bytes and the tensors in it
 HEALTH_SECONDS = 30.0  # SGLang's own health check gives up after 20
 ABORT_INTERVAL = 0.05  # seconds until requests that arrived after an abort are aborted
@@ -97,7 +99,7 @@ class SGLangClient:
         return Capabilities(
             engine="sglang", version=version, seeded=bool(info.get("enable_deterministic_inference")),
             bracketed_updates="/begin_weight_update" in paths,
-            checksums="/weights_checker" in paths and await self._can_checksum(),
+            checksums=set(CHECKSUM_LOADERS) <= set(info.get("custom_weight_loader") or ()),
             max_tokens=info.get("context_length") or info.get("max_total_num_tokens"),
             routed_experts=routed_experts,
             releases_memory=bool(info.get("enable_memory_saver")) or info.get("device") == "cpu",
@@ -108,13 +110,6 @@ class SGLangClient:
             await self.connection.get(path)
         except (RequestRefused, ServerFailure) as error:
             return error.status != 404
-        return True
-
-    async def _can_checksum(self) -> bool:
-        try:
-            await self.checksums()
-        except EngineError:
-            return False
         return True
 
     async def notice_restart(self) -> None:
@@ -271,13 +266,11 @@ class SGLangClient:
         await self._control("/update_weight_version", {"new_version": label, "abort_all_requests": False})
         self._labels = {label}
 
-    async def checksums(self) -> dict[str, str]:
-        """Its own checksum of each tensor, over all ranks. Repeatable: it only reads."""
-        reply = await self._control("/weights_checker", {"action": "checksum"})
-        ranks = reply.get("ranks") or []
-        return {
-            f"{index}.{name}": value for index, rank in enumerate(ranks) for name, value in rank["checksums"].items()
-        }
+    async def checksums(self, action: str = "sent") -> list[dict[str, str]]:
+        """Of each tensor that it was sent, by rank: what in_server/megatron_dapo_checksums.py found. With the action
+        `checksum`, SGLang's own ones, of its parameters. Repeatable: it only reads."""
+        reply = await self._control("/weights_checker", {"action": action})
+        return [rank["checksums"] for rank in reply.get("ranks") or []]
 
     # ---- weights ----
 
@@ -319,12 +312,14 @@ class SGLangClient:
         }  # fmt: skip
         await self._control("/update_weights_from_tensor", body, timeout)
 
-    async def install_expert_loader(self, timeout: float) -> None:
-        """Runs our module in the server, which was started with --custom-weight-loader. Repeatable."""
+    async def call_loader(self, loader: str, timeout: float, *, flush: bool = False) -> None:
+        """Runs a function of ours in the server, which was started with --custom-weight-loader. Repeatable. `flush`:
+        empties the KV cache like `flush_cache`, but torch keeps its memory; the server must be idle, 0.5.18 ends if it
+        is not."""
         nothing = base64.b64encode(pickle.dumps([])).decode()
         body = {
-            "serialized_named_tensors": [nothing] * self.tensor_parallel, "flush_cache": False,
-            "load_format": EXPERT_LOADER,
+            "serialized_named_tensors": [nothing] * self.tensor_parallel, "flush_cache": flush,
+            "torch_empty_cache": False, "load_format": loader,
         }  # fmt: skip
         await self._control("/update_weights_from_tensor", body, timeout)
 

@@ -22,8 +22,15 @@ from typing import Any
 import numpy as np
 
 from megatron_dapo.engines.protocol import Completion
-from megatron_dapo.engines.sglang.http import BrokenConnection, Connection, NotSent, RequestRefused, ServerFailure
-from megatron_dapo.engines.sglang.response_parser import GenerateCall, UnfinishedUpdate, UnknownLabel
+from megatron_dapo.engines.sglang.http import (
+    BrokenConnection,
+    Connection,
+    NotSent,
+    RequestRefused,
+    ServerBusy,
+    ServerFailure,
+)
+from megatron_dapo.engines.sglang.response_parser import BadReply, GenerateCall, UnfinishedUpdate, UnknownLabel
 from megatron_dapo.errors import EngineError
 from megatron_dapo.processes.frames import Frame, FrameBuffer, Header, encode, parent_channel
 from megatron_dapo.types import FinishReason, WeightSpan
@@ -31,7 +38,16 @@ from megatron_dapo.types import FinishReason, WeightSpan
 # What `GenerateCall.send` raises; the class decides what the engine does about it.
 _ERRORS: dict[str, type[ServerFailure | RequestRefused]] = {
     kind.__name__: kind
-    for kind in (ServerFailure, NotSent, BrokenConnection, RequestRefused, UnfinishedUpdate, UnknownLabel)
+    for kind in (
+        ServerFailure,
+        ServerBusy,
+        NotSent,
+        BrokenConnection,
+        RequestRefused,
+        BadReply,
+        UnfinishedUpdate,
+        UnknownLabel,
+    )
 }
 
 
@@ -76,7 +92,8 @@ def encode_error(number: int, error: BaseException) -> bytes:
     if kind not in _ERRORS:
         kind = "EngineError" if isinstance(error, EngineError) else "bug"
         message = message if kind == "EngineError" else "".join(traceback.format_exception(error))
-    return encode({"number": number, "error": kind, "message": message, "status": getattr(error, "status", None)})
+    found = {name: getattr(error, name) for name in ("status", "retry_after") if hasattr(error, name)}
+    return encode({"number": number, "error": kind, "message": message, "values": found})
 
 
 def _error(header: Header) -> BaseException:
@@ -84,7 +101,7 @@ def _error(header: Header) -> BaseException:
         return RuntimeError(f"an error in a client process:\n{header['message']}")
     if header["error"] == "EngineError":
         return EngineError(header["message"])
-    return _ERRORS[header["error"]](header["message"], header["status"])
+    return _ERRORS[header["error"]](header["message"], **header["values"])
 
 
 class Worker:

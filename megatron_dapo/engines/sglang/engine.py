@@ -2,7 +2,8 @@
 
 - A request goes to the least busy server that serves the current weight version; samples of one prompt prefer the
   same server, whose cache then holds the prompt.
-- A request that a server failed is sent again, to another server if there is one. A refusal (4xx) is final.
+- A request that a server failed is sent again, to another server if there is one; so is one whose reply makes no
+  sense. A server that is busy (429) gets it later. Any other refusal (4xx) is final.
 - A server that fails a control call serves nothing until the supervision has recovered it: admitted it again with the
   current weights, or restarted it. A failed server is an error only when no server is left that could recover.
 - A completion with an older weight version (the server restarted) is not used, and the server gets the current weights.
@@ -27,13 +28,14 @@ from megatron_dapo.engines.sglang.client import SGLangClient
 from megatron_dapo.engines.sglang.http import (
     OutcomeUnknown,
     RequestRefused,
+    ServerBusy,
     ServerFailure,
     failures,
     nobody_listens,
     wait_all,
 )
 from megatron_dapo.engines.sglang.load_balancer import LoadBalancer
-from megatron_dapo.engines.sglang.response_parser import UnfinishedUpdate, UnknownLabel
+from megatron_dapo.engines.sglang.response_parser import BadReply, UnfinishedUpdate, UnknownLabel
 from megatron_dapo.engines.sglang.weight_update import WeightUpdater
 from megatron_dapo.errors import EngineError
 from megatron_dapo.sync.bucket import Bucket
@@ -57,7 +59,7 @@ class Supervision:
         """It has failed: admit it again, or restart it. Returns at once; its state is RECOVERING until done."""
 
     async def recovered(self) -> None:
-        """Waits until no server is being recovered: each one serves again, or cannot."""
+        """Waits until a server has been recovered, or none can be."""
 
     async def end(self, servers: Sequence[SGLangClient]) -> list[SGLangClient]:
         """Ends the processes of these servers, which frees their GPU memory; they are restarted when the engine has
@@ -82,6 +84,7 @@ class SGLangEngine:
         self._sent_versions = {0, version}  # 0: the weights that a server starts with
         self.snapshot = Snapshot(config.weights.directory, model)
         self._update = WeightUpdater(config.weights, self.snapshot)
+        self.vocabulary: int | None = None  # token ids are below it; None: not known
         self.patience = NO_SERVER_PATIENCE  # how long a request waits for any server to serve; the fleet raises it
         self.supervision: Supervision = Supervision()
         self._balancer = LoadBalancer(self.servers, config.servers.max_running)
@@ -186,7 +189,9 @@ class SGLangEngine:
         def aborted() -> bool:
             return self._epoch != epoch or request_id in self._aborted
 
-        for attempt in range(self.config.servers.attempts):
+        attempt = rejected = 0
+        busy_since: float | None = None
+        while attempt < self.config.servers.attempts:
             version = self._version
             server = await self._balancer.acquire(key, version, aborted, self.patience, failed_on)
             if server is None:
@@ -195,15 +200,21 @@ class SGLangEngine:
             name = f"{request_id}-try{attempt}" if attempt else request_id
             self._running[request_id] = (server, name)
             try:
-                completion = await server.generate(name, prompt, params)
-                self._check_version(server, completion, version)
+                completion = await self._try(server, name, prompt, params, version)
                 server.state.completed_request()
-                completion.server = server.name
+                completion.server, completion.rejected = server.name, rejected
                 return completion
-            except UnknownLabel as error:
-                raise self._foreign(server, str(error)) from error
+            except ServerBusy as error:  # not a try: the server has not started it
+                now = asyncio.get_running_loop().time()
+                busy_since = now if busy_since is None else busy_since
+                if now - busy_since > self.patience:
+                    raise EngineError(
+                        f"request {request_id}: refused for {self.patience:g} s; the last: {error}"
+                    ) from error
+                server.state.failed_request(now, error.retry_after)
             except ServerFailure as error:
-                failure = str(error)
+                failure, attempt, busy_since = str(error), attempt + 1, None
+                rejected += isinstance(error, BadReply)
                 failed_on.add(server)
                 server.state.failed_request(asyncio.get_running_loop().time())
                 self.supervision.check(server)
@@ -218,7 +229,20 @@ class SGLangEngine:
         tries = self.config.servers.attempts
         raise EngineError(f"request {request_id}: {tries} tries failed (rollout.servers.attempts); the last: {failure}")
 
-    def _check_version(self, server: SGLangClient, completion: Completion, version: int) -> None:
+    async def _try(
+        self, server: SGLangClient, name: str, prompt: Tokens, params: SamplingParams, version: int
+    ) -> Completion:
+        """A completion that makes sense, or ServerFailure."""
+        try:
+            completion = await server.generate(name, prompt, params)
+        except UnknownLabel as error:
+            raise await self._foreign(server, str(error)) from error
+        if problem := completion.problem(params, self.vocabulary):
+            raise BadReply(f"server {server.name}, request {name}: {problem}")
+        await self._check_version(server, completion, version)
+        return completion
+
+    async def _check_version(self, server: SGLangClient, completion: Completion, version: int) -> None:
         """`version` is the one that was current when the request was sent. A request that was kept over weight updates
         has tokens of later versions, too."""
         kept = self.config.weights.pause_mode != "abort"
@@ -226,7 +250,7 @@ class SGLangEngine:
         others = {span.version for span in completion.weight_spans} - set(expected)
         if others - self._sent_versions:
             found = min(others - self._sent_versions)
-            raise self._foreign(server, f"server {server.name}: it generated with weight version {found}")
+            raise await self._foreign(server, f"server {server.name}: it generated with weight version {found}")
         if others:
             cause = f"it generated with weight version {min(others)}, expected {version}"
             if server.state.serves(version):
@@ -234,12 +258,23 @@ class SGLangEngine:
                 self._in_background(partial(self._readmit, server))
             raise ServerFailure(f"server {server.name}: {cause}; was it restarted?")
 
-    def _foreign(self, server: SGLangClient, found: str) -> ForeignWeightsError:
+    async def _foreign(self, server: SGLangClient, found: str) -> EngineError:
+        """A reply names weights that this run has not sent. If the server's own label does not, only the reply is
+        damaged."""
+        asked = self.servers if self.config.servers.router_url else [server]
+        if all([await self._holds_ours(other) for other in asked]):
+            return BadReply(f"{found}, which it does not hold")
         server.state.withdrawn(
             f"{found}, which this run has never sent; current is {self._version}. Somebody else updates this server: "
             "give each run its own servers, or protect them with a key (rollout.servers.api_key_env)"
         )
         return ForeignWeightsError(server.state.why)
+
+    async def _holds_ours(self, server: SGLangClient) -> bool:
+        try:
+            return await server.version() in self._sent_versions
+        except (UnfinishedUpdate, UnknownLabel) as error:
+            return isinstance(error, UnfinishedUpdate)
 
     async def _readmit(self, server: SGLangClient) -> None:
         try:
@@ -290,8 +325,8 @@ class SGLangEngine:
 
     async def load_weights(self, version: int, buckets: Iterable[Bucket] | BucketStream) -> None:
         self._balancer.memory_released = False
-        if not self._update.keeps_snapshot:
-            await self.supervision.recovered()  # without a snapshot, servers that come later cannot get the weights
+        if all(server.state.down for server in self.servers):
+            await self.supervision.recovered()  # else nobody waits: a server that comes later gets a later version
         self._updating = True
         try:
             async with self._changing:

@@ -135,8 +135,11 @@ class Fleet(Supervision):
         for supervisor in self.supervisors.values():
             supervisor.check(suspect=False)  # a process that died while nothing was sent to it
         await asyncio.sleep(POLL)
-        while any(server.state.phase is Phase.RECOVERING for server in self._servers):
+        while self._recovering() and all(server.state.down for server in self._servers):
             await asyncio.sleep(POLL)
+
+    def _recovering(self) -> bool:
+        return any(server.state.phase is Phase.RECOVERING for server in self._servers)
 
     async def end(self, servers: Sequence[SGLangClient]) -> list[SGLangClient]:
         ended = await asyncio.gather(*(self.supervisors[server.name].end_process() for server in servers))

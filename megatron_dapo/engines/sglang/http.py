@@ -12,7 +12,8 @@ unknown and the error is `OutcomeUnknown`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
 import aiohttp
@@ -22,6 +23,7 @@ from megatron_dapo.errors import EngineError
 
 QUOTED = 300  # characters of a reply that an error message quotes
 KEEP_ALIVE = 2.0  # seconds; uvicorn, and with it SGLang, closes idle connections after 5
+LONGEST_RETRY_AFTER = 60.0  # seconds that a server may ask for
 PAUSES = (0.1, 0.4, 1.5)  # seconds before the second, third and last try of a control call
 
 
@@ -36,12 +38,24 @@ class ServerFailure(EngineError):
         self.status = status
 
 
+class ServerBusy(ServerFailure):
+    """429, or 503 with Retry-After: the server has not started the request and takes it later."""
+
+    def __init__(self, message: str, status: int | None = None, retry_after: float = 0.0) -> None:
+        super().__init__(message, status)
+        self.retry_after = retry_after
+
+
 class NotSent(ServerFailure):
     """No connection: the server has not received the request."""
 
 
 class BrokenConnection(ServerFailure):
     """The connection broke before the reply was complete: the server may or may not have run the call."""
+
+
+class Unresponsive(ServerFailure):
+    """Others have replied long ago."""
 
 
 class OutcomeUnknown(ServerFailure):
@@ -96,7 +110,7 @@ class Connection:
         repeated = False
         for pause in (*PAUSES[: tries - 1], None):
             try:
-                return await self._call(method, path, body, timeout or self._timeout, key, keep_alive=False)
+                return await self._call_when_free(method, path, body, timeout or self._timeout, key)
             except RequestRefused as error:
                 error.repeated = repeated
                 raise
@@ -114,6 +128,17 @@ class Connection:
                 await before_repeat()
         raise AssertionError("unreachable")
 
+    async def _call_when_free(self, method: str, path: str, body: Any, seconds: float, key: str | None) -> bytes:
+        """A server that is busy is asked again for as long as the call may take."""
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                return await self._call(method, path, body, seconds, key, keep_alive=False)
+            except ServerBusy as error:
+                if time.monotonic() + error.retry_after > deadline:
+                    raise
+                await asyncio.sleep(max(error.retry_after, PAUSES[1]))
+
     async def _call(
         self, method: str, path: str, body: Any, seconds: float, key: str | None, *, keep_alive: bool
     ) -> bytes:
@@ -123,13 +148,16 @@ class Connection:
             async with self._session(keep_alive).request(
                 method, self.url + path, data=data, headers=headers, timeout=aiohttp.ClientTimeout(total=seconds)
             ) as reply:
-                content, status = await reply.read(), reply.status
+                content, status, wait = await reply.read(), reply.status, reply.headers.get("Retry-After")
         except TimeoutError as error:
             raise ServerFailure(f"server {self.url}: {path} did not reply within {seconds:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
             kind = NotSent if isinstance(error, aiohttp.ClientConnectorError) else BrokenConnection
             cause = str(error) or type(error).__name__
             raise kind(f"server {self.url}: {path} failed: {type(error).__name__}: {cause}") from error
+        if status == 429 or (status == 503 and wait is not None):
+            message = f"server {self.url}: {path} replied {status}: {_message(content)}"
+            raise ServerBusy(message, status, _seconds(wait))
         if status >= 300:
             refused: type[ServerFailure | RequestRefused] = ServerFailure if status >= 500 else RequestRefused
             raise refused(f"server {self.url}: {path} replied {status}: {_message(content)}", status)
@@ -164,6 +192,14 @@ def nobody_listens(error: BaseException) -> bool:
     return isinstance(cause, aiohttp.ClientConnectorError) and isinstance(cause.os_error, ConnectionRefusedError)
 
 
+def _seconds(header: str | None) -> float:
+    """Of Retry-After. A date, which servers hardly send, counts as 0."""
+    try:
+        return min(max(0.0, float(header or 0)), LONGEST_RETRY_AFTER)
+    except ValueError:
+        return 0.0
+
+
 def _message(content: bytes) -> str:
     """The readable part of an error reply."""
     try:
@@ -179,6 +215,24 @@ async def wait_all(calls: Mapping[str, Awaitable[Any]]) -> dict[str, BaseExcepti
     """Awaits every call; its result or its exception under the same name."""
     results = await asyncio.gather(*calls.values(), return_exceptions=True)
     return dict(zip(calls, results, strict=True))
+
+
+async def wait_for_living(calls: Mapping[str, Coroutine[Any, Any, Any]], grace: float) -> dict[str, Any]:
+    """As `wait_all`, but once a call has succeeded, those that take `grace` seconds more are `Unresponsive`."""
+    tasks = {name: asyncio.ensure_future(call) for name, call in calls.items()}
+    waiting, living = set(tasks.values()), False
+    while waiting:
+        done, waiting = await asyncio.wait(
+            waiting, timeout=grace if living else None, return_when=asyncio.FIRST_COMPLETED
+        )
+        if not done:
+            break
+        living = living or any(task.exception() is None for task in done)
+    for task in waiting:
+        task.cancel()
+    results = await wait_all(tasks)
+    late = f"no reply {grace:g} s after the other servers'"
+    return {name: Unresponsive(f"server {name}: {late}") if tasks[name] in waiting else results[name] for name in tasks}
 
 
 async def all_of(*calls: Awaitable[Any]) -> list[Any]:

@@ -56,7 +56,8 @@ class WeightProcessGroups:
             link.post_plan(
                 {
                     "action": "join", "address": address, "port": port, "world": world, "backend": config.backend,
-                    "timeout": config.timeout, "names": {str(rank): name for rank, name in self.names.items()},
+                    "timeout": config.timeout, "checksums": config.proof == "checksum",
+                    "names": {str(rank): name for rank, name in self.names.items()},
                 }
             )  # fmt: skip
         for rank, name in self.names.items():

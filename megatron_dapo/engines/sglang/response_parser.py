@@ -1,4 +1,5 @@
-"""Parses SGLang's reply to `/generate`: either every token has a finite log-prob, or it is a ServerFailure.
+"""Parses SGLang's reply to `/generate`: a completion with a log-prob for every token, or a `BadReply`, whatever the
+server has sent. Whether the values make sense is checked by `Completion.problem`.
 
 A training step of a 32B model receives gigabytes of these replies, nearly all of it log-probs, so this is the client's
 hot path. The fast parser cuts the log-probs out and reads them as one flat list: a list per token would cost more in
@@ -24,6 +25,8 @@ from megatron_dapo.engines.sglang.http import QUOTED, Connection, ServerFailure
 from megatron_dapo.types import FinishReason, LogProbs, RoutedExperts, Tokens, WeightSpan, pack_experts
 
 LARGEST_EXPERT = 65534
+# What reading a reply of another form than expected can raise.
+UNREADABLE = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError)
 _LOGPROBS, _IDS, _EXPERTS = b'"output_token_logprobs":[[', b'"output_ids":[', b'"routed_experts":"'
 
 
@@ -39,7 +42,13 @@ def parse_completion(content: bytes, where: str, routed: int | None = None) -> C
 
 
 def _parse(content: bytes, where: str) -> Completion:
-    return _parse_fast(content, where) or _parse_general(content, where)
+    try:
+        with np.errstate(over="ignore"):  # a log-prob of -1e39 is infinite in float32, and rejected later
+            return _parse_fast(content, where) or _parse_general(content, where)
+    except UNREADABLE as error:
+        quoted = content[:QUOTED].decode("utf-8", "replace")
+        what = f"is not JSON ({error})" if isinstance(error, orjson.JSONDecodeError) else f"lacks {error}"
+        raise BadReply(f"{where}: the reply {what}: {quoted!r}") from error
 
 
 def _cut_experts(content: bytes) -> tuple[bytes, bytes | None]:
@@ -64,40 +73,36 @@ def _parse_fast(content: bytes, where: str) -> Completion | None:
         return None
     try:
         flat = orjson.loads(b"[" + content[entries:entries_end].translate(None, b"[]") + b"]")
-        first, last = content[ids:ids_end].split(b",", 1)[0], content[ids:ids_end].rsplit(b",", 1)[-1]
-        count = content.count(b",", ids, ids_end) + 1
-        if len(flat) != 3 * count or (flat[1], flat[-2]) != (int(first), int(last)):
+        listed = orjson.loads(b"[" + content[ids:ids_end] + b"]")
+        if len(flat) != 3 * len(listed) or flat[1::3] != listed:
             return None
-        logprobs = np.array(flat[0::3], np.float32)
-        tokens = np.array(flat[1::3], np.int32)
+        logprobs, tokens = np.array(flat[0::3], np.float32), _token_ids(listed)
         reply = orjson.loads(content[:ids] + content[ids_end : entries - 1] + content[entries_end + 1 :])
         meta = reply["meta_info"]
         reason = FinishReason(meta["finish_reason"]["type"])
         if reason is FinishReason.ABORT or not np.isfinite(logprobs).all():
             return None
-    except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):
+    except UNREADABLE:
         return None
-    return Completion(tokens, logprobs, reason, reply.get("text", ""), _spans(meta, count, where))
+    return Completion(tokens, logprobs, reason, _text(reply), _spans(meta, len(tokens), where))
 
 
 def _parse_general(content: bytes, where: str) -> Completion:
-    try:
-        reply = orjson.loads(content)
-        meta = reply["meta_info"]
-        finish = meta["finish_reason"]
-        reason = FinishReason(finish["type"])
-        entries, ids = meta["output_token_logprobs"], reply["output_ids"]
-        text = reply.get("text", "")
-    except orjson.JSONDecodeError as error:
-        quoted = content[:QUOTED].decode("utf-8", "replace")
-        raise ServerFailure(f"{where}: the reply is not JSON ({error}): {quoted!r}") from error
-    except (KeyError, TypeError, ValueError) as error:
-        quoted = content[:QUOTED].decode("utf-8", "replace")
-        raise ServerFailure(f"{where}: the reply lacks {error}: {quoted!r}") from error
+    reply = orjson.loads(content)
+    meta = reply["meta_info"]
+    finish = meta["finish_reason"]
+    reason = FinishReason(finish["type"])
     if reason is FinishReason.ABORT and finish.get("status_code"):
         raise ServerFailure(f"{where}: the server gave it up ({finish['status_code']}): {finish.get('message')}")
-    tokens, logprobs = _columns(entries, ids, where)
-    return Completion(tokens, logprobs, reason, text, _spans(meta, len(tokens), where))
+    tokens, logprobs = _columns(meta["output_token_logprobs"], reply["output_ids"], where)
+    return Completion(tokens, logprobs, reason, _text(reply), _spans(meta, len(tokens), where))
+
+
+def _text(reply: dict[str, Any]) -> str:
+    text = reply.get("text", "")
+    if not isinstance(text, str):
+        raise TypeError(f"text is {text!r:.50}")
+    return text
 
 
 def _routed_experts(encoded: bytes | None, prompt: int, response: int, where: str) -> RoutedExperts | None:
@@ -107,36 +112,35 @@ def _routed_experts(encoded: bytes | None, prompt: int, response: int, where: st
         return None
     rows = prompt + response - 1
     if encoded is None:
-        raise ServerFailure(f"{where}: the reply lacks 'routed_experts' (policy.routing_replay: engine)")
+        raise BadReply(f"{where}: the reply lacks 'routed_experts' (policy.routing_replay: engine)")
     try:
         values = np.frombuffer(base64.b64decode(encoded, validate=True), np.int32)
     except ValueError as error:
-        raise ServerFailure(f"{where}: its routed_experts cannot be decoded: {error}") from error
+        raise BadReply(f"{where}: its routed_experts cannot be decoded: {error}") from error
     if rows == 0 or values.size % rows or not values.size:
         return None
     if int(values.min()) < 0 or int(values.max()) > LARGEST_EXPERT:
-        raise ServerFailure(f"{where}: routed_experts has values from {values.min()} to {values.max()}")
+        raise BadReply(f"{where}: routed_experts has values from {values.min()} to {values.max()}")
     return pack_experts(values.reshape(rows, -1) + 1)
 
 
 def _columns(entries: list[list[Any]], ids: list[int], where: str) -> tuple[Tokens, LogProbs]:
     if len(entries) != len(ids):
-        raise ServerFailure(f"{where}: {len(ids)} tokens but {len(entries)} log-probs")
-    if not entries:
-        return np.empty(0, np.int32), np.empty(0, np.float32)
-    try:
-        logprobs = np.fromiter([entry[0] for entry in entries], np.float32, len(entries))
-        tokens = np.fromiter(ids, np.int32, len(ids))
-        same = entries[0][1] == ids[0] and entries[-1][1] == ids[-1]
-    except (TypeError, IndexError, ValueError) as error:
-        broken = next((i for i, entry in enumerate(entries) if not entry or not isinstance(entry[0], float | int)), 0)
-        raise ServerFailure(f"{where}: log-prob {broken} of {len(entries)} is {entries[broken]!r}: {error}") from error
-    if not np.isfinite(logprobs).all():
-        broken = int(np.flatnonzero(~np.isfinite(logprobs))[0])
-        raise ServerFailure(f"{where}: log-prob {broken} of {len(entries)} is {logprobs[broken]}")
-    if not same:
-        raise ServerFailure(f"{where}: the log-probs belong to other tokens than output_ids")
-    return tokens, logprobs
+        raise BadReply(f"{where}: {len(ids)} tokens but {len(entries)} log-probs")
+    for index, entry in enumerate(entries):
+        if type(entry[0]) not in (float, int):
+            raise BadReply(f"{where}: log-prob {index} of {len(entries)} is {entry!r}")
+    if [entry[1] for entry in entries] != ids:
+        raise BadReply(f"{where}: the log-probs belong to other tokens than output_ids")
+    return _token_ids(ids), np.array([entry[0] for entry in entries], np.float32)
+
+
+def _token_ids(ids: list[int]) -> Tokens:
+    """Raises one of UNREADABLE for fractions, and for numbers that int32 would wrap into a token."""
+    found = np.array(ids) if ids else np.empty(0, np.int64)
+    if found.dtype != np.int64 or np.abs(found).max(initial=0) > np.iinfo(np.int32).max:
+        raise ValueError("a token id is not a whole number of 32 bits")
+    return found.astype(np.int32)
 
 
 def input_logprobs(reply: Any, tokens: Sequence[int], where: str) -> LogProbs:
@@ -160,11 +164,11 @@ def _spans(meta: dict[str, Any], count: int, where: str) -> list[WeightSpan]:
     if not count:
         return []
     pieces = meta.get("weight_versions") or [{"version": meta.get("weight_version"), "start": 0, "end": count}]
-    spans = [WeightSpan(version_number(piece["version"], where), piece["start"], piece["end"]) for piece in pieces]
-    edges = [0, *(span.end for span in spans)]
-    if [span.start for span in spans] != edges[:-1] or edges[-1] != count:
-        raise ServerFailure(f"{where}: weight versions {pieces} do not cover its {count} tokens")
-    return spans
+    return [WeightSpan(version_number(piece["version"], where), piece["start"], piece["end"]) for piece in pieces]
+
+
+class BadReply(ServerFailure):
+    """The reply makes no sense; the server itself may be well."""
 
 
 class UnfinishedUpdate(ServerFailure):
@@ -191,6 +195,8 @@ def version_number(label: Any, where: str) -> int:
     if label in (None, "default"):
         return 0
     try:
+        if isinstance(label, bool | float):
+            raise TypeError
         return int(label)
     except (TypeError, ValueError):
         kind = UnfinishedUpdate if is_updating_label(str(label)) else UnknownLabel

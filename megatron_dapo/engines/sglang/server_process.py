@@ -7,6 +7,7 @@ started, and nothing else. The server gets its API keys in its environment.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import sys
@@ -16,7 +17,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from megatron_dapo.config.rollout import ServerConfig
-from megatron_dapo.engines.sglang.client import EXPERT_LOADER, SGLangClient
+from megatron_dapo.engines.sglang.client import CHECKSUM_LOADERS, EXPERT_LOADER, SGLangClient
 from megatron_dapo.engines.sglang.keys import Keys, command_with_keys, key_variables
 from megatron_dapo.errors import EngineError
 from megatron_dapo.processes.supervised import SupervisedProcess
@@ -45,8 +46,10 @@ def sglang_command(
     ]  # fmt: skip
     environment = {"HF_HUB_OFFLINE": "1", "SGLANG_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEP_ALIVE)}
     paths = [str(CPU_STUBS)] if config.device == "cpu" else []
-    if config.loads_packed_experts:
-        command += ["--custom-weight-loader", EXPERT_LOADER]
+    loaders = [*(CHECKSUM_LOADERS if config.computes_checksums else ())]
+    loaders += [EXPERT_LOADER] if config.loads_packed_experts else []
+    if loaders:
+        command += ["--custom-weight-loader", *loaders]
         paths.append(str(IN_SERVER))
         if config.device != "cpu" and os.environ.get("PYTHONPATH"):
             paths.append(os.environ["PYTHONPATH"])
@@ -224,6 +227,7 @@ class ExternalServer:
                 await server.connection.control("GET", "/health", None, timeout=60, tries=1)
                 return
             except EngineError as error:
+                await self._resume(server, error)
                 if self._log.with_suffix(".given_up").exists():
                     raise EngineError(f"server {self.url} will not be started again; {self.log_tail()}") from error
                 if time.monotonic() > deadline:
@@ -232,3 +236,11 @@ class ExternalServer:
                         f"(rollout.servers.start_timeout); the last: {error}; {self.log_tail()}"
                     ) from error
             await asyncio.sleep(0.5)
+
+    async def _resume(self, server: SGLangClient, error: EngineError) -> None:
+        """A trainer that was killed during a weight update has left it paused: it replies, and generates nothing."""
+        if getattr(error, "status", None) != 503:
+            return
+        with contextlib.suppress(EngineError):
+            await server.answers()
+            await server.resume()

@@ -4,7 +4,7 @@ STARTING    it serves nothing until it gets the current weights: new, updating, 
 SERVING     it serves `version`
 SUSPECT     it serves, but a request on it failed: it gets no new ones until it has been checked
 RECOVERING  it has failed, and its supervisor admits it again or restarts it
-GIVEN_UP    its supervisor has ended it for good
+GIVEN_UP    its supervisor could not bring it back; it looks for it from time to time
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ServerState:
 
     @property
     def down(self) -> bool:
-        """Its supervisor has not brought it back, or never will: a weight update leaves it out."""
+        """Its supervisor has not brought it back: a weight update leaves it out and does not wait for it."""
         return self.phase in (Phase.RECOVERING, Phase.GIVEN_UP)
 
     # ---- events ----
@@ -89,9 +89,11 @@ class ServerState:
         self._failures = 0
         self.last_completion = time.monotonic()
 
-    def failed_request(self, now: float) -> None:
-        """It gets nothing for a while, longer each time until it has completed a request."""
+    def failed_request(self, now: float, at_least: float = 0.0) -> None:
+        """It gets nothing for a while, longer each time until it has completed a request, and for `at_least` seconds
+        if it has asked for them."""
         first, longest = BACKOFF
         if self._backoff_until <= now:  # requests that fail together count as one failure
             self._failures += 1
             self._backoff_until = now + min(longest, first * 2 ** (self._failures - 1)) * random.uniform(0.5, 1.0)
+        self._backoff_until = max(self._backoff_until, now + at_least)

@@ -3,6 +3,8 @@
 A server fails when its process ends, when its HTTP server does not reply, when it generates no token, or when the
 engine reports a failed control call. After a failed control call, a server that still replies is admitted again as it
 is; otherwise, or if that fails, it is restarted. A budget limits the restarts; it refills while the server works.
+A server that was given up is used again: an external one when it replies, one of ours after a restart that is tried
+every `restart_recovery` seconds.
 """
 
 from __future__ import annotations
@@ -47,6 +49,10 @@ class RestartBudget:
             return False
         self.used += 1
         return True
+
+    def regain(self) -> None:
+        """One restart more, for a server that was given up."""
+        self.used = max(0, self.used - 1)
 
 
 class Supervisor:
@@ -107,7 +113,9 @@ class Supervisor:
             requested = self._check_now.is_set()
             if not requested:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._check_now.wait(), self._config.heartbeat)
+                    # Not wait_for: it swallows a `stop` that comes together with a report.
+                    async with asyncio.timeout(self._config.heartbeat):
+                        await self._check_now.wait()
                 requested = self._check_now.is_set()
             self._check_now.clear()
             cause = await self._diagnose(requested)
@@ -121,10 +129,29 @@ class Supervisor:
             # What was reported until now is this failure; what is reported while it recovers is the next one.
             reported, self._failure = self._failure is not None, None
             try:
-                if not await self._recover(reported):
-                    return
+                recovered = await self._recover(reported)
             finally:
                 self._state.recovery_ended()
+            if not recovered:
+                await self._wait_given_up()
+
+    async def _wait_given_up(self) -> None:
+        """Until there is another chance that the server works."""
+        if self._process.ours:
+            await asyncio.sleep(self._config.restart_recovery)
+            self.budget.regain()
+        else:
+            while not await self._replies():
+                await asyncio.sleep(self._config.heartbeat)
+        self._failure = EngineError("it was given up")  # admitted as it is, if it replies
+        self._check_now.set()
+
+    async def _replies(self) -> bool:
+        try:
+            await self._server.answers()
+        except EngineError:
+            return False
+        return True
 
     async def _diagnose(self, requested: bool) -> str | None:
         """Why the server counts as failed, or None."""
@@ -178,7 +205,7 @@ class Supervisor:
                 with contextlib.suppress(EngineError):
                     await self._process.end(KILL_SECONDS)
         why = f"{self._state.why}; given up after {self.budget.used} restarts (rollout.servers.restarts)"
-        self._state.given_up(why) if self._process.ours else self._state.withdrawn(why)
+        self._state.given_up(why)
         log.error("server %s: %s", self._server.name, why)
         return False
 
@@ -190,6 +217,7 @@ class Supervisor:
         except EngineError as error:
             log.warning("server %s cannot go on as it is: %s", self._server.name, error)
             return False
+        self.budget.serving()
         return True
 
     async def _restart(self) -> None:

@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.config.model import ARCHITECTURES
+from megatron_dapo.config.families import find_family
 from megatron_dapo.config.rollout import WeightTransportConfig
 from megatron_dapo.engines.sglang.client import FLATTENED, SGLangClient
 from megatron_dapo.engines.sglang.http import failures, wait_all
 from megatron_dapo.engines.sglang.process_group import WeightProcessGroups, members_of
 from megatron_dapo.engines.sglang.response_parser import updating_label
+from megatron_dapo.engines.sglang.weight_proof import SentChecksums, Sums, checksums_of
 from megatron_dapo.errors import EngineError
 from megatron_dapo.files import read_safetensors_directory, unpacked
 from megatron_dapo.sync.bucket import Bucket, FlatBucket, RemoteBucket, flatten, specs_of
@@ -40,8 +42,8 @@ class WeightManifest:
     def __init__(self, model: str | Path) -> None:
         file = Path(model) / "config.json"
         config = json.loads(file.read_text()) if file.is_file() else {}
-        architecture = ARCHITECTURES.get(next(iter(config.get("architectures") or []), ""))
-        carried = architecture.carried if architecture else ()
+        family = find_family(config)
+        carried = family.carried if family else ()
         self._shapes: dict[str, tuple[int, ...]] = {}
         if str(model) and any(Path(model).glob("*.safetensors")):
             stored = unpacked(read_safetensors_directory(model))
@@ -75,14 +77,25 @@ class WeightManifest:
 Errors = dict[str, BaseException]  # by the server's name
 
 
+@dataclass(slots=True, frozen=True)
+class Prepared:
+    """A bucket of this rank: `wire`, what the transport sends of it, and its checksums."""
+
+    wire: Any
+    checksums: SentChecksums | None
+
+
 @dataclass(slots=True)
 class Transfer:
-    """What has been sent, and which servers failed. `bucket_error`: what is wrong with the buckets themselves."""
+    """What has been sent, and which servers failed. `bucket_error`: what is wrong with the buckets themselves.
+    `checksums`: of every tensor, if the proof needs them. `seconds`: of steps that the report should name."""
 
     failed: Errors = field(default_factory=dict)
     tensors: int = 0
     bytes: int = 0
     bucket_error: str = ""
+    checksums: Sums = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
 
     def count(self, bucket: Bucket, manifest: WeightManifest) -> None:
         self.bucket_error = self.bucket_error or manifest.check(bucket)
@@ -102,14 +115,39 @@ class Transfer:
 
 
 class Transport:
-    """`prepare` makes what is sent of a bucket, `release` frees it: both in the thread that produces the buckets."""
+    """`prepare` makes what is sent of a bucket, `release` frees it: both in the thread that produces the buckets. A
+    subclass defines `_make`, the part of `prepare` that it needs."""
 
     def __init__(self, config: WeightTransportConfig, snapshot: Snapshot, manifest: WeightManifest) -> None:
         self._config = config
         self._snapshot = snapshot
         self._manifest = manifest
-        self.prepare: Callable[[Bucket], Any] = lambda bucket: None
-        self.release: Callable[[Any], None] = lambda prepared: None
+        self._proves = config.proof == "checksum"
+        self._make: Callable[[FlatBucket], Any] = lambda bucket: bucket
+        self._sent: list[SentChecksums] = []
+
+    def prepare(self, bucket: Bucket) -> Prepared:
+        flat = flatten(bucket)
+        wire = self._make(flat)  # first: servers wait for what has been launched until now
+        return Prepared(wire, checksums_of(flat) if self._proves else None)
+
+    def release(self, prepared: Prepared) -> None:
+        """Nothing, where the bucket itself is sent."""
+
+    def _count(self, transfer: Transfer, bucket: Bucket, prepared: Prepared | None) -> None:
+        transfer.count(bucket, self._manifest)
+        if prepared is not None and prepared.checksums is not None:
+            self._sent.append(prepared.checksums)
+
+    def _begin(self) -> Transfer:
+        self._manifest.begin()
+        self._sent = []
+        return Transfer()
+
+    async def _read_checksums(self, transfer: Transfer) -> None:
+        sent, self._sent = self._sent, []
+        for checksums in await asyncio.to_thread(lambda: [one.read() for one in sent]):
+            transfer.checksums |= checksums
 
     async def send(
         self, version: int, servers: Sequence[SGLangClient], stream: BucketStream, order: Sequence[str]
@@ -133,11 +171,10 @@ class DiskTransport(Transport):
     async def send(
         self, version: int, servers: Sequence[SGLangClient], stream: BucketStream, order: Sequence[str]
     ) -> Transfer:
-        transfer = Transfer()
-        self._manifest.begin()
+        transfer = self._begin()
         self._snapshot.begin(version)
-        async for bucket, _ in stream:
-            transfer.count(bucket, self._manifest)
+        async for bucket, prepared in stream:
+            self._count(transfer, bucket, prepared)
             if not transfer.bucket_error:
                 await asyncio.to_thread(self._snapshot.add, bucket)
         if not transfer.finish(self._manifest, servers):
@@ -147,6 +184,7 @@ class DiskTransport(Transport):
         timeout, flush = self._config.timeout, self._config.flushes_cache
         calls = {server.name: server.load_from_disk(path, timeout, flush=flush) for server in servers}
         transfer.failed |= failures(await wait_all(calls))
+        await self._read_checksums(transfer)
         return transfer
 
 
@@ -165,7 +203,7 @@ class DirectTransport(Transport):
         raise NotImplementedError
 
     async def _send_bucket(self, number: int, bucket: Bucket, prepared: Any, servers: Sequence[SGLangClient]) -> Errors:
-        """`prepared` is None for a `RemoteBucket`."""
+        """`prepared`: of `_make`; None for a `RemoteBucket`."""
         raise NotImplementedError
 
     async def send(
@@ -181,13 +219,14 @@ class DirectTransport(Transport):
             raise
 
     async def _send(self, servers: Sequence[SGLangClient], stream: BucketStream) -> Transfer:
-        transfer, keeps, number = Transfer(), self._config.keep_snapshot, 0
-        self._manifest.begin()
+        transfer, keeps, number = self._begin(), self._config.keep_snapshot, 0
         if keeps:
             await asyncio.to_thread(partial(self._snapshot.begin, self._version, background=True))
+        began = time.monotonic()
         transfer.failed |= await self._open(servers)
+        transfer.seconds["join"] = time.monotonic() - began
         async for bucket, prepared in stream:
-            transfer.count(bucket, self._manifest)
+            self._count(transfer, bucket, prepared)
             remaining = transfer.remaining(servers)
             if not remaining or transfer.bucket_error:
                 self._tell_senders(transfer.bucket_error or "no server is left that has all weights")
@@ -195,7 +234,8 @@ class DirectTransport(Transport):
                 writing = asyncio.ensure_future(asyncio.to_thread(self._snapshot.add, bucket)) if keeps else None
                 try:
                     if remaining:
-                        transfer.failed |= await self._send_bucket(number, bucket, prepared, remaining)
+                        wire = None if prepared is None else prepared.wire
+                        transfer.failed |= await self._send_bucket(number, bucket, wire, remaining)
                 finally:
                     if writing is not None:
                         await writing
@@ -203,7 +243,20 @@ class DirectTransport(Transport):
         complete = transfer.finish(self._manifest, servers)
         if keeps:
             self._snapshot.commit() if complete else self._snapshot.discard()
+        await self._read_checksums(transfer)
+        if complete and transfer.remaining(servers):
+            await self._read_remote_checksums(transfer, servers)
         return transfer
+
+    async def _read_remote_checksums(self, transfer: Transfer, servers: Sequence[SGLangClient]) -> None:
+        link = self._link
+        for rank in link.ranks if link is not None and self._proves else ():
+            try:
+                if rank and link is not None:
+                    sums = await asyncio.to_thread(link.checksums, rank)
+                    transfer.checksums |= {name: (elements, total) for name, (elements, total) in sums.items()}
+            except EngineError as error:
+                transfer.failed |= {server.name: error for server in servers}
 
     def _tell_senders(self, cause: str) -> None:
         if self._link is not None:
@@ -216,12 +269,15 @@ class TensorTransport(DirectTransport):
 
     def __init__(self, config: WeightTransportConfig, snapshot: Snapshot, manifest: WeightManifest) -> None:
         super().__init__(config, snapshot, manifest)
-        self.prepare = partial(share, pack_experts=config.pack_experts)
-        self.release = SharedBucket.free
+        self._make = partial(share, pack_experts=config.pack_experts)
+
+    def release(self, prepared: Prepared) -> None:
+        prepared.wire.free()
 
     async def _open(self, servers: Sequence[SGLangClient]) -> Errors:
         if self._link is not None:
-            self._link.post_plan({"action": "share", "pack_experts": self._config.pack_experts})
+            packs = self._config.pack_experts
+            self._link.post_plan({"action": "share", "pack_experts": packs, "checksums": self._proves})
         return {}
 
     async def _send_bucket(
@@ -270,7 +326,6 @@ class DistributedTransport(DirectTransport):
 
     def __init__(self, config: WeightTransportConfig, snapshot: Snapshot, manifest: WeightManifest) -> None:
         super().__init__(config, snapshot, manifest)
-        self.prepare = flatten
         self._groups: WeightProcessGroups | None = None
 
     async def _open(self, servers: Sequence[SGLangClient]) -> Errors:
@@ -282,7 +337,7 @@ class DistributedTransport(DirectTransport):
             return {}
         if groups is not None and groups.members == members_of(servers) and groups.senders == senders:
             if link is not None:
-                link.post_plan({"action": "same"})
+                link.post_plan({"action": "same", "checksums": self._proves})
             return {}
         await self.close()
         failed: Errors = {}

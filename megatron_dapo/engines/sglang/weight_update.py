@@ -11,28 +11,29 @@ So no server ever generates with mixed weights under a version number, even if t
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from megatron_dapo.config.rollout import WeightTransportConfig
-from megatron_dapo.engines.protocol import WeightReport, WeightUpdateError
-from megatron_dapo.engines.sglang.client import SGLangClient
-from megatron_dapo.engines.sglang.http import all_of, failures, wait_all
+from megatron_dapo.engines.protocol import Capabilities, WeightReport, WeightUpdateError
+from megatron_dapo.engines.sglang.client import CHECKSUM_LOADERS, EXPERT_LOADER, SGLangClient
+from megatron_dapo.engines.sglang.http import Unresponsive, all_of, failures, wait_all, wait_for_living
 from megatron_dapo.engines.sglang.response_parser import is_updating_label, updating_label
 from megatron_dapo.engines.sglang.transports import Errors, Transfer, make_transport
+from megatron_dapo.engines.sglang.weight_proof import PROBE, Probes, compare
 from megatron_dapo.errors import EngineError
 from megatron_dapo.sync.bucket import Bucket
 from megatron_dapo.sync.bucket_stream import BucketStream
 from megatron_dapo.sync.snapshot import Snapshot
 from megatron_dapo.types import LogProbs
 
-# The text of the probe: any tokens will do, since all servers get the same and every vocabulary has them.
-PROBE = (11, 7, 3, 19, 2, 5, 23, 17)
-# Servers of one run hold the same weights; what remains is the rounding of bf16 kernels under different batches.
-PROBE_TOLERANCE = 0.5
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, frozen=True)
@@ -47,6 +48,18 @@ class _Loaded:
     prepare_seconds: float  # of these, until the servers were paused and had memory for the weights
 
 
+@dataclass(slots=True)
+class _Record:
+    """What is known of one process of a server. `installed`: our modules in it. `unproven`: the tensors that its
+    checksums did not cover in the last update; None: it has not given any."""
+
+    installed: set[str] = field(default_factory=set)
+    differed: bool = False
+    warned: bool = False
+    probed: bool = False
+    unproven: tuple[str, ...] | None = None
+
+
 class WeightUpdater:
     def __init__(self, config: WeightTransportConfig, snapshot: Snapshot) -> None:
         self._config = config
@@ -56,11 +69,11 @@ class WeightUpdater:
         self.loaded: _Loaded | None = None  # between `load` and `serve`
         self._last: _Loaded | None = None
         self._first_errors: dict[str, str] = {}  # of the update, by server
-        self._checksums: tuple[int, str, dict[str, str]] | None = None  # version, server, its checksums
-        self._agreed: tuple[int, LogProbs] | None = None  # version, its log-probs of the probe text
+        self._probes = Probes()
         self._servers = 0
-        self._installed: set[tuple[str, int]] = set()  # servers, with their incarnation, that have our loader
-        self._serve_seconds = self._memory_seconds = self._proof_seconds = 0.0  # of the last update
+        self._records: dict[tuple[str, int], _Record] = {}  # by server and incarnation
+        self._serve_seconds = 0.0  # of the last update
+        self._parts: defaultdict[str, float] = defaultdict(float)
 
     @property
     def keeps_snapshot(self) -> bool:
@@ -71,7 +84,8 @@ class WeightUpdater:
         self, version: int, servers: Sequence[SGLangClient], buckets: Iterable[Bucket] | BucketStream
     ) -> None:
         """Every server receives all buckets; `serve` must follow."""
-        started, self.loaded, self._memory_seconds = time.monotonic(), None, 0.0
+        started, self.loaded = time.monotonic(), None
+        self._parts.clear()
         failed: Errors = {s.name: EngineError(s.state.why or "it is being restarted") for s in servers if s.state.down}
         self._servers = len(servers)
         for server in servers:
@@ -79,7 +93,8 @@ class WeightUpdater:
                 server.state.withdrawn(f"the update to version {version} has not ended")
         async with BucketStream.of(buckets).open(self._transport.prepare, self._transport.release) as stream:
             up = [server for server in servers if server.name not in failed]
-            failed |= failures(await wait_all({s.name: self._prepare(s, version) for s in up}))
+            calls = {server.name: self._prepare(server, version) for server in up}
+            failed |= failures(await wait_for_living(calls, up[0].config.control_timeout / 4 if up else 0.0))
             ready = [server for server in servers if server.name not in failed]
             prepared = time.monotonic() - started
             try:
@@ -100,7 +115,10 @@ class WeightUpdater:
         servers, failed = loaded.servers, dict(loaded.failed)
         failed |= await self._commit(version, [s for s in servers if s.name not in failed])
         self._first_errors = {name: str(error) for name, error in failed.items()}
-        again = [server for server in servers if server.name in failed and not server.state.down]
+        again = [s for s in servers if s.name in failed and not s.state.down and self.keeps_snapshot]
+        again = [s for s in again if not isinstance(failed[s.name], Unresponsive)]
+        for server in again:
+            log.warning("weight version %d, given from the snapshot: %s", version, failed[server.name])
         results = await wait_all({server.name: self.from_snapshot(version, server) for server in again})
         for server in again:
             if isinstance(error := results[server.name], BaseException):
@@ -124,17 +142,21 @@ class WeightUpdater:
             raise WeightUpdateError(f"no server took weight version {version}: {causes}")
         served_by = tuple(server.name for server in servers if server.name not in failed)
         proof = f"version {version} acknowledged by {len(served_by)} of {len(servers)}"
-        if self._config.proof == "checksum" and self._checksums is not None:
-            proof += f", with the same checksums of {len(self._checksums[2])} tensors"
-        elif self._agreed is not None:
-            proof += f", which agree on the log-prob of a fixed text: {float(self._agreed[1].sum()):.4f}"
+        gaps = [self._record(s).unproven for s in servers if s.name in served_by]
+        if proven := [len(unproven) for unproven in gaps if unproven is not None]:
+            tensors = len(loaded.transfer.checksums)
+            proof += f", {len(proven)} with the checksums of {tensors - max(proven)} of {tensors} tensors"
+        if agreement := self._probes.describe(version):
+            proof += f", which {agreement}"
         # What the trainer does between `load` and `serve`, such as offloading its weights, is not part of the update.
         seconds, transfer = loaded.seconds + self._serve_seconds, loaded.transfer
+        proving = self._parts["checksums"] + self._parts["probe"]
         parts = {
             "pause": loaded.prepare_seconds, "transfer": loaded.seconds - loaded.prepare_seconds,
-            "labels": self._serve_seconds - self._proof_seconds, "proof": self._proof_seconds,
-            "memory": self._memory_seconds,
+            "labels": self._serve_seconds - proving, "proof": proving,
         }  # fmt: skip
+        parts |= {name: self._parts[name] for name in ("checksums", "probe", "flush", "end", "memory")}
+        parts |= transfer.seconds
         return WeightReport(version, served_by, failed, transfer.tensors, transfer.bytes, seconds, proof, parts)
 
     def _reason(self, server: SGLangClient) -> str:
@@ -160,90 +182,121 @@ class WeightUpdater:
         capabilities = await server.capabilities()
         await server.pause(self._config.pause_mode)
         await all_of(self._resume_memory(server, "weights"), server.set_version_label(updating_label(version)))
-        if capabilities.bracketed_updates:
-            if brackets and self._brackets:
-                await server.begin_update(self._config.timeout)
-            else:
-                await server.close_update_session(self._config.timeout)
-        member = (server.name, server.incarnation)
-        if brackets and self._brackets and self._config.pack_experts and member not in self._installed:
-            await server.install_expert_loader(self._config.timeout)
-            self._installed.add(member)
+        in_session = brackets and self._brackets
+        loaders = self._missing_loaders(server, capabilities, in_session)
+        if capabilities.bracketed_updates and (in_session or loaders):
+            await server.begin_update(self._config.timeout)  # also closes one that an earlier update left open
+        for loader in loaders:
+            await server.call_loader(loader, self._config.timeout)
+        self._record(server).installed |= {*loaders}
+        self._record(server).differed = False
+        if capabilities.bracketed_updates and not in_session:
+            await server.close_update_session(self._config.timeout)
+
+    def _missing_loaders(self, server: SGLangClient, capabilities: Capabilities, in_session: bool) -> list[str]:
+        """Our modules that the server needs. Checksums come first: packed experts must pass through the loader that
+        records where tensors go."""
+        record, (install, record_again) = self._record(server), CHECKSUM_LOADERS
+        checks = self._config.proof == "checksum" and capabilities.checksums
+        loaders = [install] if checks else []
+        loaders += [EXPERT_LOADER] if in_session and self._config.pack_experts else []
+        missing = [loader for loader in loaders if loader not in record.installed]
+        return [record_again, *missing] if checks and record.differed else missing
 
     async def _resume_memory(self, server: SGLangClient, tag: str) -> bool:
-        started = time.monotonic()
-        was_released = await server.resume_memory(tag)
-        self._memory_seconds += (time.monotonic() - started) / max(1, self._servers)  # servers do this in parallel
-        return was_released
+        with self._timed("memory"):
+            return await server.resume_memory(tag)
 
     async def _commit(self, version: int, servers: Sequence[SGLangClient], brackets: bool = True) -> Errors:
-        """Labels and proves the version on each server; returns the errors of those that failed."""
+        """Proves and labels the version on each server; returns the errors of those that failed."""
         failed = failures(await wait_all({s.name: self._finish(s, version, brackets) for s in servers}))
-        started = time.monotonic()
         labelled = [server for server in servers if server.name not in failed]
-        by_checksum = self._config.proof == "checksum" and all(
-            [(await server.capabilities()).checksums for server in labelled]
-        )
-        results = await wait_all({s.name: self._evidence(s, version, by_checksum) for s in labelled})
-        failed |= self._compare_checksums(version, {n: r for n, r in results.items() if isinstance(r, dict)})
-        failed |= self._compare_probes(version, {n: r for n, r in results.items() if isinstance(r, np.ndarray)})
-        self._proof_seconds = time.monotonic() - started
-        return failed | failures(results)
+        results = await wait_all({s.name: self._evidence(s, version) for s in labelled})
+        failed |= failures(results)
+        probes = {name: found for name, found in results.items() if isinstance(found, np.ndarray)}
+        wrong = self._probes.compare(version, probes)
+        return failed | {name: EngineError(f"server {name}: {what}") for name, what in wrong.items()}
 
-    async def _evidence(
-        self, server: SGLangClient, version: int, by_checksum: bool
-    ) -> dict[str, str] | LogProbs | None:
-        """What is compared between servers, of one that reports the version."""
-        label = server.version_label()
-        if by_checksum:
-            found, evidence = await all_of(label, server.checksums())
-        elif self._config.proof == "version":
-            found, evidence = await label, None
-        else:
-            found, evidence = await all_of(label, server.logprobs_of(PROBE))
+    async def _prove(self, server: SGLangClient, version: int) -> None:
+        """Compares the server's memory with what was sent."""
+        record, last = self._record(server), self._last
+        record.unproven = None
+        if self._config.proof != "checksum" or last is None or last.version != version:
+            return
+        sent = last.transfer.checksums
+        if len(sent) != last.transfer.tensors:  # a sender has failed
+            return
+        if not (await server.capabilities()).checksums:
+            if not record.warned:
+                record.warned = True
+                log.warning(
+                    "server %s cannot prove its weights (rollout.weights.proof: checksum): start it with "
+                    "--custom-weight-loader %s, with our in_server folder in its PYTHONPATH",
+                    server.name, " ".join(CHECKSUM_LOADERS),
+                )  # fmt: skip
+            return
+        with self._timed("checksums"):
+            found = compare(sent, await server.checksums())
+        if found.differing:
+            record.differed = True
+            raise EngineError(f"server {server.name}: {found}")
+        record.unproven = found.unproven
+
+    async def _evidence(self, server: SGLangClient, version: int) -> LogProbs | None:
+        """The log-probs of the probe, where the checksums are not enough, of a server that reports the version."""
+        record = self._record(server)
+        with self._timed("probe"):
+            if self._config.proof == "version" or (record.unproven == () and record.probed):
+                found, probe = await server.version_label(), None
+            elif not record.probed:
+                found, alone = await all_of(server.version_label(), server.logprobs_of(PROBE))
+                probe = self._probes.measured([alone, *await all_of(*(server.logprobs_of(PROBE) for _ in range(3)))])
+            else:
+                found, probe = await all_of(server.version_label(), server.logprobs_of(PROBE))
         if found != str(version):
             raise EngineError(f"server {server.name}: it reports weight version {found!r}, expected {version}")
-        return evidence
+        record.probed = True
+        return probe
 
-    def _compare_checksums(self, version: int, found: dict[str, dict[str, str]]) -> Errors:
-        """All servers of a run have the same layout, so each tensor must have the same checksum everywhere."""
-        failed: Errors = {}
-        for name, checksums in found.items():
-            if self._checksums is None or self._checksums[0] != version:
-                self._checksums = (version, name, checksums)
-            _, other, expected = self._checksums
-            differing = [key for key in expected if checksums.get(key) != expected[key]]
-            if differing or len(checksums) != len(expected):
-                message = f"server {name}: {len(differing)} tensors differ from those of {other}: {differing[:3]}"
-                failed[name] = EngineError(message)
-        return failed
+    def _record(self, server: SGLangClient) -> _Record:
+        return self._records.setdefault((server.name, server.incarnation), _Record())
 
-    def _compare_probes(self, version: int, probes: dict[str, LogProbs]) -> Errors:
-        """Servers must agree on a fixed text with the median server of this version, also those that join later."""
-        if self._agreed is None or self._agreed[0] != version:
-            self._agreed = (version, np.median(np.stack(list(probes.values())), axis=0)) if probes else None
-        if self._agreed is None:
-            return {}
-        gaps = {name: float(np.abs(values - self._agreed[1]).max()) for name, values in probes.items()}
-        return {
-            name: EngineError(f"server {name}: its log-probs of a fixed text differ from the others' by {gap:.3f}")
-            for name, gap in gaps.items()
-            if gap > PROBE_TOLERANCE
-        }
+    @contextlib.contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        """Adds to a part of the report. Servers do the same at the same time, so each counts its share."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self._parts[part] += (time.monotonic() - started) / max(1, self._servers)
 
     async def _finish(self, server: SGLangClient, version: int, brackets: bool) -> None:
-        label = await server.version_label()
-        if not is_updating_label(label, version):
+        # Before the session ends: what SGLang then makes of quantised weights is not what was sent.
+        found = await wait_all({"label": server.version_label(), "proof": self._prove(server, version)})
+        label = found["label"]
+        if isinstance(label, str) and not is_updating_label(label, version):
             raise EngineError(f"server {server.name}: its label is {label!r} after the transfer; it has restarted")
-        capabilities = await server.capabilities()
-        if brackets and capabilities.bracketed_updates and self._brackets:
-            await server.end_update(self._config.timeout)
-        await all_of(self._resume_cache(server), server.set_version_label(str(version)))
+        for error in failures(found).values():
+            raise error
+        await all_of(self._end_update(server, brackets and self._brackets), server.set_version_label(str(version)))
         # Tensors of a checkpoint in bf16 are copied to their place: nothing worth freeing remains.
-        await server.resume(empty_cache=self._config.quantization != "none")
+        await server.resume(empty_cache=server.config.share_gpus and self._config.quantization != "none")
 
-    async def _resume_cache(self, server: SGLangClient) -> None:
+    async def _end_update(self, server: SGLangClient, in_session: bool) -> None:
         """The KV cache has its memory and is empty. A trainer on the same GPU has offloaded its weights by now."""
+        capabilities = await server.capabilities()
         was_released = await self._resume_memory(server, "kv_cache")
         if self._config.flushes_cache and not was_released:  # releasing it has emptied it
+            with self._timed("flush"):
+                await self._flush(server, in_session and capabilities.checksums)
+        if in_session and capabilities.bracketed_updates:
+            with self._timed("end"):
+                await server.end_update(self._config.timeout)
+
+    async def _flush(self, server: SGLangClient, in_session: bool) -> None:
+        """Empties the KV cache. /flush_cache would also free torch's cached memory, into which a server receives
+        weights over NCCL, in a block for each tensor: 0.7 s for 3.5 GB on an H200."""
+        if in_session and self._config.pause_mode == "abort" and self._config.proof == "checksum":
+            await server.call_loader(CHECKSUM_LOADERS[0], self._config.timeout, flush=True)
+        else:
             await server.flush_cache()

@@ -45,8 +45,8 @@ class HeadRequest:
     chunk_tokens: int = 2048
     loss: ChunkLoss | None = None  # set: one pass
     # One pass: where the weight's gradient goes. "returned": to autograd. "added": into the weight's fp32 main_grad.
-    # "added-shared": the same, for a weight that the embedding of this stage shares.
-    weight_gradient: Literal["returned", "added", "added-shared"] = "returned"
+    # "added-shared": the same, for a weight that the embedding of this stage shares. "none": the weight is frozen.
+    weight_gradient: Literal["returned", "added", "added-shared", "none"] = "returned"
 
 
 def output_processor(
@@ -172,18 +172,19 @@ class _TwoPass(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
         hidden, weight, log_sum, entropy = ctx.saved_tensors
         shard: _Shard = ctx.shard
         buffer, grad_hidden = shard.buffer(hidden), torch.empty_like(hidden)
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        grad_weight = _zeros(weight) if ctx.needs_input_grad[1] else None
         for chunk in shard.chunks(hidden.shape[0]):
             logits = torch.mm(hidden[chunk], weight.t(), out=buffer[: chunk.stop - chunk.start])
             here = (grads[0][chunk], grads[1][chunk])
             shard.gradient(logits, chunk, (log_sum[chunk], entropy[chunk]), here)
             torch.mm(logits, weight, out=grad_hidden[chunk])
-            add_product(grad_weight, logits, hidden[chunk])
-        return grad_hidden, grad_weight.to(weight.dtype), None
+            if grad_weight is not None:
+                add_product(grad_weight, logits, hidden[chunk])
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None
 
 
 class _OnePass(torch.autograd.Function):
@@ -194,7 +195,8 @@ class _OnePass(torch.autograd.Function):
         buffer, grad_hidden = shard.buffer(hidden), torch.empty_like(hidden)
         ctx.weight_gradient = request.weight_gradient
         returned = request.weight_gradient == "returned"
-        accumulator = _zeros(weight) if returned else weight.main_grad  # type: ignore[attr-defined]
+        frozen = request.weight_gradient == "none"
+        accumulator = _zeros(weight) if returned else None if frozen else weight.main_grad  # type: ignore[attr-defined]
         for chunk in shard.chunks(hidden.shape[0]):
             logits = torch.mm(hidden[chunk], weight.t(), out=buffer[: chunk.stop - chunk.start])
             logprobs, entropy, log_sum = shard.score(logits, chunk)
@@ -202,7 +204,8 @@ class _OnePass(torch.autograd.Function):
             total += loss
             shard.gradient(logits, chunk, (log_sum, entropy), grads)
             torch.mm(logits, weight, out=grad_hidden[chunk])
-            add_product(accumulator, logits, hidden[chunk])
+            if accumulator is not None:
+                add_product(accumulator, logits, hidden[chunk])
         ctx.save_for_backward(grad_hidden, accumulator if returned else weight)
         ctx.weight_dtype = weight.dtype
         return total
@@ -212,6 +215,8 @@ class _OnePass(torch.autograd.Function):
         grad_hidden, kept = ctx.saved_tensors
         if ctx.weight_gradient == "returned":
             return grad_hidden * grads[0], (kept * grads[0]).to(ctx.weight_dtype), None, None
+        if ctx.weight_gradient == "none":
+            return grad_hidden * grads[0], None, None, None
         _require_unscaled(grads[0])
         if ctx.weight_gradient == "added-shared":  # the embedding's gradient will trigger Megatron's hooks
             return grad_hidden * grads[0], None, None, None

@@ -103,9 +103,23 @@ def megatron_refuses(what: str) -> Iterator[None]:
 # ---- what this machine can run ----
 
 
+_use_torch_layers = False
+
+
+@contextlib.contextmanager
+def torch_layers() -> Iterator[None]:
+    """Models that are built meanwhile have our layers, even where Transformer Engine is installed."""
+    global _use_torch_layers
+    before, _use_torch_layers = _use_torch_layers, True
+    try:
+        yield
+    finally:
+        _use_torch_layers = before
+
+
 def has_transformer_engine() -> bool:
     """Transformer Engine is used on CUDA where it is installed. A broken installation is an error, not a fallback."""
-    if cpu.needed() or importlib.util.find_spec("transformer_engine") is None:
+    if _use_torch_layers or cpu.needed() or importlib.util.find_spec("transformer_engine") is None:
         return False
     import transformer_engine.pytorch  # noqa: F401
 
@@ -236,8 +250,8 @@ def transformer_config(shape: ModelShape, policy: PolicyConfig) -> TransformerCo
         **_recompute_options(policy),
         **_fp8_options(policy),
     }
-    if te and shape.yarn:
-        options["softmax_scale"] = _yarn_softmax_scale(shape)
+    if te and shape.rope_scaling:
+        options["softmax_scale"] = _scaled_softmax(shape, shape.rope_scaling.attention_factor)
     if shape.is_moe:
         options |= _moe_options(shape, policy, te)
     if shape.linear:  # checkpoints then have one tensor per layer
@@ -246,16 +260,15 @@ def transformer_config(shape: ModelShape, policy: PolicyConfig) -> TransformerCo
         return TransformerConfig(**(options | passed_on("model", policy)))
 
 
-def _yarn_softmax_scale(shape: ModelShape) -> float:
+def _scaled_softmax(shape: ModelShape, factor: float) -> float:
     """Transformer Engine's rotation cannot scale, so the scores are scaled: the same if every channel is rotated."""
-    assert shape.yarn
-    if shape.rotated < shape.head_dim and shape.yarn.attention_factor != 1:
+    if shape.rotated < shape.head_dim and factor != 1:
         raise ConfigError(
-            f"YaRN with an attention factor of {shape.yarn.attention_factor:.3g} on {shape.rotated} of "
+            f"YaRN with an attention factor of {factor:.3g} on {shape.rotated} of "
             f"{shape.head_dim} channels of a head is not supported with Transformer Engine; remove rope_scaling from "
             "config.json, or set attention_factor to 1 in it (also for the engine)"
         )
-    return shape.yarn.attention_factor**2 / math.sqrt(shape.head_dim)
+    return factor**2 / math.sqrt(shape.head_dim)
 
 
 def uses_gradient_fusion(policy: PolicyConfig, te: bool) -> bool:

@@ -346,6 +346,12 @@ PATCHES = (
         "server", _in_server, lambda: True,
     ),
     Patch(
+        "SGLang: load_weights of the served model, WeightChecker.handle",
+        "records where tensors are loaded to, and answers with checksums of what was sent (engines/sglang/in_server, "
+        "through the same option)",
+        "server", _in_server, lambda: True,
+    ),
+    Patch(
         "SGLang on a CPU: the packages sgl_kernel and torchvision, multiprocessing.set_start_method",
         "both packages are published for CUDA only; processes are forked, which takes a third of the CPU time "
         "(engines/sglang/cpu_stubs)",

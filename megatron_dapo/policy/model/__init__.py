@@ -1,6 +1,7 @@
 """Qwen models on Megatron-Core.
 
 - `gpt`               `PolicyModel`, from a HF shape and a layout
+- `lora`              adapters on the linear layers of a frozen model
 - `local_spec`        layers without Transformer Engine: RMSNorm, rotary embedding and attention in torch
 - `rotary_triton`     the rotary embedding as a Triton kernel
 - `gated_delta_net`   the linear-attention layer of Qwen3-Next and Qwen3.5; `delta_rule`: its recurrence, packed

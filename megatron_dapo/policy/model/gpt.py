@@ -1,4 +1,4 @@
-"""Builds this rank's chunks of a Qwen model on Megatron-Core, from a HF shape and a layout.
+"""Builds this rank's chunks of a model on Megatron-Core, from a HF shape and a layout.
 
 Layers are Transformer Engine's where it is installed, else ours (`local_spec`); parameters and results are the same.
 `PolicyModel` adds one thing to GPTModel: with a `HeadRequest` its hidden states go to our output layer (`head/`)
@@ -38,6 +38,11 @@ class PolicyModel(GPTModel):
     `forward(…, head=HeadRequest)` returns [2, tokens]: log-probs and entropies. Without `head` it is GPTModel.
     """
 
+    @property
+    def trains_adapters(self) -> bool:
+        """Whether LoRA has added `adapters` to this chunk."""
+        return "adapters" in self._modules
+
     def forward(self, *args: Any, head: HeadRequest | None = None, **kwargs: Any) -> Tensor:
         self._head_request = head
         try:
@@ -63,7 +68,7 @@ class PolicyModel(GPTModel):
 def build_model(shape: ModelShape, policy: PolicyConfig, runtime: Runtime) -> list[PolicyModel]:
     """This rank's model chunks (one per virtual pipeline stage), randomly initialised, on the runtime's device."""
     check_model(policy, shape)
-    te = has_transformer_engine()
+    te = has_transformer_engine() and not policy.lora.rank  # its layers contain the norm: an adapter lacks its input
     check_hardware(policy, te)
     check_grouped_experts(shape, policy, te, megatron.core.__version__)
     config = transformer_config(shape, policy)
@@ -75,7 +80,7 @@ def build_model(shape: ModelShape, policy: PolicyConfig, runtime: Runtime) -> li
         with fusion_without_apex(te and config.gradient_accumulation_fusion):
             chunk = PolicyModel(
                 config,
-                _block_spec(config, vp_stage, shape),
+                _block_spec(config, vp_stage, shape, te),
                 vocab_size=padded_vocab(shape.vocab, policy.tensor_parallel),
                 max_sequence_length=shape.max_positions,
                 pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -90,8 +95,8 @@ def build_model(shape: ModelShape, policy: PolicyConfig, runtime: Runtime) -> li
             )
         if chunk.post_process:  # our head adds its gradient itself; plain cross-entropy leaves it to Megatron's DDP
             chunk.output_layer.gradient_accumulation_fusion = False
-        if te and shape.yarn:
-            chunk.rotary_pos_emb.inv_freq = inverse_frequencies(shape.rotated, shape.rope_theta, shape.yarn)
+        if te and shape.rope_scaling:
+            chunk.rotary_pos_emb.inv_freq = inverse_frequencies(shape.rotated, shape.rope_theta, shape.rope_scaling)
         if shape.is_moe:
             install_hooks(chunk)
             separate_expert_gradients(chunk, config)
@@ -127,15 +132,15 @@ def check_grouped_experts(shape: ModelShape, policy: PolicyConfig, te: bool, ver
         )
 
 
-def _block_spec(config: TransformerConfig, vp_stage: int | None, shape: ModelShape) -> Any:
-    if has_transformer_engine():
+def _block_spec(config: TransformerConfig, vp_stage: int | None, shape: ModelShape, te: bool) -> Any:
+    if te:
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     else:
         from megatron_dapo.policy.model.local_spec import local_block_spec
 
-        spec = local_block_spec(config, vp_stage, shape.rope_theta, shape.rotated, shape.yarn)
+        spec = local_block_spec(config, vp_stage, shape.rope_theta, shape.rotated, shape.rope_scaling)
     if shape.linear:
         use_gated_delta_net(spec, config, vp_stage, shape.linear)
     if shape.is_moe:

@@ -9,7 +9,7 @@ The model is built without position embedding, because the attention rotates. Me
 packed sequences in Python and reads their lengths from the device, twice in every layer; on a GPU that costs more than
 the attention itself. Here cosines and sines are computed once per micro-batch (`RotaryTable`), and one kernel rotates
 queries or keys. Channel i is rotated together with channel i + h/2 (Qwen's and Llama's convention), in fp32. YaRN
-changes the frequencies, and its attention factor multiplies cosines and sines, as in transformers.
+and Llama 3 change the frequencies; YaRN's attention factor multiplies cosines and sines, as in transformers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor
 
-from megatron_dapo.config.model import Yarn
+from megatron_dapo.config.model import RopeScaling, Yarn
 from megatron_dapo.policy.head.fused import has_triton
 
 
@@ -96,13 +96,13 @@ class CoreAttention(MegatronModule):
         *,
         rotary_base: float,
         rotary_dim: int,
-        yarn: Yarn | None = None,
+        rope_scaling: RopeScaling | None = None,
         **_: Any,
     ) -> None:
         super().__init__(config=config)
         self.rotary_base = rotary_base
         self.rotary_dim = rotary_dim
-        self.yarn = yarn
+        self.rope_scaling = rope_scaling
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.cp_group = groups.cp
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
@@ -139,7 +139,7 @@ class CoreAttention(MegatronModule):
         """A packed micro-batch gets its table in the first layer; the other layers reuse it."""
         table: RotaryTable | None = getattr(packed, "rotary_table", None)
         if table is None:
-            table = RotaryTable.of(self._positions(query, packed), self.rotary_dim, self.rotary_base, self.yarn)
+            table = RotaryTable.of(self._positions(query, packed), self.rotary_dim, self.rotary_base, self.rope_scaling)
             if packed is not None:
                 packed.rotary_table = table
         return table
@@ -186,7 +186,7 @@ def segment_lengths(packed: Any) -> list[int]:
 
 
 def local_block_spec(
-    config: Any, vp_stage: int | None, rotary_base: float, rotary_dim: int, yarn: Yarn | None = None
+    config: Any, vp_stage: int | None, rotary_base: float, rotary_dim: int, scaling: RopeScaling | None = None
 ) -> TransformerBlockSubmodules:
     """Megatron's local spec with our norm and attention in the layers, and our final norm. For a GPTModel with
     position_embedding_type "none"."""
@@ -205,7 +205,9 @@ def local_block_spec(
             name: key for name, key in layer.sharded_state_dict_keys_map.items() if "pre_mlp" not in name
         }
     attention = layer.self_attention.submodules
-    attention.core_attention = partial(CoreAttention, rotary_base=rotary_base, rotary_dim=rotary_dim, yarn=yarn)
+    attention.core_attention = partial(
+        CoreAttention, rotary_base=rotary_base, rotary_dim=rotary_dim, rope_scaling=scaling
+    )
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     layers = get_num_layers_to_build(config, vp_stage)
@@ -222,24 +224,28 @@ class RotaryTable(NamedTuple):
     sin: Tensor
 
     @classmethod
-    def of(cls, positions: Tensor, head_dim: int, base: float, yarn: Yarn | None = None) -> RotaryTable:
+    def of(cls, positions: Tensor, head_dim: int, base: float, scaling: RopeScaling | None = None) -> RotaryTable:
         """positions [tokens]: the index of each token in its own sequence."""
-        angles = torch.outer(positions.float(), inverse_frequencies(head_dim, base, yarn, positions.device))
-        scale = yarn.attention_factor if yarn else 1.0
+        angles = torch.outer(positions.float(), inverse_frequencies(head_dim, base, scaling, positions.device))
+        scale = scaling.attention_factor if scaling else 1.0
         return cls(angles.cos() * scale, angles.sin() * scale)
 
 
 def inverse_frequencies(
-    head_dim: int, base: float, yarn: Yarn | None = None, device: torch.device | None = None
+    head_dim: int, base: float, scaling: RopeScaling | None = None, device: torch.device | None = None
 ) -> Tensor:
     """Angle per position of each pair of channels, [head_dim / 2]."""
     channels = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32)
     periods = base ** (channels / head_dim)
-    if yarn is None:
+    if scaling is None:
         return 1.0 / periods
-    low, high = yarn.ramp(head_dim, base)
-    divided = ((channels / 2 - low) / (high - low)).clamp(0, 1)
-    return divided / (yarn.factor * periods) + (1 - divided) / periods
+    if isinstance(scaling, Yarn):
+        low, high = scaling.ramp(head_dim, base)
+        divided = ((channels / 2 - low) / (high - low)).clamp(0, 1)
+    else:
+        turns = scaling.original_positions / (2 * math.pi * periods)
+        divided = 1 - ((turns - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
+    return divided / (scaling.factor * periods) + (1 - divided) / periods
 
 
 def rotate(x: Tensor, table: RotaryTable) -> Tensor:

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 from megatron_dapo import fault_points
 from megatron_dapo.errors import UserError
 from megatron_dapo.rollout.generation import TurnRequest
-from megatron_dapo.types import ASSISTANT, FinishReason, LogProbs, Prompt, Sample, Tokens, TurnSpan, as_tokens
+from megatron_dapo.types import ASSISTANT, FinishReason, LogProbs, Prompt, Sample, Tokens, TurnSpan, as_tokens, score_of
 
 Message = Mapping[str, Any]
 Content = str | Sequence[int] | NDArray[Any]
@@ -73,6 +74,7 @@ class Conversation:
         self.prompt = prompt
         self.samples = samples
         self.generating = False
+        self.invalid_reward = ""
         self._extend = extend
         self._tokenizer = tokenizer
         self._max_response_tokens = max_response_tokens
@@ -144,7 +146,7 @@ class Conversation:
             self.append_messages(content)
         elif content is not None:
             self.append(content, role="user")  # type: ignore[arg-type]
-        self._write_messages()
+        self.write_messages()
         span = self._recorded(ASSISTANT)
         if span is None:
             span = await self._sample_turn(max_tokens, tuple(stop))
@@ -165,7 +167,7 @@ class Conversation:
             raise UserError(
                 "conversation.append(trained=True): only sampled tokens can be trained; appended ones have no log-probs"
             )
-        self._write_messages()
+        self.write_messages()
         self._append(self._encode(content), role)
 
     def append_messages(self, messages: Sequence[Message]) -> None:
@@ -177,10 +179,12 @@ class Conversation:
     ) -> None:
         """Starts another sample of this rollout, with `content` as its prompt; it gets the rollout's grade. Before the
         first turn, it replaces the prompt instead. `tools` are for the chat template."""
-        if _is_messages(content):
-            self._waiting = []
-            content = self._history.replace(content, tools)
-        self._start_sample(self._encode(content))  # type: ignore[arg-type]
+        with self._history.unless_refused():
+            if _is_messages(content):
+                self._waiting = []
+                content = self._history.replace(content, tools)
+            tokens = self._encode(content)  # type: ignore[arg-type]
+        self._start_sample(tokens)
 
     def reward(self, value: float, turn: int | None = None) -> None:
         """Adds an environment's reward for a generated turn (default: the last). Rewards are added to the score."""
@@ -188,7 +192,10 @@ class Conversation:
             raise UserError("conversation.reward: no turn has been generated")
         part, index = self._generated[-1 if turn is None else turn]
         span = self.samples[part].turns[index]
-        self.samples[part].turns[index] = replace(span, reward=(span.reward or 0.0) + float(value))
+        try:
+            self.samples[part].turns[index] = replace(span, reward=(span.reward or 0.0) + score_of(value))
+        except ValueError as error:  # NaN, infinite: it is not stored, and the rollout is ungraded
+            self.invalid_reward = f"reward of turn {index}: {error}"
 
     # ---- what the runner uses ----
 
@@ -247,17 +254,23 @@ class Conversation:
     def _encode(self, content: Content) -> Tokens:
         if isinstance(content, str):
             return as_tokens(self._tokenizer(content, add_special_tokens=False)["input_ids"])
-        return as_tokens(content)
+        tokens = as_tokens(content)
+        limit = len(self._tokenizer) if hasattr(self._tokenizer, "__len__") else np.iinfo(np.int32).max
+        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < limit:
+            raise UserError(f"token ids from {tokens.min()} to {tokens.max()}, but the vocabulary has {limit}")
+        return tokens
 
-    def _write_messages(self) -> None:
+    def write_messages(self) -> None:
+        """Writes the messages that were added. Those that template or tokenizer refuse are forgotten."""
         if not self._waiting:
             return
         new, self._waiting = self._waiting, []
-        text = self._history.add(new)
+        with self._history.unless_refused():
+            text = self._history.add(new)
+            tokens = self._encode(self._history.rendered() if text is None else text)
         if text is None:
-            self._start_sample(self._encode(self._history.rendered()))
+            self._start_sample(tokens)
             return
-        tokens = self._encode(text)
         before = self._sample.response_tokens[: self.length]
         if len(before) and len(tokens) and before[-1] == tokens[0] and self._sample.turns[self._turns - 1].generated:
             tokens = tokens[1:]  # the model has sampled the end of its turn itself
@@ -360,6 +373,16 @@ class ChatHistory:
         if tools is not None:
             self._tools = list(tools) or None
         return self.rendered()
+
+    @contextmanager
+    def unless_refused(self) -> Iterator[None]:
+        """After an error inside, the messages are those of before."""
+        before = self.messages, self._tools, self._checked
+        try:
+            yield
+        except Exception:
+            self.messages, self._tools, self._checked = before
+            raise
 
     def rendered(self) -> str:
         """All messages, and the start of the next response."""

@@ -101,6 +101,8 @@ def with_rewards(grade: Grade, conversation: Conversation) -> Grade:
     """The grade with the rewards of the turns added to its score: those of the function and those of the grader."""
     for turn, value in enumerate(grade.turns[: conversation.turns]):
         conversation.reward(value, turn)
+    if conversation.invalid_reward:
+        return Grade.invalid(conversation.invalid_reward)
     rewards = conversation.rewards
     return grade if rewards is None else replace(grade, score=grade.score + rewards)
 

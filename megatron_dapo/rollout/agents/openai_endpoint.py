@@ -56,20 +56,30 @@ class Rollout:
 
     async def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """The reply to one request."""
-        messages = [_plain(message) for message in _listed(body, "messages")]
-        if not messages:
-            raise BadRequest("messages is empty")
-        if body.get("n") not in (None, 1):
-            raise BadRequest("n must be 1: a rollout has one next turn")
         async with self.lock:  # a conversation generates one turn at a time
-            self._continue(messages, _listed(body, "tools"))
-            turn = await self.conversation.generate(
-                max_tokens=body.get("max_completion_tokens") or body.get("max_tokens"), stop=_stops(body)
-            )
-            message, reason = _message(turn, _stops(body), bool(self.tools), self.requests)
+            messages, limit, stops = self._take(body)
+            turn = await self.conversation.generate(max_tokens=limit, stop=stops)
+            message, reason = _message(turn, stops, bool(self.tools), self.requests)
             self.requests += 1
             self.known = [*messages, _plain(message)]
             return _reply(message, reason, turn, len(self.conversation.tokens))
+
+    def _take(self, body: Mapping[str, Any]) -> tuple[list[dict[str, Any]], int | None, list[str]]:
+        """Its messages, which are then part of the conversation, max_tokens and stop. A request that cannot be used
+        changes nothing: agents get a 400 and go on."""
+        try:
+            messages = [_plain(message) for message in _listed(body, "messages")]
+            if not messages:
+                raise BadRequest("messages is empty")
+            if body.get("n") not in (None, 1):
+                raise BadRequest("n must be 1: a rollout has one next turn")
+            limit, stops = _limit(body), _stops(body)
+            self._continue(messages, _listed(body, "tools"))
+            return messages, limit, stops
+        except (BadRequest, UserError):
+            raise
+        except Exception as error:  # also of the chat template and the tokenizer
+            raise BadRequest(f"the request cannot be used: {type(error).__name__}: {error}") from error
 
     def _continue(self, messages: list[dict[str, Any]], tools: list[Any]) -> None:
         same_tools = tools == self.tools
@@ -77,11 +87,12 @@ class Rollout:
             new = messages[len(self.known) :]
             if new:
                 self.conversation.append_messages(new)
+                self.conversation.write_messages()
                 return
         elif not self.requests and not tools and _same(messages, [_plain(m) for m in self.conversation.messages]):
             return  # the prompt itself
-        self.tools = tools
         self.conversation.new_sample(messages, tools)
+        self.tools = tools
 
 
 def _listed(body: Mapping[str, Any], name: str) -> list[Any]:
@@ -91,9 +102,19 @@ def _listed(body: Mapping[str, Any], name: str) -> list[Any]:
     return value
 
 
+def _limit(body: Mapping[str, Any]) -> int | None:
+    limit = body.get("max_completion_tokens") or body.get("max_tokens") or None
+    if limit is not None and (type(limit) is not int or limit < 1):
+        raise BadRequest("max_tokens must be a positive whole number")
+    return limit
+
+
 def _stops(body: Mapping[str, Any]) -> list[str]:
     stop = body.get("stop") or []
-    return [stop] if isinstance(stop, str) else [str(text) for text in stop]
+    stops = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stops, list) or not all(isinstance(text, str) and text for text in stops):
+        raise BadRequest("stop must be a text or a list of texts")
+    return stops
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -211,12 +232,16 @@ class OpenAIServer:
             return _error(400, "the rollout has failed")
         try:
             body = await request.json()
-            if not isinstance(body, dict):
-                raise BadRequest("expected an object")
+        except (ValueError, LookupError, RecursionError) as error:  # LookupError: of an unknown charset
+            return _error(400, f"the request is not JSON: {error}")
+        if not isinstance(body, dict):
+            return _error(400, "expected an object")
+        try:
             reply = await rollout.complete(body)
-        except (BadRequest, ValueError, UserError) as error:
-            if isinstance(error, UserError):
-                rollout.failure = error
+        except BadRequest as error:
+            return _error(400, str(error))
+        except UserError as error:
+            rollout.failure = error
             return _error(400, str(error))
         except asyncio.CancelledError:  # the client has gone away
             raise

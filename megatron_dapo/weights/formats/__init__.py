@@ -7,6 +7,7 @@
 - `small_files`        what a torch_dist checkpoint has beside its tensors: metadata, arguments, version, iteration
 - `legacy_reader`      one `model_optim_rng.pt` per model-parallel rank (`LegacyReader`)
 - `hf_writer`          shards and index of an HF directory (`HFWriter`)
+- `named_pickle`       pickles that name classes of torch, written without torch
 - `torch_zip`          the zip archive around one tensor in a `.distcp` file (`TensorArchive`)
 - `safe_pickle`        reads pickles without running code
 """

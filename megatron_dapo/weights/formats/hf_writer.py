@@ -8,12 +8,11 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 
-import torch
-
+from megatron_dapo.config.families.tensors import EMBEDDING
 from megatron_dapo.config.model import ModelShape
-from megatron_dapo.files import INDEX, SINGLE, safetensors_header
+from megatron_dapo.files import INDEX, SINGLE, Dtype, safetensors_header
 from megatron_dapo.weights.copy import OutputFile, RowRange, TensorWrite
-from megatron_dapo.weights.mapping import EMBEDDING, HEAD, ParameterMapping, stored_mappings
+from megatron_dapo.weights.mapping import HEAD, ParameterMapping, stored_mappings
 from megatron_dapo.weights.names import packed, packing_order
 
 MAX_SHARD = 5 * 10**9
@@ -21,10 +20,10 @@ MAX_SHARD = 5 * 10**9
 
 @dataclass(slots=True)
 class _Shard:
-    tensors: list[tuple[str, ParameterMapping, int, torch.dtype]] = field(default_factory=list)
+    tensors: list[tuple[str, ParameterMapping, int, Dtype]] = field(default_factory=list)
     nbytes: int = 0
 
-    def stored(self, pack: bool) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+    def stored(self, pack: bool) -> list[tuple[str, Dtype, tuple[int, ...]]]:
         """(name, dtype, shape), in the order of the file."""
         found = [(name, dtype, mapping.hf_shapes[source]) for name, mapping, source, dtype in self.tensors]
         return packed(found) if pack else found
@@ -36,7 +35,7 @@ class HFWriter:
     def __init__(
         self,
         shape: ModelShape,
-        dtypes: dict[str, torch.dtype],
+        dtypes: dict[str, Dtype],
         *,
         max_shard: int = MAX_SHARD,
         tied_head: bool = False,

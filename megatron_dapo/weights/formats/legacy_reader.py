@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_dapo.config.families.tensors import Split
 from megatron_dapo.config.model import ModelShape
-from megatron_dapo.files import StoredTensor
-from megatron_dapo.weights.formats.readers import Piece, PieceReader, TorchFile, check_cover, rows_of, torch_dtype
+from megatron_dapo.files import Dtype, StoredTensor
+from megatron_dapo.weights.formats.readers import Piece, PieceReader, TorchFile, check_cover, rows_of
 from megatron_dapo.weights.formats.safe_pickle import PickledObject
 from megatron_dapo.weights.locate import RANK_FILE, RANK_FOLDER
-from megatron_dapo.weights.mapping import ParameterMapping, Split, WeightsError, parameter_mappings
+from megatron_dapo.weights.mapping import ParameterMapping, WeightsError, parameter_mappings
 from megatron_dapo.weights.names import to_canonical
 
 _LAYER_NUMBER = re.compile(r"decoder\.layers\.(\d+)\.")
@@ -58,7 +59,7 @@ class LegacyReader(PieceReader):
             if name not in parts:
                 raise WeightsError(f"{self.path}: tensor {name} is missing; is a rank's folder missing?")
             self.pieces[name] = _pieces(mapping, parts[name], self.path)
-            self.dtypes[name] = torch_dtype(self.pieces[name][0].stored)
+            self.dtypes[name] = Dtype(self.pieces[name][0].stored.dtype)
 
 
 def _read_ranks(path: Path) -> list[_RankFile]:

@@ -14,13 +14,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from megatron_dapo.config.model import ModelShape
-from megatron_dapo.files import StoredTensor
+from megatron_dapo.files import Dtype, StoredTensor
 from megatron_dapo.weights.formats.legacy_reader import LegacyReader
 from megatron_dapo.weights.formats.readers import Piece, PieceReader, check_cover
 from megatron_dapo.weights.formats.safe_pickle import PickledObject, UnsafePickle, load_metadata
@@ -28,6 +25,9 @@ from megatron_dapo.weights.formats.torch_zip import BadArchive, read_archive
 from megatron_dapo.weights.locate import METADATA, Format, format_of, locate
 from megatron_dapo.weights.mapping import ParameterMapping, WeightsError, stored_mappings
 from megatron_dapo.weights.names import disk_aliases, disk_locations
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _NOT_WEIGHTS = re.compile(r"(^|\.)(optimizer|chained_\d+|rng_state|opt_param_scheduler)(\.|/|$)")
 
@@ -55,7 +55,7 @@ class DiskTensor:
     """A tensor as the metadata describes it."""
 
     key: str
-    dtype: torch.dtype
+    dtype: Dtype
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
 
@@ -158,7 +158,7 @@ class TorchDistReader(PieceReader):
             skip = skip * chunk.sizes[axis] + index[axis] - chunk.offsets[axis]
         offset = chunk.at + item.data_offset + skip * math.prod(inner) * item.dtype.itemsize
         row, column = chunk.offsets[depth], sum(chunk.offsets[depth + 1 :])
-        stored = StoredTensor(tensor.key, chunk.file, str(item.dtype).removeprefix("torch."), inner, offset)
+        stored = StoredTensor(tensor.key, chunk.file, item.dtype, inner, offset)
         return Piece(at + row, column, inner[0], math.prod(inner[1:]), stored)
 
 
@@ -191,7 +191,7 @@ def _disk_tensor(
 ) -> DiskTensor:
     dtype = value["properties"].state[0]
     chunks = [_chunk(path, key, c, storage, sizes) for c in value["chunks"]]
-    if not isinstance(dtype, torch.dtype):
+    if not isinstance(dtype, Dtype):
         raise UnsafePickle(f"{key} without a dtype")
     return DiskTensor(key, dtype, tuple(value["size"]), tuple(chunks))
 
@@ -225,7 +225,7 @@ def open_megatron(path: str | os.PathLike[str], shape: ModelShape) -> PieceReade
     return LegacyReader(folder, shape) if format_of(folder) is Format.LEGACY else TorchDistReader(folder, shape)
 
 
-class MegatronAsHF(Mapping[str, Tensor]):
+class MegatronAsHF(Mapping[str, "Tensor"]):
     """A Megatron checkpoint as HF-named tensors, for code that loads HF weights; assembled on access."""
 
     def __init__(self, path: str | os.PathLike[str], shape: ModelShape) -> None:
@@ -234,6 +234,8 @@ class MegatronAsHF(Mapping[str, Tensor]):
         self._mappings = {name: (m, source) for m in stored_mappings(shape) for source, name in enumerate(m.hf)}
 
     def __getitem__(self, name: str) -> Tensor:
+        import torch
+
         mapping, source = self._mappings[name]
         parts = [self._reader.rows(mapping.name, s.start, s.rows) for s in mapping.segments_of(source)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)

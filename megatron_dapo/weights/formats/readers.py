@@ -19,15 +19,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
+from megatron_dapo.config.model import ModelShape
 from megatron_dapo.files import (
     INDEX,
     ITEM_SIZES,
     DamagedFile,
+    Dtype,
     StoredTensor,
     is_packed,
     merge_tensors,
@@ -37,7 +36,12 @@ from megatron_dapo.files import (
 )
 from megatron_dapo.weights.formats.safe_pickle import UnsafePickle, load_torch_pickle, tensor_of
 from megatron_dapo.weights.formats.torch_zip import BadArchive, open_archive
-from megatron_dapo.weights.mapping import WeightsError
+from megatron_dapo.weights.mapping import HEAD, WeightsError
+from megatron_dapo.weights.names import SCALE
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
@@ -47,13 +51,17 @@ def map_file(path: Path) -> mmap.mmap:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
-def torch_dtype(stored: StoredTensor) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, stored.dtype)
+def torch_dtype(name: str) -> torch.dtype:
+    import torch
+
+    dtype: torch.dtype = getattr(torch, name)
     return dtype
 
 
 def _tensor_over(buffer: mmap.mmap, stored: StoredTensor, offset: int) -> Tensor:
-    count, dtype = math.prod(stored.shape), torch_dtype(stored)
+    import torch
+
+    count, dtype = math.prod(stored.shape), torch_dtype(stored.dtype)
     if count == 0:
         return torch.empty(stored.shape, dtype=dtype)
     return torch.frombuffer(buffer, dtype=dtype, count=count, offset=offset).view(stored.shape)
@@ -80,7 +88,7 @@ class CheckpointReader(ABC):
             os.close(descriptor)
 
     @abstractmethod
-    def dtype(self, name: str) -> torch.dtype: ...
+    def dtype(self, name: str) -> Dtype: ...
 
     @abstractmethod
     def rows(self, name: str, start: int, count: int) -> Tensor:
@@ -172,7 +180,7 @@ class TorchFile:
         begin, need = offset * dtype.itemsize, math.prod(shape) * dtype.itemsize
         if begin + need > size:
             raise DamagedFile(f"{self.path}: tensor {name}: holds {max(size, 0)} bytes of data, needs {begin + need}")
-        return StoredTensor(name, self.path, str(dtype).removeprefix("torch."), shape, at + begin)
+        return StoredTensor(name, self.path, dtype, shape, at + begin)
 
 
 def read_bin_file(path: Path) -> dict[str, StoredTensor]:
@@ -204,31 +212,58 @@ def read_hf_directory(path: Path) -> dict[str, StoredTensor]:
     return read_safetensors_directory(path)
 
 
-class HFReader(CheckpointReader, Mapping[str, Tensor]):
+class HFReader(CheckpointReader, Mapping[str, "Tensor"]):
     """A checked HF checkpoint: names to memory-mapped tensors. Experts have one name each, also where the file has all
-    of a layer in one tensor (`packed`)."""
+    of a layer in one tensor (`packed`). Matrices in fp8 (`quantised`) are read as bf16: multiplied by their scales in
+    fp32 and rounded, as transformers does."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(Path(path))
         stored = read_hf_directory(self.path)
         self.stored = unpacked(stored)
         self.packed = is_packed(stored)
+        self._fp8: dict[str, tuple[StoredTensor, StoredTensor]] = {}  # by name: the matrix and its scales
+        for scales in [name for name in self.stored if name.endswith(SCALE)]:
+            self._add_fp8(scales.removesuffix(SCALE), self.stored.pop(scales))
+        self.quantised = bool(self._fp8)
+
+    def _add_fp8(self, name: str, scales: StoredTensor) -> None:
+        from megatron_dapo.weights.fp8 import BLOCK, DTYPE, scale_shape
+
+        stored = self.stored.get(name)
+        if stored is None or stored.dtype != Dtype.of(DTYPE) or scales.shape != scale_shape(stored.shape):
+            found = "none" if stored is None else f"{stored.dtype} of shape {stored.shape}"
+            raise WeightsError(
+                f"{scales.file}: tensor {scales.name} of shape {scales.shape}: expected one scale for each block of "
+                f"{BLOCK} × {BLOCK} of a matrix {name} in {Dtype.of(DTYPE)}, found {found}"
+            )
+        self._fp8[name] = stored, scales
+        self.stored[name] = replace(stored, dtype="bfloat16")
+
+    def _dequantised(self, name: str, start: int, count: int) -> Tensor:
+        from megatron_dapo.weights.fp8 import dequantise
+
+        stored, scales = self._fp8[name]
+        return dequantise(self._view(rows_of(stored, start, count)), self._view(scales), start).bfloat16()
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._view(self.stored[name])
+        stored = self.stored[name]
+        return self._dequantised(name, 0, stored.shape[0]) if name in self._fp8 else self._view(stored)
 
-    def dtype(self, name: str) -> torch.dtype:
-        return torch_dtype(self.stored[name])
+    def dtype(self, name: str) -> Dtype:
+        return Dtype(self.stored[name].dtype)
 
     def rows(self, name: str, start: int, count: int) -> Tensor:
-        return self[name].narrow(0, start, count)
+        return self._dequantised(name, start, count) if name in self._fp8 else self[name].narrow(0, start, count)
 
     def read(self, name: str, start: int, count: int) -> Tensor:
+        if name in self._fp8:
+            return self._dequantised(name, start, count)
         return self._read(rows_of(self.stored[name], start, count))
 
     def spans(self, name: str, start: int, count: int) -> Iterator[tuple[int, StoredTensor | None]]:
         if count:
-            yield count, rows_of(self.stored[name], start, count)
+            yield count, None if name in self._fp8 else rows_of(self.stored[name], start, count)
 
     def files(self) -> list[Path]:
         return sorted({stored.file for stored in self.stored.values()})
@@ -241,6 +276,25 @@ class HFReader(CheckpointReader, Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self.stored)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.stored
+
+
+def check_tied_head(weights: Mapping[str, Tensor], shape: ModelShape) -> None:
+    """A tied model may store a head, but only a copy of the embedding: transformers would use another one."""
+    if not shape.tied_embeddings or HEAD not in weights:
+        return
+    import torch
+
+    head, embedding = weights[HEAD], weights[f"{shape.prefix}embed_tokens.weight"]
+    same = head.shape == embedding.shape and head.dtype == embedding.dtype
+    if not same or not all(torch.equal(a, b) for a, b in zip(head.split(1024), embedding.split(1024), strict=True)):
+        where = weights.where(HEAD) if isinstance(weights, HFReader) else f"tensor {HEAD}"
+        raise WeightsError(
+            f"{where} differs from the embedding, but config.json has tie_word_embeddings; set it to false if the "
+            "model has its own head"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,16 +314,18 @@ class PieceReader(CheckpointReader):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.pieces: dict[str, list[Piece]] = {}
-        self.dtypes: dict[str, torch.dtype] = {}
+        self.dtypes: dict[str, Dtype] = {}
 
-    def dtype(self, name: str) -> torch.dtype:
+    def dtype(self, name: str) -> Dtype:
         return self.dtypes[name]
 
     def rows(self, name: str, start: int, count: int) -> Tensor:
         if (piece := self._holding(name, start, count)) is not None:
             return self._view(piece.stored).narrow(0, start - piece.row, count)
+        import torch
+
         found, width = self._overlapping(name, start, count), self._columns(name)
-        out = torch.empty((count, width), dtype=self.dtypes[name])
+        out = torch.empty((count, width), dtype=torch_dtype(self.dtypes[name]))
         for p in found:
             low, high = max(start, p.row), min(start + count, p.row + p.rows)
             part = self._view(p.stored).reshape(p.rows, p.columns).narrow(0, low - p.row, high - low)

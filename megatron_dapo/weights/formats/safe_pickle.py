@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-import torch
+from megatron_dapo.files import ITEM_SIZES, Dtype
 
 
 class UnsafePickle(ValueError):
@@ -61,15 +61,11 @@ _STAND_INS: dict[tuple[str, str], Any] = {
     }.items()
     for name in names.split()
 }
-_DTYPES = {
-    ("torch", str(dtype).removeprefix("torch.")): dtype
-    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
-                  torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2)
-}  # fmt: skip
+_DTYPES = {("torch", name): Dtype(name) for name in ITEM_SIZES}
 STORAGES = {
-    torch.float64: "DoubleStorage", torch.float32: "FloatStorage", torch.float16: "HalfStorage",
-    torch.bfloat16: "BFloat16Storage", torch.int64: "LongStorage", torch.int32: "IntStorage",
-    torch.int16: "ShortStorage", torch.int8: "CharStorage", torch.uint8: "ByteStorage", torch.bool: "BoolStorage",
+    "float64": "DoubleStorage", "float32": "FloatStorage", "float16": "HalfStorage", "bfloat16": "BFloat16Storage",
+    "int64": "LongStorage", "int32": "IntStorage", "int16": "ShortStorage", "int8": "CharStorage",
+    "uint8": "ByteStorage", "bool": "BoolStorage",
 }  # fmt: skip
 
 
@@ -154,7 +150,7 @@ class _TreeUnpickler(_Unpickler):
 
     def __init__(self, data: bytes, *, opaque: bool) -> None:
         allowed = {
-            **_PLAIN, **_DTYPES, **{("torch", name): dtype for dtype, name in STORAGES.items()},
+            **_PLAIN, **_DTYPES, **{("torch", name): Dtype(dtype) for dtype, name in STORAGES.items()},
             ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
             ("torch._utils", "_rebuild_parameter"): lambda tensor, *rest: tensor,
             ("torch._utils", "_rebuild_parameter_with_state"): lambda tensor, *rest: tensor,
@@ -177,14 +173,14 @@ def load_torch_pickle(data: bytes, *, opaque: bool = False) -> Any:
     return _load(_TreeUnpickler(data, opaque=opaque))
 
 
-def tensor_of(found: Any) -> tuple[torch.dtype, tuple[int, ...], str, int] | None:
+def tensor_of(found: Any) -> tuple[Dtype, tuple[int, ...], str, int] | None:
     """(dtype, shape, storage key, offset in elements) if `found` is a tensor; it must be contiguous."""
     if not isinstance(found, PickledObject) or len(found.args) != 4 or isinstance(found, Opaque):
         return None
     return _contiguous(*found.args)
 
 
-def load_tensor_pickle(data: bytes) -> tuple[torch.dtype, tuple[int, ...], str, int]:
+def load_tensor_pickle(data: bytes) -> tuple[Dtype, tuple[int, ...], str, int]:
     """(dtype, shape, storage key, offset in elements) of the one contiguous tensor that a `data.pkl` describes."""
     found = tensor_of(load_torch_pickle(data))
     if found is None:
@@ -194,10 +190,10 @@ def load_tensor_pickle(data: bytes) -> tuple[torch.dtype, tuple[int, ...], str, 
 
 def _contiguous(
     storage: Any, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]
-) -> tuple[torch.dtype, tuple[int, ...], str, int]:
+) -> tuple[Dtype, tuple[int, ...], str, int]:
     contiguous = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
     if any(have != want for have, want, n in zip(stride, contiguous, shape, strict=True) if n > 1) or offset < 0:
         raise UnsafePickle(f"a tensor of shape {shape} with strides {stride} is not contiguous")
-    if len(storage) < 5 or storage[0] != "storage" or not isinstance(storage[1], torch.dtype):
+    if len(storage) < 5 or storage[0] != "storage" or not isinstance(storage[1], Dtype):
         raise UnsafePickle("an unknown kind of storage")
     return storage[1], shape, str(storage[2]), offset

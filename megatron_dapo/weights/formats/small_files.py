@@ -11,15 +11,14 @@ import argparse
 import io
 import json
 import math
-import pickle
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from megatron_dapo.config.model import ModelShape
 from megatron_dapo.errors import CheckpointError
+from megatron_dapo.files import Dtype
+from megatron_dapo.weights.formats.named_pickle import Maker, Name
 from megatron_dapo.weights.locate import CONFIG, METADATA
 
 VERSION = 3.0
@@ -78,49 +77,67 @@ class Stored:
     file: str
     offset: int
     length: int
-    dtype: torch.dtype | None = None
+    dtype: Any = None  # a torch dtype or its name
     shape: tuple[int, ...] = ()  # of the whole tensor
     offsets: tuple[int, ...] = ()
     sizes: tuple[int, ...] = ()
 
 
+_META = "torch.distributed.checkpoint.metadata"
+_INDEX, _WHOLE = Name(_META, "MetadataIndex"), Name(_META, "Metadata")
+_TENSOR, _BYTES = Name(_META, "TensorStorageMetadata"), Name(_META, "BytesStorageMetadata")
+_CHUNK, _PROPERTIES = Name(_META, "ChunkStorageMetadata"), Name(_META, "TensorProperties")
+_STORED, _SIZE = Name("torch.distributed.checkpoint.filesystem", "_StorageInfo"), Name("torch", "Size")
+_LAYOUT, _FORMAT = Name("torch.serialization", "_get_layout"), Name(_META, "_MEM_FORMAT_ENCODING")
+
+
 def torch_dist_metadata(stored: Iterable[Stored]) -> bytes:
     """The content of `.metadata`. Every element of every tensor must be stored, and none twice."""
-    # Imported here because it takes a second of CPU time and 47 MB, and reading checkpoints does not need it.
-    from torch.distributed.checkpoint import metadata as dcp
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-
+    make = Maker(_META)
     described: dict[str, Any] = {}
     storage: dict[Any, Any] = {}
-    elements: dict[str, int] = {}
+    chunks: dict[str, list[Any]] = {}
+    elements: dict[str, list[int]] = {}  # of the tensor, and how many of them are stored
+    seen: set[Any] = set()
     for item in stored:
-        position = dcp.MetadataIndex(item.key, None if item.dtype is None else torch.Size(item.offsets))
-        if position in storage:
+        if (item.key, item.offsets) in seen:
             raise CheckpointError(f"{item.key} at {item.offsets} would be written twice: by two ranks, or one twice")
-        storage[position] = _StorageInfo(item.file, item.offset, item.length)
+        seen.add((item.key, item.offsets))
+        offset = None if item.dtype is None else make.call(_SIZE, tuple(item.offsets))
+        position = make.instance(_INDEX, {"fqn": item.key, "index": None, "offset": offset})
+        place = {"relative_path": item.file, "offset": item.offset, "length": item.length}
+        storage[position] = make.instance(_STORED, place)
         if item.dtype is None:
-            described[item.key] = dcp.BytesStorageMetadata()
+            described[item.key] = make.instance(_BYTES)
             continue
         if item.key not in described:
-            properties = dcp.TensorProperties(dtype=item.dtype)
-            described[item.key] = dcp.TensorStorageMetadata(properties, torch.Size(item.shape), [])
-        chunk = dcp.ChunkStorageMetadata(offsets=torch.Size(item.offsets), sizes=torch.Size(item.sizes))
-        described[item.key].chunks.append(chunk)
-        elements[item.key] = elements.get(item.key, 0) + math.prod(item.sizes)
-    for key, count in elements.items():
-        if count != math.prod(described[key].size):
-            raise CheckpointError(f"{key} has {math.prod(described[key].size)} elements, {count} would be written")
-    return pickle.dumps(dcp.Metadata(state_dict_metadata=described, storage_data=storage))
+            layout, contiguous = make.call(_LAYOUT, "torch.strided"), make.call(_FORMAT, 0)
+            dtype = make.name(Name("torch", Dtype.of(item.dtype)))
+            properties = make.instance(_PROPERTIES, (dtype, layout, False, contiguous, False))
+            chunks[item.key], elements[item.key] = [], [math.prod(item.shape), 0]
+            state = {"properties": properties, "size": make.call(_SIZE, tuple(item.shape)), "chunks": chunks[item.key]}
+            described[item.key] = make.instance(_TENSOR, state)
+        sizes = make.call(_SIZE, tuple(item.sizes))
+        chunks[item.key].append(make.instance(_CHUNK, {"offsets": offset, "sizes": sizes}))
+        elements[item.key][1] += math.prod(item.sizes)
+    for key, (count, written) in elements.items():
+        if count != written:
+            raise CheckpointError(f"{key} has {count} elements, {written} would be written")
+    whole = {"state_dict_metadata": described, "planner_data": None, "storage_data": storage}
+    return make.dump(make.instance(_WHOLE, whole | {"storage_meta": None, "version": None}))
 
 
-def description_files(metadata: bytes, common: dict[str, Any]) -> dict[str, bytes]:
+def description_files(metadata: bytes, common: bytes) -> dict[str, bytes]:
     """The small files of a checkpoint; `metadata.json`, which Megatron looks for first, comes last."""
     config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     config |= {"common_backend": "torch", "common_backend_version": 1}
-    return {METADATA: metadata, "common.pt": saved_object(common), CONFIG: json.dumps(config).encode()}
+    return {METADATA: metadata, "common.pt": common, CONFIG: json.dumps(config).encode()}
 
 
 def saved_object(value: Any) -> bytes:
+    """By torch, because it may have tensors."""
+    import torch
+
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()

@@ -13,19 +13,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from megatron_dapo.config.model import ModelShape
+from megatron_dapo.files import Dtype
 from megatron_dapo.weights.copy import OutputFile, RowRange, TensorWrite
 from megatron_dapo.weights.formats.small_files import (
     Stored,
     common_state,
     description_files,
     megatron_args,
-    saved_object,
     torch_dist_metadata,
 )
-from megatron_dapo.weights.formats.torch_zip import ALIGN, tensor_archive
+from megatron_dapo.weights.formats.torch_zip import ALIGN, object_archive, tensor_archive
 from megatron_dapo.weights.mapping import ParameterMapping, WeightsError, stored_mappings
 from megatron_dapo.weights.names import disk_aliases, disk_locations
 
@@ -59,15 +57,15 @@ class ChunkWrite:
 class TorchDistWriter:
     """Fixes which chunk goes where in which file; `weights.copy` then fills the files in any order."""
 
-    def __init__(self, shape: ModelShape, dtypes: dict[str, torch.dtype], *, files: int = 1) -> None:
+    def __init__(self, shape: ModelShape, dtypes: dict[str, Dtype], *, files: int = 1) -> None:
         """`dtypes`: by canonical name. `files`: write at least this many, if there are enough bytes."""
         self.shape = shape
         mappings = stored_mappings(shape)
         self.weight_bytes = sum(math.prod(mapping.shape) * dtypes[mapping.name].itemsize for mapping in mappings)
         self._limit = max(ALIGN, min(MAX_FILE, -(-self.weight_bytes // files)))
-        self._dtypes: dict[str, torch.dtype] = {}
+        self._dtypes: dict[str, Dtype] = {}
         self._sizes = [0]
-        self._empty = saved_object([None])
+        self._empty = object_archive([None])
         self._empty_at = self._reserve(len(self._empty))
         self.chunks = [chunk for mapping in mappings for chunk in self._chunks(mapping, dtypes[mapping.name])]
 
@@ -93,7 +91,7 @@ class TorchDistWriter:
         self._sizes[-1] = at + length
         return at
 
-    def _chunks(self, mapping: ParameterMapping, dtype: torch.dtype) -> Iterator[ChunkWrite]:
+    def _chunks(self, mapping: ParameterMapping, dtype: Dtype) -> Iterator[ChunkWrite]:
         (location, *_) = disk_locations(mapping.name, moe=self.shape.is_moe, linear=self.shape.linear_layers)
         if self._dtypes.setdefault(location.keys[0], dtype) != dtype:
             raise WeightsError(
@@ -121,7 +119,9 @@ class TorchDistWriter:
 
     def write_metadata(self, directory: Path, metadata: bytes) -> None:
         """Write the small files of a checkpoint."""
-        for name, content in description_files(metadata, common_state(megatron_args(self.shape))).items():
+        for name, content in description_files(
+            metadata, object_archive(common_state(megatron_args(self.shape)))
+        ).items():
             (directory / name).write_bytes(content)
 
     def _stored(self) -> Iterator[Stored]:

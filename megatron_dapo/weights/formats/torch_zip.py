@@ -8,22 +8,21 @@ none. Reading parses the archive's directory and a pickle of fixed form (`safe_p
 
 from __future__ import annotations
 
-import io
 import math
 import pickle
 import struct
 import sys
 import zlib
-from collections import OrderedDict
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import torch
-
+from megatron_dapo.files import Dtype
+from megatron_dapo.weights.formats.named_pickle import Call, Name, Outside, dump
 from megatron_dapo.weights.formats.safe_pickle import STORAGES, UnsafePickle, load_tensor_pickle
 
 ALIGN = 64
+_REBUILD, _ORDERED = Name("torch._utils", "_rebuild_tensor_v2"), Name("collections", "OrderedDict")
 _LOCAL = struct.Struct("<4s5H3I2H")
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
 _END = struct.Struct("<4s4H2IH")
@@ -38,44 +37,24 @@ class BadArchive(ValueError):
 class ArchivedTensor:
     """What an archive holds; the data starts `data_offset` bytes into it."""
 
-    dtype: torch.dtype
+    dtype: Dtype
     shape: tuple[int, ...]
     data_offset: int
 
 
-class _Storage:
-    def __init__(self, dtype: torch.dtype, count: int) -> None:
-        self.reference = ("storage", getattr(torch, STORAGES[dtype]), "0", "cpu", count)
-
-
-class _Tensor:
-    """Pickles as a contiguous tensor over storage "0"."""
-
-    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        self.dtype = dtype
-        self.shape = shape
-
-    def __reduce__(self) -> Any:
-        stride = tuple(math.prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
-        storage = _Storage(self.dtype, math.prod(self.shape))
-        return torch._utils._rebuild_tensor_v2, (storage, 0, self.shape, stride, False, OrderedDict())
-
-
-class _Pickler(pickle.Pickler):
-    def persistent_id(self, value: Any) -> Any:
-        return value.reference if isinstance(value, _Storage) else None
-
-
-def _pickled(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
-    buffer = io.BytesIO()
-    _Pickler(buffer, protocol=2).dump(_Tensor(dtype, shape))
-    return buffer.getvalue()
+def _pickled(dtype: Dtype, shape: tuple[int, ...]) -> bytes:
+    """A contiguous tensor over storage "0"."""
+    stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    storage = Outside(("storage", Name("torch", STORAGES[dtype]), "0", "cpu", math.prod(shape)))
+    return dump(Call(_REBUILD, (storage, 0, shape, stride, False, Call(_ORDERED, ()))))
 
 
 class TensorArchive:
     """The bytes around one tensor's data: `head`, then the data, then `tail`."""
 
-    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    def __init__(self, dtype: Any, shape: tuple[int, ...]) -> None:
+        """`dtype`: a torch dtype or its name."""
+        dtype = Dtype.of(dtype)
         self.nbytes = math.prod(shape) * dtype.itemsize
         if self.nbytes >= 2**32:
             raise BadArchive(f"{self.nbytes} bytes in one archive; the caller must split tensors into smaller chunks")
@@ -90,9 +69,23 @@ class TensorArchive:
 
 
 @lru_cache(maxsize=256)
-def tensor_archive(dtype: torch.dtype, shape: tuple[int, ...]) -> TensorArchive:
+def tensor_archive(dtype: Dtype, shape: tuple[int, ...]) -> TensorArchive:
     """The archive of this dtype and shape; a large model has thousands of tensors and few shapes."""
     return TensorArchive(dtype, shape)
+
+
+def object_archive(value: Any) -> bytes:
+    """What `torch.save` writes for an object without tensors."""
+    records = [
+        (b"archive/data.pkl", pickle.dumps(value, protocol=2)),
+        (b"archive/byteorder", sys.byteorder.encode()),
+        (b"archive/version", b"3\n"),
+    ]
+    body = entries = b""
+    for name, data in records:
+        entries += _central(name, zlib.crc32(data), len(data), len(body))
+        body += _local(name, data)
+    return body + entries + _END.pack(b"PK\5\6", 0, 0, len(records), len(records), len(entries), len(body), 0)
 
 
 def _directory_of(

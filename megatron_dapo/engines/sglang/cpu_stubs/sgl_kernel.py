@@ -55,16 +55,38 @@ def _submodule(name: str) -> ModuleType:
 
 
 def _define_arm64_operators() -> None:
-    """On an aarch64 CPU SGLang calls these two at start-up without checking whether the kernels exist.
+    """On an aarch64 CPU SGLang calls these without checking whether the kernels exist.
 
-    They bind threads to cores and open shared memory for SGLang's all-reduce; without them it is correct, only slower.
+    The first two bind threads to cores and open shared memory; the others exchange tensors of tensor-parallel ranks
+    through it. Without shared memory this is correct, only slower.
     """
     library = torch.library.Library("sgl_kernel", "FRAGMENT")
     library.define("init_cpu_threads_env(str cores) -> str")
     library.impl("init_cpu_threads_env", lambda cores: "", "CompositeExplicitAutograd")
     library.define("initialize(int world_size, int rank) -> ()")
     library.impl("initialize", lambda world_size, rank: None, "CompositeExplicitAutograd")
+    library.define("shm_allreduce(Tensor(a!) data, int op) -> ()")
+    library.impl("shm_allreduce", _all_reduce, "CompositeExplicitAutograd")
+    library.define("shm_allgather(Tensor data, int dim) -> Tensor")
+    library.impl("shm_allgather", _all_gather, "CompositeExplicitAutograd")
     _libraries.append(library)
+
+
+def _all_reduce(data: Tensor, op: int) -> None:
+    torch.distributed.all_reduce(data, group=_tensor_parallel_group())
+
+
+def _all_gather(data: Tensor, dim: int) -> Tensor:
+    group = _tensor_parallel_group()
+    parts = [torch.empty_like(data) for _ in range(torch.distributed.get_world_size(group))]
+    torch.distributed.all_gather(parts, data.contiguous(), group=group)
+    return torch.cat(parts, dim)
+
+
+def _tensor_parallel_group() -> Any:
+    from sglang.srt.distributed import get_tp_group
+
+    return get_tp_group().device_group
 
 
 _libraries: list[torch.library.Library] = []  # an operator lives as long as the library that defined it

@@ -1,4 +1,5 @@
 """Modules that run inside an SGLang server. The folder is on the server's PYTHONPATH; they import nothing of ours.
 
-- megatron_dapo_experts.py   loads the experts of a layer at once
+- megatron_dapo_checksums.py   checksums of the weights that it was sent, from the memory that it serves
+- megatron_dapo_experts.py     loads the experts of a layer at once
 """

@@ -28,7 +28,9 @@ def install(model: Any, named_tensors: Any) -> None:
         return
     own = model.load_weights_without_runs = model.load_weights
     layers = {_layer(name): module for name, module in model.named_modules() if hasattr(module, "w13_weight")}
-    reasons: dict[tuple[Any, ...], str] = {}  # by run: why a copy does not do what SGLang's loader does, or empty
+    # By run: why a copy does not do what SGLang's loader does, or empty.
+    reasons: dict[tuple[Any, ...], str] = {}
+    model.megatron_dapo_runs = reasons
 
     def load_weights(weights: Any, *args: Any, **kwargs: Any) -> Any:
         runs = []
@@ -40,7 +42,9 @@ def install(model: Any, named_tensors: Any) -> None:
                 else:
                     yield name, tensor
 
-        result = own(others(), *args, **kwargs)
+        # A list stays one: the checksums take anything else for a checkpoint.
+        rest = list(others()) if isinstance(weights, list) else others()
+        result = own(rest, *args, **kwargs)
         for name, run in runs:
             _load(own, layers, reasons, name, run)
         return result
@@ -63,7 +67,7 @@ def _load(own: Any, layers: Any, reasons: Any, name: str, run: Any) -> None:
             for target, source in pairs:
                 target.copy_(source)
             return
-    own(_one_by_one(layer, int(first), kind, run))
+    own(list(_one_by_one(layer, int(first), kind, run)))
     if key not in reasons:
         pairs, reason = _pairs(module, int(first), kind, run)
         if not reason and not _same(pairs):

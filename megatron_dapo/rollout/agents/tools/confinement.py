@@ -2,9 +2,13 @@
 
 - No processes, no signals to others, no debugging, no mounts, no shared memory: a seccomp filter refuses the system
   calls. So a fork bomb fails at its first fork, and killing one process ends everything that a call has started.
-- No network unless it is allowed: no socket can be created.
+- No network unless it is allowed: no socket can be created, or only internet sockets. Local daemons have Unix sockets,
+  which are never allowed.
+- Its scratch directory is a file system of its own, in memory and of limited size, in a user and a mount namespace.
+  Where namespaces are refused, as in most containers, the directory is an ordinary one that `tool_worker` watches.
 - Files: Landlock lets it write below its scratch directory only, and read the system and Python, not data or home
-  directories. Where the kernel has no Landlock, it can write nothing at all and read what the user can.
+  directories. Where the kernel has no Landlock, it can write nothing at all and read what the user can; if that
+  includes the environment of other processes, nothing is run.
 - CPU time, memory, file size and descriptors are limited by resource limits; it has no capabilities.
 
 Imported by `tool_worker`, which runs without this package: standard library only. Linux on x86_64 and aarch64.
@@ -12,6 +16,7 @@ Imported by `tool_worker`, which runs without this package: standard library onl
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -39,9 +44,19 @@ FORBIDDEN: dict[str, tuple[int | None, int | None]] = {
     "chown": (92, None), "lchown": (94, None), "fchown": (93, 55), "fchownat": (260, 54), "utime": (132, None),
     "utimes": (235, None), "futimesat": (261, None), "utimensat": (280, 88), "setxattr": (188, 5),
     "lsetxattr": (189, 6), "fsetxattr": (190, 7), "removexattr": (197, 14), "lremovexattr": (198, 15),
-    "fremovexattr": (199, 16),
+    "fremovexattr": (199, 16), "shmat": (30, 196), "shmctl": (31, 195), "msgsnd": (69, 189), "msgrcv": (70, 188),
+    "msgctl": (71, 187), "semop": (65, 193), "semtimedop": (220, 192), "semctl": (66, 191), "mq_unlink": (241, 181),
+    "sync": (162, 81), "syncfs": (306, 267), "memfd_secret": (447, 447), "open_by_handle_at": (304, 265),
+    "fanotify_init": (300, 262), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),
+    "fspick": (433, 433), "mount_setattr": (442, 442), "quotactl": (179, 60), "sched_setparam": (142, 118),
+    "process_madvise": (440, 440), "process_mrelease": (448, 448), "move_pages": (279, 239),
+    "migrate_pages": (256, 238), "kcmp": (312, 272),
 }  # fmt: skip
-NETWORK: dict[str, tuple[int | None, int | None]] = {"socket": (41, 198)}
+# A datagram socket of a pair could be connected to another address; sendmsg could hide open files in flight.
+NETWORK: dict[str, tuple[int | None, int | None]] = {
+    "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201), "sendmsg": (46, 211),
+    "sendmmsg": (307, 269),
+}  # fmt: skip
 # Without Landlock: everything that changes a directory or a file by its name.
 WRITING: dict[str, tuple[int | None, int | None]] = {
     "creat": (85, None), "openat2": (437, 437), "truncate": (76, 45), "mkdir": (83, None), "mkdirat": (258, 34),
@@ -50,6 +65,10 @@ WRITING: dict[str, tuple[int | None, int | None]] = {
     "mknod": (133, None), "mknodat": (259, 33),
 }  # fmt: skip
 _CLONE, _CLONE3, _OPEN, _OPENAT, _PRLIMIT = (56, 220), (435, 435), (2, None), (257, 56), (302, 261)
+_SOCKET, _SOCKETPAIR, _SENDTO, _FCNTL, _IOCTL = NETWORK["socket"], (53, 199), (44, 206), (72, 25), (16, 29)
+_DATAGRAM, _INTERNET = 2, (2, 10)  # a bit of a socket's type, and the families AF_INET and AF_INET6
+_SET_OWNER = (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX: the kernel would send signals to any process of the user
+_SET_OWNER_IOCTL = (0x8901, 0x8902, 0x5412, 0x541C)  # the same as ioctl, and typing into a terminal
 _CLONE_THREAD = 0x10000
 _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
@@ -75,15 +94,25 @@ def confine(scratch: str, readable: list[str], network: bool) -> None:
     landlocked = _landlock(scratch, readable)
     _drop_capabilities()
     _install(filter_program(network=network, writing=landlocked))
+    if _is_readable(f"/proc/{os.getppid()}/environ"):
+        raise CannotConfine(0, "tools could read the keys of other processes: no Landlock and no user namespace")
 
 
-def limit(cpu_seconds: int, memory_bytes: int, file_bytes: int) -> None:
-    """`memory_bytes`: more than the process has now."""
+def _is_readable(path: str) -> bool:
+    try:
+        os.close(os.open(path, os.O_RDONLY))
+    except OSError:
+        return False
+    return True
+
+
+def limit(cpu_seconds: int, memory_bytes: int, file_bytes: int, files: int) -> None:
+    """`memory_bytes`: more than the process has now. `files`: open at a time."""
     with open("/proc/self/statm") as file:
         present = int(file.read().split()[0]) * resource.getpagesize()
     wanted = {
         resource.RLIMIT_CPU: cpu_seconds, resource.RLIMIT_AS: present + memory_bytes,
-        resource.RLIMIT_FSIZE: file_bytes, resource.RLIMIT_NOFILE: 64, resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_FSIZE: file_bytes, resource.RLIMIT_NOFILE: files, resource.RLIMIT_CORE: 0,
     }  # fmt: skip
     for kind, value in wanted.items():
         hard = resource.getrlimit(kind)[1]
@@ -111,6 +140,18 @@ def filter_program(network: bool, writing: bool, machine: str = "") -> list[Inst
     program += _unless(
         _CLONE[column], [(_LOAD, 0, 0, _argument(0)), (_ANY_BIT, 1, 0, _CLONE_THREAD), *_deny_or_allow()]
     )
+    program += _unless(
+        _SOCKETPAIR[column], [(_LOAD, 0, 0, _argument(1)), (_ANY_BIT, 0, 1, _DATAGRAM), *_deny_or_allow()]
+    )
+    if network:
+        families = [(_EQUAL, 1 + more, 0, family) for more, family in ((1, _INTERNET[0]), (0, _INTERNET[1]))]
+        program += _unless(_SOCKET[column], [(_LOAD, 0, 0, _argument(0)), *families, *_deny_or_allow()])
+    else:
+        halves = [(_LOAD, 0, 0, _argument(4)), (_EQUAL, 0, 2, 0), (_LOAD, 0, 0, _argument(4) + 4), (_EQUAL, 1, 0, 0)]
+        program += _unless(_SENDTO[column], [*halves, *_deny_or_allow()])
+    for numbers, commands in ((_FCNTL, _SET_OWNER), (_IOCTL, _SET_OWNER_IOCTL)):
+        refusals = [step for command in commands for step in ((_EQUAL, 0, 1, command), (_RETURN, 0, 0, _DENY))]
+        program += _unless(numbers[column], [(_LOAD, 0, 0, _argument(1)), *refusals, (_RETURN, 0, 0, _ALLOW)])
     # Limits of other processes. Its own cannot be raised.
     program += _unless(_PRLIMIT[column], [(_LOAD, 0, 0, _argument(0)), (_EQUAL, 1, 0, 0), *_deny_or_allow()])
     if not writing:
@@ -145,6 +186,37 @@ def _drop_capabilities() -> None:
     """Of root: limits could be raised with them. Its user id stays; Landlock keeps it away from root's files."""
     header = struct.pack("Ii", 0x20080522, 0)
     _LIBC.capset(header, struct.pack("6I", *[0] * 6))
+
+
+# ---- namespaces ----
+
+_NEW_USER, _NEW_MOUNTS, _NEW_IPC = 0x10000000, 0x20000, 0x8000000
+_PRIVATE_RECURSIVE, _NO_SETUID_DEVICES_PROGRAMS = 0x44000, 2 | 4 | 8
+INODES = 4096
+
+
+def private_scratch(folder: str, size: int) -> str:
+    """Mounts a file system of `size` bytes at `folder` that only this process sees, and that ends with it. Returns why
+    not, if namespaces are refused; empty: done."""
+    user, group = os.getuid(), os.getgid()
+    if _LIBC.unshare(_NEW_USER | _NEW_MOUNTS | _NEW_IPC) == 0:
+        with contextlib.suppress(OSError):
+            for name, text in (
+                ("uid_map", f"{user} {user} 1"),
+                ("setgroups", "deny"),
+                ("gid_map", f"{group} {group} 1"),
+            ):
+                with open(f"/proc/self/{name}", "w") as file:
+                    file.write(text)
+    elif _LIBC.unshare(_NEW_MOUNTS | _NEW_IPC) != 0:  # root may without a user namespace
+        return f"namespaces: {os.strerror(ctypes.get_errno())}"
+    options = f"size={size},nr_inodes={INODES},mode=0700".encode()
+    if (
+        _LIBC.mount(b"none", b"/", None, _PRIVATE_RECURSIVE, None) != 0
+        or _LIBC.mount(b"tmpfs", folder.encode(), b"tmpfs", _NO_SETUID_DEVICES_PROGRAMS, options) != 0
+    ):
+        return f"mount: {os.strerror(ctypes.get_errno())}"
+    return ""
 
 
 # ---- Landlock ----
@@ -196,8 +268,9 @@ def _allow(ruleset: int, path: str, access: int) -> None:
         os.close(descriptor)
 
 
-def system_directories() -> list[str]:
-    """What Python needs to run and to import."""
+def system_directories(network: bool) -> list[str]:
+    """What Python needs to run and to import, and to find hosts."""
     own = [sys.prefix, sys.base_prefix, sys.exec_prefix, *(path for path in sys.path if path.endswith("-packages"))]
     system = ["/usr", "/lib", "/lib64", "/bin", "/etc/localtime", "/etc/ssl", "/proc/self", "/proc/cpuinfo"]
-    return sorted({os.path.realpath(path) for path in (*own, *system) if path})
+    names = ["/etc/hosts", "/etc/resolv.conf", "/etc/nsswitch.conf"] if network else []
+    return sorted({os.path.realpath(path) for path in (*own, *system, *names) if path})

@@ -2,14 +2,17 @@
 
 Calls run in a few worker processes (`tool_worker`), each call in a confined and limited process of its own. A call that
 hits a limit returns what it has printed and the name of the limit, is counted, and is logged with its tool and prompt;
-the rollout goes on. Workers end with this process, and so does everything they started.
+the rollout goes on. Workers end with this process, and so does everything they started. They get none of its
+environment variables but the library path and the folder for temporary files.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
+import tempfile
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -23,6 +26,8 @@ log = logging.getLogger(__name__)
 
 TOOLS = ("calculator", "python")
 COMMAND = [sys.executable, "-I", str(Path(__file__).with_name("tool_worker.py"))]
+ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+KEPT = ("LD_LIBRARY_PATH",)  # Python itself may need it
 PATIENCE = 30.0  # seconds beyond a call's own limit after which its worker counts as hanging
 LOGGED = 20  # calls that hit a limit, for each limit; then every hundredth
 
@@ -61,6 +66,7 @@ class Sandbox:
         self._free = asyncio.Semaphore(workers)
         self._idle: list[WorkerProcess] = []
         self._calls: set[asyncio.Task[ToolResult]] = set()
+        self._watched = ""  # why scratch directories are watched; already logged
         self.counts: Counter[str] = Counter()
         self.seconds = 0.0
 
@@ -94,24 +100,34 @@ class Sandbox:
         return found
 
     async def _run(self, tool: str, code: str, prompt_id: str) -> ToolResult:
-        worker = self._idle.pop() if self._idle else await WorkerProcess.start(COMMAND)
+        worker = self._idle.pop() if self._idle else await self._start()
         started = time.monotonic()
         try:
             async with asyncio.timeout(self.limits.seconds + PATIENCE):
                 reply, _ = await worker.send({"tool": tool, "code": code, **asdict(self.limits)})[1][0]
             self._idle.append(worker)
         except TimeoutError:
-            reply = {"text": "", "limit": "time"}
+            reply = {"text": "", "limit": "time", "watched": ""}
         except ProcessEnded:
-            reply = {"text": "", "limit": "crashed"}
+            reply = {"text": "", "limit": "crashed", "watched": ""}
         finally:
             if worker not in self._idle:
                 await worker.end()
         if reply["limit"] == "unconfined":
             raise UserError(f"tools cannot run safely on this machine, so none was run: {reply['text'].strip()}")
+        if reply["watched"] and not self._watched:
+            self._watched = reply["watched"]
+            log.warning(
+                "tools have no file system of their own here (%s): their scratch directories are watched, so a call "
+                "may exceed limits.disk_mb for a moment before it is ended", self._watched
+            )  # fmt: skip
         result = ToolResult(reply["text"], reply["limit"], time.monotonic() - started)
         self._count(tool, code, prompt_id, result)
         return result
+
+    async def _start(self) -> WorkerProcess:
+        kept = {name: os.environ[name] for name in KEPT if name in os.environ}
+        return await WorkerProcess.start(COMMAND, {**ENVIRONMENT, **kept, "TMPDIR": tempfile.gettempdir()})
 
     def _count(self, tool: str, code: str, prompt_id: str, result: ToolResult) -> None:
         self.counts["calls"] += 1

@@ -3,20 +3,23 @@
     python -I tool_worker.py FD
 
 Reads frames from the socket FD: {"tool", "code", "seconds", "cpu_seconds", "memory_mb", "disk_mb", "characters",
-"network"}, and writes {"text", "limit"} for each. `limit` names what ended the call: time, cpu-time, memory, output,
-disk, killed, crashed; empty: the code ran to its end, or raised. "unconfined": this machine cannot run tools safely,
-and nothing was run. Runs under a supervisor, by path and without this package.
+"network"}, and writes {"text", "limit", "watched"} for each. `limit` names what ended the call: time, cpu-time, memory,
+output, disk, threads, killed, crashed; empty: the code ran to its end, or raised. "unconfined": this machine cannot run
+tools safely, and nothing was run. `watched`: why the scratch directory is not a file system of its own. Runs under a
+supervisor, by path and without this package. It must be started without secrets in its environment, which a call can
+read in /proc/self/environ.
 """
 
 from __future__ import annotations
 
 import ast
 import contextlib
+import errno
 import math
 import operator
 import os
+import secrets
 import select
-import shutil
 import signal
 import sys
 import tempfile
@@ -29,15 +32,15 @@ sys.path.insert(0, os.path.join(sys.path[0], *[os.pardir] * 3, "processes"))
 import confinement  # type: ignore[import-not-found]
 import frames  # type: ignore[import-not-found]
 
-LOOK_SECONDS = 0.05  # between two looks at the scratch directory
-OUT_OF_MEMORY, UNCONFINED = 77, 78  # exit codes of a call that got a MemoryError, and of one that could not start
-FILE_MB = 16
+LOOK_SECONDS = 0.02  # between two looks at the call's threads and files
+OUT_OF_MEMORY, OUT_OF_DISK = 77, 76  # exit codes of a call
+MOST_THREADS, MOST_FILES = 64, 64
+MOST_WATCHED_FILES = 24  # each may have half of the size, until the next look
+LONGEST_PATH = 3000
 
 
 def main() -> None:
     channel = frames.parent_channel()
-    os.environ.clear()  # it may hold secrets
-    os.environ.update(PATH="/usr/bin:/bin", LANG="C.UTF-8", OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
     with contextlib.suppress(EOFError, ConnectionError):  # the parent has closed the socket
         while True:
             call, _ = channel.receive()
@@ -49,26 +52,33 @@ def run(call: dict[str, Any]) -> dict[str, str]:
     try:
         return _run(call, scratch)
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        _remove(scratch)
 
 
 def _run(call: dict[str, Any], scratch: str) -> dict[str, str]:
     output, theirs = os.pipe()
+    start, their_start = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
             os.dup2(theirs, 1)
+            os.dup2(their_start, 2)
             _child(call, scratch)
         finally:
             os._exit(1)
     os.close(theirs)
+    os.close(their_start)
     limit = "crashed"
     try:
-        text, limit = _watch(call, scratch, output)
+        with open(start, "rb") as report:  # before the code runs, which could write anything
+            state, _, why = report.read().decode(errors="replace").partition(" ")
+        if state == "unconfined":
+            return {"text": why, "limit": state, "watched": ""}
+        text, limit = _watch(call, scratch, output, pid, watched=bool(why))
     finally:
         os.close(output)
         status = _end(pid, grace=0.0 if limit else 1.0)
-    return {"text": text, "limit": limit or _limit_of(status)}
+    return {"text": text, "limit": limit or _limit_of(status), "watched": why}
 
 
 def _end(pid: int, grace: float) -> int:
@@ -83,9 +93,10 @@ def _end(pid: int, grace: float) -> int:
     return os.waitpid(pid, 0)[1]
 
 
-def _watch(call: dict[str, Any], scratch: str, output: int) -> tuple[str, str]:
+def _watch(call: dict[str, Any], scratch: str, output: int, pid: int, watched: bool) -> tuple[str, str]:
     """Collects the output until the call ends or hits a limit: (text, limit)."""
     parts: list[bytes] = []
+    disk = call["disk_mb"] * 2**20
     deadline, most, size = time.monotonic() + call["seconds"], 4 * call["characters"], 0
     while True:
         left = deadline - time.monotonic()
@@ -99,7 +110,9 @@ def _watch(call: dict[str, Any], scratch: str, output: int) -> tuple[str, str]:
             size += len(part)
             if size > most:
                 return _text(parts, call), "output"
-        if _size(scratch) > call["disk_mb"] * 2**20:
+        if os.stat(f"/proc/{pid}/task").st_nlink - 2 > MOST_THREADS:
+            return _text(parts, call), "threads"
+        if watched and _size(scratch, disk) + _deleted_size(pid) > disk:
             return _text(parts, call), "disk"
 
 
@@ -110,16 +123,52 @@ def _text(parts: list[bytes], call: dict[str, Any]) -> str:
     return text
 
 
-def _size(folder: str) -> int:
-    total = 0
-    for where, folders, files in os.walk(folder):
-        total += 4096 * len(folders)
-        for name in files:
-            try:
-                total += max(4096, os.lstat(os.path.join(where, name)).st_size)
-            except OSError:
-                continue
+def _size(folder: str, most: int) -> float:
+    """Of all files. Infinite if a folder cannot be read or lies too deep, which only hides files."""
+    total, folders = 0, [folder]
+    while folders and total <= most:
+        where = folders.pop()
+        try:
+            with os.scandir(where) as entries:
+                for entry in entries:
+                    total += max(4096, entry.stat(follow_symlinks=False).st_size)
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(entry.path)
+        except FileNotFoundError:
+            continue
+        except OSError:
+            return math.inf
+        if len(where) > LONGEST_PATH:
+            return math.inf
     return total
+
+
+def _deleted_size(pid: int) -> int:
+    """Of files that the call has deleted but still holds open."""
+    found = {}
+    with contextlib.suppress(OSError):  # it has ended
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                file = os.stat(f"/proc/{pid}/fd/{name}")
+                found[file.st_dev, file.st_ino] = file.st_size if not file.st_nlink else 0
+    return sum(found.values())
+
+
+def _remove(folder: str) -> None:
+    """However deep it is: what lies in a subfolder is moved up, and the subfolder removed. No code of the call runs."""
+    with contextlib.suppress(OSError):
+        while entries := list(os.scandir(folder)):
+            for entry in entries:
+                if not entry.is_dir(follow_symlinks=False):
+                    os.unlink(entry.path)
+                    continue
+                os.chmod(entry.path, 0o700)
+                for inner in list(os.scandir(entry.path)):
+                    if inner.is_dir(follow_symlinks=False):
+                        os.chmod(inner.path, 0o700)
+                    os.rename(inner.path, os.path.join(folder, secrets.token_hex(8)))
+                os.rmdir(entry.path)
+        os.rmdir(folder)
 
 
 def _limit_of(status: int) -> str:
@@ -127,27 +176,34 @@ def _limit_of(status: int) -> str:
         number = os.WTERMSIG(status)
         # SIGKILL: the hard limit of CPU time, the system's memory, or it ran on after it had closed its output.
         return {int(signal.SIGXCPU): "cpu-time", int(signal.SIGKILL): "killed"}.get(number, "crashed")
-    return {OUT_OF_MEMORY: "memory", UNCONFINED: "unconfined"}.get(os.WEXITSTATUS(status), "")
+    return {OUT_OF_MEMORY: "memory", OUT_OF_DISK: "disk"}.get(os.WEXITSTATUS(status), "")
 
 
 # ---- in the process of the call ----
 
 
 def _child(call: dict[str, Any], scratch: str) -> None:
-    os.dup2(1, 2)
+    """Reports to descriptor 2 how it is confined, before it runs the code."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.closerange(3, 4096)  # the socket, and whatever else
     for number in frames.FOR_THE_TRAINER:
         signal.signal(number, signal.SIG_DFL)
-    os.chdir(scratch)
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")  # the first to be killed where memory is short
+    disk = call["disk_mb"] * 2**20
+    try:
+        why = confinement.private_scratch(scratch, disk)
+        os.chdir(scratch)
+        confinement.confine(scratch, confinement.system_directories(call["network"]), call["network"])
+        largest, files = (disk // 2, MOST_WATCHED_FILES) if why else (disk, MOST_FILES)
+        confinement.limit(call["cpu_seconds"], call["memory_mb"] * 2**20, largest, files)
+        os.write(2, f"confined {why}".encode())
+    except BaseException as error:
+        os.write(2, f"unconfined {_message(error)}".encode())
+        os._exit(1)
+    os.dup2(1, 2)
     os.environ.update(HOME=scratch, TMPDIR=scratch)
     tempfile.tempdir = None
-    try:
-        confinement.confine(scratch, confinement.system_directories(), call["network"])
-        confinement.limit(call["cpu_seconds"], call["memory_mb"] * 2**20, min(FILE_MB, call["disk_mb"]) * 2**20)
-    except BaseException as error:
-        print(_message(error), flush=True)
-        os._exit(UNCONFINED)
     code = 0
     try:
         TOOLS[call["tool"]](call["code"])
@@ -158,6 +214,8 @@ def _child(call: dict[str, Any], scratch: str) -> None:
             print(stop.code)
     except BaseException as error:
         print(_message(error))
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EFBIG):
+            code = OUT_OF_DISK
     try:
         sys.stdout.flush()
     finally:

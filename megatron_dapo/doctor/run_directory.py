@@ -1,0 +1,147 @@
+"""`megatron-dapo doctor RUN_DIR`: what the next start of a run would find there, and do about it. Changes nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.error
+import urllib.request
+from functools import partial
+from pathlib import Path
+
+from megatron_dapo.checkpoints.files import damaged_files
+from megatron_dapo.checkpoints.folder import CheckpointFolder, read_state
+from megatron_dapo.checkpoints.run_dir import in_the_way, left_memory
+from megatron_dapo.config import Config
+from megatron_dapo.doctor.check import Check, Probe
+from megatron_dapo.errors import CheckpointError
+from megatron_dapo.files import explain
+from megatron_dapo.observe.metrics_file import Record, RecordError, parse_records
+from megatron_dapo.rollout.pending_group import CarryOver
+from megatron_dapo.types import StepBatch
+
+HOUR = 3600.0
+
+
+def probes(run_dir: Path, config: Config) -> list[Probe]:
+    checks = (writing, holder, checkpoints, metrics, leftovers)
+    found = [Probe(look.__name__, partial(look, run_dir), HOUR) for look in checks]
+    servers = config.rollout.servers
+    if servers.urls:
+        key = os.environ.get(servers.api_key_env or "")
+        found.append(Probe("servers", partial(paused_servers, servers.urls, key), HOUR))
+    return found
+
+
+def writing(run_dir: Path) -> Check:
+    """A file can be made and has room."""
+    trial = run_dir / f".doctor-{os.getpid()}"
+    try:
+        trial.write_bytes(bytes(4096))
+    except OSError as error:
+        return Check("writing", "fail", f"{run_dir} cannot be written", explain(error, run_dir))
+    finally:
+        trial.unlink(missing_ok=True)
+    found = os.statvfs(run_dir)
+    return Check("writing", "ok", f"{found.f_bavail * found.f_frsize / 1e9:.2f} GB and {found.f_favail} inodes free")
+
+
+def holder(run_dir: Path) -> Check:
+    """The newest lock, as far as it can be judged from outside."""
+    locks = [path for path in (run_dir / "lock").glob("*.json") if path.stem.isdigit()]
+    if not locks:
+        return Check("holder", "ok", "no run has used this directory")
+    newest = max(locks, key=lambda path: int(path.stem))
+    try:
+        lock = json.loads(newest.read_text())
+        who, released = f"pid {lock['pid']} on {lock['host']}, since {lock['since']}", bool(lock["released"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return Check("holder", "warn", f"{newest} is damaged", "a start waits 90 s for a sign of life, then takes over")
+    if released:
+        return Check("holder", "ok", f"free; the last run was {who}")
+    return Check("holder", "warn", who, "it runs, or it was killed: a start notices, or waits up to 90 s")
+
+
+def checkpoints(run_dir: Path) -> Check:
+    """Reads every file of the checkpoints, from the newest one on to the first good one."""
+    folder = CheckpointFolder(run_dir, Config().trainer.checkpoint)
+    bad: list[str] = []
+    try:
+        candidates = folder.complete()[::-1]
+    except CheckpointError as error:
+        return Check("checkpoints", "fail", str(error), "a start is refused until it can be read")
+    aside = "".join(f"; {path.name} was set aside" for path in sorted(folder.path.glob("*.damaged*")))
+    for path in candidates:
+        try:
+            problems = damaged_files(path, folder.files_of(path))
+            used = "" if problems else f"a start continues from {path.name}, step {_step(path)}{aside}"
+        except (CheckpointError, KeyError, TypeError, ValueError) as error:
+            problems = [f"{type(error).__name__}: {error}"]
+        if not problems and bad:
+            return Check("checkpoints", "warn", f"{used}; damaged: {'; '.join(bad)}", "a start renames these")
+        if not problems:
+            return Check("checkpoints", "ok", used)
+        bad.append(f"{path.name}: {problems[0]}")
+    if bad:
+        return Check("checkpoints", "fail", f"none can be used: {'; '.join(bad)}", "restore one; a start is refused")
+    return Check("checkpoints", "ok", f"none: a start begins with step 1{aside}")
+
+
+def _step(path: Path) -> int:
+    """Raises where a start could not restore the state."""
+    state = read_state(path)
+    current, rollouts = state["current"], state["rollouts"]
+    CarryOver.from_state(rollouts["sampler"])
+    for batch in [*state["batches"], *([current["batch"]] if current else [])]:
+        StepBatch.from_state(batch)
+    for line in state["observer"].get("unwritten", ()):
+        Record.from_line(line)
+    return int(state["step"]) if rollouts["cursor"] else 0
+
+
+def metrics(run_dir: Path) -> Check:
+    path = run_dir / "metrics.jsonl"
+    if not path.exists():
+        return Check("metrics", "ok", "none yet")
+    try:
+        records, damaged = parse_records(path)
+    except RecordError as error:
+        return Check("metrics", "fail", str(error), "make it readable")
+    found = f"{len(records)} records, the last of step {max((record.step for record in records), default=0)}"
+    if damaged:
+        found += f"; no record: line {', '.join(map(str, damaged))}"
+        return Check("metrics", "warn", found, "a start moves it to metrics.jsonl.damaged")
+    return Check("metrics", "ok", found)
+
+
+def leftovers(run_dir: Path) -> Check:
+    """What a killed run left, and what has the name of something else."""
+    files = [path for path in (run_dir / "checkpoints").glob("step_*[0-9]") if not path.is_dir()]
+    found = [f"{path.name} is in the way" for path in in_the_way(run_dir) + files]
+    found += [f"{path} is shared memory of a killed run" for path in left_memory(run_dir)]
+    found += [f"{path.name} is unfinished" for path in sorted((run_dir / "checkpoints").glob(".step_*"))]
+    if not found:
+        return Check("leftovers", "ok", "none")
+    return Check("leftovers", "warn", "; ".join(found), "a start renames what is in the way and removes the rest")
+
+
+def paused_servers(urls: list[str], key: str | None) -> Check:
+    """External servers: those that a killed trainer has left paused reply, and generate nothing."""
+    bad = [f"{url}: {state}" for url in urls if (state := _server_state(url, key))]
+    if not bad:
+        return Check("servers", "ok", f"{len(urls)} generate")
+    return Check("servers", "warn", "; ".join(bad), "a start resumes a paused server, and waits for the others")
+
+
+def _server_state(url: str, key: str | None) -> str:
+    """Why a server is not ready; empty if it is."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    for path in ("/model_info", "/health"):
+        request = urllib.request.Request(url.rstrip("/") + path, headers=headers)
+        try:
+            urllib.request.urlopen(request, timeout=30).close()
+        except urllib.error.HTTPError as error:
+            return "it is paused or starting" if error.code == 503 else f"HTTP {error.code}"
+        except OSError as error:
+            return f"it does not reply ({error})"
+    return ""

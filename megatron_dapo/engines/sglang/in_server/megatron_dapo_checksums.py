@@ -1,0 +1,291 @@
+"""Runs inside an SGLang server: a checksum of every tensor that it was sent, computed from the memory that it serves.
+
+The server is started with `--custom-weight-loader megatron_dapo_checksums.install`. One call with that load format
+starts it. The first time a tensor arrives, every copy that SGLang's own loader makes of it is recorded: which part of
+the tensor goes to which part of which parameter. So fused parameters (qkv, gate and up, experts), tensor and expert
+parallelism and padding need no knowledge here. `POST /weights_checker {"action": "sent"}` then sums those parts.
+
+The checksum of a tensor is the sum of bits × weight modulo 2^64, where the weight is a hash of the element's position
+in the tensor. It is additive: the parts on all ranks of a server sum to the checksum of the whole. The trainer computes
+it with the same functions (`Parts`, `checksums`), from the memory that it sends.
+"""
+
+import functools
+import zlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+ACTION = "sent"
+FIELDS = ("address", "tensor", "position", "rows", "columns", "row", "column", "position_row", "position_column")
+ADDRESS, TENSOR, POSITION, ROWS, COLUMNS, ROW, COLUMN, POSITION_ROW, POSITION_COLUMN = range(len(FIELDS))
+TILE_ROWS, TILE_COLUMNS = 32, 2048  # what one program of the GPU sums
+UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+# ---- the sum, on both sides ----
+
+
+class Parts:
+    """Parts of tensors in memory. A part is a matrix of elements (`FIELDS`; strides and positions in elements,
+    addresses in bytes). Element (i, j) is at `address + size × (i × row + j × column)`, and its position in the tensor
+    is `position + i × position_row + j × position_column`."""
+
+    def __init__(self) -> None:
+        self._parts: dict[int, list[tuple[int, ...]]] = {}  # by element size
+        self.tiles: dict[int, np.ndarray] = {}  # the same, [tiles, FIELDS], of at most TILE_ROWS × TILE_COLUMNS
+        self._on_device: dict[int, torch.Tensor] = {}
+
+    def add(self, tensor: int, address: int, size: int, position: int, dims: list[tuple[int, int, int]]) -> None:
+        """`dims`: length, stride in memory, stride in positions; outer ones first. At least one element."""
+        dims = _merged(dims)
+        while len(dims) > 2:  # no loader of today copies such a part
+            length, stride, step = dims.pop(0)
+            for i in range(1, length):
+                self.add(tensor, address + size * i * stride, size, position + i * step, dims)
+        (rows, row, up), (columns, column, right) = [(1, 0, 0)] * (2 - len(dims)) + dims
+        found = self._parts.setdefault(size, [])
+        if rows == 1 and column == right == 1 and columns > TILE_COLUMNS:
+            rows, rest = divmod(columns, TILE_COLUMNS)
+            row = up = TILE_COLUMNS
+            if rest:
+                done = rows * TILE_COLUMNS
+                found.append((address + size * done, tensor, position + done, 1, rest, 0, 1, 0, 1))
+            columns = TILE_COLUMNS
+        found.append((address, tensor, position, rows, columns, row, column, up, right))
+
+    def freeze(self) -> None:
+        """After the last `add`."""
+        self.tiles = {size: _tiles(np.array(parts, np.int64), size) for size, parts in self._parts.items()}
+        self._parts.clear()
+
+    def on(self, device: torch.device, size: int) -> torch.Tensor:
+        if size not in self._on_device:
+            self._on_device[size] = torch.from_numpy(self.tiles[size]).to(device)
+        return self._on_device[size]
+
+
+def _merged(dims: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """The same elements with as few dimensions as possible, the one with the smallest stride in memory last."""
+    found: list[tuple[int, int, int]] = []
+    for length, stride, step in sorted((d for d in dims if d[0] != 1), key=lambda d: -d[1]):
+        if found and found[-1][1:] == (length * stride, length * step):
+            length *= found.pop()[0]
+        found.append((length, stride, step))
+    return found or [(1, 1, 1)]
+
+
+def _tiles(parts: np.ndarray, size: int) -> np.ndarray:
+    across = -(-parts[:, COLUMNS] // TILE_COLUMNS)
+    counts = -(-parts[:, ROWS] // TILE_ROWS) * across
+    tiles, across = np.repeat(parts, counts, axis=0), np.repeat(across, counts)
+    number = np.arange(len(tiles)) - np.repeat(np.cumsum(counts) - counts, counts)
+    i, j = number // across * TILE_ROWS, number % across * TILE_COLUMNS
+    tiles[:, ADDRESS] += size * (i * tiles[:, ROW] + j * tiles[:, COLUMN])
+    tiles[:, POSITION] += i * tiles[:, POSITION_ROW] + j * tiles[:, POSITION_COLUMN]
+    tiles[:, ROWS] = np.minimum(TILE_ROWS, tiles[:, ROWS] - i)
+    tiles[:, COLUMNS] = np.minimum(TILE_COLUMNS, tiles[:, COLUMNS] - j)
+    return np.ascontiguousarray(tiles)
+
+
+def checksums(parts: Parts, count: int, device: torch.device, base: int = 0) -> torch.Tensor:
+    """[count], int64: the sum of each tensor's parts. `base` is added to all addresses. On a GPU it only launches."""
+    total = torch.zeros(count, dtype=torch.int64, device=device)
+    for size, tiles in parts.tiles.items():
+        if device.type == "cuda":
+            table = parts.on(device, size)
+            total.index_add_(0, table[:, TENSOR].contiguous(), _sum_on_gpu(table, size, base))
+        else:
+            total.index_add_(0, torch.from_numpy(tiles[:, TENSOR].copy()), _sum_on_cpu(tiles, size, base))
+    return total
+
+
+def _weight(position: np.ndarray) -> np.ndarray:
+    """Odd, 32 bits. The same as in the kernel."""
+    x = position.astype(np.uint32) * np.uint32(0x9E3779B1)
+    x = (x ^ (x >> np.uint32(15))) * np.uint32(0x85EBCA77)
+    return (x ^ (x >> np.uint32(13)) | np.uint32(1)).astype(np.uint64)
+
+
+def _sum_on_cpu(tiles: np.ndarray, size: int, base: int) -> torch.Tensor:
+    import ctypes
+
+    sums = np.zeros(len(tiles), np.uint64)
+    for number, tile in enumerate(tiles.tolist()):
+        rows, columns, row, column = tile[ROWS], tile[COLUMNS], tile[ROW], tile[COLUMN]
+        span = size * ((rows - 1) * row + (columns - 1) * column + 1)
+        memory = (ctypes.c_uint8 * span).from_address(base + tile[ADDRESS])
+        bits = np.ndarray((rows, columns), UNSIGNED[size], memory, strides=(size * row, size * column))
+        across = np.arange(columns) * tile[POSITION_COLUMN]
+        position = tile[POSITION] + np.arange(rows)[:, None] * tile[POSITION_ROW] + across
+        sums[number] = (bits.astype(np.uint64) * _weight(position)).sum(dtype=np.uint64)
+    return torch.from_numpy(sums.view(np.int64))
+
+
+@functools.cache
+def _kernel() -> Any:
+    """Compiled where there is a GPU; Triton is not needed elsewhere."""
+    global tl
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def sum_tile(tiles, sums, base, SIZE: tl.constexpr, FIELDS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore
+        tile = tiles + tl.program_id(0) * FIELDS  # the fields are in the order of FIELDS
+        address = tl.load(tile) + base
+        position, rows, columns = tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
+        row, column, up, right = tl.load(tile + 5), tl.load(tile + 6), tl.load(tile + 7), tl.load(tile + 8)
+        if SIZE == 1:
+            memory = address.to(tl.pointer_type(tl.uint8))
+        elif SIZE == 2:
+            memory = address.to(tl.pointer_type(tl.uint16))
+        elif SIZE == 4:
+            memory = address.to(tl.pointer_type(tl.uint32))
+        else:
+            memory = address.to(tl.pointer_type(tl.uint64))
+        j = tl.arange(0, COLUMNS).to(tl.int64)
+        inside = j < columns
+        offsets, positions = j * column, (position + j * right).to(tl.uint32)
+        total = tl.zeros([COLUMNS], tl.uint64)
+        for i in range(rows):
+            bits = tl.load(memory + (i * row + offsets), mask=inside, other=0)
+            x = (positions + (i * up).to(tl.uint32)) * 0x9E3779B1
+            x = (x ^ (x >> 15)) * 0x85EBCA77
+            total += bits.to(tl.uint64) * ((x ^ (x >> 13)) | 1).to(tl.uint64)
+        tl.store(sums + tl.program_id(0), tl.sum(total, axis=0).to(tl.int64))
+
+    return sum_tile
+
+
+def _sum_on_gpu(tiles: torch.Tensor, size: int, base: int) -> torch.Tensor:
+    sums = torch.empty(len(tiles), dtype=torch.int64, device=tiles.device)
+    launch = _kernel()[(len(tiles),)]
+    launch(tiles, sums, base, SIZE=size, FIELDS=len(FIELDS), COLUMNS=TILE_COLUMNS, num_warps=8)
+    return sums
+
+
+# ---- in the server ----
+
+
+class Recorder(TorchDispatchMode):
+    """Where SGLang's loader puts what it is given. `known`: by tensor, (address in the parameter, parameter, element
+    size, position, dims) of each copy, and whether all of them could be followed."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self._model = model
+        self._given: list[tuple[str, torch.Tensor]] = []
+        self.known: dict[str, list[tuple[str, int, int, int, list[tuple[int, int, int]]]]] = {}
+        self._parameters: dict[int, tuple[str, torch.Tensor]] = {}  # by the address of their memory
+        self._parts: tuple[Any, list[str], Parts] | None = None  # for these addresses of the parameters
+        self.at_load: dict[str, str] | None = None  # of a checkpoint, before SGLang processed what it had loaded
+
+    def follow(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights:
+            self._given.append((name, tensor))
+            self.known[name] = []
+            yield name, tensor
+
+    def load(self, own: Any, weights: Any, *args: Any, **kwargs: Any) -> Any:
+        """Calls SGLang's own loader; copies of tensors that are not known yet are recorded."""
+        self.at_load = None
+        buckets = isinstance(weights, list | tuple)
+        if buckets and all(name in self.known for name, _ in weights):
+            return own(weights, *args, **kwargs)
+        self._parameters = {_memory(p): (name, p.data) for name, p in _state(self._model)}
+        self._parts = None
+        with self:
+            result = own(self.follow(weights), *args, **kwargs)
+        self._given.clear()
+        if not buckets:
+            self.at_load = self.checksums()
+        return result
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            self._record(*args[:2])
+        return func(*args, **(kwargs or {}))
+
+    def _record(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        name, parameter = self._parameters.get(_memory(target), ("", target))
+        if not name or not source.numel():
+            return
+        for given, tensor in reversed(self._given):
+            position = int(source.storage_offset() - tensor.storage_offset())
+            same = _memory(source) == _memory(tensor) and source.dtype == tensor.dtype == target.dtype
+            if same and 0 <= position < tensor.numel() and tensor.is_contiguous() and source.shape == target.shape:
+                address = int(target.storage_offset() - parameter.storage_offset()) * target.element_size()
+                dims = list(zip(target.shape, target.stride(), source.stride(), strict=True))
+                self.known[given].append((name, address, target.element_size(), position, dims))
+                return
+
+    def checksums(self) -> dict[str, str]:
+        """By tensor: how many of its elements this rank has, which ones (a hash), and their checksum."""
+        parameters = {name: p.data for name, p in _state(self._model)}
+        addresses = tuple(p.data_ptr() for p in parameters.values())
+        if self._parts is None or self._parts[0] != addresses:
+            parts = Parts()
+            held = []
+            for number, copies in enumerate(self.known.values()):
+                for name, address, size, position, dims in copies:
+                    parts.add(number, parameters[name].data_ptr() + address, size, position, dims)
+                shape = sorted((position, [(d[0], d[2]) for d in dims]) for *_, position, dims in copies)
+                elements = sum(int(np.prod([d[0] for d in dims])) for *_, dims in copies)
+                held.append(f"{elements}:{zlib.crc32(repr(shape).encode()):x}")
+            parts.freeze()
+            self._parts = (addresses, held, parts)
+        _, held, parts = self._parts
+        device = next(iter(parameters.values())).device
+        sums = checksums(parts, len(held), device).tolist()
+        return {name: f"{which}:{total}" for name, which, total in zip(self.known, held, sums, strict=True)}
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _state(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def install(model: Any, named_tensors: Any) -> None:
+    """SGLang's hook for a custom loader. Repeatable."""
+    if hasattr(model, "megatron_dapo_recorder"):
+        return
+    recorder, own = Recorder(model), model.load_weights
+    model.megatron_dapo_recorder = recorder
+    model.load_weights = functools.partial(recorder.load, own)
+    _answer()
+
+
+def record_again(model: Any, named_tensors: Any) -> None:
+    """A checksum was wrong: perhaps the loader puts tensors elsewhere than it did."""
+    install(model, named_tensors)
+    model.megatron_dapo_recorder.known.clear()
+    getattr(model, "megatron_dapo_runs", {}).clear()  # packed experts pass through SGLang's own loader again
+
+
+def _answer() -> None:
+    """Teaches /weights_checker our action."""
+    from sglang.srt.utils.weight_checker import WeightChecker
+
+    own = WeightChecker.handle
+    if hasattr(own, "megatron_dapo"):
+        return
+
+    def handle(self: Any, action: str, *args: Any, **kwargs: Any) -> Any:
+        if action != ACTION:
+            return own(self, action, *args, **kwargs)
+        recorder = getattr(self._get_model(), "megatron_dapo_recorder", None)
+        if recorder is None:  # a draft model
+            return None
+        found = recorder.checksums() if recorder.at_load is None else recorder.at_load
+        place = self._parallelism_info(**{"role": kwargs["role"]} if "role" in kwargs else {})
+        return {"checksums": found, "per_gpu_checksum": "", "parallelism_info": place.model_dump()}
+
+    handle.megatron_dapo = True  # type: ignore[attr-defined]
+    WeightChecker.handle = handle

@@ -1,0 +1,176 @@
+"""LoRA adapters as tensors: names, shapes and shards, and PEFT directories in and out.
+
+An adapter of a linear layer adds scale · B·A to its weight, with A [rank, inputs] and B [outputs, rank]. Adapters are
+those of the HF model, also where Megatron fuses layers: q, k and v, gate and up have an A and a B each, so a PEFT
+adapter can be loaded, trained and written without any arithmetic. `adapter_mappings` describes them as parameters of
+the weight table: layers whose outputs are split over tensor-parallel ranks have B split by rows and A on every rank;
+layers whose inputs are split have A split by columns and B on every rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron_dapo.config.families.tensors import Split, Transform
+from megatron_dapo.config.model import ModelShape
+from megatron_dapo.config.policy import LoraConfig
+from megatron_dapo.weights.convert import open_hf
+from megatron_dapo.weights.destination import new_directory
+from megatron_dapo.weights.mapping import ParameterMapping, Segment, WeightsError, listed, parameter_mappings
+
+PREFIX = "base_model.model."  # of the names in PEFT's files
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+
+def target_of(hf_name: str) -> str:
+    """The word by which PEFT's target_modules name a layer: q_proj of model.layers.0.self_attn.q_proj.weight."""
+    return hf_name.removesuffix(".weight").rsplit(".", 1)[-1]
+
+
+def adapted(mapping: ParameterMapping, targets: Sequence[str]) -> tuple[str, ...]:
+    """The HF layers in a Megatron layer that have adapters; where no targets are named, all linear layers do. Routers
+    and gates, which no rank splits, embedding and output layer do not."""
+    if mapping.layer is None or len(mapping.shape) != 2 or mapping.split is Split.NONE:
+        return ()
+    return tuple(name for name in mapping.hf if not targets or target_of(name) in targets)
+
+
+@lru_cache(maxsize=8)
+def adapter_mappings(shape: ModelShape, rank: int, targets: tuple[str, ...] = ()) -> dict[str, ParameterMapping]:
+    """Every A and B of the model by name, as parameters of their own."""
+    layers = list(parameter_mappings(shape).values())
+    known = {target_of(name) for layer in layers for name in adapted(layer, ())}
+    if unknown := sorted(set(targets) - known):
+        raise WeightsError(f"policy.lora.targets: the model has no linear layer {unknown[0]}; it has {sorted(known)}")
+    found = [_adapter(layer, name, rank, half) for layer in layers for name in adapted(layer, targets) for half in "AB"]
+    return {mapping.name: mapping for mapping in found}
+
+
+def adapter_name(hf_name: str, half: str) -> str:
+    return f"{PREFIX}{hf_name.removesuffix('.weight')}.lora_{half}.weight"
+
+
+def _adapter(layer: ParameterMapping, hf: str, rank: int, half: str) -> ParameterMapping:
+    size = layer.hf_shapes[layer.hf.index(hf)]
+    shape = (rank, size[1]) if half == "A" else (size[0], rank)
+    splits_inputs = layer.split is Split.COLUMNS
+    split = Split.NONE
+    if splits_inputs == (half == "A"):
+        split = Split.COLUMNS if splits_inputs else Split.ROWS
+    name = adapter_name(hf, half)
+    return ParameterMapping(
+        name=name, shape=shape, hf=(name,), hf_shapes=(shape,), transform=Transform.COPY, split=split,
+        segments=(Segment(0, 0, 0, shape[0]),), layer=layer.layer, expert=layer.expert,
+    )  # fmt: skip
+
+
+def initial_adapter(mapping: ParameterMapping, seed: int) -> Tensor:
+    """The full tensor before training: B is zero, A uniform with bound 1/√inputs (PEFT's default). It depends on the
+    name alone, so it is the same in every layout."""
+    if ".lora_B." in mapping.name:
+        return torch.zeros(mapping.shape)
+    digest = hashlib.sha256(f"{seed} {mapping.name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+    return (torch.rand(mapping.shape, generator=generator) * 2 - 1) * mapping.shape[1] ** -0.5
+
+
+# ---- PEFT directories ----
+
+
+def read_adapter(
+    directory: str | os.PathLike[str], shape: ModelShape, lora: LoraConfig, base: str = ""
+) -> dict[str, Tensor]:
+    """The tensors of a PEFT directory; they must be those of this model and configuration. `base`: fingerprint of the
+    weights that the adapter is added to."""
+    folder = Path(directory)
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        if not (folder / name).is_file():
+            raise WeightsError(f"{folder} is not a PEFT adapter: it has no {name}")
+    config = json.loads((folder / CONFIG_FILE).read_text())
+    _check_config(folder, config, lora, base)
+    tensors: dict[str, Tensor] = load_file(folder / WEIGHTS_FILE)
+    expected = adapter_mappings(shape, lora.rank, tuple(lora.targets))
+    if missing := set(expected) - set(tensors):
+        raise WeightsError(f"{folder}: missing {listed(missing)}")
+    if extra := set(tensors) - set(expected):
+        raise WeightsError(f"{folder}: unexpected {listed(extra)}; policy.lora.targets must name the adapted layers")
+    for name, mapping in expected.items():
+        if tuple(tensors[name].shape) != mapping.shape:
+            raise WeightsError(f"{folder}: {name} has shape {tuple(tensors[name].shape)}, expected {mapping.shape}")
+    return tensors
+
+
+def _check_config(folder: Path, config: Mapping[str, Any], lora: LoraConfig, base: str) -> None:
+    if config.get("r") != lora.rank or config.get("lora_alpha") != lora.alpha:
+        raise WeightsError(
+            f"{folder}: rank {config.get('r')} and alpha {config.get('lora_alpha')}, but policy.lora has rank "
+            f"{lora.rank} and alpha {lora.alpha:g}: use the adapter's"
+        )
+    for key in ("use_rslora", "use_dora", "fan_in_fan_out", "modules_to_save", "rank_pattern", "alpha_pattern"):
+        if config.get(key):
+            raise WeightsError(f"{folder}: {key} is {config[key]}, which is not supported")
+    trained_on = config.get("base_fingerprint")
+    if base and trained_on and trained_on != base:
+        raise WeightsError(f"{folder} was trained on another base model than policy.model (its weights differ)")
+
+
+def adapter_config(names: Iterable[str], lora: LoraConfig, model: str) -> str:
+    """PEFT's description of an adapter. peft and SGLang read it; other readers ignore the base's fingerprint."""
+    targets = sorted({target_of(name.removesuffix(".lora_A.weight")) for name in names if ".lora_A." in name})
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": 0.0,
+        "bias": "none", "target_modules": targets, "base_model_name_or_path": model, "inference_mode": True,
+        "base_fingerprint": base_fingerprint(model),
+    }  # fmt: skip
+    return json.dumps(config, indent=2) + "\n"
+
+
+def merge_adapter(model: str | os.PathLike[str], adapter: str | os.PathLike[str], destination: str) -> int:
+    """A HF directory with the adapter added to the model's weights, in fp32 and rounded to their type. Returns the
+    number of changed tensors."""
+    shape, weights = open_hf(Path(model))
+    described = json.loads((Path(adapter) / CONFIG_FILE).read_text())
+    lora = LoraConfig(rank=described["r"], alpha=described["lora_alpha"], targets=described["target_modules"])
+    tensors = read_adapter(adapter, shape, lora, base_fingerprint(model))
+    adapted_names = {name: adapter_name(name, "A") in tensors for name in weights}
+    scale = lora.alpha / lora.rank
+    need = sum(path.stat().st_size for path in Path(model).iterdir() if path.is_file())
+    with new_directory(Path(destination), need) as folder:
+        for path in sorted(Path(model).iterdir()):
+            if path.suffix == ".safetensors":
+                merged = {}
+                for name, tensor in load_file(path).items():
+                    if adapted_names[name]:
+                        a, b = (tensors[adapter_name(name, half)].float() for half in "AB")
+                        tensor = (tensor.float() + scale * (b @ a)).to(tensor.dtype)
+                    merged[name] = tensor.contiguous()
+                save_file(merged, folder / path.name, metadata={"format": "pt"})
+            elif path.is_file():
+                shutil.copy2(path, folder / path.name)
+    return sum(adapted_names.values())
+
+
+def base_fingerprint(model: str | os.PathLike[str]) -> str:
+    """Of a HF directory's weights: file names, sizes and 64 blocks of each file. Cheap, and other weights differ."""
+    digest = hashlib.sha256()
+    files = sorted(Path(model).glob("*.safetensors")) or sorted(Path(model).glob("pytorch_model*.bin"))
+    for path in files:
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            for block in range(64):
+                file.seek(block * size // 64)
+                digest.update(file.read(4096))
+    return digest.hexdigest() if files else ""

@@ -1,0 +1,94 @@
+"""The model card of a trained model: base model, data, steps, objective, scores, versions and commit, from the files of
+the run directory. Names of this machine's folders stay out of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from megatron_dapo.config.base import parse_yaml
+
+CARD, BASE_CARD, GENERATION = "README.md", "README.base.md", "generation_config.json"
+_CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")  # a folder of the hub's cache
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def write_model_card(checkpoint: Path, directory: Path) -> bool:
+    """Make the exported model in `directory` ready for publication. False if the checkpoint is not one of a run.
+
+    The card of the base model, which was copied with its side files, becomes README.base.md. A missing generation
+    config is made of the token ids in config.json, as transformers would do.
+    """
+    found = re.fullmatch(r"step_(\d+)(?:\+\d+)?", checkpoint.parent.name)
+    run = checkpoint.parents[2]
+    if found is None or checkpoint.name != "policy" or not (run / "config.yaml").exists():
+        return False
+    if (directory / CARD).exists():
+        (directory / CARD).rename(directory / BASE_CARD)
+    (directory / CARD).write_text(_card(run, int(found[1]), (directory / BASE_CARD).exists()), encoding="utf-8")
+    if not (directory / GENERATION).exists():
+        config = json.loads((directory / "config.json").read_text())
+        tokens = {key: config[key] for key in _TOKENS if config.get(key) is not None}
+        (directory / GENERATION).write_text(json.dumps({"_from_model_config": True} | tokens, indent=2) + "\n")
+    return True
+
+
+def _card(run: Path, step: int, has_base_card: bool) -> str:
+    config = parse_yaml((run / "config.yaml").read_text(encoding="utf-8"))
+    policy, algorithm, data = config["policy"], config["algorithm"], config["data"]
+    base = _public_name(policy["model"])
+    sources = [source["path"] for source in data.get("sources") or []] or [data.get("path")]
+    rows = {
+        "base model": base,
+        "data": ", ".join(_public_name(source) for source in sources if source) or "unknown",
+        "steps": str(step),
+        "prompts per step": str(config["trainer"]["prompts_per_step"]),
+        "samples per prompt": str(config["rollout"]["samples_per_prompt"]),
+        "objective": f"{algorithm['objective']}, {algorithm['aggregation']}",
+        "learning rate": str(policy["optimizer"]["lr"]),
+        **_environment(run / "environment.json"),
+    }
+    head = ["---", "library_name: transformers", *([f"base_model: {base}"] if "/" in base else [])]
+    head += ["tags: [reinforcement-learning, dapo, megatron-dapo]", "---", "", f"# {base.split('/')[-1]}, DAPO", ""]
+    table = [f"| {name} | {value} |" for name, value in rows.items()]
+    lines = [*head, "Trained with reinforcement learning by megatron-dapo.", "", "| | |", "|---|---|", *table]
+    lines += _scores(run / "metrics.jsonl", step)
+    more = ["", f"The card of the base model is [{BASE_CARD}]({BASE_CARD})."] if has_base_card else []
+    return "\n".join([*lines, *more]) + "\n"
+
+
+def _public_name(path: str) -> str:
+    """The name on the hub, or the last part of a path."""
+    cached = _CACHED.search(path)
+    if cached:
+        return f"{cached[1]}/{cached[2]}"
+    return Path(path).name if path.startswith(("/", ".", "~")) or path.count("/") != 1 else path
+
+
+def _environment(file: Path) -> dict[str, str]:
+    try:
+        last = json.loads(file.read_text())[-1]
+        versions = ", ".join(f"{name} {version}" for name, version in last["versions"].items())
+        return {"hardware": last["hardware"], "versions": versions, "commit": last["commit"]}
+    except (OSError, ValueError, LookupError):
+        return {}
+
+
+def _scores(file: Path, step: int) -> list[str]:
+    """A table of the evaluations before the first step, and of the newest up to `step`."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    records: list[dict[str, Any]] = [json.loads(line) for line in lines if line.endswith("}")]
+    found = [record for record in records if record.get("kind") == "eval" and record["step"] <= step]
+    if not found:
+        return []
+    names = [name for name in found[-1]["metrics"] if re.search(r"/(avg|pass|maj)@\d+$", name)]
+    first, last = found[0], found[-1]
+    rows = [f"| {name} | {_number(first, name)} | {_number(last, name)} |" for name in names]
+    return ["", f"| evaluation | step {first['step']} | step {last['step']} |", "|---|---|---|", *rows]
+
+
+def _number(record: dict[str, Any], name: str) -> str:
+    value = record["metrics"].get(name)
+    return "—" if value is None else f"{value:.3f}"

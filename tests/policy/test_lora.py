@@ -1,0 +1,244 @@
+"""LoRA: adapters get the gradients of transformers' model in fp64, in every layout, and travel as PEFT's files."""
+
+import json
+from contextlib import ExitStack
+from unittest import mock
+
+import pytest
+import torch
+from joined_ranks import RankJobs
+from reference_models import fp64, hf_model, hf_weights, in_fp64, naive_gradients
+from safetensors.torch import load_file, save_file
+
+from megatron_dapo.checkpoints.policy_state import load_policy, save_policy
+from megatron_dapo.config import ConfigError
+from megatron_dapo.config.policy import LoraConfig
+from megatron_dapo.policy.megatron.runtime import initialize
+from megatron_dapo.policy.model import lora
+from megatron_dapo.policy.policy import Policy
+from megatron_dapo.selfcheck.cases import OPTIONS, Case, LayoutSpec, selfcheck_config
+from megatron_dapo.selfcheck.synthetic import awkward_batch, random_adapters, synthetic_shape
+from megatron_dapo.selfcheck.trace import compare, gather_full, trace_updates
+from megatron_dapo.weights.adapters import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    adapter_mappings,
+    adapter_name,
+    merge_adapter,
+    read_adapter,
+)
+from megatron_dapo.weights.mapping import WeightsError, parameter_mappings
+
+LORA = OPTIONS["lora"]["lora"]
+jobs = RankJobs()
+
+
+def identity(tensor, **_):
+    return tensor
+
+
+def no_sequence_sum(self, mapping, value, base, original=lora.Adapters._register):
+    parameter = original(self, mapping, value, base)
+    parameter.sequence_parallel = False
+    return parameter
+
+
+PLANTED = {
+    "": [],
+    "no sum of A's gradient": [("copy_to_tensor_model_parallel_region", identity)],
+    "no sum of A·x": [("reduce_from_tensor_model_parallel_region", identity)],
+    "no sum over the sequence's parts": [("Adapters._register", no_sequence_sum)],
+}
+
+
+def plant(name):
+    stack = ExitStack()
+    for attribute, replacement in PLANTED.get(name, []):
+        owner, _, last = attribute.rpartition(".")
+        stack.enter_context(mock.patch.object(getattr(lora, owner) if owner else lora, last, replacement))
+    return stack
+
+
+def trace_with(rendezvous, case, planted):
+    with plant(planted):
+        return trace_updates(rendezvous, case, 2)
+
+
+def traced(layout, model, planted="", *options):
+    case = Case(LayoutSpec.parse(layout), model, options=("lora", *options))
+    return jobs.add(case.layout.world_size, trace_with, case, planted), jobs.add(1, trace_with, case.reference, "")
+
+
+LAYOUTS = {
+    (layout, model): traced(layout, model)
+    for layout, model in [
+        ("tp2", "dense"), ("tp2sp", "dense"), ("pp2vpp2", "tied"), ("cp2", "dense"), ("dp2do", "moe"), ("ep2", "moe"),
+        ("tp2sp", "hybrid"), ("ep2tp2sp", "moe-shared"),
+    ]
+}  # fmt: skip
+LAYOUTS["tp2sp", "recomputed"] = traced("tp2sp", "dense", "", "full")
+WRONG = {
+    planted: traced(layout, "dense", planted)
+    for planted, layout in [
+        ("no sum of A's gradient", "tp2"), ("no sum of A·x", "tp2"), ("no sum over the sequence's parts", "tp2sp"),
+    ]
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("layout", "model"), LAYOUTS)
+def test_layout_gives_the_update_of_one_process(layout, model):
+    found = compare(*(job.results()[0] for job in LAYOUTS[layout, model]))
+    assert found.ok, found
+
+
+@pytest.mark.parametrize("planted", WRONG)
+def test_a_missing_sum_is_found(planted):
+    try:
+        found = compare(*(job.results()[0] for job in WRONG[planted]))
+    except AssertionError as error:  # replicas with different values are an error of their own
+        assert "diverged" in str(error)
+    else:
+        assert not found.ok
+
+
+def make_policy(rendezvous, layout, shape, folder, tensors=None, **settings):
+    config = selfcheck_config(LayoutSpec.parse(layout), policy={"lora": LORA | settings, "model": folder})
+    policy = Policy(config, shape, initialize(config.policy, rendezvous=rendezvous))
+    policy.load_hf(folder)
+    if tensors is not None:
+        lora.load_adapters(policy.model, tensors, policy.position)
+        policy.optimizer.reload_model_params()
+    return policy
+
+
+def gradients(rendezvous, shape, folder, tensors):
+    policy = make_policy(rendezvous, "single", shape, folder, tensors)
+    loss = policy.gradients(awkward_batch(shape, 0))["loss"]
+    batch = awkward_batch(shape, 0)
+    return loss, gather_full(policy, policy.runtime, gradient=True), policy.reference_log_probs(batch).tolist()
+
+
+def base_log_probs(rendezvous, shape, folder):
+    return make_policy(rendezvous, "single", shape, folder).log_probs(awkward_batch(shape, 0))[0].tolist()
+
+
+@pytest.fixture(scope="module", params=["dense", "moe-shared", "hybrid"])
+def oracle(request, tmp_path_factory):
+    """A HF directory, random adapters as a PEFT directory, and the merged model as transformers loads it."""
+    shape = synthetic_shape(request.param)
+    folder = tmp_path_factory.mktemp(request.param)
+    reference = hf_model(shape)
+    base = hf_weights(reference, folder / "base")
+    tensors = random_adapters(adapter_mappings(shape, LORA["rank"]))
+    write_peft(folder / "adapter", tensors)
+    changed = merge_adapter(base, folder / "adapter", str(folder / "merged"))
+    assert changed == len(tensors) // 2
+    return shape, base, tensors, type(reference).from_pretrained(folder / "merged", config=reference.config)
+
+
+def write_peft(folder, tensors, **changes):
+    folder.mkdir()
+    save_file(tensors, folder / WEIGHTS_FILE)
+    targets = sorted({name.split(".lora_")[0].rsplit(".", 1)[-1] for name in tensors})
+    config = {"r": LORA["rank"], "lora_alpha": LORA["alpha"], "target_modules": targets, "peft_type": "LORA"}
+    (folder / CONFIG_FILE).write_text(json.dumps(config | changes))
+
+
+def test_gradients_are_those_of_the_merged_model(oracle):
+    """dA = scale·Bᵀ·dW and dB = scale·dW·Aᵀ with the gradient dW of transformers' model in fp64."""
+    shape, base, tensors, merged = oracle
+    config = selfcheck_config(LayoutSpec.parse("single"))
+    with fp64():
+        loss, weights = naive_gradients(in_fp64(merged, shape), awkward_batch(shape, 0), config)
+    ours, found, without = jobs.add(1, gradients, shape, base, tensors).results()[0]
+    assert ours == pytest.approx(loss, rel=1e-5)
+    scale, checked = LORA["alpha"] / LORA["rank"], 0
+    for name, change in weights.items():
+        if adapter_name(name, "A") not in tensors:
+            continue
+        a, b = (tensors[adapter_name(name, half)].double() for half in "AB")
+        for half, expected in (("A", scale * b.T @ change), ("B", scale * change @ a.T)):
+            error = (found[adapter_name(name, half)].double() - expected).norm() / expected.norm().clamp_min(1e-12)
+            assert error < 1e-5, (name, half)
+            checked += 1
+    assert checked == len(tensors) == len(found)
+    # The reference policy is the base without adapters.
+    assert without == pytest.approx(jobs.add(1, base_log_probs, shape, base).results()[0][:], abs=1e-6)
+
+
+def saved(rendezvous, layout, shape, folder, tensors, directory):
+    policy = make_policy(rendezvous, layout, shape, folder, tensors)
+    policy.update(awkward_batch(shape, 0))
+    save_policy(policy, directory)
+    policy.update(awkward_batch(shape, 1))
+    return gather_full(policy, policy.runtime, gradient=False)
+
+
+def resumed(rendezvous, layout, shape, folder, directory):
+    policy = make_policy(rendezvous, layout, shape, folder)
+    load_policy(policy, directory)
+    policy.update(awkward_batch(shape, 1))
+    return gather_full(policy, policy.runtime, gradient=False)
+
+
+def started(rendezvous, layout, shape, folder, directory):
+    policy = make_policy(rendezvous, layout, shape, folder, start=directory)
+    merged = {name: t.clone() for bucket in policy.weight_buckets().buckets() for name, t in bucket}
+    return gather_full(policy, policy.runtime, gradient=False), merged
+
+
+def test_a_checkpoint_holds_adapters_only_and_resumes_in_another_layout(tmp_path):
+    shape = synthetic_shape("dense")
+    base = hf_weights(hf_model(shape), tmp_path / "base")
+    tensors = random_adapters(adapter_mappings(shape, LORA["rank"]))
+    directory = str(tmp_path / "checkpoint")
+    expected = jobs.add(2, saved, "tp2spdo", shape, base, tensors, directory).results()[0]
+    found = jobs.add(2, resumed, "dp2do", shape, base, directory).results()[0]
+    assert expected.keys() == found.keys() == tensors.keys()
+    assert all(torch.allclose(found[name], expected[name], rtol=1e-4, atol=1e-6) for name in expected)
+    other = hf_weights(hf_model(shape, seed=1), tmp_path / "other")
+    with pytest.raises(AssertionError, match="another base model"):
+        jobs.add(2, resumed, "dp2do", shape, other, directory).results()
+    # The adapter beside it is PEFT's: it is read back bit for bit, trained from, and merged as SGLang would need it.
+    exported = load_file(f"{directory}/adapter/{WEIGHTS_FILE}")
+    again, sent = jobs.add(2, started, "tp2sp", shape, base, f"{directory}/adapter").results()[0]
+    assert exported.keys() == again.keys()
+    assert all(torch.equal(exported[name], again[name]) for name in exported)
+    merge_adapter(base, f"{directory}/adapter", str(tmp_path / "merged"))
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert merged.keys() <= sent.keys()
+    assert all(torch.allclose(merged[name], sent[name], rtol=0, atol=1e-6) for name in merged)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"r": 8}, "rank 8"), ({"lora_alpha": 4}, "alpha 4"), ({"use_dora": True}, "use_dora"),
+        ({"base_fingerprint": "0"}, "another base"), ({"missing": True}, "missing tensor"),
+        ({"extra": True}, "unexpected"),
+    ],
+)  # fmt: skip
+def test_an_adapter_of_something_else_is_refused(tmp_path, changes, message):
+    shape = synthetic_shape("dense")
+    tensors = random_adapters(adapter_mappings(shape, LORA["rank"]))
+    if changes.pop("missing", False):
+        tensors.popitem()
+    if changes.pop("extra", False):
+        tensors["base_model.model.lm_head.lora_A.weight"] = torch.zeros(4, 8)
+    write_peft(tmp_path / "adapter", tensors, **changes)
+    with pytest.raises(WeightsError, match=message):
+        read_adapter(tmp_path / "adapter", shape, LoraConfig(**LORA), base="1")
+
+
+def test_targets_choose_layers():
+    shape = synthetic_shape("dense")
+    names = adapter_mappings(shape, 2, ("q_proj", "down_proj"))
+    assert {name.split(".lora_")[0].rsplit(".", 1)[-1] for name in names} == {"q_proj", "down_proj"}
+    with pytest.raises(WeightsError, match="no linear layer gate"):
+        adapter_mappings(shape, 2, ("gate",))
+
+
+def test_rows_that_ranks_do_not_share_equally_are_refused():
+    mapping = parameter_mappings(synthetic_shape("dense"))["decoder.layers.0.self_attention.linear_qkv.weight"]
+    with pytest.raises(ConfigError, match="does not split"):
+        lora.rows_in_shard_order(mapping, 0, 4, torch.empty(mapping.shape[0] // 4, mapping.shape[1]))

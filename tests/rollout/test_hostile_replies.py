@@ -1,0 +1,140 @@
+"""Mutated server replies, grades and rewards: every step gets its batch, and nothing of them is in it.
+
+FUZZ_REPLIES=10000 python -m pytest tests/rollout/test_hostile_replies.py     # default: 300 mutated replies each
+"""
+
+import asyncio
+import json
+import math
+import os
+import random
+
+import numpy as np
+import orjson
+import pytest
+from aiohttp import web
+from fake_server import FakeServer, response_of
+from faults import Texts, settings
+from simulation import Prompts
+
+from megatron_dapo.config import parse_config
+from megatron_dapo.engines.sglang import load_balancer, server_state
+from megatron_dapo.engines.sglang.engine import SGLangEngine
+from megatron_dapo.rollout import generation
+from megatron_dapo.rollout.agents.functions import RolloutFunction
+from megatron_dapo.rollout.sampler import Sampler
+from megatron_dapo.trainer.advantages import shape_batch
+from megatron_dapo.types import LARGEST_SCORE, Grade, StepBatch, json_default
+
+VERSION, VOCABULARY = 3, 250
+REPLIES = int(os.environ.get("FUZZ_REPLIES", "300"))
+JUNK = (
+    None, True, -1, 0, 7, 2**31, 2**32 + 5, 10**30, 1.5, 1e39, 1e308, math.nan, math.inf, -math.inf, "", "x", "-1",
+    "default", "2", "99", "updating-to-9", "\ud800", [], [None], [[1, 2]], {}, {"a": []},
+)  # fmt: skip
+NUMBERS = (math.nan, math.inf, -math.inf, 1e308, -1e38, 1e9, "1", np.float32(0.5), -1, 0)
+
+
+def mutated(chance, reply):
+    """A reply with one to three changes of its values, or of its bytes."""
+    for _ in range(chance.randint(1, 3)):
+        place, key = None, None
+        inner = reply
+        while isinstance(inner, dict | list) and inner and (place is None or chance.random() < 0.8):
+            place, key = inner, chance.choice(list(inner) if isinstance(inner, dict) else range(len(inner)))
+            inner = place[key]
+        change = chance.choice(("junk", "junk", "remove", "repeat"))
+        if change == "remove":
+            del place[key]
+        elif change == "repeat" and isinstance(place, list):
+            place.insert(key, place[key])
+        else:
+            place[key] = chance.choice(JUNK)
+    content = bytearray(json.dumps(reply).encode() if chance.random() < 0.5 else _compact(reply))
+    if chance.random() < 0.2 and content:
+        start = chance.randrange(len(content))
+        content[start : start + chance.randint(0, 9)] = chance.randbytes(chance.randint(0, 3))
+    return bytes(content)
+
+
+def _compact(reply):
+    return json.dumps(reply, separators=(",", ":")).encode()
+
+
+def hostile(chance, counts):
+    def fault(server, body):
+        if body.get("logprob_start_len") == 0 or chance.random() > 0.35:
+            return None
+        counts["mutated"] += 1
+        if chance.random() < 0.15:
+            status, later = chance.choice((429, 500, 503)), chance.choice(("0.01", "soon", "-5"))
+            return web.Response(status=status, headers={"Retry-After": later} if chance.random() < 0.5 else {})
+        count = min(8, body["sampling_params"]["max_new_tokens"]) + chance.choice((0, 0, 0, 1, 16))
+        return web.Response(body=mutated(chance, response_of(count, "stop", server.label, body["rid"].__hash__())))
+
+    return fault
+
+
+def hostile_grade(chance, index):
+    fields = {"correct": index % 2 == 0, "score": 1.0, "extracted": "a", "reason": "", "parts": {}, "turns": ()}
+    if chance.random() < 0.3:
+        name = chance.choice(list(fields))
+        junk = chance.choice(NUMBERS if name == "score" else JUNK)
+        wrapped = {"parts": {"other": junk}, "turns": (0.5, junk)}
+        fields[name] = wrapped[name] if name in wrapped and chance.random() < 0.7 else junk
+    return Grade(**fields)
+
+
+@pytest.mark.parametrize("rewarded_by", ["grader", "function"])
+def test_no_step_is_lost_and_nothing_hostile_is_trained_or_saved(rewarded_by, monkeypatch):
+    monkeypatch.setattr(server_state, "BACKOFF", (0.001, 0.004))
+    monkeypatch.setattr(load_balancer, "TICK", 0.002)
+    monkeypatch.setattr(generation, "EMPTY_ABORT_PAUSE", 0.001)
+    chance, counts = random.Random(rewarded_by), {"mutated": 0, "rejected": 0, "ungraded": 0, "steps": 0}
+    config = settings(attempts=6, sample_timeout=20).model_copy(update={"max_response_tokens": 12})
+
+    async def grade(prompt, sample):
+        return hostile_grade(chance, sample.index)
+
+    async def function(prompt, conversation, settings):
+        for number in range(2):
+            await conversation.generate(max_tokens=4)
+            conversation.append([7, number])
+            conversation.reward(chance.choice(NUMBERS) if chance.random() < 0.1 else 0.25)
+        return hostile_grade(chance, conversation.samples[0].index)
+
+    async def main():
+        servers = [await FakeServer(fault=hostile(chance, counts)).start() for _ in range(2)]
+        for server in servers:
+            server.label = str(VERSION)
+        engine = await SGLangEngine.connect([server.url for server in servers], config, version=VERSION)
+        engine.vocabulary = VOCABULARY
+        made = RolloutFunction("python:a.b", function, {}, Texts()) if rewarded_by == "function" else None
+        sampler = Sampler(engine, grade, Prompts(), config, groups_per_step=8, function=made)
+        while counts["mutated"] < REPLIES:
+            batch = await sampler.collect(counts["steps"])
+            check(batch, sampler)
+            counts["steps"] += 1
+            counts["rejected"] += batch.metrics.get("rollout/rejected_replies", 0)
+            counts["ungraded"] += batch.metrics.get("rollout/rejected_grades", 0)
+        await engine.close()
+
+    asyncio.run(main())
+    print(counts)
+    assert counts["rejected"] > 0.4 * counts["mutated"] and counts["ungraded"] > counts["steps"]
+
+
+def check(batch, sampler):
+    assert len(batch.groups) == 8 and batch.metrics["rollout/staleness_max"] == 0
+    for sample in batch.samples:
+        tokens = sample.response_tokens
+        assert 0 < sample.length <= 12 and 0 <= tokens.min() <= tokens.max() < VOCABULARY
+        assert {span.version for span in sample.weight_spans} == {VERSION}
+        assert (sample.engine_logprobs <= 0.01).all() and (sample.engine_logprobs >= -1000).all()
+        assert type(sample.grade.score) is float and abs(sample.grade.score) <= 4 * LARGEST_SCORE
+    saved = orjson.loads(orjson.dumps(batch.to_state(), default=json_default))
+    assert StepBatch.from_state(saved).metrics == batch.metrics
+    for credit in ("rollout", "turn"):
+        shaped, metrics = shape_batch(StepBatch.from_state(saved), parse_config({"algorithm": {"turn_credit": credit}}))
+        assert np.isfinite(shaped.advantages).all() and all(map(math.isfinite, metrics.values()))
+    sampler.restore(orjson.loads(orjson.dumps(sampler.state(), default=json_default)))
