@@ -25,8 +25,28 @@ class Parser(argparse.ArgumentParser):
             remedy = f"did you mean {near[0]!r}?" if near else f"choose from {wrong[2]}"
             message = f"there is no {wrong[1]!r}; {remedy}"
         elif message.startswith("unrecognized arguments"):
-            message += "; settings are given with their section: trainer.steps=5"
+            message += f"; {self._remedy(message.split()[2])}"
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+    def _remedy(self, word: str) -> str:
+        """For an argument that there is not: an option of similar spelling, or the setting that is meant."""
+        from megatron_dapo.config.other_names import find_row
+
+        name = word.partition("=")[0]
+        if not name.startswith("--"):
+            return "settings are given with their section: trainer.steps=5"
+        near = difflib.get_close_matches(name, sorted(self._all_options()), n=1, cutoff=0.8)
+        if near:
+            return f"did you mean {near[0]!r}?"
+        row = find_row(name.lstrip("-").replace("-", "_"))
+        return row.answer if row else "settings are given with their section: trainer.steps=5"
+
+    def _all_options(self) -> set[str]:
+        found = {option for action in self._actions for option in action.option_strings}
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                found.update(*(inner._all_options() for inner in action.choices.values()))
+        return found
 
 
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"

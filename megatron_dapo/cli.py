@@ -35,6 +35,8 @@ def build_parser() -> argparse.ArgumentParser:
     sub = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_quickstart(sub)
     _add_train(sub)
+    _add_import(sub)
+    _add_explain(sub)
     _add_ablate(sub)
     _add_eval(sub)
     _add_convert(sub)
@@ -50,6 +52,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_quickstart(sub: Commands) -> None:
     def quickstart(args: argparse.Namespace) -> int:
+        from megatron_dapo.config import load_config
+
+        load_config(_examples_folder() / "quickstart" / "config.yaml", args.set)  # a mistake is found before it trains
         options = {"--run-dir": args.run_dir, "--seed": args.seed, "--pretraining-updates": args.pretraining_updates}
         given = [word for name, value in options.items() if value is not None for word in (name, str(value))]
         return _run_quickstart([*given, *(["--fresh"] if args.fresh else []), *(f"--set={item}" for item in args.set)])
@@ -120,10 +125,11 @@ def _add_train(sub: Commands) -> None:
         with end_at_once():  # before the imports, which take seconds
             from megatron_dapo.config import load_config
             from megatron_dapo.config.load import with_local_model
-            from megatron_dapo.launch.local import run_training
+            from megatron_dapo.launch.local import check_not_its_own_output, run_training
             from megatron_dapo.observe.console import waiting
 
             config = load_config(args.config, args.set)
+            check_not_its_own_output(config, Path(args.config))
             with waiting(f"looking for the model {config.policy.model}"):
                 config = with_local_model(config)
             return run_training(config, dry_run=args.dry_run)
@@ -142,6 +148,62 @@ def _add_train(sub: Commands) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="check everything that can be checked without training, then exit"
     )
+
+
+def _add_import(sub: Commands) -> None:
+    def run(args: argparse.Namespace) -> int:
+        from megatron_dapo.config.importing import run
+
+        return run(args.file, args.tool, args.gpus, args.output)
+
+    parser = add_command(
+        sub, "import", run,
+        "Convert a launch script or configuration of verl, slime, TRL, AReaL and others to YAML of ours. Units are\n"
+        "converted; comments name what needs thought and what has no equivalent. The file is read, not executed.",
+        "examples:\n  megatron-dapo import run_qwen3_8b.sh --output run.yaml\n"
+        "  megatron-dapo import grpo.py --gpus 8   # TRL: batches are per device",
+    )  # fmt: skip
+    parser.add_argument("file", metavar="FILE", help="shell script, YAML file, or Python with a GRPOConfig")
+    parser.add_argument("--from", dest="tool", metavar="TOOL", help="verl, slime, areal, trl, ms-swift or nemo-rl "
+                        "(default: recognised by its settings)")  # fmt: skip
+    parser.add_argument("--gpus", type=at_least(1), metavar="N", help="devices that the script ran on (TRL)")
+    parser.add_argument("--output", metavar="FILE", help="file to create (default: print it)")
+
+
+def _add_explain(sub: Commands) -> None:
+    def run(args: argparse.Namespace) -> int:
+        from megatron_dapo.config.explain import SCHEMA, completion, explain
+
+        if args.completion:
+            print(completion(args.completion, _options(build_parser())))
+        elif args.schema:
+            print(SCHEMA)
+        elif not args.key:
+            raise UserError("name a KEY to explain, for example policy.optimizer.lr")
+        else:
+            print("\n\n".join(explain(key) for key in args.key))
+        return 0
+
+    parser = add_command(
+        sub, "explain", run,
+        "Explain a setting: its values, its default, and what other tools call it; or which setting another tool's is.",
+        "examples:\n  megatron-dapo explain rollout.sampler.oversampling\n  megatron-dapo explain global_batch_size\n"
+        "  eval \"$(megatron-dapo explain --completion bash)\"   # in ~/.bashrc: Tab completes commands and settings",
+    )  # fmt: skip
+    parser.add_argument("key", metavar="KEY", nargs="*", help="a setting of ours or of another tool, or a section")
+    parser.add_argument("--completion", choices=("bash", "zsh"), help="print a completion script for this shell")
+    parser.add_argument("--schema", action="store_true", help="print the path of the JSON schema, for editors")
+
+
+def _options(parser: argparse.ArgumentParser) -> dict[str, list[str]]:
+    """The options of each command, and the names of the commands inside it."""
+    (commands,) = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    found = {}
+    for name, command in commands.choices.items():
+        inner = [action.choices for action in command._actions if isinstance(action, argparse._SubParsersAction)]
+        options = [option for action in command._actions for option in action.option_strings]
+        found[name] = [*options, *(word for choices in inner for word in choices)]
+    return found
 
 
 def _add_ablate(sub: Commands) -> None:
@@ -245,7 +307,9 @@ def _add_convert(sub: Commands) -> None:
     to_hf.add_argument("--reference", metavar="HF_DIR", help="HF model with the config and tokenizer (default: the "
                        "copy in SRC, from hf-to-megatron or the run)")  # fmt: skip
     to_hf.add_argument("--step", type=at_least(0), metavar="N", help="which checkpoint of a run (default: the newest)")
-    to_hf.add_argument("--shard-size", type=float, default=5.0, metavar="GB", help="largest weight file (default 5)")
+    to_hf.add_argument(
+        "--shard-size", type=at_least(0.001, float), default=5.0, metavar="GB", help="largest weight file (default 5)"
+    )
     to_fp8 = add_command(
         inner, "hf-to-fp8", run,
         "Write a HF Qwen model with its matrices in fp8, as the published Qwen FP8 checkpoints: the model for servers\n"
@@ -467,6 +531,7 @@ def _add_slurm(sub: Commands) -> None:
     def run(args: argparse.Namespace) -> int:
         from megatron_dapo.config import load_config
         from megatron_dapo.config.load import with_local_model
+        from megatron_dapo.launch.local import check_not_its_own_output
         from megatron_dapo.launch.slurm import run_slurm
         from megatron_dapo.launch.slurm_status import print_status
 
@@ -476,6 +541,7 @@ def _add_slurm(sub: Commands) -> None:
             raise UserError("name a CONFIG to submit, or a run directory with --status")
         nodes = [f"slurm.nodes={args.nodes}"] if args.nodes else []
         config = with_local_model(load_config(args.config, [*args.set, *nodes]))
+        check_not_its_own_output(config, Path(args.config))
         return run_slurm(config, dry_run=args.dry_run, chain=args.chain, seeds=args.seeds)
 
     parser = add_command(

@@ -144,7 +144,34 @@ VALUES = [
     setting("policy.model", "", "policy.model is empty"),
     setting("policy.model", "nowhere", "not a directory"),
     setting("data.path", "", "data.path is empty"),
-]
+    setting("trainer.run_dir", "", "name a directory of its own"),
+    setting("trainer.run_dir", "./", "name a directory of its own"),
+    setting("trainer.seed", 2**70, "trainer.seed"),
+    setting("policy.optimizer", {"warmup_steps": 5, "decay_steps": 5}, "must be more than warmup_steps"),
+    setting("policy.moe_aux_loss_coefficient", 0.1, "no experts"),
+    setting("policy.expert_parallel", 2, "the model has no experts"),
+    setting("rollout.sampler.oversampling", 0, "expected 'adaptive' or a number of at least 1"),
+    Case("run_dir is the folder of the configuration", "name another directory", {"trainer.run_dir": "home"},
+         lambda p: (p.folder / "home").mkdir(), ["train", "home/config.yaml", "--dry-run"]),
+    Case("slurm run_dir is the folder of the configuration", "name another directory", {"trainer.run_dir": "home"},
+         lambda p: (p.folder / "home").mkdir(), ["slurm", "home/config.yaml", "--dry-run"]),
+]  # fmt: skip
+# Settings that are accepted with one line each.
+UNUSUAL = {
+    "policy.optimizer.lr": (10, "published runs use"),
+    "algorithm.clip_low": (0.5, "clip_high"),
+    "algorithm.clip_high": (1000, "hardly any ratio"),
+    "algorithm.entropy_coefficient": (1000, "outweigh"),
+    "rollout.temperature": (100, "random tokens"),
+    "rollout.sampler.oversampling": (1536, "not a number of prompts"),
+    "trainer.steps": (10**11, "published runs have"),
+    "policy.optimizer.warmup_steps": (100000, "ends before"),
+    "evaluate.every": (10, "nothing is evaluated"),
+    "rollout.weights.transport": ("tensor", "no effect"),
+    "rollout.servers.count": (2, "no effect"),
+    "rollout.sampler.max_generation_batches": (None, "there is no limit"),
+    "evaluate.data": ({"path": "model/prompts.jsonl", "template": "plain"}, "64 of its 64 problems"),
+}
 
 
 def without(*names):
@@ -266,6 +293,7 @@ RUN_DIRECTORIES = [
 ]  # fmt: skip
 COMMANDS = [
     command("train", "CONFIG"),
+    command("quickstart trainer.stepz=1", "did you mean 'trainer.steps'?"),
     command("trian CONFIG", "did you mean 'train'?"),
     command("dance CONFIG", "choose from 'quickstart', "),
     command("train CONFIG --no-such-option", "--no-such-option"),
@@ -302,6 +330,8 @@ COMMANDS = [
     command("examples /proc/mine", "/proc/mine cannot be created"),
     command("convert hf-to-megatron nowhere out", "nowhere"),
     command("convert verify nowhere model", "nowhere"),
+    command("convert megatron-to-hf model out --shard-size 0", "--shard-size"),
+    command("convert megatron-to-hf model out --shard-size -1", "--shard-size"),
     command("convert megatron-to-hf model out", "is a HF model already"),
     command("eval none.yaml", "no such file"),
     command("eval CONFIG --samples 0", "evaluate.samples"),
@@ -351,6 +381,8 @@ def test_the_table_is_long_enough():
 def test_bad_input_is_one_line_and_exit_code_2(case, complete, tmp_path, monkeypatch, capsys):
     place = place_of(case, complete, tmp_path, monkeypatch)
     config = place.write()
+    if (tmp_path / "home").exists():
+        shutil.copy(config, tmp_path / "home/config.yaml")
     code = run([config if word == "CONFIG" else word for word in case.arguments])
     lines = capsys.readouterr().err.splitlines()
     assert code == 2, lines
@@ -377,6 +409,25 @@ def test_the_complete_run_is_accepted(complete, tmp_path, monkeypatch, capsys):
     assert run(["train", place.write(), "--dry-run"]) == 0
     said = capsys.readouterr()
     assert "valid" in said.out and "64 prompts of 64 rows" in said.err
+
+
+@pytest.mark.parametrize("key", UNUSUAL)
+def test_an_unusual_setting_is_one_warning(key, complete, tmp_path, monkeypatch, capsys):
+    value, said = UNUSUAL[key]
+    more = {"rollout.sampler.on_limit": "stop"} if value is None else {}
+    place = place_of(Case("", "", {key: value, **more}), complete, tmp_path, monkeypatch)
+    assert run(["train", place.write(), "--dry-run"]) == 0
+    warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+    assert len(warnings) == 1 and said in warnings[0], warnings
+
+
+def test_a_dry_run_never_writes_over_a_config_file(complete, tmp_path, monkeypatch, capsys):
+    place = place_of(Case("", ""), complete, tmp_path, monkeypatch)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.yaml").write_text("# mine\n")
+    assert run(["train", place.write(), "--dry-run"]) == 0
+    assert (tmp_path / "run/config.yaml").read_text() == "# mine\n"
+    assert "config.dry-run.yaml" in capsys.readouterr().out
 
 
 def test_the_data_report_names_dropped_rows(complete, tmp_path, monkeypatch, capsys):

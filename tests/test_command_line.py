@@ -1,6 +1,10 @@
 """Settings without --set, log levels, and keys of other tools on the command line."""
 
+import json
 import logging
+import re
+import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -67,3 +71,81 @@ def test_verbose_sets_the_level_of_this_package(monkeypatch):
     assert logger.level == logging.NOTSET
     set_log_level(1)
     assert logger.level == logging.DEBUG
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        (["tra"], "train"),
+        (["train", "--dr"], "--dry-run"),
+        (["train", "trainer.run_d"], "trainer.run_dir"),
+        (["convert", "hf-to-m"], "hf-to-megatron"),
+        (["explain", "policy.opti"], "policy.optimizer.lr"),
+    ],
+)
+def test_tab_completes_commands_options_and_settings(capsys, typed, expected):
+    assert main(["explain", "--completion", "bash"]) == 0
+    script = capsys.readouterr().out.replace("compopt", ":")  # only inside a completion
+    words = " ".join(["megatron-dapo", *typed])
+    script += f"\nCOMP_WORDS=({words}); COMP_CWORD={len(typed)}; _megatron_dapo; echo ${{COMPREPLY[@]}}"
+    found = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    assert expected in found and len(found) < 20
+
+
+def test_the_schema_is_in_the_package_and_accepts_an_example(capsys):
+    assert main(["explain", "--schema"]) == 0
+    schema = json.loads(Path(capsys.readouterr().out.strip()).read_text())
+    section = schema["$defs"]["OptimizerConfig"]["properties"]["lr"]
+    assert section["description"] == "Learning rate after the warm-up." and "base" in schema["properties"]
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("--dryrun", "did you mean '--dry-run'?"),
+        ("--rollout-batch-size", "here it is called 'trainer.prompts_per_step'"),
+        ("--lr=1", "here it is called 'policy.optimizer.lr'"),
+        ("--resume", "a run that is in trainer.run_dir is resumed"),
+        ("--nonsense", "settings are given with their section"),
+    ],
+)
+def test_an_option_that_there_is_not(capsys, word, said):
+    with pytest.raises(SystemExit):
+        main(["train", "examples/quickstart/config.yaml", word])
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["beta=0.04"], "unknown key 'beta'; here it is called 'algorithm.kl.coefficient'"),
+        (
+            ["algorithm.adv_estimator=grpo"],
+            "here it is called 'algorithm.advantage' (advantages are those of the group",
+        ),
+        (["trainer.global_batch_size=256"], "(there in samples, here in prompts: divide by the samples per prompt)"),
+        (["data.gen_batch_size=1536"], "(there prompts, here a multiple of the batch: 1536 / 512 = 3)"),
+        (["over_sampling_batch_size=64"], "(there prompts, here a multiple of the batch)"),
+        (
+            ["rollout.sampler.oversampling=0"],
+            "--set: rollout.sampler.oversampling: expected 'adaptive' or a number of at",
+        ),
+    ],
+)
+def test_hints_name_units_and_where_the_mistake_is(settings, said):
+    with pytest.raises(ConfigError) as error:
+        load_config("examples/quickstart/config.yaml", settings)
+    assert said in str(error.value)
+
+
+def test_base_files(tmp_path):
+    (tmp_path / "a.yaml").write_text("trainer: {steps: 7, seed: 3}\nrollout: {stop: [x, y]}\n")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub/b.yaml").write_text("base: ../a.yaml\ntrainer: {seed: 4}\nrollout: {stop: [z]}\n")
+    config = load_config(tmp_path / "sub/b.yaml", ["trainer.run_dir=elsewhere"])
+    assert (config.trainer.steps, config.trainer.seed, config.rollout.stop) == (7, 4, ["z"])
+    for text, said in (("base: c.yaml\n", "based on this file"), ("base: 3\n", "name of a YAML file"),
+                       ("base: none.yaml\n", "none.yaml: no such file (the base of")):  # fmt: skip
+        (tmp_path / "c.yaml").write_text(text)
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            load_config(tmp_path / "c.yaml")

@@ -1,8 +1,9 @@
 #!/usr/bin/env python
-"""Writes docs/configuration.md from the schema: every key with its type, default and description.
+"""Writes what follows from megatron_dapo/config: docs/configuration.md, every key with its type, default and
+description; config.schema.json, the same for editors; docs/migration.md, the table of other tools' settings.
 
     python tools/generate_config_reference.py            # after a change of megatron_dapo/config
-    python tools/generate_config_reference.py --check    # exit 1 when the file is not what the schema says
+    python tools/generate_config_reference.py --check    # exit 1 when a file is out of date
 
 A section's introduction is its class's docstring, or else its module's. A test runs the check.
 """
@@ -13,24 +14,27 @@ import argparse
 import inspect
 import json
 import sys
-import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
 from megatron_dapo.config import Config, Section, load_config
+from megatron_dapo.config.explain import default_text, limits_text, type_text
+from megatron_dapo.config.other_names import Row, Tool, shown, tools
 
 ROOT = Path(__file__).resolve().parent.parent
-TARGET = ROOT / "docs" / "configuration.md"
 PUBLISHED = ROOT / "examples" / "qwen2.5_32b_dapo" / "dapo.yaml"
 
 HEAD = """\
 <!-- Written by tools/generate_config_reference.py: change the schema in megatron_dapo/config, then run it. -->
 # Configuration
 
-A run is one YAML file. Every key has a default. Those of the recipe are the published 32B run's
+A run is one YAML file. With `base: other.yaml` it is on top of another file, whose path is relative to this one: only
+the settings that differ are written. For completion and help in an editor, begin a file with
+`# yaml-language-server: $schema=PATH`; `megatron-dapo explain --schema` prints the path. Every key has a default. Those
+of the recipe are the published 32B run's
 ([examples/qwen2.5_32b_dapo](../examples/qwen2.5_32b_dapo/README.md)), except these, which that run sets:
 @@DIFFERENCES@@.
 
@@ -41,6 +45,59 @@ for a key of another tool ([migration.md](migration.md)), or the keys of that se
 every key to the run directory.
 
 """
+
+MIGRATION = """\
+<!-- Written by tools/generate_config_reference.py: change megatron_dapo/config/other_tools.yaml, then run it. -->
+# Migration from other tools
+
+```
+megatron-dapo import run_qwen3_8b.sh --output run.yaml
+```
+
+reads a launch script (shell, without executing it), a YAML file or a Python file of verl, slime, AReaL, TRL, ms-swift
+or NeMo-RL and writes a configuration of ours. Units are converted: slime's `--global-batch-size` counts samples,
+`trainer.mini_batch_prompts` prompts. Where a tool's default differs from ours, its default is written. Comments name
+the setting that each key is from, what is to fill in or to check, and what has no equivalent; no setting is dropped
+silently. Under the last heading of this page is what happens here anyway.
+
+The tables below are what it knows. A YAML file with one of these names is refused with a message that names ours, and
+`megatron-dapo explain KEY` lists the names that other tools have for one of our keys. Names of other tools change
+between versions.
+"""
+
+
+def migration() -> str:
+    """One section for each tool; last, what needs no setting here."""
+    parts = [MIGRATION]
+    for tool in tools().values():
+        found = [(shown(tool, row), row) for row in tool.rows.values()]
+        rows = [f"| `{name}` | `{row.to}` | {row.note} |\n" for name, row in found if row.to]
+        lost = [f"`{name}` ({row.none})" for name, row in found if not row.to and row.none and row.same is None]
+        parts.append(f"## {tool.title}\n\n" + (f"{tool.intro}\n\n" if tool.intro else "")
+                     + f"| {tool.title} | here | note |\n|---|---|---|\n" + "".join(rows)
+                     + (f"\nNo equivalent: {'; '.join(lost)}.\n" if lost else ""))  # fmt: skip
+    parts.append("## Nothing to set\n\nWith these values they ask for what happens here anyway.\n")
+    parts += [f"{tool.title}: {'; '.join(same)}.\n" for tool in tools().values() if (same := list(_same(tool)))]
+    return "\n".join(parts)
+
+
+def _same(tool: Tool) -> Iterator[str]:
+    def text(row: Row) -> str:
+        return "" if row.same == "any" else ": " + " or ".join(f"`{json.dumps(value)}`" for value in row.same)
+
+    for row in tool.rows.values():
+        if row.same is not None and not row.to:
+            yield f"`{shown(tool, row)}`{text(row)}" + (f" ({row.note})" if row.note else "")
+
+
+def schema() -> str:
+    """JSON schema of a configuration file, with `base` beside the sections."""
+    found = Config.model_json_schema()
+    about = "Another YAML file, relative to this one, whose settings this file changes."
+    base = {"type": "string", "description": about}
+    found |= {"title": "megatron-dapo", "properties": {"base": base, **found["properties"]}}
+    text = json.dumps(found, ensure_ascii=False)
+    return text.replace('"}, "', '"},\n"') + "\n"  # a key in a line
 
 
 def reference() -> str:
@@ -114,41 +171,9 @@ def _introduction(section: type[Section]) -> str:
 
 
 def _row(path: str, name: str, field: FieldInfo) -> str:
-    kind = f"{_type(field.annotation)}{_limits(field)}"
-    cells = [f"`{path}.{name}`", kind, f"`{_default(field)}`", field.description or ""]
+    kind = f"{type_text(field.annotation)}{limits_text(field)}"
+    cells = [f"`{path}.{name}`", kind, f"`{default_text(field)}`", field.description or ""]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
-
-
-def _type(annotation: Any) -> str:
-    origin, args = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        return _type(args[0])
-    if origin is Literal:
-        return " or ".join(f"`{value}`" for value in args)
-    if origin in (Union, types.UnionType):
-        return " or ".join("null" if arg is type(None) else _type(arg) for arg in args)
-    if origin is list:
-        return f"list of {'sections' if _section(args[0]) else _type(args[0])}"
-    if origin is dict:
-        return f"{_type(args[0])} → {_type(args[1])}"
-    words = {int: "integer", float: "number", bool: "true or false", str: "text"}
-    return words.get(annotation, getattr(annotation, "__name__", str(annotation)))
-
-
-def _limits(field: FieldInfo) -> str:
-    signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<", "multiple_of": "multiple of"}
-    found = []
-    for limit in field.metadata:
-        found += [
-            f"{sign} {getattr(limit, name)}" for name, sign in signs.items() if getattr(limit, name, None) is not None
-        ]
-    return f", {', '.join(found)}" if found else ""
-
-
-def _default(field: FieldInfo) -> str:
-    """As one would write it in YAML."""
-    value = field.get_default(call_default_factory=True)
-    return str(value) if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)
 
 
 def _section(annotation: Any) -> type[Section] | None:
@@ -169,15 +194,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when the file is out of date")
     args = parser.parse_args()
-    text = reference()
-    if args.check:
-        if not TARGET.exists() or TARGET.read_text() != text:
-            print(f"docs/{TARGET.name} is out of date: run python tools/generate_config_reference.py", file=sys.stderr)
-            return 1
-        return 0
-    TARGET.write_text(text)
-    print(f"written: docs/{TARGET.name}")
-    return 0
+    targets = {"docs/configuration.md": reference, "docs/migration.md": migration,
+               "megatron_dapo/config/config.schema.json": schema}  # fmt: skip
+    texts = {ROOT / name: text() for name, text in targets.items()}
+    old = [path for path, text in texts.items() if not path.exists() or path.read_text() != text]
+    for path in old:
+        name = path.relative_to(ROOT)
+        if args.check:
+            print(f"{name} is out of date: run python tools/generate_config_reference.py", file=sys.stderr)
+        else:
+            path.write_text(texts[path])
+            print(f"written: {name}")
+    return int(args.check and bool(old))
 
 
 if __name__ == "__main__":

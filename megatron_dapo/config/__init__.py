@@ -8,7 +8,9 @@
 - `base`       `Section`, the base of all sections; YAML 1.2; field types for paths and texts
 - `model`      the shape of a model, from its config.json (`ModelShape`); `families`: what differs between families
 - `megatron_fields`   fields of Megatron-Core that `policy.megatron` may not set
-- `other_names`       our keys by the names of other tools
+- `other_names`, `other_tools.yaml`   settings of other tools and ours: one table for errors, `import` and the docs
+- `scripts`, `importing`   `megatron-dapo import`: reads another tool's launch script, and converts its settings
+- `explain`    `megatron-dapo explain KEY`
 """
 
 from megatron_dapo.config.base import ConfigError, Section

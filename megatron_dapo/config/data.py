@@ -21,9 +21,13 @@ class PromptFileConfig(Section):
 
     path: PathText = Field(
         "",
-        description="jsonl or parquet file, or a hub dataset name (owner/name); a list is shorthand for sources.",
+        description="A file (jsonl, JSON array, csv, each also .gz, or parquet), a folder or pattern of files, or a "
+        "hub dataset name (owner/name); a list is shorthand for sources.",
     )
-    split: str = Field("train", description="Split of a hub dataset.")
+    split: str = Field("train", description="Split of a hub dataset or of a folder.")
+    configuration: str | None = Field(
+        None, description="Configuration of a hub dataset, e.g. main of openai/gsm8k; null: the only one there is."
+    )
     template: str = Field(
         "dapo",
         description="dapo: the published text. plain: the question alone. chat: the question in the tokenizer's chat "
@@ -88,9 +92,10 @@ class PromptFileConfig(Section):
 class SourceConfig(Section):
     """One of several prompt files. Null: the setting of the section that lists it."""
 
-    path: PathText = Field("", description="jsonl or parquet file, or a hub dataset name (owner/name).")
+    path: PathText = Field("", description="As data.path, but no list.")
     name: str = Field("", description="Its name in metrics; empty: the file name without its ending.")
-    split: str | None = Field(None, description="Split of a hub dataset.")
+    split: str | None = Field(None, description="As data.split.")
+    configuration: str | None = Field(None, description="As data.configuration.")
     template: str | None = Field(None, description="As data.template.")
     system: str | None = Field(None, description="As data.system.")
     question_column: str | None = Field(None, description="As data.question_column.")

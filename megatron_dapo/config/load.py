@@ -6,6 +6,7 @@ is; the rest is downloaded, unless HF_HUB_OFFLINE is set. `NAME@REVISION` select
 
 from __future__ import annotations
 
+import copy
 import difflib
 import os
 import re
@@ -14,9 +15,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from megatron_dapo.config.base import ConfigError, YamlError, admits, dump_yaml, hide_secrets, parse_yaml
-from megatron_dapo.config.other_names import our_name
+from megatron_dapo.config.other_names import find_row
 from megatron_dapo.config.schema import Config
 
 # What a field takes, by the type of pydantic's error.
@@ -41,36 +43,74 @@ LISTS = ("data.path", "evaluate.data.path")  # texts that may also be lists of t
 
 def load_config(path: str | Path | None, overrides: Iterable[str] = ()) -> Config:
     """The configuration in `path` (None: all defaults) with `key.path=value` overrides applied."""
-    raw: Any = {}
-    where = str(path) if path else "config"
-    if path is not None:
-        try:
-            raw = parse_yaml(Path(path).expanduser().read_text(encoding="utf-8-sig")) or {}
-        except FileNotFoundError:
-            raise ConfigError(f"{path}: no such file") from None
-        except IsADirectoryError:
-            raise ConfigError(f"{path} is a directory; expected a YAML file") from None
-        except OSError as error:
-            raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{path} is not UTF-8 text (byte {error.start}); expected a YAML file") from None
-        except YamlError as error:
-            raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    raw = _read_file(Path(path)) if path is not None else {}
+    where, overrides = str(path) if path else "config", list(overrides)
+    changed = copy.deepcopy(raw)
+    for item in overrides:
+        apply_override(changed, item)
+    if not overrides:
+        return parse_config(raw, where)
+    try:
+        return parse_config(changed, where)
+    except ConfigError:
+        parse_config(raw, where)  # the file itself is wrong
+        return parse_config(changed, "--set")
+
+
+def _read_file(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The sections of a file, on top of those of the file that it names as `base`."""
+    try:
+        raw = parse_yaml(path.expanduser().read_text(encoding="utf-8-sig")) or {}
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file" + (f" (the base of {above[-1]})" if above else "")) from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path} is a directory; expected a YAML file") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text (byte {error.start}); expected a YAML file") from None
+    except YamlError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(raw, dict):
         found = "a list" if isinstance(raw, list) else "text"
-        raise ConfigError(f"{where}: expected sections at the top level, found {found}")
-    for item in overrides:
-        apply_override(raw, item)
-    return parse_config(raw, where)
+        raise ConfigError(f"{path}: expected sections at the top level, found {found}")
+    base = raw.pop("base", None)
+    if base is None:
+        return raw
+    if not isinstance(base, str) or not base:
+        raise ConfigError(f"{path}: base: expected the name of a YAML file, found {base!r}")
+    file = path.expanduser().parent / Path(base).expanduser()
+    if file.resolve() in [other.expanduser().resolve() for other in (*above, path)]:
+        raise ConfigError(f"{path}: base: {base} is based on this file")
+    return _merged(_read_file(file, (*above, path)), raw)
+
+
+def _merged(base: Any, changes: Any) -> Any:
+    """`changes` key by key; a list replaces a list."""
+    if not (isinstance(base, dict) and isinstance(changes, dict)):
+        return changes
+    return {**base, **{key: _merged(base.get(key), value) for key, value in changes.items()}}
 
 
 def parse_config(raw: dict[str, Any], where: str = "config") -> Config:
     try:
         return Config.model_validate(raw)
     except ValidationError as error:
-        lines = [line for e in error.errors() for line in _explain(e)]
+        lines = _joined(line for e in error.errors() for line in _explain(e))
         message = f"{where}: " + ("\n  ".join(["", *lines]) if len(lines) > 1 else lines[0])
         raise ConfigError(hide_secrets(message)) from None
+
+
+def _joined(lines: Iterable[str]) -> list[str]:
+    """One line for a value that is of none of several types: `expected 'adaptive' or a number of at least 1, …`."""
+    found: dict[str, str] = {}
+    for line in lines:
+        key, expected, rest = line.partition(": expected ")
+        known = found.get(key + expected)
+        if known is not None and expected:
+            line = f"{known.rpartition(', found')[0]} or {rest}"
+        found[key + expected if expected else line] = line
+    return list(found.values())
 
 
 def apply_override(raw: dict[str, Any], item: str) -> None:
@@ -88,7 +128,7 @@ def apply_override(raw: dict[str, Any], item: str) -> None:
         if not isinstance(child, dict):
             raise ConfigError(f"--set {item!r}: {part!r} is a value, not a section")
         node = child
-    takes_text = admits(_annotation(parts), str)
+    takes_text = admits(annotation_of(parts), str)
     try:
         value = parse_yaml(text)
     except YamlError as error:
@@ -108,23 +148,28 @@ def dump_config(config: Config) -> str:
 def known_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
     """Every dotted key of the schema."""
     for name, field in model.model_fields.items():
-        inner = _section_of(field.annotation)
+        inner = section_of(field.annotation)
         if inner is not None:
             yield from known_keys(inner, f"{prefix}{name}.")
         yield f"{prefix}{name}"
 
 
-def _annotation(parts: list[str]) -> Any:
-    """The type of a dotted key; None if there is no such key."""
+def field_of(parts: list[str]) -> FieldInfo | None:
+    """The field of a dotted key; None if there is no such key."""
     model: type[BaseModel] | None = Config
     for part in parts[:-1]:
         field = model.model_fields.get(part) if model else None
-        model = _section_of(field.annotation) if field else None
-    field = model.model_fields.get(parts[-1]) if model else None
+        model = section_of(field.annotation) if field else None
+    return model.model_fields.get(parts[-1]) if model else None
+
+
+def annotation_of(parts: list[str]) -> Any:
+    """The type of a dotted key; None if there is no such key."""
+    field = field_of(parts)
     return field.annotation if field else None
 
 
-def _section_of(annotation: Any) -> type[BaseModel] | None:
+def section_of(annotation: Any) -> type[BaseModel] | None:
     for candidate in (annotation, *get_args(annotation)):
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):
             return candidate
@@ -133,10 +178,10 @@ def _section_of(annotation: Any) -> type[BaseModel] | None:
 
 def _explain(error: Any) -> list[str]:
     """One line; of an unknown section with keys of another tool, one line for each of them."""
-    path = ".".join(str(part) for part in error["loc"])
+    path = ".".join(str(part) for part in error["loc"] if re.fullmatch(r"\w*", str(part)))  # no types of a union
     if error["type"] == "extra_forbidden":
-        known = [key for key in _leaves(error["input"], path) if our_name(key)]
-        return [f"unknown key {key!r}{_suggestion(key)}" for key in known or [path]]
+        known = [key for key in _leaves(error["input"], path) if find_row(key)]
+        return [f"unknown key {key!r}{suggestion(key)}" for key in known or [path]]
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "value_error":
         return [f"{path}: {message}" if path else message]
@@ -156,11 +201,11 @@ def _leaves(value: Any, path: str) -> Iterator[str]:
         yield path
 
 
-def _suggestion(path: str) -> str:
+def suggestion(path: str) -> str:
     path = ".".join(part for part in path.split(".") if not part.isdigit())  # positions in a list of sections
     parent, _, leaf = path.rpartition(".")
-    if ours := our_name(path):
-        return f"; here it is called {ours!r}"
+    if row := find_row(path):
+        return f"; {row.answer}"
     keys = list(known_keys())
     siblings = [key for key in keys if key.rpartition(".")[0] == parent]
     inside = [key for key in keys if parent and key.startswith(f"{parent}.")]

@@ -114,6 +114,11 @@ class OptimizerConfig(Section):
     def _order(self) -> OptimizerConfig:
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr ({self.min_lr}) is above lr ({self.lr}): lower min_lr")
+        if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
+            raise ValueError(
+                f"decay_steps ({self.decay_steps}) must be more than warmup_steps ({self.warmup_steps}): both count "
+                "from the first step"
+            )
         return self
 
     @model_validator(mode="after")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import reduce
 from pathlib import Path
 
 from pydantic import model_validator
@@ -14,6 +15,21 @@ from megatron_dapo.config.model import ModelShape
 from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.config.trainer import ObserveConfig, SlurmConfig, TrainerConfig
+
+# Values above these are accepted with a warning.
+USUAL = {
+    "policy.optimizer.lr": (1e-2, "published runs use 1e-7 to 1e-5"),
+    "policy.optimizer.weight_decay": (1.0, "weights would shrink faster than they learn"),
+    "algorithm.clip_high": (1.0, "hardly any ratio would be clipped"),
+    "algorithm.entropy_coefficient": (0.1, "the bonus would outweigh the reward"),
+    "algorithm.kl.coefficient": (1.0, "the penalty would outweigh the reward"),
+    "algorithm.overlong.factor": (10.0, "the penalty would outweigh the reward"),
+    "rollout.temperature": (2.0, "responses would be close to random tokens"),
+    "evaluate.temperature": (2.0, "responses would be close to random tokens"),
+    "rollout.samples_per_prompt": (1024, "published runs use 8 to 64"),
+    "rollout.sampler.oversampling": (16.0, "it is a multiple of the batch, not a number of prompts"),
+    "trainer.steps": (1_000_000, "published runs have 100 to 10000"),
+}
 
 
 class Config(Section):
@@ -30,7 +46,48 @@ class Config(Section):
     @property
     def warnings(self) -> list[str]:
         """Settings that are accepted but probably not meant, one line each; printed when a run starts."""
-        return [*self.algorithm.warnings, *self._uncorrected_staleness(), *self._penalty_in_wrong_groups()]
+        return [
+            *self.algorithm.warnings, *self._uncorrected_staleness(), *self._penalty_in_wrong_groups(),
+            *self._unusual_values(), *self._without_effect(),
+        ]  # fmt: skip
+
+    def _unusual_values(self) -> list[str]:
+        found = []
+        for key, (usual, why) in USUAL.items():
+            value = reduce(getattr, key.split("."), self)
+            wide = key == "algorithm.clip_high" and self.algorithm.objective == "cispo"  # its weight is bounded by it
+            if isinstance(value, int | float) and value > usual and not wide:
+                found.append(f"{key} is {value:g}, which is more than {usual:g}: {why}")
+        low, high = self.algorithm.clip_low, self.algorithm.clip_high
+        if low > high:
+            found.append(
+                f"algorithm.clip_low ({low:g}) is above clip_high ({high:g}): DAPO's upper bound is the wider one"
+            )
+        return found
+
+    def _without_effect(self) -> list[str]:
+        """Settings that contradict others, or that the chosen engine does not read."""
+        optimizer, rollout, evaluate = self.policy.optimizer, self.rollout, self.evaluate
+        found = []
+        if optimizer.warmup_steps >= self.trainer.steps:
+            found.append(
+                f"policy.optimizer.warmup_steps is {optimizer.warmup_steps} of {self.trainer.steps} steps: the run "
+                "ends before the learning rate reaches lr"
+            )
+        if not evaluate.data.files and evaluate.every not in (0, EvalConfig().every):
+            found.append(f"evaluate.every is {evaluate.every}, but there is no evaluate.data: nothing is evaluated")
+        if rollout.sampler.max_generation_batches is None and rollout.sampler.on_limit != "train":
+            found.append(
+                f"rollout.sampler.on_limit is {rollout.sampler.on_limit}, but max_generation_batches is null: there "
+                "is no limit"
+            )
+        if rollout.engine == "embedded":
+            unused = {"servers": rollout.servers, "weights": rollout.weights}
+            keys = [f"rollout.{name}.{key}" for name, section in unused.items() for key, value in section
+                    if value != type(section).model_fields[key].get_default(call_default_factory=True)
+                    and key not in ("directory", "in_flight")]  # fmt: skip
+            found += [f"{key} has no effect with rollout.engine: embedded" for key in keys]
+        return found
 
     def _uncorrected_staleness(self) -> list[str]:
         """The ratio to a recomputed π_old says nothing about the distance from the policy that generated."""
@@ -299,6 +356,11 @@ def _check_experts(policy: PolicyConfig, shape: ModelShape) -> None:
         for name, size in (("expert_parallel", ep), ("expert_tensor_parallel", etp)):
             if size > 1:
                 raise ConfigError(f"policy.{name} is {size}, but the model has no experts: set it to 1")
+        if policy.moe_aux_loss_coefficient:
+            raise ConfigError(
+                f"policy.moe_aux_loss_coefficient is {policy.moe_aux_loss_coefficient:g}, but the model has no "
+                "experts: remove it"
+            )
         if policy.routing_replay != "off":
             raise ConfigError(
                 f"policy.routing_replay is {policy.routing_replay}, but the model has no experts: remove it"
@@ -341,20 +403,22 @@ def check_world(policy: PolicyConfig, world_size: int) -> None:
         product = "" if etp == 1 else f" × expert_tensor_parallel = {policy.expert_parallel} × {etp}"
         raise ConfigError(
             f"policy.expert_parallel{product} is {policy.expert_parallel * etp}, but a pipeline stage has {stage} "
-            f"ranks: choose one of {_divisors(stage)}"
+            f"{'rank' if stage == 1 else 'ranks'}: choose one of {_divisors(stage)}"
         )
 
 
 def check_config(config: Config, world_size: int | None = None) -> ModelShape | None:
     """All checks that read the model directory. Returns the model's shape, or None when no model is named."""
-    if world_size is not None:
-        check_world(config.policy, world_size)
     if not config.policy.model:
+        if world_size is not None:
+            check_world(config.policy, world_size)
         return None
     if not Path(config.policy.model).is_dir():
         raise ConfigError(f"policy.model: {config.policy.model} is not a directory, nor OWNER/NAME on the hub")
     shape = ModelShape.from_dir(config.policy.model)
     check_model(config.policy, shape, config.rollout.max_prompt_tokens + config.rollout.max_response_tokens)
+    if world_size is not None:
+        check_world(config.policy, world_size)
     outside = [token for token in config.rollout.stop_token_ids if token >= shape.vocab]
     if outside:
         raise ConfigError(

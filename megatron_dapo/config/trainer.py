@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from typing import Any, Literal
@@ -28,7 +29,7 @@ class GateConfig(Section):
     are the limits of the first batch. A later one may have ten times the mean gap, or 1 nat if it has tokens of older
     weights; beyond that it is sampled again, and the run ends after three."""
 
-    enabled: bool = Field(True, description="Compare them.")
+    enabled: bool = Field(True, description="Compare them in every step.")
     max_mean_gap: float = Field(0.05, gt=0, description="Largest mean |trainer − engine| in nats; 0.05 suits bf16.")
     max_gap: float = Field(5.0, gt=0, description="Largest |trainer − engine| of a single token.")
 
@@ -65,7 +66,9 @@ class TrainerConfig(Section):
     steps: int = Field(330, gt=0, description="Rollout steps; each makes prompts_per_step/mini_batch_prompts updates.")
     prompts_per_step: int = Field(512, gt=0, description="Groups that one rollout step trains on.")
     mini_batch_prompts: int = Field(32, gt=0, description="Prompts (groups) per optimizer update.")
-    seed: int = Field(0, description="Decides the order of the prompts, and the samples if the engine takes seeds.")
+    seed: int = Field(
+        0, ge=0, lt=2**63, description="Decides the order of the prompts, and the samples if the engine takes seeds."
+    )
     old_logprobs: Literal["auto", "recompute", "engine"] = Field(
         "auto",
         description="Log-probs of the denominator of the ratio. recompute: the trainer's own, before the first update "
@@ -78,6 +81,13 @@ class TrainerConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     gate: GateConfig = GateConfig()
     heartbeat: HeartbeatConfig = HeartbeatConfig()
+
+    @field_validator("run_dir")
+    @classmethod
+    def _own_directory(cls, path: str) -> str:
+        if os.path.normpath(path or ".") == ".":
+            raise ValueError(f"found {path!r}: name a directory of its own for checkpoints, logs and config.yaml")
+        return path
 
     @model_validator(mode="after")
     def _whole_mini_batches(self) -> TrainerConfig:

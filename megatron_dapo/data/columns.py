@@ -1,5 +1,5 @@
-"""Reads the rows of a prompt file (jsonl, parquet or a dataset of the hub), and finds the question, the answer, tools,
-environment and source in a row, whatever the columns are called.
+"""Reads the rows of prompt files (jsonl, JSON arrays, csv, parquet; folders; the hub), and finds the question, the
+answer, tools, environment and source in a row, whatever the columns are called.
 
 Known without configuration: DAPO-Math-17k and verl's files (`prompt` is a list of messages, the answer is in
 `reward_model.ground_truth`), AIME files (`problem` or `question`, `answer`) and GSM8K (the answer follows `####`). A
@@ -13,9 +13,14 @@ be given as JSON text. Parquet fills absent fields of nested values with null; n
 
 from __future__ import annotations
 
+import csv
+import gzip
+import io
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -25,28 +30,38 @@ from megatron_dapo.config.data import PromptFileConfig
 Row = dict[str, Any]
 BATCH_ROWS = 2048
 PARQUET_ENDINGS = {".parquet", ".pq"}
-JSONL_ENDINGS = {".jsonl", ".json", ".ndjson"}
+JSON_ENDINGS = {".jsonl", ".json", ".ndjson"}
+TEXT_ENDINGS = {*JSON_ENDINGS, ".csv", ".tsv"}  # also compressed: .jsonl.gz
+SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 
 
 class DataError(ConfigError):
     """A prompt file that cannot be used; the message says what was expected and what was found."""
 
 
-def read_rows(path: str, split: str = "train") -> Iterator[tuple[int, Row | str]]:
-    """(line number from 1, the row or what is wrong with it). In a parquet file, a line is a row."""
-    file = Path(path).expanduser()
+def find_files(config: PromptFileConfig) -> list[Path]:
+    """What `path` names: a file, the files of a folder or of a pattern, or those of a dataset on the hub."""
+    path, file = config.path, Path(config.path).expanduser()
     if file.is_file():
-        if file.suffix in PARQUET_ENDINGS:
-            return _parquet_rows([file])
-        if file.suffix in JSONL_ENDINGS:
-            return _jsonl_rows(file)
-        raise DataError(
-            f"data.path: {path} ends in {file.suffix!r}; expected one of {', '.join(sorted(JSONL_ENDINGS))} "
-            f"(one JSON object a line) or {', '.join(sorted(PARQUET_ENDINGS))}"
-        )
+        return [file]
+    if path and file.is_dir():
+        return _of_split(file, [found for found in sorted(file.rglob("*")) if _ending(found)], config)
+    if set("*?[") & set(path):
+        found = sorted(Path(name) for name in glob(str(file), recursive=True) if _ending(Path(name)))
+        if not found:
+            raise DataError(f"data.path: no file matches {path!r}")
+        return found
     if looks_like_hub_name(path):
-        return _parquet_rows(download(path, split))
+        folder = download(path)
+        return _of_split(folder, sorted(folder.rglob("*.parquet")), config)
     raise DataError(f"data.path: no file {path!r}" if path else "data.path is empty: name a jsonl or parquet file")
+
+
+def _ending(file: Path) -> str:
+    """The ending that says how a file is read, without .gz; empty if it cannot be."""
+    ending = Path(file.stem).suffix if file.suffix == ".gz" else file.suffix
+    known = ending in TEXT_ENDINGS or (ending in PARQUET_ENDINGS and file.suffix != ".gz")
+    return ending if known and file.is_file() else ""
 
 
 def looks_like_hub_name(path: str) -> bool:
@@ -54,34 +69,84 @@ def looks_like_hub_name(path: str) -> bool:
     return len(parts) == 2 and all(parts) and not path.startswith((".", "~")) and not Path(path).suffix
 
 
-def download(name: str, split: str) -> list[Path]:
-    """The parquet files of a split of a hub dataset, from the local cache if they are there."""
+def download(name: str) -> Path:
+    """The folder with the parquet files of a hub dataset, from the local cache if they are there."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
     try:
-        folder = Path(snapshot_download(name, repo_type="dataset", allow_patterns=["*.parquet", "**/*.parquet"]))
+        return Path(snapshot_download(name, repo_type="dataset", allow_patterns=["*.parquet", "**/*.parquet"]))
     except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
+        offline = ", and unset HF_HUB_OFFLINE" if os.environ.get("HF_HUB_OFFLINE") else ""
         raise DataError(
             f"data.path: {name!r} is not a file, and the hub dataset of that name could not be fetched "
             f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no details'}). Check the name "
-            "and the network (HF_HUB_OFFLINE must not be set), or download the parquet file and give its path"
+            f"and the network{offline}, or download the parquet file and give its path"
         ) from error
-    files = sorted(folder.rglob("*.parquet"))
-    chosen = [f for f in files if f.name.startswith(split) or split in f.relative_to(folder).parts] or (
-        files if len(files) == 1 else []
-    )
-    if not chosen:
-        found = ", ".join(str(f.relative_to(folder)) for f in files) or "no parquet file at all"
-        raise DataError(f"data.split: the hub dataset {name!r} has no parquet file of split {split!r}; it has {found}")
-    return chosen
 
 
-def _jsonl_rows(file: Path) -> Iterator[tuple[int, Row | str]]:
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                yield number, _json_row(line)
+def _of_split(folder: Path, files: list[Path], config: PromptFileConfig) -> list[Path]:
+    """The files of one split and one configuration. A file is of a split if its name begins with it or a folder has its
+    name; the other folders above it are its configuration."""
+    split, wanted = config.split, config.configuration
+    names = {file: file.relative_to(folder) for file in files}
+    of_split = [f for f in files if names[f].name.startswith(split) or split in names[f].parts[:-1]]
+    if not of_split and not any(part.startswith(SPLITS) for f in files for part in names[f].parts):
+        of_split = files  # the dataset has no splits
+    listed = ", ".join(str(name) for name in list(names.values())[:20]) or "no file that can be read"
+    if not of_split:
+        raise DataError(f"data.split: {config.path!r} has no parquet file of split {split!r}; it has {listed}")
+    found: dict[str, list[Path]] = {}
+    for file in of_split:
+        found.setdefault("/".join(part for part in names[file].parts[:-1] if part != split), []).append(file)
+    known = ", ".join(name or "." for name in found)
+    if wanted is None and len(found) > 1:
+        raise DataError(f"data.configuration: {config.path!r} has several configurations ({known}): name one of them")
+    if wanted is not None and wanted not in found:
+        raise DataError(f"data.configuration: {config.path!r} has no configuration {wanted!r}; it has {known}")
+    return found[wanted] if wanted is not None else of_split
+
+
+def read_rows(files: list[Path]) -> Iterator[tuple[int, Row | str]]:
+    """(number from 1, the row or what is wrong with it). A row's number is its line; in parquet, csv and JSON arrays it
+    counts rows, and in several files it goes on."""
+    before = 0
+    for file in files:
+        ending, number = _ending(file), 0
+        if not ending:
+            raise DataError(
+                f"data.path: {file} ends in {file.suffix!r}; expected one of {', '.join(sorted(TEXT_ENDINGS))} (.gz) "
+                f"or {', '.join(sorted(PARQUET_ENDINGS))}"
+            )
+        rows = _parquet_rows(file) if ending in PARQUET_ENDINGS else _text_rows(file, ending)
+        for number, row in rows:
+            yield before + number, row
+        before += number
+
+
+def _text_rows(file: Path, ending: str) -> Iterator[tuple[int, Row | str]]:
+    with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as stream:
+        try:
+            if ending not in JSON_ENDINGS:
+                lines = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
+                yield from enumerate(csv.DictReader(lines, delimiter="\t" if ending == ".tsv" else ","), start=1)
+                return
+            for number, line in enumerate(stream, start=1):
+                if ending == ".json" and number == 1 and line.lstrip().startswith(b"["):
+                    yield from enumerate(_json_array(line + stream.read(), file), start=1)
+                    return
+                if line.strip():
+                    yield number, _json_row(line)
+        except (OSError, EOFError, csv.Error, UnicodeDecodeError) as error:
+            raise DataError(f"{file} cannot be read: {error}") from error
+
+
+def _json_array(text: bytes, file: Path) -> list[Row | str]:
+    try:
+        rows = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{file} begins like a JSON array, but is none: {error}") from None
+    return [row if isinstance(row, dict) else f"expected an object, found {type(row).__name__}" for row in rows]
 
 
 def _json_row(line: bytes) -> Row | str:
@@ -96,21 +161,18 @@ def _json_row(line: bytes) -> Row | str:
     return row if isinstance(row, dict) else f"expected an object, found {type(row).__name__}"
 
 
-def _parquet_rows(files: list[Path]) -> Iterator[tuple[int, Row | str]]:
+def _parquet_rows(file: Path) -> Iterator[tuple[int, Row | str]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     number = 0
-    for file in files:
-        try:
-            table = pq.ParquetFile(file)
-            batches = table.iter_batches(batch_size=BATCH_ROWS)
-            for batch in batches:
-                for row in _batch_rows(batch):
-                    number += 1
-                    yield number, row
-        except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
-            raise DataError(f"{file} cannot be read as parquet after row {number}: {error}") from error
+    try:
+        for batch in pq.ParquetFile(file).iter_batches(batch_size=BATCH_ROWS):
+            for row in _batch_rows(batch):
+                number += 1
+                yield number, row
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
+        raise DataError(f"{file} cannot be read as parquet after row {number}: {error}") from error
 
 
 def _batch_rows(batch: Any) -> Iterator[Row | str]:

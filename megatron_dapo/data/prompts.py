@@ -22,6 +22,7 @@ from megatron_dapo.data.columns import (
     DataError,
     MissingColumn,
     Problem,
+    find_files,
     read_problem,
     read_rows,
     render,
@@ -45,6 +46,7 @@ class LoadReport:
     bad: list[tuple[int, str]] = field(default_factory=list)  # line, what is wrong with it
     too_long: list[tuple[int, int]] = field(default_factory=list)  # line, tokens; dropped
     cut: int = 0  # prompts shortened from the left
+    files: list[str] = field(default_factory=list)  # that were read
 
     @property
     def unusable(self) -> int:
@@ -73,6 +75,9 @@ class LoadReport:
         }  # fmt: skip
         counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
         lines = [f"{self.path}: {self.kept} prompts of {self.rows} rows ({counts})"]
+        if self.files != [self.path]:
+            lines += [f"  read: {file}" for file in self.files[:SHOWN]]
+            lines += [f"  read: … and {len(self.files) - SHOWN} more files"] if len(self.files) > SHOWN else []
         for question, answers in list(self.conflicts.items())[:SHOWN]:
             said = "; ".join(f"{answer} (line {', '.join(map(str, at))})" for answer, at in answers.items())
             lines.append(f"  conflicting answers to {question[:60]!r}: {said}")
@@ -148,7 +153,9 @@ def prompt_id(question: str) -> str:
 def _collect(config: PromptFileConfig, report: LoadReport) -> list[_Entry]:
     entries: dict[str, _Entry] = {}
     missing = ""
-    for line, row in read_rows(config.path, config.split):
+    files = find_files(config)
+    report.files = [str(file) for file in files]
+    for line, row in read_rows(files):
         report.rows += 1
         try:
             if isinstance(row, str):

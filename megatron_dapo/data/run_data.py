@@ -36,8 +36,15 @@ class RunData:
         return PromptMixture(self.training, config.trainer.seed, config.data.weights)
 
     def report(self) -> str:
-        """What was read of every file, a line or more for each."""
-        return "\n".join(loaded.report.summary() for loaded in (*self.training.values(), *self.evaluation.values()))
+        """What was read of every file, a line or more for each; then benchmarks whose problems are also trained on."""
+        lines = [loaded.report.summary() for loaded in (*self.training.values(), *self.evaluation.values())]
+        trained = {prompt.id for loaded in self.training.values() for prompt in loaded}
+        for loaded in self.evaluation.values():
+            if count := sum(prompt.id in trained for prompt in loaded):
+                lines.append(
+                    f"warning: {loaded.report.path}: {count} of its {len(loaded)} problems are also training prompts"
+                )
+        return "\n".join(lines)
 
 
 def load_run_data(config: Config, tokenizer: Any, named: Named = lambda key: nullcontext()) -> RunData:

@@ -111,8 +111,8 @@ def check_run(config: Config, ranks: int) -> ModelShape:
         raise ConfigError("data.path is empty: name the prompts to train on")
     for key, section in (("data", config.data), ("evaluate.data", config.evaluate.data)):
         for path in (file.path for file in section.files.values()):
-            looks_local = path.endswith((".jsonl", ".json", ".parquet")) or path.startswith((".", "/"))
-            if looks_local and not Path(path).exists():
+            looks_local = path.endswith((".jsonl", ".json", ".parquet", ".csv", ".gz")) or path.startswith((".", "/"))
+            if looks_local and not Path(path).exists() and not set("*?[") & set(path):
                 raise ConfigError(f"{key}.{'sources' if section.sources else 'path'}: {path} does not exist")
     shape = check_config(config, ranks)
     assert shape is not None
@@ -171,8 +171,23 @@ def _stages(policy: PolicyConfig, shape: ModelShape) -> str:
     return f", stages of {', '.join(map(str, stages))} layers" if len(set(stages)) > 1 else ""
 
 
+def check_not_its_own_output(config: Config, file: Path) -> None:
+    """A run writes config.yaml into its directory: not over the file that it is started with."""
+    target = Path(config.trainer.run_dir, "config.yaml")
+    if not target.exists() or not target.samefile(file) or target.with_name(SETTINGS).exists():
+        return
+    if file.read_text() != dump_config(config):
+        raise ConfigError(
+            f"trainer.run_dir is the folder of {file}, which the run would replace by its resolved configuration: name "
+            "another directory, or rename the file"
+        )
+
+
 def write_resolved(config: Config) -> None:
-    run_dir = Path(config.trainer.run_dir)
-    target = run_dir / ("config.dry-run.yaml" if (run_dir / SETTINGS).exists() else "config.yaml")
-    target.write_text(dump_config(config))
+    """Never over a config.yaml that is there: it may be the run's, or the user's."""
+    run_dir, text = Path(config.trainer.run_dir), dump_config(config)
+    target = run_dir / "config.yaml"
+    if target.exists() and target.read_text() != text:
+        target = run_dir / "config.dry-run.yaml"
+    target.write_text(text)
     print(f"valid; the resolved configuration is in {target}")

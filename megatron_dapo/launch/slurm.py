@@ -234,7 +234,7 @@ def run_slurm(
     report = check_setup(config, shape).report()
     write(job)
     expected = f"not checked with Slurm: {absent}" if absent else check_submission(job.script, ask)
-    print(f"{describe(job)}\n{report}")
+    print("\n".join([describe(job), report, *(f"warning: {line}" for line in config.warnings)]))
     if job.excluded:
         print(f"excluded, because an earlier attempt found them slow ({SLOW_NODES}): {', '.join(job.excluded)}")
     if dry_run:

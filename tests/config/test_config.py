@@ -17,7 +17,7 @@ from megatron_dapo.config import (
     parse_config,
 )  # fmt: skip
 from megatron_dapo.config.load import known_keys
-from megatron_dapo.config.other_names import KNOWN_ELSEWHERE
+from megatron_dapo.config.other_names import spellings
 from megatron_dapo.config.schema import check_model, check_world
 from megatron_dapo.selfcheck.synthetic import synthetic_shape
 
@@ -120,7 +120,7 @@ def test_several_mistakes_are_all_named():
 
 
 def test_names_from_other_tools_point_to_keys_that_exist():
-    assert set(KNOWN_ELSEWHERE.values()) <= set(known_keys())
+    assert set(spellings().values()) <= set(known_keys())
 
 
 # ---- the model's shape ----

@@ -24,7 +24,7 @@ def cache(tmp_path, monkeypatch):
     snapshot.mkdir(parents=True)
     (folder / "refs").mkdir()
     (folder / "refs" / "main").write_text(COMMIT)
-    (snapshot / "config.json").write_text(json.dumps(MODELS["models/Qwen2.5-1.5B"]))
+    (snapshot / "config.json").write_text(json.dumps(MODELS["models/Qwen2.5-1.5B-Instruct"]))
     return snapshot
 
 

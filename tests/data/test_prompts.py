@@ -1,5 +1,6 @@
 """Prompt sets: bad rows are named, duplicates and conflicts reported, templates and lengths right."""
 
+import gzip
 import json
 
 import pyarrow as pa
@@ -132,9 +133,9 @@ def test_a_path_that_is_not_a_file_is_an_error(tokenizer, path):
 
 
 def test_a_file_that_is_neither_jsonl_nor_parquet_is_an_error(tmp_path, tokenizer):
-    (tmp_path / "rows.csv").write_text("question,answer\n1,2\n")
-    with pytest.raises(DataError, match=r"ends in '\.csv'; expected one of"):
-        load(str(tmp_path / "rows.csv"), tokenizer)
+    (tmp_path / "rows.txt").write_text("question,answer\n1,2\n")
+    with pytest.raises(DataError, match=r"ends in '\.txt'; expected one of"):
+        load(str(tmp_path / "rows.txt"), tokenizer)
     (tmp_path / "rows.parquet").write_text("no parquet")
     with pytest.raises(DataError, match="cannot be read as parquet"):
         load(str(tmp_path / "rows.parquet"), tokenizer)
@@ -273,3 +274,71 @@ def test_a_hub_dataset_is_read_from_its_parquet_files(tmp_path, tokenizer, monke
     assert [p.text for p in load("someone/sums", tokenizer, split="test")] == ["3+3="]
     with pytest.raises(DataError, match=r"no parquet file of split 'validation'; it has data/test-0\.parquet"):
         load("someone/sums", tokenizer, split="validation")
+
+
+def parquet(path, question):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table({"question": [question], "answer": ["0"]}), path)
+
+
+def test_one_configuration_of_a_hub_dataset_is_read(tmp_path, tokenizer, monkeypatch):
+    """As openai/gsm8k, whose two configurations have files of the same names."""
+    import huggingface_hub
+
+    for name, question in (("main/train-0", "1+1="), ("main/test-0", "3+3="), ("socratic/train-0", "2+2=")):
+        parquet(tmp_path / f"{name}.parquet", question)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **kwargs: str(tmp_path))
+    prompts = load("openai/gsm8k", tokenizer, configuration="main")
+    assert [p.text for p in prompts] == ["1+1="]
+    assert f"read: {tmp_path}/main/train-0.parquet" in prompts.report.summary()
+    assert [p.text for p in load("openai/gsm8k", tokenizer, split="test")] == ["3+3="]  # only main has it
+    with pytest.raises(DataError, match=r"data\.configuration: .* several configurations \(main, socratic\)"):
+        load("openai/gsm8k", tokenizer)
+    with pytest.raises(DataError, match=r"no configuration 'other'; it has main, socratic"):
+        load("openai/gsm8k", tokenizer, configuration="other")
+
+
+ROWS = [{"question": "1+1=", "answer": "2"}, {"question": "2+2=", "answer": "4"}]
+CSV = "question,answer\r\n1+1=,2\r\n2+2=,4\r\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("rows.json", json.dumps(ROWS, indent=1).encode()),
+        ("rows.json.gz", gzip.compress(json.dumps(ROWS).encode())),
+        ("rows.jsonl.gz", gzip.compress("\n".join(map(json.dumps, ROWS)).encode())),
+        ("rows.csv", b"\xef\xbb\xbf" + CSV.encode()),
+        ("rows.csv.gz", gzip.compress(CSV.encode())),
+        ("rows.tsv", CSV.replace(",", "\t").encode()),
+    ],
+)
+def test_arrays_tables_and_compressed_files(tmp_path, tokenizer, name, data):
+    (tmp_path / name).write_bytes(data)
+    prompts = load(str(tmp_path / name), tokenizer)
+    assert [(p.text, p.answer, p.meta["line"]) for p in prompts] == [("1+1=", "2", 1), ("2+2=", "4", 2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [("a.json", b'[{"a": 1}'), ("a.jsonl.gz", b"no gzip"), ("a.csv", b"question,answer\n\xff,1\n"),
+     ("a.csv.gz", gzip.compress(CSV.encode())[:-9])],
+)  # fmt: skip
+def test_damaged_files_are_named(tmp_path, tokenizer, name, data):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(DataError, match=f"{name} (cannot be read|begins like a JSON array)"):
+        load(str(tmp_path / name), tokenizer)
+
+
+def test_folders_and_patterns(tmp_path, tokenizer):
+    """All files of a folder without splits, one split of a folder that has them; rows are counted on."""
+    for name, question in (("shards/b", "2+2="), ("shards/a", "1+1="), ("set/train-0", "3+3="), ("set/test-0", "4+4=")):
+        parquet(tmp_path / f"{name}.parquet", question)
+    (tmp_path / "shards/notes.txt").write_text("not a row")
+    for path in (tmp_path / "shards", tmp_path / "shards/*.parquet"):
+        prompts = load(str(path), tokenizer)
+        assert [(p.text, p.meta["line"]) for p in prompts] == [("1+1=", 1), ("2+2=", 2)]
+        assert prompts.report.files == [str(tmp_path / "shards" / name) for name in ("a.parquet", "b.parquet")]
+    assert [p.text for p in load(str(tmp_path / "set"), tokenizer, split="test")] == ["4+4="]
+    with pytest.raises(DataError, match="no file matches"):
+        load(str(tmp_path / "none*.jsonl"), tokenizer)

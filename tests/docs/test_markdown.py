@@ -14,7 +14,7 @@ from megatron_dapo.cli import build_parser
 from megatron_dapo.config import Config
 from megatron_dapo.config.data import RemoteConfig
 from megatron_dapo.config.load import known_keys
-from megatron_dapo.config.other_names import KNOWN_ELSEWHERE, our_name
+from megatron_dapo.config.other_names import find_row, shown, tools
 
 ROOT = Path(__file__).resolve().parents[2]
 HIDDEN = re.compile(r"/(\.|runs/|build/|dist/)")
@@ -58,11 +58,9 @@ def inline_code(text):
 
 
 def theirs(page):
-    """Of migration.md, the cells with other tools' names."""
-    if page.name != "migration.md":
-        return set()
-    rows = [line.strip("|").split("|") for line in page.read_text().splitlines() if line.startswith("| ")]
-    return {name for row in rows for name in re.findall(r"`([^`]+)`", row[0])}
+    """Of migration.md, the settings of other tools."""
+    named = page.name == "migration.md"
+    return {shown(tool, row) for tool in tools().values() for row in tool.rows.values()} if named else set()
 
 
 @pages
@@ -161,44 +159,17 @@ def test_keys_of_the_recipe_are_described():
     assert not bare, f"without a description: {', '.join(bare)}"
 
 
-def migrations():
-    """(other tool's names, our keys) of every row of migration.md."""
-    for line in (ROOT / "docs" / "migration.md").read_text().splitlines():
-        if line.startswith("| `"):
-            left, right, note = line.strip().strip("|").split(" | ")
-            yield re.findall(r"`([^`]+)`", left), re.findall(r"`([^`]+)`", right), note
-
-
-def test_migration_leads_to_keys_that_exist():
-    found = list(migrations())
-    assert len(found) > 100
-    for names, ours, _ in found:
-        assert ours, names
-        for key in ours:
-            assert key in KEYS, f"migration.md: {names[0]} leads to {key}, which the schema does not have"
-
-
-def test_migration_agrees_with_the_messages():
-    """What an unknown key is answered with is what the table says."""
-    said = {}
-    for names, ours, _ in migrations():
-        pairs = zip(names, ours, strict=True) if len(names) == len(ours) else ((name, ours[0]) for name in names)
-        for name, key in pairs:
-            said.setdefault(re.split(r"[.]", name.lstrip("-").replace("-", "_"))[-1], set()).add(key)
-    missing = [name for name in KNOWN_ELSEWHERE if name in said and KNOWN_ELSEWHERE[name] not in said[name]]
-    assert not missing
-    assert len(set(KNOWN_ELSEWHERE) & set(said)) > 60
+@pytest.mark.parametrize("tool", tools().values(), ids=lambda tool: tool.name)
+def test_rows_of_other_tools_lead_to_keys_that_exist(tool):
+    assert set(tool.settings) <= KEYS and set(tool.defaults) <= set(tool.rows)
+    for row in tool.rows.values():
+        assert row.to in KEYS if row.to else row.none or row.same is not None, row
 
 
 def test_every_name_of_verl_is_answered_with_our_key():
     """With and without actor_rollout_ref., which the table omits."""
-    text = (ROOT / "docs" / "migration.md").read_text().split("\n## ")
-    section = next(part for part in text if part.startswith("verl"))
-    rows = [line.strip().strip("|").split(" | ") for line in section.splitlines() if line.startswith("| `")]
-    assert len(rows) > 35
-    for left, right, _ in rows:
-        names, ours = (re.findall(r"`([^`]+)`", cell) for cell in (left, right))
-        for index, name in enumerate(names):
-            wanted = {ours[index]} if len(names) == len(ours) else set(ours)
-            for written in (name, f"actor_rollout_ref.{name.removeprefix('actor_rollout_ref.')}"):
-                assert our_name(written) in wanted, f"{written}: {our_name(written)}, migration.md says {wanted}"
+    verl = tools()["verl"]
+    rows = [row for row in verl.rows.values() if row.to and "*" not in row.name]
+    assert len(rows) > 100
+    for row in rows:
+        assert find_row(shown(verl, row)) == find_row(f"actor_rollout_ref.{row.name}") == row

@@ -1,0 +1,284 @@
+"""`megatron-dapo import`: published scripts of other tools, their units, and how files are read.
+
+pytest tests/config/test_importing.py -s -k table    # prints what becomes of every script's settings
+"""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_dapo.cli import main
+from megatron_dapo.config import load_config
+from megatron_dapo.config.importing import UNITS, convert, import_file, nested, problem_with, recognise, render
+from megatron_dapo.config.other_names import tools
+from megatron_dapo.config.scripts import Script, read_script
+
+PUBLISHED = yaml.safe_load(Path(__file__).with_name("other_scripts.yaml").read_text())
+
+
+@pytest.fixture(scope="module")
+def imported():
+    scripts = {source: Script(settings) for source, settings in PUBLISHED.items()}
+    return {source: convert(script, recognise(script, source), gpus=8) for source, script in scripts.items()}
+
+
+def lost(found):
+    return len(found.none) + len(found.unknown)
+
+
+def test_table_of_published_scripts(imported):
+    """Every setting is in exactly one list; 95 % of them are converted or are what happens here anyway."""
+    assert [sum(found.tool.name == name for found in imported.values()) for name in ("verl", "slime", "trl")] == [
+        10,
+        6,
+        4,
+    ]
+    print(f"\n{'settings':>8} {'set':>4} {'fill in':>7} {'default':>7} {'no equivalent':>13} {'unknown':>7}  script")
+    for source, found in imported.items():
+        lists = (
+            found.converted,
+            [key for key, *_ in found.fill_in],
+            [key for key, *_ in found.same],
+            [key for key, *_ in found.none],
+            found.unknown,
+        )
+        assert sorted(key for keys in lists for key in keys) == sorted(found.given), source
+        counts = [len(found.given), *map(len, lists)]
+        print("{:8} {:4} {:7} {:7} {:13} {:7}  {}".format(*counts, source))
+        assert problem_with(found) is None, source
+    total = sum(len(found.given) for found in imported.values())
+    share = 1 - sum(map(lost, imported.values())) / total
+    print(f"{total} settings, {share:.1%} mapped")
+    assert share >= 0.95
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        # 256 samples of groups of 8 are 32 prompts, all of a step's.
+        (
+            "run-qwen3-4B.sh",
+            {"trainer.mini_batch_prompts": 32, "trainer.prompts_per_step": 32, "algorithm.dual_clip": None},
+        ),
+        ("run-qwen3-235B-A22B.sh", {"policy.micro_batch_tokens": 32768, "slurm.nodes": 16, "slurm.engine_nodes": 8}),
+        ("run-qwen2.5-0.5B-fully_async.sh", {"rollout.max_staleness": 1}),
+        (
+            "run_qwen3_8b_megatron.sh",
+            {"algorithm.kl.coefficient": 0.001, "algorithm.clip_high": 0.2, "trainer.mini_batch_prompts": 256},
+        ),
+        (
+            "dapo_7b_math_fsdp2_colocate.sh",
+            {
+                "algorithm.kl.coefficient": 0.0,
+                "policy.context_parallel": 4,
+                "policy.micro_batch_tokens": 81920,
+                "algorithm.overlong.penalty": "soft",
+                "rollout.dynamic_sampling": False,
+            },
+        ),
+        (
+            "gspo_trainer/run_qwen3_30b_a3b_megatron.sh",
+            {
+                "algorithm.objective": "gspo",
+                "policy.moe.permute_fusion": True,
+                "policy.recompute": "full",
+                "policy.megatron.model.moe_router_dtype": "fp32",
+            },
+        ),
+        ("rloo_trainer/run_qwen3_8b_fsdp.sh", {"algorithm.advantage": "group-mean"}),
+        # 8 devices × 8 completions × 2 micro-batches / 8 completions per prompt.
+        (
+            "scripts/gspo.py",
+            {"trainer.mini_batch_prompts": 16, "trainer.prompts_per_step": 64, "algorithm.kl.coefficient": 0.0},
+        ),
+        (
+            "gsm8k_dapo_dynamic_bs.yaml",
+            {
+                "algorithm.off_policy.token_mask": [0.0, 5.0],
+                "trainer.mini_batch_prompts": 256,
+                "rollout.sampler.fill": "dynamic",
+                "rollout.servers.count": 4,
+            },
+        ),
+    ],
+)
+def test_units_of_published_scripts(imported, script, expected):
+    found = next(found for source, found in imported.items() if source.endswith(script))
+    assert {key: found.settings.get(key, "not set") for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("tool", "settings", "expected"),
+    [
+        ("verl", {"data.gen_batch_size": 1536, "data.train_batch_size": 512}, {"rollout.sampler.oversampling": 3.0}),
+        ("verl", {"actor_rollout_ref.actor.clip_ratio": 0.3}, {"algorithm.clip_low": 0.3, "algorithm.clip_high": 0.3}),
+        (
+            "verl",
+            {"actor_rollout_ref.actor.kl_loss_coef": 0.1},
+            {"algorithm.kl.coefficient": 0.0},
+        ),  # use_kl_loss is off
+        ("slime", {"over_sampling_batch_size": 64, "rollout_batch_size": 32}, {"rollout.sampler.oversampling": 2.0}),
+        (
+            "slime",
+            {"lr_warmup_iters": 40, "rollout_batch_size": 32, "n_samples_per_prompt": 8, "global_batch_size": 64},
+            {"policy.optimizer.warmup_steps": 10, "trainer.mini_batch_prompts": 8},
+        ),
+        ("slime", {"eps_clip": 0.2, "eps_clip_high": 0.28}, {"algorithm.clip_low": 0.2, "algorithm.clip_high": 0.28}),
+        (
+            "trl",
+            {"beta": 0.04, "max_steps": 100, "steps_per_generation": 4},
+            {"algorithm.kl.coefficient": 0.04, "trainer.steps": 25},
+        ),
+        ("ms-swift", {"max_resample_times": 3}, {"rollout.sampler.max_generation_batches": 4}),
+    ],
+)
+def test_units(tool, settings, expected):
+    found = convert(Script(settings), tools()[tool], gpus=8)
+    assert {key: found.settings.get(key) for key in expected} == expected
+
+
+@pytest.mark.parametrize("tool", tools().values(), ids=lambda tool: tool.name)
+@pytest.mark.parametrize("value", [None, True, "auto", -1, 0, 2.5, [], ["a", 1], {"a": 1}, "$X"], ids=str)
+def test_no_value_is_lost_or_ends_in_a_traceback(tool, value):
+    given = dict.fromkeys([*(name.replace("*", "x") for name in tool.rows), "invented"], value)
+    found = convert(Script(given), tool)
+    named = [*found.converted, *(key for entry in (found.fill_in, found.same, found.none) for key, *_ in entry)]
+    assert sorted([*named, *found.unknown]) == sorted(given) and "invented" in found.unknown
+    assert render(found, "x") and all(row.unit in UNITS for row in tool.rows.values() if row.unit)
+
+
+SHELL = r"""#!/bin/bash
+source models/qwen.sh   # a file of its own
+N=${N:-8}; TOTAL=$((N * 4)); LAST=${UNSET:-"$HOME/data"}
+if [ "$DEVICE" = npu ]; then N=16; fi
+DATA=(
+   data.train_files="['$LAST/a.parquet', 'b.parquet']"
+   # data.max_prompt_length=1
+   data.train_batch_size=${TOTAL}
+)
+python3 -m verl.trainer.main_ppo --config-name x \
+  "${DATA[@]}" +actor_rollout_ref.rollout.n=$N actor_rollout_ref.actor.ppo_mini_batch_size=16 \
+  actor_rollout_ref.model.path='Qwen/Qwen3-8B' \
+  trainer.nnodes=$(wc -l hosts) invented.key=3 2>&1 | tee log
+"""
+PYTHON = '''"""python grpo.py --learning_rate 1"""
+parser.add_argument("--steps", type=int, default=40)
+config = GRPOConfig(learning_rate=2e-6, max_steps=args.steps, num_generations=4, output_dir=folder(), **more)
+GRPOTrainer(model="Qwen/Qwen3-0.6B", args=config, train_dataset=rows)
+'''
+HYDRA = """actor_rollout_ref: {rollout: {n: 4, response_length: "${data.max_response_length}"}}
+data: {max_response_length: 99}
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        (
+            "run.sh",
+            SHELL,
+            {
+                "config_name": "x",
+                "data.train_files": ["~/data/a.parquet", "b.parquet"],
+                "data.train_batch_size": 32,
+                "actor_rollout_ref.rollout.n": 8,
+                "actor_rollout_ref.actor.ppo_mini_batch_size": 16,
+                "actor_rollout_ref.model.path": "Qwen/Qwen3-8B",
+                "trainer.nnodes": "$(wc -l hosts)",
+                "invented.key": 3,
+            },
+        ),
+        (
+            "grpo.py",
+            PYTHON,
+            {
+                "learning_rate": 2e-6,
+                "max_steps": 40,
+                "num_generations": 4,
+                "output_dir": "${folder()}",
+                "model": "Qwen/Qwen3-0.6B",
+                "train_dataset": "${rows}",
+            },
+        ),
+        (
+            "verl.yaml",
+            HYDRA,
+            {
+                "actor_rollout_ref.rollout.n": 4,
+                "actor_rollout_ref.rollout.response_length": 99,
+                "data.max_response_length": 99,
+            },
+        ),
+        (
+            "trl.sh",
+            "trl grpo --beta 0.04 --num_generations=8 --use_vllm\n",
+            {"beta": 0.04, "num_generations": 8, "use_vllm": True},
+        ),
+    ],
+)
+def test_files_are_read_without_being_executed(tmp_path, name, text, expected):
+    (tmp_path / name).write_text(text)
+    found = read_script(tmp_path / name)
+    assert found.settings == expected
+    if name == "run.sh":
+        assert any("models/qwen.sh" in note for note in found.notes)
+        assert any("N is also set to 16 under a condition" in note for note in found.notes)
+
+
+def test_the_command_writes_a_configuration_that_names_everything(tmp_path, capsys):
+    (tmp_path / "run.sh").write_text(SHELL)
+    output = tmp_path / "run.yaml"
+    assert main(["import", str(tmp_path / "run.sh"), "--output", str(output)]) == 0
+    assert "1 unknown" in capsys.readouterr().err
+    config, text = load_config(output), output.read_text()
+    assert (
+        config.trainer.prompts_per_step == 32
+        and config.algorithm.clip_high == 0.2
+        and not config.rollout.dynamic_sampling
+    )
+    assert "samples_per_prompt: 8  # actor_rollout_ref.rollout.n" in text
+    assert all(
+        said in text for said in ("invented.key=3", "slurm.nodes: $(wc -l hosts) is not a constant", "verl's default")
+    )
+    assert nested(import_file(tmp_path / "run.sh").settings) == yaml.safe_load(text)
+    assert main(["import", str(tmp_path / "run.sh"), "--output", str(output)]) == 2
+    assert "name a new file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("run.sh", "echo hello\n", "no settings found"),
+        ("a.yaml", "color: red\n", "settings of no tool"),
+        ("a.py", "def (", "not valid py"),
+        ("none.sh", None, "No such file"),
+    ],
+)
+def test_files_that_are_none_are_refused(tmp_path, capsys, name, text, said):
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    assert main(["import", str(tmp_path / name)]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("trainer.mini_batch_prompts", ["integer, > 0; default 32", "slime: --global-batch-size (there in samples"]),
+        ("global_batch_size", ["here it is called 'trainer.mini_batch_prompts' (there in samples", "default 32"]),
+        ("beta", ["'algorithm.kl.coefficient'"]),
+        ("algorithm.adv_estimator", ["'algorithm.advantage'", "there is no gae"]),
+        ("policy.fp8", ["keys: recipe, format"]),
+        ("push_to_hub", ["no equivalent"]),
+    ],
+)
+def test_explain(capsys, key, said):
+    assert main(["explain", key]) == 0
+    text = capsys.readouterr().out
+    assert all(part in text for part in said), text
+
+
+def test_explain_of_an_unknown_key_suggests_one(capsys):
+    assert main(["explain", "rollout.smapler"]) == 2
+    assert "did you mean 'rollout.sampler'?" in capsys.readouterr().err
