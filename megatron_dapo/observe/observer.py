@@ -307,6 +307,10 @@ class NullObserver(Observer):
     def _nothing(self, *args: Any, **options: Any) -> None: ...
 
     sampling = starting = request = step = evaluation = warn = log = report = rewind = restore = close = _nothing
+    check = _nothing
+
+    def write_kept(self) -> str:
+        return ""
 
 
 class Phase:

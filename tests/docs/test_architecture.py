@@ -64,7 +64,7 @@ def test_a_run_calls_the_functions_of_the_journeys_in_this_order(trace):
 
 # Lower a number when the way has become shorter. A higher one needs a reason in the commit.
 LIMITS = {
-    "package lines": 45_300,
+    "package lines": 46_300,
     "package files": 252,
     "files entered by the run": 97,
     "file → file call edges": 255,

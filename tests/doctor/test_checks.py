@@ -408,7 +408,7 @@ def test_sglang_must_import_in_the_servers_python(tmp_path):
 def model(tmp_path):
     config = {
         "architectures": ["Qwen2ForCausalLM"], "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1,
-        "num_attention_heads": 2, "vocab_size": 300,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 300,
     }  # fmt: skip
     return write_sparse_model(tmp_path / "model", config)
 

@@ -96,7 +96,7 @@ def traced(world):
 @pytest.mark.parametrize("layout", ["tp2", "cp2"])
 def test_updates_are_those_of_one_process(kind, layout):
     difference = compare(traced(2)[kind, layout], traced(1)[kind, "single"])
-    assert difference.within(1e-5), difference
+    assert difference.ok, difference
 
 
 def test_the_two_objectives_train_differently():

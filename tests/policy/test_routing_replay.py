@@ -17,7 +17,7 @@ from megatron_dapo.policy.model.router import PolicyRouter
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.selfcheck.cases import LayoutSpec, selfcheck_config
 from megatron_dapo.selfcheck.synthetic import ModelSize, awkward_batch, random_experts, synthetic_shape
-from megatron_dapo.selfcheck.trace import _largest, gather_full
+from megatron_dapo.selfcheck.trace import _relative, gather_full
 
 SHAPE = replace(synthetic_shape("moe", ModelSize(experts=8)), experts_per_token=3)
 TOLERANCE = 5e-6
@@ -111,6 +111,12 @@ def written_out(model, batch, experts):
 @pytest.fixture(scope="module")
 def expected(models):
     return written_out(hf_model(SHAPE, 0), routed_batch(), tables(routed_batch().routed_experts))
+
+
+def _largest(found, reference):
+    differences = _relative(found, reference)
+    worst = max(differences, key=differences.get)
+    return differences[worst], worst
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

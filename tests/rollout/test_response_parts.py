@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from simulation import collect, rollout
 
-from megatron_dapo.engines.protocol import Completion, ForeignWeightsError, derive_seed
-from megatron_dapo.errors import EngineError
+from megatron_dapo.engines.protocol import Completion, ForeignWeightsError, SamplingParams, derive_seed
 from megatron_dapo.rollout.generation import Generation, TurnRequest, append_completion, check_versions, shorten
 from megatron_dapo.types import FinishReason, Grade, Prompt, Sample, WeightSpan, as_logprobs, as_tokens
 
@@ -45,11 +44,10 @@ def test_weights_that_were_not_sent_are_foreign():
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_one_infinite_log_prob_is_refused_and_changes_nothing(bad):
-    found = sample()
-    with pytest.raises(EngineError, match="log-prob 1 of 2 is"):
-        append_completion(found, part([5, 6], 0, [-1.0, bad]))
-    assert found.length == 0 and found.weight_spans == []
+def test_one_infinite_log_prob_is_a_problem(bad):
+    params = SamplingParams(8, 1.0)
+    assert part([5, 6], 0, [-1.0, -2.0]).problem(params, 9) is None
+    assert "log-prob" in part([5, 6], 0, [-1.0, bad]).problem(params, 9)
 
 
 @pytest.mark.parametrize(("start", "stop", "kept"), [(0, ("##", "END"), 2), (4, ("##", "END"), 4), (0, (), 5)])
