@@ -148,7 +148,6 @@ VALUES = [
     setting("trainer.run_dir", "./", "name a directory of its own"),
     setting("trainer.seed", 2**70, "trainer.seed"),
     setting("policy.optimizer", {"warmup_steps": 5, "decay_steps": 5}, "must be more than warmup_steps"),
-    setting("policy.moe_aux_loss_coefficient", 0.1, "no experts"),
     setting("policy.expert_parallel", 2, "the model has no experts"),
     setting("rollout.sampler.oversampling", 0, "expected 'adaptive' or a number of at least 1"),
     Case("run_dir is the folder of the configuration", "name another directory", {"trainer.run_dir": "home"},

@@ -356,11 +356,6 @@ def _check_experts(policy: PolicyConfig, shape: ModelShape) -> None:
         for name, size in (("expert_parallel", ep), ("expert_tensor_parallel", etp)):
             if size > 1:
                 raise ConfigError(f"policy.{name} is {size}, but the model has no experts: set it to 1")
-        if policy.moe_aux_loss_coefficient:
-            raise ConfigError(
-                f"policy.moe_aux_loss_coefficient is {policy.moe_aux_loss_coefficient:g}, but the model has no "
-                "experts: remove it"
-            )
         if policy.routing_replay != "off":
             raise ConfigError(
                 f"policy.routing_replay is {policy.routing_replay}, but the model has no experts: remove it"

@@ -23,6 +23,16 @@ def dense(case):
     return case.model == "dense" and case.objective == "dapo"
 
 
+def one_pass(case):
+    """No sequence-level term, for which the output layer is computed twice."""
+    off_policy = case.algorithm.get("off_policy", {})
+    return (
+        case.objective != "gspo"
+        and off_policy.keys() <= {"importance_weight", "weight_cap"}
+        and (off_policy.get("importance_weight") != "sequence")
+    )
+
+
 PLANTED = [
     (
         errors.experts_reduced_over_data_ranks_only,
@@ -33,7 +43,7 @@ PLANTED = [
     (errors.balance_split_over_tensor_and_context_ranks, lambda c: small(c) and size(c, "tp") * size(c, "cp") > 1),
     (errors.experts_of_other_tokens, lambda c: small(c) and "replay" in c.name and size(c, "tp") * size(c, "cp") > 1),
     (errors.padding_is_balanced, lambda c: small(c) and size(c, "cp") > 1),
-    (errors.mean_of_each_micro_batch, lambda c: dense(c) and size(c, "dp") > 1),
+    (errors.mean_of_each_micro_batch, lambda c: dense(c) and size(c, "dp") > 1 and one_pass(c)),
     (errors.tokens_counted_over_data_ranks_only, lambda c: dense(c) and size(c, "cp") > 1),
     (errors.norms_of_own_tokens, lambda c: dense(c) and c.layout.sequence_parallel),
 ]

@@ -20,7 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ACTION = "sent"
-FIELDS = tuple(["address", "tensor", "position", "rows", "columns", "row", "column", "position_row", "position_column"])
+FIELDS = ("address", "tensor", "position", "rows", "columns", "row", "column", "position_row", "position_column")
 ADDRESS, TENSOR, POSITION, ROWS, COLUMNS, ROW, COLUMN, POSITION_ROW, POSITION_COLUMN = range(len(FIELDS))
 TILE_ROWS, TILE_COLUMNS = 32, 2048  # what one program of the GPU sums
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
