@@ -17,8 +17,10 @@ def made(tmp_path, scores, **config):
     """A folder with a checkpoint for each (name, score)."""
     checkpoints = CheckpointFolder(tmp_path, CheckpointConfig(**config))
     for name, score in scores.items():
-        checkpoints.prepare(name, 0)
-        checkpoints.publish(name, {}, {"score": score})
+        building = checkpoints.prepare(name, 0)
+        written = write_files(building, [CheckpointFile(file, [b"x"]) for file in folder.REQUIRED])
+        step = int(name.removeprefix("step_").partition("+")[0])
+        checkpoints.publish(name, written, {"score": score, "step": step})
     return checkpoints
 
 
