@@ -50,7 +50,7 @@ MIGRATION = """\
 <!-- Written by tools/generate_config_reference.py: change megatron_dapo/config/other_tools.yaml, then run it. -->
 # Migration from other tools
 
-```
+```bash network
 megatron-dapo import run_qwen3_8b.sh --output run.yaml
 ```
 
