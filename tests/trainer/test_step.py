@@ -1,5 +1,6 @@
 """One step without a model: what other ranks get, where old and reference log-probs come from, and what is saved."""
 
+import contextlib
 from types import SimpleNamespace
 
 import numpy as np
@@ -81,7 +82,11 @@ class FakePolicy:
 
 class FakeCollectives:
     def agree(self, fact):
-        return False  # the batch is from older weights: the gate does not compare
+        return False  # the batch is from older weights
+
+    @contextlib.contextmanager
+    def on_driver(self, doing):
+        yield False  # another rank: the gate compares on rank 0
 
 
 @pytest.mark.parametrize("gate", [False, True])
