@@ -161,7 +161,7 @@ def test_the_first_update_has_the_first_learning_rate():
             "trainer": {"prompts_per_step": 4, "mini_batch_prompts": 2, "steps": 9},
         }
     )
-    step = SimpleNamespace(config=config, optimizer=optimizer, updates=0, _overlaps_gather=False)
+    step = SimpleNamespace(config=config, optimizer=optimizer, updates=0, _overlaps_gather=False, _updates_per_step=2)
     reported = [UpdateStep.step_optimizer(step)["lr"] for _ in range(5)]
     assert reported == [group["lr"] for group, _ in seen] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert [group["weight_decay"] for group in seen[0]] == [0.1, 0.0]
@@ -181,7 +181,7 @@ def test_the_reference_policy_chooses_its_own_experts_and_is_put_back():
     policy = Policy.__new__(Policy)
     policy.model, policy._reference, seen = [layer], None, []
     policy.runtime = SimpleNamespace(device=torch.device("cpu"), is_last_stage=False, last_stage_rank=0, groups=None)
-    policy.step = SimpleNamespace(complete_weights=lambda: None)
+    policy.step, policy.config = SimpleNamespace(complete_weights=lambda: None), parse_config({})
 
     def log_probs(batch, mini_batches, *, replay=True, record=False):
         seen.append((layer.weight.item(), replay, record))
