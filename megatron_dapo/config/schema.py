@@ -81,7 +81,7 @@ class Config(Section):
                 f"rollout.sampler.on_limit is {rollout.sampler.on_limit}, but max_generation_batches is null: there "
                 "is no limit"
             )
-        if rollout.engine == "embedded":
+        if rollout.engine != "sglang":
             unused = {"servers": rollout.servers, "weights": rollout.weights}
             keys = [f"rollout.{name}.{key}" for name, section in unused.items() for key, value in section
                     if value != type(section).model_fields[key].get_default(call_default_factory=True)
@@ -412,6 +412,8 @@ def check_config(config: Config, world_size: int | None = None) -> ModelShape | 
         raise ConfigError(f"policy.model: {config.policy.model} is not a directory, nor OWNER/NAME on the hub")
     shape = ModelShape.from_dir(config.policy.model)
     check_model(config.policy, shape, config.rollout.max_prompt_tokens + config.rollout.max_response_tokens)
+    if config.policy.moe_aux_loss_coefficient and not shape.is_moe:
+        raise ConfigError("policy.moe_aux_loss_coefficient is set, but the model has no experts: remove it")
     if world_size is not None:
         check_world(config.policy, world_size)
     outside = [token for token in config.rollout.stop_token_ids if token >= shape.vocab]

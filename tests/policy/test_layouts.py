@@ -9,12 +9,12 @@ import pytest
 import torch
 from joined_ranks import RankJobs
 from long_lists import ALL_CASES, some
+from planted_errors import mean_of_each_micro_batch
 from reference_models import fp64, hf_model, hf_weights, in_fp64, naive_gradients
 
 from megatron_dapo.algorithm import Needs
 from megatron_dapo.algorithm.objectives.dapo import DAPO
 from megatron_dapo.policy import step
-from megatron_dapo.policy.loss_func import OnePassLoss
 from megatron_dapo.policy.megatron.runtime import initialize
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.policy.routing_replay import ExpertLoad
@@ -151,15 +151,7 @@ def masked_sample_counts_one_token(patch):
 
 
 def mean_per_micro_batch(patch):
-    class Averaged(OnePassLoss):
-        def __call__(self, *args):
-            return super().__call__(*args) / self.batch.counts.sum().clamp(min=1)
-
-        def loss_func(self, output):
-            loss, count, metrics = super().loss_func(output)
-            return loss, torch.ones_like(count), metrics
-
-    patch.setattr(step, "OnePassLoss", Averaged)
+    mean_of_each_micro_batch(patch)
 
 
 def missing_context_factor(patch):

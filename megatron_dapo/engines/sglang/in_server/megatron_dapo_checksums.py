@@ -20,8 +20,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ACTION = "sent"
-FIELDS = ("address", "tensor", "position", "rows", "columns", "row", "column", "position_row", "position_column")
-ADDRESS, TENSOR, POSITION, ROWS, COLUMNS, ROW, COLUMN, POSITION_ROW, POSITION_COLUMN = range(len(FIELDS))
+FIELDS = 9
+ADDRESS, TENSOR, POSITION, ROWS, COLUMNS, ROW, COLUMN, POSITION_ROW, POSITION_COLUMN = range(FIELDS)
 TILE_ROWS, TILE_COLUMNS = 32, 2048  # what one program of the GPU sums
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -134,7 +134,7 @@ def _kernel() -> Any:
 
     @triton.jit
     def sum_tile(tiles, sums, base, SIZE: tl.constexpr, FIELDS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore
-        tile = tiles + tl.program_id(0) * FIELDS  # the fields are in the order of FIELDS
+        tile = tiles + tl.program_id(0) * FIELDS  # the fields are in the order above
         address = tl.load(tile) + base
         position, rows, columns = tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
         row, column, up, right = tl.load(tile + 5), tl.load(tile + 6), tl.load(tile + 7), tl.load(tile + 8)
@@ -163,7 +163,7 @@ def _kernel() -> Any:
 def _sum_on_gpu(tiles: torch.Tensor, size: int, base: int) -> torch.Tensor:
     sums = torch.empty(len(tiles), dtype=torch.int64, device=tiles.device)
     launch = _kernel()[(len(tiles),)]
-    launch(tiles, sums, base, SIZE=size, FIELDS=len(FIELDS), COLUMNS=TILE_COLUMNS, num_warps=8)
+    launch(tiles, sums, base, SIZE=size, FIELDS=FIELDS, COLUMNS=TILE_COLUMNS, num_warps=8)
     return sums
 
 
