@@ -239,6 +239,12 @@ class PolicyConfig(Section):
         description="Experts of each token in updates and old log-probs. off: those the router chooses. engine: those "
         "that generated it (R3; SGLang). old_log_probs: updates use those of the pass for the old log-probs.",
     )
+    true_on_policy: bool = Field(
+        False,
+        description="Trainer and engine compute the same log-probs, bit for bit: train/mismatch_max is exactly 0, and "
+        "any other value is a bug. Slower. On the CPU, in fp32, with the embedded engine and without tensor or context "
+        "parallelism.",
+    )
     moe_aux_loss_coefficient: float = Field(0.0, ge=0, description="Load-balancing loss of the router; 0: none.")
     moe: MoEConfig = MoEConfig()
     fp8: Fp8Config = Fp8Config()

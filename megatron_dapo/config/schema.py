@@ -142,6 +142,7 @@ class Config(Section):
         checks = (
             self._check_groups, self._check_lengths, self._check_overlong, self._check_stops, self._check_environment,
             self._check_distillation, self._check_time_limits, self._check_off_policy, self._check_routing_replay,
+            self._check_true_on_policy,
         )  # fmt: skip
         for check in checks:
             check()
@@ -176,6 +177,16 @@ class Config(Section):
                 f"algorithm.off_policy.{used[0]} compares the trainer's old log-probs with the engine's, but "
                 "trainer.old_logprobs is engine: they are the same numbers, and it would do nothing. Set "
                 "trainer.old_logprobs to auto or recompute"
+            )
+
+    def _check_true_on_policy(self) -> None:
+        policy, rollout = self.policy, self.rollout
+        rollout.embedded._exact = policy.true_on_policy
+        parallel = policy.tensor_parallel * policy.context_parallel * policy.expert_parallel
+        if policy.true_on_policy and (rollout.engine != "embedded" or policy.precision != "fp32" or parallel > 1):
+            raise ValueError(
+                "policy.true_on_policy needs rollout.engine embedded, policy.precision fp32 and no tensor, context or "
+                "expert parallelism"
             )
 
     def _check_routing_replay(self) -> None:

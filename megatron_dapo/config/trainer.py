@@ -30,8 +30,10 @@ class GateConfig(Section):
     weights; beyond that it is sampled again, and the run ends after three."""
 
     enabled: bool = Field(True, description="Compare them in every step.")
-    max_mean_gap: float = Field(0.05, gt=0, description="Largest mean |trainer − engine| in nats; 0.05 suits bf16.")
-    max_gap: float = Field(5.0, gt=0, description="Largest |trainer − engine| of a single token.")
+    max_mean_gap: float = Field(
+        0.05, ge=0, description="Largest mean |trainer − engine| in nats. 0.05 suits bf16, 0 policy.true_on_policy."
+    )
+    max_gap: float = Field(5.0, ge=0, description="Largest |trainer − engine| of a single token.")
 
 
 class HeartbeatConfig(Section):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import numpy as np
@@ -21,6 +22,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_dapo.algorithm import PolicyLoss, Proximal, Scores, TokenBatch, token_weights
+from megatron_dapo.batch_invariant import BatchInvariant
 from megatron_dapo.config import Config, ModelShape
 from megatron_dapo.config.policy import OptimizerConfig
 from megatron_dapo.errors import UserError
@@ -249,7 +251,8 @@ class UpdateStep:
                 loss=one_pass,
                 weight_gradient=self._weight_gradient,
             )
-            output = model(micro.input_ids, micro.position_ids, None, packed_seq_params=micro.packed, head=request)
+            with BatchInvariant() if self.config.policy.true_on_policy else nullcontext():
+                output = model(micro.input_ids, micro.position_ids, None, packed_seq_params=micro.packed, head=request)
             return output, one_pass.loss_func if one_pass else loss
 
         iterators = [iter(micro_batches) for _ in self.chunks]

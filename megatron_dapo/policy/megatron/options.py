@@ -182,6 +182,8 @@ def hardware_needs(policy: PolicyConfig) -> dict[str, str]:
 
 def check_hardware(policy: PolicyConfig, te: bool) -> None:
     """Raises ConfigError for an option that this machine cannot run."""
+    if policy.true_on_policy and not cpu.needed():
+        raise ConfigError("policy.true_on_policy works on the CPU only: this machine has CUDA (CUDA_VISIBLE_DEVICES= )")
     for option, need in hardware_needs(policy).items():
         missing = _missing(need, te)
         if missing:

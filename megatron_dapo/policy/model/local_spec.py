@@ -28,6 +28,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor
 
+from megatron_dapo import batch_invariant
 from megatron_dapo.config.model import RopeScaling, Yarn
 from megatron_dapo.policy.head.fused import has_triton
 
@@ -164,6 +165,8 @@ class CoreAttention(MegatronModule):
         return self._sdpa(q, gathered_k, gathered_v, allowed)
 
     def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> Tensor:
+        if batch_invariant.active():
+            return batch_invariant.attend_sequence(q.squeeze(1), k.squeeze(1), v.squeeze(1), self.scale).unsqueeze(1)
         out = F.scaled_dot_product_attention(
             q.permute(1, 2, 0, 3),
             k.permute(1, 2, 0, 3),
