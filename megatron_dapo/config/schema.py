@@ -284,7 +284,10 @@ def _check_heads(policy: PolicyConfig, shape: ModelShape) -> None:
 
 def _check_mlp(policy: PolicyConfig, shape: ModelShape) -> None:
     tp = policy.tensor_parallel
-    sizes = {"the MLP": 0 if shape.is_moe else shape.ffn_hidden, "the shared expert": shape.shared_ffn_hidden}
+    sizes = {
+        "the MLP": 0 if shape.moe_layers == shape.layers else shape.ffn_hidden,
+        "the shared expert": shape.shared_ffn_hidden,
+    }
     for what, size in sizes.items():
         if size % tp:
             raise ConfigError(
@@ -377,10 +380,11 @@ def _check_experts(policy: PolicyConfig, shape: ModelShape) -> None:
             "sequence parallelism every tensor-parallel rank would send the same tokens to the experts, which Megatron "
             "refuses: remove policy.sequence_parallel, or set tensor_parallel to 1"
         )
-    wanted = {"moe": True, "moe_act": True, "shared_experts": True, "mlp": False}
+    of_experts = {"moe": True, "moe_act": True, "shared_experts": True, "mlp": False}
     for module in policy.recompute_modules:
-        if wanted.get(module, shape.is_moe) != shape.is_moe:
-            kind = "no experts" if wanted[module] else "experts instead of dense MLPs: use moe"
+        needed = of_experts.get(module)
+        if (needed and not shape.is_moe) or (needed is False and shape.moe_layers == shape.layers):
+            kind = "no experts" if needed else "experts instead of dense MLPs: use moe"
             raise ConfigError(f"policy.recompute_modules has {module!r}, but the model has {kind}")
 
 
