@@ -53,8 +53,8 @@ def tiny_config(kind: str = "qwen3", *, hidden: int = 64, layers: int = 2, inter
         case "qwen3_moe" | "mixed_moe":
             dense = [0] if kind == "mixed_moe" else []
             return Qwen3MoeConfig(
-                **common, head_dim=16, mlp_only_layers=dense, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64,
-                norm_topk_prob=True,
+                **common, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64,
+                norm_topk_prob=True, mlp_only_layers=dense,
             )  # fmt: skip
         case "qwen2_moe":
             return Qwen2MoeConfig(
