@@ -7,17 +7,20 @@
 Each version's wheel is downloaded and unpacked into --folder; PYTHON needs our dependencies, from 0.17 on also triton.
 "in": `GPTModel` with Megatron's local layers, built with random weights at the layout of the case, loads our conversion
 with `dist_checkpointing.load`; no key that it asks for may be missing, and what it leaves must be Transformer Engine's.
-"out": the same ranks save with `dist_checkpointing.save`; our export of it must equal the HF
-model bit for bit. "slime": its `convert_torch_dist_to_hf.py` exports our conversion, which must equal it, too.
+"out": the same ranks save with `dist_checkpointing.save`; our export of it must equal the HF model bit for bit.
+"slime": its `convert_torch_dist_to_hf.py` exports our conversion, which must equal it, too.
+"hybrid", from 0.19 on: `HybridModel`, the successor of `GPTModel`, loads it, and every parameter is compared.
 Exit code 1: a cell says FAILED.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import queue
+import re
 import subprocess
 import sys
 import tempfile
@@ -35,6 +38,7 @@ CASES: dict[str, tuple[str, int, dict[str, int]]] = {
     "qwen3 tied tp2": ("qwen3", 2, TP2),
     "llama tied tp2 pp2": ("llama", 4, TP2 | PP2),
     "mistral tp2": ("mistral", 2, TP2),
+    "qwen3-moe": ("qwen3-moe", 1, {}),
     "qwen3-moe ep2": ("qwen3-moe", 2, EP2),
     "qwen3-moe pp2 ep2": ("qwen3-moe", 4, PP2 | EP2),
     "qwen3-moe ep4": ("qwen3-moe", 4, {"expert_parallel": 4}),
@@ -60,7 +64,7 @@ def load_and_save(rendezvous: Any, folder: Path, converted: Path, saved: Path, o
     from megatron_dapo.policy.megatron.options import transformer_config
     from megatron_dapo.policy.megatron.runtime import initialize
 
-    settings = {"precision": "fp32", "micro_batch_tokens": 64, "timeout_seconds": 60, "sequence_parallel": False}
+    settings = {"precision": "fp32", "timeout_seconds": 60, "sequence_parallel": False}
     policy = parse_config({"policy": settings | options}).policy
     shape, runtime = ModelShape.from_dir(folder), initialize(policy, rendezvous=rendezvous)
     config = transformer_config(shape, policy)
@@ -91,6 +95,59 @@ def load_and_save(rendezvous: Any, folder: Path, converted: Path, saved: Path, o
     return sorted(missing)
 
 
+def load_in_hybrid(rendezvous: Any, folder: Path, converted: Path) -> str:
+    """HybridModel, in one process. It has twice as many layers: attention and MLP are layers of their own."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing import gpt_checkpoint_interop as interop
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.hybrid import hybrid_block
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    from megatron_dapo.config import ModelShape, parse_config
+    from megatron_dapo.policy.megatron.options import transformer_config
+    from megatron_dapo.policy.megatron.runtime import initialize
+    from megatron_dapo.weights.formats.readers import HFReader
+    from megatron_dapo.weights.mapping import parameter_mappings
+    from megatron_dapo.weights.model_weights import megatron_tensor
+
+    policy = parse_config({"policy": {"precision": "fp32", "timeout_seconds": 60}}).policy
+    shape, runtime = ModelShape.from_dir(folder), initialize(policy, rendezvous=rendezvous)
+    config = transformer_config(shape, policy)
+    config.num_layers = 2 * shape.layers
+    hybrid_block.TENorm = WrappedTorchNorm  # there are specs with Transformer Engine's layers only
+    layers = [
+        get_gpt_layer_local_spec(shape.experts or None, qk_layernorm=shape.qk_norm, normalization="RMSNorm")
+        for _ in range(2)
+    ]
+    attention, mlp = (layer.submodules for layer in layers)
+    attention.mlp = attention.pre_mlp_layernorm = mlp.self_attention = mlp.input_layernorm = IdentityOp
+    attention.mlp_bda = mlp.self_attn_bda = IdentityFuncOp
+    submodules = hybrid_block.HybridStackSubmodules(attention_layer=layers[0], mlp_layer=layers[1], moe_layer=layers[1])
+    pattern = "".join("*E" if shape.has_experts(layer) else "*-" for layer in range(shape.layers))
+    model = HybridModel(
+        config,
+        ModuleSpec(hybrid_block.HybridStack, submodules=submodules),
+        vocab_size=shape.vocab,
+        max_sequence_length=shape.max_positions,
+        hybrid_layer_pattern=pattern,
+        share_embeddings_and_output_weights=shape.tied_embeddings,
+        position_embedding_type="rope",
+        pg_collection=runtime.groups,
+    )
+    state = model.sharded_state_dict()
+    interop.retarget_sharded_state_dict_to_gpt_checkpoint(state, interop.gpt_compatible_layer_maps(pattern))
+    model.load_state_dict(dist_checkpointing.load({"model": state}, str(converted / "release"))["model"], strict=True)
+    hf, mappings, equal = HFReader(folder), parameter_mappings(shape), 0
+    for name, parameter in model.named_parameters():
+        old = re.sub(r"layers\.(\d+)", lambda found: f"layers.{int(found[1]) // 2}", name)
+        mapping = mappings[old.replace("final_norm", "final_layernorm")]
+        equal += bool((parameter.data == megatron_tensor(mapping, hf)).all())
+    return "ok" if equal == len(mappings) else f"FAILED: {equal} of {len(mappings)} parameters"
+
+
 def check_case(name: str, folder: Path, work: Path) -> dict[str, str]:
     from megatron_dapo.processes.fork_ranks import run_ranks
     from megatron_dapo.weights.convert import hf_to_megatron, megatron_to_hf
@@ -110,6 +167,11 @@ def check_case(name: str, folder: Path, work: Path) -> dict[str, str]:
         cells["out"] = "ok" if verify(work / "hf", folder).same else "FAILED: other weights"
     except Exception as error:
         cells["in"] = f"FAILED: {str(error).strip().splitlines()[-1][:160]}"
+    if importlib.util.find_spec("megatron.core.dist_checkpointing.gpt_checkpoint_interop") and world == 1:
+        try:
+            (cells["hybrid"],) = run_ranks(1, load_in_hybrid, folder, converted, timeout=300)
+        except Exception as error:
+            cells["hybrid"] = f"FAILED: {str(error).strip().splitlines()[-1][:160]}"
     if os.environ.get("SLIME") and world == 1:
         cells["slime"] = slime_export(folder, converted, work / "slime")
     return cells

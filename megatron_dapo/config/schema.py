@@ -418,6 +418,11 @@ def check_config(config: Config, world_size: int | None = None) -> ModelShape | 
     check_model(config.policy, shape, config.rollout.max_prompt_tokens + config.rollout.max_response_tokens)
     if config.policy.moe_aux_loss_coefficient and not shape.is_moe:
         raise ConfigError("policy.moe_aux_loss_coefficient is set, but the model has no experts: remove it")
+    if shape.dense_layers and config.rollout.engine != "embedded":
+        raise ConfigError(
+            f"{config.policy.model} has layers without experts (mlp_only_layers, decoder_sparse_step), but SGLang, up "
+            "to 0.5.23, gives experts with random weights to every layer: use rollout.engine embedded, or another model"
+        )
     if world_size is not None:
         check_world(config.policy, world_size)
     outside = [token for token in config.rollout.stop_token_ids if token >= shape.vocab]

@@ -14,7 +14,7 @@ from megatron_dapo.engines.protocol import SamplingParams
 from megatron_dapo.engines.sglang.server_process import ServerProcess
 
 
-@pytest.fixture(params=["llama", "mistral", "mixed_moe"])
+@pytest.fixture(params=["llama", "mistral"])
 def server(request, tmp_path):
     version = SGLANG_VERSIONS[-1]
     if not sglang_python(version).exists():
