@@ -50,11 +50,10 @@ def tiny_config(kind: str = "qwen3", *, hidden: int = 64, layers: int = 2, inter
             return MistralConfig(**common | {"bos_token_id": 256}, head_dim=32, sliding_window=None)
         case "qwen3":
             return Qwen3Config(**common, head_dim=16)
-        case "qwen3_moe" | "mixed_moe":
-            dense = [0] if kind == "mixed_moe" else []
+        case "qwen3_moe":
             return Qwen3MoeConfig(
                 **common, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64,
-                norm_topk_prob=True, mlp_only_layers=dense,
+                norm_topk_prob=True,
             )  # fmt: skip
         case "qwen2_moe":
             return Qwen2MoeConfig(
