@@ -419,7 +419,9 @@ def _add_selfcheck(sub: Commands) -> None:
         "--fp8", default="", metavar="LIST", help="recipes, e.g. blockwise,tensorwise; needs --layers te"
     )
     parser.add_argument("--layers", default="torch", metavar="LIST", help="torch (default), te (Transformer Engine)")
-    parser.add_argument("--models", default="", metavar="LIST", help="e.g. dense,moe,hybrid (default: all that fit)")
+    parser.add_argument(
+        "--models", default="", metavar="LIST", help="e.g. dense,moe,llama (default: all of Qwen that fit)"
+    )
     parser.add_argument("--timeout", type=at_least(1, float), default=180.0, metavar="SECONDS",
                         help="limit of one case (default 180)")  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table, with kernels, to this file")

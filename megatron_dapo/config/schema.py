@@ -295,7 +295,10 @@ def _check_heads(policy: PolicyConfig, shape: ModelShape) -> None:
 
 def _check_mlp(policy: PolicyConfig, shape: ModelShape) -> None:
     tp = policy.tensor_parallel
-    sizes = {"the MLP": 0 if shape.is_moe else shape.ffn_hidden, "the shared expert": shape.shared_ffn_hidden}
+    sizes = {
+        "the MLP": 0 if shape.moe_layers == shape.layers else shape.ffn_hidden,
+        "the shared expert": shape.shared_ffn_hidden,
+    }
     for what, size in sizes.items():
         if size % tp:
             raise ConfigError(
@@ -388,10 +391,11 @@ def _check_experts(policy: PolicyConfig, shape: ModelShape) -> None:
             "sequence parallelism every tensor-parallel rank would send the same tokens to the experts, which Megatron "
             "refuses: remove policy.sequence_parallel, or set tensor_parallel to 1"
         )
-    wanted = {"moe": True, "moe_act": True, "shared_experts": True, "mlp": False}
+    of_experts = {"moe": True, "moe_act": True, "shared_experts": True, "mlp": False}
     for module in policy.recompute_modules:
-        if wanted.get(module, shape.is_moe) != shape.is_moe:
-            kind = "no experts" if wanted[module] else "experts instead of dense MLPs: use moe"
+        needed = of_experts.get(module)
+        if (needed and not shape.is_moe) or (needed is False and shape.moe_layers == shape.layers):
+            kind = "no experts" if needed else "experts instead of dense MLPs: use moe"
             raise ConfigError(f"policy.recompute_modules has {module!r}, but the model has {kind}")
 
 
@@ -425,6 +429,11 @@ def check_config(config: Config, world_size: int | None = None) -> ModelShape | 
     check_model(config.policy, shape, config.rollout.max_prompt_tokens + config.rollout.max_response_tokens)
     if config.policy.moe_aux_loss_coefficient and not shape.is_moe:
         raise ConfigError("policy.moe_aux_loss_coefficient is set, but the model has no experts: remove it")
+    if shape.dense_layers and config.rollout.engine != "embedded":
+        raise ConfigError(
+            f"{config.policy.model} has layers without experts (mlp_only_layers, decoder_sparse_step), but SGLang, up "
+            "to 0.5.23, gives experts with random weights to every layer: use rollout.engine embedded, or another model"
+        )
     if world_size is not None:
         check_world(config.policy, world_size)
     outside = [token for token in config.rollout.stop_token_ids if token >= shape.vocab]

@@ -82,8 +82,13 @@ def _saved_without_recompute(shape: ModelShape, policy: PolicyConfig, layers: La
     return {
         "norms": 2 * s.ts * s.hidden * (s.bytes + s.linear_bytes),  # input and output of each
         "attention": _mixers(shape, policy, s, layers),
-        "mlp": _experts(shape, policy, s) if shape.is_moe else s.t * s.ffn * (2 * s.bytes + s.linear_bytes),
+        "mlp": _mean(shape, _experts(shape, policy, s), s.t * s.ffn * (2 * s.bytes + s.linear_bytes)),
     }
+
+
+def _mean(shape: ModelShape, moe: float, dense: float = 0.0) -> float:
+    """Of a value of all layers, from that of a layer with experts and of one without."""
+    return (shape.moe_layers * moe + (shape.layers - shape.moe_layers) * dense) / shape.layers
 
 
 def _recomputed(shape: ModelShape, policy: PolicyConfig, layers: Layers) -> list[tuple[str, str, float]]:
@@ -95,18 +100,15 @@ def _recomputed(shape: ModelShape, policy: PolicyConfig, layers: Layers) -> list
     s = Sizes.of(shape, policy)
     output = s.ts * s.hidden * s.linear_bytes  # of one norm
     found = [("core_attn", "attention", s.t * s.heads * 4.0)]  # the statistics of its softmax
-    separate_norms = 2 if layers == "local" else int(shape.is_moe)
+    separate_norms = 2 if layers == "local" else _mean(shape, 1.0)
     found.append(("layernorm", "norms", separate_norms * output))
-    if shape.is_moe:
-        whole = _experts(shape, policy, s)
+    found.append(("moe", "mlp", _mean(shape, _experts(shape, policy, s))))
+    if "moe" not in policy.recompute_modules:
         activation = _routed(shape, policy, s) * s.expert_ffn * s.linear_bytes  # fc2's input
-        found.append(("moe", "mlp", whole))
-        if "moe" not in policy.recompute_modules:
-            found.append(("moe_act", "mlp", activation))
-    else:
-        found.append(("mlp", "mlp", s.t * s.ffn * (2 * s.bytes + s.linear_bytes)))
-        if layers == "te":
-            found.append(("mlp", "norms", output))
+        found.append(("moe_act", "mlp", _mean(shape, activation)))
+    found.append(("mlp", "mlp", _mean(shape, 0.0, s.t * s.ffn * (2 * s.bytes + s.linear_bytes))))
+    if layers == "te":
+        found.append(("mlp", "norms", _mean(shape, 0.0, output)))
     return found
 
 
@@ -161,7 +163,8 @@ def checkpoint_saved(shape: ModelShape, policy: PolicyConfig) -> float:
 def layer_work(shape: ModelShape, policy: PolicyConfig) -> float:
     """Gradients and gathered activations during the backward pass of one layer."""
     s = Sizes.of(shape, policy)
-    inner = _routed(shape, policy, s) * (3 * s.expert_ffn + 2 * s.hidden) if shape.is_moe else s.t * 3 * s.ffn
+    experts = _routed(shape, policy, s) * (3 * s.expert_ffn + 2 * s.hidden) if shape.is_moe else 0.0
+    inner = max(experts, s.t * 3 * s.ffn if shape.moe_layers < shape.layers else 0.0)
     return (inner + 2 * s.t * s.hidden) * s.bytes
 
 
@@ -295,8 +298,9 @@ def _fp8_copies(shape: ModelShape, policy: PolicyConfig, stage: int) -> float:
         return 0.0
     matrices = count_parameters(shape)
     layers = stage_layers(shape, policy, stage) / shape.layers
-    parts = policy.expert_parallel * policy.expert_tensor_parallel if shape.is_moe else policy.tensor_parallel
-    return 2 * layers * ((matrices.attention + matrices.shared) / policy.tensor_parallel + matrices.mlp / parts)
+    parts = policy.expert_parallel * policy.expert_tensor_parallel
+    split = (matrices.attention + matrices.shared + matrices.mlp) / policy.tensor_parallel
+    return 2 * layers * (split + matrices.experts / parts)
 
 
 def _optimizer(held: RankParameters, policy: PolicyConfig, world: int, fused: bool) -> tuple[float, float]:

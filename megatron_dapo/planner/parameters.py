@@ -1,4 +1,4 @@
-"""The exact number of parameters of a Qwen model, and of those on one rank.
+"""The exact number of parameters of a model, and of those on one rank.
 
 The total counts distinct weights (a tied output layer once). A rank's count is what Megatron allocates: norms,
 router and the shared expert's gate are replicated on every tensor-parallel rank, the vocabulary is padded to equal
@@ -23,7 +23,8 @@ class Parameters:
     embedding: int
     output: int  # 0 when tied
     attention: int  # or gated DeltaNet
-    mlp: int  # dense MLPs, or all routed experts
+    mlp: int  # dense MLPs
+    experts: int  # all routed experts
     shared: int  # shared experts, with their gates
     router: int
     norms: int
@@ -31,7 +32,8 @@ class Parameters:
 
     @property
     def total(self) -> int:
-        return self.embedding + self.output + self.attention + self.mlp + self.shared + self.router + self.norms
+        layers = self.attention + self.mlp + self.experts + self.shared + self.router + self.norms
+        return self.embedding + self.output + layers
 
     @property
     def layer_matrices_active(self) -> int:
@@ -43,22 +45,20 @@ class Parameters:
 def count_parameters(shape: ModelShape) -> Parameters:
     full, linear = shape.attention_layers, len(shape.linear_layers)
     norms = shape.layers * 2 * shape.hidden + full * _attention_norms(shape) + linear * _delta_norm(shape)
-    experts = max(1, shape.experts)
-    expert = 3 * shape.hidden * (shape.expert_ffn_hidden if shape.is_moe else shape.ffn_hidden)
-    router = shape.experts * shape.hidden
+    expert, moe = 3 * shape.hidden * shape.expert_ffn_hidden, shape.moe_layers
     embedding = shape.vocab * shape.hidden
-    idle = (experts - max(1, shape.experts_per_token)) * expert if shape.is_moe else 0
     whole = Parameters(
         embedding=embedding,
         output=0 if shape.tied_embeddings else embedding,
         attention=full * _attention(shape) + linear * _delta(shape),
-        mlp=shape.layers * experts * expert,
-        shared=shape.layers * (_shared_matrices(shape) + _shared_gate(shape)),
-        router=shape.layers * router,
+        mlp=(shape.layers - moe) * _mlp(shape),
+        experts=moe * shape.experts * expert,
+        shared=moe * (_shared_matrices(shape) + _shared_gate(shape)),
+        router=moe * shape.experts * shape.hidden,
         norms=norms + shape.hidden,
         active=0,
     )
-    return replace(whole, active=whole.total - shape.layers * idle)
+    return replace(whole, active=whole.total - moe * (shape.experts - shape.experts_per_token) * expert)
 
 
 def _attention(shape: ModelShape) -> int:
@@ -83,6 +83,10 @@ def _delta(shape: ModelShape) -> int:
 
 def _delta_norm(shape: ModelShape) -> int:
     return shape.linear.value_dim if shape.linear else 0
+
+
+def _mlp(shape: ModelShape) -> int:
+    return 3 * shape.hidden * shape.ffn_hidden
 
 
 def _shared_matrices(shape: ModelShape) -> int:
@@ -111,29 +115,24 @@ def stage_layers(shape: ModelShape, policy: PolicyConfig, stage: int) -> int:
     return stages[stage] if stages else shape.layers // policy.pipeline_parallel
 
 
-def linear_layers(shape: ModelShape, policy: PolicyConfig, stage: int) -> int:
-    """Gated DeltaNet layers of a pipeline stage. With virtual stages, a stage has a part of each round."""
+def _held_layers(shape: ModelShape, policy: PolicyConfig, stage: int) -> set[int]:
+    """The layers of a pipeline stage. With virtual stages, a stage has a part of each round."""
     rounds = policy.virtual_pipeline
     sizes = [stage_layers(shape, policy, i) // rounds for i in range(policy.pipeline_parallel)]
     starts = [chunk * sum(sizes) + sum(sizes[:stage]) for chunk in range(rounds)]
-    held = {start + i for start in starts for i in range(sizes[stage])}
-    return len(held.intersection(shape.linear_layers))
+    return {start + i for start in starts for i in range(sizes[stage])}
 
 
 def rank_parameters(shape: ModelShape, policy: PolicyConfig, stage: int) -> RankParameters:
     """Parameters on a rank of pipeline stage `stage` (0 is the first), the same for all tensor-parallel ranks."""
     tp, pp = policy.tensor_parallel, policy.pipeline_parallel
-    split, whole = 0, 2 * shape.hidden + shape.experts * shape.hidden  # of one layer, without its attention
-    experts = 0
-    if shape.is_moe:
-        parts = policy.expert_parallel * policy.expert_tensor_parallel
-        experts = shape.experts * 3 * shape.hidden * shape.expert_ffn_hidden // parts
-        split += _shared_matrices(shape)
-        whole += _shared_gate(shape)
-    else:
-        split += 3 * shape.hidden * shape.ffn_hidden
-    layers, linear = stage_layers(shape, policy, stage), linear_layers(shape, policy, stage)
-    dense = layers * (split // tp + whole)
+    parts = policy.expert_parallel * policy.expert_tensor_parallel
+    experts = shape.experts * 3 * shape.hidden * shape.expert_ffn_hidden // parts
+    held = _held_layers(shape, policy, stage)
+    layers, linear = len(held), len(held.intersection(shape.linear_layers))
+    moe = sum(map(shape.has_experts, held))
+    dense = layers * 2 * shape.hidden + (layers - moe) * (_mlp(shape) // tp)
+    dense += moe * (_shared_matrices(shape) // tp + _shared_gate(shape) + shape.experts * shape.hidden)
     dense += (layers - linear) * (_attention(shape) // tp + _attention_norms(shape))
     dense += linear * (_delta(shape) // tp + _delta_norm(shape))
     table = padded_vocab(shape.vocab, tp) // tp * shape.hidden
@@ -142,4 +141,4 @@ def rank_parameters(shape: ModelShape, policy: PolicyConfig, stage: int) -> Rank
         dense += table
     if last:
         dense += shape.hidden + (0 if shape.tied_embeddings and first else table)
-    return RankParameters(dense, layers * experts)
+    return RankParameters(dense, moe * experts)

@@ -50,7 +50,7 @@ def decode_model(
     parameters, gpu = count_parameters(shape), cluster.gpu
     bandwidth = gpu.bandwidth * 1e12 * assumptions.READ_SHARE
     read = parameters.total if shape.tied_embeddings else parameters.total - parameters.embedding
-    experts = parameters.mlp if shape.is_moe else 0
+    experts = parameters.experts
     flops = gpu.tflops * 1e12 * assumptions.DECODE_MFU[engine] * tp
     active = parameters.layer_matrices_active + shape.vocab * shape.hidden
     latency = volume = 0.0

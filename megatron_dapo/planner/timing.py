@@ -75,7 +75,7 @@ def attention_flops(shape: ModelShape, length: float) -> float:
 
 def expert_flops(shape: ModelShape) -> float:
     """Forward FLOPs per token in the experts that it is routed to."""
-    return 2 * shape.layers * shape.experts_per_token * 3 * shape.hidden * shape.expert_ffn_hidden
+    return 2 * shape.moe_layers * shape.experts_per_token * 3 * shape.hidden * shape.expert_ffn_hidden
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,14 +123,13 @@ def layer_time(
     # Context parallelism gives each rank two chunks of every sequence, and attention works on chunks.
     chunk = work.mean_length / (2 * cp) if cp > 1 else work.mean_length
     attention_speed = rate * chunk / (chunk + assumptions.HALF_SPEED_CHUNK)
-    mlp_speed, flops = product_speed, 6.0 * shape.layers * shape.hidden * shape.ffn_hidden
-    if shape.is_moe:
-        uneven = assumptions.EXPERT_WAIT if policy.expert_parallel > 1 else 1.0
-        mlp_speed, flops = product_speed * assumptions.EXPERT_MFU_SHARE / uneven, expert_flops(shape)
+    uneven = assumptions.EXPERT_WAIT if policy.expert_parallel > 1 else 1.0
+    expert_speed, routed = product_speed * assumptions.EXPERT_MFU_SHARE / uneven, expert_flops(shape)
+    flops = 2.0 * parameters.mlp + routed
     return LayerTime(
         attention=attention_flops(shape, work.mean_length) / attention_speed,
         projections=(2 * parameters.layer_matrices_active - flops) / product_speed,
-        mlp=flops / mlp_speed,
+        mlp=2 * parameters.mlp / product_speed + routed / expert_speed,
     )
 
 
@@ -196,13 +195,14 @@ class _Traffic:
         if not self.shape.is_moe:
             return 0.0
         passes = 1 + (2 if train else 0) + again.mlp
-        fixed = passes * self.layers * self.split.micro_batches * assumptions.MOE_LAYER_SECONDS
+        moe = self.shape.moe_layers / self.shape.layers
+        fixed = passes * self.layers * moe * self.split.micro_batches * assumptions.MOE_LAYER_SECONDS
         ep = self.policy.expert_parallel
         if ep == 1:
             return fixed
         times = 2 + (2 if train else 0) + 2 * again.mlp
         routed = self.split.tokens / self.policy.context_parallel / self.policy.tensor_parallel
-        sent = times * routed * self.shape.experts_per_token * self.shape.hidden * 2 * assumptions.EXPERT_WAIT
+        sent = times * routed * moe * self.shape.experts_per_token * self.shape.hidden * 2 * assumptions.EXPERT_WAIT
         near = min(ep, self.cluster.gpus_per_node)
         seconds = self._seconds(sent * (near - 1) / ep, near)
         if ep > near:

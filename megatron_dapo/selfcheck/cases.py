@@ -21,7 +21,7 @@ from megatron_dapo.config.policy import Fp8Config
 from megatron_dapo.errors import UserError
 from megatron_dapo.policy.megatron.importing import gpu_count
 from megatron_dapo.policy.megatron.options import hardware_needs
-from megatron_dapo.selfcheck.synthetic import MODELS, ModelSize, multiple, synthetic_shape
+from megatron_dapo.selfcheck.synthetic import MODELS, MORE_MODELS, ModelSize, multiple, synthetic_shape
 
 PART = re.compile(r"(vpp|etp|tp|pp|cp|dp|ep)([1-9]\d*)|(sp|do)")
 
@@ -255,7 +255,7 @@ class Variants:
     def parse(cls, models: str, dtypes: str, fp8: str, layers: str) -> Variants:
         """From comma-separated lists."""
         chosen = [[word for word in text.split(",") if word] for text in (models, dtypes, fp8, layers)]
-        known = (MODELS, PRECISIONS[:2], PRECISIONS[2:], ("torch", "te"))
+        known = ((*MODELS, *MORE_MODELS), PRECISIONS[:2], PRECISIONS[2:], ("torch", "te"))
         for option, words, names in zip(("models", "dtype", "fp8", "layers"), chosen, known, strict=True):
             if unknown := set(words) - set(names):
                 raise UserError(f"--{option}: unknown {', '.join(sorted(unknown))}; choose from {', '.join(names)}")

@@ -160,9 +160,9 @@ def _mappings(shape: ModelShape) -> Iterator[ParameterMapping]:
     for layer in range(shape.layers):
         to, hf = f"decoder.layers.{layer}.", f"{shape.prefix}layers.{layer}."
         attention = tensors.linear if layer in linear else tensors.attention
-        templates = (*attention, *tensors.layer, *(tensors.moe if shape.is_moe else tensors.mlp))
+        templates = (*attention, *tensors.layer, *(tensors.moe if shape.has_experts(layer) else tensors.mlp))
         yield from (_mapping(t, shape, to, hf, layer) for t in templates if t.applies(shape))
-        for expert in range(shape.experts):
+        for expert in range(shape.experts if shape.has_experts(layer) else 0):
             to_expert, hf_expert = f"{to}mlp.experts.local_experts.{expert}.", f"{hf}mlp.experts.{expert}."
             yield from (_mapping(t, shape, to_expert, hf_expert, layer, expert) for t in tensors.expert)
 

@@ -451,3 +451,18 @@ def test_arguments_and_addresses_without_secrets_are_kept():
         None, [f"rollout.servers.arguments={arguments}", "rollout.servers.urls=['http://h:1/a@b?x=2']"]
     )
     assert len(config.rollout.servers.arguments) == 7 and config.rollout.servers.urls == ["http://h:1/a@b?x=2"]
+
+
+def test_dense_layers_of_a_moe_model_are_not_served_by_sglang(tmp_path):
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 64, "intermediate_size": 96,
+        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 101, "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 48, "max_position_embeddings": 32768,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config | {"decoder_sparse_step": 2, "mlp_only_layers": [1]}))
+    settings = {"policy": {"model": str(tmp_path)}, "rollout": {"engine": "embedded"}}
+    assert check_config(parse_config(settings)).dense_layers == (0, 1, 2)
+    with pytest.raises(ConfigError, match="mlp_only_layers"):
+        check_config(parse_config(settings | {"rollout": {"engine": "sglang"}}))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"decoder_sparse_step": 9}))
+    assert not check_config(parse_config(settings)).is_moe  # no layer has experts

@@ -53,6 +53,10 @@ SHAPES = {
         architecture="qwen2_moe", head_dim=16, qkv_bias=True, qk_norm=False, tied_embeddings=False,
         experts=4, experts_per_token=2, expert_ffn_hidden=48, norm_topk_prob=False, shared_ffn_hidden=80, **COMMON,
     ),
+    "mixed-moe": ModelShape(
+        architecture="qwen3_moe", head_dim=32, qkv_bias=False, qk_norm=True, tied_embeddings=False, dense_layers=(0,),
+        experts=4, experts_per_token=2, expert_ffn_hidden=48, norm_topk_prob=True, **COMMON,
+    ),
     "qwen3-next": ModelShape(
         architecture="qwen3_next", tied_embeddings=False, experts=4, experts_per_token=2, expert_ffn_hidden=48,
         shared_ffn_hidden=80, linear=LinearAttention((0,), 4, 8, 16, 24, conv_width=4, fused=True), **HYBRID, **COMMON,
@@ -109,6 +113,7 @@ def hf_model(shape: ModelShape, seed: int = 0) -> Any:
         options |= {
             "num_experts": shape.experts, "num_experts_per_tok": shape.experts_per_token,
             "moe_intermediate_size": shape.expert_ffn_hidden, "norm_topk_prob": shape.norm_topk_prob,
+            "mlp_only_layers": list(shape.dense_layers),
         }  # fmt: skip
         if shape.has_shared_expert:
             options["shared_expert_intermediate_size"] = shape.shared_ffn_hidden

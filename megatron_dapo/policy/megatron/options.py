@@ -319,6 +319,7 @@ def _moe_options(shape: ModelShape, policy: PolicyConfig, te: bool) -> dict[str,
         "num_moe_experts": shape.experts,
         "moe_router_topk": shape.experts_per_token,
         "moe_ffn_hidden_size": shape.expert_ffn_hidden,
+        "moe_layer_freq": shape.moe_pattern,
         "moe_shared_expert_intermediate_size": shape.shared_ffn_hidden or None,
         "moe_shared_expert_gate": shape.has_shared_expert,
         # Softmax over the selected experts equals normalising their probabilities afterwards.

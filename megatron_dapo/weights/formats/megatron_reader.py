@@ -89,7 +89,7 @@ class TorchDistReader(PieceReader):
 
     def _locate(self, mapping: ParameterMapping) -> tuple[str, ...]:
         """Find the parameter's tensors, check their shapes and list their pieces. Returns the keys."""
-        for location in disk_locations(mapping.name, moe=self.shape.is_moe, linear=self.shape.linear_layers):
+        for location in disk_locations(mapping.name, self.shape):
             if all(key in self._tensors for key in location.keys):
                 break
         else:
@@ -109,7 +109,7 @@ class TorchDistReader(PieceReader):
         columns = math.prod(mapping.shape[1:])
         check_cover(f"{self.path}: tensor {location.keys[0]} (layer and expert {location.index})", pieces, at, columns)
         self.pieces[mapping.name], self.dtypes[mapping.name] = pieces, self._tensors[location.keys[0]].dtype
-        aliases = [key for key in disk_aliases(mapping.name, moe=self.shape.is_moe) if key in self._tensors]
+        aliases = [key for key in disk_aliases(mapping.name, self.shape) if key in self._tensors]
         if any(self._tensors[key].chunks != self._tensors[location.keys[0]].chunks for key in aliases):
             raise WeightsError(
                 f"{self.path}: tensors {aliases[0]} and {location.keys[0]} hold different values of {mapping.name}"

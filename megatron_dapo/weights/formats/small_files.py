@@ -49,7 +49,8 @@ def megatron_args(shape: ModelShape, **more: Any) -> argparse.Namespace:
     }  # fmt: skip
     if shape.is_moe:
         args |= {
-            "num_experts": shape.experts, "moe_router_topk": shape.experts_per_token, "moe_layer_freq": 1,
+            "num_experts": shape.experts, "moe_router_topk": shape.experts_per_token,
+            "moe_layer_freq": shape.moe_pattern,
             "moe_ffn_hidden_size": shape.expert_ffn_hidden, "moe_router_pre_softmax": not shape.norm_topk_prob,
             "moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False,
             "moe_shared_expert_intermediate_size": shape.shared_ffn_hidden or None,
