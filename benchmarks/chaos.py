@@ -68,7 +68,12 @@ NOTHING = "nothing happened"
 def make_config(kind: str, folder: Path, run_dir: Path, ports: list[int]) -> dict[str, Any]:
     raw = evaluated_config(folder, run_dir, STEPS, trainer__heartbeat={"every": 1.0, "silent": 60, "stuck": 120},
                            rollout__sampler={"stall_timeout": 100})  # fmt: skip
-    raw["reward"] |= {"grader": "python:chaos_reward.even_characters", "stuck_seconds": 5, "retries": 3}
+    raw["reward"] |= {
+        "grader": "python:chaos_reward.even_characters",
+        "stuck_seconds": 5,
+        "retries": 3,
+        "environment": ["CHAOS"],
+    }
     raw["observe"]["samples_every"] = 1
     if kind == "rare checkpoints":
         raw["trainer"]["checkpoint"]["every"] = 2
@@ -211,7 +216,7 @@ def trainer_faults(folder: Path) -> dict[str, tuple[tuple[str, ...], Action]]:
     for name in ("metrics.jsonl", "trainer.log", "warnings.log", "evaluation"):
         found[f"disk full at {name}"] = (*ROLLOUT, *LOOP), no_room(name)
     found["SIGSTOP, SIGCONT"] = (*ROLLOUT, *LOOP, *SAVE), stop_and_continue
-    found["kill -9 of a grading process"] = ROLLOUT, kill_child("worker.py")
+    found["kill -9 of a grading process"] = ROLLOUT, kill_child("reward.worker")
     found["kill -9 of a supervisor"] = ROLLOUT, kill_child("supervisor")
     found["kill -9 of a client process"] = ROLLOUT, kill_child("client_worker")
     found["clock a day ahead"] = (*ROLLOUT, *LOOP), jump_clock(86400)
