@@ -324,7 +324,7 @@ def _add_convert(sub: Commands) -> None:
         inner, "merge-adapter", run,
         "Write a HF model with a LoRA adapter added to its weights. The adapter is a PEFT directory; a run with\n"
         "policy.lora writes one into each checkpoint.",
-        "example:\n  megatron-dapo convert merge-adapter Qwen3-32B runs/lora/checkpoints/step_100/adapter merged",
+        "example:\n  megatron-dapo convert merge-adapter Qwen3 runs/lora/checkpoints/step_100/policy/adapter merged",
     )  # fmt: skip
     merge.set_defaults(convert="merge_adapter")
     merge.add_argument("model", metavar="MODEL", help="HF model that the adapter was trained on")

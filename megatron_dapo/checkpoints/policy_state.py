@@ -155,7 +155,8 @@ def _items(entry: Any, buffers: HostBuffers | None) -> Iterator[tuple[Stored, li
 
 def _adapter_files(policy: Policy) -> list[CheckpointFile]:
     """Collective. On rank 0 the adapters as a PEFT directory: `peft` and SGLang load it as it is."""
-    found = [(name, tensor.cpu()) for bucket in policy.adapter_buckets().buckets() for name, tensor in bucket]
+    buckets = policy.adapter_buckets().buckets()  # the memory of a bucket is used again by the next one
+    found = [(name, tensor.to("cpu", copy=True)) for bucket in buckets for name, tensor in bucket]
     if not found:
         return []
     header = safetensors_header((name, tensor.dtype, tensor.shape) for name, tensor in found)
@@ -211,9 +212,9 @@ def _scheduler_state(policy: Policy) -> dict[str, Any]:
 
 
 def host_sizes(policy: Policy) -> list[int]:
-    """Sizes of the copies that `policy_files` makes on this rank, about: the weights, and three fp32 tensors per
-    parameter that the optimizer holds here."""
-    weights = [parameter.nbytes for chunk in policy.model for parameter in chunk.parameters()]
+    """Sizes of the copies that `policy_files` makes on this rank, about: the trained weights, and three fp32 tensors
+    per parameter that the optimizer holds here."""
+    weights = [parameter.nbytes for _, parameter in policy.trained_parameters()]
     groups = [group for inner in inner_optimizers(policy.optimizer) for group in inner.param_groups]
     return weights + [4 * parameter.numel() for group in groups for parameter in group["params"] for _ in KEYS]
 

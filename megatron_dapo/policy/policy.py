@@ -134,10 +134,10 @@ class Policy:
             return live_adapters(self.model)
         return live_mappings(self.model, self.shape, self.position)
 
-    def adapter_buckets(self, bucket_bytes: int = 512 << 20) -> WeightBuckets:
+    def adapter_buckets(self) -> WeightBuckets:
         """Collective. LoRA's adapters under PEFT's names, on rank 0."""
         options: dict[str, Any] = {"before": self.step.complete_weights, "adapters": self.trained_mappings}
-        return WeightBuckets(self.model, self.shape, self.position, bucket_bytes=bucket_bytes, **options)
+        return WeightBuckets(self.model, self.shape, self.position, **options)
 
     def _merged(self, name: str, weight: Tensor) -> Tensor:
         """This rank's shard of a weight as the engines need it: with its adapter."""

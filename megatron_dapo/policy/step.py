@@ -96,7 +96,7 @@ class UpdateStep:
         self._replay = RoutingReplay(shape, runtime, router_layers(model) if shape.is_moe else ())
         self.packing = PackingSpec.of(config.policy, runtime.groups.cp.rank(), runtime.groups.tp.rank())
         self.forward_backward = get_forward_backward_func()
-        self._weight_gradient = _weight_gradient(model[-1])
+        self._weight_gradient = _weight_gradient(model[-1], frozen=bool(config.policy.lora.rank))
         self._overlaps_gather = any(chunk.ddp_config.overlap_param_gather for chunk in chunks)
         self._weights_incomplete = False
         self._reducers: dict[tuple[bool, bool, Proximal], MetricReducer] = {}
@@ -367,9 +367,9 @@ class _LossInputs:
         )
 
 
-def _weight_gradient(last: PolicyModel) -> Literal["added", "added-shared", "none"]:
+def _weight_gradient(last: PolicyModel, *, frozen: bool) -> Literal["added", "added-shared", "none"]:
     """The head adds its weight's gradient to main_grad itself: no second copy of the largest gradient there is."""
-    if last.trains_adapters:
+    if frozen:
         return "none"
     shared = last.post_process and last.share_embeddings_and_output_weights and last.pre_process
     return "added-shared" if shared else "added"

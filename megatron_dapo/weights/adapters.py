@@ -144,7 +144,11 @@ def merge_adapter(model: str | os.PathLike[str], adapter: str | os.PathLike[str]
     described = json.loads((Path(adapter) / CONFIG_FILE).read_text())
     lora = LoraConfig(rank=described["r"], alpha=described["lora_alpha"], targets=described["target_modules"])
     tensors = read_adapter(adapter, shape, lora, base_fingerprint(model))
-    adapted_names = {name: adapter_name(name, "A") in tensors for name in weights}
+    changed = {name for name in weights if adapter_name(name, "A") in tensors}
+    if 2 * len(changed) != len(tensors) or not list(Path(model).glob("*.safetensors")):
+        raise WeightsError(
+            f"{model}: the adapter's layers must be separate tensors in .safetensors files; convert the model first"
+        )
     scale = lora.alpha / lora.rank
     need = sum(path.stat().st_size for path in Path(model).iterdir() if path.is_file())
     with new_directory(Path(destination), need) as folder:
@@ -152,14 +156,14 @@ def merge_adapter(model: str | os.PathLike[str], adapter: str | os.PathLike[str]
             if path.suffix == ".safetensors":
                 merged = {}
                 for name, tensor in load_file(path).items():
-                    if adapted_names[name]:
+                    if name in changed:
                         a, b = (tensors[adapter_name(name, half)].float() for half in "AB")
                         tensor = (tensor.float() + scale * (b @ a)).to(tensor.dtype)
                     merged[name] = tensor.contiguous()
                 save_file(merged, folder / path.name, metadata={"format": "pt"})
             elif path.is_file():
                 shutil.copy2(path, folder / path.name)
-    return sum(adapted_names.values())
+    return len(changed)
 
 
 def base_fingerprint(model: str | os.PathLike[str]) -> str:

@@ -117,6 +117,11 @@ def torch_layers() -> Iterator[None]:
         _use_torch_layers = before
 
 
+def layers_for(policy: PolicyConfig) -> contextlib.AbstractContextManager[None]:
+    """Transformer Engine's linear layers contain the norm, so an adapter could not see its input: LoRA uses ours."""
+    return torch_layers() if policy.lora.rank else contextlib.nullcontext()
+
+
 def has_transformer_engine() -> bool:
     """Transformer Engine is used on CUDA where it is installed. A broken installation is an error, not a fallback."""
     if _use_torch_layers or cpu.needed() or importlib.util.find_spec("transformer_engine") is None:
@@ -382,6 +387,11 @@ def optimizer_config(policy: PolicyConfig) -> MegatronOptimizerConfig:
 
 def check_options(policy: PolicyConfig, shape: ModelShape) -> list[str]:
     """Raises ConfigError for an option that the installed Megatron does not take; else returns the lines to print."""
+    with layers_for(policy):
+        return _checked_options(policy, shape)
+
+
+def _checked_options(policy: PolicyConfig, shape: ModelShape) -> list[str]:
     te, on_cuda = has_transformer_engine(), not cpu.needed()
     unchecked = [] if on_cuda else list(hardware_needs(policy))
     if on_cuda:

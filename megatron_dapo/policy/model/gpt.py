@@ -22,6 +22,7 @@ from megatron_dapo.policy.head.fused import HeadRequest, output_processor
 from megatron_dapo.policy.megatron.options import (
     check_hardware,
     has_transformer_engine,
+    layers_for,
     transformer_config,
 )
 from megatron_dapo.policy.megatron.patches import fusion_without_apex, separate_expert_gradients
@@ -37,11 +38,6 @@ class PolicyModel(GPTModel):
 
     `forward(…, head=HeadRequest)` returns [2, tokens]: log-probs and entropies. Without `head` it is GPTModel.
     """
-
-    @property
-    def trains_adapters(self) -> bool:
-        """Whether LoRA has added `adapters` to this chunk."""
-        return "adapters" in self._modules
 
     def forward(self, *args: Any, head: HeadRequest | None = None, **kwargs: Any) -> Tensor:
         self._head_request = head
@@ -67,8 +63,13 @@ class PolicyModel(GPTModel):
 
 def build_model(shape: ModelShape, policy: PolicyConfig, runtime: Runtime) -> list[PolicyModel]:
     """This rank's model chunks (one per virtual pipeline stage), randomly initialised, on the runtime's device."""
+    with layers_for(policy):
+        return _build_chunks(shape, policy, runtime)
+
+
+def _build_chunks(shape: ModelShape, policy: PolicyConfig, runtime: Runtime) -> list[PolicyModel]:
     check_model(policy, shape)
-    te = has_transformer_engine() and not policy.lora.rank  # its layers contain the norm: an adapter lacks its input
+    te = has_transformer_engine()
     check_hardware(policy, te)
     check_grouped_experts(shape, policy, te, megatron.core.__version__)
     config = transformer_config(shape, policy)
