@@ -1,6 +1,6 @@
 """Random faults at random moments of random runs, judged against undisturbed runs.
 
-    python benchmarks/chaos.py [--minutes 5] [--seed 0]
+    python benchmarks/chaos.py [--minutes 5] [--faults 300] [--seed 0]
 
 Tiny runs of four steps (one process, two ranks, batches generated ahead, rare checkpoints, external servers) start with
 a random fault that waits for a random arrival at a fault point: signals, kill −9 of each kind of process, a full disk,
@@ -56,8 +56,8 @@ from megatron_dapo.trainer.loop import train  # noqa: E402
 
 STEPS = 4
 SERVERS = 2
-FAULTS_PER_RUN = 10
-FAULTS_PER_START = 3  # planted; one that ends the run prevents the later ones
+FAULTS_PER_RUN = 16
+FAULTS_PER_START = 5  # planted, besides one that ends the run and prevents the later ones
 ENDS = {0, 1, 75, 130, -signal.SIGKILL}  # exit codes that a fault may cause; 2 and 76 (hung) are failures
 COUNTERS = ("errors", "retries", "restarts", "attempts", "rejected_replies", "rejected_grades")
 Action = Callable[[], Any]
@@ -71,8 +71,8 @@ def make_config(kind: str, folder: Path, run_dir: Path, ports: list[int]) -> dic
                            rollout__sampler={"stall_timeout": 100})  # fmt: skip
     raw["reward"] |= {
         "grader": "python:chaos_reward.even_characters",
-        "stuck_seconds": 5,
-        "retries": 3,
+        "stuck_seconds": 3,
+        "retries": 9,
         "environment": ["CHAOS"],
     }
     raw["observe"]["samples_every"] = 1
@@ -439,9 +439,10 @@ def disturbed(
 
 
 def rarest(faults: dict[str, Any], done: Counter[str], chance: random.Random) -> list[str]:
-    """A few of those that have happened least, so that all of them happen."""
-    mixed = chance.sample(list(faults), len(faults))
-    return sorted(mixed, key=lambda name: done[name])[:FAULTS_PER_START]
+    """A few of those that have happened least, so that all of them happen; one of them ends the run."""
+    mixed = sorted(chance.sample(list(faults), len(faults)), key=lambda name: done[name])
+    ending = [name for name in mixed if name.startswith(("kill -9 at", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGINT"))]
+    return [*ending[:1], *[name for name in mixed if name not in ending][:FAULTS_PER_START]]
 
 
 def plant(planned: dict[str, tuple[str, int, Action]], fired: Path) -> None:
@@ -458,6 +459,7 @@ def plant(planned: dict[str, tuple[str, int, Action]], fired: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--faults", type=int, default=10**6, help="stop after this many")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", default=",".join(KINDS), help="configurations, separated by commas")
     args = parser.parse_args()
@@ -482,7 +484,7 @@ def main() -> int:
         try:
             expected: dict[str, Any] = {}
             make = partial(make_config, folder=folder / "model", ports=ports)
-            while time.monotonic() - began < 60 * args.minutes:
+            while time.monotonic() - began < 60 * args.minutes and done.total() < args.faults:
                 kind = chance.choice(args.kinds.split(","))
                 with output_to(log):
                     if kind not in expected:
