@@ -439,15 +439,13 @@ def _layout(policy: Policy) -> dict[str, Any]:
     return {
         "world_size": policy.runtime.world_size,
         "distributed_optimizer": options.distributed_optimizer,
-        "experts_are_split": options.expert_parallel > 1,
     }
 
 
 def _check_layout(saved: dict[str, Any], ours: dict[str, Any], path: Path) -> None:
-    """TP, PP, CP and DP may change between save and load; these two decide how the optimizer is written."""
-    for name, key in (("distributed_optimizer", "distributed_optimizer"), ("experts_are_split", "expert_parallel > 1")):
-        if saved[name] != ours[name]:
-            raise ConfigError(
-                f"{path} was saved with policy.{key} {saved[name]}, this run has {ours[name]}. The optimizer state "
-                "cannot be converted; use the saved setting"
-            )
+    """TP, PP, CP, DP and EP may change between save and load; this decides how the optimizer is written."""
+    if saved["distributed_optimizer"] != ours["distributed_optimizer"]:
+        raise ConfigError(
+            f"{path} was saved with policy.distributed_optimizer {saved['distributed_optimizer']}, this run has "
+            f"{ours['distributed_optimizer']}. The optimizer state cannot be converted; use the saved setting"
+        )

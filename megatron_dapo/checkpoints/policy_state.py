@@ -36,6 +36,7 @@ from megatron_dapo.policy.megatron.optimizer_state import (
     SHARDING,
     adapt_step,
     drop_classes,
+    fit_chain,
     initialize_state,
     inner_optimizers,
     saved_step,
@@ -229,8 +230,9 @@ def load_policy(policy: Policy, directory: str | os.PathLike[str]) -> None:
     _set_weights(policy, state)
     policy.updates = int(state["updates"])
     step = _step(state, directory)
-    adapt_step(policy.optimizer, state["optimizer"], step)
-    policy.optimizer.load_state_dict(state["optimizer"])
+    optimizer_state = fit_chain(policy.optimizer, state["optimizer"])
+    adapt_step(policy.optimizer, optimizer_state, step)
+    policy.optimizer.load_state_dict(optimizer_state)
     policy.set_fused_adam()
     set_step(policy.optimizer, step)
 

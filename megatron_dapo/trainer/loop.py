@@ -135,7 +135,8 @@ class Trainer:
                 self._restore(state)
         if self.current is None:  # else the weights are between two versions, and no engine may serve them
             external = self.config.rollout.servers.urls  # an earlier run may have left other weights in them
-            if resume or converted or self.colocation.shared or external:
+            other_weights = converted or self.config.policy.lora.start  # than those that an engine loads
+            if resume or other_weights or self.colocation.shared or external:
                 self.colocation.sync_weights(self.steps_done)
             else:
                 self.rollouts.served_version = 0  # the engines have loaded the same model
