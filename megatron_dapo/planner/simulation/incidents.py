@@ -75,6 +75,16 @@ class Incidents:
         """A part of the fleet cannot stand for all of it."""
         return bool(self.slow or self.mixed or self.changes)
 
+    def describe(self) -> str:
+        parts = [f"{count} servers at {speed:g} × speed" for count, speed in self.slow]
+        parts += [f"{count} servers on {name}" for count, name in self.mixed]
+        parts += [f"{abs(n)} {'join' if n > 0 else 'die'} after {seconds:g} s" for seconds, n in self.changes]
+        if self.tools.seconds:
+            parts.append(f"{self.tools.calls} tool calls of {self.tools.seconds:g} s in a response")
+        if self.kept_end is not None:
+            parts.append(f"{self.kept_end:.0%} kept in the last step")
+        return ", ".join(parts)
+
     def apply(self, fleet: Fleet, of_gpu: Callable[[str], ServerKind]) -> Fleet:
         """The fleet with slow servers and those of other GPUs. `of_gpu`: a server on another GPU."""
         kinds = [
