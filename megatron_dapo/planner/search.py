@@ -123,7 +123,7 @@ def candidates(task: Task, given: PolicyConfig) -> Iterator[Candidate]:
                 "expert_parallel": ep, "first_stage_layers": ends[0], "last_stage_layers": ends[1],
                 "sequence_parallel": given.sequence_parallel if tp > 1 else None,
                 "tp_comm_overlap": given.tp_comm_overlap and tp > 1,
-                "cp_comm_type": given.cp_comm_type if cp > 1 else None,
+                "cp_comm_type": given.cp_comm_type if cp > 1 else None, "recompute_layers": None,
             }  # fmt: skip
             bare = given.model_copy(update=layout)
             align = bare.pack_alignment
@@ -143,7 +143,6 @@ def _recomputation(given: PolicyConfig, recompute: str) -> dict[str, Any]:
     return {
         "recompute": recompute,
         "recompute_modules": given.recompute_modules if recompute == "selective" else ["core_attn"],
-        "recompute_layers": None,  # all
     }
 
 

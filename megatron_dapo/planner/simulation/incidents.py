@@ -111,10 +111,11 @@ def _pairs(flag: str, texts: list[str], separator: str, kind: Callable[[str], T]
     for text in texts:
         count, _, value = text.partition(separator)
         try:
-            found.append((int(count), kind(value)))
+            pair = (int(count), kind(value)) if value else None
         except ValueError:
-            found.append((0, kind("0")))
-        if found[-1][0] < 1 or not value:
+            pair = None
+        if pair is None or pair[0] < 1:
             example = {"--slow": "1:0.3", "--mixed": "4:a100"}.get(flag, "2@600")
             raise SimulationError(f"{flag} {text}: expected SERVERS{separator}VALUE, for example {flag} {example}")
+        found.append(pair)
     return tuple(found)
