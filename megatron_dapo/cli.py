@@ -481,20 +481,24 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus-per-node", type=at_least(1), metavar="N", help="default: slurm.gpus_per_node")
     parser.add_argument("--engine-gpus", type=at_least(0), metavar="N", help="GPUs that only run engines; 0: engines "
                         "and trainer share all GPUs (default: slurm.engine_nodes × gpus_per_node)")  # fmt: skip
-    parser.add_argument("--mfu", type=float, default=0.5, help="share of the peak that kernels reach (default 0.5)")
-    parser.add_argument("--mean-prompt", type=at_least(1), metavar="TOKENS", help="default: 256")
-    parser.add_argument("--mean-response", type=at_least(1), metavar="TOKENS", help="default: a quarter of the longest")
+    parser.add_argument("--mfu", type=float, default=0.65, help="share of the peak that very wide products reach "
+                        "(default 0.65)")  # fmt: skip
+    parser.add_argument("--mean-prompt", type=at_least(1), metavar="TOKENS", help="default: typical, or 256")
+    parser.add_argument("--mean-response", type=at_least(1), metavar="TOKENS", help="default: typical for model and "
+                        "data, or a quarter of the longest")  # fmt: skip
     parser.add_argument("--kept", type=float, metavar="SHARE", help="share of groups that dynamic sampling keeps "
                         "(default 0.5)")  # fmt: skip
     parser.add_argument("--sigma", type=float, metavar="S", help="spread of response lengths: standard deviation of "
                         "their logarithm (default 0.92; 0: all equal)")  # fmt: skip
+    parser.add_argument("--pareto", type=float, metavar="INDEX", help="Pareto instead of log-normal lengths; 1.5 is a "
+                        "heavy tail")  # fmt: skip
 
 
 def _planner_options(args: argparse.Namespace) -> dict[str, Any]:
     options = {key: value for key, value in vars(args).items() if key != "run"}
     gpus = [key for key in options if key.startswith("gpu") or key == "engine_gpus"]
     hardware = {key: options.pop(key) for key in gpus}
-    estimates = {key: options.pop(key) for key in ("mean_prompt", "mean_response", "kept", "sigma")}
+    estimates = {key: options.pop(key) for key in ("mean_prompt", "mean_response", "kept", "sigma", "pareto")}
     return {**options, "hardware": hardware, "estimates": estimates}
 
 
@@ -502,7 +506,9 @@ def _add_simulate(sub: Commands) -> None:
     def run(args: argparse.Namespace) -> int:
         from megatron_dapo.planner.simulation.command import run
 
-        return run(**_planner_options(args))
+        options = _planner_options(args)
+        incidents = {key: options.pop(key) for key in _add_incidents(argparse.ArgumentParser())}
+        return run(**options, incidents=incidents)
 
     parser = add_command(
         sub, "simulate", run,
@@ -510,7 +516,8 @@ def _add_simulate(sub: Commands) -> None:
         "Needs no GPU.",
         "examples:\n  megatron-dapo simulate run.yaml --gpu h100 --output simulation.json\n"
         "  megatron-dapo simulate run.yaml --from runs/32b --set rollout.sampler.oversampling=3\n"
-        "  megatron-dapo simulate run.yaml --sweep rollout.max_staleness=0,1 --sweep engine_gpus=32,64",
+        "  megatron-dapo simulate run.yaml --sweep rollout.max_staleness=0,1 --sweep engine_gpus=32,64\n"
+        "  megatron-dapo simulate run.yaml --slow 1:0.3 --dies 2@600 --joins 4@1800 --tool-seconds 20",
     )  # fmt: skip
     parser.add_argument("config", metavar="CONFIG", help="YAML file")
     add_settings(parser)
@@ -525,14 +532,31 @@ def _add_simulate(sub: Commands) -> None:
     parser.add_argument(
         "--whole", action="store_true", help="simulate every server even in a large fleet (default: a sample)"
     )
+    _add_incidents(parser)
     parser.add_argument("--output", metavar="FILE", help="write engines and trainer over time, for ui.perfetto.dev")
     parser.add_argument("--json", action="store_true", dest="as_json", help="print the results as JSON")
+
+
+def _add_incidents(parser: argparse.ArgumentParser) -> list[str]:
+    """The names of the flags."""
+    lists = {
+        "slow": ("N:SPEED", "N servers at this share of the speed of the others"),
+        "mixed": ("N:GPU", "N servers on another GPU"),
+        "dies": ("N@SECONDS", "N servers die after so many seconds; their requests start again elsewhere"),
+        "joins": ("N@SECONDS", "N servers join after so many seconds"),
+    }
+    for name, (form, text) in lists.items():
+        parser.add_argument(f"--{name}", action="append", default=[], metavar=form, help=text)
+    parser.add_argument("--tool-seconds", type=at_least(0, float), default=0.0, metavar="S", help="mean time of a tool "
+                        "call; the response waits for it without using an engine")  # fmt: skip
+    parser.add_argument("--tool-calls", type=at_least(1), default=1, metavar="N", help="tool calls of a response")
+    parser.add_argument("--kept-end", type=float, metavar="SHARE", help="share of kept groups in the last step")
+    return [*lists, "tool_seconds", "tool_calls", "kept_end"]
 
 
 def _add_slurm(sub: Commands) -> None:
     def run(args: argparse.Namespace) -> int:
         from megatron_dapo.config import load_config
-        from megatron_dapo.config.load import with_local_model
         from megatron_dapo.launch.local import check_not_its_own_output
         from megatron_dapo.launch.slurm import run_slurm
         from megatron_dapo.launch.slurm_status import print_status
@@ -542,7 +566,7 @@ def _add_slurm(sub: Commands) -> None:
         if args.config is None:
             raise UserError("name a CONFIG to submit, or a run directory with --status")
         nodes = [f"slurm.nodes={args.nodes}"] if args.nodes else []
-        config = with_local_model(load_config(args.config, [*args.set, *nodes]))
+        config = load_config(args.config, [*args.set, *nodes])
         check_not_its_own_output(config, Path(args.config))
         return run_slurm(config, dry_run=args.dry_run, chain=args.chain, seeds=args.seeds)
 

@@ -281,7 +281,8 @@ class PolicyConfig(Section):
         return self.tensor_parallel * self.pipeline_parallel * self.context_parallel
 
     @model_validator(mode="after")
-    def _layout(self) -> PolicyConfig:
+    def check_layout(self) -> PolicyConfig:
+        """Raises ValueError where settings exclude each other."""
         if self.virtual_pipeline > 1 and self.pipeline_parallel == 1:
             raise ValueError(
                 f"virtual_pipeline is {self.virtual_pipeline} but pipeline_parallel is 1: "

@@ -329,19 +329,23 @@ def _check_stages(policy: PolicyConfig, shape: ModelShape) -> None:
 
 
 def _stage_advice(layers: int, pp: int, vpp: int) -> str:
-    """A pair of first and last stage that fits, as even as possible; the last stage, which has the output layer, gets
-    no more than the first."""
     even = f"choose a product among {_divisors(layers)}"
+    ends = stage_ends(layers, pp, vpp)
+    if ends is None:
+        return even
+    return f"{even}, or set policy.first_stage_layers={ends[0]} and policy.last_stage_layers={ends[1]}"
+
+
+def stage_ends(layers: int, pp: int, vpp: int) -> tuple[int, int] | None:
+    """Layers of the first and the last stage such that the others are equal, all as even as possible; the last stage,
+    which has the output layer, gets no more than the first."""
     pairs = [
         (first, last)
         for first in range(vpp, layers, vpp)
         for last in range(vpp, first + 1, vpp)
         if pp > 2 and (rest := layers - first - last) > 0 and rest % ((pp - 2) * vpp) == 0
     ]
-    if not pairs:
-        return even
-    first, last = min(pairs, key=lambda pair: max(abs(end - layers / pp) for end in pair))
-    return f"{even}, or set policy.first_stage_layers={first} and policy.last_stage_layers={last}"
+    return min(pairs, key=lambda pair: max(abs(end - layers / pp) for end in pair), default=None)
 
 
 def _check_linear_attention(policy: PolicyConfig, shape: ModelShape) -> None:
@@ -417,15 +421,17 @@ def check_world(policy: PolicyConfig, world_size: int) -> None:
         )
 
 
-def check_config(config: Config, world_size: int | None = None) -> ModelShape | None:
-    """All checks that read the model directory. Returns the model's shape, or None when no model is named."""
+def check_config(config: Config, world_size: int | None = None, shape: ModelShape | None = None) -> ModelShape | None:
+    """All checks that read the model directory; with `shape` it is not read. Returns the model's shape, or None when no
+    model is named."""
     if not config.policy.model:
         if world_size is not None:
             check_world(config.policy, world_size)
         return None
-    if not Path(config.policy.model).is_dir():
-        raise ConfigError(f"policy.model: {config.policy.model} is not a directory, nor OWNER/NAME on the hub")
-    shape = ModelShape.from_dir(config.policy.model)
+    if shape is None:
+        if not Path(config.policy.model).is_dir():
+            raise ConfigError(f"policy.model: {config.policy.model} is not a directory, nor OWNER/NAME on the hub")
+        shape = ModelShape.from_dir(config.policy.model)
     check_model(config.policy, shape, config.rollout.max_prompt_tokens + config.rollout.max_response_tokens)
     if config.policy.moe_aux_loss_coefficient and not shape.is_moe:
         raise ConfigError("policy.moe_aux_loss_coefficient is set, but the model has no experts: remove it")

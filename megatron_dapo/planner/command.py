@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -13,11 +14,13 @@ from typing import Any
 from megatron_dapo.arguments import table_console
 from megatron_dapo.config import Config, ConfigError, ModelShape, load_config
 from megatron_dapo.config.load import local_model
+from megatron_dapo.planner.advice import advise
 from megatron_dapo.planner.hardware import Cluster, PlanError, cluster_of
 from megatron_dapo.planner.memory import Layers
 from megatron_dapo.planner.modes import Mode, compare_modes
-from megatron_dapo.planner.plan import make_plan
+from megatron_dapo.planner.plan import make_plan, shared_gpu
 from megatron_dapo.planner.report import plan_json, print_modes, print_plan
+from megatron_dapo.planner.search import Task
 from megatron_dapo.planner.workload import Workload
 
 
@@ -60,6 +63,8 @@ def run(
         return _compare(compare_modes(loaded, shape, cluster, work, mfu, layers), cluster, top, as_json)
     choose = config is None and not any(item.startswith("policy.") for item in set)
     plan = make_plan(loaded, shape, cluster, work, mfu, layers, choose)
+    task = Task(shape, work, cluster, mfu, layers, *shared_gpu(loaded, cluster))
+    plan = replace(plan, advice=advise(loaded, plan, task))
     if as_json:
         print(json.dumps(plan_json(plan, top), indent=2))
     else:

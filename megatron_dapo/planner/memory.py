@@ -20,7 +20,14 @@ from megatron_dapo.config import ModelShape
 from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.planner.assumptions import EXPERT_IMBALANCE
 from megatron_dapo.planner.hardware import GIB
-from megatron_dapo.planner.parameters import RankParameters, count_parameters, rank_parameters, stage_layers
+from megatron_dapo.planner.parameters import (
+    RankParameters,
+    adapter_parameters,
+    count_parameters,
+    rank_parameters,
+    stage_layers,
+    trained_parameters,
+)
 
 Layers = Literal["te", "local"]
 
@@ -257,16 +264,18 @@ def stage_memory(
     shape: ModelShape, policy: PolicyConfig, world: int, micro_batches: int, stage: int, layers: Layers = "te"
 ) -> TrainerMemory:
     """Memory of one rank of `stage` when `world` ranks train with at most `micro_batches` per update."""
-    held = rank_parameters(shape, policy, stage)
+    held, trained = rank_parameters(shape, policy, stage).total, trained_parameters(shape, policy, stage)
+    if policy.lora.rank:  # on torch layers; the base has neither gradients nor optimizer state
+        held, layers = held + adapter_parameters(shape, policy, stage).total, "local"
     size = 2 if policy.precision == "bf16" else 4
-    optimizer, step = _optimizer(held, policy, world, fused=layers == "te")
+    optimizer, step = _optimizer(trained, policy, world, fused=layers == "te")
     last = stage == policy.pipeline_parallel - 1
     activations, layer = _passes(shape, policy, stage, micro_batches, layers)
     head = head_memory(shape, policy)
     memory = TrainerMemory(
         stage=stage,
-        weights=size * held.total + _fp8_copies(shape, policy, stage),
-        gradients=(4 if policy.gradient_reduction == "fp32" else 2) * held.total,
+        weights=size * held + _fp8_copies(shape, policy, stage),
+        gradients=(4 if policy.gradient_reduction == "fp32" else 2) * trained.total,
         optimizer=optimizer,
         activations=activations + (head.saved if last else 0.0),
         layer=layer + (head.kept_gradient if last else 0.0),
@@ -285,6 +294,14 @@ def trainer_memory(
     stages = sorted({0, min(1, policy.pipeline_parallel - 1), policy.pipeline_parallel - 1})
     memories = [stage_memory(shape, policy, world, micro_batches, stage, layers) for stage in stages]
     return max(memories, key=lambda memory: memory.total)
+
+
+def static_memory(shape: ModelShape, policy: PolicyConfig, world: int) -> float:
+    """Weights, gradients and optimizer state of the first stage: less than it needs in all."""
+    held, trained = rank_parameters(shape, policy, 0).total, trained_parameters(shape, policy, 0)
+    size = 2 if policy.precision == "bf16" else 4
+    gradients = 4 if policy.gradient_reduction == "fp32" else 2
+    return size * held + gradients * trained.total + _optimizer(trained, policy, world, fused=True)[0]
 
 
 def kept_while_engines_work(world: int) -> float:

@@ -8,12 +8,14 @@ pipeline stage has its own copy of the embedding.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron_dapo.config import ModelShape
+from megatron_dapo.config.families.tensors import Split
 from megatron_dapo.config.policy import PolicyConfig
-from megatron_dapo.weights.mapping import padded_vocab
+from megatron_dapo.weights.mapping import adapted, padded_vocab, parameter_mappings
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,7 @@ class RankParameters:
 def stage_layers(shape: ModelShape, policy: PolicyConfig, stage: int) -> int:
     """Layers of a pipeline stage."""
     stages = policy.stage_layers(shape.layers)
-    return stages[stage] if stages else shape.layers // policy.pipeline_parallel
+    return stages[stage] if stages else -(-shape.layers // policy.pipeline_parallel)
 
 
 def _held_layers(shape: ModelShape, policy: PolicyConfig, stage: int) -> set[int]:
@@ -142,3 +144,41 @@ def rank_parameters(shape: ModelShape, policy: PolicyConfig, stage: int) -> Rank
     if last:
         dense += shape.hidden + (0 if shape.tied_embeddings and first else table)
     return RankParameters(dense, moe * experts)
+
+
+def trained_parameters(shape: ModelShape, policy: PolicyConfig, stage: int) -> RankParameters:
+    """Those with gradients and optimizer state: all, or the adapters of `policy.lora`."""
+    return adapter_parameters(shape, policy, stage) if policy.lora.rank else rank_parameters(shape, policy, stage)
+
+
+def adapter_parameters(shape: ModelShape, policy: PolicyConfig, stage: int) -> RankParameters:
+    """LoRA adapters on a rank. Tensor-parallel ranks divide the half that belongs to the dimension in which they divide
+    the layer; every rank has the other half."""
+    kinds = Counter(
+        (layer in shape.linear_layers, shape.has_experts(layer)) for layer in _held_layers(shape, policy, stage)
+    )
+    rank, tp, etp = policy.lora.rank, policy.tensor_parallel, policy.expert_tensor_parallel
+    dense = experts = 0
+    for kind, count in kinds.items():
+        sides = _adapter_sides(shape, tuple(policy.lora.targets), *kind)
+        dense += count * rank * (sides[0] // tp + sides[1])
+        experts += count * rank * (sides[2] // etp + sides[3]) // policy.expert_parallel
+    return RankParameters(dense, experts)
+
+
+@lru_cache(maxsize=32)
+def _adapter_sides(shape: ModelShape, targets: tuple[str, ...], linear: bool, moe: bool) -> tuple[int, int, int, int]:
+    """Inputs and outputs of the adapted matrices of one layer: those that ranks divide, and the others; then the same
+    of its experts."""
+    kinds = [(i in shape.linear_layers, shape.has_experts(i)) for i in range(shape.layers)]
+    layer = kinds.index((linear, moe))
+    sums = [0, 0, 0, 0]
+    for mapping in parameter_mappings(shape).values():
+        if mapping.layer == layer:
+            for name in adapted(mapping, targets):
+                outputs, inputs = mapping.hf_shapes[mapping.hf.index(name)]
+                by_inputs = mapping.split is Split.COLUMNS
+                first = 0 if mapping.expert is None else 2
+                sums[first] += inputs if by_inputs else outputs
+                sums[first + 1] += outputs if by_inputs else inputs
+    return sums[0], sums[1], sums[2], sums[3]

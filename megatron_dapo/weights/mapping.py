@@ -264,3 +264,16 @@ def shard_copies(mapping: ParameterMapping, rank: int, size: int, shape: Sequenc
         for s in mapping.segments
         if (first := max(full_row, s.start)) < (last := min(full_row + rows, s.start + s.rows))
     ]
+
+
+def target_of(hf_name: str) -> str:
+    """The word by which PEFT's target_modules name a layer: q_proj of model.layers.0.self_attn.q_proj.weight."""
+    return hf_name.removesuffix(".weight").rsplit(".", 1)[-1]
+
+
+def adapted(mapping: ParameterMapping, targets: Sequence[str]) -> tuple[str, ...]:
+    """The HF layers in a Megatron layer that have adapters; where no targets are named, all linear layers do. Routers
+    and gates, which no rank splits, embedding and output layer do not."""
+    if mapping.layer is None or len(mapping.shape) != 2 or mapping.split is Split.NONE:
+        return ()
+    return tuple(name for name in mapping.hf if not targets or target_of(name) in targets)
