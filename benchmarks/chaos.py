@@ -401,7 +401,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def disturbed(
-    kind: str, raw: dict[str, Any], folder: Path, chance: random.Random, done: Counter[str]
+    kind: str, raw: dict[str, Any], folder: Path, chance: random.Random, done: Counter[str], tried: Counter[str]
 ) -> tuple[bool, list[str]]:
     """One run with faults, to its end. Whether it finished, and what happened."""
     run_dir, signs = Path(raw["trainer"]["run_dir"]), folder / "signs"
@@ -411,7 +411,7 @@ def disturbed(
     history: list[str] = []
     while len(history) < FAULTS_PER_RUN:
         planned = {}
-        for name in rarest(faults, done, chance):
+        for name in rarest(faults, tried, chance):
             points, action = faults[name]
             point = chance.choice(points)
             planned[name] = point, chance.randrange(1, OFTEN.get(point, STEPS + 1)), action
@@ -438,11 +438,13 @@ def disturbed(
     return code == 0, [*history, f"left alone: exit code {code}"]
 
 
-def rarest(faults: dict[str, Any], done: Counter[str], chance: random.Random) -> list[str]:
-    """A few of those that have happened least, so that all of them happen; one of them ends the run."""
-    mixed = sorted(chance.sample(list(faults), len(faults)), key=lambda name: done[name])
+def rarest(faults: dict[str, Any], tried: Counter[str], chance: random.Random) -> list[str]:
+    """A few of those that were planted least, so that all of them happen; one of them ends the run."""
+    mixed = sorted(chance.sample(list(faults), len(faults)), key=lambda name: tried[name])
     ending = [name for name in mixed if name.startswith(("kill -9 at", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGINT"))]
-    return [*ending[:1], *[name for name in mixed if name not in ending][:FAULTS_PER_START]]
+    chosen = [*ending[:1], *[name for name in mixed if name not in ending][:FAULTS_PER_START]]
+    tried.update(chosen)
+    return chosen
 
 
 def plant(planned: dict[str, tuple[str, int, Action]], fired: Path) -> None:
@@ -465,6 +467,7 @@ def main() -> int:
     args = parser.parse_args()
     chance, done, wrong, failures, runs = random.Random(args.seed), Counter[str](), 0, [], Counter[str]()
     compared = lost = 0
+    tried: Counter[str] = Counter()
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="chaos-") as temporary:
         folder = Path(temporary)
@@ -494,7 +497,7 @@ def main() -> int:
                         expected[kind] = numbers(straight)
                     runs[kind] += 1
                     run_dir = folder / f"{kind} {runs[kind]}"
-                    finished, history = disturbed(kind, make(kind, run_dir=run_dir), folder, chance, done)
+                    finished, history = disturbed(kind, make(kind, run_dir=run_dir), folder, chance, done, tried)
                 if not finished:
                     failures.append(f"{kind} {runs[kind]}: {'; '.join(history)}")
                     print(failures[-1], (folder / "log").read_text(errors="replace")[-3000:], sep="\n", flush=True)
