@@ -79,6 +79,8 @@ class TokenBatch:
     sequences: int
     ref_logprobs: Tensor | None = None  # of the frozen reference policy
     engine_logprobs: Tensor | None = None  # as the inference engine reported them
+    old_values: Tensor | None = None  # of the critic before the first update of the step
+    returns: Tensor | None = None  # what the critic learns to predict
     proximal: Proximal = "old"
 
     def proximal_logprobs(self, scores: Scores) -> Tensor | None:

@@ -10,9 +10,10 @@ from pydantic import model_validator
 
 from megatron_dapo.config.algorithm import AlgorithmConfig
 from megatron_dapo.config.base import ConfigError, Section, is_secret
+from megatron_dapo.config.critic import CriticConfig
 from megatron_dapo.config.data import DataConfig, EvalConfig, RewardConfig
 from megatron_dapo.config.model import ModelShape
-from megatron_dapo.config.policy import PolicyConfig
+from megatron_dapo.config.policy import LoraConfig, PolicyConfig
 from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.config.trainer import ObserveConfig, SlurmConfig, TrainerConfig
 
@@ -38,6 +39,7 @@ class Config(Section):
     reward: RewardConfig = RewardConfig()
     data: DataConfig = DataConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    critic: CriticConfig = CriticConfig()
     evaluate: EvalConfig = EvalConfig()
     trainer: TrainerConfig = TrainerConfig()
     observe: ObserveConfig = ObserveConfig()
@@ -126,6 +128,31 @@ class Config(Section):
         if self.trainer.old_logprobs == "auto":
             return self.trainer.updates_per_step > 1 or bool(self.algorithm.off_policy.reads_old_logprobs)
         return self.trainer.old_logprobs == "recompute"
+
+    @property
+    def uses_critic(self) -> bool:
+        return self.algorithm.advantage == "gae"
+
+    @property
+    def pretraining_steps(self) -> int:
+        """Steps at the start of the run in which only the critic is trained, unless it is good enough earlier."""
+        return self.critic.pretraining.steps if self.uses_critic else 0
+
+    @property
+    def of_critic(self) -> Config:
+        """The same run with the critic in the policy's place: its model and optimizer in the policy's layout. Its loss
+        is a mean over tokens."""
+        policy = self.policy.model_copy(
+            update={
+                "model": self.critic.model or self.policy.model,
+                "optimizer": self.critic.optimizer,
+                "megatron_checkpoint": None,
+                "lora": LoraConfig(),
+                "routing_replay": "off",
+            }
+        )
+        algorithm = self.algorithm.model_copy(update={"aggregation": "token-mean"})
+        return self.model_copy(update={"policy": policy, "algorithm": algorithm})
 
     @property
     def resolved_evaluate(self) -> EvalConfig:
@@ -411,6 +438,8 @@ def check_config(config: Config, world_size: int | None = None) -> ModelShape | 
     if not Path(config.policy.model).is_dir():
         raise ConfigError(f"policy.model: {config.policy.model} is not a directory, nor OWNER/NAME on the hub")
     shape = ModelShape.from_dir(config.policy.model)
+    if shape.head == "value":
+        raise ConfigError(f"policy.model: {config.policy.model} is a value model; it can be critic.model")
     check_model(config.policy, shape, config.rollout.max_prompt_tokens + config.rollout.max_response_tokens)
     if config.policy.moe_aux_loss_coefficient and not shape.is_moe:
         raise ConfigError("policy.moe_aux_loss_coefficient is set, but the model has no experts: remove it")

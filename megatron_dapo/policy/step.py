@@ -20,13 +20,21 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megatron_dapo.algorithm import PolicyLoss, Proximal, Scores, TokenBatch, token_weights
+from megatron_dapo.algorithm import PolicyLoss, Proximal, TokenBatch, token_weights
+from megatron_dapo.algorithm.value_loss import ValueLoss
 from megatron_dapo.config import Config, ModelShape
 from megatron_dapo.config.policy import OptimizerConfig
 from megatron_dapo.errors import UserError
 from megatron_dapo.policy.batch import Ints, PackedMicroBatch, PackingSpec, TrainBatch, pack
 from megatron_dapo.policy.head.fused import HeadRequest
-from megatron_dapo.policy.loss_func import MetricReducer, OnePassLoss, make_loss_func
+from megatron_dapo.policy.loss_func import (
+    MetricReducer,
+    OnePassLoss,
+    ReadOutput,
+    from_head,
+    from_value_head,
+    make_loss_func,
+)
 from megatron_dapo.policy.megatron.patches import NonFiniteNorm
 from megatron_dapo.policy.megatron.runtime import Runtime
 from megatron_dapo.policy.model.gpt import PolicyModel
@@ -91,8 +99,10 @@ class UpdateStep:
         self.chunks = chunks
         self.optimizer = optimizer
         self.updates = 0
-        self._updates_per_step = config.trainer.updates_per_step
-        self.loss = PolicyLoss(config.algorithm)
+        is_critic = shape.head == "value"
+        self._updates_per_step = config.trainer.updates_per_step * (config.critic.epochs if is_critic else 1)
+        self.loss: PolicyLoss | ValueLoss = ValueLoss(config.critic.clip) if is_critic else PolicyLoss(config.algorithm)
+        self._read_output: ReadOutput = from_value_head if is_critic else from_head
         self._replay = RoutingReplay(shape, runtime, router_layers(model) if shape.is_moe else ())
         self.packing = PackingSpec.of(config.policy, runtime.groups.cp.rank(), runtime.groups.tp.rank())
         self.forward_backward = get_forward_backward_func()
@@ -162,6 +172,8 @@ class UpdateStep:
         self.runtime.raise_together(error, doing)
 
     def _check_needs(self, batch: TrainBatch) -> None:
+        if isinstance(self.loss, ValueLoss) and (batch.values is None or batch.returns is None):
+            raise UserError("the mini-batch has no values or no returns: the critic's loss needs both")
         if batch.behaviour_logprobs is None:
             raise UserError("the mini-batch has neither old_logprobs nor engine_logprobs: the ratio needs one")
         for name, needed in (("ref_logprobs", self.loss.needs.reference), ("engine_logprobs", self.loss.needs.engine)):
@@ -276,7 +288,12 @@ class UpdateStep:
         kind = (reference, engine, proximal)
         if kind not in self._reducers:
             self._reducers[kind] = MetricReducer(
-                self.loss, self.runtime, reference=reference, engine=engine, proximal=proximal
+                self.loss,
+                self.runtime,
+                reference=reference,
+                engine=engine,
+                proximal=proximal,
+                read_output=self._read_output,
             )
         return self._reducers[kind]
 
@@ -284,15 +301,16 @@ class UpdateStep:
         """What Megatron will divide by: the counts without the sequences that the loss excludes. That depends on
         nothing that the model computes."""
         tokens = inputs.everything()
-        scores = Scores(tokens.old_logprobs, torch.zeros_like(tokens.old_logprobs))
-        return int(self.loss(scores, tokens).denominator)
+        output = torch.stack([tokens.old_logprobs, torch.zeros_like(tokens.old_logprobs)])
+        return int(self.loss(self._read_output(output), tokens).denominator)
 
     def _loss_func_maker(self, inputs: _LossInputs) -> MakeLossFunc:
         def make(micro: PackedMicroBatch) -> Any:
             tokens = inputs.of(micro.slots, micro.sequence_ids, micro.sequences, self.runtime.device)
-            if self.loss.needs.whole_sequences:
-                return make_loss_func(tokens, self.loss, cp_group=self.runtime.groups.cp)
-            return OnePassLoss(tokens, self.loss)
+            if isinstance(self.loss, PolicyLoss) and not self.loss.needs.whole_sequences:
+                return OnePassLoss(tokens, self.loss)
+            groups = self.runtime.groups
+            return make_loss_func(tokens, self.loss, cp_group=groups.cp, read_output=self._read_output)
 
         return make
 
@@ -363,6 +381,8 @@ class _LossInputs:
             sequences=sequences,
             ref_logprobs=pick(batch.ref_logprobs),
             engine_logprobs=pick(batch.engine_logprobs),
+            old_values=pick(batch.values),
+            returns=pick(batch.returns),
             proximal=self._proximal,
         )
 

@@ -126,11 +126,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gather_tokens": {"moe": {"dispatcher": "allgather"}},
     "lora": {"lora": {"rank": 4, "alpha": 8.0}},
     "small_packs": {"micro_batch_tokens": 128},
+    "critic": {},  # a value model and its loss
 }
 DEFAULT_LAYOUTS = (
     "tp2", "tp2sp", "pp2", "pp2vpp2", "cp2", "dp2", "dp2do", "ep2", "tp4sp", "tp2pp2", "tp2cp2sp", "ep2tp2sp",
     "etp2tp2sp", "ep2dp4do", "ep4pp2", "pp2+uneven", "tp2sp+full", "ep2+replay", "dp2do+param_gather", "cp2+all_gather",
-    "cp2+a2a", "tp2sp+lora",
+    "cp2+a2a", "tp2sp+lora", "tp2sp+critic", "pp2+critic", "cp2+critic", "dp2do+critic",
 )  # fmt: skip
 PRECISIONS = ("fp32", "bf16", *get_args(Fp8Config.model_fields["recipe"].annotation)[1:])
 OBJECTIVES = ("dapo", "gspo", "cispo")
@@ -180,7 +181,8 @@ class Case:
 
     @property
     def shape(self) -> ModelShape:
-        return synthetic_shape(self.model, self._size)
+        shape = synthetic_shape(self.model, self._size)
+        return shape.as_value_model() if "critic" in self.options else shape
 
     @property
     def _size(self) -> ModelSize:
@@ -189,7 +191,7 @@ class Case:
     @property
     def reference(self) -> Case:
         """The same model and loss in a single process."""
-        kept = tuple(name for name in self.options if name in ("replay", "lora"))
+        kept = tuple(name for name in self.options if name in ("replay", "lora", "critic"))
         return replace(self, layout=SINGLE, options=kept, size=self._size)
 
     @property
