@@ -4,7 +4,7 @@ the longest response: `overlong.penalty: soft` turns it on."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -14,6 +14,7 @@ from megatron_dapo.plugins import is_plugin
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
+ADVANTAGES = ("group-std", "group-mean", "rloo", "reinforce++", "reinforce++-baseline", "gae")
 ObjectiveOption = bool | int | float | str
 # Settings that an objective has by default, where they differ from DAPO's. GSPO: as published (arXiv 2507.18071).
 # CISPO: no lower bound (arXiv 2506.13585, which does not publish its upper one), weights up to 5 (arXiv 2510.13786).
@@ -79,6 +80,27 @@ class DistillationConfig(Section):
         if self.alone and not self.enabled:
             raise ValueError("alone is true, but there is no teacher: set urls or model")
         return self
+
+
+class GAEConfig(Section):
+    """Generalised advantage estimation, from the values of a critic (`advantage: gae`). The defaults are VAPO's."""
+
+    lambda_policy: Annotated[float, Field(ge=0, le=1)] | Literal["adaptive"] = Field(
+        "adaptive",
+        description="λ of the policy's advantages. adaptive: 1 − 1/(alpha·length) of each response, at least 0.",
+    )
+    alpha: float = Field(
+        0.05, gt=0, description="Of lambda_policy: adaptive. Responses below 1/alpha tokens have λ = 0."
+    )
+    lambda_critic: float = Field(1.0, ge=0, le=1, description="λ of the critic's targets. 1: the rewards to come.")
+    gamma: float = Field(1.0, gt=0, le=1, description="Discount of later rewards, per token; also of reinforce++.")
+    whitening: Literal["none", "batch"] = Field(
+        "batch", description="batch: advantages have mean 0 and std 1 over all tokens in the loss of a step."
+    )
+    bootstrap_truncated: bool = Field(
+        False,
+        description="The critic's value of the last token takes the place of the final reward of a truncated response.",
+    )
 
 
 class OffPolicyConfig(Section):
@@ -185,16 +207,19 @@ class AlgorithmConfig(Section):
     aggregation_length: int | None = Field(
         None, gt=0, description="The constant of seq-mean-token-sum-norm; null means rollout.max_response_tokens."
     )
-    advantage: Literal["group-std", "group-mean"] = Field(
+    advantage: str = Field(
         "group-std",
-        description="group-std divides by the group's unbiased std; group-mean only subtracts the mean.",
+        description="group-std: (R − mean)/std of the group. group-mean: R − mean. rloo: R − mean of the others. "
+        "reinforce++: R, whitened over the batch. reinforce++-baseline: R − mean, whitened over the batch. gae: from a "
+        "critic. python:module.function: a custom estimator (docs/algorithms.md).",
     )
+    gae: GAEConfig = GAEConfig()
     turn_credit: Literal["rollout", "turn"] = Field(
         "rollout",
         description="Rewards of single turns (docs/grading.md). rollout: all are part of the score. turn: the tokens "
         "of a turn are not credited with rewards of earlier turns.",
     )
-    advantage_eps: float = Field(1e-6, ge=0, description="Added to the group's std, not to its variance.")
+    advantage_eps: float = Field(1e-6, ge=0, description="Added to the std of a group or batch, not to its variance.")
     entropy_coefficient: float = Field(0.0, ge=0, description="Bonus on the policy's entropy.")
     kl: KLConfig = KLConfig()
     distillation: DistillationConfig = DistillationConfig()
@@ -235,11 +260,29 @@ class AlgorithmConfig(Section):
             raise ValueError(f"expected {', '.join(known)}, or python:module.name for a custom one; found {name!r}")
         return name
 
+    @field_validator("advantage")
+    @classmethod
+    def _known_advantage(cls, name: str) -> str:
+        if name not in ADVANTAGES and not is_plugin(name):
+            known = ", ".join(ADVANTAGES)
+            raise ValueError(f"expected {known}, or python:module.function for a custom one; found {name!r}")
+        return name
+
+    @property
+    def compares_groups(self) -> bool:
+        """Whether a response is compared with the others of its prompt; then there must be others."""
+        return self.advantage in ("group-std", "group-mean", "rloo", "reinforce++-baseline")
+
     @model_validator(mode="after")
     def _bounds(self) -> AlgorithmConfig:
         if self.clip_low > 1:
             raise ValueError(
                 f"clip_low is {self.clip_low}, but 1 − clip_low must not be negative: set it between 0 and 1"
+            )
+        if self.turn_credit == "turn" and self.advantage not in ("group-std", "group-mean"):
+            raise ValueError(
+                f"turn_credit is turn, but advantage is {self.advantage}: it is computed with group-std and group-mean "
+                "only; reinforce++ and gae credit every token with the rewards that follow it. Remove turn_credit"
             )
         if self.turn_credit == "turn" and self.overlong.group_statistics == "in_loss":
             raise ValueError(

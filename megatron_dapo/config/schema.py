@@ -243,9 +243,17 @@ class Config(Section):
                     )
 
     def _check_groups(self) -> None:
-        if self.rollout.samples_per_prompt < 2:
+        if self.rollout.samples_per_prompt > 1:
+            return
+        if self.algorithm.compares_groups:
             raise ValueError(
-                "rollout.samples_per_prompt is 1, but advantages compare the samples of one prompt: use 2 or more"
+                "rollout.samples_per_prompt is 1, but advantages compare the samples of one prompt: use 2 or more, or "
+                "algorithm.advantage: reinforce++ or gae"
+            )
+        if self.rollout.dynamic_sampling:
+            raise ValueError(
+                "rollout.samples_per_prompt is 1, but rollout.dynamic_sampling drops groups whose samples are all "
+                "right or all wrong: set it to false"
             )
 
     def _check_lengths(self) -> None:
