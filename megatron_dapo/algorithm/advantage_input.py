@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,8 +12,6 @@ from numpy.typing import NDArray
 Doubles = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 Ints = NDArray[np.int64]
-
-COLUMNS = 256  # sequences at a time: at 32k tokens each, 64 MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,26 +38,15 @@ class AdvantageInput:
         """[responses]: the rollout of each token."""
         return np.repeat(np.arange(len(self.rewards)), np.diff(self.offsets))
 
-    @property
-    def lengths(self) -> Ints:
-        """[rollouts]: generated tokens."""
-        return np.bincount(self.rollout_of[self.generated], minlength=len(self.rewards))
-
-    def generated_rewards(self, *, final: Bools | None = None) -> Doubles:
-        """[generated tokens]: rewards of turns where they were earned, the rest of a rollout's reward at its last
-        token. `final` [rollouts], False: without that rest."""
-        turns = np.zeros(len(self.generated)) if self.turn_rewards is None else self.turn_rewards
-        rest = self.rewards - np.bincount(self.rollout_of, turns, minlength=len(self.rewards))
-        found, lengths = turns[self.generated], self.lengths
-        counted = (lengths > 0) if final is None else (lengths > 0) & final
-        found[np.cumsum(lengths)[counted] - 1] += rest[counted]
-        return found
-
-    def spread(self, of_generated: Doubles) -> Doubles:
-        """[responses]: values of generated tokens, 0 at the others."""
-        found = np.zeros(len(self.generated))
-        found[self.generated] = of_generated
-        return found
+    def steps(self) -> Iterator[tuple[int, Ints, Doubles]]:
+        """Of each rollout with a generated token: its number, the places of its generated tokens in response arrays,
+        and their rewards: those of turns where they were earned, the rest of the rollout's at the last token."""
+        for rollout, (start, end) in enumerate(pairwise(self.offsets.tolist())):
+            places = start + np.flatnonzero(self.generated[start:end])
+            if places.size:
+                rewards = np.zeros(len(places)) if self.turn_rewards is None else self.turn_rewards[places]
+                rewards[-1] += self.rewards[rollout] - rewards.sum()
+                yield rollout, places, rewards
 
 
 def whitened(advantages: Doubles, mask: Bools, eps: float) -> Doubles:
@@ -68,19 +57,13 @@ def whitened(advantages: Doubles, mask: Bools, eps: float) -> Doubles:
     return (advantages - counted.mean()) / (counted.std(ddof=1) + eps)
 
 
-def discounted_sums(values: Doubles, lengths: Ints, factors: Doubles) -> Doubles:
-    """Σ_k factor^k · values[t + k] over the rest of each sequence, [tokens]. `factors`: [sequences].
+def discounted_sums(values: Doubles, factor: float) -> Doubles:
+    """Σ_k factor^k · values[t + k] over the rest of the sequence, [tokens].
 
-    Sequences of similar length are columns of one table, so that a step of the recursion is one row of it.
+    By doubling: with sums over 1, 2, 4, … tokens a sequence of n needs log₂ n operations on arrays, instead of n.
     """
-    found = np.empty_like(values)
-    starts, order = np.cumsum(lengths) - lengths, np.argsort(lengths, kind="stable")
-    for some in np.split(order, range(COLUMNS, len(order), COLUMNS)):
-        rows = np.arange(lengths[some].max(initial=0))[:, None]
-        inside = rows < lengths[some]
-        places = np.where(inside, starts[some] + rows, 0)
-        table = np.where(inside, values[places], 0.0) if values.size else np.zeros_like(places, float)
-        for row in range(len(table) - 2, -1, -1):
-            table[row] += factors[some] * table[row + 1]
-        found[places[inside]] = table[inside]
+    found, span, power = values.copy(), 1, factor
+    while span < len(found) and power:
+        found[:-span] += power * found[span:]
+        span, power = 2 * span, power * power
     return found

@@ -113,9 +113,10 @@ def rloo(batch: AdvantageInput, config: AlgorithmConfig) -> Doubles:
 
 def reinforce_plus_plus(batch: AdvantageInput, config: AlgorithmConfig) -> Doubles:
     """The discounted rewards that follow each token, whitened over the batch."""
-    factors = np.full(len(batch.rewards), config.gae.gamma)
-    returns = batch.spread(discounted_sums(batch.generated_rewards(), batch.lengths, factors))
-    return whitened(returns, batch.in_loss, config.advantage_eps) * batch.generated
+    returns = np.zeros(len(batch.generated))
+    for _, places, rewards in batch.steps():
+        returns[places] = discounted_sums(rewards, config.gae.gamma)
+    return whitened(returns, batch.in_loss, config.advantage_eps)
 
 
 def reinforce_plus_plus_baseline(batch: AdvantageInput, config: AlgorithmConfig) -> Doubles:
