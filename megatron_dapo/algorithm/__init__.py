@@ -1,6 +1,7 @@
 """What the algorithm computes, as pure functions on tensors: no process groups, no megatron, no training loop.
 
 - `loss`          the policy loss: sums of token losses, and metrics; loads the objective
+- `value_loss`    the critic's loss, in the same form
 - `objective`     what an objective is, and the records it reads: `TokenBatch` and `Scores`
 - `objectives/`   dapo, gspo, cispo: one file each
 - `off_policy`    importance weights, token masks and sequence masks

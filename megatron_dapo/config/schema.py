@@ -134,11 +134,6 @@ class Config(Section):
         return self.algorithm.advantage == "gae"
 
     @property
-    def pretraining_steps(self) -> int:
-        """Steps at the start of the run in which only the critic is trained, unless it is good enough earlier."""
-        return self.critic.pretraining.steps if self.uses_critic else 0
-
-    @property
     def of_critic(self) -> Config:
         """The same run with the critic in the policy's place: its model and optimizer in the policy's layout. Its loss
         is a mean over tokens."""
@@ -168,11 +163,31 @@ class Config(Section):
     def _across_sections(self) -> Config:
         checks = (
             self._check_groups, self._check_lengths, self._check_overlong, self._check_stops, self._check_environment,
-            self._check_distillation, self._check_time_limits, self._check_off_policy, self._check_routing_replay,
+            self._check_critic, self._check_distillation, self._check_time_limits, self._check_off_policy,
+            self._check_routing_replay,
         )  # fmt: skip
         for check in checks:
             check()
         return self
+
+    def _check_critic(self) -> None:
+        pretraining = self.critic.pretraining
+        if pretraining.explained_variance is not None and not pretraining.steps:
+            raise ValueError(
+                "critic.pretraining.explained_variance ends pre-training earlier than its steps, which are 0"
+            )
+        if not self.uses_critic:
+            return
+        if self.policy.tp_comm_overlap:
+            raise ValueError(
+                "policy.tp_comm_overlap has communication buffers for one model, but algorithm.advantage: gae has a "
+                "second one, the critic: turn it off"
+            )
+        if self.policy.precision == "bf16" and not self.policy.distributed_optimizer:
+            raise ValueError(
+                "policy.distributed_optimizer is false, but the critic's value head is in fp32 among weights in bf16, "
+                "and Megatron's other optimizer cannot save it: set it to true"
+            )
 
     def _check_distillation(self) -> None:
         distillation = self.algorithm.distillation

@@ -50,7 +50,7 @@ def count_parameters(shape: ModelShape) -> Parameters:
     idle = (experts - max(1, shape.experts_per_token)) * expert if shape.is_moe else 0
     whole = Parameters(
         embedding=embedding,
-        output=0 if shape.tied_embeddings else embedding,
+        output=_value_head(shape) or (0 if shape.tied_embeddings else embedding),
         attention=full * _attention(shape) + linear * _delta(shape),
         mlp=shape.layers * experts * expert,
         shared=shape.layers * (_shared_matrices(shape) + _shared_gate(shape)),
@@ -59,6 +59,10 @@ def count_parameters(shape: ModelShape) -> Parameters:
         active=0,
     )
     return replace(whole, active=whole.total - shape.layers * idle)
+
+
+def _value_head(shape: ModelShape) -> int:
+    return shape.hidden + 1 if shape.head == "value" else 0
 
 
 def _attention(shape: ModelShape) -> int:
@@ -141,5 +145,5 @@ def rank_parameters(shape: ModelShape, policy: PolicyConfig, stage: int) -> Rank
     if first:
         dense += table
     if last:
-        dense += shape.hidden + (0 if shape.tied_embeddings and first else table)
+        dense += shape.hidden + (_value_head(shape) or (0 if shape.tied_embeddings and first else table))
     return RankParameters(dense, layers * experts)

@@ -149,7 +149,8 @@ def pass_time(
     forward = layer_time(shape, parameters, policy, work, split, rate)
     each = forward.attention + forward.projections + forward.mlp
     layers = split.tokens * (each * layer_passes + again.seconds(forward))
-    head = split.responses * 2 * shape.hidden * shape.vocab * head_passes / rate
+    columns = 1 if shape.head == "value" else shape.vocab
+    head = split.responses * 2 * shape.hidden * columns * head_passes / rate
     slowest = layers / pp + head  # the last stage also has the head
     traffic = _Traffic(shape, policy, cluster, split)
     tensor, context, expert = traffic.tensor(train, again), traffic.context(train, again), traffic.expert(train, again)

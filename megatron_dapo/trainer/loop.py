@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megatron_dapo.algorithm.advantages import reads_values
 from megatron_dapo.checkpoints.folder import record_settings
 from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.data import RunData
@@ -60,7 +61,7 @@ class Trainer:
         self.collectives = Collectives(self.runtime, stop, watchdog.mark)
         self.rollouts = Rollouts(config, self.collectives)
         self.policy = Policy(config, shape, self.runtime)
-        self.critic = Critic(config, self.policy) if config.uses_critic else None
+        self.critic = Critic(config, self.policy) if reads_values(config.algorithm) else None
         self.updates = Updates(config, self.policy, self.collectives, self.critic)
         self.colocation = Colocation(config.rollout.shares_gpus, self.policy, self.collectives, self.rollouts)
         self.saves = Saves(config.trainer, self.collectives, lock, watchdog, self.critic)
@@ -80,7 +81,7 @@ class Trainer:
                 self._record(step)
                 self.rollouts.await_ahead(self.steps_done)
                 self._save_when_due()
-                self.colocation.sync_weights(self.steps_done)
+                self._sync_weights(step)
                 self._evaluate_when_due()
             self._finish()
             return 0
@@ -224,6 +225,14 @@ class Trainer:
                     self.saves.rate(metrics)
                 self.observer.step(self.steps_done, metrics, step.source.groups)
         self._await_records()
+
+    def _sync_weights(self, step: TrainStep) -> None:
+        """The engines serve the weights after `step`. Pre-training of the critic leaves them as they are; engines that
+        share the GPUs have given theirs up, and batches that are generated ahead are counted in versions."""
+        if step.trains_policy or self.colocation.shared or self.config.rollout.max_staleness:
+            self.colocation.sync_weights(self.steps_done)
+        else:
+            self.rollouts.keep_weights(self.steps_done)
 
     def _await_records(self) -> None:
         """No step is trained while the one before it cannot be recorded."""

@@ -315,7 +315,8 @@ class Updates:
         batches is in `make_one`."""
         self._profiler.begin(version + 1)
         fault_points.reach("loop/before_log_probs")
-        step.trains_policy = self.critic_is_ready or version >= self._config.pretraining_steps
+        pretrained = self.critic_is_ready or version >= self._config.critic.pretraining.steps
+        step.trains_policy = self._critic is None or pretrained
         recomputes = self._recomputes_old_logprobs and step.trains_policy
         if recomputes or not self.gate_passed:
             logprobs = self._policy.old_log_probs(step.batch, step.mini_batches)
@@ -360,9 +361,9 @@ class Updates:
         with self.observer.phase("critic") as phase, critic.turn():
             step.add_values(critic.values(step.batch, step.mini_batches), self._config, self._collectives, self._policy)
             for update in range(total):
-                fault_points.reach("loop/before_critic_update")
                 batch = step.batch.select(step.mini_batches[update % len(step.mini_batches)])
                 try:
+                    fault_points.reach("loop/before_critic_update")
                     metrics = critic.update(batch)
                     self.critic_skipped_in_a_row = 0
                 except UpdateRefused as error:

@@ -100,5 +100,5 @@ def test_values_are_those_of_transformers(kind, offload, models, tmp_path):
 
 
 def test_a_value_model_is_no_policy(models):
-    with pytest.raises(ConfigError, match="policy.model: .* is a value model"):
+    with pytest.raises(ConfigError, match=r"policy.model: .* is a value model"):
         check_config(critic_config(models["critic"]), 1)
