@@ -79,7 +79,9 @@ class TokenBatch:
     sequences: int
     ref_logprobs: Tensor | None = None  # of the frozen reference policy
     engine_logprobs: Tensor | None = None  # as the inference engine reported them
+    positive: Tensor | None = None  # from positive_weights(): multiplies −log π
     proximal: Proximal = "old"
+    mean_weight: float = 1.0  # from OffPolicy.mean_weight(): divides importance weights
 
     def proximal_logprobs(self, scores: Scores) -> Tensor | None:
         return {"old": self.old_logprobs, "current": scores.logprobs, "unknown": None}[self.proximal]

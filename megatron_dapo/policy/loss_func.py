@@ -122,6 +122,7 @@ class MetricReducer:
             sequences=1,
             ref_logprobs=one if reference else None,
             engine_logprobs=one if engine else None,
+            positive=one if loss.config.positive_coefficient else None,
             proximal=proximal,
         )
         result = loss(Scores(one, one), batch)

@@ -101,6 +101,7 @@ def selfcheck_config(layout: LayoutSpec, *, policy: Mapping[str, Any] | None = N
             "algorithm": {
                 "kl": {"coefficient": 0.05},
                 "entropy_coefficient": 0.01,
+                "positive_coefficient": 0.1,
                 "off_policy": {"importance_weight": "token", "weight_cap": 1.5},
                 **algorithm,
             },
@@ -144,6 +145,7 @@ OFF_POLICY: dict[str, dict[str, Any]] = {
     "token weight": {"importance_weight": "token", "weight_cap": 1.5},
     "sequence weight": {"importance_weight": "sequence", "weight_cap": 1.5},
     "masks": {"token_mask": [0.5, 2.0], "geometric_mask": [0.8, 1.25], "opsm_delta": 0.05},
+    "normalised": {"importance_weight": "token", "weight_cap": 1.5, "normalize_weights": True, "veto": 0.2},
 }
 # The sequence's ratio is closer to 1 than a token's: with these bounds both kinds clip in the awkward mini-batch.
 CLIP: dict[str, dict[str, Any]] = {
