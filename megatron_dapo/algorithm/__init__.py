@@ -17,7 +17,7 @@ Exported here is what an objective or a training script of your own needs.
 
 from megatron_dapo.algorithm.advantage_input import AdvantageInput
 from megatron_dapo.algorithm.advantages import group_advantages
-from megatron_dapo.algorithm.aggregation import token_weights
+from megatron_dapo.algorithm.aggregation import positive_weights, token_weights
 from megatron_dapo.algorithm.filtering import keep_group
 from megatron_dapo.algorithm.loss import LossOutputs, PolicyLoss
 from megatron_dapo.algorithm.objective import Needs, Objective, Proximal, Scores, TokenBatch, TokenMetrics
@@ -25,5 +25,5 @@ from megatron_dapo.algorithm.overlong import soft_overlong_penalty
 
 __all__ = [
     "AdvantageInput", "LossOutputs", "Needs", "Objective", "PolicyLoss", "Proximal", "Scores", "TokenBatch",
-    "TokenMetrics", "group_advantages", "keep_group", "soft_overlong_penalty", "token_weights",
+    "TokenMetrics", "group_advantages", "keep_group", "positive_weights", "soft_overlong_penalty", "token_weights",
 ]  # fmt: skip

@@ -81,7 +81,9 @@ class TokenBatch:
     engine_logprobs: Tensor | None = None  # as the inference engine reported them
     old_values: Tensor | None = None  # of the critic before the first update of the step
     returns: Tensor | None = None  # what the critic learns to predict
+    positive: Tensor | None = None  # from positive_weights(): multiplies −log π
     proximal: Proximal = "old"
+    mean_weight: float = 1.0  # from OffPolicy.mean_weight(): divides importance weights
 
     def proximal_logprobs(self, scores: Scores) -> Tensor | None:
         return {"old": self.old_logprobs, "current": scores.logprobs, "unknown": None}[self.proximal]

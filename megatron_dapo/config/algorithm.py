@@ -116,6 +116,9 @@ class OffPolicyConfig(Section):
         "over its tokens.",
     )
     weight_cap: float = Field(2.0, gt=0, description="Upper bound of the importance weight (truncation).")
+    normalize_weights: bool = Field(
+        False, description="Divide importance weights by their mean over the mini-batch (self-normalised weights)."
+    )
     token_mask: list[float] | None = Field(
         None, description="[low, high]: a token whose w is outside carries no gradient; it still counts."
     )
@@ -125,6 +128,12 @@ class OffPolicyConfig(Section):
     )
     product_mask: list[float] | None = Field(
         None, description="[low, high]: a response whose product of w is outside is excluded; it does not count."
+    )
+    veto: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="A response with a token whose w is below this is excluded; it does not count. Published: 1e-4.",
     )
     opsm_delta: float | None = Field(
         None,
@@ -142,11 +151,23 @@ class OffPolicyConfig(Section):
             )
         return bounds
 
+    @model_validator(mode="after")
+    def _weights_to_normalize(self) -> OffPolicyConfig:
+        if self.normalize_weights and self.importance_weight == "off":
+            raise ValueError("normalize_weights is true, but importance_weight is off: set it to token or sequence")
+        return self
+
     @property
     def reads_old_logprobs(self) -> list[str]:
         """The keys in use that compare π_old with π_engine: without π_old of the trainer's own they do nothing."""
-        masks = [name for name in ("token_mask", "geometric_mask", "product_mask") if getattr(self, name) is not None]
+        masks = ["token_mask"] if self.token_mask is not None else []
+        masks += self.sequence_masks
         return ["importance_weight", *masks] if self.importance_weight != "off" else masks
+
+    @property
+    def sequence_masks(self) -> list[str]:
+        """The keys in use that exclude whole responses."""
+        return [name for name in ("geometric_mask", "product_mask", "veto") if getattr(self, name) is not None]
 
 
 class OverlongConfig(Section):
@@ -221,6 +242,12 @@ class AlgorithmConfig(Section):
     )
     advantage_eps: float = Field(1e-6, ge=0, description="Added to the std of a group or batch, not to its variance.")
     entropy_coefficient: float = Field(0.0, ge=0, description="Bonus on the policy's entropy.")
+    positive_coefficient: float = Field(
+        0.0,
+        ge=0,
+        description="μ of VAPO's positive-example loss: adds μ · the mean of −log π over the tokens of the responses "
+        "that the grader found right. VAPO: 0.1.",
+    )
     kl: KLConfig = KLConfig()
     distillation: DistillationConfig = DistillationConfig()
     off_policy: OffPolicyConfig = OffPolicyConfig()
@@ -267,6 +294,12 @@ class AlgorithmConfig(Section):
             known = ", ".join(ADVANTAGES)
             raise ValueError(f"expected {known}, or python:module.function for a custom one; found {name!r}")
         return name
+
+    @property
+    def counts_by_log_probs(self) -> bool:
+        """Whether a number of the whole mini-batch depends on log-probs, which every rank then needs of all samples."""
+        excludes = bool(self.off_policy.sequence_masks)
+        return self.off_policy.normalize_weights or (self.positive_coefficient > 0 and excludes)
 
     @property
     def compares_groups(self) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import model_validator
 
-from megatron_dapo.config.algorithm import AlgorithmConfig
+from megatron_dapo.config.algorithm import AlgorithmConfig, OffPolicyConfig
 from megatron_dapo.config.base import ConfigError, Section, is_secret
 from megatron_dapo.config.critic import CriticConfig
 from megatron_dapo.config.data import DataConfig, EvalConfig, RewardConfig
@@ -136,7 +136,7 @@ class Config(Section):
     @property
     def of_critic(self) -> Config:
         """The same run with the critic in the policy's place: its model and optimizer in the policy's layout. Its loss
-        is a mean over tokens."""
+        is a mean over tokens, without the terms of the policy's."""
         policy = self.policy.model_copy(
             update={
                 "model": self.critic.model or self.policy.model,
@@ -146,7 +146,9 @@ class Config(Section):
                 "routing_replay": "off",
             }
         )
-        algorithm = self.algorithm.model_copy(update={"aggregation": "token-mean"})
+        algorithm = self.algorithm.model_copy(
+            update={"aggregation": "token-mean", "positive_coefficient": 0.0, "off_policy": OffPolicyConfig()}
+        )
         return self.model_copy(update={"policy": policy, "algorithm": algorithm})
 
     @property

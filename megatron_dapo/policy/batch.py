@@ -35,7 +35,7 @@ Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
 
 
-PER_SAMPLE = ("prompt_lengths", "response_lengths", "advantages", "rollouts")  # arrays of a TrainBatch
+PER_SAMPLE = ("prompt_lengths", "response_lengths", "advantages", "rollouts", "right")  # arrays of a TrainBatch
 
 
 class BatchError(UserError):
@@ -56,6 +56,7 @@ class TrainBatch:
     values: Floats | None = None  # [responses]; the critic's before the first update, at the token's prediction
     returns: Floats | None = None  # [responses]; what the critic learns to predict
     rollouts: Ints | None = None  # [samples]: samples of one rollout have the same number; None: each is its own
+    right: NDArray[np.bool_] | None = None  # [samples]: the grader's verdict, whatever the reward
     # Of each sample [its tokens, layers · experts per token]; rows may be missing at the end. None: the router chooses.
     routed_experts: list[RoutedExperts | None] | None = None  # [samples]
 
@@ -117,7 +118,7 @@ class TrainBatch:
             "tokens": int(self.lengths.sum()), "response_lengths": samples, "advantages": samples,
             "loss_mask": responses, "old_logprobs": responses, "engine_logprobs": responses,
             "ref_logprobs": responses, "token_advantages": responses, "values": responses, "returns": responses,
-            "routed_experts": samples, "rollouts": samples,
+            "routed_experts": samples, "rollouts": samples, "right": samples,
         }  # fmt: skip
         for name, length in expected.items():
             value = getattr(self, name)

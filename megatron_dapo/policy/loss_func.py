@@ -122,6 +122,7 @@ class MetricReducer:
         reference: bool,
         engine: bool,
         proximal: Proximal = "old",
+        positive: bool = False,
         read_output: ReadOutput = from_head,
     ) -> None:
         one = torch.zeros(1)
@@ -137,6 +138,7 @@ class MetricReducer:
             engine_logprobs=one if engine else None,
             old_values=one,
             returns=one,
+            positive=one if positive else None,
             proximal=proximal,
         )
         result = loss(read_output(torch.zeros(2, 1)), batch)

@@ -20,7 +20,8 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megatron_dapo.algorithm import PolicyLoss, Proximal, TokenBatch, token_weights
+from megatron_dapo.algorithm import PolicyLoss, Proximal, TokenBatch, positive_weights, token_weights
+from megatron_dapo.algorithm.objective import blank
 from megatron_dapo.algorithm.value_loss import ValueLoss
 from megatron_dapo.config import Config, ModelShape
 from megatron_dapo.config.policy import OptimizerConfig
@@ -142,10 +143,10 @@ class UpdateStep:
         """Fills the gradient buffers with the exact gradient of the mini-batch's loss; does not step the optimizer."""
         micro_batches = self.pack(batch) if micro_batches is None else micro_batches
         proximal: Proximal = "old" if batch.old_logprobs is not None else "current" if first else "unknown"
-        inputs = _LossInputs(batch, self.config, proximal)
+        inputs = _LossInputs(batch, self.config, proximal, self.loss)
         self.zero_grad()
         balances = self.shape.is_moe and self.config.policy.moe_aux_loss_coefficient > 0
-        denominator = self._denominator(inputs) if balances else 0
+        denominator = inputs.denominator if balances else 0
         if balances:
             self._set_load_balancing(micro_batches, denominator)
         stored = self.run(micro_batches, self._loss_func_maker(inputs))
@@ -176,7 +177,12 @@ class UpdateStep:
             raise UserError("the mini-batch has no values or no returns: the critic's loss needs both")
         if batch.behaviour_logprobs is None:
             raise UserError("the mini-batch has neither old_logprobs nor engine_logprobs: the ratio needs one")
-        for name, needed in (("ref_logprobs", self.loss.needs.reference), ("engine_logprobs", self.loss.needs.engine)):
+        needs, positive = self.loss.needs, self.config.algorithm.positive_coefficient > 0
+        for name, needed in (
+            ("ref_logprobs", needs.reference),
+            ("engine_logprobs", needs.engine),
+            ("right", positive),
+        ):
             if needed and getattr(batch, name) is None:
                 raise UserError(f"the loss of section algorithm reads {name}, but the mini-batch has no {name}")
 
@@ -293,16 +299,10 @@ class UpdateStep:
                 reference=reference,
                 engine=engine,
                 proximal=proximal,
+                positive=self.config.algorithm.positive_coefficient > 0,
                 read_output=self._read_output,
             )
         return self._reducers[kind]
-
-    def _denominator(self, inputs: _LossInputs) -> int:
-        """What Megatron will divide by: the counts without the sequences that the loss excludes. That depends on
-        nothing that the model computes."""
-        tokens = inputs.everything()
-        output = torch.stack([tokens.old_logprobs, torch.zeros_like(tokens.old_logprobs)])
-        return int(self.loss(self._read_output(output), tokens).denominator)
 
     def _loss_func_maker(self, inputs: _LossInputs) -> MakeLossFunc:
         def make(micro: PackedMicroBatch) -> Any:
@@ -340,9 +340,12 @@ class UpdateStep:
 class _LossInputs:
     """What the loss needs to know of a mini-batch. Weights and counts are computed here, before anything is split."""
 
-    def __init__(self, batch: TrainBatch, config: Config, proximal: Proximal) -> None:
+    def __init__(self, batch: TrainBatch, config: Config, proximal: Proximal, loss: PolicyLoss | ValueLoss) -> None:
         self._batch = batch
         self._proximal = proximal
+        self._loss = loss
+        self._positive: Tensor | None = None
+        self._mean_weight = 1.0
         self._sample_of = np.repeat(np.arange(batch.samples), batch.response_lengths)  # [responses]
         self._advantages = batch.advantages[self._sample_of]  # [responses]
         if batch.token_advantages is not None:
@@ -358,6 +361,25 @@ class _LossInputs:
             batch.samples,
             config.aggregation_length,
         )
+        if isinstance(loss, PolicyLoss) and config.algorithm.off_policy.normalize_weights:
+            self._mean_weight = loss.off_policy.mean_weight(self.everything())
+        if config.algorithm.positive_coefficient > 0 and batch.right is not None:
+            counted = self._counted
+            right = counted & torch.from_numpy(batch.right[self._sample_of])
+            counts = blank(self._counts, counted)
+            self._positive = positive_weights(config.algorithm.positive_coefficient, right, counts)
+
+    @property
+    def denominator(self) -> int:
+        """What Megatron will divide by: the counts without the sequences that the loss excludes."""
+        return int(blank(self._counts, self._counted).sum())
+
+    @property
+    def _counted(self) -> Tensor:
+        """bool [responses]. Other ranks' log-probs are needed only where a correction excludes sequences."""
+        if isinstance(self._loss, ValueLoss) or not self._loss.config.off_policy.sequence_masks:
+            return torch.from_numpy(self._batch.loss_mask)
+        return self._loss.included(self.everything())
 
     def everything(self) -> TokenBatch:
         """All response tokens, on the host."""
@@ -383,7 +405,9 @@ class _LossInputs:
             engine_logprobs=pick(batch.engine_logprobs),
             old_values=pick(batch.values),
             returns=pick(batch.returns),
+            positive=pick(self._positive),
             proximal=self._proximal,
+            mean_weight=self._mean_weight,
         )
 
 

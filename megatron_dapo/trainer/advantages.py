@@ -187,6 +187,8 @@ def shape_batch(batch: StepBatch, config: Config) -> tuple[TrainBatch, dict[str,
     shaped = TrainBatch.from_samples(samples, advantages, active)
     if len(samples) > len(rollouts):
         shaped.rollouts = np.repeat(np.arange(len(rollouts)), [len(rollout) for rollout in rollouts])
+    if config.algorithm.positive_coefficient > 0:
+        shaped.right = np.array([s.grade is not None and s.grade.correct is True for s in samples], dtype=np.bool_)
     if found is not of_rollouts:
         shaped.token_advantages = found
     if config.algorithm.turn_credit == "turn":

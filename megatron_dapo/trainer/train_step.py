@@ -121,9 +121,8 @@ class TrainStep:
                 metrics |= source.metrics
                 mini = mini_batches(source, config)
         # The load balancing loss of a MoE model counts the tokens of the whole mini-batch on every rank.
-        everywhere, indices = share_batch(
-            collectives, batch, mini, policy.step.shares, whole_log_probs=policy.shape.is_moe
-        )
+        whole = policy.shape.is_moe or config.algorithm.counts_by_log_probs
+        everywhere, indices = share_batch(collectives, batch, mini, policy.step.shares, whole_log_probs=whole)
         return cls(everywhere, indices, rollout_metrics=metrics, source=source)
 
     @property
