@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from megatron_dapo.policy import routing_replay, step
+from megatron_dapo.policy.head import value
 from megatron_dapo.policy.loss_func import OnePassLoss
 from megatron_dapo.policy.megatron import options
 from megatron_dapo.policy.megatron.runtime import shutdown
@@ -132,6 +133,16 @@ def experts_of_other_tokens(patch):
     patch.setattr(routing_replay.RoutingReplay, "attach", planted)
 
 
+def value_gradients_added_over_tensor_ranks(patch):
+    """Every tensor-parallel rank computes all values, so a sum over these ranks counts each of them twice."""
+    real = value.gather_from_sequence_parallel_region
+    patch.setattr(
+        value,
+        "gather_from_sequence_parallel_region",
+        lambda hidden, **options: real(hidden, **(options | {"tensor_parallel_output_grad": True})),
+    )
+
+
 # The layout and the model in which each error shows.
 PLANTED = {
     mean_of_each_micro_batch: ("dp2", "dense"),
@@ -143,6 +154,7 @@ PLANTED = {
     balance_split_over_tensor_and_context_ranks: ("tp2sp", "moe"),
     padding_is_balanced: ("cp2", "moe"),
     experts_of_other_tokens: ("tp2sp+replay", "moe"),
+    value_gradients_added_over_tensor_ranks: ("tp2sp+critic", "dense"),
 }
 
 

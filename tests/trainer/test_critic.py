@@ -1,6 +1,7 @@
 """Runs with a critic: exact resume, also in another layout; value pre-training; the NaN guard; what they may start
 from."""
 
+import json
 import signal
 from functools import partial
 
@@ -128,7 +129,8 @@ def test_pretraining_leaves_the_policy_and_its_engines_alone(how, straight, tmp_
     found = steps_of(tmp_path)
     assert ["train/loss" in step for step in found] == trains
     assert all("critic/loss" in step for step in found)
-    assert "time/sync" in found[-1]
+    lines = [json.loads(line)["metrics"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert ["time/sync" in line for line in lines[2:]] == trains[1:3]  # after each step; the resume sends weights, too
     again = short(straight[0], tmp_path / "again", trainer__steps=1, critic__model=str(critic_of(tmp_path, 4)))
     assert run(again) == 0
     fresh = short(straight[0], tmp_path / "fresh", trainer__steps=1)
