@@ -38,6 +38,6 @@ class CriticConfig(Section):
     offload: bool | None = Field(
         None,
         description="Policy and critic take turns on the GPU: the one that does not compute is in host memory; "
-        "null: on CUDA.",
+        "null: on CUDA. They always do where the engines share the GPU.",
     )
     pretraining: PretrainingConfig = PretrainingConfig()

@@ -18,8 +18,8 @@ class Critic(Policy):
     def __init__(self, config: Config, policy: Policy) -> None:
         """The policy must be on the GPU, and is there afterwards."""
         own = config.of_critic
-        wanted = config.critic.offload
-        self.takes_turns = policy.runtime.device.type == "cuda" if wanted is None else wanted
+        wanted = policy.runtime.device.type == "cuda" if config.critic.offload is None else config.critic.offload
+        self.takes_turns = wanted or config.rollout.shares_gpus
         self._policy = policy
         if self.takes_turns:
             policy.offload()

@@ -134,7 +134,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 DEFAULT_LAYOUTS = (
     "tp2", "tp2sp", "pp2", "pp2vpp2", "cp2", "dp2", "dp2do", "ep2", "tp4sp", "tp2pp2", "tp2cp2sp", "ep2tp2sp",
     "etp2tp2sp", "ep2dp4do", "ep4pp2", "pp2+uneven", "tp2sp+full", "ep2+replay", "dp2do+param_gather", "cp2+all_gather",
-    "cp2+a2a", "tp2sp+lora", "tp2sp+critic", "pp2+critic", "cp2+critic", "dp2do+critic",
+    "cp2+a2a", "tp2sp+lora", "tp2cp2sp+critic", "pp2+critic", "dp2do+critic",
 )  # fmt: skip
 PRECISIONS = ("fp32", "bf16", *get_args(Fp8Config.model_fields["recipe"].annotation)[1:])
 OBJECTIVES = ("dapo", "gspo", "cispo")

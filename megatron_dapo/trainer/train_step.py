@@ -139,8 +139,9 @@ class TrainStep:
                 arrays["token_advantages"] = self.batch.token_advantages
                 self.rollout_metrics |= metrics
         places = policy.step.shares(self.batch.lengths, self.mini_batches)
+        whole = policy.shape.is_moe or config.algorithm.counts_by_log_probs
         for name, array in arrays.items():
-            _share_tokens(collectives, self.batch, name, array, places, whole=policy.shape.is_moe)
+            _share_tokens(collectives, self.batch, name, array, places, whole=whole)
 
     @property
     def trained_tokens(self) -> NDArray[np.bool_]:

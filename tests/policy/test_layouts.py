@@ -52,6 +52,7 @@ def difference(found, reference):
 LAYOUTS = some(
     [*DEFAULT_LAYOUTS, "dp3", "tp2dp2do", "cp2dp2"],
     "tp2", "tp2sp", "pp2", "pp2vpp2", "cp2", "dp2", "dp2do", "ep2", "tp4sp", "tp2pp2", "tp2cp2sp", "ep2tp2sp",
+    "tp2cp2sp+critic", "pp2+critic",
 )  # fmt: skip
 # The dense model in every layout; the others where their own layers are split.
 SPLIT_LAYERS = {
