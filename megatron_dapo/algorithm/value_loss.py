@@ -35,5 +35,6 @@ class ValueLoss:
         with torch.no_grad():
             read = torch.stack([values, returns, old, losses]).isfinite().all(0)
             means = {"tokens": batch.mask, "nonfinite_tokens": ~read, "clip_fraction": held > errors}
+            means |= {"value_mean": values, "return_mean": returns}
             sums = {name: blank(value, batch.mask).double().sum() for name, value in means.items()}
         return LossOutputs((batch.weights * losses).sum(), batch.counts.sum(), sums, {})
