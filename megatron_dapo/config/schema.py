@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from functools import reduce
 from pathlib import Path
+from typing import Any
 
 from pydantic import model_validator
 
-from megatron_dapo.config.algorithm import AlgorithmConfig
-from megatron_dapo.config.base import ConfigError, Section, is_secret
+from megatron_dapo.config.algorithm import PRESETS, AlgorithmConfig
+from megatron_dapo.config.base import ConfigError, Section, is_secret, merged
 from megatron_dapo.config.data import DataConfig, EvalConfig, RewardConfig
 from megatron_dapo.config.model import ModelShape
 from megatron_dapo.config.policy import PolicyConfig
@@ -42,6 +43,13 @@ class Config(Section):
     trainer: TrainerConfig = TrainerConfig()
     observe: ObserveConfig = ObserveConfig()
     slurm: SlurmConfig = SlurmConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset(cls, values: Any) -> Any:
+        algorithm = values.get("algorithm") if isinstance(values, dict) else None
+        preset = algorithm.get("preset") if isinstance(algorithm, dict) else None
+        return merged(PRESETS[preset], values) if preset in PRESETS else values
 
     @property
     def warnings(self) -> list[str]:
