@@ -22,6 +22,57 @@ OBJECTIVE_DEFAULTS: dict[str, dict[str, Any]] = {
     "cispo": {"clip_low": 1.0, "clip_high": 4.0, "dual_clip": None},
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": None, "aggregation": "seq-mean-token-mean"},
 }
+_PPO_CLIP = {"objective": "dapo", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}
+_NO_KL = {"kl": {"coefficient": 0.0}}
+_ALL_GROUPS = {"rollout": {"dynamic_sampling": False}}
+# Published methods as plain keys; docs/algorithms.md has paper, formula and a table for each.
+PRESETS: dict[str, dict[str, dict[str, Any]]] = {
+    "dapo": {
+        "algorithm": {
+            "objective": "dapo", "clip_low": 0.2, "clip_high": 0.28, "dual_clip": 10.0, "aggregation": "token-mean",
+            "advantage": "group-std", **_NO_KL,
+        },
+        "rollout": {"dynamic_sampling": True},
+    },
+    "vapo": {
+        "algorithm": {
+            "objective": "dapo", "clip_low": 0.2, "clip_high": 0.28, "dual_clip": None, "aggregation": "token-mean",
+            "advantage": "gae", "positive_coefficient": 0.1, **_NO_KL,
+            "gae": {"lambda_policy": "adaptive", "alpha": 0.05, "lambda_critic": 1.0, "gamma": 1.0},
+        },
+        "critic": {"pretraining": {"steps": 50}},
+        **_ALL_GROUPS,
+    },
+    "ppo": {
+        "algorithm": {
+            **_PPO_CLIP, "aggregation": "token-mean", "advantage": "gae", **_NO_KL,
+            "gae": {"lambda_policy": 0.95, "lambda_critic": 0.95, "gamma": 1.0},
+        },
+        **_ALL_GROUPS,
+    },
+    "grpo": {
+        "algorithm": {
+            **_PPO_CLIP, "aggregation": "seq-mean-token-mean", "advantage": "group-std",
+            "kl": {"coefficient": 0.04, "estimator": "k3"},
+        },
+        **_ALL_GROUPS,
+    },
+    "dr-grpo": {
+        "algorithm": {**_PPO_CLIP, "aggregation": "seq-mean-token-sum-norm", "advantage": "group-mean", **_NO_KL},
+        **_ALL_GROUPS,
+    },
+    "gspo": {"algorithm": {"objective": "gspo", "advantage": "group-std", **_NO_KL}, **_ALL_GROUPS},
+    "cispo": {
+        "algorithm": {"objective": "cispo", "aggregation": "token-mean", "advantage": "group-std", **_NO_KL},
+        "rollout": {"dynamic_sampling": True},
+    },
+    "rloo": {
+        "algorithm": {**_PPO_CLIP, "aggregation": "seq-mean-token-sum", "advantage": "rloo", **_NO_KL}, **_ALL_GROUPS,
+    },
+    "reinforce++": {
+        "algorithm": {**_PPO_CLIP, "aggregation": "token-mean", "advantage": "reinforce++", **_NO_KL}, **_ALL_GROUPS,
+    },
+}  # fmt: skip
 LARGEST_SEQUENCE_CLIP = 0.02  # the ratio of a sequence is a mean over its tokens and stays much closer to 1
 OBJECTIVE_FILES = Path(__file__).resolve().parents[1] / "algorithm" / "objectives"
 
@@ -196,6 +247,11 @@ class OverlongConfig(Section):
 
 
 class AlgorithmConfig(Section):
+    preset: Literal[tuple(PRESETS)] | None = Field(  # type: ignore[valid-type]
+        None,
+        description="A published method: sets keys of algorithm and rollout as in docs/algorithms.md. Keys that are "
+        "set beside it win.",
+    )
     objective: str = Field(
         "dapo",
         description="dapo: token ratio, decoupled clip. gspo: sequence-level ratio. cispo: clipped weight. "

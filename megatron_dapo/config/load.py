@@ -17,7 +17,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from megatron_dapo.config.base import ConfigError, YamlError, admits, dump_yaml, hide_secrets, parse_yaml
+from megatron_dapo.config.base import ConfigError, YamlError, admits, dump_yaml, hide_secrets, merged, parse_yaml
 from megatron_dapo.config.other_names import find_row
 from megatron_dapo.config.schema import Config
 
@@ -82,14 +82,7 @@ def _read_file(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     file = path.expanduser().parent / Path(base).expanduser()
     if file.resolve() in [other.expanduser().resolve() for other in (*above, path)]:
         raise ConfigError(f"{path}: base: {base} is based on this file")
-    return _merged(_read_file(file, (*above, path)), raw)
-
-
-def _merged(base: Any, changes: Any) -> Any:
-    """`changes` key by key; a list replaces a list."""
-    if not (isinstance(base, dict) and isinstance(changes, dict)):
-        return changes
-    return {**base, **{key: _merged(base.get(key), value) for key, value in changes.items()}}
+    return merged(_read_file(file, (*above, path)), raw)
 
 
 def parse_config(raw: dict[str, Any], where: str = "config") -> Config:

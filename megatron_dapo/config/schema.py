@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from functools import reduce
 from pathlib import Path
+from typing import Any
 
 from pydantic import model_validator
 
-from megatron_dapo.config.algorithm import AlgorithmConfig, OffPolicyConfig
-from megatron_dapo.config.base import ConfigError, Section, is_secret
+from megatron_dapo.config.algorithm import PRESETS, AlgorithmConfig, OffPolicyConfig
+from megatron_dapo.config.base import ConfigError, Section, is_secret, merged
 from megatron_dapo.config.critic import CriticConfig
 from megatron_dapo.config.data import DataConfig, EvalConfig, RewardConfig
 from megatron_dapo.config.model import ModelShape
@@ -45,6 +46,13 @@ class Config(Section):
     observe: ObserveConfig = ObserveConfig()
     slurm: SlurmConfig = SlurmConfig()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _preset(cls, values: Any) -> Any:
+        algorithm = values.get("algorithm") if isinstance(values, dict) else None
+        preset = algorithm.get("preset") if isinstance(algorithm, dict) else None
+        return merged(PRESETS[preset], values) if preset in PRESETS else values
+
     @property
     def warnings(self) -> list[str]:
         """Settings that are accepted but probably not meant, one line each; printed when a run starts."""
@@ -75,6 +83,12 @@ class Config(Section):
             found.append(
                 f"policy.optimizer.warmup_steps is {optimizer.warmup_steps} of {self.trainer.steps} steps: the run "
                 "ends before the learning rate reaches lr"
+            )
+        pretraining = self.critic.pretraining.steps
+        if self.uses_critic and pretraining >= self.trainer.steps:
+            found.append(
+                f"critic.pretraining.steps is {pretraining} of {self.trainer.steps} steps: the run trains a critic and "
+                "leaves the policy as it is"
             )
         if not evaluate.data.files and evaluate.every not in (0, EvalConfig().every):
             found.append(f"evaluate.every is {evaluate.every}, but there is no evaluate.data: nothing is evaluated")

@@ -44,6 +44,19 @@ def mean_of_each_micro_batch(patch):
     patch.setattr(step, "OnePassLoss", Averaged)
 
 
+def right_tokens_of_each_micro_batch(patch):
+    """The positive-example loss is divided by the micro-batch's own count of right tokens, as NeMo-RL does it."""
+    real = step._LossInputs.of
+
+    def planted(self, *args):
+        tokens = real(self, *args)
+        right = tokens.mask & (tokens.positive > 0)
+        tokens.positive = right * (tokens.positive.max() * self._positive.count_nonzero() / right.sum().clamp_min(1))
+        return tokens
+
+    patch.setattr(step._LossInputs, "of", planted)
+
+
 def tokens_counted_over_data_ranks_only(patch):
     """The wrong group: context-parallel ranks divide by their own tokens."""
     module = import_module("megatron.core.pipeline_parallel.schedules")
@@ -146,6 +159,7 @@ def value_gradients_added_over_tensor_ranks(patch):
 # The layout and the model in which each error shows.
 PLANTED = {
     mean_of_each_micro_batch: ("dp2", "dense"),
+    right_tokens_of_each_micro_batch: ("dp2", "dense"),
     tokens_counted_over_data_ranks_only: ("cp2", "dense"),
     norms_of_own_tokens: ("tp2sp", "dense"),
     experts_reduced_over_data_ranks_only: ("tp2sp", "moe"),
