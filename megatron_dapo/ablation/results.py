@@ -65,6 +65,10 @@ MEASURES: dict[str, Measure] = {
         "rollout/long_token_weight",
     ),
     "length_wrong": Measure("Length of wrong responses", "mean tokens", "number", "rollout/length_wrong"),
+    "explained_variance": Measure(
+        "Explained variance", "share of the returns' variance that the critic explains", "percent",
+        "critic/explained_variance",
+    ),
     "score": Measure(
         "Score in the loss", "mean over responses in the loss, without penalties", "number", "reward/score_in_loss"
     ),
