@@ -122,7 +122,7 @@ class MetricReducer:
             sequences=1,
             ref_logprobs=one if reference else None,
             engine_logprobs=one if engine else None,
-            positive=one if loss.config.positive_coefficient else None,
+            positive=one if loss.needs.right else None,
             proximal=proximal,
         )
         result = loss(Scores(one, one), batch)
