@@ -47,13 +47,13 @@ def token_weights(
     raise ValueError(f"unknown aggregation {aggregation!r}")
 
 
-def positive_weights(coefficient: float, right: Tensor, counts: Tensor) -> Tensor:
-    """fp32 [tokens]: weights of −log π whose sum, divided by the sum of all counts, is coefficient · its mean over the
-    tokens in `right`: the loss has one denominator, this term another. 0 where no token is right.
+def positive_weights(coefficient: float, right: Tensor, denominator: int) -> Tensor:
+    """fp32 [tokens]: weights of −log π, so that their sum over the loss's denominator is coefficient · the mean over
+    the tokens in `right`, which is another denominator. 0 where no token is right.
 
     right  bool [tokens]: tokens of right responses that carry loss, of the whole mini-batch
     """
-    return coefficient * right.float() * (counts.sum() / right.sum().clamp_min(1)).float()
+    return right.float() * (coefficient * denominator / max(1, int(right.sum())))
 
 
 def _first_active(mask: Tensor, sequence_ids: Tensor, sequences: int) -> Tensor:

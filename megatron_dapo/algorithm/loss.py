@@ -95,7 +95,11 @@ class PolicyLoss:
         self.config = config
         self.objective = load_objective(config)
         self.off_policy = OffPolicy(config.off_policy)
-        terms = Needs(entropy=config.entropy_coefficient > 0, reference=config.kl.coefficient > 0)
+        terms = Needs(
+            entropy=config.entropy_coefficient > 0,
+            reference=config.kl.coefficient > 0,
+            right=config.positive_coefficient > 0,
+        )
         self.needs = self.objective.needs | self.off_policy.needs | terms
 
     def __call__(self, scores: Scores, batch: TokenBatch, reduce: Reduce = identity) -> LossOutputs:
@@ -155,7 +159,7 @@ class PolicyLoss:
              "kl.coefficient is above 0" if config.kl.coefficient else reads_it),
             ("engine_logprobs", batch.engine_logprobs, self.needs.engine,
              "off_policy compares it with old_logprobs" if self.off_policy.needs.engine else reads_it),
-            ("positive", batch.positive, config.positive_coefficient > 0, "positive_coefficient is above 0"),
+            ("positive", batch.positive, self.needs.right, "positive_coefficient is above 0"),
         ):  # fmt: skip
             if needed and tensor is None:
                 raise ValueError(f"{name}: expected a tensor because algorithm.{why}, found None")

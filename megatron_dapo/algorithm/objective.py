@@ -139,6 +139,7 @@ class Needs:
     entropy: bool = False
     reference: bool = False  # log-probs of the reference policy
     engine: bool = False  # log-probs that the inference engine reported
+    right: bool = False  # which responses the grader found right
 
     def __or__(self, other: Needs) -> Needs:
         return Needs(*(getattr(self, f.name) or getattr(other, f.name) for f in fields(self)))

@@ -22,12 +22,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dapo.algorithm import LossOutputs, PolicyLoss, Proximal, Scores, TokenBatch
+from megatron_dapo.algorithm.value_loss import ValueLoss
 from megatron_dapo.config import ConfigError
 from megatron_dapo.policy.megatron.runtime import Runtime
 
 LossFunc = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Any]]]
 ReadOutput = Callable[[Tensor], Any]  # what the model's output says about each token: Scores or values
-Loss = Callable[..., LossOutputs]  # (what ReadOutput returns, the tokens, reduce): PolicyLoss or ValueLoss
+Loss = PolicyLoss | ValueLoss
 
 
 def from_head(output: Tensor) -> Scores:
@@ -122,7 +123,6 @@ class MetricReducer:
         reference: bool,
         engine: bool,
         proximal: Proximal = "old",
-        positive: bool = False,
         read_output: ReadOutput = from_head,
     ) -> None:
         one = torch.zeros(1)
@@ -138,7 +138,7 @@ class MetricReducer:
             engine_logprobs=one if engine else None,
             old_values=one,
             returns=one,
-            positive=one if positive else None,
+            positive=one if loss.needs.right else None,
             proximal=proximal,
         )
         result = loss(read_output(torch.zeros(2, 1)), batch)

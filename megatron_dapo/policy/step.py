@@ -177,12 +177,9 @@ class UpdateStep:
             raise UserError("the mini-batch has no values or no returns: the critic's loss needs both")
         if batch.behaviour_logprobs is None:
             raise UserError("the mini-batch has neither old_logprobs nor engine_logprobs: the ratio needs one")
-        needs, positive = self.loss.needs, self.config.algorithm.positive_coefficient > 0
-        for name, needed in (
-            ("ref_logprobs", needs.reference),
-            ("engine_logprobs", needs.engine),
-            ("right", positive),
-        ):
+        needs = self.loss.needs
+        needed_by_name = {"ref_logprobs": needs.reference, "engine_logprobs": needs.engine, "right": needs.right}
+        for name, needed in needed_by_name.items():
             if needed and getattr(batch, name) is None:
                 raise UserError(f"the loss of section algorithm reads {name}, but the mini-batch has no {name}")
 
@@ -299,7 +296,6 @@ class UpdateStep:
                 reference=reference,
                 engine=engine,
                 proximal=proximal,
-                positive=self.config.algorithm.positive_coefficient > 0,
                 read_output=self._read_output,
             )
         return self._reducers[kind]
@@ -363,11 +359,9 @@ class _LossInputs:
         )
         if isinstance(loss, PolicyLoss) and config.algorithm.off_policy.normalize_weights:
             self._mean_weight = loss.off_policy.mean_weight(self.everything())
-        if config.algorithm.positive_coefficient > 0 and batch.right is not None:
-            counted = self._counted
-            right = counted & torch.from_numpy(batch.right[self._sample_of])
-            counts = blank(self._counts, counted)
-            self._positive = positive_weights(config.algorithm.positive_coefficient, right, counts)
+        if loss.needs.right and batch.right is not None:
+            right = self._counted & torch.from_numpy(batch.right[self._sample_of])
+            self._positive = positive_weights(config.algorithm.positive_coefficient, right, self.denominator)
 
     @property
     def denominator(self) -> int:

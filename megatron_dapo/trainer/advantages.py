@@ -147,11 +147,10 @@ def add_values(batch: TrainBatch, source: StepBatch, values: Floats, config: Con
     """
     known = advantage_input(source, config, values)
     found = generalized_advantages(known, config.algorithm)
-    grades = [rollout[0].grade for rollout in _rollouts(source)]
-    right = np.array([grade is not None and grade.correct is True for grade in grades], dtype=np.bool_)
-    metrics = value_metrics(known, found, right)
+    metrics = value_metrics(known, found, _right([rollout[0] for rollout in _rollouts(source)]))
     if reads_values(config.algorithm):
-        estimated = estimate(known, config.algorithm)
+        gae = config.algorithm.advantage == "gae"
+        estimated = found.advantages if gae else estimate(known, config.algorithm)
         of_tokens = estimated if len(estimated) > len(known.rewards) else estimated[known.rollout_of]
         before = 0.0 if batch.token_advantages is None else batch.token_advantages
         batch.token_advantages = (before + of_tokens).astype(np.float32)
@@ -188,7 +187,7 @@ def shape_batch(batch: StepBatch, config: Config) -> tuple[TrainBatch, dict[str,
     if len(samples) > len(rollouts):
         shaped.rollouts = np.repeat(np.arange(len(rollouts)), [len(rollout) for rollout in rollouts])
     if config.algorithm.positive_coefficient > 0:
-        shaped.right = np.array([s.grade is not None and s.grade.correct is True for s in samples], dtype=np.bool_)
+        shaped.right = _right(samples)
     if found is not of_rollouts:
         shaped.token_advantages = found
     if config.algorithm.turn_credit == "turn":
@@ -210,6 +209,10 @@ def _rollouts(batch: StepBatch) -> list[list[Sample]]:
 
 def _all_graded(rollouts: Sequence[Rollout]) -> NDArray[np.bool_]:
     return np.array([_graded(rollout) for rollout in rollouts], dtype=np.bool_)
+
+
+def _right(samples: Sequence[Sample]) -> NDArray[np.bool_]:
+    return np.array([s.grade is not None and s.grade.correct is True for s in samples], dtype=np.bool_)
 
 
 def _scores(rollouts: Sequence[Rollout]) -> np.ndarray:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
-from megatron_dapo.algorithm.advantages import reads_values
+from megatron_dapo.algorithm.advantages import load_estimator, reads_values
 from megatron_dapo.algorithm.filtering import load_group_filter
 from megatron_dapo.algorithm.loss import load_objective
 from megatron_dapo.checkpoints.run_dir import clear_the_way
@@ -59,6 +59,7 @@ def check_setup(config: Config, shape: ModelShape) -> Setup:
     _check_wandb(config.observe.wandb)
     _check_best_metric(config)
     load_objective(config.algorithm)
+    load_estimator(config.algorithm)
     load_grader(config.reward)
     load_group_filter(config.rollout.group_filter)
     load_rollout_function(config.rollout)

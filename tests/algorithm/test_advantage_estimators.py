@@ -14,7 +14,7 @@ from peer_functions import needs_verl, verl
 from megatron_dapo.algorithm import AdvantageInput
 from megatron_dapo.algorithm.advantages import ESTIMATORS, estimate
 from megatron_dapo.algorithm.gae import GAE, generalized_advantages, value_metrics
-from megatron_dapo.config.algorithm import ADVANTAGES, AlgorithmConfig, GAEConfig
+from megatron_dapo.config.algorithm import ADVANTAGES, AlgorithmConfig
 from megatron_dapo.errors import UserError
 
 
@@ -240,11 +240,3 @@ def test_equal_returns_have_no_explained_variance():
     batch = rollouts("+++", "++", rewards=[1, 1], groups=[0, 1], values=[0.0] * 5)
     found = value_metrics(batch, GAE(np.ones(5), np.ones(5), np.ones(2)), np.array([True, False]))
     assert not any("explained" in name for name in found) and found["critic/bias/wrong"] == -1
-
-
-def test_one_sample_per_prompt_needs_an_estimator_without_groups():
-    assert [name for name in ADVANTAGES if not AlgorithmConfig(advantage=name).compares_groups] == [
-        "reinforce++",
-        "gae",
-    ]
-    assert GAEConfig().whitening == "batch"
