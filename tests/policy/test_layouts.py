@@ -186,7 +186,8 @@ def nothing(patch):
 
 CASES = [
     ("single", nothing), ("single", count_before_mask), ("single", masked_sample_counts_one_token),
-    ("dp2", mean_per_micro_batch), ("dp2", right_tokens_of_each_micro_batch), ("cp2", missing_context_factor), ("cp2", missing_context_factor_in_two_passes),
+    ("dp2", mean_per_micro_batch), ("dp2", right_tokens_of_each_micro_batch),
+    ("cp2", missing_context_factor), ("cp2", missing_context_factor_in_two_passes),
     ("tp2pp2sp", nothing), ("tp2pp2sp", two_passes), ("single", balance_divided_by_the_denominator),
 ]  # fmt: skip
 
