@@ -74,7 +74,7 @@ def test_the_resolved_configuration_reads_back_as_itself(tmp_path):
         ({"rollout": {"temp": 1}}, "did you mean 'rollout.temperature'?"),
         ({"slurm": {"time_limit": "1:00:00"}}, "did you mean 'slurm.time'?"),
         ({"trainer": {"foo": 1}}, "unknown key 'trainer.foo'; keys of trainer: run_dir, ranks, steps, "),
-        ({"algorithm": {"name": "dapo"}}, "unknown key 'algorithm.name'; keys of algorithm: objective, "),
+        ({"algorithm": {"name": "dapo"}}, "unknown key 'algorithm.name'; keys of algorithm: preset, "),
         ({"foo": {"bar": 1}}, "unknown key 'foo'; sections: policy, rollout, "),
         ({"policy": {"tensor_parallel": "many"}}, "policy.tensor_parallel"),
         ({"policy": {"tensor_parallel": 0}}, "policy.tensor_parallel: expected a number of at least 1, found 0"),
