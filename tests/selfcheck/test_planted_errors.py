@@ -45,7 +45,7 @@ PLANTED = [
     (errors.padding_is_balanced, lambda c: small(c) and size(c, "cp") > 1),
     (errors.mean_of_each_micro_batch, lambda c: c.model == "dense" and size(c, "dp") > 1 and one_pass(c)),
     (errors.tokens_counted_over_data_ranks_only, lambda c: dense(c) and size(c, "cp") > 1),
-    (errors.norms_of_own_tokens, lambda c: dense(c) and c.layout.sequence_parallel),
+    (errors.norms_of_own_tokens, lambda c: c.model == "dense" and c.layout.sequence_parallel),
 ]
 
 
