@@ -150,7 +150,7 @@ def add_values(batch: TrainBatch, source: StepBatch, values: Floats, config: Con
     metrics = value_metrics(known, found, _right([rollout[0] for rollout in _rollouts(source)]))
     if reads_values(config.algorithm):
         gae = config.algorithm.advantage == "gae"
-        estimated = found.advantages if gae else estimate(known, config.algorithm)
+        estimated = found.advantages.astype(np.float32) if gae else estimate(known, config.algorithm)
         of_tokens = estimated if len(estimated) > len(known.rewards) else estimated[known.rollout_of]
         before = 0.0 if batch.token_advantages is None else batch.token_advantages
         batch.token_advantages = (before + of_tokens).astype(np.float32)
