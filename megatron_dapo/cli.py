@@ -217,7 +217,8 @@ def _add_ablate(sub: Commands) -> None:
 
     parser = add_command(
         sub, "ablate", run,
-        "Switch DAPO's changes on and off in real runs; writes a table and an interactive page.",
+        "Switch DAPO's changes, or VAPO's where the file has a critic, on and off in real runs; writes a table and an "
+        "interactive page.",
         "examples:\n  megatron-dapo ablate examples/ablations/arithmetic.yaml --seeds 3\n"
         "  megatron-dapo ablate examples/ablations/{entropy,signal}.yaml --grid --seeds 5 --jobs 14",
     )  # fmt: skip
@@ -228,7 +229,7 @@ def _add_ablate(sub: Commands) -> None:
     parser.add_argument(
         "--design", choices=("order", "grid", "leave-one-out"), default="order",
         help="order: the paper's, changes added one by one (default). grid: all 16 combinations of the four changes. "
-        "leave-one-out: all changes, none, and all but one",
+        "leave-one-out: all changes, none, and all but one; VAPO's paper has this order, for its seven parts",
     )  # fmt: skip
     parser.add_argument("--grid", action="store_true", help="short for --design grid")
     parser.add_argument("--seeds", type=at_least(1), default=3, help="runs per combination (default 3)")

@@ -57,6 +57,7 @@ from megatron_dapo.weights.formats.torch_zip import ALIGN, TensorArchive
 from megatron_dapo.weights.locate import HF_FILES, locate
 from megatron_dapo.weights.model_weights import ADAPTERS
 from megatron_dapo.weights.side_files import side_files
+from megatron_dapo.weights.value_weights import hf_files, value_config
 
 ADAPTER = "adapter"  # folder of a checkpoint: LoRA's adapters in PEFT's format
 MAX_ITEM = 1 << 30  # larger tensors are split: an archive holds less than 4 GiB
@@ -93,7 +94,7 @@ def policy_files(policy: Policy, buffers: HostBuffers | None = None, step: int =
     if policy.trains_adapters:
         files += _adapter_files(policy)
     if policy.runtime.rank == 0:
-        files += _side_files(policy.config.policy.model)
+        files += _side_files(policy)
     if buffers is not None:
         buffers.synchronize()
     return files
@@ -178,12 +179,16 @@ def _check_base(policy: Policy, directory: Path) -> None:
         raise CheckpointError(f"{directory} has adapters of another base model: policy.model's weights are not those")
 
 
-def _side_files(model: str) -> list[CheckpointFile]:
+def _side_files(policy: Policy) -> list[CheckpointFile]:
     """Config and tokenizer of the HF model: an export of the checkpoint needs nothing else."""
-    folder = Path(model)
+    model = policy.config.policy.model
+    folder = hf_files(model)
     if not model or not (folder / "config.json").is_file():
         return []
-    return [CheckpointFile(f"{HF_FILES}/{name}", [(folder / name).read_bytes()]) for name in side_files(folder)[0]]
+    found = {str(name): (folder / name).read_bytes() for name in side_files(folder)[0]}
+    if policy.shape.head == "value":
+        found["config.json"] = value_config(found["config.json"], policy.shape)
+    return [CheckpointFile(f"{HF_FILES}/{name}", [content]) for name, content in found.items()]
 
 
 def _megatron_args(policy: Policy, step: int) -> Namespace:

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megatron_dapo.config.base import ConfigError
 from megatron_dapo.config.families import FAMILIES, Family, architecture_of, find_family
@@ -152,6 +152,7 @@ class ModelShape:
     zero_centred_norms: bool = False
     prefix: str = "model."  # of the HF names of the text model
     carried: tuple[str, ...] = ()  # prefixes of HF tensors that are neither trained nor synced
+    head: Literal["value"] | None = None  # value: one number per token instead of logits
     # What follows from the fields above.
     linear_layers: tuple[int, ...] = field(init=False, repr=False)
     attention_layers: int = field(init=False, repr=False)  # the number of layers with softmax attention
@@ -236,17 +237,33 @@ class ModelShape:
             zero_centred_norms=family.zero_centred_norms,
             prefix=family.prefix,
             carried=family.carried,
-        )
+        )._with_head(config)
+
+    def _with_head(self, config: dict[str, Any]) -> ModelShape:
+        return self.as_value_model() if str(architecture_of(config)).endswith(VALUE_CLASSES) else self
+
+    def as_value_model(self) -> ModelShape:
+        """The same layers with a value head."""
+        return replace(self, head="value", tied_embeddings=False)
 
 
 def _family(config: dict[str, Any], where: str) -> Family:
     name, family = architecture_of(config), find_family(config)
-    if family is None or (name is not None and name != family.architecture):
+    classes = {family.architecture, *value_classes(family)} if family else set()
+    if family is None or (name is not None and name not in classes):
         needed = NOT_SUPPORTED.get(name, "") if isinstance(name, str) else ""
         kind = f" of model_type {config['model_type']!r}" if "model_type" in config else ""
         known = ", ".join(known.architecture for known in FAMILIES.values())
         raise ConfigError(f"{where}: architecture {name!r}{kind} is not supported{needed}; supported are {known}")
     return family
+
+
+VALUE_CLASSES = ("ForTokenClassification", "ForSequenceClassification")  # critics and reward models, of one label
+
+
+def value_classes(family: Family) -> list[str]:
+    """transformers' classes of this family that have a value head, its exported critics first."""
+    return [family.architecture.replace("ForCausalLM", ending) for ending in VALUE_CLASSES]
 
 
 class _Reader:

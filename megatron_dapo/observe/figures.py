@@ -68,6 +68,24 @@ SECTIONS: dict[str, tuple[Figure, ...]] = {
         Figure("loss", "Loss", "policy objective; its absolute value says little", {"train/loss": "loss"}),
         Figure("lr", "Learning rate", "", {"train/lr": "lr"}, zero=True),
     ),
+    "Critic": (
+        Figure("explained_variance", "Explained variance", "1 − Var(return − value) / Var(return)", {
+            "critic/explained_variance": "all tokens", "critic/explained_variance/position_0": "first tenth",
+            "critic/explained_variance/position_9": "last tenth",
+        }),
+        Figure("value_bias", "Bias of the values", "mean of value − return", {
+            "critic/bias": "all tokens", "critic/bias/right": "right", "critic/bias/wrong": "wrong",
+            "critic/bias/position_0": "first tenth", "critic/bias/position_9": "last tenth",
+        }),
+        Figure("value_loss", "Value loss", "half the squared error, clipped", {"critic/loss": "loss"}, zero=True),
+        Figure("value_clip", "Clipped values", "tokens whose loss the clip replaced",
+                   {"critic/clip_fraction": "clipped"}, "percent", zero=True),
+        Figure("critic_grad_norm", "Gradient norm of the critic", "before clipping",
+                   {"critic/grad_norm": "grad_norm"}, log=True),
+        Figure("lambda", "λ of the policy", "over responses", {
+            "critic/lambda_mean": "mean", "critic/lambda_min": "shortest response",
+        }, zero=True),
+    ),
     "Engine and trainer": (
         Figure("mismatch_kl", "Mismatch KL", "KL(engine‖trainer), k3 estimate",
                    {"train/mismatch_kl": "mismatch_kl"}, log=True),
@@ -122,7 +140,7 @@ SECTIONS: dict[str, tuple[Figure, ...]] = {
 SCORE = re.compile(r"eval/.*(?:avg|pass|maj)@\d+$")
 # The sum; the start-up, which is longer than all others; and no time at all.
 NOT_PHASES = ("time/step", "time/start", "time/tokens_per_second_per_gpu")
-PHASE_ORDER = ("rollout", "hand_over", "advantages", "log_probs", "update", "sync", "checkpoint", "evaluate")
+PHASE_ORDER = ("rollout", "hand_over", "advantages", "log_probs", "critic", "update", "sync", "checkpoint", "evaluate")
 
 
 def figures_of(runs: Sequence[Run]) -> dict[str, list[Figure]]:

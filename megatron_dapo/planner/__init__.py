@@ -7,6 +7,7 @@
 - `timing.py`: seconds of the trainer's phases; `sync.py`: of a weight update.
 - `engine.py`: memory of the engines; `server_model.py`: engines as a queueing model, with the time of a decoding step;
   `generation.py`: dynamic sampling on it.
+- `models.py`: shapes of published models, and of those that are here.
 - `hardware.py`: data sheets of GPUs; `workload.py`: samples of one step and their lengths.
 - `assumptions.py`: the constants, with their sources.
 - `modes.py`: colocated engines and splits of the GPUs compared.

@@ -195,6 +195,8 @@ class Head:
 
 def head_memory(shape: ModelShape, policy: PolicyConfig) -> Head:
     s = Sizes.of(shape, policy)
+    if shape.head == "value":  # hidden states in fp32, and their gradient
+        return Head(saved=s.t * s.hidden * (s.bytes + 4), work=s.t * s.hidden * (s.bytes + 4), kept_gradient=0.0)
     chunk = min(policy.head_chunk(shape.vocab), s.t)
     table = s.columns * s.hidden
     tied_here = shape.tied_embeddings and policy.pipeline_parallel == 1

@@ -51,7 +51,7 @@ def count_parameters(shape: ModelShape) -> Parameters:
     embedding = shape.vocab * shape.hidden
     whole = Parameters(
         embedding=embedding,
-        output=0 if shape.tied_embeddings else embedding,
+        output=_value_head(shape) or (0 if shape.tied_embeddings else embedding),
         attention=full * _attention(shape) + linear * _delta(shape),
         mlp=(shape.layers - moe) * _mlp(shape),
         experts=moe * shape.experts * expert,
@@ -61,6 +61,10 @@ def count_parameters(shape: ModelShape) -> Parameters:
         active=0,
     )
     return replace(whole, active=whole.total - moe * (shape.experts - shape.experts_per_token) * expert)
+
+
+def _value_head(shape: ModelShape) -> int:
+    return shape.hidden + 1 if shape.head == "value" else 0
 
 
 def _attention(shape: ModelShape) -> int:
@@ -142,7 +146,7 @@ def rank_parameters(shape: ModelShape, policy: PolicyConfig, stage: int) -> Rank
     if first:
         dense += table
     if last:
-        dense += shape.hidden + (0 if shape.tied_embeddings and first else table)
+        dense += shape.hidden + (_value_head(shape) or (0 if shape.tied_embeddings and first else table))
     return RankParameters(dense, moe * experts)
 
 

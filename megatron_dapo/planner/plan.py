@@ -14,9 +14,20 @@ from megatron_dapo.planner.assumptions import DEFAULT_MFU, ENGINE_OVERHEAD_BYTES
 from megatron_dapo.planner.engine import EnginePlan, fleet_of, hands_over, memory_fraction, plan_engine
 from megatron_dapo.planner.generation import Generation, generate
 from megatron_dapo.planner.hardware import GIB, Cluster, PlanError
-from megatron_dapo.planner.memory import Layers, TrainerMemory, kept_while_engines_work
+from megatron_dapo.planner.memory import Layers, TrainerMemory, kept_while_engines_work, stage_memory
+from megatron_dapo.planner.models import model_shape
 from megatron_dapo.planner.parameters import Parameters, count_parameters
-from megatron_dapo.planner.search import Candidate, Task, candidates, judge, rank, why_illegal, with_changes
+from megatron_dapo.planner.search import (
+    Candidate,
+    CriticTask,
+    Task,
+    candidates,
+    critic_seconds,
+    judge,
+    rank,
+    why_illegal,
+    with_changes,
+)
 from megatron_dapo.planner.sync import buffer_bytes, sync_time
 from megatron_dapo.planner.workload import Workload, typical_of
 from megatron_dapo.plugins import is_plugin
@@ -37,7 +48,7 @@ def overlaps(config: Config, cluster: Cluster) -> bool:
 def step_seconds(phases: list[Phase], overlaps: bool) -> float:
     seconds = {phase.name: phase.seconds for phase in phases}
     if overlaps:
-        training = seconds.get("log-probs", 0.0) + seconds.get("training", 0.0)
+        training = sum(seconds.get(name, 0.0) for name in ("critic", "log-probs", "training"))
         return max(seconds.get("generation", 0.0), training) + seconds.get("weight sync", 0.0)
     return sum(seconds.values())
 
@@ -53,6 +64,8 @@ def step_phases(
     phases = []
     if engine is not None and generation is not None:
         phases.append(_generation(task, engine, generation))
+    if task.critic is not None:
+        phases.append(_critic(task, policy, memory))
     phases += _training(task, policy)
     if engine is not None:
         phases.append(_sync(task, rollout, policy, engine))
@@ -87,6 +100,19 @@ def _training(task: Task, policy: PolicyConfig) -> list[Phase]:
     detail = f"{work.updates} updates of {update.total:.1f} s, {split.micro_batches} micro-batches each; per update: "
     phases.append(Phase("training", work.updates * update.total, detail + shown))
     return phases
+
+
+def _critic(task: Task, policy: PolicyConfig, memory: TrainerMemory) -> Phase:
+    critic = task.critic
+    assert critic is not None
+    seconds, values = critic_seconds(task, policy)
+    detail = f"values {values:.1f} s, {task.work.updates * critic.config.epochs} updates"
+    if critic.takes_turns:
+        own = stage_memory(critic.shape, critic.policy(policy), task.world, 1, memory.stage, task.layers)
+        moved = memory.weights + memory.optimizer + own.weights + own.optimizer
+        seconds += 2 * moved / HOST_BYTES_PER_SECOND
+        detail += f", {moved / GIB:.1f} GiB a GPU to host memory and back"
+    return Phase("critic", seconds, detail)
 
 
 def _sync(task: Task, rollout: RolloutConfig, policy: PolicyConfig, engine: EnginePlan) -> Phase:
@@ -182,7 +208,7 @@ def make_plan(
     """Judges the configured layout and engine size, or with `choose` takes the fastest that fit."""
     if not 0 < mfu <= 1:
         raise PlanError(f"--mfu is {mfu}: expected a share of the GPU's peak between 0 and 1, usually 0.5")
-    planner = Planner(config, Task(shape, work, cluster, mfu, layers, *shared_gpu(config, cluster)))
+    planner = Planner(config, task_of(config, shape, cluster, work, mfu, layers))
     found = list(candidates(planner.task, config.policy))
     reason = None if choose else planner.why_not()
     chosen: Choice | None = None
@@ -309,7 +335,15 @@ class Planner:
         if chosen is None:
             return [f"no layout on {self.task.cluster.gpus} GPUs fits both trainer and engine"]
         problems, mem, serving = [], chosen.trainer.memory, chosen.engine
-        if not chosen.trainer.fits:
+        critic = chosen.trainer.critic
+        if critic is not None and not chosen.trainer.fits:
+            how = "in turns" if self.task.critic and self.task.critic.takes_turns else "beside each other"
+            problems.append(
+                f"policy and critic, {how}, need {mem.total / GIB:.1f} and {critic.total / GIB:.1f} GiB, of which "
+                f"{mem.static / GIB:.1f} and {critic.static / GIB:.1f} GiB all the time; a rank has "
+                f"{self.task.limit / GIB:.1f} GiB"
+            )
+        elif not chosen.trainer.fits:
             part, size = max(mem.parts.items(), key=lambda item: item[1])
             problems.append(
                 f"the trainer needs {mem.total / GIB:.1f} GiB on a rank of pipeline stage {mem.stage}, but has "
@@ -323,6 +357,16 @@ class Planner:
                 f"{serving.longest} tokens takes {serving.kv_least / GIB:.1f} GiB"
             )
         return problems
+
+
+def task_of(
+    config: Config, shape: ModelShape, cluster: Cluster, work: Workload, mfu: float, layers: Layers = "te"
+) -> Task:
+    critic = None
+    if config.uses_critic:
+        own = model_shape(config.critic.model, "critic.model") if config.critic.model else shape
+        critic = CriticTask(own.as_value_model(), config.critic)
+    return Task(shape, work, cluster, mfu, layers, *shared_gpu(config, cluster), critic)
 
 
 def shared_gpu(config: Config, cluster: Cluster) -> tuple[float, float]:

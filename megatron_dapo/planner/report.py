@@ -117,6 +117,9 @@ def _print_memory(plan: Plan, trainer: Candidate, console: Console) -> None:
         table.add_row(part, f"{size / GIB:.2f}", NOTES[part])
     table.add_section()
     table.add_row("total", f"{memory.total / GIB:.2f}", f"of {plan.limit / GIB:.1f} GiB")
+    if trainer.critic is not None:
+        what = f"{trainer.critic.static / GIB:.2f} GiB of it all the time, unless it takes turns (critic.offload)"
+        table.add_row("critic", f"{trainer.critic.total / GIB:.2f}", what)
     print_table(table, console)
 
 
@@ -198,7 +201,7 @@ def print_modes(modes: list[Mode], cluster: Cluster, console: Console) -> None:
         ">staleness", "trainer", ">TP", ">running", ">generation", ">training", ">step",
     )  # fmt: skip
     for mode in modes:
-        training = mode.phases["training"] + mode.phases.get("log-probs", 0.0)
+        training = sum(mode.phases.get(name, 0.0) for name in ("critic", "log-probs", "training"))
         table.add_row(
             mode.name, str(mode.staleness), layout_name(mode.trainer.policy, cluster.gpus - mode.engine_gpus),
             str(mode.server_tensor_parallel), str(mode.max_running), f"{mode.phases['generation']:,.0f} s",
@@ -234,7 +237,8 @@ def plan_json(plan: Plan, top: int = 8) -> dict[str, Any]:
 
 def _memory_json(candidate: Candidate) -> dict[str, Any]:
     memory = candidate.memory
-    return {"stage": memory.stage, **memory.parts, "total": memory.total}
+    critic = {} if candidate.critic is None else {"critic": candidate.critic.total}
+    return {"stage": memory.stage, **memory.parts, "total": memory.total, **critic}
 
 
 def _engine_json(engine: EnginePlan | None) -> dict[str, Any] | None:

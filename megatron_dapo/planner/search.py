@@ -13,6 +13,7 @@ from itertools import product
 from typing import Any
 
 from megatron_dapo.config import Config, ConfigError, ModelShape, check_model, check_world, parse_config
+from megatron_dapo.config.critic import CriticConfig
 from megatron_dapo.config.load import apply_override
 from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.config.schema import stage_ends
@@ -31,6 +32,21 @@ MODEL_PARALLEL_LIMIT = 16  # largest pipeline size that is searched
 
 
 @dataclass(frozen=True, slots=True)
+class CriticTask:
+    """A critic in the layout of the policy."""
+
+    shape: ModelShape
+    config: CriticConfig
+
+    def policy(self, layout: PolicyConfig) -> PolicyConfig:
+        return layout.model_copy(update={"optimizer": self.config.optimizer})
+
+    @property
+    def takes_turns(self) -> bool:
+        return self.config.offload is not False
+
+
+@dataclass(frozen=True, slots=True)
 class Task:
     """The inputs that a layout is judged with."""
 
@@ -41,6 +57,7 @@ class Task:
     layers: Layers = "te"
     residue: float = 0.0  # bytes that a colocated engine holds while the trainer works
     kept: float = 0.0  # bytes that the trainer holds while a colocated engine works
+    critic: CriticTask | None = None
 
     @property
     def world(self) -> int:
@@ -61,7 +78,8 @@ class Candidate:
     policy: PolicyConfig
     memory: TrainerMemory
     fits: bool
-    seconds: float  # training and log-probs of one step
+    seconds: float  # training, log-probs and critic of one step
+    critic: TrainerMemory | None = None
 
     def data_parallel(self, world: int) -> int:
         return world // self.policy.model_ranks
@@ -82,7 +100,24 @@ def judge(task: Task, policy: PolicyConfig, memory: TrainerMemory | None = None)
     arguments = (task.shape, policy, task.cluster, task.work, task.world, task.mfu)
     seconds = updates * pass_time(*arguments, train=True).total
     seconds += updates * passes * pass_time(*arguments, train=False).total
-    return Candidate(policy, memory, memory.total <= task.limit, seconds)
+    if task.critic is None:
+        return Candidate(policy, memory, memory.total <= task.limit, seconds)
+    micro_batches = most_micro_batches(policy, task.work, task.world)
+    critic = trainer_memory(task.critic.shape, task.critic.policy(policy), task.world, micro_batches, task.layers)
+    needed = max(memory.total, critic.total)
+    if not task.critic.takes_turns:
+        needed = max(memory.total + critic.static, critic.total + memory.static)
+    seconds += critic_seconds(task, policy)[0]
+    return Candidate(policy, memory, needed <= task.limit, seconds, critic)
+
+
+def critic_seconds(task: Task, policy: PolicyConfig) -> tuple[float, float]:
+    """Of one step: all of the critic's part without hand-overs, and the values alone."""
+    assert task.critic is not None
+    arguments = (task.critic.shape, task.critic.policy(policy), task.cluster, task.work, task.world, task.mfu)
+    values = task.work.updates * pass_time(*arguments, train=False).total
+    updates = task.work.updates * task.critic.config.epochs * pass_time(*arguments, train=True).total
+    return values + updates, values
 
 
 def memory_of(task: Task, policy: PolicyConfig) -> TrainerMemory:
@@ -94,6 +129,8 @@ def why_illegal(task: Task, policy: PolicyConfig) -> str | None:
     """Why this layout is impossible, or None."""
     try:
         check_model(policy, task.shape, task.work.longest)
+        if task.critic is not None:
+            check_model(policy, task.critic.shape, task.work.longest)
         check_world(policy, task.world)
     except ConfigError as error:
         return str(error)

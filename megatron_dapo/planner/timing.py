@@ -169,7 +169,8 @@ def pass_time(
     forward = layer_time(shape, policy, work, split, rate)
     linear = forward.projections + forward.mlp
     per_token = linear * products + forward.attention * (3 if train else 1) + again.seconds(forward)
-    head = split.responses * 2 * shape.hidden * shape.vocab * products / (rate * width_share(shape.hidden))
+    columns = 1 if shape.head == "value" else shape.vocab
+    head = split.responses * 2 * shape.hidden * columns * products / (rate * width_share(shape.hidden))
     traffic = _Traffic(shape, policy, cluster, split)
     hideable = split.tokens / shape.layers * linear  # seconds of one layer's forward products
     tensor = traffic.tensor(train, again, hideable, frozen)

@@ -22,16 +22,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dapo.algorithm import LossOutputs, PolicyLoss, Proximal, Scores, TokenBatch
+from megatron_dapo.algorithm.value_loss import ValueLoss
 from megatron_dapo.config import ConfigError
 from megatron_dapo.policy.megatron.runtime import Runtime
 
 LossFunc = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Any]]]
-ReadOutput = Callable[[Tensor], Scores]  # what the model's output says about each token
+ReadOutput = Callable[[Tensor], Any]  # what the model's output says about each token: Scores or values
+Loss = PolicyLoss | ValueLoss
 
 
 def from_head(output: Tensor) -> Scores:
     """Reads our head's output [2, tokens]."""
     return Scores(output[0], output[1])
+
+
+def from_value_head(output: Tensor) -> Tensor:
+    """Reads the values of a value head's output [1, tokens]."""
+    return output[0]
 
 
 def from_cross_entropy(output: Tensor) -> Scores:
@@ -41,7 +48,7 @@ def from_cross_entropy(output: Tensor) -> Scores:
 
 def make_loss_func(
     batch: TokenBatch,
-    loss: PolicyLoss,
+    loss: Loss,
     *,
     cp_group: dist.ProcessGroup | None = None,
     read_output: ReadOutput = from_head,
@@ -109,7 +116,14 @@ class MetricReducer:
     """
 
     def __init__(
-        self, loss: PolicyLoss, runtime: Runtime, *, reference: bool, engine: bool, proximal: Proximal = "old"
+        self,
+        loss: Loss,
+        runtime: Runtime,
+        *,
+        reference: bool,
+        engine: bool,
+        proximal: Proximal = "old",
+        read_output: ReadOutput = from_head,
     ) -> None:
         one = torch.zeros(1)
         batch = TokenBatch(
@@ -122,9 +136,12 @@ class MetricReducer:
             sequences=1,
             ref_logprobs=one if reference else None,
             engine_logprobs=one if engine else None,
+            old_values=one,
+            returns=one,
+            positive=one if loss.needs.right else None,
             proximal=proximal,
         )
-        result = loss(Scores(one, one), batch)
+        result = loss(read_output(torch.zeros(2, 1)), batch)
         self.sums = ["loss_sum", "denominator", *result.sums]
         self.maxima = list(result.maxima)
         self.runtime = runtime

@@ -15,11 +15,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_dapo.algorithm import Needs
@@ -165,6 +167,11 @@ class Policy:
         self.step.complete_weights()
         return self._offloader.offload(self._parameters())
 
+    def offload(self) -> None:
+        """Everything to host memory, to make room for another model of the trainer."""
+        self.offload_training_state()
+        self.offload_weights()
+
     def onload(self) -> int:
         return self._offloader.onload()
 
@@ -195,17 +202,33 @@ class Policy:
         """Log-probs and entropies [responses] of every response token, on every rank. No gradient, no state change.
         With `mini_batches` every rank scores the samples that it will train on, and needs no others. `replay`: with the
         experts of the batch, if it has them. `record`: puts the experts into the batch."""
+        logprobs, entropy = self._scores(batch, mini_batches, 2, replay=replay, record=record)
+        return logprobs, entropy
+
+    def values(self, batch: TrainBatch, mini_batches: Sequence[Sequence[int]] | None = None) -> Floats:
+        """Values [responses] of a value model, each of the state before its token; otherwise as `log_probs`."""
+        return self._scores(batch, mini_batches, 1)[0]
+
+    def _scores(
+        self,
+        batch: TrainBatch,
+        mini_batches: Sequence[Sequence[int]] | None,
+        rows: int,
+        *,
+        replay: bool = True,
+        record: bool = False,
+    ) -> NDArray[np.float32]:
+        """[rows, responses]: the head's output, on every rank."""
         self.step.validate(batch, "scoring a mini-batch", to_train=False)
         micro_batches = self.step.pack(batch, mini_batches, replay=replay and not record)
         outputs = self.step.score_and_record(batch, micro_batches) if record else self.step.score(micro_batches)
-        table = torch.zeros(2, len(batch.loss_mask), device=self.runtime.device)
+        table = torch.zeros(rows, len(batch.loss_mask), device=self.runtime.device)
         if self.runtime.is_last_stage:
             for micro, output in zip(micro_batches, outputs, strict=True):
                 table[:, torch.from_numpy(micro.slots).to(table.device)] = output.float()
             dist.all_reduce(table, group=self.runtime.groups.dp_cp)
         dist.broadcast(table, src=self.runtime.last_stage_rank, group=self.runtime.groups.pp)
-        logprobs, entropy = table.cpu().numpy()
-        return logprobs, entropy
+        return table.cpu().numpy()
 
     def keep_reference(self) -> None:
         """Makes a copy of the present weights in host memory the reference policy. With LoRA the reference is the

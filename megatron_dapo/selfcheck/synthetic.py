@@ -104,7 +104,8 @@ def random_hf_weights(shape: ModelShape, seed: int = 0, scale: float = 0.1) -> d
 
 
 def awkward_batch(shape: ModelShape, seed: int, samples: int = 14) -> TrainBatch:
-    """Unequal lengths; sample 3 is masked, sample 5 partly; old log-probs differ enough to clip on both sides."""
+    """Unequal lengths; sample 3 is masked, sample 5 partly; every third is right, 3 and others among them; old
+    log-probs and values differ enough to clip on both sides."""
     rng = np.random.default_rng(seed)
     prompts, responses = rng.integers(2, 9, samples), rng.integers(3, 30, samples)
     total = int(responses.sum())
@@ -122,6 +123,9 @@ def awkward_batch(shape: ModelShape, seed: int, samples: int = 14) -> TrainBatch
         old_logprobs=(typical + 0.5 * rng.normal(size=total)).astype(np.float32),
         engine_logprobs=(typical + 0.5 * rng.normal(size=total)).astype(np.float32),
         ref_logprobs=(typical + 0.5 * rng.normal(size=total)).astype(np.float32),
+        values=rng.normal(size=total).astype(np.float32),
+        returns=rng.normal(size=total).astype(np.float32),
+        right=np.arange(samples) % 3 == 0,
     )
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megatron_dapo.algorithm.advantages import reads_values
 from megatron_dapo.checkpoints.folder import record_settings
 from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.data import RunData
@@ -23,6 +24,7 @@ from megatron_dapo.errors import CheckpointError, EngineError, UserError
 from megatron_dapo.files import explain, has_room
 from megatron_dapo.observe.metrics_file import RecordError
 from megatron_dapo.observe.observer import NullObserver, Observer
+from megatron_dapo.policy.critic import Critic
 from megatron_dapo.policy.loss_func import StepMetrics
 from megatron_dapo.policy.megatron.runtime import initialize, shutdown
 from megatron_dapo.policy.policy import Policy
@@ -59,9 +61,10 @@ class Trainer:
         self.collectives = Collectives(self.runtime, stop, watchdog.mark)
         self.rollouts = Rollouts(config, self.collectives)
         self.policy = Policy(config, shape, self.runtime)
-        self.updates = Updates(config, self.policy, self.collectives)
+        self.critic = Critic(config, self.policy) if reads_values(config.algorithm) else None
+        self.updates = Updates(config, self.policy, self.collectives, self.critic)
         self.colocation = Colocation(config.rollout.shares_gpus, self.policy, self.collectives, self.rollouts)
-        self.saves = Saves(config.trainer, self.collectives, lock, watchdog)
+        self.saves = Saves(config.trainer, self.collectives, lock, watchdog, self.critic)
         self.steps_done = 0
         self.current: TrainStep | None = None  # from its first update until it is recorded
 
@@ -78,7 +81,7 @@ class Trainer:
                 self._record(step)
                 self.rollouts.await_ahead(self.steps_done)
                 self._save_when_due()
-                self.colocation.sync_weights(self.steps_done)
+                self._sync_weights(step)
                 self._evaluate_when_due()
             self._finish()
             return 0
@@ -122,6 +125,9 @@ class Trainer:
             self.policy.load_hf(MegatronAsHF(converted, self.policy.shape) if converted else self.config.policy.model)
             if self.policy.needs.reference:
                 self.policy.keep_reference()
+            if self.critic is not None and not resume:
+                with self.critic.turn():
+                    self.critic.load_start()
             if resume:
                 phase.note(f"loading checkpoint {resume.name}")
             state: dict[str, Any] | None = None
@@ -155,6 +161,8 @@ class Trainer:
         self.steps_done = state["step"]
         self.saves.score = state["score"]
         self.updates.skipped_in_a_row = state["skipped_in_a_row"]
+        self.updates.critic_skipped_in_a_row = state.get("critic_skipped_in_a_row", 0)
+        self.updates.critic_is_ready = state.get("critic_is_ready", False)
         with self.collectives.on_driver("restoring the run's state") as mine:
             if mine:
                 self.rollouts.restore(state, self.steps_done + (state["current"] is not None))
@@ -195,6 +203,8 @@ class Trainer:
 
     def _update(self, step: TrainStep) -> None:
         updates = len(step.mini_batches)
+        if self.updates.train_critic(step, self.steps_done):
+            self.saves.unsaved = True
         with self.observer.phase("update") as phase:
             while not step.complete:
                 self.updates.make_one(step, self.steps_done)
@@ -216,6 +226,14 @@ class Trainer:
                     self.saves.rate(metrics)
                 self.observer.step(self.steps_done, metrics, step.source.groups)
         self._await_records()
+
+    def _sync_weights(self, step: TrainStep) -> None:
+        """The engines serve the weights after `step`. Pre-training of the critic leaves them as they are; engines that
+        share the GPUs have given theirs up, and batches that are generated ahead are counted in versions."""
+        if step.trains_policy or self.colocation.shared or self.config.rollout.max_staleness:
+            self.colocation.sync_weights(self.steps_done)
+        else:
+            self.rollouts.keep_weights(self.steps_done)
 
     def _await_records(self) -> None:
         """No step is trained while the one before it cannot be recorded."""
@@ -276,6 +294,8 @@ class Trainer:
             updates = self.current.updates_done if self.current else 0 if self.rollouts.sampling else None
             state = {
                 "skipped_in_a_row": self.updates.skipped_in_a_row,
+                "critic_skipped_in_a_row": self.updates.critic_skipped_in_a_row,
+                "critic_is_ready": self.updates.critic_is_ready,
                 "observer": self.observer.state(),
                 "current": self.current.to_state() if self.current else None,
                 **self.rollouts.state(),

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo.config.families import FAMILIES
-from megatron_dapo.config.families.tensors import Split, Template, Transform
+from megatron_dapo.config.families.tensors import VALUE_HEAD, Split, Template, Transform
 from megatron_dapo.config.model import LinearAttention, ModelShape
 from megatron_dapo.errors import UserError
 from megatron_dapo.files import StoredTensor
@@ -154,8 +154,8 @@ def _mapping(t: Template, shape: ModelShape, to: str = "", hf: str = "", layer: 
 def _mappings(shape: ModelShape) -> Iterator[ParameterMapping]:
     tensors = FAMILIES[shape.architecture].tensors
     yield from (_mapping(t, shape, hf=shape.prefix) for t in tensors.top if t.applies(shape))
-    if tensors.head.applies(shape):
-        yield _mapping(tensors.head, shape)
+    heads = VALUE_HEAD if shape.head == "value" else (tensors.head,)
+    yield from (_mapping(t, shape) for t in heads if t.applies(shape))
     linear = set(shape.linear_layers)
     for layer in range(shape.layers):
         to, hf = f"decoder.layers.{layer}.", f"{shape.prefix}layers.{layer}."

@@ -218,10 +218,12 @@ def naive_gradients(
     model: Any, batch: TrainBatch, config: Config, before: Callable[[int], None] = lambda i: None
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """The objective written out in fp64: min of the two surrogates, dual clip, k3, entropy, importance weight; one
-    division; and the load-balancing loss of every layer with experts. `before(i)` is called before sample i."""
+    division; the mean of −log π over right responses; and the load-balancing loss of every layer with experts.
+    `before(i)` is called before sample i."""
     a, model = config.algorithm, model.double()
     logits = record_router_logits(model)
     total, count = torch.zeros((), dtype=torch.float64), 0
+    right: list[torch.Tensor] = []
     tokens = np.split(batch.tokens, np.cumsum(batch.lengths)[:-1])
     responses = [np.split(x, np.cumsum(batch.response_lengths)[:-1]) for x in (
         batch.old_logprobs, batch.engine_logprobs, batch.ref_logprobs, batch.loss_mask)]  # fmt: skip
@@ -242,9 +244,11 @@ def naive_gradients(
         loss = -weight * surrogate + a.kl.coefficient * kl - a.entropy_coefficient * entropy
         total = total + loss[torch.from_numpy(mask)].sum()
         count += int(mask.sum())
+        right += [logp[torch.from_numpy(mask)]] if batch.right[i] else []
     balance = [load_balancing_loss(torch.cat(layer), model.config.num_experts_per_tok) for layer in logits]
-    (total / count + config.policy.moe_aux_loss_coefficient * sum(balance)).backward()
-    return float(total.detach() / count), hf_gradients(model)
+    loss = total / count - a.positive_coefficient * torch.cat(right).mean()
+    (loss + config.policy.moe_aux_loss_coefficient * sum(balance)).backward()
+    return float(loss.detach()), hf_gradients(model)
 
 
 class GivenExperts:

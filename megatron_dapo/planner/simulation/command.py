@@ -9,8 +9,8 @@ from typing import Any
 
 from megatron_dapo.arguments import table_console
 from megatron_dapo.config import load_config
-from megatron_dapo.planner.command import model_shape
 from megatron_dapo.planner.hardware import cluster_of
+from megatron_dapo.planner.models import model_shape
 from megatron_dapo.planner.simulation.incidents import Incidents, SimulationError
 from megatron_dapo.planner.simulation.report import print_variants, variant_json, write_trace
 from megatron_dapo.planner.simulation.run import Inputs, parse_sweep, run_sweep
@@ -35,7 +35,7 @@ def run(
     loaded = load_config(config, set)
     cluster = cluster_of(loaded.slurm, **hardware)
     inputs = Inputs(
-        config, set, model_shape(loaded), cluster, mfu, estimates, from_run, steps, seed, whole,
+        config, set, model_shape(loaded.policy.model), cluster, mfu, estimates, from_run, steps, seed, whole,
         Incidents.of(**incidents),
     )  # fmt: skip
     variants = run_sweep(inputs, parse_sweep(sweep))

@@ -22,8 +22,8 @@ from megatron_dapo.observe.timeline import Span
 from megatron_dapo.planner.engine import fleet_of, plan_engine
 from megatron_dapo.planner.generation import Fleet, ServerKind, part_of
 from megatron_dapo.planner.hardware import Cluster, find_gpu
-from megatron_dapo.planner.plan import shared_gpu, step_phases
-from megatron_dapo.planner.search import Task, judge, why_illegal
+from megatron_dapo.planner.plan import step_phases, task_of
+from megatron_dapo.planner.search import judge, why_illegal
 from megatron_dapo.planner.simulation.engine import Prompts, SimulatedEngine, from_run, rollout_function, unit_of
 from megatron_dapo.planner.simulation.incidents import NONE, Incidents, SimulationError
 from megatron_dapo.planner.workload import Workload
@@ -307,7 +307,7 @@ def make_setting(inputs: Inputs, config: Config, cluster: Cluster) -> tuple[Sett
     work = Workload.of(config, **inputs.estimates)
     if inputs.run:
         work = from_run(inputs.run, work)
-    task = Task(inputs.shape, work, cluster, inputs.mfu, "te", *shared_gpu(config, cluster))
+    task = task_of(config, inputs.shape, cluster, work, inputs.mfu)
     if reason := why_illegal(task, config.policy):
         raise SimulationError(reason)
     engine = plan_engine(task.shape, config.rollout, cluster, work, task.kept)
