@@ -94,17 +94,13 @@ def _without_remainder(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tenso
     return found[:count].view(x.shape)
 
 
+VECTORISED = ("exp", "log", "silu", "sigmoid", "softplus", "cos", "sin", "rsqrt")
 REPLACED: dict[Any, Callable[..., Tensor]] = {
     aten.mm.default: _product,
     aten.mm.out: _product,
     aten.addmm.default: _product_and_bias,
-} | dict.fromkeys(
-    (
-        aten.exp.default, aten.log.default, aten.silu.default, aten.sigmoid.default, aten.softplus.default,
-        aten.cos.default, aten.sin.default, aten.rsqrt.default,
-    ),
-    _without_remainder,
-)  # fmt: skip
+    **{getattr(aten, name).default: _without_remainder for name in VECTORISED},
+}
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, pages: Tensor, positions: Tensor, scale: float) -> Tensor:

@@ -180,7 +180,7 @@ def check_case(name: str, folder: Path, work: Path) -> dict[str, str]:
 def slime_export(folder: Path, converted: Path, out: Path) -> str:
     from megatron_dapo.weights.verify import verify
 
-    paths = ["--input-dir", converted / "release", "--output-dir", out, "--origin-hf-dir", folder]
+    paths = ["--input-dir", str(converted / "release"), "--output-dir", str(out), "--origin-hf-dir", str(folder)]
     tool = ROOT / "tests" / "support" / "slime_export.py"
     done = subprocess.run([sys.executable, tool, *paths], capture_output=True, text=True)
     if done.returncode:
@@ -192,7 +192,7 @@ def run_cases(names: list[str]) -> None:
     """Prints one JSON object per case."""
     sys.path += [str(ROOT), str(ROOT / "tests" / "weights")]
     import megatron.core
-    import tiny_qwen
+    import tiny_qwen  # type: ignore[import-not-found]
 
     print(json.dumps({"version": megatron.core.__version__, "python": sys.version.split()[0]}), flush=True)
     with tempfile.TemporaryDirectory() as folder:

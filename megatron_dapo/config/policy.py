@@ -281,6 +281,9 @@ class PolicyConfig(Section):
         return self.tensor_parallel * self.pipeline_parallel * self.context_parallel
 
     @model_validator(mode="after")
+    def _layout(self) -> PolicyConfig:
+        return self.check_layout()
+
     def check_layout(self) -> PolicyConfig:
         """Raises ValueError where settings exclude each other."""
         if self.virtual_pipeline > 1 and self.pipeline_parallel == 1:

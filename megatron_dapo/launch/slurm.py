@@ -23,7 +23,7 @@ from megatron_dapo.engines.sglang.keys import RUN_WITH_KEYS
 from megatron_dapo.errors import UserError
 from megatron_dapo.launch.local import check_run
 from megatron_dapo.launch.slurm_script import API_KEY, GPU_REQUEST, Job, render, seconds_of
-from megatron_dapo.planner.command import known_shape
+from megatron_dapo.planner.models import known_shape
 from megatron_dapo.trainer.preflight import check_setup
 
 Ask = Callable[..., subprocess.CompletedProcess[str]]
