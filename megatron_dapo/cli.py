@@ -174,7 +174,14 @@ def _add_explain(sub: Commands) -> None:
     def run(args: argparse.Namespace) -> int:
         from megatron_dapo.config.explain import SCHEMA, completion, explain
 
-        if args.completion:
+        if len(args.key) == 3 and args.key[1].isdigit() and args.key[2].isdigit():
+            from megatron_dapo.observe.console import importing
+
+            with importing("torch and Megatron-Core"):
+                from megatron_dapo.trainer.explain import explain_sample
+
+            print(explain_sample(args.key[0], int(args.key[1]), int(args.key[2])))
+        elif args.completion:
             print(completion(args.completion, _options(build_parser())))
         elif args.schema:
             print(SCHEMA)
@@ -186,11 +193,14 @@ def _add_explain(sub: Commands) -> None:
 
     parser = add_command(
         sub, "explain", run,
-        "Explain a setting: its values, its default, and what other tools call it; or which setting another tool's is.",
+        "Explain a setting: its values, default, and what other tools call it; or which setting another tool's is.\n"
+        "Or, with RUN_DIR STEP SAMPLE, what each token of a sample added to the loss (needs observe.samples_tokens).",
         "examples:\n  megatron-dapo explain rollout.sampler.oversampling\n  megatron-dapo explain global_batch_size\n"
+        "  megatron-dapo explain runs/dapo 10 17\n"
         "  eval \"$(megatron-dapo explain --completion bash)\"   # in ~/.bashrc: Tab completes commands and settings",
     )  # fmt: skip
-    parser.add_argument("key", metavar="KEY", nargs="*", help="a setting of ours or of another tool, or a section")
+    parser.add_argument("key", metavar="KEY", nargs="*", help="a setting of ours or of another tool, or a section; or "
+                        "RUN_DIR STEP SAMPLE")  # fmt: skip
     parser.add_argument("--completion", choices=("bash", "zsh"), help="print a completion script for this shell")
     parser.add_argument("--schema", action="store_true", help="print the path of the JSON schema, for editors")
 

@@ -122,9 +122,16 @@ class ObserveConfig(Section):
     console: Literal["auto", "rich", "plain", "off"] = Field(
         "auto", description="auto: rich on a terminal, plain elsewhere. rich: live progress. plain: a line per step."
     )
-    samples_every: int = Field(10, ge=0, description="Write a transcript to samples/ every N steps; 0: never.")
-    samples_groups: int = Field(2, ge=1, description="Prompts in one transcript.")
-    samples_responses: int = Field(4, ge=1, description="Responses per prompt; right and wrong ones alternate.")
+    samples_every: int = Field(10, ge=0, description="Write samples to samples/ every N steps; 0: never.")
+    samples_groups: int = Field(2, ge=0, description="Prompts of a step that are written; 0: all.")
+    samples_responses: int = Field(
+        4, ge=0, description="Responses per prompt; right and wrong ones alternate; 0: all of them."
+    )
+    samples_tokens: bool = Field(
+        False,
+        description="Also write what the updates read of every token of these steps: log-probs of engine, proximal and "
+        "new policy, entropy, advantage, mask. For coloured tokens and `megatron-dapo explain`; 25 bytes per token.",
+    )
     trace_every: int = Field(
         50, ge=0, description="Write a timeline to traces/ every N steps, for ui.perfetto.dev; 0: never."
     )

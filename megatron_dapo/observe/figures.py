@@ -40,6 +40,7 @@ class Figure:
     stacked: bool = False
     log: bool = False
     zero: bool = False  # the axis starts at 0
+    smooth: bool = True  # may be smoothed
     runs: list[list[Series]] = field(default_factory=list)  # one list per run; empty if the run has no data
 
 
@@ -66,7 +67,7 @@ SECTIONS: dict[str, tuple[Figure, ...]] = {
                    {"train/approx_kl": "approx_kl"}, zero=True),
         Figure("grad_norm", "Gradient norm", "before clipping", {"train/grad_norm": "grad_norm"}, log=True),
         Figure("loss", "Loss", "policy objective; its absolute value says little", {"train/loss": "loss"}),
-        Figure("lr", "Learning rate", "", {"train/lr": "lr"}, zero=True),
+        Figure("lr", "Learning rate", "", {"train/lr": "lr"}, zero=True, smooth=False),
     ),
     "Engine and trainer": (
         Figure("mismatch_kl", "Mismatch KL", "KL(engine‖trainer), k3 estimate",

@@ -116,12 +116,19 @@ class Observer:
         """A request that `engine` has finished now, for the timeline. Any thread; `started`: time.monotonic()."""
         self._timeline.request(engine, name, started, time.monotonic(), tokens)
 
-    def step(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group] = ()) -> None:
-        """Records a finished step, with the times of the phases since the last one."""
+    def step(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        groups: Sequence[Group] = (),
+        arrays: transcripts.Arrays | None = None,
+    ) -> None:
+        """Records a finished step, with the times of the phases since the last one. `arrays`: of all its samples, for
+        samples/."""
         self._align(step)
         times = self._stopwatch.lap()
         record = Record(step, STEP, plain_numbers(metrics) | times | self._speed(metrics, times))
-        self._keep_transcripts(step, groups)
+        self._keep_samples(step, groups, arrays)
         self._warn_all(self._records.put(record))  # after the transcripts: the transcripts of a recorded step exist
         self._step = step
         self._recent.append(times["time/step"])
@@ -223,10 +230,11 @@ class Observer:
             self._warn_all(log.flush())
         self._show(lambda console: console.close(status))
 
-    def _keep_transcripts(self, step: int, groups: Sequence[Group]) -> None:
-        if transcripts.is_due(step, self._config.samples_every) and groups:
-            chosen = transcripts.choose(step, groups, self._config.samples_groups, self._config.samples_responses)
-            self._warn_all(self._transcripts.put(chosen))
+    def _keep_samples(self, step: int, groups: Sequence[Group], arrays: transcripts.Arrays | None) -> None:
+        config = self._config
+        if transcripts.is_due(step, config.samples_every) and groups:
+            kept = (config.samples_groups, config.samples_responses)
+            self._warn_all(self._transcripts.put(transcripts.choose(step, groups, *kept, arrays)))
         else:
             self._warn_all(self._transcripts.flush())
 

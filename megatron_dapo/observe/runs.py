@@ -41,12 +41,17 @@ class Run:
     steps: list[Record]
     evaluations: list[Record]
     config: dict[str, str]  # dotted key to text
-    transcripts: list[Transcript]
+    samples: Path  # the folder; its files are large and are read when they are shown
     findings: list[Finding]
     warnings: list[str]  # logs/warnings.log
     starts: list[dict[str, Any]] = field(default_factory=list)  # environment.json
     timeline: dict[str, Any] | None = None  # of the newest step that has one
     last_change: str = ""  # when metrics.jsonl was last written
+
+    @property
+    def transcripts(self) -> list[Transcript]:
+        """All of them."""
+        return transcripts.read(self.samples)
 
     def series(self, metric: str) -> tuple[list[int], list[float]]:
         """Steps and values of one metric; steps without it are left out."""
@@ -85,7 +90,7 @@ def load_run(directory: Path, name: str, *, running: bool = False) -> Run:
         steps=steps,
         evaluations=evaluations,
         config=_config(directory / "config.yaml"),
-        transcripts=transcripts.read(directory / "samples"),
+        samples=directory / "samples",
         findings=[finding for record in steps for finding in watch.observe(record.step, record.metrics)],
         warnings=_warnings(directory / "logs" / "warnings.log"),
         starts=read_environment(directory),

@@ -213,7 +213,7 @@ class Trainer:
                 metrics = {**step.metrics(self.policy), **self.rollouts.reward_metrics()}
                 if not self.config.evaluate.data.files:
                     self.saves.rate(metrics)
-                self.observer.step(self.steps_done, metrics, step.source.groups)
+                self.observer.step(self.steps_done, metrics, step.source.groups, step.arrays(self.config))
         self._await_records()
 
     def _await_records(self) -> None:
