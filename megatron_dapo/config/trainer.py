@@ -136,6 +136,11 @@ class ObserveConfig(Section):
         50, ge=0, description="Write a timeline to traces/ every N steps, for ui.perfetto.dev; 0: never."
     )
     warnings: bool = Field(True, description="Warn about unhealthy metrics and name likely causes (docs/diagnosis.md).")
+    webhook_env: str | None = Field(
+        None,
+        description="Environment variable with a URL; every warning is posted to it as a JSON object with `text`, "
+        "`run`, `step` and `rule`, and so is an end other than finished.",
+    )
     report: bool = Field(True, description="Write report.html when the run ends.")
     aliases: list[Literal["verl", "prime-rl"]] = Field(
         default_factory=list,
@@ -150,6 +155,8 @@ class ObserveConfig(Section):
     profile_ranks: list[int] = Field([0], description="Ranks that profile_steps profiles.")
     wandb: WandbConfig = WandbConfig()
     tensorboard: bool = Field(False, description="Event files in logs/tensorboard; needs the extra `tensorboard`.")
+
+    _webhook = field_validator("webhook_env", mode="after")(lambda value: _check_variable(value))
 
     @model_validator(mode="after")
     def _steps_in_order(self) -> ObserveConfig:
@@ -325,10 +332,8 @@ class SlurmConfig(Section):
     @field_validator("webhook_env", mode="after")
     @classmethod
     def _webhook(cls, value: str | None) -> str | None:
-        if value is not None and not NAME.fullmatch(value):
-            raise ValueError(f"{value!r} is not the name of an environment variable; put the URL itself into one")
         check_not_ours(value or "")
-        return value
+        return _check_variable(value)
 
     @model_validator(mode="after")
     def _nodes(self) -> SlurmConfig:
@@ -364,6 +369,12 @@ class SlurmConfig(Section):
     @property
     def ranks(self) -> int:
         return self.trainer_nodes * self.ranks_per_node
+
+
+def _check_variable(name: str | None) -> str | None:
+    if name is not None and not NAME.fullmatch(name):  # it may be the URL itself, which is a secret
+        raise ValueError("expected the name of an environment variable; put the URL itself into one")
+    return name
 
 
 def check_not_ours(name: str) -> None:

@@ -130,14 +130,15 @@ def figures_of(runs: Sequence[Run]) -> dict[str, list[Figure]]:
     """Section title to its figures; the last section, "All other metrics", has one figure for each."""
     sections: dict[str, list[Figure]] = {}
     shown: set[str] = set()
+    known = list(dict.fromkeys(name for run in runs for name in run.metrics))
     for title, specs in SECTIONS.items():
         figures = []
         for spec in specs:
-            names = _expand(spec, runs)
+            names = _expand(spec, known)
             shown.update(names)
             figures.append(_figure(spec, names, runs))
         sections[title] = [figure for figure in figures if any(figure.runs)]
-    rest = dict.fromkeys(name for run in runs for name in run.metrics if not _is_shown(name, shown))
+    rest = [name for name in known if not _is_shown(name, shown)]
     others = [_figure(_single(name), {name: name}, runs) for name in rest]
     sections["All other metrics"] = [figure for figure in others if any(figure.runs)]
     return {title: figures for title, figures in sections.items() if figures}
@@ -151,9 +152,8 @@ def _single(name: str) -> Figure:
     return Figure(re.sub(r"\W+", "-", name), name, "", {name: name}, "percent" if "share" in name else "number")
 
 
-def _expand(spec: Figure, runs: Sequence[Run]) -> dict[str, str]:
+def _expand(spec: Figure, known: Sequence[str]) -> dict[str, str]:
     """Metric to label, in the order of the spec; the matches of a pattern are sorted."""
-    known = dict.fromkeys(name for run in runs for name in run.metrics)
     names: dict[str, str] = {}
     for metric, label in spec.metrics.items():
         if not metric.endswith("*"):

@@ -42,7 +42,7 @@ from megatron_dapo.observe.metrics_file import (
 )
 from megatron_dapo.observe.runs import record_environment
 from megatron_dapo.observe.timeline import Timeline, write_trace
-from megatron_dapo.observe.trackers import make_trackers, with_aliases
+from megatron_dapo.observe.trackers import make_trackers, make_webhook, with_aliases
 from megatron_dapo.types import Group
 
 UNWRITTEN_RECORDS = 10_000  # about 3 KB each
@@ -65,6 +65,7 @@ class Observer:
         self._step = 0
         self._ranks = ranks
         self._trackers = make_trackers(config, self._dir, settings)  # first: it raises if a package is missing
+        self._webhook = make_webhook(config.webhook_env, self._dir.name)
         self._file = MetricsFile(self._dir / "metrics.jsonl")
         self._console = make_console(config.console, self._dir.name)
         self._status: Console = StatusFile(self._dir / "logs" / STATUS, total_steps)
@@ -156,9 +157,11 @@ class Observer:
         return self._aligned and any((r.step, r.kind) == (step, EVAL) for r in recorded)
 
     def warn(self, message: str) -> None:
-        """Shown, and written to logs/warnings.log."""
+        """Shown, written to logs/warnings.log, and sent to the webhook."""
         self._show(lambda console: console.warn(message))
         self._log("warnings.log", f"step {self._step}: {printable(message)}")
+        if self._webhook is not None:
+            self._webhook.send(self._step, message)
 
     def log(self, message: str) -> None:
         """Written to logs/trainer.log only: what is worth keeping but is neither a metric nor a warning."""
@@ -229,6 +232,10 @@ class Observer:
         for log in self._logs.values():
             self._warn_all(log.flush())
         self._show(lambda console: console.close(status))
+        if self._webhook is not None:
+            if status != "finished":
+                self._webhook.send(self._step, f"run {status}")
+            self._webhook.close()
 
     def _keep_samples(self, step: int, groups: Sequence[Group], arrays: transcripts.Arrays | None) -> None:
         config = self._config

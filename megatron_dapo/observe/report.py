@@ -57,7 +57,10 @@ def write_report(run_dirs: Sequence[str | Path], output: str | Path) -> Path:
 
 def render(runs: Sequence[Run], *, live: bool = False) -> str:
     """The page as text. A live page asks the server that it came from for newer data."""
-    data = payload(runs, live=live)
+    return page_of(payload(runs, live=live), live=live)
+
+
+def page_of(data: dict[str, Any], *, live: bool = False) -> str:
     scripts = ["chart.js", "samples.js", "report.js", *(["watch.js"] if live else [])]
     return fill_page(data["title"], scripts, ["report.css"], data, connect="connect-src 'self'; " if live else "")
 
@@ -99,7 +102,9 @@ def payload(runs: Sequence[Run], *, live: bool = False) -> dict[str, Any]:
             {"title": section, "figures": [asdict(figure) for figure in figures]}
             for section, figures in figures_of(runs).items()
         ],
-        "differences": [{"key": key, "values": values} for key, values in config_differences(runs)],
+        "differences": [
+            {"key": key, "values": values} for key, values in config_differences([run.config for run in runs])
+        ],
     }
 
 
@@ -142,8 +147,7 @@ def _samples(run: Run) -> dict[str, Any]:
         values = transcripts.token_values(arrays, item.place)
         left -= item.tokens if values else 0
         found.append(sample_view(item) | {"values": values})
-    prompts = dict.fromkeys(item.prompt_id for item in shown)
-    return {"samples": found, "histories": {name: transcripts.history(run.samples, name) for name in prompts}}
+    return {"samples": found, "histories": transcripts.histories(run.samples, {item.prompt_id for item in shown})}
 
 
 def _summary(run: Run) -> list[dict[str, Any]]:

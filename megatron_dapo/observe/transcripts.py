@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
@@ -154,16 +155,17 @@ def read(folder: Path, steps: Iterable[int] | None = None) -> list[Transcript]:
     return found
 
 
-def history(folder: Path, prompt_id: str) -> list[list[float]]:
-    """[step, right, graded, rollouts, mean tokens] of one prompt in each recorded step that trained on it."""
-    found = []
+def histories(folder: Path, prompts: Iterable[str]) -> dict[str, list[list[float]]]:
+    """[step, right, graded, rollouts, mean tokens] of each prompt, in each recorded step that trained on it."""
+    found: dict[str, list[list[float]]] = {name: [] for name in prompts}
     for step in recorded_steps(folder):
         try:
             with (folder / f"step_{step:06d}.jsonl").open("rb") as file:
-                head = json.loads(file.readline())
-            found += [[step, *head["prompts"][prompt_id]]]
-        except (OSError, ValueError, KeyError, TypeError):  # files of older versions have no first line
+                results = json.loads(file.readline()).get("prompts", {})
+        except (OSError, ValueError):  # a resumed run has just removed it
             continue
+        for name in found.keys() & results.keys():
+            found[name].append([step, *results[name]])
     return found
 
 
@@ -172,7 +174,7 @@ def read_arrays(folder: Path, step: int) -> dict[str, NDArray[Any]]:
     try:
         with np.load(folder / f"step_{step:06d}.npz", allow_pickle=False) as file:
             return {name: file[name] for name in file.files}
-    except (OSError, ValueError):
+    except (OSError, ValueError, zipfile.BadZipFile):
         return {}
 
 
@@ -192,9 +194,12 @@ def token_values(arrays: Arrays, place: int) -> dict[str, list[Any]] | None:
     values = {"log-prob": new, "log-prob gap": old - engine, "ratio": np.exp(np.clip(new - old, -20, 20))}
     values |= {"advantage": advantages, "entropy": arrays["entropy"][start:stop]}
     pieces = arrays["pieces"][np.searchsorted(arrays["piece_ids"], ids)]
-    shown: dict[str, list[Any]] = {name: [float(f"{v:.4g}") for v in array] for name, array in values.items()}
-    mask = arrays["loss_mask"][start:stop]
-    return {"text": pieces.tolist(), "mask": mask.astype(int).tolist(), **shown}
+    mask = arrays["loss_mask"][start:stop].astype(int)
+    return {"text": pieces.tolist(), "mask": mask.tolist(), **{name: _rounded(array) for name, array in values.items()}}
+
+
+def _rounded(values: NDArray[Any]) -> list[float | None]:
+    return [float(f"{value:.4g}") if np.isfinite(value) else None for value in values]
 
 
 def rewind(folder: Path, step: int) -> None:

@@ -240,7 +240,7 @@ class Policy:
             parameter.copy_(value, non_blocking=True)
 
     def update(self, batch: TrainBatch, **options: Any) -> dict[str, float]:
-        """One optimizer update. Returns the metrics of the whole mini-batch, the same on every rank. `options`: those of
+        """One optimizer update. Returns the metrics of the whole mini-batch, the same on every rank. `options`: of
         `UpdateStep.update`."""
         return self.step.update(batch, **options)
 

@@ -7,6 +7,7 @@ peak is that of dense bf16 in the vendor's data sheet, so MFU exists on GPUs of 
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,26 @@ def memory_metrics() -> dict[str, float]:
         found["memory/gpu_peak_gib"] = torch.cuda.max_memory_allocated() / GIB
         found["memory/gpu_reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
         torch.cuda.reset_peak_memory_stats()
+    return found
+
+
+def gpu_status() -> dict[str, float]:
+    """Of this rank's GPU, with what other processes use: bytes, and the share of the last second in which a kernel
+    ran, if NVML knows it."""
+    free, total = torch.cuda.mem_get_info()
+    found = {"memory_used_bytes": float(total - free), "memory_total_bytes": float(total)}
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        handle, rates = ctypes.c_void_p(), (ctypes.c_uint * 2)()  # of kernels, of memory
+        uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}".encode()
+        if not (
+            nvml.nvmlInit_v2()
+            or nvml.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(handle))
+            or nvml.nvmlDeviceGetUtilizationRates(handle, rates)
+        ):
+            found["utilization_ratio"] = rates[0] / 100
+    except (OSError, AttributeError):  # no NVML, or an older one
+        pass
     return found
 
 

@@ -24,8 +24,11 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
+import torch
+
 from megatron_dapo.config.trainer import HeartbeatConfig
 from megatron_dapo.files import remove, write_atomically
+from megatron_dapo.trainer.throughput import gpu_status
 
 HUNG = 76  # exit code: a rank hung, see heartbeat/ended
 
@@ -100,6 +103,8 @@ class Watchdog:
         path = self._folder / f"rank_{self._rank}.json"
         self._status = {"beats": self._beats, "progress": self._progress, "doing": self._doing, "where": self._where(),
                         "host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}  # fmt: skip
+        if torch.cuda.is_initialized():
+            self._status["gpu"] = gpu_status()
         with contextlib.suppress(OSError):  # a full or unreachable file system must not end a run that works
             write_atomically(path, json.dumps(self._status), fsync=False)
 

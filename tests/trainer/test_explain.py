@@ -1,4 +1,4 @@
-"""`explain RUN STEP SAMPLE`: what it recomputes in fp64 from samples/ equals metrics.jsonl; recording changes nothing."""
+"""`explain RUN STEP SAMPLE`: sums recomputed in fp64 from samples/ equal metrics.jsonl; recording changes no weight."""
 
 import json
 import os
