@@ -156,7 +156,10 @@ class ObserveConfig(Section):
     wandb: WandbConfig = WandbConfig()
     tensorboard: bool = Field(False, description="Event files in logs/tensorboard; needs the extra `tensorboard`.")
 
-    _webhook = field_validator("webhook_env", mode="after")(lambda value: _check_variable(value))
+    @field_validator("webhook_env", mode="after")
+    @classmethod
+    def _webhook(cls, value: str | None) -> str | None:
+        return _check_variable(value)
 
     @model_validator(mode="after")
     def _steps_in_order(self) -> ObserveConfig:

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_dapo.algorithm import PolicyLoss, Scores
+from megatron_dapo.algorithm import PolicyLoss, Proximal, Scores
 from megatron_dapo.config import Config, load_config
 from megatron_dapo.data import load_tokenizer
 from megatron_dapo.errors import UserError
@@ -93,7 +93,7 @@ def explain_step(run: Path, step: int) -> StepExplanation:
 def _explain_update(
     loss: PolicyLoss, scores: Scores, batch: TrainBatch, config: Config, *, first: bool
 ) -> tuple[dict[str, NDArray[Any]], dict[str, float]]:
-    proximal = "old" if batch.old_logprobs is not None else "current" if first else "unknown"
+    proximal: Proximal = "old" if batch.old_logprobs is not None else "current" if first else "unknown"
     tokens = LossInputs(batch, config, proximal).everything().double()
     with torch.no_grad():
         outputs = loss(scores, tokens)

@@ -60,23 +60,23 @@ def memory_metrics() -> dict[str, float]:
 
 
 def gpu_status() -> dict[str, float]:
-    """Of this rank's GPU, with what other processes use: bytes, and the share of the last second in which a kernel
-    ran, if NVML knows it."""
-    free, total = torch.cuda.mem_get_info()
-    found = {"memory_used_bytes": float(total - free), "memory_total_bytes": float(total)}
+    """Of this rank's GPU, with what other processes use, from NVML: bytes, and the share of the last second in which a
+    kernel ran. NVML does not wait for CUDA, so a heartbeat may ask it. Empty without NVML."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
-        handle, rates = ctypes.c_void_p(), (ctypes.c_uint * 2)()  # of kernels, of memory
         uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}".encode()
-        if not (
-            nvml.nvmlInit_v2()
-            or nvml.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(handle))
-            or nvml.nvmlDeviceGetUtilizationRates(handle, rates)
-        ):
+        handle, rates = ctypes.c_void_p(), (ctypes.c_uint * 2)()  # of kernels, of memory
+        memory = (ctypes.c_ulonglong * 3)()  # total, free, used
+        if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(handle)):
+            return {}
+        found = {}
+        if not nvml.nvmlDeviceGetMemoryInfo(handle, memory):
+            found = {"memory_used_bytes": float(memory[2]), "memory_total_bytes": float(memory[0])}
+        if not nvml.nvmlDeviceGetUtilizationRates(handle, rates):
             found["utilization_ratio"] = rates[0] / 100
-    except (OSError, AttributeError):  # no NVML, or an older one
-        pass
-    return found
+        return found
+    except (OSError, AttributeError, RuntimeError):
+        return {}
 
 
 class StepProfiler:

@@ -17,7 +17,7 @@ from megatron_dapo.policy.loss_func import MetricReducer, make_loss_func
 from megatron_dapo.policy.megatron.runtime import Runtime
 from megatron_dapo.policy.model.router import MicroBatchRouting, _Replay
 from megatron_dapo.policy.policy import Policy
-from megatron_dapo.policy.step import UpdateStep, LossInputs, learning_rate
+from megatron_dapo.policy.step import LossInputs, UpdateStep, learning_rate
 from megatron_dapo.processes.fork_ranks import run_ranks
 
 # ---- four ranks: two sequences on two data ranks, each split over two context ranks ----
