@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -49,9 +50,14 @@ def recorded_arrays(
     found["trained"] = trained_tokens(source.samples)
     found["updates"] = np.array(updates)
     ids = np.unique(batch.tokens)
-    tokenizer = load_tokenizer(config.policy.model, int(ids.max()) + 1)
-    found["piece_ids"], found["pieces"] = ids, np.array(tokenizer.batch_decode([[token] for token in ids.tolist()]))
+    pieces = _tokenizer(config.policy.model).batch_decode([[token] for token in ids.tolist()])
+    found["piece_ids"], found["pieces"] = ids, np.array(pieces)
     return found
+
+
+@lru_cache(maxsize=1)
+def _tokenizer(model: str) -> Any:
+    return load_tokenizer(model, vocab=2**31)  # it was compared with the model when the run started
 
 
 @dataclass(slots=True)

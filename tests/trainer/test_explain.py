@@ -3,16 +3,20 @@
 import json
 import os
 
+import numpy as np
 import pytest
 from forked import assert_same, run, run_straight
 from tiny_run import environment, raw_config
 
 from megatron_dapo.cli import main
 from megatron_dapo.config import check_config, parse_config
+from megatron_dapo.data import arithmetic_tokenizer
 from megatron_dapo.observe import transcripts
+from megatron_dapo.policy.batch import TrainBatch
 from megatron_dapo.processes.fork_ranks import run_ranks
-from megatron_dapo.trainer.explain import explain_step
+from megatron_dapo.trainer.explain import explain_step, recorded_arrays
 from megatron_dapo.trainer.loop import train
+from megatron_dapo.types import FinishReason, Group, Prompt, Sample, StepBatch, as_logprobs, as_tokens
 
 ALL = {"observe__samples_every": 1, "observe__samples_groups": 0, "observe__samples_responses": 0}
 RECORD = ALL | {"observe__samples_tokens": True, "trainer__steps": 2}
@@ -85,3 +89,12 @@ def test_ranks_gather_their_tokens(layout, straight, tmp_path):
 def test_what_is_not_recorded_is_said(straight, capsys):
     assert main(["explain", str(straight[1]), "1", "0"]) == 2
     assert "set observe.samples_tokens=true" in capsys.readouterr().err
+
+
+def test_a_step_that_uses_a_part_of_the_vocabulary_has_its_pieces(straight):
+    sample = Sample("p", 0, as_tokens([3]), as_tokens([5, 4]), as_logprobs([0, 0]), FinishReason.STOP)
+    source = StepBatch(1, [Group(Prompt("p", "", as_tokens([3])), [sample])])
+    batch, scores = TrainBatch.from_samples([sample], [1.0], [True]), np.zeros((2, 2), np.float32)
+    config = parse_config(raw_config(*straight))
+    shown = transcripts.token_values(recorded_arrays(batch, [1], [scores], source, config), 0)
+    assert shown["text"] == [arithmetic_tokenizer().decode([token]) for token in (5, 4)]
