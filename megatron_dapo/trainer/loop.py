@@ -33,6 +33,7 @@ from megatron_dapo.trainer.rollouts import Rollouts
 from megatron_dapo.trainer.run_lock import RunLock
 from megatron_dapo.trainer.saves import CONTINUE, RunEnded, Saves
 from megatron_dapo.trainer.signals import FAILED, Stopped, StopSignal
+from megatron_dapo.trainer.throughput import gpu_status
 from megatron_dapo.trainer.train_step import TooManySkippedUpdates, TrainStep, Updates
 from megatron_dapo.trainer.watchdog import Watchdog, log_folder
 from megatron_dapo.weights.formats.megatron_reader import MegatronAsHF
@@ -363,7 +364,8 @@ def train(
         if rendezvous.rank == 0 and lock is None:
             lock = stack.enter_context(RunLock(config.trainer.run_dir))
         stop = stack.enter_context(StopSignal())
-        watchdog = stack.enter_context(Watchdog(config.trainer.heartbeat, logs, rendezvous.rank, rendezvous.world_size))
+        heartbeat, (rank, ranks) = config.trainer.heartbeat, (rendezvous.rank, rendezvous.world_size)
+        watchdog = stack.enter_context(Watchdog(heartbeat, logs, rank, ranks, gpu_status))
         trainer = Trainer(config, shape, rendezvous, stop, watchdog, lock, data)
         try:
             return trainer.run()

@@ -62,6 +62,8 @@ def memory_metrics() -> dict[str, float]:
 def gpu_status() -> dict[str, float]:
     """Of this rank's GPU, with what other processes use, from NVML: bytes, and the share of the last second in which a
     kernel ran. NVML does not wait for CUDA, so a heartbeat may ask it. Empty without NVML."""
+    if not torch.cuda.is_initialized():
+        return {}
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
         uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}".encode()

@@ -83,6 +83,7 @@ def test_the_status_of_a_gpu_comes_from_nvml(failing, expected, monkeypatch):
             raise OSError(name)
         return NVML(failing)
 
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1234"))
     monkeypatch.setattr(throughput.ctypes, "CDLL", load)
