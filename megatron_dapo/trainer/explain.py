@@ -78,7 +78,8 @@ def explain_step(run: Path, step: int) -> StepExplanation:
             "observe.samples_every to the steps you want"
         )
     known_fields = {f.name for f in fields(TrainBatch)}
-    batch = TrainBatch(**{name: value for name, value in arrays.items() if name in known_fields})
+    own: dict[str, Any] = {name: value for name, value in arrays.items() if name in known_fields}
+    batch = TrainBatch(**own)
     loss, totals = PolicyLoss(config.algorithm), StepMetrics()
     parts: list[dict[str, NDArray[Any]]] = []
     for number, (a, b) in enumerate(pairwise([0, *np.cumsum(arrays["updates"]).tolist()])):

@@ -269,7 +269,7 @@ def test_the_live_page_asks_only_the_server_that_it_came_from(seen, page):
     assert origin.startswith("http://127.0.0.1:")
     paths = [url.split("/") for url in seen[page].requests if url.startswith("http")]
     assert len({path[3] for path in paths}) == 1  # the token
-    assert {path[4].split("?")[0] for path in paths} == {"", "data", "samples", "sample"}
+    assert {path[4].split("?")[0] for path in paths} == {"", "data", "samples", "sample", "history"}
 
 
 @pytest.mark.parametrize("page", WATCHED)

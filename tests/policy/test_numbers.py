@@ -62,6 +62,7 @@ def loss_and_scores(rendezvous):
         validate=lambda *a, **k: None,
         pack=lambda *a, **k: [SimpleNamespace(slots=tokens.numpy())],
         score=lambda micro_batches: [output],
+        gather=lambda *a: UpdateStep.gather(SimpleNamespace(runtime=runtime), *a),
     )
     logprobs, entropy = Policy.log_probs(
         SimpleNamespace(step=step, runtime=runtime), SimpleNamespace(loss_mask=np.ones(10))
