@@ -42,6 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_convert(sub)
     _add_report(sub)
     _add_watch(sub)
+    _add_runs(sub)
     _add_selfcheck(sub)
     _add_plan(sub)
     _add_simulate(sub)
@@ -174,7 +175,14 @@ def _add_explain(sub: Commands) -> None:
     def run(args: argparse.Namespace) -> int:
         from megatron_dapo.config.explain import SCHEMA, completion, explain
 
-        if args.completion:
+        if len(args.key) == 3 and args.key[1].isdigit() and args.key[2].isdigit():
+            from megatron_dapo.observe.console import importing
+
+            with importing("torch and Megatron-Core"):
+                from megatron_dapo.trainer.explain import explain_sample
+
+            print(explain_sample(args.key[0], int(args.key[1]), int(args.key[2])))
+        elif args.completion:
             print(completion(args.completion, _options(build_parser())))
         elif args.schema:
             print(SCHEMA)
@@ -186,11 +194,14 @@ def _add_explain(sub: Commands) -> None:
 
     parser = add_command(
         sub, "explain", run,
-        "Explain a setting: its values, its default, and what other tools call it; or which setting another tool's is.",
+        "Explain a setting: its values, default, and what other tools call it; or which setting another tool's is.\n"
+        "Or, with RUN_DIR STEP SAMPLE, what each token of a sample added to the loss (needs observe.samples_tokens).",
         "examples:\n  megatron-dapo explain rollout.sampler.oversampling\n  megatron-dapo explain global_batch_size\n"
+        "  megatron-dapo explain runs/dapo 10 17\n"
         "  eval \"$(megatron-dapo explain --completion bash)\"   # in ~/.bashrc: Tab completes commands and settings",
     )  # fmt: skip
-    parser.add_argument("key", metavar="KEY", nargs="*", help="a setting of ours or of another tool, or a section")
+    parser.add_argument("key", metavar="KEY", nargs="*", help="a setting of ours or of another tool, or a section; or "
+                        "RUN_DIR STEP SAMPLE")  # fmt: skip
     parser.add_argument("--completion", choices=("bash", "zsh"), help="print a completion script for this shell")
     parser.add_argument("--schema", action="store_true", help="print the path of the JSON schema, for editors")
 
@@ -370,15 +381,38 @@ def _add_watch(sub: Commands) -> None:
     def run(args: argparse.Namespace) -> int:
         from megatron_dapo.observe.watch import watch
 
-        return watch(args.runs, args.port)
+        return watch(args.runs, args.port, args.token_file)
 
     parser = add_command(
         sub, "watch", run,
-        "Live dashboard for one or more runs (localhost only, read-only).",
-        "examples:\n  megatron-dapo watch runs/quickstart\n  megatron-dapo watch runs/dapo runs/grpo --port 9000",
+        "Live dashboard for one or more runs, or for all runs in a folder (localhost only, read-only), and\n"
+        "/metrics for Prometheus.",
+        "examples:\n  megatron-dapo watch runs/quickstart\n  megatron-dapo watch runs/dapo runs/grpo --port 9000\n"
+        "  megatron-dapo watch runs --token-file ~/.megatron-dapo-token",
     )  # fmt: skip
-    parser.add_argument("runs", nargs="+", metavar="RUN_DIR", help="run directories; a run may not have started yet")
+    parser.add_argument("runs", nargs="+", metavar="DIR", help="run directories, which may not have started yet, or "
+                        "folders that hold runs")  # fmt: skip
     parser.add_argument("--port", type=at_least(0), default=8642, help="default 8642; 0: any free port")
+    parser.add_argument("--token-file", metavar="FILE", help="keep the secret part of the address in this file, for "
+                        "Prometheus; created if it does not exist (default: a new one at every start)")  # fmt: skip
+
+
+def _add_runs(sub: Commands) -> None:
+    def run(args: argparse.Namespace) -> int:
+        from megatron_dapo.observe.runs import find_runs, overview, table
+
+        found = [run for folder in args.folders for run in find_runs(Path(folder))]
+        if not found:
+            raise UserError(f"no run in {', '.join(args.folders)}: name a folder that holds run directories")
+        print(table(overview(found)))
+        return 0
+
+    parser = add_command(
+        sub, "runs", run,
+        "List all runs in a folder: state, step, time left, accuracy, last warning, and the settings that differ.",
+        "examples:\n  megatron-dapo runs runs",
+    )  # fmt: skip
+    parser.add_argument("folders", nargs="+", metavar="DIR", help="folders that hold runs, up to 3 levels deep")
 
 
 def _add_selfcheck(sub: Commands) -> None:

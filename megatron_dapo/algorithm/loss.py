@@ -113,6 +113,16 @@ class PolicyLoss:
             sums, maxima = self._metrics(scores, batch, losses, terms)
         return LossOutputs(self._sum(scores, batch, terms, losses), batch.counts.sum(), sums, maxima)
 
+    def details(self, scores: Scores, batch: TokenBatch) -> dict[str, Tensor]:
+        """[tokens] of whole sequences: each token's `weight` and weighted `loss`, both 0 where it is masked or removed;
+        and every value that the metrics of corrections and objective average."""
+        scores, batch, terms, losses = self._evaluate(scores, batch, identity)
+        masked = terms.corrections.masked
+        active = batch.mask if masked is None else batch.mask & ~masked
+        weights = blank(batch.weights, active)
+        own = {"weight": weights, "loss": weights * blank(losses, active)}
+        return own | terms.corrections.means | self.objective.metrics(scores, batch, terms.sums).means
+
     def sum(self, scores: Scores, batch: TokenBatch) -> Tensor:
         """The `loss_sum` of a call alone, for a caller that needs the gradient now and the metrics later."""
         scores, batch, terms, losses = self._evaluate(scores, batch, identity)

@@ -98,6 +98,11 @@ class TokenBatch:
         """These tokens alone. Only losses of single tokens may be computed on a part."""
         return replace(self, **{name: tensor[chunk] for name, tensor in self.tensors.items()})  # type: ignore[arg-type]
 
+    def double(self) -> TokenBatch:
+        """In fp64."""
+        floats = {name: tensor.double() for name, tensor in self.tensors.items() if tensor.is_floating_point()}
+        return replace(self, **floats)  # type: ignore[arg-type]
+
     def blanked(self) -> TokenBatch:
         """Zero at every masked position."""
         kept = ("mask", "sequence_ids")

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module
@@ -222,13 +221,7 @@ class Policy:
         self.step.validate(batch, "scoring a mini-batch", to_train=False)
         micro_batches = self.step.pack(batch, mini_batches, replay=replay and not record)
         outputs = self.step.score_and_record(batch, micro_batches) if record else self.step.score(micro_batches)
-        table = torch.zeros(rows, len(batch.loss_mask), device=self.runtime.device)
-        if self.runtime.is_last_stage:
-            for micro, output in zip(micro_batches, outputs, strict=True):
-                table[:, torch.from_numpy(micro.slots).to(table.device)] = output.float()
-            dist.all_reduce(table, group=self.runtime.groups.dp_cp)
-        dist.broadcast(table, src=self.runtime.last_stage_rank, group=self.runtime.groups.pp)
-        return table.cpu().numpy()
+        return self.step.gather(rows, len(batch.loss_mask), micro_batches, outputs)
 
     def keep_reference(self) -> None:
         """Makes a copy of the present weights in host memory the reference policy. With LoRA the reference is the
@@ -269,10 +262,10 @@ class Policy:
         for parameter, value in zip(self._parameters(), values, strict=True):
             parameter.copy_(value, non_blocking=True)
 
-    def update(self, batch: TrainBatch, *, first: bool = False, max_mismatch: float | None = None) -> dict[str, float]:
-        """One optimizer update; `first`: of a step. Returns the metrics of the whole mini-batch, the same on every
-        rank. See `UpdateStep.update`."""
-        return self.step.update(batch, first=first, max_mismatch=max_mismatch)
+    def update(self, batch: TrainBatch, **options: Any) -> dict[str, float]:
+        """One optimizer update. Returns the metrics of the whole mini-batch, the same on every rank. `options`: of
+        `UpdateStep.update`."""
+        return self.step.update(batch, **options)
 
     def gradients(self, batch: TrainBatch) -> dict[str, float]:
         """Fills the gradient buffers with the exact gradient of the mini-batch's loss; does not step the optimizer."""

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
@@ -28,7 +29,7 @@ from megatron_dapo.batch_invariant import BatchInvariant
 from megatron_dapo.config import Config, ModelShape
 from megatron_dapo.config.policy import OptimizerConfig
 from megatron_dapo.errors import UserError
-from megatron_dapo.policy.batch import Ints, PackedMicroBatch, PackingSpec, TrainBatch, pack
+from megatron_dapo.policy.batch import Floats, Ints, PackedMicroBatch, PackingSpec, TrainBatch, pack
 from megatron_dapo.policy.head.fused import HeadRequest
 from megatron_dapo.policy.loss_func import (
     MetricReducer,
@@ -113,15 +114,18 @@ class UpdateStep:
         self._overlaps_gather = any(chunk.ddp_config.overlap_param_gather for chunk in chunks)
         self._weights_incomplete = False
         self._reducers: dict[tuple[bool, bool, Proximal], MetricReducer] = {}
+        self.recorded: Floats | None = None
 
-    def update(self, batch: TrainBatch, *, first: bool = False, max_mismatch: float | None = None) -> dict[str, float]:
+    def update(
+        self, batch: TrainBatch, *, first: bool = False, max_mismatch: float | None = None, record: bool = False
+    ) -> dict[str, float]:
         """One optimizer update. Returns the metrics of the whole mini-batch, the same on every rank. `first`: of a
         step; its log-probs are the proximal policy's, whose mismatch with the engine is known without another pass, and
-        may be `max_mismatch`."""
+        may be `max_mismatch`. `record`: `recorded` has the log-probs and entropies [2, responses] after that."""
         started = time.monotonic()
         self.validate(batch, "checking a mini-batch")
         micro_batches = self.pack(batch)
-        metrics = self.gradients(batch, micro_batches, first=first)
+        metrics = self.gradients(batch, micro_batches, first=first, record=record)
         metrics |= _packing_metrics(micro_batches)
         if metrics["nonfinite_tokens"]:
             self.zero_grad()
@@ -140,18 +144,26 @@ class UpdateStep:
         return metrics | {"update_skipped": float(skipped), "update_seconds": time.monotonic() - started}
 
     def gradients(
-        self, batch: TrainBatch, micro_batches: list[PackedMicroBatch] | None = None, *, first: bool = False
+        self,
+        batch: TrainBatch,
+        micro_batches: list[PackedMicroBatch] | None = None,
+        *,
+        first: bool = False,
+        record: bool = False,
     ) -> dict[str, float]:
         """Fills the gradient buffers with the exact gradient of the mini-batch's loss; does not step the optimizer."""
         micro_batches = self.pack(batch) if micro_batches is None else micro_batches
         proximal: Proximal = "old" if batch.old_logprobs is not None else "current" if first else "unknown"
-        inputs = _LossInputs(batch, self.config, proximal, self.loss)
+        inputs = LossInputs(batch, self.config, proximal, self.loss)
         self.zero_grad()
         balances = self.shape.is_moe and self.config.policy.moe_aux_loss_coefficient > 0
         denominator = inputs.denominator if balances else 0
         if balances:
             self._set_load_balancing(micro_batches, denominator)
-        stored = self.run(micro_batches, self._loss_func_maker(inputs))
+        stored = self.run(micro_batches, self._loss_func_maker(inputs, record))
+        if record:
+            outputs = [metrics["scores"] for metrics in stored]
+            self.recorded = self.gather(2, len(batch.loss_mask), micro_batches, outputs)
         reducer = self._reducer(batch.ref_logprobs is not None, batch.engine_logprobs is not None, proximal)
         metrics = reducer.reduce(stored)
         if balances and metrics["denominator"] != denominator:
@@ -223,6 +235,18 @@ class UpdateStep:
         for chunk in self.chunks:
             chunk.train()
         return outputs
+
+    def gather(
+        self, rows: int, responses: int, micro_batches: list[PackedMicroBatch], outputs: Sequence[Tensor]
+    ) -> Floats:
+        """Collective. [rows, responses] on every rank, from [rows, tokens] of each micro-batch on the last stages."""
+        table = torch.zeros(rows, responses, device=self.runtime.device)
+        if self.runtime.is_last_stage:
+            for micro, output in zip(micro_batches, outputs, strict=True):
+                table[:, torch.from_numpy(micro.slots).to(table.device)] = output.float()
+            dist.all_reduce(table, group=self.runtime.groups.dp_cp)
+        dist.broadcast(table, src=self.runtime.last_stage_rank, group=self.runtime.groups.pp)
+        return table.cpu().numpy()
 
     def score_and_record(self, batch: TrainBatch, micro_batches: list[PackedMicroBatch]) -> list[Tensor]:
         """`score`, after which the batch has the experts of every token in this rank's layers."""
@@ -303,13 +327,13 @@ class UpdateStep:
             )
         return self._reducers[kind]
 
-    def _loss_func_maker(self, inputs: _LossInputs) -> MakeLossFunc:
+    def _loss_func_maker(self, inputs: LossInputs, record: bool) -> MakeLossFunc:
         def make(micro: PackedMicroBatch) -> Any:
             tokens = inputs.of(micro.slots, micro.sequence_ids, micro.sequences, self.runtime.device)
             if isinstance(self.loss, PolicyLoss) and not self.loss.needs.whole_sequences:
-                return OnePassLoss(tokens, self.loss)
+                return OnePassLoss(tokens, self.loss, record=record)
             groups = self.runtime.groups
-            return make_loss_func(tokens, self.loss, cp_group=groups.cp, read_output=self._read_output)
+            return make_loss_func(tokens, self.loss, cp_group=groups.cp, read_output=self._read_output, record=record)
 
         return make
 
@@ -336,7 +360,7 @@ class UpdateStep:
             self._weights_incomplete = False
 
 
-class _LossInputs:
+class LossInputs:
     """What the loss needs to know of a mini-batch. Weights and counts are computed here, before anything is split."""
 
     def __init__(self, batch: TrainBatch, config: Config, proximal: Proximal, loss: PolicyLoss | ValueLoss) -> None:

@@ -35,6 +35,7 @@ from megatron_dapo.trainer.rollouts import Rollouts
 from megatron_dapo.trainer.run_lock import RunLock
 from megatron_dapo.trainer.saves import CONTINUE, RunEnded, Saves
 from megatron_dapo.trainer.signals import FAILED, Stopped, StopSignal
+from megatron_dapo.trainer.throughput import gpu_status
 from megatron_dapo.trainer.train_step import TooManySkippedUpdates, TrainStep, Updates
 from megatron_dapo.trainer.watchdog import Watchdog, log_folder
 from megatron_dapo.weights.formats.megatron_reader import MegatronAsHF
@@ -224,7 +225,7 @@ class Trainer:
                 metrics = {**step.metrics(self.policy), **self.rollouts.reward_metrics()}
                 if not self.config.evaluate.data.files:
                     self.saves.rate(metrics)
-                self.observer.step(self.steps_done, metrics, step.source.groups)
+                self.observer.step(self.steps_done, metrics, step.source.groups, step.arrays(self.config))
         self._await_records()
 
     def _sync_weights(self, step: TrainStep) -> None:
@@ -384,7 +385,8 @@ def train(
         if rendezvous.rank == 0 and lock is None:
             lock = stack.enter_context(RunLock(config.trainer.run_dir))
         stop = stack.enter_context(StopSignal())
-        watchdog = stack.enter_context(Watchdog(config.trainer.heartbeat, logs, rendezvous.rank, rendezvous.world_size))
+        heartbeat, (rank, ranks) = config.trainer.heartbeat, (rendezvous.rank, rendezvous.world_size)
+        watchdog = stack.enter_context(Watchdog(heartbeat, logs, rank, ranks, gpu_status))
         trainer = Trainer(config, shape, rendezvous, stop, watchdog, lock, data)
         try:
             return trainer.run()

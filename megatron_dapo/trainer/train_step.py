@@ -23,6 +23,7 @@ from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.config.trainer import GateConfig
 from megatron_dapo.errors import GateError, UserError
 from megatron_dapo.observe.observer import NullObserver, Observer
+from megatron_dapo.observe.transcripts import is_due
 from megatron_dapo.policy.batch import PER_SAMPLE, Floats, Ints, TrainBatch, trained_tokens
 from megatron_dapo.policy.critic import Critic
 from megatron_dapo.policy.loss_func import StepMetrics
@@ -108,6 +109,7 @@ class TrainStep:
     trains_policy: bool = True  # False: pre-training of the critic
     critic_updates: int = 0  # done
     critic_metrics: StepMetrics = field(default_factory=StepMetrics)
+    scores: list[Floats] = field(default_factory=list)  # of each update, where they are recorded
 
     @classmethod
     def share(cls, source: StepBatch | None, config: Config, collectives: Collectives, policy: Policy) -> TrainStep:
@@ -154,6 +156,15 @@ class TrainStep:
         return self.source is not None and all(
             span.version == version for sample in self.source.samples for span in sample.weight_spans
         )
+
+    def arrays(self, config: Config) -> dict[str, NDArray[Any]]:
+        """Of all samples, for samples/ (rank 0). A step that was resumed between two updates, or of which one was
+        refused, has no scores of all tokens."""
+        if self.source is None or len(self.scores) != len(self.mini_batches):
+            return {"advantages": self.batch.advantages}
+        from megatron_dapo.trainer.explain import recorded_arrays
+
+        return recorded_arrays(self.batch, [len(m) for m in self.mini_batches], self.scores, self.source, config)
 
     def metrics(self, policy: Policy) -> dict[str, float]:
         found = {**self.rollout_metrics, **self.update_metrics.result("train/")}
@@ -385,7 +396,11 @@ class Updates:
             fault_points.reach("loop/before_update")
             batch = step.batch.select(step.mini_batches[step.updates_done])
             first = step.updates_done == step.skipped  # the weights are those of the beginning of the step
-            metrics = self._policy.update(batch, first=first, max_mismatch=self._max_mismatch(step, version, first))
+            limit = self._max_mismatch(step, version, first)
+            record = self._config.observe.samples_tokens and is_due(version + 1, self._config.observe.samples_every)
+            metrics = self._policy.update(batch, first=first, max_mismatch=limit, record=record)
+            if record and (scores := self._policy.step.recorded) is not None:
+                step.scores.append(scores)
             self.skipped_in_a_row = 0
         except UpdateRefused as error:
             self._skip(step, version, error)

@@ -46,7 +46,7 @@ def mean_of_each_micro_batch(patch):
 
 def right_tokens_of_each_micro_batch(patch):
     """The positive-example loss is divided by the micro-batch's own count of right tokens, as NeMo-RL does it."""
-    real = step._LossInputs.of
+    real = step.LossInputs.of
 
     def planted(self, *args):
         tokens = real(self, *args)
@@ -54,7 +54,7 @@ def right_tokens_of_each_micro_batch(patch):
         tokens.positive = right * (tokens.positive.max() * self._positive.count_nonzero() / right.sum().clamp_min(1))
         return tokens
 
-    patch.setattr(step._LossInputs, "of", planted)
+    patch.setattr(step.LossInputs, "of", planted)
 
 
 def tokens_counted_over_data_ranks_only(patch):
