@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from megatron_dapo.config.model import ModelShape
-from megatron_dapo.files import safetensors_header
+from megatron_dapo.files import Dtype, safetensors_header
 from megatron_dapo.weights.copy import copy_tensors
 from megatron_dapo.weights.formats.hf_writer import HFWriter
 from megatron_dapo.weights.formats.readers import CheckpointReader
@@ -59,6 +59,7 @@ QWEN3_235B = {
 }  # fmt: skip
 TINY = {"hidden_size": 64, "moe_intermediate_size": 16, "head_dim": 16, "num_attention_heads": 8, "vocab_size": 4096}
 Figures = dict[str, float]
+BF16 = Dtype("bfloat16")
 
 
 class RandomReader(CheckpointReader):
@@ -69,8 +70,8 @@ class RandomReader(CheckpointReader):
         self._widths = {mapping.name: mapping.shape[1:] for mapping in stored_mappings(shape)}
         self._noise = (torch.randn(32 * 2**20, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
 
-    def dtype(self, name: str) -> torch.dtype:
-        return torch.bfloat16
+    def dtype(self, name: str) -> Dtype:
+        return BF16
 
     def rows(self, name: str, start: int, count: int) -> Tensor:
         width = self._widths[name]
@@ -92,7 +93,7 @@ def make_model(path: Path, config: dict[str, object]) -> None:
     path.mkdir()
     (path / "config.json").write_text(json.dumps(config))
     shape = ModelShape.from_dir(path)
-    writer = HFWriter(shape, {mapping.name: torch.bfloat16 for mapping in stored_mappings(shape)})
+    writer = HFWriter(shape, {mapping.name: BF16 for mapping in stored_mappings(shape)})
     copy_tensors(RandomReader(shape), writer.writes, writer.files(path))
     writer.write_index(path)
 
@@ -276,14 +277,15 @@ def measure_model(layers: int, folder: Path, args: argparse.Namespace) -> None:
 # -- many tensors -----------------------------------------------------------------------------------------------------
 
 PLAN = """
-import sys, time, torch
+import sys, time
 from pathlib import Path
+from megatron_dapo.files import Dtype
 from megatron_dapo.weights.convert import open_hf
 from megatron_dapo.weights.formats.torch_dist_writer import TorchDistWriter
 from megatron_dapo.weights.mapping import stored_mappings
 before, began = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
 shape, weights = open_hf(Path(sys.argv[2]))
-writer = TorchDistWriter(shape, {m.name: torch.bfloat16 for m in stored_mappings(shape)}, files=8)
+writer = TorchDistWriter(shape, {m.name: Dtype("bfloat16") for m in stored_mappings(shape)}, files=8)
 writer.metadata()
 print(json.dumps([time.monotonic() - began, *usage(before)]))
 """
@@ -294,7 +296,7 @@ def make_sparse(path: Path, config: dict[str, object]) -> tuple[dict[str, tuple[
     path.mkdir()
     (path / "config.json").write_text(json.dumps(config))
     shapes = hf_shapes(ModelShape.from_hf(config))
-    header = safetensors_header([(name, torch.bfloat16, shape) for name, shape in shapes.items()])
+    header = safetensors_header([(name, BF16, shape) for name, shape in shapes.items()])
     size = len(header) + 2 * sum(math.prod(shape) for shape in shapes.values())
     with (path / "model.safetensors").open("wb") as file:
         file.write(header)

@@ -243,7 +243,7 @@ def main() -> int:
         return 0
     names = [name for name in CASES if args.only in name]
     results = dict(run_version(version, names, args) for version in args.versions)
-    print("| model and layout | " + " | ".join(results) + " |\n|---" * (1 + len(results)) + "|")
+    print(f"| model and layout | {' | '.join(results)} |\n" + "|---" * (1 + len(results)) + "|")
     for name in names:
         cells = [
             ", ".join(f"{way} {cell}" for way, cell in found.get(name, {"": "FAILED: no result"}).items())

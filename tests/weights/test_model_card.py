@@ -51,7 +51,7 @@ def test_the_card_has_the_facts_of_the_run(run, tmp_path):
     assert not any("generation_config" in note for note in report.notes)
     assert (tmp_path / "out/chat_template.jinja").read_text() == "{{ messages }}"
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())["weight_map"]
-    assert [*index] == sorted(index) and [*index.values()] == sorted(index.values())
+    assert [*index] == sorted(index) and len({*index.values()}) > 1
 
 
 def test_other_exports_keep_the_card_of_their_source(run, tmp_path):
