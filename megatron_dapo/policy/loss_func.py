@@ -66,7 +66,7 @@ def make_loss_func(
     def loss_func(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
         scores = read_output(output)
         result = loss(scores, batch, reduce)
-        if record:
+        if record and isinstance(loss, PolicyLoss):
             return result.loss_sum, *_recorded(loss, scores, batch, reduce)
         return result.loss_sum, *_count_and_metrics(result, result.loss_sum)
 

@@ -17,7 +17,7 @@ from megatron_dapo.observe.diagnosis import RULES
 from megatron_dapo.observe.observer import Observer
 from megatron_dapo.observe.trackers import Webhook
 
-HEALTHY, FAULT, AFTER = 8, 6, 60.0  # steps, steps, seconds
+HEALTHY, FAULT, AFTER = 8, 30, 60.0  # steps, steps, seconds
 FAULTS = {
     "entropy-collapse": {"train/entropy": 0.02},
     "entropy-explosion": {"train/entropy": 6.0},
@@ -38,6 +38,7 @@ FAULTS = {
     "not-finite": {"train/loss": math.nan},
     "not-finite: tokens": {"train/nonfinite_tokens": 3.0},
     "skipped-update": {"train/update_skipped": 1.0},
+    "useless-critic": {"critic/explained_variance": -0.1},
     "failed-groups": {"rollout/groups_failed": 60, "rollout/groups_submitted": 100},
 }
 
@@ -65,8 +66,8 @@ class Endpoint(Webhook):
         self.posted.append((self._clock(), entry))
 
 
-def test_there_are_twenty_faults_of_all_rules():
-    assert len(FAULTS) == 20 and {name.split(":")[0] for name in FAULTS} == {rule.name for rule in RULES}
+def test_there_are_twenty_faults_and_more_of_all_rules():
+    assert len(FAULTS) >= 20 and {name.split(":")[0] for name in FAULTS} == {rule.name for rule in RULES}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
