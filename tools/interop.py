@@ -180,9 +180,9 @@ def check_case(name: str, folder: Path, work: Path) -> dict[str, str]:
 def slime_export(folder: Path, converted: Path, out: Path) -> str:
     from megatron_dapo.weights.verify import verify
 
-    paths = ["--input-dir", str(converted / "release"), "--output-dir", str(out), "--origin-hf-dir", str(folder)]
-    tool = ROOT / "tests" / "support" / "slime_export.py"
-    done = subprocess.run([sys.executable, tool, *paths], capture_output=True, text=True)
+    tool, release = ROOT / "tests" / "support" / "slime_export.py", converted / "release"
+    paths = ["--input-dir", str(release), "--output-dir", str(out), "--origin-hf-dir", str(folder)]
+    done = subprocess.run([sys.executable, str(tool), *paths], capture_output=True, text=True)
     if done.returncode:
         return f"FAILED: {done.stderr.strip().splitlines()[-1][:160]}"
     return "ok" if verify(out, folder).same else "FAILED: other weights"
@@ -192,7 +192,8 @@ def run_cases(names: list[str]) -> None:
     """Prints one JSON object per case."""
     sys.path += [str(ROOT), str(ROOT / "tests" / "weights")]
     import megatron.core
-    import tiny_qwen  # type: ignore[import-not-found]
+
+    tiny_qwen = importlib.import_module("tiny_qwen")
 
     print(json.dumps({"version": megatron.core.__version__, "python": sys.version.split()[0]}), flush=True)
     with tempfile.TemporaryDirectory() as folder:

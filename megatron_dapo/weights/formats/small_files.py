@@ -86,6 +86,7 @@ class Stored:
 
 _META = "torch.distributed.checkpoint.metadata"
 _INDEX, _WHOLE = Name(_META, "MetadataIndex"), Name(_META, "Metadata")
+_SAVED = Name(_META, "StorageMeta")  # slime's exporter fails without it
 _TENSOR, _BYTES = Name(_META, "TensorStorageMetadata"), Name(_META, "BytesStorageMetadata")
 _CHUNK, _PROPERTIES = Name(_META, "ChunkStorageMetadata"), Name(_META, "TensorProperties")
 _STORED, _SIZE = Name("torch.distributed.checkpoint.filesystem", "_StorageInfo"), Name("torch", "Size")
@@ -125,7 +126,8 @@ def torch_dist_metadata(stored: Iterable[Stored]) -> bytes:
         if count != written:
             raise CheckpointError(f"{key} has {count} elements, {written} would be written")
     whole = {"state_dict_metadata": described, "planner_data": None, "storage_data": storage}
-    return make.dump(make.instance(_WHOLE, whole | {"storage_meta": None, "version": None}))
+    saved = make.instance(_SAVED, {"checkpoint_id": None, "save_id": None, "load_id": None, "modules": []})
+    return make.dump(make.instance(_WHOLE, whole | {"storage_meta": saved, "version": None}))
 
 
 def description_files(metadata: bytes, common: bytes) -> dict[str, bytes]:
