@@ -316,7 +316,7 @@ def test_a_dry_run_needs_no_model_here(raw, capsys):
     with pytest.raises(ConfigError, match="64 layers"):
         launch.run_slurm(parse_config(wrong), dry_run=True, ask=gone)
     for unknown, dry_run in ((absent, False), (raw | {"policy": raw["policy"] | {"model": "models/Mine"}}, True)):
-        with pytest.raises(ConfigError, match="no directory|not a directory"):
+        with pytest.raises(ConfigError, match=r"no directory|not a directory"):
             launch.run_slurm(parse_config(unknown), dry_run=dry_run, ask=gone)
 
 
