@@ -240,7 +240,7 @@ class Config(Section):
         policy, rollout = self.policy, self.rollout
         rollout.embedded._exact = policy.true_on_policy
         parallel = policy.tensor_parallel * policy.context_parallel * policy.expert_parallel
-        if policy.true_on_policy and (rollout.engine != "embedded" or policy.precision != "fp32" or parallel > 1):
+        if policy.true_on_policy and (rollout.engine == "sglang" or policy.precision != "fp32" or parallel > 1):
             raise ValueError(
                 "policy.true_on_policy needs rollout.engine embedded, policy.precision fp32 and no tensor, context or "
                 "expert parallelism"
@@ -502,7 +502,7 @@ def check_config(config: Config, world_size: int | None = None, shape: ModelShap
     check_model(config.policy, shape, config.rollout.max_prompt_tokens + config.rollout.max_response_tokens)
     if config.policy.moe_aux_loss_coefficient and not shape.is_moe:
         raise ConfigError("policy.moe_aux_loss_coefficient is set, but the model has no experts: remove it")
-    if shape.dense_layers and config.rollout.engine != "embedded":
+    if shape.dense_layers and config.rollout.engine == "sglang":
         raise ConfigError(
             f"{config.policy.model} has layers without experts (mlp_only_layers, decoder_sparse_step), but SGLang, up "
             "to 0.5.23, gives experts with random weights to every layer: use rollout.engine embedded, or another model"
