@@ -1,6 +1,6 @@
 """policy.true_on_policy: trainer and embedded engine compute the same log-probs, bit for bit.
 
-`make test` compares about two thousand tokens; with ALL_CASES=1 it is more than 100 000.
+`make test` compares about a thousand tokens; with ALL_CASES=1 it is more than 100 000.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from megatron_dapo.policy.policy import Policy
 from megatron_dapo.processes.fork_ranks import run_ranks
 
 KINDS = ["qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "qwen3_next"]
-SAMPLES = 256 if ALL_CASES else 8
+SAMPLES = 256 if ALL_CASES else 4
 VERSIONS = 2
 
 
@@ -88,7 +88,7 @@ def test_every_token_has_the_same_log_prob(kind, tmp_path):
     settings = raw(kind, tmp_path, rollout__temperature=1.0 if kind == "qwen3" else 0.7)
     ((found, tokens),) = run_ranks(1, largest_differences, settings, timeout=3600)
     assert found == [0.0] * 2 * VERSIONS
-    assert tokens > 60 * SAMPLES
+    assert tokens > 50 * SAMPLES
 
 
 @pytest.mark.parametrize("planted", ["another kernel of attention", "bias added inside of the product"])
