@@ -117,8 +117,7 @@ class PolicyLoss:
         """[tokens] of whole sequences: each token's `weight` and weighted `loss`, both 0 where it is masked or removed;
         and every value that the metrics of corrections and objective average."""
         scores, batch, terms, losses = self._evaluate(scores, batch, identity)
-        masked = terms.corrections.masked
-        active = batch.mask if masked is None else batch.mask & ~masked
+        active = _kept(batch, terms)
         weights = blank(batch.weights, active)
         own = {"weight": weights, "loss": weights * blank(losses, active)}
         return own | terms.corrections.means | self.objective.metrics(scores, batch, terms.sums).means
@@ -155,8 +154,7 @@ class PolicyLoss:
 
     def _sum(self, scores: Scores, batch: TokenBatch, terms: _SequenceTerms, losses: Tensor) -> Tensor:
         """Of the tokens that are neither masked nor removed. An objective may be NaN at the others."""
-        masked = terms.corrections.masked
-        kept = batch.mask if masked is None else batch.mask & ~masked
+        kept = _kept(batch, terms)
         total = (batch.weights * blank(losses, kept)).sum()
         return total if batch.positive is None else total - (batch.positive * blank(scores.logprobs, kept)).sum()
 
@@ -277,3 +275,9 @@ def _sums_per_sequence(values: list[Tensor], batch: TokenBatch, reduce: Reduce, 
 
 def _largest(values: Tensor) -> Tensor:
     return values.amax() if values.numel() else values.new_zeros(())
+
+
+def _kept(batch: TokenBatch, terms: _SequenceTerms) -> Tensor:
+    """bool [tokens]: neither masked nor removed by a correction."""
+    masked = terms.corrections.masked
+    return batch.mask if masked is None else batch.mask & ~masked
