@@ -98,7 +98,7 @@ def selfcheck_config(layout: LayoutSpec, *, policy: Mapping[str, Any] | None = N
                 "optimizer": optimizer,
                 **(policy or {}),
             },
-            "critic": {"optimizer": optimizer},
+            "critic": {"optimizer": optimizer, "clip": 0.2 if algorithm.get("dual_clip") != NEVER else NEVER},
             "rollout": {"max_prompt_tokens": 10, "max_response_tokens": 30, "temperature": 0.9},
             "algorithm": {
                 "kl": {"coefficient": 0.05},
@@ -139,6 +139,9 @@ DEFAULT_LAYOUTS = (
     "cp2+a2a", "tp2sp+lora", "tp2cp2sp+critic", "pp2+critic", "dp2do+critic",
 )  # fmt: skip
 PRECISIONS = ("fp32", "bf16", *get_args(Fp8Config.model_fields["recipe"].annotation)[1:])
+NEVER = 100.0
+# Of bf16 and fp8: rounding must not decide whether a token is clipped. Clipping is compared in fp32.
+NO_CLIPPING: dict[str, Any] = {"clip_low": 0.99, "clip_high": NEVER, "dual_clip": NEVER}
 OBJECTIVES = ("dapo", "gspo", "cispo")
 AGGREGATIONS: tuple[str, ...] = get_args(Aggregation)
 OBJECTIVE_LAYOUTS = ("cp2", "dp2")
@@ -290,6 +293,7 @@ def cases_of(name: str, job_ranks: int | None = None, variants: Variants = ALL_M
         Case(
             spec,
             model,
+            algorithm={} if precision == "fp32" else NO_CLIPPING,
             options=(*options, *_fixed_experts(model, precision, options)),
             precision=precision,
             layers=layers,
