@@ -130,7 +130,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gather_tokens": {"moe": {"dispatcher": "allgather"}},
     "lora": {"lora": {"rank": 4, "alpha": 8.0}},
     "small_packs": {"micro_batch_tokens": 128},
-    "other_packs": {"micro_batch_tokens": 64},
+    "other_packs": {"micro_batch_tokens": 256},
     "critic": {},  # a value model and its loss
 }
 DEFAULT_LAYOUTS = (

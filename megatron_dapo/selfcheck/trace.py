@@ -4,9 +4,6 @@ Gradients and weights are gathered into full HF-named tensors, so two layouts ar
 differ by a fixed tolerance, or by NOISE_FACTOR × the noise of this tensor: what the single process differs from itself
 when it splits its micro-batches otherwise and, in bf16 and fp8, when it computes in fp32. The factor: a layout and its
 reference each have that error against fp32, and tensor parallelism rounds partial sums once more.
-
-In fp8 the noise of a small model is as large as half of a gradient. Most of it is not along the gradient, so the size
-of a gradient along the reference, which a missing factor or a missing part changes, is compared too, more sharply.
 """
 
 from __future__ import annotations
@@ -41,7 +38,7 @@ from megatron_dapo.weights.model_weights import hf_tensors, unshard
 TOKEN_TERM = 0.1  # what a token adds to a loss, about; such terms may cancel, and rounding is relative to them
 AFTER_ADAM_FACTOR = 10  # Adam divides by the gradient's size: rounding in a tiny gradient is amplified
 NOISE_FACTOR = 3.0
-LARGEST_SIZE_LIMIT = 0.3  # a missing factor of two changes a size by 0.5 or 1
+LARGEST_LIMIT = 0.5  # where the noise is larger, the comparison would not see a missing factor of two
 Measured = Mapping[str, Mapping[str, float]]  # kind of number, tensor: relative difference
 
 
@@ -212,13 +209,11 @@ def _complete_gradient_buffers(policy: Policy) -> None:
 
 def measure(found: Trace, reference: Trace) -> dict[str, dict[str, float]]:
     """The relative difference of every number and tensor."""
-    updates = list(zip(found.gradients, reference.gradients, strict=True))
-    first, *later = [_relative(a, b) for a, b in updates]
+    first, *later = [_relative(a, b) for a, b in zip(found.gradients, reference.gradients, strict=True)]
     return {
         "loss": {"": _largest_number(found.losses, reference.losses, reference.loss_terms)},
         "gradient norm": {"": _largest_number(found.grad_norms, reference.grad_norms)},
         "gradient": first,
-        "size of the gradient": _sizes(*updates[0]),
         "later gradient": {name: max(update.get(name, math.inf) for update in later) for name in later[0]}
         if later
         else {"": 0.0},
@@ -260,8 +255,7 @@ def _limited(
     seen = {name: max((one[kind].get(name, 0.0) for one in noise), default=0.0) for name in differences}
     gradients = [statistics.median(one["gradient"].values()) for one in noise]
     usual = statistics.median(seen.values()) if len(seen) > 1 else max(gradients, default=0.0)
-    most = LARGEST_SIZE_LIMIT if kind == "size of the gradient" else math.inf
-    limits = {name: min(most, NOISE_FACTOR * max(own, usual)) for name, own in seen.items()}
+    limits = {name: min(LARGEST_LIMIT, NOISE_FACTOR * max(own, usual)) for name, own in seen.items()}
     return [(name, max(least, limits[name]), difference) for name, difference in differences.items()]
 
 
@@ -273,14 +267,6 @@ def _largest_number(found: Sequence[float], reference: Sequence[float], at_least
     """Relative to the reference, or to `at_least` where that is larger."""
     pairs = zip(found, reference, strict=True)
     return max((_finite(abs(a - b) / max(abs(b), at_least)) for a, b in pairs), default=0.0)
-
-
-def _sizes(found: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, float]:
-    """|a · b / b · b − 1| of every tensor that both have."""
-    pairs = {name: (found[name].double(), b.double()) for name, b in reference.items() if name in found}
-    return {
-        name: _finite(abs(float((a * b).sum() / (b * b).sum().clamp_min(1e-60)) - 1)) for name, (a, b) in pairs.items()
-    }
 
 
 def _relative(found: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, float]:
