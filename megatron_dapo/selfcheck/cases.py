@@ -294,7 +294,7 @@ def cases_of(name: str, job_ranks: int | None = None, variants: Variants = ALL_M
             spec,
             model,
             algorithm={} if precision == "fp32" else NO_CLIPPING,
-            options=(*options, *_fixed_experts(model, precision, options)),
+            options=_with_fixed_experts(options, model, precision),
             precision=precision,
             layers=layers,
         )
@@ -310,11 +310,12 @@ def cases_of(name: str, job_ranks: int | None = None, variants: Variants = ALL_M
     return possible
 
 
-def _fixed_experts(model: str, precision: str, options: Sequence[str]) -> list[str]:
+def _with_fixed_experts(options: Sequence[str], model: str, precision: str) -> tuple[str, ...]:
     """In bf16 and fp8, rounding may choose another expert for a token, which is no small difference. The experts are
     given there; the router's own choice is compared in fp32."""
-    chooses = synthetic_shape(model).is_moe and not {"replay", "critic"} & set(options)
-    return ["fixed_experts"] if precision != "fp32" and chooses else []
+    if precision == "fp32" or "critic" in options or not synthetic_shape(model).is_moe:
+        return tuple(options)
+    return (*(name for name in options if name != "replay"), "fixed_experts")
 
 
 def loss_cases(layout: LayoutSpec) -> list[Case]:

@@ -145,11 +145,8 @@ def _kernel() -> Any:
     import triton.language as tl
 
     @triton.jit
-    def sum_tile(
-        tiles, sums, anchor, base, SIZE: tl.constexpr, FIELDS: tl.constexpr, COLUMNS: tl.constexpr,
-        ALIGNED: tl.constexpr,
-    ):  # type: ignore  # fmt: skip
-        tile = tiles + tl.program_id(0) * FIELDS  # the fields are in the order above
+    def sum_tile(tiles, sums, anchor, base, SIZE: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore
+        tile = tiles + tl.program_id(0) * 9  # FIELDS, in the order above
         start = (tl.load(tile) + base) // SIZE  # elements after `anchor`
         position, rows, columns = tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
         row, column, up, right = tl.load(tile + 5), tl.load(tile + 6), tl.load(tile + 7), tl.load(tile + 8)
@@ -157,10 +154,10 @@ def _kernel() -> Any:
             start, row = tl.multiple_of(start, 16 // SIZE), tl.multiple_of(row, 16 // SIZE)
             column = 1
             right = 1
-        j = tl.arange(0, COLUMNS)
+        j = tl.arange(0, WIDTH)
         inside = j < columns
         offsets, positions = j * column, (position + j * right).to(tl.uint32)
-        total = tl.zeros([COLUMNS], tl.uint64)
+        total = tl.zeros([WIDTH], tl.uint64)
         for i in range(rows):
             bits = tl.load(anchor + (start + i * row) + offsets, mask=inside, other=0)
             x = (positions + (i * up).to(tl.uint32)) * 0x9E3779B1
@@ -176,8 +173,8 @@ def _sum_on_gpu(tiles: torch.Tensor, size: int, base: int, *, aligned: bool) -> 
     sums = torch.empty(len(tiles), dtype=torch.int64, device=tiles.device)
     anchor = torch.empty(VECTOR, dtype=getattr(torch, f"uint{8 * size}"), device=tiles.device)
     launch = _kernel()[(len(tiles),)]
-    arguments = {"SIZE": size, "FIELDS": FIELDS, "COLUMNS": TILE_COLUMNS, "ALIGNED": aligned}
-    launch(tiles, sums, anchor, base - anchor.data_ptr(), **arguments, num_warps=8)
+    start = base - anchor.data_ptr()
+    launch(tiles, sums, anchor, start, SIZE=size, WIDTH=TILE_COLUMNS, ALIGNED=aligned, num_warps=8)
     return sums
 
 
