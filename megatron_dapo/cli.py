@@ -476,6 +476,31 @@ def _add_selfcheck(sub: Commands) -> None:
     parser.add_argument("objective", metavar="OBJECTIVE", help="python:module.name, or a built-in one")
     add_settings(parser)
 
+    def run_engine(args: argparse.Namespace) -> int:
+        from megatron_dapo.config import load_config
+        from megatron_dapo.config.load import with_local_model
+        from megatron_dapo.observe.console import importing
+
+        config = with_local_model(load_config(args.config, args.set))
+        with importing("torch and Megatron-Core"):
+            from megatron_dapo.selfcheck.engine import run_engine_check
+
+        return run_engine_check(config, args.tokens)
+
+    parser = add_command(
+        inner, "engine", run_engine,
+        "Compare the engine of a run with its trainer, token by token, and name what differs: weights, prompt tokens,\n"
+        "the first layer, or the engine with itself. It sends weights: external servers must be free.",
+        "examples:\n  megatron-dapo selfcheck engine run.yaml\n"
+        "  torchrun --nproc-per-node 8 -m megatron_dapo selfcheck engine run.yaml --tokens 100000\n"
+        "\nexit codes: 0 the gap is within trainer.gate, 1 it is not, 2 wrong input",
+    )  # fmt: skip
+    parser.add_argument("config", metavar="CONFIG", help="YAML file of the run")
+    add_settings(parser)
+    parser.add_argument(
+        "--tokens", type=at_least(1), default=4096, metavar="N", help="compare at least N tokens (default 4096)"
+    )
+
 
 def _add_plan(sub: Commands) -> None:
     def run(args: argparse.Namespace) -> int:

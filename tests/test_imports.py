@@ -27,6 +27,7 @@ LEVEL = {folder: index for index, folders in enumerate(LEVELS) for folder in fol
 ALLOWED_SIDEWAYS = {
     ("rollout", "engines"),
     ("trainer", "evaluate"),
+    ("selfcheck", "trainer"),
     ("cli", "launch"),
     ("cli", "ablation"),
     ("ablation", "launch"),

@@ -376,6 +376,7 @@ def train(
     rendezvous: Rendezvous | None = None,
     lock: RunLock | None = None,
     data: RunData | None = None,
+    make_trainer: Callable[..., Trainer] = Trainer,
 ) -> int:
     """Runs or resumes the run in `config.trainer.run_dir` on this rank; returns the exit code. `lock`: if the launcher
     holds it already. `data`: the prompts, if they are loaded already."""
@@ -387,7 +388,7 @@ def train(
         stop = stack.enter_context(StopSignal())
         heartbeat, (rank, ranks) = config.trainer.heartbeat, (rendezvous.rank, rendezvous.world_size)
         watchdog = stack.enter_context(Watchdog(heartbeat, logs, rank, ranks, gpu_status))
-        trainer = Trainer(config, shape, rendezvous, stop, watchdog, lock, data)
+        trainer = make_trainer(config, shape, rendezvous, stop, watchdog, lock, data)
         try:
             return trainer.run()
         finally:

@@ -37,7 +37,7 @@ class Rollouts:
         self.served_version: int | None = None  # by the engines
         self.sampling = False  # whether the trainer waits for a batch, or computes with it and has not removed it
 
-    def _wait(
+    def wait_for(
         self,
         doing: str,
         work: Callable[[RolloutDriver], Coroutine[Any, Any, T]],
@@ -66,7 +66,7 @@ class Rollouts:
 
     def close_engines(self) -> None:
         """Ends the servers, and with them their GPU memory, before the rest."""
-        self._wait("closing the engines", RolloutDriver.close_engines, bounded=True)
+        self.wait_for("closing the engines", RolloutDriver.close_engines, bounded=True)
 
     def close(self) -> None:
         """Does not wait for other ranks, and may be called twice."""
@@ -81,7 +81,9 @@ class Rollouts:
             has_batch = self._collectives.agree(self._driver is not None and self._driver.queue.has(step))
             self.sampling = self.sampling or not has_batch
             self._collect_to(step)
-            return self._wait(f"sampling the batch of step {step}", lambda driver: driver.batch(step), stoppable=True)
+            return self.wait_for(
+                f"sampling the batch of step {step}", lambda driver: driver.batch(step), stoppable=True
+            )
 
     def remove_batch(self, step: int) -> None:
         """The trainer has made a step of it."""
@@ -91,7 +93,7 @@ class Rollouts:
 
     def reject_batch(self, step: int) -> None:
         """It must not be trained on; `sample` collects it again."""
-        self._wait(f"rejecting the batch of step {step}", lambda driver: driver.reject(step))
+        self.wait_for(f"rejecting the batch of step {step}", lambda driver: driver.reject(step))
 
     def collect_ahead(self, step: int) -> None:
         """While `step` is trained, the engines generate what `rollout.max_staleness` admits. Not after a resume in the
@@ -112,24 +114,24 @@ class Rollouts:
             return
         with self._observer.phase("rollout"):
             fault_points.reach("loop/before_await_ahead")
-            self._wait(f"sampling ahead of step {step}", lambda driver: driver.queue.idle(), stoppable=True)
+            self.wait_for(f"sampling ahead of step {step}", lambda driver: driver.queue.idle(), stoppable=True)
 
     @contextlib.contextmanager
     def paused(self, step: int) -> Iterator[None]:
         """The engines generate nothing for a batch meanwhile; what it has so far is part of the state."""
         if self._config.rollout.in_flight:
-            self._wait("interrupting the rollouts", lambda driver: driver.queue.interrupt())
+            self.wait_for("interrupting the rollouts", lambda driver: driver.queue.interrupt())
         yield
         if self._config.rollout.in_flight:
             self.collect_ahead(step)
 
     def stop(self) -> None:
         """For the last save: nothing runs any more, and everything that was interrupted is in `state`."""
-        self._wait("interrupting the rollouts", RolloutDriver.stop)
+        self.wait_for("interrupting the rollouts", RolloutDriver.stop)
 
     def wait_until(self, is_over: Callable[[], bool], seconds: float) -> bool:
         """Rank 0 asks again and again, all ranks wait; False: it was not over after `seconds`."""
-        over = self._wait(
+        over = self.wait_for(
             "waiting for room on the disk", lambda d: d.poll(is_over, seconds), stoppable=True, bounded=True
         )
         return self._collectives.agree(bool(over))
@@ -141,7 +143,7 @@ class Rollouts:
     def evaluate(self, step: int) -> Evaluation | None:
         doing = f"evaluating after step {step}"
         with self._observer.phase("evaluate") as phase, self.paused(step):
-            return self._wait(doing, lambda driver: driver.evaluate(step, phase.update), stoppable=True)
+            return self.wait_for(doing, lambda driver: driver.evaluate(step, phase.update), stoppable=True)
 
     # ---- weights and memory ----
 
@@ -169,7 +171,7 @@ class Rollouts:
 
     def release_memory(self) -> None:
         doing = "waiting until the engines release their GPU memory"
-        self._wait(doing, lambda driver: driver.engine.release_memory(), bounded=True)
+        self.wait_for(doing, lambda driver: driver.engine.release_memory(), bounded=True)
 
     # ---- state ----
 

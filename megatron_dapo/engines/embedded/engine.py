@@ -108,6 +108,11 @@ class EmbeddedEngine:
         return cls(model, tokenizer, config, pause_mode=pause_mode)
 
     @property
+    def model(self) -> Any:
+        """The transformers model."""
+        return self._model.model
+
+    @property
     def weight_version(self) -> int:
         return self._version
 

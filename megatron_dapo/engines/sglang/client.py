@@ -145,11 +145,15 @@ class SGLangClient:
 
     async def logprobs_of(self, tokens: Sequence[int]) -> LogProbs:
         """The log-prob of every token but the first, given those before it: [tokens - 1]."""
+        return input_logprobs(await self.score(tokens), tokens[1:], f"server {self.name}")
+
+    async def score(self, tokens: Sequence[int]) -> Any:
+        """The reply to a request that computes all of these tokens, with their log-probs."""
         body = {
             "input_ids": list(tokens), "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
             "return_logprob": True, "logprob_start_len": 0,
         }  # fmt: skip
-        return input_logprobs(await self.connection.post("/generate", body), tokens[1:], f"server {self.name}")
+        return await self.connection.post("/generate", body)
 
     async def abort(self, request_id: str | None = None) -> None:
         """Repeatable: aborting a request that is gone does nothing."""

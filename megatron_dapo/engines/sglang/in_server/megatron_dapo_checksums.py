@@ -281,7 +281,8 @@ def record_again(model: Any, named_tensors: Any) -> None:
 
 
 def _answer() -> None:
-    """Teaches /weights_checker our action."""
+    """Teaches /weights_checker our actions: this one, and those of the other module."""
+    import megatron_dapo_layers  # type: ignore[import-not-found]
     from sglang.srt.utils.weight_checker import WeightChecker
 
     own = WeightChecker.handle
@@ -289,12 +290,15 @@ def _answer() -> None:
         return
 
     def handle(self: Any, action: str, *args: Any, **kwargs: Any) -> Any:
-        if action != ACTION:
+        if action not in (ACTION, *megatron_dapo_layers.ACTIONS):
             return own(self, action, *args, **kwargs)
         recorder = getattr(self._get_model(), "megatron_dapo_recorder", None)
         if recorder is None:  # a draft model
             return None
-        found = recorder.checksums() if recorder.at_load is None else recorder.at_load
+        if action != ACTION:
+            found = megatron_dapo_layers.answer(self._get_model(), action)
+        else:
+            found = recorder.checksums() if recorder.at_load is None else recorder.at_load
         place = self._parallelism_info(**{"role": kwargs["role"]} if "role" in kwargs else {})
         return {"checksums": found, "per_gpu_checksum": "", "parallelism_info": place.model_dump()}
 
