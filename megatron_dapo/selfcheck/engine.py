@@ -237,8 +237,8 @@ async def _ask_server(server: SGLangClient, config: Config, probe: Tokens, promp
             found.sketches = {name: values for rank in ranks for name, values in rank.items()}
         params = SamplingParams(min(REPEATED_TOKENS, config.rollout.max_response_tokens))
         gaps = []
-        for prompt in prompts:
-            decoded = await server.generate("selfcheck-repeated", prompt, params)
+        for number, prompt in enumerate(prompts):
+            decoded = await server.generate(f"selfcheck-repeated-{number}", prompt, params)
             prefilled = await server.logprobs_of([*prompt.tolist(), *decoded.tokens.tolist()])
             gaps.append(np.abs(decoded.logprobs - prefilled[len(prompt) - 1 :]))
         found.repeated = np.concatenate(gaps)

@@ -347,8 +347,8 @@ PATCHES = (
     ),
     Patch(
         "SGLang: load_weights of the served model, WeightChecker.handle",
-        "records where tensors are loaded to, and answers with checksums of what was sent (engines/sglang/in_server, "
-        "through the same option)",
+        "records where tensors are loaded to, and answers with checksums of what was sent and with sketches of hidden "
+        "states (engines/sglang/in_server, through the same option)",
         "server", _in_server, lambda: True,
     ),
     Patch(
