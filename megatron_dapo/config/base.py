@@ -14,7 +14,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, field_validator
 
-from megatron_dapo.errors import UserError
+from megatron_dapo.errors import ConfigError as ConfigError
 
 # YAML 1.2 (core schema) for PyYAML, which reads YAML 1.1: the only place that parses or writes YAML.
 
@@ -130,10 +130,6 @@ def parse_yaml(text: str) -> Any:
 def dump_yaml(value: Any) -> str:
     """`value` as YAML that this module, and readers of YAML 1.1, read back as `value`."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
-
-
-class ConfigError(UserError, ValueError):
-    """A configuration that cannot run; the message says what to change."""
 
 
 class Section(BaseModel):

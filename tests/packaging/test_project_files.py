@@ -18,12 +18,14 @@ def test_the_file_is_yaml(path):
 
 
 def test_the_workflow_runs_the_two_commands_on_every_python_and_machine():
-    jobs = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())["jobs"]
+    files = (ROOT / ".github/workflows").glob("*.yml")
+    jobs = {name: job for file in files for name, job in yaml.safe_load(file.read_text())["jobs"].items()}
     assert jobs["test"]["strategy"]["matrix"] == {
         "os": ["ubuntu-24.04", "ubuntu-24.04-arm"], "python": ["3.11", "3.12"]
     }  # fmt: skip
     lines = [step.get("run", "") for job in jobs.values() for step in job["steps"]]
-    for wanted in ("make quickstart", "make test", "python -m build", "tools/build_site.py", "tools/install.sh cpu"):
+    for wanted in ("make quickstart", "make test", "python -m build", "tools/build_site.py", "tools/install.sh cpu",
+                   "tools/interop.py --versions"):  # fmt: skip
         assert any(wanted in line for line in lines), wanted
     for name in re.findall(r"tools/[\w.]+", " ".join(lines)):
         assert (ROOT / name).is_file(), name
