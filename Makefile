@@ -2,7 +2,7 @@
 # make quickstart  see it work on this machine
 # make check       lint, types and the fast tests, in three minutes
 # make test        lint, types, all tests; make test ALL_CASES=1 checks the long lists of cases in full
-# make mutants     how many planted bugs the nearest tests find, in about ten CPU minutes
+# make mutants     how many planted bugs the nearest tests find, in about fifteen CPU minutes
 # make sglang-cpu  SGLang servers that run without a GPU, for the tests; two versions
 PYTHON ?= python3
 VENV   := .venv

@@ -68,6 +68,19 @@ def test_the_run_gets_the_prompts_that_were_checked(ranks, config, monkeypatch):
     assert run_training(parse_config(config)) == 6 + 64
 
 
+def test_a_start_names_hosts_without_an_address_within_seconds(config, monkeypatch, capsys):
+    """It goes on: under Kubernetes names come with the pods."""
+    config["rollout"]["servers"] = {"urls": ["http://engien.invalid:1", "http://localhost:1"]}
+    config["reward"] = {"grader": "judge", "judge": {"urls": ["https://jugde.invalid/v1"], "model": "m"}}
+    monkeypatch.setattr("megatron_dapo.trainer.loop.train", lambda *arguments: 0)
+    assert run_training(parse_config(config)) == 0
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "has no address here" in line]
+    assert [line.split(" has")[0] for line in warnings] == [
+        "warning: reward.judge.urls: the host name 'jugde.invalid'",
+        "warning: rollout.servers.urls: the host name 'engien.invalid'",
+    ]
+
+
 def test_every_source_is_reported_and_checked(config, tmp_path):
     write_arithmetic(tmp_path / "more.jsonl", arithmetic_problems(3, 5, seed=0))
     sources = [{"path": config["data"].pop("path")}, {"path": str(tmp_path / "more.jsonl")}]
