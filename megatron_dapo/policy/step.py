@@ -13,11 +13,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_dapo.algorithm import PolicyLoss, Proximal, Scores, TokenBatch, token_weights
@@ -135,7 +138,7 @@ class UpdateStep:
         inputs = _LossInputs(batch, self.config, proximal)
         self.zero_grad()
         balances = self.shape.is_moe and self.config.policy.moe_aux_loss_coefficient > 0
-        denominator = self._denominator(inputs) if balances else 0
+        denominator = self._denominator(inputs, batch) if balances else 0
         if balances:
             self._set_load_balancing(micro_batches, denominator)
         stored = self.run(micro_batches, self._loss_func_maker(inputs))
@@ -168,7 +171,7 @@ class UpdateStep:
             if needed and getattr(batch, name) is None:
                 raise UserError(f"the loss of section algorithm reads {name}, but the mini-batch has no {name}")
 
-    def shares(self, lengths: Ints, mini_batches: Sequence[Sequence[int]]) -> list[list[int]]:
+    def shares(self, lengths: Ints, mini_batches: Sequence[Sequence[int]] | None) -> list[list[int]]:
         """The samples whose tokens each data-parallel rank needs, for updates and scoring. `lengths`: [samples]."""
         padded = [self.packing.padded(int(length)) for length in lengths]
         return shares_of_ranks(padded, self.runtime.groups.dp.size(), mini_batches)
@@ -280,12 +283,17 @@ class UpdateStep:
             )
         return self._reducers[kind]
 
-    def _denominator(self, inputs: _LossInputs) -> int:
-        """What Megatron will divide by: the counts without the sequences that the loss excludes. That depends on
-        nothing that the model computes."""
-        tokens = inputs.everything()
+    def _denominator(self, inputs: _LossInputs, batch: TrainBatch) -> int:
+        """Collective. What Megatron will divide by: the counts without the sequences that the loss excludes. That
+        depends on nothing that the model computes. A data-parallel rank has the log-probs of its own samples only."""
+        dp = self.runtime.groups.dp
+        own = np.zeros(batch.samples, np.bool_)
+        own[self.shares(batch.lengths, None)[dp.rank()]] = True
+        tokens = inputs.everything(own)
         scores = Scores(tokens.old_logprobs, torch.zeros_like(tokens.old_logprobs))
-        return int(self.loss(scores, tokens).denominator)
+        total = self.loss(scores, tokens).denominator.to(self.runtime.device)
+        dist.all_reduce(total, group=dp)
+        return int(total)
 
     def _loss_func_maker(self, inputs: _LossInputs) -> MakeLossFunc:
         def make(micro: PackedMicroBatch) -> Any:
@@ -341,10 +349,11 @@ class _LossInputs:
             config.aggregation_length,
         )
 
-    def everything(self) -> TokenBatch:
-        """All response tokens, on the host."""
+    def everything(self, counted: NDArray[np.bool_]) -> TokenBatch:
+        """All response tokens, on the host; only those of these samples [samples] count."""
         slots = np.arange(len(self._sample_of))
-        return self.of(slots, self._sample_of, self._batch.samples, torch.device("cpu"))
+        tokens = self.of(slots, self._sample_of, self._batch.samples, torch.device("cpu"))
+        return replace(tokens, counts=tokens.counts * torch.from_numpy(counted[self._sample_of]))
 
     def of(self, slots: Ints, sequence_ids: Ints, sequences: int, device: torch.device) -> TokenBatch:
         """These response tokens."""

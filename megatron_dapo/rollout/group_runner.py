@@ -49,7 +49,7 @@ class GroupRunner:
         self._config = config
         self._request_ids: dict[int, set[str]] = {}  # in the engine, by the group's serial
         self._conversations: dict[asyncio.Task[Grade | None], tuple[PendingGroup, Conversation]] = {}
-        self.requests = 0  # rollouts that have not been generated completely, of all groups that were started
+        self.requests = 0  # rollouts that need the engine: not complete, and not waiting for a tool between two turns
 
     @property
     def running(self) -> int:
@@ -92,16 +92,16 @@ class GroupRunner:
 
     async def _run_rollout(self, pending: PendingGroup, samples: list[Sample]) -> None:
         conversation, grade = None, None
+        load = _EngineLoad(self)
         try:
             if self._function is None:
                 if samples[0].turns:  # of a rollout function that the configuration no longer names
                     self._restart(pending, samples)
                 complete = await self._generate(pending, samples[0])
             else:
-                complete, conversation, grade = await self._converse(pending, samples, self._function)
+                complete, conversation, grade = await self._converse(pending, samples, self._function, load)
         finally:
-            self.requests -= 1
-            self._events.generated(self.requests)
+            load.set(False)
         if not complete:
             return
         if grade is None:
@@ -129,14 +129,14 @@ class GroupRunner:
         return await self._generation.generate(sample, request, pending, requests)
 
     async def _converse(
-        self, pending: PendingGroup, samples: list[Sample], function: RolloutFunction
+        self, pending: PendingGroup, samples: list[Sample], function: RolloutFunction, load: _EngineLoad
     ) -> tuple[bool, Conversation | None, Grade | None]:
         """Whether the function returned; its conversation and grade."""
         if function.resume == "restart":
             self._restart(pending, samples)
         while True:
             conversation = Conversation(
-                pending.group.prompt, samples, partial(self._extend_turn, pending), function.tokenizer,
+                pending.group.prompt, samples, partial(self._extend_turn, pending, load), function.tokenizer,
                 max_response_tokens=self._config.max_response_tokens, stop=self._config.stop,
                 name=_name(pending, samples[0]), on_new_sample=pending.add_part,
             )  # fmt: skip
@@ -155,8 +155,18 @@ class GroupRunner:
             finally:
                 del self._conversations[task]
 
-    async def _extend_turn(self, pending: PendingGroup, sample: Sample, request: TurnRequest) -> bool:
-        return not self._generation.stopping and await self._extend(pending, sample, request)
+    async def _extend_turn(
+        self, pending: PendingGroup, load: _EngineLoad, sample: Sample, request: TurnRequest
+    ) -> bool:
+        load.set(True)
+        try:
+            return not self._generation.stopping and await self._extend(pending, sample, request)
+        finally:
+            load.set(False)
+
+    def add_load(self, requests: int) -> None:
+        self.requests += requests
+        self._events.generated(self.requests)
 
     def _restart(self, pending: PendingGroup, samples: list[Sample]) -> None:
         tokens = sum(sample.trained_tokens for sample in samples)
@@ -164,6 +174,19 @@ class GroupRunner:
             return
         self._events.restarted(tokens)
         pending.restart(samples)
+
+
+class _EngineLoad:
+    """Whether one rollout needs the engine; at first it does."""
+
+    def __init__(self, runner: GroupRunner) -> None:
+        self._runner = runner
+        self._needs_engine = True
+
+    def set(self, needs_engine: bool) -> None:
+        change, self._needs_engine = needs_engine - self._needs_engine, needs_engine
+        if change:
+            self._runner.add_load(change)
 
 
 def _name(pending: PendingGroup, sample: Sample) -> str:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from megatron_dapo import fault_points
@@ -222,6 +223,7 @@ class StepCollector:
     def _refill(self) -> None:
         """Starts groups until as many are in flight as the policy wants, or the engine is full."""
         self._events.refill = False
+        self._policy = replace(self._policy, max_running=self._sampler.engine.max_running)  # servers come and go
         while self._groups.count(*UNDECIDED) < self._wanted_in_flight():
             if self._policy.engine_full(self._runner.requests):
                 self._events.refill = True  # when a rollout has been generated, not when a group ends
@@ -334,10 +336,11 @@ class StepCollector:
             raise error
         self._last_failure = str(error)
         self._accounting.fail(self._group_size)
-        if self._accounting.failed_groups > self._options.max_failed_groups:
+        most = self._options.max_failed_groups
+        if self._accounting.failed_groups > (most * self._needed if 0 < most < 1 else most):
             raise EngineError(
                 f"step {self._step}: {self._accounting.failed_groups} groups failed "
-                f"(rollout.sampler.max_failed_groups is {self._options.max_failed_groups}); the last: {error}"
+                f"(rollout.sampler.max_failed_groups is {most:g}); the last: {error}"
             )
         self._groups.remove(pending)
 

@@ -116,10 +116,7 @@ class TrainStep:
                 batch, metrics = shape_batch(source, config)
                 metrics |= source.metrics
                 mini = mini_batches(source, config)
-        # The load balancing loss of a MoE model counts the tokens of the whole mini-batch on every rank.
-        everywhere, indices = share_batch(
-            collectives, batch, mini, policy.step.shares, whole_log_probs=policy.shape.is_moe
-        )
+        everywhere, indices = share_batch(collectives, batch, mini, policy.step.shares)
         return cls(everywhere, indices, rollout_metrics=metrics, source=source)
 
     @property
@@ -189,10 +186,8 @@ def share_batch(
     batch: TrainBatch | None,
     mini_batches: MiniBatches | None,
     shares: Shares,
-    *,
-    whole_log_probs: bool = False,
 ) -> tuple[TrainBatch, MiniBatches]:
-    """Collective. Rank 0 passes the batch and its mini-batches. `whole_log_probs`: every rank needs all of them."""
+    """Collective. Rank 0 passes the batch and its mini-batches."""
     sizes = collectives.share_array(None if mini_batches is None else np.array([len(m) for m in mini_batches]))
     assert sizes is not None
     indices = [list(range(a, b)) for a, b in pairwise([0, *np.cumsum(sizes).tolist()])]
@@ -206,12 +201,8 @@ def share_batch(
     everywhere.routed_experts = _share_experts(collectives, routed, everywhere, indices, shares)
     for name in (f.name for f in fields(TrainBatch) if f.name not in (*PER_SAMPLE, *SHARED_OTHERWISE)):
         array = getattr(batch, name, None)
-        if whole_log_probs and name != "tokens":
-            found = collectives.share_array(array)
-        else:
-            offsets = everywhere.token_offsets if name == "tokens" else everywhere.response_offsets
-            found = collectives.scatter_array(array, offsets, places)
-        setattr(everywhere, name, found)
+        offsets = everywhere.token_offsets if name == "tokens" else everywhere.response_offsets
+        setattr(everywhere, name, collectives.scatter_array(array, offsets, places))
     return everywhere, indices
 
 

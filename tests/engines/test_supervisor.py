@@ -328,14 +328,19 @@ async def until(true):
         await asyncio.sleep(0.01)
 
 
-def test_a_server_that_hangs_holds_no_update(tmp_path):
+@pytest.mark.parametrize(
+    ("path", "why"), [("/model_info", "it does not answer"), ("/pause_generation", "1 s after the other")]
+)
+def test_a_server_that_hangs_holds_no_update(tmp_path, path, why):
+    """Nor does one that replies, but is much slower than the others."""
+
     async def main():
         fleet, engine = await fake_fleet(config(tmp_path, control_timeout=4, heartbeat=600), tmp_path, count=2)
-        fleet.processes[1].server.hanging = {"/model_info"}
+        fleet.processes[1].server.hanging = {path}
         fleet.processes[1].server.calls.clear()
         report = await engine.update_weights(1, [WEIGHTS])
-        assert report.served_by == (fleet.processes[0].url,) and "1 s after the other" in str(report.failed)
-        assert fleet.processes[1].server.calls.count("/model_info") == 1  # the update has not asked again
+        assert report.served_by == (fleet.processes[0].url,) and why in str(report.failed)
+        assert fleet.processes[1].server.calls.count("/update_weights_from_disk") == 0
         await engine.close()
 
     run(main())

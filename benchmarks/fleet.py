@@ -1,0 +1,337 @@
+"""The driver of a large or uneven fleet: what a request costs, and what a slow server or a slow tool costs.
+
+    python benchmarks/fleet.py [--samples 100000]
+    python benchmarks/fleet.py --elastic     # one run on server processes that come, go, die and differ
+
+- `acquire`: one choice of a server, with half of the slots in use, on 16 and on 512 servers.
+- `abort`: one waiting request, with 20 000 others that wait.
+- `driver`: CPU time of sampler, engine and load balancer for one sample, on 16 and on 512 servers that reply at once.
+- `start`: CPU time for one server that is admitted and gets one weight update, of a fleet of 16 and of 512 (HTTP).
+- `slow server`: one of three servers at 0.3 × speed, on a virtual clock with the real sampler and engine. The limit is
+  the time of three equal servers × 3 ÷ 2.3.
+- `slow tool`: two turns, and a tool between them that takes as long as a turn. How full the engines are.
+
+`--elastic`: 4 → 1 → 6 server processes (tests/support/fake_server.py), three of them killed, one of these back, one at
+0.3 × speed. Counts lost samples and measures staleness, updates, and how soon a joiner serves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import logging
+import multiprocessing
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+SUPPORT = Path(__file__).resolve().parents[1] / "tests" / "support"
+sys.path.insert(0, str(SUPPORT))
+
+from fake_server import FakeServer  # noqa: E402
+from virtual_servers import VirtualServer, grade, next_prompt, virtual_fleet  # noqa: E402
+
+from megatron_dapo.config.rollout import RolloutConfig  # noqa: E402
+from megatron_dapo.engines.protocol import Completion, SamplingParams  # noqa: E402
+from megatron_dapo.engines.sglang.client import SGLangClient  # noqa: E402
+from megatron_dapo.engines.sglang.engine import SGLangEngine  # noqa: E402
+from megatron_dapo.engines.sglang.fleet import Fleet  # noqa: E402
+from megatron_dapo.engines.sglang.load_balancer import LoadBalancer  # noqa: E402
+from megatron_dapo.engines.sglang.server_state import ServerState  # noqa: E402
+from megatron_dapo.planner.simulation.run import run_virtually  # noqa: E402
+from megatron_dapo.rollout.agents.functions import RolloutFunction  # noqa: E402
+from megatron_dapo.rollout.sampler import Sampler  # noqa: E402
+from megatron_dapo.types import FinishReason, Grade, Prompt, WeightSpan, as_logprobs, as_tokens  # noqa: E402
+
+FEW, MANY = 16, 512
+RUNNING = 64  # requests on a server
+WAITING = 20_000
+
+
+class Server(SimpleNamespace):
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
+def balancer_of(count: int) -> LoadBalancer:
+    servers: list[Any] = [Server(state=ServerState(), in_flight=0, name=str(i)) for i in range(count)]
+    for server in servers:
+        server.state.served(0)
+    return LoadBalancer(servers, RUNNING)
+
+
+async def acquire_seconds(count: int, requests: int = 20_000) -> float:
+    """Of one acquire and its release."""
+    balancer = balancer_of(count)
+    held = [await balancer.acquire(f"w{i}", i, 0, 10.0) for i in range(count * RUNNING // 2)]
+    began = time.process_time()
+    for i in range(requests):
+        server = await balancer.acquire(f"r{i}", i * 7919, 0, 10.0)
+        balancer.release(held[i % len(held)], 100, 1.0, 10.0)
+        held[i % len(held)] = server
+    return (time.process_time() - began) / requests
+
+
+async def abort_seconds() -> float:
+    """Until the loop is free again, and the mean of 1000 aborts."""
+    config = RolloutConfig(servers={"max_running": 1})
+    client = SGLangClient("http://server", config.servers)
+    client.state.served(0)
+    engine = SGLangEngine([client], config)
+    client.in_flight = 1
+    engine._balancer._places[0].full = True
+    engine._balancer.refresh()
+    prompt, params = as_tokens([1]), SamplingParams(8)
+    waiting = [asyncio.ensure_future(engine.generate(f"r{i}", prompt, params)) for i in range(WAITING)]
+    while len(engine._balancer._waiting) < WAITING:
+        await asyncio.sleep(0)
+    began = time.process_time()
+    for i in range(1000):
+        await engine.abort(f"r{i}")
+        await asyncio.sleep(0)
+    seconds = (time.process_time() - began) / 1000
+    assert sum(task.done() for task in waiting) == 1000
+    await engine.abort()
+    await asyncio.gather(*waiting)
+    await engine.close()
+    return seconds
+
+
+class InstantServer(SGLangClient):
+    async def generate(self, request_id: str, prompt: Any, params: SamplingParams) -> Completion:
+        await asyncio.sleep(0)
+        return Completion(as_tokens([1]), as_logprobs([-1.0]), FinishReason.STOP, "", [WeightSpan(0, 0, 1)])
+
+
+async def driver_seconds(count: int, samples: int) -> float:
+    config = RolloutConfig(
+        samples_per_prompt=16, dynamic_sampling=False, servers={"max_running": RUNNING},
+        sampler={"oversampling": 1, "order": "prompt", "unfinished": "finish"},
+    )  # fmt: skip
+    servers = [InstantServer(f"http://server-{i}", config.servers) for i in range(count)]
+    for server in servers:
+        server.state.served(0)
+    engine = SGLangEngine(servers, config)
+    sampler = Sampler(engine, grade, next_prompt(), config, groups_per_step=samples // 16)
+    began = time.process_time()
+    batch = await sampler.collect(0)
+    seconds = time.process_time() - began
+    assert len(batch.groups) == samples // 16
+    await engine.close()
+    return seconds / samples
+
+
+def serve(count: int, pipe: Any) -> None:
+    async def main() -> None:
+        servers = [await FakeServer().start() for _ in range(count)]
+        pipe.send([server.url for server in servers])
+        await asyncio.Event().wait()
+
+    asyncio.run(main())
+
+
+async def start_seconds(urls: list[str]) -> tuple[float, float, float, float]:
+    """CPU and wall seconds of the start and of an update, for each server."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = RolloutConfig(
+            servers={"urls": urls, "heartbeat": 600}, weights={"directory": folder, "proof": "version"}
+        )
+        cpu, wall = time.process_time(), time.monotonic()
+        engine = await Fleet(config, folder, folder, client_processes=False).start()
+        started = time.process_time() - cpu, time.monotonic() - wall
+        cpu, wall = time.process_time(), time.monotonic()
+        report = await engine.update_weights(1, [[("a.weight", torch.ones(2, 3))]])
+        assert len(report.served_by) == len(urls)
+        updated = time.process_time() - cpu, time.monotonic() - wall
+        await engine.close()
+    return (*(seconds / len(urls) for seconds in started), *(seconds / len(urls) for seconds in updated))  # type: ignore[return-value]
+
+
+SAMPLING = {"samples_per_prompt": 16, "max_response_tokens": 4000}
+
+
+async def batch_seconds(folder: Path, speeds: list[float], unfinished: str, steps: int = 5) -> float:
+    """Seconds of a step, without the first."""
+
+    def make(url: str, config: RolloutConfig) -> VirtualServer:
+        return VirtualServer(url, config, speeds[int(url.rpartition("-")[2])], mean=400)
+
+    clock, ends = asyncio.get_running_loop().time, []
+    async with virtual_fleet(folder, len(speeds), make, sampler={"unfinished": unfinished}, **SAMPLING) as (_, engine):
+        sampler = Sampler(engine, grade, next_prompt(), engine.config, groups_per_step=64)
+        for step in range(steps):
+            await sampler.collect(step)
+            await engine.update_weights(step + 1, [])
+            ends.append(clock())
+    return (ends[-1] - ends[0]) / (steps - 1)
+
+
+async def tool_occupancy(folder: Path) -> tuple[float, float]:
+    """Share of the slots in use while batches are collected: with the tool, and without its time."""
+    found = []
+    for tool_seconds in (4.0, 0.0):
+
+        async def converse(prompt: Prompt, conversation: Any, settings: Any, seconds: float = tool_seconds) -> Grade:
+            for _ in range(2):
+                await conversation.generate(max_tokens=200)
+                await asyncio.sleep(seconds)  # a turn takes as long
+                conversation.append([1, 2, 3])
+            return Grade(conversation.samples[0].index % 2 == 0, 1.0)
+
+        texts = SimpleNamespace(decode=lambda tokens, skip_special_tokens: "")
+        function = RolloutFunction("converse", converse, {}, texts, "turn")
+        async with virtual_fleet(folder, 2, sampler={"unfinished": "continue"}, **SAMPLING) as (_, engine):
+            sampler = Sampler(engine, grade, next_prompt(), engine.config, groups_per_step=128, function=function)
+            shares = []
+            for step in range(4):
+                batch = await sampler.collect(step)
+                shares.append(batch.metrics["rollout/engine_occupancy"])
+                await engine.update_weights(step + 1, [])
+        found.append(sum(shares[1:]) / len(shares[1:]))
+    return found[0], found[1]
+
+
+class ElasticRun:
+    """Server processes on this machine, listed in a file that the run watches."""
+
+    STEPS, GROUPS, SECONDS = 12, 24, 0.3
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.file = folder / "servers"
+        self.listed: list[int] = []
+        self.processes: dict[int, asyncio.subprocess.Process] = {}
+        with contextlib.ExitStack() as stack:
+            sockets = [stack.enter_context(socket.socket()) for _ in range(6)]
+            for one in sockets:
+                one.bind(("127.0.0.1", 0))
+            self.ports = [one.getsockname()[1] for one in sockets]
+
+    async def serve(self, index: int) -> None:
+        """Server 1 is slow. Returns when it is ready."""
+        seconds = self.SECONDS / (0.3 if index == 1 else 1.0)
+        command = [sys.executable, str(SUPPORT / "fake_server.py"), str(self.ports[index]), str(seconds)]
+        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+        assert process.stdout is not None
+        await process.stdout.readline()
+        self.processes[index] = process
+
+    def url(self, index: int) -> str:
+        return f"http://127.0.0.1:{self.ports[index]}"
+
+    def use(self, *indices: int) -> None:
+        self.file.write_text("".join(f"{self.url(index)}\n" for index in indices))
+
+    def kill(self, index: int) -> None:
+        self.processes.pop(index).kill()
+
+    async def run(self) -> str:
+        config = RolloutConfig(
+            samples_per_prompt=8, max_response_tokens=8, sampler={"unfinished": "continue"},
+            servers={"urls": [f"file://{self.file}"], "max_running": 8, "heartbeat": 0.5, "attempts": 8},
+            weights={"directory": str(self.folder), "timeout": 30},
+        )  # fmt: skip
+        await asyncio.gather(*(self.serve(index) for index in range(4)))
+        self.use(0, 1, 2, 3)
+        engine = await Fleet(config, str(self.folder), self.folder).start()
+        served: dict[str, float] = {}
+        sampler = Sampler(
+            engine, grade, next_prompt(), config, groups_per_step=self.GROUPS,
+            on_request=lambda server, *_: served.setdefault(server, time.monotonic()) and None,
+        )  # fmt: skip
+        ready: dict[int, float] = {}
+        failed = trained = 0
+        stale, updates = 0.0, []
+        for step in range(self.STEPS):
+            disturbing = asyncio.ensure_future(self.disturb(step, ready, served))
+            batch = await sampler.collect(step)
+            await disturbing
+            failed += int(batch.metrics["rollout/samples_failed"])
+            trained += sum(len(group.samples) for group in batch.groups)
+            stale = max(stale, batch.metrics["rollout/staleness_max"])
+            if step == 10:
+                self.kill(5)  # nobody has noticed yet when the update begins
+            began = time.monotonic()
+            report = await engine.update_weights(step + 1, [[("a.weight", torch.ones(2, 3))]])
+            updates.append((time.monotonic() - began, len(report.served_by)))
+        joins = [served[self.url(index)] - when for index, when in ready.items() if self.url(index) in served]
+        speeds = {url: share for url, share in engine.speeds().items() if share < 0.7}
+        await engine.close()
+        for process in self.processes.values():
+            process.kill()
+        quiet = statistics.median(seconds for seconds, _ in updates)
+        return (
+            f"elastic      {trained} samples of {self.STEPS * self.GROUPS * 8} trained, {failed} lost; staleness at "
+            f"most {stale:.0f} (limit 1); {len(joins)} of {len(ready)} joiners served at most {max(joins):.1f} s after "
+            f"they were ready (goal: 30); the slowest update took {max(updates)[0] - quiet:.2f} s longer than the "
+            f"median {quiet:.2f} s (goal: 1); served by {[count for _, count in updates]} servers; slow: "
+            f"{ {url: round(share, 2) for url, share in speeds.items()} }"
+        )
+
+    async def disturb(self, step: int, ready: dict[int, float], served: dict[str, float]) -> None:
+        await asyncio.sleep(0.3)
+        if step == 2:
+            self.kill(2)
+        if step == 4:
+            self.use(1)
+        if step == 6:
+            served.clear()
+            await asyncio.gather(*(self.serve(index) for index in (4, 5)))
+            self.use(0, 1, 2, 3, 4, 5)
+            ready.update(dict.fromkeys((0, 3, 4, 5), time.monotonic()))
+        if step == 8:
+            self.kill(3)
+            await self.serve(2)  # it is back
+            ready[2] = time.monotonic()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("--samples", type=int, default=100_000)
+    parser.add_argument("--elastic", action="store_true")
+    args = parser.parse_args()
+    if args.elastic:
+        with tempfile.TemporaryDirectory() as name:
+            print(asyncio.run(ElasticRun(Path(name)).run()))
+        return
+    logging.disable(logging.WARNING)
+    gc.collect()
+    gc.freeze()
+    few, many = (asyncio.run(acquire_seconds(count)) for count in (FEW, MANY))
+    print(f"acquire      {1e6 * few:6.1f} µs with {FEW} servers, {1e6 * many:6.1f} µs with {MANY} (goal: 15)")
+    print(f"abort        {1e3 * asyncio.run(abort_seconds()):6.3f} ms with {WAITING} waiting (goal: 0.1)")
+    few, many = (asyncio.run(driver_seconds(count, args.samples)) for count in (FEW, MANY))
+    print(f"driver       {1e6 * few:6.1f} µs a sample with {FEW} servers, {1e6 * many:6.1f} µs with {MANY}: "
+          f"{many / few:.2f} × (goal: 1.3)")  # fmt: skip
+    ready, other = multiprocessing.Pipe()
+    fakes = multiprocessing.get_context("spawn").Process(target=serve, args=(MANY, other), daemon=True)
+    fakes.start()
+    urls = ready.recv()
+    costs = [asyncio.run(start_seconds(urls[:count])) for count in (FEW, MANY)]
+    fakes.terminate()
+    for name, at in (("start", 0), ("update", 2)):
+        (a, wall_a), (b, wall_b) = (cost[at : at + 2] for cost in costs)
+        print(f"{name:12s} {1e3 * a:6.2f} ms CPU a server with {FEW} servers, {1e3 * b:6.2f} ms with {MANY}: "
+              f"{b / a:.2f} × (goal: 1.3); {FEW * wall_a:.2f} s and {MANY * wall_b:.2f} s in all")  # fmt: skip
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for unfinished in ("finish", "continue"):
+            equal = run_virtually(batch_seconds(folder, [1.0, 1.0, 1.0], unfinished))
+            slow = run_virtually(batch_seconds(folder, [1.0, 0.3, 1.0], unfinished))
+            limit = equal * 3 / 2.3
+            print(f"slow server  {slow:6.1f} s a step ({unfinished}), {limit:.1f} s by remaining capacity: "
+                  f"{slow / limit:.2f} × (goal: 1.10)")  # fmt: skip
+        slowly, fast = run_virtually(tool_occupancy(folder))
+        print(f"slow tool    {100 * slowly:6.1f} % of the slots in use, {100 * fast:.1f} % without the tool (goal: 90)")
+
+
+if __name__ == "__main__":
+    main()
