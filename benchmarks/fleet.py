@@ -38,7 +38,7 @@ SUPPORT = Path(__file__).resolve().parents[1] / "tests" / "support"
 sys.path.insert(0, str(SUPPORT))
 
 from fake_server import FakeServer  # noqa: E402
-from virtual_servers import VirtualServer, grade, next_prompt, virtual_fleet  # noqa: E402
+from virtual_servers import VirtualServer, grade, next_prompt, tool_occupancy, virtual_fleet  # noqa: E402
 
 from megatron_dapo.config.rollout import RolloutConfig  # noqa: E402
 from megatron_dapo.engines.protocol import Completion, SamplingParams  # noqa: E402
@@ -48,9 +48,8 @@ from megatron_dapo.engines.sglang.fleet import Fleet  # noqa: E402
 from megatron_dapo.engines.sglang.load_balancer import LoadBalancer  # noqa: E402
 from megatron_dapo.engines.sglang.server_state import ServerState  # noqa: E402
 from megatron_dapo.planner.simulation.run import run_virtually  # noqa: E402
-from megatron_dapo.rollout.agents.functions import RolloutFunction  # noqa: E402
 from megatron_dapo.rollout.sampler import Sampler  # noqa: E402
-from megatron_dapo.types import FinishReason, Grade, Prompt, WeightSpan, as_logprobs, as_tokens  # noqa: E402
+from megatron_dapo.types import FinishReason, WeightSpan, as_logprobs, as_tokens  # noqa: E402
 
 FEW, MANY = 16, 512
 RUNNING = 64  # requests on a server
@@ -172,31 +171,6 @@ async def batch_seconds(folder: Path, speeds: list[float], unfinished: str, step
             await engine.update_weights(step + 1, [])
             ends.append(clock())
     return (ends[-1] - ends[0]) / (steps - 1)
-
-
-async def tool_occupancy(folder: Path) -> tuple[float, float]:
-    """Share of the slots in use while batches are collected: with the tool, and without its time."""
-    found = []
-    for tool_seconds in (4.0, 0.0):
-
-        async def converse(prompt: Prompt, conversation: Any, settings: Any, seconds: float = tool_seconds) -> Grade:
-            for _ in range(2):
-                await conversation.generate(max_tokens=200)
-                await asyncio.sleep(seconds)  # a turn takes as long
-                conversation.append([1, 2, 3])
-            return Grade(conversation.samples[0].index % 2 == 0, 1.0)
-
-        texts = SimpleNamespace(decode=lambda tokens, skip_special_tokens: "")
-        function = RolloutFunction("converse", converse, {}, texts, "turn")
-        async with virtual_fleet(folder, 2, sampler={"unfinished": "continue"}, **SAMPLING) as (_, engine):
-            sampler = Sampler(engine, grade, next_prompt(), engine.config, groups_per_step=128, function=function)
-            shares = []
-            for step in range(4):
-                batch = await sampler.collect(step)
-                shares.append(batch.metrics["rollout/engine_occupancy"])
-                await engine.update_weights(step + 1, [])
-        found.append(sum(shares[1:]) / len(shares[1:]))
-    return found[0], found[1]
 
 
 class ElasticRun:
@@ -329,7 +303,7 @@ def main() -> None:
             limit = equal * 3 / 2.3
             print(f"slow server  {slow:6.1f} s a step ({unfinished}), {limit:.1f} s by remaining capacity: "
                   f"{slow / limit:.2f} × (goal: 1.10)")  # fmt: skip
-        slowly, fast = run_virtually(tool_occupancy(folder))
+        slowly, fast = (run_virtually(tool_occupancy(folder, seconds)) for seconds in (4.0, 0.0))
         print(f"slow tool    {100 * slowly:6.1f} % of the slots in use, {100 * fast:.1f} % without the tool (goal: 90)")
 
 

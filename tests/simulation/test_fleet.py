@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from virtual_servers import VirtualServer, grade, next_prompt, virtual_fleet
+from virtual_servers import VirtualServer, grade, next_prompt, tool_occupancy, virtual_fleet
 
 from megatron_dapo.planner.simulation.run import run_virtually
 from megatron_dapo.rollout.sampler import Sampler
@@ -63,3 +63,7 @@ def test_no_sample_is_lost_and_no_update_waits_for_a_dead_server(tmp_path, sizes
     assert all(server.most_loads <= 1 for server in servers.values())
     assert "http://server-2" in updates[-1][1].served_by or sizes[2] <= 2
     assert min(speeds) < 0.5
+
+
+def test_a_tool_that_takes_as_long_as_generating_keeps_the_engines_full(tmp_path):
+    assert run_virtually(tool_occupancy(tmp_path, 4.0)) > 0.9

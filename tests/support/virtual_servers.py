@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import NormalDist
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ from megatron_dapo.engines.sglang.fleet import Fleet
 from megatron_dapo.engines.sglang.http import BrokenConnection, failures, wait_for_living
 from megatron_dapo.engines.sglang.transports import Transfer
 from megatron_dapo.planner.server_model import DecodeModel, Sequence, ServerModel
+from megatron_dapo.rollout.agents.functions import RolloutFunction
+from megatron_dapo.rollout.sampler import Sampler
 from megatron_dapo.types import FinishReason, Grade, Prompt, Sample, WeightSpan, as_tokens
 
 PROMPT_TOKENS = 64
@@ -284,3 +287,29 @@ def next_prompt() -> Callable[[], Prompt]:
 async def grade(prompt: Prompt, sample: Sample) -> Grade:
     """Every group is informative."""
     return Grade(sample.index % 2 == 0, float(sample.index % 2 == 0))
+
+
+async def tool_occupancy(folder: Path, tool_seconds: float) -> float:
+    """Share of the slots with a request while batches are collected: two turns of about 4 s, and a tool after each."""
+
+    async def converse(prompt: Prompt, conversation: Any, settings: Any) -> Grade:
+        for _ in range(2):
+            await conversation.generate(max_tokens=200)
+            await asyncio.sleep(tool_seconds)
+            conversation.append([1, 2, 3])
+        return Grade(conversation.samples[0].index % 2 == 0, 1.0)
+
+    texts = SimpleNamespace(decode=lambda tokens, skip_special_tokens: "")
+    function = RolloutFunction("converse", converse, {}, texts, "turn")
+    options = {"samples_per_prompt": 16, "max_response_tokens": 4000, "sampler": {"unfinished": "continue"}}
+    shares = []
+    async with virtual_fleet(folder, 2, **options) as (_, engine):
+        sampler = Sampler(engine, grade, next_prompt(), engine.config, groups_per_step=256, function=function)
+        for step in range(4):
+            collecting = asyncio.ensure_future(sampler.collect(step))
+            while not (await asyncio.wait([collecting], timeout=0.1))[0]:
+                if step:
+                    shares.append(sum(server.in_flight for server in engine.servers) / engine.max_running)
+            await collecting
+            await engine.update_weights(step + 1, [])
+    return sum(shares) / len(shares)
