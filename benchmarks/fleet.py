@@ -183,6 +183,7 @@ class ElasticRun:
         self.file = folder / "servers"
         self.listed: list[int] = []
         self.processes: dict[int, asyncio.subprocess.Process] = {}
+        self.started: list[asyncio.subprocess.Process] = []
         with contextlib.ExitStack() as stack:
             sockets = [stack.enter_context(socket.socket()) for _ in range(6)]
             for one in sockets:
@@ -197,6 +198,7 @@ class ElasticRun:
         assert process.stdout is not None
         await process.stdout.readline()
         self.processes[index] = process
+        self.started.append(process)
 
     def url(self, index: int) -> str:
         return f"http://127.0.0.1:{self.ports[index]}"
@@ -241,6 +243,7 @@ class ElasticRun:
         await engine.close()
         for process in self.processes.values():
             process.kill()
+        await asyncio.gather(*(process.wait() for process in self.started))
         quiet = statistics.median(seconds for seconds, _ in updates)
         return (
             f"elastic      {trained} samples of {self.STEPS * self.GROUPS * 8} trained, {failed} lost; staleness at "
