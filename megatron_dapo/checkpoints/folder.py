@@ -106,6 +106,7 @@ def _restore(value: Any, content: bytes) -> Any:
 NAME = re.compile(r"step_(\d+)(?:\+(\d+))?")
 DAMAGED = re.compile(rf"{NAME.pattern}\.damaged(\d*)")
 POLICY = "policy"
+CRITIC = "critic"
 REQUIRED = (STATE, ARRAYS, f"{POLICY}/.metadata", f"{POLICY}/metadata.json", f"{POLICY}/common.pt")
 MANIFEST, BEST, SCORES = "manifest.json", "best.json", "scores.json"
 REPLACED = ".replaced"  # in a checkpoint that was moved away for another one of the same name

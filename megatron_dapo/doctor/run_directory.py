@@ -9,8 +9,10 @@ import urllib.request
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 from megatron_dapo.checkpoints.files import damaged_files
-from megatron_dapo.checkpoints.folder import CheckpointFolder, read_state
+from megatron_dapo.checkpoints.folder import POLICY, CheckpointFolder, read_state
 from megatron_dapo.checkpoints.run_dir import in_the_way, left_memory
 from megatron_dapo.config import Config
 from megatron_dapo.doctor.check import Check, Probe
@@ -19,8 +21,14 @@ from megatron_dapo.files import explain
 from megatron_dapo.observe.metrics_file import Record, RecordError, parse_records
 from megatron_dapo.rollout.pending_group import CarryOver
 from megatron_dapo.types import StepBatch
+from megatron_dapo.weights.formats.megatron_reader import first_not_finite
+from megatron_dapo.weights.mapping import WeightsError
 
 HOUR = 3600.0
+
+
+class Poisoned(Exception):
+    """Values that a run must not train on."""
 
 
 def probes(run_dir: Path, config: Config) -> list[Probe]:
@@ -75,10 +83,14 @@ def checkpoints(run_dir: Path) -> Check:
         try:
             problems = damaged_files(path, folder.files_of(path))
             used = "" if problems else f"a start continues from {path.name}, step {_step(path)}{aside}"
-        except (CheckpointError, KeyError, TypeError, ValueError) as error:
+            if not problems and (tensor := first_not_finite(path / POLICY)):
+                problems = [f"poisoned: {tensor} has values that are not finite"]
+        except Poisoned as error:
+            problems = [f"poisoned: {error}"]
+        except (CheckpointError, WeightsError, KeyError, TypeError, ValueError) as error:
             problems = [f"{type(error).__name__}: {error}"]
         if not problems and bad:
-            return Check("checkpoints", "warn", f"{used}; damaged: {'; '.join(bad)}", "a start renames these")
+            return Check("checkpoints", "warn", f"{used}; unusable: {'; '.join(bad)}", "a start renames these")
         if not problems:
             return Check("checkpoints", "ok", used)
         bad.append(f"{path.name}: {problems[0]}")
@@ -93,7 +105,12 @@ def _step(path: Path) -> int:
     current, rollouts = state["current"], state["rollouts"]
     CarryOver.from_state(rollouts["sampler"])
     for batch in [*state["batches"], *([current["batch"]] if current else [])]:
-        StepBatch.from_state(batch)
+        for sample in StepBatch.from_state(batch).samples:
+            where = f"sample {sample.index} of prompt {sample.prompt_id}"
+            if sample.grade is not None and (grade := sample.grade.checked()) != sample.grade:
+                raise Poisoned(f"{where} has a grade that is {grade.reason}")
+            if not np.isfinite(sample.engine_logprobs).all():
+                raise Poisoned(f"{where} has log-probs that are not finite")
     for line in state["observer"].get("unwritten", ()):
         Record.from_line(line)
     return int(state["step"]) if rollouts["cursor"] else 0
