@@ -1,7 +1,7 @@
 """The driver of a large or uneven fleet: what a request costs, and what a slow server or a slow tool costs.
 
     python benchmarks/fleet.py [--samples 100000]
-    python benchmarks/fleet.py --elastic     # one run on server processes that come, go, die and differ
+    python benchmarks/fleet.py --elastic [--sglang PYTHON]   # one run on servers that come, go, die and differ
 
 - `acquire`: one choice of a server, with half of the slots in use, on 16 and on 512 servers.
 - `abort`: one waiting request, with 20 000 others that wait.
@@ -11,19 +11,22 @@
   the time of three equal servers × 3 ÷ 2.3.
 - `slow tool`: two turns, and a tool between them that takes as long as a turn. How full the engines are.
 
-`--elastic`: 4 → 1 → 6 server processes (tests/support/fake_server.py), three of them killed, one of these back, one at
-0.3 × speed. Counts lost samples and measures staleness, updates, and how soon a joiner serves.
+`--elastic`: 4 → 1 → 6 server processes, three of them killed, one of these back, one at 0.3 × speed. Counts lost
+samples and measures staleness, updates, and how soon a joiner serves. The servers are SGLang's on the CPU with a tiny
+model, whose log-probs are compared with transformers'; without `--sglang` they are fake ones
+(tests/support/fake_server.py).
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import gc
 import logging
 import multiprocessing
-import socket
+import os
+import secrets
+import signal
 import statistics
 import sys
 import tempfile
@@ -32,24 +35,29 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 SUPPORT = Path(__file__).resolve().parents[1] / "tests" / "support"
 sys.path.insert(0, str(SUPPORT))
 
-from fake_server import FakeServer  # noqa: E402
+from fake_server import FakeServer, Proxy  # noqa: E402
+from installed_sglang import API_KEY_VARIABLE  # noqa: E402
+from tiny_model import changed_weights, reference_logprobs, tiny_model, write_model  # noqa: E402
 from virtual_servers import VirtualServer, grade, next_prompt, tool_occupancy, virtual_fleet  # noqa: E402
 
-from megatron_dapo.config.rollout import RolloutConfig  # noqa: E402
+from megatron_dapo.config.rollout import RolloutConfig, ServerConfig  # noqa: E402
 from megatron_dapo.engines.protocol import Completion, SamplingParams  # noqa: E402
+from megatron_dapo.engines.server_load import SLOW  # noqa: E402
 from megatron_dapo.engines.sglang.client import SGLangClient  # noqa: E402
 from megatron_dapo.engines.sglang.engine import SGLangEngine  # noqa: E402
 from megatron_dapo.engines.sglang.fleet import Fleet  # noqa: E402
 from megatron_dapo.engines.sglang.load_balancer import LoadBalancer  # noqa: E402
+from megatron_dapo.engines.sglang.server_process import ServerProcess, sglang_command  # noqa: E402
 from megatron_dapo.engines.sglang.server_state import ServerState  # noqa: E402
 from megatron_dapo.planner.simulation.run import run_virtually  # noqa: E402
 from megatron_dapo.rollout.sampler import Sampler  # noqa: E402
-from megatron_dapo.types import FinishReason, WeightSpan, as_logprobs, as_tokens  # noqa: E402
+from megatron_dapo.types import FinishReason, Sample, WeightSpan, as_logprobs, as_tokens  # noqa: E402
 
 FEW, MANY = 16, 512
 RUNNING = 64  # requests on a server
@@ -173,111 +181,149 @@ async def batch_seconds(folder: Path, speeds: list[float], unfinished: str, step
     return (ends[-1] - ends[0]) / (steps - 1)
 
 
+def fake_command(model: str, config: ServerConfig, index: int, port: int) -> tuple[list[str], dict[str, str]]:
+    return [sys.executable, str(SUPPORT / "fake_server.py"), str(port), "0.3"], {}
+
+
 class ElasticRun:
-    """Server processes on this machine, listed in a file that the run watches."""
+    """Server processes on this machine, listed in a file that the run watches. Server 1 is behind a slow proxy."""
 
-    STEPS, GROUPS, SECONDS = 12, 24, 0.3
+    STEPS, GROUPS, SLOW, SPEED = 12, 24, 1, 0.3
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, python: str) -> None:
+        """`python` has SGLang; empty: fake servers."""
         self.folder = folder
         self.file = folder / "servers"
-        self.listed: list[int] = []
-        self.processes: dict[int, asyncio.subprocess.Process] = {}
-        self.started: list[asyncio.subprocess.Process] = []
-        with contextlib.ExitStack() as stack:
-            sockets = [stack.enter_context(socket.socket()) for _ in range(6)]
-            for one in sockets:
-                one.bind(("127.0.0.1", 0))
-            self.ports = [one.getsockname()[1] for one in sockets]
+        self.model = tiny_model()
+        self.weights: list[dict[str, Any]] = [self.model.state_dict()]  # by version
+        self.real = bool(python)
+        os.environ[API_KEY_VARIABLE] = secrets.token_hex(16)
+        servers = ServerConfig(
+            device="cpu", python=python, dtype="float32", start_timeout=600, api_key_env=API_KEY_VARIABLE
+        )
+        servers.demand(checksums=True)
+        command = sglang_command if python else fake_command
+        model = str(write_model(folder / "model"))
+        self.servers = [ServerProcess(model, servers, index, folder / "logs", command) for index in range(6)]
+        self.urls: dict[int, str] = {}
+        self.served: dict[str, float] = {}  # when it first completed a request
+        self.ready: dict[int, float] = {}  # joiners
 
-    async def serve(self, index: int) -> None:
-        """Server 1 is slow. Returns when it is ready."""
-        seconds = self.SECONDS / (0.3 if index == 1 else 1.0)
-        command = [sys.executable, str(SUPPORT / "fake_server.py"), str(self.ports[index]), str(seconds)]
-        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
-        assert process.stdout is not None
-        await process.stdout.readline()
-        self.processes[index] = process
-        self.started.append(process)
-
-    def url(self, index: int) -> str:
-        return f"http://127.0.0.1:{self.ports[index]}"
+    async def serve(self, *indices: int) -> None:
+        """Returns when all of them are ready."""
+        for index in indices:
+            self.servers[index].spawn({server.port for server in self.servers})
+        for index in indices:
+            client = self.servers[index].client()
+            await self.servers[index].wait_ready(client)
+            await client.close()
+            proxy = await Proxy(self.servers[index].url, self.SPEED).start() if index == self.SLOW else None
+            self.urls[index] = proxy.url if proxy else self.servers[index].url
 
     def use(self, *indices: int) -> None:
-        self.file.write_text("".join(f"{self.url(index)}\n" for index in indices))
+        self.file.write_text("".join(f"{self.urls[index]}\n" for index in indices))
 
     def kill(self, index: int) -> None:
-        self.processes.pop(index).kill()
+        os.kill(self.servers[index].pid, signal.SIGKILL)
 
-    async def run(self) -> str:
-        config = RolloutConfig(
-            samples_per_prompt=8, max_response_tokens=8, sampler={"unfinished": "continue"},
-            servers={"urls": [f"file://{self.file}"], "max_running": 8, "heartbeat": 0.5, "attempts": 8},
-            weights={"directory": str(self.folder), "timeout": 30},
-        )  # fmt: skip
-        await asyncio.gather(*(self.serve(index) for index in range(4)))
-        self.use(0, 1, 2, 3)
-        engine = await Fleet(config, str(self.folder), self.folder).start()
-        served: dict[str, float] = {}
-        sampler = Sampler(
-            engine, grade, next_prompt(), config, groups_per_step=self.GROUPS,
-            on_request=lambda server, *_: served.setdefault(server, time.monotonic()) and None,
-        )  # fmt: skip
-        ready: dict[int, float] = {}
-        failed = trained = 0
-        stale, updates = 0.0, []
-        for step in range(self.STEPS):
-            disturbing = asyncio.ensure_future(self.disturb(step, ready, served))
-            batch = await sampler.collect(step)
-            await disturbing
-            failed += int(batch.metrics["rollout/samples_failed"])
-            trained += sum(len(group.samples) for group in batch.groups)
-            stale = max(stale, batch.metrics["rollout/staleness_max"])
-            if step == 10:
-                self.kill(5)  # nobody has noticed yet when the update begins
-            began = time.monotonic()
-            report = await engine.update_weights(step + 1, [[("a.weight", torch.ones(2, 3))]])
-            updates.append((time.monotonic() - began, len(report.served_by)))
-        joins = [served[self.url(index)] - when for index, when in ready.items() if self.url(index) in served]
-        speeds = {url: share for url, share in engine.speeds().items() if share < 0.7}
-        await engine.close()
-        for process in self.processes.values():
-            process.kill()
-        await asyncio.gather(*(process.wait() for process in self.started))
-        quiet = statistics.median(seconds for seconds, _ in updates)
-        return (
-            f"elastic      {trained} samples of {self.STEPS * self.GROUPS * 8} trained, {failed} lost; staleness at "
-            f"most {stale:.0f} (limit 1); {len(joins)} of {len(ready)} joiners served at most {max(joins):.1f} s after "
-            f"they were ready (goal: 30); the slowest update took {max(updates)[0] - quiet:.2f} s longer than the "
-            f"median {quiet:.2f} s (goal: 1); served by {[count for _, count in updates]} servers; slow: "
-            f"{ {url: round(share, 2) for url, share in speeds.items()} }"
-        )
+    def joins(self, *indices: int) -> None:
+        for index in indices:
+            self.served.pop(self.urls[index], None)
+            self.ready[index] = time.monotonic()
 
-    async def disturb(self, step: int, ready: dict[int, float], served: dict[str, float]) -> None:
+    async def disturb(self, step: int) -> None:
         await asyncio.sleep(0.3)
         if step == 2:
             self.kill(2)
         if step == 4:
             self.use(1)
         if step == 6:
-            served.clear()
-            await asyncio.gather(*(self.serve(index) for index in (4, 5)))
-            self.use(0, 1, 2, 3, 4, 5)
-            ready.update(dict.fromkeys((0, 3, 4, 5), time.monotonic()))
-        if step == 8:
+            await self.serve(4, 5)
+            self.use(0, 1, 2, 3, 4, 5)  # 2 is still dead
+            self.joins(0, 3, 4, 5)
+        if step == 7:
+            await self.serve(2)
+            self.joins(2)
+        if step == 9:
             self.kill(3)
-            await self.serve(2)  # it is back
-            ready[2] = time.monotonic()
+
+    async def run(self) -> None:
+        try:
+            await self.serve(0, 1, 2, 3)
+            self.use(0, 1, 2, 3)
+            await self.train()
+        finally:
+            await asyncio.gather(*(server.end() for server in self.servers))
+
+    async def train(self) -> None:
+        config = RolloutConfig(
+            samples_per_prompt=8, max_response_tokens=48 if self.real else 8, sampler={"unfinished": "continue"},
+            servers={
+                "urls": [f"file://{self.file}"], "max_running": 8, "heartbeat": 0.5, "attempts": 8,
+                "api_key_env": API_KEY_VARIABLE,
+            },
+            weights={"directory": str(self.folder / "weights")},
+        )  # fmt: skip
+        engine = await Fleet(config, str(self.folder / "model"), self.folder / "logs").start()
+        sampler = Sampler(
+            engine, grade, next_prompt(), config, groups_per_step=self.GROUPS,
+            on_request=lambda server, *_: self.served.setdefault(server, time.monotonic()) and None,
+        )  # fmt: skip
+        trained, failed, stale, gap = set(), 0, 0.0, 0.0
+        updates = []
+        for step in range(self.STEPS):
+            began = time.monotonic()
+            disturbing = asyncio.ensure_future(self.disturb(step))
+            batch = await sampler.collect(step)
+            sampled = time.monotonic() - began
+            await disturbing
+            failed += int(batch.metrics["rollout/samples_failed"])
+            stale = max(stale, batch.metrics["rollout/staleness_max"])
+            samples = [sample for group in batch.groups for sample in group.samples]
+            trained |= {(sample.prompt_id, sample.index) for sample in samples}
+            gap = max(gap, *(self.gap(sample) for sample in samples[::8])) if self.real else 0.0
+            self.weights.append(dict(changed_weights(self.model, step)))
+            if step == 10:
+                self.kill(5)  # nobody has noticed yet when the update begins
+            began = time.monotonic()
+            report = await engine.update_weights(step + 1, [[*self.weights[-1].items()]])
+            updates.append(time.monotonic() - began)
+            print(f"step {step:2d}      {sampled:5.1f} s of sampling, update of {updates[-1]:.2f} s: "
+                  f"{len(report.served_by)} servers, {len(report.failed)} failed", flush=True)  # fmt: skip
+        joins = [self.served[url] - when for i, when in self.ready.items() if (url := self.urls[i]) in self.served]
+        slow = {url: round(share, 2) for url, share in engine.speeds().items() if share < SLOW}
+        await engine.close()
+        median = statistics.median(updates)
+        print(f"samples      {len(trained)} of {self.STEPS * self.GROUPS * 8} trained, {failed} lost (goal: 0)")
+        print(f"staleness    at most {stale:.0f} (limit: 1)")
+        print(
+            f"joiners      {len(joins)} of {len(self.ready)} served, at most {max(joins):.1f} s after ready (goal: 30)"
+        )
+        print(f"updates      {median:.2f} s, the slowest {max(updates) - median:.2f} s more (goal: 1)")
+        print(f"slow server  {slow}; server {self.SLOW} is {self.urls[self.SLOW]}, at {self.SPEED} × speed")
+        if self.real:
+            print(f"log-probs    differ by at most {gap:.1g} from transformers', each token with its own weights")
+
+    def gap(self, sample: Sample) -> float:
+        """The largest difference of a log-prob between the server and transformers with the weights of its version."""
+        found = []
+        for span in sample.weight_spans:
+            self.model.load_state_dict(self.weights[span.version])
+            right = reference_logprobs(self.model, sample.prompt_tokens, sample.response_tokens)
+            found.append(np.abs(sample.engine_logprobs - right)[span.start : span.end].max(initial=0.0))
+        self.model.load_state_dict(self.weights[0])
+        return float(max(found))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--samples", type=int, default=100_000)
     parser.add_argument("--elastic", action="store_true")
+    parser.add_argument("--sglang", metavar="PYTHON", default="", help="with --elastic: the Python that has SGLang")
     args = parser.parse_args()
     if args.elastic:
         with tempfile.TemporaryDirectory() as name:
-            print(asyncio.run(ElasticRun(Path(name)).run()))
+            asyncio.run(ElasticRun(Path(name), args.sglang).run())
         return
     logging.disable(logging.WARNING)
     gc.collect()
@@ -306,8 +352,10 @@ def main() -> None:
             limit = equal * 3 / 2.3
             print(f"slow server  {slow:6.1f} s a step ({unfinished}), {limit:.1f} s by remaining capacity: "
                   f"{slow / limit:.2f} × (goal: 1.10)")  # fmt: skip
-        slowly, fast = (run_virtually(tool_occupancy(folder, seconds)) for seconds in (4.0, 0.0))
-        print(f"slow tool    {100 * slowly:6.1f} % of the slots in use, {100 * fast:.1f} % without the tool (goal: 90)")
+        for groups in (256, 128):
+            slowly, fast = (run_virtually(tool_occupancy(folder, seconds, groups)) for seconds in (4.0, 0.0))
+            print(f"slow tool    {100 * slowly:6.1f} % of the slots in use with batches of {groups} groups, "
+                  f"{100 * fast:.1f} % without the tool (goal: 90)")  # fmt: skip
 
 
 if __name__ == "__main__":

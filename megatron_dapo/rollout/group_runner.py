@@ -56,6 +56,14 @@ class GroupRunner:
         return self._generation.running
 
     @property
+    def per_request(self) -> float:
+        """Rollouts in flight for each that needs the engine: more than 1 where others wait for tools. If they would
+        have to start again in the next step, there should not be more of them: 1."""
+        if self._function is None or self._function.resume == "restart":
+            return 1.0
+        return max(1.0, len(self._conversations) / max(1, self.requests))
+
+    @property
     def foreign_weights(self) -> asyncio.Future[ForeignWeightsError]:
         return self._generation.foreign_weights
 

@@ -236,7 +236,7 @@ class StepCollector:
 
     def _wanted_in_flight(self) -> int:
         kept, unused = self._groups.count(GroupState.KEPT), self._accounting.unused_groups
-        return self._policy.wanted_in_flight(kept, unused, self._yield.value)
+        return self._policy.wanted_in_flight(kept, unused, self._yield.value, self._runner.per_request)
 
     def _full(self) -> bool:
         return self._policy.missing(self._groups.count(GroupState.KEPT), self._accounting.unused_groups) <= 0

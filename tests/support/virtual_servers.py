@@ -289,7 +289,7 @@ async def grade(prompt: Prompt, sample: Sample) -> Grade:
     return Grade(sample.index % 2 == 0, float(sample.index % 2 == 0))
 
 
-async def tool_occupancy(folder: Path, tool_seconds: float) -> float:
+async def tool_occupancy(folder: Path, tool_seconds: float, groups: int = 128) -> float:
     """Share of the slots with a request while batches are collected: two turns of about 4 s, and a tool after each."""
 
     async def converse(prompt: Prompt, conversation: Any, settings: Any) -> Grade:
@@ -304,7 +304,7 @@ async def tool_occupancy(folder: Path, tool_seconds: float) -> float:
     options = {"samples_per_prompt": 16, "max_response_tokens": 4000, "sampler": {"unfinished": "continue"}}
     shares = []
     async with virtual_fleet(folder, 2, **options) as (_, engine):
-        sampler = Sampler(engine, grade, next_prompt(), engine.config, groups_per_step=256, function=function)
+        sampler = Sampler(engine, grade, next_prompt(), engine.config, groups_per_step=groups, function=function)
         for step in range(4):
             collecting = asyncio.ensure_future(sampler.collect(step))
             while not (await asyncio.wait([collecting], timeout=0.1))[0]:

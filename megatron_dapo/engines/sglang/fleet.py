@@ -150,19 +150,24 @@ class Fleet(Supervision):
         assert self._engine is not None
         while True:
             if self.membership.changes:
-                wanted = await self.membership.current()
-                for url in [url for url in wanted if url not in self._servers]:
-                    log.warning("server %s joins", url)
-                    process = self._external(url)
-                    self.processes = [*self.processes, process]
-                    await self._join(process)
-                gone = [url for url in self._servers if url not in wanted]
-                for url in gone:
-                    log.warning("server %s leaves", url)
-                await wait_all({url: self._leave(url) for url in gone})
+                try:
+                    await self._follow(await self.membership.current())
+                except EngineError as error:  # tried again
+                    log.warning("the servers cannot be changed: %s", error)
             self._engine.rebalance()
             self._name_slow()
             await asyncio.sleep(WATCH_SECONDS)
+
+    async def _follow(self, wanted: Sequence[str]) -> None:
+        for url in [url for url in wanted if url not in self._servers]:
+            log.warning("server %s joins", url)
+            process = self._external(url)
+            await self._join(process)
+            self.processes = [*self.processes, process]
+        gone = [url for url in self._servers if url not in wanted]
+        for url in gone:
+            log.warning("server %s leaves", url)
+        await wait_all({url: self._leave(url) for url in gone})
 
     def _name_slow(self) -> None:
         assert self._engine is not None
