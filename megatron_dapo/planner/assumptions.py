@@ -49,7 +49,7 @@ LIKELY = 0.85, 1.5
 # ---- training
 # Of the peak, in products that are very long and wide. A product reaches width / (width + HALF_SPEED_WIDTH) of it with
 # the model's width: 0.52 measured on an H200 at 1 536 (1.5B, `benchmarks/step.py`), 0.60 at 5 120 (layers of 32B,
-# `benchmarks/calibrate.py train`, whose head takes three products at this speed). Narrow products wait for memory: norms,
+# `benchmarks/calibrate.py train`, whose head takes three products at this speed). Narrow models wait for memory: norms,
 # rotations, activations and residuals move at least 110 bytes × width for a token and layer, beside 77 × width² FLOPs
 # (an MLP of 3.5 × width, forward and backward, everything fused), which is half of these 390 on an H200. So it changes
 # with the FLOPs per byte of a GPU.

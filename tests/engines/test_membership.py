@@ -11,11 +11,14 @@ from faults import PROMPT, WEIGHTS, fill_batch, run, settings
 from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.engines.protocol import SamplingParams
 from megatron_dapo.engines.sglang import client, fleet, http
+from megatron_dapo.engines.sglang.client import CHECKSUM_LOADERS
 from megatron_dapo.engines.sglang.fleet import Fleet
 from megatron_dapo.engines.sglang.membership import Membership
 from megatron_dapo.engines.sglang.response_parser import lease_of
 from megatron_dapo.engines.sglang.server_state import Phase
+from megatron_dapo.engines.sglang.weight_proof import checksums_of
 from megatron_dapo.errors import EngineError
+from megatron_dapo.sync.bucket import flatten
 from megatron_dapo.types import FinishReason, as_tokens
 
 KEY = "MEGATRON_DAPO_MEMBERSHIP_KEY"
@@ -136,6 +139,38 @@ def test_a_joiner_gets_the_current_weights_alone_and_the_samples_of_a_leaver_mov
         assert [server.label for server in servers[1:]] == ["4", "4"]  # the leases have ended
         for server in servers:
             await server.stop()
+
+    run(main())
+
+
+def test_a_server_that_returns_as_another_process_gets_what_the_first_one_had(tmp_path):
+    """It proves its weights with a module that every process of a server must be told to load."""
+    sums = {name: f"{n}:x:{total}" for name, (n, total) in checksums_of(flatten(WEIGHTS)).read().items()}
+
+    async def main():
+        first, returning = [await FakeServer().start() for _ in range(2)]
+        first.checksums = returning.checksums = sums
+        listed = tmp_path / "servers"
+        both = f"{first.url}\n{returning.url}\n"
+        listed.write_text(both)
+        engine = await Fleet(
+            config(tmp_path, f"file://{listed}"), str(tmp_path), tmp_path, client_processes=False
+        ).start()
+        await until(lambda: [s.state.phase for s in engine.servers] == [Phase.SERVING] * 2)
+        await engine.update_weights(1, [WEIGHTS])
+        assert returning.loaded.count(CHECKSUM_LOADERS[0]) == 1
+        listed.write_text(first.url)
+        await until(lambda: len(engine.servers) == 1)
+        await returning.stop()
+        other = FakeServer()
+        other.checksums = sums
+        await other.start(int(returning.url.rpartition(":")[2]))
+        listed.write_text(both)
+        await until(lambda: len(engine.servers) == 2 and engine.servers[1].state.serves(1))
+        assert other.loaded.count(CHECKSUM_LOADERS[0]) == 1
+        await engine.close()
+        await first.stop()
+        await other.stop()
 
     run(main())
 

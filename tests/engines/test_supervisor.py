@@ -12,6 +12,7 @@ from faults import PROMPT, WEIGHTS, fill_batch, run, settings
 from megatron_dapo.engines.protocol import ForeignWeightsError, SamplingParams
 from megatron_dapo.engines.sglang import client, server_state, supervisor, transports
 from megatron_dapo.engines.sglang.engine import SGLangEngine
+from megatron_dapo.engines.sglang.process_group import members_of
 from megatron_dapo.engines.sglang.server_state import Phase
 from megatron_dapo.engines.sglang.supervisor import RestartBudget
 from megatron_dapo.errors import EngineError
@@ -246,18 +247,19 @@ def test_a_restarted_server_joins_a_new_process_group(tmp_path, monkeypatch, not
     async def main():
         chosen = config(tmp_path, transport="distributed")
         fleet, engine = await fake_fleet(chosen, tmp_path, count=2)
-        urls = [process.url for process in fleet.processes]
+        first = members_of(engine.servers)
         for version in (1, 2):
             await update(engine, fleet, version)
-        assert Group.made == [[(urls[0], 0), (urls[1], 0)]]  # one group for both updates
+        assert Group.made == [first]  # one group for both updates
         if noticed == "restarted by the fleet":
             fleet.processes[1].server.dead = True
-            while engine.servers[1].incarnation == 0 or engine.servers[1].state.version is None:
+            while members_of(engine.servers) == first or engine.servers[1].state.version is None:
                 await asyncio.sleep(0.01)
         else:
             fleet.processes[1].server.label = "default"
         await update(engine, fleet, 3)
-        assert Group.made[1:] == [[(urls[0], 0), (urls[1], 1)]]
+        second = members_of(engine.servers)
+        assert Group.made[1:] == [second] and second[0] == first[0] and second[1] != first[1]
         await update(engine, fleet, 4)
         assert len(Group.made) == 2
         await engine.close()

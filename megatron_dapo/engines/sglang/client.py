@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import itertools
 import logging
 import pickle
 import time
@@ -51,6 +52,7 @@ HEALTH_SECONDS = 30.0  # SGLang's own health check gives up after 20
 LEASE_SECONDS = 600.0  # after which a server of a run that was killed is free for others
 END_LEASE_SECONDS = 2.0
 ABORT_INTERVAL = 0.05  # seconds until requests that arrived after an abort are aborted
+_incarnations = itertools.count()  # of all clients: a server that leaves may be another process when it is back
 
 
 class SGLangClient:
@@ -70,7 +72,7 @@ class SGLangClient:
         self.process: ClientProcess | None = None
         self.in_flight = 0
         self.tensor_parallel = 1
-        self.incarnation = 0  # counts the processes that have served at this URL, as far as was noticed
+        self.incarnation = next(_incarnations)  # another number for every process that serves here, if it is noticed
         self._labels: set[str] = set()  # what its version label can be if it is still the same process
         self._capabilities: Capabilities | None = None
         self._released: set[str] = set()  # memory tags that it has released
@@ -134,7 +136,7 @@ class SGLangClient:
 
     def restarted(self) -> None:
         """A new process serves at this URL: it is in no process group and holds all of its memory."""
-        self.incarnation += 1
+        self.incarnation = next(_incarnations)
         self._capabilities = None
         self._released = set()
         self._labels = set()

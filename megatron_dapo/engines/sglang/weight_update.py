@@ -71,7 +71,7 @@ class WeightUpdater:
         self._first_errors: dict[str, str] = {}  # of the update, by server
         self._probes = Probes()
         self._servers = 0
-        self._records: dict[tuple[str, int], _Record] = {}  # by server and incarnation
+        self._records: dict[int, _Record] = {}  # by incarnation
         self._serve_seconds = 0.0  # of the last update
         self._parts: defaultdict[str, float] = defaultdict(float)
 
@@ -266,7 +266,7 @@ class WeightUpdater:
         return probe
 
     def _record(self, server: SGLangClient) -> _Record:
-        return self._records.setdefault((server.name, server.incarnation), _Record())
+        return self._records.setdefault(server.incarnation, _Record())
 
     @contextlib.contextmanager
     def _timed(self, part: str) -> Iterator[None]:
