@@ -35,9 +35,9 @@ def probes(run_dir: Path, config: Config) -> list[Probe]:
     checks = (writing, holder, checkpoints, metrics, leftovers)
     found = [Probe(look.__name__, partial(look, run_dir), HOUR) for look in checks]
     servers = config.rollout.servers
-    if servers.urls:
+    if servers.addresses:
         key = os.environ.get(servers.api_key_env or "")
-        found.append(Probe("servers", partial(paused_servers, servers.urls, key), HOUR))
+        found.append(Probe("servers", partial(paused_servers, servers.addresses, key), HOUR))
     return found
 
 

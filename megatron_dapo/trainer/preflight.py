@@ -79,7 +79,7 @@ def unknown_hosts(config: Config) -> list[str]:
     servers = config.rollout.servers
     graders: list[Any] = [config.reward, *config.reward.graders]
     keys = {
-        "rollout.servers.urls": servers.urls,
+        "rollout.servers.urls": servers.addresses,
         "rollout.servers.router_url": [servers.router_url] if servers.router_url else [],
         "reward.http.urls": [url for one in graders if one.grader == "http" for url in one.http.urls],
         "reward.judge.urls": [url for one in graders if one.grader == "judge" for url in one.judge.urls],
