@@ -4,16 +4,16 @@ import copy
 import importlib.util
 import json
 import shutil
+import subprocess
 import sys
 from dataclasses import dataclass, field
 
 import pytest
 import yaml
-from tiny_run import raw_config
+from tiny_run import command as tiny_command
+from tiny_run import environment, raw_config, write_config
 
-from megatron_dapo.checkpoints.folder import record_settings
 from megatron_dapo.cli import main
-from megatron_dapo.config import check_config, parse_config
 from megatron_dapo.weights.locate import TRACKER
 
 DATA = "data.path"
@@ -271,6 +271,72 @@ TRACKERS = [
 ]
 
 
+# What only a rehearsal finds: the code of the user is called, on a real prompt.
+def plugin(key, name, text, expect, **settings):
+    found = {key: "python:bad_plugin.one"} | {k.replace("__", "."): v for k, v in settings.items()}
+    return Case(name, expect, found, module(text))
+
+
+GRADE, FILTER, OBJECTIVE, GENERATE = "reward.grader", "rollout.group_filter", "algorithm.objective", "rollout.generate"
+MY_LOSS = """import torch
+from megatron_dapo.algorithm import Objective
+class one(Objective):
+    def token_losses(self, scores, batch, sums):
+        return {}
+"""
+VERL = "def one(data_source, solution_str, ground_truth, extra_info=None): return 1.0\n"
+TRL = "def one(completions, **kwargs): return [1.0] * len(completions)\n"
+AGENT = "async def one(prompt, conversation, settings):\n    await conversation.generate()\n    "
+
+
+def nan_weights(place):
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(place.model / "model.safetensors")
+    weights["model.norm.weight"][3] = float("nan")
+    save_file(weights, place.model / "model.safetensors", metadata={"format": "pt"})
+
+
+def image(place):
+    (place.folder / "image.sif").touch()
+    (place.folder / "data").mkdir()
+    mounts = [f"{place.folder / 'data'}:/data"]
+    place.set("slurm", {"container_image": str(place.folder / "image.sif"), "container_mounts": mounts})
+
+
+REMOTE, LOST = {"urls": ["http://127.0.0.1:9"]}, {"urls": ["http://no-such-host.invalid"]}
+REHEARSED = [
+    plugin(GRADE, "a grader with verl's signature", VERL, "TypeError: one() missing 1 required positional argument"),
+    plugin(GRADE, "a grader with TRL's signature", TRL, "TypeError: one() takes 1 positional argument"),
+    plugin(GRADE, "a grader that raises when called", "def one(p, r): return 1 / 0\n", "ZeroDivisionError"),
+    plugin(GRADE, "a grader that returns text", "def one(p, r): return 'right'\n", "expected a Grade, a bool or"),
+    plugin(GRADE, "a grader that returns NaN", "def one(p, r): return float('nan')\n", "finite float"),
+    plugin(GRADE, "a grader that returns nothing", "def one(p, r): pass\n", "returned None"),
+    plugin(GRADE, "an async grader that raises", "async def one(p, r): return p.nonsense\n", "'nonsense'"),
+    plugin(GRADE, "a grader that exits", "import os\ndef one(p, r): os._exit(3)\n", "reward.grader"),
+    setting("reward", {"grader": "http", "http": REMOTE}, "127.0.0.1:9", "an http grader that does not listen"),
+    setting("reward", {"grader": "judge", "judge": REMOTE | {"model": "m"}}, "127.0.0.1:9", "a judge that is away"),
+    setting("reward", {"grader": "http", "http": LOST}, "no address", "a lost host"),
+    plugin(FILTER, "a filter that returns text", "def one(group): return 'keep'\n", "must return a bool"),
+    plugin(FILTER, "a filter that raises", "def one(group): return group.nonsense\n", "AttributeError"),
+    plugin(OBJECTIVE, "an objective that is a function", "def one(config): return 1\n", "must be a class derived from"),
+    plugin(OBJECTIVE, "a loss that raises", MY_LOSS.format("batch.nonsense"), "AttributeError"),
+    plugin(OBJECTIVE, "a loss of another shape", MY_LOSS.format("scores.logprobs[:1]"), OBJECTIVE),
+    plugin(OBJECTIVE, "a loss that is NaN", MY_LOSS.format("scores.logprobs * float('nan')"), "not finite"),
+    plugin(GENERATE, "a rollout function that raises", AGENT + "1 / 0\n", "ZeroDivisionError at bad_plugin.py:3"),
+    plugin(GENERATE, "a rollout function that returns text", AGENT + "return 'x'\n", "must return a Grade or None"),
+    plugin(GENERATE, "a rollout function without await", "def one(p, c, s): pass\n", "`async def`"),
+    Case("SGLang's Python is missing", "nowhere/python", {"rollout.engine": "sglang",
+         "rollout.servers.python": "nowhere/python"}),
+    Case("SGLang is not installed", "No module named 'sglang'", {"rollout.engine": "sglang"}),
+    setting("slurm.container_image", "image.sif", "does not exist", "a container image that is missing"),
+    Case("a mount that is missing", "/nowhere does not exist", {"slurm.container_mounts": ["/nowhere:/data"],
+         "slurm.container_image": "docker://image"}),
+    Case("a model outside of all mounts", "in none of the container's mounts", damage=image),
+    Case("a model with a NaN", "model.norm.weight", damage=nan_weights),
+]  # fmt: skip
+
+
 def file_at(name):
     return lambda place: (place.folder / name).write_text("")
 
@@ -338,8 +404,8 @@ COMMANDS = [
     command("eval CONFIG", "data.path"),
 ]
 CASES = [
-    *CONFIG_FILES, *OVERRIDES, *VALUES, *MODELS, *DATA_FILES, *PLUGINS, *TRACKERS, *REAL_STARTS, *RUN_DIRECTORIES,
-    *COMMANDS,
+    *CONFIG_FILES, *OVERRIDES, *VALUES, *MODELS, *DATA_FILES, *PLUGINS, *TRACKERS, *REHEARSED, *REAL_STARTS,
+    *RUN_DIRECTORIES, *COMMANDS,
 ]  # fmt: skip
 
 
@@ -374,7 +440,8 @@ def place_of(case, complete, tmp_path, monkeypatch):
 
 
 def test_the_table_is_long_enough():
-    assert len({case.name for case in CASES}) == len(CASES) >= 60
+    assert len({case.name for case in CASES}) == len(CASES)
+    assert sum("--dry-run" in case.arguments and "train" in case.arguments for case in CASES) >= 60
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -447,27 +514,58 @@ def test_home_directories_are_expanded(complete, tmp_path, monkeypatch, capsys):
     assert (tmp_path / "elsewhere/config.yaml").exists()
 
 
-def resumed(complete, tmp_path, monkeypatch, **settings):
-    """A directory with a checkpoint of this run, and the arguments of a dry run with other settings."""
+@pytest.fixture(scope="module")
+def trained(complete, tmp_path_factory):
+    """The folder of a run of one step."""
+    folder, raw = tmp_path_factory.mktemp("trained"), copy.deepcopy(complete[1])
+    raw["trainer"] |= {"run_dir": str(folder / "run"), "steps": 1}
+    subprocess.run(tiny_command(write_config(raw, folder / "run.yaml")), env=environment(), check=True, timeout=250)
+    return folder / "run"
+
+
+def resumed(complete, trained, tmp_path, monkeypatch, **settings):
+    """A directory with that run, and the arguments of a dry run with other settings."""
     place = place_of(Case("", ""), complete, tmp_path, monkeypatch)
-    config = parse_config(copy.deepcopy(place.raw))
-    (tmp_path / "run/checkpoints/step_1").mkdir(parents=True)
-    record_settings(tmp_path / "run", config, check_config(config, 1))
+    shutil.copytree(trained, tmp_path / "run", symlinks=True)
+    place.set("policy.model", str(complete[0] / "model"))
+    place.set(DATA, str(complete[0] / "model/prompts.jsonl"))
     return ["train", place.write(), "--dry-run", *(w for k, v in settings.items() for w in ("--set", f"{k}={v}"))]
 
 
 def test_a_dry_run_lists_changed_settings_and_keeps_the_configuration_of_the_run(
-    complete, tmp_path, monkeypatch, capsys
+    complete, trained, tmp_path, monkeypatch, capsys
 ):
-    arguments = resumed(complete, tmp_path, monkeypatch, **{"policy.optimizer.lr": 1e-5})
+    arguments = resumed(complete, trained, tmp_path, monkeypatch, **{"policy.optimizer.lr": 1e-5})
     before = (tmp_path / "run/config.yaml").read_text()
     assert run(arguments) == 0
     shown = capsys.readouterr()
-    assert "policy.optimizer.lr: 0.003 → 1e-05" in shown.err and "config.dry-run.yaml" in shown.out
+    assert "policy.optimizer.lr: 0.003 → 1e-05" in shown.err and "resumes from" in shown.err
+    assert "config.dry-run.yaml" in shown.out
     assert (tmp_path / "run/config.yaml").read_text() == before
 
 
-def test_a_dry_run_refuses_settings_that_a_resumed_run_must_keep(complete, tmp_path, monkeypatch, capsys):
-    assert run(resumed(complete, tmp_path, monkeypatch, **{"trainer.seed": 5})) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1 and "trainer.seed" in lines[0]
+@pytest.mark.parametrize("dry_run", [True, False], ids=["dry run", "run"])
+@pytest.mark.parametrize(
+    ("damage", "settings", "expect"),
+    [
+        (None, {"trainer.seed": 5}, "trainer.seed"),
+        (None, {DATA: "other.jsonl"}, "other prompts"),
+        ("step_1/policy/.metadata", {}, "can be used"),
+        ("step_1/trainer.json", {}, "can be used"),
+    ],
+)
+def test_a_dry_run_refuses_what_a_resumed_run_refuses(
+    damage, settings, expect, dry_run, complete, trained, tmp_path, monkeypatch, capfd
+):
+    """With the same words and exit code."""
+    arguments = resumed(complete, trained, tmp_path, monkeypatch, **settings)
+    (tmp_path / "other.jsonl").write_text("".join(json.dumps(row) + "\n" for row in GOOD))
+    if damage:
+        (tmp_path / "run/checkpoints" / damage).write_bytes(b"damaged")
+    if dry_run:
+        code = run(arguments)
+    else:
+        arguments.remove("--dry-run")
+        program = [sys.executable, "-m", "megatron_dapo.cli", *arguments]
+        code = subprocess.run(program, env=environment(), timeout=250).returncode
+    assert code == 2 and expect in capfd.readouterr().err.splitlines()[-1]

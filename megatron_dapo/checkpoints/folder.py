@@ -23,7 +23,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ import numpy as np
 import orjson
 
 from megatron_dapo import fault_points
-from megatron_dapo.checkpoints.files import CheckpointFile, FileRecord
+from megatron_dapo.checkpoints.files import CheckpointFile, FileRecord, damaged_files
 from megatron_dapo.config import Config, ConfigError, ModelShape
 from megatron_dapo.config.base import dump_yaml
 from megatron_dapo.config.trainer import CheckpointConfig
@@ -208,6 +208,23 @@ class CheckpointFolder:
             return all((path / name).stat().st_size == file.bytes for name, file in self.files_of(path).items())
         except (OSError, CheckpointError):
             return False
+
+    def first_usable(self, check: Callable[[dict[str, Any]], None]) -> tuple[Path | None, dict[Path, str]]:
+        """For a look from outside, which changes nothing: the newest checkpoint whose files are as they were written
+        and whose state passes `check`, and why newer ones are not used. Raises the ConfigErrors of `check`."""
+        rejected: dict[Path, str] = {}
+        for path in reversed(self.complete()):
+            try:
+                problems = damaged_files(path, self.files_of(path))
+                if not problems:
+                    check(read_state(path))
+                    return path, rejected
+            except ConfigError:
+                raise
+            except Exception as error:  # of whatever the state holds
+                problems = [f"{type(error).__name__}: {error}"]
+            rejected[path] = f"{path} is damaged: {problems[0]}"
+        return None, rejected
 
     def set_aside(self, path: Path) -> Path:
         """Renames a damaged checkpoint, so that it is neither used nor counted. Returns where it is now."""

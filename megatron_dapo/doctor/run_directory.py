@@ -8,9 +8,9 @@ import urllib.error
 import urllib.request
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from megatron_dapo.checkpoints.files import damaged_files
-from megatron_dapo.checkpoints.folder import CheckpointFolder, read_state
+from megatron_dapo.checkpoints.folder import CheckpointFolder
 from megatron_dapo.checkpoints.run_dir import in_the_way, left_memory
 from megatron_dapo.config import Config
 from megatron_dapo.doctor.check import Check, Probe
@@ -65,31 +65,25 @@ def holder(run_dir: Path) -> Check:
 def checkpoints(run_dir: Path) -> Check:
     """Reads every file of the checkpoints, from the newest one on to the first good one."""
     folder = CheckpointFolder(run_dir, Config().trainer.checkpoint)
-    bad: list[str] = []
+    found: list[int] = []
     try:
-        candidates = folder.complete()[::-1]
+        used, bad = folder.first_usable(lambda state: found.append(_step(state)))
     except CheckpointError as error:
         return Check("checkpoints", "fail", str(error), "a start is refused until it can be read")
     aside = "".join(f"; {path.name} was set aside" for path in sorted(folder.path.glob("*.damaged*")))
-    for path in candidates:
-        try:
-            problems = damaged_files(path, folder.files_of(path))
-            used = "" if problems else f"a start continues from {path.name}, step {_step(path)}{aside}"
-        except (CheckpointError, KeyError, TypeError, ValueError) as error:
-            problems = [f"{type(error).__name__}: {error}"]
-        if not problems and bad:
-            return Check("checkpoints", "warn", f"{used}; damaged: {'; '.join(bad)}", "a start renames these")
-        if not problems:
-            return Check("checkpoints", "ok", used)
-        bad.append(f"{path.name}: {problems[0]}")
+    damaged = "; ".join(line.removeprefix(f"{folder.path}/").replace(" is damaged", "", 1) for line in bad.values())
+    if used and bad:
+        line = f"a start continues from {used.name}, step {found[-1]}{aside}; damaged: {damaged}"
+        return Check("checkpoints", "warn", line, "a start renames these")
+    if used:
+        return Check("checkpoints", "ok", f"a start continues from {used.name}, step {found[-1]}{aside}")
     if bad:
-        return Check("checkpoints", "fail", f"none can be used: {'; '.join(bad)}", "restore one; a start is refused")
+        return Check("checkpoints", "fail", f"none can be used: {damaged}", "restore one; a start is refused")
     return Check("checkpoints", "ok", f"none: a start begins with step 1{aside}")
 
 
-def _step(path: Path) -> int:
+def _step(state: dict[str, Any]) -> int:
     """Raises where a start could not restore the state."""
-    state = read_state(path)
     current, rollouts = state["current"], state["rollouts"]
     CarryOver.from_state(rollouts["sampler"])
     for batch in [*state["batches"], *([current["batch"]] if current else [])]:

@@ -20,9 +20,10 @@ from megatron_dapo.config import Config, ConfigError, ModelShape, dump_config
 from megatron_dapo.config.trainer import check_not_ours
 from megatron_dapo.engines.sglang.keys import RUN_WITH_KEYS
 from megatron_dapo.errors import UserError
-from megatron_dapo.launch.local import check_run
+from megatron_dapo.launch.local import check_run, rehearse_setup
 from megatron_dapo.launch.slurm_script import API_KEY, GPU_REQUEST, Job, render, seconds_of
 from megatron_dapo.trainer.preflight import check_setup
+from megatron_dapo.trainer.rehearsal import check_container
 
 Ask = Callable[..., subprocess.CompletedProcess[str]]
 LOCAL_FOLDERS = ("/dev/shm", "/tmp", "/var/tmp", "/run")
@@ -231,7 +232,9 @@ def run_slurm(
     else:
         check_cluster(config, names)
         job = replace(job, gpu_request=offered_gpu_request(config, ask))
-    report = check_setup(config, shape).report()
+    setup = check_setup(config, shape)
+    check_container(config, job.folder)
+    report = "\n".join([setup.report(), *(rehearse_setup(config, setup) if dry_run else [])])
     write(job)
     expected = f"not checked with Slurm: {absent}" if absent else check_submission(job.script, ask)
     print("\n".join([describe(job), report, *(f"warning: {line}" for line in config.warnings)]))

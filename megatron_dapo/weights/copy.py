@@ -158,13 +158,13 @@ class FileParts:
         item = part.dtype.itemsize
         if part.stored is not None and low % item == high % item == 0:
             self.source.read_into(part.stored, low, view)
-            finite = _all_finite(view, part.dtype)
+            finite = all_finite(view, part.dtype)
         else:  # other values than the file's, or an element across the end of a block
             width = part.nbytes // rows.count
             first, last = low // width, -(-high // width)
             raw = self._converted(RowRange(rows.name, rows.start + first, last - first), part.dtype)
             view[:] = raw[low - first * width : high - first * width]
-            finite = _all_finite(raw, part.dtype)
+            finite = all_finite(raw, part.dtype)
         if not finite:
             self.not_finite.add(self.source.where(rows.name))
 
@@ -191,11 +191,12 @@ _INFINITY: dict[str, tuple[Any, int]] = {
 }
 
 
-def _all_finite(data: memoryview, dtype: Dtype) -> bool:
+def all_finite(data: memoryview, dtype: str) -> bool:
+    """`dtype`: the name of a torch dtype."""
     if dtype not in _INFINITY:
         return True
     kind, infinity = _INFINITY[dtype]
-    magnitudes = np.frombuffer(data, kind) & kind(2 ** (8 * dtype.itemsize - 1) - 1)
+    magnitudes = np.frombuffer(data, kind) & kind(2 ** (8 * np.dtype(kind).itemsize - 1) - 1)
     return int(magnitudes.max(initial=0)) < infinity
 
 
