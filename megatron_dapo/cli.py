@@ -35,6 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     sub = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_quickstart(sub)
     _add_train(sub)
+    _add_init(sub)
     _add_import(sub)
     _add_explain(sub)
     _add_ablate(sub)
@@ -150,6 +151,42 @@ def _add_train(sub: Commands) -> None:
     )
 
 
+def _add_init(sub: Commands) -> None:
+    def run(args: argparse.Namespace) -> int:
+        from megatron_dapo.planner.init import run
+
+        return run(args.model, args.data, args.gpus, args.gpu, args.slurm, args.output, args.set)
+
+    parser = add_command(
+        sub, "init", run,
+        "Write a configuration for a model, prompts and GPUs. The layout is the fastest that `plan` finds to fit.",
+        "examples:\n  megatron-dapo init --model Qwen/Qwen2.5-1.5B --data prompts.jsonl --gpus 1 --output run.yaml\n"
+        "  megatron-dapo init --model Qwen2.5-32B --data BytedTsinghua-SIA/DAPO-Math-17k --gpus 128 --slurm",
+    )  # fmt: skip
+    parser.add_argument("--model", required=True, help="HF directory, or a name on the hub")
+    parser.add_argument("--data", required=True, help="prompts: a file, folder, pattern, or dataset of the hub")
+    parser.add_argument("--gpus", type=at_least(0), default=1, metavar="N", help="all GPUs (default 1); 0: the CPU")
+    parser.add_argument("--gpu", default="h100", help="h100 (default), h200, a100, … as for plan")
+    parser.add_argument("--slurm", action="store_true", help="name the command that submits a Slurm job")
+    parser.add_argument("--output", metavar="FILE", help="file to create (default: print it)")
+    add_settings(parser)
+
+    def show(args: argparse.Namespace) -> int:
+        from megatron_dapo.config.explain import diff
+
+        print(diff(args.run_or_file, args.other))
+        return 0
+
+    group = sub.add_parser("config", help="Compare settings.")
+    parser = add_command(
+        group.add_subparsers(title="commands", metavar="COMMAND", required=True), "diff", show,
+        "Print the settings of a run, or of a YAML file, that differ from the defaults or from another run or file.",
+        "examples:\n  megatron-dapo config diff runs/first\n  megatron-dapo config diff runs/second runs/first",
+    )  # fmt: skip
+    parser.add_argument("run_or_file", metavar="RUN", help="run directory or YAML file")
+    parser.add_argument("other", metavar="OTHER", nargs="?", help="compare with this one (default: the defaults)")
+
+
 def _add_import(sub: Commands) -> None:
     def run(args: argparse.Namespace) -> int:
         from megatron_dapo.config.importing import run
@@ -246,7 +283,7 @@ def _add_eval(sub: Commands) -> None:
     def run(args: argparse.Namespace) -> int:
         from megatron_dapo.config import load_config
         from megatron_dapo.config.load import with_local_model
-        from megatron_dapo.evaluate import run
+        from megatron_dapo.evaluation import run
 
         short = {"policy.model": args.model, "evaluate.data.path": args.data, "evaluate.samples": args.samples}
         settings = [f"{key}={value}" for key, value in short.items() if value is not None]

@@ -549,7 +549,7 @@ def test_a_dry_run_lists_changed_settings_and_keeps_the_configuration_of_the_run
     ("damage", "settings", "expect"),
     [
         (None, {"trainer.seed": 5}, "trainer.seed"),
-        (None, {DATA: "other.jsonl"}, "other prompts"),
+        (None, {DATA: "other.jsonl"}, "this is another set"),
         ("step_1/policy/.metadata", {}, "can be used"),
         ("step_1/trainer.json", {}, "can be used"),
     ],

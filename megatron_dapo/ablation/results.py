@@ -19,7 +19,7 @@ from typing import Any
 from megatron_dapo import __version__
 from megatron_dapo.ablation.designs import SWITCH_LABELS, SWITCHES, Effect, Variant
 from megatron_dapo.errors import UserError
-from megatron_dapo.evaluate.results import mean_interval
+from megatron_dapo.evaluation.results import mean_interval
 from megatron_dapo.files import write_atomically
 from megatron_dapo.observe.metrics_file import EVAL, filter_yield, read_records
 from megatron_dapo.observe.report import fill_page

@@ -1,4 +1,4 @@
-"""The file in docs/rollouts_of_your_own.md is the example's, has at most 60 lines, and trains."""
+"""The file in docs/rollouts_of_your_own.md is the example's, has at most 62 lines, and trains."""
 
 import importlib
 import multiprocessing
@@ -23,7 +23,7 @@ def code_in_the_docs():
 
 def test_the_file_in_the_docs_is_the_example():
     code = code_in_the_docs()
-    assert len(code.splitlines()) <= 60
+    assert len(code.splitlines()) <= 62
     assert code == (ROOT / "examples" / "guessing_game" / "game.py").read_text()
 
 
