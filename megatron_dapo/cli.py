@@ -24,6 +24,7 @@ from megatron_dapo.arguments import (
 from megatron_dapo.errors import UserError
 
 PACKAGE = Path(__file__).resolve().parent
+DEMO = PACKAGE / "observe" / "demo" / "quickstart"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -406,14 +407,18 @@ def _add_watch(sub: Commands) -> None:
     def run(args: argparse.Namespace) -> int:
         from megatron_dapo.observe.watch import watch
 
-        return watch(args.runs, args.port)
+        if not (runs := [DEMO] if args.demo else args.runs):
+            raise UserError("name a RUN_DIR to show, or --demo")
+        return watch(runs, args.port)
 
     parser = add_command(
         sub, "watch", run,
         "Live dashboard for one or more runs (localhost only, read-only).",
-        "examples:\n  megatron-dapo watch runs/quickstart\n  megatron-dapo watch runs/dapo runs/grpo --port 9000",
+        "examples:\n  megatron-dapo watch runs/quickstart\n  megatron-dapo watch runs/dapo runs/grpo --port 9000\n"
+        "  megatron-dapo watch --demo",
     )  # fmt: skip
-    parser.add_argument("runs", nargs="+", metavar="RUN_DIR", help="run directories; a run may not have started yet")
+    parser.add_argument("runs", nargs="*", metavar="RUN_DIR", help="run directories; a run may not have started yet")
+    parser.add_argument("--demo", action="store_true", help="show a finished quickstart, which this package contains")
     parser.add_argument("--port", type=at_least(0), default=8642, help="default 8642; 0: any free port")
 
 

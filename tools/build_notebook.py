@@ -1,6 +1,6 @@
 """Writes examples/tutorial.ipynb from docs/tutorial.md: text and code of the page become cells.
 
-    python tools/build_notebook.py [--check]
+python tools/build_notebook.py [--check]
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "docs/**/*", "examples/**/*", "benchmarks/*.md")
 GROUPS = {
-    "Start": ["README.md", "examples/README.md", "docs/install.md"],
+    "Start": ["README.md", "docs/tutorial.md", "examples/README.md", "docs/install.md", "docs/algorithms.md"],
     "Use": [
         "docs/concepts.md", "docs/configuration.md", "docs/migration.md", "docs/data.md", "docs/grading.md",
         "docs/rollout.md", "docs/rollouts_of_your_own.md", "docs/conversion.md", "docs/megatron.md",

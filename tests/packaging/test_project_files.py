@@ -20,7 +20,7 @@ def test_the_file_is_yaml(path):
 def test_the_workflow_runs_the_two_commands_on_every_python_and_machine():
     jobs = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())["jobs"]
     assert jobs["test"]["strategy"]["matrix"] == {
-        "os": ["ubuntu-24.04", "ubuntu-24.04-arm"], "python": ["3.11", "3.12"]
+        "os": ["ubuntu-24.04", "ubuntu-24.04-arm"], "python": ["3.11", "3.12", "3.13"]
     }  # fmt: skip
     lines = [step.get("run", "") for job in jobs.values() for step in job["steps"]]
     for wanted in ("make quickstart", "make test", "python -m build", "tools/build_site.py", "tools/install.sh cpu"):
@@ -57,7 +57,8 @@ def test_a_tag_has_its_section_of_the_changelog():
         command = [sys.executable, str(ROOT / "tools/tag_notes.py"), version]
         return subprocess.run(command, capture_output=True, text=True)
 
-    assert notes(f"v{__version__}").stdout.startswith("First version.")
+    assert "megatron-dapo init" in notes(f"v{__version__}").stdout
+    assert notes("v0.1.0").stdout.startswith("First version.")
     assert notes("v99.0").returncode == 1 and "no section ## 99.0" in notes("v99.0").stderr
 
 
