@@ -131,6 +131,7 @@ def _add_train(sub: Commands) -> None:
             from megatron_dapo.observe.console import waiting
 
             config = load_config(args.config, args.set)
+            sys.path.append(str(Path(args.config).resolve().parent))  # python: modules beside the configuration
             check_not_its_own_output(config, Path(args.config))
             with waiting(f"looking for the model {config.policy.model}"):
                 config = with_local_model(config)
@@ -290,6 +291,7 @@ def _add_eval(sub: Commands) -> None:
         settings = [f"{key}={value}" for key, value in short.items() if value is not None]
         settings += ["evaluate.data.sources=[]"] if args.data is not None else []  # it replaces those of the file
         config = with_local_model(load_config(args.config, [*args.set, *settings]))
+        sys.path.append(str(Path(args.config).resolve().parent))
         run(config, args.out or f"{config.trainer.run_dir}/eval", args.seed)
         return 0
 

@@ -29,6 +29,7 @@ from megatron_dapo.data import RunData
 from megatron_dapo.engines.protocol import Completion, SamplingParams
 from megatron_dapo.errors import UserError
 from megatron_dapo.files import read_safetensors_directory
+from megatron_dapo.policy.megatron.importing import gpu_count
 from megatron_dapo.reward.combined import ResponseGrader
 from megatron_dapo.rollout.accounting import GroupEvents
 from megatron_dapo.rollout.agents.functions import close_shared, load_rollout_function
@@ -40,7 +41,7 @@ from megatron_dapo.types import FinishReason, Group, Prompt, StepBatch, Tokens, 
 from megatron_dapo.weights.copy import all_finite
 
 LIMIT_SECONDS = 45.0  # for the rollouts and their grades
-CHECKED_BYTES = 4 << 30  # of the model's weights; of a larger model, the beginning of each tensor
+CHECKED_BYTES = 1 << 30  # of the model's weights; of a larger model, the beginning of each tensor
 
 
 def rehearse(config: Config, data: RunData) -> list[str]:
@@ -225,9 +226,10 @@ def _sglang(config: Config) -> list[str]:
         return [f"SGLang {done.stdout.strip()} of {python}"]
     line = f"rollout.engine is sglang, which {python} cannot import ({problem})"
     remedy = "pip install 'megatron-dapo[sglang]', or name SGLang's Python in rollout.servers.python"
-    if servers.python or config.slurm.nodes == 1:
+    runs_here = servers.device == "cpu" or (gpu_count() > 0 and config.slurm.nodes == 1)
+    if servers.python or runs_here:
         raise ConfigError(f"{line}: {remedy}")
-    return [f"warning: {line}; on the nodes of the job: {remedy}"]
+    return [f"warning: {line}; where the run is started: {remedy}"]
 
 
 ALWAYS_MOUNTED = ("/tmp", "/proc", "/sys", "/dev")
