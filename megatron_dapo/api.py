@@ -18,6 +18,7 @@ import json
 import os
 import signal
 import subprocess
+import symtable
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -200,7 +201,7 @@ def _copy_source(function: Any, known: dict[str, str]) -> None:
     if name == "<lambda>" or (inspect.isfunction(function) and inspect.getclosurevars(function).nonlocals):
         raise UserError(f"{name}: expected a function that uses only global names; define it with def at the top level")
     known[name] = ""  # it may use itself
-    used = {member for member in _names(function) if member not in known and not hasattr(builtins, member)}
+    used = {member for member in _names(source) if member not in known and not hasattr(builtins, member)}
     values = vars(sys.modules[function.__module__])
     for member in sorted(used & values.keys()):
         known[member] = ""
@@ -209,14 +210,15 @@ def _copy_source(function: Any, known: dict[str, str]) -> None:
     known[name] = source.rstrip()
 
 
-def _names(function: Any) -> set[str]:
-    """The global names that a function or class, and the functions inside it, use."""
+def _names(source: str) -> set[str]:
+    """The global names that the source of a function or class uses."""
     found: set[str] = set()
-    codes = [compile(textwrap.dedent(inspect.getsource(function)), "<source>", "exec")]
-    while codes:
-        code = codes.pop()
-        found.update(code.co_names)
-        codes += [constant for constant in code.co_consts if inspect.iscode(constant)]
+    tables = [symtable.symtable(source, "<source>", "exec")]
+    while tables:
+        table = tables.pop()
+        used = [symbol for symbol in table.get_symbols() if symbol.is_referenced()]
+        found |= {symbol.get_name() for symbol in used if symbol.is_global() or table.get_type() == "module"}
+        tables += table.get_children()
     return found
 
 

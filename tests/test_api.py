@@ -9,6 +9,7 @@ from tiny_run import environment, raw_config, write_config
 
 import megatron_dapo as md
 from megatron_dapo.api import _named
+from megatron_dapo.cli import DEMO
 from megatron_dapo.errors import UserError
 
 NOTEBOOK = """
@@ -100,3 +101,9 @@ def test_the_import_is_light():
     )
     done = subprocess.run([sys.executable, "-c", code], env=environment(), text=True, capture_output=True, timeout=60)
     assert done.stdout.strip() == "[]", done
+
+
+def test_the_demo_is_a_finished_run():
+    run = md.read_run(DEMO)
+    steps, accuracy = run.records.series("reward/accuracy")
+    assert steps[-1] == 60 and accuracy[-1] > 2 * accuracy[0] and run.records.transcripts
