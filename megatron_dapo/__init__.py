@@ -16,23 +16,16 @@ Each folder's `__init__.py` lists its modules; docs/architecture.md explains how
 - `cli`                    the `megatron-dapo` command; `arguments` has what the arguments of all commands share
 """
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from megatron_dapo.api import TrainedRun as TrainedRun
-    from megatron_dapo.api import convert as convert
-    from megatron_dapo.api import evaluate as evaluate
-    from megatron_dapo.api import read_run as read_run
-    from megatron_dapo.api import train as train
+import importlib
+from typing import Any
 
 __version__ = "0.2.0"
 __all__ = ["__version__", "convert", "evaluate", "read_run", "train"]
 
 
 def __getattr__(name: str) -> Any:
-    """The functions of `api`, imported when they are used: `import megatron_dapo` imports nothing else."""
+    """The functions of `api`, imported when they are used: `import megatron_dapo` imports nothing else. Their types are
+    in __init__.pyi."""
     if name not in __all__:
         raise AttributeError(f"module 'megatron_dapo' has no attribute {name!r}")
-    from megatron_dapo import api
-
-    return getattr(api, name)
+    return getattr(importlib.import_module("megatron_dapo.api"), name)

@@ -149,10 +149,9 @@ def convert(source: str | Path, destination: str | Path, **options: Any) -> Path
     from megatron_dapo.weights.convert import hf_to_megatron, megatron_to_hf
     from megatron_dapo.weights.locate import Format, format_of, locate
 
-    step = options.pop("step", None)
-    found = locate(source, step)
-    change = hf_to_megatron if format_of(found) is Format.HF else megatron_to_hf
-    change(found, Path(destination), **options)
+    is_hf = format_of(locate(source, options.get("step"))) is Format.HF
+    change = hf_to_megatron if is_hf else megatron_to_hf
+    change(source, destination, **options)
     return Path(destination)
 
 
