@@ -38,14 +38,15 @@ def run(model: str, data: str, gpus: int, gpu: str, slurm: bool, output: str | N
     found, plan = planned(model, data, gpus, gpu, settings)
     name = Path(model.partition("@")[0]).name.lower()
     found.setdefault("trainer.run_dir", f"runs/{name}")
-    start = f"megatron-dapo slurm {output or 'run.yaml'}" if slurm else f"megatron-dapo train {output or 'run.yaml'}"
+    file = output or "run.yaml"
+    start = f"megatron-dapo {'slurm' if slurm or gpus > GPUS_PER_NODE else 'train'} {file}"
     lines = [f"# Made by `megatron-dapo init` for {model} on {_machine(gpus, gpu)}."]
     if plan is not None:
         seconds, chosen = plan.step_seconds, plan.chosen
         assert chosen is not None
         memory = chosen.trainer.memory.total / 2**30
         lines.append(f"# Predicted: {seconds:.0f} s a step, {memory:.0f} GiB a GPU (megatron-dapo plan).")
-    lines.append(f"# Check it with `megatron-dapo train {output or 'run.yaml'} --dry-run`; start it with `{start}`.")
+    lines.append(f"# Check it with `megatron-dapo train {file} --dry-run`; start it with `{start}`.")
     sections = nested(found)
     for item in settings:
         apply_override(sections, item)
@@ -65,14 +66,15 @@ def planned(model: str, data: str, gpus: int, gpu: str, settings: list[str]) -> 
     """The settings that differ from the defaults, by dotted key, and the plan that they follow."""
     recipe = {"policy.model": model, "data.path": data, **(SMALL if gpus < LARGE else {})}
     recipe |= _machine_settings(gpus)
+    shape = model_shape(_config(recipe, settings)) if gpus else None
     for longest in SHORTER if gpus < LARGE else (None,):
         if longest is not None:
             recipe |= {"rollout.max_response_tokens": longest, "algorithm.overlong.cache_length": longest // 4}
         config = _config(recipe, settings)
-        if not gpus:
+        if shape is None:
             return recipe, None
         cluster = Cluster(find_gpu(gpu), gpus, min(gpus, GPUS_PER_NODE))
-        plan = make_plan(config, model_shape(config), cluster, Workload.of(config), choose=True)
+        plan = make_plan(config, shape, cluster, Workload.of(config), choose=True)
         if plan.fits and plan.chosen is not None:
             recipe |= plan.chosen.changes(config)
             if plan.chosen.engine is not None and gpus <= GPUS_PER_NODE:
