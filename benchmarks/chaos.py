@@ -1,13 +1,14 @@
 """Random faults at random moments of random runs, judged against undisturbed runs.
 
-    python benchmarks/chaos.py [--minutes 5] [--seed 0]
+    python benchmarks/chaos.py [--minutes 5] [--faults 300] [--seed 0]
 
 Tiny runs of four steps (one process, two ranks, batches generated ahead, rare checkpoints, external servers) start with
 a random fault that waits for a random arrival at a fault point: signals, kill −9 of each kind of process, a full disk,
 failing graders and server replies, a clock that jumps. Between two starts the run directory may be damaged. After some
 faults the run is left alone until it has finished. Every number must then be that of the undisturbed run, and no sample
-may be lost. Metrics that count faults, and those of the wall clock, are not compared. Prints the kinds of faults, how
-often each happened, and how many numbers differ, which must be 0.
+may be lost. Metrics that count faults, and those of the wall clock, are not compared; after a grader that raises or
+returns NaN only the ledger is. Prints the kinds of faults, how often each happened, and how many numbers differ and
+samples were lost, which must be 0.
 """
 
 from __future__ import annotations
@@ -55,10 +56,10 @@ from megatron_dapo.trainer.loop import train  # noqa: E402
 
 STEPS = 4
 SERVERS = 2
-FAULTS_PER_RUN = 10
-FAULTS_PER_START = 3  # planted; one that ends the run prevents the later ones
+FAULTS_PER_RUN = 16
+FAULTS_PER_START = 5  # planted, besides one that ends the run and prevents the later ones
 ENDS = {0, 1, 75, 130, -signal.SIGKILL}  # exit codes that a fault may cause; 2 and 76 (hung) are failures
-COUNTERS = ("reward/errors", "reward/retries", "reward/restarts", "retries", "restarts", "failed", "attempts")
+COUNTERS = ("errors", "retries", "restarts", "attempts", "rejected_replies", "rejected_grades")
 Action = Callable[[], Any]
 NOTHING = "nothing happened"
 
@@ -68,7 +69,12 @@ NOTHING = "nothing happened"
 def make_config(kind: str, folder: Path, run_dir: Path, ports: list[int]) -> dict[str, Any]:
     raw = evaluated_config(folder, run_dir, STEPS, trainer__heartbeat={"every": 1.0, "silent": 60, "stuck": 120},
                            rollout__sampler={"stall_timeout": 100})  # fmt: skip
-    raw["reward"] |= {"grader": "python:chaos_reward.even_characters", "stuck_seconds": 5, "retries": 3}
+    raw["reward"] |= {
+        "grader": "python:chaos_reward.even_characters",
+        "stuck_seconds": 3,
+        "retries": 9,
+        "environment": ["CHAOS"],
+    }
     raw["observe"]["samples_every"] = 1
     if kind == "rare checkpoints":
         raw["trainer"]["checkpoint"]["every"] = 2
@@ -86,7 +92,8 @@ def make_config(kind: str, folder: Path, run_dir: Path, ports: list[int]) -> dic
     return raw
 
 
-KINDS = ("plain", "rare checkpoints", "ahead", "two ranks", "servers")
+LEDGER_ONLY = "ungraded"  # a response without a grade changes all that follows
+KINDS = ("plain", "rare checkpoints", "ahead", "two ranks", "servers", LEDGER_ONLY)
 
 
 def _rank(rendezvous: Any, raw: dict[str, Any], plant: Action, where: int) -> int:
@@ -211,7 +218,7 @@ def trainer_faults(folder: Path) -> dict[str, tuple[tuple[str, ...], Action]]:
     for name in ("metrics.jsonl", "trainer.log", "warnings.log", "evaluation"):
         found[f"disk full at {name}"] = (*ROLLOUT, *LOOP), no_room(name)
     found["SIGSTOP, SIGCONT"] = (*ROLLOUT, *LOOP, *SAVE), stop_and_continue
-    found["kill -9 of a grading process"] = ROLLOUT, kill_child("worker.py")
+    found["kill -9 of a grading process"] = ROLLOUT, kill_child("reward.worker")
     found["kill -9 of a supervisor"] = ROLLOUT, kill_child("supervisor")
     found["kill -9 of a client process"] = ROLLOUT, kill_child("client_worker")
     found["clock a day ahead"] = (*ROLLOUT, *LOOP), jump_clock(86400)
@@ -376,6 +383,15 @@ def numbers(run_dir: Path) -> dict[tuple[int, str, str], Any]:
     }
 
 
+def lost_samples(found: dict[tuple[int, str, str], Any]) -> int:
+    """Samples that entered a step and did not leave it, or left it twice."""
+    signs = {"submitted": 1, "carried_in": 1, "trained": -1, "dropped": -1, "failed": -1, "carried_over": -1}
+    return sum(
+        abs(int(sum(sign * found[step, "step", f"rollout/samples_{name}"] for name, sign in signs.items())))
+        for step in range(1, STEPS + 1)
+    )
+
+
 def free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
@@ -385,15 +401,17 @@ def free_ports(count: int) -> list[int]:
 
 
 def disturbed(
-    kind: str, raw: dict[str, Any], folder: Path, chance: random.Random, done: Counter[str]
+    kind: str, raw: dict[str, Any], folder: Path, chance: random.Random, done: Counter[str], tried: Counter[str]
 ) -> tuple[bool, list[str]]:
     """One run with faults, to its end. Whether it finished, and what happened."""
     run_dir, signs = Path(raw["trainer"]["run_dir"]), folder / "signs"
     faults = trainer_faults(signs) | (server_faults(signs) if kind == "servers" else {})
+    if kind != LEDGER_ONLY:
+        faults = {name: fault for name, fault in faults.items() if name not in UNGRADED}
     history: list[str] = []
     while len(history) < FAULTS_PER_RUN:
         planned = {}
-        for name in rarest(faults, done, chance):
+        for name in rarest(faults, tried, chance):
             points, action = faults[name]
             point = chance.choice(points)
             planned[name] = point, chance.randrange(1, OFTEN.get(point, STEPS + 1)), action
@@ -420,10 +438,13 @@ def disturbed(
     return code == 0, [*history, f"left alone: exit code {code}"]
 
 
-def rarest(faults: dict[str, Any], done: Counter[str], chance: random.Random) -> list[str]:
-    """A few of those that have happened least, so that all of them happen."""
-    mixed = chance.sample(list(faults), len(faults))
-    return sorted(mixed, key=lambda name: done[name])[:FAULTS_PER_START]
+def rarest(faults: dict[str, Any], tried: Counter[str], chance: random.Random) -> list[str]:
+    """A few of those that were planted least, so that all of them happen; one of them ends the run."""
+    mixed = sorted(chance.sample(list(faults), len(faults)), key=lambda name: tried[name])
+    ending = [name for name in mixed if name.startswith(("kill -9 at", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGINT"))]
+    chosen = [*ending[:1], *[name for name in mixed if name not in ending][:FAULTS_PER_START]]
+    tried.update(chosen)
+    return chosen
 
 
 def plant(planned: dict[str, tuple[str, int, Action]], fired: Path) -> None:
@@ -440,11 +461,13 @@ def plant(planned: dict[str, tuple[str, int, Action]], fired: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--faults", type=int, default=10**6, help="stop after this many")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", default=",".join(KINDS), help="configurations, separated by commas")
     args = parser.parse_args()
     chance, done, wrong, failures, runs = random.Random(args.seed), Counter[str](), 0, [], Counter[str]()
-    compared = 0
+    compared = lost = 0
+    tried: Counter[str] = Counter()
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="chaos-") as temporary:
         folder = Path(temporary)
@@ -464,7 +487,7 @@ def main() -> int:
         try:
             expected: dict[str, Any] = {}
             make = partial(make_config, folder=folder / "model", ports=ports)
-            while time.monotonic() - began < 60 * args.minutes:
+            while time.monotonic() - began < 60 * args.minutes and done.total() < args.faults:
                 kind = chance.choice(args.kinds.split(","))
                 with output_to(log):
                     if kind not in expected:
@@ -474,16 +497,17 @@ def main() -> int:
                         expected[kind] = numbers(straight)
                     runs[kind] += 1
                     run_dir = folder / f"{kind} {runs[kind]}"
-                    finished, history = disturbed(kind, make(kind, run_dir=run_dir), folder, chance, done)
+                    finished, history = disturbed(kind, make(kind, run_dir=run_dir), folder, chance, done, tried)
                 if not finished:
                     failures.append(f"{kind} {runs[kind]}: {'; '.join(history)}")
                     print(failures[-1], (folder / "log").read_text(errors="replace")[-3000:], sep="\n", flush=True)
                     continue
                 found, wanted = numbers(run_dir), expected[kind]
                 differ = differing(found, wanted)
-                if any(line.startswith(UNGRADED) for line in history):  # a response without a grade changes the rest
-                    differ = [key for key in differ if key[2] in LEDGER or (key in found) != (key in wanted)]
+                if kind == LEDGER_ONLY:
+                    differ = [key for key in differ if key[2] in LEDGER]
                 wrong += len(differ)
+                lost += lost_samples(found)
                 if differ:
                     print(f"{kind} {runs[kind]}: {'; '.join(history)}: {differ}")
                 compared += len(wanted)
@@ -498,8 +522,9 @@ def main() -> int:
         print(f"{count:4} {name}")
     minutes = (time.monotonic() - began) / 60
     print(f"{sum(done.values())} faults of {len(done)} kinds in {sum(runs.values())} runs and {minutes:.1f} minutes: "
-          f"{wrong} of {compared} numbers differ, {len(failures)} runs failed")  # fmt: skip
-    return int(bool(wrong or failures))
+          f"{wrong} of {compared} numbers differ, {lost} samples were lost, {len(failures)} runs failed "
+          f"(load average {os.getloadavg()[2]:.1f})")  # fmt: skip
+    return int(bool(wrong or lost or failures))
 
 
 @contextlib.contextmanager

@@ -4,10 +4,11 @@
     python benchmarks/convert.py --layers 4 --rounds 1 --no-library
     python benchmarks/convert.py --workers 1          # one thread
     python benchmarks/convert.py --tensors            # 235B's 37 k tensors: real shapes in sparse files, and tiny ones
+    python benchmarks/convert.py --memory             # peak memory of a 7B of zeros; needs 31 GB of disk
 
 Needs about four times the size of the model on the disk of --folder, and removes what it wrote. Every measurement is a
-new process; rounds begin with another one in turn, and medians are shown. Cold: the source is dropped from the page
-cache first.
+new process, and for the converters the whole command with its start; rounds begin with another one in turn, and medians
+are shown. Cold: the source is dropped from the page cache first.
 The converters flush to disk before they return and `cp` does not, so `cp` is shown with and without a flush. CPU
 seconds (user and system, all threads) depend less on the load of the machine. The library way is what a script would
 do: safetensors' load_file, torch.cat, megatron-core's dist_checkpointing.save, and back. `verify` is compared with
@@ -28,13 +29,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megatron_dapo.config.model import ModelShape
-from megatron_dapo.files import safetensors_header
+from megatron_dapo.files import Dtype, safetensors_header
 from megatron_dapo.weights.copy import copy_tensors
 from megatron_dapo.weights.formats.hf_writer import HFWriter
 from megatron_dapo.weights.formats.readers import CheckpointReader
@@ -45,6 +47,10 @@ CONFIG = {
     "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
     "rope_theta": 1e6, "rms_norm_eps": 1e-6, "model_type": "qwen2",
 }  # fmt: skip
+QWEN_7B = CONFIG | {
+    "num_hidden_layers": 28, "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28,
+    "num_key_value_heads": 4, "vocab_size": 152064,
+}  # fmt: skip
 QWEN3_235B = {
     "architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 94, "num_attention_heads": 64,
     "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
@@ -53,6 +59,7 @@ QWEN3_235B = {
 }  # fmt: skip
 TINY = {"hidden_size": 64, "moe_intermediate_size": 16, "head_dim": 16, "num_attention_heads": 8, "vocab_size": 4096}
 Figures = dict[str, float]
+BF16 = Dtype("bfloat16")
 
 
 class RandomReader(CheckpointReader):
@@ -63,8 +70,8 @@ class RandomReader(CheckpointReader):
         self._widths = {mapping.name: mapping.shape[1:] for mapping in stored_mappings(shape)}
         self._noise = (torch.randn(32 * 2**20, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
 
-    def dtype(self, name: str) -> torch.dtype:
-        return torch.bfloat16
+    def dtype(self, name: str) -> Dtype:
+        return BF16
 
     def rows(self, name: str, start: int, count: int) -> Tensor:
         width = self._widths[name]
@@ -86,7 +93,7 @@ def make_model(path: Path, config: dict[str, object]) -> None:
     path.mkdir()
     (path / "config.json").write_text(json.dumps(config))
     shape = ModelShape.from_dir(path)
-    writer = HFWriter(shape, {mapping.name: torch.bfloat16 for mapping in stored_mappings(shape)})
+    writer = HFWriter(shape, {mapping.name: BF16 for mapping in stored_mappings(shape)})
     copy_tensors(RandomReader(shape), writer.writes, writer.files(path))
     writer.write_index(path)
 
@@ -99,23 +106,6 @@ import json, resource
 def usage(before):
     now = resource.getrusage(resource.RUSAGE_SELF)
     return now.ru_maxrss * 1024, now.ru_utime + now.ru_stime - before.ru_utime - before.ru_stime
-"""
-
-OURS = """
-import os, sys
-from megatron_dapo.weights import convert
-before = resource.getrusage(resource.RUSAGE_SELF)
-report = getattr(convert, sys.argv[1])(sys.argv[2], sys.argv[3], workers=int(os.environ["WORKERS"]) or None)
-print(json.dumps([report.seconds, *usage(before)]))
-"""
-
-VERIFY = """
-import os, sys, time
-from megatron_dapo.weights.verify import verify
-before = resource.getrusage(resource.RUSAGE_SELF)
-began = time.monotonic()
-assert verify(sys.argv[2], sys.argv[3], workers=int(os.environ["WORKERS"]) or None).same
-print(json.dumps([time.monotonic() - began, *usage(before)]))
 """
 
 # The usual script: whole tensors in memory, Megatron's own writer. Imports and process groups are not timed.
@@ -137,10 +127,10 @@ kind, source, out = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
 store = torch.distributed.FileStore(str(out) + ".store", 1)
 torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
 filesystem_async._results_queue = queue.Queue()
-shape = ModelShape.from_dir(source if kind == "hf_to_megatron" else source / "release/hf")
+shape = ModelShape.from_dir(source if kind == "hf-to-megatron" else source / "release/hf")
 out.mkdir()
 before, began = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
-if kind == "hf_to_megatron":
+if kind == "hf-to-megatron":
     hf = {}
     for file in source.glob("*.safetensors"):
         hf |= load_file(file)
@@ -174,6 +164,19 @@ def run_child(script: str, *arguments: object) -> tuple[float, float, float]:
         raise RuntimeError(done.stderr[-2000:])
     seconds, rss, cpu = json.loads(done.stdout.splitlines()[-1])
     return seconds, rss, cpu
+
+
+def run_command(command: str, source: Path, target: Path) -> tuple[float, float, float]:
+    """`megatron-dapo convert`, with its start: seconds, peak RSS in bytes and CPU seconds."""
+    workers = ["--workers", os.environ["WORKERS"]] if int(os.environ["WORKERS"]) else []
+    arguments = [sys.executable, "-m", "megatron_dapo", "convert", command, str(source), str(target), *workers]
+    began = time.monotonic()
+    child = subprocess.Popen(arguments, stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(child.pid, 0)
+    child.returncode = os.waitstatus_to_exitcode(status)
+    if child.returncode:
+        raise RuntimeError(f"convert {command}: exit code {child.returncode}")
+    return time.monotonic() - began, usage.ru_maxrss * 1024, usage.ru_utime + usage.ru_stime
 
 
 def run_cp(source: Path, destination: Path) -> Figures:
@@ -217,8 +220,8 @@ def measure(kind: str, source: Path, folder: Path, library: Path | None, *, cold
             if who == "cp":
                 figures |= run_cp(source, target)
             else:
-                script = OURS if who == "ours" else LIBRARY
-                values = run_child(script, kind, source, target, library or "")
+                run = run_command if who == "ours" else partial(run_child, LIBRARY)
+                values = run(kind, source, target, *([library] if who == "library" else []))
                 figures |= dict(zip((who, f"{who}_rss", f"{who}_cpu"), values, strict=True))
             shutil.rmtree(target)
         found.append(figures)
@@ -233,7 +236,7 @@ def measure_verify(a: Path, b: Path, *, cold: bool, rounds: int) -> Figures:
         subprocess.run(f"cat {a}/*.safetensors {b}/release/*.distcp > /dev/null", shell=True, check=True)
         read = time.monotonic() - began
         set_cache(cold, a, b)
-        seconds, rss, _ = run_child(VERIFY, "verify", a, b)
+        seconds, rss, _ = run_command("verify", a, b)
         found.append({"read": read, "ours": seconds, "rss": rss})
     return {key: statistics.median(figures[key] for figures in found) for key in found[0]}
 
@@ -254,13 +257,13 @@ def measure_model(layers: int, folder: Path, args: argparse.Namespace) -> None:
     hf, megatron, library = folder / "hf", folder / "megatron", folder / "library"
     make_model(hf, {**CONFIG, "num_hidden_layers": layers})
     nbytes = sum(f.stat().st_size for f in hf.iterdir())
-    run_child(OURS, "hf_to_megatron", hf, megatron)
+    run_command("hf-to-megatron", hf, megatron)
     if args.library:
-        run_child(LIBRARY, "hf_to_megatron", hf, library)
+        run_child(LIBRARY, "hf-to-megatron", hf, library)
     for cold in (True, False):
         state = "cold" if cold else "warm"
         options = {"cold": cold, "rounds": args.rounds}
-        for label, kind, source in (("in", "hf_to_megatron", hf), ("out", "megatron_to_hf", megatron)):
+        for label, kind, source in (("in", "hf-to-megatron", hf), ("out", "megatron-to-hf", megatron)):
             found = measure(kind, source, folder, library if args.library else None, **options)
             show(f"{label}, {state}, {layers} layers", nbytes, found)
         m = measure_verify(hf, megatron, **options)
@@ -274,38 +277,57 @@ def measure_model(layers: int, folder: Path, args: argparse.Namespace) -> None:
 # -- many tensors -----------------------------------------------------------------------------------------------------
 
 PLAN = """
-import sys, time, torch
+import sys, time
 from pathlib import Path
+from megatron_dapo.files import Dtype
 from megatron_dapo.weights.convert import open_hf
 from megatron_dapo.weights.formats.torch_dist_writer import TorchDistWriter
 from megatron_dapo.weights.mapping import stored_mappings
 before, began = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
 shape, weights = open_hf(Path(sys.argv[2]))
-writer = TorchDistWriter(shape, {m.name: torch.bfloat16 for m in stored_mappings(shape)}, files=8)
+writer = TorchDistWriter(shape, {m.name: Dtype("bfloat16") for m in stored_mappings(shape)}, files=8)
 writer.metadata()
 print(json.dumps([time.monotonic() - began, *usage(before)]))
 """
 
 
+def make_sparse(path: Path, config: dict[str, object]) -> tuple[dict[str, tuple[int, ...]], int]:
+    """A model of zeros that takes no space. Returns the shapes of its tensors and its size."""
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    shapes = hf_shapes(ModelShape.from_hf(config))
+    header = safetensors_header([(name, BF16, shape) for name, shape in shapes.items()])
+    size = len(header) + 2 * sum(math.prod(shape) for shape in shapes.values())
+    with (path / "model.safetensors").open("wb") as file:
+        file.write(header)
+        file.truncate(size)
+    return shapes, size
+
+
+def measure_memory(folder: Path) -> None:
+    """The peak memory of a 7B, both ways."""
+    _, size = make_sparse(folder / "hf", QWEN_7B)
+    for kind, source, target in (
+        ("hf-to-megatron", "hf", "m"),
+        ("megatron-to-hf", "m", "again"),
+        ("verify", "m", "again"),
+    ):
+        seconds, rss, _ = run_command(kind, folder / source, folder / target)
+        print(f"{kind}: {size / 1e9:.1f} GB in {seconds:.1f} s, RSS {rss / 1e9:.2f} GB", flush=True)
+
+
 def measure_tensors(folder: Path) -> None:
     """The cost per tensor: checks, plan and metadata of the real model, and a conversion of as many tiny tensors."""
     real = folder / "real"
-    real.mkdir()
-    (real / "config.json").write_text(json.dumps(QWEN3_235B))
-    shapes = hf_shapes(ModelShape.from_hf(QWEN3_235B))
-    header = safetensors_header([(name, torch.bfloat16, shape) for name, shape in shapes.items()])
-    size = len(header) + 2 * sum(math.prod(shape) for shape in shapes.values())
-    with (real / "model.safetensors").open("wb") as file:
-        file.write(header)
-        file.truncate(size)
+    shapes, size = make_sparse(real, QWEN3_235B)
     seconds, rss, _ = run_child(PLAN, "plan", real)
     print(f"{len(shapes)} tensors, {size / 1e9:.0f} GB, sparse: check and plan {seconds:.1f} s, RSS {rss / 1e9:.2f} GB")
     make_model(folder / "tiny", {**QWEN3_235B, **TINY})
     nbytes = sum(f.stat().st_size for f in (folder / "tiny").iterdir())
-    for kind, source, target in (("hf_to_megatron", "tiny", "m"), ("megatron_to_hf", "m", "again")):
-        seconds, rss, _ = run_child(OURS, kind, folder / source, folder / target)
+    for kind, source, target in (("hf-to-megatron", "tiny", "m"), ("megatron-to-hf", "m", "again")):
+        seconds, rss, _ = run_command(kind, folder / source, folder / target)
         print(f"{kind}: {len(shapes)} tensors, {nbytes / 1e9:.2f} GB: {seconds:.1f} s, RSS {rss / 1e9:.2f} GB")
-    seconds, rss, _ = run_child(VERIFY, "verify", folder / "tiny", folder / "m")
+    seconds, rss, _ = run_command("verify", folder / "tiny", folder / "m")
     print(f"verify: {len(shapes)} tensors: {seconds:.1f} s, RSS {rss / 1e9:.2f} GB")
 
 
@@ -316,13 +338,15 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=0, help="threads of the converters and of verify (0: default)")
     parser.add_argument("--no-library", dest="library", action="store_false", help="without the library way")
     parser.add_argument("--tensors", action="store_true", help="measure the cost per tensor instead")
+    parser.add_argument("--memory", action="store_true", help="measure the peak memory of a 7B instead")
     parser.add_argument("--folder", help="where to write (default: the system's temporary folder)")
     args = parser.parse_args()
     os.environ["WORKERS"] = str(args.workers)
-    for layers in [0] if args.tensors else args.layers:
+    print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    for layers in [0] if args.tensors or args.memory else args.layers:
         with tempfile.TemporaryDirectory(prefix="convert-", dir=args.folder) as name:
-            if args.tensors:
-                measure_tensors(Path(name))
+            if args.tensors or args.memory:
+                (measure_tensors if args.tensors else measure_memory)(Path(name))
             else:
                 measure_model(layers, Path(name), args)
 

@@ -1,7 +1,7 @@
 """How many bugs would the tests find? Each bug of mutants.yaml is planted on its own, and its nearest tests run.
 
     make mutants                                          # all of them; exit code 1 if fewer than 98 % are found
-    python benchmarks/mutants.py --only advantages.py     # bugs whose file or description contains this
+    python benchmarks/mutants.py --only advantages.py     # bugs whose file or description matches
     python benchmarks/mutants.py --tests                  # the tests without a bug: do they pass, and how long
 
 A bug is a text of one file of the package and what replaces it. It is planted in a copy of the project, in which a
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import shutil
 import signal
 import sys
@@ -207,12 +208,12 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="bugs whose file or description contains this")
+    parser.add_argument("--only", default="", help="bugs whose file or description matches")
     parser.add_argument("--jobs", type=int, default=2, help="bugs at a time (default 2)")
     parser.add_argument("--tests", action="store_true", help="run the tests without a bug, and stop")
     parser.add_argument("--verbose", action="store_true", help="print pytest's report of each survivor")
     arguments = parser.parse_args()
-    bugs = [bug for bug in read_bugs() if arguments.only in f"{bug.file} {bug.what}"]
+    bugs = [bug for bug in read_bugs() if re.search(arguments.only, f"{bug.file} {bug.what}")]
     for bug in bugs:
         planted(bug)
     for name in IMPORTED:

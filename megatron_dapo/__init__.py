@@ -11,6 +11,7 @@ Each folder's `__init__.py` lists its modules; docs/architecture.md explains how
 - `plugins`                `python:module.name` in a configuration
 - `tables`                 the width of printed tables
 - `files`                  atomic writes, safetensors headers
+- `batch_invariant`        the bits of a token's result do not depend on the batch: trainer and engine agree exactly
 - `fault_points`           named points where tests kill a run
 - `evaluation`             runs a benchmark; computes avg@k, pass@k and maj@k
 - `cli`                    the `megatron-dapo` command; `arguments` has what the arguments of all commands share

@@ -44,6 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_convert(sub)
     _add_report(sub)
     _add_watch(sub)
+    _add_runs(sub)
     _add_selfcheck(sub)
     _add_plan(sub)
     _add_simulate(sub)
@@ -213,7 +214,14 @@ def _add_explain(sub: Commands) -> None:
     def run(args: argparse.Namespace) -> int:
         from megatron_dapo.config.explain import SCHEMA, completion, explain
 
-        if args.completion:
+        if len(args.key) == 3 and args.key[1].isdigit() and args.key[2].isdigit():
+            from megatron_dapo.observe.console import importing
+
+            with importing("torch and Megatron-Core"):
+                from megatron_dapo.trainer.explain import explain_sample
+
+            print(explain_sample(args.key[0], int(args.key[1]), int(args.key[2])))
+        elif args.completion:
             print(completion(args.completion, _options(build_parser())))
         elif args.schema:
             print(SCHEMA)
@@ -225,11 +233,14 @@ def _add_explain(sub: Commands) -> None:
 
     parser = add_command(
         sub, "explain", run,
-        "Explain a setting: its values, its default, and what other tools call it; or which setting another tool's is.",
+        "Explain a setting: its values, default, and what other tools call it; or which setting another tool's is.\n"
+        "Or, with RUN_DIR STEP SAMPLE, what each token of a sample added to the loss (needs observe.samples_tokens).",
         "examples:\n  megatron-dapo explain rollout.sampler.oversampling\n  megatron-dapo explain global_batch_size\n"
+        "  megatron-dapo explain runs/dapo 10 17\n"
         "  eval \"$(megatron-dapo explain --completion bash)\"   # in ~/.bashrc: Tab completes commands and settings",
     )  # fmt: skip
-    parser.add_argument("key", metavar="KEY", nargs="*", help="a setting of ours or of another tool, or a section")
+    parser.add_argument("key", metavar="KEY", nargs="*", help="a setting of ours or of another tool, or a section; or "
+                        "RUN_DIR STEP SAMPLE")  # fmt: skip
     parser.add_argument("--completion", choices=("bash", "zsh"), help="print a completion script for this shell")
     parser.add_argument("--schema", action="store_true", help="print the path of the JSON schema, for editors")
 
@@ -256,7 +267,8 @@ def _add_ablate(sub: Commands) -> None:
 
     parser = add_command(
         sub, "ablate", run,
-        "Switch DAPO's changes on and off in real runs; writes a table and an interactive page.",
+        "Switch DAPO's changes, or VAPO's where the file has a critic, on and off in real runs; writes a table and an "
+        "interactive page.",
         "examples:\n  megatron-dapo ablate examples/ablations/arithmetic.yaml --seeds 3\n"
         "  megatron-dapo ablate examples/ablations/{entropy,signal}.yaml --grid --seeds 5 --jobs 14",
     )  # fmt: skip
@@ -267,7 +279,7 @@ def _add_ablate(sub: Commands) -> None:
     parser.add_argument(
         "--design", choices=("order", "grid", "leave-one-out"), default="order",
         help="order: the paper's, changes added one by one (default). grid: all 16 combinations of the four changes. "
-        "leave-one-out: all changes, none, and all but one",
+        "leave-one-out: all changes, none, and all but one; VAPO's paper has this order, for its seven parts",
     )  # fmt: skip
     parser.add_argument("--grid", action="store_true", help="short for --design grid")
     parser.add_argument("--seeds", type=at_least(1), default=3, help="runs per combination (default 3)")
@@ -364,7 +376,7 @@ def _add_convert(sub: Commands) -> None:
         inner, "merge-adapter", run,
         "Write a HF model with a LoRA adapter added to its weights. The adapter is a PEFT directory; a run with\n"
         "policy.lora writes one into each checkpoint.",
-        "example:\n  megatron-dapo convert merge-adapter Qwen3-32B runs/lora/checkpoints/step_100/adapter merged",
+        "example:\n  megatron-dapo convert merge-adapter Qwen3 runs/lora/checkpoints/step_100/policy/adapter merged",
     )  # fmt: skip
     merge.set_defaults(convert="merge_adapter")
     merge.add_argument("model", metavar="MODEL", help="HF model that the adapter was trained on")
@@ -410,18 +422,40 @@ def _add_watch(sub: Commands) -> None:
         from megatron_dapo.observe.watch import watch
 
         if not (runs := [DEMO] if args.demo else args.runs):
-            raise UserError("name a RUN_DIR to show, or --demo")
-        return watch(runs, args.port)
+            raise UserError("name a DIR to show, or --demo")
+        return watch(runs, args.port, args.token_file)
 
     parser = add_command(
         sub, "watch", run,
-        "Live dashboard for one or more runs (localhost only, read-only).",
+        "Live dashboard for one or more runs, or for all runs in a folder (localhost only, read-only), and\n"
+        "/metrics for Prometheus.",
         "examples:\n  megatron-dapo watch runs/quickstart\n  megatron-dapo watch runs/dapo runs/grpo --port 9000\n"
-        "  megatron-dapo watch --demo",
+        "  megatron-dapo watch runs --token-file ~/.megatron-dapo-token\n  megatron-dapo watch --demo",
     )  # fmt: skip
-    parser.add_argument("runs", nargs="*", metavar="RUN_DIR", help="run directories; a run may not have started yet")
+    parser.add_argument("runs", nargs="*", metavar="DIR", help="run directories, which may not have started yet, or "
+                        "folders that hold runs")  # fmt: skip
     parser.add_argument("--demo", action="store_true", help="show a finished quickstart, which this package contains")
     parser.add_argument("--port", type=at_least(0), default=8642, help="default 8642; 0: any free port")
+    parser.add_argument("--token-file", metavar="FILE", help="keep the secret part of the address in this file, for "
+                        "Prometheus; created if it does not exist (default: a new one at every start)")  # fmt: skip
+
+
+def _add_runs(sub: Commands) -> None:
+    def run(args: argparse.Namespace) -> int:
+        from megatron_dapo.observe.runs import find_runs, overview, table
+
+        found = [run for folder in args.folders for run in find_runs(Path(folder))]
+        if not found:
+            raise UserError(f"no run in {', '.join(args.folders)}: name a folder that holds run directories")
+        print(table(overview(found)))
+        return 0
+
+    parser = add_command(
+        sub, "runs", run,
+        "List all runs in a folder: state, step, time left, accuracy, last warning, and the settings that differ.",
+        "examples:\n  megatron-dapo runs runs",
+    )  # fmt: skip
+    parser.add_argument("folders", nargs="+", metavar="DIR", help="folders that hold runs, up to 3 levels deep")
 
 
 def _add_selfcheck(sub: Commands) -> None:
@@ -463,7 +497,9 @@ def _add_selfcheck(sub: Commands) -> None:
         "--fp8", default="", metavar="LIST", help="recipes, e.g. blockwise,tensorwise; needs --layers te"
     )
     parser.add_argument("--layers", default="torch", metavar="LIST", help="torch (default), te (Transformer Engine)")
-    parser.add_argument("--models", default="", metavar="LIST", help="e.g. dense,moe,hybrid (default: all that fit)")
+    parser.add_argument(
+        "--models", default="", metavar="LIST", help="e.g. dense,moe,llama (default: all of Qwen that fit)"
+    )
     parser.add_argument("--timeout", type=at_least(1, float), default=180.0, metavar="SECONDS",
                         help="limit of one case (default 180)")  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table, with kernels, to this file")
@@ -523,20 +559,24 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus-per-node", type=at_least(1), metavar="N", help="default: slurm.gpus_per_node")
     parser.add_argument("--engine-gpus", type=at_least(0), metavar="N", help="GPUs that only run engines; 0: engines "
                         "and trainer share all GPUs (default: slurm.engine_nodes × gpus_per_node)")  # fmt: skip
-    parser.add_argument("--mfu", type=float, default=0.5, help="share of the peak that kernels reach (default 0.5)")
-    parser.add_argument("--mean-prompt", type=at_least(1), metavar="TOKENS", help="default: 256")
-    parser.add_argument("--mean-response", type=at_least(1), metavar="TOKENS", help="default: a quarter of the longest")
+    parser.add_argument("--mfu", type=float, default=0.65, help="share of the peak that very wide products reach "
+                        "(default 0.65)")  # fmt: skip
+    parser.add_argument("--mean-prompt", type=at_least(1), metavar="TOKENS", help="default: typical, or 256")
+    parser.add_argument("--mean-response", type=at_least(1), metavar="TOKENS", help="default: typical for model and "
+                        "data, or a quarter of the longest")  # fmt: skip
     parser.add_argument("--kept", type=float, metavar="SHARE", help="share of groups that dynamic sampling keeps "
                         "(default 0.5)")  # fmt: skip
     parser.add_argument("--sigma", type=float, metavar="S", help="spread of response lengths: standard deviation of "
                         "their logarithm (default 0.92; 0: all equal)")  # fmt: skip
+    parser.add_argument("--pareto", type=float, metavar="INDEX", help="Pareto instead of log-normal lengths; 1.5 is a "
+                        "heavy tail")  # fmt: skip
 
 
 def _planner_options(args: argparse.Namespace) -> dict[str, Any]:
     options = {key: value for key, value in vars(args).items() if key != "run"}
     gpus = [key for key in options if key.startswith("gpu") or key == "engine_gpus"]
     hardware = {key: options.pop(key) for key in gpus}
-    estimates = {key: options.pop(key) for key in ("mean_prompt", "mean_response", "kept", "sigma")}
+    estimates = {key: options.pop(key) for key in ("mean_prompt", "mean_response", "kept", "sigma", "pareto")}
     return {**options, "hardware": hardware, "estimates": estimates}
 
 
@@ -544,7 +584,9 @@ def _add_simulate(sub: Commands) -> None:
     def run(args: argparse.Namespace) -> int:
         from megatron_dapo.planner.simulation.command import run
 
-        return run(**_planner_options(args))
+        options = _planner_options(args)
+        incidents = {key: options.pop(key) for key in _add_incidents(argparse.ArgumentParser())}
+        return run(**options, incidents=incidents)
 
     parser = add_command(
         sub, "simulate", run,
@@ -552,7 +594,8 @@ def _add_simulate(sub: Commands) -> None:
         "Needs no GPU.",
         "examples:\n  megatron-dapo simulate run.yaml --gpu h100 --output simulation.json\n"
         "  megatron-dapo simulate run.yaml --from runs/32b --set rollout.sampler.oversampling=3\n"
-        "  megatron-dapo simulate run.yaml --sweep rollout.max_staleness=0,1 --sweep engine_gpus=32,64",
+        "  megatron-dapo simulate run.yaml --sweep rollout.max_staleness=0,1 --sweep engine_gpus=32,64\n"
+        "  megatron-dapo simulate run.yaml --slow 1:0.3 --dies 2@600 --joins 4@1800 --tool-seconds 20",
     )  # fmt: skip
     parser.add_argument("config", metavar="CONFIG", help="YAML file")
     add_settings(parser)
@@ -567,14 +610,31 @@ def _add_simulate(sub: Commands) -> None:
     parser.add_argument(
         "--whole", action="store_true", help="simulate every server even in a large fleet (default: a sample)"
     )
+    _add_incidents(parser)
     parser.add_argument("--output", metavar="FILE", help="write engines and trainer over time, for ui.perfetto.dev")
     parser.add_argument("--json", action="store_true", dest="as_json", help="print the results as JSON")
+
+
+def _add_incidents(parser: argparse.ArgumentParser) -> list[str]:
+    """The names of the flags."""
+    lists = {
+        "slow": ("N:SPEED", "N servers at this share of the speed of the others"),
+        "mixed": ("N:GPU", "N servers on another GPU"),
+        "dies": ("N@SECONDS", "N servers die after so many seconds; their requests start again elsewhere"),
+        "joins": ("N@SECONDS", "N servers join after so many seconds"),
+    }
+    for name, (form, text) in lists.items():
+        parser.add_argument(f"--{name}", action="append", default=[], metavar=form, help=text)
+    parser.add_argument("--tool-seconds", type=at_least(0, float), default=0.0, metavar="S", help="mean time of a tool "
+                        "call; the response waits for it without using an engine")  # fmt: skip
+    parser.add_argument("--tool-calls", type=at_least(1), default=1, metavar="N", help="tool calls of a response")
+    parser.add_argument("--kept-end", type=float, metavar="SHARE", help="share of kept groups in the last step")
+    return [*lists, "tool_seconds", "tool_calls", "kept_end"]
 
 
 def _add_slurm(sub: Commands) -> None:
     def run(args: argparse.Namespace) -> int:
         from megatron_dapo.config import load_config
-        from megatron_dapo.config.load import with_local_model
         from megatron_dapo.launch.local import check_not_its_own_output
         from megatron_dapo.launch.slurm import run_slurm
         from megatron_dapo.launch.slurm_status import print_status
@@ -584,7 +644,7 @@ def _add_slurm(sub: Commands) -> None:
         if args.config is None:
             raise UserError("name a CONFIG to submit, or a run directory with --status")
         nodes = [f"slurm.nodes={args.nodes}"] if args.nodes else []
-        config = with_local_model(load_config(args.config, [*args.set, *nodes]))
+        config = load_config(args.config, [*args.set, *nodes])
         check_not_its_own_output(config, Path(args.config))
         return run_slurm(config, dry_run=args.dry_run, chain=args.chain, seeds=args.seeds)
 

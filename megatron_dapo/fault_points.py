@@ -20,6 +20,7 @@ POINTS = {
     "checkpoint/after_write": "this rank has written and synced all of its files; the checkpoint has no final name",
     "checkpoint/before_publish": "all ranks have written everything; the checkpoint has no final name",
     "loop/before_log_probs": "the batch of a step is on every rank; its old log-probs are not computed",
+    "loop/before_critic_update": "the critic's next update has not begun, and no update of the policy",
     "loop/before_update": "the next update has not begun",
     "loop/before_await_ahead": "the step is recorded; the batch generated ahead is not complete",
     "loop/before_sync": "the step is recorded, and saved where that is due; no weight has been sent",

@@ -121,7 +121,7 @@ def test_an_option_that_there_is_not(capsys, word, said):
         (["beta=0.04"], "unknown key 'beta'; here it is called 'algorithm.kl.coefficient'"),
         (
             ["algorithm.adv_estimator=grpo"],
-            "here it is called 'algorithm.advantage' (advantages are those of the group",
+            "here it is called 'algorithm.advantage' (grpo is group-std",
         ),
         (["trainer.global_batch_size=256"], "(there in samples, here in prompts: divide by the samples per prompt)"),
         (["data.gen_batch_size=1536"], "(there prompts, here a multiple of the batch: 1536 / 512 = 3)"),

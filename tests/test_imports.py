@@ -12,7 +12,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 # Lowest first. A folder may import its own files and folders of a lower level.
 LEVELS = [
-    {"errors", "arguments", "plugins", "types", "config", "files", "fault_points", "__init__"},
+    {"errors", "arguments", "plugins", "types", "config", "files", "fault_points", "batch_invariant", "__init__"},
     {"processes", "weights", "algorithm", "data", "observe"},
     {"reward", "sync"},
     {"engines", "rollout"},

@@ -23,7 +23,7 @@ GROUPS = {
     "Use": [
         "docs/concepts.md", "docs/configuration.md", "docs/migration.md", "docs/data.md", "docs/grading.md",
         "docs/rollout.md", "docs/rollouts_of_your_own.md", "docs/conversion.md", "docs/megatron.md",
-        "docs/monitoring.md", "docs/diagnosis.md",
+        "docs/monitoring.md", "docs/diagnosis.md", "docs/runbook.md",
     ],
     "Clusters": [
         "docs/planning.md", "docs/doctor.md", "docs/cluster.md", "docs/torchrun.md", "docs/kubernetes.md",

@@ -17,7 +17,7 @@ from statistics import fmean
 from typing import Any
 
 from megatron_dapo import __version__
-from megatron_dapo.ablation.designs import SWITCH_LABELS, SWITCHES, Effect, Variant
+from megatron_dapo.ablation.designs import DAPO, VAPO, Effect, Variant
 from megatron_dapo.errors import UserError
 from megatron_dapo.evaluation.results import mean_interval
 from megatron_dapo.files import write_atomically
@@ -65,6 +65,10 @@ MEASURES: dict[str, Measure] = {
         "rollout/long_token_weight",
     ),
     "length_wrong": Measure("Length of wrong responses", "mean tokens", "number", "rollout/length_wrong"),
+    "explained_variance": Measure(
+        "Explained variance", "share of the returns' variance that the critic explains", "percent",
+        "critic/explained_variance",
+    ),
     "score": Measure(
         "Score in the loss", "mean over responses in the loss, without penalties", "number", "reward/score_in_loss"
     ),
@@ -223,12 +227,14 @@ def write_ablation_page(table: dict[str, Any], path: Path) -> None:
 
 
 def render_ablation(table: dict[str, Any]) -> str:
-    """Four switches for DAPO's changes, and the curves of the chosen combination among all others."""
+    """A switch for each of the recipe's changes, and the curves of the chosen combination among all others."""
     data = {name: value for name, value in table.items() if name != "runs"}  # the bands are enough for the page
     known = [measure["id"] for measure in table["measures"]]
+    changes = {change for combination in table["combinations"] for change in combination["changes"]}
+    recipe = DAPO if changes <= {part for parts in DAPO.switches.values() for part in parts} else VAPO
     data |= {
         "version": __version__,
-        "switches": [{"id": id, "label": SWITCH_LABELS[id], "changes": parts} for id, parts in SWITCHES.items()],
+        "switches": [{"id": id, "label": recipe.labels[id], "changes": parts} for id, parts in recipe.switches.items()],
         "panels": [name for name in PANELS if name in known],
         "more": [
             name for name in known if name not in PANELS and any(name in c["bands"] for c in data["combinations"])

@@ -1,11 +1,27 @@
-"""Group-relative advantages: Â = (R − mean) / (std + eps) within each group of samples of one prompt."""
+"""Advantage estimators: pure functions on the whole rollouts of a step, before anything is packed or split.
+
+`algorithm.advantage` names one: a key of ESTIMATORS, or `python:module.function`, a function of your own that takes
+(AdvantageInput, AlgorithmConfig). It returns one advantage for each rollout [rollouts] or for each token [responses].
+One that reads `values` has an attribute `reads_values = True`: it is called when the critic has scored the batch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+from megatron_dapo.algorithm.advantage_input import AdvantageInput, Doubles, discounted_sums, whitened
+from megatron_dapo.algorithm.gae import generalized_advantages
+from megatron_dapo.config.algorithm import AlgorithmConfig
+from megatron_dapo.errors import UserError
+from megatron_dapo.plugins import is_plugin, load_function
+
+Estimator = Callable[[AdvantageInput, AlgorithmConfig], NDArray[Any]]
 
 
 def group_advantages(
@@ -68,3 +84,78 @@ def _checked(
             f"group {ids[first]} ({len(broken)} such samples); mark ungraded samples with valid=False"
         )
     return values, torch.unique(ids, return_inverse=True)[1], usable
+
+
+def _group(batch: AdvantageInput, config: AlgorithmConfig, *, normalize_std: bool) -> NDArray[np.float32]:
+    return group_advantages(
+        torch.from_numpy(batch.rewards),
+        torch.from_numpy(batch.groups),
+        normalize_std=normalize_std,
+        eps=config.advantage_eps,
+        valid=torch.from_numpy(batch.valid),
+    ).numpy()
+
+
+def group_std(batch: AdvantageInput, config: AlgorithmConfig) -> NDArray[np.float32]:
+    return _group(batch, config, normalize_std=True)
+
+
+def group_mean(batch: AdvantageInput, config: AlgorithmConfig) -> NDArray[np.float32]:
+    return _group(batch, config, normalize_std=False)
+
+
+def rloo(batch: AdvantageInput, config: AlgorithmConfig) -> Doubles:
+    """R − mean of the other rewards = (R − mean) · G/(G − 1), of the valid rollouts; 0 for one alone."""
+    _, group, counts = np.unique(batch.groups, return_inverse=True, return_counts=True)
+    size = np.bincount(group, batch.valid, minlength=len(counts))[group]
+    return group_mean(batch, config) * (size / np.maximum(size - 1, 1))
+
+
+def reinforce_plus_plus(batch: AdvantageInput, config: AlgorithmConfig) -> Doubles:
+    """The discounted rewards that follow each token, whitened over the batch."""
+    returns = np.zeros(len(batch.generated))
+    for _, places, rewards in batch.steps():
+        returns[places] = discounted_sums(rewards, config.gae.gamma)
+    return whitened(returns, batch.in_loss, config.advantage_eps)
+
+
+def reinforce_plus_plus_baseline(batch: AdvantageInput, config: AlgorithmConfig) -> Doubles:
+    """R − mean of the group, whitened over the tokens of the batch."""
+    return whitened(group_mean(batch, config)[batch.rollout_of].astype(float), batch.in_loss, config.advantage_eps)
+
+
+def gae(batch: AdvantageInput, config: AlgorithmConfig) -> Doubles:
+    return generalized_advantages(batch, config).advantages
+
+
+ESTIMATORS: dict[str, Estimator] = {
+    "group-std": group_std,
+    "group-mean": group_mean,
+    "rloo": rloo,
+    "reinforce++": reinforce_plus_plus,
+    "reinforce++-baseline": reinforce_plus_plus_baseline,
+    "gae": gae,
+}
+
+
+def load_estimator(config: AlgorithmConfig) -> Estimator:
+    """The estimator that the configuration names."""
+    name = config.advantage
+    return load_function(name, "algorithm.advantage") if is_plugin(name) else ESTIMATORS[name]
+
+
+def reads_values(config: AlgorithmConfig) -> bool:
+    """Whether the estimator needs a critic."""
+    return config.advantage == "gae" or bool(getattr(load_estimator(config), "reads_values", False))
+
+
+def estimate(batch: AdvantageInput, config: AlgorithmConfig) -> NDArray[np.float32]:
+    """[rollouts] or [responses], as the estimator returns it."""
+    found = np.asarray(load_estimator(config)(batch, config))
+    shapes = {"rollout": len(batch.rewards), "response token": len(batch.generated)}
+    if found.ndim != 1 or len(found) not in shapes.values() or not np.isfinite(found).all():
+        expected = " or ".join(f"one finite number for each {what} ({size})" for what, size in shapes.items())
+        raise UserError(
+            f"algorithm.advantage {config.advantage}: expected {expected}, found {found.shape} {found!r:.80}"
+        )
+    return found.astype(np.float32)

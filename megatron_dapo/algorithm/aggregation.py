@@ -47,6 +47,15 @@ def token_weights(
     raise ValueError(f"unknown aggregation {aggregation!r}")
 
 
+def positive_weights(coefficient: float, right: Tensor, denominator: int) -> Tensor:
+    """fp32 [tokens]: weights of −log π, so that their sum over the loss's denominator is coefficient · the mean over
+    the tokens in `right`, which is another denominator. 0 where no token is right.
+
+    right  bool [tokens]: tokens of right responses that carry loss, of the whole mini-batch
+    """
+    return right.float() * (coefficient * denominator / max(1, int(right.sum())))
+
+
 def _first_active(mask: Tensor, sequence_ids: Tensor, sequences: int) -> Tensor:
     """bool [tokens]: True at the first active token of every sequence that has one."""
     positions = torch.arange(mask.numel(), device=mask.device)

@@ -1,4 +1,5 @@
-"""The policy loss on flat packed tokens: an objective, off-policy corrections, a KL term and an entropy bonus.
+"""The policy loss on flat packed tokens: an objective, off-policy corrections, a KL term, an entropy bonus and the
+likelihood of right responses.
 
 Promises:
 - Everything returned is a sum (or a maximum) over active tokens. The caller that knows the global denominator divides,
@@ -33,6 +34,7 @@ from megatron_dapo.config.base import ConfigError
 from megatron_dapo.plugins import is_plugin, load_function
 
 Reduce = Callable[[Tensor], Tensor]
+COUNTED = ("weights", "counts", "positive")  # of a TokenBatch: zero in excluded sequences
 
 
 def identity(tensor: Tensor) -> Tensor:
@@ -50,6 +52,8 @@ class LossOutputs:
         …                                 other metrics of the objective
         approx_kl                         k3 estimate of KL(π_old‖π)
         entropy, reference_kl             where entropy, ref_logprobs are given
+        positive_loss, positive_share     where positive_coefficient is set: what its term adds to a token-mean loss;
+                                          tokens of right responses
         mismatch_mean, mismatch_kl        where engine_logprobs are given and log-probs of the proximal policy are
                                           known: |proximal − engine|; k3 of KL(engine‖proximal)
         mismatch_over_cap                 same: tokens whose weight exp(proximal − engine) is above the cap (sequence
@@ -91,7 +95,11 @@ class PolicyLoss:
         self.config = config
         self.objective = load_objective(config)
         self.off_policy = OffPolicy(config.off_policy)
-        terms = Needs(entropy=config.entropy_coefficient > 0, reference=config.kl.coefficient > 0)
+        terms = Needs(
+            entropy=config.entropy_coefficient > 0,
+            reference=config.kl.coefficient > 0,
+            right=config.positive_coefficient > 0,
+        )
         self.needs = self.objective.needs | self.off_policy.needs | terms
 
     def __call__(self, scores: Scores, batch: TokenBatch, reduce: Reduce = identity) -> LossOutputs:
@@ -103,12 +111,28 @@ class PolicyLoss:
         scores, batch, terms, losses = self._evaluate(scores, batch, reduce)
         with torch.no_grad():
             sums, maxima = self._metrics(scores, batch, losses, terms)
-        return LossOutputs(self._sum(batch, terms, losses), batch.counts.sum(), sums, maxima)
+        return LossOutputs(self._sum(scores, batch, terms, losses), batch.counts.sum(), sums, maxima)
+
+    def details(self, scores: Scores, batch: TokenBatch) -> dict[str, Tensor]:
+        """[tokens] of whole sequences: each token's `weight` and weighted `loss`, both 0 where it is masked or removed;
+        and every value that the metrics of corrections and objective average."""
+        scores, batch, terms, losses = self._evaluate(scores, batch, identity)
+        active = _kept(batch, terms)
+        weights = blank(batch.weights, active)
+        own = {"weight": weights, "loss": weights * blank(losses, active)}
+        return own | terms.corrections.means | self.objective.metrics(scores, batch, terms.sums).means
 
     def sum(self, scores: Scores, batch: TokenBatch) -> Tensor:
         """The `loss_sum` of a call alone, for a caller that needs the gradient now and the metrics later."""
-        _, batch, terms, losses = self._evaluate(scores, batch, identity)
-        return self._sum(batch, terms, losses)
+        scores, batch, terms, losses = self._evaluate(scores, batch, identity)
+        return self._sum(scores, batch, terms, losses)
+
+    def included(self, batch: TokenBatch) -> Tensor:
+        """bool [tokens], of a whole mini-batch: the active tokens whose sequence no correction excludes. What the model
+        computes has no influence."""
+        batch = batch.blanked()
+        excluded = self._sequence_terms(Scores(batch.old_logprobs), batch, identity).corrections.excluded
+        return batch.mask if excluded is None else batch.mask & ~excluded
 
     def _evaluate(
         self, scores: Scores, batch: TokenBatch, reduce: Reduce
@@ -124,13 +148,15 @@ class PolicyLoss:
         losses = self._losses(scores, batch, terms)
         excluded = terms.corrections.excluded
         if excluded is not None:
-            batch = replace(batch, weights=blank(batch.weights, ~excluded), counts=blank(batch.counts, ~excluded))
+            kept = {name: blank(batch.tensors[name], ~excluded) for name in COUNTED if name in batch.tensors}
+            batch = replace(batch, **kept)  # type: ignore[arg-type]
         return scores, batch, terms, losses
 
-    def _sum(self, batch: TokenBatch, terms: _SequenceTerms, losses: Tensor) -> Tensor:
+    def _sum(self, scores: Scores, batch: TokenBatch, terms: _SequenceTerms, losses: Tensor) -> Tensor:
         """Of the tokens that are neither masked nor removed. An objective may be NaN at the others."""
-        masked = terms.corrections.masked
-        return (batch.weights * blank(losses, batch.mask if masked is None else batch.mask & ~masked)).sum()
+        kept = _kept(batch, terms)
+        total = (batch.weights * blank(losses, kept)).sum()
+        return total if batch.positive is None else total - (batch.positive * blank(scores.logprobs, kept)).sum()
 
     def _check_present(self, scores: Scores, batch: TokenBatch) -> None:
         config, reads_it = self.config, f"objective {self.config.objective} reads it"
@@ -141,6 +167,7 @@ class PolicyLoss:
              "kl.coefficient is above 0" if config.kl.coefficient else reads_it),
             ("engine_logprobs", batch.engine_logprobs, self.needs.engine,
              "off_policy compares it with old_logprobs" if self.off_policy.needs.engine else reads_it),
+            ("positive", batch.positive, self.needs.right, "positive_coefficient is above 0"),
         ):  # fmt: skip
             if needed and tensor is None:
                 raise ValueError(f"{name}: expected a tensor because algorithm.{why}, found None")
@@ -189,6 +216,9 @@ class PolicyLoss:
             values["entropy"] = scores.entropy
         if batch.ref_logprobs is not None:
             values["reference_kl"] = kl_estimate(logprobs, batch.ref_logprobs, self.config.kl.estimator)
+        if batch.positive is not None:
+            values["positive_loss"] = -batch.positive * logprobs
+            values["positive_share"] = batch.positive > 0
         proximal = batch.proximal_logprobs(scores)
         if batch.engine_logprobs is not None and proximal is not None:
             peaks["mismatch_max"] = values["mismatch_mean"] = (proximal - batch.engine_logprobs).abs()
@@ -245,3 +275,9 @@ def _sums_per_sequence(values: list[Tensor], batch: TokenBatch, reduce: Reduce, 
 
 def _largest(values: Tensor) -> Tensor:
     return values.amax() if values.numel() else values.new_zeros(())
+
+
+def _kept(batch: TokenBatch, terms: _SequenceTerms) -> Tensor:
+    """bool [tokens]: neither masked nor removed by a correction."""
+    masked = terms.corrections.masked
+    return batch.mask if masked is None else batch.mask & ~masked

@@ -79,7 +79,11 @@ class TokenBatch:
     sequences: int
     ref_logprobs: Tensor | None = None  # of the frozen reference policy
     engine_logprobs: Tensor | None = None  # as the inference engine reported them
+    old_values: Tensor | None = None  # of the critic before the first update of the step
+    returns: Tensor | None = None  # what the critic learns to predict
+    positive: Tensor | None = None  # from positive_weights(): multiplies −log π
     proximal: Proximal = "old"
+    mean_weight: float = 1.0  # from OffPolicy.mean_weight(): divides importance weights
 
     def proximal_logprobs(self, scores: Scores) -> Tensor | None:
         return {"old": self.old_logprobs, "current": scores.logprobs, "unknown": None}[self.proximal]
@@ -93,6 +97,11 @@ class TokenBatch:
     def part(self, chunk: slice) -> TokenBatch:
         """These tokens alone. Only losses of single tokens may be computed on a part."""
         return replace(self, **{name: tensor[chunk] for name, tensor in self.tensors.items()})  # type: ignore[arg-type]
+
+    def double(self) -> TokenBatch:
+        """In fp64."""
+        floats = {name: tensor.double() for name, tensor in self.tensors.items() if tensor.is_floating_point()}
+        return replace(self, **floats)  # type: ignore[arg-type]
 
     def blanked(self) -> TokenBatch:
         """Zero at every masked position."""
@@ -135,6 +144,7 @@ class Needs:
     entropy: bool = False
     reference: bool = False  # log-probs of the reference policy
     engine: bool = False  # log-probs that the inference engine reported
+    right: bool = False  # which responses the grader found right
 
     def __or__(self, other: Needs) -> Needs:
         return Needs(*(getattr(self, f.name) or getattr(other, f.name) for f in fields(self)))

@@ -5,8 +5,10 @@ step: clipping keeps π near it. The behaviour policy π_engine is what the engi
 and its kernels compute other log-probs. With w = π_old/π_engine of each token:
 
     importance weight   the loss is multiplied by min(w, cap), of the token or of the whole sequence
+    normalised weight   the same, divided by its mean over the mini-batch
     token mask          w outside [low, high]: the token carries no gradient
     sequence mask       the geometric mean or the product of w outside [low, high]: the sequence is excluded
+    veto                w of one token below a bound: the sequence is excluded
     OPSM                Â < 0 and mean(log π_engine − log π) > δ: the sequence carries no gradient
 
 What counts in the denominator. An excluded sequence counts nothing, like a truncated one: it is rejected by π_old and
@@ -15,7 +17,8 @@ tokens were sampled, their loss is 0 and they count. Otherwise fewer usable toke
 and OPSM, which depends on π, would change the denominator while the weights change.
 
 A removed token contributes nothing, also no KL term and no entropy bonus. An importance weight multiplies the objective
-alone. Every decision needs only the token itself and sums over its whole sequence, so it is the same for every layout.
+alone. Every decision needs only the token itself, sums over its whole sequence, and a mean weight that is known before
+the mini-batch is split, so it is the same for every layout.
 """
 
 from __future__ import annotations
@@ -45,10 +48,22 @@ class OffPolicy:
 
     def __init__(self, config: OffPolicyConfig) -> None:
         self.config = config
-        self._masks_sequences = config.geometric_mask is not None or config.product_mask is not None
-        self._sums_mismatch = self._masks_sequences or config.importance_weight == "sequence"
+        masks = config.sequence_masks
+        self._sums_mismatch = config.importance_weight == "sequence" or masks not in ([], ["veto"])
         opsm = config.opsm_delta is not None
-        self.needs = Needs(whole_sequences=self._sums_mismatch or opsm, engine=bool(config.reads_old_logprobs) or opsm)
+        whole = config.importance_weight == "sequence" or bool(masks) or opsm
+        self.needs = Needs(whole_sequences=whole, engine=bool(config.reads_old_logprobs) or opsm)
+
+    def mean_weight(self, batch: TokenBatch) -> float:
+        """Of the active tokens of a whole mini-batch, or of its sequences that have some: what weights are divided
+        by."""
+        mismatch, ids = torch.where(batch.mask, _mismatch(batch), 0.0).double(), batch.sequence_ids
+        counted = batch.mask
+        if self.config.importance_weight == "sequence":
+            mismatch = mismatch.new_zeros(batch.sequences).index_add_(0, ids, mismatch)
+            counted = torch.zeros(batch.sequences, dtype=torch.bool).index_fill_(0, ids[batch.mask], True)
+        weights = mismatch[counted].exp().clamp(max=self.config.weight_cap)
+        return float(weights.mean()) if weights.numel() else 1.0
 
     def sequence_values(self, scores: Scores, batch: TokenBatch) -> dict[str, Tensor]:
         """[tokens] values to add up over each whole sequence; `correct` gets the totals."""
@@ -57,6 +72,8 @@ class OffPolicy:
             values["length"] = batch.mask
         if self._sums_mismatch:
             values["mismatch"] = _mismatch(batch)
+        if self.config.veto is not None:
+            values["vetoes"] = _mismatch(batch) < math.log(self.config.veto)
         if self.config.opsm_delta is not None:
             assert batch.engine_logprobs is not None
             values["drift"] = batch.engine_logprobs - scores.logprobs
@@ -82,20 +99,22 @@ class OffPolicy:
             return
         weights = (sums["mismatch"] if level == "sequence" else _mismatch(batch)).exp()
         found.means["mismatch_over_cap"] = weights > cap
-        found.weights = found.means["importance_weight"] = weights.clamp(max=cap)
+        found.weights = found.means["importance_weight"] = weights.clamp(max=cap) / batch.mean_weight
 
     def _mask_tokens(self, found: Corrections, batch: TokenBatch) -> None:
         if self.config.token_mask is not None:
             found.masked = found.means["token_mask_share"] = _outside(_mismatch(batch), self.config.token_mask)
 
     def _exclude_sequences(self, found: Corrections, batch: TokenBatch, sums: Sums) -> None:
-        if not self._masks_sequences:
+        if not self.config.sequence_masks:
             return
         found.excluded = torch.zeros_like(batch.mask)
         if self.config.geometric_mask is not None:
             found.excluded = found.excluded | _outside(_per_token(sums, "mismatch"), self.config.geometric_mask)
         if self.config.product_mask is not None:
             found.excluded = found.excluded | _outside(sums["mismatch"], self.config.product_mask)
+        if self.config.veto is not None:
+            found.excluded = found.excluded | (sums["vetoes"] > 0)
         found.means["sequence_mask_share"] = found.excluded
 
     def _mask_drifted(self, found: Corrections, batch: TokenBatch, sums: Sums) -> None:

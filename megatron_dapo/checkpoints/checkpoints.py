@@ -2,6 +2,7 @@
 
     checkpoints/step_N/
         policy/          weights and optimizer (Megatron torch_dist, any layout), policy/hf: config and tokenizer
+        critic/          the same of the critic, if there is one
         trainer.json     step, data cursor, unfinished and surplus groups, the batch being trained, observers, layout
         trainer.arrays   the numpy arrays of trainer.json
         rng/rank_N.json  random states
@@ -44,12 +45,13 @@ from megatron_dapo.checkpoints.files import (
     damaged_files,
     write_files,
 )
-from megatron_dapo.checkpoints.folder import POLICY, CheckpointFolder, checkpoint_name, read_state, state_files
+from megatron_dapo.checkpoints.folder import CRITIC, POLICY, CheckpointFolder, checkpoint_name, read_state, state_files
 from megatron_dapo.checkpoints.policy_state import host_sizes, is_finite, load_policy, policy_files
 from megatron_dapo.config import ConfigError
 from megatron_dapo.config.trainer import CheckpointConfig
 from megatron_dapo.errors import CheckpointError
 from megatron_dapo.files import collect, hand_in, is_full
+from megatron_dapo.policy.critic import Critic
 from megatron_dapo.policy.megatron.runtime import Runtime
 from megatron_dapo.policy.policy import Policy
 
@@ -118,15 +120,19 @@ class Checkpoints:
         warn: Callable[[str], None] = lambda line: None,
         mark: Callable[[str], None] = lambda doing: None,
         guard: Callable[[], None] = lambda: None,
+        critic: Critic | None = None,
     ) -> None:
         """`warn` is called on rank 0 with what a user should know. `mark` is called while a method waits. `guard` is
-        called on rank 0 before a checkpoint is published, which it prevents by raising."""
+        called on rank 0 before a checkpoint is published, which it prevents by raising. `critic` is saved and loaded
+        with the policy."""
         self.runtime = runtime
+        self._critic = critic
         self._folder = CheckpointFolder(run_dir, config)
         self._warn = warn
         self._mark = mark
         self._guard = guard
         self._buffers = HostBuffers(runtime.device)
+        self._critic_buffers = HostBuffers(runtime.device)
         self._running: _Save | None = None
         self._rejected: dict[Path, str] = {}  # checkpoints that cannot be used, and why; the same on every rank
         self._verified: Path | None = None  # its files were read last, and are as they were written
@@ -227,6 +233,8 @@ class Checkpoints:
     def _has_room(self, policy: Policy) -> bool:
         """Whether every node has memory for the copies of its ranks. The same on every rank."""
         missing = self._buffers.missing(host_sizes(policy))
+        if self._critic is not None:
+            missing += self._critic_buffers.missing(host_sizes(self._critic))
         mine = (socket.gethostname(), missing, available_host_memory())
         ranks: list[Any] = [mine] * self.runtime.world_size
         dist.all_gather_object(ranks, mine, group=self.runtime.control)
@@ -248,6 +256,13 @@ class Checkpoints:
         files = policy_files(policy, buffers, step)
         for file in files:
             file.name = f"{POLICY}/{file.name}"
+        if self._critic is not None:
+            copied = buffers is not None or self._critic.takes_turns  # its memory on the device is given up again
+            with self._critic.turn():
+                found = policy_files(self._critic, self._critic_buffers if copied else None, step)
+            for file in found:
+                file.name = f"{CRITIC}/{file.name}"
+            files += found
         files.append(CheckpointFile(f"{RNG}/rank_{self.runtime.rank}.json", [orjson.dumps(random_state())]))
         return [*files, *state_files(state)] if self.runtime.rank == 0 else files
 
@@ -413,9 +428,19 @@ class Checkpoints:
         if self.runtime.rank != 0:
             state = shared[0]
         _check_layout(state["layout"], _layout(policy), path)
+        if self._critic is not None and not (path / CRITIC).is_dir():
+            raise ConfigError(
+                f"{path} has no critic: it was saved without algorithm.advantage: gae. Use the saved setting, or "
+                "another trainer.run_dir"
+            )
         problem: str | None = None
         try:
             load_policy(policy, path / POLICY)
+            if self._critic is not None:
+                with self._critic.turn():
+                    load_policy(self._critic, path / CRITIC)
+                    if not is_finite(self._critic):
+                        problem = "the critic's weights or its optimizer state are not finite"
             mine = path / RNG / f"rank_{self.runtime.rank}.json"
             if state["layout"]["world_size"] == self.runtime.world_size and mine.exists():
                 set_random_state(orjson.loads(mine.read_bytes()))
@@ -439,15 +464,13 @@ def _layout(policy: Policy) -> dict[str, Any]:
     return {
         "world_size": policy.runtime.world_size,
         "distributed_optimizer": options.distributed_optimizer,
-        "experts_are_split": options.expert_parallel > 1,
     }
 
 
 def _check_layout(saved: dict[str, Any], ours: dict[str, Any], path: Path) -> None:
-    """TP, PP, CP and DP may change between save and load; these two decide how the optimizer is written."""
-    for name, key in (("distributed_optimizer", "distributed_optimizer"), ("experts_are_split", "expert_parallel > 1")):
-        if saved[name] != ours[name]:
-            raise ConfigError(
-                f"{path} was saved with policy.{key} {saved[name]}, this run has {ours[name]}. The optimizer state "
-                "cannot be converted; use the saved setting"
-            )
+    """TP, PP, CP, DP and EP may change between save and load; this decides how the optimizer is written."""
+    if saved["distributed_optimizer"] != ours["distributed_optimizer"]:
+        raise ConfigError(
+            f"{path} was saved with policy.distributed_optimizer {saved['distributed_optimizer']}, this run has "
+            f"{ours['distributed_optimizer']}. The optimizer state cannot be converted; use the saved setting"
+        )

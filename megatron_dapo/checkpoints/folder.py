@@ -36,8 +36,9 @@ from megatron_dapo.checkpoints.files import CheckpointFile, FileRecord, damaged_
 from megatron_dapo.config import Config, ConfigError, ModelShape
 from megatron_dapo.config.base import differences, dump_yaml
 from megatron_dapo.config.trainer import CheckpointConfig
-from megatron_dapo.errors import CheckpointError
+from megatron_dapo.errors import CheckpointError, UserError
 from megatron_dapo.files import explain, fsync_path, publish_directory, remove, set_aside, write_atomically
+from megatron_dapo.weights.formats.megatron_reader import first_not_finite
 from megatron_dapo.weights.locate import TRACKER
 
 STATE, ARRAYS = "trainer.json", "trainer.arrays"
@@ -106,6 +107,7 @@ def _restore(value: Any, content: bytes) -> Any:
 NAME = re.compile(r"step_(\d+)(?:\+(\d+))?")
 DAMAGED = re.compile(rf"{NAME.pattern}\.damaged(\d*)")
 POLICY = "policy"
+CRITIC = "critic"
 REQUIRED = (STATE, ARRAYS, f"{POLICY}/.metadata", f"{POLICY}/metadata.json", f"{POLICY}/common.pt")
 MANIFEST, BEST, SCORES = "manifest.json", "best.json", "scores.json"
 REPLACED = ".replaced"  # in a checkpoint that was moved away for another one of the same name
@@ -210,20 +212,23 @@ class CheckpointFolder:
             return False
 
     def first_usable(self, check: Callable[[dict[str, Any]], None]) -> tuple[Path | None, dict[Path, str]]:
-        """For a look from outside, which changes nothing: the newest checkpoint whose files are as they were written
-        and whose state passes `check`, and why newer ones are not used. Raises the ConfigErrors of `check`."""
+        """For a look from outside, which changes nothing: the newest checkpoint whose files are as they were written,
+        whose state passes `check` and whose values are finite; and why newer ones are not used. Raises the ConfigErrors
+        of `check`."""
         rejected: dict[Path, str] = {}
         for path in reversed(self.complete()):
             try:
                 problems = damaged_files(path, self.files_of(path))
                 if not problems:
                     check(read_state(path))
-                    return path, rejected
+                    if (tensor := first_not_finite(path / POLICY)) is None:
+                        return path, rejected
+                    problems = [f"poisoned: {tensor} has values that are not finite"]
             except ConfigError:
                 raise
             except Exception as error:  # of whatever the state holds
-                problems = [f"{type(error).__name__}: {error}"]
-            rejected[path] = f"{path} is damaged: {problems[0]}"
+                problems = [str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"]
+            rejected[path] = problems[0]
         return None, rejected
 
     def set_aside(self, path: Path) -> Path:

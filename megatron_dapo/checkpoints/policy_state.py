@@ -36,6 +36,7 @@ from megatron_dapo.policy.megatron.optimizer_state import (
     SHARDING,
     adapt_step,
     drop_classes,
+    fit_chain,
     initialize_state,
     inner_optimizers,
     saved_step,
@@ -56,6 +57,7 @@ from megatron_dapo.weights.formats.torch_zip import ALIGN, TensorArchive
 from megatron_dapo.weights.locate import HF_FILES, locate
 from megatron_dapo.weights.model_weights import ADAPTERS
 from megatron_dapo.weights.side_files import side_files
+from megatron_dapo.weights.value_weights import hf_files, value_config
 
 ADAPTER = "adapter"  # folder of a checkpoint: LoRA's adapters in PEFT's format
 MAX_ITEM = 1 << 30  # larger tensors are split: an archive holds less than 4 GiB
@@ -92,7 +94,7 @@ def policy_files(policy: Policy, buffers: HostBuffers | None = None, step: int =
     if policy.trains_adapters:
         files += _adapter_files(policy)
     if policy.runtime.rank == 0:
-        files += _side_files(policy.config.policy.model)
+        files += _side_files(policy)
     if buffers is not None:
         buffers.synchronize()
     return files
@@ -155,7 +157,8 @@ def _items(entry: Any, buffers: HostBuffers | None) -> Iterator[tuple[Stored, li
 
 def _adapter_files(policy: Policy) -> list[CheckpointFile]:
     """Collective. On rank 0 the adapters as a PEFT directory: `peft` and SGLang load it as it is."""
-    found = [(name, tensor.cpu()) for bucket in policy.adapter_buckets().buckets() for name, tensor in bucket]
+    buckets = policy.adapter_buckets().buckets()  # the memory of a bucket is used again by the next one
+    found = [(name, tensor.to("cpu", copy=True)) for bucket in buckets for name, tensor in bucket]
     if not found:
         return []
     header = safetensors_header((name, tensor.dtype, tensor.shape) for name, tensor in found)
@@ -176,12 +179,16 @@ def _check_base(policy: Policy, directory: Path) -> None:
         raise CheckpointError(f"{directory} has adapters of another base model: policy.model's weights are not those")
 
 
-def _side_files(model: str) -> list[CheckpointFile]:
+def _side_files(policy: Policy) -> list[CheckpointFile]:
     """Config and tokenizer of the HF model: an export of the checkpoint needs nothing else."""
-    folder = Path(model)
+    model = policy.config.policy.model
+    folder = hf_files(model)
     if not model or not (folder / "config.json").is_file():
         return []
-    return [CheckpointFile(f"{HF_FILES}/{name}", [(folder / name).read_bytes()]) for name in side_files(folder)[0]]
+    found = {str(name): (folder / name).read_bytes() for name in side_files(folder)[0]}
+    if policy.shape.head == "value":
+        found["config.json"] = value_config(found["config.json"], policy.shape)
+    return [CheckpointFile(f"{HF_FILES}/{name}", [content]) for name, content in found.items()]
 
 
 def _megatron_args(policy: Policy, step: int) -> Namespace:
@@ -211,9 +218,9 @@ def _scheduler_state(policy: Policy) -> dict[str, Any]:
 
 
 def host_sizes(policy: Policy) -> list[int]:
-    """Sizes of the copies that `policy_files` makes on this rank, about: the weights, and three fp32 tensors per
-    parameter that the optimizer holds here."""
-    weights = [parameter.nbytes for chunk in policy.model for parameter in chunk.parameters()]
+    """Sizes of the copies that `policy_files` makes on this rank, about: the trained weights, and three fp32 tensors
+    per parameter that the optimizer holds here."""
+    weights = [parameter.nbytes for _, parameter in policy.trained_parameters()]
     groups = [group for inner in inner_optimizers(policy.optimizer) for group in inner.param_groups]
     return weights + [4 * parameter.numel() for group in groups for parameter in group["params"] for _ in KEYS]
 
@@ -228,8 +235,9 @@ def load_policy(policy: Policy, directory: str | os.PathLike[str]) -> None:
     _set_weights(policy, state)
     policy.updates = int(state["updates"])
     step = _step(state, directory)
-    adapt_step(policy.optimizer, state["optimizer"], step)
-    policy.optimizer.load_state_dict(state["optimizer"])
+    optimizer_state = fit_chain(policy.optimizer, state["optimizer"])
+    adapt_step(policy.optimizer, optimizer_state, step)
+    policy.optimizer.load_state_dict(optimizer_state)
     policy.set_fused_adam()
     set_step(policy.optimizer, step)
 

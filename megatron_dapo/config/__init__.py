@@ -2,7 +2,7 @@
 
 - `load`       YAML file and `--set` overrides to a `Config`; the error messages; models by their name on the hub
 - `schema`     `Config`, and the checks across sections, against the model and against the number of ranks
-- `policy`, `rollout`, `algorithm`   the sections of these names
+- `policy`, `rollout`, `algorithm`, `critic`   the sections of these names
 - `data`       the sections `data`, `reward` and `evaluate`
 - `trainer`    the sections `trainer`, `observe` and `slurm`
 - `base`       `Section`, the base of all sections; YAML 1.2; field types for paths and texts

@@ -4,7 +4,7 @@ the longest response: `overlong.penalty: soft` turns it on."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -14,6 +14,7 @@ from megatron_dapo.plugins import is_plugin
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
+ADVANTAGES = ("group-std", "group-mean", "rloo", "reinforce++", "reinforce++-baseline", "gae")
 ObjectiveOption = bool | int | float | str
 # Settings that an objective has by default, where they differ from DAPO's. GSPO: as published (arXiv 2507.18071).
 # CISPO: no lower bound (arXiv 2506.13585, which does not publish its upper one), weights up to 5 (arXiv 2510.13786).
@@ -21,6 +22,57 @@ OBJECTIVE_DEFAULTS: dict[str, dict[str, Any]] = {
     "cispo": {"clip_low": 1.0, "clip_high": 4.0, "dual_clip": None},
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": None, "aggregation": "seq-mean-token-mean"},
 }
+_PPO_CLIP = {"objective": "dapo", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}
+_NO_KL = {"kl": {"coefficient": 0.0}}
+_ALL_GROUPS = {"rollout": {"dynamic_sampling": False}}
+# Published methods as plain keys; docs/algorithms.md has paper, formula and a table for each.
+PRESETS: dict[str, dict[str, dict[str, Any]]] = {
+    "dapo": {
+        "algorithm": {
+            "objective": "dapo", "clip_low": 0.2, "clip_high": 0.28, "dual_clip": 10.0, "aggregation": "token-mean",
+            "advantage": "group-std", **_NO_KL,
+        },
+        "rollout": {"dynamic_sampling": True},
+    },
+    "vapo": {
+        "algorithm": {
+            "objective": "dapo", "clip_low": 0.2, "clip_high": 0.28, "dual_clip": None, "aggregation": "token-mean",
+            "advantage": "gae", "positive_coefficient": 0.1, **_NO_KL,
+            "gae": {"lambda_policy": "adaptive", "alpha": 0.05, "lambda_critic": 1.0, "gamma": 1.0},
+        },
+        "critic": {"pretraining": {"steps": 50}},
+        **_ALL_GROUPS,
+    },
+    "ppo": {
+        "algorithm": {
+            **_PPO_CLIP, "aggregation": "token-mean", "advantage": "gae", **_NO_KL,
+            "gae": {"lambda_policy": 0.95, "lambda_critic": 0.95, "gamma": 1.0},
+        },
+        **_ALL_GROUPS,
+    },
+    "grpo": {
+        "algorithm": {
+            **_PPO_CLIP, "aggregation": "seq-mean-token-mean", "advantage": "group-std",
+            "kl": {"coefficient": 0.04, "estimator": "k3"},
+        },
+        **_ALL_GROUPS,
+    },
+    "dr-grpo": {
+        "algorithm": {**_PPO_CLIP, "aggregation": "seq-mean-token-sum-norm", "advantage": "group-mean", **_NO_KL},
+        **_ALL_GROUPS,
+    },
+    "gspo": {"algorithm": {"objective": "gspo", "advantage": "group-std", **_NO_KL}, **_ALL_GROUPS},
+    "cispo": {
+        "algorithm": {"objective": "cispo", "aggregation": "token-mean", "advantage": "group-std", **_NO_KL},
+        "rollout": {"dynamic_sampling": True},
+    },
+    "rloo": {
+        "algorithm": {**_PPO_CLIP, "aggregation": "seq-mean-token-sum", "advantage": "rloo", **_NO_KL}, **_ALL_GROUPS,
+    },
+    "reinforce++": {
+        "algorithm": {**_PPO_CLIP, "aggregation": "token-mean", "advantage": "reinforce++", **_NO_KL}, **_ALL_GROUPS,
+    },
+}  # fmt: skip
 LARGEST_SEQUENCE_CLIP = 0.02  # the ratio of a sequence is a mean over its tokens and stays much closer to 1
 OBJECTIVE_FILES = Path(__file__).resolve().parents[1] / "algorithm" / "objectives"
 
@@ -81,6 +133,27 @@ class DistillationConfig(Section):
         return self
 
 
+class GAEConfig(Section):
+    """Generalised advantage estimation, from the values of a critic (`advantage: gae`). The defaults are VAPO's."""
+
+    lambda_policy: Annotated[float, Field(ge=0, le=1)] | Literal["adaptive"] = Field(
+        "adaptive",
+        description="λ of the policy's advantages. adaptive: 1 − 1/(alpha·length) of each response, at least 0.",
+    )
+    alpha: float = Field(
+        0.05, gt=0, description="Of lambda_policy: adaptive. Responses below 1/alpha tokens have λ = 0."
+    )
+    lambda_critic: float = Field(1.0, ge=0, le=1, description="λ of the critic's targets. 1: the rewards to come.")
+    gamma: float = Field(1.0, gt=0, le=1, description="Discount of later rewards, per token; also of reinforce++.")
+    whitening: Literal["none", "batch"] = Field(
+        "batch", description="batch: advantages have mean 0 and std 1 over all tokens in the loss of a step."
+    )
+    bootstrap_truncated: bool = Field(
+        False,
+        description="The critic's value of the last token takes the place of the final reward of a truncated response.",
+    )
+
+
 class OffPolicyConfig(Section):
     """Corrections for responses that were not sampled from the policy being trained: the weights have changed since, or
     the engine computes other log-probs. w is π_old/π_engine of a token: the proximal policy, recomputed by the trainer
@@ -94,6 +167,9 @@ class OffPolicyConfig(Section):
         "over its tokens.",
     )
     weight_cap: float = Field(2.0, gt=0, description="Upper bound of the importance weight (truncation).")
+    normalize_weights: bool = Field(
+        False, description="Divide importance weights by their mean over the mini-batch (self-normalised weights)."
+    )
     token_mask: list[float] | None = Field(
         None, description="[low, high]: a token whose w is outside carries no gradient; it still counts."
     )
@@ -103,6 +179,12 @@ class OffPolicyConfig(Section):
     )
     product_mask: list[float] | None = Field(
         None, description="[low, high]: a response whose product of w is outside is excluded; it does not count."
+    )
+    veto: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="A response with a token whose w is below this is excluded; it does not count. Published: 1e-4.",
     )
     opsm_delta: float | None = Field(
         None,
@@ -120,11 +202,23 @@ class OffPolicyConfig(Section):
             )
         return bounds
 
+    @model_validator(mode="after")
+    def _weights_to_normalize(self) -> OffPolicyConfig:
+        if self.normalize_weights and self.importance_weight == "off":
+            raise ValueError("normalize_weights is true, but importance_weight is off: set it to token or sequence")
+        return self
+
     @property
     def reads_old_logprobs(self) -> list[str]:
         """The keys in use that compare π_old with π_engine: without π_old of the trainer's own they do nothing."""
-        masks = [name for name in ("token_mask", "geometric_mask", "product_mask") if getattr(self, name) is not None]
+        masks = ["token_mask"] if self.token_mask is not None else []
+        masks += self.sequence_masks
         return ["importance_weight", *masks] if self.importance_weight != "off" else masks
+
+    @property
+    def sequence_masks(self) -> list[str]:
+        """The keys in use that exclude whole responses."""
+        return [name for name in ("geometric_mask", "product_mask", "veto") if getattr(self, name) is not None]
 
 
 class OverlongConfig(Section):
@@ -153,6 +247,11 @@ class OverlongConfig(Section):
 
 
 class AlgorithmConfig(Section):
+    preset: Literal[tuple(PRESETS)] | None = Field(  # type: ignore[valid-type]
+        None,
+        description="A published method: sets keys of algorithm and rollout as in docs/algorithms.md. Keys that are "
+        "set beside it win.",
+    )
     objective: str = Field(
         "dapo",
         description="dapo: token ratio, decoupled clip. gspo: sequence-level ratio. cispo: clipped weight. "
@@ -185,17 +284,26 @@ class AlgorithmConfig(Section):
     aggregation_length: int | None = Field(
         None, gt=0, description="The constant of seq-mean-token-sum-norm; null means rollout.max_response_tokens."
     )
-    advantage: Literal["group-std", "group-mean"] = Field(
+    advantage: str = Field(
         "group-std",
-        description="group-std divides by the group's unbiased std; group-mean only subtracts the mean.",
+        description="group-std: (R − mean)/std of the group. group-mean: R − mean. rloo: R − mean of the others. "
+        "reinforce++: R, whitened over the batch. reinforce++-baseline: R − mean, whitened over the batch. gae: from a "
+        "critic. python:module.function: a custom estimator (docs/algorithms.md).",
     )
+    gae: GAEConfig = GAEConfig()
     turn_credit: Literal["rollout", "turn"] = Field(
         "rollout",
         description="Rewards of single turns (docs/grading.md). rollout: all are part of the score. turn: the tokens "
         "of a turn are not credited with rewards of earlier turns.",
     )
-    advantage_eps: float = Field(1e-6, ge=0, description="Added to the group's std, not to its variance.")
+    advantage_eps: float = Field(1e-6, ge=0, description="Added to the std of a group or batch, not to its variance.")
     entropy_coefficient: float = Field(0.0, ge=0, description="Bonus on the policy's entropy.")
+    positive_coefficient: float = Field(
+        0.0,
+        ge=0,
+        description="μ of VAPO's positive-example loss: adds μ · the mean of −log π over the tokens of the responses "
+        "that the grader found right. VAPO: 0.1.",
+    )
     kl: KLConfig = KLConfig()
     distillation: DistillationConfig = DistillationConfig()
     off_policy: OffPolicyConfig = OffPolicyConfig()
@@ -235,11 +343,35 @@ class AlgorithmConfig(Section):
             raise ValueError(f"expected {', '.join(known)}, or python:module.name for a custom one; found {name!r}")
         return name
 
+    @field_validator("advantage")
+    @classmethod
+    def _known_advantage(cls, name: str) -> str:
+        if name not in ADVANTAGES and not is_plugin(name):
+            known = ", ".join(ADVANTAGES)
+            raise ValueError(f"expected {known}, or python:module.function for a custom one; found {name!r}")
+        return name
+
+    @property
+    def counts_by_log_probs(self) -> bool:
+        """Whether a number of the whole mini-batch depends on log-probs, which every rank then needs of all samples."""
+        excludes = bool(self.off_policy.sequence_masks)
+        return self.off_policy.normalize_weights or (self.positive_coefficient > 0 and excludes)
+
+    @property
+    def compares_groups(self) -> bool:
+        """Whether a response is compared with the others of its prompt; then there must be others."""
+        return self.advantage in ("group-std", "group-mean", "rloo", "reinforce++-baseline")
+
     @model_validator(mode="after")
     def _bounds(self) -> AlgorithmConfig:
         if self.clip_low > 1:
             raise ValueError(
                 f"clip_low is {self.clip_low}, but 1 − clip_low must not be negative: set it between 0 and 1"
+            )
+        if self.turn_credit == "turn" and self.advantage not in ("group-std", "group-mean"):
+            raise ValueError(
+                f"turn_credit is turn, but advantage is {self.advantage}: it is computed with group-std and group-mean "
+                "only; reinforce++ and gae credit every token with the rewards that follow it. Remove turn_credit"
             )
         if self.turn_credit == "turn" and self.overlong.group_statistics == "in_loss":
             raise ValueError(

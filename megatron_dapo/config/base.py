@@ -206,6 +206,13 @@ _LOGIN = re.compile(r"(?<=://)[^/?#\s'\"]*@")
 _PARAMETER = re.compile(r"(?:(?<=[?&])|(?<=--))([\w-]+)([='\", ]+)([^&\s'\"]+)")
 
 
+def merged(base: Any, changes: Any) -> Any:
+    """`changes` key by key; a list replaces a list."""
+    if not (isinstance(base, dict) and isinstance(changes, dict)):
+        return changes
+    return {**base, **{key: merged(base.get(key), value) for key, value in changes.items()}}
+
+
 def hide_secrets(text: str) -> str:
     """For messages: without the logins of addresses and the values of parameters that look like secrets."""
 

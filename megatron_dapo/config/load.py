@@ -17,7 +17,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from megatron_dapo.config.base import ConfigError, YamlError, admits, dump_yaml, hide_secrets, parse_yaml
+from megatron_dapo.config.base import ConfigError, YamlError, admits, dump_yaml, hide_secrets, merged, parse_yaml
 from megatron_dapo.config.other_names import find_row
 from megatron_dapo.config.schema import Config
 
@@ -82,14 +82,7 @@ def _read_file(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     file = path.expanduser().parent / Path(base).expanduser()
     if file.resolve() in [other.expanduser().resolve() for other in (*above, path)]:
         raise ConfigError(f"{path}: base: {base} is based on this file")
-    return _merged(_read_file(file, (*above, path)), raw)
-
-
-def _merged(base: Any, changes: Any) -> Any:
-    """`changes` key by key; a list replaces a list."""
-    if not (isinstance(base, dict) and isinstance(changes, dict)):
-        return changes
-    return {**base, **{key: _merged(base.get(key), value) for key, value in changes.items()}}
+    return merged(_read_file(file, (*above, path)), raw)
 
 
 def parse_config(raw: dict[str, Any], where: str = "config") -> Config:
@@ -234,14 +227,17 @@ WEIGHTS = ["*.safetensors"]
 
 
 def with_local_model(config: Config, *, weights: bool = True) -> Config:
-    """The configuration with `policy.model` as a directory. Without `weights` only the small files are needed."""
-    directory = local_model(config.policy.model, weights=weights)
-    if directory == config.policy.model:
-        return config
-    return config.model_copy(update={"policy": config.policy.model_copy(update={"model": directory})})
+    """The configuration with `policy.model` and `critic.model` as directories. Without `weights` only the small files
+    are needed."""
+    for section in ("policy", "critic"):
+        given = getattr(config, section)
+        directory = local_model(given.model, weights=weights, key=f"{section}.model")
+        if directory != given.model:
+            config = config.model_copy(update={section: given.model_copy(update={"model": directory})})
+    return config
 
 
-def local_model(name: str, *, weights: bool = True) -> str:
+def local_model(name: str, *, weights: bool = True, key: str = "policy.model") -> str:
     """The directory of a model of the hub; any other text as it is."""
     if not name or Path(name).exists() or not HUB_ID.fullmatch(name) or name.endswith((".json", ".safetensors")):
         return name
@@ -258,9 +254,9 @@ def local_model(name: str, *, weights: bool = True) -> str:
     except (LocalEntryNotFoundError, OfflineModeIsEnabled):
         why = "HF_HUB_OFFLINE is set" if offline else "the hub cannot be reached"
         raise ConfigError(
-            f"policy.model: there is no directory {name}. A model of that name on the hub is not in the cache, and "
+            f"{key}: there is no directory {name}. A model of that name on the hub is not in the cache, and "
             f"{why}: name an existing directory, or download it where there is a network (hf download {repository})"
         ) from None
     except (HfHubHTTPError, OSError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(f"policy.model: {name} is no directory, and the hub refused it: {first}") from None
+        raise ConfigError(f"{key}: {name} is no directory, and the hub refused it: {first}") from None

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megatron_dapo.config.base import ConfigError
 from megatron_dapo.config.families import FAMILIES, Family, architecture_of, find_family
@@ -144,6 +144,7 @@ class ModelShape:
     expert_ffn_hidden: int = 0
     norm_topk_prob: bool = True
     shared_ffn_hidden: int = 0  # of the shared expert
+    dense_layers: tuple[int, ...] = ()  # numbers, from 0, of the layers without experts in a model that has them
     rotary_dim: int = 0  # channels of a head that are rotated; 0: all
     rope_scaling: RopeScaling | None = None
     linear: LinearAttention | None = None
@@ -151,11 +152,14 @@ class ModelShape:
     zero_centred_norms: bool = False
     prefix: str = "model."  # of the HF names of the text model
     carried: tuple[str, ...] = ()  # prefixes of HF tensors that are neither trained nor synced
+    head: Literal["value"] | None = None  # value: one number per token instead of logits
     # What follows from the fields above.
     linear_layers: tuple[int, ...] = field(init=False, repr=False)
     attention_layers: int = field(init=False, repr=False)  # the number of layers with softmax attention
     rotated: int = field(init=False, repr=False)  # channels of a head
     is_moe: bool = field(init=False, repr=False)
+    moe_layers: int = field(init=False, repr=False)  # the number of layers with experts
+    layers_differ: bool = field(init=False, repr=False)  # checkpoints then have one tensor per layer
     has_shared_expert: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -163,10 +167,20 @@ class ModelShape:
         derived = {
             "linear_layers": linear, "attention_layers": self.layers - len(linear),
             "rotated": self.rotary_dim or self.head_dim, "is_moe": self.experts > 0,
-            "has_shared_expert": self.shared_ffn_hidden > 0,
+            "has_shared_expert": self.shared_ffn_hidden > 0, "layers_differ": bool(linear or self.dense_layers),
+            "moe_layers": self.layers - len(self.dense_layers) if self.experts else 0,
         }  # fmt: skip
         for name, value in derived.items():
             object.__setattr__(self, name, value)
+
+    def has_experts(self, layer: int) -> bool:
+        """`layer`: its number, from 0."""
+        return self.is_moe and layer not in self.dense_layers
+
+    @property
+    def moe_pattern(self) -> int | list[int]:
+        """Megatron's `moe_layer_freq`: 1 if all layers have experts, else which of them do."""
+        return [int(self.has_experts(layer)) for layer in range(self.layers)] if self.dense_layers else 1
 
     @classmethod
     def from_dir(cls, path: str | Path, *, weights_only: bool = False) -> ModelShape:
@@ -199,11 +213,12 @@ class ModelShape:
         layers, head_dim = read.integer("num_hidden_layers"), read.integer("head_dim", derived=hidden // heads)
         read.check_layer_types(layers)
         read.check_heads(hidden, heads, head_dim)
+        experts = read.experts(layers) if family.moe else {}
         return cls(
             architecture=family.model_type,
             layers=layers,
             hidden=hidden,
-            ffn_hidden=read.feed_forward(),
+            ffn_hidden=read.feed_forward(experts),
             heads=heads,
             kv_heads=read.kv_heads(heads),
             head_dim=head_dim,
@@ -216,23 +231,39 @@ class ModelShape:
             qkv_bias=family.qkv_bias,
             qk_norm=family.qk_norm,
             dtype=read.dtype(),
-            **(read.experts() if family.moe else {}),
+            **experts,
             **(read.linear_attention(layers, head_dim) if family.linear_projections else {}),
             attention_gate=family.attention_gate,
             zero_centred_norms=family.zero_centred_norms,
             prefix=family.prefix,
             carried=family.carried,
-        )
+        )._with_head(config)
+
+    def _with_head(self, config: dict[str, Any]) -> ModelShape:
+        return self.as_value_model() if str(architecture_of(config)).endswith(VALUE_CLASSES) else self
+
+    def as_value_model(self) -> ModelShape:
+        """The same layers with a value head."""
+        return replace(self, head="value", tied_embeddings=False)
 
 
 def _family(config: dict[str, Any], where: str) -> Family:
     name, family = architecture_of(config), find_family(config)
-    if family is None or (name is not None and name != family.architecture):
+    classes = {family.architecture, *value_classes(family)} if family else set()
+    if family is None or (name is not None and name not in classes):
         needed = NOT_SUPPORTED.get(name, "") if isinstance(name, str) else ""
         kind = f" of model_type {config['model_type']!r}" if "model_type" in config else ""
         known = ", ".join(known.architecture for known in FAMILIES.values())
         raise ConfigError(f"{where}: architecture {name!r}{kind} is not supported{needed}; supported are {known}")
     return family
+
+
+VALUE_CLASSES = ("ForTokenClassification", "ForSequenceClassification")  # critics and reward models, of one label
+
+
+def value_classes(family: Family) -> list[str]:
+    """transformers' classes of this family that have a value head, its exported critics first."""
+    return [family.architecture.replace("ForCausalLM", ending) for ending in VALUE_CLASSES]
 
 
 class _Reader:
@@ -306,10 +337,10 @@ class _Reader:
             raise self.fail(f"'dtype' is {found!r}; expected one of {', '.join(_DTYPES)}")
         return str(found)
 
-    def feed_forward(self) -> int:
-        """A model with experts may not have it."""
-        experts = self.integer("moe_intermediate_size") if self._family.moe else None
-        return self.integer("intermediate_size", derived=experts)
+    def feed_forward(self, experts: dict[str, Any]) -> int:
+        """A model without dense layers may not have it."""
+        derived = None if experts.get("dense_layers") else experts.get("expert_ffn_hidden")
+        return self.integer("intermediate_size", derived=derived)
 
     # ---- what is refused ----
 
@@ -332,8 +363,6 @@ class _Reader:
             or quantisation.get("weight_block_size") != [128, 128]
         ):
             raise self.fail("quantised weights are not supported, except fp8 in blocks of 128; use the bf16 checkpoint")
-        if self._family.moe and (config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1):
-            raise self.fail("dense layers inside a MoE model are not supported (mlp_only_layers)")
 
     def check_trained(self) -> None:
         """Features that the converters carry through but that training would compute differently."""
@@ -445,7 +474,10 @@ class _Reader:
         share = self._rope_value("partial_rotary_factor", self._family.defaults["partial_rotary_factor"])
         return {"linear": linear, "rotary_dim": int(head_dim * share)}
 
-    def experts(self) -> dict[str, Any]:
+    def experts(self, layers: int) -> dict[str, Any]:
+        dense = self._dense_layers(layers)
+        if len(dense) == layers:
+            return {}
         shared = "shared_expert_intermediate_size"
         return {
             "experts": self.integer("num_experts"),
@@ -453,7 +485,14 @@ class _Reader:
             "expert_ffn_hidden": self.integer("moe_intermediate_size"),
             "norm_topk_prob": self._family.normalised_experts or self.flag("norm_topk_prob", False),
             "shared_ffn_hidden": self.integer(shared) if self._family.shared_expert else 0,
+            "dense_layers": dense,
         }
+
+    def _dense_layers(self, layers: int) -> tuple[int, ...]:
+        if "decoder_sparse_step" not in self._family.defaults:
+            return ()
+        step, named = self.integer("decoder_sparse_step"), self._config.get("mlp_only_layers") or ()
+        return tuple(layer for layer in range(layers) if layer in named or (layer + 1) % step)
 
 
 def _check_types(config: dict[str, Any], where: str) -> None:

@@ -239,6 +239,12 @@ class PolicyConfig(Section):
         description="Experts of each token in updates and old log-probs. off: those the router chooses. engine: those "
         "that generated it (R3; SGLang). old_log_probs: updates use those of the pass for the old log-probs.",
     )
+    true_on_policy: bool = Field(
+        False,
+        description="Trainer and engine compute the same log-probs, bit for bit: train/mismatch_max is exactly 0, and "
+        "any other value is a bug. Slower. On the CPU, in fp32, with the embedded engine and without tensor or context "
+        "parallelism.",
+    )
     moe_aux_loss_coefficient: float = Field(0.0, ge=0, description="Load-balancing loss of the router; 0: none.")
     moe: MoEConfig = MoEConfig()
     fp8: Fp8Config = Fp8Config()
@@ -276,6 +282,10 @@ class PolicyConfig(Section):
 
     @model_validator(mode="after")
     def _layout(self) -> PolicyConfig:
+        return self.check_layout()
+
+    def check_layout(self) -> PolicyConfig:
+        """Raises ValueError where settings exclude each other."""
         if self.virtual_pipeline > 1 and self.pipeline_parallel == 1:
             raise ValueError(
                 f"virtual_pipeline is {self.virtual_pipeline} but pipeline_parallel is 1: "

@@ -22,6 +22,12 @@ class EmbeddedConfig(Section):
         description="Tokens computed in one forward pass; also the most requests that run at a time.",
     )  # fmt: skip
     prompt_cache: int = Field(64, ge=0, description="Prompts whose keys and values are kept until the weights change.")
+    _exact: bool = PrivateAttr(False)  # policy.true_on_policy; set while a configuration is validated
+
+    @property
+    def exact(self) -> bool:
+        """The engine's log-probs are those of the trainer, bit for bit (policy.true_on_policy)."""
+        return self._exact
 
 
 class ServerConfig(Section):

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from functools import reduce
 from pathlib import Path
+from typing import Any
 
 from pydantic import model_validator
 
-from megatron_dapo.config.algorithm import AlgorithmConfig
-from megatron_dapo.config.base import ConfigError, Section, is_secret
+from megatron_dapo.config.algorithm import PRESETS, AlgorithmConfig, OffPolicyConfig
+from megatron_dapo.config.base import ConfigError, Section, is_secret, merged
+from megatron_dapo.config.critic import CriticConfig
 from megatron_dapo.config.data import DataConfig, EvalConfig, RewardConfig
 from megatron_dapo.config.model import ModelShape
-from megatron_dapo.config.policy import PolicyConfig
+from megatron_dapo.config.policy import LoraConfig, PolicyConfig
 from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.config.trainer import ObserveConfig, SlurmConfig, TrainerConfig
 
@@ -38,10 +40,18 @@ class Config(Section):
     reward: RewardConfig = RewardConfig()
     data: DataConfig = DataConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    critic: CriticConfig = CriticConfig()
     evaluate: EvalConfig = EvalConfig()
     trainer: TrainerConfig = TrainerConfig()
     observe: ObserveConfig = ObserveConfig()
     slurm: SlurmConfig = SlurmConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset(cls, values: Any) -> Any:
+        algorithm = values.get("algorithm") if isinstance(values, dict) else None
+        preset = algorithm.get("preset") if isinstance(algorithm, dict) else None
+        return merged(PRESETS[preset], values) if preset in PRESETS else values
 
     @property
     def warnings(self) -> list[str]:
@@ -73,6 +83,12 @@ class Config(Section):
             found.append(
                 f"policy.optimizer.warmup_steps is {optimizer.warmup_steps} of {self.trainer.steps} steps: the run "
                 "ends before the learning rate reaches lr"
+            )
+        pretraining = self.critic.pretraining.steps
+        if self.uses_critic and pretraining >= self.trainer.steps:
+            found.append(
+                f"critic.pretraining.steps is {pretraining} of {self.trainer.steps} steps: the run trains a critic and "
+                "leaves the policy as it is"
             )
         if not evaluate.data.files and evaluate.every not in (0, EvalConfig().every):
             found.append(f"evaluate.every is {evaluate.every}, but there is no evaluate.data: nothing is evaluated")
@@ -128,6 +144,28 @@ class Config(Section):
         return self.trainer.old_logprobs == "recompute"
 
     @property
+    def uses_critic(self) -> bool:
+        return self.algorithm.advantage == "gae"
+
+    @property
+    def of_critic(self) -> Config:
+        """The same run with the critic in the policy's place: its model and optimizer in the policy's layout. Its loss
+        is a mean over tokens, without the terms of the policy's."""
+        policy = self.policy.model_copy(
+            update={
+                "model": self.critic.model or self.policy.model,
+                "optimizer": self.critic.optimizer,
+                "megatron_checkpoint": None,
+                "lora": LoraConfig(),
+                "routing_replay": "off",
+            }
+        )
+        algorithm = self.algorithm.model_copy(
+            update={"aggregation": "token-mean", "positive_coefficient": 0.0, "off_policy": OffPolicyConfig()}
+        )
+        return self.model_copy(update={"policy": policy, "algorithm": algorithm})
+
+    @property
     def resolved_evaluate(self) -> EvalConfig:
         """`evaluate` with what it leaves to `rollout` filled in."""
         return self.evaluate.model_copy(
@@ -141,11 +179,31 @@ class Config(Section):
     def _across_sections(self) -> Config:
         checks = (
             self._check_groups, self._check_lengths, self._check_overlong, self._check_stops, self._check_environment,
-            self._check_distillation, self._check_time_limits, self._check_off_policy, self._check_routing_replay,
+            self._check_critic, self._check_distillation, self._check_time_limits, self._check_off_policy,
+            self._check_routing_replay, self._check_true_on_policy,
         )  # fmt: skip
         for check in checks:
             check()
         return self
+
+    def _check_critic(self) -> None:
+        pretraining = self.critic.pretraining
+        if pretraining.explained_variance is not None and not pretraining.steps:
+            raise ValueError(
+                "critic.pretraining.explained_variance ends pre-training earlier than its steps, which are 0"
+            )
+        if not self.uses_critic:
+            return
+        if self.policy.tp_comm_overlap:
+            raise ValueError(
+                "policy.tp_comm_overlap has communication buffers for one model, but algorithm.advantage: gae has a "
+                "second one, the critic: turn it off"
+            )
+        if self.policy.precision == "bf16" and not self.policy.distributed_optimizer:
+            raise ValueError(
+                "policy.distributed_optimizer is false, but the critic's value head is in fp32 among weights in bf16, "
+                "and Megatron's other optimizer cannot save it: set it to true"
+            )
 
     def _check_distillation(self) -> None:
         distillation = self.algorithm.distillation
@@ -176,6 +234,16 @@ class Config(Section):
                 f"algorithm.off_policy.{used[0]} compares the trainer's old log-probs with the engine's, but "
                 "trainer.old_logprobs is engine: they are the same numbers, and it would do nothing. Set "
                 "trainer.old_logprobs to auto or recompute"
+            )
+
+    def _check_true_on_policy(self) -> None:
+        policy, rollout = self.policy, self.rollout
+        rollout.embedded._exact = policy.true_on_policy
+        parallel = policy.tensor_parallel * policy.context_parallel * policy.expert_parallel
+        if policy.true_on_policy and (rollout.engine == "sglang" or policy.precision != "fp32" or parallel > 1):
+            raise ValueError(
+                "policy.true_on_policy needs rollout.engine embedded, policy.precision fp32 and no tensor, context or "
+                "expert parallelism"
             )
 
     def _check_routing_replay(self) -> None:
@@ -216,9 +284,17 @@ class Config(Section):
                     )
 
     def _check_groups(self) -> None:
-        if self.rollout.samples_per_prompt < 2:
+        if self.rollout.samples_per_prompt > 1:
+            return
+        if self.algorithm.compares_groups:
             raise ValueError(
-                "rollout.samples_per_prompt is 1, but advantages compare the samples of one prompt: use 2 or more"
+                "rollout.samples_per_prompt is 1, but advantages compare the samples of one prompt: use 2 or more, or "
+                "algorithm.advantage: reinforce++ or gae"
+            )
+        if self.rollout.dynamic_sampling:
+            raise ValueError(
+                "rollout.samples_per_prompt is 1, but rollout.dynamic_sampling drops groups whose samples are all "
+                "right or all wrong: set it to false"
             )
 
     def _check_lengths(self) -> None:
@@ -284,7 +360,10 @@ def _check_heads(policy: PolicyConfig, shape: ModelShape) -> None:
 
 def _check_mlp(policy: PolicyConfig, shape: ModelShape) -> None:
     tp = policy.tensor_parallel
-    sizes = {"the MLP": 0 if shape.is_moe else shape.ffn_hidden, "the shared expert": shape.shared_ffn_hidden}
+    sizes = {
+        "the MLP": 0 if shape.moe_layers == shape.layers else shape.ffn_hidden,
+        "the shared expert": shape.shared_ffn_hidden,
+    }
     for what, size in sizes.items():
         if size % tp:
             raise ConfigError(
@@ -315,19 +394,23 @@ def _check_stages(policy: PolicyConfig, shape: ModelShape) -> None:
 
 
 def _stage_advice(layers: int, pp: int, vpp: int) -> str:
-    """A pair of first and last stage that fits, as even as possible; the last stage, which has the output layer, gets
-    no more than the first."""
     even = f"choose a product among {_divisors(layers)}"
+    ends = stage_ends(layers, pp, vpp)
+    if ends is None:
+        return even
+    return f"{even}, or set policy.first_stage_layers={ends[0]} and policy.last_stage_layers={ends[1]}"
+
+
+def stage_ends(layers: int, pp: int, vpp: int) -> tuple[int, int] | None:
+    """Layers of the first and the last stage such that the others are equal, all as even as possible; the last stage,
+    which has the output layer, gets no more than the first."""
     pairs = [
         (first, last)
         for first in range(vpp, layers, vpp)
         for last in range(vpp, first + 1, vpp)
         if pp > 2 and (rest := layers - first - last) > 0 and rest % ((pp - 2) * vpp) == 0
     ]
-    if not pairs:
-        return even
-    first, last = min(pairs, key=lambda pair: max(abs(end - layers / pp) for end in pair))
-    return f"{even}, or set policy.first_stage_layers={first} and policy.last_stage_layers={last}"
+    return min(pairs, key=lambda pair: max(abs(end - layers / pp) for end in pair), default=None)
 
 
 def _check_linear_attention(policy: PolicyConfig, shape: ModelShape) -> None:
@@ -377,10 +460,11 @@ def _check_experts(policy: PolicyConfig, shape: ModelShape) -> None:
             "sequence parallelism every tensor-parallel rank would send the same tokens to the experts, which Megatron "
             "refuses: remove policy.sequence_parallel, or set tensor_parallel to 1"
         )
-    wanted = {"moe": True, "moe_act": True, "shared_experts": True, "mlp": False}
+    of_experts = {"moe": True, "moe_act": True, "shared_experts": True, "mlp": False}
     for module in policy.recompute_modules:
-        if wanted.get(module, shape.is_moe) != shape.is_moe:
-            kind = "no experts" if wanted[module] else "experts instead of dense MLPs: use moe"
+        needed = of_experts.get(module)
+        if (needed and not shape.is_moe) or (needed is False and shape.moe_layers == shape.layers):
+            kind = "no experts" if needed else "experts instead of dense MLPs: use moe"
             raise ConfigError(f"policy.recompute_modules has {module!r}, but the model has {kind}")
 
 
@@ -402,18 +486,27 @@ def check_world(policy: PolicyConfig, world_size: int) -> None:
         )
 
 
-def check_config(config: Config, world_size: int | None = None) -> ModelShape | None:
-    """All checks that read the model directory. Returns the model's shape, or None when no model is named."""
+def check_config(config: Config, world_size: int | None = None, shape: ModelShape | None = None) -> ModelShape | None:
+    """All checks that read the model directory; with `shape` it is not read. Returns the model's shape, or None when no
+    model is named."""
     if not config.policy.model:
         if world_size is not None:
             check_world(config.policy, world_size)
         return None
-    if not Path(config.policy.model).is_dir():
-        raise ConfigError(f"policy.model: {config.policy.model} is not a directory, nor OWNER/NAME on the hub")
-    shape = ModelShape.from_dir(config.policy.model)
+    if shape is None:
+        if not Path(config.policy.model).is_dir():
+            raise ConfigError(f"policy.model: {config.policy.model} is not a directory, nor OWNER/NAME on the hub")
+        shape = ModelShape.from_dir(config.policy.model)
+    if shape.head == "value":
+        raise ConfigError(f"policy.model: {config.policy.model} is a value model; it can be critic.model")
     check_model(config.policy, shape, config.rollout.max_prompt_tokens + config.rollout.max_response_tokens)
     if config.policy.moe_aux_loss_coefficient and not shape.is_moe:
         raise ConfigError("policy.moe_aux_loss_coefficient is set, but the model has no experts: remove it")
+    if shape.dense_layers and config.rollout.engine == "sglang":
+        raise ConfigError(
+            f"{config.policy.model} has layers without experts (mlp_only_layers, decoder_sparse_step), but SGLang, up "
+            "to 0.5.23, gives experts with random weights to every layer: use rollout.engine embedded, or another model"
+        )
     if world_size is not None:
         check_world(config.policy, world_size)
     outside = [token for token in config.rollout.stop_token_ids if token >= shape.vocab]

@@ -30,8 +30,10 @@ class GateConfig(Section):
     weights; beyond that it is sampled again, and the run ends after three."""
 
     enabled: bool = Field(True, description="Compare them in every step.")
-    max_mean_gap: float = Field(0.05, gt=0, description="Largest mean |trainer − engine| in nats; 0.05 suits bf16.")
-    max_gap: float = Field(5.0, gt=0, description="Largest |trainer − engine| of a single token.")
+    max_mean_gap: float = Field(
+        0.05, ge=0, description="Largest mean |trainer − engine| in nats. 0.05 suits bf16, 0 policy.true_on_policy."
+    )
+    max_gap: float = Field(5.0, ge=0, description="Largest |trainer − engine| of a single token.")
 
 
 class HeartbeatConfig(Section):
@@ -122,13 +124,25 @@ class ObserveConfig(Section):
     console: Literal["auto", "rich", "plain", "off"] = Field(
         "auto", description="auto: rich on a terminal, plain elsewhere. rich: live progress. plain: a line per step."
     )
-    samples_every: int = Field(10, ge=0, description="Write a transcript to samples/ every N steps; 0: never.")
-    samples_groups: int = Field(2, ge=1, description="Prompts in one transcript.")
-    samples_responses: int = Field(4, ge=1, description="Responses per prompt; right and wrong ones alternate.")
+    samples_every: int = Field(10, ge=0, description="Write samples to samples/ every N steps; 0: never.")
+    samples_groups: int = Field(2, ge=0, description="Prompts of a step that are written; 0: all.")
+    samples_responses: int = Field(
+        4, ge=0, description="Responses per prompt; right and wrong ones alternate; 0: all of them."
+    )
+    samples_tokens: bool = Field(
+        False,
+        description="Also write what the updates read of every token of these steps: log-probs of engine, proximal and "
+        "new policy, entropy, advantage, mask. For coloured tokens and `megatron-dapo explain`; 25 bytes per token.",
+    )
     trace_every: int = Field(
         50, ge=0, description="Write a timeline to traces/ every N steps, for ui.perfetto.dev; 0: never."
     )
     warnings: bool = Field(True, description="Warn about unhealthy metrics and name likely causes (docs/diagnosis.md).")
+    webhook_env: str | None = Field(
+        None,
+        description="Environment variable with a URL; every warning is posted to it as a JSON object with `text`, "
+        "`run`, `step` and `rule`, and so is an end other than finished.",
+    )
     report: bool = Field(True, description="Write report.html when the run ends.")
     aliases: list[Literal["verl", "prime-rl"]] = Field(
         default_factory=list,
@@ -143,6 +157,11 @@ class ObserveConfig(Section):
     profile_ranks: list[int] = Field([0], description="Ranks that profile_steps profiles.")
     wandb: WandbConfig = WandbConfig()
     tensorboard: bool = Field(False, description="Event files in logs/tensorboard; needs the extra `tensorboard`.")
+
+    @field_validator("webhook_env", mode="after")
+    @classmethod
+    def _webhook(cls, value: str | None) -> str | None:
+        return _check_variable(value)
 
     @model_validator(mode="after")
     def _steps_in_order(self) -> ObserveConfig:
@@ -318,10 +337,8 @@ class SlurmConfig(Section):
     @field_validator("webhook_env", mode="after")
     @classmethod
     def _webhook(cls, value: str | None) -> str | None:
-        if value is not None and not NAME.fullmatch(value):
-            raise ValueError(f"{value!r} is not the name of an environment variable; put the URL itself into one")
         check_not_ours(value or "")
-        return value
+        return _check_variable(value)
 
     @model_validator(mode="after")
     def _nodes(self) -> SlurmConfig:
@@ -357,6 +374,12 @@ class SlurmConfig(Section):
     @property
     def ranks(self) -> int:
         return self.trainer_nodes * self.ranks_per_node
+
+
+def _check_variable(name: str | None) -> str | None:
+    if name is not None and not NAME.fullmatch(name):  # it may be the URL itself, which is a secret
+        raise ValueError("expected the name of an environment variable; put the URL itself into one")
+    return name
 
 
 def check_not_ours(name: str) -> None:

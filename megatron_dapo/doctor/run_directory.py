@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron_dapo.checkpoints.folder import CheckpointFolder
 from megatron_dapo.checkpoints.run_dir import in_the_way, left_memory
 from megatron_dapo.config import Config
@@ -71,14 +73,14 @@ def checkpoints(run_dir: Path) -> Check:
     except CheckpointError as error:
         return Check("checkpoints", "fail", str(error), "a start is refused until it can be read")
     aside = "".join(f"; {path.name} was set aside" for path in sorted(folder.path.glob("*.damaged*")))
-    damaged = "; ".join(line.removeprefix(f"{folder.path}/").replace(" is damaged", "", 1) for line in bad.values())
+    unusable = "; ".join(f"{path.name}: {problem}" for path, problem in bad.items())
     if used and bad:
-        line = f"a start continues from {used.name}, step {found[-1]}{aside}; damaged: {damaged}"
+        line = f"a start continues from {used.name}, step {found[-1]}{aside}; unusable: {unusable}"
         return Check("checkpoints", "warn", line, "a start renames these")
     if used:
         return Check("checkpoints", "ok", f"a start continues from {used.name}, step {found[-1]}{aside}")
     if bad:
-        return Check("checkpoints", "fail", f"none can be used: {damaged}", "restore one; a start is refused")
+        return Check("checkpoints", "fail", f"none can be used: {unusable}", "restore one; a start is refused")
     return Check("checkpoints", "ok", f"none: a start begins with step 1{aside}")
 
 
@@ -87,7 +89,12 @@ def _step(state: dict[str, Any]) -> int:
     current, rollouts = state["current"], state["rollouts"]
     CarryOver.from_state(rollouts["sampler"])
     for batch in [*state["batches"], *([current["batch"]] if current else [])]:
-        StepBatch.from_state(batch)
+        for sample in StepBatch.from_state(batch).samples:
+            where = f"sample {sample.index} of prompt {sample.prompt_id}"
+            if sample.grade is not None and (grade := sample.grade.checked()) != sample.grade:
+                raise CheckpointError(f"poisoned: {where} has a grade that is {grade.reason}")
+            if not np.isfinite(sample.engine_logprobs).all():
+                raise CheckpointError(f"poisoned: {where} has log-probs that are not finite")
     for line in state["observer"].get("unwritten", ()):
         Record.from_line(line)
     return int(state["step"]) if rollouts["cursor"] else 0

@@ -102,8 +102,8 @@ def planned_ranks(config: Config) -> int:
     return config.trainer.ranks or gpus or local_ranks(config)
 
 
-def check_run(config: Config, ranks: int) -> ModelShape:
-    """The configuration against the model's config.json and the number of ranks. Opens no other file."""
+def check_run(config: Config, ranks: int, shape: ModelShape | None = None) -> ModelShape:
+    """The configuration against the model's config.json, or `shape`, and the number of ranks. Opens no other file."""
     if not config.policy.model:
         raise ConfigError("policy.model is empty: name a HF directory, or a model of the hub, to train")
     if not config.data.files:
@@ -113,7 +113,7 @@ def check_run(config: Config, ranks: int) -> ModelShape:
             looks_local = path.endswith((".jsonl", ".json", ".parquet", ".csv", ".gz")) or path.startswith((".", "/"))
             if looks_local and not Path(path).exists() and not set("*?[") & set(path):
                 raise ConfigError(f"{key}.{'sources' if section.sources else 'path'}: {path} does not exist")
-    shape = check_config(config, ranks)
+    shape = check_config(config, ranks, shape)
     assert shape is not None
     return shape
 

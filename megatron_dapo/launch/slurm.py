@@ -17,11 +17,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_dapo.config import Config, ConfigError, ModelShape, dump_config
+from megatron_dapo.config.load import with_local_model
 from megatron_dapo.config.trainer import check_not_ours
 from megatron_dapo.engines.sglang.keys import RUN_WITH_KEYS
 from megatron_dapo.errors import UserError
 from megatron_dapo.launch.local import check_run, rehearse_setup
 from megatron_dapo.launch.slurm_script import API_KEY, GPU_REQUEST, Job, render, seconds_of
+from megatron_dapo.planner.models import known_shape
 from megatron_dapo.trainer.preflight import check_setup
 from megatron_dapo.trainer.rehearsal import check_container
 
@@ -43,15 +45,15 @@ def ask(*command: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str
         raise SlurmError(f"{command[0]} did not reply within {timeout:g} s: is the Slurm controller up?") from None
 
 
-def check_job(job: Job) -> ModelShape:
-    """The checks of the configuration, which need no cluster."""
+def check_job(job: Job, shape: ModelShape | None = None) -> ModelShape:
+    """The checks of the configuration, which need no cluster. `shape`: of a model that is not here."""
     config = job.config
     if config.trainer.ranks and config.trainer.ranks != config.slurm.ranks:
         raise ConfigError(
             f"trainer.ranks is {config.trainer.ranks}, but the job has {config.slurm.trainer_nodes} trainer nodes × "
             f"{config.slurm.ranks_per_node} tasks = {config.slurm.ranks} ranks: leave trainer.ranks out"
         )
-    shape = check_run(config, config.slurm.ranks)
+    shape = check_run(config, config.slurm.ranks, shape)
     _check_time(config)
     _check_engines(job)
     _check_environment_file(config)
@@ -214,12 +216,14 @@ SLOW_NODES = "logs/slow_nodes"  # of the run directory: one name a line
 def run_slurm(
     config: Config, *, dry_run: bool = False, chain: int = 1, seeds: Sequence[int] = (), ask: Ask = ask
 ) -> int:
-    """`seeds`: submit an array of runs, each with its own seed, in RUN_DIR/seed_N."""
+    """`seeds`: submit an array of runs, each with its own seed, in RUN_DIR/seed_N. A dry run needs no model on this
+    machine if it is a published one."""
+    config, elsewhere = _locate_model(config, dry_run)
     run_dir = Path(config.trainer.run_dir).resolve()
     job = Job(
         config, run_dir, Path.cwd(), chained=chain > 1, excluded=slow_nodes(run_dir), seeds=tuple(seeds)
     )  # fmt: skip
-    shape = check_job(job)
+    shape = check_job(job, elsewhere)
     absent = ""
     try:
         names = partitions(ask)
@@ -232,9 +236,12 @@ def run_slurm(
     else:
         check_cluster(config, names)
         job = replace(job, gpu_request=offered_gpu_request(config, ask))
-    setup = check_setup(config, shape)
     check_container(config, job.folder)
-    report = "\n".join([setup.report(), *(rehearse_setup(config, setup) if dry_run else [])])
+    if elsewhere is None:
+        setup = check_setup(config, shape)
+        report = "\n".join([setup.report(), *(rehearse_setup(config, setup) if dry_run else [])])
+    else:
+        report = f"not checked: weights, tokenizer and data, because {config.policy.model} is not on this machine"
     write(job)
     expected = f"not checked with Slurm: {absent}" if absent else check_submission(job.script, ask)
     print("\n".join([describe(job), report, *(f"warning: {line}" for line in config.warnings)]))
@@ -250,6 +257,18 @@ def run_slurm(
     follow = job.run_dir / ("seed_*" if job.seeds else "") / "logs/latest/rank_0.log"
     print(f"follow: tail -F {follow}; state: megatron-dapo slurm --status {job.run_dir}")
     return 0
+
+
+def _locate_model(config: Config, dry_run: bool) -> tuple[Config, ModelShape | None]:
+    """The configuration with the model's directory; or the shape of a published model that is not here."""
+    try:
+        found = with_local_model(config)
+    except ConfigError:
+        if not dry_run or known_shape(config.policy.model) is None:
+            raise
+        found = config
+    absent = dry_run and not Path(found.policy.model).is_dir()
+    return found, known_shape(config.policy.model) if absent else None
 
 
 def slow_nodes(run_dir: Path) -> tuple[str, ...]:

@@ -225,6 +225,13 @@ def _failed_groups(history: History) -> str | None:
     return f"{failed:g} of {submitted or 0:g} groups failed in the engine or the grader"
 
 
+def _useless_critic(history: History) -> str | None:
+    explained = history.get("critic/explained_variance")
+    if explained is None or explained >= 0 or len(history.recent("critic/explained_variance")) < WINDOW:
+        return None
+    return f"the critic predicts returns worse than their mean would: explained variance {explained:.2f}"
+
+
 RULES: tuple[Rule, ...] = (
     Rule("entropy-collapse", _entropy_collapse, "algorithm.clip_high too small, learning rate too high, too many "
          "updates per batch, or prompts that are too easy"),
@@ -250,6 +257,8 @@ RULES: tuple[Rule, ...] = (
          "high", patience=1),
     Rule("skipped-update", _skipped, "algorithm.overlong.filter masked every truncated sample, or nothing was graded",
          patience=1),
+    Rule("useless-critic", _useless_critic, "critic.optimizer.lr too low or too high, too little "
+         "critic.pretraining.steps, or returns that hardly differ", patience=5),
     Rule("failed-groups", _failed_groups, "a server that died or ran out of memory, or timeouts; see the "
          "servers' logs", patience=1),
 )  # fmt: skip

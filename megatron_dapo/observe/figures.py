@@ -40,6 +40,7 @@ class Figure:
     stacked: bool = False
     log: bool = False
     zero: bool = False  # the axis starts at 0
+    smooth: bool = True  # may be smoothed
     runs: list[list[Series]] = field(default_factory=list)  # one list per run; empty if the run has no data
 
 
@@ -66,7 +67,25 @@ SECTIONS: dict[str, tuple[Figure, ...]] = {
                    {"train/approx_kl": "approx_kl"}, zero=True),
         Figure("grad_norm", "Gradient norm", "before clipping", {"train/grad_norm": "grad_norm"}, log=True),
         Figure("loss", "Loss", "policy objective; its absolute value says little", {"train/loss": "loss"}),
-        Figure("lr", "Learning rate", "", {"train/lr": "lr"}, zero=True),
+        Figure("lr", "Learning rate", "", {"train/lr": "lr"}, zero=True, smooth=False),
+    ),
+    "Critic": (
+        Figure("explained_variance", "Explained variance", "1 − Var(return − value) / Var(return)", {
+            "critic/explained_variance": "all tokens", "critic/explained_variance/position_0": "first tenth",
+            "critic/explained_variance/position_9": "last tenth",
+        }),
+        Figure("value_bias", "Bias of the values", "mean of value − return", {
+            "critic/bias": "all tokens", "critic/bias/right": "right", "critic/bias/wrong": "wrong",
+            "critic/bias/position_0": "first tenth", "critic/bias/position_9": "last tenth",
+        }),
+        Figure("value_loss", "Value loss", "half the squared error, clipped", {"critic/loss": "loss"}, zero=True),
+        Figure("value_clip", "Clipped values", "tokens whose loss the clip replaced",
+                   {"critic/clip_fraction": "clipped"}, "percent", zero=True),
+        Figure("critic_grad_norm", "Gradient norm of the critic", "before clipping",
+                   {"critic/grad_norm": "grad_norm"}, log=True),
+        Figure("lambda", "λ of the policy", "over responses", {
+            "critic/lambda_mean": "mean", "critic/lambda_min": "shortest response",
+        }, zero=True),
     ),
     "Engine and trainer": (
         Figure("mismatch_kl", "Mismatch KL", "KL(engine‖trainer), k3 estimate",
@@ -122,21 +141,22 @@ SECTIONS: dict[str, tuple[Figure, ...]] = {
 SCORE = re.compile(r"eval/.*(?:avg|pass|maj)@\d+$")
 # The sum; the start-up, which is longer than all others; and no time at all.
 NOT_PHASES = ("time/step", "time/start", "time/tokens_per_second_per_gpu")
-PHASE_ORDER = ("rollout", "hand_over", "advantages", "log_probs", "update", "sync", "checkpoint", "evaluate")
+PHASE_ORDER = ("rollout", "hand_over", "advantages", "log_probs", "critic", "update", "sync", "checkpoint", "evaluate")
 
 
 def figures_of(runs: Sequence[Run]) -> dict[str, list[Figure]]:
     """Section title to its figures; the last section, "All other metrics", has one figure for each."""
     sections: dict[str, list[Figure]] = {}
     shown: set[str] = set()
+    known = list(dict.fromkeys(name for run in runs for name in run.metrics))
     for title, specs in SECTIONS.items():
         figures = []
         for spec in specs:
-            names = _expand(spec, runs)
+            names = _expand(spec, known)
             shown.update(names)
             figures.append(_figure(spec, names, runs))
         sections[title] = [figure for figure in figures if any(figure.runs)]
-    rest = dict.fromkeys(name for run in runs for name in run.metrics if not _is_shown(name, shown))
+    rest = [name for name in known if not _is_shown(name, shown)]
     others = [_figure(_single(name), {name: name}, runs) for name in rest]
     sections["All other metrics"] = [figure for figure in others if any(figure.runs)]
     return {title: figures for title, figures in sections.items() if figures}
@@ -150,9 +170,8 @@ def _single(name: str) -> Figure:
     return Figure(re.sub(r"\W+", "-", name), name, "", {name: name}, "percent" if "share" in name else "number")
 
 
-def _expand(spec: Figure, runs: Sequence[Run]) -> dict[str, str]:
+def _expand(spec: Figure, known: Sequence[str]) -> dict[str, str]:
     """Metric to label, in the order of the spec; the matches of a pattern are sorted."""
-    known = dict.fromkeys(name for run in runs for name in run.metrics)
     names: dict[str, str] = {}
     for metric, label in spec.metrics.items():
         if not metric.endswith("*"):

@@ -42,7 +42,7 @@ from megatron_dapo.observe.metrics_file import (
 )
 from megatron_dapo.observe.runs import record_environment
 from megatron_dapo.observe.timeline import Timeline, write_trace
-from megatron_dapo.observe.trackers import make_trackers, with_aliases
+from megatron_dapo.observe.trackers import make_trackers, make_webhook, with_aliases
 from megatron_dapo.types import Group
 
 UNWRITTEN_RECORDS = 10_000  # about 3 KB each
@@ -65,6 +65,7 @@ class Observer:
         self._step = 0
         self._ranks = ranks
         self._trackers = make_trackers(config, self._dir, settings)  # first: it raises if a package is missing
+        self._webhook = make_webhook(config.webhook_env, self._dir.name)
         self._file = MetricsFile(self._dir / "metrics.jsonl")
         self._console = make_console(config.console, self._dir.name)
         self._status: Console = StatusFile(self._dir / "logs" / STATUS, total_steps)
@@ -116,12 +117,19 @@ class Observer:
         """A request that `engine` has finished now, for the timeline. Any thread; `started`: time.monotonic()."""
         self._timeline.request(engine, name, started, time.monotonic(), tokens)
 
-    def step(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group] = ()) -> None:
-        """Records a finished step, with the times of the phases since the last one."""
+    def step(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        groups: Sequence[Group] = (),
+        arrays: transcripts.Arrays | None = None,
+    ) -> None:
+        """Records a finished step, with the times of the phases since the last one. `arrays`: of all its samples, for
+        samples/."""
         self._align(step)
         times = self._stopwatch.lap()
         record = Record(step, STEP, plain_numbers(metrics) | times | self._speed(metrics, times))
-        self._keep_transcripts(step, groups)
+        self._keep_samples(step, groups, arrays)
         self._warn_all(self._records.put(record))  # after the transcripts: the transcripts of a recorded step exist
         self._step = step
         self._recent.append(times["time/step"])
@@ -149,9 +157,11 @@ class Observer:
         return self._aligned and any((r.step, r.kind) == (step, EVAL) for r in recorded)
 
     def warn(self, message: str) -> None:
-        """Shown, and written to logs/warnings.log."""
+        """Shown, written to logs/warnings.log, and sent to the webhook."""
         self._show(lambda console: console.warn(message))
         self._log("warnings.log", f"step {self._step}: {printable(message)}")
+        if self._webhook is not None:
+            self._webhook.send(self._step, message)
 
     def log(self, message: str) -> None:
         """Written to logs/trainer.log only: what is worth keeping but is neither a metric nor a warning."""
@@ -222,11 +232,16 @@ class Observer:
         for log in self._logs.values():
             self._warn_all(log.flush())
         self._show(lambda console: console.close(status))
+        if self._webhook is not None:
+            if status != "finished":
+                self._webhook.send(self._step, f"run {status}")
+            self._webhook.close()
 
-    def _keep_transcripts(self, step: int, groups: Sequence[Group]) -> None:
-        if transcripts.is_due(step, self._config.samples_every) and groups:
-            chosen = transcripts.choose(step, groups, self._config.samples_groups, self._config.samples_responses)
-            self._warn_all(self._transcripts.put(chosen))
+    def _keep_samples(self, step: int, groups: Sequence[Group], arrays: transcripts.Arrays | None) -> None:
+        config = self._config
+        if transcripts.is_due(step, config.samples_every) and groups:
+            kept = (config.samples_groups, config.samples_responses)
+            self._warn_all(self._transcripts.put(transcripts.choose(step, groups, *kept, arrays)))
         else:
             self._warn_all(self._transcripts.flush())
 

@@ -17,13 +17,18 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+
 from megatron_dapo import __version__
 from megatron_dapo.files import write_atomically
+from megatron_dapo.observe import transcripts
 from megatron_dapo.observe.figures import figures_of
 from megatron_dapo.observe.runs import ReportError, Run, config_differences, load_runs
-from megatron_dapo.observe.transcripts import Transcript
+from megatron_dapo.observe.transcripts import Transcript, recorded_steps
 
-STEPS_WITH_TRANSCRIPTS = 24
+STEPS_WITH_SAMPLES = 24
+SAMPLES_PER_STEP = 64
+TOKENS_SHOWN = 40_000  # with their values
 LONGEST_TEXT = 20_000
 SUMMARY = (
     ("Reward", "reward/mean", "number"),
@@ -52,8 +57,11 @@ def write_report(run_dirs: Sequence[str | Path], output: str | Path) -> Path:
 
 def render(runs: Sequence[Run], *, live: bool = False) -> str:
     """The page as text. A live page asks the server that it came from for newer data."""
-    data = payload(runs)
-    scripts = ["chart.js", "report.js", *(["watch.js"] if live else [])]
+    return page_of(payload(runs, live=live), live=live)
+
+
+def page_of(data: dict[str, Any], *, live: bool = False) -> str:
+    scripts = ["chart.js", "samples.js", "report.js", *(["watch.js"] if live else [])]
     return fill_page(data["title"], scripts, ["report.css"], data, connect="connect-src 'self'; " if live else "")
 
 
@@ -83,23 +91,25 @@ def embed_json(value: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def payload(runs: Sequence[Run]) -> dict[str, Any]:
+def payload(runs: Sequence[Run], *, live: bool = False) -> dict[str, Any]:
+    """`live`: without samples, which the page asks for when they are looked at."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs: " + ", ".join(run.name for run in runs)
     return {
         "title": title,
         "version": __version__,
-        "runs": [_run(run) for run in runs],
+        "runs": [_run(run) | ({} if live else _samples(run)) for run in runs],
         "sections": [
             {"title": section, "figures": [asdict(figure) for figure in figures]}
             for section, figures in figures_of(runs).items()
         ],
-        "differences": [{"key": key, "values": values} for key, values in config_differences(runs)],
+        "differences": [
+            {"key": key, "values": values} for key, values in config_differences([run.config for run in runs])
+        ],
     }
 
 
 def _run(run: Run) -> dict[str, Any]:
     steps = [record.step for record in run.steps]
-    shown, left_out = choose_transcripts(run.transcripts)
     return {
         "name": run.name,
         "steps": len(steps),
@@ -111,9 +121,33 @@ def _run(run: Run) -> dict[str, Any]:
         "findings": [{"step": f.step, "rule": f.rule, "seen": f.seen, "causes": f.causes} for f in run.findings],
         "warnings": run.warnings,
         "config": [[key, value] for key, value in run.config.items()],
-        "transcripts": [_transcript(item) for item in shown],
-        "transcript_steps_left_out": left_out,
+        "sample_steps": recorded_steps(run.samples),
+        "restarts": [record.step for record in run.steps if "time/start" in record.metrics][1:],
+        "axes": _axes(run),
     }
+
+
+def _axes(run: Run) -> dict[str, list[float]]:
+    """Tokens and hours since the beginning after some of the steps; the page interpolates."""
+    tokens = [r.metrics.get("train/batch_tokens", r.metrics.get("train/tokens", 0.0)) for r in run.steps]
+    hours = [r.metrics.get("time/step", 0.0) / 3600 for r in run.steps]
+    kept = range(0, len(run.steps), max(1, len(run.steps) // 1000))
+    sums = {"tokens": np.nancumsum(tokens), "hours": np.nancumsum(hours)}
+    found = {name: [float(f"{values[i]:.6g}") for i in kept] for name, values in sums.items()}
+    return {"steps": [run.steps[i].step for i in kept], **found}
+
+
+def _samples(run: Run) -> dict[str, Any]:
+    """A bounded number of samples, and the history of their prompts, for a page without a server."""
+    steps = spread(recorded_steps(run.samples), STEPS_WITH_SAMPLES)
+    shown = [item for step in steps for item in transcripts.read(run.samples, [step])[:SAMPLES_PER_STEP]]
+    left, found = TOKENS_SHOWN, []
+    for item in shown:
+        arrays = transcripts.read_arrays(run.samples, item.step) if item.tokens <= left else {}
+        values = transcripts.token_values(arrays, item.place)
+        left -= item.tokens if values else 0
+        found.append(sample_view(item) | {"values": values})
+    return {"samples": found, "histories": transcripts.histories(run.samples, {item.prompt_id for item in shown})}
 
 
 def _summary(run: Run) -> list[dict[str, Any]]:
@@ -161,17 +195,15 @@ def _finite(values: Sequence[float]) -> list[float]:
     return [value for value in values if value - value == 0]
 
 
-def choose_transcripts(items: Sequence[Transcript]) -> tuple[list[Transcript], int]:
-    """Transcripts of at most STEPS_WITH_TRANSCRIPTS steps, spread evenly; and the number of steps left out."""
-    steps = sorted({item.step for item in items})
-    if len(steps) <= STEPS_WITH_TRANSCRIPTS:
-        return list(items), 0
-    spread = (len(steps) - 1) / (STEPS_WITH_TRANSCRIPTS - 1)
-    chosen = {steps[round(i * spread)] for i in range(STEPS_WITH_TRANSCRIPTS)}
-    return [item for item in items if item.step in chosen], len(steps) - len(chosen)
+def spread(steps: Sequence[int], most: int) -> list[int]:
+    """At most this many of them, the first and the last included, at even distances."""
+    if len(steps) <= most:
+        return list(steps)
+    return [steps[round(i * (len(steps) - 1) / (most - 1))] for i in range(most)]
 
 
-def _transcript(item: Transcript) -> dict[str, Any]:
+def sample_view(item: Transcript) -> dict[str, Any]:
+    """As the explorer shows it."""
     shown = asdict(item) | {"prompt": _shortened(item.prompt), "text": _shortened(item.text)}
     if item.score is not None and item.score - item.score != 0:  # a custom grader may return NaN
         shown["score"] = None

@@ -22,11 +22,15 @@ from megatron_dapo.config.base import parse_yaml
 from megatron_dapo.errors import UserError
 from megatron_dapo.files import write_atomically
 from megatron_dapo.observe import timeline, transcripts
+from megatron_dapo.observe.console import STATUS, duration, percent, printable, read_status
 from megatron_dapo.observe.diagnosis import Finding, Watch
 from megatron_dapo.observe.metrics_file import EVAL, STEP, Record, filter_yield, read_records, update_speed
 from megatron_dapo.observe.transcripts import Transcript
 
 WARNINGS_SHOWN = 200
+TAIL = 1 << 18  # bytes of metrics.jsonl
+SILENT_AFTER = 120.0  # seconds without a sign of life; the longest part of a step that reports nothing
+OWN_KEYS = ("trainer.run_dir", "slurm.job_name")  # differ between any two runs
 ENVIRONMENT = "environment.json"
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "sglang", "transformers")
 
@@ -41,12 +45,17 @@ class Run:
     steps: list[Record]
     evaluations: list[Record]
     config: dict[str, str]  # dotted key to text
-    transcripts: list[Transcript]
+    samples: Path  # the folder; its files are large and are read when they are shown
     findings: list[Finding]
     warnings: list[str]  # logs/warnings.log
     starts: list[dict[str, Any]] = field(default_factory=list)  # environment.json
     timeline: dict[str, Any] | None = None  # of the newest step that has one
     last_change: str = ""  # when metrics.jsonl was last written
+
+    @property
+    def transcripts(self) -> list[Transcript]:
+        """All of them."""
+        return transcripts.read(self.samples)
 
     def series(self, metric: str) -> tuple[list[int], list[float]]:
         """Steps and values of one metric; steps without it are left out."""
@@ -60,21 +69,23 @@ class Run:
         return list(dict.fromkeys(name for record in [*self.steps, *self.evaluations] for name in record.metrics))
 
 
-def load_runs(directories: Sequence[str | Path], *, running: bool = False) -> list[Run]:
-    """`running`: the runs may not have finished a step, or not even started."""
+def load_runs(directories: Sequence[str | Path], *, running: bool = False, metrics: bool = True) -> list[Run]:
+    """`running`: the runs may not have finished a step, or not even started. Without `metrics` no large file is
+    read."""
     if not directories:
         raise ReportError("no run directory was named")
     paths = [Path(directory) for directory in directories]
-    return [load_run(path, name, running=running) for path, name in zip(paths, distinct_names(paths), strict=True)]
+    names = distinct_names(paths)
+    return [load_run(path, name, running=running, metrics=metrics) for path, name in zip(paths, names, strict=True)]
 
 
-def load_run(directory: Path, name: str, *, running: bool = False) -> Run:
+def load_run(directory: Path, name: str, *, running: bool = False, metrics: bool = True) -> Run:
     file = directory / "metrics.jsonl"
     if not directory.is_dir():
         raise ReportError(f"{directory}: no such directory")
     if not file.exists() and not running:
         raise ReportError(f"{directory}: not a run directory, it has no metrics.jsonl")
-    records = read_records(file) if file.exists() else []
+    records = read_records(file) if file.exists() and metrics else []
     steps = [_with_derived(record) for record in records if record.kind == STEP]
     evaluations = [record for record in records if record.kind == EVAL]
     if not steps and not evaluations and not running:
@@ -85,9 +96,9 @@ def load_run(directory: Path, name: str, *, running: bool = False) -> Run:
         steps=steps,
         evaluations=evaluations,
         config=_config(directory / "config.yaml"),
-        transcripts=transcripts.read(directory / "samples"),
+        samples=directory / "samples",
         findings=[finding for record in steps for finding in watch.observe(record.step, record.metrics)],
-        warnings=_warnings(directory / "logs" / "warnings.log"),
+        warnings=read_warnings(directory)[-WARNINGS_SHOWN:],
         starts=read_environment(directory),
         timeline=timeline.read_newest(directory),
         last_change=_local_time(file.stat().st_mtime) if records else "",
@@ -122,11 +133,85 @@ def distinct_names(paths: Sequence[Path]) -> list[str]:
     return names
 
 
-def config_differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+def config_differences(configs: Sequence[Mapping[str, str]]) -> list[tuple[str, list[str]]]:
     """Keys whose values differ between runs, with the value of each run; "—" if a run does not have the key."""
-    keys = dict.fromkeys(key for run in runs for key in run.config)
-    values_of = [(key, [run.config.get(key, "—") for run in runs]) for key in keys]
+    keys = dict.fromkeys(key for config in configs for key in config)
+    values_of = [(key, [config.get(key, "—") for config in configs]) for key in keys]
     return [(key, values) for key, values in values_of if len(set(values)) > 1]
+
+
+def is_run(directory: Path) -> bool:
+    return (directory / "metrics.jsonl").exists() or (directory / "logs" / STATUS).exists()
+
+
+def find_runs(folder: Path, depth: int = 3) -> list[Path]:
+    """The run directories in this folder and `depth` levels below it, by name."""
+    if is_run(folder):
+        return [folder]
+    if depth < 0:
+        return []
+    try:
+        inside = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    except OSError:
+        return []
+    return [run for path in inside for run in find_runs(path, depth - 1)]
+
+
+def current_status(directory: Path) -> dict[str, Any]:
+    """What the run does now. `silent`: seconds since the last sign of life, if there should have been one."""
+    status = read_status(directory) or {"state": "not started", "phases": []}
+    age = time.time() - float(status.get("updated") or 0.0)
+    running = status.get("state") == "running"
+    for phase in status["phases"]:
+        phase["seconds"] = max(0.0, time.time() - phase.pop("since"))
+    return status | {"silent": age if running and age > SILENT_AFTER else None}
+
+
+def last_records(file: Path) -> dict[str, Record]:
+    """The newest record of each kind among the last ones, without reading the whole file."""
+    found: dict[str, Record] = {}
+    with suppress(OSError), file.open("rb") as lines:
+        lines.seek(max(0, file.stat().st_size - TAIL))
+        for line in lines.read().split(b"\n")[:-1]:
+            with suppress(ValueError, KeyError, TypeError, AttributeError):  # the first one may be a part of a line
+                record = Record.from_line(line.decode())
+                found[record.kind] = record
+    return found
+
+
+def overview(directories: Sequence[Path]) -> list[dict[str, Any]]:
+    """One row per run: what `megatron-dapo runs` and the list of `watch` show, newest sign of life first."""
+    configs = [_config(directory / "config.yaml") for directory in directories]
+    differences = [(key, values) for key, values in config_differences(configs) if key not in OWN_KEYS]
+    rows = []
+    for i, (directory, name) in enumerate(zip(directories, distinct_names(directories), strict=True)):
+        status, last = current_status(directory), last_records(directory / "metrics.jsonl").get(STEP)
+        metrics, warnings = last.metrics if last else {}, read_warnings(directory)
+        silent = status["silent"]
+        rows.append({
+            "name": name, "path": str(directory),
+            "state": f"no sign of life for {duration(silent)}" if silent else status["state"],
+            "step": max(status.get("step", 0), last.step if last else 0), "total": status.get("total"),
+            "remaining": status.get("remaining") if status["state"] == "running" and not silent else None,
+            "accuracy": metrics.get("reward/accuracy_all", metrics.get("reward/accuracy")),
+            "updated": status.get("updated", 0.0), "warning": warnings[-1] if warnings else "",
+            "settings": {key: values[i] for key, values in differences},
+        })  # fmt: skip
+    return sorted(rows, key=lambda row: -row["updated"])
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """For a terminal: a line per run, and below it the last warning and the settings that differ."""
+    lines = []
+    width = max(len(row["name"]) for row in rows)
+    for row in rows:
+        steps = f"step {row['step']}/{row['total'] or '?'}"
+        eta = f"ETA {duration(row['remaining'])}" if row["remaining"] else ""
+        cells = [row["name"].ljust(width), steps.ljust(15), eta.ljust(10), percent(row["accuracy"]).rjust(6)]
+        lines.append(printable("  ".join([*cells, str(row["state"])])).rstrip())
+        details = {"warning": row["warning"], "settings": "  ".join(f"{k}={v}" for k, v in row["settings"].items())}
+        lines += [printable(f"    {name}: {text[:300]}") for name, text in details.items() if text]
+    return "\n".join(lines)
 
 
 def _config(path: Path) -> dict[str, str]:
@@ -152,12 +237,12 @@ def _text(value: Any) -> str:
     return repr(value) if isinstance(value, str) and value != value.strip() else str(value)
 
 
-def _warnings(path: Path) -> list[str]:
+def read_warnings(directory: Path) -> list[str]:
+    """All lines of logs/warnings.log."""
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        return (directory / "logs" / "warnings.log").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return []
-    return lines[-WARNINGS_SHOWN:]
 
 
 def describe(ranks: int = 1) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Weights & Biases and TensorBoard: imported only when the configuration enables them.
+"""Weights & Biases and TensorBoard, imported only when the configuration enables them; and a webhook for warnings.
 
 A missing package is an error at the start of the run. A tracker that fails later is reported once; its metrics are
 kept and sent when it works again. metrics.jsonl has the same numbers. `observe.aliases` adds metrics under the names
@@ -8,8 +8,15 @@ that verl and prime-rl give them, for dashboards that exist already.
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
+import re
+import threading
+import time
+import urllib.request
 import uuid
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +24,8 @@ from typing import Any, Protocol
 from megatron_dapo.config.trainer import ObserveConfig, WandbConfig
 from megatron_dapo.errors import UserError
 from megatron_dapo.observe.metrics_file import Record
+
+RULE = re.compile(r"diagnosis\.md#([\w-]+)")  # in the message of a finding
 
 
 class Tracker(Protocol):
@@ -47,6 +56,78 @@ def make_trackers(config: ObserveConfig, run_dir: Path, settings: Mapping[str, A
         _require("tensorboard", "observe.tensorboard")
         found.append(TensorBoard(run_dir / "logs" / "tensorboard"))
     return found
+
+
+def make_webhook(variable: str | None, run: str) -> Webhook | None:
+    """`variable`: the environment variable with the URL."""
+    if variable is None:
+        return None
+    url = os.environ.get(variable, "")
+    if not url.startswith(("https://", "http://")):
+        raise UserError(f"observe.webhook_env: the environment variable {variable} has no http address in it")
+    return Webhook(url, run)
+
+
+class Webhook:
+    """Posts every warning as a JSON object with `text`, `run`, `step` and `rule`, from a thread of its own: neither a
+    slow nor a dead server delays the run. What fails is tried again for ten minutes. The URL is a secret: it is never
+    printed or logged."""
+
+    PAUSE = 10.0  # seconds between two attempts
+    GIVE_UP = 600.0
+    TIMEOUT = 10.0
+
+    def __init__(self, url: str, run: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._url = url
+        self._run = run
+        self._clock = clock
+        self._waiting: deque[tuple[float, dict[str, Any]]] = deque(maxlen=200)
+        self._wake = threading.Event()
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    def send(self, step: int, message: str) -> None:
+        rule = RULE.search(message)
+        text = f"{self._run}, step {step}: {message}"
+        entry = {"text": text, "run": self._run, "step": step, "rule": rule[1] if rule else None}
+        self._waiting.append((self._clock(), entry))
+        self.start()
+        self._wake.set()
+
+    def start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="webhook", daemon=True)
+            self._thread.start()
+
+    def deliver(self) -> bool:
+        """Posts what waits, oldest first; False if that fails."""
+        while self._waiting:
+            since, entry = self._waiting[0]
+            try:
+                self._post(entry)
+            except (OSError, ValueError):  # HTTPError and URLError are OSErrors
+                if self._clock() - since < self.GIVE_UP:
+                    return False
+            self._waiting.popleft()
+        return True
+
+    def _post(self, entry: dict[str, Any]) -> None:
+        body = json.dumps(entry).encode()
+        request = urllib.request.Request(self._url, body, {"Content-Type": "application/json"})
+        urllib.request.urlopen(request, timeout=self.TIMEOUT).close()
+
+    def _work(self) -> None:
+        while not self._closing:
+            self._wake.wait(None if self.deliver() else self.PAUSE)
+            self._wake.clear()
+        self.deliver()
+
+    def close(self) -> None:
+        """Waits for a running attempt, and makes a last one."""
+        if self._thread is not None:
+            self._closing = True
+            self._wake.set()
+            self._thread.join(self.TIMEOUT)
 
 
 def _require(package: str, key: str) -> None:
@@ -162,6 +243,11 @@ VERL: Table = {
         "train/clip_fraction_high": "actor/pg_clipfrac",
         "train/clip_fraction_dual": "actor/pg_clipfrac_lower",
         "train/approx_kl": "actor/ppo_kl",
+        "critic/loss": "critic/vf_loss",
+        "critic/clip_fraction": "critic/vf_clipfrac",
+        "critic/explained_variance": "critic/vf_explained_var",
+        "critic/value_mean": "critic/values/mean",
+        "time/critic": "timing_s/update_critic",
         "train/mfu": "perf/mfu/actor",
         "train/batch_tokens": "perf/total_num_tokens",
         "time/tokens_per_second_per_gpu": "perf/throughput",

@@ -1,25 +1,34 @@
-"""Transcripts: some responses of every n-th step, in samples/.
+"""Samples: responses of every n-th step, in samples/.
 
-`step_000010.txt` is for reading, also in a terminal; `step_000010.jsonl` holds the same for the report. The choice of
+`step_000010.txt` is for reading, also in a terminal; `step_000010.jsonl` is for the explorer of report and live page.
+Its first line has the result of every prompt of the step, each further line is a response. With
+`observe.samples_tokens`, `step_000010.npz` has what the updates read of every token (trainer/explain.py). The choice of
 responses depends only on the batch, so a resumed run writes the same files as an uninterrupted one.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import zipfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megatron_dapo.files import remove, write_atomically
 from megatron_dapo.observe.console import printable
 from megatron_dapo.types import Group, Sample
 
-FILE = re.compile(r"step_(\d+)\.(?:txt|jsonl)")
+FILE = re.compile(r"step_(\d+)\.(?:txt|jsonl|npz)")
 VERDICTS = {True: "right", False: "wrong", None: "ungraded"}
+READABLE = 64  # responses in the .txt file
+Arrays = Mapping[str, NDArray[Any]]
 
 
 @dataclass(slots=True, frozen=True)
@@ -40,19 +49,44 @@ class Transcript:
     finish_reason: str
     text: str
     part: int = 0  # of a rollout with several samples
+    place: int = 0  # among all samples of the step
+    source: str = ""  # of the prompt
+    advantage: float | None = None
+
+
+@dataclass(slots=True, frozen=True)
+class StepSamples:
+    """What is kept of a step. `prompts`: of every group right, graded and all rollouts, and mean tokens per sample."""
+
+    step: int
+    prompts: dict[str, list[float]]
+    transcripts: list[Transcript]
+    arrays: Arrays = field(default_factory=dict)
 
 
 def is_due(step: int, every: int) -> bool:
     return every > 0 and (step <= 1 or step % every == 0)
 
 
-def choose(step: int, groups: Sequence[Group], prompts: int, responses: int) -> list[Transcript]:
-    """Some responses of the first groups; right and wrong ones alternate, so that both are shown."""
-    return [
-        _transcript(step, group, sample)
-        for group in groups[:prompts]
-        for sample in _alternating(group.samples)[:responses]
-    ]
+def choose(
+    step: int, groups: Sequence[Group], prompts: int, responses: int, arrays: Arrays | None = None
+) -> StepSamples:
+    """Some responses of the first groups; right and wrong ones alternate, so that both are shown. 0: all of them.
+    `arrays`: "advantages" [samples], and what `explain` reads."""
+    arrays = arrays or {}
+    advantages = arrays.get("advantages")
+    places = {id(sample): i for i, sample in enumerate(sample for group in groups for sample in group.samples)}
+    chosen = []
+    for group in groups[: prompts or None]:
+        for sample in _alternating(group.samples)[:responses] if responses else group.samples:
+            place = places[id(sample)]
+            chosen.append(_transcript(step, group, sample, place, None if advantages is None else advantages[place]))
+    lengths = {group.prompt.id: float(np.mean([s.trained_tokens for s in group.samples])) for group in groups}
+    results = {
+        group.prompt.id: [sum(group.accuracies), len(group.accuracies), len(group.rollouts), lengths[group.prompt.id]]
+        for group in groups
+    }
+    return StepSamples(step, results, chosen, arrays if len(arrays) > 1 else {})
 
 
 def _alternating(samples: Sequence[Sample]) -> list[Sample]:
@@ -61,7 +95,7 @@ def _alternating(samples: Sequence[Sample]) -> list[Sample]:
     return [s for pair in zip_longest(right, others) for s in pair if s is not None]
 
 
-def _transcript(step: int, group: Group, sample: Sample) -> Transcript:
+def _transcript(step: int, group: Group, sample: Sample, place: int, advantage: float | None) -> Transcript:
     grade = sample.grade
     question = str(group.prompt.meta.get("question", group.prompt.text))
     return Transcript(
@@ -79,49 +113,113 @@ def _transcript(step: int, group: Group, sample: Sample) -> Transcript:
         finish_reason=sample.finish_reason.value,
         text=sample.text,
         part=sample.part,
+        place=place,
+        source=group.prompt.source,
+        advantage=None if advantage is None else float(advantage),
     )
 
 
-def write(folder: Path, transcripts: Sequence[Transcript]) -> None:
-    """The transcripts of one step."""
-    step = transcripts[0].step
+def write(folder: Path, samples: StepSamples) -> None:
+    """The samples of one step."""
+    path = folder / f"step_{samples.step:06d}.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(asdict(item)) + "\n" for item in transcripts]  # ASCII, so that lone surrogates survive
-    readable = printable(_readable(step, transcripts)).encode("utf-8", errors="backslashreplace")
-    write_atomically(folder / f"step_{step:06d}.jsonl", "".join(lines).encode())
-    write_atomically(folder / f"step_{step:06d}.txt", readable)
+    head = {"step": samples.step, "prompts": samples.prompts}
+    lines = [json.dumps(item) + "\n" for item in (head, *map(asdict, samples.transcripts))]  # ASCII: lone surrogates
+    readable = printable(_readable(samples)).encode("utf-8", errors="backslashreplace")
+    if samples.arrays:
+        content = io.BytesIO()
+        np.savez(content, **samples.arrays)  # type: ignore[arg-type]
+        write_atomically(path.with_suffix(".npz"), content.getvalue())
+    write_atomically(path, "".join(lines).encode())
+    write_atomically(path.with_suffix(".txt"), readable)
 
 
-def read(folder: Path) -> list[Transcript]:
-    """All transcripts, oldest step first. Lines that are not transcripts are skipped."""
+def recorded_steps(folder: Path) -> list[int]:
+    """From the names of the files alone."""
+    return sorted(int(path.stem.removeprefix("step_")) for path in folder.glob("step_*.jsonl") if FILE.match(path.name))
+
+
+def read(folder: Path, steps: Iterable[int] | None = None) -> list[Transcript]:
+    """The transcripts of these steps, or of all, oldest step first. Lines that are not transcripts are skipped."""
     found: list[Transcript] = []
-    for path in sorted(folder.glob("step_*.jsonl")):
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for step in recorded_steps(folder) if steps is None else steps:
+        try:
+            lines = (folder / f"step_{step:06d}.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:  # a resumed run has just removed it
+            continue
+        for line in lines:
             try:
-                raw: dict[str, Any] = json.loads(line)
-                found.append(Transcript(**raw))
+                found.append(Transcript(**json.loads(line) | {"step": step}))
             except (ValueError, TypeError):
                 continue
-    return sorted(found, key=lambda item: item.step)
+    return found
+
+
+def histories(folder: Path, prompts: Iterable[str]) -> dict[str, list[list[float]]]:
+    """[step, right, graded, rollouts, mean tokens] of each prompt, in each recorded step that trained on it."""
+    found: dict[str, list[list[float]]] = {name: [] for name in prompts}
+    for step in recorded_steps(folder):
+        try:
+            with (folder / f"step_{step:06d}.jsonl").open("rb") as file:
+                results = json.loads(file.readline()).get("prompts", {})
+        except (OSError, ValueError):  # a resumed run has just removed it
+            continue
+        for name in found.keys() & results.keys():
+            found[name].append([step, *results[name]])
+    return found
+
+
+def read_arrays(folder: Path, step: int) -> dict[str, NDArray[Any]]:
+    """Of the .npz file; empty if there is none."""
+    try:
+        with np.load(folder / f"step_{step:06d}.npz", allow_pickle=False) as file:
+            return {name: file[name] for name in file.files}
+    except (OSError, ValueError, zipfile.BadZipFile):
+        return {}
+
+
+def token_values(arrays: Arrays, place: int) -> dict[str, list[Any]] | None:
+    """What the explorer shows of each response token of one sample; None if it was not recorded."""
+    if not arrays:
+        return None
+    ends = np.cumsum(arrays["response_lengths"])
+    stop, start = int(ends[place]), int(ends[place] - arrays["response_lengths"][place])
+    last = int(np.cumsum(arrays["prompt_lengths"] + arrays["response_lengths"])[place])
+    ids = arrays["tokens"][last - (stop - start) : last]
+    new, engine = arrays["new_logprobs"][start:stop], arrays["engine_logprobs"][start:stop]
+    old = arrays.get("old_logprobs", arrays["engine_logprobs"])[start:stop]
+    advantages = np.full(stop - start, arrays["advantages"][place])
+    if "token_advantages" in arrays:
+        advantages = advantages + arrays["token_advantages"][start:stop]
+    values = {"log-prob": new, "log-prob gap": old - engine, "ratio": np.exp(np.clip(new - old, -20, 20))}
+    values |= {"advantage": advantages, "entropy": arrays["entropy"][start:stop]}
+    pieces = arrays["pieces"][np.searchsorted(arrays["piece_ids"], ids)]
+    mask = arrays["loss_mask"][start:stop].astype(int)
+    return {"text": pieces.tolist(), "mask": mask.tolist(), **{name: _rounded(array) for name, array in values.items()}}
+
+
+def _rounded(values: NDArray[Any]) -> list[float | None]:
+    return [float(f"{value:.4g}") if np.isfinite(value) else None for value in values]
 
 
 def rewind(folder: Path, step: int) -> None:
-    """Removes the transcripts of every later step."""
+    """Removes the samples of every later step."""
     for path in folder.glob("step_*"):
         match = FILE.fullmatch(path.name)
         if match and int(match[1]) > step:
             remove(path)
 
 
-def _readable(step: int, transcripts: Sequence[Transcript]) -> str:
+def _readable(samples: StepSamples) -> str:
     lines: list[str] = []
     shown = ""
-    for item in transcripts:
+    for item in samples.transcripts[:READABLE]:
         if item.prompt_id != shown:
             shown = item.prompt_id
-            title = f"step {step} · prompt {item.prompt_id} · {item.group} · reference {item.reference}"
+            title = f"step {samples.step} · prompt {item.prompt_id} · {item.group} · reference {item.reference}"
             lines += ["=" * 100, title, "=" * 100, item.prompt]
         name = f"response {item.index}" + (f", sample {item.part + 1}" if item.part else "")
         head = f"{name}: {item.verdict} ({item.reason}), {item.tokens} tokens, {item.finish_reason}"
         lines += ["", "-" * 100, f"{head}, extracted: {item.extracted}", "-" * 100, item.text, ""]
-    return "\n".join(lines) + "\n"
+    left_out = len(samples.transcripts) - READABLE
+    return "\n".join([*lines, *([f"… and {left_out} more, in the .jsonl file"] if left_out > 0 else [])]) + "\n"

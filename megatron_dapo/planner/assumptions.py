@@ -18,6 +18,9 @@ READ_SHARE = 0.9  # of the memory bandwidth, while weights and keys and values a
 # Of the peak, where a decoding step is limited by arithmetic; also of prefill. SGLang: 32B in bf16 on an H200, 16 to
 # 256 sequences with prompts of 256 or 4 096 tokens, six points within 6 % (`benchmarks/calibrate.py decode`).
 DECODE_MFU: dict[EngineSoftware, float] = {"sglang": 0.6, "vllm": 0.4}
+# Rows that the engines' expert kernel computes at least for an expert: the smallest block of vLLM's and SGLang's fused
+# kernel (64 for more tokens than experts, without a tuned configuration).
+EXPERT_BLOCK = 16
 SECONDS_PER_LAYER = 60e-6  # launches and small kernels
 ALL_REDUCE_SECONDS = 15e-6  # one all-reduce of a layer, inside a node
 # One all-reduce of a layer between nodes; 235B at TP 16 (NeMo-RL) needs 40 to 60 µs.
@@ -33,10 +36,24 @@ GROUP_SHARE = 0.5  # of that variance is between prompts
 DEFAULT_FRACTION = 0.88  # SGLang's --mem-fraction-static
 ENGINE_OVERHEAD_BYTES = 3.0 * GIB  # CUDA context, graphs, activations: outside that fraction, and kept after a release
 
+# ---- advice
+MARGIN = 0.05  # of a GPU's memory that recommended layouts leave free: the largest error of a predicted peak
+
+# Published time over predicted time of four in five runs (`benchmarks/published.py`).
+LIKELY = 0.85, 1.5
+
 # ---- training
-# Of the peak, in long products: 0.50 to 0.53 measured on an H200 (1.5B, torch and Transformer Engine), 0.60 with layers
-# of 32B (`benchmarks/calibrate.py train`). The lower value is used: published runs on H100s fit it.
-DEFAULT_MFU = 0.5
+# Of the peak, in products that are very long and wide. A product reaches width / (width + HALF_SPEED_WIDTH) of it with
+# the model's width: 0.52 measured on an H200 at 1 536 (1.5B, `benchmarks/step.py`), 0.60 at 5 120 (layers of 32B,
+# `benchmarks/calibrate.py train`, whose head takes three products at this speed).
+DEFAULT_MFU, HALF_SPEED_WIDTH = 0.65, 390
+# Of the MFU, in attention: FlashAttention 3, head size 128, causal, H100: 0.6 of the peak forward, 0.45 backward.
+ATTENTION_MFU_SHARE = 0.77
+# Products in fp8 take 1/1.66 of the time; conversions take 29.6 ms beside 207.9 ms of bf16 products at a width of
+# 1 536 (36 608 converted values and 46.8 M weights in a layer). H200, `on_gpu.py --only profile profile_fp8`.
+FP8_SPEED, FP8_CONVERSION = 1.66, 29.6 / 207.9 * 46.8e6 / 36_608
+# A CPU's Adam, for one GPU's share of a node (host memory bandwidth of about 200 GB/s for 8 GPUs); not measured.
+HOST_ADAM_BYTES_PER_SECOND = 25e9
 WIRE_SHARE = 0.7  # of a link's bandwidth that collectives reach
 FILL = 0.9  # of a micro-batch that first-fit packing fills, unless one sequence already does
 BALANCE = 1.05  # tokens of the busiest data-parallel rank, relative to the mean
@@ -46,9 +63,10 @@ EXPERT_IMBALANCE, EXPERT_WAIT = 1.25, 1.1
 # A matrix product of this many tokens reaches half of the speed of a long one. Context parallelism and small
 # micro-batches shrink products; attention works on chunks of a sequence / (2 × context_parallel).
 HALF_SPEED_TOKENS, HALF_SPEED_CHUNK = 384, 128
-EXPERT_MFU_SHARE = 0.8  # of the MFU, in the grouped products of experts: many small matrices
-# Router, permutation and the wait for token counts, per MoE layer, micro-batch and pass (backward: twice). This and
-# the line above are fitted to Megatron-Bridge's 41.25 s and 31.3 s (all-to-all hidden) for 30B-A3B on 16 H100.
+# Each copy of a token is written and read once before the exchange and once after it, both ways.
+PERMUTATION_PASSES = 3
+# Router and the wait for token counts, per MoE layer, micro-batch and pass (backward: twice). Fitted to
+# Megatron-Bridge's 41.25 s and 31.3 s (all-to-all hidden) for 30B-A3B on 16 H100.
 MOE_LAYER_SECONDS = 0.3e-3
 
 # ---- moving weights and state
@@ -61,6 +79,9 @@ BROADCAST_LIMIT = 100e9
 # Other systems, from gathered parameters to engines: 14 and 20 GB/s (verl, H20), 23 GB/s (miles, H100).
 PEER_BROADCAST_BYTES_PER_SECOND = 20e9
 PEER_PAUSE_SECONDS = 0.3  # besides the transfer; assumed
+# Besides its phases, in a step of another system whose engines and trainer take turns: wake-ups, rewards, moving the
+# batch. Fitted to NeMo-RL's five such steps on H100.
+PEER_TURN_SECONDS = 25.0
 PEER_IPC_BYTES_PER_SECOND = 18.6e9  # tensor by tensor; measured here before buckets were flat: 3.1 GB in 0.166 s
 # SGLang's loader for one tensor: the 339 of a dense model cost next to nothing beside their bytes. For the tensor of an
 # expert it searches a list of 3 × experts (80 ns a comparison: 0.89 s of CPU time for 18 432 names on a busy virtual

@@ -56,7 +56,7 @@ def plan_engine(
     """`occupied`: bytes that the trainer keeps on the same GPU while the engine generates. `tp` 0: as configured."""
     tp = tp or rollout.servers.tensor_parallel
     size = DTYPE_BYTES.get(rollout.servers.dtype, 2)
-    weights = count_parameters(shape).total * size / tp
+    weights = count_parameters(shape).total * weight_bytes(rollout) / tp
     kv_per_token = kv_bytes(shape, tp, size)
     fraction = memory_fraction(rollout.servers.arguments)
     memory = cluster.gpu.memory
@@ -77,6 +77,12 @@ def plan_engine(
         longest=work.longest,
         external=external,
     )
+
+
+def weight_bytes(rollout: RolloutConfig) -> float:
+    """Of one parameter in an engine."""
+    quantised = rollout.weights.quantization != "none"
+    return 1.0 if quantised else DTYPE_BYTES.get(rollout.servers.dtype, 2)
 
 
 def hands_over(rollout: RolloutConfig) -> bool:
@@ -100,5 +106,7 @@ def memory_fraction(arguments: list[str]) -> float:
 def fleet_of(shape: ModelShape, engine: EnginePlan, rollout: RolloutConfig, cluster: Cluster) -> Fleet:
     """The engines as a queueing model."""
     size = DTYPE_BYTES.get(rollout.servers.dtype, 2)
-    decode = decode_model(shape, cluster, engine.tensor_parallel, dtype_bytes=size)
+    decode = decode_model(
+        shape, cluster, engine.tensor_parallel, dtype_bytes=size, weight_bytes=weight_bytes(rollout)
+    )  # fmt: skip
     return Fleet(engine.servers, decode, engine.kv_tokens, rollout.servers.max_running)

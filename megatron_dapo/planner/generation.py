@@ -12,7 +12,7 @@ import random
 from dataclasses import dataclass, field, replace
 
 from megatron_dapo.config.rollout import SamplerConfig
-from megatron_dapo.planner.server_model import DecodeModel, FleetModel, Sequence
+from megatron_dapo.planner.server_model import DecodeModel, FleetModel, Sequence, ServerModel
 from megatron_dapo.planner.workload import Workload
 from megatron_dapo.rollout.fill_policy import FillPolicy, YieldEstimate
 
@@ -21,24 +21,37 @@ PART = 96  # groups
 
 
 @dataclass(frozen=True, slots=True)
+class ServerKind:
+    servers: int
+    decode: DecodeModel
+    kv_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Fleet:
-    """The engines: `servers` equal ones."""
+    """The engines: `servers` in all, equal but for `others`."""
 
     servers: int
     decode: DecodeModel
     kv_tokens: int
     max_running: int
+    others: tuple[ServerKind, ...] = ()
 
-    def running(self, work: Workload) -> float:
-        """Sequences that a server which is always full decodes at once."""
-        return max(1.0, min(self.max_running, self.kv_tokens / (work.mean_prompt + work.lengths.held)))
+    @property
+    def kinds(self) -> list[ServerKind]:
+        """The configured kind, then the others."""
+        equal = self.servers - sum(kind.servers for kind in self.others)
+        return [ServerKind(equal, self.decode, self.kv_tokens), *self.others]
 
     def full_speed(self, work: Workload, at_most: float = math.inf) -> float:
         """Tokens per second of all servers when they are always full (or run `at_most`), prefill included."""
-        running = min(self.running(work), at_most)
-        step = self.decode.step(running, running * (work.mean_prompt + work.lengths.held))
-        prefill = work.mean_prompt / work.samples_per_prompt * self.decode.per_prompt_token
-        return self.servers * running / (step + prefill * running / work.mean_response)
+        held, speed = work.mean_prompt + work.lengths.held, 0.0
+        for kind in self.kinds:
+            running = min(max(1.0, min(self.max_running, kind.kv_tokens / held)), at_most)
+            step = kind.decode.step(running, running * held)
+            prefill = work.mean_prompt / work.samples_per_prompt * kind.decode.per_prompt_token
+            speed += kind.servers * running / (step + prefill * running / work.mean_response)
+        return speed
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +209,7 @@ def generate(work: Workload, options: SamplerConfig, fleet: Fleet, seed: int = 0
     """The generation of a step in equilibrium."""
     part = part_of(work, fleet)
     servers, work = fleet.servers // part, replace(work, prompts=work.prompts // part)
-    model = FleetModel(servers, fleet.decode, fleet.kv_tokens, fleet.max_running)
+    model = FleetModel([ServerModel(fleet.decode, fleet.kv_tokens, fleet.max_running) for _ in range(servers)])
     step = _Step(work, FillPolicy(options, work.prompts, servers * fleet.max_running), model, random.Random(seed))
     carries = options.unfinished in ("continue", "restart")
     counted = COUNTED_STEPS if carries or work.kept < 1 else 1

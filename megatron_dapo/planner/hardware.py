@@ -37,6 +37,7 @@ GPUS = {
         Gpu("h200", 139.8, 989, 4.8, 450),
         Gpu("h20", 95.6, 148, 4.0, 450),
         Gpu("b200", 178.3, 2250, 8.0, 900),
+        Gpu("gb200", 184.0, 2500, 8.0, 900),
         Gpu("a100", 79.1, 312, 2.04, 300, 25),
         Gpu("a100-40g", 39.4, 312, 1.56, 300, 25),
         Gpu("a800", 79.1, 312, 2.04, 200, 25),
@@ -88,6 +89,13 @@ class Cluster:
     def wire(self, span: int) -> float:
         """Bytes per second between the GPUs of a group that spans `span` consecutive ranks."""
         return (self.gpu.nvlink if span <= self.gpus_per_node else self.gpu.network) * 1e9
+
+    def wire_of_group(self, ranks: int, stride: int) -> float:
+        """The same of a group of every `stride`-th rank. A ring enters a node once, so its members there share their
+        network ports."""
+        if ranks * stride <= self.gpus_per_node:
+            return self.gpu.nvlink * 1e9
+        return min(self.gpu.nvlink, self.gpu.network * max(1, self.gpus_per_node // stride)) * 1e9
 
 
 def cluster_of(

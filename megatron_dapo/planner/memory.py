@@ -20,7 +20,14 @@ from megatron_dapo.config import ModelShape
 from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.planner.assumptions import EXPERT_IMBALANCE
 from megatron_dapo.planner.hardware import GIB
-from megatron_dapo.planner.parameters import RankParameters, count_parameters, rank_parameters, stage_layers
+from megatron_dapo.planner.parameters import (
+    RankParameters,
+    adapter_parameters,
+    count_parameters,
+    rank_parameters,
+    stage_layers,
+    trained_parameters,
+)
 
 Layers = Literal["te", "local"]
 
@@ -82,8 +89,13 @@ def _saved_without_recompute(shape: ModelShape, policy: PolicyConfig, layers: La
     return {
         "norms": 2 * s.ts * s.hidden * (s.bytes + s.linear_bytes),  # input and output of each
         "attention": _mixers(shape, policy, s, layers),
-        "mlp": _experts(shape, policy, s) if shape.is_moe else s.t * s.ffn * (2 * s.bytes + s.linear_bytes),
+        "mlp": _mean(shape, _experts(shape, policy, s), s.t * s.ffn * (2 * s.bytes + s.linear_bytes)),
     }
+
+
+def _mean(shape: ModelShape, moe: float, dense: float = 0.0) -> float:
+    """Of a value of all layers, from that of a layer with experts and of one without."""
+    return (shape.moe_layers * moe + (shape.layers - shape.moe_layers) * dense) / shape.layers
 
 
 def _recomputed(shape: ModelShape, policy: PolicyConfig, layers: Layers) -> list[tuple[str, str, float]]:
@@ -95,18 +107,15 @@ def _recomputed(shape: ModelShape, policy: PolicyConfig, layers: Layers) -> list
     s = Sizes.of(shape, policy)
     output = s.ts * s.hidden * s.linear_bytes  # of one norm
     found = [("core_attn", "attention", s.t * s.heads * 4.0)]  # the statistics of its softmax
-    separate_norms = 2 if layers == "local" else int(shape.is_moe)
+    separate_norms = 2 if layers == "local" else _mean(shape, 1.0)
     found.append(("layernorm", "norms", separate_norms * output))
-    if shape.is_moe:
-        whole = _experts(shape, policy, s)
+    found.append(("moe", "mlp", _mean(shape, _experts(shape, policy, s))))
+    if "moe" not in policy.recompute_modules:
         activation = _routed(shape, policy, s) * s.expert_ffn * s.linear_bytes  # fc2's input
-        found.append(("moe", "mlp", whole))
-        if "moe" not in policy.recompute_modules:
-            found.append(("moe_act", "mlp", activation))
-    else:
-        found.append(("mlp", "mlp", s.t * s.ffn * (2 * s.bytes + s.linear_bytes)))
-        if layers == "te":
-            found.append(("mlp", "norms", output))
+        found.append(("moe_act", "mlp", _mean(shape, activation)))
+    found.append(("mlp", "mlp", _mean(shape, 0.0, s.t * s.ffn * (2 * s.bytes + s.linear_bytes))))
+    if layers == "te":
+        found.append(("mlp", "norms", _mean(shape, 0.0, output)))
     return found
 
 
@@ -161,7 +170,8 @@ def checkpoint_saved(shape: ModelShape, policy: PolicyConfig) -> float:
 def layer_work(shape: ModelShape, policy: PolicyConfig) -> float:
     """Gradients and gathered activations during the backward pass of one layer."""
     s = Sizes.of(shape, policy)
-    inner = _routed(shape, policy, s) * (3 * s.expert_ffn + 2 * s.hidden) if shape.is_moe else s.t * 3 * s.ffn
+    experts = _routed(shape, policy, s) * (3 * s.expert_ffn + 2 * s.hidden) if shape.is_moe else 0.0
+    inner = max(experts, s.t * 3 * s.ffn if shape.moe_layers < shape.layers else 0.0)
     return (inner + 2 * s.t * s.hidden) * s.bytes
 
 
@@ -185,6 +195,8 @@ class Head:
 
 def head_memory(shape: ModelShape, policy: PolicyConfig) -> Head:
     s = Sizes.of(shape, policy)
+    if shape.head == "value":  # hidden states in fp32, and their gradient
+        return Head(saved=s.t * s.hidden * (s.bytes + 4), work=s.t * s.hidden * (s.bytes + 4), kept_gradient=0.0)
     chunk = min(policy.head_chunk(shape.vocab), s.t)
     table = s.columns * s.hidden
     tied_here = shape.tied_embeddings and policy.pipeline_parallel == 1
@@ -254,16 +266,18 @@ def stage_memory(
     shape: ModelShape, policy: PolicyConfig, world: int, micro_batches: int, stage: int, layers: Layers = "te"
 ) -> TrainerMemory:
     """Memory of one rank of `stage` when `world` ranks train with at most `micro_batches` per update."""
-    held = rank_parameters(shape, policy, stage)
+    held, trained = rank_parameters(shape, policy, stage).total, trained_parameters(shape, policy, stage)
+    if policy.lora.rank:  # on torch layers; the base has neither gradients nor optimizer state
+        held, layers = held + adapter_parameters(shape, policy, stage).total, "local"
     size = 2 if policy.precision == "bf16" else 4
-    optimizer, step = _optimizer(held, policy, world, fused=layers == "te")
+    optimizer, step = _optimizer(trained, policy, world, fused=layers == "te")
     last = stage == policy.pipeline_parallel - 1
     activations, layer = _passes(shape, policy, stage, micro_batches, layers)
     head = head_memory(shape, policy)
     memory = TrainerMemory(
         stage=stage,
-        weights=size * held.total + _fp8_copies(shape, policy, stage),
-        gradients=(4 if policy.gradient_reduction == "fp32" else 2) * held.total,
+        weights=size * held + _fp8_copies(shape, policy, stage),
+        gradients=(4 if policy.gradient_reduction == "fp32" else 2) * trained.total,
         optimizer=optimizer,
         activations=activations + (head.saved if last else 0.0),
         layer=layer + (head.kept_gradient if last else 0.0),
@@ -284,6 +298,14 @@ def trainer_memory(
     return max(memories, key=lambda memory: memory.total)
 
 
+def static_memory(shape: ModelShape, policy: PolicyConfig, world: int) -> float:
+    """Weights, gradients and optimizer state of the first stage: less than it needs in all."""
+    held, trained = rank_parameters(shape, policy, 0).total, trained_parameters(shape, policy, 0)
+    size = 2 if policy.precision == "bf16" else 4
+    gradients = 4 if policy.gradient_reduction == "fp32" else 2
+    return size * held + gradients * trained.total + _optimizer(trained, policy, world, fused=True)[0]
+
+
 def kept_while_engines_work(world: int) -> float:
     """Bytes that the trainer cannot offload from a GPU that it shares with an engine."""
     return CONTEXT_BYTES + BUCKET_BYTES + (NCCL_BYTES if world > 1 else 0.0)
@@ -295,8 +317,9 @@ def _fp8_copies(shape: ModelShape, policy: PolicyConfig, stage: int) -> float:
         return 0.0
     matrices = count_parameters(shape)
     layers = stage_layers(shape, policy, stage) / shape.layers
-    parts = policy.expert_parallel * policy.expert_tensor_parallel if shape.is_moe else policy.tensor_parallel
-    return 2 * layers * ((matrices.attention + matrices.shared) / policy.tensor_parallel + matrices.mlp / parts)
+    parts = policy.expert_parallel * policy.expert_tensor_parallel
+    split = (matrices.attention + matrices.shared + matrices.mlp) / policy.tensor_parallel
+    return 2 * layers * (split + matrices.experts / parts)
 
 
 def _optimizer(held: RankParameters, policy: PolicyConfig, world: int, fused: bool) -> tuple[float, float]:

@@ -14,7 +14,7 @@ from megatron_dapo.planner.engine import EnginePlan, fleet_of, plan_engine
 from megatron_dapo.planner.generation import generate
 from megatron_dapo.planner.hardware import Cluster
 from megatron_dapo.planner.memory import Layers
-from megatron_dapo.planner.plan import shared_gpu, step_phases, step_seconds
+from megatron_dapo.planner.plan import step_phases, step_seconds, task_of
 from megatron_dapo.planner.search import Candidate, Task, candidates, judge, rank, why_illegal
 from megatron_dapo.planner.workload import Workload
 
@@ -57,7 +57,7 @@ def compare_modes(
 def _modes(
     config: Config, shape: ModelShape, cluster: Cluster, work: Workload, mfu: float, layers: Layers
 ) -> list[Mode]:
-    task = Task(shape, work, cluster, mfu, layers, *shared_gpu(config, cluster))
+    task = task_of(config, shape, cluster, work, mfu, layers)
     trainer = _trainer(task, config)
     best = _engine(task, config)
     if trainer is None or best is None:

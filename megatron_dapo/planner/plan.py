@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_dapo.config import Config, ModelShape
+from megatron_dapo.config import Config, ConfigError, ModelShape
 from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.planner import assumptions, engine, memory, timing
@@ -14,11 +14,22 @@ from megatron_dapo.planner.assumptions import DEFAULT_MFU, ENGINE_OVERHEAD_BYTES
 from megatron_dapo.planner.engine import EnginePlan, fleet_of, hands_over, memory_fraction, plan_engine
 from megatron_dapo.planner.generation import Generation, generate
 from megatron_dapo.planner.hardware import GIB, Cluster, PlanError
-from megatron_dapo.planner.memory import Layers, TrainerMemory, kept_while_engines_work
+from megatron_dapo.planner.memory import Layers, TrainerMemory, kept_while_engines_work, stage_memory
+from megatron_dapo.planner.models import model_shape
 from megatron_dapo.planner.parameters import Parameters, count_parameters
-from megatron_dapo.planner.search import Candidate, Task, candidates, judge, rank, why_illegal
+from megatron_dapo.planner.search import (
+    Candidate,
+    CriticTask,
+    Task,
+    candidates,
+    critic_seconds,
+    judge,
+    rank,
+    why_illegal,
+    with_changes,
+)
 from megatron_dapo.planner.sync import buffer_bytes, sync_time
-from megatron_dapo.planner.workload import Workload
+from megatron_dapo.planner.workload import Workload, typical_of
 from megatron_dapo.plugins import is_plugin
 
 
@@ -37,7 +48,7 @@ def overlaps(config: Config, cluster: Cluster) -> bool:
 def step_seconds(phases: list[Phase], overlaps: bool) -> float:
     seconds = {phase.name: phase.seconds for phase in phases}
     if overlaps:
-        training = seconds.get("log-probs", 0.0) + seconds.get("training", 0.0)
+        training = sum(seconds.get(name, 0.0) for name in ("critic", "log-probs", "training"))
         return max(seconds.get("generation", 0.0), training) + seconds.get("weight sync", 0.0)
     return sum(seconds.values())
 
@@ -53,6 +64,8 @@ def step_phases(
     phases = []
     if engine is not None and generation is not None:
         phases.append(_generation(task, engine, generation))
+    if task.critic is not None:
+        phases.append(_critic(task, policy, memory))
     phases += _training(task, policy)
     if engine is not None:
         phases.append(_sync(task, rollout, policy, engine))
@@ -87,6 +100,19 @@ def _training(task: Task, policy: PolicyConfig) -> list[Phase]:
     detail = f"{work.updates} updates of {update.total:.1f} s, {split.micro_batches} micro-batches each; per update: "
     phases.append(Phase("training", work.updates * update.total, detail + shown))
     return phases
+
+
+def _critic(task: Task, policy: PolicyConfig, memory: TrainerMemory) -> Phase:
+    critic = task.critic
+    assert critic is not None
+    seconds, values = critic_seconds(task, policy)
+    detail = f"values {values:.1f} s, {task.work.updates * critic.config.epochs} updates"
+    if critic.takes_turns:
+        own = stage_memory(critic.shape, critic.policy(policy), task.world, 1, memory.stage, task.layers)
+        moved = memory.weights + memory.optimizer + own.weights + own.optimizer
+        seconds += 2 * moved / HOST_BYTES_PER_SECOND
+        detail += f", {moved / GIB:.1f} GiB a GPU to host memory and back"
+    return Phase("critic", seconds, detail)
 
 
 def _sync(task: Task, rollout: RolloutConfig, policy: PolicyConfig, engine: EnginePlan) -> Phase:
@@ -124,6 +150,15 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
+class Advice:
+    """Settings that make a step faster, and fit."""
+
+    changes: dict[str, Any]
+    seconds: float  # of a step with them
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     shape: ModelShape
     parameters: Parameters
@@ -138,11 +173,27 @@ class Plan:
     limit: float  # bytes of one GPU that the trainer may use
     phases: list[Phase] = field(default_factory=list)
     step_seconds: float = 0.0
+    steps: int = 0  # of the run
     assumptions: list[str] = field(default_factory=list)
+    advice: list[Advice] = field(default_factory=list)  # see advice.py
 
     @property
     def fits(self) -> bool:
         return not self.problems
+
+    @property
+    def likely(self) -> tuple[float, float]:
+        """Seconds of a step between which four of five published runs are, relative to their prediction."""
+        low, high = assumptions.LIKELY
+        return low * self.step_seconds, high * self.step_seconds
+
+    @property
+    def days(self) -> float:
+        return self.steps * self.step_seconds / 86400
+
+    @property
+    def gpu_hours(self) -> float:
+        return self.days * 24 * self.cluster.gpus
 
 
 def make_plan(
@@ -157,7 +208,7 @@ def make_plan(
     """Judges the configured layout and engine size, or with `choose` takes the fastest that fit."""
     if not 0 < mfu <= 1:
         raise PlanError(f"--mfu is {mfu}: expected a share of the GPU's peak between 0 and 1, usually 0.5")
-    planner = _Planner(config, Task(shape, work, cluster, mfu, layers, *shared_gpu(config, cluster)))
+    planner = Planner(config, task_of(config, shape, cluster, work, mfu, layers))
     found = list(candidates(planner.task, config.policy))
     reason = None if choose else planner.why_not()
     chosen: Choice | None = None
@@ -174,19 +225,20 @@ def make_plan(
         shape, count_parameters(shape), cluster, work,
         layout=chosen.trainer.policy if chosen else config.policy,
         chosen=chosen,
-        ranking=rank([c for c in found if c.fits and planner.choice(c, tp).fits]),
+        ranking=rank([c for c in found if planner.choice(c, tp).fits]),
         engines=[planner.choice(chosen.trainer, size) for size in planner.engine_sizes()] if chosen else [],
         changes=planner.smallest_change(found) if problems else None,
         problems=problems,
         limit=planner.task.limit,
         phases=phases,
         step_seconds=step_seconds(phases, overlaps=overlaps(config, cluster)),
+        steps=config.trainer.steps,
         assumptions=assumption_lines(planner.task, config),
     )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
-class _Planner:
+class Planner:
     """Combines trainer layouts and engine sizes."""
 
     config: Config
@@ -247,23 +299,51 @@ class _Planner:
     def pairs(self, trainers: Iterable[Candidate]) -> list[Choice]:
         """Every combination that fits."""
         sizes = self.engine_sizes() or [1]
-        return [pair for c in trainers if c.fits for tp in sizes if (pair := self.choice(c, tp)).fits]
+        return [pair for c in trainers for tp in sizes if (pair := self.choice(c, tp)).fits]
 
     def best(self, found: list[Candidate]) -> Choice | None:
         return min(self.pairs(rank(found)), key=lambda pair: pair.seconds, default=None)
 
     def smallest_change(self, found: list[Candidate]) -> dict[str, Any] | None:
         """The fewest keys that make it fit; among those, the fastest. None: nothing fits."""
-        pairs = self.pairs(found)
-        best = min(pairs, key=lambda pair: (len(pair.changes(self.config)), pair.seconds), default=None)
-        return None if best is None else best.changes(self.config)
+        for pair in sorted(self.pairs(found), key=lambda pair: (len(pair.changes(self.config)), pair.seconds)):
+            changes = pair.changes(self.config)
+            if self.accepts(changes):
+                return changes
+        return None
+
+    def accepts(self, changes: dict[str, Any]) -> bool:
+        try:
+            with_changes(self.config, changes)
+        except ConfigError:
+            return False
+        return True
+
+    def step(self) -> float | None:
+        """Seconds of a step as configured; None: it does not fit."""
+        servers = self.config.rollout.servers
+        if self.why_not() is not None:
+            return None
+        choice = self.choice(judge(self.task, self.config.policy), servers.tensor_parallel)
+        if not choice.fits:
+            return None
+        phases = self.phases(self.with_generation(choice))
+        return step_seconds(phases, overlaps=overlaps(self.config, self.task.cluster))
 
     def problems(self, chosen: Choice | None) -> list[str]:
         """What does not fit, with the part that is too large."""
         if chosen is None:
             return [f"no layout on {self.task.cluster.gpus} GPUs fits both trainer and engine"]
         problems, mem, serving = [], chosen.trainer.memory, chosen.engine
-        if not chosen.trainer.fits:
+        critic = chosen.trainer.critic
+        if critic is not None and not chosen.trainer.fits:
+            how = "in turns" if self.task.critic and self.task.critic.takes_turns else "beside each other"
+            problems.append(
+                f"policy and critic, {how}, need {mem.total / GIB:.1f} and {critic.total / GIB:.1f} GiB, of which "
+                f"{mem.static / GIB:.1f} and {critic.static / GIB:.1f} GiB all the time; a rank has "
+                f"{self.task.limit / GIB:.1f} GiB"
+            )
+        elif not chosen.trainer.fits:
             part, size = max(mem.parts.items(), key=lambda item: item[1])
             problems.append(
                 f"the trainer needs {mem.total / GIB:.1f} GiB on a rank of pipeline stage {mem.stage}, but has "
@@ -277,6 +357,16 @@ class _Planner:
                 f"{serving.longest} tokens takes {serving.kv_least / GIB:.1f} GiB"
             )
         return problems
+
+
+def task_of(
+    config: Config, shape: ModelShape, cluster: Cluster, work: Workload, mfu: float, layers: Layers = "te"
+) -> Task:
+    critic = None
+    if config.uses_critic:
+        own = model_shape(config.critic.model, "critic.model") if config.critic.model else shape
+        critic = CriticTask(own.as_value_model(), config.critic)
+    return Task(shape, work, cluster, mfu, layers, *shared_gpu(config, cluster), critic)
 
 
 def shared_gpu(config: Config, cluster: Cluster) -> tuple[float, float]:
@@ -317,6 +407,12 @@ def _workload(task: Task, config: Config) -> list[str]:
             f"{work.samples} that train"
         ),
     ]
+    if typical := typical_of(config):
+        lines.append(
+            f"typical for {typical.model} with {typical.data}: prompts of {typical.prompt}, responses of "
+            f"{typical.response} tokens, {typical.kept:.0%} kept ({typical.source}); defaults unless --mean-prompt, "
+            "--mean-response or --kept are given"
+        )
     if config.algorithm.kl.coefficient:
         lines.append(
             "the reference policy (algorithm.kl.coefficient) adds one log-prob pass; its weights are in host memory "
@@ -333,7 +429,11 @@ def _workload(task: Task, config: Config) -> list[str]:
 def _trainer(task: Task) -> list[str]:
     layers = "Transformer Engine, fused attention" if task.layers == "te" else "torch (no Transformer Engine)"
     lines = [
-        f"kernels reach an MFU of {task.mfu:g}; recomputation, bubbles and exposed collectives are added",
+        (
+            f"very wide products reach {task.mfu:g} of the peak, those of {assumptions.HALF_SPEED_WIDTH} half of that, "
+            f"attention {assumptions.ATTENTION_MFU_SHARE:.0%}; in fp8 products are {assumptions.FP8_SPEED:g} times "
+            "faster, and conversions are added; so are recomputation, bubbles and exposed collectives"
+        ),
         (
             f"{assumptions.EXPOSED_CONTEXT:.0%} of the context-parallel exchange is not hidden; packing fills "
             f"{assumptions.FILL:.0%} of a micro-batch; the busiest rank has {assumptions.BALANCE:g} times the mean "
@@ -349,8 +449,8 @@ def _trainer(task: Task) -> list[str]:
     if task.shape.is_moe:
         lines.append(
             f"experts: the fullest rank gets {assumptions.EXPERT_IMBALANCE:g} times the mean tokens (in time "
-            f"{assumptions.EXPERT_WAIT:g}), their products reach {assumptions.EXPERT_MFU_SHARE:.0%} of the MFU, and "
-            f"{assumptions.MOE_LAYER_SECONDS * 1e3:g} ms are added per layer, pass and micro-batch"
+            f"{assumptions.EXPERT_WAIT:g}), and {assumptions.MOE_LAYER_SECONDS * 1e3:g} ms are added per layer, pass "
+            "and micro-batch"
         )
     return lines
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from megatron_dapo.config.policy import PolicyConfig
+from megatron_dapo.planner.assumptions import LIKELY, MARGIN
 from megatron_dapo.planner.engine import EnginePlan
 from megatron_dapo.planner.hardware import GIB, Cluster
 from megatron_dapo.planner.modes import Mode
 from megatron_dapo.planner.plan import Plan
-from megatron_dapo.planner.search import Candidate
+from megatron_dapo.planner.search import Candidate, as_settings
 
 NOTES = {
     "weights": "in the precision of the computation",
@@ -44,6 +46,7 @@ def print_plan(plan: Plan, console: Console, top: int = 8) -> None:
         _print_engines(plan, console)
     if plan.phases:
         _print_time(plan, console)
+        _print_advice(plan, console)
     _print_ranking(plan, console, top)
     console.print("\nAssumptions", style="bold")
     for line in plan.assumptions:
@@ -69,6 +72,11 @@ def _print_verdict(plan: Plan, console: Console) -> None:
         with_engines = f" with engines of TP{engine.tensor_parallel}" if engine else ""
         line = f"FITS on {gpus} as {layout}{with_engines}: the fullest rank uses {used:.1f} of {limit:.1f} GiB"
         console.print(line, style="bold green", highlight=False)
+        if used > (1 - MARGIN) * limit:
+            console.print(
+                f"Tight: less than {MARGIN:.0%} of the memory is free, which is as much as a predicted peak may be off",
+                style="yellow", highlight=False,
+            )  # fmt: skip
         return
     console.print(f"DOES NOT FIT on {gpus} as {layout}", style="bold red", highlight=False)
     for problem in plan.problems:
@@ -76,8 +84,11 @@ def _print_verdict(plan: Plan, console: Console) -> None:
     if plan.changes is None:
         console.print("No layout fits: use more or larger GPUs, shorter sequences, or a smaller model", highlight=False)
     else:
-        sets = " ".join(f"--set {key}={value}" for key, value in plan.changes.items())
-        console.print(f"Smallest change that fits: {sets}", highlight=False)
+        console.print(f"Smallest change that fits: {_flags(plan.changes)}", highlight=False)
+
+
+def _flags(changes: dict[str, Any]) -> str:
+    return " ".join(f"--set {item}" for item in as_settings(changes))
 
 
 def make_table(title: str, *columns: str) -> Table:
@@ -106,6 +117,9 @@ def _print_memory(plan: Plan, trainer: Candidate, console: Console) -> None:
         table.add_row(part, f"{size / GIB:.2f}", NOTES[part])
     table.add_section()
     table.add_row("total", f"{memory.total / GIB:.2f}", f"of {plan.limit / GIB:.1f} GiB")
+    if trainer.critic is not None:
+        what = f"{trainer.critic.static / GIB:.2f} GiB of it all the time, unless it takes turns (critic.offload)"
+        table.add_row("critic", f"{trainer.critic.total / GIB:.2f}", what)
     print_table(table, console)
 
 
@@ -139,7 +153,27 @@ def _print_time(plan: Plan, console: Console) -> None:
     for phase in plan.phases:
         table.add_row(phase.name, f"{phase.seconds:,.1f}", f"{phase.seconds / total:.0%}", phase.detail)
     table.add_section()
-    table.add_row("step", f"{total:,.1f}", "", f"{total / 60:.1f} minutes; trains on {plan.work.samples} samples")
+    low, high = plan.likely
+    table.add_row(
+        "step", f"{total:,.1f}", "", f"trains on {plan.work.samples} samples; likely {low:,.0f} to {high:,.0f} s"
+    )
+    print_table(table, console)
+    low, high = (plan.days * factor for factor in LIKELY)
+    console.print(
+        f"The run: {plan.steps:,} steps (trainer.steps), {plan.gpu_hours:,.0f} GPU-hours, {plan.days:.1f} days (likely "
+        f"{low:.1f} to {high:.1f})",
+        highlight=False,
+    )
+
+
+def _print_advice(plan: Plan, console: Console) -> None:
+    if not plan.advice:
+        return
+    table = make_table("What to change for time (--set)", ">step", ">saves", "change", "why")
+    for advice in plan.advice:
+        saved = 1 - advice.seconds / plan.step_seconds
+        settings = "\n".join(as_settings(advice.changes))
+        table.add_row(f"{advice.seconds:,.1f} s", f"{saved:.0%}", settings, advice.why)
     print_table(table, console)
 
 
@@ -167,7 +201,7 @@ def print_modes(modes: list[Mode], cluster: Cluster, console: Console) -> None:
         ">staleness", "trainer", ">TP", ">running", ">generation", ">training", ">step",
     )  # fmt: skip
     for mode in modes:
-        training = mode.phases["training"] + mode.phases.get("log-probs", 0.0)
+        training = sum(mode.phases.get(name, 0.0) for name in ("critic", "log-probs", "training"))
         table.add_row(
             mode.name, str(mode.staleness), layout_name(mode.trainer.policy, cluster.gpus - mode.engine_gpus),
             str(mode.server_tensor_parallel), str(mode.max_running), f"{mode.phases['generation']:,.0f} s",
@@ -192,6 +226,10 @@ def plan_json(plan: Plan, top: int = 8) -> dict[str, Any]:
         "engine": None if plan.chosen is None else _engine_json(plan.chosen.engine),
         "phases": {phase.name: phase.seconds for phase in plan.phases},
         "step_seconds": plan.step_seconds,
+        "likely_seconds": plan.likely,
+        "days": plan.days,
+        "gpu_hours": plan.gpu_hours,
+        "advice": [asdict(advice) for advice in plan.advice],
         "layouts": [_candidate_json(c, plan.cluster.trainer_gpus) for c in plan.ranking[:top]],
         "assumptions": plan.assumptions,
     }
@@ -199,7 +237,8 @@ def plan_json(plan: Plan, top: int = 8) -> dict[str, Any]:
 
 def _memory_json(candidate: Candidate) -> dict[str, Any]:
     memory = candidate.memory
-    return {"stage": memory.stage, **memory.parts, "total": memory.total}
+    critic = {} if candidate.critic is None else {"critic": candidate.critic.total}
+    return {"stage": memory.stage, **memory.parts, "total": memory.total, **critic}
 
 
 def _engine_json(engine: EnginePlan | None) -> dict[str, Any] | None:

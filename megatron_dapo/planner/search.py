@@ -1,24 +1,49 @@
-"""The trainer's layouts: which are legal, which fit, and how fast they are."""
+"""The trainer's layouts: which are legal, which fit, and how fast they are; and a configuration with changes.
+
+Searched layouts leave MARGIN of the GPU's memory free and are accepted by the configuration.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
-from megatron_dapo.config import ConfigError, ModelShape, check_model, check_world
+from megatron_dapo.config import Config, ConfigError, ModelShape, check_model, check_world, parse_config
+from megatron_dapo.config.critic import CriticConfig
+from megatron_dapo.config.load import apply_override
 from megatron_dapo.config.policy import PolicyConfig
+from megatron_dapo.config.schema import stage_ends
+from megatron_dapo.planner.assumptions import MARGIN
 from megatron_dapo.planner.hardware import Cluster
-from megatron_dapo.planner.memory import Layers, TrainerMemory, trainer_memory
+from megatron_dapo.planner.memory import Layers, TrainerMemory, static_memory, trainer_memory
 from megatron_dapo.planner.timing import most_micro_batches, pass_time
 from megatron_dapo.planner.workload import Workload
 
 KEYS = (
     "tensor_parallel", "pipeline_parallel", "virtual_pipeline", "context_parallel", "expert_parallel", "recompute",
-    "micro_batch_tokens", "head_chunk_tokens",
+    "micro_batch_tokens", "head_chunk_tokens", "first_stage_layers", "last_stage_layers", "recompute_modules",
+    "recompute_layers", "sequence_parallel", "tp_comm_overlap", "cp_comm_type",
 )  # fmt: skip
 MODEL_PARALLEL_LIMIT = 16  # largest pipeline size that is searched
+
+
+@dataclass(frozen=True, slots=True)
+class CriticTask:
+    """A critic in the layout of the policy."""
+
+    shape: ModelShape
+    config: CriticConfig
+
+    def policy(self, layout: PolicyConfig) -> PolicyConfig:
+        return layout.model_copy(update={"optimizer": self.config.optimizer})
+
+    @property
+    def takes_turns(self) -> bool:
+        return self.config.offload is not False
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +57,7 @@ class Task:
     layers: Layers = "te"
     residue: float = 0.0  # bytes that a colocated engine holds while the trainer works
     kept: float = 0.0  # bytes that the trainer holds while a colocated engine works
+    critic: CriticTask | None = None
 
     @property
     def world(self) -> int:
@@ -41,13 +67,19 @@ class Task:
     def limit(self) -> float:
         return self.cluster.gpu.memory - self.residue
 
+    @property
+    def advised(self) -> float:
+        """Bytes that a recommended layout may use."""
+        return self.limit - MARGIN * self.cluster.gpu.memory
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
     policy: PolicyConfig
     memory: TrainerMemory
     fits: bool
-    seconds: float  # training and log-probs of one step
+    seconds: float  # training, log-probs and critic of one step
+    critic: TrainerMemory | None = None
 
     def data_parallel(self, world: int) -> int:
         return world // self.policy.model_ranks
@@ -61,21 +93,44 @@ class Candidate:
         }
 
 
-def judge(task: Task, policy: PolicyConfig) -> Candidate:
+def judge(task: Task, policy: PolicyConfig, memory: TrainerMemory | None = None) -> Candidate:
     """Memory and time of one legal layout."""
-    micro_batches = most_micro_batches(policy, task.work, task.world)
-    memory = trainer_memory(task.shape, policy, task.world, micro_batches, task.layers)
+    memory = memory or memory_of(task, policy)
     updates, passes = task.work.updates, task.work.log_prob_passes
     arguments = (task.shape, policy, task.cluster, task.work, task.world, task.mfu)
     seconds = updates * pass_time(*arguments, train=True).total
     seconds += updates * passes * pass_time(*arguments, train=False).total
-    return Candidate(policy, memory, memory.total <= task.limit, seconds)
+    if task.critic is None:
+        return Candidate(policy, memory, memory.total <= task.limit, seconds)
+    micro_batches = most_micro_batches(policy, task.work, task.world)
+    critic = trainer_memory(task.critic.shape, task.critic.policy(policy), task.world, micro_batches, task.layers)
+    needed = max(memory.total, critic.total)
+    if not task.critic.takes_turns:
+        needed = max(memory.total + critic.static, critic.total + memory.static)
+    seconds += critic_seconds(task, policy)[0]
+    return Candidate(policy, memory, needed <= task.limit, seconds, critic)
+
+
+def critic_seconds(task: Task, policy: PolicyConfig) -> tuple[float, float]:
+    """Of one step: all of the critic's part without hand-overs, and the values alone."""
+    assert task.critic is not None
+    arguments = (task.critic.shape, task.critic.policy(policy), task.cluster, task.work, task.world, task.mfu)
+    values = task.work.updates * pass_time(*arguments, train=False).total
+    updates = task.work.updates * task.critic.config.epochs * pass_time(*arguments, train=True).total
+    return values + updates, values
+
+
+def memory_of(task: Task, policy: PolicyConfig) -> TrainerMemory:
+    micro_batches = most_micro_batches(policy, task.work, task.world)
+    return trainer_memory(task.shape, policy, task.world, micro_batches, task.layers)
 
 
 def why_illegal(task: Task, policy: PolicyConfig) -> str | None:
     """Why this layout is impossible, or None."""
     try:
         check_model(policy, task.shape, task.work.longest)
+        if task.critic is not None:
+            check_model(policy, task.critic.shape, task.work.longest)
         check_world(policy, task.world)
     except ConfigError as error:
         return str(error)
@@ -89,35 +144,81 @@ def why_illegal(task: Task, policy: PolicyConfig) -> str | None:
 
 
 def candidates(task: Task, given: PolicyConfig) -> Iterator[Candidate]:
-    """Every legal layout on these GPUs. Other settings (optimizer, precision, …) are those of `given`."""
-    shape, limit = task.shape, MODEL_PARALLEL_LIMIT
-    tensor = [n for n in _divisors(shape.kv_heads) if shape.heads % n == 0 and n <= task.cluster.gpus_per_node]
-    pipeline = [n for n in _divisors(shape.layers) if n <= limit]
+    """Every legal layout on these GPUs that fits with the margin. Other settings (optimizer, precision, …) are those of
+    `given`, except where a layout does not allow them."""
+    shape = task.shape
+    tensor = [n for n in _divisors(shape.heads) if n <= task.cluster.gpus_per_node]
     expert = [n for n in _divisors(shape.experts) if n <= 64] if shape.is_moe else [1]
-    context = [1, 2, 4, 8]
-    for tp, pp, cp, ep in product(tensor, pipeline, context, expert):
-        if task.world % (tp * pp * cp):
+    for tp, pp, cp, ep in product(tensor, range(1, MODEL_PARALLEL_LIMIT + 1), (1, 2, 4, 8), expert):
+        if task.world % (tp * pp * cp) or task.world // pp % ep:
             continue
-        virtual = [v for v in (1, 2, 4) if v == 1 or (pp > 1 and shape.layers % (pp * v) == 0)]
-        for vpp, recompute, chunk in product(virtual, ("none", "full"), {given.head_chunk_tokens, 1024}):
+        for vpp in (1, 2, 4) if pp > 1 else (1,):
+            if (ends := _stages(shape.layers, pp, vpp)) is None:
+                continue
             layout = {
                 "tensor_parallel": tp, "pipeline_parallel": pp, "virtual_pipeline": vpp, "context_parallel": cp,
-                "expert_parallel": ep, "recompute": recompute, "head_chunk_tokens": chunk,
+                "expert_parallel": ep, "first_stage_layers": ends[0], "last_stage_layers": ends[1],
                 "sequence_parallel": given.sequence_parallel if tp > 1 else None,
+                "tp_comm_overlap": given.tp_comm_overlap and tp > 1,
+                "cp_comm_type": given.cp_comm_type if cp > 1 else None, "recompute_layers": None,
             }  # fmt: skip
-            yield from _with_budgets(task, given, layout)
+            bare = given.model_copy(update=layout)
+            align = bare.pack_alignment
+            longest = bare.model_copy(update={"micro_batch_tokens": -(-task.work.longest // align) * align})
+            if why_illegal(task, longest) is None and static_memory(shape, longest, task.world) < task.advised:
+                for recompute in dict.fromkeys((given.recompute, "none", "full")):
+                    yield from _with_budgets(task, bare, _recomputation(given, recompute))
 
 
-def _with_budgets(task: Task, given: PolicyConfig, layout: dict[str, Any]) -> Iterator[Candidate]:
-    """The layout with micro-batches of the given size, and of 1, 1.5 and 2 times the longest sequence."""
-    bare = given.model_copy(update=layout)
-    align, longest = bare.pack_alignment, task.work.longest
-    sizes = {given.micro_batch_tokens, longest, longest * 3 // 2, longest * 2}
+@lru_cache(maxsize=256)
+def _stages(layers: int, pp: int, vpp: int) -> tuple[int | None, int | None] | None:
+    """Layers of the first and last stage, None: as many as the others. None: no division."""
+    return (None, None) if layers % (pp * vpp) == 0 else stage_ends(layers, pp, vpp)
+
+
+def _recomputation(given: PolicyConfig, recompute: str) -> dict[str, Any]:
+    return {
+        "recompute": recompute,
+        "recompute_modules": given.recompute_modules if recompute == "selective" else ["core_attn"],
+    }
+
+
+def _with_budgets(task: Task, layout: PolicyConfig, recomputation: dict[str, Any]) -> Iterator[Candidate]:
+    """The legal layout with micro-batches of the given size, and of 1, 1.5 and 2 times the longest sequence; with
+    smaller chunks of logits where it does not fit otherwise."""
+    align, longest = layout.pack_alignment, task.work.longest
+    sizes = {layout.micro_batch_tokens, longest, longest * 3 // 2, longest * 2}
     for tokens in sorted({-(-size // align) * align for size in sizes if size >= longest}):
-        # model_copy skips validation: these are valid, and there are thousands.
-        policy = bare.model_copy(update={"micro_batch_tokens": tokens})
-        if why_illegal(task, policy) is None:
-            yield judge(task, policy)
+        for chunk in dict.fromkeys((layout.head_chunk_tokens, 1024)):
+            # model_copy skips validation: most of these do not fit, and there are thousands.
+            more = {"micro_batch_tokens": tokens, "head_chunk_tokens": chunk}
+            policy = layout.model_copy(update=recomputation | more)
+            memory = memory_of(task, policy)
+            if memory.total <= task.advised:
+                if _accepted(policy):
+                    yield judge(task, policy, memory)
+                break
+
+
+def _accepted(policy: PolicyConfig) -> bool:
+    try:
+        policy.check_layout()
+    except ValueError:
+        return False
+    return True
+
+
+def with_changes(config: Config, changes: Mapping[str, Any]) -> Config:
+    """The configuration with the settings that `--set` would change; a ConfigError if it refuses them."""
+    raw = config.model_dump(mode="json", exclude_unset=True)
+    for item in as_settings(changes):
+        apply_override(raw, item)
+    return parse_config(raw, "--set")
+
+
+def as_settings(changes: Mapping[str, Any]) -> list[str]:
+    """What to write behind --set."""
+    return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in changes.items()]
 
 
 def rank(found: list[Candidate]) -> list[Candidate]:

@@ -2,7 +2,8 @@
 
     step = max(reading weights, keys and values; arithmetic) + layers × launch + sequences × scheduling + all-reduces
 
-The constants are in `assumptions.py`. Experts that no running token uses are not read.
+The constants are in `assumptions.py`. Experts that no running token uses are not read. The kernel of the experts works
+on blocks of EXPERT_BLOCK rows, so an expert with one token costs as much arithmetic as with a block of them.
 
 `run_until` advances the clock to a given time; `next_event` says when something happens next: a sequence ends, or the
 KV cache is full and the newest sequence is retracted. Prompt tokens are computed before decoding continues. Time is
@@ -12,6 +13,7 @@ whatever the caller's clock counts; nothing here sleeps.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -35,24 +37,39 @@ class DecodeModel:
     fixed: float  # launches and the latency of all-reduces
     per_sequence: float  # scheduling, and the volume of all-reduces
     per_prompt_token: float  # prefill
+    per_expert_row: float = 0.0  # arithmetic of one token in one expert of every layer
+    experts_per_token: int = 0
+    expert_count: int = 0
 
     def step(self, running: float, context_tokens: float) -> float:
         """One token of each of `running` sequences, which together hold `context_tokens` tokens."""
-        reading = self.dense + self.per_context_token * context_tokens
+        reading, arithmetic = self.dense + self.per_context_token * context_tokens, self.arithmetic * running
         if self.experts:
-            reading += self.experts * (1 - self.idle_share**running)
-        return max(reading, self.arithmetic * running) + self.fixed + self.per_sequence * running
+            used = 1 - self.idle_share**running
+            reading += self.experts * used
+            rows, busy = running * self.experts_per_token, used * self.expert_count
+            block = assumptions.EXPERT_BLOCK
+            arithmetic += self.per_expert_row * max(busy * block, rows + busy * (block - 1) / 2)
+        return max(reading, arithmetic) + self.fixed + self.per_sequence * running
 
 
 def decode_model(
-    shape: ModelShape, cluster: Cluster, tp: int, engine: EngineSoftware = "sglang", dtype_bytes: int = 2
+    shape: ModelShape,
+    cluster: Cluster,
+    tp: int,
+    engine: EngineSoftware = "sglang",
+    dtype_bytes: int = 2,
+    weight_bytes: float | None = None,
 ) -> DecodeModel:
+    """`weight_bytes`: of a parameter, where weights are quantised."""
+    weight_bytes = dtype_bytes if weight_bytes is None else weight_bytes
     parameters, gpu = count_parameters(shape), cluster.gpu
     bandwidth = gpu.bandwidth * 1e12 * assumptions.READ_SHARE
     read = parameters.total if shape.tied_embeddings else parameters.total - parameters.embedding
-    experts = parameters.mlp if shape.is_moe else 0
+    experts = parameters.experts
     flops = gpu.tflops * 1e12 * assumptions.DECODE_MFU[engine] * tp
     active = parameters.layer_matrices_active + shape.vocab * shape.hidden
+    routed = shape.experts_per_token * 3 * shape.layers * shape.hidden * shape.expert_ffn_hidden
     latency = volume = 0.0
     if tp > 1:
         between = tp > cluster.gpus_per_node
@@ -60,14 +77,17 @@ def decode_model(
         latency = 2 * shape.layers * once
         volume = 2 * shape.layers * 2 * shape.hidden * dtype_bytes * (tp - 1) / tp / cluster.wire(tp)
     return DecodeModel(
-        dense=(read - experts) * dtype_bytes / tp / bandwidth,
-        experts=experts * dtype_bytes / tp / bandwidth,
+        dense=(read - experts) * weight_bytes / tp / bandwidth,
+        experts=experts * weight_bytes / tp / bandwidth,
         idle_share=1 - shape.experts_per_token / shape.experts if shape.is_moe else 0.0,
         per_context_token=kv_bytes(shape, tp, dtype_bytes) / bandwidth,
-        arithmetic=2 * active / flops,
+        arithmetic=2 * (active - routed) / flops,
         fixed=assumptions.SECONDS_PER_LAYER * shape.layers + latency,
         per_sequence=assumptions.SECONDS_PER_SEQUENCE[engine] + volume,
         per_prompt_token=2 * parameters.active / flops,
+        per_expert_row=2 * routed / max(1, shape.experts_per_token) / flops,
+        experts_per_token=shape.experts_per_token,
+        expert_count=shape.experts,
     )
 
 
@@ -118,6 +138,12 @@ class ServerModel:
     @property
     def running(self) -> int:
         return self._count
+
+    @property
+    def pace(self) -> float:
+        """Seconds of a step of half of the sequences that it may run, per sequence: to compare servers."""
+        half = max(1, self.max_running // 2)
+        return self.decode.step(half, min(self.kv_tokens, 1024 * half)) / half
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -245,15 +271,47 @@ class ServerModel:
 
 
 class FleetModel:
-    """All engines of a run: a central queue, and the least loaded server takes the next request."""
+    """All engines of a run: a central queue. The server that would end a request first takes the next one: of equal
+    servers, the least loaded."""
 
-    def __init__(self, servers: int, decode: DecodeModel, kv_tokens: int, max_running: int) -> None:
-        self.servers = [ServerModel(decode, kv_tokens, max_running) for _ in range(servers)]
+    def __init__(self, servers: Iterable[ServerModel]) -> None:
+        self.servers: list[ServerModel] = []
         self.now = 0.0
         self._waiting: deque[Sequence] = deque()
-        self._next: list[float | None] = [None] * servers  # event of each server
-        self._loads = [0] * servers  # sequences that run or wait on each
+        self._next: list[float | None] = []  # event of each server
+        self._costs: list[float] = []  # seconds of a step with one more sequence, relative; infinite: full or dead
         self._server_of: dict[int, int] = {}
+        self._dead: set[int] = set()
+        for server in servers:
+            self.join(server)
+
+    def join(self, server: ServerModel) -> None:
+        server.now = self.now
+        self.servers.append(server)
+        self._next.append(None)
+        self._costs.append(0.0)
+        self._changed(len(self.servers) - 1)
+        self._dispatch()
+
+    @property
+    def alive(self) -> list[int]:
+        return [index for index in range(len(self.servers)) if index not in self._dead]
+
+    def fail(self, index: int) -> None:
+        """The server dies; its sequences start again elsewhere, without what they generated."""
+        server = self.servers[index]
+        server.run_until(self.now)
+        lost = server.sequences
+        server.clear()
+        self._dead.add(index)
+        self._changed(index)
+        for sequence in lost:
+            sequence.context -= sequence.generated
+            sequence.remaining += sequence.generated
+            sequence.generated, sequence.prefill = 0, sequence.context
+            del self._server_of[id(sequence)]
+        self._waiting.extendleft(reversed(lost))
+        self._dispatch()
 
     def submit(self, sequences: Iterable[Sequence]) -> None:
         self._waiting.extend(sequences)
@@ -261,12 +319,11 @@ class FleetModel:
 
     def _dispatch(self) -> None:
         while self._waiting:
-            load = min(self._loads)
-            index = self._loads.index(load)
-            server = self.servers[index]
-            if load >= server.max_running:
+            cost = min(self._costs)
+            if cost == math.inf:
                 return
-            sequence = self._waiting.popleft()
+            index = self._costs.index(cost)
+            server, sequence = self.servers[index], self._waiting.popleft()
             server.run_until(self.now)
             self._server_of[id(sequence)] = index
             server.add(sequence)
@@ -274,7 +331,10 @@ class FleetModel:
 
     def _changed(self, index: int) -> None:
         server = self.servers[index]
-        self._next[index], self._loads[index] = server.next_event(), len(server)
+        load = len(server)
+        full = load >= server.max_running or index in self._dead
+        self._next[index] = server.next_event()
+        self._costs[index] = math.inf if full else (load + 1) * server.pace
 
     def next_event(self) -> float | None:
         return min((event for event in self._next if event is not None), default=None)

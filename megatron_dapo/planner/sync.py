@@ -69,23 +69,22 @@ def count_tensors(shape: ModelShape) -> int:
     # Gated DeltaNet: two or four input projections, output projection, convolution, A_log, dt_bias, norm.
     delta = (2 if shape.linear.fused else 4) + 5 if shape.linear else 0
     layers = shape.attention_layers * attention + len(shape.linear_layers) * delta
-    layers += shape.layers * (_mlp_matrices(shape) + shape.is_moe + shape.has_shared_expert + 2)
+    layers += _mlp_matrices(shape) + shape.moe_layers * (1 + shape.has_shared_expert) + 2 * shape.layers
     return layers + 2 + (not shape.tied_embeddings)
 
 
 def _mlp_matrices(shape: ModelShape) -> int:
-    """Of one layer."""
-    return 3 * (shape.experts if shape.is_moe else 1) + 3 * shape.has_shared_expert
+    return 3 * (shape.layers - shape.moe_layers + shape.moe_layers * (shape.experts + shape.has_shared_expert))
 
 
 def count_quantised(shape: ModelShape) -> tuple[int, int]:
     """Matrices that `weights.quantization: fp8` quantises, as in `weights/fp8.py`, and their parameters."""
     q, kv = shape.heads * shape.head_dim * (2 if shape.attention_gate else 1), 2 * shape.kv_heads * shape.head_dim
     attention = shape.hidden * (q + kv + shape.heads * shape.head_dim)
-    mlp = shape.experts * shape.expert_ffn_hidden if shape.is_moe else shape.ffn_hidden
-    mlp = 3 * shape.hidden * (mlp + shape.shared_ffn_hidden)
-    matrices = 4 * shape.attention_layers + shape.layers * _mlp_matrices(shape)
-    return matrices, shape.attention_layers * attention + shape.layers * mlp
+    units = (shape.layers - shape.moe_layers) * shape.ffn_hidden
+    units += shape.moe_layers * (shape.experts * shape.expert_ffn_hidden + shape.shared_ffn_hidden)
+    matrices = 4 * shape.attention_layers + _mlp_matrices(shape)
+    return matrices, shape.attention_layers * attention + 3 * shape.hidden * units
 
 
 def sent(shape: ModelShape, weights: WeightTransportConfig) -> tuple[float, int]:
@@ -103,7 +102,7 @@ def count_names(shape: ModelShape, weights: WeightTransportConfig) -> tuple[int,
     if not shape.is_moe:
         return 0, tensors
     kinds = 1 if weights.quantization == "none" else 2  # weights, and scales
-    experts, buckets = 3 * shape.experts * shape.layers, math.ceil(size / weights.bucket_bytes)
+    experts, buckets = 3 * shape.experts * shape.moe_layers, math.ceil(size / weights.bucket_bytes)
     others = tensors - kinds * experts
     if not weights.pack_experts:
         return kinds * experts, others

@@ -1,6 +1,7 @@
-"""The policy: a Qwen model on Megatron-Core, and its updates.
+"""The policy: a Qwen model on Megatron-Core, and its updates. A critic is another one with a value head.
 
 - `policy`            `Policy`: builds the model under Megatron's DDP and optimizer; scores, updates and offloads it
+- `critic`            `Critic`: a value model beside the policy; turns on the GPU
 - `step`              one update: pack, run the pipeline schedule, reduce metrics, step the optimizer
 - `batch`             a mini-batch as flat numpy arrays (`TrainBatch`), a micro-batch as a pack of tokens
 - `schedule`          which rank trains on which sample, and in which micro-batch

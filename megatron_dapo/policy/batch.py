@@ -35,7 +35,7 @@ Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
 
 
-PER_SAMPLE = ("prompt_lengths", "response_lengths", "advantages", "rollouts")  # arrays of a TrainBatch
+PER_SAMPLE = ("prompt_lengths", "response_lengths", "advantages", "rollouts", "right")  # arrays of a TrainBatch
 
 
 class BatchError(UserError):
@@ -53,7 +53,10 @@ class TrainBatch:
     engine_logprobs: Floats | None = None  # [responses]
     ref_logprobs: Floats | None = None  # [responses]
     token_advantages: Floats | None = None  # [responses]; added to that of the sample
+    values: Floats | None = None  # [responses]; the critic's before the first update, at the token's prediction
+    returns: Floats | None = None  # [responses]; what the critic learns to predict
     rollouts: Ints | None = None  # [samples]: samples of one rollout have the same number; None: each is its own
+    right: NDArray[np.bool_] | None = None  # [samples]: the grader's verdict, whatever the reward
     # Of each sample [its tokens, layers · experts per token]; rows may be missing at the end. None: the router chooses.
     routed_experts: list[RoutedExperts | None] | None = None  # [samples]
 
@@ -114,7 +117,8 @@ class TrainBatch:
         expected = {
             "tokens": int(self.lengths.sum()), "response_lengths": samples, "advantages": samples,
             "loss_mask": responses, "old_logprobs": responses, "engine_logprobs": responses,
-            "ref_logprobs": responses, "token_advantages": responses, "routed_experts": samples, "rollouts": samples,
+            "ref_logprobs": responses, "token_advantages": responses, "values": responses, "returns": responses,
+            "routed_experts": samples, "rollouts": samples, "right": samples,
         }  # fmt: skip
         for name, length in expected.items():
             value = getattr(self, name)
@@ -137,7 +141,7 @@ class TrainBatch:
             raise BatchError(
                 f"sample {missing[0]}: its advantage is {self.advantages[missing[0]]}; an ungraded sample needs 0"
             )
-        for name in ("old_logprobs", "engine_logprobs", "ref_logprobs", "token_advantages"):
+        for name in ("old_logprobs", "engine_logprobs", "ref_logprobs", "token_advantages", "values", "returns"):
             values = getattr(self, name)
             if values is None:
                 continue

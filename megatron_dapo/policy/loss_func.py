@@ -22,16 +22,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dapo.algorithm import LossOutputs, PolicyLoss, Proximal, Scores, TokenBatch
+from megatron_dapo.algorithm.loss import Reduce, identity
+from megatron_dapo.algorithm.value_loss import ValueLoss
 from megatron_dapo.config import ConfigError
 from megatron_dapo.policy.megatron.runtime import Runtime
 
 LossFunc = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Any]]]
-ReadOutput = Callable[[Tensor], Scores]  # what the model's output says about each token
+ReadOutput = Callable[[Tensor], Any]  # what the model's output says about each token: Scores or values
+Loss = PolicyLoss | ValueLoss
 
 
 def from_head(output: Tensor) -> Scores:
     """Reads our head's output [2, tokens]."""
     return Scores(output[0], output[1])
+
+
+def from_value_head(output: Tensor) -> Tensor:
+    """Reads the values of a value head's output [1, tokens]."""
+    return output[0]
 
 
 def from_cross_entropy(output: Tensor) -> Scores:
@@ -41,12 +49,14 @@ def from_cross_entropy(output: Tensor) -> Scores:
 
 def make_loss_func(
     batch: TokenBatch,
-    loss: PolicyLoss,
+    loss: Loss,
     *,
     cp_group: dist.ProcessGroup | None = None,
     read_output: ReadOutput = from_head,
+    record: bool = False,
 ) -> LossFunc:
-    """The `loss_func` of one micro-batch. `cp_group` is needed if sequences are split over ranks."""
+    """The `loss_func` of one micro-batch. `cp_group` is needed if sequences are split over ranks. `record`: the metrics
+    are computed in fp64, and come with the scores."""
 
     def reduce(values: Tensor) -> Tensor:
         if cp_group is not None and cp_group.size() > 1:
@@ -54,7 +64,10 @@ def make_loss_func(
         return values
 
     def loss_func(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        result = loss(read_output(output), batch, reduce)
+        scores = read_output(output)
+        result = loss(scores, batch, reduce)
+        if record and isinstance(loss, PolicyLoss):
+            return result.loss_sum, *_recorded(loss, scores, batch, reduce)
         return result.loss_sum, *_count_and_metrics(result, result.loss_sum)
 
     return loss_func
@@ -66,15 +79,25 @@ def _count_and_metrics(result: LossOutputs, loss: Tensor) -> tuple[Tensor, dict[
     return result.denominator.to(torch.int32), {"sums": sums | result.sums, "maxima": result.maxima}
 
 
+def _recorded(loss: PolicyLoss, scores: Scores, batch: TokenBatch, reduce: Reduce = identity) -> tuple[Tensor, Any]:
+    """Count and metrics of a step whose tokens are recorded: what fp64 arithmetic makes of the recorded numbers."""
+    with torch.no_grad():
+        exact = [tensor.detach().double() for tensor in scores if tensor is not None]
+        result = loss(Scores(*exact), batch.double(), reduce)
+    count, metrics = _count_and_metrics(result, result.loss_sum)
+    return count, metrics | {"scores": torch.stack(exact)}
+
+
 class OnePassLoss:
     """The same loss for the one-pass head, which calls it chunk by chunk inside the model.
 
     Metrics are computed in `loss_func`, when the device already has the large products of the head queued.
     """
 
-    def __init__(self, batch: TokenBatch, loss: PolicyLoss) -> None:
+    def __init__(self, batch: TokenBatch, loss: PolicyLoss, *, record: bool = False) -> None:
         self.batch = batch
         self._loss = loss
+        self._record = record
         self._scores: list[tuple[Tensor, Tensor]] = []
 
     def __call__(self, chunk: slice, logprobs: Tensor, entropy: Tensor) -> Tensor:
@@ -86,6 +109,8 @@ class OnePassLoss:
         nothing = torch.zeros(0, device=output.device)  # a placeholder micro-batch scores no token
         logprobs, entropy = (torch.cat([nothing, *(pair[i] for pair in self._scores)]) for i in (0, 1))
         self._scores = []
+        if self._record:
+            return output, *_recorded(self._loss, Scores(logprobs, entropy), self.batch)
         result = self._loss(Scores(logprobs, entropy), self.batch)
         return output, *_count_and_metrics(result, output)
 
@@ -109,7 +134,14 @@ class MetricReducer:
     """
 
     def __init__(
-        self, loss: PolicyLoss, runtime: Runtime, *, reference: bool, engine: bool, proximal: Proximal = "old"
+        self,
+        loss: Loss,
+        runtime: Runtime,
+        *,
+        reference: bool,
+        engine: bool,
+        proximal: Proximal = "old",
+        read_output: ReadOutput = from_head,
     ) -> None:
         one = torch.zeros(1)
         batch = TokenBatch(
@@ -122,9 +154,12 @@ class MetricReducer:
             sequences=1,
             ref_logprobs=one if reference else None,
             engine_logprobs=one if engine else None,
+            old_values=one,
+            returns=one,
+            positive=one if loss.needs.right else None,
             proximal=proximal,
         )
-        result = loss(Scores(one, one), batch)
+        result = loss(read_output(torch.zeros(2, 1)), batch)
         self.sums = ["loss_sum", "denominator", *result.sums]
         self.maxima = list(result.maxima)
         self.runtime = runtime
@@ -139,7 +174,7 @@ class MetricReducer:
         both = torch.cat([sums, maxima])
         dist.broadcast(both, src=self.runtime.last_stage_rank, group=self.runtime.groups.pp)
         values = dict(zip([*self.sums, *self.maxima], both.tolist(), strict=True))
-        return self._means(values)
+        return mean_metrics(values, self.sums)
 
     def _total(self, micro_batches: Sequence[dict[str, Any]], kind: str) -> Tensor:
         names: list[str] = getattr(self, kind)
@@ -149,14 +184,16 @@ class MetricReducer:
         stacked = torch.stack(values)
         return stacked.sum(0) if kind == "sums" else stacked.amax(0)
 
-    def _means(self, values: dict[str, float]) -> dict[str, float]:
-        tokens, denominator = values["tokens"], values["denominator"]
-        out = {name: values[name] for name in ("tokens", "nonfinite_tokens", "denominator")}
-        out["loss"] = values["loss_sum"] / denominator if denominator else 0.0
-        for name in self.sums:
-            if name not in ("loss_sum", *out):
-                out[name] = values[name] / tokens if tokens else 0.0
-        return out | {name: values[name] for name in self.maxima}
+
+def mean_metrics(values: Mapping[str, float], sums: Sequence[str]) -> dict[str, float]:
+    """From sums and maxima: means over active tokens; `loss` is over the denominator."""
+    tokens, denominator = values["tokens"], values["denominator"]
+    out = {name: values[name] for name in ("tokens", "nonfinite_tokens", "denominator")}
+    out["loss"] = values["loss_sum"] / denominator if denominator else 0.0
+    for name in sums:
+        if name not in ("loss_sum", *out):
+            out[name] = values[name] / tokens if tokens else 0.0
+    return out | {name: value for name, value in values.items() if name not in sums}
 
 
 TOTALS = frozenset({"tokens", "denominator", "nonfinite_tokens", "update_skipped", "update_seconds", "micro_batches"})

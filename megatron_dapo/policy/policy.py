@@ -15,11 +15,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_dapo.algorithm import Needs
@@ -134,10 +135,10 @@ class Policy:
             return live_adapters(self.model)
         return live_mappings(self.model, self.shape, self.position)
 
-    def adapter_buckets(self, bucket_bytes: int = 512 << 20) -> WeightBuckets:
+    def adapter_buckets(self) -> WeightBuckets:
         """Collective. LoRA's adapters under PEFT's names, on rank 0."""
         options: dict[str, Any] = {"before": self.step.complete_weights, "adapters": self.trained_mappings}
-        return WeightBuckets(self.model, self.shape, self.position, bucket_bytes=bucket_bytes, **options)
+        return WeightBuckets(self.model, self.shape, self.position, **options)
 
     def _merged(self, name: str, weight: Tensor) -> Tensor:
         """This rank's shard of a weight as the engines need it: with its adapter."""
@@ -164,6 +165,11 @@ class Policy:
         """Moves the weights to host memory as well. Only `onload` may be called afterwards."""
         self.step.complete_weights()
         return self._offloader.offload(self._parameters())
+
+    def offload(self) -> None:
+        """Everything to host memory, to make room for another model of the trainer."""
+        self.offload_training_state()
+        self.offload_weights()
 
     def onload(self) -> int:
         return self._offloader.onload()
@@ -195,17 +201,27 @@ class Policy:
         """Log-probs and entropies [responses] of every response token, on every rank. No gradient, no state change.
         With `mini_batches` every rank scores the samples that it will train on, and needs no others. `replay`: with the
         experts of the batch, if it has them. `record`: puts the experts into the batch."""
+        logprobs, entropy = self._scores(batch, mini_batches, 2, replay=replay, record=record)
+        return logprobs, entropy
+
+    def values(self, batch: TrainBatch, mini_batches: Sequence[Sequence[int]] | None = None) -> Floats:
+        """Values [responses] of a value model, each of the state before its token; otherwise as `log_probs`."""
+        return self._scores(batch, mini_batches, 1)[0]
+
+    def _scores(
+        self,
+        batch: TrainBatch,
+        mini_batches: Sequence[Sequence[int]] | None,
+        rows: int,
+        *,
+        replay: bool = True,
+        record: bool = False,
+    ) -> NDArray[np.float32]:
+        """[rows, responses]: the head's output, on every rank."""
         self.step.validate(batch, "scoring a mini-batch", to_train=False)
         micro_batches = self.step.pack(batch, mini_batches, replay=replay and not record)
         outputs = self.step.score_and_record(batch, micro_batches) if record else self.step.score(micro_batches)
-        table = torch.zeros(2, len(batch.loss_mask), device=self.runtime.device)
-        if self.runtime.is_last_stage:
-            for micro, output in zip(micro_batches, outputs, strict=True):
-                table[:, torch.from_numpy(micro.slots).to(table.device)] = output.float()
-            dist.all_reduce(table, group=self.runtime.groups.dp_cp)
-        dist.broadcast(table, src=self.runtime.last_stage_rank, group=self.runtime.groups.pp)
-        logprobs, entropy = table.cpu().numpy()
-        return logprobs, entropy
+        return self.step.gather(rows, len(batch.loss_mask), micro_batches, outputs)
 
     def keep_reference(self) -> None:
         """Makes a copy of the present weights in host memory the reference policy. With LoRA the reference is the
@@ -246,10 +262,10 @@ class Policy:
         for parameter, value in zip(self._parameters(), values, strict=True):
             parameter.copy_(value, non_blocking=True)
 
-    def update(self, batch: TrainBatch, *, first: bool = False, max_mismatch: float | None = None) -> dict[str, float]:
-        """One optimizer update; `first`: of a step. Returns the metrics of the whole mini-batch, the same on every
-        rank. See `UpdateStep.update`."""
-        return self.step.update(batch, first=first, max_mismatch=max_mismatch)
+    def update(self, batch: TrainBatch, **options: Any) -> dict[str, float]:
+        """One optimizer update. Returns the metrics of the whole mini-batch, the same on every rank. `options`: of
+        `UpdateStep.update`."""
+        return self.step.update(batch, **options)
 
     def gradients(self, batch: TrainBatch) -> dict[str, float]:
         """Fills the gradient buffers with the exact gradient of the mini-batch's loss; does not step the optimizer."""

@@ -84,6 +84,8 @@ class RoutingReplay:
         for micro in micro_batches:
             routing = micro.packed.routing
             assert routing is not None and routing.recorded is not None
+            if not self.layers:  # a pipeline stage without experts
+                continue
             stacked = torch.stack([routing.recorded[layer] for layer in self.layers], dim=1) + 1
             values = self._gather(stacked.to(torch.uint8 if small else torch.int32))
             rows = self._gather(torch.from_numpy(micro.routed).to(self.runtime.device)).astype(np.int64)
@@ -142,6 +144,7 @@ class ExpertLoad:
     dispatched: Tensor  # fp64 [layers, experts]: tokens sent to each expert
     probability: Tensor  # fp64 [layers, experts]: the sum of its softmax probabilities
     experts_per_token: int
+    moe_layers: int  # layers without experts have zeros
 
     @classmethod
     def gather(cls, micro_batches: Sequence[PackedMicroBatch], shape: ModelShape, runtime: Runtime) -> ExpertLoad:
@@ -152,16 +155,16 @@ class ExpertLoad:
             for layer, load in micro.packed.routing.load.items():
                 table[layer - 1] += load
         dist.all_reduce(table)
-        return cls(table[:, 0], table[:, 1], shape.experts_per_token)
+        return cls(table[:, 0], table[:, 1], shape.experts_per_token, shape.moe_layers)
 
     @property
     def shares(self) -> Tensor:
-        """[layers, experts]: f, which adds up to 1 in each layer."""
-        return self.dispatched / self.dispatched.sum(1, keepdim=True)
+        """[layers, experts]: f, which adds up to 1 in each layer with experts."""
+        return self.dispatched / self.dispatched.sum(1, keepdim=True).clamp(min=1)
 
     @property
     def _tokens(self) -> Tensor:
-        return self.dispatched.sum(1, keepdim=True) / self.experts_per_token
+        return self.dispatched.sum(1, keepdim=True).clamp(min=1) / self.experts_per_token
 
     def slopes(self, coefficient: float, denominator: int) -> Tensor:
         """[layers, experts]: the factor of each probability in the load-balancing loss. Megatron divides all gradients
@@ -174,5 +177,5 @@ class ExpertLoad:
         the mean over layers, without its coefficient. Both are 1 when the load is balanced."""
         experts = self.dispatched.shape[1]
         aux = experts * (self.shares * self.probability / self._tokens).sum(1)
-        values = torch.stack([experts * self.shares.amax(), aux.mean()]).tolist()
+        values = torch.stack([experts * self.shares.amax(), aux.sum() / self.moe_layers]).tolist()
         return dict(zip(("expert_load_max", "aux_loss"), values, strict=True))

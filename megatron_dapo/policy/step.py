@@ -13,20 +13,32 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megatron_dapo.algorithm import PolicyLoss, Proximal, Scores, TokenBatch, token_weights
+from megatron_dapo.algorithm import PolicyLoss, Proximal, TokenBatch, positive_weights, token_weights
+from megatron_dapo.algorithm.objective import blank
+from megatron_dapo.algorithm.value_loss import ValueLoss
+from megatron_dapo.batch_invariant import BatchInvariant
 from megatron_dapo.config import Config, ModelShape
 from megatron_dapo.config.policy import OptimizerConfig
 from megatron_dapo.errors import UserError
-from megatron_dapo.policy.batch import Ints, PackedMicroBatch, PackingSpec, TrainBatch, pack
+from megatron_dapo.policy.batch import Floats, Ints, PackedMicroBatch, PackingSpec, TrainBatch, pack
 from megatron_dapo.policy.head.fused import HeadRequest
-from megatron_dapo.policy.loss_func import MetricReducer, OnePassLoss, make_loss_func
+from megatron_dapo.policy.loss_func import (
+    MetricReducer,
+    OnePassLoss,
+    ReadOutput,
+    from_head,
+    from_value_head,
+    make_loss_func,
+)
 from megatron_dapo.policy.megatron.patches import NonFiniteNorm
 from megatron_dapo.policy.megatron.runtime import Runtime
 from megatron_dapo.policy.model.gpt import PolicyModel
@@ -91,24 +103,29 @@ class UpdateStep:
         self.chunks = chunks
         self.optimizer = optimizer
         self.updates = 0
-        self._updates_per_step = config.trainer.updates_per_step
-        self.loss = PolicyLoss(config.algorithm)
+        is_critic = shape.head == "value"
+        self._updates_per_step = config.trainer.updates_per_step * (config.critic.epochs if is_critic else 1)
+        self.loss: PolicyLoss | ValueLoss = ValueLoss(config.critic.clip) if is_critic else PolicyLoss(config.algorithm)
+        self._read_output: ReadOutput = from_value_head if is_critic else from_head
         self._replay = RoutingReplay(shape, runtime, router_layers(model) if shape.is_moe else ())
         self.packing = PackingSpec.of(config.policy, runtime.groups.cp.rank(), runtime.groups.tp.rank())
         self.forward_backward = get_forward_backward_func()
-        self._weight_gradient = _weight_gradient(model[-1])
+        self._weight_gradient = _weight_gradient(model[-1], frozen=bool(config.policy.lora.rank))
         self._overlaps_gather = any(chunk.ddp_config.overlap_param_gather for chunk in chunks)
         self._weights_incomplete = False
         self._reducers: dict[tuple[bool, bool, Proximal], MetricReducer] = {}
+        self.recorded: Floats | None = None
 
-    def update(self, batch: TrainBatch, *, first: bool = False, max_mismatch: float | None = None) -> dict[str, float]:
+    def update(
+        self, batch: TrainBatch, *, first: bool = False, max_mismatch: float | None = None, record: bool = False
+    ) -> dict[str, float]:
         """One optimizer update. Returns the metrics of the whole mini-batch, the same on every rank. `first`: of a
         step; its log-probs are the proximal policy's, whose mismatch with the engine is known without another pass, and
-        may be `max_mismatch`."""
+        may be `max_mismatch`. `record`: `recorded` has the log-probs and entropies [2, responses] after that."""
         started = time.monotonic()
         self.validate(batch, "checking a mini-batch")
         micro_batches = self.pack(batch)
-        metrics = self.gradients(batch, micro_batches, first=first)
+        metrics = self.gradients(batch, micro_batches, first=first, record=record)
         metrics |= _packing_metrics(micro_batches)
         if metrics["nonfinite_tokens"]:
             self.zero_grad()
@@ -127,18 +144,26 @@ class UpdateStep:
         return metrics | {"update_skipped": float(skipped), "update_seconds": time.monotonic() - started}
 
     def gradients(
-        self, batch: TrainBatch, micro_batches: list[PackedMicroBatch] | None = None, *, first: bool = False
+        self,
+        batch: TrainBatch,
+        micro_batches: list[PackedMicroBatch] | None = None,
+        *,
+        first: bool = False,
+        record: bool = False,
     ) -> dict[str, float]:
         """Fills the gradient buffers with the exact gradient of the mini-batch's loss; does not step the optimizer."""
         micro_batches = self.pack(batch) if micro_batches is None else micro_batches
         proximal: Proximal = "old" if batch.old_logprobs is not None else "current" if first else "unknown"
-        inputs = _LossInputs(batch, self.config, proximal)
+        inputs = LossInputs(batch, self.config, proximal, self.loss)
         self.zero_grad()
         balances = self.shape.is_moe and self.config.policy.moe_aux_loss_coefficient > 0
-        denominator = self._denominator(inputs) if balances else 0
+        denominator = inputs.denominator if balances else 0
         if balances:
             self._set_load_balancing(micro_batches, denominator)
-        stored = self.run(micro_batches, self._loss_func_maker(inputs))
+        stored = self.run(micro_batches, self._loss_func_maker(inputs, record))
+        if record:
+            outputs = [metrics["scores"] for metrics in stored]
+            self.recorded = self.gather(2, len(batch.loss_mask), micro_batches, outputs)
         reducer = self._reducer(batch.ref_logprobs is not None, batch.engine_logprobs is not None, proximal)
         metrics = reducer.reduce(stored)
         if balances and metrics["denominator"] != denominator:
@@ -162,9 +187,13 @@ class UpdateStep:
         self.runtime.raise_together(error, doing)
 
     def _check_needs(self, batch: TrainBatch) -> None:
+        if isinstance(self.loss, ValueLoss) and (batch.values is None or batch.returns is None):
+            raise UserError("the mini-batch has no values or no returns: the critic's loss needs both")
         if batch.behaviour_logprobs is None:
             raise UserError("the mini-batch has neither old_logprobs nor engine_logprobs: the ratio needs one")
-        for name, needed in (("ref_logprobs", self.loss.needs.reference), ("engine_logprobs", self.loss.needs.engine)):
+        needs = self.loss.needs
+        needed_by_name = {"ref_logprobs": needs.reference, "engine_logprobs": needs.engine, "right": needs.right}
+        for name, needed in needed_by_name.items():
             if needed and getattr(batch, name) is None:
                 raise UserError(f"the loss of section algorithm reads {name}, but the mini-batch has no {name}")
 
@@ -206,6 +235,18 @@ class UpdateStep:
         for chunk in self.chunks:
             chunk.train()
         return outputs
+
+    def gather(
+        self, rows: int, responses: int, micro_batches: list[PackedMicroBatch], outputs: Sequence[Tensor]
+    ) -> Floats:
+        """Collective. [rows, responses] on every rank, from [rows, tokens] of each micro-batch on the last stages."""
+        table = torch.zeros(rows, responses, device=self.runtime.device)
+        if self.runtime.is_last_stage:
+            for micro, output in zip(micro_batches, outputs, strict=True):
+                table[:, torch.from_numpy(micro.slots).to(table.device)] = output.float()
+            dist.all_reduce(table, group=self.runtime.groups.dp_cp)
+        dist.broadcast(table, src=self.runtime.last_stage_rank, group=self.runtime.groups.pp)
+        return table.cpu().numpy()
 
     def score_and_record(self, batch: TrainBatch, micro_batches: list[PackedMicroBatch]) -> list[Tensor]:
         """`score`, after which the batch has the experts of every token in this rank's layers."""
@@ -249,7 +290,8 @@ class UpdateStep:
                 loss=one_pass,
                 weight_gradient=self._weight_gradient,
             )
-            output = model(micro.input_ids, micro.position_ids, None, packed_seq_params=micro.packed, head=request)
+            with BatchInvariant() if self.config.policy.true_on_policy else nullcontext():
+                output = model(micro.input_ids, micro.position_ids, None, packed_seq_params=micro.packed, head=request)
             return output, one_pass.loss_func if one_pass else loss
 
         iterators = [iter(micro_batches) for _ in self.chunks]
@@ -276,23 +318,22 @@ class UpdateStep:
         kind = (reference, engine, proximal)
         if kind not in self._reducers:
             self._reducers[kind] = MetricReducer(
-                self.loss, self.runtime, reference=reference, engine=engine, proximal=proximal
+                self.loss,
+                self.runtime,
+                reference=reference,
+                engine=engine,
+                proximal=proximal,
+                read_output=self._read_output,
             )
         return self._reducers[kind]
 
-    def _denominator(self, inputs: _LossInputs) -> int:
-        """What Megatron will divide by: the counts without the sequences that the loss excludes. That depends on
-        nothing that the model computes."""
-        tokens = inputs.everything()
-        scores = Scores(tokens.old_logprobs, torch.zeros_like(tokens.old_logprobs))
-        return int(self.loss(scores, tokens).denominator)
-
-    def _loss_func_maker(self, inputs: _LossInputs) -> MakeLossFunc:
+    def _loss_func_maker(self, inputs: LossInputs, record: bool) -> MakeLossFunc:
         def make(micro: PackedMicroBatch) -> Any:
             tokens = inputs.of(micro.slots, micro.sequence_ids, micro.sequences, self.runtime.device)
-            if self.loss.needs.whole_sequences:
-                return make_loss_func(tokens, self.loss, cp_group=self.runtime.groups.cp)
-            return OnePassLoss(tokens, self.loss)
+            if isinstance(self.loss, PolicyLoss) and not self.loss.needs.whole_sequences:
+                return OnePassLoss(tokens, self.loss, record=record)
+            groups = self.runtime.groups
+            return make_loss_func(tokens, self.loss, cp_group=groups.cp, read_output=self._read_output, record=record)
 
         return make
 
@@ -319,12 +360,15 @@ class UpdateStep:
             self._weights_incomplete = False
 
 
-class _LossInputs:
+class LossInputs:
     """What the loss needs to know of a mini-batch. Weights and counts are computed here, before anything is split."""
 
-    def __init__(self, batch: TrainBatch, config: Config, proximal: Proximal) -> None:
+    def __init__(self, batch: TrainBatch, config: Config, proximal: Proximal, loss: PolicyLoss | ValueLoss) -> None:
         self._batch = batch
         self._proximal = proximal
+        self._loss = loss
+        self._positive: Tensor | None = None
+        self._mean_weight = 1.0
         self._sample_of = np.repeat(np.arange(batch.samples), batch.response_lengths)  # [responses]
         self._advantages = batch.advantages[self._sample_of]  # [responses]
         if batch.token_advantages is not None:
@@ -340,6 +384,23 @@ class _LossInputs:
             batch.samples,
             config.aggregation_length,
         )
+        if isinstance(loss, PolicyLoss) and config.algorithm.off_policy.normalize_weights:
+            self._mean_weight = loss.off_policy.mean_weight(self.everything())
+        if loss.needs.right and batch.right is not None:
+            right = self._counted & torch.from_numpy(batch.right[self._sample_of])
+            self._positive = positive_weights(config.algorithm.positive_coefficient, right, self.denominator)
+
+    @property
+    def denominator(self) -> int:
+        """What Megatron will divide by: the counts without the sequences that the loss excludes."""
+        return int(blank(self._counts, self._counted).sum())
+
+    @property
+    def _counted(self) -> Tensor:
+        """bool [responses]. Other ranks' log-probs are needed only where a correction excludes sequences."""
+        if isinstance(self._loss, ValueLoss) or not self._loss.config.off_policy.sequence_masks:
+            return torch.from_numpy(self._batch.loss_mask)
+        return self._loss.included(self.everything())
 
     def everything(self) -> TokenBatch:
         """All response tokens, on the host."""
@@ -363,13 +424,17 @@ class _LossInputs:
             sequences=sequences,
             ref_logprobs=pick(batch.ref_logprobs),
             engine_logprobs=pick(batch.engine_logprobs),
+            old_values=pick(batch.values),
+            returns=pick(batch.returns),
+            positive=pick(self._positive),
             proximal=self._proximal,
+            mean_weight=self._mean_weight,
         )
 
 
-def _weight_gradient(last: PolicyModel) -> Literal["added", "added-shared", "none"]:
+def _weight_gradient(last: PolicyModel, *, frozen: bool) -> Literal["added", "added-shared", "none"]:
     """The head adds its weight's gradient to main_grad itself: no second copy of the largest gradient there is."""
-    if last.trains_adapters:
+    if frozen:
         return "none"
     shared = last.post_process and last.share_embeddings_and_output_weights and last.pre_process
     return "added-shared" if shared else "added"

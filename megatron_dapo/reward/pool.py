@@ -68,7 +68,8 @@ class GradingProcess:
 
     @classmethod
     async def start(cls, config: RewardConfig, tokenizer: bytes) -> GradingProcess:
-        """`tokenizer`: the JSON of a `tokenizers.Tokenizer`, for jobs that have tokens."""
+        """`tokenizer`: the JSON of a `tokenizers.Tokenizer`, for jobs that have tokens. Raises ProcessEnded if a signal
+        ends the process meanwhile."""
         worker = await WorkerProcess.start(COMMAND, worker_environment(config.environment))
         try:
             _, (ready,) = worker.send({"config": config.model_dump(mode="json")}, tokenizer)
@@ -81,6 +82,8 @@ class GradingProcess:
             return cls(worker, config, header["pid"], bool(tokenizer))
         except BaseException as error:
             await worker.end(CLOSE_SECONDS)
+            if isinstance(error, ProcessEnded) and error.code < 0:
+                raise
             if isinstance(error, TimeoutError):
                 raise WorkerStartError(f"a grading process did not start within {START_SECONDS:.0f} s") from None
             if isinstance(error, ProcessEnded | psutil.NoSuchProcess):
@@ -239,8 +242,12 @@ class RewardPool(Graders):
     async def _serve(self) -> None:
         process: GradingProcess | None = None
         try:
-            while True:
-                process = process or await GradingProcess.start(self._config, self._tokenizer)  # jobs queue meanwhile
+            while self._failure is None:
+                try:
+                    process = process or await GradingProcess.start(self._config, self._tokenizer)  # jobs queue
+                except ProcessEnded:
+                    self._after_death([], "crashed")
+                    continue
                 wanted = [job for job in await self._next_batch() if not job.future.cancelled()]
                 if wanted and not await self._run(process, wanted):
                     await process.close()

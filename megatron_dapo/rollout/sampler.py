@@ -9,7 +9,8 @@ samples are carried over to the next step or dropped, as configured.
   change which groups make the batch. With a deterministic engine, the same seed gives the same batches.
 - A carried-over token never lags more than `max_carryover_staleness` weight versions. The step waits for a group at
   that limit.
-- A cancelled `collect` can continue later, in this process or after `restore`, with the same decisions and counts.
+- A `collect` that was cancelled, or whose grader failed, can continue later, in this process or after `restore`, with
+  the same decisions and counts.
 - After any error, `state` contains every accepted group and every partial sample.
 """
 
@@ -181,7 +182,7 @@ class StepCollector:
             try:
                 await self._stop_running()
             finally:
-                self._keep_everything(cancelled=isinstance(error, asyncio.CancelledError))
+                self._keep_everything(continues=not isinstance(error, SamplingLimitError | EngineError))
             raise
 
     # ---- start ----
@@ -430,8 +431,9 @@ class StepCollector:
         finally:
             self._running.cancel()
 
-    def _keep_everything(self, cancelled: bool) -> None:
-        """Accepted groups become surplus. All other groups are carried over as they are, including partial samples."""
+    def _keep_everything(self, continues: bool) -> None:
+        """Accepted groups become surplus. All other groups are carried over as they are, including partial samples. A
+        step that was cancelled, or whose grader failed, continues; one that has reached a limit begins anew."""
         self.carry_over = CarryOver(
             self._next_serial,
             surplus=self._groups.ordered(GroupState.KEPT),
@@ -439,7 +441,7 @@ class StepCollector:
             drawn=self._drawn,
             yield_estimate=self._yield,
         )
-        if cancelled:
+        if continues:
             self.carry_over.interrupted = InterruptedStep(
                 self._step,
                 self._accounting,

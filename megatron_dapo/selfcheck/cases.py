@@ -21,7 +21,7 @@ from megatron_dapo.config.policy import Fp8Config
 from megatron_dapo.errors import UserError
 from megatron_dapo.policy.megatron.importing import gpu_count
 from megatron_dapo.policy.megatron.options import hardware_needs
-from megatron_dapo.selfcheck.synthetic import MODELS, ModelSize, multiple, synthetic_shape
+from megatron_dapo.selfcheck.synthetic import MODELS, MORE_MODELS, ModelSize, multiple, synthetic_shape
 
 PART = re.compile(r"(vpp|etp|tp|pp|cp|dp|ep)([1-9]\d*)|(sp|do)")
 
@@ -77,6 +77,8 @@ def selfcheck_config(layout: LayoutSpec, *, policy: Mapping[str, Any] | None = N
     """fp32 unless `policy` says otherwise. The micro-batch budget depends on the layout, so that the splits differ."""
     budget = 512 if layout.name == "single" else 64 + 16 * (sum(map(ord, layout.name)) % 4)
     tp, cp, aligned = layout.size("tp"), layout.size("cp"), Fp8Config(**(policy or {}).get("fp8", {})).alignment
+    # A small eps would turn rounding errors of tiny gradients into steps of full size.
+    optimizer = {"lr": 1e-3, "warmup_steps": 0, "eps": 1e-5}
     return parse_config(
         {
             "policy": {
@@ -93,14 +95,15 @@ def selfcheck_config(layout: LayoutSpec, *, policy: Mapping[str, Any] | None = N
                 "head_chunk_tokens": 24,
                 "moe_aux_loss_coefficient": 0.5,  # of models with experts; large, so that it shows in every gradient
                 "timeout_seconds": 120,
-                # A small eps would turn rounding errors of tiny gradients into steps of full size.
-                "optimizer": {"lr": 1e-3, "warmup_steps": 0, "eps": 1e-5},
+                "optimizer": optimizer,
                 **(policy or {}),
             },
+            "critic": {"optimizer": optimizer},
             "rollout": {"max_prompt_tokens": 10, "max_response_tokens": 30, "temperature": 0.9},
             "algorithm": {
                 "kl": {"coefficient": 0.05},
                 "entropy_coefficient": 0.01,
+                "positive_coefficient": 0.1,
                 "off_policy": {"importance_weight": "token", "weight_cap": 1.5},
                 **algorithm,
             },
@@ -126,11 +129,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gather_tokens": {"moe": {"dispatcher": "allgather"}},
     "lora": {"lora": {"rank": 4, "alpha": 8.0}},
     "small_packs": {"micro_batch_tokens": 128},
+    "critic": {},  # a value model and its loss
 }
 DEFAULT_LAYOUTS = (
     "tp2", "tp2sp", "pp2", "pp2vpp2", "cp2", "dp2", "dp2do", "ep2", "tp4sp", "tp2pp2", "tp2cp2sp", "ep2tp2sp",
     "etp2tp2sp", "ep2dp4do", "ep4pp2", "pp2+uneven", "tp2sp+full", "ep2+replay", "dp2do+param_gather", "cp2+all_gather",
-    "cp2+a2a", "tp2sp+lora",
+    "cp2+a2a", "tp2sp+lora", "tp2cp2sp+critic", "pp2+critic", "dp2do+critic",
 )  # fmt: skip
 PRECISIONS = ("fp32", "bf16", *get_args(Fp8Config.model_fields["recipe"].annotation)[1:])
 OBJECTIVES = ("dapo", "gspo", "cispo")
@@ -144,6 +148,7 @@ OFF_POLICY: dict[str, dict[str, Any]] = {
     "token weight": {"importance_weight": "token", "weight_cap": 1.5},
     "sequence weight": {"importance_weight": "sequence", "weight_cap": 1.5},
     "masks": {"token_mask": [0.5, 2.0], "geometric_mask": [0.8, 1.25], "opsm_delta": 0.05},
+    "normalised": {"importance_weight": "token", "weight_cap": 1.5, "normalize_weights": True, "veto": 0.2},
 }
 # The sequence's ratio is closer to 1 than a token's: with these bounds both kinds clip in the awkward mini-batch.
 CLIP: dict[str, dict[str, Any]] = {
@@ -176,11 +181,17 @@ class Case:
                 policy["distributed_optimizer"] = True
         if self.precision not in ("fp32", "bf16"):
             policy["fp8"] = {"recipe": self.precision}
-        return selfcheck_config(self.layout, policy=policy, **self.algorithm)
+        config = selfcheck_config(self.layout, policy=policy, **self.algorithm)
+        return config.of_critic if self.is_critic else config
+
+    @property
+    def is_critic(self) -> bool:
+        return "critic" in self.options
 
     @property
     def shape(self) -> ModelShape:
-        return synthetic_shape(self.model, self._size)
+        shape = synthetic_shape(self.model, self._size)
+        return shape.as_value_model() if self.is_critic else shape
 
     @property
     def _size(self) -> ModelSize:
@@ -189,7 +200,7 @@ class Case:
     @property
     def reference(self) -> Case:
         """The same model and loss in a single process."""
-        kept = tuple(name for name in self.options if name in ("replay", "lora"))
+        kept = tuple(name for name in self.options if name in ("replay", "lora", "critic"))
         return replace(self, layout=SINGLE, options=kept, size=self._size)
 
     @property
@@ -207,7 +218,7 @@ class Case:
 
     @property
     def objective(self) -> str:
-        return str(self.algorithm.get("objective", "dapo"))
+        return "value" if self.is_critic else str(self.algorithm.get("objective", "dapo"))
 
     @property
     def aggregation(self) -> str:
@@ -255,7 +266,7 @@ class Variants:
     def parse(cls, models: str, dtypes: str, fp8: str, layers: str) -> Variants:
         """From comma-separated lists."""
         chosen = [[word for word in text.split(",") if word] for text in (models, dtypes, fp8, layers)]
-        known = (MODELS, PRECISIONS[:2], PRECISIONS[2:], ("torch", "te"))
+        known = ((*MODELS, *MORE_MODELS), PRECISIONS[:2], PRECISIONS[2:], ("torch", "te"))
         for option, words, names in zip(("models", "dtype", "fp8", "layers"), chosen, known, strict=True):
             if unknown := set(words) - set(names):
                 raise UserError(f"--{option}: unknown {', '.join(sorted(unknown))}; choose from {', '.join(names)}")

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from megatron_dapo.config import ModelShape
-from megatron_dapo.config.model import LinearAttention
+from megatron_dapo.config.model import LinearAttention, Llama3Rope
 from megatron_dapo.policy.batch import TrainBatch
 from megatron_dapo.types import RoutedExperts
 from megatron_dapo.weights.mapping import ParameterMapping, parameter_mappings
 
-MODELS = ("dense", "tied", "moe", "moe-shared", "hybrid")
+MODELS = ("dense", "tied", "moe", "moe-shared", "moe-mixed", "hybrid")
+MORE_MODELS = ("llama", "mistral")  # by name only: little that the others do not have
 
 
 class ModelSize(NamedTuple):
@@ -37,8 +38,9 @@ def multiple(number: int, *, at_least: int) -> int:
 
 def synthetic_shape(kind: str, size: ModelSize = SMALL) -> ModelShape:
     """`dense`: Qwen2 with QKV bias. `tied`: Qwen3 with q/k norms and tied embeddings. `moe`: Qwen3 with experts.
-    `moe-shared`: Qwen2 with experts, a gated shared expert and QKV bias. `hybrid`: Qwen3-Next, with a gated DeltaNet in
-    every other layer.
+    `moe-shared`: Qwen2 with experts, a gated shared expert and QKV bias. `moe-mixed`: Qwen3 with experts in every other
+    layer. `hybrid`: Qwen3-Next, with a gated DeltaNet in every other layer. `llama`: Llama 3.2, with its rope scaling
+    and tied embeddings. `mistral`: Mistral, whose heads together are wider than the hidden state.
 
     All have grouped heads, MLPs that the heads divide, and a vocabulary that no layout divides.
 
@@ -65,6 +67,14 @@ def synthetic_shape(kind: str, size: ModelSize = SMALL) -> ModelShape:
             return ModelShape("qwen3", tied_embeddings=True, **qwen3)
         case "moe":
             return ModelShape("qwen3_moe", tied_embeddings=False, **qwen3, **experts)
+        case "moe-mixed":
+            mixed = tuple(range(0, size.layers, 2))
+            return ModelShape("qwen3_moe", tied_embeddings=False, dense_layers=mixed, **qwen3, **experts)
+        case "llama":
+            rope = Llama3Rope(factor=8.0, original_positions=64, low=1.0, high=4.0)
+            return ModelShape("llama", tied_embeddings=True, rope_scaling=rope, **qwen2 | {"qkv_bias": False})
+        case "mistral":
+            return ModelShape("mistral", tied_embeddings=False, **qwen3 | {"qk_norm": False})
         case "moe-shared":
             return ModelShape(
                 "qwen2_moe", tied_embeddings=False, norm_topk_prob=False, shared_ffn_hidden=shared, **qwen2, **experts,
@@ -94,7 +104,8 @@ def random_hf_weights(shape: ModelShape, seed: int = 0, scale: float = 0.1) -> d
 
 
 def awkward_batch(shape: ModelShape, seed: int, samples: int = 14) -> TrainBatch:
-    """Unequal lengths; sample 3 is masked, sample 5 partly; old log-probs differ enough to clip on both sides."""
+    """Unequal lengths; sample 3 is masked, sample 5 partly; every third is right, 3 and others among them; old
+    log-probs and values differ enough to clip on both sides."""
     rng = np.random.default_rng(seed)
     prompts, responses = rng.integers(2, 9, samples), rng.integers(3, 30, samples)
     total = int(responses.sum())
@@ -112,6 +123,9 @@ def awkward_batch(shape: ModelShape, seed: int, samples: int = 14) -> TrainBatch
         old_logprobs=(typical + 0.5 * rng.normal(size=total)).astype(np.float32),
         engine_logprobs=(typical + 0.5 * rng.normal(size=total)).astype(np.float32),
         ref_logprobs=(typical + 0.5 * rng.normal(size=total)).astype(np.float32),
+        values=rng.normal(size=total).astype(np.float32),
+        returns=rng.normal(size=total).astype(np.float32),
+        right=np.arange(samples) % 3 == 0,
     )
 
 

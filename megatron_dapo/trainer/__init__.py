@@ -5,6 +5,7 @@
     rollout_driver   rank 0's thread for engines, graders, sampling and evaluation; batches collected ahead
     collectives      rank 0's data, decisions and errors on every rank; all waits are on the CPU
     train_step       the step being trained, on every rank: log-probs, the gate, updates; it can be saved between two
+    explain          what each token of a recorded step added to the loss
     advantages       from graded groups to rewards, advantages and masks
     weight_sync      weights to the engines, in two calls
     colocation       weight sync with hand-overs of GPU memory between trainer and engines

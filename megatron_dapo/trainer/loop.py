@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megatron_dapo.algorithm.advantages import reads_values
 from megatron_dapo.checkpoints.folder import record_settings
 from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.data import RunData
@@ -23,6 +24,7 @@ from megatron_dapo.errors import CheckpointError, EngineError, UserError
 from megatron_dapo.files import explain, has_room
 from megatron_dapo.observe.metrics_file import RecordError
 from megatron_dapo.observe.observer import NullObserver, Observer
+from megatron_dapo.policy.critic import Critic
 from megatron_dapo.policy.loss_func import StepMetrics
 from megatron_dapo.policy.megatron.runtime import initialize, shutdown
 from megatron_dapo.policy.policy import Policy
@@ -33,6 +35,7 @@ from megatron_dapo.trainer.rollouts import Rollouts
 from megatron_dapo.trainer.run_lock import RunLock
 from megatron_dapo.trainer.saves import CONTINUE, RunEnded, Saves
 from megatron_dapo.trainer.signals import FAILED, Stopped, StopSignal
+from megatron_dapo.trainer.throughput import gpu_status
 from megatron_dapo.trainer.train_step import TooManySkippedUpdates, TrainStep, Updates
 from megatron_dapo.trainer.watchdog import Watchdog, log_folder
 from megatron_dapo.weights.formats.megatron_reader import MegatronAsHF
@@ -59,9 +62,10 @@ class Trainer:
         self.collectives = Collectives(self.runtime, stop, watchdog.mark)
         self.rollouts = Rollouts(config, self.collectives)
         self.policy = Policy(config, shape, self.runtime)
-        self.updates = Updates(config, self.policy, self.collectives)
+        self.critic = Critic(config, self.policy) if reads_values(config.algorithm) else None
+        self.updates = Updates(config, self.policy, self.collectives, self.critic)
         self.colocation = Colocation(config.rollout.shares_gpus, self.policy, self.collectives, self.rollouts)
-        self.saves = Saves(config.trainer, self.collectives, lock, watchdog)
+        self.saves = Saves(config.trainer, self.collectives, lock, watchdog, self.critic)
         self.steps_done = 0
         self.current: TrainStep | None = None  # from its first update until it is recorded
 
@@ -78,7 +82,7 @@ class Trainer:
                 self._record(step)
                 self.rollouts.await_ahead(self.steps_done)
                 self._save_when_due()
-                self.colocation.sync_weights(self.steps_done)
+                self._sync_weights(step)
                 self._evaluate_when_due()
             self._finish()
             return 0
@@ -122,6 +126,9 @@ class Trainer:
             self.policy.load_hf(MegatronAsHF(converted, self.policy.shape) if converted else self.config.policy.model)
             if self.policy.needs.reference:
                 self.policy.keep_reference()
+            if self.critic is not None and not resume:
+                with self.critic.turn():
+                    self.critic.load_start()
             if resume:
                 phase.note(f"loading checkpoint {resume.name}")
             state: dict[str, Any] | None = None
@@ -135,7 +142,8 @@ class Trainer:
                 self._restore(state)
         if self.current is None:  # else the weights are between two versions, and no engine may serve them
             external = self.config.rollout.servers.urls  # an earlier run may have left other weights in them
-            if resume or converted or self.colocation.shared or external:
+            other_weights = converted or self.config.policy.lora.start  # than those that an engine loads
+            if resume or other_weights or self.colocation.shared or external:
                 self.colocation.sync_weights(self.steps_done)
             else:
                 self.rollouts.served_version = 0  # the engines have loaded the same model
@@ -154,6 +162,8 @@ class Trainer:
         self.steps_done = state["step"]
         self.saves.score = state["score"]
         self.updates.skipped_in_a_row = state["skipped_in_a_row"]
+        self.updates.critic_skipped_in_a_row = state.get("critic_skipped_in_a_row", 0)
+        self.updates.critic_is_ready = state.get("critic_is_ready", False)
         with self.collectives.on_driver("restoring the run's state") as mine:
             if mine:
                 self.rollouts.restore(state, self.steps_done + (state["current"] is not None))
@@ -194,6 +204,8 @@ class Trainer:
 
     def _update(self, step: TrainStep) -> None:
         updates = len(step.mini_batches)
+        if self.updates.train_critic(step, self.steps_done):
+            self.saves.unsaved = True
         with self.observer.phase("update") as phase:
             while not step.complete:
                 self.updates.make_one(step, self.steps_done)
@@ -213,8 +225,16 @@ class Trainer:
                 metrics = {**step.metrics(self.policy), **self.rollouts.reward_metrics()}
                 if not self.config.evaluate.data.files:
                     self.saves.rate(metrics)
-                self.observer.step(self.steps_done, metrics, step.source.groups)
+                self.observer.step(self.steps_done, metrics, step.source.groups, step.arrays(self.config))
         self._await_records()
+
+    def _sync_weights(self, step: TrainStep) -> None:
+        """The engines serve the weights after `step`. Pre-training of the critic leaves them as they are; engines that
+        share the GPUs have given theirs up, and batches that are generated ahead are counted in versions."""
+        if step.trains_policy or self.colocation.shared or self.config.rollout.max_staleness:
+            self.colocation.sync_weights(self.steps_done)
+        else:
+            self.rollouts.keep_weights(self.steps_done)
 
     def _await_records(self) -> None:
         """No step is trained while the one before it cannot be recorded."""
@@ -275,6 +295,8 @@ class Trainer:
             updates = self.current.updates_done if self.current else 0 if self.rollouts.sampling else None
             state = {
                 "skipped_in_a_row": self.updates.skipped_in_a_row,
+                "critic_skipped_in_a_row": self.updates.critic_skipped_in_a_row,
+                "critic_is_ready": self.updates.critic_is_ready,
                 "observer": self.observer.state(),
                 "current": self.current.to_state() if self.current else None,
                 **self.rollouts.state(),
@@ -363,7 +385,8 @@ def train(
         if rendezvous.rank == 0 and lock is None:
             lock = stack.enter_context(RunLock(config.trainer.run_dir))
         stop = stack.enter_context(StopSignal())
-        watchdog = stack.enter_context(Watchdog(config.trainer.heartbeat, logs, rendezvous.rank, rendezvous.world_size))
+        heartbeat, (rank, ranks) = config.trainer.heartbeat, (rendezvous.rank, rendezvous.world_size)
+        watchdog = stack.enter_context(Watchdog(heartbeat, logs, rank, ranks, gpu_status))
         trainer = Trainer(config, shape, rendezvous, stop, watchdog, lock, data)
         try:
             return trainer.run()

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
+from megatron_dapo.algorithm.advantages import load_estimator, reads_values
 from megatron_dapo.algorithm.filtering import load_group_filter
 from megatron_dapo.algorithm.loss import load_objective
 from megatron_dapo.checkpoints.run_dir import clear_the_way
-from megatron_dapo.config import Config, ConfigError, ModelShape
+from megatron_dapo.config import Config, ConfigError, ModelShape, check_model
 from megatron_dapo.config.data import EvalConfig
 from megatron_dapo.config.trainer import WandbConfig
 from megatron_dapo.data import RunData, load_run_data, load_tokenizer
@@ -33,6 +34,8 @@ from megatron_dapo.rollout.agents.functions import load_rollout_function
 from megatron_dapo.weights.formats.megatron_reader import open_megatron
 from megatron_dapo.weights.fp8_checkpoint import check_fp8_directory
 from megatron_dapo.weights.locate import check_model_directory
+from megatron_dapo.weights.mapping import check_hf_names
+from megatron_dapo.weights.value_weights import ValueWeights, hf_files, value_shape
 
 WANDB_URL = "https://api.wandb.ai"
 STEP_METRICS = ("rollout/", "reward/", "train/", "data/")  # prefixes of a step's metrics
@@ -56,11 +59,14 @@ def check_setup(config: Config, shape: ModelShape) -> Setup:
     _check_wandb(config.observe.wandb)
     _check_best_metric(config)
     load_objective(config.algorithm)
+    load_estimator(config.algorithm)
     open_graders(config.reward)
     load_group_filter(config.rollout.group_filter)
     load_rollout_function(config.rollout)
     tokenizer = load_tokenizer(config.policy.model, shape.vocab)
     _check_weights(config, shape)
+    if reads_values(config.algorithm):
+        _check_critic(config, tokenizer.get_vocab())
     data = load_run_data(config, tokenizer, _named)
     _check_enough_prompts(config, data)
     _check_run_directory(Path(config.trainer.run_dir))
@@ -123,6 +129,21 @@ def _check_weights(config: Config, shape: ModelShape) -> None:
     if config.policy.megatron_checkpoint:
         with _named("policy.megatron_checkpoint"):
             open_megatron(config.policy.megatron_checkpoint, shape)
+
+
+def _check_critic(config: Config, vocabulary: dict[str, int]) -> None:
+    """Its layout, its files, and that it reads the policy's tokens."""
+    model = config.of_critic.policy.model
+    with _named("critic.model"):
+        if not Path(model).is_dir():
+            raise ConfigError(f"{model} is not a directory, nor OWNER/NAME on the hub")
+        shape = value_shape(model)
+        check_model(
+            config.of_critic.policy, shape, config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+        )
+        check_hf_names(ValueWeights(model, shape), shape, model)
+        if config.critic.model and load_tokenizer(str(hf_files(model)), shape.vocab).get_vocab() != vocabulary:
+            raise ConfigError(f"{model} has another tokenizer than policy.model, so it cannot read its responses")
 
 
 @contextlib.contextmanager

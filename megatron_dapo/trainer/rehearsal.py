@@ -200,12 +200,13 @@ def _resume(config: Config, data: RunData) -> list[str]:
         driver.check(state, [] if current is None else [current["batch"]])
 
     path, rejected = folder.first_usable(check)
+    problems = [f"{one.name}: {problem}" for one, problem in rejected.items()]
     if path is None:
         raise ConfigError(
-            f"no checkpoint in {folder.path} can be used: {'; '.join(rejected.values())}. Restore one, or choose "
-            "another trainer.run_dir"
+            f"no checkpoint in {folder.path} can be used: {'; '.join(problems)}. Restore one, or choose another "
+            "trainer.run_dir"
         )
-    return [*(f"warning: {line}: it would be set aside" for line in rejected.values()), f"resumes from {path}"]
+    return [*(f"warning: {line}; it would be set aside" for line in problems), f"resumes from {path}"]
 
 
 PRINT_VERSION = "import sglang; print(sglang.__version__)"

@@ -160,7 +160,10 @@ class RolloutDriver:
         self.cursor = data.mixture(config)
         self.problems = data.evaluation
         self._progress = 0
-        self.queue = BatchQueue(self._collect, lambda: self.engine.weight_version, config.rollout.max_staleness)
+        self._kept_for = 0  # a version that has the same weights as the engine's
+        self.queue = BatchQueue(
+            self._collect, lambda: max(self.engine.weight_version, self._kept_for), config.rollout.max_staleness
+        )
         self._observer = observer or NullObserver()
         self._responses = ResponseGrader(config.reward, tokenizer)
         self._function = load_rollout_function(config.rollout, tokenizer)
@@ -362,6 +365,11 @@ class RolloutDriver:
 
     def serve_weights(self, version: int) -> Future[WeightReport]:
         return self.submit(self._serve_weights(version), bounded=True)
+
+    def keep_weights(self, version: int) -> None:
+        """The engine's weights are those of `version` as well."""
+        self._kept_for = version
+        self._loop.call_soon_threadsafe(self.queue.notify)
 
     async def _serve_weights(self, version: int) -> WeightReport:
         report = await self.engine.serve_weights(version)

@@ -161,6 +161,12 @@ class Rollouts:
         self.served_version = version
         return report
 
+    def keep_weights(self, version: int) -> None:
+        """The engines' weights are those of `version` as well: nothing has changed."""
+        self.served_version = version
+        if self._driver is not None:
+            self._driver.keep_weights(version)
+
     def release_memory(self) -> None:
         doing = "waiting until the engines release their GPU memory"
         self._wait(doing, lambda driver: driver.engine.release_memory(), bounded=True)

@@ -11,6 +11,7 @@ from megatron_dapo.checkpoints.folder import best_metric
 from megatron_dapo.config.trainer import TrainerConfig
 from megatron_dapo.errors import CheckpointError, GateError, LockLost, UserError
 from megatron_dapo.observe.observer import NullObserver, Observer
+from megatron_dapo.policy.critic import Critic
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.trainer.collectives import Collectives, DriverError
 from megatron_dapo.trainer.run_lock import RunLock
@@ -36,7 +37,12 @@ class Saves:
     """Every method up to `finish` is called by all ranks, in the same order."""
 
     def __init__(
-        self, config: TrainerConfig, collectives: Collectives, lock: RunLock | None, watchdog: Watchdog
+        self,
+        config: TrainerConfig,
+        collectives: Collectives,
+        lock: RunLock | None,
+        watchdog: Watchdog,
+        critic: Critic | None = None,
     ) -> None:
         """`lock`: rank 0's, of the run directory."""
         self.checkpoints = Checkpoints(
@@ -46,6 +52,7 @@ class Saves:
             warn=lambda line: self.observer.warn(line),
             mark=partial(watchdog.mark, progress=False),  # a save that does not end is not progress
             guard=lock.verify if lock else lambda: None,
+            critic=critic,
         )
         self.observer: Observer = NullObserver()
         self.score: float | None = None  # rank 0: of the current weights, for the best checkpoint

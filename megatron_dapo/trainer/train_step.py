@@ -23,11 +23,13 @@ from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.config.trainer import GateConfig
 from megatron_dapo.errors import GateError, UserError
 from megatron_dapo.observe.observer import NullObserver, Observer
+from megatron_dapo.observe.transcripts import is_due
 from megatron_dapo.policy.batch import PER_SAMPLE, Floats, Ints, TrainBatch, trained_tokens
+from megatron_dapo.policy.critic import Critic
 from megatron_dapo.policy.loss_func import StepMetrics
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.policy.step import UpdateRefused
-from megatron_dapo.trainer.advantages import mini_batches, shape_batch
+from megatron_dapo.trainer.advantages import add_values, mini_batches, shape_batch
 from megatron_dapo.trainer.collectives import Collectives
 from megatron_dapo.trainer.throughput import StepProfiler, throughput_metrics
 from megatron_dapo.types import RoutedExperts, StepBatch, json_default
@@ -92,7 +94,7 @@ def check_gate(
 
 MiniBatches = list[list[int]]
 Shares = Callable[[Ints, MiniBatches], list[list[int]]]  # lengths, mini-batches: samples of each data-parallel rank
-SHARED_OTHERWISE = ("loss_mask", "routed_experts")
+SHARED_OTHERWISE = ("loss_mask", "routed_experts", "values", "returns")
 
 
 @dataclass(slots=True)
@@ -104,6 +106,10 @@ class TrainStep:
     update_metrics: StepMetrics = field(default_factory=StepMetrics)
     source: StepBatch | None = None  # rank 0
     skipped: int = 0  # updates of this step; the others have changed the weights
+    trains_policy: bool = True  # False: pre-training of the critic
+    critic_updates: int = 0  # done
+    critic_metrics: StepMetrics = field(default_factory=StepMetrics)
+    scores: list[Floats] = field(default_factory=list)  # of each update, where they are recorded
 
     @classmethod
     def share(cls, source: StepBatch | None, config: Config, collectives: Collectives, policy: Policy) -> TrainStep:
@@ -117,14 +123,27 @@ class TrainStep:
                 metrics |= source.metrics
                 mini = mini_batches(source, config)
         # The load balancing loss of a MoE model counts the tokens of the whole mini-batch on every rank.
-        everywhere, indices = share_batch(
-            collectives, batch, mini, policy.step.shares, whole_log_probs=policy.shape.is_moe
-        )
+        whole = policy.shape.is_moe or config.algorithm.counts_by_log_probs
+        everywhere, indices = share_batch(collectives, batch, mini, policy.step.shares, whole_log_probs=whole)
         return cls(everywhere, indices, rollout_metrics=metrics, source=source)
 
     @property
     def complete(self) -> bool:
-        return self.updates_done == len(self.mini_batches)
+        return not self.trains_policy or self.updates_done == len(self.mini_batches)
+
+    def add_values(self, values: Floats, config: Config, collectives: Collectives, policy: Policy) -> None:
+        """Collective. The critic's values [responses], and what rank 0 makes of them: advantages and returns."""
+        self.batch.values = values
+        arrays: dict[str, Floats | None] = {"token_advantages": None, "returns": None}
+        with collectives.on_driver("computing advantages"):
+            if self.source is not None:
+                arrays["returns"], metrics = add_values(self.batch, self.source, values, config)
+                arrays["token_advantages"] = self.batch.token_advantages
+                self.rollout_metrics |= metrics
+        places = policy.step.shares(self.batch.lengths, self.mini_batches)
+        whole = policy.shape.is_moe or config.algorithm.counts_by_log_probs
+        for name, array in arrays.items():
+            _share_tokens(collectives, self.batch, name, array, places, whole=whole)
 
     @property
     def trained_tokens(self) -> NDArray[np.bool_]:
@@ -138,8 +157,18 @@ class TrainStep:
             span.version == version for sample in self.source.samples for span in sample.weight_spans
         )
 
+    def arrays(self, config: Config) -> dict[str, NDArray[Any]]:
+        """Of all samples, for samples/ (rank 0). A step that was resumed between two updates, or of which one was
+        refused, has no scores of all tokens."""
+        if self.source is None or len(self.scores) != len(self.mini_batches):
+            return {"advantages": self.batch.advantages}
+        from megatron_dapo.trainer.explain import recorded_arrays
+
+        return recorded_arrays(self.batch, [len(m) for m in self.mini_batches], self.scores, self.source, config)
+
     def metrics(self, policy: Policy) -> dict[str, float]:
         found = {**self.rollout_metrics, **self.update_metrics.result("train/")}
+        found |= self.critic_metrics.result("critic/")
         seconds, ranks = found.get("train/update_seconds", 0.0), policy.runtime.world_size
         return found | throughput_metrics(policy.shape, self.batch.lengths, seconds, ranks)
 
@@ -155,6 +184,10 @@ class TrainStep:
             "updates": self.update_metrics.to_state(),
             "old_logprobs": self.batch.old_logprobs,
             "ref_logprobs": self.batch.ref_logprobs,
+            "trains_policy": self.trains_policy,
+            "values": self.batch.values,
+            "critic_updates": self.critic_updates,
+            "critic_metrics": self.critic_metrics.to_state(),
         }
 
     @classmethod
@@ -173,15 +206,20 @@ class TrainStep:
         step.update_metrics = StepMetrics.from_state(state["updates"])
         step.batch.old_logprobs = state["old_logprobs"]
         step.batch.ref_logprobs = state["ref_logprobs"]
+        if state.get("values") is not None:  # a run without critic has none, nor has one of an older version
+            step.add_values(state["values"], config, collectives, policy)
+            step.trains_policy = state["trains_policy"]
+            step.critic_updates = state["critic_updates"]
+            step.critic_metrics = StepMetrics.from_state(state["critic_metrics"])
         return step
 
-    def dump(self, folder: Path, step: int) -> None:
-        """Rank 0. Writes the samples of the next mini-batch, whose update failed, to be looked at."""
+    def dump(self, folder: Path, step: int, update: int, whose: str = "") -> None:
+        """Rank 0. Writes the samples of a mini-batch, whose update failed, to be looked at."""
         if self.source is not None:
             folder.mkdir(exist_ok=True)
-            samples = [self.source.samples[i].to_state() for i in self.mini_batches[self.updates_done]]
-            text = orjson.dumps(samples, default=json_default)
-            (folder / f"step_{step}_update_{self.updates_done}.json").write_bytes(text)
+            chosen = self.mini_batches[update % len(self.mini_batches)]
+            text = orjson.dumps([self.source.samples[i].to_state() for i in chosen], default=json_default)
+            (folder / f"step_{step}_{whose}update_{update}.json").write_bytes(text)
 
 
 def share_batch(
@@ -205,14 +243,24 @@ def share_batch(
     routed = getattr(batch, "routed_experts", None)
     everywhere.routed_experts = _share_experts(collectives, routed, everywhere, indices, shares)
     for name in (f.name for f in fields(TrainBatch) if f.name not in (*PER_SAMPLE, *SHARED_OTHERWISE)):
-        array = getattr(batch, name, None)
-        if whole_log_probs and name != "tokens":
-            found = collectives.share_array(array)
-        else:
-            offsets = everywhere.token_offsets if name == "tokens" else everywhere.response_offsets
-            found = collectives.scatter_array(array, offsets, places)
-        setattr(everywhere, name, found)
+        whole = whole_log_probs and name != "tokens"
+        _share_tokens(collectives, everywhere, name, getattr(batch, name, None), places, whole=whole)
     return everywhere, indices
+
+
+def _share_tokens(
+    collectives: Collectives,
+    batch: TrainBatch,
+    name: str,
+    array: NDArray[Any] | None,
+    places: list[list[int]],
+    *,
+    whole: bool,
+) -> None:
+    """Rank 0's `array` of tokens or responses becomes the batch's; all of it, or this rank's samples."""
+    offsets = batch.token_offsets if name == "tokens" else batch.response_offsets
+    found = collectives.share_array(array) if whole else collectives.scatter_array(array, offsets, places)
+    setattr(batch, name, found)
 
 
 def _share_experts(
@@ -259,10 +307,13 @@ class TooManySkippedUpdates(UserError):
 class Updates:
     """Every method is called by all ranks, in the same order."""
 
-    def __init__(self, config: Config, policy: Policy, collectives: Collectives) -> None:
+    def __init__(self, config: Config, policy: Policy, collectives: Collectives, critic: Critic | None = None) -> None:
         self.observer: Observer = NullObserver()
         self.gate_passed = not config.trainer.gate.enabled
         self.skipped_in_a_row = 0
+        self.critic_skipped_in_a_row = 0
+        self.critic_is_ready = False  # pre-training has ended before its last step
+        self._critic = critic
         self._config = config
         self._recomputes_old_logprobs = config.recomputes_old_logprobs
         self._policy = policy
@@ -275,13 +326,16 @@ class Updates:
         batches is in `make_one`."""
         self._profiler.begin(version + 1)
         fault_points.reach("loop/before_log_probs")
-        if self._recomputes_old_logprobs or not self.gate_passed:
+        pretrained = self.critic_is_ready or version >= self._config.critic.pretraining.steps
+        step.trains_policy = self._critic is None or pretrained
+        recomputes = self._recomputes_old_logprobs and step.trains_policy
+        if recomputes or not self.gate_passed:
             logprobs = self._policy.old_log_probs(step.batch, step.mini_batches)
             if self._config.trainer.gate.enabled and not self._pass_gate(step, version, logprobs):
                 return False
-            if self._recomputes_old_logprobs:
+            if recomputes:
                 step.batch.old_logprobs = logprobs
-        if self._policy.needs.reference:
+        if self._policy.needs.reference and step.trains_policy:
             step.batch.ref_logprobs = self._policy.reference_log_probs(step.batch, step.mini_batches)
         return True
 
@@ -308,13 +362,45 @@ class Updates:
     def _fresh(self, step: TrainStep, version: int) -> bool:
         return self._collectives.agree(step.sampled_by(version))
 
+    def train_critic(self, step: TrainStep, version: int) -> bool:
+        """All of the critic's part of a step, if there is a critic: values, advantages, its updates. The policy's
+        updates depend on its values alone, so they follow, and the two change places on the GPU once. Returns whether
+        updates were made."""
+        critic, total = self._critic, self._config.critic.epochs * len(step.mini_batches)
+        if critic is None or step.critic_updates == total:
+            return False
+        with self.observer.phase("critic") as phase, critic.turn():
+            step.add_values(critic.values(step.batch, step.mini_batches), self._config, self._collectives, self._policy)
+            for update in range(total):
+                batch = step.batch.select(step.mini_batches[update % len(step.mini_batches)])
+                try:
+                    fault_points.reach("loop/before_critic_update")
+                    metrics = critic.update(batch)
+                    self.critic_skipped_in_a_row = 0
+                except UpdateRefused as error:
+                    self.critic_skipped_in_a_row += 1
+                    self._report_skip(step, version, error, update, self.critic_skipped_in_a_row, "critic_")
+                    metrics = {"update_skipped": 1.0}
+                step.critic_metrics.add(metrics)
+                step.critic_updates += 1
+                phase.update(step.critic_updates, total, "updates")
+        enough = self._config.critic.pretraining.explained_variance
+        explained = step.rollout_metrics.get("critic/explained_variance")
+        ready = enough is not None and explained is not None and explained >= enough
+        self.critic_is_ready = self._collectives.agree(ready) or self.critic_is_ready
+        return True
+
     def make_one(self, step: TrainStep, version: int) -> None:
         """The next update of the step."""
         try:
             fault_points.reach("loop/before_update")
             batch = step.batch.select(step.mini_batches[step.updates_done])
             first = step.updates_done == step.skipped  # the weights are those of the beginning of the step
-            metrics = self._policy.update(batch, first=first, max_mismatch=self._max_mismatch(step, version, first))
+            limit = self._max_mismatch(step, version, first)
+            record = self._config.observe.samples_tokens and is_due(version + 1, self._config.observe.samples_every)
+            metrics = self._policy.update(batch, first=first, max_mismatch=limit, record=record)
+            if record and (scores := self._policy.step.recorded) is not None:
+                step.scores.append(scores)
             self.skipped_in_a_row = 0
         except UpdateRefused as error:
             self._skip(step, version, error)
@@ -335,14 +421,18 @@ class Updates:
     def _skip(self, step: TrainStep, version: int, error: UpdateRefused) -> None:
         self.skipped_in_a_row += 1
         step.skipped += 1
-        self.observer.warn(f"step {version}, update {step.updates_done} skipped: {error}")
+        self._report_skip(step, version, error, step.updates_done, self.skipped_in_a_row)
+
+    def _report_skip(
+        self, step: TrainStep, version: int, error: UpdateRefused, update: int, in_a_row: int, whose: str = ""
+    ) -> None:
+        self.observer.warn(f"step {version}, {whose.replace('_', ' ')}update {update} skipped: {error}")
         try:
-            step.dump(Path(self._config.trainer.run_dir) / "dumps", version)
+            step.dump(Path(self._config.trainer.run_dir) / "dumps", version, update, whose)
         except OSError as full:
             self.observer.warn(f"its samples could not be written: {full}")
         limit = self._config.trainer.max_skipped_updates
-        if self.skipped_in_a_row > limit:
+        if in_a_row > limit:
             raise TooManySkippedUpdates(
-                f"{self.skipped_in_a_row} updates in a row were skipped (trainer.max_skipped_updates is {limit}); "
-                f"the last: {error}"
+                f"{in_a_row} updates in a row were skipped (trainer.max_skipped_updates is {limit}); the last: {error}"
             ) from error

@@ -21,6 +21,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -37,8 +38,17 @@ def log_folder(run_dir: str | Path) -> Path:
 
 
 class Watchdog:
-    def __init__(self, config: HeartbeatConfig, logs: Path, rank: int, world_size: int) -> None:
+    def __init__(
+        self,
+        config: HeartbeatConfig,
+        logs: Path,
+        rank: int,
+        world_size: int,
+        gpu_status: Callable[[], dict[str, float]] = dict,
+    ) -> None:
+        """`gpu_status`: what a heartbeat says about this rank's GPU; it must not wait for the device."""
         self._config = config
+        self._gpu_status = gpu_status
         self._rank = rank
         self._next = (rank + 1) % world_size
         self._world_size = world_size
@@ -100,6 +110,7 @@ class Watchdog:
         path = self._folder / f"rank_{self._rank}.json"
         self._status = {"beats": self._beats, "progress": self._progress, "doing": self._doing, "where": self._where(),
                         "host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}  # fmt: skip
+        self._status["gpu"] = self._gpu_status()
         with contextlib.suppress(OSError):  # a full or unreachable file system must not end a run that works
             write_atomically(path, json.dumps(self._status), fsync=False)
 

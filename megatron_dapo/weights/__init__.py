@@ -5,6 +5,7 @@
 - `locate`         the checkpoint that a path means; formats that are not read are named; model directories are checked
 - `model_weights`  HF weights into live models (`load_hf_weights`), a rank's coordinates (`RankPosition`), its shards
 - `adapters`       LoRA adapters: names, shapes and shards; PEFT directories; merging into a model
+- `value_weights`  what a value model starts from; config.json of an exported critic
 - `tensor_spec`    name, type and shape of tensors, and their places in one block of bytes
 - `convert`        HF safetensors to Megatron torch_dist and back
 - `copy`           copies tensors from files to files on several threads (`copy_tensors`)

@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -27,24 +27,19 @@ from megatron_dapo.config.model import ModelShape
 from megatron_dapo.config.policy import LoraConfig
 from megatron_dapo.weights.convert import open_hf
 from megatron_dapo.weights.destination import new_directory
-from megatron_dapo.weights.mapping import ParameterMapping, Segment, WeightsError, listed, parameter_mappings
+from megatron_dapo.weights.mapping import (
+    ParameterMapping,
+    Segment,
+    WeightsError,
+    adapted,
+    listed,
+    parameter_mappings,
+    target_of,
+)
 
 PREFIX = "base_model.model."  # of the names in PEFT's files
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
-
-
-def target_of(hf_name: str) -> str:
-    """The word by which PEFT's target_modules name a layer: q_proj of model.layers.0.self_attn.q_proj.weight."""
-    return hf_name.removesuffix(".weight").rsplit(".", 1)[-1]
-
-
-def adapted(mapping: ParameterMapping, targets: Sequence[str]) -> tuple[str, ...]:
-    """The HF layers in a Megatron layer that have adapters; where no targets are named, all linear layers do. Routers
-    and gates, which no rank splits, embedding and output layer do not."""
-    if mapping.layer is None or len(mapping.shape) != 2 or mapping.split is Split.NONE:
-        return ()
-    return tuple(name for name in mapping.hf if not targets or target_of(name) in targets)
 
 
 @lru_cache(maxsize=8)
@@ -144,7 +139,11 @@ def merge_adapter(model: str | os.PathLike[str], adapter: str | os.PathLike[str]
     described = json.loads((Path(adapter) / CONFIG_FILE).read_text())
     lora = LoraConfig(rank=described["r"], alpha=described["lora_alpha"], targets=described["target_modules"])
     tensors = read_adapter(adapter, shape, lora, base_fingerprint(model))
-    adapted_names = {name: adapter_name(name, "A") in tensors for name in weights}
+    changed = {name for name in weights if adapter_name(name, "A") in tensors}
+    if 2 * len(changed) != len(tensors) or not list(Path(model).glob("*.safetensors")):
+        raise WeightsError(
+            f"{model}: the adapter's layers must be separate tensors in .safetensors files; convert the model first"
+        )
     scale = lora.alpha / lora.rank
     need = sum(path.stat().st_size for path in Path(model).iterdir() if path.is_file())
     with new_directory(Path(destination), need) as folder:
@@ -152,14 +151,14 @@ def merge_adapter(model: str | os.PathLike[str], adapter: str | os.PathLike[str]
             if path.suffix == ".safetensors":
                 merged = {}
                 for name, tensor in load_file(path).items():
-                    if adapted_names[name]:
+                    if name in changed:
                         a, b = (tensors[adapter_name(name, half)].float() for half in "AB")
                         tensor = (tensor.float() + scale * (b @ a)).to(tensor.dtype)
                     merged[name] = tensor.contiguous()
                 save_file(merged, folder / path.name, metadata={"format": "pt"})
             elif path.is_file():
                 shutil.copy2(path, folder / path.name)
-    return sum(adapted_names.values())
+    return len(changed)
 
 
 def base_fingerprint(model: str | os.PathLike[str]) -> str:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo.config.families import FAMILIES
-from megatron_dapo.config.families.tensors import Split, Template, Transform
+from megatron_dapo.config.families.tensors import VALUE_HEAD, Split, Template, Transform
 from megatron_dapo.config.model import LinearAttention, ModelShape
 from megatron_dapo.errors import UserError
 from megatron_dapo.files import StoredTensor
@@ -154,15 +154,15 @@ def _mapping(t: Template, shape: ModelShape, to: str = "", hf: str = "", layer: 
 def _mappings(shape: ModelShape) -> Iterator[ParameterMapping]:
     tensors = FAMILIES[shape.architecture].tensors
     yield from (_mapping(t, shape, hf=shape.prefix) for t in tensors.top if t.applies(shape))
-    if tensors.head.applies(shape):
-        yield _mapping(tensors.head, shape)
+    heads = VALUE_HEAD if shape.head == "value" else (tensors.head,)
+    yield from (_mapping(t, shape) for t in heads if t.applies(shape))
     linear = set(shape.linear_layers)
     for layer in range(shape.layers):
         to, hf = f"decoder.layers.{layer}.", f"{shape.prefix}layers.{layer}."
         attention = tensors.linear if layer in linear else tensors.attention
-        templates = (*attention, *tensors.layer, *(tensors.moe if shape.is_moe else tensors.mlp))
+        templates = (*attention, *tensors.layer, *(tensors.moe if shape.has_experts(layer) else tensors.mlp))
         yield from (_mapping(t, shape, to, hf, layer) for t in templates if t.applies(shape))
-        for expert in range(shape.experts):
+        for expert in range(shape.experts if shape.has_experts(layer) else 0):
             to_expert, hf_expert = f"{to}mlp.experts.local_experts.{expert}.", f"{hf}mlp.experts.{expert}."
             yield from (_mapping(t, shape, to_expert, hf_expert, layer, expert) for t in tensors.expert)
 
@@ -264,3 +264,16 @@ def shard_copies(mapping: ParameterMapping, rank: int, size: int, shape: Sequenc
         for s in mapping.segments
         if (first := max(full_row, s.start)) < (last := min(full_row + rows, s.start + s.rows))
     ]
+
+
+def target_of(hf_name: str) -> str:
+    """The word by which PEFT's target_modules name a layer: q_proj of model.layers.0.self_attn.q_proj.weight."""
+    return hf_name.removesuffix(".weight").rsplit(".", 1)[-1]
+
+
+def adapted(mapping: ParameterMapping, targets: Sequence[str]) -> tuple[str, ...]:
+    """The HF layers in a Megatron layer that have adapters; where no targets are named, all linear layers do. Routers
+    and gates, which no rank splits, embedding and output layer do not."""
+    if mapping.layer is None or len(mapping.shape) != 2 or mapping.split is Split.NONE:
+        return ()
+    return tuple(name for name in mapping.hf if not targets or target_of(name) in targets)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_dapo.config.families.tensors import EMBEDDING, FINAL_NORM, OUTPUT, Split
+from megatron_dapo.config.families.tensors import EMBEDDING, FINAL_NORM, OUTPUT, OUTPUT_BIAS, Split
 from megatron_dapo.config.model import ModelShape
 from megatron_dapo.weights.formats.readers import HFReader, check_tied_head
 from megatron_dapo.weights.mapping import (
@@ -139,7 +139,7 @@ def _belongs(mapping: ParameterMapping, core: Any, offset: int, experts: range) 
         return bool(core.pre_process)
     if mapping.name == OUTPUT:  # a tied model on one stage uses the embedding itself and has no parameter here
         return bool(core.post_process) and not (mapping.tied and core.pre_process)
-    assert mapping.name == FINAL_NORM
+    assert mapping.name in (FINAL_NORM, OUTPUT_BIAS)
     return bool(core.post_process)
 
 

@@ -9,10 +9,12 @@ layer in one tensor (`packed`), as some of Qwen3.5-MoE do.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
+
+from megatron_dapo.config.model import ModelShape
 
 SCALE = "_scale_inv"  # what the fp8 format appends to the name of a weight
 # What follows `decoder.layers.N.`: Transformer Engine's spelling to the local one.
@@ -84,13 +86,13 @@ class DiskLocation:
     index: tuple[int, ...]
 
 
-def disk_locations(name: str, *, moe: bool = False, linear: Collection[int] = ()) -> list[DiskLocation]:
+def disk_locations(name: str, shape: ModelShape) -> list[DiskLocation]:
     """Every location where Megatron may store the parameter with this canonical name. We write the first one.
 
     By default, layers are stacked in one tensor with a layer axis, then an expert axis. With `non_homogeneous_layers`
     there is one tensor per layer. With `singleton_local_shards` there is also one per expert, and gate and up are
-    separate. A model with gated DeltaNet layers (`linear`) always has one tensor per layer. Norms have their
-    Transformer Engine names; a MoE model of local modules names its second norm like a dense one.
+    separate. A model whose layers differ always has one tensor per layer. Norms have their Transformer Engine names;
+    a MoE model of local modules names its second norm like a dense one.
     """
     found = _LAYER.match(name)
     if found is None:
@@ -103,15 +105,15 @@ def disk_locations(name: str, *, moe: bool = False, linear: Collection[int] = ()
         stacked = [(f"mlp.experts.experts.{stem}", (number,))]
         single = f"mlp.experts.experts.{number}.{stem}"
     else:
-        spellings = dict.fromkeys([to_te(name, moe=moe), to_te(name), name])
+        spellings = dict.fromkeys([to_te(name, moe=shape.has_experts(layer)), to_te(name), name])
         stacked = [(spelling.split(".", 3)[3], ()) for spelling in spellings]
         single = stacked[0][0]
     locations = [DiskLocation((f"decoder.layers.{stem}",), (layer, *index)) for stem, index in stacked]
-    if linear:
+    if shape.layers_differ:
         locations = []
         if rest in _DELTA_PARTS:
             return [DiskLocation(tuple(f"decoder.layers.{layer}.{rest}.{part}" for part in _DELTA_PARTS[rest]), ())]
-        if layer in linear and rest == "input_layernorm.weight":
+        if layer in shape.linear_layers and rest == "input_layernorm.weight":
             stacked = [(_DELTA_NORM, ()), (rest, ())]
             single = _DELTA_NORM
     locations += [DiskLocation((f"decoder.layers.{layer}.{stem}",), index) for stem, index in stacked]
@@ -120,11 +122,13 @@ def disk_locations(name: str, *, moe: bool = False, linear: Collection[int] = ()
     return locations
 
 
-def disk_aliases(name: str, *, moe: bool = False) -> list[str]:
+def disk_aliases(name: str, shape: ModelShape) -> list[str]:
     """More keys under which a model may look for this parameter. They cost no space: metadata may list bytes twice."""
-    if moe and name.endswith(".pre_mlp_layernorm.weight"):
-        return ["decoder.layers.mlp.linear_fc1.layer_norm_weight"]  # local modules use this name in every layer
-    return []
+    found = _LAYER.match(name)
+    if found is None or found[2] != "pre_mlp_layernorm.weight" or not shape.has_experts(int(found[1])):
+        return []
+    stack = f"decoder.layers.{found[1]}" if shape.layers_differ else "decoder.layers"
+    return [f"{stack}.mlp.linear_fc1.layer_norm_weight"]  # local modules use this name in every layer
 
 
 def packing_order(name: str) -> tuple[str, int, int]:

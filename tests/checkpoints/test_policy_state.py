@@ -61,10 +61,16 @@ def run(function, layout, *args):
         ("dense", "cp2dp2do", ["cp2dp2do", "pp2do"]),
         ("tied", "tp2pp2do", ["do", "pp2do", "dp2do"]),
         ("dense", "tp2", ["pp2", "dp2"]),
-        ("moe", "ep2do", ["ep2do", "ep2tp2spdo"]),
+        ("moe", "ep2do", ["ep2do", "ep2tp2spdo", "do"]),
+        ("moe", "tp2spdo", ["dp2do"]),
+        ("moe", "dp2do", ["ep2do"]),
+        ("moe", "dp2", ["ep2"]),
     ],
-    ids=["dp2", "pieces-on-two-ranks", "tp2pp2-tied", "without-distributed-optimizer", "moe"],
-)
+    ids=[
+        "dp2", "pieces-on-two-ranks", "tp2pp2-tied", "without-distributed-optimizer", "moe", "moe-one-optimizer-of-two",
+        "moe-two-optimizers-of-one", "moe-without-distributed-optimizer",
+    ],
+)  # fmt: skip
 def test_training_continues_in_another_layout(model, saved, loaded, tmp_path):
     loss, weights = run(train_and_save, saved, model, tmp_path / "c")
     for layout in loaded:

@@ -74,7 +74,7 @@ def test_the_resolved_configuration_reads_back_as_itself(tmp_path):
         ({"rollout": {"temp": 1}}, "did you mean 'rollout.temperature'?"),
         ({"slurm": {"time_limit": "1:00:00"}}, "did you mean 'slurm.time'?"),
         ({"trainer": {"foo": 1}}, "unknown key 'trainer.foo'; keys of trainer: run_dir, ranks, steps, "),
-        ({"algorithm": {"name": "dapo"}}, "unknown key 'algorithm.name'; keys of algorithm: objective, "),
+        ({"algorithm": {"name": "dapo"}}, "unknown key 'algorithm.name'; keys of algorithm: preset, "),
         ({"foo": {"bar": 1}}, "unknown key 'foo'; sections: policy, rollout, "),
         ({"policy": {"tensor_parallel": "many"}}, "policy.tensor_parallel"),
         ({"policy": {"tensor_parallel": 0}}, "policy.tensor_parallel: expected a number of at least 1, found 0"),
@@ -84,6 +84,11 @@ def test_the_resolved_configuration_reads_back_as_itself(tmp_path):
         ({"algorithm": {"aggregation": "mean"}}, "token-mean"),
         ({"trainer": {"prompts_per_step": 100, "mini_batch_prompts": 32}}, "must be a multiple of mini_batch_prompts"),
         ({"rollout": {"samples_per_prompt": 1}}, "use 2 or more"),
+        ({"rollout": {"samples_per_prompt": 1}, "algorithm": {"advantage": "reinforce++"}}, "dynamic_sampling drops"),
+        ({"algorithm": {"advantage": "gea"}}, "algorithm.advantage: expected group-std, group-mean, rloo, "),
+        ({"algorithm": {"advantage": "rloo", "turn_credit": "turn"}}, "Remove turn_credit"),
+        ({"algorithm": {"off_policy": {"normalize_weights": True}}}, "set it to token or sequence"),
+        ({"algorithm": {"gae": {"lambda_policy": 2}}}, "expected a number of at most 1 or 'adaptive', found 2"),
         ({"policy": {"virtual_pipeline": 2}}, "set pipeline_parallel to 2 or more"),
         ({"policy": {"sequence_parallel": True}}, "raise tensor_parallel"),
         ({"policy": {"micro_batch_tokens": 4096}}, "raise it to at least 22528"),
@@ -451,3 +456,18 @@ def test_arguments_and_addresses_without_secrets_are_kept():
         None, [f"rollout.servers.arguments={arguments}", "rollout.servers.urls=['http://h:1/a@b?x=2']"]
     )
     assert len(config.rollout.servers.arguments) == 7 and config.rollout.servers.urls == ["http://h:1/a@b?x=2"]
+
+
+def test_dense_layers_of_a_moe_model_are_not_served_by_sglang(tmp_path):
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 64, "intermediate_size": 96,
+        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 101, "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 48, "max_position_embeddings": 32768,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config | {"decoder_sparse_step": 2, "mlp_only_layers": [1]}))
+    settings = {"policy": {"model": str(tmp_path)}, "rollout": {"engine": "embedded"}}
+    assert check_config(parse_config(settings)).dense_layers == (0, 1, 2)
+    with pytest.raises(ConfigError, match="mlp_only_layers"):
+        check_config(parse_config(settings | {"rollout": {"engine": "sglang"}}))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"decoder_sparse_step": 9}))
+    assert not check_config(parse_config(settings)).is_moe  # no layer has experts

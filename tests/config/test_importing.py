@@ -86,7 +86,7 @@ def test_table_of_published_scripts(imported):
                 "policy.megatron.model.moe_router_dtype": "fp32",
             },
         ),
-        ("rloo_trainer/run_qwen3_8b_fsdp.sh", {"algorithm.advantage": "group-mean"}),
+        ("rloo_trainer/run_qwen3_8b_fsdp.sh", {"algorithm.advantage": "rloo"}),
         # 8 devices × 8 completions × 2 micro-batches / 8 completions per prompt.
         (
             "scripts/gspo.py",
@@ -268,7 +268,7 @@ def test_files_that_are_none_are_refused(tmp_path, capsys, name, text, said):
         ("trainer.mini_batch_prompts", ["integer, > 0; default 32", "slime: --global-batch-size (there in samples"]),
         ("global_batch_size", ["here it is called 'trainer.mini_batch_prompts' (there in samples", "default 32"]),
         ("beta", ["'algorithm.kl.coefficient'"]),
-        ("algorithm.adv_estimator", ["'algorithm.advantage'", "there is no gae"]),
+        ("algorithm.adv_estimator", ["'algorithm.advantage'", "rloo and gae have the same names"]),
         ("policy.fp8", ["keys: recipe, format"]),
         ("push_to_hub", ["no equivalent"]),
     ],

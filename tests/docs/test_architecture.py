@@ -64,10 +64,10 @@ def test_a_run_calls_the_functions_of_the_journeys_in_this_order(trace):
 
 # Lower a number when the way has become shorter. A higher one needs a reason in the commit.
 LIMITS = {
-    "package lines": 46_300,
-    "package files": 252,
-    "files entered by the run": 97,
-    "file → file call edges": 255,
+    "package lines": 49_500,
+    "package files": 264,
+    "files entered by the run": 99,
+    "file → file call edges": 262,
     "pairs of files that call each other both ways": 0,
     "files from taking a prompt to the optimizer step": 53,
 }

@@ -42,7 +42,7 @@ def test_the_files_of_an_existing_example_are_those_in_the_table(what, pattern, 
 
 
 def test_a_plugin_is_one_file():
-    for what in ("loss", "grader", "group filter", "rollout", "metric"):
+    for what in ("loss", "advantage", "grader", "group filter", "rollout", "metric"):
         assert TABLE[what][0] == 1
 
 

@@ -12,8 +12,8 @@ from megatron_dapo.config import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "results.md").read_text()
-GPUS, SAMPLES, TOKENS = 128, 512 * 16, 5120 + 256
-STEPS = [item for item in published_runs().compare_all() if ", step" in item.set_up]
+GPUS, SAMPLES, TOKENS = 128, 512 * 16, 2700 + 256
+STEPS = [item for item in published_runs().compare_all() if "× h100, step" in item.set_up]
 RANGE = min(item.ratio for item in STEPS), max(item.ratio for item in STEPS)
 
 
@@ -44,7 +44,7 @@ def test_step_and_gpu_hours(example):
 def test_the_range_is_that_of_the_published_steps():
     text = " ".join(PAGE.split())
     dense = [item.ratio for item in STEPS if "Qwen3-32B" in item.set_up]
-    assert len(STEPS) == 10 and "the ten step times" in text
+    assert len(STEPS) == 11 and "the eleven step times on H100" in text
     found = [f"{ratio:.2f}" for ratio in (*RANGE, *dense)]
     assert "is {} to {} there, and {} and {} for the two of a dense 32B".format(*found) in text
     (first,) = [item for item in STEPS if item.name == "nemo-rl-32b"]

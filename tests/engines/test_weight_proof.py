@@ -166,6 +166,7 @@ def test_the_tolerance_of_the_probe_comes_from_the_noise():
     assert not probes.compare(1, {"a": one, "b": one}) and "differ" in probes.compare(1, {"c": two})["c"]
     assert probes.measured([one, one + 0.01]) is one
     assert probes.tolerance == pytest.approx(0.04, rel=1e-3) and not probes.compare(1, {"c": two})
+    assert probes.measured([one, one + 9.0]) is one and "differ" in probes.compare(1, {"c": one + 0.6})["c"]
 
 
 @pytest.mark.parametrize("transport", ["tensor", "distributed", "disk"])

@@ -25,6 +25,8 @@ GPUS = {  # of the trainer, and of engines that have their own; a new file witho
     "examples/qwen3_30b_a3b/dapo.yaml": (8, 24),
     "examples/qwen2.5_32b_fast/dapo.yaml": (48, 80),
     "examples/qwen2.5_32b_dapo/dapo.yaml": (64, 64),
+    "examples/qwen2.5_32b_vapo/vapo.yaml": (64, 64),
+    "examples/vapo/vapo.yaml": (1, 0),
 }
 
 
@@ -99,7 +101,9 @@ def test_plan_as_the_readme_says(readme, command, workplace, capsys):
     plan = json.loads(capsys.readouterr().out)
     assert plan["fits"]
     used, limit = plan["trainer_bytes"]["total"] / 2**30, plan["limit_bytes"] / 2**30
-    phases = [plan["phases"].get(name) for name in ("generation", "log-probs", "training", "weight sync", "hand-over")]
+    names = ["generation", "log-probs", "training", "weight sync", "hand-over"]
+    names[1:1] = ["critic"] if "critic" in plan["phases"] else []
+    phases = [plan["phases"].get(name) for name in names]
     seconds = ["" if value is None else f"{value:,.1f} s" for value in [*phases, plan["step_seconds"]]]
     row = f"| {plan['layout']} | {used:.1f} of {limit:.1f} GiB | {' | '.join(seconds)} |".replace("|  |", "| |")
     assert row in (ROOT / readme).read_text().splitlines(), f"{readme}: {command} calculates\n{row}"

@@ -110,9 +110,9 @@ def updates_and_paths(rendezvous, objective):
     used = set()
 
     class OnePass(step.OnePassLoss):
-        def __init__(self, *args):
+        def __init__(self, *args, **kwargs):
             used.add("OnePassLoss")
-            super().__init__(*args)
+            super().__init__(*args, **kwargs)
 
     def make_loss_func(*args, real=step.make_loss_func, **kwargs):
         used.add("make_loss_func")

@@ -94,6 +94,23 @@ def test_leave_one_out_is_all_none_and_all_but_one(config):
     }  # fmt: skip
 
 
+def test_a_configuration_with_a_critic_has_vapos_parts(config):
+    """Each removed once, as in its paper, with the published score; every combination is a valid configuration."""
+    critic = ["algorithm.advantage=gae", "rollout.dynamic_sampling=false", "critic.pretraining.steps=1"]
+    loaded = load_config(config, critic)
+    rows = variants(loaded, "order")
+    assert [row.paper for row in rows] == [5, 11, 33, 45, 46, 53, 54, 55, 60]
+    assert [rows[0].name, rows[2].name, rows[-1].name] == ["plain PPO", "without decoupled GAE", "full VAPO"]
+    dumps = [load_config(config, [*critic, *row.settings]) for row in rows]
+    assert len({repr(dump) for dump in dumps}) == len(rows) == 9
+    whole, no_groups = dumps[-1], dumps[-2]
+    for one in (whole, no_groups):  # the same number of samples in a step and in an update
+        assert one.rollout.samples_per_prompt * one.trainer.prompts_per_step == 16 * 512
+        assert one.rollout.samples_per_prompt * one.trainer.mini_batch_prompts == 16 * 32
+    found = effects("order", loaded)
+    assert [effect.pairs for effect in found] == [((rows[-1].folder, row.folder),) for row in rows[1:-1]]
+
+
 @pytest.mark.parametrize(("design", "labels", "pairs"), [("grid", 4, 8), ("leave-one-out", 4, 1), ("order", 5, 1)])
 def test_effects_compare_combinations_that_differ_in_one_change(config, design, labels, pairs):
     loaded = load_config(config)

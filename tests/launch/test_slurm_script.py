@@ -306,6 +306,20 @@ def test_an_existing_or_default_partition_is_accepted(raw):
     check_cluster(parse_config(raw), partitions(answer("a100*\nh100\n")))
 
 
+def test_a_dry_run_needs_no_model_here(raw, capsys):
+    """Of a published model the layout is checked all the same; a real submission needs the model."""
+    absent = raw | {"policy": raw["policy"] | {"model": "models/Qwen2.5-32B"}}
+    gone = answer(stderr="sinfo: fatal", code=1)
+    assert launch.run_slurm(parse_config(absent), dry_run=True, ask=gone) == 0
+    assert "not checked: weights, tokenizer and data" in capsys.readouterr().out
+    wrong = absent | {"policy": absent["policy"] | {"pipeline_parallel": 3}}
+    with pytest.raises(ConfigError, match="64 layers"):
+        launch.run_slurm(parse_config(wrong), dry_run=True, ask=gone)
+    for unknown, dry_run in ((absent, False), (raw | {"policy": raw["policy"] | {"model": "models/Mine"}}, True)):
+        with pytest.raises(ConfigError, match=r"no directory|not a directory"):
+            launch.run_slurm(parse_config(unknown), dry_run=dry_run, ask=gone)
+
+
 def test_a_dry_run_works_without_a_controller(raw, capsys):
     assert launch.run_slurm(parse_config(raw), dry_run=True, ask=answer(stderr="sinfo: fatal", code=1)) == 0
     assert "valid, not submitted" in capsys.readouterr().out

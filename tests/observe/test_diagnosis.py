@@ -47,6 +47,7 @@ CASES = [
     ("not-finite", series("train/loss", 0.1, math.nan), 2),
     ("not-finite", series("train/nonfinite_tokens", 0, 3), 2),
     ("skipped-update", series("train/update_skipped", 0, 1), 2),
+    ("useless-critic", series("critic/explained_variance", *[-0.1] * 25), 25),
     ("failed-groups", [{"rollout/groups_failed": 3, "rollout/groups_submitted": 64}], 1),
 ]
 

@@ -4,19 +4,28 @@ import io
 import json
 import math
 import re
+from dataclasses import replace
 
 import pytest
 from rich.console import Console as Terminal
-from synthetic_runs import HOSTILE, make_groups, make_run
+from synthetic_runs import HOSTILE, make_arrays, make_groups, make_run
 
 from megatron_dapo.cli import main
 from megatron_dapo.observe import transcripts
 from megatron_dapo.observe.console import PlainConsole
 from megatron_dapo.observe.figures import MOST_POINTS, figures_of, thin
-from megatron_dapo.observe.metrics_file import STEP, MetricsFile, Record
-from megatron_dapo.observe.report import STEPS_WITH_TRANSCRIPTS, choose_transcripts, embed_json, payload, write_report
+from megatron_dapo.observe.metrics_file import STEP, MetricsFile, Record, read_records
+from megatron_dapo.observe.report import (
+    SAMPLES_PER_STEP,
+    STEPS_WITH_SAMPLES,
+    TOKENS_SHOWN,
+    embed_json,
+    payload,
+    write_report,
+)
 from megatron_dapo.observe.rich_console import RichConsole
 from megatron_dapo.observe.runs import ReportError, distinct_names, load_runs
+from megatron_dapo.types import as_logprobs, as_tokens
 
 
 def run_of(folder, *steps: dict[str, float]):
@@ -80,7 +89,7 @@ def test_hostile_responses_are_shown_unchanged_as_text(tmp_path):
     text = page.read_text()
     assert text.count("</script>") == 2 and "<img" not in text and "<!--" not in text and "\x00" not in text
     assert "<title>script&gt;" in text or "<title>&lt;script&gt;" in text
-    texts = {item["text"] for item in data_of(text)["runs"][0]["transcripts"]}
+    texts = {item["text"] for item in data_of(text)["runs"][0]["samples"]}
     assert texts == {HOSTILE}
 
 
@@ -168,19 +177,53 @@ def test_long_runs_keep_their_spikes():
     assert kept == sorted(kept) and thin([1.0, 2.0]) == [0, 1]
 
 
-def test_transcripts_of_a_long_run_are_spread_and_counted(tmp_path):
+def test_samples_of_a_long_run_are_spread_and_bounded(tmp_path):
+    run = run_of(tmp_path / "r", {"reward/mean": 1.0})
+    groups = [group for n in range(30) for group in make_groups(n)]  # 540 samples
     for step in range(10, 1010, 10):
-        transcripts.write(tmp_path, transcripts.choose(step, make_groups(step), 1, 2))
-    items = transcripts.read(tmp_path)
-    shown, left_out = choose_transcripts(items)
-    steps = sorted({item.step for item in shown})
-    assert (steps[0], steps[-1], len(steps), left_out) == (10, 1000, STEPS_WITH_TRANSCRIPTS, 100 - len(steps))
+        transcripts.write(run / "samples", transcripts.choose(step, groups, 0, 0, make_arrays(groups)))
+    (found,) = payload(load_runs([run]))["runs"]
+    steps = sorted({item["step"] for item in found["samples"]})
+    assert (steps[0], steps[-1], len(steps)) == (10, 1000, STEPS_WITH_SAMPLES)
+    assert len(found["samples"]) == STEPS_WITH_SAMPLES * SAMPLES_PER_STEP and len(found["sample_steps"]) == 100
+    assert sum(len(item["values"]["text"]) for item in found["samples"] if item["values"]) <= TOKENS_SHOWN
+    assert found["histories"]["sum-1"] == [[step, 3, 6, 6, 5.0] for step in range(10, 1010, 10)]
+    live = payload(load_runs([run], running=True), live=True)["runs"][0]
+    assert "samples" not in live and live["sample_steps"] == found["sample_steps"], "asked for when they are shown"
+
+
+def test_the_values_of_a_token_are_those_of_its_sample(tmp_path):
+    groups = make_groups(1)
+    groups[0].samples[1] = replace(
+        groups[0].samples[1], response_tokens=as_tokens([7]), engine_logprobs=as_logprobs([0])
+    )
+    arrays = make_arrays(groups)
+    transcripts.write(tmp_path, transcripts.choose(1, groups, 0, 0, arrays))
+    read = transcripts.read_arrays(tmp_path, 1)
+    first, short, third = (transcripts.token_values(read, place) for place in range(3))
+    assert short["text"] == [" word7"] and third["text"] == [f" word{i}" for i in range(5)] == first["text"]
+    assert short["log-prob gap"] == [pytest.approx(arrays["old_logprobs"][5] - arrays["engine_logprobs"][5], abs=1e-4)]
+    assert third["log-prob"][0] == pytest.approx(arrays["new_logprobs"][6], abs=1e-4)
+    assert third["ratio"] == pytest.approx([math.exp(0.1)] * 5, rel=1e-3)
+    assert short["advantage"] == [pytest.approx(0.8)] and third["advantage"][0] == pytest.approx(-1.1)
+    places = {(item.prompt_id, item.index): item.place for item in transcripts.read(tmp_path)}
+    assert places["sum-1", 2] == 2 and places["sum-2", 0] == 6 and transcripts.token_values({}, 0) is None
+
+
+def test_restarts_and_axes_come_from_the_records(tmp_path):
+    (found,) = payload(load_runs([make_run(tmp_path / "run", steps=50)]))["runs"]
+    assert found["restarts"] == [41], "the first start is none"
+    axes = found["axes"]
+    assert axes["steps"] == list(range(1, 51)) and axes["hours"] == sorted(axes["hours"]) and axes["hours"][-1] > 0.5
+    records = read_records(tmp_path / "run" / "metrics.jsonl")
+    assert axes["tokens"][-1] == pytest.approx(sum(r.metrics.get("train/tokens", 0) for r in records), rel=1e-5)
+    assert not figure(load_runs([tmp_path / "run"]), "lr").smooth
 
 
 def test_a_very_long_response_is_shortened_in_the_report_and_complete_in_samples(tmp_path):
     run = run_of(tmp_path / "r", {"reward/mean": 1.0})
     transcripts.write(run / "samples", transcripts.choose(1, make_groups(1, "a" * 50_000 + "END"), 1, 1))
-    (item,) = payload(load_runs([run]))["runs"][0]["transcripts"]
+    (item,) = payload(load_runs([run]))["runs"][0]["samples"]
     assert (
         len(item["text"]) < 21_000 and item["text"].endswith("END") and "30003 characters are left out" in item["text"]
     )
@@ -188,9 +231,9 @@ def test_a_very_long_response_is_shortened_in_the_report_and_complete_in_samples
 
 
 def test_transcripts_alternate_right_and_wrong_responses():
-    chosen = transcripts.choose(1, make_groups(1), prompts=2, responses=3)
+    chosen = transcripts.choose(1, make_groups(1), prompts=2, responses=3).transcripts
     assert [(item.prompt_id, item.verdict, item.index) for item in chosen] == [
-        (f"sum-1-{n}", verdict, index) for n in (1, 2) for verdict, index in (("right", 1), ("wrong", 0), ("right", 3))
+        (f"sum-{n}", verdict, index) for n in (1, 2) for verdict, index in (("right", 1), ("wrong", 0), ("right", 3))
     ]
     assert [step for step in range(1, 31) if transcripts.is_due(step, 10)] == [1, 10, 20, 30]
     assert not transcripts.is_due(10, 0)

@@ -91,7 +91,8 @@ THREE = {
     "shown_again": f"{CLICK_RUN}, {REWARD_LINES}",
     "differences": "[...document.querySelectorAll('#differences tbody tr')].map((row) => row.innerText)",
     "transcript": (
-        f"({CHOOSE})('#transcripts select', 2, 'change'), document.querySelector('.response pre').textContent"
+        f"({CHOOSE})('#samples select', 2, 'change'),"
+        " new Promise((done) => setTimeout(() => done(document.querySelector('.response pre').textContent), 100))"
     ),
     "findings": "document.querySelector('#findings').innerText",
     "dashes": (
@@ -102,6 +103,9 @@ THREE = {
     "summary": "document.querySelector('#summary').innerText",
     "bars": "document.querySelectorAll('#timeline rect').length",
     "curves": "[...document.querySelectorAll('#timeline path')].map((path) => path.getAttribute('d'))",
+    "fits": (
+        "[...document.querySelectorAll('#summary .scroll, #differences')].every((n) => n.scrollWidth <= n.clientWidth)"
+    ),
     "dark": f"document.getElementById('theme').click(), {BACKGROUND}",
 }
 
@@ -216,7 +220,9 @@ async def visit_all(folder: Path) -> dict[str, Visit]:
     async with chromium() as new_tab:
         for name, (runs, options) in pages.items():
             page = write_report(runs, folder / f"{name}.html")
-            asked = THREE if name == "three" else {key: THREE[key] for key in ("background", "overflow", "columns")}
+            asked = (
+                THREE if name == "three" else {key: THREE[key] for key in ("background", "overflow", "columns", "fits")}
+            )
             tab = await new_tab()
             seen[name] = await visit(tab, page, asked, **options)
             if name in KEYBOARD:
@@ -263,7 +269,7 @@ def test_the_live_page_asks_only_the_server_that_it_came_from(seen, page):
     assert origin.startswith("http://127.0.0.1:")
     paths = [url.split("/") for url in seen[page].requests if url.startswith("http")]
     assert len({path[3] for path in paths}) == 1  # the token
-    assert {path[4].split("?")[0] for path in paths} == {"", "data"}
+    assert {path[4].split("?")[0] for path in paths} == {"", "data", "samples", "sample", "history"}
 
 
 @pytest.mark.parametrize("page", WATCHED)
@@ -373,3 +379,4 @@ def test_light_dark_wide_and_narrow(seen):
     assert seen["three"].facts["dark"] == dark, "the button switches"
     assert (seen["three"].facts["columns"], seen["narrow"].facts["columns"]) == (2, 1)
     assert max(seen[page].facts["overflow"] for page in PAGES) <= 0, "nothing is wider than the window"
+    assert seen["three"].facts["fits"] and seen["narrow"].facts["fits"], "a comparison needs no scrolling"

@@ -1,20 +1,25 @@
 """`megatron-dapo watch`: reachable from this machine only, read-only, and it follows the files of the run."""
 
 import json
+import re
 import socket
 import threading
+import time
 import urllib.error
 import urllib.request
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
-from synthetic_runs import make_run
+from synthetic_runs import make_run, step_metrics
 
 from megatron_dapo.cli import main
 from megatron_dapo.config.trainer import ObserveConfig
 from megatron_dapo.errors import UserError
+from megatron_dapo.observe.figures import SECTIONS
+from megatron_dapo.observe.metrics_file import STEP, Record
 from megatron_dapo.observe.observer import Observer
-from megatron_dapo.observe.watch import make_server
+from megatron_dapo.observe.watch import make_server, prometheus_text, read_token
 
 
 @contextmanager
@@ -29,11 +34,13 @@ def serving(*runs):
             thread.join()
 
 
-def ask(address, path="/data", method="GET", host=None, token=None):
+def ask(address, path="/data", method="GET", host=None, token=None, headers=None):
     """(status, headers, text)"""
     path = (address[2] if token is None else token) + path
     name = host or f"{address[0]}:{address[1]}"
-    request = urllib.request.Request(f"http://{address[0]}:{address[1]}{path}", method=method, headers={"Host": name})
+    request = urllib.request.Request(f"http://{address[0]}:{address[1]}{path}", method=method)
+    for key, value in {"Host": name, **(headers or {})}.items():
+        request.add_header(key, value)
     try:
         with urllib.request.urlopen(request, timeout=20) as reply:
             return reply.status, reply.headers, reply.read().decode()
@@ -128,3 +135,118 @@ def test_wrong_input_is_one_line(tmp_path, capsys):
         taken.listen()
         with pytest.raises(UserError, match="choose another one with --port"):
             make_server([tmp_path], port=taken.getsockname()[1])
+
+
+def test_samples_are_sent_one_step_and_one_sample_at_a_time(tmp_path):
+    run = make_run(tmp_path / "run", 60)
+    with serving(run) as address:
+
+        def found(path):
+            return json.loads(ask(address, path)[2])
+
+        rows = found("/samples?run=0&step=40")
+        assert len(rows) == 18 and [row["place"] for row in rows] == list(range(18))
+        assert {(row["verdict"], row["advantage"] > 0) for row in rows} == {("right", True), ("wrong", False)}
+        assert not any("text" in row for row in rows) and rows[0]["source"] == "easy" and rows[-1]["source"] == "hard"
+        assert [row["place"] for row in found("/samples?run=0&step=40&search=40+%2B+3%3F")] == list(range(12, 18))
+        item = found("/sample?run=0&step=40&place=13")
+        assert item["prompt"] == "What is 40 + 3?" and "Answer: " in item["text"] and item["verdict"] == "wrong"
+        assert len(item["values"]["ratio"]) == 5 == item["tokens"] and item["values"]["mask"] == [1, 1, 1, 1, 0]
+        assert found("/history?run=0&prompt=sum-3") == [[step, 3, 6, 6, 5.0] for step in (1, 20, 40, 60)]
+        assert found("/samples?run=0&step=41") == [] == found("/history?run=0&prompt=other")
+        for path in ("/sample?run=0&step=40&place=99", "/sample?run=7&step=40&place=1", "/samples?run=x", "/history"):
+            assert ask(address, path)[0] == 404, path
+
+
+def make_folder(tmp_path):
+    """Two runs and something else, two levels deep; one of them runs."""
+    runs = [make_run(tmp_path / "a" / "dapo", 5), make_run(tmp_path / "grpo", 3, seed=1, clip_higher=False)]
+    (tmp_path / "notes").mkdir()
+    for run, state, left in ((runs[0], "running", 90.0), (runs[1], "failed: no room", None)):
+        (run / "logs").mkdir()
+        status = {"state": state, "phases": [], "step": 5, "total": 9, "remaining": left, "updated": time.time()}
+        (run / "logs" / "status.json").write_text(json.dumps(status))
+    (runs[1] / "logs" / "warnings.log").write_text("step 1: a\nstep 2: b. See docs/diagnosis.md#grad-norm\n")
+    return runs
+
+
+def test_all_runs_of_a_folder_are_listed_with_what_differs(tmp_path, capsys):
+    make_folder(tmp_path)
+    assert main(["runs", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out
+    assert re.search(r"dapo +step 5/9 +ETA 90.0s +\d+\.\d% +running\n", lines)
+    assert re.search(r"grpo .*failed: no room\n +warning: step 2: b\. See", lines)
+    assert "algorithm.clip_high=0.28" in lines and "algorithm.clip_high=0.2 " in lines and "policy.model" not in lines
+    with serving(tmp_path) as address:
+        rows = {row["name"]: row for row in json.loads(ask(address)[2])["runs"]}
+        assert rows.keys() == {"dapo", "grpo"} and rows["grpo"]["warning"].startswith("step 2: b")
+        assert rows["dapo"]["settings"]["trainer.seed"] == "0" and rows["dapo"]["remaining"] == 90.0
+        assert "connect-src 'self'" in ask(address, "/")[2]
+        assert json.loads(ask(address, f"/{rows['dapo']['page']}data")[2])["data"]["runs"][0]["last_step"] == 5
+        assert len(json.loads(ask(address, f"/{rows['dapo']['page']}samples?run=0&step=1")[2])) == 18
+        for path in ("/run/notes/", "/run/..%2f..%2fetc/", "/run/dapo", "/run//data", "/other/dapo/"):
+            assert ask(address, path)[0] == 404, path
+        make_run(tmp_path / "later", 2)
+        assert len(json.loads(ask(address)[2])["runs"]) == 3, "a run that starts later"
+    assert main(["runs", str(tmp_path / "notes")]) == 2 and "no run in" in capsys.readouterr().err
+
+
+BOARD = Path(__file__).resolve().parents[2] / "examples" / "monitoring"
+
+
+def test_prometheus_gets_every_metric_of_board_and_alerts(tmp_path):
+    runs = make_folder(tmp_path)
+    names = [name for specs in SECTIONS.values() for spec in specs for name in spec.metrics if not name.endswith("*")]
+    known = step_metrics(6, 9, 0) | dict.fromkeys(names, 0.25) | {"train/loss": float("nan")}
+    with (runs[0] / "metrics.jsonl").open("a") as file:
+        file.write(Record(6, STEP, known).to_line())
+    (runs[0] / "logs" / "heartbeat").mkdir()
+    gpu = {"memory_used_bytes": 9e9, "memory_total_bytes": 1e10, "utilization_ratio": 0.5}
+    for rank in (0, 1):
+        beat = {"time": time.time(), "progress": 7, "host": 'node"1', "gpu": gpu}
+        (runs[0] / "logs" / "heartbeat" / f"rank_{rank}.json").write_text(json.dumps(beat))
+    text = prometheus_text(runs)
+    sample = re.compile(r'([a-zA-Z_:][a-zA-Z0-9_:]*)\{(?:\w+="(?:[^"\\]|\\.)*",?)*\} (\S+)')
+    lines = [line for line in text.splitlines() if not line.startswith("# TYPE ")]
+    found = [sample.fullmatch(line) for line in lines]
+    assert all(found) and all(float(match[2]) is not None for match in found), "the format of Prometheus"
+    assert re.search(r'^megatron_dapo_step\{run="dapo"\} 5.0$', text, re.M)
+    assert re.search(r'^megatron_dapo_warnings_total\{run="grpo",rule="grad-norm"\} 1.0$', text, re.M)
+    assert re.search(r'_rank_gpu_utilization_ratio\{run="dapo",rank="1",host="node\\"1"\} 0.5$', text, re.M)
+    assert re.search(r'^megatron_dapo_running\{run="grpo"\} 0.0$', text, re.M)
+    exported = {match[1] for match in found}
+    for file in ("grafana.json", "alerts.yml"):
+        asked = set(re.findall(r"megatron_dapo_\w+", (BOARD / file).read_text()))
+        assert len(asked) >= 5 and asked <= exported, asked - exported
+    board = (BOARD / "grafana.json").read_text()
+    for name in ("step", "rollout_tokens_per_second", "rollout_queue", "rollout_staleness_max", "warnings_total"):
+        assert f"megatron_dapo_{name}" in board
+
+
+def test_prometheus_may_send_the_token_as_a_bearer(tmp_path):
+    run = make_run(tmp_path / "run", 2)
+    with serving(run) as address:
+        token = address[2].strip("/")
+        for path, headers, status in (
+            (f"/{token}/metrics", {}, 200),
+            ("/metrics", {"Authorization": f"Bearer {token}"}, 200),
+            ("/metrics", {"Authorization": f"Bearer {token[:-1]}"}, 403),
+            ("/metrics", {}, 403),
+            ("/data", {"Authorization": f"Bearer {token}"}, 403),
+        ):
+            assert ask(address, path, token="", headers=headers)[0] == status, (path, headers)
+
+
+def test_a_token_file_keeps_the_address(tmp_path):
+    file = tmp_path / "token"
+    first = read_token(file)
+    assert read_token(file) == first and len(first) >= 16 and file.stat().st_mode & 0o077 == 0
+    with make_server([tmp_path], port=0, token=first) as server:
+        assert f"/{first}/" in server.url
+    file.chmod(0o644)
+    with pytest.raises(UserError, match="chmod 600"):
+        read_token(file)
+    file.chmod(0o600)
+    file.write_text("short")
+    with pytest.raises(UserError, match="at least 16"):
+        read_token(file)

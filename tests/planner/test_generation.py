@@ -86,7 +86,7 @@ def test_a_full_kv_cache_retracts_the_newest_and_computes_it_again():
 
 
 def test_requests_wait_for_a_slot_of_the_least_loaded_server():
-    fleet = FleetModel(2, SECOND, 1000, max_running=1)
+    fleet = FleetModel(ServerModel(SECOND, 1000, max_running=1) for _ in range(2))
     sequences = [Sequence(n, 1, 0) for n in (4, 1, 1)]
     fleet.submit(sequences)
     ends = fleet.run_until(100.0)
@@ -94,7 +94,7 @@ def test_requests_wait_for_a_slot_of_the_least_loaded_server():
 
 
 def test_an_aborted_request_makes_room():
-    fleet = FleetModel(1, SECOND, 1000, max_running=1)
+    fleet = FleetModel([ServerModel(SECOND, 1000, max_running=1)])
     first, second, third = (Sequence(n, 1, 0) for n in (4, 1, 5))
     fleet.submit([first, second])
     fleet.abort([first])

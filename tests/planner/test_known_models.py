@@ -7,7 +7,7 @@ from published_models import PUBLISHED
 
 from megatron_dapo.cli import main
 from megatron_dapo.config import ModelShape
-from megatron_dapo.planner.command import known_shape
+from megatron_dapo.planner.models import known_shape
 
 
 def test_known_shapes_are_those_of_the_published_models():

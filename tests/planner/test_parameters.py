@@ -1,6 +1,7 @@
 """Counts are exact: those of transformers' own models, and those that Megatron allocates on a rank."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -8,9 +9,11 @@ import transformers
 from published_models import CONFIGS, published
 
 from megatron_dapo.config import ModelShape
+from megatron_dapo.config.families.tensors import Split
 from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.planner import count_parameters
-from megatron_dapo.planner.parameters import rank_parameters
+from megatron_dapo.planner.parameters import adapter_parameters, rank_parameters
+from megatron_dapo.weights.adapters import adapter_mappings
 
 # As the model cards state them (number of elements in the safetensors files).
 PUBLISHED = {
@@ -83,3 +86,21 @@ def test_a_tied_output_layer_counts_once():
     tied = published("Qwen2.5-0.5B")
     untied = dataclasses.replace(tied, tied_embeddings=False)
     assert count_parameters(untied).total - count_parameters(tied).total == tied.vocab * tied.hidden
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5-1.5B", "Qwen3-30B-A3B", "Qwen3-Next-80B-A3B"])
+@pytest.mark.parametrize(("tp", "ep", "targets"), [(1, 1, []), (2, 4, []), (2, 1, ["q_proj", "down_proj"])])
+def test_adapters_are_those_of_the_trainer(name, tp, ep, targets):
+    """The table from which the trainer makes its adapters, split over ranks by hand."""
+    shape = published(name)
+    ep = ep if shape.is_moe else 1
+    policy = PolicyConfig(tensor_parallel=tp, expert_parallel=ep, lora={"rank": 8, "targets": targets})
+    dense = experts = 0
+    for mapping in adapter_mappings(shape, 8, tuple(targets)).values():
+        size = math.prod(mapping.shape)
+        if mapping.expert is not None:
+            experts += size // ep
+        else:
+            dense += size // (1 if mapping.split is Split.NONE else tp)
+    found = adapter_parameters(shape, policy, 0)
+    assert (found.dense, found.experts) == (dense, experts) and dense > 0

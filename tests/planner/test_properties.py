@@ -14,6 +14,7 @@ from megatron_dapo.planner import Cluster, Workload, find_gpu
 from megatron_dapo.planner.engine import fleet_of, plan_engine
 from megatron_dapo.planner.generation import generate
 from megatron_dapo.planner.memory import trainer_memory
+from megatron_dapo.planner.parameters import trained_parameters
 from megatron_dapo.planner.server_model import decode_model
 from megatron_dapo.planner.timing import most_micro_batches, pass_time
 
@@ -140,3 +141,55 @@ def test_keeping_fewer_groups_takes_longer(kept):
         fleet = fleet_of(shape, plan_engine(shape, config.rollout, cluster, work), config.rollout, cluster)
         seconds.append(generate(work, config.rollout.sampler, fleet).seconds)
     assert seconds[0] > seconds[1]
+
+
+@given(SHAPES, POWER, st.sampled_from(["tensorwise", "blockwise"]))
+def test_fp8_speeds_up_wide_layers_and_not_attention(shape, tp, recipe):
+    cluster, work = Cluster(find_gpu("h100"), 64), Workload(64, 8, 4, 256, 3000, 1024, 8192)
+    bf16, fp8 = (
+        pass_time(shape, layout(tp, fp8={"recipe": kind}), cluster, work, 64, 0.65, train=True).arithmetic
+        for kind in ("none", recipe)
+    )
+    assert bf16 / 1.66 < fp8 < bf16
+
+
+@given(SHAPES, st.sampled_from([0.25, 0.5, 1.0]))
+def test_an_offloaded_step_takes_longer(shape, share):
+    cluster, work = Cluster(find_gpu("h100"), 64), Workload(64, 8, 4, 256, 3000, 1024, 8192)
+    here, there = (
+        pass_time(shape, layout(4, optimizer={"cpu_offload": part}), cluster, work, 64, 0.65, train=True).data
+        for part in (0.0, share)
+    )
+    # 28 bytes of memory traffic for each parameter at 25 GB/s instead of 3.35 TB/s, on 16 data-parallel ranks.
+    held = trained_parameters(shape, layout(4), 0).total / 16
+    assert there - here == pytest.approx(share * held * (28 / 25e9 + 6 / 40e9 - 28 / 3.35e12), rel=0.01)
+
+
+@given(st.integers(1, 4000), st.integers(1, 2000), st.floats(0.3, 1.5))
+def test_attention_is_over_the_length_that_the_average_token_sees(mean, prompt, sigma):
+    """E[L²] / E[L] is at least E[L], and equals it when all lengths are equal."""
+    work = Workload(8, 8, 1, prompt, mean, 2048, 20480, sigma=sigma)
+    equal = replace(work, sigma=0.0)
+    assert equal.attended_length == pytest.approx(prompt + mean)
+    assert prompt + mean < work.attended_length < 2048 + 20480
+
+
+@given(st.sampled_from(["Qwen2.5-7B", "Qwen3-30B-A3B"]).map(published), st.sampled_from([1, 2, 4]))
+def test_lora_needs_less_memory_and_time(shape, tp):
+    plain, lora = layout(tp), layout(tp, lora={"rank": 16})
+    whole, adapters = (trainer_memory(shape, policy, 8, 4, "local") for policy in (plain, lora))
+    assert adapters.gradients + adapters.optimizer < 0.05 * (whole.gradients + whole.optimizer)
+    assert whole.weights < adapters.weights < 1.05 * whole.weights
+    cluster, work = Cluster(find_gpu("h100"), 8), Workload(64, 8, 4, 256, 3000, 1024, 8192)
+    full, part = (pass_time(shape, p, cluster, work, 8, 0.65, train=True) for p in (plain, lora))
+    assert 0.6 < part.arithmetic / full.arithmetic < 0.85
+
+
+def test_a_pipeline_waits_for_its_largest_stage():
+    """94 layers: ends of 11 and six stages of 12 take as long as 12 layers a stage; one less has the head."""
+    shape = published("Qwen3-235B-A22B")
+    cluster, work = Cluster(find_gpu("h100"), 64), Workload(64, 8, 1, 256, 3000, 1024, 8192)
+    policy = layout(4, 8, first_stage_layers=11, last_stage_layers=11, expert_parallel=8)
+    time = pass_time(shape, policy, cluster, work, 64, 0.65, train=True)
+    more = pass_time(shape, layout(4, 2, expert_parallel=8), cluster, work, 64, 0.65, train=True)  # 47 layers, 4 × data
+    assert time.arithmetic / more.arithmetic == pytest.approx(4 * 12 / 47, rel=0.08)

@@ -1,25 +1,45 @@
 """Predictions for published runs: benchmarks/published.py."""
 
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from published_models import published_runs
+
+from megatron_dapo.planner.assumptions import LIKELY
 
 FOUND = {item.name: item for item in published_runs().compare_all()}
 
 
 def test_most_published_runs_are_predicted():
-    assert len(FOUND) >= 11 and published_runs().WITHIN == (0.75, 1.33)
+    """All runs that constants were fitted to; three quarters of all, with at least 16 that nothing was fitted to."""
     outside = {name: round(item.ratio, 2) for name, item in FOUND.items() if not item.within}
-    assert len(FOUND) - len(outside) >= 11, outside
+    unfitted = [item for item in FOUND.values() if item.unfitted]
+    assert len(unfitted) >= 16 and published_runs().WITHIN == (0.75, 1.33)
+    assert len(FOUND) - len(outside) >= 0.75 * len(FOUND), outside
+    assert all(FOUND[name].unfitted for name in outside), outside
+
+
+def test_the_band_of_a_plan_holds_four_of_five():
+    low, high = LIKELY
+    assert fmean(low <= 1 / item.ratio <= high for item in FOUND.values()) >= 0.8
 
 
 # A change of a model or a constant must not move a prediction unnoticed; docs/planning.md quotes these.
 RATIOS = {
-    "nemo-rl-llama-8b": 0.87, "nemo-rl-llama-8b-1-off": 1.08, "nemo-rl-32b": 1.00, "nemo-rl-32b-1-off": 1.07,
-    "nemo-rl-30b-a3b": 0.74, "nemo-rl-30b-a3b-1-off": 0.93, "nemo-rl-30b-a3b-8-off": 0.89, "nemo-rl-235b": 0.89,
-    "nemo-rl-235b-256": 0.90, "nemo-rl-235b-1-off": 1.08, "megatron-bridge-30b-a3b": 1.15,
-    "verl-sync-30b-a3b": 0.77, "verl-sync-235b": 1.00, "miles-sync-30b-a3b": 1.26,
+    "nemo-rl-llama-8b": 1.09, "nemo-rl-llama-8b-1-off": 1.02, "nemo-rl-32b": 0.97, "nemo-rl-32b-1-off": 0.89,
+    "nemo-rl-30b-a3b": 0.86, "nemo-rl-30b-a3b-1-off": 0.93, "nemo-rl-30b-a3b-8-off": 0.89, "nemo-rl-235b": 0.95,
+    "nemo-rl-235b-256": 0.97, "nemo-rl-235b-1-off": 1.08, "megatron-bridge-30b-a3b": 1.09, "verl-sync-30b-a3b": 0.77,
+    "verl-sync-235b": 1.00, "miles-sync-30b-a3b": 1.26, "megatron-lm-1.7b": 0.74, "megatron-lm-7.1b": 0.84,
+    "megatron-lm-16b": 1.05, "megatron-lm-32b": 1.36, "megatron-lm-70b": 1.09, "megatron-lm-119b": 1.03,
+    "megatron-lm-177b": 1.05, "megatron-lm-314b": 1.13, "megatron-lm-462b": 1.10, "megatron-lm-llama-8b-fp8": 0.99,
+    "bridge-8b-fp8": 1.03, "bridge-70b-fp8": 1.09, "bridge-70b-sft-fp8": 0.99, "bridge-405b-fp8": 1.08,
+    "bridge-30b-a3b-fp8": 0.79, "bridge-235b-fp8": 1.18, "bridge-8b-b200-fp8": 0.90, "bridge-405b-b200-fp8": 1.11,
+    "bridge-30b-a3b-b200-fp8": 0.55, "bridge-235b-b200-fp8": 0.79, "nemo-rl-llama-8b-fp8-1-off": 1.08,
+    "nemo-rl-llama-8b-gb200": 1.01, "nemo-rl-llama-8b-gb200-1-off": 0.99, "nemo-rl-32b-gb200": 0.78,
+    "nemo-rl-32b-gb200-1-off": 0.59, "nemo-rl-30b-a3b-gb200": 0.68, "nemo-rl-30b-a3b-gb200-1-off": 0.41,
+    "nemo-rl-30b-a3b-gb200-32-1-off": 0.65, "nemo-rl-235b-gb200": 0.87, "nemo-rl-235b-gb200-128": 0.60,
+    "nemo-rl-235b-gb200-1-off": 0.69,
 }  # fmt: skip
 
 
@@ -37,8 +57,7 @@ def test_every_run_has_a_source():
 def test_the_command_prints_the_table(capsys):
     published_runs().main()
     said = " ".join(capsys.readouterr().out.split())
-    within = sum(item.within for item in FOUND.values())
-    assert f"{within} of {len(FOUND)} predictions are within 0.75 to 1.33" in said
+    assert published_runs().summary(list(FOUND.values())) in said
     assert "nemo-rl-32b" in said and "376.0" in said
 
 
@@ -47,4 +66,4 @@ def test_the_documentation_has_the_table():
     for item in FOUND.values():
         seconds = f"{item.published:.1f} s | {item.predicted:.1f} s | {item.ratio:.2f}"
         assert f"| {item.name} | {item.set_up} | {seconds} |" in text
-    assert f"{sum(item.within for item in FOUND.values())} of {len(FOUND)} are within 0.75 to 1.33" in text
+    assert published_runs().summary(list(FOUND.values())) in " ".join(text.split())

@@ -53,6 +53,10 @@ SHAPES = {
         architecture="qwen2_moe", head_dim=16, qkv_bias=True, qk_norm=False, tied_embeddings=False,
         experts=4, experts_per_token=2, expert_ffn_hidden=48, norm_topk_prob=False, shared_ffn_hidden=80, **COMMON,
     ),
+    "mixed-moe": ModelShape(
+        architecture="qwen3_moe", head_dim=32, qkv_bias=False, qk_norm=True, tied_embeddings=False, dense_layers=(0,),
+        experts=4, experts_per_token=2, expert_ffn_hidden=48, norm_topk_prob=True, **COMMON,
+    ),
     "qwen3-next": ModelShape(
         architecture="qwen3_next", tied_embeddings=False, experts=4, experts_per_token=2, expert_ffn_hidden=48,
         shared_ffn_hidden=80, linear=LinearAttention((0,), 4, 8, 16, 24, conv_width=4, fused=True), **HYBRID, **COMMON,
@@ -109,6 +113,7 @@ def hf_model(shape: ModelShape, seed: int = 0) -> Any:
         options |= {
             "num_experts": shape.experts, "num_experts_per_tok": shape.experts_per_token,
             "moe_intermediate_size": shape.expert_ffn_hidden, "norm_topk_prob": shape.norm_topk_prob,
+            "mlp_only_layers": list(shape.dense_layers),
         }  # fmt: skip
         if shape.has_shared_expert:
             options["shared_expert_intermediate_size"] = shape.shared_ffn_hidden
@@ -213,10 +218,12 @@ def naive_gradients(
     model: Any, batch: TrainBatch, config: Config, before: Callable[[int], None] = lambda i: None
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """The objective written out in fp64: min of the two surrogates, dual clip, k3, entropy, importance weight; one
-    division; and the load-balancing loss of every layer with experts. `before(i)` is called before sample i."""
+    division; the mean of −log π over right responses; and the load-balancing loss of every layer with experts.
+    `before(i)` is called before sample i."""
     a, model = config.algorithm, model.double()
     logits = record_router_logits(model)
     total, count = torch.zeros((), dtype=torch.float64), 0
+    right: list[torch.Tensor] = []
     tokens = np.split(batch.tokens, np.cumsum(batch.lengths)[:-1])
     responses = [np.split(x, np.cumsum(batch.response_lengths)[:-1]) for x in (
         batch.old_logprobs, batch.engine_logprobs, batch.ref_logprobs, batch.loss_mask)]  # fmt: skip
@@ -237,9 +244,11 @@ def naive_gradients(
         loss = -weight * surrogate + a.kl.coefficient * kl - a.entropy_coefficient * entropy
         total = total + loss[torch.from_numpy(mask)].sum()
         count += int(mask.sum())
+        right += [logp[torch.from_numpy(mask)]] if batch.right[i] else []
     balance = [load_balancing_loss(torch.cat(layer), model.config.num_experts_per_tok) for layer in logits]
-    (total / count + config.policy.moe_aux_loss_coefficient * sum(balance)).backward()
-    return float(total.detach() / count), hf_gradients(model)
+    loss = total / count - a.positive_coefficient * torch.cat(right).mean()
+    (loss + config.policy.moe_aux_loss_coefficient * sum(balance)).backward()
+    return float(loss.detach()), hf_gradients(model)
 
 
 class GivenExperts:

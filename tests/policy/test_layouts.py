@@ -9,7 +9,7 @@ import pytest
 import torch
 from joined_ranks import RankJobs
 from long_lists import ALL_CASES, some
-from planted_errors import mean_of_each_micro_batch
+from planted_errors import mean_of_each_micro_batch, right_tokens_of_each_micro_batch
 from reference_models import fp64, hf_model, hf_weights, in_fp64, naive_gradients
 
 from megatron_dapo.algorithm import Needs
@@ -52,6 +52,7 @@ def difference(found, reference):
 LAYOUTS = some(
     [*DEFAULT_LAYOUTS, "dp3", "tp2dp2do", "cp2dp2"],
     "tp2", "tp2sp", "pp2", "pp2vpp2", "cp2", "dp2", "dp2do", "ep2", "tp4sp", "tp2pp2", "tp2cp2sp", "ep2tp2sp",
+    "tp2cp2sp+critic", "pp2+critic",
 )  # fmt: skip
 # The dense model in every layout; the others where their own layers are split.
 SPLIT_LAYERS = {
@@ -186,7 +187,8 @@ def nothing(patch):
 
 CASES = [
     ("single", nothing), ("single", count_before_mask), ("single", masked_sample_counts_one_token),
-    ("dp2", mean_per_micro_batch), ("cp2", missing_context_factor), ("cp2", missing_context_factor_in_two_passes),
+    ("dp2", mean_per_micro_batch), ("dp2", right_tokens_of_each_micro_batch),
+    ("cp2", missing_context_factor), ("cp2", missing_context_factor_in_two_passes),
     ("tp2pp2sp", nothing), ("tp2pp2sp", two_passes), ("single", balance_divided_by_the_denominator),
 ]  # fmt: skip
 
@@ -254,6 +256,7 @@ def test_gradients_are_those_of_the_written_out_objective(layout, model, oracles
         (count_before_mask, "single"),
         (masked_sample_counts_one_token, "single"),
         (mean_per_micro_batch, "dp2"),
+        (right_tokens_of_each_micro_batch, "dp2"),
     ],
 )
 def test_planted_errors_are_seen(plant, layout, model, oracles):

@@ -24,6 +24,7 @@ from megatron_dapo.weights.adapters import (
     WEIGHTS_FILE,
     adapter_mappings,
     adapter_name,
+    initial_adapter,
     merge_adapter,
     read_adapter,
 )
@@ -214,6 +215,7 @@ def test_a_checkpoint_holds_adapters_only_and_resumes_in_another_layout(tmp_path
     ("changes", "message"),
     [
         ({"r": 8}, "rank 8"), ({"lora_alpha": 4}, "alpha 4"), ({"use_dora": True}, "use_dora"),
+        ({"use_rslora": True}, "use_rslora"),
         ({"base_fingerprint": "0"}, "another base"), ({"missing": True}, "missing tensor"),
         ({"extra": True}, "unexpected"),
     ],
@@ -228,6 +230,19 @@ def test_an_adapter_of_something_else_is_refused(tmp_path, changes, message):
     write_peft(tmp_path / "adapter", tensors, **changes)
     with pytest.raises(WeightsError, match=message):
         read_adapter(tmp_path / "adapter", shape, LoraConfig(**LORA), base="1")
+
+
+def test_a_new_adapter_changes_nothing_and_is_pefts():
+    """B is 0, A uniform within 1/√inputs; each layer has its own."""
+    tensors = {
+        name: initial_adapter(mapping, seed=3)
+        for name, mapping in adapter_mappings(synthetic_shape("dense"), 64, ("q_proj", "down_proj")).items()
+    }
+    for name, tensor in tensors.items():
+        bound = tensor.shape[1] ** -0.5 if ".lora_A." in name else 0.0
+        assert 0.95 * bound <= tensor.abs().max() <= bound and abs(tensor.mean()) <= 0.1 * bound
+    found = [tensor for name, tensor in tensors.items() if "q_proj.lora_A" in name]
+    assert len(found) > 1 and not torch.equal(*found[:2])
 
 
 def test_targets_choose_layers():

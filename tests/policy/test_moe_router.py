@@ -39,7 +39,7 @@ def test_the_load_balancing_loss_by_hand():
     # One layer, 4 experts, 2 per token, 5 tokens: 10 choices, shares 0.5, 0.3, 0.1, 0.1.
     dispatched = torch.tensor([[5.0, 3.0, 1.0, 1.0]], dtype=torch.float64)
     probability = torch.tensor([[2.0, 1.5, 1.0, 0.5]], dtype=torch.float64)
-    load = ExpertLoad(dispatched, probability, experts_per_token=2)
+    load = ExpertLoad(dispatched, probability, experts_per_token=2, moe_layers=len(dispatched))
     # E · Σ f·P = 4 · (0.5·0.4 + 0.3·0.3 + 0.1·0.2 + 0.1·0.1) = 4 · 0.32
     assert load.metrics() == pytest.approx({"expert_load_max": 4 * 0.5, "aux_loss": 1.28})
     # The loss times the denominator 7 and the coefficient 0.01, as slopes of the probabilities.

@@ -17,7 +17,7 @@ from megatron_dapo.policy.loss_func import MetricReducer, make_loss_func
 from megatron_dapo.policy.megatron.runtime import Runtime
 from megatron_dapo.policy.model.router import MicroBatchRouting, _Replay
 from megatron_dapo.policy.policy import Policy
-from megatron_dapo.policy.step import UpdateStep, _LossInputs, learning_rate
+from megatron_dapo.policy.step import LossInputs, UpdateStep, learning_rate
 from megatron_dapo.processes.fork_ranks import run_ranks
 
 # ---- four ranks: two sequences on two data ranks, each split over two context ranks ----
@@ -62,9 +62,10 @@ def loss_and_scores(rendezvous):
         validate=lambda *a, **k: None,
         pack=lambda *a, **k: [SimpleNamespace(slots=tokens.numpy())],
         score=lambda micro_batches: [output],
+        gather=lambda *a: UpdateStep.gather(SimpleNamespace(runtime=runtime), *a),
     )
-    logprobs, entropy = Policy.log_probs(
-        SimpleNamespace(step=step, runtime=runtime), SimpleNamespace(loss_mask=np.ones(10))
+    logprobs, entropy = Policy._scores(
+        SimpleNamespace(step=step, runtime=runtime), SimpleNamespace(loss_mask=np.ones(10)), None, 2
     )
     return loss_sum.item(), int(count), metrics, logprobs, entropy
 
@@ -120,7 +121,7 @@ def test_a_rollout_of_two_samples_counts_once(aggregation, of_samples, of_rollou
     config = parse_config({"algorithm": {"aggregation": aggregation, "aggregation_length": 10}})
     batches = [two_rollouts(), two_rollouts(rollouts=np.array([7, 7, 9]))]
     for batch, weights, count in zip(batches, (of_samples, of_rollouts), counts, strict=True):
-        tokens = _LossInputs(batch, config, "old").everything()
+        tokens = LossInputs(batch, config, "old", LOSS).everything()
         assert tokens.weights.tolist() == pytest.approx(weights)
         assert tokens.counts.sum() == count
         assert tokens.sequence_ids.tolist() == [0, 0, 1, 1, 1, 2]  # sequences of the model stay samples
@@ -143,7 +144,7 @@ def test_recomputed_log_probs_come_before_the_engines():
 
 def test_token_advantages_are_added_to_those_of_the_sample():
     batch = two_rollouts(token_advantages=np.arange(6, dtype=np.float32))
-    tokens = _LossInputs(batch, parse_config({}), "old").everything()
+    tokens = LossInputs(batch, parse_config({}), "old", LOSS).everything()
     assert tokens.advantages.tolist() == [1, 2, 3, 4, 5, 6]
 
 

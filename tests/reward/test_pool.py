@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from megatron_dapo.config.data import RewardConfig
+from megatron_dapo.processes.supervised import WorkerProcess
 from megatron_dapo.reward import GraderError, RewardPool
 from megatron_dapo.reward.pool import WorkerStartError
 from megatron_dapo.types import FinishReason, Grade, Prompt, Sample, as_logprobs, as_tokens
@@ -234,6 +235,29 @@ def test_a_process_that_cannot_start_says_why(monkeypatch):
     with pytest.raises(WorkerStartError, match="cannot import 'hostile_graders'") as caught:
         asyncio.run(main())
     assert isinstance(caught.value, GraderError)  # what the trainer catches to save before it ends
+
+
+@pytest.mark.parametrize("killed", [2, 99])
+def test_a_process_that_is_killed_while_it_starts_is_replaced(killed, monkeypatch):
+    """The supervisor, or the process itself, as the kernel does it when memory runs out."""
+    start, started = WorkerProcess.start.__func__, []
+
+    async def start_and_kill(cls, *args):
+        worker = await start(cls, *args)
+        started.append(worker)
+        if len(started) <= killed:
+            worker._process._process.kill()
+        return worker
+
+    monkeypatch.setattr(WorkerProcess, "start", classmethod(start_and_kill))
+    config = RewardConfig(grader=HOSTILE + "by_response", workers=1, max_errors=3)
+    if killed > 2:
+        with pytest.raises(GraderError, match="crashed 3 times in a row"):
+            run(config, [("yes", "yes")])
+    else:
+        grades, metrics = run(config, [("yes", "yes")])
+        assert grades[0].correct and metrics["reward/restarts"] == 2
+    assert len(started) == 3
 
 
 def test_a_machine_that_cannot_start_processes_is_an_error(monkeypatch):

@@ -238,12 +238,12 @@ def test_the_judge_reads_question_answer_and_response():
 
 
 def test_scores_are_on_the_configured_scale():
-    judges = [verdict(score) for score in (7.5, 0, 5, "7", 11, 10, True, None)]
+    judges = [verdict(score) for score in (7.5, 0, 5, "7", 11, 10, True, None, 10**400)]
     grades, metrics, *_ = run_judge(judges, lowest=0, highest=10, correct_from=7)
-    assert [grade.correct for grade in grades] == [True, False, False, None, None, True, None, None]
-    assert [grade.score for grade in grades] == [0.5, -1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0]
+    assert [grade.correct for grade in grades] == [True, False, False, None, None, True, None, None, None]
+    assert [grade.score for grade in grades] == [0.5, -1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0]
     assert "no score in the judge's reply" in grades[3].reason and "outside" in grades[4].reason
-    assert metrics["reward/ungraded/by-grader"] == 4
+    assert metrics["reward/ungraded/by-grader"] == 5
 
 
 def test_the_last_line_counts_for_a_judge_with_a_form_of_its_own():

@@ -1,7 +1,6 @@
 """Adaptive oversampling: engines stay full, the estimate follows the yield and is part of the state."""
 
 import asyncio
-from dataclasses import replace
 
 import pytest
 from simulation import (
@@ -36,7 +35,7 @@ class FallingYield(FleetPrompts):
     engine = None
 
     def take(self):
-        self.work = replace(self.work, kept=0.8 - 0.08 * self.engine.weight_version)
+        self.kept = 0.8 - 0.08 * self.engine.weight_version
         return super().take()
 
 

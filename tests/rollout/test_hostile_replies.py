@@ -1,6 +1,8 @@
 """Mutated server replies, grades and rewards: every step gets its batch, and nothing of them is in it.
 
-FUZZ_REPLIES=10000 python -m pytest tests/rollout/test_hostile_replies.py     # default: 300 mutated replies each
+FUZZ_REPLIES=10000 python -m pytest -s tests/rollout/test_hostile_replies.py     # default: 300 mutated replies each
+
+Replies are mutated in their values, in their bytes, and below JSON: lengths, chunks, headers, statuses, Retry-After.
 """
 
 import asyncio
@@ -8,18 +10,22 @@ import json
 import math
 import os
 import random
+import re
+from contextlib import asynccontextmanager
 
 import numpy as np
 import orjson
 import pytest
 from aiohttp import web
-from fake_server import FakeServer, response_of
+from fake_server import FakeServer, damaged_http, raw_reply, response_of
 from faults import Texts, settings
 from simulation import Prompts
 
 from megatron_dapo.config import parse_config
+from megatron_dapo.config.data import RewardConfig
 from megatron_dapo.engines.sglang import load_balancer, server_state
 from megatron_dapo.engines.sglang.engine import SGLangEngine
+from megatron_dapo.reward import open_graders
 from megatron_dapo.rollout import generation
 from megatron_dapo.rollout.agents.functions import RolloutFunction
 from megatron_dapo.rollout.sampler import Sampler
@@ -29,8 +35,8 @@ from megatron_dapo.types import LARGEST_SCORE, Grade, StepBatch, json_default
 VERSION, VOCABULARY = 3, 250
 REPLIES = int(os.environ.get("FUZZ_REPLIES", "300"))
 JUNK = (
-    None, True, -1, 0, 7, 2**31, 2**32 + 5, 10**30, 1.5, 1e39, 1e308, math.nan, math.inf, -math.inf, "", "x", "-1",
-    "default", "2", "99", "updating-to-9", "\ud800", [], [None], [[1, 2]], {}, {"a": []},
+    None, True, -1, 0, 7, 2**31, 2**32 + 5, 10**30, 10**400, 1.5, 1e39, 1e308, math.nan, math.inf, -math.inf, "", "x",
+    "-1", "default", "2", "99", "updating-to-9", "\ud800", [], [None], [[1, 2]], {}, {"a": []},
 )  # fmt: skip
 NUMBERS = (math.nan, math.inf, -math.inf, 1e308, -1e38, 1e9, "1", np.float32(0.5), -1, 0)
 
@@ -67,12 +73,55 @@ def hostile(chance, counts):
             return None
         counts["mutated"] += 1
         if chance.random() < 0.15:
-            status, later = chance.choice((429, 500, 503)), chance.choice(("0.01", "soon", "-5"))
-            return web.Response(status=status, headers={"Retry-After": later} if chance.random() < 0.5 else {})
+            return refused(chance)
         count = min(8, body["sampling_params"]["max_new_tokens"]) + chance.choice((0, 0, 0, 1, 16))
-        return web.Response(body=mutated(chance, response_of(count, "stop", server.label, body["rid"].__hash__())))
+        reply = response_of(count, "stop", server.label, body["rid"].__hash__())
+        if chance.random() < 0.25:
+            return damaged_http(chance, json.dumps(reply).encode())
+        return web.Response(body=mutated(chance, reply))
 
     return fault
+
+
+def refused(chance):
+    status, later = chance.choice((429, 500, 503)), chance.choice(("0.01", "soon", "-5", "nan", ""))
+    return web.Response(status=status, headers={"Retry-After": later} if chance.random() < 0.5 else {})
+
+
+def hostile_judge(chance, counts):
+    """Every second response is right; a third of the replies are mutated: of HTTP, of the chat, or of its text."""
+
+    async def answer(request):
+        number = re.findall(r'"id": "(\w{16})"', (await request.json())["messages"][-1]["content"])[-1]
+        verdict = {"reason": "why", "score": chance.choice((0, 1)), "id": number}
+        kind = chance.choice(("http", "chat", "text", "text", "refused")) if chance.random() < 0.35 else ""
+        counts["mutated"] += bool(kind)
+        if kind == "refused":
+            return refused(chance)
+        text = mutated(chance, verdict).decode(errors="replace") if kind == "text" else json.dumps(verdict)
+        reply = {"choices": [{"message": {"content": text}, "finish_reason": "stop"}], "usage": {"total_tokens": 9}}
+        if kind == "http":
+            return raw_reply(request, damaged_http(chance, json.dumps(reply).encode()))
+        return web.Response(body=mutated(chance, reply) if kind == "chat" else json.dumps(reply).encode())
+
+    return answer
+
+
+@asynccontextmanager
+async def judging(chance, counts):
+    """The real judge in front of such a server."""
+    app = web.Application()
+    app.router.add_post("/{path:.*}", hostile_judge(chance, counts))
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    judge = {"urls": ["http://{}:{}".format(*runner.addresses[0])], "model": "m", "backoff": 0.001, "retries": 1,
+             "max_failures": 10**6}  # fmt: skip
+    try:
+        async with open_graders(RewardConfig(grader="judge", judge=judge)) as graders:
+            yield graders
+    finally:
+        await runner.cleanup()
 
 
 def hostile_grade(chance, index):
@@ -85,7 +134,7 @@ def hostile_grade(chance, index):
     return Grade(**fields)
 
 
-@pytest.mark.parametrize("rewarded_by", ["grader", "function"])
+@pytest.mark.parametrize("rewarded_by", ["grader", "function", "judge"])
 def test_no_step_is_lost_and_nothing_hostile_is_trained_or_saved(rewarded_by, monkeypatch):
     monkeypatch.setattr(server_state, "BACKOFF", (0.001, 0.004))
     monkeypatch.setattr(load_balancer, "TICK", 0.002)
@@ -110,18 +159,21 @@ def test_no_step_is_lost_and_nothing_hostile_is_trained_or_saved(rewarded_by, mo
         engine = await SGLangEngine.connect([server.url for server in servers], config, version=VERSION)
         engine.vocabulary = VOCABULARY
         made = RolloutFunction("python:a.b", function, {}, Texts()) if rewarded_by == "function" else None
-        sampler = Sampler(engine, grade, Prompts(), config, groups_per_step=8, function=made)
-        while counts["mutated"] < REPLIES:
-            batch = await sampler.collect(counts["steps"])
-            check(batch, sampler)
-            counts["steps"] += 1
-            counts["rejected"] += batch.metrics.get("rollout/rejected_replies", 0)
-            counts["ungraded"] += batch.metrics.get("rollout/rejected_grades", 0)
+        async with judging(chance, counts) as judge:
+            how = judge.grade if rewarded_by == "judge" else grade
+            sampler = Sampler(engine, how, Prompts(), config, groups_per_step=8, function=made)
+            while counts["mutated"] < REPLIES:
+                batch = await sampler.collect(counts["steps"])
+                check(batch, sampler)
+                counts["steps"] += 1
+                counts["rejected"] += batch.metrics.get("rollout/rejected_replies", 0)
+                counts["ungraded"] += batch.metrics.get("rollout/rejected_grades", 0)
+            counts["ungraded"] += judge.metrics()["reward/ungraded"]
         await engine.close()
 
     asyncio.run(main())
-    print(counts)
-    assert counts["rejected"] > 0.4 * counts["mutated"] and counts["ungraded"] > counts["steps"]
+    print(rewarded_by, counts)
+    assert counts["rejected"] > 0.1 * counts["mutated"] and counts["ungraded"] > counts["steps"]
 
 
 def check(batch, sampler):

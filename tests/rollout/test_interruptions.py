@@ -201,6 +201,32 @@ async def test_a_broken_grader_ends_the_step_and_nothing_is_lost():
     assert len(set(waiting)) == len(waiting)
 
 
+def test_a_step_whose_grader_failed_continues_with_the_same_counts():
+    """The run ends there, saves, and is started again."""
+
+    async def main(failures):
+        async def grade(prompt, sample):
+            if prompt.id == "p3" and failures:
+                await asyncio.sleep(2)
+                raise failures.pop()
+            return Grade(sample.index == 0 or prompt.id == "p1", 1.0)
+
+        prompts = Prompts()
+        make = lambda: Sampler(SimulatedEngine(9), grade, prompts, rollout(), groups_per_step=4)  # noqa: E731
+        sampler = make()
+        while failures:
+            with pytest.raises(ZeroDivisionError):
+                await sampler.collect(0)
+            state = through_json(sampler.state())
+            sampler = make()
+            sampler.restore(state)
+        batch = await sampler.collect(0)
+        return {n: v for n, v in batch.metrics.items() if not is_wall_clock(n)}, [g.prompt.id for g in batch.groups]
+
+    errors = [ZeroDivisionError("the grader has a bug")] * 2
+    assert run_virtually(main(errors)) == run_virtually(main([]))
+
+
 def test_failed_groups_are_counted_and_limited():
     broken = failing({"group1-sample2", "group2-"})
     config = rollout(max_failed_groups=2)

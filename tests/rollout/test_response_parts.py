@@ -1,5 +1,6 @@
 """Parts of a response become one sample: tokens, log-probs, versions, and what is refused."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -43,11 +44,20 @@ def test_weights_that_were_not_sent_are_foreign():
         check_versions(part([5], 5), 4, "r")
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_one_infinite_log_prob_is_a_problem(bad):
-    params = SamplingParams(8, 1.0)
-    assert part([5, 6], 0, [-1.0, -2.0]).problem(params, 9) is None
-    assert "log-prob" in part([5, 6], 0, [-1.0, bad]).problem(params, 9)
+@pytest.mark.parametrize(
+    ("tokens", "changes", "wrong"),
+    [
+        ([5, 8], {}, None), ([], {}, None), ([5, 9], {}, "outside of the vocabulary of 9"), ([-1], {}, "outside"),
+        ([5] * 3, {}, "3 tokens, but 2 were asked for"), ([], {"finish_reason": FinishReason.STOP}, "has no token"),
+        ([5, 6], {"weight_spans": [WeightSpan(0, 0, 1)]}, "do not cover"),
+        ([5, 6], {"weight_spans": [WeightSpan(0, 0, 1), WeightSpan(0, 0, 2)]}, "do not cover"),
+        ([5, 6], {"weight_spans": []}, "do not cover"), ([5], {"logprobs": as_logprobs([])}, "1 tokens but 0"),
+        *(([5, 6], {"logprobs": as_logprobs([-1.0, bad])}, "log-prob 1 of 2") for bad in (np.nan, np.inf, -np.inf)),
+    ],
+)  # fmt: skip
+def test_what_no_engine_can_have_sampled_is_a_problem(tokens, changes, wrong):
+    found = replace(part(tokens, 0), **changes).problem(SamplingParams(2, 1.0), 9)
+    assert (found is None) if wrong is None else (wrong in found)
 
 
 @pytest.mark.parametrize(("start", "stop", "kept"), [(0, ("##", "END"), 2), (4, ("##", "END"), 4), (0, (), 5)])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -164,6 +165,8 @@ class FakeServer:
                 return reply
             if reply == "truncate":
                 return await self._truncated(request)
+            if isinstance(reply, bytes):
+                return raw_reply(request, reply)
         if body.get("logprob_start_len") == 0:
             entries = [[None, 0, None]] + [[-1.0 - self.bias, t, None] for t in body["input_ids"][1:]]
             return web.json_response({"meta_info": {"input_token_logprobs": entries}})
@@ -228,6 +231,36 @@ class FakeServer:
     async def _label(self, request: web.Request, body: dict[str, Any]) -> web.Response:
         self.label = body["new_version"]
         return web.json_response({"success": True})
+
+
+def raw_reply(request: web.Request, content: bytes) -> web.Response:
+    """Sends these bytes instead of a reply, and closes the connection."""
+    assert request.transport is not None
+    request.transport.write(content)
+    request.transport.close()
+    return web.Response()
+
+
+def damaged_http(chance: random.Random, body: bytes) -> bytes:
+    """A reply to an HTTP request that is wrong below its JSON."""
+    size, half = len(body), len(body) // 2
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
+    lengths = (b"%d" % (size + 50), b"%d" % half, b"-5", b"many", b"9" * 40, b"%d\r\nContent-Length: 3" % size)
+    gzip = b"Content-Encoding: gzip\r\n" + b"Content-Length: %d\r\n\r\n" % size
+    return chance.choice(
+        (
+            head + b"Content-Length: %d\r\n\r\n" % size + body[:half],
+            head + b"Content-Length: %s\r\n\r\n" % chance.choice(lengths) + body,
+            head + b"Transfer-Encoding: chunked\r\n\r\n" + chance.choice((b"%x\r\n" % half, b"zz\r\n")) + body[:half],
+            head + gzip + body,
+            head + b"X: " + b"x" * 100_000 + b"\r\n\r\n" + body,
+            head + b"\xff\x00: \xfe\r\n\r\n" + body,
+            head[: chance.randrange(len(head))],
+            chance.choice((b"", b"HTTP/1.1 OK\r\n\r\n", b"HTTP/7 200 OK\r\n\r\n", b"SSH-2.0\r\n")),
+            b"HTTP/1.1 %d x\r\nLocation: /generate\r\nContent-Length: 0\r\n\r\n" % chance.choice((100, 204, 302, 500)),
+            chance.randbytes(50),
+        )
+    )  # fmt: skip
 
 
 def response_of(count: int, reason: str, label: str, seed: int = 0) -> dict[str, Any]:

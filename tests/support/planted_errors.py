@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from megatron_dapo.policy import routing_replay, step
+from megatron_dapo.policy.head import value
 from megatron_dapo.policy.loss_func import OnePassLoss
 from megatron_dapo.policy.megatron import options
 from megatron_dapo.policy.megatron.runtime import shutdown
@@ -41,6 +42,19 @@ class Averaged(OnePassLoss):
 def mean_of_each_micro_batch(patch):
     """The error that layouts exist to find: the factor tokens of the micro-batch / tokens of the batch is missing."""
     patch.setattr(step, "OnePassLoss", Averaged)
+
+
+def right_tokens_of_each_micro_batch(patch):
+    """The positive-example loss is divided by the micro-batch's own count of right tokens, as NeMo-RL does it."""
+    real = step.LossInputs.of
+
+    def planted(self, *args):
+        tokens = real(self, *args)
+        right = tokens.mask & (tokens.positive > 0)
+        tokens.positive = right * (tokens.positive.max() * self._positive.count_nonzero() / right.sum().clamp_min(1))
+        return tokens
+
+    patch.setattr(step.LossInputs, "of", planted)
 
 
 def tokens_counted_over_data_ranks_only(patch):
@@ -132,9 +146,20 @@ def experts_of_other_tokens(patch):
     patch.setattr(routing_replay.RoutingReplay, "attach", planted)
 
 
+def value_gradients_added_over_tensor_ranks(patch):
+    """Every tensor-parallel rank computes all values, so a sum over these ranks counts each of them twice."""
+    real = value.gather_from_sequence_parallel_region
+    patch.setattr(
+        value,
+        "gather_from_sequence_parallel_region",
+        lambda hidden, **options: real(hidden, **(options | {"tensor_parallel_output_grad": True})),
+    )
+
+
 # The layout and the model in which each error shows.
 PLANTED = {
     mean_of_each_micro_batch: ("dp2", "dense"),
+    right_tokens_of_each_micro_batch: ("dp2", "dense"),
     tokens_counted_over_data_ranks_only: ("cp2", "dense"),
     norms_of_own_tokens: ("tp2sp", "dense"),
     experts_reduced_over_data_ranks_only: ("tp2sp", "moe"),
@@ -143,6 +168,7 @@ PLANTED = {
     balance_split_over_tensor_and_context_ranks: ("tp2sp", "moe"),
     padding_is_balanced: ("cp2", "moe"),
     experts_of_other_tokens: ("tp2sp+replay", "moe"),
+    value_gradients_added_over_tensor_ranks: ("tp2sp+critic", "dense"),
 }
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import yaml
 
 from megatron_dapo.observe import transcripts
@@ -48,14 +50,15 @@ def step_metrics(step: int, steps: int, seed: int, *, clip_higher: bool = True) 
         "time/rollout": 31 + 12 * learnt + noise.random(), "time/update": 14 + 5 * learnt, "time/log_probs": 4.2,
         "time/sync": 1.1, "time/advantages": 0.02, "time/other": 0.3, "time/step": 51 + 17 * learnt,
         **({"time/checkpoint": 6.0} if step % 20 == 1 and step > 1 else {}),
-        **({"time/start": 240} if step == 1 else {}),
+        **({"time/start": 240} if step in (1, 41) else {}),
     }  # fmt: skip
 
 
 def make_groups(step: int, text: str = "") -> list[Group]:
     groups = []
     for number in (1, 2, 3):
-        prompt = Prompt(f"sum-{step}-{number}", f"What is {step} + {number}?", as_tokens([1, 2]), str(step + number))
+        prompt = Prompt(f"sum-{number}", f"What is {step} + {number}?", as_tokens([1, 2]), str(step + number))
+        prompt.source = "easy" if number < 3 else "hard"
         samples = []
         for index in range(6):
             right = (index + step) % 2 == 0
@@ -77,7 +80,45 @@ def make_groups(step: int, text: str = "") -> list[Group]:
     return groups
 
 
-def make_run(folder: Path, steps: int = 120, seed: int = 0, *, clip_higher: bool = True, hostile: bool = False) -> Path:
+def make_arrays(groups: list[Group]) -> dict[str, np.ndarray]:
+    """What a run records of every token with `observe.samples_tokens`."""
+    samples = [sample for group in groups for sample in group.samples]
+    lengths, random = np.array([sample.length for sample in samples]), np.random.default_rng(0)
+    engine = -random.exponential(0.4, lengths.sum()).astype(np.float32)
+    old = engine + random.normal(0, 0.05, len(engine)).astype(np.float32)
+    right = np.array([bool(sample.grade.correct) for sample in samples])
+    return {
+        "advantages": np.where(right, 0.8, -1.1).astype(np.float32),
+        "prompt_lengths": np.array([len(sample.prompt_tokens) for sample in samples]), "response_lengths": lengths,
+        "tokens": np.concatenate([part for s in samples for part in (s.prompt_tokens, s.response_tokens)]),
+        "engine_logprobs": engine, "old_logprobs": old, "new_logprobs": old + np.float32(0.1),
+        "entropy": np.full(len(engine), 0.5, np.float32), "loss_mask": np.arange(len(engine)) % 5 != 4,
+        "piece_ids": np.arange(8), "pieces": np.array([f" word{i}" for i in range(8)]),
+    }  # fmt: skip
+
+
+def make_many_samples(folder: Path, steps: int, prompts: int = 64, responses: int = 8) -> None:
+    """All samples of every step. The files of all steps are the same ones under other names."""
+    groups = []
+    for number in range(prompts):
+        prompt, samples = make_groups(number)[0].prompt, make_groups(number)[0].samples
+        prompt.id, prompt.source = f"sum-{number}", "easy" if number % 2 else "hard"
+        groups.append(Group(prompt, [replace(samples[i % 6], index=i) for i in range(responses)]))
+    transcripts.write(folder, transcripts.choose(1, groups, 0, 0, make_arrays(groups)))
+    for step in range(2, steps + 1):
+        for ending in ("jsonl", "npz"):
+            (folder / f"step_{step:06d}.{ending}").hardlink_to(folder / f"step_000001.{ending}")
+
+
+def make_run(
+    folder: Path,
+    steps: int = 120,
+    seed: int = 0,
+    *,
+    clip_higher: bool = True,
+    hostile: bool = False,
+    samples_every: int = 20,
+) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     records = []
     for step in range(1, steps + 1):
@@ -87,9 +128,10 @@ def make_run(folder: Path, steps: int = 120, seed: int = 0, *, clip_higher: bool
             scores = {"avg@8": score, "avg@8_low": score - 0.06, "avg@8_high": score + 0.06, "pass@8": score + 0.2}
             scores["pass@1"] = score
             records.append(Record(step, EVAL, {f"eval/held_out/{name}": value for name, value in scores.items()}))
-        if transcripts.is_due(step, 20):
-            chosen = transcripts.choose(step, make_groups(step, HOSTILE if hostile else ""), 2, 4)
-            transcripts.write(folder / "samples", chosen)
+        if transcripts.is_due(step, samples_every):
+            groups = make_groups(step, HOSTILE if hostile else "")
+            arrays = None if hostile else make_arrays(groups)
+            transcripts.write(folder / "samples", transcripts.choose(step, groups, 0, 0, arrays))
     (folder / "metrics.jsonl").write_text("".join(record.to_line() for record in records))
     config = {
         "policy": {"model": "models/qwen", "optimizer": {"lr": 1e-6}},

@@ -1,4 +1,4 @@
-"""Tiny Qwen models with random float32 weights and a tokenizer of single bytes, written as HF directories."""
+"""Tiny models with random float32 weights and a tokenizer of single bytes, written as HF directories."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.models.llama import LlamaConfig
+from transformers.models.mistral import MistralConfig
 from transformers.models.qwen2 import Qwen2Config
 from transformers.models.qwen2_moe import Qwen2MoeConfig
 from transformers.models.qwen3 import Qwen3Config
@@ -40,6 +42,12 @@ def tiny_config(kind: str = "qwen3", *, hidden: int = 64, layers: int = 2, inter
         case "qwen2_yarn":
             rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
             return Qwen2Config(**common, rope_parameters=rope)
+        case "llama":
+            rope = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0, "original_max_position_embeddings": 64}  # fmt: skip
+            return LlamaConfig(**common | {"bos_token_id": 256}, rope_parameters=rope)
+        case "mistral":
+            return MistralConfig(**common | {"bos_token_id": 256}, head_dim=32, sliding_window=None)
         case "qwen3":
             return Qwen3Config(**common, head_dim=16)
         case "qwen3_moe":

@@ -22,3 +22,18 @@ def test_training_and_resuming(kind, tmp_path):
     for metrics in found:
         assert metrics["train/mismatch_mean"] < 1e-4
     assert any(metrics["train/grad_norm"] > 0 for metrics in found)
+
+
+def test_a_run_that_starts_from_an_adapter(tmp_path):
+    """The engine has loaded the base alone, so it must get the merged weights before the first batch."""
+    lora = {"rank": 4, "alpha": 8.0}
+    settings = {"trainer__steps": 2, "rollout__dynamic_sampling": False}
+    raw = raw_config(tmp_path / "model", tmp_path / "first", policy__lora=lora, **settings)
+    raw["policy"]["optimizer"]["lr"] = 0.1  # adapters that the engine cannot miss
+    assert run(raw) == 0
+    adapter = tmp_path / "first" / "checkpoints" / "step_2" / "policy" / "adapter"
+    again = raw_config(tmp_path / "model", tmp_path / "second", policy__lora=lora | {"start": str(adapter)}, **settings)
+    assert run(again) == 0
+    found = [metrics for _, kind, metrics in records(tmp_path / "second") if kind == "step"]
+    assert len(found) == 2
+    assert all(metrics["train/mismatch_mean"] < 1e-4 for metrics in found)

@@ -42,7 +42,8 @@ def test_a_run_with_a_rollout_function_trains_on_generated_tokens(straight):
         assert metrics["train/mismatch_max"] < 1e-4  # of appended tokens it would be large
         assert metrics["rollout/length_max"] <= 10
     assert [kind for _, kind, _ in records(run_dir)].count("eval") == 2
-    shown = [json.loads(line) for line in (run_dir / "samples" / "step_000001.jsonl").read_text().splitlines()]
+    _, *lines = (run_dir / "samples" / "step_000001.jsonl").read_text().splitlines()
+    shown = [json.loads(line) for line in lines]
     assert all(text.startswith("[assistant] ") and "\n[tool] <" in text for text in (item["text"] for item in shown))
     (question, *_) = sorted((run_dir / "evaluations").rglob("*.txt"))
     assert "[tool] <" in question.read_text()

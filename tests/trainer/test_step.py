@@ -105,7 +105,7 @@ def test_old_log_probs_are_recomputed_only_where_the_ratio_needs_them(old, refer
 
 def test_a_resumed_step_has_its_log_probs_and_its_place(monkeypatch):
     def share(source, config, collectives, policy):
-        return TrainStep(SimpleNamespace(old_logprobs=None, ref_logprobs=None), [[0], [1]], source=source)
+        return TrainStep(SimpleNamespace(old_logprobs=None, ref_logprobs=None, values=None), [[0], [1]], source=source)
 
     monkeypatch.setattr(train_step.TrainStep, "share", share)
     step = share(StepBatch(3, groups_of_turns()), None, None, None)

@@ -1,5 +1,7 @@
 """MFU and memory: hand-computed FLOPs, GPU names as CUDA reports them."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -43,3 +45,46 @@ def test_metrics_of_a_step(monkeypatch):
     assert found["train/mfu"] == pytest.approx(throughput.update_flops(SHAPE, lengths) / (2.0 * 4 * 989e12))
     assert found["memory/gpu_peak_gib"] == 3.0
     assert "train/mfu" not in throughput.throughput_metrics(SHAPE, lengths, 0.0, ranks=4), "every update was skipped"
+
+
+class NVML:
+    """The functions of the library that are called, with their return codes."""
+
+    def __init__(self, failing=""):
+        self.failing = failing
+
+    def __getattr__(self, name):
+        def function(*arguments):
+            if name == self.failing:
+                return 3
+            if name == "nvmlDeviceGetHandleByUUID":
+                assert arguments[0] == b"GPU-1234"
+            if name == "nvmlDeviceGetMemoryInfo":
+                arguments[1][0], arguments[1][2] = 80, 60
+            if name == "nvmlDeviceGetUtilizationRates":
+                arguments[1][0] = 37
+            return 0
+
+        return function
+
+
+@pytest.mark.parametrize(
+    ("failing", "expected"),
+    [
+        ("", {"memory_used_bytes": 60.0, "memory_total_bytes": 80.0, "utilization_ratio": 0.37}),
+        ("nvmlDeviceGetUtilizationRates", {"memory_used_bytes": 60.0, "memory_total_bytes": 80.0}),
+        ("nvmlInit_v2", {}),
+        ("no library", {}),
+    ],
+)
+def test_the_status_of_a_gpu_comes_from_nvml(failing, expected, monkeypatch):
+    def load(name):
+        if failing == "no library":
+            raise OSError(name)
+        return NVML(failing)
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1234"))
+    monkeypatch.setattr(throughput.ctypes, "CDLL", load)
+    assert throughput.gpu_status() == expected

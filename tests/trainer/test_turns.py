@@ -114,7 +114,8 @@ def test_the_gate_compares_generated_tokens_only():
 
 def updates_with_other_values_at_appended_tokens(rendezvous):
     raw = selfcheck_config(LayoutSpec.parse("single")).model_dump(mode="json")
-    raw["algorithm"]["entropy_coefficient"] = raw["algorithm"]["kl"]["coefficient"] = 0.0
+    raw["algorithm"] |= {"entropy_coefficient": 0.0, "positive_coefficient": 0.0}
+    raw["algorithm"]["kl"]["coefficient"] = 0.0
     found, config = [], parse_config(raw)
     runtime = initialize(config.policy, rendezvous=rendezvous)
     for value in (0.0, -7.0, -np.inf):

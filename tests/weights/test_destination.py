@@ -6,11 +6,12 @@ import io
 import os
 import shutil
 import signal
+import subprocess
 import time
 
 import pytest
 
-from megatron_dapo.weights import command, convert, copy
+from megatron_dapo.weights import command, convert, copy, destination
 from megatron_dapo.weights.convert import hf_to_megatron, megatron_to_hf
 from megatron_dapo.weights.destination import PROGRESS, CopyGroup, new_directory
 from megatron_dapo.weights.formats import torch_dist_writer
@@ -50,8 +51,8 @@ def test_an_error_while_writing_leaves_nothing(models, tmp_path, monkeypatch, er
     assert verify(models["qwen2"], out).same
 
 
-def killed_while_writing(source, out, overwrite=False, blocks=15):
-    """A forked conversion, killed with SIGKILL after some blocks."""
+def killed_while_writing(source, out, overwrite=False, blocks=15, run=hf_to_megatron, number=signal.SIGKILL):
+    """A forked conversion that gets a signal after some blocks."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -62,10 +63,10 @@ def killed_while_writing(source, out, overwrite=False, blocks=15):
                 count[0] += 1
                 if count[0] > blocks:
                     out.with_name("blocked").touch()
-                    time.sleep(60)
+                    time.sleep(60 if number == signal.SIGKILL else 0.1)
 
             copy._write, copy.BLOCK = slow, 4096
-            hf_to_megatron(source, out, workers=1, overwrite=overwrite)
+            run(source, out, workers=1, overwrite=overwrite)
         finally:
             os._exit(0)
     temporary = out.with_name(f".{out.name}.incomplete")
@@ -73,7 +74,7 @@ def killed_while_writing(source, out, overwrite=False, blocks=15):
     while not out.with_name("blocked").exists():
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    os.kill(pid, signal.SIGKILL)
+    os.kill(pid, number)
     os.waitpid(pid, 0)
     out.with_name("blocked").unlink()
     return temporary
@@ -87,6 +88,40 @@ def test_a_killed_conversion_can_be_run_again(models, tmp_path):
     (temporary / "stale").write_text("from the run that was killed")
     hf_to_megatron(models["qwen2"], out)
     assert verify(models["qwen2"], out).same and not (out / "stale").exists() and beside(out) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("run", [hf_to_megatron, megatron_to_hf])
+def test_an_interruption_leaves_nothing_that_loads(models, tmp_path, run, number):
+    """Ctrl-C leaves nothing at all; what a kill leaves is not taken for a model, and the next run removes it."""
+    source, out = models["qwen2"], tmp_path / "out"
+    if run is megatron_to_hf:
+        hf_to_megatron(source, tmp_path / "megatron")
+        source = tmp_path / "megatron"
+    temporary = killed_while_writing(source, out, run=run, number=number)
+    assert not out.exists() and beside(out) == ([] if number == signal.SIGINT else [".out.incomplete", ".out.lock"])
+    if number == signal.SIGKILL:
+        left = {file.name for file in temporary.rglob("*")}
+        assert left and not left & {"config.json", ".metadata", "metadata.json"}  # without them nothing loads it
+    run(source, out)
+    assert verify(models["qwen2"], out).same and beside(out) == []
+
+
+def test_a_full_disk_leaves_nothing(models, tmp_path, monkeypatch):
+    """A disk of 256 kB that somebody else fills after the check of its free space."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("mounting a small disk needs root")
+    try:
+        with pytest.raises(WeightsError, match="no space"):
+            hf_to_megatron(models["qwen2"], disk / "out")
+        monkeypatch.setattr(destination, "check_space", lambda parent, need: None)
+        with pytest.raises(WeightsError, match="No space left on device"):
+            hf_to_megatron(models["qwen2"], disk / "out")
+        assert list(disk.iterdir()) == []
+    finally:
+        subprocess.run(["umount", disk], check=True)
 
 
 @pytest.fixture

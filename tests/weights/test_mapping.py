@@ -120,14 +120,15 @@ def test_live_names_become_global():
     assert name == "decoder.layers.11.mlp.experts.local_experts.34.linear_fc1.weight"
 
 
-def test_disk_keys_are_unique():
+@pytest.mark.parametrize("dense", [(), (1,)])
+def test_disk_keys_are_unique(dense):
     """No two parameters have the same location in a checkpoint, whatever options saved it."""
     shape = ModelShape(
         "qwen3_moe", layers=3, hidden=4, ffn_hidden=6, heads=4, kv_heads=2, head_dim=2, vocab=5, max_positions=8,
         rope_theta=1e4, norm_eps=1e-6, tied_embeddings=False, qkv_bias=False, qk_norm=True, experts=2,
-        experts_per_token=1, expert_ffn_hidden=3,
+        experts_per_token=1, expert_ffn_hidden=3, dense_layers=dense,
     )  # fmt: skip
     seen = {}
     for mapping in stored_mappings(shape):
-        for place in set(disk_locations(mapping.name, moe=True)):
+        for place in set(disk_locations(mapping.name, shape)):
             assert seen.setdefault(place, mapping.name) == mapping.name

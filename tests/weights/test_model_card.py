@@ -29,6 +29,7 @@ def run(models, tmp_path):
     (tmp_path / "megatron/release").rename(policy)
     (policy.parent / "manifest.json").write_text("{}")
     (policy / "hf/README.md").write_text("the base")
+    (policy / "hf/chat_template.jinja").write_text("{{ messages }}")
     (policy / "hf/generation_config.json").unlink(missing_ok=True)
     run = tmp_path / "run"
     (run / "config.yaml").write_text(CONFIG % "/cache/models--Qwen--Qwen3-4B/snapshots/1")
@@ -38,7 +39,7 @@ def run(models, tmp_path):
 
 
 def test_the_card_has_the_facts_of_the_run(run, tmp_path):
-    report = megatron_to_hf(run, tmp_path / "out")
+    report = megatron_to_hf(run, tmp_path / "out", max_shard=100_000)
     card = (tmp_path / "out/README.md").read_text()
     for fact in ("base_model: Qwen/Qwen3-4B", "| steps | 5 |", "| data | math.jsonl |", "| commit | abc123 |",
                  "8 × H200", "| evaluation | step 0 | step 4 |", "| eval/avg@2 | 0.250 | 0.500 |",
@@ -48,6 +49,9 @@ def test_the_card_has_the_facts_of_the_run(run, tmp_path):
     assert (tmp_path / "out/README.base.md").read_text() == "the base"
     assert json.loads((tmp_path / "out/generation_config.json").read_text())["_from_model_config"]
     assert not any("generation_config" in note for note in report.notes)
+    assert (tmp_path / "out/chat_template.jinja").read_text() == "{{ messages }}"
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())["weight_map"]
+    assert [*index] == sorted(index) and len({*index.values()}) > 1
 
 
 def test_other_exports_keep_the_card_of_their_source(run, tmp_path):

@@ -35,7 +35,7 @@ NOT_IN_TEST_LAYOUTS = ("qwen3.5", "qwen3.5-moe")
 
 
 def has_experts(kind):
-    return kind in ("qwen3-moe", "qwen2-moe", "qwen3-next")
+    return kind in ("qwen3-moe", "qwen2-moe", "qwen3-next", "mixed-moe")
 
 
 PAIRS = [(kind, layout) for kind in tiny_qwen.KINDS for layout in LAYOUTS if layout != "ep2" or has_experts(kind)]

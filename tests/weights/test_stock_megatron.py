@@ -6,6 +6,7 @@ Without the checkouts the tests are skipped; `test_model_weights.py` loads with 
 """
 
 import os
+import pickle
 import queue
 import subprocess
 import sys
@@ -184,6 +185,12 @@ def test_megatron_lm_continues_from_a_checkpoint_of_a_run(models, tmp_path, kind
         for state, other in zip(ours, theirs, strict=True):
             assert set(state) == {"param", "exp_avg", "exp_avg_sq"}
             assert all(torch.equal(state[key], other[key]) for key in state)
+
+
+def test_metadata_has_what_slimes_exporter_reads(models, tmp_path):
+    """Where it is missing, slime makes it under a name that torch does not have."""
+    hf_to_megatron(models["qwen2"], tmp_path / "megatron")
+    assert pickle.loads((tmp_path / "megatron/release/.metadata").read_bytes()).storage_meta.modules == []
 
 
 @pytest.mark.skipif(not SLIME, reason="SLIME does not name a checkout of slime")

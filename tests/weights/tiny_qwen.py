@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 KINDS = ("qwen2", "qwen2-tied", "qwen3", "qwen3-moe", "qwen2-moe", "qwen3-next", "qwen3.5", "qwen3.5-moe",
-         "llama", "mistral")  # fmt: skip
+         "llama", "mistral", "mixed-moe")  # fmt: skip
 HYBRID = ("qwen3-next", "qwen3.5", "qwen3.5-moe")
 COMMON: dict[str, Any] = {
     "vocab_size": 101, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -25,8 +25,10 @@ def build(kind: str, dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(KINDS.index(kind))
     if kind in HYBRID:
         model = _hybrid(kind)
-    elif kind == "qwen2-moe":
+    elif kind in ("qwen2-moe", "mixed-moe"):
         moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+        if kind == "mixed-moe":  # of the four layers, only the last one has experts
+            moe |= {"decoder_sparse_step": 2, "mlp_only_layers": [1]}
         config = transformers.Qwen2MoeConfig(shared_expert_intermediate_size=80, **moe, **COMMON)
         model = transformers.Qwen2MoeForCausalLM(config)
     elif kind.startswith("qwen2"):

@@ -13,7 +13,12 @@ FAMILIES = (
     Family(
         "qwen2_moe",
         "Qwen2MoeForCausalLM",
-        {"num_key_value_heads": 16, "max_position_embeddings": 32768, "norm_topk_prob": False},
+        {
+            "num_key_value_heads": 16,
+            "max_position_embeddings": 32768,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 1,
+        },
         fixed={"qkv_bias": True},
         qkv_bias=True,
         moe=True,

@@ -16,7 +16,7 @@ FAMILIES = (
     Family(
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
-        {"num_key_value_heads": 4, "max_position_embeddings": 32768, "norm_topk_prob": False},
+        {"num_key_value_heads": 4, "max_position_embeddings": 32768, "norm_topk_prob": False, "decoder_sparse_step": 1},
         fixed=NO_BIAS,
         aliases={"num_local_experts": "num_experts"},
         qk_norm=True,

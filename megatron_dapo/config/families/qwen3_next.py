@@ -55,7 +55,7 @@ FAMILIES = (
     Family(
         "qwen3_next",
         "Qwen3NextForCausalLM",
-        _SPARSE | {"norm_topk_prob": True},
+        _SPARSE | {"norm_topk_prob": True, "decoder_sparse_step": 1},
         **(_HYBRID | _EXPERTS | {"linear_projections": "fused"}),
     ),
     Family("qwen3_5_text", "Qwen3_5ForCausalLM", _DENSE, **_HYBRID),

@@ -11,6 +11,7 @@ from typing import Any
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
+OUTPUT_BIAS = "output_layer.bias"  # of a value head
 FINAL_NORM = "decoder.final_layernorm.weight"
 
 
@@ -66,6 +67,7 @@ def gate_up(name: str, prefix: str, ffn: str, when: str = "") -> Template:
 
 
 _HEAD = copied(OUTPUT, "vocab hidden", "lm_head.weight", Split.ROWS, "not tied_embeddings")
+VALUE_HEAD = (copied(OUTPUT, "one hidden", "score.weight"), copied(OUTPUT_BIAS, "one", "score.bias"))
 
 
 @dataclass(frozen=True, slots=True)

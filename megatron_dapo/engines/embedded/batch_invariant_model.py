@@ -13,6 +13,7 @@ holds bit for bit, so a sample can be interrupted and continued, or repeated in 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import count
 from typing import Any
 
@@ -22,8 +23,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from megatron_dapo.batch_invariant import PAGE, BatchInvariant, attend, delta_rule_step
 from megatron_dapo.config.families import FAMILIES
-from megatron_dapo.engines.embedded.paged_cache import BEFORE, CURRENT, PAGE, LinearUpdate, PagedCache
+from megatron_dapo.engines.embedded.paged_cache import BEFORE, CURRENT, LinearUpdate, PagedCache
 from megatron_dapo.engines.protocol import SamplingParams
 from megatron_dapo.errors import EngineError
 from megatron_dapo.sync.bucket import Bucket
@@ -32,7 +34,8 @@ from megatron_dapo.sync.bucket import Bucket
 class BatchInvariantModel:
     """`forward` maps [batch_tokens] tokens to [batch_tokens, vocabulary] logits, using the paged cache."""
 
-    def __init__(self, model: Any, batch_tokens: int) -> None:
+    def __init__(self, model: Any, batch_tokens: int, *, exact: bool = False) -> None:
+        """`exact`: with the bits of a trainer that has `policy.true_on_policy`."""
         config = model.config
         family = FAMILIES.get(config.model_type)
         if family is None or family.text_config:
@@ -42,6 +45,7 @@ class BatchInvariantModel:
             raise EngineError(f"embedded engine: sliding-window attention is not supported ({family.window_key})")
         self.model = model.eval()
         self.batch_tokens = batch_tokens
+        self.exact = exact
         self.heads = config.num_attention_heads
         self.kv_heads = config.num_key_value_heads
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.heads
@@ -50,6 +54,10 @@ class BatchInvariantModel:
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, positions: Tensor, pages: Tensor) -> Tensor:
+        with BatchInvariant() if self.exact else nullcontext():
+            return self._forward(tokens, positions, pages)
+
+    def _forward(self, tokens: Tensor, positions: Tensor, pages: Tensor) -> Tensor:
         """tokens [batch_tokens], positions [batch_tokens], pages [batch_tokens, blocks] -> logits.
 
         `pages` are the page ids of each token's sequence, 0 beyond its end.
@@ -58,7 +66,6 @@ class BatchInvariantModel:
         hidden = body.embed_tokens(tokens)
         cos, sin = (part[0].unsqueeze(1) for part in body.rotary_emb(hidden, positions.unsqueeze(0)))
         write = (pages.gather(1, (positions // PAGE).unsqueeze(1)).squeeze(1), positions % PAGE)
-        masked = torch.arange(pages.shape[1] * PAGE).view(-1, 1, 1, PAGE) > positions.view(1, -1, 1, 1)
         linear = self.cache.linear_layers
         updates = self.cache.linear_updates(positions.tolist(), pages.tolist()) if linear else []
         attention_layers, linear_layers = count(), count()
@@ -71,7 +78,8 @@ class BatchInvariantModel:
                 query, key, value, gate = self._heads(layer.self_attn, normed, cos, sin)
                 self.cache.keys[index][write[0], :, write[1]] = key
                 self.cache.values[index][write[0], :, write[1]] = value
-                attended = self._attend(index, query, pages, masked)
+                cached = self.cache.keys[index], self.cache.values[index]
+                attended = attend(query, *cached, pages, positions, self.head_dim**-0.5)
                 hidden = hidden + layer.self_attn.o_proj(attended if gate is None else attended * gate)
             normed = layer.post_attention_layernorm(hidden)
             hidden = hidden + _feed_forward(layer.mlp, normed)
@@ -92,26 +100,6 @@ class BatchInvariantModel:
             query, key = attention.q_norm(query), attention.k_norm(key)
         return _rotate(query, cos, sin), _rotate(key, cos, sin), value, gate
 
-    def _attend(self, layer: int, query: Tensor, pages: Tensor, masked: Tensor) -> Tensor:
-        """Softmax over pages with a running maximum; a page with no visible key changes nothing, not even rounding."""
-        keys, values = self.cache.keys[layer].flatten(1), self.cache.values[layer].flatten(1)
-        batch, group = self.batch_tokens * self.kv_heads, self.heads // self.kv_heads
-        query = (query * self.head_dim**-0.5).reshape(batch, group, self.head_dim)
-        peak = query.new_full((batch, group, 1), -torch.inf)
-        total, mixed = torch.zeros_like(peak), torch.zeros_like(query)
-        for block in range(pages.shape[1]):
-            page = pages[:, block]
-            scores = torch.bmm(query, keys.index_select(0, page).view(batch, PAGE, self.head_dim).transpose(1, 2))
-            scores = scores.view(self.batch_tokens, self.kv_heads, group, PAGE)
-            scores = scores.masked_fill_(masked[block].unsqueeze(1), -torch.inf).view(batch, group, PAGE)
-            new_peak = torch.maximum(peak, scores.amax(-1, keepdim=True))
-            weights = (scores - new_peak).exp_()
-            shrink = (peak - new_peak).exp_()
-            total = total * shrink + weights.sum(-1, keepdim=True)
-            mixed = mixed * shrink + torch.bmm(weights, values.index_select(0, page).view(batch, PAGE, self.head_dim))
-            peak = new_peak
-        return (mixed / total).view(self.batch_tokens, self.heads * self.head_dim)
-
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     rotated = cos.shape[-1]
@@ -126,16 +114,26 @@ def _feed_forward(mlp: Any, hidden: Tensor) -> Tensor:
         out: Tensor = mlp(hidden)
         return out
     # Every expert computes every token: how many tokens the router sends to an expert depends on the batch.
-    _, scores, chosen = mlp.gate(hidden)
+    scores, chosen = _route(mlp.gate, hidden)
     experts = mlp.experts
     share = torch.zeros(hidden.shape[0], experts.num_experts, dtype=hidden.dtype).scatter_(1, chosen, scores)
     mixed = torch.zeros_like(hidden)
     for index in range(experts.num_experts):
         gate, up = F.linear(hidden, experts.gate_up_proj[index]).chunk(2, dim=-1)
-        mixed = mixed + F.linear(experts.act_fn(gate) * up, experts.down_proj[index]) * share[:, index, None]
+        mixed = mixed + F.linear(experts.act_fn(gate) * up * share[:, index, None], experts.down_proj[index])
     if hasattr(mlp, "shared_expert"):
         mixed = mixed + torch.sigmoid(mlp.shared_expert_gate(hidden)) * mlp.shared_expert(hidden)
     return mixed
+
+
+def _route(router: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores and indices of the experts of each token, in the trainer's order of operations."""
+    logits = F.linear(hidden, router.weight)
+    if router.norm_topk_prob:
+        logits, chosen = logits.topk(router.top_k, dim=-1)
+        return logits.softmax(-1), chosen
+    scores, chosen = logits.softmax(-1).topk(router.top_k, dim=-1)
+    return scores, chosen
 
 
 def _linear_attention(
@@ -157,11 +155,11 @@ def _linear_attention(
         else:
             window, memory = windows[source].clone(), memories[source].clone()
         inputs = torch.cat([window, mixed[row : row + 1].float()])
-        q, k, v = _linear_heads(module, F.silu((inputs * weight).sum(0)))
-        new = memory * decay[row, :, None, None]
-        delta = (v - (new * k[..., None]).sum(-2)) * beta[row, :, None]
-        new = new + k[..., None] * delta[:, None, :]
-        out[row] = (new * q[..., None]).sum(-2)
+        total = inputs[-1] * weight[-1]  # the newest first, as in the trainer
+        for back in range(2, len(inputs) + 1):
+            total = total + inputs[-back] * weight[-back]
+        q, k, v = _linear_heads(module, F.silu(total))
+        out[row], new = delta_rule_step(memory, q, k, v, decay[row], beta[row])
         windows[page, BEFORE], memories[page, BEFORE] = window, memory
         windows[page, CURRENT], memories[page, CURRENT] = inputs[1:], new
     heads = out.to(hidden.dtype).reshape(-1, module.head_v_dim)
@@ -263,11 +261,17 @@ def _splitmix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 @torch.inference_mode()
 def sample_tokens(
-    logits: Tensor, params: Sequence[SamplingParams], numbers: NDArray[np.float64]
+    logits: Tensor, params: Sequence[SamplingParams], numbers: NDArray[np.float64], *, exact: bool = False
 ) -> tuple[Tensor, Tensor]:
     """logits [tokens, vocabulary] -> (token, log-prob), each [tokens]; log-probs as protocol.py defines them."""
-    temperatures = torch.tensor([p.temperature if p.temperature > 0 else 1.0 for p in params])
-    logprobs = torch.log_softmax(logits.float() / temperatures.unsqueeze(1), dim=-1)
+    temperatures = torch.tensor([p.temperature if p.temperature > 0 else 1.0 for p in params]).unsqueeze(1)
+    if exact:  # as the trainer's head computes them
+        with BatchInvariant():
+            scaled = logits.float() * (1 / temperatures)
+            peak = scaled.amax(-1, keepdim=True)
+            logprobs = scaled - (peak + (scaled - peak).exp().sum(-1, keepdim=True).log())
+    else:
+        logprobs = torch.log_softmax(logits.float() / temperatures, dim=-1)
     weights = logprobs.exp().double()
     if any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params):
         weights = _truncate(weights, params)

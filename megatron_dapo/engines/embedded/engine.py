@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_dapo.batch_invariant import PAGE
 from megatron_dapo.config.rollout import EmbeddedConfig, PauseMode
 from megatron_dapo.engines.embedded.batch_invariant_model import (
     BatchInvariantModel,
@@ -30,7 +31,7 @@ from megatron_dapo.engines.embedded.batch_invariant_model import (
     sample_tokens,
     uniform,
 )
-from megatron_dapo.engines.embedded.paged_cache import PAGE, PromptCache
+from megatron_dapo.engines.embedded.paged_cache import PromptCache
 from megatron_dapo.engines.protocol import Capabilities, Completion, SamplingParams, WeightReport, WeightUpdateError
 from megatron_dapo.errors import EngineError
 from megatron_dapo.sync.bucket import Bucket
@@ -72,7 +73,7 @@ class EmbeddedEngine:
     ) -> None:
         """`model` is a transformers Qwen*ForCausalLM on the CPU; the engine owns it from now on."""
         config = config or EmbeddedConfig()
-        self._model = BatchInvariantModel(model, config.batch_tokens)
+        self._model = BatchInvariantModel(model, config.batch_tokens, exact=config.exact)
         self._tokenizer = tokenizer
         self._version = 0
         self.max_running = config.batch_tokens
@@ -340,7 +341,7 @@ class EmbeddedEngine:
         seeds, positions = np.zeros(size, np.uint64), np.zeros(size, np.uint64)
         for index, request in last:
             params[index], seeds[index], positions[index] = request.params, request.seed, len(request.sequence)
-        tokens, logprobs = sample_tokens(logits, params, uniform(seeds, positions))
+        tokens, logprobs = sample_tokens(logits, params, uniform(seeds, positions), exact=self._model.exact)
         token_list, logprob_list = tokens.tolist(), logprobs.tolist()
         for index, request in last:
             if not request.generated:

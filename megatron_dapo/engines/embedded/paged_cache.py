@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-PAGE = 64
+from megatron_dapo.batch_invariant import PAGE
+
 CURRENT, BEFORE = 0, 1  # the state after the last written position, and before it
 TENSORS = ("keys", "values", "windows", "states")
 

@@ -1,7 +1,7 @@
 "use strict";
 // Charts in SVG, without a library: lines with gaps, confidence bands, stacks, axes with round numbers. All charts of
-// the page share one cursor, moved by the pointer or the arrow keys. Colours are CSS variables: changing the theme needs
-// no redrawing.
+// the page share one cursor, moved by the pointer or the arrow keys, and one range: dragging or + zooms in, − zooms out, a
+// double click or 0 shows everything. Colours are CSS variables: changing the theme needs no redrawing.
 
 const SVG = "http://www.w3.org/2000/svg";
 const MARGIN = { top: 10, right: 12, bottom: 26, left: 50 };
@@ -183,8 +183,12 @@ class Panel {
     this.axes();
     if (this.figure.stacked) this.drawStack(); else this.drawLines();
     this.cursor = svg("g", { class: "cursor" }, this.svg);
+    this.selection = svg("rect", { class: "selection", y: MARGIN.top, height: HEIGHT - MARGIN.top - MARGIN.bottom, width: 0 }, this.svg);
+    this.svg.addEventListener("pointerdown", (event) => { if (event.button === 0) this.dragged = this.px(event); });
     this.svg.addEventListener("pointermove", (event) => this.point(event));
-    this.svg.addEventListener("pointerleave", () => this.page.hover(null, null));
+    this.svg.addEventListener("pointerup", (event) => this.drop(event));
+    this.svg.addEventListener("dblclick", () => this.zoom(null));
+    this.svg.addEventListener("pointerleave", () => { this.drag(null); this.page.hover(null, null); });
     this.svg.addEventListener("keydown", (event) => this.key(event));
     this.svg.addEventListener("blur", () => this.page.hover(null, null));
     this.node.replaceChildren(...(this.title ? [html("div", { class: "panel-title", text: this.title })] : []), this.svg, this.tip);
@@ -218,9 +222,9 @@ class Panel {
     }
     const [left, right] = [MARGIN.left, this.width - MARGIN.right];
     const [bottom, top] = [HEIGHT - MARGIN.bottom, MARGIN.top];
-    const [first, last] = this.page.steps;
+    const [first, last] = this.range();
     const room = this.figure.stacked ? this.bars(right - left) / 2 : 4;
-    const span = Math.max(1, last - first);
+    const span = last - first || 1;
     this.sx = (s) => last === first ? (left + right) / 2 : left + room + ((s - first) / span) * (right - left - 2 * room);
     this.inverse = (px) => last === first ? first : first + ((px - left - room) / (right - left - 2 * room)) * span;
     const map = this.isLog ? (v) => (v > 0 ? Math.log(v / low) / Math.log(high / low) : null) : (v) => (v - low) / (high - low);
@@ -228,9 +232,20 @@ class Panel {
     Object.assign(this, { low, high });
   }
 
+  // The shown part of the x axis.
+  range() {
+    return this.page.range || this.page.steps;
+  }
+
+  inRange(x) {
+    const [first, last] = this.range();
+    return x >= first && x <= last;
+  }
+
   // Width of a bar; 0 if areas are drawn.
   bars(room) {
-    const count = this.page.steps[1] - this.page.steps[0] + 1;
+    const [first, last] = this.range(), lines = this.visible();
+    const count = this.bySteps() || !lines.length ? last - first + 1 : lines[0].x.filter((x) => this.inRange(x)).length + 1;
     return count <= 60 ? Math.max(2, Math.min(34, (room / count) * 0.78)) : 0;
   }
 
@@ -239,7 +254,7 @@ class Panel {
     if (this.figure.stacked) {
       found.push(this.page.stackTop(this.figure));
     } else {
-      for (const line of this.visible()) for (const list of [line.y, line.low, line.high]) for (const v of list || []) if (v !== null) found.push(v);
+      for (const line of this.visible()) for (const list of [line.y, line.low, line.high]) (list || []).forEach((v, i) => { if (v !== null && this.inRange(line.x[i])) found.push(v); });
     }
     return found.length ? found : [0, 1];
   }
@@ -253,14 +268,31 @@ class Panel {
       svg("line", { x1: left, x2: right, y1: y, y2: y, class: tick === 0 ? "zero" : "" }, grid);
       svg("text", { x: left - 8, y: y + 3.5, "text-anchor": "end" }, grid).textContent = this.tickText(tick);
     }
-    const [first, last] = this.page.steps;
-    const steps = last === first ? [first] : linearTicks(first, last, Math.max(2, Math.floor(this.width / 90))).filter(Number.isInteger);
+    const [first, last] = this.range();
+    const steps = last === first ? [first] : linearTicks(first, last, Math.max(2, Math.floor(this.width / 90))).filter((tick) => !this.bySteps() || Number.isInteger(tick));
     for (const tick of steps) {
       svg("line", { x1: this.sx(tick), x2: this.sx(tick), y1: bottom, y2: bottom + 4, class: "tick" }, grid);
       svg("text", { x: this.sx(tick), y: bottom + 17, "text-anchor": "middle" }, grid).textContent = formatNumber(tick);
     }
-    svg("text", { x: left - 8, y: bottom + 17, "text-anchor": "end", class: "unit" }, grid).textContent = "step";
+    svg("text", { x: left - 8, y: bottom + 17, "text-anchor": "end", class: "unit" }, grid).textContent = this.page.unit || "step";
+    for (const run of this.page.restarts ? new Set(this.visible().map((line) => line.run)) : []) {
+      for (const [step, x] of this.page.restarts(run)) {
+        if (!this.inRange(x)) continue;
+        const mark = svg("line", { x1: this.sx(x), x2: this.sx(x), y1: MARGIN.top, y2: bottom, class: "restart" }, grid);
+        svg("title", {}, mark).textContent = `started again before step ${step}`;
+      }
+    }
     svg("line", { x1: left, x2: right, y1: bottom, y2: bottom, class: "axis" }, grid);
+  }
+
+  bySteps() {
+    return !this.page.unit || this.page.unit === "step";
+  }
+
+  // A group that shows nothing outside of the axes.
+  body(name) {
+    const width = this.width - MARGIN.left - MARGIN.right;
+    return svg("svg", { class: name, x: MARGIN.left, y: 0, width, height: HEIGHT, viewBox: `${MARGIN.left} 0 ${width} ${HEIGHT}` }, this.svg);
   }
 
   tickText(tick) {
@@ -270,9 +302,9 @@ class Panel {
   }
 
   drawLines() {
-    const body = svg("g", { class: "lines" }, this.svg);
+    const body = this.body("lines");
     for (const line of this.visible()) {
-      const sparse = this.figure.id === "evaluation" || line.x.length <= 12;
+      const sparse = this.figure.id === "evaluation" || this.figure.smooth === false || line.x.length <= 12;
       const weight = sparse ? 0 : this.page.smoothing;
       line.shown = smooth(line.y, weight);
       if (line.low && line.high) {
@@ -297,7 +329,7 @@ class Panel {
   }
 
   drawStack() {
-    const body = svg("g", { class: "stack" }, this.svg);
+    const body = this.body("stack");
     const bar = this.bars(this.width - MARGIN.left - MARGIN.right);
     let bottom = null;
     for (const line of this.visible()) {
@@ -310,12 +342,45 @@ class Panel {
 
   // Read-out ----------------------------------------------------------------------------------------------------
 
-  point(event) {
+  px(event) {
     const box = this.svg.getBoundingClientRect();
-    this.page.hover(this.inverse(((event.clientX - box.left) / box.width) * this.width), this);
+    return ((event.clientX - box.left) / box.width) * this.width;
+  }
+
+  point(event) {
+    if (this.dragged !== undefined && this.dragged !== null) this.drag(this.px(event));
+    this.page.hover(this.inverse(this.px(event)), this);
+  }
+
+  // Shows what is selected so far; null: nothing any more.
+  drag(px) {
+    if (px === null) this.dragged = null;
+    const from = px === null ? 0 : Math.min(px, this.dragged);
+    this.selection.setAttribute("x", from);
+    this.selection.setAttribute("width", px === null ? 0 : Math.abs(px - this.dragged));
+  }
+
+  drop(event) {
+    const from = this.dragged, to = this.px(event);
+    this.drag(null);
+    if (from !== null && from !== undefined && Math.abs(to - from) > 8) this.zoom([from, to].sort((a, b) => a - b).map(this.inverse));
+  }
+
+  // `range`: of the x axis; null: all of it.
+  zoom(range) {
+    if (!this.page.zoom) return;
+    const [first, last] = this.page.steps;
+    this.page.zoom(range && [Math.max(first, range[0]), Math.min(last, range[1])]);
   }
 
   key(event) {
+    const factor = { "+": 0.25, "-": 1, 0: Infinity }[event.key];
+    if (factor) {
+      const [first, last] = this.range(), middle = this.page.step === null ? (first + last) / 2 : this.page.step;
+      const half = (last - first) * factor, all = half >= (this.page.steps[1] - this.page.steps[0]) / 2;
+      this.zoom(all ? null : [middle - half, middle + half]);
+      return;
+    }
     const move = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
     if (!move) return;
     event.preventDefault();
@@ -328,11 +393,12 @@ class Panel {
   showCursor(wanted, active) {
     this.cursor.replaceChildren();
     this.tip.hidden = true;
-    const lines = this.visible().filter((line) => line.x.length);
+    const lines = this.visible().filter((line) => line.x.some((x) => this.inRange(x)));
     if (wanted === null || !lines.length) return;
     const all = lines.map((line) => line.x[nearest(line.x, wanted)]);
     const step = all.reduce((best, s) => (Math.abs(s - wanted) < Math.abs(best - wanted) ? s : best));
-    const x = this.sx(step);
+    if (!this.inRange(step)) return;
+    const x = this.sx(step), of = lines.find((line) => line.x.includes(step));
     svg("line", { x1: x, x2: x, y1: MARGIN.top, y2: HEIGHT - MARGIN.bottom }, this.cursor);
     const rows = [];
     for (const line of lines) {
@@ -343,10 +409,11 @@ class Panel {
       const y = value === null || this.figure.stacked ? null : this.sy(value);
       if (y !== null) svg("circle", { cx: x, cy: y, r: 3.5 }, this.cursor).style.fill = line.colour;
     }
-    if (active) this.showTip(step, x, this.figure.stacked ? rows.reverse() : rows);
+    const name = this.bySteps() ? `step ${step}` : `${formatNumber(step)} ${this.page.unit} · step ${of.steps[of.x.indexOf(step)]}`;
+    if (active) this.showTip(name, x, this.figure.stacked ? rows.reverse() : rows);
   }
 
-  showTip(step, x, rows) {
+  showTip(name, x, rows) {
     const kind = this.figure.format;
     const table = html("table", {});
     for (const [line, raw, shown, band] of rows) {
@@ -360,7 +427,7 @@ class Panel {
       const total = rows.reduce((sum, [, raw]) => sum + (raw || 0), 0);
       table.append(html("tr", { class: "total" }, html("td", { text: "total" }), html("td", { text: format(total, kind) })));
     }
-    this.tip.replaceChildren(html("div", { class: "tip-step", text: `step ${step}` }), table);
+    this.tip.replaceChildren(html("div", { class: "tip-step", text: name }), table);
     this.tip.hidden = false;
     const place = (x / this.width) * this.node.clientWidth;
     const left = place + 14 + this.tip.offsetWidth > this.node.clientWidth ? place - 14 - this.tip.offsetWidth : place + 14;

@@ -1,4 +1,4 @@
-// The page: header with runs and controls, about the runs, summary, findings, figures, timeline, transcripts,
+// The page: header with runs and controls, about the runs, summary, findings, figures, timeline, samples (samples.js),
 // configuration. Everything from a run is inserted as text, never as markup. `show` may be called again with newer
 // data (watch.js): a part is rebuilt only if its data changed, and what the reader chose stays.
 
@@ -7,8 +7,8 @@ const MANY = DATA.runs.length > 1;
 
 const page = {
   hidden: new Set(), step: null, steps: [0, 1], parts: {}, cards: new Map(), // cards: by figure, with key and panels
-  picked: { run: 0, step: null, verdict: "all" }, // of the transcripts; step null: the latest
-  smoothing: Math.max(...DATA.runs.map((run) => run.steps)) >= 30 ? 0.6 : 0,
+  unit: "step", range: null, // of all x axes; null: everything
+  smoothing: 0, hasData: false,
 
   get panels() {
     return [...this.cards.values()].flatMap((card) => card.panels);
@@ -23,11 +23,39 @@ const page = {
     for (const panel of this.panels) if (panel.node.isConnected && panel.node.clientWidth) panel.draw();
   },
 
+  // A step on the x axis: in steps, or in tokens or hours since the beginning.
+  at(run, step) {
+    if (this.unit === "step") return step;
+    const axes = DATA.runs[run].axes, known = axes.steps, values = axes[this.unit];
+    if (!known.length || step < known[0]) return 0;
+    let i = nearest(known, step);
+    if (known[i] > step) i -= 1;
+    if (i + 1 >= known.length) return values[i];
+    return values[i] + ((step - known[i]) / (known[i + 1] - known[i])) * (values[i + 1] - values[i]);
+  },
+
+  restarts: (run) => DATA.runs[run].restarts.map((step) => [step, page.at(run, step)]),
+
+  zoom(range) {
+    this.range = range && range[1] > range[0] ? range : null;
+    this.showRange();
+    this.redraw();
+  },
+
+  setUnit(unit) {
+    Object.assign(this, { unit, range: null, steps: null });
+    this.steps = allSteps();
+    for (const panel of this.panels) panel.setData(panel.figure, linesOf);
+    this.zoom(null);
+  },
+
   // All panels of a stacked figure have the same axis, so that runs can be compared.
   stackTop(figure) {
     let top = 0;
     figure.runs.forEach((series, run) => {
-      if (series.length && !this.hidden.has(run)) series[0].x.forEach((_, i) => {
+      if (series.length && !this.hidden.has(run)) series[0].x.forEach((step, i) => {
+        const x = this.at(run, step);
+        if (this.range && (x < this.range[0] || x > this.range[1])) return;
         top = Math.max(top, series.reduce((sum, s) => sum + Math.max(0, s.y[i] || 0), 0));
       });
     });
@@ -37,9 +65,9 @@ const page = {
 
 function allSteps() {
   let [first, last] = [Infinity, -Infinity];
-  for (const section of DATA.sections) for (const figure of section.figures) for (const run of figure.runs) for (const series of run) {
-    if (series.x.length) [first, last] = [Math.min(first, series.x[0]), Math.max(last, series.x[series.x.length - 1])];
-  }
+  for (const section of DATA.sections) for (const figure of section.figures) figure.runs.forEach((all, run) => {
+    for (const { x } of all) if (x.length) [first, last] = [Math.min(first, page.at(run, x[0])), Math.max(last, page.at(run, x[x.length - 1]))];
+  });
   return Number.isFinite(first) ? [first, last] : [0, 1];
 }
 
@@ -54,16 +82,32 @@ function escapeInvisible(text) {
 function header() {
   const slider = html("input", {
     type: "range", min: 0, max: 0.95, step: 0.05, value: page.smoothing, "aria-label": "smoothing", id: "smoothing",
-    oninput: (event) => { page.smoothing = Number(event.target.value); shown.textContent = page.smoothing.toFixed(2); page.redraw(); },
+    oninput: (event) => { page.setSmoothing(Number(event.target.value)); page.redraw(); },
   });
   const shown = html("output", { text: page.smoothing.toFixed(2) });
+  page.setSmoothing = (weight) => { page.smoothing = weight; slider.value = weight; shown.textContent = weight.toFixed(2); };
   const theme = html("button", { class: "quiet", id: "theme", title: "light or dark", "aria-label": "switch between light and dark", text: "◐", onclick: switchTheme });
   document.getElementById("top").append(
     html("div", { class: "bar" },
       html("div", { class: "name" }, html("span", { class: "product", text: "megatron-dapo" }), html("h1", { text: MANY ? `${DATA.runs.length} runs compared` : DATA.title })),
       html("div", { id: "live", role: "status", "aria-live": "off", hidden: true }),
       MANY ? html("div", { class: "chips", role: "group", "aria-label": "runs" }, ...DATA.runs.map(chip)) : null,
-      html("div", { class: "controls" }, html("label", {}, "smoothing", slider, shown), theme)));
+      html("div", { class: "controls" }, ...rangeControls(), html("label", {}, "smoothing", slider, shown), theme)));
+}
+
+// What all x axes show.
+function rangeControls() {
+  const unit = html("select", { id: "unit", "aria-label": "x axis", onchange: (event) => page.setUnit(event.target.value) },
+    ...["step", "tokens", "hours"].map((text) => html("option", { value: text, text: text === "step" ? "steps" : text })));
+  const bound = (name) => html("input", { type: "number", step: "any", id: name, "aria-label": `x axis ${name}`, onchange: () => page.zoom(bounds()) });
+  const [from, to] = [bound("from"), bound("to")];
+  const bounds = () => [from.value === "" ? page.steps[0] : Number(from.value), to.value === "" ? page.steps[1] : Number(to.value)];
+  const all = html("button", { class: "quiet", id: "all", text: "all", title: "show the whole x axis", hidden: true, onclick: () => page.zoom(null) });
+  page.showRange = () => {
+    all.hidden = page.range === null;
+    [from, to].forEach((input, i) => { if (document.activeElement !== input) input.value = page.range ? Number(page.range[i].toPrecision(6)) : ""; input.placeholder = formatNumber(page.steps[i]); });
+  };
+  return [html("label", {}, "x", unit, from, "–", to), all];
 }
 
 function chip(run, index) {
@@ -119,17 +163,15 @@ function summary() {
   return html("section", { class: "tiles", id: "summary", "aria-label": "summary" }, ...tiles);
 }
 
+// A row per value and a column per run: it fits, whatever the number of values.
 function comparison() {
   const labels = [...new Set(DATA.runs.flatMap((run) => run.summary.map((item) => item.label)))];
-  const head = html("tr", {}, html("th", { text: "run" }), html("th", { text: "steps" }), html("th", { text: "time" }), ...labels.map((text) => html("th", { text })));
-  const rows = DATA.runs.map((run, index) => {
-    const mark = stroke(colour(index), dashOf(index), 2.5);
-    const cells = labels.map((label) => {
-      const item = run.summary.find((entry) => entry.label === label);
-      return html("td", {}, item ? html("b", { text: short(item.end, item.format) }) : "–", item ? html("small", { text: startText(item) }) : null);
-    });
-    return html("tr", { "data-run": index }, html("th", { scope: "row" }, mark, run.name), html("td", { text: String(run.last_step) }), html("td", { text: run.seconds ? formatDuration(run.seconds) : "–" }), ...cells);
-  });
+  const cells = (make) => DATA.runs.map((run, index) => html("td", { "data-run": index }, ...make(run)));
+  const head = html("tr", {}, html("th", { text: "" }), ...DATA.runs.map((run, index) => html("th", { "data-run": index, scope: "col" }, stroke(colour(index), dashOf(index), 2.5), run.name)));
+  const rows = [["steps", (run) => [String(run.last_step)]], ["time", (run) => [run.seconds ? formatDuration(run.seconds) : "–"]], ...labels.map((label) => [label, (run) => {
+    const item = run.summary.find((entry) => entry.label === label);
+    return item ? [html("b", { text: short(item.end, item.format) }), html("small", { text: startText(item) })] : ["–"];
+  }])].map(([label, make]) => html("tr", {}, html("th", { scope: "row", text: label }), ...cells(make)));
   return block("summary", "Comparison", html("div", { class: "scroll card" }, html("table", { class: "data" }, html("thead", {}, head), html("tbody", {}, ...rows))));
 }
 
@@ -169,7 +211,7 @@ function linesOf(figure, run) {
     const both = labels.length > 1 ? `${DATA.runs[run].name} · ${series.label}` : DATA.runs[run].name;
     return {
       run, name: single ? series.label : both, colour: colour(single ? index : run), dash: figure.stacked ? "" : dashOf(single ? index : run), width: single ? 1.9 : WIDTHS[index % WIDTHS.length],
-      x: series.x, y: series.y, low: series.low || undefined, high: series.high || undefined,
+      x: series.x.map((step) => page.at(run, step)), steps: series.x, y: series.y, low: series.low || undefined, high: series.high || undefined,
     };
   });
 }
@@ -266,44 +308,6 @@ function timelineCard(run) {
     html("small", { text: `phases of rank 0 and running requests per engine; open traces/step_${step}.json in ui.perfetto.dev for every request` }), html("div", { class: "scroll" }, node));
 }
 
-// Transcripts -------------------------------------------------------------------------------------------------------
-
-function transcripts() {
-  const withText = DATA.runs.filter((run) => run.transcripts.length);
-  if (!withText.length) return null;
-  const body = html("div", { class: "transcripts" }), picked = page.picked;
-  picked.run = Math.min(picked.run, withText.length - 1);
-  const runs = html("select", { "aria-label": "run", onchange: (event) => { picked.run = Number(event.target.value); picked.step = null; show(); } },
-    ...withText.map((run, i) => html("option", { value: i, text: run.name, selected: i === picked.run })));
-  const steps = html("select", { "aria-label": "step", onchange: (event) => { picked.step = Number(event.target.value); show(); } });
-  const verdicts = html("select", { "aria-label": "verdict", onchange: (event) => { picked.verdict = event.target.value; show(); } },
-    ...["all", "right", "wrong", "ungraded"].map((text) => html("option", { value: text, text: text === "all" ? "all responses" : text, selected: text === picked.verdict })));
-  const note = html("small", {});
-  function show() {
-    const run = withText[picked.run], known = [...new Set(run.transcripts.map((item) => item.step))];
-    const shown = known.includes(picked.step) ? picked.step : known[known.length - 1];
-    steps.replaceChildren(...known.map((step) => html("option", { value: step, text: `step ${step}`, selected: step === shown })));
-    note.textContent = run.transcript_steps_left_out ? `${run.transcript_steps_left_out} more steps are in samples/` : "";
-    const items = run.transcripts.filter((item) => item.step === shown && (picked.verdict === "all" || item.verdict === picked.verdict));
-    const prompts = [...new Set(items.map((item) => item.prompt_id))];
-    body.replaceChildren(...prompts.map((id) => promptCard(items.filter((item) => item.prompt_id === id))));
-    if (!prompts.length) body.append(html("p", { class: "empty", text: "No such response in this step." }));
-  }
-  show();
-  return block("transcripts", "Transcripts", html("div", { class: "picker" }, withText.length > 1 ? runs : null, steps, verdicts, note), body);
-}
-
-function promptCard(items) {
-  const first = items[0];
-  return html("article", { class: "card prompt" },
-    html("header", {}, html("b", { text: `prompt ${first.prompt_id}` }), html("span", { text: first.group }), html("span", {}, "reference ", html("code", { text: escapeInvisible(first.reference) }))),
-    html("pre", { class: "text question", text: escapeInvisible(first.prompt) }),
-    ...items.map((item, i) => html("details", { class: "response", open: i < 2 },
-      html("summary", {}, html("span", { class: `badge ${item.verdict}`, text: item.verdict }), ` response ${item.index} · ${item.tokens} tokens · ${item.finish_reason}`,
-        item.extracted === null ? null : html("span", {}, " · extracted ", html("code", { text: escapeInvisible(item.extracted) }))),
-      html("pre", { class: "text", text: escapeInvisible(item.text) || "(empty)" }))));
-}
-
 // Configuration -----------------------------------------------------------------------------------------------------
 
 function configuration() {
@@ -330,7 +334,7 @@ const PARTS = [
   ["findings", () => DATA.runs.map((run) => [run.findings, run.warnings]), findings],
   ["figures", () => DATA.sections.map((section) => [section.title, section.figures.map(structure)]), figures],
   ["timeline", () => DATA.runs.map((run) => run.timeline), timelines],
-  ["transcripts", () => DATA.runs.map((run) => run.transcripts), transcripts],
+  ["samples", () => DATA.runs.map((run) => run.sample_steps.length > 0), samples],
   ["configuration", () => DATA.runs.map((run) => run.config), configuration],
 ];
 
@@ -355,6 +359,9 @@ function keepFocus(part) {
 function show(data) {
   DATA = data;
   page.steps = allSteps();
+  page.showRange();
+  const longest = Math.max(...DATA.runs.map((run) => run.steps));
+  if (longest && !page.hasData) { page.hasData = true; page.setSmoothing(longest >= 30 ? 0.6 : 0); }
   for (const [name, input, build] of PARTS) {
     const key = JSON.stringify(input()), part = page.parts[name];
     if (part.key === key) continue;
@@ -369,6 +376,7 @@ function show(data) {
   for (const figure of figures) for (const panel of page.cards.get(figure.id).panels) panel.setData(figure, linesOf);
   document.querySelectorAll("[data-run]").forEach((node) => { node.hidden = page.hidden.has(Number(node.dataset.run)); });
   page.redraw();
+  refreshSamples();
   if (page.step !== null) page.hover(page.step, page.active);
 }
 

@@ -17,6 +17,21 @@ function showLive(lines, state) {
   node.textContent = lines.map(escapeInvisible).join(" | ");
 }
 
+function samplesOfServer() {
+  return {
+    steps: (run) => DATA.runs[run].sample_steps,
+    index: (run, step, search) => ask("samples", { run, step, search }),
+    sample: (run, step, place) => ask("sample", { run, step, place }),
+    history: (run, prompt) => ask("history", { run, prompt }),
+  };
+}
+
+async function ask(path, query) {
+  const reply = await fetch(`${path}?${new URLSearchParams(query)}`, { cache: "no-store" });
+  if (!reply.ok) throw new Error(await reply.text());
+  return reply.json();
+}
+
 let version = "";
 
 async function poll() {

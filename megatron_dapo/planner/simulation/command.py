@@ -9,9 +9,9 @@ from typing import Any
 
 from megatron_dapo.arguments import table_console
 from megatron_dapo.config import load_config
-from megatron_dapo.planner.command import model_shape
 from megatron_dapo.planner.hardware import cluster_of
-from megatron_dapo.planner.simulation.engine import SimulationError
+from megatron_dapo.planner.models import model_shape
+from megatron_dapo.planner.simulation.incidents import Incidents, SimulationError
 from megatron_dapo.planner.simulation.report import print_variants, variant_json, write_trace
 from megatron_dapo.planner.simulation.run import Inputs, parse_sweep, run_sweep
 
@@ -21,6 +21,7 @@ def run(
     set: list[str],
     hardware: dict[str, Any],
     estimates: dict[str, Any],
+    incidents: dict[str, Any],
     mfu: float,
     from_run: str | None,
     steps: int,
@@ -30,10 +31,13 @@ def run(
     output: str | None,
     as_json: bool,
 ) -> int:
-    """`hardware` and `estimates`: the arguments of `cluster_of` and of `Workload.of`."""
+    """`hardware`, `estimates` and `incidents`: the arguments of `cluster_of`, `Workload.of` and `Incidents.of`."""
     loaded = load_config(config, set)
     cluster = cluster_of(loaded.slurm, **hardware)
-    inputs = Inputs(config, set, model_shape(loaded), cluster, mfu, estimates, from_run, steps, seed, whole)
+    inputs = Inputs(
+        config, set, model_shape(loaded.policy.model), cluster, mfu, estimates, from_run, steps, seed, whole,
+        Incidents.of(**incidents),
+    )  # fmt: skip
     variants = run_sweep(inputs, parse_sweep(sweep))
     if not any(variant.simulation for variant in variants):
         raise SimulationError(f"nothing could be simulated: {variants[0].problem}")

@@ -7,19 +7,22 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import NormalDist, fmean, pstdev
+from typing import Any
 
 import numpy as np
 
 from megatron_dapo.engines.protocol import Completion, SamplingParams
-from megatron_dapo.errors import UserError
 from megatron_dapo.observe.runs import Run, load_run
 from megatron_dapo.planner.generation import Fleet
-from megatron_dapo.planner.server_model import FleetModel, Sequence
+from megatron_dapo.planner.server_model import FleetModel, Sequence, ServerModel
+from megatron_dapo.planner.simulation.incidents import SimulationError, Tools
 from megatron_dapo.planner.workload import Workload
+from megatron_dapo.rollout.agents.conversation import Conversation
+from megatron_dapo.rollout.agents.functions import RolloutFunction
 from megatron_dapo.types import FinishReason, Grade, Prompt, Sample, Tokens, WeightSpan
 
 RECENT_STEPS = 5  # of a run, from which lengths and yield are taken
@@ -28,36 +31,33 @@ SEEDS = 2**63  # seeds of samples are uniform below this
 _NORMAL = NormalDist()
 
 
-class SimulationError(UserError):
-    """Wrong or missing input of `simulate`; the message says what to change."""
-
-
 class Prompts:
-    """Numbered prompts; the number is the first token."""
+    """Numbered prompts; the number is the first token. A response has `turns` of equal mean length."""
 
-    def __init__(self, work: Workload, unit: int, seed: int) -> None:
+    def __init__(self, work: Workload, unit: int, seed: int, turns: int = 1) -> None:
         self.work = work
+        self.turns = turns
         self.unit = unit
         self.size = max(1, work.mean_prompt // unit)  # units of a prompt
+        self.kept = work.kept  # share of informative prompts; may change during a run
         self._drawn: list[tuple[float, bool]] = []  # of every prompt: what its samples' lengths share; informative
         self._random = random.Random(seed)
 
     def take(self) -> Prompt:
         number = len(self._drawn)
-        self._drawn.append((self._random.gauss(0, 1), self._random.random() < self.work.kept))
+        self._drawn.append((self._random.gauss(0, 1), self._random.random() < self.kept))
         tokens = np.zeros(self.size, dtype=np.int32)
         tokens[0] = number
         return Prompt(str(number), "", tokens)
 
     def length(self, prompt: int, sample_seed: int) -> int:
-        """Units of the response of a sample."""
-        lengths = self.work.lengths
+        """Units of a turn of a sample."""
+        lengths, unit = self.work.lengths, self.unit * self.turns
         if lengths.constant:
-            return max(1, round(lengths.mean / self.unit))
+            return max(1, round(lengths.mean / unit))
         shared = self._drawn[prompt][0] * math.sqrt(lengths.group_share)
         own = _NORMAL.inv_cdf((sample_seed + 0.5) / SEEDS) * math.sqrt(1 - lengths.group_share)
-        length = math.exp(lengths.mu + lengths.sigma * (shared + own))
-        return max(1, round(min(lengths.longest, length) / self.unit))
+        return max(1, round(min(lengths.longest, lengths.at(shared + own)) / unit))
 
     async def grade(self, prompt: Prompt, sample: Sample) -> Grade:
         number = int(prompt.tokens[0])
@@ -67,6 +67,30 @@ class Prompts:
         else:
             correct = bool(number % 2)
         return Grade(correct, float(correct))
+
+
+async def call_tools(_prompt: Prompt, conversation: Conversation, settings: Mapping[str, Any]) -> None:
+    """A rollout function: turns with a tool's work between them."""
+    tools, chance = settings["tools"], random.Random(conversation.seed)
+    for call in range(tools.calls + 1):
+        turn = await conversation.generate()
+        seconds = chance.expovariate(1 / tools.seconds)
+        if turn.truncated:
+            return
+        if call < tools.calls and not conversation.replaying:
+            await asyncio.sleep(seconds)
+
+
+class NoText:
+    """A tokenizer for tokens without content."""
+
+    def decode(self, _tokens: Tokens, skip_special_tokens: bool = True) -> str:
+        return ""
+
+
+def rollout_function(tools: Tools) -> RolloutFunction | None:
+    """None: a response is one turn."""
+    return RolloutFunction("tools", call_tools, {"tools": tools}, NoText(), "turn") if tools.seconds else None
 
 
 def unit_of(work: Workload) -> int:
@@ -103,11 +127,15 @@ class SimulatedEngine:
     """Implements `engines.protocol.Generator`. `trace` has (seconds, running sequences) of every server over time."""
 
     def __init__(self, fleet: Fleet, prompts: Prompts) -> None:
+        self.fleet = fleet
         self.prompts = prompts
         self.unit = prompts.unit
         self.weight_version = 0
-        self.max_running = fleet.servers * fleet.max_running
-        self.model = FleetModel(fleet.servers, fleet.decode, fleet.kv_tokens, fleet.max_running)
+        self.model = FleetModel(
+            ServerModel(kind.decode, kind.kv_tokens, fleet.max_running)
+            for kind in fleet.kinds
+            for _ in range(kind.servers)
+        )
         self.trace: list[list[tuple[float, int]]] = [[(0.0, 0)] for _ in range(fleet.servers)]
         self._loop = asyncio.get_running_loop()
         self._requests: dict[str, Sequence] = {}
@@ -117,12 +145,27 @@ class SimulatedEngine:
         self._serving.set()
         self._cached: set[tuple[int, int]] = set()  # (prompt, weight version) whose keys and values are cached
         self._added: list[Sequence] = []
+        self._began: dict[int, int] = {}  # by seed: tokens before the turn
+
+    @property
+    def max_running(self) -> int:
+        return len(self.model.alive) * self.fleet.max_running
+
+    def change_servers(self, count: int) -> None:
+        """So many join; a negative number of them die, the first ones. One always remains."""
+        self._advance()
+        for index in self.model.alive[: min(-count, len(self.model.alive) - 1)] if count < 0 else ():
+            self.model.fail(index)
+        for _ in range(count):
+            self.trace.append([(self._loop.time(), 0)])
+            self.model.join(ServerModel(self.fleet.decode, self.fleet.kv_tokens, self.fleet.max_running))
+        self._set_timer()
 
     async def generate(self, request_id: str, prompt: Tokens, params: SamplingParams) -> Completion:
         await self._serving.wait()
-        version, number = self.weight_version, int(prompt[0])
-        done = len(prompt) - self.prompts.size
-        length = self.prompts.length(number, params.seed or 0) - done
+        version, number, seed = self.weight_version, int(prompt[0]), params.seed or 0
+        done = len(prompt) - self._began.setdefault(seed, len(prompt))
+        length = self.prompts.length(number, seed) - done
         units = max(1, min(length, params.max_new_tokens))
         sequence = Sequence(units * self.unit, len(prompt) * self.unit, self._prefill(number, len(prompt), done))
         future: asyncio.Future[None] = self._loop.create_future()

@@ -62,13 +62,16 @@ def print_variants(variants: list[Variant], console: Console) -> None:
 def _print_set_up(found: Simulation, parts: int, console: Console) -> None:
     setting, work = found.setting, found.setting.work
     part = f" (one of {parts} equal parts of the fleet was simulated)" if parts > 1 else ""
+    spread = f"Pareto {work.pareto:g}" if work.pareto else f"sigma {work.sigma:.2f}"
     console.print(
         f"{setting.fleet.servers * parts} servers × {setting.fleet.max_running} running, {work.prompts * parts} groups "
-        f"× {work.samples_per_prompt} samples of {work.mean_response} tokens (sigma {work.sigma:.2f}, at most "
+        f"× {work.samples_per_prompt} samples of {work.mean_response} tokens ({spread}, at most "
         f"{work.max_response}), {work.kept:.0%} kept; training {setting.training_seconds:,.0f} s, weight update "
         f"{setting.sync_seconds:,.1f} s; {len(found.steps)} steps, the last {len(found.counted)} count{part}",
         highlight=False,
     )
+    if said := setting.incidents.describe():
+        console.print(f"incidents: {said}", highlight=False)
 
 
 def variant_json(variant: Variant) -> dict[str, Any]:

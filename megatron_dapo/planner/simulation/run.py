@@ -20,11 +20,12 @@ from megatron_dapo.errors import UserError
 from megatron_dapo.observe.metrics_file import NOT_FILTERED, dropped_groups
 from megatron_dapo.observe.timeline import Span
 from megatron_dapo.planner.engine import fleet_of, plan_engine
-from megatron_dapo.planner.generation import Fleet, part_of
-from megatron_dapo.planner.hardware import Cluster
-from megatron_dapo.planner.plan import shared_gpu, step_phases
-from megatron_dapo.planner.search import Task, judge, why_illegal
-from megatron_dapo.planner.simulation.engine import Prompts, SimulatedEngine, SimulationError, from_run, unit_of
+from megatron_dapo.planner.generation import Fleet, ServerKind, part_of
+from megatron_dapo.planner.hardware import Cluster, find_gpu
+from megatron_dapo.planner.plan import step_phases, task_of
+from megatron_dapo.planner.search import judge, why_illegal
+from megatron_dapo.planner.simulation.engine import Prompts, SimulatedEngine, from_run, rollout_function, unit_of
+from megatron_dapo.planner.simulation.incidents import NONE, Incidents, SimulationError
 from megatron_dapo.planner.workload import Workload
 from megatron_dapo.rollout.sampler import Sampler
 from megatron_dapo.types import StepBatch
@@ -78,6 +79,7 @@ class Setting:
     training_seconds: float  # of one step: log-probs, updates, hand-over
     sync_seconds: float
     staleness: int = 0
+    incidents: Incidents = NONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,11 +155,15 @@ class _Run:
         setting = self.setting
         loop = asyncio.get_running_loop()
         self.clock = loop.time
-        self.prompts = Prompts(setting.work, self.unit, self.seed)
+        function = rollout_function(setting.incidents.tools)
+        turns = setting.incidents.tools.calls + 1 if function else 1
+        self.prompts = Prompts(setting.work, self.unit, self.seed, turns)
         self.engine = SimulatedEngine(setting.fleet, self.prompts)
+        for seconds, servers in setting.incidents.changes:
+            loop.call_at(seconds, self.engine.change_servers, servers)
         self.sampler = Sampler(
             self.engine, self.prompts.grade, self.prompts.take, self._config(), groups_per_step=setting.work.prompts,
-            seed=self.seed,
+            seed=self.seed, function=function,
         )  # fmt: skip
         self.batches: asyncio.Queue[tuple[StepBatch, float]] = asyncio.Queue()
         self.trained = asyncio.Condition()
@@ -183,9 +189,15 @@ class _Run:
     async def _collect_all(self) -> None:
         for step in range(self.count):
             await self._wait_until_allowed(step)
+            self._set_yield(step)
             began = self.clock()
             batch = await self.sampler.collect(step)
             await self.batches.put((batch, self.clock() - began))
+
+    def _set_yield(self, step: int) -> None:
+        first, last = self.setting.work.kept, self.setting.incidents.kept_end
+        if last is not None:
+            self.prompts.kept = first + (last - first) * step / max(1, self.count - 1)
 
     async def _wait_until_allowed(self, step: int) -> None:
         """A batch may be collected `staleness` steps ahead of the trainer."""
@@ -245,6 +257,7 @@ class Inputs:
     steps: int = 6
     seed: int = 0
     whole: bool = False  # simulate every server, even of a large fleet
+    incidents: Incidents = NONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,18 +307,27 @@ def make_setting(inputs: Inputs, config: Config, cluster: Cluster) -> tuple[Sett
     work = Workload.of(config, **inputs.estimates)
     if inputs.run:
         work = from_run(inputs.run, work)
-    task = Task(inputs.shape, work, cluster, inputs.mfu, "te", *shared_gpu(config, cluster))
+    task = task_of(config, inputs.shape, cluster, work, inputs.mfu)
     if reason := why_illegal(task, config.policy):
         raise SimulationError(reason)
     engine = plan_engine(task.shape, config.rollout, cluster, work, task.kept)
     if not engine.fits or not engine.servers:
         raise SimulationError(f"an engine of {engine.tensor_parallel} GPUs does not fit; see megatron-dapo plan")
     fleet = fleet_of(task.shape, engine, config.rollout, cluster)
+
+    def of_gpu(name: str) -> ServerKind:
+        other = replace(cluster, gpu=find_gpu(name))
+        there = plan_engine(task.shape, config.rollout, other, work, task.kept)
+        if not there.fits:
+            raise SimulationError(f"--mixed: an engine of {there.tensor_parallel} GPUs does not fit on {name}")
+        return ServerKind(1, fleet_of(task.shape, there, config.rollout, other).decode, there.kv_tokens)
+
+    fleet = inputs.incidents.apply(fleet, of_gpu)
     phases = step_phases(task, config.rollout, config.policy, judge(task, config.policy).memory, engine, None)
     seconds: dict[str, float] = {phase.name: phase.seconds for phase in phases}
     sync = seconds.pop("weight sync")
     staleness: int = 0 if cluster.colocated else config.rollout.max_staleness
-    parts = 1 if inputs.whole else part_of(work, fleet)
+    parts = 1 if inputs.whole or inputs.incidents.of_single_servers else part_of(work, fleet)
     work = replace(work, prompts=work.prompts // parts)
     fleet = replace(fleet, servers=fleet.servers // parts)
-    return Setting(config.rollout, work, fleet, sum(seconds.values()), sync, staleness), parts
+    return Setting(config.rollout, work, fleet, sum(seconds.values()), sync, staleness, inputs.incidents), parts

@@ -30,6 +30,7 @@ from torch import Tensor
 
 KEYS = ("param", "exp_avg", "exp_avg_sq")  # the fp32 parameter and Adam's moments
 SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+OWN = ("params", "is_expert_parallel")  # of a parameter group: not options
 Pieces = dict[int, slice]  # rank of the data-parallel group: its part of the flattened parameter
 ToHost = Callable[[Tensor], Tensor]
 
@@ -117,6 +118,35 @@ def adapt_step(optimizer: Any, optimizer_state: Any, step: int) -> None:
             state["state"].pop("common_step", None)
             if per_parameter:
                 state["state"]["common_step"] = torch.tensor(float(step))
+
+
+def fit_chain(optimizer: Any, loaded: dict[Any, Any]) -> dict[Any, Any]:
+    """The optimizer's part of a loaded checkpoint, for as many chained optimizers as we have. Megatron gives experts an
+    optimizer of their own only where ranks share them in another way than the other layers, so the checkpoint may have
+    another number. Tensors were loaded by name, into entries of ours. All other values are the same in every entry,
+    but for the parameter groups: each of ours gets the options of a saved group of its kind."""
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    top = {key: value for key, value in loaded.items() if not isinstance(key, int)}
+    parts = [part for key, part in loaded.items() if isinstance(key, int)]
+    shared = {key: value for part in (top, *parts) for key, value in part.items() if key != "state"}
+    groups = [group for state in _dicts(loaded) for group in state.get("param_groups", [])]
+    options = {_group_kind(group): group for group in groups if "wd_mult" in group}
+    entries = [top] if len(chained) == 1 else [loaded[index] for index in range(len(chained))]
+    fitted = []
+    for part, state in zip(chained, entries, strict=True):
+        own = [
+            {**options.get(_group_kind(group), group), **{key: group[key] for key in OWN if key in group}}
+            for group in part.optimizer.state_dict()["param_groups"]
+        ]
+        whole = {**shared, **state, "param_groups": own}
+        if "optimizer" in whole:  # of the distributed optimizer
+            whole["optimizer"] = {**whole["optimizer"], "param_groups": whole.pop("param_groups")}
+        fitted.append(whole)
+    return fitted[0] if len(chained) == 1 else dict(enumerate(fitted))
+
+
+def _group_kind(group: dict[str, Any]) -> tuple[Any, ...]:
+    return group.get("wd_mult"), group.get("lr_mult")
 
 
 def drop_classes(optimizer_state: Any) -> None:

@@ -117,6 +117,11 @@ def torch_layers() -> Iterator[None]:
         _use_torch_layers = before
 
 
+def layers_for(policy: PolicyConfig) -> contextlib.AbstractContextManager[None]:
+    """Transformer Engine's linear layers contain the norm, so an adapter could not see its input: LoRA uses ours."""
+    return torch_layers() if policy.lora.rank else contextlib.nullcontext()
+
+
 def has_transformer_engine() -> bool:
     """Transformer Engine is used on CUDA where it is installed. A broken installation is an error, not a fallback."""
     if _use_torch_layers or cpu.needed() or importlib.util.find_spec("transformer_engine") is None:
@@ -177,6 +182,8 @@ def hardware_needs(policy: PolicyConfig) -> dict[str, str]:
 
 def check_hardware(policy: PolicyConfig, te: bool) -> None:
     """Raises ConfigError for an option that this machine cannot run."""
+    if policy.true_on_policy and not cpu.needed():
+        raise ConfigError("policy.true_on_policy works on the CPU only: this machine has CUDA (CUDA_VISIBLE_DEVICES= )")
     for option, need in hardware_needs(policy).items():
         missing = _missing(need, te)
         if missing:
@@ -312,6 +319,7 @@ def _moe_options(shape: ModelShape, policy: PolicyConfig, te: bool) -> dict[str,
         "num_moe_experts": shape.experts,
         "moe_router_topk": shape.experts_per_token,
         "moe_ffn_hidden_size": shape.expert_ffn_hidden,
+        "moe_layer_freq": shape.moe_pattern,
         "moe_shared_expert_intermediate_size": shape.shared_ffn_hidden or None,
         "moe_shared_expert_gate": shape.has_shared_expert,
         # Softmax over the selected experts equals normalising their probabilities afterwards.
@@ -382,6 +390,11 @@ def optimizer_config(policy: PolicyConfig) -> MegatronOptimizerConfig:
 
 def check_options(policy: PolicyConfig, shape: ModelShape) -> list[str]:
     """Raises ConfigError for an option that the installed Megatron does not take; else returns the lines to print."""
+    with layers_for(policy):
+        return _checked_options(policy, shape)
+
+
+def _checked_options(policy: PolicyConfig, shape: ModelShape) -> list[str]:
     te, on_cuda = has_transformer_engine(), not cpu.needed()
     unchecked = [] if on_cuda else list(hardware_needs(policy))
     if on_cuda:

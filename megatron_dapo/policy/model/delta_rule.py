@@ -24,6 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_dapo import batch_invariant
+
 CHUNK = 64
 UNIT_EPS = 1e-6  # of the unit length, under the root
 
@@ -120,13 +122,32 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, c
             q[None], k[None], v[None], g[None], beta[None], use_qk_l2norm_in_kernel=True, cu_seqlens=chunks.cumulative
         )[0][0]
         return out
+    if batch_invariant.active():
+        return _one_by_one(q, k, v, g, beta, chunks).to(v.dtype)
     return _in_torch(q, k, v, g, beta, chunks).to(v.dtype)
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + UNIT_EPS)
+
+
+def _one_by_one(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunks: Chunks) -> Tensor:
+    """Token by token, as an engine does it."""
+    repeats = v.shape[1] // k.shape[1]
+    q, k = (_unit(x.float()).repeat_interleave(repeats, dim=1) for x in (q, k))
+    q, v, decay, beta = q * q.shape[-1] ** -0.5, v.float(), g.exp(), beta.float()
+    state, out = v.new_zeros(0), []
+    for token, position in enumerate(chunks.positions.tolist()):
+        if position == 0:
+            state = v.new_zeros(v.shape[1], k.shape[-1], v.shape[-1])
+        read, state = batch_invariant.delta_rule_step(state, q[token], k[token], v[token], decay[token], beta[token])
+        out.append(read)
+    return torch.stack(out)
 
 
 def _in_torch(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunks: Chunks) -> Tensor:
     groups = (k.shape[1], -1)
-    unit = [x * torch.rsqrt(x.square().sum(-1, keepdim=True) + UNIT_EPS) for x in (q.float(), k.float())]
-    q, k = (chunks.chunked(x).transpose(1, 2).unsqueeze(2) for x in unit)  # [n, hk, 1, c, dk]
+    q, k = (chunks.chunked(_unit(x.float())).transpose(1, 2).unsqueeze(2) for x in (q, k))  # [n, hk, 1, c, dk]
     q = q * q.shape[-1] ** -0.5
     v = chunks.chunked(v.float()).unflatten(2, groups).permute(0, 2, 3, 1, 4)  # [n, hk, r, c, dv]
     g, beta = (chunks.chunked(x.float()).unflatten(2, groups).permute(0, 2, 3, 1) for x in (g, beta))  # [n, hk, r, c]

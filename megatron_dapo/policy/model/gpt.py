@@ -19,9 +19,11 @@ from torch import Tensor
 from megatron_dapo.config import ConfigError, ModelShape, check_model
 from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.policy.head.fused import HeadRequest, output_processor
+from megatron_dapo.policy.head.value import ValueHead
 from megatron_dapo.policy.megatron.options import (
     check_hardware,
     has_transformer_engine,
+    layers_for,
     transformer_config,
 )
 from megatron_dapo.policy.megatron.patches import fusion_without_apex, separate_expert_gradients
@@ -35,13 +37,9 @@ from megatron_dapo.weights.mapping import padded_vocab
 class PolicyModel(GPTModel):
     """GPTModel whose last stage can score given tokens instead of returning all logits.
 
-    `forward(…, head=HeadRequest)` returns [2, tokens]: log-probs and entropies. Without `head` it is GPTModel.
+    `forward(…, head=HeadRequest)` returns [2, tokens]: log-probs and entropies. Without `head` it is GPTModel. With a
+    `ValueHead` as output layer it returns [1, tokens]: values.
     """
-
-    @property
-    def trains_adapters(self) -> bool:
-        """Whether LoRA has added `adapters` to this chunk."""
-        return "adapters" in self._modules
 
     def forward(self, *args: Any, head: HeadRequest | None = None, **kwargs: Any) -> Tensor:
         self._head_request = head
@@ -53,6 +51,8 @@ class PolicyModel(GPTModel):
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self._head_request is None or not self.post_process:
             return super()._postprocess(hidden_states, *args, **kwargs)
+        if isinstance(self.output_layer, ValueHead):
+            return self.output_layer(hidden_states, self._head_request.positions)
         for hook in self.output_layer._forward_pre_hooks.values():  # DDP's waits until the weight is gathered
             hook(self.output_layer, ())
         tied = self.share_embeddings_and_output_weights
@@ -67,8 +67,13 @@ class PolicyModel(GPTModel):
 
 def build_model(shape: ModelShape, policy: PolicyConfig, runtime: Runtime) -> list[PolicyModel]:
     """This rank's model chunks (one per virtual pipeline stage), randomly initialised, on the runtime's device."""
+    with layers_for(policy):
+        return _build_chunks(shape, policy, runtime)
+
+
+def _build_chunks(shape: ModelShape, policy: PolicyConfig, runtime: Runtime) -> list[PolicyModel]:
     check_model(policy, shape)
-    te = has_transformer_engine() and not policy.lora.rank  # its layers contain the norm: an adapter lacks its input
+    te = has_transformer_engine()
     check_hardware(policy, te)
     check_grouped_experts(shape, policy, te, megatron.core.__version__)
     config = transformer_config(shape, policy)
@@ -93,7 +98,9 @@ def build_model(shape: ModelShape, policy: PolicyConfig, runtime: Runtime) -> li
                 pg_collection=runtime.groups,
                 vp_stage=vp_stage,
             )
-        if chunk.post_process:  # our head adds its gradient itself; plain cross-entropy leaves it to Megatron's DDP
+        if chunk.post_process and shape.head == "value":
+            chunk.output_layer = ValueHead(config, runtime.groups.tp, chunk.output_layer.weight.device)
+        elif chunk.post_process:  # our head adds its gradient itself; plain cross-entropy leaves it to Megatron's DDP
             chunk.output_layer.gradient_accumulation_fusion = False
         if te and shape.rope_scaling:
             chunk.rotary_pos_emb.inv_freq = inverse_frequencies(shape.rotated, shape.rope_theta, shape.rope_scaling)

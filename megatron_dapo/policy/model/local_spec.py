@@ -25,9 +25,12 @@ import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
+from megatron_dapo import batch_invariant
 from megatron_dapo.config.model import RopeScaling, Yarn
 from megatron_dapo.policy.head.fused import has_triton
 
@@ -164,6 +167,8 @@ class CoreAttention(MegatronModule):
         return self._sdpa(q, gathered_k, gathered_v, allowed)
 
     def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> Tensor:
+        if batch_invariant.active():
+            return batch_invariant.attend_sequence(q.squeeze(1), k.squeeze(1), v.squeeze(1), self.scale).unsqueeze(1)
         out = F.scaled_dot_product_attention(
             q.permute(1, 2, 0, 3),
             k.permute(1, 2, 0, 3),
@@ -190,15 +195,25 @@ def local_block_spec(
 ) -> TransformerBlockSubmodules:
     """Megatron's local spec with our norm and attention in the layers, and our final norm. For a GPTModel with
     position_embedding_type "none"."""
+    first, layers = get_transformer_layer_offset(config, vp_stage), get_num_layers_to_build(config, vp_stage)
+    experts, pattern = config.num_moe_experts, config.moe_layer_freq
+    wanted = [experts if pattern == 1 or pattern[first + i] else None for i in range(layers)]
+    specs = {count: _layer_spec(config, count, rotary_base, rotary_dim, scaling) for count in set(wanted)}
+    return TransformerBlockSubmodules(layer_specs=[specs[count] for count in wanted], layer_norm=RMSNorm)
+
+
+def _layer_spec(
+    config: Any, experts: int | None, rotary_base: float, rotary_dim: int, scaling: RopeScaling | None
+) -> ModuleSpec:
     spec = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts,
+        num_experts=experts,
         moe_grouped_gemm=False,
         qk_layernorm=config.qk_layernorm,
         normalization="RMSNorm",
     )
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
-    if config.num_moe_experts:
+    if experts:
         # In checkpoints this norm is part of linear_fc1 in dense layers only; Transformer Engine's MoE layers store it
         # separately.
         layer.sharded_state_dict_keys_map = {
@@ -210,8 +225,7 @@ def local_block_spec(
     )
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    layers = get_num_layers_to_build(config, vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=RMSNorm)
+    return spec
 
 
 # ---- rotary position embedding ----

@@ -8,6 +8,7 @@ metadata. Every chunk of every weight is located and checked before the first te
 from __future__ import annotations
 
 import math
+import mmap
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_dapo.config.model import ModelShape
 from megatron_dapo.files import Dtype, StoredTensor
 from megatron_dapo.weights.formats.legacy_reader import LegacyReader
-from megatron_dapo.weights.formats.readers import Piece, PieceReader, check_cover
+from megatron_dapo.weights.formats.readers import Piece, PieceReader, check_cover, map_file, tensor_over
 from megatron_dapo.weights.formats.safe_pickle import PickledObject, UnsafePickle, load_metadata
 from megatron_dapo.weights.formats.torch_zip import BadArchive, read_archive
 from megatron_dapo.weights.locate import METADATA, Format, format_of, locate
@@ -89,7 +90,7 @@ class TorchDistReader(PieceReader):
 
     def _locate(self, mapping: ParameterMapping) -> tuple[str, ...]:
         """Find the parameter's tensors, check their shapes and list their pieces. Returns the keys."""
-        for location in disk_locations(mapping.name, moe=self.shape.is_moe, linear=self.shape.linear_layers):
+        for location in disk_locations(mapping.name, self.shape):
             if all(key in self._tensors for key in location.keys):
                 break
         else:
@@ -109,7 +110,7 @@ class TorchDistReader(PieceReader):
         columns = math.prod(mapping.shape[1:])
         check_cover(f"{self.path}: tensor {location.keys[0]} (layer and expert {location.index})", pieces, at, columns)
         self.pieces[mapping.name], self.dtypes[mapping.name] = pieces, self._tensors[location.keys[0]].dtype
-        aliases = [key for key in disk_aliases(mapping.name, moe=self.shape.is_moe) if key in self._tensors]
+        aliases = [key for key in disk_aliases(mapping.name, self.shape) if key in self._tensors]
         if any(self._tensors[key].chunks != self._tensors[location.keys[0]].chunks for key in aliases):
             raise WeightsError(
                 f"{self.path}: tensors {aliases[0]} and {location.keys[0]} hold different values of {mapping.name}"
@@ -162,8 +163,22 @@ class TorchDistReader(PieceReader):
         return Piece(at + row, column, inner[0], math.prod(inner[1:]), stored)
 
 
-def read_metadata(path: Path) -> dict[str, DiskTensor]:
-    """The weight tensors in a checkpoint's metadata, each with its chunks."""
+def first_not_finite(path: Path) -> str | None:
+    """The name of a tensor of a checkpoint, optimizer state included, that holds a NaN or an infinity."""
+    maps: dict[Path, mmap.mmap] = {}
+    for tensor in read_metadata(path, weights_only=False).values():
+        for chunk in tensor.chunks:
+            file = maps.get(chunk.file) or maps.setdefault(chunk.file, map_file(chunk.file))
+            item = read_archive(memoryview(file)[chunk.at : chunk.at + chunk.length])
+            stored = StoredTensor(tensor.key, chunk.file, item.dtype, item.shape, chunk.at + item.data_offset)
+            values = tensor_over(file, stored, stored.offset)
+            if values.is_floating_point() and not bool(values.isfinite().all()):
+                return tensor.key
+    return None
+
+
+def read_metadata(path: Path, *, weights_only: bool = True) -> dict[str, DiskTensor]:
+    """The tensors in a checkpoint's metadata, each with its chunks."""
     file = path / METADATA
     if not file.exists():
         raise WeightsError(f"{path}: no {METADATA} file; expected a Megatron torch_dist checkpoint")
@@ -176,7 +191,7 @@ def read_metadata(path: Path) -> dict[str, DiskTensor]:
         return {
             key: _disk_tensor(path, key, value, storage, sizes)
             for key, value in tensors.items()
-            if not _NOT_WEIGHTS.search(key)
+            if not (weights_only and _NOT_WEIGHTS.search(key))
         }
     except (UnsafePickle, AttributeError, TypeError, KeyError) as error:
         raise WeightsError(f"{file}: refused or damaged: {error}") from None

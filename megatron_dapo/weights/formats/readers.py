@@ -58,7 +58,7 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _tensor_over(buffer: mmap.mmap, stored: StoredTensor, offset: int) -> Tensor:
+def tensor_over(buffer: mmap.mmap, stored: StoredTensor, offset: int) -> Tensor:
     import torch
 
     count, dtype = math.prod(stored.shape), torch_dtype(stored.dtype)
@@ -133,7 +133,7 @@ class CheckpointReader(ABC):
             return self._maps[file]
 
     def _view(self, stored: StoredTensor) -> Tensor:
-        return _tensor_over(self._map(stored.file), stored, stored.offset)
+        return tensor_over(self._map(stored.file), stored, stored.offset)
 
     def _read(self, stored: StoredTensor) -> Tensor:
         """The tensor in a buffer that this thread's next call overwrites."""
@@ -141,7 +141,7 @@ class CheckpointReader(ABC):
             self._own.size = max(stored.nbytes, 1)
             self._own.buffer = mmap.mmap(-1, self._own.size)
         self.read_into(stored, 0, memoryview(self._own.buffer)[: stored.nbytes])
-        return _tensor_over(self._own.buffer, stored, 0)
+        return tensor_over(self._own.buffer, stored, 0)
 
 
 class TorchFile:

@@ -49,7 +49,8 @@ def megatron_args(shape: ModelShape, **more: Any) -> argparse.Namespace:
     }  # fmt: skip
     if shape.is_moe:
         args |= {
-            "num_experts": shape.experts, "moe_router_topk": shape.experts_per_token, "moe_layer_freq": 1,
+            "num_experts": shape.experts, "moe_router_topk": shape.experts_per_token,
+            "moe_layer_freq": shape.moe_pattern,
             "moe_ffn_hidden_size": shape.expert_ffn_hidden, "moe_router_pre_softmax": not shape.norm_topk_prob,
             "moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False,
             "moe_shared_expert_intermediate_size": shape.shared_ffn_hidden or None,
@@ -85,6 +86,7 @@ class Stored:
 
 _META = "torch.distributed.checkpoint.metadata"
 _INDEX, _WHOLE = Name(_META, "MetadataIndex"), Name(_META, "Metadata")
+_SAVED = Name(_META, "StorageMeta")  # slime's exporter fails without it
 _TENSOR, _BYTES = Name(_META, "TensorStorageMetadata"), Name(_META, "BytesStorageMetadata")
 _CHUNK, _PROPERTIES = Name(_META, "ChunkStorageMetadata"), Name(_META, "TensorProperties")
 _STORED, _SIZE = Name("torch.distributed.checkpoint.filesystem", "_StorageInfo"), Name("torch", "Size")
@@ -124,7 +126,8 @@ def torch_dist_metadata(stored: Iterable[Stored]) -> bytes:
         if count != written:
             raise CheckpointError(f"{key} has {count} elements, {written} would be written")
     whole = {"state_dict_metadata": described, "planner_data": None, "storage_data": storage}
-    return make.dump(make.instance(_WHOLE, whole | {"storage_meta": None, "version": None}))
+    saved = make.instance(_SAVED, {"checkpoint_id": None, "save_id": None, "load_id": None, "modules": []})
+    return make.dump(make.instance(_WHOLE, whole | {"storage_meta": saved, "version": None}))
 
 
 def description_files(metadata: bytes, common: bytes) -> dict[str, bytes]:

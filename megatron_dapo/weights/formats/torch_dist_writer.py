@@ -92,7 +92,7 @@ class TorchDistWriter:
         return at
 
     def _chunks(self, mapping: ParameterMapping, dtype: Dtype) -> Iterator[ChunkWrite]:
-        (location, *_) = disk_locations(mapping.name, moe=self.shape.is_moe, linear=self.shape.linear_layers)
+        (location, *_) = disk_locations(mapping.name, self.shape)
         if self._dtypes.setdefault(location.keys[0], dtype) != dtype:
             raise WeightsError(
                 f"tensor {mapping.hf[0]} is {dtype}, in other layers {self._dtypes[location.keys[0]]}; "
@@ -129,13 +129,13 @@ class TorchDistWriter:
             write = chunk.write
             assert write.archive
             place = (_file_name(write.file), write.offset, write.archive.length)
-            for key in (chunk.key, *disk_aliases(chunk.mapping.name, moe=self.shape.is_moe and not self.shape.linear)):
+            for key in (chunk.key, *disk_aliases(chunk.mapping.name, self.shape)):
                 yield Stored(key, *place, write.dtype, self._global_shape(chunk), chunk.offsets, chunk.sizes)
         for key in extra_states(self.shape):
             yield Stored(key, _file_name(0), self._empty_at, len(self._empty))
 
     def _global_shape(self, chunk: ChunkWrite) -> tuple[int, ...]:
-        axes = (self.shape.experts,) if self.shape.linear else (self.shape.layers, self.shape.experts)
+        axes = (self.shape.experts,) if self.shape.layers_differ else (self.shape.layers, self.shape.experts)
         return (*axes[: len(chunk.index)], chunk.total, *chunk.mapping.shape[1:])
 
 
@@ -154,12 +154,12 @@ def extra_states(shape: ModelShape) -> Iterator[str]:
     for mapping in stored_mappings(shape):
         if not _HAS_STATE.search(mapping.name):
             continue
-        (location, *_) = disk_locations(mapping.name, moe=shape.is_moe, linear=shape.linear_layers)
+        (location, *_) = disk_locations(mapping.name, shape)
         module, found, _ = location.keys[0].partition(".weight")
         if not found:  # a norm inside a linear layer
             continue
         # Axes of the tensor that the object belongs to: layers, unless each layer has its own tensors, and experts.
-        axes = [] if mapping.layer is None or shape.linear else [(mapping.layer, shape.layers)]
+        axes = [] if mapping.layer is None or shape.layers_differ else [(mapping.layer, shape.layers)]
         axes += [] if mapping.expert is None else [(mapping.expert, shape.experts)]
         index, sizes = (".".join(map(str, part)) for part in zip(*(axes or [(0, 1)]), strict=True))
         yield f"{module}._extra_state/shard_{index}_{sizes}"

@@ -1,0 +1,121 @@
+"""What may happen to a fleet: servers that are slow, of another GPU type, die or join; tools; a drifting yield.
+
+Times are seconds since the start of the simulated run. A dead server's requests start again on another one, and what
+they generated is lost. A joiner is like the configured servers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import TypeVar
+
+from megatron_dapo.errors import UserError
+from megatron_dapo.planner.generation import Fleet, ServerKind
+from megatron_dapo.planner.server_model import DecodeModel
+
+T = TypeVar("T")
+
+
+class SimulationError(UserError):
+    """Wrong or missing input of `simulate`; the message says what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """`calls` of a tool in every response, at equal distances; each takes `seconds` on average (exponential)."""
+
+    seconds: float = 0.0
+    calls: int = 1
+
+
+NO_TOOLS = Tools()
+
+
+@dataclass(frozen=True, slots=True)
+class Incidents:
+    slow: tuple[tuple[int, float], ...] = ()  # (servers, speed relative to the others)
+    mixed: tuple[tuple[int, str], ...] = ()  # (servers, their GPU)
+    changes: tuple[tuple[float, int], ...] = ()  # (seconds, servers that join; negative: die), in order
+    tools: Tools = NO_TOOLS
+    kept_end: float | None = None  # the share of kept groups in the last step, which changes linearly
+
+    def __post_init__(self) -> None:
+        for count, speed in self.slow:
+            if count < 1 or speed <= 0:
+                raise SimulationError(f"--slow {count}:{speed:g}: both numbers must be above 0")
+        if self.kept_end is not None and not 0 < self.kept_end <= 1:
+            raise SimulationError(f"--kept-end is {self.kept_end:g}: expected a share above 0 and at most 1")
+        if self.tools.seconds < 0 or self.tools.calls < 1:
+            raise SimulationError("--tool-seconds must not be negative, and --tool-calls at least 1")
+
+    @classmethod
+    def of(
+        cls,
+        slow: list[str],
+        mixed: list[str],
+        dies: list[str],
+        joins: list[str],
+        tool_seconds: float,
+        tool_calls: int,
+        kept_end: float | None,
+    ) -> Incidents:
+        changes = [(seconds, -count) for count, seconds in _pairs("--dies", dies, "@", float)]
+        changes += [(seconds, count) for count, seconds in _pairs("--joins", joins, "@", float)]
+        return cls(
+            slow=_pairs("--slow", slow, ":", float),
+            mixed=_pairs("--mixed", mixed, ":", str),
+            changes=tuple(sorted(changes)),
+            tools=Tools(tool_seconds, tool_calls),
+            kept_end=kept_end,
+        )
+
+    @property
+    def of_single_servers(self) -> bool:
+        """A part of the fleet cannot stand for all of it."""
+        return bool(self.slow or self.mixed or self.changes)
+
+    def describe(self) -> str:
+        parts = [f"{count} servers at {speed:g} × speed" for count, speed in self.slow]
+        parts += [f"{count} servers on {name}" for count, name in self.mixed]
+        parts += [f"{abs(n)} {'join' if n > 0 else 'die'} after {seconds:g} s" for seconds, n in self.changes]
+        if self.tools.seconds:
+            parts.append(f"{self.tools.calls} tool calls of {self.tools.seconds:g} s in a response")
+        if self.kept_end is not None:
+            parts.append(f"{self.kept_end:.0%} kept in the last step")
+        return ", ".join(parts)
+
+    def apply(self, fleet: Fleet, of_gpu: Callable[[str], ServerKind]) -> Fleet:
+        """The fleet with slow servers and those of other GPUs. `of_gpu`: a server on another GPU."""
+        kinds = [
+            ServerKind(count, slower(fleet.decode, speed), fleet.kv_tokens) for count, speed in self.slow
+        ] + [replace(of_gpu(name), servers=count) for count, name in self.mixed]  # fmt: skip
+        if sum(kind.servers for kind in kinds) > fleet.servers:
+            raise SimulationError(f"--slow and --mixed name more servers than the fleet has: {fleet.servers}")
+        return replace(fleet, others=tuple(kinds))
+
+
+NONE = Incidents()
+
+
+def slower(decode: DecodeModel, speed: float) -> DecodeModel:
+    """At `speed` relative to `decode`."""
+    times = [
+        field.name for field in fields(decode) if field.name not in ("idle_share", "experts_per_token", "expert_count")
+    ]
+    return replace(decode, **{name: getattr(decode, name) / speed for name in times})
+
+
+def _pairs(flag: str, texts: list[str], separator: str, kind: Callable[[str], T]) -> tuple[tuple[int, T], ...]:
+    found = []
+    for text in texts:
+        count, _, value = text.partition(separator)
+        try:
+            pair = (int(count), kind(value)) if value else None
+        except ValueError:
+            pair = None
+        if pair is None or pair[0] < 1:
+            example = {"--slow": "1:0.3", "--mixed": "4:a100"}.get(flag, "2@600")
+            raise SimulationError(f"{flag} {text}: expected SERVERS{separator}VALUE, for example {flag} {example}")
+        found.append(pair)
+    return tuple(found)
