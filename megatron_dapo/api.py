@@ -135,6 +135,7 @@ def evaluate(
     folder.mkdir(parents=True, exist_ok=True)
     sections = _sections(config)
     given: dict[str, Any] = {"evaluate.data.path": str(data), "policy.model": str(model), "evaluate.samples": samples}
+    given["evaluate.data.sources"] = []  # of the file
     if reward is not None:
         given["reward.grader"] = _named(reward, folder)
     _apply(sections, given | settings)

@@ -1,11 +1,12 @@
 """`import megatron_dapo as md`: train, evaluate, convert and read_run, with functions that no module has."""
 
 import json
+import runpy
 import subprocess
 import sys
 
 import pytest
-from tiny_run import environment, raw_config, write_config
+from tiny_run import environment
 
 import megatron_dapo as md
 from megatron_dapo.api import _named
@@ -16,7 +17,8 @@ NOTEBOOK = """
 import math
 from fractions import Fraction
 import megatron_dapo as md
-from megatron_dapo.algorithm import Objective
+from megatron_dapo.api import _named
+from pathlib import Path
 
 LIMIT = {"least": 2}
 
@@ -26,43 +28,21 @@ def even(text):
 def grade(prompt, response):
     return even(response) and math.pi > 3
 
-class Mine(Objective):
-    def token_losses(self, scores, batch, sums):
-        return -batch.advantages * scores.logprobs
-
-run = md.train("model", "model/prompts.jsonl", grade, objective=Mine, config="run.yaml", run_dir="first",
-               trainer__steps=1, **{"rollout.samples_per_prompt": 4})
-assert run.config["trainer"]["steps"] == 1 and len(run.records.steps) == 1, run
-print("accuracy", run.records.series("reward/accuracy")[1])
-result = md.evaluate("model", "model/problems.jsonl", grade, samples=2, config="run.yaml", out="evaluation")
-print(sorted(result))
-print(md.convert("first", "trained"))
-try:
-    md.train("model", "model/prompts.jsonl", grade, config="run.yaml", run_dir="second", trainer__stepz=1)
-except Exception as error:
-    print(type(error).__name__, error)
+print(_named(grade, Path(".")))
+md.train("model", "prompts.jsonl", grade, run_dir="run", trainer__stepz=1)
 """
 
 
-def test_a_notebook_trains_with_its_own_functions(tmp_path):
-    raw = raw_config(tmp_path / "model", tmp_path / "run", evaluate__every=0)
-    raw["evaluate"]["data"] = {"template": "plain"}
-    raw["data"] = {"template": "plain"}
-    write_config(raw, tmp_path / "run.yaml")
+def test_a_function_of_a_notebook_becomes_a_module_with_what_it_uses(tmp_path):
+    """docs/test_tutorial.py trains with such functions."""
     (tmp_path / "cells.py").write_text(NOTEBOOK)
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "cells.py"], cwd=tmp_path, env=environment(), text=True, capture_output=True,
-        timeout=280,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "UserError" not in done.stdout.splitlines()[-1] or "stepz" in done.stdout.splitlines()[-1]
-    assert "did you mean 'trainer.steps'?" in done.stdout.splitlines()[-1]
-    assert (tmp_path / "trained/model.safetensors").exists() and (tmp_path / "evaluation/results.json").exists()
-    metrics = json.loads((tmp_path / "first/metrics.jsonl").read_text().splitlines()[-1])
-    assert (
-        "reward.grader" not in metrics
-        and "python:run_functions_grade.grade" in (tmp_path / "first/config.yaml").read_text()
+        [sys.executable, "cells.py"], cwd=tmp_path, env=environment(), text=True, capture_output=True, timeout=60
     )
+    assert done.stdout == "python:run_functions_grade.grade\n"
+    assert "did you mean 'trainer.steps'?" in done.stderr.splitlines()[-1], "found before anything is started"
+    module = runpy.run_path(str(tmp_path / "run_functions_grade.py"))
+    assert [module["grade"](None, text) for text in ("ab", "abc")] == [True, False]
 
 
 def helper(prompt, response):

@@ -70,7 +70,8 @@ def settings(pages: Path, site: Path) -> dict[str, Any]:
         "theme": {"name": "material", "font": False, "features": ["navigation.sections", "toc.follow"],
                   "palette": [{"media": "(prefers-color-scheme: light)", "scheme": "default"},
                               {"media": "(prefers-color-scheme: dark)", "scheme": "slate"}]},
-        "markdown_extensions": ["tables", "fenced_code", {"toc": {"slugify": anchor, "permalink": True}}],
+        "extra_javascript": ["https://cdn.jsdelivr.net/npm/mathjax@3/es5/tex-mml-chtml.js"],  # formulas
+        "markdown_extensions": ["tables", "fenced_code", {"pymdownx.arithmatex": {"generic": True}}, {"toc": {"slugify": anchor, "permalink": True}}],
         "validation": {"links": {"not_found": "warn", "anchors": "warn"}, "nav": {"not_found": "warn"}},
         "plugins": ["search"],
     }  # fmt: skip
