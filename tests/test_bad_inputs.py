@@ -331,6 +331,8 @@ REHEARSED = [
     plugin(OBJECTIVE, "a loss that raises", MY_LOSS.format("batch.nonsense"), "AttributeError"),
     plugin(OBJECTIVE, "a loss of another shape", MY_LOSS.format("scores.logprobs[:1]"), OBJECTIVE),
     plugin(OBJECTIVE, "a loss that is NaN", MY_LOSS.format("scores.logprobs * float('nan')"), "not finite"),
+    plugin("algorithm.advantage", "an estimator that raises", "def one(batch, config): return batch.nonsense\n",
+           "algorithm.advantage: AttributeError"),
     plugin(GENERATE, "a rollout function that raises", AGENT + "1 / 0\n", "ZeroDivisionError at bad_plugin.py:3"),
     plugin(GENERATE, "a rollout function that returns text", AGENT + "return 'x'\n", "must return a Grade or None"),
     plugin(GENERATE, "a rollout function without await", "def one(p, c, s): pass\n", "`async def`"),
@@ -482,12 +484,22 @@ def test_rank_0_leaves_the_reason_for_the_batch_script(complete, tmp_path, monke
     assert reason.startswith("reward.grader") and reason.strip() in capsys.readouterr().err
 
 
-def test_the_complete_run_is_accepted(complete, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"algorithm.preset": "vapo", "policy.micro_batch_tokens": 1024},
+        {"algorithm.preset": "gspo", "algorithm.kl": {"coefficient": 0.1}, "algorithm.entropy_coefficient": 0.01},
+        {"algorithm.off_policy": {"normalize_weights": True}, "algorithm.turn_credit": "turn"},
+    ],
+    ids=str,
+)
+def test_the_complete_run_is_accepted(settings, complete, tmp_path, monkeypatch, capsys):
     """Otherwise the cases above would show nothing."""
-    place = place_of(Case("", ""), complete, tmp_path, monkeypatch)
+    place = place_of(Case("", "", settings), complete, tmp_path, monkeypatch)
     assert run(["train", place.write(), "--dry-run"]) == 0
     said = capsys.readouterr()
-    assert "valid" in said.out and "64 prompts of 64 rows" in said.err
+    assert "valid" in said.out and "64 prompts of 64 rows" in said.err and "the loss is finite" in said.err
 
 
 def test_a_dry_run_never_writes_over_a_config_file(complete, tmp_path, monkeypatch, capsys):

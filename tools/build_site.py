@@ -71,7 +71,8 @@ def settings(pages: Path, site: Path) -> dict[str, Any]:
                   "palette": [{"media": "(prefers-color-scheme: light)", "scheme": "default"},
                               {"media": "(prefers-color-scheme: dark)", "scheme": "slate"}]},
         "extra_javascript": ["https://cdn.jsdelivr.net/npm/mathjax@3/es5/tex-mml-chtml.js"],  # formulas
-        "markdown_extensions": ["tables", "fenced_code", {"pymdownx.arithmatex": {"generic": True}}, {"toc": {"slugify": anchor, "permalink": True}}],
+        "markdown_extensions": ["tables", "fenced_code", {"toc": {"slugify": anchor, "permalink": True}},
+                                {"pymdownx.arithmatex": {"generic": True}}],
         "validation": {"links": {"not_found": "warn", "anchors": "warn"}, "nav": {"not_found": "warn"}},
         "plugins": ["search"],
     }  # fmt: skip

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_dapo.algorithm import PolicyLoss, Scores, TokenBatch, token_weights
+from megatron_dapo.algorithm import PolicyLoss, Scores
 from megatron_dapo.algorithm.filtering import keep_all, load_group_filter
 from megatron_dapo.checkpoints.folder import CheckpointFolder
 from megatron_dapo.config import Config, ConfigError
@@ -30,6 +30,7 @@ from megatron_dapo.engines.protocol import Completion, SamplingParams
 from megatron_dapo.errors import UserError
 from megatron_dapo.files import read_safetensors_directory
 from megatron_dapo.policy.megatron.importing import gpu_count
+from megatron_dapo.policy.step import LossInputs
 from megatron_dapo.reward.combined import ResponseGrader
 from megatron_dapo.rollout.accounting import GroupEvents
 from megatron_dapo.rollout.agents.functions import close_shared, load_rollout_function
@@ -132,38 +133,23 @@ def _impatient(config: RewardConfig) -> RewardConfig:
 
 
 def _loss(config: Config, group: Group) -> None:
-    """Advantages and loss of the group, with log-probs of no model; and the gradient."""
-    shaped, _ = shape_batch(StepBatch(0, [group]), config)
-    if not np.isfinite(shaped.advantages).all():
-        raise ConfigError(f"algorithm: the group's advantages are not finite: {shaped.advantages.tolist()}")
-    lengths = torch.from_numpy(np.asarray(shaped.response_lengths))
-    ids = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    advantages = torch.from_numpy(np.asarray(shaped.advantages)).float()
-    if not advantages.any():
-        advantages = 1.0 - 2.0 * (torch.arange(len(lengths)) % 2)
-    mask = torch.ones(len(ids), dtype=torch.bool)
-    weights, counts = token_weights(
-        config.algorithm.aggregation, mask, ids, len(lengths), config.rollout.max_response_tokens
-    )
-    noise = torch.Generator().manual_seed(0)
-    old = -torch.rand(len(ids), generator=noise)
+    """Advantages, loss and gradient of the group, with log-probs of no model."""
+    with _named("algorithm.advantage"):
+        shaped, _ = shape_batch(StepBatch(0, [group]), config)
+    if not shaped.advantages.any():  # equal rewards, or those of a critic
+        shaped.advantages = np.where(np.arange(shaped.samples) % 2, 1.0, -1.0).astype(np.float32)
+    shaped.loss_mask = np.ones_like(shaped.loss_mask)
+    shaped.old_logprobs = shaped.ref_logprobs = shaped.engine_logprobs
     loss = PolicyLoss(config.algorithm)
-    logprobs = (old + 0.1 * torch.randn(len(ids), generator=noise)).requires_grad_()
-    entropy = torch.ones(len(ids), requires_grad=True) if loss.needs.entropy else None
-    batch = TokenBatch(
-        old, advantages[ids], mask, weights, counts, ids, len(lengths),
-        ref_logprobs=old - 0.1 if loss.needs.reference else None, engine_logprobs=old.clone(),
-    )  # fmt: skip
-    try:
+    with _named("algorithm.objective"):
+        batch = LossInputs(shaped, config, "old", loss).everything()
+        noise = torch.randn(len(batch.mask), generator=torch.Generator().manual_seed(0))
+        logprobs = (batch.old_logprobs + 0.1 * noise).requires_grad_()
+        entropy = torch.ones_like(noise, requires_grad=True) if loss.needs.entropy else None
         found = loss(Scores(logprobs, entropy), batch).loss_sum
         found.backward()
-    except Exception as error:
-        raise ConfigError(f"algorithm.objective: {config.algorithm.objective} raised {_short(error)}") from error
-    gradient = logprobs.grad
-    if not torch.isfinite(found) or gradient is None or not torch.isfinite(gradient).all():
-        raise ConfigError(
-            f"algorithm.objective: {config.algorithm.objective} gives a loss or gradient that is not finite"
-        )
+        if logprobs.grad is None or not torch.isfinite(torch.cat([found[None], logprobs.grad])).all():
+            raise ConfigError(f"{config.algorithm.objective} gives a loss or gradient that is not finite")
 
 
 @contextlib.contextmanager
