@@ -12,8 +12,8 @@ from megatron_dapo.config import Config, ConfigError, parse_config
 from megatron_dapo.config.base import dump_yaml
 from megatron_dapo.config.importing import nested
 from megatron_dapo.config.load import apply_override
-from megatron_dapo.planner.command import model_shape
 from megatron_dapo.planner.hardware import Cluster, find_gpu
+from megatron_dapo.planner.models import model_shape
 from megatron_dapo.planner.plan import Plan, make_plan
 from megatron_dapo.planner.workload import Workload
 
@@ -66,7 +66,7 @@ def planned(model: str, data: str, gpus: int, gpu: str, settings: list[str]) -> 
     """The settings that differ from the defaults, by dotted key, and the plan that they follow."""
     recipe = {"policy.model": model, "data.path": data, **(SMALL if gpus < LARGE else {})}
     recipe |= _machine_settings(gpus)
-    shape = model_shape(_config(recipe, settings)) if gpus else None
+    shape = model_shape(_config(recipe, settings).policy.model) if gpus else None
     for longest in SHORTER if gpus < LARGE else (None,):
         if longest is not None:
             recipe |= {"rollout.max_response_tokens": longest, "algorithm.overlong.cache_length": longest // 4}
