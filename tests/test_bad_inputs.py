@@ -490,7 +490,10 @@ def test_rank_0_leaves_the_reason_for_the_batch_script(complete, tmp_path, monke
         {},
         {"algorithm.preset": "vapo", "policy.micro_batch_tokens": 1024},
         {"algorithm.preset": "gspo", "algorithm.kl": {"coefficient": 0.1}, "algorithm.entropy_coefficient": 0.01},
-        {"algorithm.off_policy": {"normalize_weights": True}, "algorithm.turn_credit": "turn"},
+        {
+            "algorithm.off_policy": {"importance_weight": "token", "normalize_weights": True},
+            "algorithm.turn_credit": "turn",
+        },
     ],
     ids=str,
 )

@@ -22,7 +22,7 @@ spec = importlib.util.spec_from_file_location("build_notebook", ROOT / "tools/bu
 build = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(build)
 SHORTER = {
-    "STEPS, PRETRAINING = 12, 1500": "STEPS, PRETRAINING = 1, 20",
+    "STEPS, PRETRAINING = 12, 1500": "STEPS, PRETRAINING = 1, 100",
     '"evaluate.every": 0,': '"evaluate.every": 0, "trainer.prompts_per_step": 4, "trainer.mini_batch_prompts": 2,'
     ' "rollout.dynamic_sampling": False, "observe.report": False,',
 }

@@ -12,7 +12,7 @@ from megatron_dapo.config import load_config
     [
         ("Qwen2.5-1.5B", 1, {"rollout.servers.count": 1, "slurm.gpus_per_node": 1}),
         ("Qwen2.5-7B", 8, {"slurm.nodes": 1, "slurm.gpus_per_node": 8, "rollout.servers.share_gpus": True}),
-        ("Qwen2.5-32B", 128, {"slurm.nodes": 16, "trainer.prompts_per_step": 512}),
+        ("Qwen2.5-7B", 16, {"slurm.nodes": 2, "trainer.prompts_per_step": 512}),
         ("Qwen2.5-0.5B", 0, {"rollout.engine": "embedded", "policy.precision": "fp32"}),
     ],
 )
