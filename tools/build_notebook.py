@@ -25,7 +25,7 @@ def notebook(page: str) -> str:
     for number, part in enumerate(BLOCK.split(page)):
         text = part.strip().splitlines(keepends=True)
         if number % 2:
-            more = {"execution_count": None, "outputs": []}
+            more: dict[str, Any] = {"execution_count": None, "outputs": []}
             cells.append({"cell_type": "code", "id": f"cell-{number}", "metadata": {}, "source": text} | more)
         else:
             linked = re.sub(r"\]\((?!https?:|\.\.)([\w.#-]+)\)", r"](../docs/\1)", "".join(text))

@@ -3,6 +3,7 @@
 import importlib
 import multiprocessing
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,7 @@ def test_the_model_is_pretrained_on_guesses_only(tmp_path, monkeypatch):
 
 
 def train():
+    sys.modules.pop("examples.guessing_game.game", None)  # of the other test, whose sys.path is gone
     game = importlib.import_module("examples.guessing_game.game")
     whole = game.make_model
     game.make_model = lambda folder, seed: whole(folder, seed, updates=20)
