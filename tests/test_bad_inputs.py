@@ -488,6 +488,7 @@ def test_rank_0_leaves_the_reason_for_the_batch_script(complete, tmp_path, monke
     "settings",
     [
         {},
+        {"reward.grader": "exact"},
         {"algorithm.preset": "vapo", "policy.micro_batch_tokens": 1024},
         {"algorithm.preset": "gspo", "algorithm.kl": {"coefficient": 0.1}, "algorithm.entropy_coefficient": 0.01},
         {
@@ -503,6 +504,7 @@ def test_the_complete_run_is_accepted(settings, complete, tmp_path, monkeypatch,
     assert run(["train", place.write(), "--dry-run"]) == 0
     said = capsys.readouterr()
     assert "valid" in said.out and "64 prompts of 64 rows" in said.err and "the loss is finite" in said.err
+    assert "reward.grader" not in settings or "scores 1, -1, -1 (the reference answer alone, " in said.err
 
 
 def test_a_dry_run_never_writes_over_a_config_file(complete, tmp_path, monkeypatch, capsys):

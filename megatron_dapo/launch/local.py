@@ -155,7 +155,7 @@ def print_plan(config: Config, shape: ModelShape, ranks: int) -> None:
     lines = {
         "run": f"{trainer.run_dir} ({'resumes' if resume else 'new'}), {trainer.steps} steps",
         "model": f"{policy.model}, {shape.architecture}, {shape.layers} layers × {shape.hidden}, {policy.precision}",
-        "layout": f"{ranks} ranks = TP {policy.tensor_parallel} × PP {policy.pipeline_parallel} × CP "
+        "layout": f"{ranks} rank{'s' * (ranks > 1)} = TP {policy.tensor_parallel} × PP {policy.pipeline_parallel} × CP "
         f"{policy.context_parallel} × DP {data_parallel}" + _experts(policy, shape) + _stages(policy, shape),
         "step": f"{trainer.prompts_per_step} prompts × {rollout.samples_per_prompt} samples, "
         f"{trainer.updates_per_step} updates, up to {rollout.max_response_tokens} tokens",

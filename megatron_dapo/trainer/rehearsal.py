@@ -1,8 +1,9 @@
 """`--dry-run`: one prompt goes through the run's own code, without weights and without a GPU.
 
-A stand-in for the engine returns the reference answer, and something wrong every other time. The rollout function, the
-graders in their processes, the group filter, the advantages and the loss are those of the run, and so are the checks of
-the checkpoint that it would resume. What is wrong is a `ConfigError` in one line, as at the start of the run.
+A stand-in for the engine returns the reference answer in two forms, and something wrong every third time. The rollout
+function, the graders in their processes, the group filter, the advantages and the loss are those of the run, and so are
+the checks of the checkpoint that it would resume. What is wrong is a `ConfigError` in one line, as at the start of the
+run.
 """
 
 from __future__ import annotations
@@ -61,18 +62,18 @@ def rehearse(config: Config, data: RunData) -> list[str]:
 
 
 class StandIn:
-    """Instead of an engine: the reference answer in one request, a wrong one in the next."""
+    """Instead of an engine: the reference answer alone, boxed, and a wrong one, in turns."""
 
     weight_version = 0
     max_running = 1
 
     def __init__(self, answer: str, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._texts = [f"Answer: \\boxed{{{answer}}}", "I do not know."]
+        self._texts = [answer, f"Answer: \\boxed{{{answer}}}", "I do not know."]
         self._requests = 0
 
     async def generate(self, request_id: str, prompt: Tokens, params: SamplingParams) -> Completion:
-        text = self._texts[self._requests % 2]
+        text = self._texts[self._requests % len(self._texts)]
         self._requests += 1
         found = [*self._tokenizer.encode(text, add_special_tokens=False), self._tokenizer.eos_token_id or 0]
         tokens = as_tokens(found[: params.max_new_tokens])
@@ -85,12 +86,12 @@ class StandIn:
 
 
 async def _group(config: Config, prompt: Prompt) -> tuple[Group, str]:
-    """Two rollouts, graded, repeated until the group has its size; and what the grader and the filter said."""
+    """Three rollouts, graded, repeated until the group has its size; and what the grader and the filter said."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(config.policy.model)
     grader = ResponseGrader(_impatient(config.reward), tokenizer)
-    pending = PendingGroup(0, 0, Group(prompt, new_samples(prompt, [1, 2])))
+    pending = PendingGroup(0, 0, Group(prompt, new_samples(prompt, [1, 2, 3])))
     async with contextlib.AsyncExitStack() as opened:
         opened.push_async_callback(close_shared)
         opened.push_async_callback(grader.close)
@@ -106,7 +107,7 @@ async def _group(config: Config, prompt: Prompt) -> tuple[Group, str]:
                 async with asyncio.timeout(LIMIT_SECONDS):
                     await runner.run(pending)
         except TimeoutError:
-            raise ConfigError(f"{key}: two responses were not graded within {LIMIT_SECONDS:g} s") from None
+            raise ConfigError(f"{key}: three responses were not graded within {LIMIT_SECONDS:g} s") from None
     grades = pending.group.grades
     if all(sample.grade is None or sample.grade.ungraded for sample in pending.group.samples):
         reason = next((sample.grade.reason for sample in pending.group.samples if sample.grade), "")
@@ -119,7 +120,8 @@ async def _group(config: Config, prompt: Prompt) -> tuple[Group, str]:
         kept, why = chosen(group)
     scores = ", ".join(f"{grade.score:g}" for grade in grades)
     decision = f"the filter {'keeps' if kept else 'rejects'} the group ({why})"
-    return group, f"scores {scores}, the first for the reference answer; {decision}; the loss is finite"
+    what = "of three rollouts" if config.rollout.generate else "(the reference answer alone, boxed, a wrong answer)"
+    return group, f"scores {scores} {what}; {decision}; the loss is finite"
 
 
 def _impatient(config: RewardConfig) -> RewardConfig:
