@@ -119,7 +119,7 @@ async def _group(config: Config, prompt: Prompt) -> tuple[Group, str]:
         chosen = load_group_filter(config.rollout.group_filter) if config.rollout.dynamic_sampling else keep_all
         kept, why = chosen(group)
     scores = ", ".join(f"{grade.score:g}" for grade in grades)
-    decision = f"the filter {'keeps' if kept else 'rejects'} the group ({why})"
+    decision = "the filter keeps the group" if kept else f"the filter rejects the group ({why})"
     what = "of three rollouts" if config.rollout.generate else "(the reference answer alone, boxed, a wrong answer)"
     return group, f"scores {scores} {what}; {decision}; the loss is finite"
 
