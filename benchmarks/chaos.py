@@ -49,7 +49,7 @@ from tiny_run import environment, evaluated_config  # noqa: E402
 from megatron_dapo import fault_points  # noqa: E402
 from megatron_dapo.config import check_config, parse_config  # noqa: E402
 from megatron_dapo.data import arithmetic_tokenizer  # noqa: E402
-from megatron_dapo.evaluate import Evaluation  # noqa: E402
+from megatron_dapo.evaluation import Evaluation  # noqa: E402
 from megatron_dapo.observe.metrics_file import AppendFile  # noqa: E402
 from megatron_dapo.processes.fork_ranks import run_ranks  # noqa: E402
 from megatron_dapo.trainer.loop import train  # noqa: E402

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import types
+from collections.abc import Iterator
 from typing import Annotated, Any, Union, get_args, get_origin
 
 import yaml
@@ -130,6 +131,15 @@ def parse_yaml(text: str) -> Any:
 def dump_yaml(value: Any) -> str:
     """`value` as YAML that this module, and readers of YAML 1.1, read back as `value`."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+def differences(old: Any, new: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(dotted key, old, new) of every value that differs. A key that only one side has counts as None on the other."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in {**old, **new}:
+            yield from differences(old.get(key), new.get(key), f"{prefix}.{key}" if prefix else str(key))
+    elif old != new:
+        yield prefix, old, new
 
 
 class Section(BaseModel):

@@ -161,13 +161,13 @@ class FileParts:
         item = part.dtype.itemsize
         if part.stored is not None and low % item == high % item == 0:
             self.source.read_into(part.stored, low, view)
-            finite = _all_finite(view, part.dtype)
+            finite = all_finite(view, part.dtype)
         else:  # other values than the file's, or an element across the end of a block
             width = part.nbytes // rows.count
             first, last = low // width, -(-high // width)
             raw = self.source.converted(rows.name, rows.start + first, last - first, part.dtype)
             view[:] = raw[low - first * width : high - first * width]
-            finite = _all_finite(raw, part.dtype)
+            finite = all_finite(raw, part.dtype)
         if not finite:
             self.not_finite.add(self.source.where(rows.name))
 
@@ -186,7 +186,7 @@ _INFINITY = {
 }
 
 
-def _all_finite(data: memoryview, dtype: Dtype) -> bool:
+def all_finite(data: memoryview, dtype: Dtype) -> bool:
     """The largest bits belong to a positive value, read as integers with a sign, and to a negative one without."""
     if dtype not in _INFINITY:
         return True

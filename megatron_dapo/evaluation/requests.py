@@ -14,7 +14,7 @@ import numpy as np
 from megatron_dapo.config.data import EvalConfig
 from megatron_dapo.engines.protocol import Completion, Generator, SamplingParams, derive_seed
 from megatron_dapo.errors import UserError
-from megatron_dapo.evaluate.results import Evaluation, EvaluationError, ProblemResult, Response, summarise
+from megatron_dapo.evaluation.results import Evaluation, EvaluationError, ProblemResult, Response, summarise
 from megatron_dapo.reward.combined import readable
 from megatron_dapo.rollout.agents.conversation import Conversation
 from megatron_dapo.rollout.agents.functions import RolloutFunction
