@@ -291,7 +291,7 @@ def test_requests_that_arrive_during_an_update_wait_for_the_new_version(subject)
 # ---- SGLang alone ----
 
 
-@pytest.mark.parametrize("sglang_server", SGLANG_VERSIONS[:1], indirect=True)
+@pytest.mark.parametrize("sglang_server", SGLANG_VERSIONS[:-1], indirect=True)
 def test_a_server_that_cannot_tell_the_version_of_each_token_is_refused(sglang_server):
     subject = Subject(sglang_server)
     assert not reports_token_versions(subject)
@@ -364,7 +364,7 @@ def test_released_memory_is_resumed_by_the_next_update(sglang_server):
     run(main())
 
 
-@pytest.mark.parametrize("sglang_server", SGLANG_VERSIONS[:1], indirect=True)
+@pytest.mark.parametrize("sglang_server", SGLANG_VERSIONS[-1:], indirect=True)
 def test_a_real_server_killed_in_mid_conversation_is_restarted_and_joins_the_next_update(sglang_server, tmp_path):
     """kill -9 among the first and second turns of a batch: it completes with every sample once and right, no process of
     the old server is left, and the new one joins the process group of the next update. It stays, for the tests that
