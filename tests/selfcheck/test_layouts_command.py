@@ -29,6 +29,7 @@ from megatron_dapo.selfcheck.synthetic import synthetic_shape
 from megatron_dapo.selfcheck.trace import TOKEN_TERM, Trace, compare, trace_config, trace_updates
 
 ONE_UPDATE = Settings(updates=1)
+DENSE = Variants(["dense"])
 FEW = ("dense", "moe")  # the command's own behaviour does not depend on the model
 
 
@@ -61,7 +62,7 @@ def test_a_loss_is_compared_with_the_size_of_its_terms():
 
 def test_a_wrong_layout_fails(monkeypatch, capsys):
     mean_of_each_micro_batch(monkeypatch)
-    assert run_layouts(["dp2"], ONE_UPDATE) == 1
+    assert run_layouts(["dp2"], ONE_UPDATE, DENSE) == 1
     assert "FAIL" in capsys.readouterr().out
 
 
@@ -74,7 +75,7 @@ def test_a_layout_that_fails_while_it_runs_does_not_end_the_others(monkeypatch, 
         return real(self, batch)
 
     monkeypatch.setattr(Policy, "gradients", planted)
-    assert run_layouts(["cp2", "dp2"], ONE_UPDATE) == 1
+    assert run_layouts(["cp2", "dp2"], ONE_UPDATE, DENSE) == 1
     lines = {
         line.split()[1]: line for line in capsys.readouterr().out.splitlines() if "ranks" not in line and "│" in line
     }
@@ -91,8 +92,8 @@ def test_a_reference_that_fails_is_an_error_of_each_layout(monkeypatch, capsys):
         return real(rendezvous, case, updates)
 
     monkeypatch.setattr(layouts, "trace_updates", planted)
-    assert run_layouts(["dp2", "cp2"], ONE_UPDATE) == 1
-    assert capsys.readouterr().out.count("reference failed: RuntimeError: no reference") == 2 * len(FEW)
+    assert run_layouts(["dp2", "cp2"], ONE_UPDATE, DENSE) == 1
+    assert capsys.readouterr().out.count("reference failed: RuntimeError: no reference") == 2
 
 
 @pytest.mark.parametrize(
@@ -285,7 +286,7 @@ def as_a_job(rendezvous, port, references, names):
 
     Policy.gradients = planted
     layouts._references_of_child = lambda _, cases: {key: references[case.model] for key, case in cases.items()}
-    code = run_layouts(names, ONE_UPDATE)
+    code = run_layouts(names, ONE_UPDATE, DENSE)
     sys.stdout.flush()
     return code
 
@@ -304,7 +305,7 @@ def unused_port():
 
 
 def single_traces(rendezvous):
-    return {model: Outcome(trace_updates(rendezvous, Case(SINGLE, model), 1)) for model in FEW}
+    return {"dense": Outcome(trace_updates(rendezvous, Case(SINGLE), 1))}
 
 
 def test_a_layout_that_fails_in_a_job_does_not_end_the_others(capfd):
@@ -312,8 +313,8 @@ def test_a_layout_that_fails_in_a_job_does_not_end_the_others(capfd):
     assert run_as_a_job(references, ["cp2", "dp2"]) == [1, 0]  # rank 0 reports
     lines = capfd.readouterr().out.splitlines()
     failed = [line for line in lines if "cp2" in line and "ERROR rank 0: the other rank failed" in line]
-    assert len(failed) == len(FEW)
-    assert len([line for line in lines if "dp2" in line and " ok " in line]) == len(FEW)
+    assert len(failed) == 1
+    assert len([line for line in lines if "dp2" in line and " ok " in line]) == 1
 
 
 def test_a_job_without_a_reference_reports_why(capfd, monkeypatch):
@@ -321,7 +322,7 @@ def test_a_job_without_a_reference_reports_why(capfd, monkeypatch):
     case = Case(SINGLE)
     reference = layouts._references_of_child(ONE_UPDATE, {case.key: case})[case.key]
     assert "returned non-zero exit status 1" in reference.error
-    assert run_as_a_job(dict.fromkeys(FEW, reference), ["dp2"]) == [1, 0]
+    assert run_as_a_job({"dense": reference}, ["dp2"]) == [1, 0]
     assert "ERROR the single-process reference failed: " in capfd.readouterr().out
 
 
