@@ -75,16 +75,15 @@ def process_groups_end_with_their_module():
         shutdown()
 
 
-@pytest.fixture(scope="session")
-def sglang_servers(tmp_path_factory):
-    from tiny_model import tiny_model, write_model
+def start_servers(versions, directory, folders):
+    """Yields a server of each version, and ends them."""
+    from tiny_model import tiny_model
 
     from megatron_dapo.config.rollout import ServerConfig
     from megatron_dapo.engines.sglang.server_process import ServerProcess
 
-    directory = write_model(tmp_path_factory.mktemp("tiny-qwen3"))
     servers: dict[str, RealServer] = {}
-    for index, version in enumerate(v for v in SGLANG_VERSIONS if sglang_python(v).exists()):
+    for version in versions:
         with socket.socket() as found:
             found.bind(("127.0.0.1", 0))
             port = found.getsockname()[1]
@@ -94,7 +93,7 @@ def sglang_servers(tmp_path_factory):
             api_key_env=API_KEY_VARIABLE, environment={"SGLANG_TIMEOUT_KEEP_ALIVE": "5"},
         )  # fmt: skip
         config.demand(checksums=True)
-        process = ServerProcess(str(directory), config, index, tmp_path_factory.mktemp(f"sglang-{version}"))
+        process = ServerProcess(str(directory), config, 0, folders.mktemp(f"sglang-{version}"))
         process.spawn()
         servers[version] = RealServer(process, config, directory, tiny_model())
 
@@ -107,6 +106,23 @@ def sglang_servers(tmp_path_factory):
         yield servers
     finally:
         asyncio.run(end())
+
+
+@pytest.fixture(scope="session")
+def sglang_servers(tmp_path_factory):
+    from tiny_model import write_model
+
+    directory = write_model(tmp_path_factory.mktemp("tiny-qwen3"))
+    installed = [version for version in SGLANG_VERSIONS if sglang_python(version).exists()]
+    yield from start_servers(installed, directory, tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def another_server(sglang_servers, tmp_path_factory):
+    """A second server of the newest version."""
+    version, server = [*sglang_servers.items()][-1]
+    for found in start_servers([version], server.directory, tmp_path_factory):
+        yield found[version]
 
 
 def wait_ready(server: RealServer) -> None:
@@ -135,6 +151,13 @@ def server_of_version(request):
         return server
 
     return find
+
+
+@pytest.fixture
+def two_servers(request, server_of_version) -> list[RealServer]:
+    """Of two versions, where two are tested."""
+    first, *others = map(server_of_version, SGLANG_VERSIONS)
+    return [first, *(others or [request.getfixturevalue("another_server")])]
 
 
 @pytest.fixture(params=SGLANG_VERSIONS)
