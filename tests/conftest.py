@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import socket
+import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch and its children read it when they are imported
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -63,6 +64,16 @@ def pytest_collection_finish() -> None:
     also copy the memory that it shares with this process."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def plugin_folders_end_with_their_test():
+    """A plugin's folder is added to sys.path. With examples/quickstart there, `quickstart` would be no package."""
+    before = [*sys.path]
+    yield
+    sys.path[:] = before
+    if (module := sys.modules.get("quickstart")) is not None and not hasattr(module, "__path__"):
+        del sys.modules["quickstart"]
 
 
 @pytest.fixture(scope="module", autouse=True)
