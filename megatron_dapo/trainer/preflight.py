@@ -60,9 +60,9 @@ def check_setup(config: Config, shape: ModelShape) -> Setup:
     _check_best_metric(config)
     load_objective(config.algorithm)
     load_estimator(config.algorithm)
-    for one in config.reward.graders or [config.reward]:
-        if one.grader not in ("http", "judge"):  # those are asked when the run has started
-            load_grader(config.reward.model_copy(update={"grader": one.grader}))
+    for grader in [one.grader for one in config.reward.graders] or [config.reward.grader]:
+        if grader not in ("http", "judge"):  # those are asked when the run has started
+            load_grader(config.reward.model_copy(update={"grader": grader}))
     load_group_filter(config.rollout.group_filter)
     load_rollout_function(config.rollout)
     tokenizer = load_tokenizer(config.policy.model, shape.vocab)
