@@ -63,7 +63,7 @@ PART_fast := tests/algorithm tests/config tests/data tests/docs tests/rollout te
 	$(wildcard tests/test_*.py) --ignore=tests/planner/test_against_megatron.py
 
 # Parts of one to four CPU minutes (`pytest --cpu-times`): first those that wait, then the long ones.
-PARTS := launch engines trainer policy loop rest selfcheck rollout
+PARTS := launch engines rest policy trainer loop selfcheck rollout
 PART_launch    := tests/launch
 PART_engines   := tests/engines
 PART_trainer   := $(wildcard tests/trainer/test_[a-k]*.py)

@@ -56,7 +56,7 @@ LAYOUTS = some(
 )  # fmt: skip
 # Each model where its own layers are split.
 SPLIT_LAYERS = {
-    "dense": {"tp2", "pp2vpp2", "cp2", "dp2", "dp2do", "tp2pp2", "tp2cp2sp", "tp2cp2sp+critic", "pp2+critic"},
+    "dense": {"tp2", "pp2vpp2", "cp2", "dp2", "dp2do", "tp2pp2", "tp2cp2sp+critic", "pp2+critic"},
     "tied": {"pp2"},
     "moe": {"tp2sp", "cp2", "dp2do", "ep2"},
     "moe-shared": {"ep2tp2sp"},

@@ -174,7 +174,7 @@ class FakeServer:
             return web.json_response({"meta_info": {"input_token_logprobs": entries}})
         while self.paused:
             await asyncio.sleep(0.01)
-        rid, wanted = body["rid"], min(body["sampling_params"]["max_new_tokens"], 8)
+        rid, wanted = body.get("rid", ""), min(body["sampling_params"]["max_new_tokens"], 8)
         cut = self._running[rid] = asyncio.Event()
         try:
             await asyncio.wait_for(cut.wait(), self.seconds)
