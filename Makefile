@@ -2,8 +2,8 @@
 # make quickstart  see it work on this machine
 # make check       lint, types and the fast tests, in three minutes
 # make test        lint, types, all tests; make test ALL_CASES=1 checks the long lists of cases in full
-# make mutants     how many planted bugs the nearest tests find, in about ten CPU minutes
-# make sglang-cpu  SGLang servers that run without a GPU, for the tests; two versions
+# make mutants     how many planted bugs the nearest tests find, in about fifteen CPU minutes
+# make sglang-cpu  SGLang servers that run without a GPU, for the tests; two versions with ALL_CASES=1
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -12,6 +12,8 @@ STAMP  := $(VENV)/.installed
 TORCH  ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo torch || echo torch==2.13.0)
 # Without a GPU, the versions that were measured together. With one, see docs/install.md.
 LOCK   ?= $(if $(findstring ==,$(TORCH)),-c megatron_dapo/locks/cpu.txt)
+# PyTorch's CPU builds: PyPI's torch for x86-64 brings 3 GB of CUDA libraries along. Without this index PyPI's is used.
+INDEX  ?= $(if $(findstring ==,$(TORCH)),--extra-index-url https://download.pytorch.org/whl/cpu --retries 1)
 
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
@@ -19,20 +21,24 @@ export ALL_CASES
 # Hundreds of processes would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
+# What `make quickstart` needs, without the tools for development: about 260 MB with a CPU build of torch.
+QUICK  := $(VENV)/.installed-to-run
+
 .PHONY: setup quickstart check test lint types mutants clean sglang-cpu
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml setup.py
-	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "$(PYTHON) is missing or older than 3.11: name another one, e.g. make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+$(STAMP): EXTRAS := [dev]
+$(STAMP) $(QUICK): pyproject.toml setup.py
+	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
+	  { echo "$(PYTHON) is missing, or not Python 3.11, 3.12 or 3.13: name another one, e.g. make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (a few minutes the first time)"
-	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install -qq --disable-pip-version-check $(LOCK) "$(TORCH)"
-	@$(BIN)/pip install -qq --disable-pip-version-check $(LOCK) -e '.[dev]'
+	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install -qq --disable-pip-version-check $(LOCK) $(INDEX) "$(TORCH)"
+	@$(BIN)/pip install -qq --disable-pip-version-check $(LOCK) -e '.$(EXTRAS)'
 	@touch $@
 
-quickstart: $(STAMP)
+quickstart: $(if $(wildcard $(STAMP)),$(STAMP),$(QUICK))
 	@$(BIN)/python examples/quickstart/quickstart.py
 
 # mypy runs beside the tests. A failure does not end the other parts.
@@ -57,7 +63,7 @@ PART_fast := tests/algorithm tests/config tests/data tests/docs tests/rollout te
 	$(wildcard tests/test_*.py) --ignore=tests/planner/test_against_megatron.py
 
 # Parts of one to four CPU minutes (`pytest --cpu-times`): first those that wait, then the long ones.
-PARTS := launch engines trainer policy loop rest selfcheck rollout
+PARTS := launch engines rest policy trainer loop selfcheck rollout
 PART_launch    := tests/launch
 PART_engines   := tests/engines
 PART_trainer   := $(wildcard tests/trainer/test_[a-k]*.py)
@@ -75,9 +81,9 @@ mutants: $(STAMP)
 	@$(BIN)/python -W ignore benchmarks/mutants.py
 
 # SGLang pins other packages than we do, so it has its own environments. They borrow torch and whatever else fits from
-# .venv, and the newer one borrows from the older, so that the second costs 20 s and 0.2 GB instead of 2 GB.
-SGLANG_FIRST  := .venv-sglang-0.5.18
-SGLANG_SECOND := .venv-sglang-0.5.23
+# .venv, and the older one borrows from the newer, so that the second costs 20 s and 0.2 GB instead of 2 GB.
+SGLANG_FIRST  := .venv-sglang-0.5.23
+SGLANG_SECOND := .venv-sglang-0.5.18
 SGLANG_NEEDS  := triton==3.7.0 transformers==5.12.1 apache-tvm-ffi==0.1.11 fastapi uvicorn uvloop orjson pyzmq msgspec \
 	psutil setproctitle prometheus-client python-multipart pydantic requests aiohttp numpy tqdm pybase64 pillow IPython \
 	dill openai==2.6.1 partial_json_parser sentencepiece einops compressed-tensors gguf jsonschema soundfile \
@@ -85,7 +91,7 @@ SGLANG_NEEDS  := triton==3.7.0 transformers==5.12.1 apache-tvm-ffi==0.1.11 fasta
 SGLANG_PIP     = $(SGLANG_FIRST)/bin/pip --disable-pip-version-check
 SITE           = lib/$$($(BIN)/python -c 'import sys; print(f"python{sys.version_info[0]}.{sys.version_info[1]}")')/site-packages
 
-sglang-cpu: $(SGLANG_FIRST)/.installed $(SGLANG_SECOND)/.installed
+sglang-cpu: $(SGLANG_FIRST)/.installed $(if $(filter 1,$(ALL_CASES)),$(SGLANG_SECOND)/.installed)
 
 $(SGLANG_FIRST)/.installed: | $(STAMP)
 	@echo "installing SGLang for the CPU into $(@D) (a minute or two)"

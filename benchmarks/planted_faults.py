@@ -1,7 +1,7 @@
 """Plants faults in weight updates to one real SGLang server, and counts those that the proof finds.
 
     python benchmarks/planted_faults.py MODEL --transports tensor distributed -- --mem-fraction-static 0.3
-    python benchmarks/planted_faults.py MODEL --device cpu --python .venv-sglang-0.5.18/bin/python
+    python benchmarks/planted_faults.py MODEL --device cpu --python .venv-sglang-0.5.23/bin/python
 
 MODEL is an HF directory. Faults are planted on the wire, after the sender has computed its checksums, and in the
 server's memory, after it has loaded everything (`corrupt` below runs in the server). Before each fault there is a clean

@@ -9,11 +9,12 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeAlias
-
-from rich.console import Console
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from megatron_dapo.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 class Parser(argparse.ArgumentParser):
@@ -126,4 +127,6 @@ def quiet_libraries() -> None:
 
 def table_console(*, columns: int = 100, quiet: bool = False) -> Console:
     """`columns`: of a file or pipe, for which rich would take 80 and cut words."""
+    from rich.console import Console
+
     return Console(width=None if sys.stdout.isatty() else columns, highlight=False, quiet=quiet)

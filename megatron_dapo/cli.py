@@ -24,6 +24,7 @@ from megatron_dapo.arguments import (
 from megatron_dapo.errors import UserError
 
 PACKAGE = Path(__file__).resolve().parent
+DEMO = PACKAGE / "observe" / "demo" / "quickstart"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -35,6 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
     sub = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_quickstart(sub)
     _add_train(sub)
+    _add_init(sub)
     _add_import(sub)
     _add_explain(sub)
     _add_ablate(sub)
@@ -130,6 +132,7 @@ def _add_train(sub: Commands) -> None:
             from megatron_dapo.observe.console import waiting
 
             config = load_config(args.config, args.set)
+            sys.path.append(str(Path(args.config).resolve().parent))  # python: modules beside the configuration
             check_not_its_own_output(config, Path(args.config))
             with waiting(f"looking for the model {config.policy.model}"):
                 config = with_local_model(config)
@@ -149,6 +152,42 @@ def _add_train(sub: Commands) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="check everything that can be checked without training, then exit"
     )
+
+
+def _add_init(sub: Commands) -> None:
+    def run(args: argparse.Namespace) -> int:
+        from megatron_dapo.planner.init import run
+
+        return run(args.model, args.data, args.gpus, args.gpu, args.slurm, args.output, args.set)
+
+    parser = add_command(
+        sub, "init", run,
+        "Write a configuration for a model, prompts and GPUs. The layout is the fastest that `plan` finds to fit.",
+        "examples:\n  megatron-dapo init --model Qwen/Qwen2.5-1.5B --data prompts.jsonl --gpus 1 --output run.yaml\n"
+        "  megatron-dapo init --model Qwen2.5-32B --data BytedTsinghua-SIA/DAPO-Math-17k --gpus 128 --slurm",
+    )  # fmt: skip
+    parser.add_argument("--model", required=True, help="HF directory, or a name on the hub")
+    parser.add_argument("--data", required=True, help="prompts: a file, folder, pattern, or dataset of the hub")
+    parser.add_argument("--gpus", type=at_least(0), default=1, metavar="N", help="all GPUs (default 1); 0: the CPU")
+    parser.add_argument("--gpu", default="h100", help="h100 (default), h200, a100, … as for plan")
+    parser.add_argument("--slurm", action="store_true", help="name the command that submits a Slurm job")
+    parser.add_argument("--output", metavar="FILE", help="file to create (default: print it)")
+    add_settings(parser)
+
+    def show(args: argparse.Namespace) -> int:
+        from megatron_dapo.config.explain import diff
+
+        print(diff(args.run_or_file, args.other))
+        return 0
+
+    group = sub.add_parser("config", help="Compare settings.")
+    parser = add_command(
+        group.add_subparsers(title="commands", metavar="COMMAND", required=True), "diff", show,
+        "Print the settings of a run, or of a YAML file, that differ from the defaults or from another run or file.",
+        "examples:\n  megatron-dapo config diff runs/first\n  megatron-dapo config diff runs/second runs/first",
+    )  # fmt: skip
+    parser.add_argument("run_or_file", metavar="RUN", help="run directory or YAML file")
+    parser.add_argument("other", metavar="OTHER", nargs="?", help="compare with this one (default: the defaults)")
 
 
 def _add_import(sub: Commands) -> None:
@@ -258,12 +297,13 @@ def _add_eval(sub: Commands) -> None:
     def run(args: argparse.Namespace) -> int:
         from megatron_dapo.config import load_config
         from megatron_dapo.config.load import with_local_model
-        from megatron_dapo.evaluate import run
+        from megatron_dapo.evaluation import run
 
         short = {"policy.model": args.model, "evaluate.data.path": args.data, "evaluate.samples": args.samples}
         settings = [f"{key}={value}" for key, value in short.items() if value is not None]
         settings += ["evaluate.data.sources=[]"] if args.data is not None else []  # it replaces those of the file
         config = with_local_model(load_config(args.config, [*args.set, *settings]))
+        sys.path.append(str(Path(args.config).resolve().parent))
         run(config, args.out or f"{config.trainer.run_dir}/eval", args.seed)
         return 0
 
@@ -381,17 +421,20 @@ def _add_watch(sub: Commands) -> None:
     def run(args: argparse.Namespace) -> int:
         from megatron_dapo.observe.watch import watch
 
-        return watch(args.runs, args.port, args.token_file)
+        if not (runs := [DEMO] if args.demo else args.runs):
+            raise UserError("name a DIR to show, or --demo")
+        return watch(runs, args.port, args.token_file)
 
     parser = add_command(
         sub, "watch", run,
         "Live dashboard for one or more runs, or for all runs in a folder (localhost only, read-only), and\n"
         "/metrics for Prometheus.",
         "examples:\n  megatron-dapo watch runs/quickstart\n  megatron-dapo watch runs/dapo runs/grpo --port 9000\n"
-        "  megatron-dapo watch runs --token-file ~/.megatron-dapo-token",
+        "  megatron-dapo watch runs --token-file ~/.megatron-dapo-token\n  megatron-dapo watch --demo",
     )  # fmt: skip
-    parser.add_argument("runs", nargs="+", metavar="DIR", help="run directories, which may not have started yet, or "
+    parser.add_argument("runs", nargs="*", metavar="DIR", help="run directories, which may not have started yet, or "
                         "folders that hold runs")  # fmt: skip
+    parser.add_argument("--demo", action="store_true", help="show a finished quickstart, which this package contains")
     parser.add_argument("--port", type=at_least(0), default=8642, help="default 8642; 0: any free port")
     parser.add_argument("--token-file", metavar="FILE", help="keep the secret part of the address in this file, for "
                         "Prometheus; created if it does not exist (default: a new one at every start)")  # fmt: skip

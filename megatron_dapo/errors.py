@@ -5,6 +5,10 @@ class UserError(Exception):
     """The command line prints the message alone, without a traceback, and exits with code 2."""
 
 
+class ConfigError(UserError, ValueError):
+    """A configuration that cannot run; the message says what to change."""
+
+
 class EngineError(UserError):
     """An engine failed; the message names the server, the operation and the cause."""
 

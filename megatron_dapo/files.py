@@ -217,13 +217,14 @@ class Dtype(str):
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a file: contiguous and row-major, in bytes [offset, offset + nbytes) of `file`."""
+    """A tensor in a file: row-major in bytes [offset, offset + nbytes) of `file`, or with `strides` in elements."""
 
     name: str
     file: Path
     dtype: str
     shape: tuple[int, ...]
     offset: int
+    strides: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -382,7 +383,7 @@ def unpacked(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     found: dict[str, StoredTensor] = {}
     for name, tensor in stored.items():
         match = _PACKED.match(name)
-        if match is None or len(tensor.shape) != 3:
+        if match is None or len(tensor.shape) != 3 or tensor.strides:
             found[name] = tensor
             continue
         parts = _PARTS[match[2]]

@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import socket
+import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch and its children read it when they are imported
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -65,6 +66,16 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.fixture(autouse=True)
+def plugin_folders_end_with_their_test():
+    """A plugin's folder is added to sys.path. With examples/quickstart there, `quickstart` would be no package."""
+    before = [*sys.path]
+    yield
+    sys.path[:] = before
+    if (module := sys.modules.get("quickstart")) is not None and not hasattr(module, "__path__"):
+        del sys.modules["quickstart"]
+
+
 @pytest.fixture(scope="module", autouse=True)
 def process_groups_end_with_their_module():
     """Each has threads that wake up a hundred times a second: without this, 231 of them at the end of a part."""
@@ -75,16 +86,15 @@ def process_groups_end_with_their_module():
         shutdown()
 
 
-@pytest.fixture(scope="session")
-def sglang_servers(tmp_path_factory):
-    from tiny_model import tiny_model, write_model
+def start_servers(versions, directory, folders):
+    """Yields a server of each version, and ends them."""
+    from tiny_model import tiny_model
 
     from megatron_dapo.config.rollout import ServerConfig
     from megatron_dapo.engines.sglang.server_process import ServerProcess
 
-    directory = write_model(tmp_path_factory.mktemp("tiny-qwen3"))
     servers: dict[str, RealServer] = {}
-    for index, version in enumerate(v for v in SGLANG_VERSIONS if sglang_python(v).exists()):
+    for version in versions:
         with socket.socket() as found:
             found.bind(("127.0.0.1", 0))
             port = found.getsockname()[1]
@@ -94,7 +104,7 @@ def sglang_servers(tmp_path_factory):
             api_key_env=API_KEY_VARIABLE, environment={"SGLANG_TIMEOUT_KEEP_ALIVE": "5"},
         )  # fmt: skip
         config.demand(checksums=True)
-        process = ServerProcess(str(directory), config, index, tmp_path_factory.mktemp(f"sglang-{version}"))
+        process = ServerProcess(str(directory), config, 0, folders.mktemp(f"sglang-{version}"))
         process.spawn()
         servers[version] = RealServer(process, config, directory, tiny_model())
 
@@ -107,6 +117,23 @@ def sglang_servers(tmp_path_factory):
         yield servers
     finally:
         asyncio.run(end())
+
+
+@pytest.fixture(scope="session")
+def sglang_servers(tmp_path_factory):
+    from tiny_model import write_model
+
+    directory = write_model(tmp_path_factory.mktemp("tiny-qwen3"))
+    installed = [version for version in SGLANG_VERSIONS if sglang_python(version).exists()]
+    yield from start_servers(installed, directory, tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def another_server(sglang_servers, tmp_path_factory):
+    """A second server of the newest version."""
+    version, server = [*sglang_servers.items()][-1]
+    for found in start_servers([version], server.directory, tmp_path_factory):
+        yield found[version]
 
 
 def wait_ready(server: RealServer) -> None:
@@ -135,6 +162,13 @@ def server_of_version(request):
         return server
 
     return find
+
+
+@pytest.fixture
+def two_servers(request, server_of_version) -> list[RealServer]:
+    """Of two versions, where two are tested."""
+    first, *others = map(server_of_version, SGLANG_VERSIONS)
+    return [first, *(others or [request.getfixturevalue("another_server")])]
 
 
 @pytest.fixture(params=SGLANG_VERSIONS)

@@ -12,7 +12,7 @@ from megatron_dapo.config import ConfigError, parse_config
 from megatron_dapo.config.data import EvalConfig, RewardConfig
 from megatron_dapo.engines.protocol import Completion, SamplingParams
 from megatron_dapo.errors import EngineError
-from megatron_dapo.evaluate import EvaluationError, ProblemResult, Response, evaluate_sets, majority, summarise
+from megatron_dapo.evaluation import EvaluationError, ProblemResult, Response, evaluate_sets, majority, summarise
 from megatron_dapo.reward import RewardPool
 from megatron_dapo.types import FinishReason, Grade, Prompt, as_logprobs, as_tokens
 
@@ -252,8 +252,8 @@ class Waiting(KnownEngine):
 
 @pytest.fixture
 def quick_aborts(monkeypatch):
-    monkeypatch.setattr("megatron_dapo.evaluate.requests.ABORT_REPEAT", 0.01)
-    monkeypatch.setattr("megatron_dapo.evaluate.requests.ABORT_TIMEOUT", 0.2)
+    monkeypatch.setattr("megatron_dapo.evaluation.requests.ABORT_REPEAT", 0.01)
+    monkeypatch.setattr("megatron_dapo.evaluation.requests.ABORT_TIMEOUT", 0.2)
 
 
 @pytest.mark.parametrize("refuse", [False, True], ids=["aborts", "a server that is gone"])
@@ -316,7 +316,7 @@ def test_results_json_exists_only_if_everything_was_written(tmp_path, monkeypatc
         return "text"
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
-        patch.setattr("megatron_dapo.evaluate.results._readable", full_disk)
+        patch.setattr("megatron_dapo.evaluation.results._readable", full_disk)
         one_result("c", "d").write(tmp_path)
     assert not (tmp_path / "results.json").exists()
     one_result("e").write(tmp_path)

@@ -8,7 +8,7 @@ from simulation import run_virtually
 
 from megatron_dapo.config.data import EvalConfig
 from megatron_dapo.errors import EngineError
-from megatron_dapo.evaluate import evaluate_sets
+from megatron_dapo.evaluation import evaluate_sets
 from megatron_dapo.rollout.agents.functions import RolloutFunction
 from megatron_dapo.types import Grade, Prompt, as_tokens
 

@@ -5,7 +5,7 @@ from itertools import combinations
 
 import pytest
 
-from megatron_dapo.evaluate.results import clustered_interval, pass_at_k, student_t
+from megatron_dapo.evaluation.results import clustered_interval, pass_at_k, student_t
 
 
 @pytest.mark.parametrize("responses", [1, 5, 8])

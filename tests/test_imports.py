@@ -18,15 +18,15 @@ LEVELS = [
     {"engines", "rollout"},
     {"policy", "planner"},
     {"checkpoints"},
-    {"trainer", "evaluate", "doctor", "selfcheck"},
-    {"launch", "ablation", "cli"},
+    {"trainer", "evaluation", "doctor", "selfcheck"},
+    {"launch", "ablation", "cli", "api"},
     {"__main__"},
 ]
 LEVEL = {folder: index for index, folders in enumerate(LEVELS) for folder in folders}
 # Imports between folders of one level, beside those of the lowest.
 ALLOWED_SIDEWAYS = {
     ("rollout", "engines"),
-    ("trainer", "evaluate"),
+    ("trainer", "evaluation"),
     ("selfcheck", "trainer"),
     ("cli", "launch"),
     ("cli", "ablation"),

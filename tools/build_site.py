@@ -19,7 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "docs/**/*", "examples/**/*", "benchmarks/*.md")
 GROUPS = {
-    "Start": ["README.md", "examples/README.md", "docs/install.md"],
+    "Start": ["README.md", "docs/tutorial.md", "examples/README.md", "docs/install.md", "docs/algorithms.md"],
     "Use": [
         "docs/concepts.md", "docs/configuration.md", "docs/migration.md", "docs/data.md", "docs/grading.md",
         "docs/rollout.md", "docs/rollouts_of_your_own.md", "docs/conversion.md", "docs/megatron.md",
@@ -70,7 +70,9 @@ def settings(pages: Path, site: Path) -> dict[str, Any]:
         "theme": {"name": "material", "font": False, "features": ["navigation.sections", "toc.follow"],
                   "palette": [{"media": "(prefers-color-scheme: light)", "scheme": "default"},
                               {"media": "(prefers-color-scheme: dark)", "scheme": "slate"}]},
-        "markdown_extensions": ["tables", "fenced_code", {"toc": {"slugify": anchor, "permalink": True}}],
+        "extra_javascript": ["https://cdn.jsdelivr.net/npm/mathjax@3/es5/tex-mml-chtml.js"],  # formulas
+        "markdown_extensions": ["tables", "fenced_code", {"toc": {"slugify": anchor, "permalink": True}},
+                                {"pymdownx.arithmatex": {"generic": True}}],
         "validation": {"links": {"not_found": "warn", "anchors": "warn"}, "nav": {"not_found": "warn"}},
         "plugins": ["search"],
     }  # fmt: skip

@@ -36,7 +36,7 @@ import torch
 
 from megatron_dapo.config import load_config
 from megatron_dapo.data import arithmetic_problems, write_arithmetic
-from megatron_dapo.evaluate import run as run_evaluation
+from megatron_dapo.evaluation import run as run_evaluation
 from megatron_dapo.observe.metrics_file import read_records
 from megatron_dapo.weights.convert import megatron_to_hf
 

@@ -1,6 +1,6 @@
 """Products of two numbers with a calculator: the model learns to call it instead of guessing. Data and a tiny model.
 
-    python -m examples.calculator.calculator [SEED [KEY=VALUE …]]    # from the root of a checkout, in minutes
+    python examples/calculator/calculator.py [SEED [KEY=VALUE …]]    # in minutes
 
 The model writes `[37*48]`, the tool's process computes, `1776` follows, and the model repeats it as its answer. It is
 pre-trained on examples of which many guess instead of calling it, or do not use the result. All numbers have a fixed
@@ -14,7 +14,9 @@ from pathlib import Path
 
 import torch
 
-from examples.quickstart.quickstart import new_model, padded, pretrain
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the examples, whatever their folder is called
+from quickstart.quickstart import new_model, padded, pretrain
+
 from megatron_dapo.config import load_config
 from megatron_dapo.data import arithmetic_tokenizer, save_arithmetic_tokenizer
 from megatron_dapo.launch.local import run_training

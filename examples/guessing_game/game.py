@@ -1,4 +1,4 @@
-"""Guess a number from 1 to 7 in three turns, told > or <: `python -m examples.guessing_game.game [SEED]`."""
+"""Guess a number from 1 to 7 in three turns, told > or <: `python examples/guessing_game/game.py [SEED]`."""
 
 import random
 import sys
@@ -6,7 +6,9 @@ from pathlib import Path
 
 import torch
 
-from examples.quickstart.quickstart import new_model, pretrain
+sys.path[:0] = [str(Path(__file__).parents[i]) for i in (0, 1)]  # the examples, whatever their folder is called
+from quickstart.quickstart import new_model, pretrain
+
 from megatron_dapo.config import load_config
 from megatron_dapo.data import arithmetic_tokenizer, save_arithmetic_tokenizer
 from megatron_dapo.launch.local import run_training

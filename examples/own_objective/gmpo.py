@@ -1,7 +1,8 @@
 """An objective of your own, part 2: GMPO, whose loss needs whole sequences.
 
+    export PYTHONPATH=examples/own_objective
     python examples/quickstart/quickstart.py --run-dir runs/gmpo --set algorithm.aggregation=seq-mean-token-mean \\
-        --set algorithm.objective=python:examples.own_objective.gmpo.GMPO
+        --set algorithm.objective=python:gmpo.GMPO
 
 Geometric-Mean Policy Optimization (arXiv:2507.20673) clips each token's log-ratio l to the side that Â allows, within
 ±ε, and maximises Â times the geometric mean of the clipped ratios of the sequence:

@@ -1,8 +1,9 @@
 """An objective of your own, part 1: SAPO, whose loss needs one token at a time.
 
+    export PYTHONPATH=examples/own_objective
     python examples/quickstart/quickstart.py --run-dir runs/sapo \\
-        --set algorithm.objective=python:examples.own_objective.sapo.SAPO
-    megatron-dapo train run.yaml --set algorithm.objective=python:examples.own_objective.sapo.SAPO \\
+        --set algorithm.objective=python:sapo.SAPO
+    megatron-dapo train run.yaml --set algorithm.objective=python:sapo.SAPO \\
         --set algorithm.objective_options.tau_negative=1.1
 
 Soft Adaptive Policy Optimization (arXiv:2511.20347) replaces the hard clip by a sigmoid gate. With the ratio

@@ -30,7 +30,7 @@ from rich.console import Console
 
 from megatron_dapo.config import load_config
 from megatron_dapo.data import arithmetic_problems, arithmetic_tokenizer, save_arithmetic_tokenizer, write_arithmetic
-from megatron_dapo.evaluate import run as run_evaluation
+from megatron_dapo.evaluation import run as run_evaluation
 from megatron_dapo.launch.local import run_training
 from megatron_dapo.observe.report import write_report
 from megatron_dapo.weights.convert import hf_to_megatron, megatron_to_hf
@@ -203,6 +203,7 @@ def main() -> int:
         f"trainer.seed={args.seed}", f"data.path={run_dir / 'prompts.jsonl'}",
         f"evaluate.data.path={run_dir / 'held_out.jsonl'}", *args.set,
     ]  # fmt: skip
+    load_config(config_file, settings)  # a mistake is found before anything is trained
     if not (start / "config.json").exists():
         with phase("pretraining", "1. creating and pre-training a tiny Qwen2"):
             write_arithmetic(run_dir / "prompts.jsonl", arithmetic_problems(LEVEL, 700, seed=0))

@@ -19,7 +19,7 @@ from typing import Any
 from megatron_dapo import __version__
 from megatron_dapo.ablation.designs import DAPO, VAPO, Effect, Variant
 from megatron_dapo.errors import UserError
-from megatron_dapo.evaluate.results import mean_interval
+from megatron_dapo.evaluation.results import mean_interval
 from megatron_dapo.files import write_atomically
 from megatron_dapo.observe.metrics_file import EVAL, filter_yield, read_records
 from megatron_dapo.observe.report import fill_page
@@ -147,12 +147,13 @@ def band(curves: Sequence[Curve]) -> dict[str, list[Any]]:
     common = sorted(set.intersection(*(set(curve["x"]) for curve in curves)))
     values = [dict(zip(curve["x"], curve["y"], strict=True)) for curve in curves]
     at = [interval([run[step] for run in values]) for step in common]
-    return {
-        "x": common,
-        "y": [point["mean"] for point in at],
-        "low": [point["low"] for point in at],
-        "high": [point["high"] for point in at],
-    }
+    columns = {"y": "mean", "low": "low", "high": "high"}
+    return {"x": common} | {name: [_shown(point[key]) for point in at] for name, key in columns.items()}
+
+
+def _shown(value: float | None) -> float | None:
+    """Four digits: what a chart shows, in a third of the file."""
+    return None if value is None else float(f"{value:.4g}")
 
 
 def effect_of(effect: Effect, name: str, runs: Runs) -> dict[str, Any] | None:

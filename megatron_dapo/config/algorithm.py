@@ -352,12 +352,6 @@ class AlgorithmConfig(Section):
         return name
 
     @property
-    def counts_by_log_probs(self) -> bool:
-        """Whether a number of the whole mini-batch depends on log-probs, which every rank then needs of all samples."""
-        excludes = bool(self.off_policy.sequence_masks)
-        return self.off_policy.normalize_weights or (self.positive_coefficient > 0 and excludes)
-
-    @property
     def compares_groups(self) -> bool:
         """Whether a response is compared with the others of its prompt; then there must be others."""
         return self.advantage in ("group-std", "group-mean", "rloo", "reinforce++-baseline")

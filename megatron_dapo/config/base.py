@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import re
 import types
+from collections.abc import Iterator
 from typing import Annotated, Any, Union, get_args, get_origin
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, field_validator
 
-from megatron_dapo.errors import UserError
+from megatron_dapo.errors import ConfigError as ConfigError
 
 # YAML 1.2 (core schema) for PyYAML, which reads YAML 1.1: the only place that parses or writes YAML.
 
@@ -132,8 +133,13 @@ def dump_yaml(value: Any) -> str:
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
-class ConfigError(UserError, ValueError):
-    """A configuration that cannot run; the message says what to change."""
+def differences(old: Any, new: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(dotted key, old, new) of every value that differs. A key that only one side has counts as None on the other."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in {**old, **new}:
+            yield from differences(old.get(key), new.get(key), f"{prefix}.{key}" if prefix else str(key))
+    elif old != new:
+        yield prefix, old, new
 
 
 class Section(BaseModel):

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from megatron_dapo.config.base import ConfigError
-from megatron_dapo.config.load import field_of, known_keys, section_of, suggestion
+from megatron_dapo.config.base import ConfigError, differences
+from megatron_dapo.config.load import field_of, known_keys, load_config, section_of, suggestion
 from megatron_dapo.config.other_names import find_row, names_of
 
 SCHEMA = Path(__file__).with_name("config.schema.json")
@@ -58,6 +58,23 @@ def explain(key: str) -> str:
     return "\n".join([f"{key}: {kind}; default {default_text(field)}", field.description or "", *names])
 
 
+def diff(first: str, second: str | None) -> str:
+    """The settings of a run, or of a file, that differ from those of another, or from the defaults; one a line."""
+    old, new = (_settings(second), _settings(first)) if second else (_settings(None), _settings(first))
+    lines = [f"{key}: {dump(a)} → {dump(b)}" for key, a, b in differences(old, new)]
+    return "\n".join(lines) or f"no setting differs from {second or 'the defaults'}"
+
+
+def _settings(place: str | None) -> dict[str, Any]:
+    if place is not None and Path(place).is_dir():
+        place = str(Path(place, "config.yaml"))
+    return load_config(place).model_dump(mode="json")
+
+
+def dump(value: Any) -> str:
+    return value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)
+
+
 def type_text(annotation: Any) -> str:
     """The values that a key takes, in words."""
     origin, args = get_origin(annotation), get_args(annotation)
@@ -87,5 +104,4 @@ def limits_text(field: FieldInfo) -> str:
 
 def default_text(field: FieldInfo) -> str:
     """As one would write it in YAML."""
-    value = field.get_default(call_default_factory=True)
-    return str(value) if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)
+    return dump(field.get_default(call_default_factory=True))

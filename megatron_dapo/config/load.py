@@ -253,9 +253,11 @@ def local_model(name: str, *, weights: bool = True, key: str = "policy.model") -
         ))  # fmt: skip
     except (LocalEntryNotFoundError, OfflineModeIsEnabled):
         why = "HF_HUB_OFFLINE is set" if offline else "the hub cannot be reached"
+        folder, _, model = repository.partition("/")
+        what = f"ORGANISATION/{model} --local-dir {repository}" if folder == "models" else repository
         raise ConfigError(
             f"{key}: there is no directory {name}. A model of that name on the hub is not in the cache, and "
-            f"{why}: name an existing directory, or download it where there is a network (hf download {repository})"
+            f"{why}: name an existing directory, or download it where there is a network (hf download {what})"
         ) from None
     except (HfHubHTTPError, OSError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

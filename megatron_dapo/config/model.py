@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_dapo.config.base import ConfigError
 from megatron_dapo.config.families import FAMILIES, Family, architecture_of, find_family
+from megatron_dapo.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

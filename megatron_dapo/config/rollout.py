@@ -30,10 +30,20 @@ class EmbeddedConfig(Section):
         return self._exact
 
 
+def is_source(url: str) -> bool:
+    """Whether it names servers that may come and go, and is not the address of one."""
+    return url.startswith(("file://", "dns://", "listen://"))
+
+
 class ServerConfig(Section):
     """SGLang servers: external ones by URL, or servers that this run starts and restarts."""
 
-    urls: list[Address] = Field(default_factory=list, description="External servers; empty: start `count` servers.")
+    urls: list[Address] = Field(
+        default_factory=list,
+        description="External servers; empty: start `count` servers. An entry is an address (http://host:port), or it "
+        "names servers that may come and go: file:///path (one address per line), dns://name:port (all of its "
+        "addresses), listen://host:port (POST /servers; needs api_key_env).",
+    )
     router_url: Address | None = Field(
         None, description="sglang-router in front of them; it gets the generate requests."
     )
@@ -98,6 +108,11 @@ class ServerConfig(Section):
         return len(self.urls) or self.count
 
     @property
+    def addresses(self) -> list[str]:
+        """Of the external servers that never change."""
+        return [url for url in self.urls if not is_source(url)]
+
+    @property
     def returns_experts(self) -> bool:
         """Servers report the experts that computed each token (policy.routing_replay: engine)."""
         return self._returns_experts
@@ -147,6 +162,11 @@ class ServerConfig(Section):
             )
         if self.router_url and not self.urls:
             raise ValueError("router_url needs urls: weights and aborts go to the servers themselves, not the router")
+        for url in self.urls:
+            if url.startswith("listen://") and not self.api_key_env:
+                raise ValueError(f"{url} lets others add servers, which needs a key: set api_key_env")
+            if is_source(url) and self.share_gpus:
+                raise ValueError(f"{url} names servers that come and go, which share_gpus does not allow")
         return self
 
 
@@ -274,7 +294,9 @@ class SamplerConfig(Section):
         "abort its other samples. Saves tokens, but also rejects groups that would have been informative, mostly very "
         "easy and very hard ones. Needs group_filter: accuracy. null: decide when all samples are graded.",
     )  # fmt: skip
-    max_failed_groups: int = Field(8, ge=0, description="Groups that may fail in one step before the run stops.")
+    max_failed_groups: Annotated[int, Field(ge=0)] | Annotated[float, Field(gt=0, lt=1)] = Field(
+        8, description="Groups that may fail in one step before the run stops; below 1: as a share of the batch."
+    )
     stall_timeout: float = Field(7200.0, gt=0, description="Seconds in which at least one sample must finish.")
 
 
@@ -377,6 +399,11 @@ class RolloutConfig(Section):
                 "of one NCCL communicator on one GPU, which NCCL refuses; use tensor (CUDA IPC), or disk"
             )
         weights = self.weights
+        if weights.transport == "tensor" and any(is_source(url) for url in self.servers.urls):
+            raise ValueError(
+                "weights.transport is tensor, which needs to know the node of every server, but servers.urls names "
+                "servers that come and go: use disk or distributed"
+            )
         self.servers.demand(
             packed_experts=weights.pack_experts and weights.transport != "disk", checksums=weights.proof == "checksum"
         )

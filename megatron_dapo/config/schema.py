@@ -144,6 +144,13 @@ class Config(Section):
         return self.trainer.old_logprobs == "recompute"
 
     @property
+    def counts_by_log_probs(self) -> bool:
+        """Whether a number of the whole mini-batch depends on log-probs, which every rank then needs of all samples."""
+        off_policy = self.algorithm.off_policy
+        counts = self.algorithm.positive_coefficient > 0 or self.policy.moe_aux_loss_coefficient > 0
+        return off_policy.normalize_weights or (counts and bool(off_policy.sequence_masks))
+
+    @property
     def uses_critic(self) -> bool:
         return self.algorithm.advantage == "gae"
 

@@ -8,11 +8,11 @@ import urllib.error
 import urllib.request
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from megatron_dapo.checkpoints.files import damaged_files
-from megatron_dapo.checkpoints.folder import POLICY, CheckpointFolder, read_state
+from megatron_dapo.checkpoints.folder import CheckpointFolder
 from megatron_dapo.checkpoints.run_dir import in_the_way, left_memory
 from megatron_dapo.config import Config
 from megatron_dapo.doctor.check import Check, Probe
@@ -21,23 +21,17 @@ from megatron_dapo.files import explain
 from megatron_dapo.observe.metrics_file import Record, RecordError, parse_records
 from megatron_dapo.rollout.pending_group import CarryOver
 from megatron_dapo.types import StepBatch
-from megatron_dapo.weights.formats.megatron_reader import first_not_finite
-from megatron_dapo.weights.mapping import WeightsError
 
 HOUR = 3600.0
-
-
-class Poisoned(Exception):
-    """Values that a run must not train on."""
 
 
 def probes(run_dir: Path, config: Config) -> list[Probe]:
     checks = (writing, holder, checkpoints, metrics, leftovers)
     found = [Probe(look.__name__, partial(look, run_dir), HOUR) for look in checks]
     servers = config.rollout.servers
-    if servers.urls:
+    if servers.addresses:
         key = os.environ.get(servers.api_key_env or "")
-        found.append(Probe("servers", partial(paused_servers, servers.urls, key), HOUR))
+        found.append(Probe("servers", partial(paused_servers, servers.addresses, key), HOUR))
     return found
 
 
@@ -73,44 +67,34 @@ def holder(run_dir: Path) -> Check:
 def checkpoints(run_dir: Path) -> Check:
     """Reads every file of the checkpoints, from the newest one on to the first good one."""
     folder = CheckpointFolder(run_dir, Config().trainer.checkpoint)
-    bad: list[str] = []
+    found: list[int] = []
     try:
-        candidates = folder.complete()[::-1]
+        used, bad = folder.first_usable(lambda state: found.append(_step(state)))
     except CheckpointError as error:
         return Check("checkpoints", "fail", str(error), "a start is refused until it can be read")
     aside = "".join(f"; {path.name} was set aside" for path in sorted(folder.path.glob("*.damaged*")))
-    for path in candidates:
-        try:
-            problems = damaged_files(path, folder.files_of(path))
-            used = "" if problems else f"a start continues from {path.name}, step {_step(path)}{aside}"
-            if not problems and (tensor := first_not_finite(path / POLICY)):
-                problems = [f"poisoned: {tensor} has values that are not finite"]
-        except Poisoned as error:
-            problems = [f"poisoned: {error}"]
-        except (CheckpointError, WeightsError, KeyError, TypeError, ValueError) as error:
-            problems = [f"{type(error).__name__}: {error}"]
-        if not problems and bad:
-            return Check("checkpoints", "warn", f"{used}; unusable: {'; '.join(bad)}", "a start renames these")
-        if not problems:
-            return Check("checkpoints", "ok", used)
-        bad.append(f"{path.name}: {problems[0]}")
+    unusable = "; ".join(f"{path.name}: {problem}" for path, problem in bad.items())
+    if used and bad:
+        line = f"a start continues from {used.name}, step {found[-1]}{aside}; unusable: {unusable}"
+        return Check("checkpoints", "warn", line, "a start renames these")
+    if used:
+        return Check("checkpoints", "ok", f"a start continues from {used.name}, step {found[-1]}{aside}")
     if bad:
-        return Check("checkpoints", "fail", f"none can be used: {'; '.join(bad)}", "restore one; a start is refused")
+        return Check("checkpoints", "fail", f"none can be used: {unusable}", "restore one; a start is refused")
     return Check("checkpoints", "ok", f"none: a start begins with step 1{aside}")
 
 
-def _step(path: Path) -> int:
+def _step(state: dict[str, Any]) -> int:
     """Raises where a start could not restore the state."""
-    state = read_state(path)
     current, rollouts = state["current"], state["rollouts"]
     CarryOver.from_state(rollouts["sampler"])
     for batch in [*state["batches"], *([current["batch"]] if current else [])]:
         for sample in StepBatch.from_state(batch).samples:
             where = f"sample {sample.index} of prompt {sample.prompt_id}"
             if sample.grade is not None and (grade := sample.grade.checked()) != sample.grade:
-                raise Poisoned(f"{where} has a grade that is {grade.reason}")
+                raise CheckpointError(f"poisoned: {where} has a grade that is {grade.reason}")
             if not np.isfinite(sample.engine_logprobs).all():
-                raise Poisoned(f"{where} has log-probs that are not finite")
+                raise CheckpointError(f"poisoned: {where} has log-probs that are not finite")
     for line in state["observer"].get("unwritten", ()):
         Record.from_line(line)
     return int(state["step"]) if rollouts["cursor"] else 0

@@ -74,6 +74,7 @@ class Completion:
     # Of the tokens from SamplingParams.routed_experts_from on, the last one excepted; None: not asked for, or lost.
     routed_experts: RoutedExperts | None = None
     rejected: int = 0  # replies to this request that made no sense, before this one
+    moved: bool = False  # aborted by the engine itself: the same request continues on another server
 
     def problem(self, params: SamplingParams, vocabulary: int | None) -> str | None:
         """Why an engine cannot have sampled this, or None. Whatever fails here would poison a batch: it is generated

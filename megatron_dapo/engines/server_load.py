@@ -1,4 +1,5 @@
-"""The load of the servers during a rollout: KV cache in use, waiting requests. SGLang reports both (`/v1/loads`).
+"""The load of the servers during a rollout: KV cache in use, waiting requests. SGLang reports both (`/v1/loads`). And
+how they differ in speed, as the load balancer has measured.
 
 The servers are asked every few seconds. A server that does not answer is left out: this is only for display.
 """
@@ -17,21 +18,30 @@ from megatron_dapo.errors import EngineError
 
 EVERY = 5.0  # seconds between two readings
 PATH = "/v1/loads?include=core"
+SLOW = 0.7  # of the median speed: a slower server is named
 
 
 @dataclass(slots=True)
 class LoadReadings:
     kv_use: list[float] = field(default_factory=list)  # share of the KV cache, mean over the servers
     queue: list[float] = field(default_factory=list)  # waiting requests of all servers
+    speeds: dict[str, float] = field(default_factory=dict)  # of each server at the end, in shares of the median
 
     def metrics(self) -> dict[str, float]:
         """Empty if the engine reports no load, or the rollout was too short to ask."""
-        if not self.kv_use:
-            return {}
-        return {
-            "rollout/kv_use": fmean(self.kv_use), "rollout/kv_use_max": max(self.kv_use),
-            "rollout/queue": fmean(self.queue), "rollout/queue_max": max(self.queue),
-        }  # fmt: skip
+        found: dict[str, float] = {}
+        if self.kv_use:
+            found |= {
+                "rollout/kv_use": fmean(self.kv_use), "rollout/kv_use_max": max(self.kv_use),
+                "rollout/queue": fmean(self.queue), "rollout/queue_max": max(self.queue),
+            }  # fmt: skip
+        if self.speeds:
+            shares = self.speeds.values()
+            found |= {
+                "rollout/servers": len(shares), "rollout/servers_slow": sum(share < SLOW for share in shares),
+                "rollout/servers_slowest": min(shares),
+            }  # fmt: skip
+        return found
 
 
 @asynccontextmanager
@@ -43,6 +53,8 @@ async def watch_load(engine: Engine, every: float = EVERY) -> AsyncIterator[Load
     try:
         yield readings
     finally:
+        if hasattr(engine, "speeds"):
+            readings.speeds = engine.speeds()
         if task is not None:
             task.cancel()
             with suppress(asyncio.CancelledError):

@@ -49,12 +49,11 @@ def run_training(config: Config, *, dry_run: bool = False) -> int:
     if rendezvous.rank == 0:
         # Ranks are forked from this process: threads of tokenizers or plugins must not be in it.
         with waiting("checking the model's files and reading the prompts"):
-            setup = _check_setup(config, shape, forked=not in_job and ranks > 1)
-        if dry_run and setup.unknown_hosts:
-            raise ConfigError("; ".join(setup.unknown_hosts))
+            setup = _check_setup(config, shape, forked=not in_job and ranks > 1 and not dry_run)
+        rehearsed = rehearse_setup(config, setup) if dry_run else []
         data = setup.data
         print_plan(config, shape, ranks)
-        print(setup.report(), file=sys.stderr)
+        print("\n".join([setup.report(), *rehearsed]), file=sys.stderr)
         for line in config.warnings:
             print(f"warning: {line}", file=sys.stderr)
         for line in changed:
@@ -131,6 +130,16 @@ def _check_setup(config: Config, shape: ModelShape, forked: bool) -> Setup:
         raise
 
 
+def rehearse_setup(config: Config, setup: Setup) -> list[str]:
+    """The rest of a dry run: what was tried, one line each."""
+    from megatron_dapo.trainer.rehearsal import rehearse
+
+    if setup.unknown_hosts:
+        raise ConfigError("; ".join(setup.unknown_hosts))
+    with waiting("rehearsing a step"):
+        return rehearse(config, setup.data)
+
+
 def _leave_for_batch_script(config: Config, error: UserError) -> None:
     from megatron_dapo.trainer.watchdog import log_folder
 
@@ -146,7 +155,7 @@ def print_plan(config: Config, shape: ModelShape, ranks: int) -> None:
     lines = {
         "run": f"{trainer.run_dir} ({'resumes' if resume else 'new'}), {trainer.steps} steps",
         "model": f"{policy.model}, {shape.architecture}, {shape.layers} layers × {shape.hidden}, {policy.precision}",
-        "layout": f"{ranks} ranks = TP {policy.tensor_parallel} × PP {policy.pipeline_parallel} × CP "
+        "layout": f"{ranks} rank{'s' * (ranks > 1)} = TP {policy.tensor_parallel} × PP {policy.pipeline_parallel} × CP "
         f"{policy.context_parallel} × DP {data_parallel}" + _experts(policy, shape) + _stages(policy, shape),
         "step": f"{trainer.prompts_per_step} prompts × {rollout.samples_per_prompt} samples, "
         f"{trainer.updates_per_step} updates, up to {rollout.max_response_tokens} tokens",

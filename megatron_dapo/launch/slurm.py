@@ -21,10 +21,11 @@ from megatron_dapo.config.load import with_local_model
 from megatron_dapo.config.trainer import check_not_ours
 from megatron_dapo.engines.sglang.keys import RUN_WITH_KEYS
 from megatron_dapo.errors import UserError
-from megatron_dapo.launch.local import check_run
+from megatron_dapo.launch.local import check_run, rehearse_setup
 from megatron_dapo.launch.slurm_script import API_KEY, GPU_REQUEST, Job, render, seconds_of
 from megatron_dapo.planner.models import known_shape
 from megatron_dapo.trainer.preflight import check_setup
+from megatron_dapo.trainer.rehearsal import check_container
 
 Ask = Callable[..., subprocess.CompletedProcess[str]]
 LOCAL_FOLDERS = ("/dev/shm", "/tmp", "/var/tmp", "/run")
@@ -235,8 +236,10 @@ def run_slurm(
     else:
         check_cluster(config, names)
         job = replace(job, gpu_request=offered_gpu_request(config, ask))
+    check_container(config, job.folder)
     if elsewhere is None:
-        report = check_setup(config, shape).report()
+        setup = check_setup(config, shape)
+        report = "\n".join([setup.report(), *(rehearse_setup(config, setup) if dry_run else [])])
     else:
         report = f"not checked: weights, tokenizer and data, because {config.policy.model} is not on this machine"
     write(job)

@@ -308,7 +308,7 @@ class RetryQueue(Generic[T]):
 def is_wall_clock(name: str) -> bool:
     """Whether a metric measures time or is a mean over time, or depends on the machine (memory): it may differ between
     two runs of the same training."""
-    return name.startswith(("time/", "memory/", "rollout/kv_use", "rollout/queue")) or name.endswith(
+    return name.startswith(("time/", "memory/", "rollout/kv_use", "rollout/queue", "rollout/servers")) or name.endswith(
         ("seconds", "per_second", "per_gpu", "mfu", "in_flight", "occupancy")
     )
 

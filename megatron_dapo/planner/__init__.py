@@ -10,6 +10,7 @@
 - `models.py`: shapes of published models, and of those that are here.
 - `hardware.py`: data sheets of GPUs; `workload.py`: samples of one step and their lengths.
 - `assumptions.py`: the constants, with their sources.
+- `init.py`: `megatron-dapo init`, a configuration with the layout that the plan chooses.
 - `modes.py`: colocated engines and splits of the GPUs compared.
 - `simulation/`: `megatron-dapo simulate`, the sampler itself on a virtual clock.
 """

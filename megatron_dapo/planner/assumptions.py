@@ -25,6 +25,10 @@ SECONDS_PER_LAYER = 60e-6  # launches and small kernels
 ALL_REDUCE_SECONDS = 15e-6  # one all-reduce of a layer, inside a node
 # One all-reduce of a layer between nodes; 235B at TP 16 (NeMo-RL) needs 40 to 60 µs.
 ALL_REDUCE_BETWEEN_NODES = 50e-6
+# Between hosts that NVLink connects (GB200): NCCL instead of a kernel that maps the memory of the other GPUs, which
+# works inside a host only. 11 µs more: SGLang on GB300, TP 8 on two hosts, 96 all-reduces for a token, 5.55 ms instead
+# of 4.53 ms (sgl-project/sglang#36429). vLLM had no other way until 2026 (vllm-project/vllm#50000).
+ALL_REDUCE_BETWEEN_HOSTS = 26e-6
 # Scheduling and output of one sequence, on the CPU. vLLM: fitted as above. SGLang without streaming: 5.3 ms for 256.
 SECONDS_PER_SEQUENCE: dict[EngineSoftware, float] = {"sglang": 6e-6, "vllm": 64e-6}
 
@@ -45,7 +49,10 @@ LIKELY = 0.85, 1.5
 # ---- training
 # Of the peak, in products that are very long and wide. A product reaches width / (width + HALF_SPEED_WIDTH) of it with
 # the model's width: 0.52 measured on an H200 at 1 536 (1.5B, `benchmarks/step.py`), 0.60 at 5 120 (layers of 32B,
-# `benchmarks/calibrate.py train`, whose head takes three products at this speed).
+# `benchmarks/calibrate.py train`, whose head takes three products at this speed). Narrow models wait for memory: norms,
+# rotations, activations and residuals move at least 110 bytes × width for a token and layer, beside 77 × width² FLOPs
+# (an MLP of 3.5 × width, forward and backward, everything fused), which is half of these 390 on an H200. So it changes
+# with the FLOPs per byte of a GPU.
 DEFAULT_MFU, HALF_SPEED_WIDTH = 0.65, 390
 # Of the MFU, in attention: FlashAttention 3, head size 128, causal, H100: 0.6 of the peak forward, 0.45 backward.
 ATTENTION_MFU_SHARE = 0.77

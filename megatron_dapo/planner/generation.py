@@ -7,6 +7,7 @@ requests and tasks. `megatron-dapo simulate` runs the sampler itself on the same
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from dataclasses import dataclass, field, replace
@@ -205,6 +206,7 @@ class _Step:
         self.expected_yield.end_step()
 
 
+@functools.cache  # most advice leaves it as it is
 def generate(work: Workload, options: SamplerConfig, fleet: Fleet, seed: int = 0) -> Generation:
     """The generation of a step in equilibrium."""
     part = part_of(work, fleet)

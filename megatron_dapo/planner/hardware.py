@@ -22,11 +22,17 @@ class Gpu:
     bandwidth: float  # device memory, TB/s
     nvlink: float  # GB/s to GPUs of the same node (PCIe where there is no NVLink)
     network: float = 50.0  # GB/s to other nodes: one 400 Gbit/s port for each GPU
+    per_host: int = 8  # GPUs of one operating system; NVLink may connect more
 
     @property
     def memory(self) -> float:
         """Bytes."""
         return self.memory_gib * GIB
+
+    @property
+    def traffic_cost(self) -> float:
+        """Time of memory traffic beside that of products, relative to an H200, on which the planner's were measured."""
+        return self.tflops / self.bandwidth / (989 / 4.8)
 
 
 GPUS = {
@@ -37,7 +43,7 @@ GPUS = {
         Gpu("h200", 139.8, 989, 4.8, 450),
         Gpu("h20", 95.6, 148, 4.0, 450),
         Gpu("b200", 178.3, 2250, 8.0, 900),
-        Gpu("gb200", 184.0, 2500, 8.0, 900),
+        Gpu("gb200", 184.0, 2500, 8.0, 900, per_host=4),
         Gpu("a100", 79.1, 312, 2.04, 300, 25),
         Gpu("a100-40g", 39.4, 312, 1.56, 300, 25),
         Gpu("a800", 79.1, 312, 2.04, 200, 25),

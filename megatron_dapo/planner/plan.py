@@ -428,9 +428,10 @@ def _workload(task: Task, config: Config) -> list[str]:
 
 def _trainer(task: Task) -> list[str]:
     layers = "Transformer Engine, fused attention" if task.layers == "te" else "torch (no Transformer Engine)"
+    width = assumptions.HALF_SPEED_WIDTH * task.cluster.gpu.traffic_cost
     lines = [
         (
-            f"very wide products reach {task.mfu:g} of the peak, those of {assumptions.HALF_SPEED_WIDTH} half of that, "
+            f"very wide products reach {task.mfu:g} of the peak, those of {width:.0f} half of that, "
             f"attention {assumptions.ATTENTION_MFU_SHARE:.0%}; in fp8 products are {assumptions.FP8_SPEED:g} times "
             "faster, and conversions are added; so are recomputation, bubbles and exposed collectives"
         ),

@@ -72,8 +72,8 @@ def decode_model(
     routed = shape.experts_per_token * 3 * shape.layers * shape.hidden * shape.expert_ffn_hidden
     latency = volume = 0.0
     if tp > 1:
-        between = tp > cluster.gpus_per_node
-        once = assumptions.ALL_REDUCE_BETWEEN_NODES if between else assumptions.ALL_REDUCE_SECONDS
+        once = assumptions.ALL_REDUCE_BETWEEN_HOSTS if tp > gpu.per_host else assumptions.ALL_REDUCE_SECONDS
+        once = assumptions.ALL_REDUCE_BETWEEN_NODES if tp > cluster.gpus_per_node else once
         latency = 2 * shape.layers * once
         volume = 2 * shape.layers * 2 * shape.hidden * dtype_bytes * (tp - 1) / tp / cluster.wire(tp)
     return DecodeModel(

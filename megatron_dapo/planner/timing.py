@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from megatron_dapo.config import ModelShape
 from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.planner import assumptions
-from megatron_dapo.planner.hardware import Cluster
+from megatron_dapo.planner.hardware import Cluster, Gpu
 from megatron_dapo.planner.parameters import count_parameters, stage_layers, trained_parameters
 from megatron_dapo.planner.workload import Workload
 
@@ -121,7 +121,9 @@ class Recomputed:
         )  # fmt: skip
 
 
-def layer_time(shape: ModelShape, policy: PolicyConfig, work: Workload, split: Split, rate: float) -> LayerTime:
+def layer_time(
+    shape: ModelShape, policy: PolicyConfig, work: Workload, split: Split, rate: float, gpu: Gpu
+) -> LayerTime:
     """At `rate` FLOP/s in very wide and long products."""
     cp, h = policy.context_parallel, shape.hidden
     tokens = split.micro_batch / cp
@@ -134,25 +136,27 @@ def layer_time(shape: ModelShape, policy: PolicyConfig, work: Workload, split: S
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     products = 2 * count_parameters(shape).layer_matrices_active - dense - routed
     fp8 = policy.fp8.recipe != "none"
-    projections = products / rate_here / width_share(h) * _fp8_share(fp8, 3 * h + 2 * q + 2 * kv, 2 * h * (q + kv))
+    traffic = gpu.traffic_cost if fp8 else None
+    projections = products / rate_here / width_share(h, gpu)
+    projections *= _fp8_share(traffic, 3 * h + 2 * q + 2 * kv, 2 * h * (q + kv))
     mlp = 0.0
     for flops, ffn in ((dense, shape.ffn_hidden), (routed * uneven, shape.expert_ffn_hidden)):
         if flops:
-            speed = rate_here * width_share(min(h, ffn))
-            mlp += flops / speed * _fp8_share(fp8, 2 * h + 3 * ffn, 3 * h * ffn)
+            speed = rate_here * width_share(min(h, ffn), gpu)
+            mlp += flops / speed * _fp8_share(traffic, 2 * h + 3 * ffn, 3 * h * ffn)
     return LayerTime(attention_flops(shape, work.attended_length) / attention_speed, projections, mlp)
 
 
-def width_share(width: float) -> float:
+def width_share(width: float, gpu: Gpu) -> float:
     """Of the speed of very wide products."""
-    return width / (width + assumptions.HALF_SPEED_WIDTH)
+    return width / (width + assumptions.HALF_SPEED_WIDTH * gpu.traffic_cost)
 
 
-def _fp8_share(fp8: bool, converted: int, weights: int) -> float:
+def _fp8_share(traffic_cost: float | None, converted: int, weights: int) -> float:
     """Of the seconds of products in bf16. `converted`: inputs, and gradients of outputs, of one token."""
-    if not fp8:
+    if traffic_cost is None:  # not in fp8
         return 1.0
-    return 1 / assumptions.FP8_SPEED + assumptions.FP8_CONVERSION * converted / weights
+    return 1 / assumptions.FP8_SPEED + assumptions.FP8_CONVERSION * traffic_cost * converted / weights
 
 
 def pass_time(
@@ -166,11 +170,11 @@ def pass_time(
     # second forward pass. Attention has no weights.
     products = (2 if frozen else 3) if train else 1
     rate = cluster.gpu.tflops * 1e12 * mfu * policy.tensor_parallel * policy.context_parallel
-    forward = layer_time(shape, policy, work, split, rate)
+    forward = layer_time(shape, policy, work, split, rate, cluster.gpu)
     linear = forward.projections + forward.mlp
     per_token = linear * products + forward.attention * (3 if train else 1) + again.seconds(forward)
     columns = 1 if shape.head == "value" else shape.vocab
-    head = split.responses * 2 * shape.hidden * columns * products / (rate * width_share(shape.hidden))
+    head = split.responses * 2 * shape.hidden * columns * products / (rate * width_share(shape.hidden, cluster.gpu))
     traffic = _Traffic(shape, policy, cluster, split)
     hideable = split.tokens / shape.layers * linear  # seconds of one layer's forward products
     tensor = traffic.tensor(train, again, hideable, frozen)

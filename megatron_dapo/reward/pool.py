@@ -297,12 +297,12 @@ class RewardPool(Graders):
         self._error_times.append(now)
         while now - self._error_times[0] > window:
             self._error_times.popleft()
-        if (errors := len(self._error_times)) >= self._config.max_errors:
+        if (errors := len(self._error_times)) >= (most := self._config.max_errors):
+            often = f" {errors} times within {window:g} s (reward.max_errors is {most}), last" if most > 1 else ""
             self._fail(
                 GraderError(
-                    f"the grader {self._config.grader!r} raised {errors} times within {window:g} s "
-                    f"(reward.max_errors is {self._config.max_errors}), last on prompt {job.prompt.id} with the "
-                    f"response {response!r}:\n{trace}"
+                    f"the grader {self._config.grader!r} raised{often} on prompt {job.prompt.id} with the response "
+                    f"{response!r}:\n{trace}"
                 )
             )
 

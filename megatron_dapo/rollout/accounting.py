@@ -231,7 +231,7 @@ class GroupEvents:
         self.accounting.wasted_tokens += tokens
 
     def generated(self, requests: int) -> None:
-        """A rollout needs the engine no longer; `requests` others do."""
+        """A rollout needs the engine no longer, or again; `requests` do now."""
         self.occupancy.change(self._clock(), requests)
         if self.refill:
             self.changed.set()

@@ -42,14 +42,16 @@ class FillPolicy:
             done = min(kept + unused, self.needed if kept else self.needed - 1)
         return self.needed - done
 
-    def wanted_in_flight(self, kept: int, unused: int, expected_yield: float = 1.0) -> int:
-        """The most groups that may be in flight; see also `engine_full`."""
+    def wanted_in_flight(self, kept: int, unused: int, expected_yield: float = 1.0, per_request: float = 1.0) -> int:
+        """The most groups that may be in flight; see also `engine_full`. `per_request`: rollouts in flight for each
+        that needs the engine."""
         missing, options = self.missing(kept, unused), self.options
         if not isinstance(options.oversampling, str):
             return math.ceil(missing * options.oversampling)
         if options.fill == "dynamic":  # every decided group counts, kept or not
             return missing
-        margin = MARGIN_CARRIED_OVER if options.unfinished == "continue" and self.can_carry_over else MARGIN
+        carries = options.unfinished == "continue" and self.can_carry_over
+        margin = MARGIN_CARRIED_OVER * per_request if carries else MARGIN
         return math.ceil(missing * margin / expected_yield)
 
     def engine_full(self, requests: int) -> bool:

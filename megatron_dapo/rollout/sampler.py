@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from megatron_dapo import fault_points
@@ -223,6 +224,7 @@ class StepCollector:
     def _refill(self) -> None:
         """Starts groups until as many are in flight as the policy wants, or the engine is full."""
         self._events.refill = False
+        self._policy = replace(self._policy, max_running=self._sampler.engine.max_running)  # servers come and go
         while self._groups.count(*UNDECIDED) < self._wanted_in_flight():
             if self._policy.engine_full(self._runner.requests):
                 self._events.refill = True  # when a rollout has been generated, not when a group ends
@@ -234,7 +236,7 @@ class StepCollector:
 
     def _wanted_in_flight(self) -> int:
         kept, unused = self._groups.count(GroupState.KEPT), self._accounting.unused_groups
-        return self._policy.wanted_in_flight(kept, unused, self._yield.value)
+        return self._policy.wanted_in_flight(kept, unused, self._yield.value, self._runner.per_request)
 
     def _full(self) -> bool:
         return self._policy.missing(self._groups.count(GroupState.KEPT), self._accounting.unused_groups) <= 0
@@ -335,10 +337,11 @@ class StepCollector:
             raise error
         self._last_failure = str(error)
         self._accounting.fail(self._group_size)
-        if self._accounting.failed_groups > self._options.max_failed_groups:
+        most = self._options.max_failed_groups
+        if self._accounting.failed_groups > (most * self._needed if 0 < most < 1 else most):
             raise EngineError(
                 f"step {self._step}: {self._accounting.failed_groups} groups failed "
-                f"(rollout.sampler.max_failed_groups is {self._options.max_failed_groups}); the last: {error}"
+                f"(rollout.sampler.max_failed_groups is {most:g}); the last: {error}"
             )
         self._groups.remove(pending)
 

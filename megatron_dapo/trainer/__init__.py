@@ -12,6 +12,7 @@
     saves            what was saved, and what a user is told when a run ends
     run_lock         one run directory, one run
     preflight        checks before anything heavy starts
+    rehearsal        a dry run: one group through the run's own code, the checkpoint it would resume, the container
     signals          how a run is asked to stop
     watchdog         a rank that hangs is found, and all ranks write their stacks
     throughput       MFU, tokens per second and GPU, memory; torch.profiler for some steps

@@ -29,7 +29,7 @@ from megatron_dapo.data import RunData, load_run_data, load_tokenizer
 from megatron_dapo.errors import UserError
 from megatron_dapo.files import explain
 from megatron_dapo.observe.trackers import make_trackers
-from megatron_dapo.reward.grader import load_grader
+from megatron_dapo.reward.combined import open_graders
 from megatron_dapo.rollout.agents.functions import load_rollout_function
 from megatron_dapo.weights.formats.megatron_reader import open_megatron
 from megatron_dapo.weights.fp8_checkpoint import check_fp8_directory
@@ -60,7 +60,7 @@ def check_setup(config: Config, shape: ModelShape) -> Setup:
     _check_best_metric(config)
     load_objective(config.algorithm)
     load_estimator(config.algorithm)
-    load_grader(config.reward)
+    open_graders(config.reward)
     load_group_filter(config.rollout.group_filter)
     load_rollout_function(config.rollout)
     tokenizer = load_tokenizer(config.policy.model, shape.vocab)
@@ -79,7 +79,7 @@ def unknown_hosts(config: Config) -> list[str]:
     servers = config.rollout.servers
     graders: list[Any] = [config.reward, *config.reward.graders]
     keys = {
-        "rollout.servers.urls": servers.urls,
+        "rollout.servers.urls": servers.addresses,
         "rollout.servers.router_url": [servers.router_url] if servers.router_url else [],
         "reward.http.urls": [url for one in graders if one.grader == "http" for url in one.http.urls],
         "reward.judge.urls": [url for one in graders if one.grader == "judge" for url in one.judge.urls],

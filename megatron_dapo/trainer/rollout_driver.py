@@ -27,7 +27,7 @@ from megatron_dapo.engines import open_engine
 from megatron_dapo.engines.protocol import Engine, WeightReport, derive_seed
 from megatron_dapo.engines.server_load import watch_load
 from megatron_dapo.errors import EngineError
-from megatron_dapo.evaluate import Evaluation, evaluate_sets
+from megatron_dapo.evaluation import Evaluation, evaluate_sets
 from megatron_dapo.observe.observer import NullObserver, Observer
 from megatron_dapo.reward.combined import ResponseGrader
 from megatron_dapo.rollout.agents.functions import close_shared, load_rollout_function, take_shared_metrics

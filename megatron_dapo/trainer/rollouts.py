@@ -15,7 +15,7 @@ from megatron_dapo import fault_points
 from megatron_dapo.config import Config
 from megatron_dapo.data import RunData
 from megatron_dapo.engines.protocol import WeightReport
-from megatron_dapo.evaluate import Evaluation
+from megatron_dapo.evaluation import Evaluation
 from megatron_dapo.observe.observer import NullObserver, Observer
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.trainer.collectives import Collectives

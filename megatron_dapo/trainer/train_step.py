@@ -122,8 +122,7 @@ class TrainStep:
                 batch, metrics = shape_batch(source, config)
                 metrics |= source.metrics
                 mini = mini_batches(source, config)
-        # The load balancing loss of a MoE model counts the tokens of the whole mini-batch on every rank.
-        whole = policy.shape.is_moe or config.algorithm.counts_by_log_probs
+        whole = config.counts_by_log_probs
         everywhere, indices = share_batch(collectives, batch, mini, policy.step.shares, whole_log_probs=whole)
         return cls(everywhere, indices, rollout_metrics=metrics, source=source)
 
@@ -141,9 +140,8 @@ class TrainStep:
                 arrays["token_advantages"] = self.batch.token_advantages
                 self.rollout_metrics |= metrics
         places = policy.step.shares(self.batch.lengths, self.mini_batches)
-        whole = policy.shape.is_moe or config.algorithm.counts_by_log_probs
         for name, array in arrays.items():
-            _share_tokens(collectives, self.batch, name, array, places, whole=whole)
+            setattr(self.batch, name, collectives.scatter_array(array, self.batch.response_offsets, places))
 
     @property
     def trained_tokens(self) -> NDArray[np.bool_]:
@@ -243,24 +241,12 @@ def share_batch(
     routed = getattr(batch, "routed_experts", None)
     everywhere.routed_experts = _share_experts(collectives, routed, everywhere, indices, shares)
     for name in (f.name for f in fields(TrainBatch) if f.name not in (*PER_SAMPLE, *SHARED_OTHERWISE)):
-        whole = whole_log_probs and name != "tokens"
-        _share_tokens(collectives, everywhere, name, getattr(batch, name, None), places, whole=whole)
+        array = getattr(batch, name, None)
+        offsets = everywhere.token_offsets if name == "tokens" else everywhere.response_offsets
+        whole = whole_log_probs and name.endswith("logprobs")
+        found = collectives.share_array(array) if whole else collectives.scatter_array(array, offsets, places)
+        setattr(everywhere, name, found)
     return everywhere, indices
-
-
-def _share_tokens(
-    collectives: Collectives,
-    batch: TrainBatch,
-    name: str,
-    array: NDArray[Any] | None,
-    places: list[list[int]],
-    *,
-    whole: bool,
-) -> None:
-    """Rank 0's `array` of tokens or responses becomes the batch's; all of it, or this rank's samples."""
-    offsets = batch.token_offsets if name == "tokens" else batch.response_offsets
-    found = collectives.share_array(array) if whole else collectives.scatter_array(array, offsets, places)
-    setattr(batch, name, found)
 
 
 def _share_experts(

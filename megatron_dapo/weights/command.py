@@ -8,9 +8,6 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
 from megatron_dapo.weights import convert
 from megatron_dapo.weights.mapping import WeightsError
 
@@ -21,11 +18,16 @@ _SHOWN = 20
 @contextlib.contextmanager
 def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
     """A progress bar on stderr with bytes, bytes/s and time left; nothing if stderr is not a terminal."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
-               TimeRemainingColumn())  # fmt: skip
     try:
-        with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        if not sys.stderr.isatty():
+            yield lambda done, total: None
+            return
+        from rich import progress as rich
+        from rich.console import Console
+
+        columns = (rich.TextColumn("{task.description}"), rich.BarColumn(), rich.DownloadColumn(),
+                   rich.TransferSpeedColumn(), rich.TimeRemainingColumn())  # fmt: skip
+        with rich.Progress(*columns, console=Console(stderr=True)) as progress:
             task = progress.add_task(what, total=None)
             yield lambda done, total: progress.update(task, completed=done, total=total)
     except OSError as error:
@@ -46,7 +48,7 @@ def megatron_to_hf(source: str, destination: str, allow_nan: bool, shard_size: f
 
 
 def hf_to_fp8(source: str, destination: str, overwrite: bool) -> int:
-    from megatron_dapo.weights import fp8_checkpoint  # imports torch, as `verify` does
+    from megatron_dapo.weights import fp8_checkpoint  # imports torch
 
     with _bar("hf → fp8") as progress:
         report = fp8_checkpoint.hf_to_fp8(source, destination, overwrite=overwrite, progress=progress)

@@ -21,17 +21,19 @@ import mmap
 import os
 import threading
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 
 from megatron_dapo.files import Dtype, StoredTensor
 from megatron_dapo.weights.destination import CopyGroup
-from megatron_dapo.weights.formats.readers import CheckpointReader, torch_dtype
+from megatron_dapo.weights.formats.readers import CheckpointReader
 from megatron_dapo.weights.formats.torch_zip import TensorArchive
 from megatron_dapo.weights.mapping import WeightsError
 
@@ -41,6 +43,7 @@ ALIGN = 4096  # of offsets, lengths and memory of direct writes
 ALONE = CopyGroup()
 _BYTE = Dtype("uint8")
 _LIBC = ctypes.CDLL(None, use_errno=True)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,23 +161,15 @@ class FileParts:
         item = part.dtype.itemsize
         if part.stored is not None and low % item == high % item == 0:
             self.source.read_into(part.stored, low, view)
-            finite = _all_finite(view, part.dtype)
+            finite = all_finite(view, part.dtype)
         else:  # other values than the file's, or an element across the end of a block
             width = part.nbytes // rows.count
             first, last = low // width, -(-high // width)
-            raw = self._converted(RowRange(rows.name, rows.start + first, last - first), part.dtype)
+            raw = self.source.converted(rows.name, rows.start + first, last - first, part.dtype)
             view[:] = raw[low - first * width : high - first * width]
-            finite = _all_finite(raw, part.dtype)
+            finite = all_finite(raw, part.dtype)
         if not finite:
             self.not_finite.add(self.source.where(rows.name))
-
-    def _converted(self, rows: RowRange, dtype: Dtype) -> memoryview:
-        import torch
-
-        torch.set_num_threads(1)  # of this thread; there is one per core
-        found = self.source.rows(rows.name, rows.start, rows.count).to(torch_dtype(dtype)).contiguous()
-        raw: Any = found.view(-1).view(torch.uint8).numpy()
-        return memoryview(raw)
 
 
 def _clear(view: memoryview) -> None:
@@ -182,25 +177,50 @@ def _clear(view: memoryview) -> None:
         view[:] = bytes(len(view))
 
 
-# By dtype: unsigned integers of its size, and the bits of infinity. Larger ones, without the sign, are NaN.
-_INFINITY: dict[str, tuple[Any, int]] = {
-    "bfloat16": (np.uint16, 0x7F80),
-    "float16": (np.uint16, 0x7C00),
-    "float32": (np.uint32, 0x7F80_0000),
-    "float64": (np.uint64, 0x7FF0_0000_0000_0000),
+# The bits of infinity. Larger ones, without the sign, are NaN.
+_INFINITY = {
+    "bfloat16": 0x7F80,
+    "float16": 0x7C00,
+    "float32": 0x7F80_0000,
+    "float64": 0x7FF0_0000_0000_0000,
 }
 
 
-def _all_finite(data: memoryview, dtype: Dtype) -> bool:
+def all_finite(data: memoryview, dtype: Dtype) -> bool:
+    """The largest bits belong to a positive value, read as integers with a sign, and to a negative one without."""
     if dtype not in _INFINITY:
         return True
-    kind, infinity = _INFINITY[dtype]
-    magnitudes = np.frombuffer(data, kind) & kind(2 ** (8 * dtype.itemsize - 1) - 1)
-    return int(magnitudes.max(initial=0)) < infinity
+    size, infinity = dtype.itemsize, _INFINITY[dtype]
+    bits, sign = np.frombuffer(data, f"i{size}"), 1 << (8 * size - 1)
+    return int(bits.max(initial=0)) < infinity and int(bits.view(f"u{size}").max(initial=0)) < sign | infinity
 
 
 def default_workers() -> int:
     return max(2, min(8, len(os.sched_getaffinity(0))))
+
+
+def run_blocks(
+    blocks: Sequence[T], workers: int, prefetch: Callable[[T], None], new_worker: Callable[[], Callable[[T], None]]
+) -> None:
+    """Threads take the blocks in order, while the kernel reads what later ones need (`prefetch`). `new_worker` makes
+    the function that handles the blocks of one thread."""
+    ahead, numbers = 2 * workers, iter(range(len(blocks)))  # the threads share the iterator
+
+    def work() -> None:
+        handle = new_worker()
+        for number in numbers:
+            for block in blocks[number + ahead : number + ahead + 1]:
+                prefetch(block)
+            handle(blocks[number])
+
+    for block in blocks[:ahead]:
+        prefetch(block)
+    with ThreadPoolExecutor(workers) as pool:
+        try:
+            for done in as_completed([pool.submit(work) for _ in range(workers)]):
+                done.result()
+        finally:
+            deque(numbers, maxlen=0)  # after an error or Ctrl-C, nothing is left to take
 
 
 def copy_tensors(
@@ -226,15 +246,9 @@ def copy_tensors(
             mine[write.file].append(write)
     contents = [FileParts(source, files[i], found) for i, found in mine.items()]
     count = workers or default_workers()
-    job = _Job(contents, progress, finished, count)
+    job = _Job(contents, progress, finished)
     try:
-        with ThreadPoolExecutor(count) as pool:
-            try:
-                for done in [pool.submit(job.work) for _ in range(count)]:
-                    done.result()
-            except BaseException:
-                job.stop.set()
-                raise
+        run_blocks(job.blocks, count, job.prefetch, job.new_worker)
     except OSError as error:
         raise WeightsError(f"{files[0].path.parent}: cannot write ({error.strerror or error})") from error
     finally:
@@ -245,41 +259,27 @@ def copy_tensors(
 class _Job:
     """Opens files when their first block comes, and finishes them after the last."""
 
-    def __init__(
-        self, contents: Sequence[FileParts], progress: Callable[[int], None], finished: Path | None, workers: int
-    ) -> None:
-        self.stop = threading.Event()
+    def __init__(self, contents: Sequence[FileParts], progress: Callable[[int], None], finished: Path | None) -> None:
         self.kept = 0
+        self.blocks = [(i, at) for i, c in enumerate(contents) for at in range(0, max(1, c.file.size), BLOCK)]
         self._contents = contents
         self._progress = progress
         self._finished = finished
         self._lock = threading.Lock()
         self._done = 0
-        self._blocks = [(i, at) for i, c in enumerate(contents) for at in range(0, max(1, c.file.size), BLOCK)]
-        self._next = 0
-        self._ahead = 2 * workers
         self._left = [max(1, -(-c.file.size // BLOCK)) for c in contents]
         self._open: dict[int, int] = {}
         self._compare: set[int] = set()  # files that an interrupted run has finished
 
-    def work(self) -> None:
-        """One thread: takes blocks until none is left or another thread has failed."""
-        buffer = mmap.mmap(-1, -(-BLOCK // ALIGN) * ALIGN)
-        try:
-            while not self.stop.is_set():
-                with self._lock:
-                    number, self._next = self._next, self._next + 1
-                if number >= len(self._blocks):
-                    return
-                if number + self._ahead < len(self._blocks):
-                    file, at = self._blocks[number + self._ahead]
-                    self._contents[file].prefetch(at, at + BLOCK)
-                self.run(*self._blocks[number], memoryview(buffer))
-        except BaseException:
-            self.stop.set()
-            raise
+    def prefetch(self, block: tuple[int, int]) -> None:
+        number, at = block
+        self._contents[number].prefetch(at, at + BLOCK)
 
-    def run(self, number: int, at: int, buffer: memoryview) -> None:
+    def new_worker(self) -> Callable[[tuple[int, int]], None]:
+        return partial(self._run, memoryview(mmap.mmap(-1, -(-BLOCK // ALIGN) * ALIGN)))
+
+    def _run(self, buffer: memoryview, block: tuple[int, int]) -> None:
+        number, at = block
         content = self._contents[number]
         with self._lock:
             fd = self._descriptor(number)

@@ -8,8 +8,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.config.base import parse_yaml
-
 CARD, BASE_CARD, GENERATION = "README.md", "README.base.md", "generation_config.json"
 _CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")  # a folder of the hub's cache
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -36,6 +34,8 @@ def write_model_card(checkpoint: Path, directory: Path) -> bool:
 
 
 def _card(run: Path, step: int, has_base_card: bool) -> str:
+    from megatron_dapo.config.base import parse_yaml  # imports pydantic, which most conversions do without
+
     config = parse_yaml((run / "config.yaml").read_text(encoding="utf-8"))
     policy, algorithm, data = config["policy"], config["algorithm"], config["data"]
     base = _public_name(policy["model"])

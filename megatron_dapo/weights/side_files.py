@@ -8,17 +8,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatron_dapo.config.model import ModelShape
-from megatron_dapo.files import INDEX, SINGLE, Dtype, StoredTensor, safetensors_header
+from megatron_dapo.files import INDEX, SINGLE, StoredTensor, safetensors_header
 from megatron_dapo.weights.copy import OutputFile, RowRange, TensorWrite, copy_tensors
-from megatron_dapo.weights.formats.readers import CheckpointReader, HFReader
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from megatron_dapo.weights.formats.readers import HFReader
 
 FILE = SINGLE
 ONLY, SHARD = "model-00001-of-00001.safetensors", "model-carried.safetensors"
@@ -137,30 +132,3 @@ def export_carried(reference: Path, directory: Path, shape: ModelShape) -> tuple
     known["weight_map"] = dict(sorted(known["weight_map"].items()))
     index.write_text(json.dumps(known, indent=2) + "\n")
     return copied, []
-
-
-class WithCarried(CheckpointReader):
-    """A checkpoint's weights, and the carried tensors that are stored beside them."""
-
-    def __init__(self, weights: CheckpointReader, carried: HFReader) -> None:
-        super().__init__(weights.path)
-        self._weights = weights
-        self._carried = carried
-
-    def _of(self, name: str) -> CheckpointReader:
-        return self._carried if name in self._carried else self._weights
-
-    def dtype(self, name: str) -> Dtype:
-        return self._of(name).dtype(name)
-
-    def rows(self, name: str, start: int, count: int) -> Tensor:
-        return self._of(name).rows(name, start, count)
-
-    def read(self, name: str, start: int, count: int) -> Tensor:
-        return self._of(name).read(name, start, count)
-
-    def spans(self, name: str, start: int, count: int) -> Iterator[tuple[int, StoredTensor | None]]:
-        return self._of(name).spans(name, start, count)
-
-    def where(self, name: str) -> str:
-        return self._of(name).where(name)

@@ -1,31 +1,35 @@
 """Compares two checkpoints, HF or Megatron: names, shapes, dtypes and every value.
 
 Both are read as HF tensors, through the same table as the conversion but through none of the code that writes files.
+Threads read the same rows of both and compare their bytes. Torch is imported only where these differ, or where a file
+does not hold the rows as they are.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
+import mmap
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from megatron_dapo.config.model import ModelShape
-from megatron_dapo.files import Dtype
-from megatron_dapo.weights.copy import RowRange, default_workers
+from megatron_dapo.files import Dtype, StoredTensor
+from megatron_dapo.weights.copy import BLOCK, RowRange, default_workers, run_blocks
 from megatron_dapo.weights.formats.megatron_reader import open_megatron
 from megatron_dapo.weights.formats.readers import CheckpointReader, HFReader
 from megatron_dapo.weights.locate import HF_FILES, Format, format_of, locate
 from megatron_dapo.weights.mapping import WeightsError, stored_mappings
-from megatron_dapo.weights.side_files import WithCarried, carried_names, open_carried
+from megatron_dapo.weights.side_files import carried_names, open_carried
 
-BLOCK = 2**20  # both fit the cache of a core
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_CACHED = 2**19  # bytes of each that are compared at a time: both fit the cache of a core
 _LIBC = ctypes.CDLL(None)
 _LIBC.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
@@ -34,9 +38,53 @@ _LIBC.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 class Entry:
     """One HF tensor of a checkpoint in either format: the rows of `ranges`, in order."""
 
+    reader: CheckpointReader
     shape: tuple[int, ...]
     dtype: Dtype
     ranges: tuple[RowRange, ...]
+
+    @property
+    def width(self) -> int:
+        """Bytes of a row."""
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
+
+    def parts(self, rows: RowRange) -> Iterator[tuple[RowRange, StoredTensor | None]]:
+        """These rows of the HF tensor as rows of the checkpoint's own, and where a file holds them as they are."""
+        at = 0
+        for own in self.ranges:
+            low, high = max(rows.start, at), min(rows.start + rows.count, at + own.count)
+            if low < high:
+                start = own.start + low - at
+                for count, stored in self.reader.spans(own.name, start, high - low):
+                    yield RowRange(own.name, start, count), stored
+                    start += count
+            at += own.count
+
+    def prefetch(self, rows: RowRange) -> None:
+        for _, stored in self.parts(rows):
+            if stored is not None:
+                self.reader.prefetch(stored.file, stored.offset, stored.nbytes)
+
+    def read(self, rows: RowRange, view: memoryview) -> None:
+        """Fills the view with the rows."""
+        for own, stored in self.parts(rows):
+            size = own.count * self.width
+            if stored is None:
+                view[:size] = self.reader.converted(own.name, own.start, own.count, self.dtype)
+            else:
+                self.reader.read_into(stored, 0, view[:size])
+            view = view[size:]
+
+    def values(self, rows: RowRange) -> Tensor:
+        import torch
+
+        return torch.cat([self.reader.rows(own.name, own.start, own.count) for own, _ in self.parts(rows)])
+
+
+def _in_blocks(rows: RowRange, width: int, size: int) -> Iterator[RowRange]:
+    """The rows, of `width` bytes each, in blocks of about `size` bytes."""
+    step, end = max(1, size // max(1, width)), rows.start + rows.count
+    return (RowRange(rows.name, at, min(step, end - at)) for at in range(rows.start, end, step))
 
 
 @dataclass(slots=True)
@@ -65,30 +113,79 @@ def verify(
     """Compare two checkpoints. With `tolerance` 0, dtypes and bits must be equal; else values may differ by it."""
     left_path, right_path = locate(a), locate(b)
     shape_from = _config_of(left_path, right_path, reference)
-    left, entries_a = _open(left_path, shape_from)
-    right, entries_b = _open(right_path, shape_from)
-    result, lock = Comparison(), threading.Lock()
-    for name in sorted(entries_a.keys() ^ entries_b.keys()):
-        result.differences.append(f"{name}: only in {left_path if name in entries_a else right_path}")
-    common = [name for name in entries_a if name in entries_b]
-    total = sum(math.prod(entries_a[name].shape) * entries_a[name].dtype.itemsize for name in common)
-
-    def one(name: str) -> None:
-        x, y = entries_a[name], entries_b[name]
-        line, largest = _compare(left, right, x, y, tolerance)
-        with lock:
-            result.tensors += 1
-            result.nbytes += math.prod(x.shape) * x.dtype.itemsize
-            result.largest = max(result.largest, largest)
-            if line:
-                result.differences.append(f"{name}: {line}")
-            progress(result.nbytes, total)
-
-    with ThreadPoolExecutor(workers or default_workers(), initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        for done in pool.map(one, common):
-            assert done is None
+    left, right = _open(left_path, shape_from), _open(right_path, shape_from)
+    result = Comparison()
+    for name in sorted(left.keys() ^ right.keys()):
+        result.differences.append(f"{name}: only in {left_path if name in left else right_path}")
+    blocks: list[RowRange] = []
+    for name in (name for name in left if name in right):
+        x, y = left[name], right[name]
+        result.tensors += 1
+        result.nbytes += math.prod(x.shape) * x.dtype.itemsize
+        if x.shape != y.shape:
+            result.differences.append(f"{name}: shape {x.shape} and {y.shape}")
+        elif x.dtype != y.dtype and not tolerance:
+            result.differences.append(f"{name}: dtype {x.dtype} and {y.dtype}")
+        else:
+            blocks += _in_blocks(RowRange(name, 0, x.shape[0] if x.shape else 1), x.width, BLOCK)
+    job = _Job(left, right, tolerance, lambda done: progress(done, result.nbytes))
+    run_blocks(blocks, workers or default_workers(), job.prefetch, job.new_worker)
+    for name, (differing, largest) in job.found.items():
+        result.largest = max(result.largest, largest)
+        if largest > tolerance or (differing and not tolerance):
+            size = math.prod(left[name].shape)
+            result.differences.append(f"{name}: {differing} of {size} values differ, by at most {largest:.3g}")
     result.differences.sort()
     return result
+
+
+@dataclass(slots=True)
+class _Job:
+    """Compares blocks of rows. `found` has the tensors that are not equal bit by bit: how many values differ, and the
+    largest difference."""
+
+    left: dict[str, Entry]
+    right: dict[str, Entry]
+    tolerance: float
+    progress: Callable[[int], None]
+    found: dict[str, tuple[int, float]] = field(default_factory=dict)
+    _done: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def prefetch(self, block: RowRange) -> None:
+        self.left[block.name].prefetch(block)
+        self.right[block.name].prefetch(block)
+
+    def new_worker(self) -> Callable[[RowRange], None]:
+        size = max([_CACHED, *(entry.width for entry in self.left.values())])
+        return partial(self._run, mmap.mmap(-1, size), mmap.mmap(-1, size))
+
+    def _run(self, x: mmap.mmap, y: mmap.mmap, block: RowRange) -> None:
+        a, b = self.left[block.name], self.right[block.name]
+        places = [ctypes.addressof(ctypes.c_char.from_buffer(buffer)) for buffer in (x, y)]
+        for rows in _in_blocks(block, a.width, _CACHED):
+            if a.dtype == b.dtype:
+                size = rows.count * a.width
+                a.read(rows, memoryview(x)[:size])
+                b.read(rows, memoryview(y)[:size])
+                if _LIBC.memcmp(*places, size) == 0:
+                    continue
+            gap, differing = _difference(a.values(rows), b.values(rows), self.tolerance)
+            with self._lock:
+                before = self.found.get(block.name, (0, 0.0))
+                self.found[block.name] = before[0] + differing, max(before[1], gap)
+        with self._lock:
+            self._done += block.count * a.width
+            self.progress(self._done)
+
+
+def _difference(x: Tensor, y: Tensor, tolerance: float) -> tuple[float, int]:
+    """The largest difference of two values, and how many differ: at least 1 where none may and a bit does."""
+    import torch
+
+    gap = (x.double() - y.double()).abs()
+    gap = torch.where(torch.isnan(gap) & ~(torch.isnan(x) & torch.isnan(y)), math.inf, gap).nan_to_num(0, math.inf)
+    return gap.max().item(), int((gap > tolerance).sum()) or int(tolerance == 0)
 
 
 def _config_of(a: Path, b: Path, reference: str | Path | None) -> Path | None:
@@ -97,7 +194,7 @@ def _config_of(a: Path, b: Path, reference: str | Path | None) -> Path | None:
     return next((path for path in candidates if (path / "config.json").exists()), None)
 
 
-def _open(path: Path, config: Path | None) -> tuple[CheckpointReader, dict[str, Entry]]:
+def _open(path: Path, config: Path | None) -> dict[str, Entry]:
     if format_of(path) is Format.HF:
         weights = HFReader(path)
         entries = {name: _whole(weights, name) for name in weights.stored}
@@ -107,7 +204,7 @@ def _open(path: Path, config: Path | None) -> tuple[CheckpointReader, dict[str, 
             and ModelShape.from_dir(config, weights_only=True).tied_embeddings
         ):
             del entries["lm_head.weight"]  # a copy of the embedding
-        return weights, entries
+        return entries
     if config is None:
         raise WeightsError(f"{path} does not say which model it holds; pass --reference with the HF model's directory")
     shape = ModelShape.from_dir(config, weights_only=True)
@@ -116,58 +213,12 @@ def _open(path: Path, config: Path | None) -> tuple[CheckpointReader, dict[str, 
     for mapping in stored_mappings(shape):
         for source, name in enumerate(mapping.hf):
             ranges = tuple(RowRange(mapping.name, s.start, s.rows) for s in mapping.segments_of(source))
-            found[name] = Entry(mapping.hf_shapes[source], saved.dtype(mapping.name), ranges)
-    carried = open_carried(path / HF_FILES, shape)
-    if carried is None:
-        return saved, found
-    found |= {name: _whole(carried, name) for name in carried_names(carried, shape)}
-    return WithCarried(saved, carried), found
+            found[name] = Entry(saved, mapping.hf_shapes[source], saved.dtype(mapping.name), ranges)
+    if (carried := open_carried(path / HF_FILES, shape)) is not None:
+        found |= {name: _whole(carried, name) for name in carried_names(carried, shape)}
+    return found
 
 
 def _whole(weights: HFReader, name: str) -> Entry:
     shape = weights.stored[name].shape
-    return Entry(shape, weights.dtype(name), (RowRange(name, 0, shape[0] if shape else 1),))
-
-
-def _compare(
-    left: CheckpointReader, right: CheckpointReader, a: Entry, b: Entry, tolerance: float
-) -> tuple[str, float]:
-    """How two tensors differ, in one line (empty if they are equal), and the largest difference."""
-    if a.shape != b.shape:
-        return f"shape {a.shape} and {b.shape}", 0.0
-    if a.dtype != b.dtype and not tolerance:
-        return f"dtype {a.dtype} and {b.dtype}", 0.0
-    width = max(1, math.prod(a.shape[1:]) * max(a.dtype.itemsize, b.dtype.itemsize))
-    step = max(1, BLOCK // width)
-    largest, differing = 0.0, 0
-    for start in range(0, a.shape[0], step):
-        count = min(step, a.shape[0] - start)
-        x, y = _rows(left, a, start, count), _rows(right, b, start, count)
-        if x.dtype == y.dtype and _same_bits(x.contiguous(), y.contiguous()):
-            continue
-        gap = (x.double() - y.double()).abs()
-        gap = torch.where(torch.isnan(gap) & ~(torch.isnan(x) & torch.isnan(y)), math.inf, gap).nan_to_num(0, math.inf)
-        differing += int((gap > tolerance).sum()) or int(tolerance == 0)
-        largest = max(largest, gap.max().item())
-    if largest > tolerance or (differing and not tolerance):
-        return f"{differing} of {math.prod(a.shape)} values differ, by at most {largest:.3g}", largest
-    return "", largest
-
-
-def _same_bits(x: Tensor, y: Tensor) -> bool:
-    """torch.equal needs twenty times as long for bytes, and calls two NaNs different."""
-    return int(_LIBC.memcmp(x.data_ptr(), y.data_ptr(), x.nbytes)) == 0
-
-
-def _rows(source: CheckpointReader, entry: Entry, start: int, count: int) -> Tensor:
-    """Rows [start, start + count) of an entry, which may consist of several ranges."""
-    parts, at = [], 0
-    for rows in entry.ranges:
-        low, high = max(start, at), min(start + count, at + rows.count)
-        if low < high:
-            found = source.read(rows.name, rows.start + low - at, high - low)
-            if high - low == count:
-                return found
-            parts.append(found.clone())
-        at += rows.count
-    return torch.cat(parts)
+    return Entry(weights, shape, weights.dtype(name), (RowRange(name, 0, shape[0] if shape else 1),))

@@ -5,6 +5,7 @@ import queue
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from long_lists import ALL_CASES, some
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint import FileSystemReader, TensorStorageMetadata
@@ -57,11 +58,11 @@ def run(function, layout, *args):
 @pytest.mark.parametrize(
     ("model", "saved", "loaded"),
     [
-        ("dense", "dp2do", ["dp2do", "tp2spdo", "pp2vpp2do"]),
-        ("dense", "cp2dp2do", ["cp2dp2do", "pp2do"]),
-        ("tied", "tp2pp2do", ["do", "pp2do", "dp2do"]),
+        ("dense", "dp2do", ["tp2spdo", "dp2do", "pp2vpp2do"]),
+        ("dense", "cp2dp2do", ["pp2vpp2do", "cp2dp2do", "pp2do"]),
+        ("tied", "tp2pp2do", ["dp2do", "do", "pp2do"]),
         ("dense", "tp2", ["pp2", "dp2"]),
-        ("moe", "ep2do", ["ep2do", "ep2tp2spdo", "do"]),
+        ("moe", "ep2do", ["do", "ep2do", "ep2tp2spdo"]),
         ("moe", "tp2spdo", ["dp2do"]),
         ("moe", "dp2do", ["ep2do"]),
         ("moe", "dp2", ["ep2"]),
@@ -73,7 +74,7 @@ def run(function, layout, *args):
 )  # fmt: skip
 def test_training_continues_in_another_layout(model, saved, loaded, tmp_path):
     loss, weights = run(train_and_save, saved, model, tmp_path / "c")
-    for layout in loaded:
+    for layout in loaded if ALL_CASES else loaded[:1]:
         found_loss, found = run(load_and_train, layout, model, tmp_path / "c")
         assert found_loss == pytest.approx(loss, rel=1e-5), layout
         for name in weights:
@@ -101,7 +102,10 @@ def save_with_megatron(rendezvous, layout, model, folder):
     return two_more_updates(policy)
 
 
-@pytest.mark.parametrize(("layout", "model"), [("dp2do", "dense"), ("tp2", "tied"), ("ep2do", "moe")])
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    some([("dp2do", "dense"), ("tp2", "tied"), ("ep2do", "moe")], ("tp2", "tied"), ("ep2do", "moe")),
+)
 def test_a_checkpoint_that_megatron_wrote_loads(layout, model, tmp_path):
     loss, weights = run(save_with_megatron, layout, model, tmp_path / "c")
     found_loss, found = run(load_and_train, layout, model, tmp_path / "c")

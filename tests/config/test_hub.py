@@ -55,5 +55,7 @@ def test_offline_says_what_to_do(cache, capsys):
         local_model("Qwen/Missing")
     with pytest.raises(ConfigError, match="hf download"):
         local_model(f"{NAME}@another-branch")
+    with pytest.raises(ConfigError, match="hf download ORGANISATION/Missing --local-dir models/Missing"):
+        local_model("models/Missing")
     assert main(["plan", "--model", "Qwen/Missing", "--gpus", "8"]) == 2
     assert "hf download Qwen/Missing" in capsys.readouterr().err

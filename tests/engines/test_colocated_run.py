@@ -5,7 +5,7 @@ import re
 import shutil
 
 from forked import records
-from installed_sglang import API_KEY_VARIABLE, SGLANG_VERSIONS
+from installed_sglang import API_KEY_VARIABLE
 from subject import run, send_first_weights
 from tiny_run import environment, raw_config
 
@@ -22,25 +22,24 @@ def rank_of_its_own_node(rendezvous, raw):
     return train(parsed, check_config(parsed, rendezvous.world_size), rendezvous)
 
 
-def test_real_servers_are_colocated_with_the_ranks_of_two_nodes(server_of_version, tmp_path, monkeypatch):
+def test_real_servers_are_colocated_with_the_ranks_of_two_nodes(two_servers, tmp_path, monkeypatch):
     """Three steps, with a checkpoint after the second and at the end. Each server gets its weights from the rank on its
     own node; tensor-parallel halves of every tensor cross the nodes first."""
-    servers = [server_of_version(version) for version in SGLANG_VERSIONS]
-    model = shutil.copytree(servers[0].directory, tmp_path / "model")
+    model = shutil.copytree(two_servers[0].directory, tmp_path / "model")
     raw = raw_config(
         model, tmp_path / "run", trainer__steps=STEPS, trainer__ranks=2, trainer__checkpoint={"every": 2},
         policy__tensor_parallel=2, rollout__engine="sglang",
         rollout__weights={"transport": "tensor", "keep_snapshot": False},
         rollout__servers={
             "device": "cpu", "dtype": "float32", "api_key_env": API_KEY_VARIABLE, "share_gpus": True,
-            "urls": [server.process.url for server in servers],
+            "urls": [server.process.url for server in two_servers],
         },
     )  # fmt: skip
     monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
     try:
         assert run_ranks(2, rank_of_its_own_node, raw, timeout=240) == [0, 0]
     finally:
-        for server in servers:
+        for server in two_servers:
             server.version = STEPS
             run(send_first_weights(server))
     log = (tmp_path / "run" / "logs" / "trainer.log").read_text()

@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from long_lists import some
 from tiny_model import byte_tokenizer, changed_weights, reference_logprobs, tiny_model
 
 from megatron_dapo.config.rollout import EmbeddedConfig
@@ -28,11 +29,15 @@ def prompt_of(seed: int, length: int):
 
 @pytest.mark.parametrize(
     ("temperature", "kind"),
-    [
-        *((temperature, kind) for temperature in (1.0, 0.7, 0.0) for kind in ("qwen2", "qwen3", "qwen3_moe")),
+    some(
+        [
+            *((temperature, kind) for temperature in (1.0, 0.7, 0.0) for kind in ("qwen2", "qwen3", "qwen3_moe")),
+            *((1.0, kind) for kind in ("qwen2_yarn", "qwen2_moe", "qwen3_next", "qwen3_5")),
+        ],
+        (1.0, "qwen2"), (0.7, "qwen3"), (0.0, "qwen3_moe"),
         *((1.0, kind) for kind in ("qwen2_yarn", "qwen2_moe", "qwen3_next", "qwen3_5")),
-    ],
-)
+    ),
+)  # fmt: skip
 def test_logprobs_are_those_of_transformers(kind, temperature):
     """Prompt and response together are longer than a page (64 positions), so attention uses several pages."""
     model, prompt = tiny_model(kind), prompt_of(1, 50)
@@ -50,7 +55,7 @@ def test_logprobs_are_those_of_transformers(kind, temperature):
     assert completion.weight_spans == [WeightSpan(0, 0, len(completion.tokens))]
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "qwen3_next"])
+@pytest.mark.parametrize("kind", some(["qwen3", "qwen3_moe", "qwen3_next"], "qwen3_moe", "qwen3_next"))
 def test_other_requests_do_not_change_a_single_bit(kind):
     """Requests run alone, then among 70 in random order with aborts: identical bits."""
     prompts = [prompt_of(i, 3 + 11 * (i % 9)) for i in range(14)]
@@ -91,7 +96,7 @@ def test_an_interrupted_and_continued_sample_is_the_same_bit_for_bit():
     async def main():
         engine = EmbeddedEngine(tiny_model(), config=SMALL)
         whole = await engine.generate("whole", prompt, params)
-        for cut in (1, 33, 34, 35, 89):
+        for cut in (1, 34, 89):
             prefix = as_tokens(np.concatenate([prompt, whole.tokens[:cut]]))
             rest = await engine.generate(
                 f"rest{cut}", prefix, SamplingParams(max_new_tokens=90 - cut, ignore_eos=True, seed=11)

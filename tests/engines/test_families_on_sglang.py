@@ -6,6 +6,7 @@ import socket
 import pytest
 from conftest import wait_ready
 from installed_sglang import API_KEY_VARIABLE, SGLANG_VERSIONS, RealServer, sglang_python
+from long_lists import some
 from subject import PROMPT, Subject, run
 from tiny_model import tiny_model, write_model
 
@@ -14,7 +15,7 @@ from megatron_dapo.engines.protocol import SamplingParams
 from megatron_dapo.engines.sglang.server_process import ServerProcess
 
 
-@pytest.fixture(params=["llama", "mistral"])
+@pytest.fixture(params=some(["llama", "mistral"], "llama"))
 def server(request, tmp_path):
     version = SGLANG_VERSIONS[-1]
     if not sglang_python(version).exists():

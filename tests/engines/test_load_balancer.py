@@ -1,16 +1,17 @@
-"""The load balancer refills a full server in batches, and every request gets its turn."""
+"""The load balancer refills a full server in batches, every request gets its turn, and slow servers get fewer."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 from collections.abc import Coroutine
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megatron_dapo.engines.sglang.load_balancer import AFFINITY_SLACK, REFILL_SHARE, LoadBalancer
+from megatron_dapo.engines.sglang.load_balancer import AFFINITY_SLACK, MEMORY, REFILL_SHARE, LoadBalancer
 from megatron_dapo.engines.sglang.server_state import ServerState
 
 
@@ -32,8 +33,11 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def acquire(balancer: LoadBalancer, key: int = 0) -> Coroutine[Any, Any, Any]:
-    return balancer.acquire(key, 1, lambda: False, 10.0)
+_names = count()
+
+
+def acquire(balancer: LoadBalancer, key: int = 0, avoid: Any = ()) -> Coroutine[Any, Any, Any]:
+    return balancer.acquire(f"r{next(_names)}", key, 1, 10.0, avoid)
 
 
 def test_a_full_server_is_refilled_in_batches() -> None:
@@ -108,9 +112,10 @@ def test_every_request_gets_its_turn(max_running: int) -> None:
 def test_the_server_of_a_request(in_flight: tuple[int, ...], key: int, avoid: tuple[int, ...], chosen: int) -> None:
     async def scenario() -> None:
         servers, balancer = make(3, 100)
-        for server, count in zip(servers, in_flight, strict=True):
-            server.in_flight = count
-        found = await balancer.acquire(key, 1, lambda: False, 10.0, [servers[i] for i in avoid])
+        for server, load in zip(servers, in_flight, strict=True):
+            server.in_flight = load
+        balancer.refresh()
+        found = await acquire(balancer, key, [servers[i] for i in avoid])
         assert servers.index(found) == chosen
 
     asyncio.run(scenario())
@@ -128,14 +133,86 @@ def test_a_new_request_does_not_overtake_those_that_wait() -> None:
 
         waiting = asyncio.ensure_future(request("first"))
         await settle()
-        only.in_flight -= 1  # there is room, and nobody has been woken yet
-        balancer._full.clear()
         late = asyncio.ensure_future(request("second"))
         await settle()
-        balancer.wake_one()
-        await settle()
-        balancer.release(only)
+        for _ in range(2):
+            balancer.release(only)
+            await settle()
         await asyncio.wait_for(asyncio.gather(waiting, late), 5)
         assert order == ["first", "second"]
+
+    asyncio.run(scenario())
+
+
+def measure(balancer: LoadBalancer, server: Any, tokens_per_second: float) -> None:
+    """As if the server had completed requests at this rate, one at a time."""
+    for _ in range(MEMORY):
+        server.in_flight += 1
+        balancer.release(server, 100, 100 / tokens_per_second, 1.0)
+
+
+def test_requests_go_where_they_are_expected_to_finish_first() -> None:
+    """A hundred fit on each server. The slow one gets none until the others are so full that they are as slow:
+    (40 + 8 + 101) / 1 < 101 / 0.667, with 8 for the cache. A small difference counts as none."""
+
+    async def scenario() -> None:
+        servers, balancer = make(3, 100)
+        for server, rate in zip(servers, (100.0, 60.0, 90.0), strict=True):
+            measure(balancer, server, rate)
+        assert [round(balancer.speeds()[server], 2) for server in servers] == [1.11, 0.67, 1.0]
+        for number in range(80):
+            await acquire(balancer, number)
+        assert servers[1].in_flight == 0 and abs(servers[0].in_flight - 40) <= AFFINITY_SLACK
+        for number in range(60):
+            await acquire(balancer, number)
+        assert 0 < servers[1].in_flight < 30
+
+    asyncio.run(scenario())
+
+
+def test_requests_move_from_a_slow_server_only_while_nobody_waits() -> None:
+    async def scenario() -> None:
+        (slow, fast), balancer = make(2, 10)
+        slow.in_flight, fast.in_flight = 5, 5
+        balancer.refresh()
+        assert balancer.overloaded() is None  # equal
+        measure(balancer, slow, 30.0)
+        measure(balancer, fast, 100.0)
+        # 15 / 0.3 on the slow one. The fast one has room for 5, and is faster with all of them: 20 / 1.
+        assert balancer.overloaded() == (slow, 5)
+        fast.in_flight = 10
+        assert balancer.overloaded() is None  # no room
+        fast.in_flight = 5
+        balancer.open = False
+        waiting = asyncio.ensure_future(acquire(balancer))
+        await settle()
+        balancer.open = True
+        slow.state.withdrawn("failed")
+        assert balancer.overloaded() is None  # it cannot be asked
+        waiting.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_an_abort_and_a_server_that_leaves_wake_nobody_else() -> None:
+    async def scenario() -> None:
+        (first, second), balancer = make(2, 1)
+        assert {await acquire(balancer, 0), await acquire(balancer, 1)} == {first, second}
+        waiting = {n: asyncio.ensure_future(balancer.acquire(n, 0, 1, 10.0)) for n in ("a", "b", "c")}
+        await settle()
+        balancer.cancel("b")
+        await settle()
+        assert waiting["b"].result() is None and not waiting["a"].done() and not waiting["c"].done()
+        balancer.remove(second)
+        second.state.given_up("left")
+        balancer.release(second)  # its last request has returned
+        await settle()
+        assert not waiting["a"].done()
+        balancer.release(first)
+        await settle()
+        assert waiting["a"].result() is first and not waiting["c"].done()
+        balancer.add(third := make(1, 1)[0][0])
+        await settle()
+        assert waiting["c"].result() is third
 
     asyncio.run(scenario())

@@ -282,13 +282,10 @@ def hand_over(rendezvous, urls, directory, config, version):
     return found, buckets.nodes, buckets.senders, len(buckets.plans)
 
 
-def test_ranks_of_two_nodes_hand_all_weights_to_the_engines_of_their_node(sglang_servers):
+def test_ranks_of_two_nodes_hand_all_weights_to_the_engines_of_their_node(two_servers):
     """Shared memory crosses no nodes: each engine reads from a rank of its own node, in turn from all of them."""
-    if len(sglang_servers) < 2:
-        pytest.skip("needs two installed versions of SGLang: make sglang-cpu")
-    servers = [sglang_servers[version] for version in sorted(sglang_servers)]
-    urls, directory = [server.process.url for server in servers], servers[0].directory
-    version = max(server.version for server in servers) + 1
+    urls, directory = [server.process.url for server in two_servers], two_servers[0].directory
+    version = max(server.version for server in two_servers) + 1
     alone = [from_one_process(url, directory, version, seed=0) for url in urls]
     chosen = settings("stage", {"tensor_parallel": 2, "pipeline_parallel": 2})
     weights = chosen.rollout.weights.model_copy(update={"transport": "tensor"})
@@ -300,6 +297,6 @@ def test_ranks_of_two_nodes_hand_all_weights_to_the_engines_of_their_node(sglang
     (other_logprobs, other), (logprobs, checksums) = found
     assert checksums == alone[1][1] and other != checksums
     assert logprobs == pytest.approx(alone[0][0], abs=1e-5) and other_logprobs != pytest.approx(logprobs, abs=1e-2)
-    for server in servers:
+    for server in two_servers:
         server.version = version + 2
         server.model.load_state_dict(weights_of(directory, 0))

@@ -111,7 +111,6 @@ def trainer_rope(patch):
     [
         ("0.5.23", lambda patch: None, 0, "none stands out", "those that were sent"),
         ("0.5.23", trainer_rope, 1, "DIFFERENT from layer 1 on", "those that were sent"),
-        ("0.5.18", trainer_rope, 1, "DIFFERENT from layer 1 on", "those that were sent"),
         (
             "0.5.23",
             functools.partial(other_tokens, owner=SGLangClient, method="score", place=0),
@@ -120,7 +119,7 @@ def trainer_rope(patch):
             "DIFFERENT: ",
         ),
     ],
-    ids=["nothing", "rope", "older", "tokens"],
+    ids=["nothing", "rope", "tokens"],
 )
 def test_a_real_server(version, plant, code, layers, tokens, server_of_version, tmp_path, monkeypatch, capsys):
     server = server_of_version(version)

@@ -12,6 +12,7 @@ from faults import PROMPT, WEIGHTS, fill_batch, run, settings
 from megatron_dapo.engines.protocol import ForeignWeightsError, SamplingParams
 from megatron_dapo.engines.sglang import client, server_state, supervisor, transports
 from megatron_dapo.engines.sglang.engine import SGLangEngine
+from megatron_dapo.engines.sglang.process_group import members_of
 from megatron_dapo.engines.sglang.server_state import Phase
 from megatron_dapo.engines.sglang.supervisor import RestartBudget
 from megatron_dapo.errors import EngineError
@@ -246,18 +247,19 @@ def test_a_restarted_server_joins_a_new_process_group(tmp_path, monkeypatch, not
     async def main():
         chosen = config(tmp_path, transport="distributed")
         fleet, engine = await fake_fleet(chosen, tmp_path, count=2)
-        urls = [process.url for process in fleet.processes]
+        first = members_of(engine.servers)
         for version in (1, 2):
             await update(engine, fleet, version)
-        assert Group.made == [[(urls[0], 0), (urls[1], 0)]]  # one group for both updates
+        assert Group.made == [first]  # one group for both updates
         if noticed == "restarted by the fleet":
             fleet.processes[1].server.dead = True
-            while engine.servers[1].incarnation == 0 or engine.servers[1].state.version is None:
+            while members_of(engine.servers) == first or engine.servers[1].state.version is None:
                 await asyncio.sleep(0.01)
         else:
             fleet.processes[1].server.label = "default"
         await update(engine, fleet, 3)
-        assert Group.made[1:] == [[(urls[0], 0), (urls[1], 1)]]
+        second = members_of(engine.servers)
+        assert Group.made[1:] == [second] and second[0] == first[0] and second[1] != first[1]
         await update(engine, fleet, 4)
         assert len(Group.made) == 2
         await engine.close()
@@ -328,14 +330,19 @@ async def until(true):
         await asyncio.sleep(0.01)
 
 
-def test_a_server_that_hangs_holds_no_update(tmp_path):
+@pytest.mark.parametrize(
+    ("path", "why"), [("/model_info", "it does not answer"), ("/pause_generation", "1 s after the other")]
+)
+def test_a_server_that_hangs_holds_no_update(tmp_path, path, why):
+    """Nor does one that replies, but is much slower than the others."""
+
     async def main():
         fleet, engine = await fake_fleet(config(tmp_path, control_timeout=4, heartbeat=600), tmp_path, count=2)
-        fleet.processes[1].server.hanging = {"/model_info"}
+        fleet.processes[1].server.hanging = {path}
         fleet.processes[1].server.calls.clear()
         report = await engine.update_weights(1, [WEIGHTS])
-        assert report.served_by == (fleet.processes[0].url,) and "1 s after the other" in str(report.failed)
-        assert fleet.processes[1].server.calls.count("/model_info") == 1  # the update has not asked again
+        assert report.served_by == (fleet.processes[0].url,) and why in str(report.failed)
+        assert fleet.processes[1].server.calls.count("/update_weights_from_disk") == 0
         await engine.close()
 
     run(main())

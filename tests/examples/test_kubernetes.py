@@ -1,4 +1,4 @@
-"""examples/kubernetes/jobset.yaml: it names real commands, keys and pods, and its trainer script runs (with a stub as
+"""examples/kubernetes: the manifests name real commands, keys and pods, and the trainer's script runs (with a stub as
 Python)."""
 
 import importlib.util
@@ -13,7 +13,9 @@ from megatron_dapo.cli import build_parser
 from megatron_dapo.config import load_config
 
 JOBSET = yaml.safe_load((ROOT / "examples/kubernetes/jobset.yaml").read_text())
+SERVICE, DEPLOYMENT = yaml.safe_load_all((ROOT / "examples/kubernetes/engines.yaml").read_text())
 PODS = {job["name"]: job["template"]["spec"] for job in JOBSET["spec"]["replicatedJobs"]}
+PODS["engine"] = DEPLOYMENT["spec"]
 PYTHON = """\
 #!/bin/bash
 { echo "$RANK/$LOCAL_RANK of $WORLD_SIZE at $MASTER_ADDR:$MASTER_PORT"; printf '%s\\n' "$@"; } > "said_$RANK"
@@ -44,7 +46,17 @@ def test_the_trainer_pod_starts_its_ranks_with_valid_settings(tmp_path):
     assert words[:3] == ["-u", "-m", "megatron_dapo.cli"]
     args = build_parser().parse_args(words[3:])
     servers = load_config(None, args.set).rollout.servers
-    assert servers.urls == [f"http://dapo-engine-0-{i}.dapo:30000" for i in range(PODS["engine"]["parallelism"])]
+    assert servers.urls == [f"dns://{SERVICE['metadata']['name']}:30000"]
+
+
+def test_engine_pods_come_and_go_without_the_trainer():
+    """They are no part of the JobSet, which would restart it. DNS also lists pods that are not ready: an update pauses
+    every server."""
+    assert [job["name"] for job in JOBSET["spec"]["replicatedJobs"]] == ["trainer"]
+    labels = DEPLOYMENT["spec"]["template"]["metadata"]["labels"]
+    assert DEPLOYMENT["spec"]["selector"]["matchLabels"] == SERVICE["spec"]["selector"] == labels
+    assert SERVICE["spec"]["clusterIP"] == "None" and SERVICE["spec"]["publishNotReadyAddresses"] is True
+    assert SERVICE["spec"]["ports"][0]["port"] == container("engine")["ports"][0]["containerPort"] == 30000
 
 
 def test_a_wrong_configuration_ends_the_job_set(tmp_path):

@@ -51,7 +51,7 @@ runpy.run_module("megatron_dapo.doctor.network", run_name="__main__")
 APPTAINER = """\
 #!/bin/bash
 echo "$(hostname): $*" >> "$(dirname "$0")/apptainer.log"
-while [ "$1" != /images/dapo.sif ]; do shift; done
+while [[ "$1" != */dapo.sif ]]; do shift; done
 shift; exec "$@"
 """
 
@@ -89,6 +89,7 @@ def jobs(cluster, tmp_path_factory):
     model = write_sparse_model(folder / "model", SMALL)
     script(folder / "python", PYTHON)
     script(folder / "apptainer", APPTAINER)
+    (folder / "dapo.sif").touch()
     (folder / "slow.py").write_text(SLOW)
     (folder / "secrets").write_text("# of the tests\nTOKEN=a b'c\n")
     (folder / "secrets").chmod(0o600)
@@ -122,7 +123,7 @@ def export_none(cluster, folder, model):
     """In an Apptainer container, with --export=NONE."""
     config = published_run(
         folder, model, "export_none", "slurm.partition=work", "slurm.extra=[--export=NONE]",
-        "slurm.container_runtime=apptainer", "slurm.container_image=/images/dapo.sif",
+        "slurm.container_runtime=apptainer", f"slurm.container_image={folder}/dapo.sif",
         f"slurm.environment_file={folder}/secrets", f"slurm.setup=['export PATH={folder}:$PATH']",
     )  # fmt: skip
     assert launch.run_slurm(config) == 0
@@ -207,7 +208,7 @@ def test_every_step_of_the_32b_script_runs_in_apptainer(jobs):
     assert len(recorded) == 12  # 8 ranks, 4 engines
     folder = case.dir.parent
     for line in recorded:
-        assert f": exec --nv --pwd {folder} --bind {folder}:{folder} /images/dapo.sif " in line
+        assert f": exec --nv --pwd {folder} --bind {folder}:{folder} {folder}/dapo.sif " in line
         assert "a b'c" not in line
     assert sum("megatron_dapo.cli train" in line for line in recorded) == 8
 

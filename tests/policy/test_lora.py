@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from joined_ranks import RankJobs
+from long_lists import some
 from reference_models import fp64, hf_model, hf_weights, in_fp64, naive_gradients
 from safetensors.torch import load_file, save_file
 
@@ -76,17 +77,19 @@ def traced(layout, model, planted="", *options):
 
 LAYOUTS = {
     (layout, model): traced(layout, model)
-    for layout, model in [
-        ("tp2", "dense"), ("tp2sp", "dense"), ("pp2vpp2", "tied"), ("cp2", "dense"), ("dp2do", "moe"), ("ep2", "moe"),
-        ("tp2sp", "hybrid"), ("ep2tp2sp", "moe-shared"),
-    ]
+    for layout, model in some(
+        [("tp2", "dense"), ("tp2sp", "dense"), ("pp2vpp2", "tied"), ("cp2", "dense"), ("dp2do", "moe"), ("ep2", "moe"),
+         ("tp2sp", "hybrid"), ("ep2tp2sp", "moe-shared")],
+        ("tp2", "dense"), ("pp2vpp2", "tied"), ("cp2", "dense"), ("dp2do", "moe"), ("ep2", "moe"), ("tp2sp", "hybrid"),
+    )
 }  # fmt: skip
 LAYOUTS["tp2sp", "recomputed"] = traced("tp2sp", "dense", "", "full")
 WRONG = {
     planted: traced(layout, "dense", planted)
-    for planted, layout in [
-        ("no sum of A's gradient", "tp2"), ("no sum of A·x", "tp2"), ("no sum over the sequence's parts", "tp2sp"),
-    ]
+    for planted, layout in some(
+        [("no sum of A's gradient", "tp2"), ("no sum of A·x", "tp2"), ("no sum over the sequence's parts", "tp2sp")],
+        ("no sum of A's gradient", "tp2"),
+    )
 }  # fmt: skip
 
 
@@ -119,8 +122,9 @@ def make_policy(rendezvous, layout, shape, folder, tensors=None, **settings):
 def gradients(rendezvous, shape, folder, tensors):
     policy = make_policy(rendezvous, "single", shape, folder, tensors)
     loss = policy.gradients(awkward_batch(shape, 0))["loss"]
-    batch = awkward_batch(shape, 0)
-    return loss, gather_full(policy, policy.runtime, gradient=True), policy.reference_log_probs(batch).tolist()
+    trained = sum(parameter.requires_grad for chunk in policy.model for parameter in chunk.parameters())
+    found = gather_full(policy, policy.runtime, gradient=True)
+    return loss, found, policy.reference_log_probs(awkward_batch(shape, 0)).tolist(), trained
 
 
 def base_log_probs(rendezvous, shape, folder):
@@ -155,7 +159,7 @@ def test_gradients_are_those_of_the_merged_model(oracle):
     config = selfcheck_config(LayoutSpec.parse("single"))
     with fp64():
         loss, weights = naive_gradients(in_fp64(merged, shape), awkward_batch(shape, 0), config)
-    ours, found, without = jobs.add(1, gradients, shape, base, tensors).results()[0]
+    ours, found, without, trained = jobs.add(1, gradients, shape, base, tensors).results()[0]
     assert ours == pytest.approx(loss, rel=1e-5)
     scale, checked = LORA["alpha"] / LORA["rank"], 0
     for name, change in weights.items():
@@ -166,7 +170,7 @@ def test_gradients_are_those_of_the_merged_model(oracle):
             error = (found[adapter_name(name, half)].double() - expected).norm() / expected.norm().clamp_min(1e-12)
             assert error < 1e-5, (name, half)
             checked += 1
-    assert checked == len(tensors) == len(found)
+    assert checked == len(tensors) == len(found) == trained, "the base is not trained"
     # The reference policy is the base without adapters.
     assert without == pytest.approx(jobs.add(1, base_log_probs, shape, base).results()[0][:], abs=1e-6)
 

@@ -68,8 +68,8 @@ CASES = {
     "deterministic": (2, "dense", {"context_parallel": 2, "deterministic": True}),
 }  # fmt: skip
 CASES = some(
-    CASES, "uneven-pp3", "uneven-vpp", "tp-above-kv-heads", "etp2-ep2", "etp2-without-tp", "allgather-cp",
-    "recompute-dense", "recompute-moe", "param-gather-tp2dp2", "fused-adam",
+    CASES, "uneven-vpp", "tp-above-kv-heads", "etp2-without-tp", "allgather-cp", "recompute-dense", "recompute-moe",
+    "param-gather-moe", "fused-adam",
 )  # fmt: skip
 
 single = {model: traced(1, model) for model in SHAPES}
@@ -113,7 +113,11 @@ def moved(rendezvous, config, shape, folder):
     return loaded, updated, restored, same
 
 
-MOVED = ["uneven-pp3", "uneven-vpp", "tp-above-kv-heads", "etp2-ep2", "param-gather-tp2dp2", "fused-adam"]
+MOVED = some(
+    ["uneven-pp3", "uneven-vpp", "tp-above-kv-heads", "etp2-without-tp", "etp2-ep2", "param-gather-tp2dp2",
+     "fused-adam"],
+    "uneven-vpp", "tp-above-kv-heads", "etp2-without-tp", "fused-adam",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from long_lists import some
 
 from megatron_dapo.config import parse_config
 from megatron_dapo.policy.megatron.runtime import initialize
@@ -64,8 +65,9 @@ def updates(rendezvous, layout, kind, precision, offload):
 
 @pytest.mark.parametrize(
     ("layout", "kind", "precision"),
-    [("single", "dense", "bf16"), ("dp2do", "dense", "fp32"), ("tp2", "dense", "bf16"), ("ep2", "moe", "fp32")],
-)
+    some([("single", "dense", "bf16"), ("dp2do", "dense", "fp32"), ("tp2", "dense", "bf16"), ("ep2", "moe", "fp32")],
+         ("dp2do", "dense", "fp32"), ("ep2", "moe", "fp32"), ("tp2", "dense", "bf16")),
+)  # fmt: skip
 def test_updates_are_the_same_with_and_without_offloading(layout, kind, precision):
     ranks = LayoutSpec.parse(layout).world_size
     resident = run_ranks(ranks, updates, layout, kind, precision, False)

@@ -74,8 +74,8 @@ LAYOUTS = {
     "tp2cp2sp": {}, "dp2": {}, "ep2": {"recompute": "full"}, "pp2": {"recompute": "full"},
     "pp2vpp2": {"recompute": "full"}, "ep2pp2": {"recompute": "selective", "recompute_modules": ["moe"]},
 }  # fmt: skip
-LAYOUTS = some(LAYOUTS, "single", "tp2sp", "tp2cp2sp", "ep2", "pp2vpp2")
-RECORDED = some(("single", "tp2cp2sp", "pp2vpp2", "dp2", "ep2tp2sp"), "single", "tp2cp2sp", "pp2vpp2")
+LAYOUTS = some(LAYOUTS, "single", "tp2cp2sp", "ep2", "pp2vpp2")
+RECORDED = some(("single", "tp2cp2sp", "pp2vpp2", "dp2", "ep2tp2sp"), "tp2cp2sp", "pp2vpp2")
 jobs = RankJobs()
 
 

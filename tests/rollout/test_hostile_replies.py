@@ -88,37 +88,43 @@ def refused(chance):
     return web.Response(status=status, headers={"Retry-After": later} if chance.random() < 0.5 else {})
 
 
-def hostile_judge(chance, counts):
-    """Every second response is right; a third of the replies are mutated: of HTTP, of the chat, or of its text."""
+def hostile_service(chance, counts):
+    """Grades at random; a third of the replies are mutated: of HTTP, of their JSON, or of the text of a judge."""
 
     async def answer(request):
-        number = re.findall(r'"id": "(\w{16})"', (await request.json())["messages"][-1]["content"])[-1]
-        verdict = {"reason": "why", "score": chance.choice((0, 1)), "id": number}
-        kind = chance.choice(("http", "chat", "text", "text", "refused")) if chance.random() < 0.35 else ""
+        asked, score = await request.json(), chance.choice((0, 1))
+        kind = chance.choice(("http", "json", "text", "text", "refused")) if chance.random() < 0.35 else ""
         counts["mutated"] += bool(kind)
         if kind == "refused":
             return refused(chance)
-        text = mutated(chance, verdict).decode(errors="replace") if kind == "text" else json.dumps(verdict)
-        reply = {"choices": [{"message": {"content": text}, "finish_reason": "stop"}], "usage": {"total_tokens": 9}}
+        if "responses" in asked:
+            grade = {"score": score, "correct": score > 0, "extracted": "a", "reason": "", "turns": [0.5]}
+            reply = {"grades": [chance.choice((grade.copy(), score, score > 0)) for _ in asked["responses"]]}
+        else:
+            number = re.findall(r'"id": "(\w{16})"', asked["messages"][-1]["content"])[-1]
+            verdict = {"reason": "why", "score": score, "id": number}
+            text = mutated(chance, verdict).decode(errors="replace") if kind == "text" else json.dumps(verdict)
+            reply = {"choices": [{"message": {"content": text}, "finish_reason": "stop"}], "usage": {"total_tokens": 9}}
         if kind == "http":
             return raw_reply(request, damaged_http(chance, json.dumps(reply).encode()))
-        return web.Response(body=mutated(chance, reply) if kind == "chat" else json.dumps(reply).encode())
+        changes = kind == "json" or (kind == "text" and "grades" in reply)
+        return web.Response(body=mutated(chance, reply) if changes else json.dumps(reply).encode())
 
     return answer
 
 
 @asynccontextmanager
-async def judging(chance, counts):
-    """The real judge in front of such a server."""
+async def remote_graders(grader, chance, counts):
+    """The real grader in front of such a server."""
     app = web.Application()
-    app.router.add_post("/{path:.*}", hostile_judge(chance, counts))
+    app.router.add_post("/{path:.*}", hostile_service(chance, counts))
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    judge = {"urls": ["http://{}:{}".format(*runner.addresses[0])], "model": "m", "backoff": 0.001, "retries": 1,
-             "max_failures": 10**6}  # fmt: skip
+    service = {"urls": ["http://{}:{}".format(*runner.addresses[0])], "backoff": 0.001, "retries": 1}
+    service |= {"max_failures": 10**6} | ({"model": "m"} if grader == "judge" else {"batch_wait": 0.001, "batch": 4})
     try:
-        async with open_graders(RewardConfig(grader="judge", judge=judge)) as graders:
+        async with open_graders(RewardConfig(grader=grader, **{grader: service})) as graders:
             yield graders
     finally:
         await runner.cleanup()
@@ -134,7 +140,7 @@ def hostile_grade(chance, index):
     return Grade(**fields)
 
 
-@pytest.mark.parametrize("rewarded_by", ["grader", "function", "judge"])
+@pytest.mark.parametrize("rewarded_by", ["grader", "function", "judge", "http"])
 def test_no_step_is_lost_and_nothing_hostile_is_trained_or_saved(rewarded_by, monkeypatch):
     monkeypatch.setattr(server_state, "BACKOFF", (0.001, 0.004))
     monkeypatch.setattr(load_balancer, "TICK", 0.002)
@@ -159,8 +165,9 @@ def test_no_step_is_lost_and_nothing_hostile_is_trained_or_saved(rewarded_by, mo
         engine = await SGLangEngine.connect([server.url for server in servers], config, version=VERSION)
         engine.vocabulary = VOCABULARY
         made = RolloutFunction("python:a.b", function, {}, Texts()) if rewarded_by == "function" else None
-        async with judging(chance, counts) as judge:
-            how = judge.grade if rewarded_by == "judge" else grade
+        remote = rewarded_by in ("judge", "http")
+        async with remote_graders(rewarded_by if remote else "judge", chance, counts) as graders:
+            how = graders.grade if remote else grade
             sampler = Sampler(engine, how, Prompts(), config, groups_per_step=8, function=made)
             while counts["mutated"] < REPLIES:
                 batch = await sampler.collect(counts["steps"])
@@ -168,7 +175,7 @@ def test_no_step_is_lost_and_nothing_hostile_is_trained_or_saved(rewarded_by, mo
                 counts["steps"] += 1
                 counts["rejected"] += batch.metrics.get("rollout/rejected_replies", 0)
                 counts["ungraded"] += batch.metrics.get("rollout/rejected_grades", 0)
-            counts["ungraded"] += judge.metrics()["reward/ungraded"]
+            counts["ungraded"] += graders.metrics()["reward/ungraded"]
         await engine.close()
 
     asyncio.run(main())

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from long_lists import ALL_CASES
 from simulation import (
     Prompts,
     SimulatedEngine,
@@ -30,7 +31,7 @@ from megatron_dapo.rollout.sampler import Sampler, SamplingLimitError
 from megatron_dapo.types import FinishReason, Grade, Group, WeightSpan, as_logprobs, as_tokens
 
 
-@settings(max_examples=80)
+@settings(max_examples=80 if ALL_CASES else 25)
 @given(
     cuts=st.lists(st.floats(0.05, 8.0), min_size=1, max_size=5), jitter=st.floats(0.01, 1.0), reload=st.booleans(),
     in_order=st.sampled_from([(1.0, "completion"), (1.0, "prompt"), (2.5, "prompt"), ("adaptive", "prompt")]),

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from long_lists import ALL_CASES
 from simulation import (
     TIMINGS,
     Prompts,
@@ -29,7 +30,7 @@ from megatron_dapo.rollout.sampler import Sampler, SamplingLimitError
 from megatron_dapo.types import FinishReason, Grade, Group, Prompt, Sample, WeightSpan, as_logprobs, as_tokens
 
 
-@settings(max_examples=120)
+@settings(max_examples=120 if ALL_CASES else 50)
 @given(
     needed=st.integers(1, 6), samples=st.integers(2, 4), slots=st.integers(1, 24), share=st.floats(0.15, 0.85),
     oversampling=st.sampled_from([1.0, 1.3, 2.0, 3.0, "adaptive"]), order=st.sampled_from(["completion", "prompt"]),

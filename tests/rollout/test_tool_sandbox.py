@@ -118,6 +118,19 @@ def call(x86, arm, *values):
 """
 DENIED, EPERM, ANYTHING = "PermissionError", "Operation not permitted", ""
 FLOOD = "parts = []\nfor i in range(600):\n  {}\n  os.write(parts[-1], bytes(2**20)); print(i + 1, flush=True)"
+HIDDEN = (
+    "libc.prctl(4, 0)\nparts = []\nfor i in range(9):\n  parts.append(os.open('x', os.O_CREAT | os.O_WRONLY))\n"
+    "  os.remove('x'); os.write(parts[-1], bytes(10**6))\ntime.sleep(9)"
+)
+# One page in each GiB has page tables of its own, two of them.
+TABLES = """
+libc.mmap.restype, libc.mmap.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 4]
+for i in range(1, 65536):
+    page = libc.mmap(i << 30, mmap.PAGESIZE, 1, 0x100022, -1, 0)
+    if page == i << 30: ctypes.string_at(page, 1)
+print([line for line in open('/proc/self/status') if 'VmPTE' in line]); time.sleep(1)
+"""
+BYTE = "x = ctypes.create_string_buffer(9); at = ctypes.addressof(x); "
 NESTED = "import os\nfor i in range(3000): os.mkdir('d' * 9); os.chdir('d' * 9)\n'deep'"
 SEARCH = """
 import re
@@ -160,6 +173,8 @@ ATTACKS = [
     ("open(os.__file__, 'a')", DENIED), ("os.chroot('.')", DENIED), ("open('/proc/self/oom_score_adj', 'w')", DENIED),
     ("open('/proc/sys/kernel/core_pattern', 'w')", "Error"), ("os.listdir('/dev/shm')", DENIED),
     ("open('x', 'w').write('#!/bin/sh'); os.execv('./x', ['x'])", DENIED),
+    (BYTE + "call(463, 463, -100, TARGET.encode(), 0, b'user.x', struct.pack('QII', at, 1, 0), 16)", "not implemented"),
+    ("call(469, 469, -100, TARGET.encode(), bytes(24), 24, 0)", "not implemented"),
     # processes
     ("os.fork()", DENIED), ("while True: os.fork()", DENIED), ("subprocess.run(['true'])", DENIED),
     ("os.posix_spawn('/bin/true', ['true'], {})", DENIED), ("call(56, 220, 17, 0, 0, 0, 0)", EPERM),
@@ -215,8 +230,14 @@ ATTACKS = [
     (FLOOD.format("parts.append(os.open('x', os.O_CREAT | os.O_WRONLY)); os.remove('x')"), "disk|Too many open files"),
     (FLOOD.format("parts.append(os.open('.', os.O_TMPFILE | os.O_WRONLY, 0o600))"), "disk|Too many open files"),
     (FLOOD.format("parts.append(os.open(str(i), os.O_CREAT | os.O_WRONLY)); os.rename(str(i), 'x')"), "disk|Too many"),
-    ("parts = []\nfor i in range(999): parts += os.pipe(); fcntl.fcntl(parts[-1], 1031, 2**20)", "Error"),
+    ("parts = []\nfor i in range(999): parts += os.pipe(); os.write(parts[-1], bytes(2**16))", "Too many open files"),
     ("libc.mlockall(3); x = bytearray(2**30)", "memory"),
+    # memory of the kernel
+    (BYTE + "call(278, 75, os.pipe()[1], struct.pack('QQ', at, 1), 1, 0)", EPERM),
+    (TABLES, "memory"), (HIDDEN, "disk"), ("os.splice(0, os.pipe()[1], 1)", DENIED),
+    ("r, w = os.pipe(); os.write(w, b'x'); call(276, 77, r, os.pipe()[1], 1, 0)", EPERM),
+    ("call(294, 26, 0)", EPERM), ("call(444, 444, struct.pack('Q', 1), 8, 0)", EPERM),
+    ("fcntl.fcntl(os.pipe()[1], 1031, 2**20)", DENIED),
 ]  # fmt: skip
 
 # Runs the worker without namespaces (as in most containers), or as another user.
@@ -394,7 +415,7 @@ def test_the_filter_refuses_the_calls_of_both_machines(machine):
         table[column] for table in (confinement._CLONE, confinement._OPENAT, confinement._PRLIMIT)
     )
     assert decide(clone, 0x3D0F00, **usual) == allow and decide(clone, 17, **usual) == deny
-    assert decide(435, **usual) == confinement._ABSENT
+    assert decide(435, **usual) == decide(463, **usual) == confinement._ABSENT
     assert decide(prlimit, 0, **usual) == allow and decide(prlimit, 4711, **usual) == deny
     assert decide(openat, 0, 0, os.O_RDONLY, network=False, writing=False) == allow
     assert decide(openat, 0, 0, os.O_WRONLY, network=False, writing=False) == deny

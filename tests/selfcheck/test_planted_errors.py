@@ -2,6 +2,7 @@
 
 import planted_errors as errors
 import pytest
+from long_lists import some
 
 from megatron_dapo.selfcheck import layouts
 from megatron_dapo.selfcheck.cases import Variants, cases_of, random_cases
@@ -55,6 +56,11 @@ CHOSEN = {  # the cheapest case that each error affects
 }
 CRITIC = errors.value_gradients_added_over_tensor_ranks  # random cases have no critic
 (CHOSEN[CRITIC],) = cases_of(errors.PLANTED[CRITIC][0], variants=Variants(["dense"]))
+CHOSEN = some(
+    CHOSEN, errors.experts_reduced_over_data_ranks_only, errors.megatrons_auxiliary_loss,
+    errors.experts_of_other_tokens, errors.padding_is_balanced, errors.tokens_counted_over_data_ranks_only,
+    errors.norms_of_own_tokens, CRITIC,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -6,12 +6,14 @@ python fake_server.py PORT [seconds per response]
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import sys
 from collections.abc import Callable
 from typing import Any
 
+import aiohttp
 from aiohttp import web
 
 from megatron_dapo.engines.sglang.client import CHECKSUM_LOADERS
@@ -172,7 +174,7 @@ class FakeServer:
             return web.json_response({"meta_info": {"input_token_logprobs": entries}})
         while self.paused:
             await asyncio.sleep(0.01)
-        rid, wanted = body["rid"], min(body["sampling_params"]["max_new_tokens"], 8)
+        rid, wanted = body.get("rid", ""), min(body["sampling_params"]["max_new_tokens"], 8)
         cut = self._running[rid] = asyncio.Event()
         try:
             await asyncio.wait_for(cut.wait(), self.seconds)
@@ -231,6 +233,35 @@ class FakeServer:
     async def _label(self, request: web.Request, body: dict[str, Any]) -> web.Response:
         self.label = body["new_version"]
         return web.json_response({"success": True})
+
+
+class Proxy(FakeServer):
+    """Passes calls on to `target`, and breaks the connections that `drop` names. Responses that are not aborted take
+    1/`speed` times as long."""
+
+    def __init__(self, target: str, speed: float = 1.0) -> None:
+        super().__init__()
+        self.target = target
+        self.speed = speed
+
+    async def _reply(self, path: str, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        headers = {"Authorization": request.headers["Authorization"], "Content-Type": "application/json"}
+        data = json.dumps(body).encode() if request.method == "POST" else None
+        clock, rid = asyncio.get_running_loop().time, str(body.get("rid"))
+        began, cut = clock(), asyncio.Event()
+        if path == "/generate":
+            self._running[rid] = cut
+        elif path in ("/abort_request", "/pause_generation"):
+            await self._abort(request, body if path == "/abort_request" else {"abort_all": True})
+        async with (
+            aiohttp.ClientSession() as session,
+            session.request(request.method, self.target + path, data=data, headers=headers) as reply,
+        ):
+            response = web.Response(status=reply.status, body=await reply.read(), content_type=reply.content_type)
+        if path == "/generate" and self.speed < 1:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(cut.wait(), (clock() - began) * (1 / self.speed - 1))
+        return response
 
 
 def raw_reply(request: web.Request, content: bytes) -> web.Response:

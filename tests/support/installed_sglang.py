@@ -4,8 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from long_lists import some
+
 ROOT = Path(__file__).resolve().parents[2]
-SGLANG_VERSIONS = ("0.5.18", "0.5.23")
+SGLANG_VERSIONS = tuple(some(("0.5.18", "0.5.23"), "0.5.23"))  # oldest first
 API_KEY_VARIABLE = "MEGATRON_DAPO_TEST_KEY"  # environment variable with the key of these servers
 
 

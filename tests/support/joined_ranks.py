@@ -59,7 +59,8 @@ class RankJobs:
         waiting = self.waiting[asked.world]
         place = next(i for i, job in enumerate(waiting) if job is asked)
         first = place - place % JOBS_PER_FORK
-        jobs = waiting[first : first + JOBS_PER_FORK]
+        # Those that were added after a fork of their block have it without the others.
+        jobs = [job for job in waiting[first : first + JOBS_PER_FORK] if job.outcomes is None]
         try:
             per_rank = run_ranks(asked.world, _run_all, jobs, timeout=self.timeout)
         except RanksTimedOut as error:

@@ -14,7 +14,7 @@ from megatron_dapo.config import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
-FILES = sorted(str(path.relative_to(ROOT)) for path in EXAMPLES.rglob("*.yaml") if path.stem != "jobset")
+FILES = sorted(str(path.relative_to(ROOT)) for path in EXAMPLES.rglob("*.yaml") if path.parent.name != "kubernetes")
 
 
 TINY = CONFIGS["Qwen2.5-0.5B"] | {

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from forked import assert_same, at_point, records, run, run_straight, send_signal
+from long_lists import some
 from tiny_run import environment, evaluated_config
 
 from megatron_dapo.checkpoints.folder import check_resume
@@ -193,12 +194,16 @@ def earlier_memory(run_dir):
 BEYOND = {"$array": ["<i4", [9], 1 << 40]}
 FILES = ("policy/__0_0.distcp", "policy/.metadata", "policy/common.pt", "policy/metadata.json", "policy/hf/config.json",
          "trainer.json", "trainer.arrays", "rng/rank_0.json", "manifest.json")  # fmt: skip
-CHECKPOINT = {  # the newest checkpoint cannot be used
+DAMAGES = (flip, cut, empty, lengthen, Path.unlink, as_folder, as_pipe)
+DAMAGED_FILES = {
     f"{damage.__name__} {file}": partial(lambda damage, file, run_dir: damage(newest(run_dir) / file), damage, file)
     for file in FILES
-    for damage in (flip, cut, empty, lengthen, Path.unlink, as_folder, as_pipe)
+    for damage in DAMAGES
     if not (file == "manifest.json" and damage is flip)  # one bit of a checksum, or of a name: see below
-} | {
+}
+EACH_FILE = (f"{DAMAGES[i % 7].__name__} {file}" for i, file in enumerate(FILES))
+CHECKPOINT = {  # the newest checkpoint cannot be used
+    **some(DAMAGED_FILES, *EACH_FILE, "unlink manifest.json"),
     "an empty folder": lambda run_dir: shutil.rmtree(newest(run_dir)) or newest(run_dir).mkdir(),
     "a file": at(f"checkpoints/{NEWEST}", as_file),
     "no policy": lambda run_dir: shutil.rmtree(newest(run_dir) / "policy"),
@@ -387,7 +392,7 @@ WHOLE = {
 }
 
 
-@pytest.mark.parametrize("case", WHOLE)
+@pytest.mark.parametrize("case", some(WHOLE, "a batch that cannot be trained on", "files in the way"))
 def test_resumed_to_the_end_its_numbers_are_those_of_the_undisturbed_run(case, stopped, straight, tmp_path):
     shutil.copytree(stopped[0], tmp_path / "run", symlinks=True)
     WHOLE[case](tmp_path / "run")

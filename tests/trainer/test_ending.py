@@ -13,7 +13,7 @@ from megatron_dapo import fault_points
 from megatron_dapo.config import check_config, parse_config
 from megatron_dapo.engines.embedded.engine import EmbeddedEngine
 from megatron_dapo.errors import EngineError, RankError
-from megatron_dapo.evaluate import EvaluationError
+from megatron_dapo.evaluation import EvaluationError
 from megatron_dapo.processes.fork_ranks import run_ranks
 from megatron_dapo.trainer import rollout_driver
 from megatron_dapo.trainer.loop import train

@@ -74,7 +74,7 @@ KILLS = {
 }
 
 
-@pytest.mark.parametrize("moment", KILLS)
+@pytest.mark.parametrize("moment", some(KILLS, "sampling", "sending weights"))
 def test_killed_and_resumed_is_the_same_run(moment, straight, folder, tmp_path):
     staleness, run_dir = straight
     raw = ahead(folder, tmp_path, staleness, **BETWEEN_BATCHES)

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from forked import at_point, fail_with, records, run, send_signal
+from long_lists import some
 from tiny_run import HERE, command, environment, make_model, raw_config, write_config
 
 from megatron_dapo import cli, fault_points
@@ -81,7 +82,10 @@ OPTIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(
+    "option",
+    some(OPTIONS, "naive GRPO", "overlong filtering", "soft punishment", "kl", "gspo", "partial rollouts"),
+)
 def test_every_option_trains(option, folder, tmp_path):
     raw = raw_config(folder, tmp_path, trainer__steps=3, **OPTIONS[option])
     assert run(raw) == 0

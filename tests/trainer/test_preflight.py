@@ -6,6 +6,7 @@ from tiny_run import raw_config
 from megatron_dapo.config import ConfigError, check_config, parse_config
 from megatron_dapo.config.trainer import WandbConfig
 from megatron_dapo.data import arithmetic_problems, run_data, write_arithmetic
+from megatron_dapo.errors import UserError
 from megatron_dapo.launch.local import run_training
 from megatron_dapo.trainer.preflight import _check_best_metric, _check_wandb, check_setup
 from megatron_dapo.trainer.rollout_driver import RolloutDriver
@@ -66,6 +67,22 @@ def test_the_run_gets_the_prompts_that_were_checked(ranks, config, monkeypatch):
 
     monkeypatch.setattr("megatron_dapo.trainer.loop.train", train)
     assert run_training(parse_config(config)) == 6 + 64
+
+
+def test_a_start_names_hosts_without_an_address(config, monkeypatch, capsys):
+    """It goes on: under Kubernetes names come with the pods."""
+    config["rollout"]["servers"] = {"urls": ["http://engien.invalid:1", "http://localhost:1"]}
+    config["reward"] = {"grader": "judge", "judge": {"urls": ["https://jugde.invalid/v1"], "model": "m"}}
+    monkeypatch.setattr("megatron_dapo.trainer.loop.train", lambda *arguments: 0)
+    assert run_training(parse_config(config)) == 0
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "has no address here" in line]
+    assert [line.split(" has")[0] for line in warnings] == [
+        "warning: reward.judge.urls: the host name 'jugde.invalid'",
+        "warning: rollout.servers.urls: the host name 'engien.invalid'",
+    ]
+    config["reward"] = {"graders": [{**config["reward"], "weight": 1.0}, {"grader": "python:nowhere.f", "weight": 1.0}]}
+    with pytest.raises(UserError, match="nowhere"):
+        run_training(parse_config(config))
 
 
 def test_every_source_is_reported_and_checked(config, tmp_path):

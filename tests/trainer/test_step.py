@@ -28,31 +28,44 @@ from megatron_dapo.types import (
     as_tokens,
 )
 
-CONFIG = parse_config({"trainer": {"prompts_per_step": 2, "mini_batch_prompts": 1}})
+TWO_PROMPTS = {"trainer": {"prompts_per_step": 2, "mini_batch_prompts": 1}}
+CONFIG = parse_config(TWO_PROMPTS)
 
 
-def shared(rendezvous, is_moe):
+def shared(rendezvous, config):
     """What the second of two data-parallel ranks gets: samples 1, 3 and 5."""
     dist.init_process_group("gloo", init_method=rendezvous.url, rank=rendezvous.rank, world_size=2)
     alone = [dist.new_group([rank]) for rank in range(2)][rendezvous.rank]
     groups = SimpleNamespace(dp=dist.group.WORLD, cp=alone, mp=alone)
     runtime = Runtime(torch.device("cpu"), groups, rendezvous.rank, 2)
     collectives = Collectives(runtime, SimpleNamespace(number=0))
-    policy = SimpleNamespace(
-        step=SimpleNamespace(shares=lambda lengths, mini: [[0, 2, 4], [1, 3, 5]]), shape=SimpleNamespace(is_moe=is_moe)
-    )
+    policy = SimpleNamespace(step=SimpleNamespace(shares=lambda lengths, mini: [[0, 2, 4], [1, 3, 5]]))
     source = StepBatch(0, groups_of_turns()) if rendezvous.rank == 0 else None
-    step = TrainStep.share(source, CONFIG, collectives, policy)
+    step = TrainStep.share(source, parse_config(config), collectives, policy)
     batch = step.batch
     return batch.engine_logprobs, batch.select([1, 3, 5]).engine_logprobs, batch.tokens, batch.rollouts, batch.loss_mask
 
 
-@pytest.mark.parametrize("is_moe", [False, True])
-def test_every_rank_of_a_model_with_experts_has_all_log_probs(is_moe):
-    """The load-balancing loss needs the denominator of the whole mini-batch, and masks depend on log-probs."""
-    (all_logprobs, mine, tokens, rollouts, mask), found = run_ranks(2, shared, is_moe)
+MASKS = {"off_policy": {"geometric_mask": [0.5, 2]}}
+
+
+@pytest.mark.parametrize(
+    "algorithm, balance, everywhere",
+    [
+        (MASKS, 0.0, False),
+        ({}, 0.1, False),
+        (MASKS, 0.1, True),
+        (MASKS | {"positive_coefficient": 0.1}, 0.0, True),
+        ({"off_policy": {"importance_weight": "token", "normalize_weights": True}}, 0.0, True),
+    ],
+)
+def test_every_rank_has_all_log_probs_where_a_count_depends_on_them(algorithm, balance, everywhere):
+    """The load-balancing loss and the positive term need the denominator of the whole mini-batch, without the sequences
+    that masks exclude."""
+    config = TWO_PROMPTS | {"algorithm": algorithm, "policy": {"moe_aux_loss_coefficient": balance}}
+    (all_logprobs, mine, tokens, rollouts, mask), found = run_ranks(2, shared, config)
     assert np.array_equal(found[1], mine)
-    assert np.array_equal(found[0], all_logprobs) == is_moe
+    assert np.array_equal(found[0], all_logprobs) == everywhere
     assert not np.array_equal(found[2], tokens)  # tokens go only where they are trained
     assert rollouts.tolist() == found[3].tolist() == [0, 1, 1, 2, 3, 4]
     assert np.array_equal(found[4], mask)

@@ -40,8 +40,8 @@ def test_a_complete_directory_gives_its_shape_without_reading_tensors(sharded, m
     assert check_model_directory(sharded) == ModelShape.from_dir(sharded)
 
 
-def test_a_model_directory_is_checked_and_converted_without_torch(sharded, tmp_path):
-    """Its import takes longer than the conversion of a small model."""
+def test_a_model_directory_is_checked_converted_and_compared_without_torch(sharded, tmp_path):
+    """Its import takes longer than the conversion of a small model; that of the whole configuration half as long."""
     script = f"""if True:
         import sys
         from megatron_dapo.cli import main
@@ -49,7 +49,8 @@ def test_a_model_directory_is_checked_and_converted_without_torch(sharded, tmp_p
         check_model_directory({str(sharded)!r})
         assert main(["convert", "hf-to-megatron", {str(sharded)!r}, "{tmp_path}/megatron"]) == 0
         assert main(["convert", "megatron-to-hf", "{tmp_path}/megatron", "{tmp_path}/hf"]) == 0
-        assert not {{"torch", "transformers", "megatron"}} & set(sys.modules)
+        assert main(["convert", "verify", {str(sharded)!r}, "{tmp_path}/megatron"]) == 0
+        assert not {{"torch", "transformers", "megatron", "pydantic", "rich"}} & set(sys.modules)
     """
     subprocess.run([sys.executable, "-c", script], check=True)
     assert verify(sharded, tmp_path / "hf").same and verify(sharded, tmp_path / "megatron").same

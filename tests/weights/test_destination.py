@@ -197,7 +197,7 @@ def test_tasks_of_one_step_share_a_conversion(models, tmp_path, monkeypatch):
     monkeypatch.setattr(torch_dist_writer, "MAX_FILE", 60_000)
     monkeypatch.setattr(convert.HFReader, "where", lambda self, name: "x")
     size = 64 * 96 * 4  # of one MLP matrix
-    monkeypatch.setattr(copy, "_all_finite", lambda data, _: len(data) != size or os.environ["SLURM_PROCID"] != "2")
+    monkeypatch.setattr(copy, "all_finite", lambda data, _: len(data) != size or os.environ["SLURM_PROCID"] != "2")
     assert in_ranks(3, rank_main, models["qwen2"], tmp_path) == [command.NOT_FINITE, 0, 0], [
         p.read_text() for p in tmp_path.glob("error_*")
     ]

@@ -170,18 +170,23 @@ def test_legacy_files_that_cannot_be_read_say_why(models, tmp_path, state, said)
 # ---- HF directories ----
 
 
-def as_bin(source, folder, parts):
+def as_bin(source, folder, parts, change=lambda tensor: tensor):
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     found = list(load_file(source / "model.safetensors").items())
     for number in range(parts):
         name = "pytorch_model.bin" if parts == 1 else f"pytorch_model-{number + 1:05d}-of-{parts:05d}.bin"
-        torch.save(dict(found[number::parts]), folder / name)
+        torch.save({key: change(tensor) for key, tensor in found[number::parts]}, folder / name)
     return folder
 
 
-@pytest.mark.parametrize("parts", [1, 3])
-def test_pytorch_bin_files_are_read(models, tmp_path, parts):
-    folder = as_bin(models["qwen3"], tmp_path / "bin", parts)
+def transposed(tensor):
+    """As others save `weight.t()`: the file holds its columns. Vectors are every second element."""
+    return tensor.t().contiguous().t() if tensor.ndim > 1 else tensor.repeat_interleave(2)[::2]
+
+
+@pytest.mark.parametrize(("parts", "change"), [(1, torch.clone), (3, torch.clone), (1, transposed)])
+def test_pytorch_bin_files_are_read(models, tmp_path, parts, change):
+    folder = as_bin(models["qwen3"], tmp_path / "bin", parts, change)
     check_model_directory(folder)
     hf_to_megatron(folder, tmp_path / "megatron")
     assert verify(models["qwen3"], tmp_path / "megatron").same and verify(models["qwen3"], folder).same

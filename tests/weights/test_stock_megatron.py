@@ -2,7 +2,8 @@
 
     MEGATRON_LM=checkout SLIME=checkout pytest tests/weights/test_stock_megatron.py
 
-Without the checkouts the tests are skipped; `test_model_weights.py` loads with megatron-core's dist_checkpointing.
+Without the checkouts most tests are skipped; `test_model_weights.py` loads with megatron-core's dist_checkpointing, and
+one case of `tools/interop.py` loads into its own `GPTModel`.
 """
 
 import os
@@ -185,6 +186,14 @@ def test_megatron_lm_continues_from_a_checkpoint_of_a_run(models, tmp_path, kind
         for state, other in zip(ours, theirs, strict=True):
             assert set(state) == {"param", "exp_avg", "exp_avg_sq"}
             assert all(torch.equal(state[key], other[key]) for key in state)
+
+
+def test_megatrons_own_model_loads_ours_and_we_export_what_it_saves(models, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "tools"))
+    import interop
+
+    case = "mixed-moe pp2, dense and MoE layers"
+    assert interop.check_case(case, models["mixed-moe"], tmp_path) == {"in": "ok", "out": "ok"}
 
 
 def test_metadata_has_what_slimes_exporter_reads(models, tmp_path):

@@ -1,5 +1,7 @@
 """`convert verify` says same only for the same, and names what differs."""
 
+import sys
+
 import pytest
 import tiny_qwen
 import torch
@@ -23,8 +25,11 @@ def flip_last_bit(tensors):
     tensors[NAME].view(torch.int32)[-1, -1] ^= 1
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3-moe"])
-def test_one_flipped_bit_is_found(models, copy_of, tmp_path, capsys, kind):
+@pytest.mark.parametrize(("kind", "size"), [("qwen2", 2**20), ("qwen2", 600), ("qwen3-moe", 2**20)])
+def test_one_flipped_bit_is_found(models, copy_of, tmp_path, capsys, monkeypatch, kind, size):
+    """Also where a tensor is compared in blocks, and heads of q, k and v begin inside of them."""
+    monkeypatch.setattr(sys.modules[verify.__module__], "BLOCK", 3 * size)
+    monkeypatch.setattr(sys.modules[verify.__module__], "_CACHED", size)
     other = changed(copy_of(kind), flip_last_bit)
     hf_to_megatron(models[kind], tmp_path / "a")
     hf_to_megatron(other, tmp_path / "b")

@@ -14,8 +14,9 @@ Requests and weights
 - process_group.py     the process groups of the distributed transport, one for each sender
 
 Processes
-- fleet.py             starts and ends the servers of a run; waits for sglang-router
-- supervisor.py        keeps one server working: checks, restarts, restart budget
+- fleet.py             the servers of a run, which may come and go; starts and ends its own; waits for sglang-router
+- membership.py        which external servers a run uses now: addresses, a file, DNS, POST /servers
+- supervisor.py        brings one server in and keeps it working: weights, checks, restarts, restart budget
 - server_process.py    a server that is started here: command, log, end; and one that is not
 - keys.py              API keys
 - run_with_keys.py     starts SGLang with keys from its environment instead of its command line

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import itertools
 import logging
 import pickle
 import time
@@ -27,7 +28,14 @@ from megatron_dapo.engines.sglang.http import (
     ServerFailure,
 )
 from megatron_dapo.engines.sglang.keys import Keys
-from megatron_dapo.engines.sglang.response_parser import GenerateCall, input_logprobs, version_number
+from megatron_dapo.engines.sglang.response_parser import (
+    GenerateCall,
+    input_logprobs,
+    lease_of,
+    leased,
+    version_number,
+    without_lease,
+)
 from megatron_dapo.engines.sglang.server_state import ServerState
 from megatron_dapo.errors import EngineError
 from megatron_dapo.types import LogProbs, Tokens
@@ -41,7 +49,10 @@ EXPERT_LOADER = "megatron_dapo_experts.install"
 CHECKSUM_LOADERS = ("megatron_dapo_checksums.install", "megatron_dapo_checksums.record_again")
 FLATTENED = "flattened_bucket"  # SGLang's name for one block of bytes and the tensors in it
 HEALTH_SECONDS = 30.0  # SGLang's own health check gives up after 20
+LEASE_SECONDS = 600.0  # after which a server of a run that was killed is free for others
+END_LEASE_SECONDS = 2.0
 ABORT_INTERVAL = 0.05  # seconds until requests that arrived after an abort are aborted
+_incarnations = itertools.count()  # of all clients: a server that leaves may be another process when it is back
 
 
 class SGLangClient:
@@ -61,11 +72,15 @@ class SGLangClient:
         self.process: ClientProcess | None = None
         self.in_flight = 0
         self.tensor_parallel = 1
-        self.incarnation = 0  # counts the processes that have served at this URL, as far as was noticed
+        self.incarnation = next(_incarnations)  # another number for every process that serves here, if it is noticed
         self._labels: set[str] = set()  # what its version label can be if it is still the same process
         self._capabilities: Capabilities | None = None
         self._released: set[str] = set()  # memory tags that it has released
         self._paused = False  # and without requests
+        self.admitting = asyncio.Lock()  # held while it alone is given weights
+        self.owner: str | None = None  # the run that leases it; None: it needs no lease
+        self._leased_until = 0.0
+        self._labelling = asyncio.Lock()  # an older label must not arrive after a newer one
 
     # ---- what it is ----
 
@@ -112,16 +127,16 @@ class SGLangClient:
             return error.status != 404
         return True
 
-    async def notice_restart(self) -> None:
+    async def notice_restart(self, *, wait_for_server: bool = True) -> None:
         """Compares its version label with the one it was given last: a restarted SGLang has the label `default`."""
-        label = await self.version_label()
+        label = await self.version_label(wait_for_server=wait_for_server)
         if self._labels and label not in self._labels:
             self.restarted()
         self._labels = {label}
 
     def restarted(self) -> None:
         """A new process serves at this URL: it is in no process group and holds all of its memory."""
-        self.incarnation += 1
+        self.incarnation = next(_incarnations)
         self._capabilities = None
         self._released = set()
         self._labels = set()
@@ -258,23 +273,67 @@ class SGLangClient:
         so this never waits in its queue. Fails while the server is paused."""
         await self.connection.control("GET", "/health_generate", None, timeout=HEALTH_SECONDS)
 
-    async def version_label(self) -> str:
-        return str((await self.connection.get("/model_info")).get("weight_version"))
+    async def version_label(self, *, wait_for_server: bool = True) -> str:
+        return without_lease(await self._full_label(wait_for_server))
+
+    async def _full_label(self, wait_for_server: bool = True) -> str:
+        reply = await self.connection.get("/model_info", wait_for_server=wait_for_server)
+        return str(reply.get("weight_version"))
 
     async def version(self) -> int:
         return version_number(await self.version_label(), f"server {self.name}")
 
     async def set_version_label(self, label: str) -> None:
         """Repeatable: the same label again."""
-        self._labels.add(label)
-        await self._control("/update_weight_version", {"new_version": label, "abort_all_requests": False})
-        self._labels = {label}
+        async with self._labelling:
+            self._labels.add(label)
+            body = {"new_version": self._with_lease(label), "abort_all_requests": False}
+            await self._control("/update_weight_version", body)
+            self._labels = {label}
 
     async def checksums(self, action: str = "sent") -> list[dict[str, str]]:
         """Of each tensor that it was sent, by rank: what in_server/megatron_dapo_checksums.py found. With the action
         `checksum`, SGLang's own ones, of its parameters. Repeatable: it only reads."""
         reply = await self._control("/weights_checker", {"action": action})
         return [rank["checksums"] for rank in reply.get("ranks") or []]
+
+    # ---- the lease of an external server: in its version label, so that every run that can reach it sees it ----
+
+    async def claim(self) -> None:
+        """Raises EngineError while another run leases it. A run that was killed leaves a lease that ends by itself."""
+        if self.owner is None:
+            return
+        for held in (False, True):  # the second time to see whether another run has claimed it at the same moment
+            label = await self._full_label()
+            owner, until = lease_of(label)
+            left = until - time.time()
+            if owner not in ("", self.owner) and left > 0:
+                raise EngineError(
+                    f"server {self.name} belongs to run {owner} for another {left:.0f} s, longer if that run still "
+                    "lives: give each run its own servers (rollout.servers.urls)"
+                )
+            if not held:
+                await self.set_version_label(without_lease(label))
+
+    async def renew_lease(self) -> None:
+        """Every weight update does; this is for long steps. Call while no update runs."""
+        if self.owner is None or self._leased_until - time.time() > LEASE_SECONDS / 2 or self._labelling.locked():
+            return
+        if len(self._labels) == 1:
+            await self.set_version_label(*self._labels)
+
+    async def end_lease(self) -> None:
+        """Best effort: it ends by itself."""
+        if self.owner is not None and self._leased_until:
+            self.owner = None
+            async with asyncio.timeout(END_LEASE_SECONDS):
+                await self.set_version_label(await self.version_label(wait_for_server=False))
+
+    def _with_lease(self, label: str) -> str:
+        if self.owner is None:
+            return label
+        self._leased_until = time.time() + LEASE_SECONDS
+        return leased(label, self.owner, self._leased_until)
 
     # ---- weights ----
 
@@ -340,7 +399,10 @@ class SGLangClient:
         self._labels.add(label)
         try:
             await self._control(
-                "/update_weights_from_distributed", body | {"weight_version": label}, timeout, repeatable=False
+                "/update_weights_from_distributed",
+                body | {"weight_version": self._with_lease(label)},
+                timeout,
+                repeatable=False,
             )
         except ServerFailure as error:
             if error.status is not None or await self.version_label() != label:

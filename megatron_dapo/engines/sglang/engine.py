@@ -1,7 +1,9 @@
 """The SGLang engine: one server, several, or several behind sglang-router, as one engine.
 
-- A request goes to the least busy server that serves the current weight version; samples of one prompt prefer the
-  same server, whose cache then holds the prompt.
+- A request goes to the server that serves the current weight version and is expected to finish it first; samples of
+  one prompt prefer the same server, whose cache then holds the prompt.
+- Servers may come and go. One that comes gets the current weights alone, while the others generate. The requests of one
+  that leaves, or of one that is much slower than others with room, are aborted there and continued elsewhere.
 - A request that a server failed is sent again, to another server if there is one; so is one whose reply makes no
   sense. A server that is busy (429) gets it later. Any other refusal (4xx) is final.
 - A server that fails a control call serves nothing until the supervision has recovered it: admitted it again with the
@@ -16,7 +18,8 @@ import asyncio
 import contextlib
 import logging
 import zlib
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,9 +33,11 @@ from megatron_dapo.engines.sglang.http import (
     RequestRefused,
     ServerBusy,
     ServerFailure,
+    Unresponsive,
     failures,
     nobody_listens,
     wait_all,
+    wait_for_living,
 )
 from megatron_dapo.engines.sglang.load_balancer import LoadBalancer
 from megatron_dapo.engines.sglang.response_parser import BadReply, UnfinishedUpdate, UnknownLabel
@@ -46,6 +51,9 @@ from megatron_dapo.types import FinishReason, LogProbs, Tokens, as_logprobs, as_
 log = logging.getLogger(__name__)
 
 NO_SERVER_PATIENCE = 30.0
+ADMIT_POLL = 0.05  # seconds
+SNAPSHOT_TRIES = 2  # a server that loads snapshots slower than updates come joins the next update instead
+LEAVE_SECONDS = 5.0  # for requests of a server that leaves to return what they have
 
 
 class Supervision:
@@ -73,6 +81,17 @@ class Supervision:
         """Ends what was started."""
 
 
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A request on a server. `moved`: it was aborted there to run elsewhere. `lost`: no reply will come."""
+
+    server: SGLangClient
+    name: str
+    reply: asyncio.Task[Completion]
+    moved: bool = False
+    lost: bool = False
+
+
 class SGLangEngine:
     def __init__(
         self, servers: Sequence[SGLangClient], config: RolloutConfig, *, model: str = "", version: int = 0
@@ -89,9 +108,10 @@ class SGLangEngine:
         self.supervision: Supervision = Supervision()
         self._balancer = LoadBalancer(self.servers, config.servers.max_running)
         self._changing = asyncio.Lock()  # held while servers change weights or memory: two updates at once end SGLang
-        self._epoch = 0  # counts the times that all requests were aborted
         self._updating = False  # between the start of `load_weights` and the end of the update
-        self._running: dict[str, tuple[SGLangClient, str]] = {}  # request -> its server, and its name there
+        self._running: dict[str, _Running] = {}  # by request
+        self._up = len(self.servers)  # servers that were not down when they were counted
+        self._epoch = 0  # counts the times that all requests were aborted
         self._aborted: set[str] = set()
         self._background: set[asyncio.Task[Any]] = set()
 
@@ -115,7 +135,8 @@ class SGLangEngine:
 
     @property
     def max_running(self) -> int:
-        return self.config.servers.max_running * len(self.servers)
+        """Of the servers that work, and at least of one: while none does, requests wait for the next one."""
+        return self.config.servers.max_running * max(1, self._up)
 
     @property
     def memory_released(self) -> bool:
@@ -133,37 +154,80 @@ class SGLangEngine:
         return self._balancer.open and not self._changing.locked() and not self.gpus_in_use
 
     async def capabilities(self) -> Capabilities:
-        return await self.servers[0].capabilities()
+        return await next((s for s in self.servers if not s.state.down), self.servers[0]).capabilities()
 
     # ---- servers that come and fail ----
 
-    async def admit(self, server: SGLangClient) -> None:
-        """Lets a server serve, if it holds the current version or can be given it."""
-        while True:
-            async with self._changing:
-                if self._update.loaded is None:
-                    if not server.state.serves(self._version):
-                        await self._admit(server)
-                    break
-            await asyncio.sleep(0.05)  # between load and serve the trainer may still use the KV cache's memory
-        self._balancer.wake_all()
+    def _count_servers(self) -> None:
+        self._up = sum(not server.state.down for server in self.servers)
 
-    async def _admit(self, server: SGLangClient) -> None:
+    def add(self, server: SGLangClient) -> None:
+        """It serves when it is admitted."""
+        self.servers.append(server)
+        self._balancer.add(server)
+
+    async def remove(self, server: SGLangClient) -> None:
+        """It leaves. Its requests return what they have and are continued elsewhere."""
+        server.state.given_up("it has left the fleet")
+        self.servers.remove(server)
+        self._balancer.remove(server)
+        self._move(server, len(self._running))
+        deadline = asyncio.get_running_loop().time() + LEAVE_SECONDS
+        while server.in_flight and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.05)
+        self._lose(server)
+        await server.close()
+
+    async def admit(self, server: SGLangClient) -> None:
+        """Lets a server serve, if it holds the current version or can be given it. Others go on meanwhile, and so do
+        updates, which leave it out: if one comes, this starts again with its version."""
+        async with server.admitting:
+            await self._admit_alone(server)
+        self._count_servers()
+        self._balancer.refresh(server)
+
+    async def _admit_alone(self, server: SGLangClient) -> None:
+        tries, was_down = 0, server.state.down
+        try:
+            while True:
+                # Between load and serve the trainer may still use the KV cache's memory.
+                while self._changing.locked() or self._update.loaded is not None or self.gpus_in_use:
+                    await asyncio.sleep(ADMIT_POLL)
+                if server.state.serves(self._version):
+                    break
+                server.state.recovering("it is given the current weights")  # until then an update leaves it out
+                version, tries = self._version, tries + 1
+                if not await self._admit(server, version, last=tries > SNAPSHOT_TRIES) or server not in self.servers:
+                    break
+                if version == self._version:
+                    server.state.served(version)
+        finally:
+            if not was_down:  # else its supervisor is not done yet
+                server.state.recovery_ended()
+
+    async def _admit(self, server: SGLangClient, version: int, last: bool) -> bool:
+        """False: it must wait for the next update. `last`: updates come faster than it loads a snapshot."""
         await server.notice_restart()
+        await server.claim()
         await server.capabilities()
         try:
             held: int | None = await server.version()
         except (UnfinishedUpdate, UnknownLabel):
             held = None
-        if held != self._version:
-            if not self.snapshot.exists:
-                server.state.withdrawn(f"it holds weight version {held}, current is {self._version}")
-                return
-            await self._update.from_snapshot(self._version, server)
-        else:
+        if held == version:
             await server.resume()  # a pause whose reply was lost may have left it paused
+        elif last or not self.snapshot.exists:
+            server.state.recovering(f"it holds weight version {held}, current is {version}")
+            return False
+        else:
+            try:
+                await self._update.from_snapshot(version, server)
+            except EngineError:
+                if version == self._version:
+                    raise
+                return True  # the snapshot was replaced while it was being loaded
         await self._check_pause_mode(server)
-        server.state.served(self._version)
+        return True
 
     async def _check_pause_mode(self, server: SGLangClient) -> None:
         mode = self.config.weights.pause_mode
@@ -179,6 +243,30 @@ class SGLangEngine:
             server.state.withdrawn(str(cause))
             self.supervision.recover(server, cause)
 
+    def _move(self, server: SGLangClient, count: int) -> None:
+        """Aborts the newest requests of a server; they are continued on others."""
+        chosen = [one for one in reversed(self._running.values()) if one.server is server and not one.moved][:count]
+        for one in chosen:
+            one.moved = True
+            self._in_background(partial(server.abort, one.name))
+
+    def _lose(self, server: SGLangClient) -> None:
+        """Nothing more comes from this server: its requests are sent again."""
+        for one in self._running.values():
+            if one.server is server:
+                one.lost = True
+                one.reply.cancel()
+
+    def rebalance(self) -> None:
+        """Moves requests from a server on which they run much slower than they would elsewhere. Called every second."""
+        self._count_servers()
+        if not self.config.servers.router_url and (found := self._balancer.overloaded()) is not None:
+            self._move(*found)
+
+    def speeds(self) -> dict[str, float]:
+        """Of each server that has been measured, in shares of the median."""
+        return {server.name: share for server, share in self._balancer.speeds().items()}
+
     # ---- generation ----
 
     async def generate(self, request_id: str, prompt: Tokens, params: SamplingParams) -> Completion:
@@ -191,21 +279,29 @@ class SGLangEngine:
 
         attempt = rejected = 0
         busy_since: float | None = None
+        clock = asyncio.get_running_loop().time
         while attempt < self.config.servers.attempts:
-            version = self._version
-            server = await self._balancer.acquire(key, version, aborted, self.patience, failed_on)
-            if server is None:
+            version, server = self._version, None
+            if not aborted():
+                server = await self._balancer.acquire(request_id, key, version, self.patience, failed_on)
+            if server is None or aborted():
+                if server is not None:
+                    self._balancer.release(server)
                 self._aborted.discard(request_id)
                 return Completion(as_tokens([]), as_logprobs([]), FinishReason.ABORT)
             name = f"{request_id}-try{attempt}" if attempt else request_id
-            self._running[request_id] = (server, name)
+            reply = asyncio.ensure_future(self._try(server, name, prompt, params, version))
+            running = self._running[request_id] = _Running(server, name, reply)
+            began, crowd, tokens = clock(), server.in_flight, 0
             try:
-                completion = await self._try(server, name, prompt, params, version)
+                completion = await reply
                 server.state.completed_request()
+                tokens = len(completion.tokens)
                 completion.server, completion.rejected = server.name, rejected
+                completion.moved = running.moved and completion.finish_reason is FinishReason.ABORT and not aborted()
                 return completion
             except ServerBusy as error:  # not a try: the server has not started it
-                now = asyncio.get_running_loop().time()
+                now = clock()
                 busy_since = now if busy_since is None else busy_since
                 if now - busy_since > self.patience:
                     raise EngineError(
@@ -216,16 +312,20 @@ class SGLangEngine:
                 failure, attempt, busy_since = str(error), attempt + 1, None
                 rejected += isinstance(error, BadReply)
                 failed_on.add(server)
-                server.state.failed_request(asyncio.get_running_loop().time())
+                server.state.failed_request(clock())
                 self.supervision.check(server)
                 self._in_background(partial(server.abort, name))
             except asyncio.CancelledError:
-                self._in_background(partial(server.abort, name))
-                raise
+                task = asyncio.current_task()
+                if not running.lost or (task is not None and task.cancelling()):
+                    self._in_background(partial(server.abort, name))
+                    raise
+                failed_on.add(server)
             finally:
+                reply.cancel()
                 self._running.pop(request_id, None)
                 self._aborted.discard(request_id)
-                self._balancer.release(server)
+                self._balancer.release(server, tokens, clock() - began, (crowd + server.in_flight) / 2)
         tries = self.config.servers.attempts
         raise EngineError(f"request {request_id}: {tries} tries failed (rollout.servers.attempts); the last: {failure}")
 
@@ -284,27 +384,26 @@ class SGLangEngine:
 
     # ---- control ----
 
-    def wake_requests(self) -> None:
-        """Waiting requests look for a server again."""
-        self._balancer.wake_all()
+    def wake_requests(self, server: SGLangClient) -> None:
+        """The server takes requests again."""
+        self._balancer.refresh(server)
 
     async def abort(self, request_id: str | None = None) -> None:
         if request_id is not None:
             self._aborted.add(request_id)
-            if request_id in self._running:
-                server, name = self._running[request_id]
+            self._balancer.cancel(request_id)
+            if (running := self._running.get(request_id)) is not None:
                 # Only the router knows which server has the request: ask all.
-                asked = self.servers if self.config.servers.router_url else [server]
-                await wait_all({other.name: other.abort(name) for other in asked})
-            self._balancer.wake_all()
+                asked = self.servers if self.config.servers.router_url else [running.server]
+                await wait_all({other.name: other.abort(running.name) for other in asked})
             return
         self._abort_waiting()
         busy = [server for server in self.servers if server.in_flight or self.config.servers.router_url]
-        await wait_all({server.name: server.abort() for server in busy})
+        self._fail_silent(await self._all_living(busy, SGLangClient.abort))
 
     def _abort_waiting(self) -> None:
         self._epoch += 1
-        self._balancer.wake_all()
+        self._balancer.cancel()
 
     async def pause(self) -> None:
         self._balancer.open = False
@@ -314,19 +413,37 @@ class SGLangEngine:
     async def resume(self) -> None:
         await self._tell_serving(SGLangClient.resume)
         self._balancer.open = True
-        self._balancer.wake_all()
 
     async def _tell_serving(self, call: Callable[[SGLangClient], Awaitable[None]]) -> None:
         serving = [server for server in self.servers if server.state.version is not None]
-        failed = failures(await wait_all({server.name: call(server) for server in serving}))
+        failed = failures(await self._all_living(serving, call))
+        self._fail_silent(failed)
         for server in serving:
             if server.name in failed:
                 self._fail(server, failed[server.name])
+
+    async def _all_living(
+        self, servers: Sequence[SGLangClient], call: Callable[[SGLangClient], Awaitable[None]]
+    ) -> dict[str, Any]:
+        """Calls all of them and waits for no dead one."""
+        calls = {server.name: call(server) for server in servers}
+        return await wait_for_living(
+            calls, {server.name: server.answers for server in servers}, self.config.servers.control_timeout / 4
+        )
+
+    def _fail_silent(self, results: Mapping[str, object]) -> None:
+        """Those that do not answer have failed, and the requests on them are lost."""
+        for server in self.servers:
+            if isinstance(error := results.get(server.name), Unresponsive):
+                self._fail(server, error)
+                self._lose(server)
 
     async def load_weights(self, version: int, buckets: Iterable[Bucket] | BucketStream) -> None:
         self._balancer.memory_released = False
         if all(server.state.down for server in self.servers):
             await self.supervision.recovered()  # else nobody waits: a server that comes later gets a later version
+            while all(s.state.down for s in self.servers) and any(s.admitting.locked() for s in self.servers):
+                await asyncio.sleep(ADMIT_POLL)
         self._updating = True
         try:
             async with self._changing:
@@ -334,7 +451,7 @@ class SGLangEngine:
                 self._version = version
                 self._sent_versions.add(version)
                 with self._closed_for_requests():
-                    await self._update.load(version, self.servers, buckets)
+                    await self._update.load(version, list(self.servers), buckets)
         except BaseException:
             self._updating = False
             raise
@@ -346,10 +463,11 @@ class SGLangEngine:
                     failed = await self._update.serve(version)
             finally:
                 self._updating = False
+            self._fail_silent(failed)
             for server in self.servers:
                 if server.name in failed:
                     self._fail(server, failed[server.name])
-            if len(failed) == len(self.servers):
+            if all(server.name in failed for server in self.servers):
                 await self.supervision.recovered()
             return self._update.report()
 
@@ -365,7 +483,6 @@ class SGLangEngine:
         finally:
             if was_open:
                 self._balancer.open = True
-                self._balancer.wake_all()
 
     async def release_memory(self) -> None:
         self._balancer.memory_released = True  # from now on no server is started

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import aiohttp
@@ -25,6 +25,7 @@ QUOTED = 300  # characters of a reply that an error message quotes
 KEEP_ALIVE = 2.0  # seconds; uvicorn, and with it SGLang, closes idle connections after 5
 LONGEST_RETRY_AFTER = 60.0  # seconds that a server may ask for
 PAUSES = (0.1, 0.4, 1.5)  # seconds before the second, third and last try of a control call
+PROBE_PAUSE, PROBE_SECONDS = 0.2, 0.75  # a server that others wait for is asked whether it lives; it has so long
 
 
 class ServerFailure(EngineError):
@@ -217,22 +218,45 @@ async def wait_all(calls: Mapping[str, Awaitable[Any]]) -> dict[str, BaseExcepti
     return dict(zip(calls, results, strict=True))
 
 
-async def wait_for_living(calls: Mapping[str, Coroutine[Any, Any, Any]], grace: float) -> dict[str, Any]:
-    """As `wait_all`, but once a call has succeeded, those that take `grace` seconds more are `Unresponsive`."""
+async def wait_for_living(
+    calls: Mapping[str, Awaitable[Any]],
+    answers: Mapping[str, Callable[[], Awaitable[None]]],
+    grace: float,
+) -> dict[str, Any]:
+    """As `wait_all`, but nobody waits for a dead server. Once a call has succeeded, a server that does not even answer
+    (`answers`) within PROBE_SECONDS is `Unresponsive`; one that does has `grace` seconds more."""
     tasks = {name: asyncio.ensure_future(call) for name, call in calls.items()}
-    waiting, living = set(tasks.values()), False
-    while waiting:
+    waiting, dead, living = set(tasks.values()), set[str](), False
+    clock, pause, deadline = asyncio.get_running_loop().time, PROBE_PAUSE, float("inf")
+    while waiting and clock() < deadline:
         done, waiting = await asyncio.wait(
-            waiting, timeout=grace if living else None, return_when=asyncio.FIRST_COMPLETED
+            waiting, timeout=pause if living else None, return_when=asyncio.FIRST_COMPLETED
         )
-        if not done:
-            break
-        living = living or any(task.exception() is None for task in done)
+        if done:
+            if any(task.exception() is None for task in done):
+                living, deadline, pause = True, clock() + grace, PROBE_PAUSE
+            continue
+        pause = min(1.0, 2 * pause)
+        asked = [name for name, task in tasks.items() if task in waiting]
+        replies = await wait_all({name: _within(answers[name](), PROBE_SECONDS) for name in asked})
+        silent = [name for name in failures(replies) if tasks[name] in waiting and not tasks[name].done()]
+        dead |= set(silent)
+        for name in silent:
+            tasks[name].cancel()
+            waiting.discard(tasks[name])
+    late = {name for name, task in tasks.items() if task in waiting}
     for task in waiting:
         task.cancel()
     results = await wait_all(tasks)
-    late = f"no reply {grace:g} s after the other servers'"
-    return {name: Unresponsive(f"server {name}: {late}") if tasks[name] in waiting else results[name] for name in tasks}
+    for name in late | dead:
+        why = "it does not answer" if name in dead else f"no reply {grace:g} s after the other servers'"
+        results[name] = Unresponsive(f"server {name}: {why}")
+    return results
+
+
+async def _within(call: Awaitable[None], seconds: float) -> None:
+    async with asyncio.timeout(seconds):
+        await call
 
 
 async def all_of(*calls: Awaitable[Any]) -> list[Any]:

@@ -7,7 +7,8 @@ Python's garbage collector than in parsing. Whatever it does not expect goes to 
 what is wrong.
 
 Version labels: SGLang calls the weights it started with `default`; versions of this run are numbers; a server in the
-middle of an update is labelled `updating-to-N`.
+middle of an update is labelled `updating-to-N`. An external server's label also says which run leases it until when:
+`N@RUN@SECONDS`.
 """
 
 from __future__ import annotations
@@ -191,7 +192,24 @@ def is_updating_label(label: str, version: int | None = None) -> bool:
     return not prefix and number.isdigit() and version in (None, int(number))
 
 
+def leased(label: str, owner: str, until: float) -> str:
+    """`until`: seconds since 1970."""
+    return f"{label}@{owner}@{until:.0f}"
+
+
+def without_lease(label: str) -> str:
+    return label.partition("@")[0]
+
+
+def lease_of(label: str) -> tuple[str, float]:
+    """The run that leases the server, and until when; an empty name: none does."""
+    _, _, lease = label.partition("@")
+    owner, _, until = lease.rpartition("@")
+    return (owner, float(until)) if owner and until.isdigit() else ("", 0.0)
+
+
 def version_number(label: Any, where: str) -> int:
+    label = without_lease(label) if isinstance(label, str) else label
     if label in (None, "default"):
         return 0
     try:

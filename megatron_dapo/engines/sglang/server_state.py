@@ -1,9 +1,9 @@
 """Whether one server may get requests, and if not, why. The only owner of this: others ask, and report events.
 
-STARTING    it serves nothing until it gets the current weights: new, updating, its memory released, or failed
+STARTING    it serves nothing until it gets the current weights: updating, its memory released, or failed
 SERVING     it serves `version`
 SUSPECT     it serves, but a request on it failed: it gets no new ones until it has been checked
-RECOVERING  it has failed, and its supervisor admits it again or restarts it
+RECOVERING  it is new or has failed, and its supervisor starts it and gives it the current weights
 GIVEN_UP    its supervisor could not bring it back; it looks for it from time to time
 """
 

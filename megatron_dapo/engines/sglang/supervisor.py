@@ -1,4 +1,5 @@
-"""Keeps one server working: checks it, restarts it when it fails, and lets it serve only with the current weights.
+"""Brings one server in and keeps it working: checks it, restarts it when it fails, and lets it serve only with the
+current weights.
 
 A server fails when its process ends, when its HTTP server does not reply, when it generates no token, or when the
 engine reports a failed control call. After a failed control call, a server that still replies is admitted again as it
@@ -19,6 +20,7 @@ from megatron_dapo.engines.sglang.client import SGLangClient
 from megatron_dapo.engines.sglang.engine import SGLangEngine
 from megatron_dapo.engines.sglang.http import ServerFailure, nobody_listens
 from megatron_dapo.engines.sglang.server_process import ExternalServer, ServerProcess
+from megatron_dapo.engines.sglang.server_state import Phase
 from megatron_dapo.errors import EngineError
 
 log = logging.getLogger(__name__)
@@ -71,6 +73,7 @@ class Supervisor:
         self.budget = RestartBudget(config.restarts, config.restart_recovery)
         self.budget.serving()
         self.restarts = 0
+        self.joined: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # it serves, or why it does not
         self._check_now = asyncio.Event()
         self._failure: BaseException | None = None  # reported by the engine
         self._missed = 0
@@ -105,10 +108,31 @@ class Supervisor:
     async def stop(self) -> None:
         self._task.cancel()
         await asyncio.wait([self._task])
+        self.joined.cancel()
 
     # ---- the loop ----
 
+    async def _join(self) -> None:
+        """The server has been started, here or elsewhere, and gets the current weights."""
+        self._state.recovering("it is starting")
+        try:
+            await self._process.wait_ready(self._server)
+            await self._engine.admit(self._server)
+            self.joined.set_result(None)
+        except Exception as error:
+            self.joined.set_exception(error)
+            self.joined.exception()  # whoever waits for it raises it
+            if not isinstance(error, EngineError):
+                raise
+            self._state.given_up(str(error))
+            log.warning("server %s does not join: %s", self._server.name, error)
+        finally:
+            self._state.recovery_ended()
+
     async def _run(self) -> None:
+        await self._join()
+        if self._state.phase is Phase.GIVEN_UP:
+            await self._wait_given_up()
         while True:
             requested = self._check_now.is_set()
             if not requested:
@@ -121,7 +145,7 @@ class Supervisor:
             cause = await self._diagnose(requested)
             if cause is None:
                 if self._state.cleared():
-                    self._engine.wake_requests()
+                    self._engine.wake_requests(self._server)
                 continue
             self._missed = 0
             self._state.recovering(f"{cause}; {self._process.log_tail()}")
@@ -141,6 +165,7 @@ class Supervisor:
             await asyncio.sleep(self._config.restart_recovery)
             self.budget.regain()
         else:
+            await asyncio.sleep(self._config.heartbeat)  # it may reply, and not be ours to use
             while not await self._replies():
                 await asyncio.sleep(self._config.heartbeat)
         self._failure = EngineError("it was given up")  # admitted as it is, if it replies
@@ -163,6 +188,8 @@ class Supervisor:
             await self._server.answers()
             if self._must_prove_generation():
                 await self._generates()
+            if self._state.phase is Phase.SERVING and self._engine.generating:
+                await self._server.renew_lease()
             self._missed = 0
         except EngineError as error:
             # A check between heartbeats must not make a slow server look like one that missed several.

@@ -20,7 +20,7 @@ from typing import Any
 from megatron_dapo.config.families import find_family
 from megatron_dapo.config.rollout import WeightTransportConfig
 from megatron_dapo.engines.sglang.client import FLATTENED, SGLangClient
-from megatron_dapo.engines.sglang.http import failures, wait_all
+from megatron_dapo.engines.sglang.http import failures, wait_for_living
 from megatron_dapo.engines.sglang.process_group import WeightProcessGroups, members_of
 from megatron_dapo.engines.sglang.response_parser import updating_label
 from megatron_dapo.engines.sglang.weight_proof import SentChecksums, Sums, checksums_of
@@ -183,7 +183,8 @@ class DiskTransport(Transport):
         path = str(self._snapshot.commit())
         timeout, flush = self._config.timeout, self._config.flushes_cache
         calls = {server.name: server.load_from_disk(path, timeout, flush=flush) for server in servers}
-        transfer.failed |= failures(await wait_all(calls))
+        answers = {server.name: server.answers for server in servers}
+        transfer.failed |= failures(await wait_for_living(calls, answers, float("inf")))
         await self._read_checksums(transfer)
         return transfer
 
@@ -295,7 +296,8 @@ class TensorTransport(DirectTransport):
                 return {server.name: error for server in servers}
         timeout = self._config.timeout
         calls = {server.name: server.load_tensors(payloads[server.name], timeout) for server in servers}
-        failed = failures(await wait_all(calls))
+        answers = {server.name: server.answers for server in servers}
+        failed = failures(await wait_for_living(calls, answers, float("inf")))
         if self._link is not None:
             self._link.done(number)
         return failed

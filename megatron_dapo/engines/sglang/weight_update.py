@@ -71,7 +71,7 @@ class WeightUpdater:
         self._first_errors: dict[str, str] = {}  # of the update, by server
         self._probes = Probes()
         self._servers = 0
-        self._records: dict[tuple[str, int], _Record] = {}  # by server and incarnation
+        self._records: dict[int, _Record] = {}  # by incarnation
         self._serve_seconds = 0.0  # of the last update
         self._parts: defaultdict[str, float] = defaultdict(float)
 
@@ -94,7 +94,8 @@ class WeightUpdater:
         async with BucketStream.of(buckets).open(self._transport.prepare, self._transport.release) as stream:
             up = [server for server in servers if server.name not in failed]
             calls = {server.name: self._prepare(server, version) for server in up}
-            failed |= failures(await wait_for_living(calls, up[0].config.control_timeout / 4 if up else 0.0))
+            grace = up[0].config.control_timeout / 4 if up else 0.0
+            failed |= failures(await wait_for_living(calls, {s.name: s.answers for s in up}, grace))
             ready = [server for server in servers if server.name not in failed]
             prepared = time.monotonic() - started
             try:
@@ -168,8 +169,11 @@ class WeightUpdater:
         await asyncio.to_thread(self._snapshot.wait)  # it may still be written
         if self._snapshot.current is None or self._snapshot.current.name != f"version-{version}":
             raise EngineError(f"no snapshot of weight version {version} (rollout.weights.keep_snapshot)")
+        snapshot = self._snapshot.current
         await self._prepare(server, version, brackets=False)
-        await server.load_from_disk(str(self._snapshot.current), self._config.timeout, flush=self._config.flushes_cache)
+        await server.load_from_disk(str(snapshot), self._config.timeout, flush=self._config.flushes_cache)
+        if self._snapshot.current != snapshot:  # an update has changed the files; the label still says so
+            raise EngineError(f"server {server.name}: weight version {version} was replaced while it was loaded")
         failed = await self._commit(version, [server], brackets=False)
         if failed:
             raise failed[server.name]
@@ -178,7 +182,7 @@ class WeightUpdater:
         await self._transport.close()
 
     async def _prepare(self, server: SGLangClient, version: int, brackets: bool = True) -> None:
-        await server.notice_restart()
+        await server.notice_restart(wait_for_server=False)
         capabilities = await server.capabilities()
         await server.pause(self._config.pause_mode)
         await all_of(self._resume_memory(server, "weights"), server.set_version_label(updating_label(version)))
@@ -209,9 +213,12 @@ class WeightUpdater:
 
     async def _commit(self, version: int, servers: Sequence[SGLangClient], brackets: bool = True) -> Errors:
         """Proves and labels the version on each server; returns the errors of those that failed."""
-        failed = failures(await wait_all({s.name: self._finish(s, version, brackets) for s in servers}))
+        answers = {server.name: server.answers for server in servers}
+        calls = {s.name: self._finish(s, version, brackets) for s in servers}
+        failed = failures(await wait_for_living(calls, answers, float("inf")))
         labelled = [server for server in servers if server.name not in failed]
-        results = await wait_all({s.name: self._evidence(s, version) for s in labelled})
+        evidence = {s.name: self._evidence(s, version) for s in labelled}
+        results = await wait_for_living(evidence, answers, float("inf"))
         failed |= failures(results)
         probes = {name: found for name, found in results.items() if isinstance(found, np.ndarray)}
         wrong = self._probes.compare(version, probes)
@@ -259,7 +266,7 @@ class WeightUpdater:
         return probe
 
     def _record(self, server: SGLangClient) -> _Record:
-        return self._records.setdefault((server.name, server.incarnation), _Record())
+        return self._records.setdefault(server.incarnation, _Record())
 
     @contextlib.contextmanager
     def _timed(self, part: str) -> Iterator[None]:

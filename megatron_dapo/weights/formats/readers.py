@@ -61,15 +61,23 @@ def torch_dtype(name: str) -> torch.dtype:
 def tensor_over(buffer: mmap.mmap, stored: StoredTensor, offset: int) -> Tensor:
     import torch
 
-    count, dtype = math.prod(stored.shape), torch_dtype(stored.dtype)
+    count, dtype = elements_under(stored.shape, stored.strides), torch_dtype(stored.dtype)
     if count == 0:
         return torch.empty(stored.shape, dtype=dtype)
-    return torch.frombuffer(buffer, dtype=dtype, count=count, offset=offset).view(stored.shape)
+    flat = torch.frombuffer(buffer, dtype=dtype, count=count, offset=offset)
+    return flat.as_strided(stored.shape, stored.strides) if stored.strides else flat.view(stored.shape)
+
+
+def elements_under(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """From the first element to the last. No strides: contiguous."""
+    if not strides or 0 in shape:
+        return math.prod(shape)
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
 def rows_of(stored: StoredTensor, start: int, count: int) -> StoredTensor:
     """Rows [start, start + count) of a stored tensor."""
-    width = math.prod(stored.shape[1:]) * ITEM_SIZES[stored.dtype]
+    width = (stored.strides[0] if stored.strides else math.prod(stored.shape[1:])) * ITEM_SIZES[stored.dtype]
     return replace(stored, shape=(count, *stored.shape[1:]), offset=stored.offset + start * width)
 
 
@@ -80,7 +88,6 @@ class CheckpointReader(ABC):
         self.path = path
         self._maps: dict[Path, mmap.mmap] = {}
         self._descriptors: dict[Path, int] = {}
-        self._own = threading.local()
         self._lock = threading.Lock()
 
     def __del__(self) -> None:
@@ -93,10 +100,6 @@ class CheckpointReader(ABC):
     @abstractmethod
     def rows(self, name: str, start: int, count: int) -> Tensor:
         """Rows [start, start + count) of a tensor: a view of the file where one place holds them all, else a copy."""
-
-    @abstractmethod
-    def read(self, name: str, start: int, count: int) -> Tensor:
-        """Like `rows`; rows of one place are in a buffer that this thread's next call overwrites."""
 
     @abstractmethod
     def spans(self, name: str, start: int, count: int) -> Iterator[tuple[int, StoredTensor | None]]:
@@ -135,13 +138,14 @@ class CheckpointReader(ABC):
     def _view(self, stored: StoredTensor) -> Tensor:
         return tensor_over(self._map(stored.file), stored, stored.offset)
 
-    def _read(self, stored: StoredTensor) -> Tensor:
-        """The tensor in a buffer that this thread's next call overwrites."""
-        if getattr(self._own, "size", -1) < stored.nbytes:
-            self._own.size = max(stored.nbytes, 1)
-            self._own.buffer = mmap.mmap(-1, self._own.size)
-        self.read_into(stored, 0, memoryview(self._own.buffer)[: stored.nbytes])
-        return tensor_over(self._own.buffer, stored, 0)
+    def converted(self, name: str, start: int, count: int, dtype: Dtype) -> memoryview:
+        """Rows [start, start + count) of a tensor as the bytes of values of this dtype."""
+        import torch
+
+        torch.set_num_threads(1)  # of this thread; there is one per core
+        found = self.rows(name, start, count).to(torch_dtype(dtype)).contiguous()
+        raw: Any = found.view(-1).view(torch.uint8).numpy()
+        return memoryview(raw)
 
 
 class TorchFile:
@@ -175,12 +179,12 @@ class TorchFile:
             raise DamagedFile(f"{self.path}: tensor {name}: {error}") from None
         if found is None:
             return None
-        dtype, shape, key, offset = found
+        dtype, shape, key, offset, strides = found
         at, size = self._records.get(f"data/{key}", (0, -1))
-        begin, need = offset * dtype.itemsize, math.prod(shape) * dtype.itemsize
+        begin, need = offset * dtype.itemsize, elements_under(shape, strides) * dtype.itemsize
         if begin + need > size:
             raise DamagedFile(f"{self.path}: tensor {name}: holds {max(size, 0)} bytes of data, needs {begin + need}")
-        return StoredTensor(name, self.path, dtype, shape, at + begin)
+        return StoredTensor(name, self.path, dtype, shape, at + begin, strides)
 
 
 def read_bin_file(path: Path) -> dict[str, StoredTensor]:
@@ -254,16 +258,14 @@ class HFReader(CheckpointReader, Mapping[str, "Tensor"]):
         return Dtype(self.stored[name].dtype)
 
     def rows(self, name: str, start: int, count: int) -> Tensor:
-        return self._dequantised(name, start, count) if name in self._fp8 else self[name].narrow(0, start, count)
-
-    def read(self, name: str, start: int, count: int) -> Tensor:
         if name in self._fp8:
             return self._dequantised(name, start, count)
-        return self._read(rows_of(self.stored[name], start, count))
+        return self._view(rows_of(self.stored[name], start, count))
 
     def spans(self, name: str, start: int, count: int) -> Iterator[tuple[int, StoredTensor | None]]:
         if count:
-            yield count, None if name in self._fp8 else rows_of(self.stored[name], start, count)
+            stored = rows_of(self.stored[name], start, count)
+            yield count, None if name in self._fp8 or stored.strides else stored
 
     def files(self) -> list[Path]:
         return sorted({stored.file for stored in self.stored.values()})
@@ -336,14 +338,9 @@ class PieceReader(CheckpointReader):
     def where(self, name: str) -> str:
         return f"{self.pieces[name][0].stored.file}: tensor {self.pieces[name][0].stored.name}"
 
-    def read(self, name: str, start: int, count: int) -> Tensor:
-        if (piece := self._holding(name, start, count)) is not None:
-            return self._read(rows_of(piece.stored, start - piece.row, count))
-        return self.rows(name, start, count)
-
     def spans(self, name: str, start: int, count: int) -> Iterator[tuple[int, StoredTensor | None]]:
         found = sorted(self._overlapping(name, start, count), key=lambda p: p.row)
-        if any(p.columns != self._columns(name) for p in found):
+        if any(p.columns != self._columns(name) or p.stored.strides for p in found):
             yield count, None
             return
         for p in found:

@@ -173,27 +173,23 @@ def load_torch_pickle(data: bytes, *, opaque: bool = False) -> Any:
     return _load(_TreeUnpickler(data, opaque=opaque))
 
 
-def tensor_of(found: Any) -> tuple[Dtype, tuple[int, ...], str, int] | None:
-    """(dtype, shape, storage key, offset in elements) if `found` is a tensor; it must be contiguous."""
+def tensor_of(found: Any) -> tuple[Dtype, tuple[int, ...], str, int, tuple[int, ...]] | None:
+    """(dtype, shape, storage key, offset in elements, strides) if `found` is a tensor; no strides: it is contiguous."""
     if not isinstance(found, PickledObject) or len(found.args) != 4 or isinstance(found, Opaque):
         return None
-    return _contiguous(*found.args)
+    storage, offset, shape, stride = found.args
+    if len(storage) < 5 or storage[0] != "storage" or not isinstance(storage[1], Dtype):
+        raise UnsafePickle("an unknown kind of storage")
+    if len(stride) != len(shape) or min((offset, *shape, *stride)) < 0:
+        raise UnsafePickle(f"a tensor of shape {shape} with strides {stride} at {offset}")
+    contiguous = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    differs = any(have != want for have, want, n in zip(stride, contiguous, shape, strict=True) if n > 1)
+    return storage[1], shape, str(storage[2]), offset, stride if differs else ()
 
 
 def load_tensor_pickle(data: bytes) -> tuple[Dtype, tuple[int, ...], str, int]:
     """(dtype, shape, storage key, offset in elements) of the one contiguous tensor that a `data.pkl` describes."""
     found = tensor_of(load_torch_pickle(data))
-    if found is None:
-        raise UnsafePickle("it holds something other than one tensor")
-    return found
-
-
-def _contiguous(
-    storage: Any, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]
-) -> tuple[Dtype, tuple[int, ...], str, int]:
-    contiguous = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-    if any(have != want for have, want, n in zip(stride, contiguous, shape, strict=True) if n > 1) or offset < 0:
-        raise UnsafePickle(f"a tensor of shape {shape} with strides {stride} is not contiguous")
-    if len(storage) < 5 or storage[0] != "storage" or not isinstance(storage[1], Dtype):
-        raise UnsafePickle("an unknown kind of storage")
-    return storage[1], shape, str(storage[2]), offset
+    if found is None or found[4]:
+        raise UnsafePickle("it holds something other than one contiguous tensor")
+    return found[:4]

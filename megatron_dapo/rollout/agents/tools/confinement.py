@@ -9,7 +9,8 @@
 - Files: Landlock lets it write below its scratch directory only, and read the system and Python, not data or home
   directories. Where the kernel has no Landlock, it can write nothing at all and read what the user can; if that
   includes the environment of other processes, nothing is run.
-- CPU time, memory, file size and descriptors are limited by resource limits; it has no capabilities.
+- CPU time, memory, file size and descriptors are limited by resource limits; it has no capabilities. What else could
+  take memory of the kernel is refused, or watched by `tool_worker`.
 
 Imported by `tool_worker`, which runs without this package: standard library only. Linux on x86_64 and aarch64.
 """
@@ -51,7 +52,11 @@ FORBIDDEN: dict[str, tuple[int | None, int | None]] = {
     "fspick": (433, 433), "mount_setattr": (442, 442), "quotactl": (179, 60), "sched_setparam": (142, 118),
     "process_madvise": (440, 440), "process_mrelease": (448, 448), "move_pages": (279, 239),
     "migrate_pages": (256, 238), "kcmp": (312, 272),
+    # Memory of the kernel that no limit of a process counts: pages in pipes (of a huge page one byte), watches, rules.
+    "vmsplice": (278, 75), "splice": (275, 76), "tee": (276, 77), "inotify_init": (253, None),
+    "inotify_init1": (294, 26), "landlock_create_ruleset": (444, 444), "landlock_add_rule": (445, 445),
 }  # fmt: skip
+_FIRST_UNKNOWN = 451  # from Linux 6.5 on; newer system calls do what older ones are refused, such as setxattrat
 # A datagram socket of a pair could be connected to another address; sendmsg could hide open files in flight.
 NETWORK: dict[str, tuple[int | None, int | None]] = {
     "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201), "sendmsg": (46, 211),
@@ -67,7 +72,8 @@ WRITING: dict[str, tuple[int | None, int | None]] = {
 _CLONE, _CLONE3, _OPEN, _OPENAT, _PRLIMIT = (56, 220), (435, 435), (2, None), (257, 56), (302, 261)
 _SOCKET, _SOCKETPAIR, _SENDTO, _FCNTL, _IOCTL = NETWORK["socket"], (53, 199), (44, 206), (72, 25), (16, 29)
 _DATAGRAM, _INTERNET = 2, (2, 10)  # a bit of a socket's type, and the families AF_INET and AF_INET6
-_SET_OWNER = (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX: the kernel would send signals to any process of the user
+# F_SETOWN, F_SETSIG, F_SETOWN_EX: the kernel would send signals to any process of the user. F_SETPIPE_SZ: its memory.
+_FCNTL_REFUSED = (8, 10, 15, 1031)
 _SET_OWNER_IOCTL = (0x8901, 0x8902, 0x5412, 0x541C)  # the same as ioctl, and typing into a terminal
 _CLONE_THREAD = 0x10000
 _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
@@ -135,6 +141,7 @@ def filter_program(network: bool, writing: bool, machine: str = "") -> list[Inst
         program += [(_AT_LEAST, 0, 1, _X32), (_RETURN, 0, 0, _KILL)]
     for numbers in refused.values():
         program += _unless(numbers[column], [(_RETURN, 0, 0, _DENY)])
+    program += [(_AT_LEAST, 0, 1, _FIRST_UNKNOWN), (_RETURN, 0, 0, _ABSENT)]
     # glibc falls back to clone, whose flags can be read here.
     program += _unless(_CLONE3[column], [(_RETURN, 0, 0, _ABSENT)])
     program += _unless(
@@ -149,7 +156,7 @@ def filter_program(network: bool, writing: bool, machine: str = "") -> list[Inst
     else:
         halves = [(_LOAD, 0, 0, _argument(4)), (_EQUAL, 0, 2, 0), (_LOAD, 0, 0, _argument(4) + 4), (_EQUAL, 1, 0, 0)]
         program += _unless(_SENDTO[column], [*halves, *_deny_or_allow()])
-    for numbers, commands in ((_FCNTL, _SET_OWNER), (_IOCTL, _SET_OWNER_IOCTL)):
+    for numbers, commands in ((_FCNTL, _FCNTL_REFUSED), (_IOCTL, _SET_OWNER_IOCTL)):
         refusals = [step for command in commands for step in ((_EQUAL, 0, 1, command), (_RETURN, 0, 0, _DENY))]
         program += _unless(numbers[column], [(_LOAD, 0, 0, _argument(1)), *refusals, (_RETURN, 0, 0, _ALLOW)])
     # Limits of other processes. Its own cannot be raised.

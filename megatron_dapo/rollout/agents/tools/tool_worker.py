@@ -112,6 +112,8 @@ def _watch(call: dict[str, Any], scratch: str, output: int, pid: int, watched: b
                 return _text(parts, call), "output"
         if os.stat(f"/proc/{pid}/task").st_nlink - 2 > MOST_THREADS:
             return _text(parts, call), "threads"
+        if _page_tables(pid) > call["memory_mb"] * 2**20:
+            return _text(parts, call), "memory"
         if watched and _size(scratch, disk) + _deleted_size(pid) > disk:
             return _text(parts, call), "disk"
 
@@ -143,15 +145,25 @@ def _size(folder: str, most: int) -> float:
     return total
 
 
-def _deleted_size(pid: int) -> int:
-    """Of files that the call has deleted but still holds open."""
+def _deleted_size(pid: int) -> float:
+    """Of files that the call has deleted but still holds open. Infinite if it hides them (PR_SET_DUMPABLE)."""
     found = {}
-    with contextlib.suppress(OSError):  # it has ended
+    try:
         for name in os.listdir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(FileNotFoundError):
                 file = os.stat(f"/proc/{pid}/fd/{name}")
                 found[file.st_dev, file.st_ino] = file.st_size if not file.st_nlink else 0
+    except PermissionError:
+        return math.inf
+    except OSError:  # it has ended
+        return 0
     return sum(found.values())
+
+
+def _page_tables(pid: int) -> int:
+    """Bytes. Its limit of memory counts the pages themselves, of which each may need a table of its own."""
+    with open(f"/proc/{pid}/status") as file:
+        return sum(int(line.split()[1]) * 1024 for line in file if line.startswith("VmPTE"))
 
 
 def _remove(folder: str) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from megatron_dapo.config.data import EvalConfig
 from megatron_dapo.engines.protocol import Completion, Generator, SamplingParams, derive_seed
 from megatron_dapo.errors import UserError
-from megatron_dapo.evaluate.results import Evaluation, EvaluationError, ProblemResult, Response, summarise
+from megatron_dapo.evaluation.results import Evaluation, EvaluationError, ProblemResult, Response, summarise
 from megatron_dapo.reward.combined import readable
 from megatron_dapo.rollout.agents.conversation import Conversation
 from megatron_dapo.rollout.agents.functions import RolloutFunction
@@ -168,14 +168,19 @@ class _Requests:
             top_k=config.top_k, stop=request.stop, seed=request.seed,
         )  # fmt: skip
         context = np.concatenate([sample.prompt_tokens, sample.response_tokens]) if sample.length else None
-        for attempt in range(ATTEMPTS):
-            name = request.name + (f"-try{attempt}" if attempt else "")
+        attempt = moves = 0
+        while attempt < ATTEMPTS:
+            name = request.name + (f"-try{attempt}" if attempt else "") + (f"-move{moves}" if moves else "")
             made = await self._request(name, sample.prompt_tokens if context is None else context, params)
             if made.finish_reason is not FinishReason.ABORT:
                 append_completion(sample, made)
                 return True
             if self._stopping:
                 raise asyncio.CancelledError
+            if made.moved:  # to another server, where it starts again
+                moves += 1
+                continue
+            attempt += 1
             await asyncio.sleep(ATTEMPT_PAUSE)
         raise EvaluationError(
             f"the engine aborted response {sample.index} to problem {sample.prompt_id} {ATTEMPTS} times: nothing may "

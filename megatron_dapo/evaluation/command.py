@@ -7,8 +7,8 @@ from pathlib import Path
 
 from megatron_dapo.config import Config, ConfigError, check_config
 from megatron_dapo.errors import UserError
-from megatron_dapo.evaluate.requests import evaluate_sets
-from megatron_dapo.evaluate.results import Evaluation
+from megatron_dapo.evaluation.requests import evaluate_sets
+from megatron_dapo.evaluation.results import Evaluation
 from megatron_dapo.files import write_atomically
 
 

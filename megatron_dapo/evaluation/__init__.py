@@ -15,9 +15,9 @@ cancelled at any time: it aborts its requests and returns when none is running.
 - `command`   `megatron-dapo eval`
 """
 
-from megatron_dapo.evaluate.command import create_output, run
-from megatron_dapo.evaluate.requests import evaluate_sets
-from megatron_dapo.evaluate.results import (
+from megatron_dapo.evaluation.command import create_output, run
+from megatron_dapo.evaluation.requests import evaluate_sets
+from megatron_dapo.evaluation.results import (
     EvalResult,
     Evaluation,
     EvaluationError,

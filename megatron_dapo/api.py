@@ -1,0 +1,272 @@
+"""Training, evaluation and conversion from Python, for notebooks and scripts. The same as the commands, and they run as
+processes of their own: a notebook can start several runs, and stopping a cell stops its run, which saves.
+
+    import megatron_dapo as md
+
+    def grade(prompt, response):
+        return prompt.answer in response
+
+    run = md.train("Qwen/Qwen2.5-0.5B", "prompts.jsonl", reward=grade, trainer__steps=50)
+    run.steps.plot(y="reward/accuracy")
+"""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+import json
+import os
+import signal
+import subprocess
+import symtable
+import sys
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from megatron_dapo.config.base import dump_yaml, parse_yaml
+from megatron_dapo.config.load import apply_override, load_config
+from megatron_dapo.errors import UserError
+from megatron_dapo.observe.report import write_report
+from megatron_dapo.observe.runs import Run, load_run
+
+if TYPE_CHECKING:
+    import pandas
+
+FUNCTIONS = "run_functions"  # the module, in the run directory, that holds functions of a notebook
+Setting = Any
+Function = Callable[..., Any] | str
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedRun:
+    """What a run has written. `steps` and `evaluations` are pandas frames with one row for each, indexed by step;
+    `samples` has the transcripts, one row for each response. They need pandas; `records` does not."""
+
+    path: Path
+    records: Run
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The settings, in sections, as the run resolved them."""
+        found: dict[str, Any] = parse_yaml((self.path / "config.yaml").read_text()) or {}
+        return found
+
+    @property
+    def steps(self) -> pandas.DataFrame:
+        return _frame([{"step": record.step, **record.metrics} for record in self.records.steps], "step")
+
+    @property
+    def evaluations(self) -> pandas.DataFrame:
+        return _frame([{"step": record.step, **record.metrics} for record in self.records.evaluations], "step")
+
+    @property
+    def samples(self) -> pandas.DataFrame:
+        return _frame([asdict(transcript) for transcript in self.records.transcripts])
+
+    def report(self) -> Path:
+        """Writes report.html and returns its path."""
+        return Path(write_report([self.path], self.path / "report.html"))
+
+
+def read_run(path: str | Path) -> TrainedRun:
+    """The metrics, evaluations, transcripts and settings of a run directory; the run may be running."""
+    return TrainedRun(Path(path), load_run(Path(path), Path(path).name))
+
+
+def train(
+    model: str | Path,
+    data: str | Path | Sequence[str | Path],
+    reward: Function | None = None,
+    *,
+    run_dir: str | Path = "runs/python",
+    config: str | Path | None = None,
+    objective: Function | None = None,
+    rollout: Function | None = None,
+    group_filter: Function | None = None,
+    dry_run: bool = False,
+    **settings: Setting,
+) -> TrainedRun:
+    """Trains a policy with DAPO, or resumes the run in `run_dir`, and returns what it wrote.
+
+    model     HF directory, or a name on the hub
+    data      prompts: a file, folder, pattern, dataset of the hub, or a list of them
+    reward    `f(prompt, response)` returns a bool, a score or a `Grade`; or the name of a grader such as "math"
+    objective, rollout, group_filter   `algorithm.objective`, `rollout.generate` and `rollout.group_filter`, likewise
+    config    a YAML file whose settings come first
+    settings  every other key, as `**{"trainer.steps": 50}` or `trainer__steps=50`
+
+    A function that a process cannot import, because it was written in a notebook, is copied into the run directory with
+    what it uses: other functions, modules, plain values. Raises UserError with the message of the command.
+    """
+    folder = Path(run_dir).resolve()
+    sections = _sections(config)
+    given = {"policy.model": str(model), "trainer.run_dir": str(folder)}
+    paths = [data] if isinstance(data, str | Path) else list(data)
+    given["data.path"] = str(paths[0]) if len(paths) == 1 else list(map(str, paths))  # type: ignore[assignment]
+    plugins = {
+        "reward.grader": reward, "algorithm.objective": objective, "rollout.generate": rollout,
+        "rollout.group_filter": group_filter,
+    }  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    given |= {key: _named(function, folder) for key, function in plugins.items() if function is not None}
+    _apply(sections, given | settings)
+    file = _write(sections, folder)
+    _command("train", str(file), *(["--dry-run"] if dry_run else []), folder=folder)
+    return read_run(folder) if not dry_run else TrainedRun(folder, load_run(folder, folder.name, running=True))
+
+
+def evaluate(
+    model: str | Path,
+    data: str | Path,
+    reward: Function | None = None,
+    *,
+    samples: int = 1,
+    out: str | Path = "runs/evaluation",
+    config: str | Path | None = None,
+    **settings: Setting,
+) -> dict[str, Any]:
+    """Generates `samples` responses to every problem of `data` and grades them: avg@k, pass@k and maj@k, as in
+    `out`/results.json. The arguments are those of `train`."""
+    folder = Path(out).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    sections = _sections(config)
+    given: dict[str, Any] = {"evaluate.data.path": str(data), "policy.model": str(model), "evaluate.samples": samples}
+    given["evaluate.data.sources"] = []  # of the file
+    if reward is not None:
+        given["reward.grader"] = _named(reward, folder)
+    _apply(sections, given | settings)
+    _command("eval", str(_write(sections, folder)), "--out", str(folder), folder=folder)
+    found: dict[str, Any] = json.loads((folder / "results.json").read_text())
+    return found
+
+
+def convert(source: str | Path, destination: str | Path, **options: Any) -> Path:
+    """Converts a HF model to a Megatron checkpoint, or a Megatron checkpoint or a run to a HF model: whichever `source`
+    is not. `options`: those of `megatron-dapo convert`, for example `reference`, `step`, `dtype`, `overwrite`."""
+    from megatron_dapo.weights.convert import hf_to_megatron, megatron_to_hf
+    from megatron_dapo.weights.locate import Format, format_of, locate
+
+    is_hf = format_of(locate(source, options.get("step"))) is Format.HF
+    change = hf_to_megatron if is_hf else megatron_to_hf
+    change(source, destination, **options)
+    return Path(destination)
+
+
+# ---- settings and functions ----
+
+
+def _sections(config: str | Path | None) -> dict[str, Any]:
+    return load_config(config).model_dump(mode="json", exclude_unset=True) if config is not None else {}
+
+
+def _apply(sections: dict[str, Any], settings: Mapping[str, Any]) -> None:
+    for key, value in settings.items():
+        text = json.dumps(value) if not isinstance(value, str) else value
+        apply_override(sections, f"{key.replace('__', '.')}={text}")
+
+
+def _write(sections: dict[str, Any], folder: Path) -> Path:
+    file = folder / "from_python.yaml"
+    file.write_text(dump_yaml(sections))
+    load_config(file)  # a mistake is found here
+    return file
+
+
+def _named(function: Function, folder: Path) -> str:
+    """As a setting names it: by its module, or by the module that is written for it."""
+    if isinstance(function, str):
+        return function
+    module = sys.modules.get(function.__module__)
+    if function.__module__ != "__main__" and getattr(module, function.__name__, None) is function:
+        return f"python:{function.__module__}.{function.__name__}"
+    known: dict[str, str] = {}
+    _copy_source(function, known)
+    lines = [f'"""Written by megatron_dapo.train: {function.__name__} and what it uses."""', *known.values()]
+    name = f"{FUNCTIONS}_{function.__name__}"
+    (folder / f"{name}.py").write_text("\n\n\n".join(lines) + "\n")
+    return f"python:{name}.{function.__name__}"
+
+
+def _copy_source(function: Any, known: dict[str, str]) -> None:
+    """Adds the source of a function or class, after that of what it uses, to `known`."""
+    name = function.__name__
+    try:
+        source = textwrap.dedent(inspect.getsource(function))
+    except (OSError, TypeError):
+        raise UserError(f"{name}: its source is not known; write it into a module and import it from there") from None
+    if name == "<lambda>" or (inspect.isfunction(function) and inspect.getclosurevars(function).nonlocals):
+        raise UserError(f"{name}: expected a function that uses only global names; define it with def at the top level")
+    known[name] = ""  # it may use itself
+    used = {member for member in _names(source) if member not in known and not hasattr(builtins, member)}
+    values = vars(sys.modules[function.__module__])
+    for member in sorted(used & values.keys()):
+        known[member] = ""
+        known[member] = _definition(member, values[member], known)
+    del known[name]
+    known[name] = source.rstrip()
+
+
+def _names(source: str) -> set[str]:
+    """The global names that the source of a function or class uses."""
+    found: set[str] = set()
+    tables = [symtable.symtable(source, "<source>", "exec")]
+    while tables:
+        table = tables.pop()
+        used = [symbol for symbol in table.get_symbols() if symbol.is_referenced()]
+        found |= {symbol.get_name() for symbol in used if symbol.is_global() or table.get_type() == "module"}
+        tables += table.get_children()
+    return found
+
+
+def _definition(name: str, value: Any, known: dict[str, str]) -> str:
+    if isinstance(value, ModuleType):
+        return f"import {value.__name__} as {name}"
+    if callable(value) and getattr(value, "__module__", "__main__") != "__main__":
+        return f"from {value.__module__} import {value.__name__} as {name}"
+    if inspect.isfunction(value) or inspect.isclass(value):
+        _copy_source(value, known)
+        return known.pop(value.__name__)
+    try:
+        if json.loads(json.dumps(value)) == value:
+            return f"{name} = {value!r}"
+    except (TypeError, ValueError):
+        pass
+    raise UserError(f"{name} is a {type(value).__name__}, which cannot be copied; write the function into a module")
+
+
+# ---- processes ----
+
+
+def _command(*arguments: str, folder: Path) -> None:
+    """Runs a command and shows its output. An interruption is passed on: the run saves, and then ends."""
+    paths = os.pathsep.join([str(folder), os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "megatron_dapo", *arguments], env=os.environ | {"PYTHONPATH": paths}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    last = ""
+    while True:
+        try:
+            for line in process.stdout:
+                print(line, end="", flush=True)
+                last = line.strip() or last
+            code = process.wait()
+            break
+        except KeyboardInterrupt:
+            process.send_signal(signal.SIGINT)
+    if code:
+        raise UserError(last.removeprefix("megatron-dapo: ") or f"megatron-dapo {arguments[0]} ended with code {code}")
+
+
+def _frame(rows: list[dict[str, Any]], index: str | None = None) -> pandas.DataFrame:
+    try:
+        import pandas
+    except ImportError:
+        raise UserError("frames need pandas: pip install pandas; `records` has the same values without it") from None
+    frame = pandas.DataFrame(rows)
+    return frame.set_index(index) if index and rows else frame

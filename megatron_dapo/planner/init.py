@@ -1,0 +1,117 @@
+"""`megatron-dapo init`: a configuration for a model, prompts and a number of GPUs, with the layout that `plan` chooses.
+
+Small machines get a small recipe, from 16 GPUs on the published one. Everything that is not written is a default.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatron_dapo.config import Config, ConfigError, parse_config
+from megatron_dapo.config.base import dump_yaml
+from megatron_dapo.config.importing import nested
+from megatron_dapo.config.load import apply_override
+from megatron_dapo.planner.hardware import Cluster, find_gpu
+from megatron_dapo.planner.models import model_shape
+from megatron_dapo.planner.plan import Plan, make_plan
+from megatron_dapo.planner.workload import Workload
+
+GPUS_PER_NODE = 8
+LARGE = 16  # GPUs for the published recipe
+SMALL: dict[str, Any] = {
+    "trainer.prompts_per_step": 64,
+    "trainer.mini_batch_prompts": 32,
+    "trainer.checkpoint.every": 20,
+    "rollout.samples_per_prompt": 8,
+    "rollout.max_prompt_tokens": 1024,
+    "rollout.max_response_tokens": 2048,
+    "algorithm.overlong.cache_length": 512,
+    "policy.optimizer.warmup_steps": 5,
+    "trainer.steps": 200,
+}
+SHORTER = (2048, 1024, 512)  # longest responses that are tried, if a model does not fit
+
+
+def run(model: str, data: str, gpus: int, gpu: str, slurm: bool, output: str | None, settings: list[str]) -> int:
+    """Writes the file, or prints it."""
+    found, plan = planned(model, data, gpus, gpu, settings)
+    name = Path(model.partition("@")[0]).name.lower()
+    found.setdefault("trainer.run_dir", f"runs/{name}")
+    file = output or "run.yaml"
+    start = f"megatron-dapo {'slurm' if slurm or gpus > GPUS_PER_NODE else 'train'} {file}"
+    lines = [f"# Made by `megatron-dapo init` for {model} on {_machine(gpus, gpu)}."]
+    if plan is not None:
+        seconds, chosen = plan.step_seconds, plan.chosen
+        assert chosen is not None
+        memory = chosen.trainer.memory.total / 2**30
+        lines.append(f"# Predicted: {seconds:.0f} s a step, {memory:.0f} GiB a GPU (megatron-dapo plan).")
+    lines.append(f"# Check it with `megatron-dapo train {file} --dry-run`; start it with `{start}`.")
+    sections = nested(found)
+    for item in settings:
+        apply_override(sections, item)
+    text = "\n".join([*lines, dump_yaml(sections)])
+    if output is None:
+        print(text, end="")
+        return 0
+    target = Path(output)
+    if target.exists():
+        raise ConfigError(f"{target} exists: name a new file")
+    target.write_text(text)
+    print(f"wrote {target}; next: megatron-dapo train {target} --dry-run")
+    return 0
+
+
+def planned(model: str, data: str, gpus: int, gpu: str, settings: list[str]) -> tuple[dict[str, Any], Plan | None]:
+    """The settings that differ from the defaults, by dotted key, and the plan that they follow."""
+    recipe = {"policy.model": model, "data.path": data, **(SMALL if gpus < LARGE else {})}
+    recipe |= _machine_settings(gpus)
+    shape = model_shape(_config(recipe, settings).policy.model) if gpus else None
+    for longest in SHORTER if gpus < LARGE else (None,):
+        if longest is not None:
+            recipe |= {"rollout.max_response_tokens": longest, "algorithm.overlong.cache_length": longest // 4}
+        config = _config(recipe, settings)
+        if shape is None:
+            return recipe, None
+        cluster = Cluster(find_gpu(gpu), gpus, min(gpus, GPUS_PER_NODE))
+        plan = make_plan(config, shape, cluster, Workload.of(config), choose=True)
+        if plan.fits and plan.chosen is not None:
+            recipe |= plan.chosen.changes(config)
+            if plan.chosen.engine is not None and gpus <= GPUS_PER_NODE:
+                recipe["rollout.servers.count"] = gpus // plan.chosen.engine.tensor_parallel
+            _config(recipe, settings)
+            return recipe, plan
+    raise ConfigError(
+        f"{model} does not fit on {_machine(gpus, gpu)}: {'; '.join(plan.problems)}. Use more GPUs, a smaller "
+        "model, or LoRA (policy.lora, docs/lora.md)"
+    )
+
+
+def _config(recipe: dict[str, Any], settings: list[str]) -> Config:
+    raw = nested(recipe)
+    for item in settings:
+        apply_override(raw, item)
+    return parse_config(raw)
+
+
+def _machine_settings(gpus: int) -> dict[str, Any]:
+    """Trainer and engines share all GPUs; without one, the embedded engine."""
+    if not gpus:
+        return {
+            "rollout.engine": "embedded", "policy.precision": "fp32", "trainer.prompts_per_step": 8,
+            "trainer.mini_batch_prompts": 4, "policy.micro_batch_tokens": 4096, "slurm.gpus_per_node": 0,
+        }  # fmt: skip
+    nodes = -(-gpus // GPUS_PER_NODE)
+    if nodes > 1 and gpus % GPUS_PER_NODE:
+        raise ConfigError(f"--gpus is {gpus}: above {GPUS_PER_NODE}, name a multiple of it")
+    found: dict[str, Any] = {
+        "rollout.engine": "sglang", "rollout.servers.share_gpus": True, "rollout.weights.transport": "tensor",
+        "slurm.nodes": nodes, "slurm.gpus_per_node": min(gpus, GPUS_PER_NODE),
+    }  # fmt: skip
+    if nodes > 1:
+        found["rollout.weights.keep_snapshot"] = False
+    return found
+
+
+def _machine(gpus: int, gpu: str) -> str:
+    return f"{gpus} × {gpu}" if gpus else "CPU cores"

@@ -1,0 +1,55 @@
+"""`megatron-dapo init`: configurations that need no hand-set key, and `config diff`."""
+
+import pytest
+import yaml
+
+from megatron_dapo.cli import main
+from megatron_dapo.config import load_config
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "expected"),
+    [
+        ("Qwen2.5-1.5B", 1, {"rollout.servers.count": 1, "slurm.gpus_per_node": 1}),
+        ("Qwen2.5-7B", 8, {"slurm.nodes": 1, "slurm.gpus_per_node": 8, "rollout.servers.share_gpus": True}),
+        ("Qwen2.5-7B", 16, {"slurm.nodes": 2, "trainer.prompts_per_step": 512}),
+        ("Qwen2.5-0.5B", 0, {"rollout.engine": "embedded", "policy.precision": "fp32"}),
+    ],
+)
+def test_a_planned_configuration_is_valid_and_fits(model, gpus, expected, tmp_path, capsys):
+    file = tmp_path / "run.yaml"
+    words = ["init", "--model", f"Qwen/{model}", "--data", "prompts.jsonl", "--gpus", str(gpus), "--output", str(file)]
+    assert main(words) == 0
+    config = load_config(file).model_dump()
+    for key, value in expected.items():
+        section = config
+        for part in key.split("."):
+            section = section[part]
+        assert section == value, key
+    if gpus:
+        assert main(["plan", str(file), "--gpus", str(gpus)]) == 0 and "Predicted" in file.read_text()
+    assert main(words) == 2 and "name a new file" in capsys.readouterr().err
+
+
+def test_a_model_that_does_not_fit_is_refused(capsys):
+    words = ["init", "--model", "Qwen/Qwen2.5-72B", "--data", "prompts.jsonl", "--gpus", "1"]
+    assert main(words) == 2
+    assert "does not fit on 1 × h100" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_settings_are_part_of_the_file(capsys):
+    words = ["init", "--model", "Qwen/Qwen2.5-0.5B", "--data", "p.jsonl", "--slurm", "trainer.steps=7"]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert yaml.safe_load(text)["trainer"]["steps"] == 7 and "megatron-dapo slurm run.yaml" in text
+
+
+def test_config_diff(tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.yaml").write_text("trainer: {steps: 7}\npolicy: {model: m}\n")
+    (tmp_path / "other.yaml").write_text("trainer: {steps: 8}\npolicy: {model: m}\n")
+    assert main(["config", "diff", str(tmp_path / "run")]) == 0
+    default = load_config(None).trainer.steps
+    assert capsys.readouterr().out.splitlines() == ['policy.model: "" → m', f"trainer.steps: {default} → 7"]
+    assert main(["config", "diff", str(tmp_path / "run"), str(tmp_path / "other.yaml")]) == 0
+    assert capsys.readouterr().out == "trainer.steps: 8 → 7\n"

@@ -1,0 +1,89 @@
+"""`import megatron_dapo as md`: train, evaluate, convert and read_run, with functions that no module has."""
+
+import json
+import runpy
+import subprocess
+import sys
+
+import pytest
+from tiny_run import environment
+
+import megatron_dapo as md
+from megatron_dapo.api import _named
+from megatron_dapo.cli import DEMO
+from megatron_dapo.errors import UserError
+
+NOTEBOOK = """
+import math
+from fractions import Fraction
+import megatron_dapo as md
+from megatron_dapo.api import _named
+from pathlib import Path
+
+LIMIT = {"least": 2}
+
+def even(text):
+    return Fraction(len(text)) % LIMIT["least"] == 0
+
+def grade(prompt, response):
+    return even(response) and math.pi > 3
+
+print(_named(grade, Path(".")))
+md.train("model", "prompts.jsonl", grade, run_dir="run", trainer__stepz=1)
+"""
+
+
+def test_a_function_of_a_notebook_becomes_a_module_with_what_it_uses(tmp_path):
+    """docs/test_tutorial.py trains with such functions."""
+    (tmp_path / "cells.py").write_text(NOTEBOOK)
+    done = subprocess.run(
+        [sys.executable, "cells.py"], cwd=tmp_path, env=environment(), text=True, capture_output=True, timeout=60
+    )
+    assert done.stdout == "python:run_functions_grade.grade\n"
+    assert "did you mean 'trainer.steps'?" in done.stderr.splitlines()[-1], "found before anything is started"
+    module = runpy.run_path(str(tmp_path / "run_functions_grade.py"))
+    assert [module["grade"](None, text) for text in ("ab", "abc")] == [True, False]
+
+
+def helper(prompt, response):
+    return True
+
+
+def test_functions_of_modules_are_named_and_lambdas_refused(tmp_path):
+    assert _named(helper, tmp_path) == f"python:{__name__}.helper" and not any(tmp_path.iterdir())
+    local = 3
+
+    def closure(prompt, response):
+        return local
+
+    for function in (lambda prompt, response: True, closure):
+        with pytest.raises(UserError, match="expected a function that uses only global names"):
+            _named(function, tmp_path)
+
+
+def test_frames_have_a_row_for_each_step(tmp_path):
+    lines = [{"step": step, "kind": "step", "metrics": {"reward/mean": step / 10}} for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = md.read_run(tmp_path)
+    assert run.records.series("reward/mean") == ([1, 2], [0.1, 0.2])
+    try:
+        import pandas  # noqa: F401
+    except ImportError:
+        with pytest.raises(UserError, match="pip install pandas"):
+            _ = run.steps
+        return
+    assert run.steps["reward/mean"].to_dict() == {1: 0.1, 2: 0.2} and run.evaluations.empty
+
+
+def test_the_import_is_light():
+    code = (
+        "import sys, megatron_dapo; print(sorted(m for m in sys.modules if m.split('.')[0] in ('torch', 'pydantic')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), text=True, capture_output=True, timeout=60)
+    assert done.stdout.strip() == "[]", done
+
+
+def test_the_demo_is_a_finished_run():
+    run = md.read_run(DEMO)
+    steps, accuracy = run.records.series("reward/accuracy")
+    assert steps[-1] == 60 and accuracy[-1] > 2 * accuracy[0] and run.records.transcripts
