@@ -46,7 +46,7 @@ def test_dry_run_on_all_ranks(file, workplace, monkeypatch, capsys):
     assert main(["train", file, "--dry-run", *settings(file)]) == 0
     said = capsys.readouterr()
     assert "valid" in said.out
-    assert f"{ranks} ranks" in said.err
+    assert f"{ranks} rank{'s' * (ranks > 1)} =" in said.err
     # Nothing beside the run directory is written.
     run_dir = load_config(file, FILLED_IN.get(file, [])).trainer.run_dir
     assert (workplace / run_dir / "config.yaml").exists()
@@ -59,7 +59,8 @@ def test_dry_run_on_a_machine_without_gpus(file, workplace, capsys):
     ranks, _ = GPUS[file]
     policy = load_config(file, FILLED_IN.get(file, [])).policy
     said = " ".join(capsys.readouterr().err.split())
-    assert f"{ranks} ranks = TP {policy.tensor_parallel} " in said and f"× DP {ranks // policy.model_ranks}" in said
+    assert f"{ranks} rank{'s' * (ranks > 1)} = TP {policy.tensor_parallel} " in said
+    assert f"× DP {ranks // policy.model_ranks}" in said
 
 
 @pytest.mark.parametrize("file", FILES)
