@@ -2,18 +2,23 @@
 
 import asyncio
 import contextlib
+import ctypes
 import logging
+import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 
 from megatron_dapo.errors import UserError
-from megatron_dapo.rollout.agents.tools import confinement
+from megatron_dapo.processes.fork_ranks import run_in_fork
+from megatron_dapo.rollout.agents.tools import confinement, tool_worker
 from megatron_dapo.rollout.agents.tools import sandbox as sandbox_module
 from megatron_dapo.rollout.agents.tools.sandbox import Sandbox, ToolLimits
 
@@ -442,3 +447,27 @@ def test_an_interrupted_call_does_not_disturb_the_next_one():
             await sandbox.close()
 
     assert asyncio.run(main()).text == "'second'\n"
+
+
+def sizes_of_deleted_files():
+    """As an ordinary user: of a call that has just ended, and of one that hides its files."""
+    library, found = ctypes.CDLL(None), []
+    if not os.getuid():
+        os.setuid(65534)
+    for hides in (False, True):
+        if not (pid := os.fork()):
+            library.prctl(4, 0)  # PR_SET_DUMPABLE
+            time.sleep(9 * hides)
+            os._exit(0)
+        while not hides and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.01)
+        time.sleep(0.2)
+        found.append(tool_worker._deleted_size(pid))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    return found
+
+
+def test_a_call_that_is_ending_hides_no_files():
+    """Its memory goes before its files, which nobody may list then, as after PR_SET_DUMPABLE: it was called full."""
+    assert run_in_fork(sizes_of_deleted_files) == [0, math.inf]

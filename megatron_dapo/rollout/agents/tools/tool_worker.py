@@ -154,7 +154,7 @@ def _deleted_size(pid: int) -> float:
                 file = os.stat(f"/proc/{pid}/fd/{name}")
                 found[file.st_dev, file.st_ino] = file.st_size if not file.st_nlink else 0
     except PermissionError:
-        return math.inf
+        return math.inf if _page_tables(pid) else 0  # without memory it is just ending, and shows nothing either
     except OSError:  # it has ended
         return 0
     return sum(found.values())
