@@ -25,7 +25,6 @@ from functools import cache
 from multiprocessing import connection
 from multiprocessing.context import ForkProcess
 from pathlib import Path
-from typing import Any
 
 from megatron_dapo.ablation.results import read_curves
 from megatron_dapo.config import load_config
@@ -119,19 +118,20 @@ def run_jobs(
         outcomes.append(outcome)
         report(outcome)
 
-    with _terminable():
+    with _told_to_stop() as stop:
         try:
-            while True:
+            while not stop.poll():
                 while (
                     waiting
+                    and not stop.poll()
                     and len(running) < workers
                     and time.monotonic() + _expected_seconds(waiting[0], outcomes) < deadline
                 ):
                     if outcome := _start(waiting.popleft(), running):
                         add(outcome)
                 left = None if minutes is None else max(0.0, deadline - time.monotonic())
-                ended = connection.wait([run.process.sentinel for run in running], left) if running else []
-                if not ended:
+                ended = connection.wait([stop, *(run.process.sentinel for run in running)], left) if running else []
+                if not ended or stop in ended:
                     break
                 for run in [run for run in running if run.process.sentinel in ended]:
                     running.remove(run)
@@ -151,22 +151,17 @@ def _expected_seconds(job: Job, outcomes: Sequence[Outcome]) -> float:
 
 
 @contextmanager
-def _terminable() -> Iterator[None]:
-    """SIGTERM interrupts as Ctrl-C does, so that no trainer is left behind. Once: a signal to a process group may be
-    followed by another while the trainers save."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(number: int, frame: Any) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def _told_to_stop() -> Iterator[connection.Connection]:
+    """Readable once SIGTERM has come. An exception in the handler could be lost: it may run inside a destructor."""
+    stop, told = multiprocessing.Pipe(duplex=False)
+    in_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, lambda number, frame: told.send_bytes(b"stop")) if in_main else None
+    with stop, told:
+        try:
+            yield stop
+        finally:
+            if in_main:
+                signal.signal(signal.SIGTERM, before)
 
 
 def _start(job: Job, running: list[_Run]) -> Outcome | None:

@@ -129,14 +129,14 @@ def awkward_batch(shape: ModelShape, seed: int, samples: int = 14) -> TrainBatch
     )
 
 
-def random_experts(shape: ModelShape, batch: TrainBatch, seed: int) -> list[RoutedExperts | None]:
+def random_experts(shape: ModelShape, batch: TrainBatch, seed: int, unknown: float = 0.2) -> list[RoutedExperts | None]:
     """Distinct experts for every token and layer, unrelated to the router's choice. Not known: the last token of each
-    sample, and about a fifth of the others."""
+    sample, and a share `unknown` of the others."""
     rng = np.random.default_rng(seed)
     found: list[RoutedExperts | None] = []
     for length in batch.lengths - 1:
         order = rng.random((length, shape.layers, shape.experts)).argsort(-1)[..., : shape.experts_per_token] + 1
-        order[rng.random(length) < 0.2] = 0
+        order[rng.random(length) < unknown] = 0
         found.append(order.reshape(length, -1).astype(np.uint8))
     return found
 

@@ -82,10 +82,13 @@ def trace_updates(rendezvous: Rendezvous | None, case: Case, updates: int) -> Tr
     The ranks stay connected: the next layout needs only other model-parallel groups.
     """
     with torch_layers() if case.layers == "torch" else nullcontext():
-        return trace_config(rendezvous, case.config, case.shape, updates)
+        unknown = 0.0 if "fixed_experts" in case.options else 0.2
+        return trace_config(rendezvous, case.config, case.shape, updates, unknown_experts=unknown)
 
 
-def trace_config(rendezvous: Rendezvous | None, config: Config, shape: ModelShape, updates: int) -> Trace:
+def trace_config(
+    rendezvous: Rendezvous | None, config: Config, shape: ModelShape, updates: int, *, unknown_experts: float = 0.2
+) -> Trace:
     """As `trace_updates`, with any configuration and any small model."""
     torch.set_num_threads(1)
     runtime = initialize(config.policy, seed=1, rendezvous=rendezvous)
@@ -101,7 +104,7 @@ def trace_config(rendezvous: Rendezvous | None, config: Config, shape: ModelShap
         if config.algorithm.aggregation == "seq-mean-token-sum":
             trace.loss_terms = TOKEN_TERM * float(batch.response_lengths.mean())
         if config.policy.routing_replay == "engine":
-            batch.routed_experts = random_experts(shape, batch, seed=update)
+            batch.routed_experts = random_experts(shape, batch, update, unknown_experts)
         metrics = policy.gradients(batch)
         trace.gradients.append(gather_full(policy, runtime, gradient=True))
         metrics |= policy.step.step_optimizer()

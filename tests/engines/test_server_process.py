@@ -201,3 +201,12 @@ def test_the_servers_keep_idle_connections_longer_than_we_do():
     assert float(environment["SGLANG_TIMEOUT_KEEP_ALIVE"]) > 5
     _, environment = sglang_command("model", ServerConfig(environment={"SGLANG_TIMEOUT_KEEP_ALIVE": "7"}), 0, 1)
     assert environment["SGLANG_TIMEOUT_KEEP_ALIVE"] == "7"
+
+
+@pytest.mark.parametrize("ours, theirs", [(None, "1"), ("0", "0")])
+def test_servers_and_trainer_have_the_same_kind_of_nccl_memory(ours, theirs, monkeypatch):
+    """SGLang turns it off unless it is set; then they cannot share a communicator on one host."""
+    monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
+    if ours:
+        monkeypatch.setenv("NCCL_CUMEM_ENABLE", ours)
+    assert sglang_command("model", ServerConfig(), 0, 1)[1]["NCCL_CUMEM_ENABLE"] == theirs

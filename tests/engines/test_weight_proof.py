@@ -200,9 +200,11 @@ for dtype in (torch.bfloat16, torch.float32, torch.float8_e4m3fn):
     parts.add(1, 7 * size, size, 7, [(70, 5000, 5000), (2501, 1, 1)])
     parts.add(2, 0, size, 3, [(5000, 1, 70), (70, 5000, 1)])
     parts.freeze()
-    tiles = torch.from_numpy(parts.tiles[size])
-    on_cpu = m._sum_on_cpu(parts.tiles[size], size, t.data_ptr())
-    assert torch.equal(on_cpu, m._sum_on_gpu(tiles, size, t.data_ptr())) and len(on_cpu.unique()) == len(on_cpu)
+    assert set(parts.tiles) == {(size, True), (size, False)}
+    for (_, aligned), tiles in parts.tiles.items():
+        on_cpu = m._sum_on_cpu(tiles, size, t.data_ptr())
+        on_gpu = m._sum_on_gpu(torch.from_numpy(tiles), size, t.data_ptr(), aligned=aligned)
+        assert torch.equal(on_cpu, on_gpu) and len(on_cpu.unique()) == len(on_cpu)
 """
 
 

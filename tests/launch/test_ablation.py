@@ -328,6 +328,17 @@ def test_each_run_is_a_fork_that_writes_its_own_log(fake_trainer, config, tmp_pa
     assert seen == []
 
 
+def test_sigterm_inside_a_destructor_is_not_lost(fake_trainer, config, tmp_path):
+    class Signal:
+        def __del__(self):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    fake_trainer(lambda config_file, settings: 1 if "trainer.seed=0" in settings else time.sleep(600))
+    jobs = [Job(str(config), (), tmp_path / "out", "none", seed) for seed in (0, 1)]
+    outcomes = run_jobs(jobs, 2, lambda outcome: str(Signal()))
+    assert [outcome.problem.split(":")[0] for outcome in outcomes] == ["ended with code 1", "not run"]
+
+
 def test_sigterm_ends_the_running_trainers(fake_trainer, config, tmp_path):
     """The trainer would never end. While it saves, a second signal comes: `timeout` and Slurm signal whole groups."""
 

@@ -59,6 +59,7 @@ SPLIT_LAYERS = {
     "tied": {"tp2", "pp2", "tp2pp2"},
     "moe": {"tp2sp", "pp2vpp2", "cp2", "dp2do", "ep2", "ep2tp2sp"},
     "moe-shared": {"tp2sp", "ep2tp2sp"},
+    "moe-mixed": {"pp2vpp2", "ep2"},
     "hybrid": {"tp2sp", "pp2vpp2", "cp2", "tp2cp2sp"},
 }
 named = {(case.name, case.model): case for name in LAYOUTS for case in cases_of(name)}

@@ -65,6 +65,9 @@ def sglang_command(
     else:
         command += ["--base-gpu-id", str(index * config.tensor_parallel)]
         command += ["--enable-memory-saver"] if config.share_gpus else []
+        # SGLang would turn it off, and ranks on one host with different settings cannot share a communicator:
+        # weights over NCCL end with "Cuda failure 'invalid argument'".
+        environment["NCCL_CUMEM_ENABLE"] = os.environ.get("NCCL_CUMEM_ENABLE", "1")
     return [*command, *config.arguments], environment | config.environment
 
 

@@ -23,6 +23,7 @@ ACTION = "sent"
 FIELDS = 9
 ADDRESS, TENSOR, POSITION, ROWS, COLUMNS, ROW, COLUMN, POSITION_ROW, POSITION_COLUMN = range(FIELDS)
 TILE_ROWS, TILE_COLUMNS = 32, 2048  # what one program of the GPU sums
+VECTOR = 16  # bytes that a thread of the GPU reads at once
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
@@ -36,8 +37,9 @@ class Parts:
 
     def __init__(self) -> None:
         self._parts: dict[int, list[tuple[int, ...]]] = {}  # by element size
-        self.tiles: dict[int, np.ndarray] = {}  # the same, [tiles, FIELDS], of at most TILE_ROWS × TILE_COLUMNS
-        self._on_device: dict[int, torch.Tensor] = {}
+        # The same, [tiles, FIELDS], of at most TILE_ROWS × TILE_COLUMNS, by element size and whether `_aligned`.
+        self.tiles: dict[tuple[int, bool], np.ndarray] = {}
+        self._on_device: dict[tuple[int, bool], torch.Tensor] = {}
 
     def add(self, tensor: int, address: int, size: int, position: int, dims: list[tuple[int, int, int]]) -> None:
         """`dims`: length, stride in memory, stride in positions; outer ones first. At least one element."""
@@ -59,13 +61,16 @@ class Parts:
 
     def freeze(self) -> None:
         """After the last `add`."""
-        self.tiles = {size: _tiles(np.array(parts, np.int64), size) for size, parts in self._parts.items()}
+        for size, parts in self._parts.items():
+            tiles = _tiles(np.array(parts, np.int64), size)
+            aligned = _aligned(tiles, size)
+            self.tiles |= {(size, kind): tiles[aligned == kind] for kind in (True, False) if (aligned == kind).any()}
         self._parts.clear()
 
-    def on(self, device: torch.device, size: int) -> torch.Tensor:
-        if size not in self._on_device:
-            self._on_device[size] = torch.from_numpy(self.tiles[size]).to(device)
-        return self._on_device[size]
+    def on(self, device: torch.device, key: tuple[int, bool]) -> torch.Tensor:
+        if key not in self._on_device:
+            self._on_device[key] = torch.from_numpy(self.tiles[key]).to(device)
+        return self._on_device[key]
 
 
 def _merged(dims: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
@@ -91,13 +96,20 @@ def _tiles(parts: np.ndarray, size: int) -> np.ndarray:
     return np.ascontiguousarray(tiles)
 
 
+def _aligned(tiles: np.ndarray, size: int) -> np.ndarray:
+    """[tiles]: whether rows are contiguous and begin at multiples of VECTOR bytes, so that a GPU reads them fast."""
+    contiguous = (tiles[:, COLUMN] == 1) & (tiles[:, POSITION_COLUMN] == 1)
+    return contiguous & (tiles[:, ADDRESS] % VECTOR == 0) & (tiles[:, ROW] * size % VECTOR == 0)
+
+
 def checksums(parts: Parts, count: int, device: torch.device, base: int = 0) -> torch.Tensor:
     """[count], int64: the sum of each tensor's parts. `base` is added to all addresses. On a GPU it only launches."""
     total = torch.zeros(count, dtype=torch.int64, device=device)
-    for size, tiles in parts.tiles.items():
+    for (size, aligned), tiles in parts.tiles.items():
         if device.type == "cuda":
-            table = parts.on(device, size)
-            total.index_add_(0, table[:, TENSOR].contiguous(), _sum_on_gpu(table, size, base))
+            table = parts.on(device, (size, aligned))
+            sums = _sum_on_gpu(table, size, base, aligned=aligned and base % VECTOR == 0)
+            total.index_add_(0, table[:, TENSOR].contiguous(), sums)
         else:
             total.index_add_(0, torch.from_numpy(tiles[:, TENSOR].copy()), _sum_on_cpu(tiles, size, base))
     return total
@@ -133,25 +145,21 @@ def _kernel() -> Any:
     import triton.language as tl
 
     @triton.jit
-    def sum_tile(tiles, sums, base, SIZE: tl.constexpr, FIELDS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore
-        tile = tiles + tl.program_id(0) * FIELDS  # the fields are in the order above
-        address = tl.load(tile) + base
+    def sum_tile(tiles, sums, anchor, base, SIZE: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore
+        tile = tiles + tl.program_id(0) * 9  # FIELDS, in the order above
+        start = (tl.load(tile) + base) // SIZE  # elements after `anchor`
         position, rows, columns = tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
         row, column, up, right = tl.load(tile + 5), tl.load(tile + 6), tl.load(tile + 7), tl.load(tile + 8)
-        if SIZE == 1:
-            memory = address.to(tl.pointer_type(tl.uint8))
-        elif SIZE == 2:
-            memory = address.to(tl.pointer_type(tl.uint16))
-        elif SIZE == 4:
-            memory = address.to(tl.pointer_type(tl.uint32))
-        else:
-            memory = address.to(tl.pointer_type(tl.uint64))
-        j = tl.arange(0, COLUMNS).to(tl.int64)
+        if ALIGNED:
+            start, row = tl.multiple_of(start, 16 // SIZE), tl.multiple_of(row, 16 // SIZE)
+            column = 1
+            right = 1
+        j = tl.arange(0, WIDTH)
         inside = j < columns
         offsets, positions = j * column, (position + j * right).to(tl.uint32)
-        total = tl.zeros([COLUMNS], tl.uint64)
+        total = tl.zeros([WIDTH], tl.uint64)
         for i in range(rows):
-            bits = tl.load(memory + (i * row + offsets), mask=inside, other=0)
+            bits = tl.load(anchor + (start + i * row) + offsets, mask=inside, other=0)
             x = (positions + (i * up).to(tl.uint32)) * 0x9E3779B1
             x = (x ^ (x >> 15)) * 0x85EBCA77
             total += bits.to(tl.uint64) * ((x ^ (x >> 13)) | 1).to(tl.uint64)
@@ -160,10 +168,13 @@ def _kernel() -> Any:
     return sum_tile
 
 
-def _sum_on_gpu(tiles: torch.Tensor, size: int, base: int) -> torch.Tensor:
+def _sum_on_gpu(tiles: torch.Tensor, size: int, base: int, *, aligned: bool) -> torch.Tensor:
+    """Triton reads vectors only from a pointer that it was given, so addresses are relative to one."""
     sums = torch.empty(len(tiles), dtype=torch.int64, device=tiles.device)
+    anchor = torch.empty(VECTOR, dtype=getattr(torch, f"uint{8 * size}"), device=tiles.device)
     launch = _kernel()[(len(tiles),)]
-    launch(tiles, sums, base, SIZE=size, FIELDS=FIELDS, COLUMNS=TILE_COLUMNS, num_warps=8)
+    start = base - anchor.data_ptr()
+    launch(tiles, sums, anchor, start, SIZE=size, WIDTH=TILE_COLUMNS, ALIGNED=aligned, num_warps=8)
     return sums
 
 
