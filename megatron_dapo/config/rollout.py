@@ -256,6 +256,11 @@ class WeightTransportConfig(Section):
         return self
 
     @property
+    def writes_files(self) -> bool:
+        """Whether versions are written to `directory`."""
+        return self.transport == "disk" or (self.keep_snapshot and self.transport != "adapter")
+
+    @property
     def flushes_cache(self) -> bool:
         """in_place: running requests hold the KV cache of the older weights, and SGLang refuses to flush it."""
         return self.pause_mode != "in_place"

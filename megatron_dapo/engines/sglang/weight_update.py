@@ -81,7 +81,7 @@ class WeightUpdater:
     @property
     def keeps_snapshot(self) -> bool:
         """Whether a server that misses an update can be given the version from disk, or an adapter from memory."""
-        return self._config.transport in ("disk", "adapter") or self._config.keep_snapshot
+        return self._config.writes_files or self._adapters is not None
 
     @property
     def has_snapshot(self) -> bool:
