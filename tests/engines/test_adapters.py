@@ -7,7 +7,6 @@ import shutil
 import signal
 import socket
 import subprocess
-from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
@@ -31,39 +30,39 @@ from megatron_dapo.weights.adapters import adapter_mappings, adapter_name
 RANK, ALPHA = 4, 8.0
 VERSION = SGLANG_VERSIONS[-1]
 PARAMS = SamplingParams(8)
+ADAPTER = [(adapter_name(f"model.layers.0.mlp.{layer}_proj.weight", half), torch.ones(4, 4))
+           for layer in ("gate", "up") for half in "AB"]  # fmt: skip
 
 
-def config_of(servers=None, **weights):
-    raw = {
-        "policy": {"lora": {"rank": RANK, "alpha": ALPHA}},
-        "rollout": {
-            "weights": {"transport": "adapter", "timeout": 30, **weights},
-            "servers": {"sample_timeout": 60, "control_timeout": 20, "attempts": 30, **(servers or {})},
-        },
-    }
-    return parse_config(raw).rollout
+def config_of(**servers):
+    weights = {"transport": "adapter", "timeout": 30}
+    servers = {"sample_timeout": 60, "control_timeout": 20, "attempts": 30, **servers}
+    lora = {"rank": RANK, "alpha": ALPHA}
+    return parse_config({"policy": {"lora": lora}, "rollout": {"weights": weights, "servers": servers}}).rollout
 
 
-def adapter(shape, seed):
-    torch.manual_seed(seed)
-    return [(name, torch.randn(mapping.shape) * 0.3) for name, mapping in adapter_mappings(shape, RANK).items()]
+def on_fakes(count=1, seconds=0.0, **options):
+    """A test of an engine over fake servers."""
+
+    def decorate(test):
+        async def main(folder):
+            servers = [await FakeServer(seconds).start() for _ in range(count)]
+            engine = await SGLangEngine.connect([s.url for s in servers], config_of(**options), model=folder)
+            await test(servers, engine)
+            await engine.close()
+            assert not any(server.crashes for server in servers)
+
+        def wrapper(tmp_path):
+            run(main(str(tmp_path)), 40)
+
+        wrapper.__doc__ = test.__doc__
+        return wrapper
+
+    return decorate
 
 
-FAKE_ADAPTER = [(adapter_name(f"model.layers.0.{layer}.weight", half), torch.ones(4, 4))
-                for layer in ("self_attn.q_proj", "mlp.up_proj") for half in "AB"]  # fmt: skip
-
-
-@asynccontextmanager
-async def fakes(tmp_path, count=1, seconds=0.0, **servers):
-    found = [await FakeServer(seconds).start() for _ in range(count)]
-    urls = [server.url for server in found]
-    engine = await SGLangEngine.connect(urls, config_of(servers), model=str(tmp_path))
-    try:
-        yield found, engine
-    finally:
-        await engine.close()
-        for server in found:
-            await server.stop()
+def start(engine, name):
+    return asyncio.ensure_future(engine.generate(name, PROMPT, PARAMS))
 
 
 def versions_of(completion):
@@ -75,104 +74,73 @@ async def until(reached):
         await asyncio.sleep(0.01)
 
 
-# ---- on fake servers ----
-
-
-def test_requests_end_with_the_version_they_began_with_and_nothing_pauses(tmp_path):
+@on_fakes(seconds=30, max_running=1)
+async def test_requests_end_with_the_version_they_began_with_and_nothing_pauses(servers, engine):
     """Version 0 is the base. With one slot, a second request waits in our queue: it starts with the new version."""
-
-    async def main():
-        async with fakes(tmp_path, seconds=30, max_running=1) as ((server,), engine):
-            for version in (0, 1, 2):
-                old = asyncio.ensure_future(engine.generate(f"old-{version}", PROMPT, PARAMS))
-                late = asyncio.ensure_future(engine.generate(f"late-{version}", PROMPT, PARAMS))
-                await until(lambda: server.adapter_requests)
-                (used,) = server.adapter_requests
-                assert (used is None) == (version == 0)
-                report = await engine.update_weights(version + 1, [FAKE_ADAPTER])
-                assert not report.failed and report.tensors == 4 and "checksums of 4 of 4 tensors" in report.proof
-                assert not old.done() and not late.done() and used in [None, *server.adapters]
-                await end_of(server, f"old-{version}")
-                assert versions_of(await old) == [version]
-                await until(lambda: server.adapter_requests == [engine.servers[0].adapter])
-                await end_of(server, f"late-{version}")
-                assert versions_of(await late) == [version + 1]
-                await until(lambda: list(server.adapters) == [engine.servers[0].adapter])
-                assert all(len(sum_) == 64 for sum_ in server.adapters[engine.servers[0].adapter].values())
-            assert not {"/pause_generation", "/abort_request", "/flush_cache"} & set(server.calls)
-            assert not server.crashes and server.label == "0"
-
-    async def end_of(server, name):
-        server._running[name].set()
-        await asyncio.sleep(0)
-
-    run(main(), 40)
+    (server,), (ours,) = servers, engine.servers
+    for version in (0, 1, 2):
+        old, late = start(engine, f"old-{version}"), start(engine, f"late-{version}")
+        await until(lambda: server.adapter_requests)
+        used = server.adapter_requests[0]
+        assert (used is None) == (version == 0)
+        report = await engine.update_weights(version + 1, [ADAPTER])
+        assert not report.failed and "checksums of 4 of 4 tensors" in report.proof
+        assert not old.done() and not late.done() and used in [None, *server.adapters]
+        server._running[f"old-{version}"].set()
+        assert versions_of(await old) == [version]
+        await until(lambda: server.adapter_requests == [ours.adapter])
+        server._running[f"late-{version}"].set()
+        assert versions_of(await late) == [version + 1]
+        await until(lambda: list(server.adapters) == [ours.adapter])
+    assert server.label == "0" and not {"/pause_generation", "/abort_request", "/flush_cache"} & set(server.calls)
 
 
-def test_requests_that_are_two_versions_old_are_continued_with_the_newest(tmp_path):
-    async def main():
-        async with fakes(tmp_path, seconds=30) as ((server,), engine):
-            oldest = asyncio.ensure_future(engine.generate("oldest", PROMPT, PARAMS))
-            await until(lambda: len(server.adapter_requests) == 1)
-            await engine.update_weights(1, [FAKE_ADAPTER])
-            old = asyncio.ensure_future(engine.generate("old", PROMPT, PARAMS))
-            await until(lambda: len(server.adapter_requests) == 2)
-            await engine.update_weights(2, [FAKE_ADAPTER])
-            found = await oldest
-            assert found.finish_reason is FinishReason.ABORT and found.moved and versions_of(found) == [0]
-            assert not old.done() and len(server.adapters) == 2
-
-    run(main(), 40)
+@on_fakes(seconds=30)
+async def test_requests_that_are_two_versions_old_are_continued_with_the_newest(servers, engine):
+    oldest = start(engine, "oldest")
+    await until(lambda: len(servers[0].adapter_requests) == 1)
+    await engine.update_weights(1, [ADAPTER])
+    old = start(engine, "old")
+    await until(lambda: len(servers[0].adapter_requests) == 2)
+    await engine.update_weights(2, [ADAPTER])
+    found = await oldest
+    assert found.finish_reason is FinishReason.ABORT and found.moved and versions_of(found) == [0]
+    assert not old.done() and len(servers[0].adapters) == 2
 
 
-def test_a_server_without_the_adapter_of_a_request_gets_it_again(tmp_path):
+@on_fakes(count=2)
+async def test_a_server_without_the_adapter_of_a_request_gets_it_again(servers, engine):
     """Restarted by somebody else: its adapters and its label are gone. Meanwhile another server has the requests."""
-
-    async def main():
-        async with fakes(tmp_path, count=2) as (servers, engine):
-            await engine.update_weights(1, [FAKE_ADAPTER])
-            lost = servers[0]
-            lost.adapters.clear()
-            lost.label = "default"
-            found = await asyncio.gather(*(engine.generate(f"{i}", PROMPT + i, PARAMS) for i in range(20)))
-            assert {version for one in found for version in versions_of(one)} == {1}
-            await until(lambda: engine.servers[0].state.serves(1))
-            assert len(lost.adapters) == 1 and not lost.crashes
-
-    run(main(), 40)
+    await engine.update_weights(1, [ADAPTER])
+    servers[0].adapters.clear()
+    servers[0].label = "default"
+    found = await asyncio.gather(*(engine.generate(f"{i}", PROMPT + i, PARAMS) for i in range(20)))
+    assert {version for one in found for version in versions_of(one)} == {1}
+    await until(lambda: engine.servers[0].state.serves(1))
+    assert len(servers[0].adapters) == 1
 
 
-def test_adapters_that_another_trainer_has_left_are_unloaded(tmp_path):
-    async def main():
-        server = await FakeServer().start()
-        server.adapters = {f"{client.ADAPTER_PREFIX}dead-3": {}, "somebodys": {}}
-        engine = await SGLangEngine.connect([server.url], config_of(), model=str(tmp_path))
-        assert list(server.adapters) == ["somebodys"]
-        await engine.close()
+@on_fakes()
+async def test_an_update_that_breaks_off_leaves_the_version_before_in_service(servers, engine):
+    await engine.update_weights(1, [ADAPTER])
 
-    run(main(), 40)
+    def buckets():
+        yield ADAPTER[:2]
+        raise ValueError("rank 3 died")
 
-
-def test_an_update_that_breaks_off_leaves_the_version_before_in_service(tmp_path):
-    async def main():
-        async with fakes(tmp_path) as ((server,), engine):
-            await engine.update_weights(1, [FAKE_ADAPTER])
-
-            def buckets():
-                yield FAKE_ADAPTER[:2]
-                raise ValueError("rank 3 died")
-
-            with pytest.raises(WeightUpdateError, match="rank 3 died"):
-                await engine.update_weights(2, buckets())
-            assert versions_of(await engine.generate("a", PROMPT, PARAMS)) == [1] and len(server.adapters) == 1
-            await engine.update_weights(2, [FAKE_ADAPTER[:2], FAKE_ADAPTER[2:]])
-            assert versions_of(await engine.generate("b", PROMPT, PARAMS)) == [2]
-            assert sorted(server.adapters[engine.servers[0].adapter]) == sorted(name for name, _ in FAKE_ADAPTER)
-
-    run(main(), 40)
+    with pytest.raises(WeightUpdateError, match="rank 3 died"):
+        await engine.update_weights(2, buckets())
+    assert versions_of(await engine.generate("a", PROMPT, PARAMS)) == [1] and len(servers[0].adapters) == 1
+    await engine.update_weights(2, [ADAPTER[:2], ADAPTER[2:]])
+    assert versions_of(await engine.generate("b", PROMPT, PARAMS)) == [2]
+    assert sorted(servers[0].adapters[engine.servers[0].adapter]) == sorted(name for name, _ in ADAPTER)
 
 
-# ---- what is refused ----
+@on_fakes()
+async def test_adapters_that_another_trainer_has_left_are_unloaded(servers, engine):
+    servers[0].adapters = {f"{client.ADAPTER_PREFIX}3-dead": {}, "somebodys": {}}
+    await (await SGLangEngine.connect([servers[0].url], config_of())).close()
+    assert list(servers[0].adapters) == ["somebodys"]
 
 
 @pytest.mark.parametrize(
@@ -180,43 +148,37 @@ def test_an_update_that_breaks_off_leaves_the_version_before_in_service(tmp_path
     [
         ({"policy": {"lora": {"rank": 0}}}, r"policy\.lora\.rank is 0"),
         ({"policy": {"megatron_checkpoint": "m"}}, "convert it to a HF model"),
-        ({"rollout": {"servers": {"share_gpus": True}}}, r"servers\.share_gpus does not allow: .* loses the base"),
-        ({"rollout": {"servers": {"urls": ["http://a:1"], "router_url": "http://a:2"}}}, "router_url"),
-        ({"rollout": {"servers": {"model": "fp8"}, "weights": {"quantization": "fp8"}}}, r"servers\.model"),
+        ({"servers": {"share_gpus": True}}, r"servers\.share_gpus does not allow: .* loses the base"),
+        ({"servers": {"urls": ["http://a:1"], "router_url": "http://a:2"}}, "router_url"),
+        ({"servers": {"model": "fp8"}}, r"servers\.model"),
+        ({"policy": {"model": "moe"}}, "has experts or linear attention"),
     ],
 )
-def test_refused_configurations(more, cause):
-    rollout = {**more.get("rollout", {})}
-    rollout["weights"] = {"transport": "adapter", **rollout.get("weights", {})}
+def test_refused_configurations(tmp_path, monkeypatch, more, cause):
+    monkeypatch.chdir(tmp_path)
+    write_model(tmp_path / "moe", "qwen3_moe")
+    rollout = {"weights": {"transport": "adapter"}, "max_prompt_tokens": 8, "max_response_tokens": 8}
     raw = {"policy": {"lora": {"rank": 4}} | more.get("policy", {}), "rollout": rollout}
     with pytest.raises(ConfigError, match=cause):
-        parse_config(raw)
-
-
-def test_experts_are_refused(tmp_path):
-    write_model(tmp_path, "qwen3_moe")
-    rollout = {"weights": {"transport": "adapter"}, "max_prompt_tokens": 8, "max_response_tokens": 8}
-    raw = {"policy": {"model": str(tmp_path), "lora": {"rank": 4}}, "rollout": rollout}
-    with pytest.raises(ConfigError, match="has experts or linear attention"):
-        check_config(parse_config(raw))
+        check_config(parse_config(raw | {"rollout": rollout | {"servers": more.get("servers", {})}}))
 
 
 @pytest.mark.parametrize(
     ("change", "cause"),
     [
-        (lambda server: server.lora.clear(), "start it with --enable-lora .*--max-lora-rank 4"),
-        (lambda server: server.lora.update(max_lora_rank=2), "start it with --enable-lora"),
-        (lambda server: server.lora.update(max_loras_per_batch=1), "--max-loras-per-batch 2"),
-        (lambda server: setattr(server, "label", "5"), "got other weights than those it was started with"),
-        (lambda server: setattr(server, "label", "updating-to-5"), "got other weights"),
+        ({"lora": {}}, "start it with --enable-lora .*--max-lora-rank 4"),
+        ({"lora": {"enable_lora": True, "max_lora_rank": 2, "max_loras_per_batch": 2}}, "--max-lora-rank 4"),
+        ({"lora": {"enable_lora": True, "max_lora_rank": 8, "max_loras_per_batch": 1}}, "--max-loras-per-batch 2"),
+        ({"label": "5"}, "got other weights than those it was started with"),
+        ({"label": "updating-to-5"}, "got other weights"),
     ],
 )
-def test_refused_servers(tmp_path, change, cause):
+def test_refused_servers(change, cause):
     async def main():
         server = await FakeServer().start()
-        change(server)
+        vars(server).update(change)
         with pytest.raises(EngineError, match=cause):
-            await SGLangEngine.connect([server.url], config_of(), model=str(tmp_path))
+            await SGLangEngine.connect([server.url], config_of())
 
     run(main(), 40)
 
@@ -233,8 +195,8 @@ def lora_server(tmp_path_factory):
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     config = config_of(
-        {"device": "cpu", "python": str(sglang_python(VERSION)), "dtype": "float32", "port": port, "heartbeat": 0.5,
-         "start_timeout": 300, "api_key_env": API_KEY_VARIABLE},
+        device="cpu", python=str(sglang_python(VERSION)), dtype="float32", port=port, heartbeat=0.5,
+        start_timeout=300, api_key_env=API_KEY_VARIABLE,
     )  # fmt: skip
     process = ServerProcess(str(directory), config.servers, 0, tmp_path_factory.mktemp("lora-server"))
     process.spawn()
@@ -282,7 +244,11 @@ def test_a_real_server_agrees_with_the_merged_model_and_gets_its_adapter_again(l
     stale adapter under the new name is found: SGLang ends. It is restarted with the right one, as after kill -9."""
     process, config, directory = lora_server
     shape = ModelShape.from_dir(directory)
-    adapters = {version: adapter(shape, version) for version in (1, 2, 3)}
+    torch.manual_seed(0)
+    adapters = {
+        version: [(name, torch.randn(m.shape) * 0.3) for name, m in adapter_mappings(shape, RANK).items()]
+        for version in (1, 2, 3)
+    }
     gaps = []
 
     def check(completion, version):
