@@ -255,7 +255,7 @@ class SGLangEngine:
 
     async def _check_pause_mode(self, server: SGLangClient) -> None:
         mode = self.config.weights.pause_mode
-        if mode != "abort" and not await server.reports_token_versions():
+        if mode != "abort" and not self._adapters and not await server.reports_token_versions():
             raise EngineError(
                 f"server {server.name}: rollout.weights.pause_mode {mode} keeps requests while weights change, but the "
                 "server's replies do not say which version generated which token (SGLang 0.5.23 does): use abort"
@@ -542,7 +542,7 @@ class SGLangEngine:
 
     def _unload_unused(self, server: SGLangClient) -> None:
         """All but the current adapter, the next one, and those of requests that run."""
-        if len(server.adapters) < 2:
+        if len(server.adapters) < 2 or server not in self.servers:
             return
         versions = {one.version for one in self._running.values() if one.server is server} | {self._version}
         kept = {server.adapter, *map(server.adapter_of, versions)}

@@ -431,10 +431,10 @@ class AdapterTransport(Transport):
         if version != self.version:
             raise EngineError(f"weight version {version} has been replaced by version {self.version}")
         name = f"{ADAPTER_PREFIX}{version}-{uuid.uuid4().hex[:12]}"
-        near, far = ([s for s in servers if s.on_this_host is here] for here in (True, False))
-        shared = {here: share(self._adapter, by_value=not here) for here in (True, False) if (near if here else far)}
-        if near:
-            shared[True].expect(sum(server.tensor_parallel for server in near))
+        shared = {}
+        for here in {server.on_this_host for server in servers}:
+            shared[here] = await asyncio.to_thread(partial(share, self._adapter, by_value=not here))
+            shared[here].expect(sum(server.tensor_parallel for server in servers if server.on_this_host is here))
         body = {"config_dict": self._description, "load_format": FLATTENED}
         body |= {"expected_checksums": self._checksums} if self._proves else {}
 
