@@ -454,7 +454,7 @@ class AdapterTransport(Transport):
 
 def _sha256(bucket: FlatBucket) -> dict[str, str]:
     def digest(view: torch.Tensor) -> str:
-        return hashlib.sha256(view.flatten().view(torch.uint8).numpy()).hexdigest()
+        return hashlib.sha256(view.flatten().view(torch.uint8).numpy().data).hexdigest()
 
     with ThreadPoolExecutor(8) as pool:
         return dict(zip((spec.name for spec in bucket.specs), pool.map(digest, bucket.views), strict=True))

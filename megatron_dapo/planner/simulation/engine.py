@@ -239,8 +239,8 @@ class SimulatedEngine:
         self._set_timer()
 
     async def update(self, version: int, seconds: float, *, pauses: bool = True) -> None:
-        """A weight update that takes `seconds`. With `pauses`, running requests are aborted first and new ones wait until
-        its end; otherwise requests end with the version they began with."""
+        """A weight update that takes `seconds`. If it pauses, running requests are aborted first and new ones wait
+        until its end; if not, requests end with the version they began with."""
         if pauses:
             self._serving.clear()
             await self.abort()

@@ -51,7 +51,7 @@ def ignore_pinned_memory() -> None:
 
     for name in ("tensor", "empty", "zeros", "ones", "full"):
         setattr(torch, name, unpinned(getattr(torch, name)))
-    torch.Tensor.pin_memory = lambda self, *_: self
+    torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
 
 
 def served_architecture(arguments: list[str]) -> str:
