@@ -49,8 +49,8 @@ def ignore_pinned_memory() -> None:
     def unpinned(make: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, pin_memory=False, **options: make(*args, **options)
 
-    for name in ("tensor", "empty", "zeros", "ones", "full"):
-        setattr(torch, name, unpinned(getattr(torch, name)))
+    for make in (torch.tensor, torch.empty, torch.zeros, torch.ones, torch.full):
+        setattr(torch, make.__name__, unpinned(make))
     torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
 
 
