@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from megatron_dapo.config.base import Address, NonEmptyText, PathText, Section, hide_secrets, is_secret
+from megatron_dapo.config.policy import LoraConfig
 
 PauseMode = Literal["abort", "retract", "in_place"]  # SGLang's names
 
@@ -102,6 +103,7 @@ class ServerConfig(Section):
     _returns_experts: bool = PrivateAttr(False)
     _loads_packed_experts: bool = PrivateAttr(False)
     _computes_checksums: bool = PrivateAttr(False)
+    _lora: LoraConfig = PrivateAttr(default_factory=LoraConfig)
 
     @property
     def server_count(self) -> int:
@@ -127,13 +129,24 @@ class ServerConfig(Section):
         """Servers say what they hold of the weights that they were sent (rollout.weights.proof: checksum)."""
         return self._computes_checksums
 
+    @property
+    def lora(self) -> LoraConfig:
+        """The adapters that servers load (rollout.weights.transport: adapter); rank 0: none."""
+        return self._lora
+
     def demand(
-        self, *, experts: bool | None = None, packed_experts: bool | None = None, checksums: bool | None = None
+        self,
+        *,
+        experts: bool | None = None,
+        packed_experts: bool | None = None,
+        checksums: bool | None = None,
+        lora: LoraConfig | None = None,
     ) -> None:
         """Only while a configuration is validated."""
         self._returns_experts = self._returns_experts if experts is None else experts
         self._loads_packed_experts = self._loads_packed_experts if packed_experts is None else packed_experts
         self._computes_checksums = self._computes_checksums if checksums is None else checksums
+        self._lora = self._lora if lora is None else lora
 
     def sample_seconds(self, tokens: int) -> float:
         """How long one server may take for a sample of at most `tokens` tokens."""
@@ -177,10 +190,11 @@ Quantization = Literal["none", "fp8"]
 class WeightTransportConfig(Section):
     """How new weights get to the engines, and how that is verified."""
 
-    transport: Literal["disk", "tensor", "distributed"] = Field(
+    transport: Literal["disk", "tensor", "distributed", "adapter"] = Field(
         "disk",
         description="disk: files that both sides can read. tensor: memory on the same host (CUDA IPC); with share_gpus "
-        "also on several nodes. distributed: NCCL or gloo, to GPUs that the trainer does not use.",
+        "also on several nodes. distributed: NCCL or gloo, to GPUs that the trainer does not use. adapter: only LoRA's "
+        "adapter, to servers on the same host, which go on generating (docs/lora.md).",
     )
     directory: PathText = Field("/dev/shm", description="Where disk updates (and snapshots) are written.")
     keep_snapshot: bool = Field(
@@ -240,6 +254,11 @@ class WeightTransportConfig(Section):
                 "to false (a restarted server then gets its weights with the next update), or senders to one"
             )
         return self
+
+    @property
+    def writes_files(self) -> bool:
+        """Whether versions are written to `directory`."""
+        return self.transport == "disk" or (self.keep_snapshot and self.transport != "adapter")
 
     @property
     def flushes_cache(self) -> bool:
@@ -383,6 +402,11 @@ class RolloutConfig(Section):
         return self.engine == "sglang" and self.weights.transport == "tensor"
 
     @property
+    def sends_adapters(self) -> bool:
+        """Whether engines get LoRA's adapters beside the base, instead of merged weights."""
+        return self.engine == "sglang" and self.weights.transport == "adapter"
+
+    @property
     def broadcasts_weights(self) -> bool:
         return self.engine == "sglang" and self.weights.transport == "distributed"
 
@@ -404,9 +428,13 @@ class RolloutConfig(Section):
                 "weights.transport is tensor, which needs to know the node of every server, but servers.urls names "
                 "servers that come and go: use disk or distributed"
             )
+        merged = not self.sends_adapters
         self.servers.demand(
-            packed_experts=weights.pack_experts and weights.transport != "disk", checksums=weights.proof == "checksum"
+            packed_experts=weights.pack_experts and weights.transport != "disk" and merged,
+            checksums=weights.proof == "checksum" and merged,
         )
+        if not merged:
+            self._check_adapters()
         if weights.quantization != "none" and (not self.servers.model or self.engine != "sglang"):
             raise ValueError(
                 f"weights.quantization is {weights.quantization}: it needs engine sglang and servers.model (an fp8 "
@@ -432,3 +460,14 @@ class RolloutConfig(Section):
                     f"be wrong: use {name} {whole:g} (evaluate has its own settings)"
                 )
         return self
+
+    def _check_adapters(self) -> None:
+        refused = {
+            "servers.share_gpus": (self.servers.share_gpus, "a server that releases its memory loses the base"),
+            "servers.router_url": (self.servers.router_url, "each server's requests must be known to unload adapters"),
+            "servers.model": (self.servers.model, "adapters are added to policy.model"),
+            "weights.quantization": (self.weights.quantization != "none", "adapters are not quantised"),
+        }
+        for key, (found, why) in refused.items():
+            if found:
+                raise ValueError(f"weights.transport is adapter, which {key} does not allow: {why}")

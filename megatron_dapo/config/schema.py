@@ -187,7 +187,7 @@ class Config(Section):
         checks = (
             self._check_groups, self._check_lengths, self._check_overlong, self._check_stops, self._check_environment,
             self._check_critic, self._check_distillation, self._check_time_limits, self._check_off_policy,
-            self._check_routing_replay, self._check_true_on_policy,
+            self._check_routing_replay, self._check_true_on_policy, self._check_adapters,
         )  # fmt: skip
         for check in checks:
             check()
@@ -274,6 +274,20 @@ class Config(Section):
             )
         if mode != "off" and self.policy.moe.router_fusion:
             raise ValueError("policy.moe.router_fusion chooses the experts itself: turn it off to use routing_replay")
+
+    def _check_adapters(self) -> None:
+        if not self.rollout.sends_adapters:
+            return
+        if not self.policy.lora.rank:
+            raise ValueError(
+                "rollout.weights.transport is adapter, but policy.lora.rank is 0: there is no adapter to send"
+            )
+        if self.policy.megatron_checkpoint:
+            raise ValueError(
+                "rollout.weights.transport is adapter, which never sends the base, but policy.megatron_checkpoint has "
+                "another one than the engines load: convert it to a HF model, or use disk"
+            )
+        self.rollout.servers.demand(lora=self.policy.lora)
 
     def _check_stops(self) -> None:
         if any(token < 0 for token in self.rollout.stop_token_ids):
@@ -513,6 +527,11 @@ def check_config(config: Config, world_size: int | None = None, shape: ModelShap
         raise ConfigError(
             f"{config.policy.model} has layers without experts (mlp_only_layers, decoder_sparse_step), but SGLang, up "
             "to 0.5.23, gives experts with random weights to every layer: use rollout.engine embedded, or another model"
+        )
+    if config.rollout.sends_adapters and (shape.is_moe or shape.linear):
+        raise ConfigError(
+            f"rollout.weights.transport is adapter, but {config.policy.model} has experts or linear attention, whose "
+            "adapters have not been tested in SGLang, which may skip them: use disk, tensor or distributed"
         )
     if world_size is not None:
         check_world(config.policy, world_size)

@@ -32,7 +32,7 @@ def probes(config: Config, named: bool) -> list[Probe]:
     run_dir = Path(config.trainer.run_dir)
     shape = _shape(config)
     parameters = count_parameters(shape).total if shape else 0
-    size = 2 * parameters if config.rollout.weights.transport == "disk" or config.rollout.weights.keep_snapshot else 0
+    size = 2 * parameters if config.rollout.weights.writes_files else 0
     servers = config.rollout.servers
     found = [
         Probe("python", software.python_version),

@@ -77,6 +77,8 @@ def _trials(config: Config, plan: Plan, task: Task) -> Iterator[tuple[dict[str, 
 
 def _transports(config: Config, task: Task) -> Iterator[tuple[dict[str, Any], str]]:
     weights, several = config.rollout.weights, task.world > task.cluster.gpus_per_node
+    if weights.transport == "adapter":
+        return
     packed = {"rollout.weights.pack_experts": True} if task.shape.is_moe and not weights.pack_experts else {}
     whole = {"rollout.weights.keep_snapshot": False} if weights.keep_snapshot else {}
     if weights.transport == "disk" and task.cluster.colocated:

@@ -99,3 +99,4 @@ SNAPSHOT_BYTES_PER_SECOND = 40e9  # into pinned host memory, while the weights a
 HOST_BYTES_PER_SECOND = 40e9  # between a GPU and pinned host memory; measured on an H200
 # Of a weight update, without the transfer: pause, labels, probe, resume. Measured on an H200: 0.04 s.
 PAUSE_SECONDS = 0.04
+SHA256_BYTES_PER_SECOND = 1.5e9  # of one core, in SGLang's check of an adapter

@@ -122,7 +122,7 @@ def _sync(task: Task, rollout: RolloutConfig, policy: PolicyConfig, engine: Engi
     embedding = task.shape.vocab * task.shape.hidden * 2
     buffers = (
         ""
-        if weights.transport == "disk"
+        if weights.transport in ("disk", "adapter")
         else (f"; {buffer_bytes(policy, weights, embedding) / GIB:.1f} GiB of buffers on each sender")
     )
     return Phase("weight sync", time.total, f"{weights.transport}, {time.describe()}{buffers}")

@@ -15,6 +15,7 @@ sender has two blocks of memory, so the snapshot of the last two buckets delays 
   rank of each node, in turn, so a GPU receives 1 / (GPUs of a node) of the model.
 - fp8 (`weights.quantization`): half of the bytes, but a second tensor, the scales, for every matrix.
 - disk: written once, then read by every node of engines at the same time.
+- adapter: only LoRA's adapter; each server computes its SHA-256 and goes on generating before and after.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.config.rollout import WeightTransportConfig
 from megatron_dapo.planner import assumptions
 from megatron_dapo.planner.hardware import Cluster
-from megatron_dapo.planner.parameters import count_parameters
+from megatron_dapo.planner.parameters import adapter_parameters, count_parameters
 
 GIB = 1 << 30
 
@@ -96,6 +97,13 @@ def sent(shape: ModelShape, weights: WeightTransportConfig) -> tuple[float, int]
     return size - parameters * (1 - 4 / 128**2), tensors + matrices  # one byte each, and a scale for each block
 
 
+def adapter_size(shape: ModelShape, policy: PolicyConfig) -> tuple[float, int]:
+    """Bytes and tensors of LoRA's adapter in a dense model."""
+    whole = policy.model_copy(update={"tensor_parallel": 1})
+    parameters = sum(adapter_parameters(shape, whole, stage).total for stage in range(policy.pipeline_parallel))
+    return 2.0 * parameters, 2 * shape.layers * (len(policy.lora.targets) or 7)
+
+
 def count_names(shape: ModelShape, weights: WeightTransportConfig) -> tuple[int, int]:
     """Names that SGLang looks up in an update: those of experts, which it searches for, and the others, at most."""
     size, tensors = sent(shape, weights)
@@ -124,9 +132,12 @@ def sync_time(
     engine_nodes: int,
     engine_tensor_parallel: int = 1,
 ) -> SyncTime:
+    fixed = assumptions.PAUSE_SECONDS
+    if weights.transport == "adapter":
+        size, tensors = adapter_size(shape, policy)
+        return SyncTime(size, tensors, 1, 0.0, 0.0, size / assumptions.SHA256_BYTES_PER_SECOND, 0.0, 0.0, fixed)
     size, tensors = sent(shape, weights)
     senders = count_senders(shape, policy, weights)
-    fixed = assumptions.PAUSE_SECONDS
     searched, found = count_names(shape, weights)
     search = assumptions.SECONDS_PER_EXPERT_NAME + assumptions.SECONDS_PER_NAME_COMPARED * 3 * shape.experts / 2
     lookups = assumptions.SECONDS_PER_NAME * found + search * searched

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import base64
 import io
+import os
+import pickle
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -28,6 +30,7 @@ from megatron_dapo.sync.bucket import Bucket, flatten
 from megatron_dapo.weights.tensor_spec import TensorSpec, flat_starts
 
 PREFIX = "experts::"
+STDERR = 2
 _MATRIX = re.compile(r"^(.+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.(\w+)$")
 _ORDER = ("gate", "up", "down")
 
@@ -105,8 +108,9 @@ class SharedBucket:
                 tensor.untyped_storage()._shared_incref()
 
 
-def share(bucket: Bucket, *, pack_experts: bool = False) -> SharedBucket:
-    """Pickles a reference to the bucket's block of memory, in SGLang's format `flattened_bucket`."""
+def share(bucket: Bucket, *, pack_experts: bool = False, by_value: bool = False) -> SharedBucket:
+    """Pickles a reference to the bucket's block of memory, or the block itself, in SGLang's format
+    `flattened_bucket`."""
     flat = flatten(bucket)
     specs = packed(flat.specs) if pack_experts else flat.specs
     starts = flat_starts(specs)
@@ -118,13 +122,19 @@ def share(bucket: Bucket, *, pack_experts: bool = False) -> SharedBucket:
         )
         for spec, start in zip(specs, starts, strict=False)  # the last start is the end
     ]  # fmt: skip
+    content = {"flattened_tensor": flat.flat, "metadata": metadata}
+    if by_value:
+        return SharedBucket(base64.b64encode(pickle.dumps(content)).decode(), [])
     # Shared by file name: a file descriptor would have to be sent over a socket, and there is none to the server.
     before = torch.multiprocessing.get_sharing_strategy()
     torch.multiprocessing.set_sharing_strategy("file_system")
+    # Torch starts a process for such files, which lives as long as a server has one open: it must not keep our stderr.
+    os.set_inheritable(STDERR, False)
     try:
         buffer = io.BytesIO()
-        _Pickler(buffer).dump({"flattened_tensor": flat.flat, "metadata": metadata})
+        _Pickler(buffer).dump(content)
     finally:
+        os.set_inheritable(STDERR, True)
         torch.multiprocessing.set_sharing_strategy(before)
     return SharedBucket(base64.b64encode(buffer.getvalue()).decode(), [flat.flat])
 

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 def weight_buckets(policy: Policy, config: Config) -> WeightBuckets:
     """Collective. The buckets of this run: who owns them, and which ranks hand them to engines."""
     rollout, weights = config.rollout, config.rollout.weights
+    if rollout.sends_adapters:
+        return policy.adapter_buckets()
     nodes = ranks_by_node() if rollout.engines_read_memory else []
     several = len(nodes) > 1
     if several:

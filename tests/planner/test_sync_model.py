@@ -109,6 +109,18 @@ def test_measured_updates_are_predicted(shape, weights, size, measured):
         assert f"15.23 GB | {measured:.3f} s | {found.total:.3f} s |" in page
 
 
+def test_an_adapter_is_a_hundredth_of_the_model():
+    """Rank 32 in Qwen3-32B, by hand: inputs and outputs of q, k, v, o, gate, up and down, 64 times, in 2 bytes each.
+    Every layout sends the same."""
+    heads, kv, hidden, units = 64 * 128, 8 * 128, 5120, 25600
+    sides = 2 * (hidden + heads) + 2 * (hidden + kv) + 3 * (hidden + units)
+    layouts = ({}, {"tensor_parallel": 4, "pipeline_parallel": 4})
+    found = [predicted(QWEN3_32B, PolicyConfig(lora={"rank": 32}, **layout), 128, 64, 4, transport="adapter")
+             for layout in layouts]  # fmt: skip
+    assert {one.bytes for one in found} == {64 * sides * 32 * 2} and found[0].tensors == 64 * 7 * 2
+    assert found[0].total < predicted(QWEN3_32B, LAYOUT_32B, 128, 64, 4).total / 2
+
+
 def test_large_models_reach_their_engines_in_seconds():
     """docs/planning.md has the assumptions."""
     separate = predicted(QWEN3_32B, LAYOUT_32B, 128, 64, 4)

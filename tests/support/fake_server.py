@@ -48,6 +48,9 @@ class FakeServer:
         self.bias = 0.0
         self.checksums: dict[str, str] | None = None  # of one rank; None: it was started without our loaders
         self.brackets = self.session = False
+        self.lora: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_loras_per_batch": 2}
+        self.adapters: dict[str, dict[str, str]] = {}  # by name: the checksums of its tensors
+        self.adapter_requests: list[str | None] = []  # that run
         self._running: dict[str, asyncio.Event] = {}
         self.updates = self.most_updates = 0
         self.update_seconds = 0.02
@@ -102,6 +105,7 @@ class FakeServer:
             "/release_memory_occupation": self._release, "/resume_memory_occupation": self._resume,
             "/begin_weight_update": self._begin, "/end_weight_update": self._end,
             "/update_weights_from_tensor": self._load_tensors,
+            "/load_lora_adapter_from_tensors": self._load_adapter, "/unload_lora_adapter": self._unload_adapter,
             "/health_generate": self._health, "/health": self._health,
         }.get(path)  # fmt: skip
         if handler:
@@ -109,11 +113,12 @@ class FakeServer:
         brackets = {"/begin_weight_update": {}} if self.brackets else {}
         fixed: dict[str, Any] = {
             "/server_info": {"version": "0.5.23", "tp_size": 1, "context_length": 4096,
-                             "enable_memory_saver": self.memory_saver,
+                             "enable_memory_saver": self.memory_saver, **self.lora,
                              "custom_weight_loader": [] if self.checksums is None else [*CHECKSUM_LOADERS]},
             "/openapi.json": {"paths": {"/generate": {}, "/weights_checker": {}} | brackets},
             "/weights_checker": {"success": True, "ranks": [{"checksums": self.checksums}]},
             "/model_info": {"weight_version": self.label},
+            "/v1/models": {"data": [{"id": name} for name in ("base", *self.adapters)]},
         }  # fmt: skip
         return web.json_response(fixed[path]) if path in fixed else web.json_response({}, status=404)
 
@@ -169,6 +174,10 @@ class FakeServer:
                 return await self._truncated(request)
             if isinstance(reply, bytes):
                 return raw_reply(request, reply)
+        adapter = body.get("lora_path")
+        if adapter is not None and adapter not in self.adapters:
+            message = f"Got LoRA adapter that has never been loaded: {adapter}"
+            return web.json_response({"error": {"message": message}}, status=400)
         if body.get("logprob_start_len") == 0:
             entries = [[None, 0, None]] + [[-1.0 - self.bias, t, None] for t in body["input_ids"][1:]]
             return web.json_response({"meta_info": {"input_token_logprobs": entries}})
@@ -176,6 +185,7 @@ class FakeServer:
             await asyncio.sleep(0.01)
         rid, wanted = body.get("rid", ""), min(body["sampling_params"]["max_new_tokens"], 8)
         cut = self._running[rid] = asyncio.Event()
+        self.adapter_requests.append(adapter)
         try:
             await asyncio.wait_for(cut.wait(), self.seconds)
             made, reason = wanted // 2, "abort"
@@ -184,6 +194,7 @@ class FakeServer:
             made, reason = wanted, "stop"
         finally:
             self._running.pop(rid, None)
+            self.adapter_requests.remove(adapter)
         if reason == "stop":
             self.served.append(rid)
         seed = body["sampling_params"].get("sampling_seed", 0)
@@ -228,6 +239,19 @@ class FakeServer:
         if self.brackets and not self.session:
             return web.json_response({"success": False, "message": "no session is open"}, status=400)
         self.loaded.append(body["load_format"])
+        return web.json_response({"success": True})
+
+    async def _load_adapter(self, request: web.Request, body: dict[str, Any]) -> web.Response:
+        if body["lora_name"] in self.adapters:
+            return web.json_response({"success": False, "error_message": "it is already loaded"}, status=400)
+        self.adapters[body["lora_name"]] = body.get("expected_checksums", {})
+        return web.json_response({"success": True})
+
+    async def _unload_adapter(self, request: web.Request, body: dict[str, Any]) -> web.Response:
+        if body["lora_name"] in self.adapter_requests:
+            return self._crash("an adapter unloaded while requests use it")  # SGLang loads nothing meanwhile
+        if self.adapters.pop(body["lora_name"], None) is None:
+            return web.json_response({"success": False, "error_message": "it does not exist"}, status=400)
         return web.json_response({"success": True})
 
     async def _label(self, request: web.Request, body: dict[str, Any]) -> web.Response:

@@ -10,7 +10,8 @@ Requests and weights
 - response_parser.py   a generate request and its reply; version labels
 - weight_update.py     the two phases of a weight update over all servers: load, then label, prove and serve
 - weight_proof.py      proof that a server holds what was sent: checksums, log-probs of a fixed text
-- transports.py        how weights get to servers: disk, tensor (shared memory, CUDA IPC), distributed (NCCL, gloo)
+- transports.py        how weights get to servers: disk, tensor (shared memory, CUDA IPC), distributed (NCCL, gloo), and
+                       LoRA's adapters, which servers add to their base
 - process_group.py     the process groups of the distributed transport, one for each sender
 
 Processes

@@ -12,10 +12,12 @@ import contextlib
 import itertools
 import logging
 import pickle
+import socket
 import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 from megatron_dapo.config.rollout import PauseMode, ServerConfig
 from megatron_dapo.engines.protocol import Capabilities, Completion, SamplingParams
@@ -47,6 +49,8 @@ MEMORY_TAGS = ("kv_cache", "weights")  # SGLang's names for the GPU memory that 
 # In in_server/. The second of the checksums forgets where tensors were put.
 EXPERT_LOADER = "megatron_dapo_experts.install"
 CHECKSUM_LOADERS = ("megatron_dapo_checksums.install", "megatron_dapo_checksums.record_again")
+ADAPTER_PREFIX = "megatron-dapo-"  # of the names of LoRA adapters
+SERVED_ADAPTERS = 2  # on a GPU at a time: the newest, and the one before for requests that still run
 FLATTENED = "flattened_bucket"  # SGLang's name for one block of bytes and the tensors in it
 HEALTH_SECONDS = 30.0  # SGLang's own health check gives up after 20
 LEASE_SECONDS = 600.0  # after which a server of a run that was killed is free for others
@@ -73,6 +77,8 @@ class SGLangClient:
         self.in_flight = 0
         self.tensor_parallel = 1
         self.incarnation = next(_incarnations)  # another number for every process that serves here, if it is noticed
+        self.on_this_host = False  # known with its capabilities
+        self.adapters: dict[str, int] = {}  # LoRA's by name, oldest first, and their weight versions
         self._labels: set[str] = set()  # what its version label can be if it is still the same process
         self._capabilities: Capabilities | None = None
         self._released: set[str] = set()  # memory tags that it has released
@@ -106,6 +112,8 @@ class SGLangClient:
                 f"server {self.name} does not load packed experts (rollout.weights.pack_experts): start it with "
                 f"--custom-weight-loader {EXPERT_LOADER}, with our in_server folder in its PYTHONPATH"
             )
+        self._check_serves_adapters(info)
+        self.on_this_host = await asyncio.to_thread(_is_local, self.name)
         try:
             paths = set((await self.connection.get("/openapi.json"))["paths"])
         except (EngineError, KeyError, TypeError):
@@ -119,6 +127,17 @@ class SGLangClient:
             routed_experts=routed_experts,
             releases_memory=bool(info.get("enable_memory_saver")) or info.get("device") == "cpu",
         )  # fmt: skip
+
+    def _check_serves_adapters(self, info: dict[str, Any]) -> None:
+        rank = self.config.lora.rank
+        if not rank:
+            return
+        slots = int(info.get("max_loras_per_batch") or 0)
+        if not info.get("enable_lora") or (info.get("max_lora_rank") or 0) < rank or slots < SERVED_ADAPTERS:
+            raise EngineError(
+                f"server {self.name} cannot serve this run's adapters (rollout.weights.transport: adapter): start it "
+                f"with {' '.join(adapter_arguments(self.config))}"
+            )
 
     async def _has(self, path: str) -> bool:
         try:
@@ -141,14 +160,17 @@ class SGLangClient:
         self._released = set()
         self._labels = set()
         self._paused = False
+        self.adapters = {}
 
     # ---- generation ----
 
-    async def generate(self, request_id: str, prompt: Tokens, params: SamplingParams) -> Completion:
+    async def generate(
+        self, request_id: str, prompt: Tokens, params: SamplingParams, adapter: str | None = None
+    ) -> Completion:
         """One try; the engine repeats it, here or elsewhere."""
         call = GenerateCall(
             self._generate.url, self._api_key, self.name, request_id, prompt, _sampling(params),
-            self.config.sample_seconds(params.max_new_tokens), params.routed_experts_from,
+            self.config.sample_seconds(params.max_new_tokens), params.routed_experts_from, adapter,
         )  # fmt: skip
         return await (self.process.generate(call) if self.process else call.send(self._generate))
 
@@ -159,14 +181,14 @@ class SGLangClient:
         return "weight_versions" in reply.get("meta_info", {})
 
     async def logprobs_of(self, tokens: Sequence[int]) -> LogProbs:
-        """The log-prob of every token but the first, given those before it: [tokens - 1]."""
+        """The log-prob of every token but the first, given those before it, with the newest adapter: [tokens - 1]."""
         return input_logprobs(await self.score(tokens), tokens[1:], f"server {self.name}")
 
     async def score(self, tokens: Sequence[int]) -> Any:
         """The reply to a request that computes all of these tokens, with their log-probs."""
         body = {
             "input_ids": list(tokens), "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
-            "return_logprob": True, "logprob_start_len": 0,
+            "return_logprob": True, "logprob_start_len": 0, **({"lora_path": self.adapter} if self.adapter else {}),
         }  # fmt: skip
         return await self.connection.post("/generate", body)
 
@@ -409,6 +431,40 @@ class SGLangClient:
                 raise
         self._labels = {label}
 
+    # ---- LoRA adapters: any number is loaded, and each request names its own ----
+
+    @property
+    def adapter(self) -> str | None:
+        """The newest; None: only the base."""
+        return next(reversed(self.adapters), None)
+
+    def adapter_of(self, version: int) -> str | None:
+        return next((name for name in reversed(self.adapters) if self.adapters[name] == version), None)
+
+    async def load_adapter(self, name: str, version: int, body: dict[str, Any], timeout: float) -> None:
+        """Not repeatable: SGLang loads a name once, and a reader counts for memory that is shared by name. Another
+        name can be loaded."""
+        await self._control("/load_lora_adapter_from_tensors", {"lora_name": name, **body}, timeout, repeatable=False)
+        self.adapters[name] = version
+
+    async def unload_adapter(self, name: str) -> None:
+        """Call when no request uses it: SGLang waits for them, and loads nothing meanwhile. Repeatable: if the first
+        try unloaded it, the second is refused."""
+        try:
+            await self._control("/unload_lora_adapter", {"lora_name": name})
+        except RequestRefused as error:
+            if not error.repeated:
+                raise
+
+    async def unload_left_adapters(self) -> None:
+        """Those of a trainer that has ended, or of a call without a reply. Their requests are aborted."""
+        loaded = [str(model["id"]) for model in (await self.connection.get("/v1/models"))["data"]]
+        left = [name for name in loaded if name.startswith(ADAPTER_PREFIX) and name not in self.adapters]
+        if left:
+            await self.abort()
+        for name in left:
+            await self.unload_adapter(name)
+
     # ---- ----
 
     async def close(self) -> None:
@@ -441,6 +497,25 @@ def _sampling(params: SamplingParams) -> dict[str, Any]:
     if params.seed is not None:
         found["sampling_seed"] = params.seed
     return found
+
+
+def adapter_arguments(config: ServerConfig) -> list[str]:
+    """What a server needs for LoRA adapters that are loaded later. Strict: a tensor without a place is an error."""
+    return [
+        "--enable-lora", "--lora-strict-loading", "--max-lora-rank", str(config.lora.rank),
+        "--max-loras-per-batch", str(SERVED_ADAPTERS), "--lora-target-modules", *(config.lora.targets or ["all"]),
+    ]  # fmt: skip
+
+
+def _is_local(url: str) -> bool:
+    """Only an address of this host can be bound."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(urlsplit(url).hostname, 0, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as trial:
+            trial.bind(address)
+    except OSError:
+        return False
+    return True
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -10,6 +10,9 @@
   current weights, or restarted it. A failed server is an error only when no server is left that could recover.
 - A completion with an older weight version (the server restarted) is not used, and the server gets the current weights.
   A version that was never sent to it is a `ForeignWeightsError`: somebody else updates the server.
+- LoRA's adapters (`rollout.weights.transport: adapter`) change without a pause. A request names the adapter of its
+  version and ends with it; the adapter is unloaded when its last request has ended. When the version after the next
+  one comes, requests that still run are aborted and continued with the newest.
 """
 
 from __future__ import annotations
@@ -40,13 +43,13 @@ from megatron_dapo.engines.sglang.http import (
     wait_for_living,
 )
 from megatron_dapo.engines.sglang.load_balancer import LoadBalancer
-from megatron_dapo.engines.sglang.response_parser import BadReply, UnfinishedUpdate, UnknownLabel
+from megatron_dapo.engines.sglang.response_parser import BASE_LABEL, BadReply, UnfinishedUpdate, UnknownLabel
 from megatron_dapo.engines.sglang.weight_update import WeightUpdater
 from megatron_dapo.errors import EngineError
 from megatron_dapo.sync.bucket import Bucket
 from megatron_dapo.sync.bucket_stream import BucketStream
 from megatron_dapo.sync.snapshot import Snapshot
-from megatron_dapo.types import FinishReason, LogProbs, Tokens, as_logprobs, as_tokens
+from megatron_dapo.types import FinishReason, LogProbs, Tokens, WeightSpan, as_logprobs, as_tokens
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +90,7 @@ class _Running:
 
     server: SGLangClient
     name: str
+    version: int
     reply: asyncio.Task[Completion]
     moved: bool = False
     lost: bool = False
@@ -100,9 +104,11 @@ class SGLangEngine:
         self.servers = list(servers)
         self.config = config
         self._version = version
-        self._sent_versions = {0, version}  # 0: the weights that a server starts with
+        self._adapters = config.sends_adapters
+        # Of whole weights; 0: those that a server starts with
+        self._sent_versions = {0} if self._adapters else {0, version}
         self.snapshot = Snapshot(config.weights.directory, model)
-        self._update = WeightUpdater(config.weights, self.snapshot)
+        self._update = WeightUpdater(config, self.snapshot)
         self.vocabulary: int | None = None  # token ids are below it; None: not known
         self.patience = NO_SERVER_PATIENCE  # how long a request waits for any server to serve; the fleet raises it
         self.supervision: Supervision = Supervision()
@@ -199,7 +205,7 @@ class SGLangEngine:
                 version, tries = self._version, tries + 1
                 if not await self._admit(server, version, last=tries > SNAPSHOT_TRIES) or server not in self.servers:
                     break
-                if version == self._version:
+                if version == self._version and not self._updating:
                     server.state.served(version)
         finally:
             if not was_down:  # else its supervisor is not done yet
@@ -210,28 +216,46 @@ class SGLangEngine:
         await server.notice_restart()
         await server.claim()
         await server.capabilities()
-        try:
-            held: int | None = await server.version()
-        except (UnfinishedUpdate, UnknownLabel):
-            held = None
+        held = await self._held(server, version)
         if held == version:
             await server.resume()  # a pause whose reply was lost may have left it paused
-        elif last or not self.snapshot.exists:
+        elif last or not self._update.has_snapshot:
             server.state.recovering(f"it holds weight version {held}, current is {version}")
             return False
         else:
             try:
                 await self._update.from_snapshot(version, server)
             except EngineError:
-                if version == self._version:
+                if version == self._version and not self._updating:
                     raise
                 return True  # the snapshot was replaced while it was being loaded
         await self._check_pause_mode(server)
         return True
 
+    async def _held(self, server: SGLangClient, version: int) -> int | None:
+        """The version that it could serve now."""
+        try:
+            held: int | None = await server.version()
+        except (UnfinishedUpdate, UnknownLabel):
+            held = None
+        if not self._adapters:
+            return held
+        if held != 0:
+            raise EngineError(
+                f"server {server.name} got other weights than those it was started with, but adapters are added to "
+                "these (rollout.weights.transport: adapter): restart it"
+            )
+        await server.set_version_label(BASE_LABEL)
+        await server.unload_left_adapters()
+        return version if server.adapter_of(version) or self._is_base(version) else 0
+
+    def _is_base(self, version: int) -> bool:
+        """Whether servers need no adapter for it: a new one changes nothing."""
+        return version == 0 and not self._update.has_snapshot
+
     async def _check_pause_mode(self, server: SGLangClient) -> None:
         mode = self.config.weights.pause_mode
-        if mode != "abort" and not await server.reports_token_versions():
+        if mode != "abort" and not self._adapters and not await server.reports_token_versions():
             raise EngineError(
                 f"server {server.name}: rollout.weights.pause_mode {mode} keeps requests while weights change, but the "
                 "server's replies do not say which version generated which token (SGLang 0.5.23 does): use abort"
@@ -245,10 +269,13 @@ class SGLangEngine:
 
     def _move(self, server: SGLangClient, count: int) -> None:
         """Aborts the newest requests of a server; they are continued on others."""
-        chosen = [one for one in reversed(self._running.values()) if one.server is server and not one.moved][:count]
-        for one in chosen:
-            one.moved = True
-            self._in_background(partial(server.abort, one.name))
+        mine = [one for one in reversed(self._running.values()) if one.server is server and not one.moved]
+        for one in mine[:count]:
+            self._abort_to_continue(one)
+
+    def _abort_to_continue(self, one: _Running) -> None:
+        one.moved = True
+        self._in_background(partial(one.server.abort, one.name))
 
     def _lose(self, server: SGLangClient) -> None:
         """Nothing more comes from this server: its requests are sent again."""
@@ -284,6 +311,10 @@ class SGLangEngine:
             version, server = self._version, None
             if not aborted():
                 server = await self._balancer.acquire(request_id, key, version, self.patience, failed_on)
+            if self._adapters and version != self._version and not aborted():
+                if server is not None:
+                    self._balancer.release(server)
+                continue  # an adapter came while it waited: it starts with that
             if server is None or aborted():
                 if server is not None:
                     self._balancer.release(server)
@@ -291,7 +322,7 @@ class SGLangEngine:
                 return Completion(as_tokens([]), as_logprobs([]), FinishReason.ABORT)
             name = f"{request_id}-try{attempt}" if attempt else request_id
             reply = asyncio.ensure_future(self._try(server, name, prompt, params, version))
-            running = self._running[request_id] = _Running(server, name, reply)
+            running = self._running[request_id] = _Running(server, name, version, reply)
             began, crowd, tokens = clock(), server.in_flight, 0
             try:
                 completion = await reply
@@ -326,6 +357,7 @@ class SGLangEngine:
                 self._running.pop(request_id, None)
                 self._aborted.discard(request_id)
                 self._balancer.release(server, tokens, clock() - began, (crowd + server.in_flight) / 2)
+                self._unload_unused(server)
         tries = self.config.servers.attempts
         raise EngineError(f"request {request_id}: {tries} tries failed (rollout.servers.attempts); the last: {failure}")
 
@@ -333,30 +365,42 @@ class SGLangEngine:
         self, server: SGLangClient, name: str, prompt: Tokens, params: SamplingParams, version: int
     ) -> Completion:
         """A completion that makes sense, or ServerFailure."""
+        adapter = server.adapter_of(version) if self._adapters else None
+        if self._adapters and adapter is None and not self._is_base(version):
+            raise ServerFailure(f"server {server.name} has no adapter of weight version {version}")
         try:
-            completion = await server.generate(name, prompt, params)
+            completion = await server.generate(name, prompt, params, adapter)
         except UnknownLabel as error:
             raise await self._foreign(server, str(error)) from error
+        except RequestRefused as error:
+            if adapter is None or adapter not in str(error):
+                raise
+            server.adapters.pop(adapter, None)
+            raise self._outdated(server, version, f"it has lost the adapter of weight version {version}") from error
         if problem := completion.problem(params, self.vocabulary):
             raise BadReply(f"server {server.name}, request {name}: {problem}")
-        await self._check_version(server, completion, version)
+        await self._check_version(server, completion, 0 if self._adapters else version)
+        if self._adapters and completion.weight_spans:
+            completion.weight_spans = [WeightSpan(version, 0, len(completion.tokens))]
         return completion
 
     async def _check_version(self, server: SGLangClient, completion: Completion, version: int) -> None:
         """`version` is the one that was current when the request was sent. A request that was kept over weight updates
         has tokens of later versions, too."""
-        kept = self.config.weights.pause_mode != "abort"
+        kept = self.config.weights.pause_mode != "abort" and not self._adapters
         expected = range(version, self._version + 1) if kept else (version,)
         others = {span.version for span in completion.weight_spans} - set(expected)
         if others - self._sent_versions:
             found = min(others - self._sent_versions)
             raise await self._foreign(server, f"server {server.name}: it generated with weight version {found}")
         if others:
-            cause = f"it generated with weight version {min(others)}, expected {version}"
-            if server.state.serves(version):
-                server.state.withdrawn(cause)
-                self._in_background(partial(self._readmit, server))
-            raise ServerFailure(f"server {server.name}: {cause}; was it restarted?")
+            raise self._outdated(server, version, f"it generated with weight version {min(others)}, not {version}")
+
+    def _outdated(self, server: SGLangClient, version: int, cause: str) -> ServerFailure:
+        if server.state.serves(version):
+            server.state.withdrawn(cause)
+            self._in_background(partial(self._readmit, server))
+        return ServerFailure(f"server {server.name}: {cause}; was it restarted?")
 
     async def _foreign(self, server: SGLangClient, found: str) -> EngineError:
         """A reply names weights that this run has not sent. If the server's own label does not, only the reply is
@@ -447,6 +491,9 @@ class SGLangEngine:
         self._updating = True
         try:
             async with self._changing:
+                if self._adapters:
+                    self._abort_old()
+                    return await self._update.load(version, list(self.servers), buckets)
                 self._abort_waiting()
                 self._version = version
                 self._sent_versions.add(version)
@@ -457,10 +504,12 @@ class SGLangEngine:
             raise
 
     async def serve_weights(self, version: int) -> WeightReport:
-        with self._closed_for_requests():
+        with self._closed_for_requests() if not self._adapters else contextlib.nullcontext():
             try:
                 async with self._changing:
                     failed = await self._update.serve(version)
+                    if self._adapters:
+                        self._switch_to(version)
             finally:
                 self._updating = False
             self._fail_silent(failed)
@@ -474,6 +523,32 @@ class SGLangEngine:
     async def update_weights(self, version: int, buckets: Iterable[Bucket]) -> WeightReport:
         await self.load_weights(version, buckets)
         return await self.serve_weights(version)
+
+    # ---- LoRA adapters ----
+
+    def _switch_to(self, version: int) -> None:
+        """Requests that start from now on use its adapter, also those that wait for a server."""
+        self._version = version
+        self._balancer.cancel()
+        self._balancer.refresh()
+        for server in self.servers:
+            self._unload_unused(server)
+
+    def _abort_old(self) -> None:
+        """Requests of an older version than the current one: with the next adapter, servers would have three in use."""
+        for one in self._running.values():
+            if one.version != self._version and not one.moved:
+                self._abort_to_continue(one)
+
+    def _unload_unused(self, server: SGLangClient) -> None:
+        """All but the current adapter, the next one, and those of requests that run."""
+        if len(server.adapters) < 2 or server not in self.servers:
+            return
+        versions = {one.version for one in self._running.values() if one.server is server} | {self._version}
+        kept = {server.adapter, *map(server.adapter_of, versions)}
+        for name in [name for name in server.adapters if name not in kept]:
+            del server.adapters[name]
+            self._in_background(partial(server.unload_adapter, name))
 
     @contextlib.contextmanager
     def _closed_for_requests(self) -> Iterator[None]:

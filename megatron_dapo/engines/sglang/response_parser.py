@@ -8,7 +8,7 @@ what is wrong.
 
 Version labels: SGLang calls the weights it started with `default`; versions of this run are numbers; a server in the
 middle of an update is labelled `updating-to-N`. An external server's label also says which run leases it until when:
-`N@RUN@SECONDS`.
+`N@RUN@SECONDS`. With LoRA adapters the label is that of the base, which never changes.
 """
 
 from __future__ import annotations
@@ -180,6 +180,9 @@ class UnknownLabel(ServerFailure):
     """Weights with a label that this project does not give."""
 
 
+BASE_LABEL = "0"  # of a server that gets adapters; after a restart it is `default`
+
+
 def updating_label(version: int, bucket: int | None = None) -> str:
     """Of a server that is receiving `version`; `bucket`: the last one it has received, where that is recorded."""
     return f"updating-to-{version}" if bucket is None else f"updating-to-{version}.{bucket}"
@@ -225,7 +228,7 @@ def version_number(label: Any, where: str) -> int:
 class GenerateCall:
     """One generate request to one server, and all that is needed to send it: by the caller or by a client process
     (`client_process`). `url` may be a router's; `server` is the name for errors. `routed_from`: return the experts of
-    the tokens from this position of the prompt on."""
+    the tokens from this position of the prompt on. `adapter`: None for the base."""
 
     url: str
     api_key: str | None
@@ -235,6 +238,7 @@ class GenerateCall:
     sampling: dict[str, Any]
     seconds: float
     routed_from: int | None = None
+    adapter: str | None = None
 
     async def send(self, connection: Connection) -> Completion:
         """One try. `connection` is to `url`, with `api_key`."""
@@ -243,6 +247,8 @@ class GenerateCall:
             "return_logprob": True, "logprob_start_len": -1,
         }  # fmt: skip
         routed = None
+        if self.adapter is not None:
+            body["lora_path"] = self.adapter
         if self.routed_from is not None:
             body |= {"return_routed_experts": True, "routed_experts_start_len": self.routed_from}
             routed = len(self.prompt) - self.routed_from

@@ -17,7 +17,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from megatron_dapo.config.rollout import ServerConfig
-from megatron_dapo.engines.sglang.client import CHECKSUM_LOADERS, EXPERT_LOADER, SGLangClient
+from megatron_dapo.engines.sglang.client import CHECKSUM_LOADERS, EXPERT_LOADER, SGLangClient, adapter_arguments
 from megatron_dapo.engines.sglang.keys import Keys, command_with_keys, key_variables
 from megatron_dapo.errors import EngineError
 from megatron_dapo.processes.supervised import SupervisedProcess
@@ -43,6 +43,7 @@ def sglang_command(
         *command_with_keys(python, launcher, key_variables(config), has_package=has_package),
         "--model-path", model, "--host", config.host, "--port", str(port), "--tp-size", str(config.tensor_parallel),
         "--dtype", config.dtype, *(["--enable-return-routed-experts"] if config.returns_experts else []),
+        *(adapter_arguments(config) if config.lora.rank else []),
     ]  # fmt: skip
     environment = {"HF_HUB_OFFLINE": "1", "SGLANG_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEP_ALIVE)}
     paths = [str(CPU_STUBS)] if config.device == "cpu" else []
@@ -60,6 +61,7 @@ def sglang_command(
             "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch",
             "--grammar-backend", "none", "--disable-overlap-schedule", "--disable-cuda-graph", "--sleep-on-idle",
             "--max-total-tokens", "20000", "--max-running-requests", "16",
+            *(["--lora-backend", "torch_native"] if config.lora.rank else []),
         ]  # fmt: skip
         environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
     else:

@@ -1,4 +1,4 @@
-"""Three transports for buckets of weights to SGLang servers: disk, tensor, distributed.
+"""Four transports for buckets of weights to SGLang servers: disk, tensor, distributed, adapter.
 
 `send` gives every bucket to every server and returns the errors of the servers that did not receive all of them. Which
 version a server then serves is decided in weight_update.py.
@@ -9,28 +9,35 @@ Buckets may be on other ranks (`RemoteBucket`): those ranks send them (sync/remo
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import time
+import uuid
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron_dapo.config.families import find_family
+from megatron_dapo.config.policy import LoraConfig
 from megatron_dapo.config.rollout import WeightTransportConfig
-from megatron_dapo.engines.sglang.client import FLATTENED, SGLangClient
+from megatron_dapo.engines.sglang.client import ADAPTER_PREFIX, FLATTENED, SGLangClient
 from megatron_dapo.engines.sglang.http import failures, wait_for_living
 from megatron_dapo.engines.sglang.process_group import WeightProcessGroups, members_of
 from megatron_dapo.engines.sglang.response_parser import updating_label
 from megatron_dapo.engines.sglang.weight_proof import SentChecksums, Sums, checksums_of
 from megatron_dapo.errors import EngineError
 from megatron_dapo.files import read_safetensors_directory, unpacked
-from megatron_dapo.sync.bucket import Bucket, FlatBucket, RemoteBucket, flatten, specs_of
+from megatron_dapo.sync.bucket import Bucket, FlatBucket, RemoteBucket, bucket_in, flatten, specs_of
 from megatron_dapo.sync.bucket_stream import BucketStream
 from megatron_dapo.sync.remote_sender import SenderLink
 from megatron_dapo.sync.shared_bucket import SharedBucket, packed, share
 from megatron_dapo.sync.snapshot import Snapshot
+from megatron_dapo.weights.adapters import adapter_config
 from megatron_dapo.weights.tensor_spec import flat_size
 
 
@@ -159,7 +166,9 @@ class Transport:
         pass
 
 
-def make_transport(config: WeightTransportConfig, snapshot: Snapshot) -> Transport:
+def make_transport(config: WeightTransportConfig, snapshot: Snapshot, lora: LoraConfig) -> Transport:
+    if config.transport == "adapter":
+        return AdapterTransport(config, snapshot, lora)
     kinds = {"disk": DiskTransport, "tensor": TensorTransport, "distributed": DistributedTransport}
     return kinds[config.transport](config, snapshot, WeightManifest(snapshot.model))
 
@@ -382,3 +391,70 @@ class DistributedTransport(DirectTransport):
         if self._groups is not None:
             groups, self._groups = self._groups, None
             await groups.leave()
+
+
+class AdapterTransport(Transport):
+    """LoRA's adapter under a new name for each version; the servers' base stays as it is. It is in shared memory for
+    servers on this host, and in the request for others. With `proof: checksum` SGLang compares the SHA-256 of every
+    tensor; where one differs it ends.
+
+    Servers go on reading the memory: it is new for each version and never written again."""
+
+    def __init__(self, config: WeightTransportConfig, snapshot: Snapshot, lora: LoraConfig) -> None:
+        super().__init__(config, snapshot, WeightManifest(""))
+        self._lora = lora
+        self.version: int | None = None  # of what is kept for servers that come later
+        self._adapter = flatten([])
+        self._checksums: dict[str, str] = {}
+
+    def prepare(self, bucket: Bucket) -> Prepared:
+        flat = flatten(bucket)
+        host = torch.empty_like(flat.flat, device="cpu").copy_(flat.flat)
+        return Prepared(bucket_in(host, flat.specs), None)
+
+    async def send(
+        self, version: int, servers: Sequence[SGLangClient], stream: BucketStream, order: Sequence[str]
+    ) -> Transfer:
+        transfer, parts = self._begin(), []
+        async for bucket, prepared in stream:
+            self._count(transfer, bucket, prepared)
+            parts.append(prepared.wire)
+        if transfer.finish(self._manifest, servers):
+            adapter = parts[0] if len(parts) == 1 else flatten([pair for part in parts for pair in part])
+            self._checksums = await asyncio.to_thread(_sha256, adapter) if self._proves else {}
+            self._adapter, self.version = adapter, version
+            transfer.failed |= await self.load(version, servers)
+        return transfer
+
+    async def load(self, version: int, servers: Sequence[SGLangClient]) -> Errors:
+        """Loads the last version that was sent."""
+        if version != self.version:
+            raise EngineError(f"weight version {version} has been replaced by version {self.version}")
+        name = f"{ADAPTER_PREFIX}{version}-{uuid.uuid4().hex[:12]}"
+        shared = {}
+        for here in {server.on_this_host for server in servers}:
+            shared[here] = await asyncio.to_thread(partial(share, self._adapter, by_value=not here))
+            shared[here].expect(sum(server.tensor_parallel for server in servers if server.on_this_host is here))
+        body = {"config_dict": self._description, "load_format": FLATTENED}
+        body |= {"expected_checksums": self._checksums} if self._proves else {}
+
+        def load(server: SGLangClient) -> Any:
+            payloads = {"serialized_named_tensors": [shared[server.on_this_host].payload] * server.tensor_parallel}
+            return server.load_adapter(name, version, body | payloads, self._config.timeout)
+
+        answers = {server.name: server.answers for server in servers}
+        calls = {server.name: load(server) for server in servers}
+        return failures(await wait_for_living(calls, answers, float("inf")))
+
+    @cached_property
+    def _description(self) -> dict[str, Any]:
+        names = [spec.name for spec in self._adapter.specs]
+        return dict(json.loads(adapter_config(names, self._lora, str(self._snapshot.model))))
+
+
+def _sha256(bucket: FlatBucket) -> dict[str, str]:
+    def digest(view: torch.Tensor) -> str:
+        return hashlib.sha256(view.flatten().view(torch.uint8).numpy().data).hexdigest()
+
+    with ThreadPoolExecutor(8) as pool:
+        return dict(zip((spec.name for spec in bucket.specs), pool.map(digest, bucket.views), strict=True))

@@ -6,6 +6,8 @@
    only then does it serve. A server that failed in either phase is given the snapshot once.
 
 So no server ever generates with mixed weights under a version number, even if this process dies in the middle.
+
+LoRA's adapters are loaded beside those that servers use: nothing pauses, and the label stays that of the base.
 """
 
 from __future__ import annotations
@@ -20,12 +22,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_dapo.config.rollout import WeightTransportConfig
+from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.engines.protocol import Capabilities, WeightReport, WeightUpdateError
 from megatron_dapo.engines.sglang.client import CHECKSUM_LOADERS, EXPERT_LOADER, SGLangClient
 from megatron_dapo.engines.sglang.http import Unresponsive, all_of, failures, wait_all, wait_for_living
-from megatron_dapo.engines.sglang.response_parser import is_updating_label, updating_label
-from megatron_dapo.engines.sglang.transports import Errors, Transfer, make_transport
+from megatron_dapo.engines.sglang.response_parser import BASE_LABEL, is_updating_label, updating_label
+from megatron_dapo.engines.sglang.transports import AdapterTransport, Errors, Transfer, make_transport
 from megatron_dapo.engines.sglang.weight_proof import PROBE, Probes, compare
 from megatron_dapo.errors import EngineError
 from megatron_dapo.sync.bucket import Bucket
@@ -61,11 +63,12 @@ class _Record:
 
 
 class WeightUpdater:
-    def __init__(self, config: WeightTransportConfig, snapshot: Snapshot) -> None:
-        self._config = config
+    def __init__(self, config: RolloutConfig, snapshot: Snapshot) -> None:
+        self._config = config.weights
         self._snapshot = snapshot
-        self._transport = make_transport(config, snapshot)
-        self._brackets = config.transport != "disk"
+        self._transport = make_transport(config.weights, snapshot, config.servers.lora)
+        self._adapters = self._transport if isinstance(self._transport, AdapterTransport) else None
+        self._brackets = config.weights.transport != "disk"
         self.loaded: _Loaded | None = None  # between `load` and `serve`
         self._last: _Loaded | None = None
         self._first_errors: dict[str, str] = {}  # of the update, by server
@@ -77,8 +80,12 @@ class WeightUpdater:
 
     @property
     def keeps_snapshot(self) -> bool:
-        """Whether a server that misses an update can be given the version from disk."""
-        return self._config.transport == "disk" or self._config.keep_snapshot
+        """Whether a server that misses an update can be given the version from disk, or an adapter from memory."""
+        return self._config.writes_files or self._adapters is not None
+
+    @property
+    def has_snapshot(self) -> bool:
+        return self._snapshot.exists if self._adapters is None else self._adapters.version is not None
 
     async def load(
         self, version: int, servers: Sequence[SGLangClient], buckets: Iterable[Bucket] | BucketStream
@@ -89,7 +96,7 @@ class WeightUpdater:
         failed: Errors = {s.name: EngineError(s.state.why or "it is being restarted") for s in servers if s.state.down}
         self._servers = len(servers)
         for server in servers:
-            if not server.state.down:
+            if not server.state.down and self._adapters is None:
                 server.state.withdrawn(f"the update to version {version} has not ended")
         async with BucketStream.of(buckets).open(self._transport.prepare, self._transport.release) as stream:
             up = [server for server in servers if server.name not in failed]
@@ -102,7 +109,7 @@ class WeightUpdater:
                 transfer = await self._transport.send(version, ready, stream, [s.name for s in servers])
             except BaseException as error:
                 self._snapshot.discard()
-                for server in servers:
+                for server in servers if self._adapters is None else ():
                     server.state.withdrawn(f"the update to version {version} broke off: {error}")
                 raise WeightUpdateError(f"weight version {version}: the buckets could not be sent: {error}") from error
         seconds = time.monotonic() - started
@@ -145,7 +152,7 @@ class WeightUpdater:
         proof = f"version {version} acknowledged by {len(served_by)} of {len(servers)}"
         gaps = [self._record(s).unproven for s in servers if s.name in served_by]
         if proven := [len(unproven) for unproven in gaps if unproven is not None]:
-            tensors = len(loaded.transfer.checksums)
+            tensors = loaded.transfer.tensors
             proof += f", {len(proven)} with the checksums of {tensors - max(proven)} of {tensors} tensors"
         if agreement := self._probes.describe(version):
             proof += f", which {agreement}"
@@ -165,7 +172,12 @@ class WeightUpdater:
         return last if first in last else f"{first}; then: {last}"
 
     async def from_snapshot(self, version: int, server: SGLangClient) -> None:
-        """Gives one server the version that the others have, from disk."""
+        """Gives one server the version that the others have: from disk, or an adapter."""
+        if self._adapters is not None:
+            failed = await self._adapters.load(version, [server]) or await self._commit(version, [server])
+            if failed:
+                raise failed[server.name]
+            return
         await asyncio.to_thread(self._snapshot.wait)  # it may still be written
         if self._snapshot.current is None or self._snapshot.current.name != f"version-{version}":
             raise EngineError(f"no snapshot of weight version {version} (rollout.weights.keep_snapshot)")
@@ -184,6 +196,8 @@ class WeightUpdater:
     async def _prepare(self, server: SGLangClient, version: int, brackets: bool = True) -> None:
         await server.notice_restart(wait_for_server=False)
         capabilities = await server.capabilities()
+        if self._adapters is not None:
+            return
         await server.pause(self._config.pause_mode)
         await all_of(self._resume_memory(server, "weights"), server.set_version_label(updating_label(version)))
         in_session = brackets and self._brackets
@@ -260,8 +274,9 @@ class WeightUpdater:
                 probe = self._probes.measured([alone, *await all_of(*(server.logprobs_of(PROBE) for _ in range(3)))])
             else:
                 found, probe = await all_of(server.version_label(), server.logprobs_of(PROBE))
-        if found != str(version):
-            raise EngineError(f"server {server.name}: it reports weight version {found!r}, expected {version}")
+        expected = str(version) if self._adapters is None else BASE_LABEL
+        if found != expected:
+            raise EngineError(f"server {server.name}: it reports weight version {found!r}, expected {expected}")
         record.probed = True
         return probe
 
@@ -278,6 +293,9 @@ class WeightUpdater:
             self._parts[part] += (time.monotonic() - started) / max(1, self._servers)
 
     async def _finish(self, server: SGLangClient, version: int, brackets: bool) -> None:
+        if self._adapters is not None:  # SGLang has compared the checksums
+            self._record(server).unproven = () if self._config.proof == "checksum" else None
+            return await server.set_version_label(BASE_LABEL)
         # Before the session ends: what SGLang then makes of quantised weights is not what was sent.
         found = await wait_all({"label": server.version_label(), "proof": self._prove(server, version)})
         label = found["label"]

@@ -238,10 +238,12 @@ class SimulatedEngine:
         self._finish(chosen)
         self._set_timer()
 
-    async def update(self, version: int, seconds: float) -> None:
-        """A weight update that takes `seconds`. Running requests are aborted first; new ones wait until its end."""
-        self._serving.clear()
-        await self.abort()
+    async def update(self, version: int, seconds: float, *, pauses: bool = True) -> None:
+        """A weight update that takes `seconds`. If it pauses, running requests are aborted first and new ones wait
+        until its end; if not, requests end with the version they began with."""
+        if pauses:
+            self._serving.clear()
+            await self.abort()
         await asyncio.sleep(seconds)
         self.weight_version = version
         self._cached.clear()

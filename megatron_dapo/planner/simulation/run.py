@@ -213,7 +213,7 @@ class _Run:
         await asyncio.sleep(setting.training_seconds)
         self.result.phases.append(Span("train", began, self.clock()))
         began = self.clock()
-        await self.engine.update(step + 1, setting.sync_seconds)
+        await self.engine.update(step + 1, setting.sync_seconds, pauses=not setting.rollout.sends_adapters)
         self.result.phases.append(Span("sync", began, self.clock()))
         self.result.steps.append(self._measured(step, batch, collecting, version))
         async with self.trained:

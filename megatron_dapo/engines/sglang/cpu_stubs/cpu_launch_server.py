@@ -14,7 +14,9 @@ import multiprocessing
 import os
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 DISABLED_MODELS = "SGLANG_DISABLED_MODEL_ARCHS"  # SGLang's variable: file names in sglang/srt/models
 
@@ -23,6 +25,8 @@ def main() -> None:
     gc.disable()
     os.environ.setdefault(DISABLED_MODELS, ",".join(other_models(served_architecture(sys.argv))))
     fork_instead_of_spawn()
+    if "--enable-lora" in sys.argv:
+        ignore_pinned_memory()
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
 
 
@@ -36,6 +40,18 @@ def fork_instead_of_spawn() -> None:
         gc.enable()
 
     multiprocessing.set_start_method = set_start_method
+
+
+def ignore_pinned_memory() -> None:
+    """SGLang's LoRA asks for it on every device, and without a GPU torch refuses."""
+    import torch
+
+    def unpinned(make: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, pin_memory=False, **options: make(*args, **options)
+
+    for make in (torch.tensor, torch.empty, torch.zeros, torch.ones, torch.full):
+        setattr(torch, make.__name__, unpinned(make))
+    torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
 
 
 def served_architecture(arguments: list[str]) -> str:

@@ -1,0 +1,299 @@
+"""LoRA's adapters in SGLang servers: they change without a pause, and every response has one version."""
+
+import asyncio
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+
+import numpy as np
+import pytest
+import torch
+from fake_server import FakeServer
+from installed_sglang import API_KEY_VARIABLE, SGLANG_VERSIONS, sglang_python
+from subject import PROMPT, run
+from tiny_model import reference_logprobs, tiny_model, write_model
+from tiny_run import command, environment, raw_config, write_config
+
+from megatron_dapo.config import ConfigError, ModelShape, check_config, parse_config
+from megatron_dapo.engines.protocol import SamplingParams, WeightUpdateError
+from megatron_dapo.engines.sglang import client, transports
+from megatron_dapo.engines.sglang.engine import SGLangEngine
+from megatron_dapo.engines.sglang.fleet import Fleet
+from megatron_dapo.engines.sglang.server_process import ServerProcess
+from megatron_dapo.errors import EngineError
+from megatron_dapo.types import FinishReason
+from megatron_dapo.weights.adapters import adapter_mappings, adapter_name
+
+RANK, ALPHA = 4, 8.0
+VERSION = SGLANG_VERSIONS[-1]
+PARAMS = SamplingParams(8)
+ADAPTER = [(adapter_name(f"model.layers.0.mlp.{layer}_proj.weight", half), torch.ones(4, 4))
+           for layer in ("gate", "up") for half in "AB"]  # fmt: skip
+
+
+def config_of(**servers):
+    weights = {"transport": "adapter", "timeout": 30}
+    servers = {"sample_timeout": 60, "control_timeout": 20, "attempts": 30, **servers}
+    lora = {"rank": RANK, "alpha": ALPHA}
+    return parse_config({"policy": {"lora": lora}, "rollout": {"weights": weights, "servers": servers}}).rollout
+
+
+def on_fakes(count=1, seconds=0.0, **options):
+    """A test of an engine over fake servers."""
+
+    def decorate(test):
+        async def main(folder):
+            servers = [await FakeServer(seconds).start() for _ in range(count)]
+            engine = await SGLangEngine.connect([s.url for s in servers], config_of(**options), model=folder)
+            await test(servers, engine)
+            await engine.close()
+            assert not any(server.crashes for server in servers)
+
+        def wrapper(tmp_path):
+            run(main(str(tmp_path)), 40)
+
+        wrapper.__doc__ = test.__doc__
+        return wrapper
+
+    return decorate
+
+
+def start(engine, name):
+    return asyncio.ensure_future(engine.generate(name, PROMPT, PARAMS))
+
+
+def versions_of(completion):
+    return [span.version for span in completion.weight_spans]
+
+
+async def until(reached):
+    while not reached():
+        await asyncio.sleep(0.01)
+
+
+@on_fakes(seconds=30, max_running=1)
+async def test_requests_end_with_the_version_they_began_with_and_nothing_pauses(servers, engine):
+    """Version 0 is the base. With one slot, a second request waits in our queue: it starts with the new version."""
+    (server,), (ours,) = servers, engine.servers
+    for version in (0, 1, 2):
+        old, late = start(engine, f"old-{version}"), start(engine, f"late-{version}")
+        await until(lambda: server.adapter_requests)
+        used = server.adapter_requests[0]
+        assert (used is None) == (version == 0)
+        report = await engine.update_weights(version + 1, [ADAPTER])
+        assert not report.failed and "checksums of 4 of 4 tensors" in report.proof
+        assert not old.done() and not late.done() and used in [None, *server.adapters]
+        server._running[f"old-{version}"].set()
+        assert versions_of(await old) == [version]
+        await until(lambda: server.adapter_requests == [ours.adapter])
+        server._running[f"late-{version}"].set()
+        assert versions_of(await late) == [version + 1]
+        await until(lambda: list(server.adapters) == [ours.adapter])
+    assert server.label == "0" and not {"/pause_generation", "/abort_request", "/flush_cache"} & set(server.calls)
+
+
+@on_fakes(seconds=30)
+async def test_requests_that_are_two_versions_old_are_continued_with_the_newest(servers, engine):
+    oldest = start(engine, "oldest")
+    await until(lambda: len(servers[0].adapter_requests) == 1)
+    await engine.update_weights(1, [ADAPTER])
+    old = start(engine, "old")
+    await until(lambda: len(servers[0].adapter_requests) == 2)
+    await engine.update_weights(2, [ADAPTER])
+    found = await oldest
+    assert found.finish_reason is FinishReason.ABORT and found.moved and versions_of(found) == [0]
+    assert not old.done() and len(servers[0].adapters) == 2
+
+
+@on_fakes(count=2)
+async def test_a_server_without_the_adapter_of_a_request_gets_it_again(servers, engine):
+    """Restarted by somebody else: its adapters and its label are gone. Meanwhile another server has the requests."""
+    await engine.update_weights(1, [ADAPTER])
+    servers[0].adapters.clear()
+    servers[0].label = "default"
+    found = await asyncio.gather(*(engine.generate(f"{i}", PROMPT + i, PARAMS) for i in range(20)))
+    assert {version for one in found for version in versions_of(one)} == {1}
+    await until(lambda: engine.servers[0].state.serves(1))
+    assert len(servers[0].adapters) == 1
+
+
+@on_fakes()
+async def test_an_update_that_breaks_off_leaves_the_version_before_in_service(servers, engine):
+    await engine.update_weights(1, [ADAPTER])
+
+    def buckets():
+        yield ADAPTER[:2]
+        raise ValueError("rank 3 died")
+
+    with pytest.raises(WeightUpdateError, match="rank 3 died"):
+        await engine.update_weights(2, buckets())
+    assert versions_of(await engine.generate("a", PROMPT, PARAMS)) == [1] and len(servers[0].adapters) == 1
+    await engine.update_weights(2, [ADAPTER[:2], ADAPTER[2:]])
+    assert versions_of(await engine.generate("b", PROMPT, PARAMS)) == [2]
+    assert sorted(servers[0].adapters[engine.servers[0].adapter]) == sorted(name for name, _ in ADAPTER)
+
+
+@on_fakes()
+async def test_adapters_that_another_trainer_has_left_are_unloaded(servers, engine):
+    servers[0].adapters = {f"{client.ADAPTER_PREFIX}3-dead": {}, "somebodys": {}}
+    await (await SGLangEngine.connect([servers[0].url], config_of())).close()
+    assert list(servers[0].adapters) == ["somebodys"]
+
+
+@pytest.mark.parametrize(
+    ("more", "cause"),
+    [
+        ({"policy": {"lora": {"rank": 0}}}, r"policy\.lora\.rank is 0"),
+        ({"policy": {"megatron_checkpoint": "m"}}, "convert it to a HF model"),
+        ({"servers": {"share_gpus": True}}, r"servers\.share_gpus does not allow: .* loses the base"),
+        ({"servers": {"urls": ["http://a:1"], "router_url": "http://a:2"}}, "router_url"),
+        ({"servers": {"model": "fp8"}}, r"servers\.model"),
+        ({"policy": {"model": "moe"}}, "has experts or linear attention"),
+    ],
+)
+def test_refused_configurations(tmp_path, monkeypatch, more, cause):
+    monkeypatch.chdir(tmp_path)
+    write_model(tmp_path / "moe", "qwen3_moe")
+    rollout = {"weights": {"transport": "adapter"}, "max_prompt_tokens": 8, "max_response_tokens": 8}
+    raw = {"policy": {"lora": {"rank": 4}} | more.get("policy", {}), "rollout": rollout}
+    with pytest.raises(ConfigError, match=cause):
+        check_config(parse_config(raw | {"rollout": rollout | {"servers": more.get("servers", {})}}))
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        ({"lora": {}}, "start it with --enable-lora .*--max-lora-rank 4"),
+        ({"lora": {"enable_lora": True, "max_lora_rank": 2, "max_loras_per_batch": 2}}, "--max-lora-rank 4"),
+        ({"lora": {"enable_lora": True, "max_lora_rank": 8, "max_loras_per_batch": 1}}, "--max-loras-per-batch 2"),
+        ({"label": "5"}, "got other weights than those it was started with"),
+        ({"label": "updating-to-5"}, "got other weights"),
+    ],
+)
+def test_refused_servers(change, cause):
+    async def main():
+        server = await FakeServer().start()
+        vars(server).update(change)
+        with pytest.raises(EngineError, match=cause):
+            await SGLangEngine.connect([server.url], config_of())
+
+    run(main(), 40)
+
+
+# ---- on a real server ----
+
+
+@pytest.fixture(scope="module")
+def lora_server(tmp_path_factory):
+    if not sglang_python(VERSION).exists():
+        pytest.skip(f"SGLang {VERSION} is not installed: make sglang-cpu")
+    directory = write_model(tmp_path_factory.mktemp("lora-qwen3"))
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    config = config_of(
+        device="cpu", python=str(sglang_python(VERSION)), dtype="float32", port=port, heartbeat=0.5,
+        start_timeout=300, api_key_env=API_KEY_VARIABLE,
+    )  # fmt: skip
+    process = ServerProcess(str(directory), config.servers, 0, tmp_path_factory.mktemp("lora-server"))
+    process.spawn()
+    try:
+        asyncio.run(process.wait_ready(process.client()))
+        yield process, config, directory
+    finally:
+        asyncio.run(process.end())
+
+
+def merged_model(tensors):
+    model = tiny_model()
+    weights = dict(model.state_dict())
+    for name, weight in weights.items():
+        if adapter_name(name, "A") in tensors:
+            weight += ALPHA / RANK * tensors[adapter_name(name, "B")] @ tensors[adapter_name(name, "A")]
+    return model
+
+
+def test_a_run_trains_with_adapters_on_a_real_server(lora_server, tmp_path):
+    """Generation goes on while the weights change. Then the same run goes on where it ended: the adapters that its
+    first trainer left in the server are replaced."""
+    process, _, directory = lora_server
+    model = shutil.copytree(directory, tmp_path / "model")
+    raw = raw_config(
+        model, tmp_path / "run", trainer__steps=3, policy__lora={"rank": RANK, "alpha": ALPHA},
+        rollout__engine="sglang", rollout__weights={"transport": "adapter"}, rollout__max_staleness=1,
+        rollout__servers={
+            "device": "cpu", "dtype": "float32", "api_key_env": API_KEY_VARIABLE, "start_timeout": 20,
+            "urls": [process.url],
+        },
+    )  # fmt: skip
+    for steps, versions in ((3, "0123"), (4, "34")):
+        raw["trainer"]["steps"] = steps
+        config = write_config(raw, tmp_path / "config.yaml")
+        done = subprocess.run(command(config), env=environment(), capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr
+        log = (tmp_path / "run" / "logs" / "trainer.log").read_text()
+        found = re.findall(r"version (\d) acknowledged by 1 of 1, 1 with the checksums of (\d+) of \2 tensors", log)
+        assert "".join(version for version, _ in found).endswith(versions) and "trainer and engine agree" in log
+
+
+def test_a_real_server_agrees_with_the_merged_model_and_gets_its_adapter_again(lora_server, tmp_path, monkeypatch):
+    """A request that runs during the update ends with its own version, and the adapter of its version is unloaded. A
+    stale adapter under the new name is found: SGLang ends. It is restarted with the right one, as after kill -9."""
+    process, config, directory = lora_server
+    shape = ModelShape.from_dir(directory)
+    torch.manual_seed(0)
+    adapters = {
+        version: [(name, torch.randn(m.shape) * 0.3) for name, m in adapter_mappings(shape, RANK).items()]
+        for version in (1, 2, 3)
+    }
+    gaps = []
+
+    def check(completion, version):
+        assert versions_of(completion) == [version]
+        merged = merged_model(dict(adapters[version]))
+        gaps.append(np.abs(completion.logprobs - reference_logprobs(merged, PROMPT, completion.tokens)).max())
+
+    async def main():
+        fleet = Fleet(config, str(directory), tmp_path)
+        fleet.processes = [process]
+        engine = await fleet.start()
+        (server,) = engine.servers
+        await engine.update_weights(1, [adapters[1]])
+        running = asyncio.ensure_future(engine.generate("long", PROMPT, SamplingParams(300, ignore_eos=True)))
+        await asyncio.sleep(0.3)
+        assert server.on_this_host
+        server.on_this_host = False  # as if it were not: the tensors are part of the request
+        report = await engine.update_weights(2, [adapters[2][:5], adapters[2][5:]])
+        server.on_this_host = True
+        assert not report.failed and not running.done()
+        check(await engine.generate("new", PROMPT, SamplingParams(16, ignore_eos=True)), 2)
+        assert not running.done() and len(server.adapters) == 2
+        old = await running
+        assert len(old.tokens) == 300
+        check(old, 1)
+        names = []
+        while len(names) != 2:  # the base and version 2
+            names = [model["id"] for model in (await server.connection.get("/v1/models"))["data"]]
+
+        send, first = client.SGLangClient.load_adapter, process.pid
+
+        async def stale(server, name, version, body, timeout):
+            monkeypatch.setattr(client.SGLangClient, "load_adapter", send)
+            old_one = transports.share(transports.flatten(adapters[2]))
+            await send(server, name, version, body | {"serialized_named_tensors": [old_one.payload]}, timeout)
+
+        monkeypatch.setattr(client.SGLangClient, "load_adapter", stale)
+        report = await engine.update_weights(3, [adapters[3]])
+        assert "adapter sync MISMATCH" in process.log.read_text() and process.pid != first
+        check(await engine.generate("after", PROMPT, SamplingParams(16, ignore_eos=True)), 3)
+        os.kill(process.pid, signal.SIGKILL)
+        check(await engine.generate("killed", PROMPT, SamplingParams(16, ignore_eos=True)), 3)
+        fleet.processes = []  # it would end them
+        await engine.close()
+
+    run(main(), 280)
+    print(f"largest difference between adapter serving and the merged model in fp32: {max(gaps):.1e}")
+    assert max(gaps) < 1e-4
