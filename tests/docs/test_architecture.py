@@ -64,7 +64,7 @@ def test_a_run_calls_the_functions_of_the_journeys_in_this_order(trace):
 
 # Lower a number when the way has become shorter. A higher one needs a reason in the commit.
 LIMITS = {
-    "package lines": 51_600,
+    "package lines": 52_000,
     "package files": 270,
     "files entered by the run": 99,
     "file → file call edges": 262,

@@ -61,9 +61,6 @@ class Server:
     def __init__(self, pipe, name):
         self.pipe, self.name, self.sums, self.calls = pipe, name, {}, 1
 
-    async def answers(self):
-        pass
-
     async def load_tensors(self, payload, timeout):
         for _ in range(self.calls):
             self.sums |= await asyncio.to_thread(self._talk, payload)
