@@ -12,8 +12,6 @@ STAMP  := $(VENV)/.installed
 TORCH  ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo torch || echo torch==2.13.0)
 # Without a GPU, the versions that were measured together. With one, see docs/install.md.
 LOCK   ?= $(if $(findstring ==,$(TORCH)),-c megatron_dapo/locks/cpu.txt)
-# PyTorch's CPU builds: PyPI's torch for x86-64 brings 3 GB of CUDA libraries along. Without this index PyPI's is used.
-INDEX  ?= $(if $(findstring ==,$(TORCH)),--extra-index-url https://download.pytorch.org/whl/cpu --retries 1)
 
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
@@ -34,7 +32,7 @@ $(STAMP) $(QUICK): pyproject.toml setup.py
 	  { echo "$(PYTHON) is missing, or not Python 3.11, 3.12 or 3.13: name another one, e.g. make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (a few minutes the first time)"
-	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install -qq --disable-pip-version-check $(LOCK) $(INDEX) "$(TORCH)"
+	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install -qq --disable-pip-version-check $(LOCK) "$(TORCH)"
 	@$(BIN)/pip install -qq --disable-pip-version-check $(LOCK) -e '.$(EXTRAS)'
 	@touch $@
 
