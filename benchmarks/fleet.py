@@ -113,7 +113,9 @@ async def abort_seconds() -> float:
 
 
 class InstantServer(SGLangClient):
-    async def generate(self, request_id: str, prompt: Any, params: SamplingParams) -> Completion:
+    async def generate(
+        self, request_id: str, prompt: Any, params: SamplingParams, adapter: str | None = None
+    ) -> Completion:
         await asyncio.sleep(0)
         return Completion(as_tokens([1]), as_logprobs([-1.0]), FinishReason.STOP, "", [WeightSpan(0, 0, 1)])
 

@@ -75,7 +75,7 @@ class VirtualServer(SGLangClient):
 
     # ---- generation ----
 
-    async def generate(self, request_id: str, prompt: Any, params: SamplingParams) -> Completion:
+    async def generate(self, request_id: str, prompt: Any, params: SamplingParams, adapter=None) -> Completion:
         await self._reach()
         version, done = int(self._label) if self._label != "default" else 0, len(prompt) - PROMPT_TOKENS
         whole = length_of(params.seed or 0, self._mean, self._longest) - done
