@@ -98,7 +98,7 @@ def selfcheck_config(layout: LayoutSpec, *, policy: Mapping[str, Any] | None = N
                 "optimizer": optimizer,
                 **(policy or {}),
             },
-            "critic": {"optimizer": optimizer, "clip": 0.2 if algorithm.get("dual_clip") != NEVER else NEVER},
+            "critic": {"optimizer": optimizer, **({"clip": None} if NO_CLIPPING.items() <= algorithm.items() else {})},
             "rollout": {"max_prompt_tokens": 10, "max_response_tokens": 30, "temperature": 0.9},
             "algorithm": {
                 "kl": {"coefficient": 0.05},
