@@ -10,7 +10,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 # With a GPU, whatever CUDA build pip selects.
 TORCH  ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo torch || echo torch==2.13.0)
-# Without a GPU, the versions that were measured together. With one, see docs/install.md.
+# Without a GPU, the exact versions we test. With one, see docs/install.md.
 LOCK   ?= $(if $(findstring ==,$(TORCH)),-c megatron_dapo/locks/cpu.txt)
 
 export OMP_NUM_THREADS ?= 1
@@ -60,19 +60,22 @@ types: $(STAMP)
 PART_fast := tests/algorithm tests/config tests/data tests/docs tests/rollout tests/simulation tests/planner \
 	$(wildcard tests/test_*.py) --ignore=tests/planner/test_against_megatron.py
 
-# Parts of one to four CPU minutes (`pytest --cpu-times`): first those that wait, then the long ones.
-PARTS := launch engines rest policy trainer loop selfcheck rollout
+# Parts of one to three CPU minutes (`pytest --cpu-times`): first those that wait, then the long ones.
+PARTS := sglang launch policy rest trainer weights loop selfcheck engines rollout
+# The files that need a real SGLang server share one.
+PART_sglang    := $(shell grep -lwE 'sglang_server|server_of_version|two_servers|start_servers' tests/engines/test_*.py)
 PART_launch    := tests/launch
-PART_engines   := tests/engines
+PART_engines   := $(filter-out $(PART_sglang),$(wildcard tests/engines/test_*.py))
 PART_trainer   := $(wildcard tests/trainer/test_[a-k]*.py)
 PART_loop      := $(wildcard tests/trainer/test_[l-z]*.py)
 PART_policy    := tests/policy
+PART_weights   := tests/weights tests/checkpoints
 PART_selfcheck := tests/selfcheck tests/examples tests/packaging tests/doctor
 PART_rollout   := tests/rollout tests/simulation tests/planner
 PART_rest      := $(foreach part,$(filter-out rest,$(PARTS)),$(addprefix --ignore=,$(PART_$(part))))
 
 tests-%: $(STAMP)
-	@$(BIN)/python -m pytest --durations=25 $(PART_$*) > .pytest-part-$*.log 2>&1; code=$$?; \
+	@$(BIN)/python -m pytest --durations=40 $(PART_$*) > .pytest-part-$*.log 2>&1; code=$$?; \
 	cat .pytest-part-$*.log; exit $$code
 
 mutants: $(STAMP)

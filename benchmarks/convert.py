@@ -163,17 +163,26 @@ def run_child(script: str, *arguments: object) -> tuple[float, float, float]:
     return seconds, rss, cpu
 
 
+# A child begins with the peak memory of the process that starts it: this one has torch, the launcher next to nothing.
+LAUNCHER = """
+import json, os, subprocess, sys, time
+began = time.monotonic()
+child = subprocess.Popen(sys.argv[1:], stdout=subprocess.DEVNULL)
+_, status, used = os.wait4(child.pid, 0)
+seconds = time.monotonic() - began
+print(json.dumps([os.waitstatus_to_exitcode(status), seconds, used.ru_maxrss * 1024, used.ru_utime + used.ru_stime]))
+"""
+
+
 def run_command(command: str, source: Path, target: Path) -> tuple[float, float, float]:
     """`megatron-dapo convert`, with its start: seconds, peak RSS in bytes and CPU seconds."""
     workers = ["--workers", os.environ["WORKERS"]] if int(os.environ["WORKERS"]) else []
     arguments = [sys.executable, "-m", "megatron_dapo", "convert", command, str(source), str(target), *workers]
-    began = time.monotonic()
-    child = subprocess.Popen(arguments, stdout=subprocess.DEVNULL)
-    _, status, usage = os.wait4(child.pid, 0)
-    child.returncode = os.waitstatus_to_exitcode(status)
-    if child.returncode:
-        raise RuntimeError(f"convert {command}: exit code {child.returncode}")
-    return time.monotonic() - began, usage.ru_maxrss * 1024, usage.ru_utime + usage.ru_stime
+    done = subprocess.run([sys.executable, "-c", LAUNCHER, *arguments], stdout=subprocess.PIPE, check=True)
+    code, seconds, rss, cpu = json.loads(done.stdout)
+    if code:
+        raise RuntimeError(f"convert {command}: exit code {code}")
+    return seconds, rss, cpu
 
 
 def run_cp(source: Path, destination: Path) -> Figures:

@@ -8,20 +8,22 @@ each of them, with the run's prompts and sampling settings. Responses end by the
 log-normal lengths instead, for random weights. Tokens are counted when a response is complete, after a warm-up in which
 as many responses as there are slots have completed.
 
-`--compare` prints the rollout phase of each step of a run beside it, as a share of this limit.
+`--compare` prints the rollout phase of each step of a run beside it, as a share of this limit. `--speculation` starts
+the servers without and with SGLang's NGRAM speculation and keeps 8, 32, 128 and 512 requests running.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import math
 import random
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -34,6 +36,9 @@ from megatron_dapo.engines.protocol import Engine, SamplingParams
 from megatron_dapo.observe.metrics_file import read_records
 
 QUEUED = 2  # requests for each slot
+RUNNING = (8, 32, 128, 512)
+# Without a limit of its own SGLang runs at most 48 requests with speculation.
+SPECULATION = {"off": [], "NGRAM": ["--speculative-algorithm", "NGRAM"]}
 
 
 @dataclass
@@ -70,10 +75,11 @@ class Load:
             self.done.responses += 1
             self.done.tokens += len(completion.tokens)
 
-    async def measure(self, seconds: float) -> tuple[Completed, float]:
-        tasks = [asyncio.ensure_future(self.keep_requesting()) for _ in range(QUEUED * self.slots)]
+    async def measure(self, seconds: float, slots: int, requests: int) -> tuple[Completed, float]:
+        self.done = Completed()
+        tasks = [asyncio.ensure_future(self.keep_requesting()) for _ in range(requests)]
         try:
-            await self.until(tasks, lambda: self.done.responses >= self.slots)
+            await self.until(tasks, lambda: self.done.responses >= slots)
             self.done, began = Completed(), time.perf_counter()
             await self.until(tasks, lambda: time.perf_counter() - began >= seconds)
             return self.done, time.perf_counter() - began
@@ -89,21 +95,41 @@ class Load:
                 task.result()
 
 
-async def engine_speed(config: Config, seconds: float, lengths: Callable[[], int] | None) -> float:
+async def engine_speed(
+    config: Config, seconds: float, lengths: Callable[[], int] | None, running: Sequence[int] = ()
+) -> list[float]:
+    """Tokens/s with more requests than slots, or with each number of `running` requests."""
+    speeds = []
     with tempfile.TemporaryDirectory() as logs:
         engine = await open_engine(config.rollout, config.policy.model, logs)
         try:
             load = Load(engine, config, lengths)
-            done, took = await load.measure(seconds)
+            for slots in running or [load.slots]:
+                done, took = await load.measure(seconds, slots, slots if running else QUEUED * slots)
+                speeds.append(done.tokens / took)
+                print(
+                    f"{'' if running else 'always full '}({slots} running): {speeds[-1]:,.0f} tokens/s, "
+                    f"{done.responses} responses of {done.tokens / max(1, done.responses):.0f} tokens in {took:.1f} s",
+                    flush=True,
+                )
         finally:
             await engine.close()
-    speed = done.tokens / took
-    print(
-        f"always full ({load.slots} running): {speed:,.0f} tokens/s, {done.responses} responses of "
-        f"{done.tokens / max(1, done.responses):.0f} tokens in {took:.1f} s",
-        flush=True,
-    )
-    return speed
+    return speeds
+
+
+def compare_speculation(args: argparse.Namespace, lengths: Callable[[], int] | None) -> None:
+    speeds = {}
+    for name, more in SPECULATION.items():
+        own = load_config(args.config, args.settings).rollout.servers.arguments
+        limit = ["--max-running-requests", str(max(RUNNING)), *more]
+        servers = [f"rollout.servers.{key}" for key in (f"max_running={max(RUNNING)}", "count=1")]
+        config = load_config(
+            args.config, [*args.settings, *servers, f"rollout.servers.arguments={json.dumps([*own, *limit])}"]
+        )
+        speeds[name] = asyncio.run(engine_speed(config, args.seconds, lengths, RUNNING))
+    print(f"| running | {' | '.join(speeds)} | × |\n|---|---|---|---|")
+    for running, off, on in zip(RUNNING, *speeds.values(), strict=True):
+        print(f"| {running} | {off:,.0f} | {on:,.0f} | {on / off:.2f} |")
 
 
 def log_normal(mean: float, sigma: float) -> Callable[[], int]:
@@ -142,10 +168,14 @@ def main() -> int:
     parser.add_argument("--lengths", type=float, nargs=2, metavar=("MEAN", "SIGMA"))
     parser.add_argument("--compare", type=Path, metavar="RUN_DIR")
     parser.add_argument("--limit", type=float, help="tokens/s measured before; only --compare is done")
+    parser.add_argument("--speculation", action="store_true", help="tokens/s without and with NGRAM speculation")
     args = parser.parse_args()
     config = load_config(args.config, args.settings)
     lengths = log_normal(*args.lengths) if args.lengths else None
-    limit = args.limit or asyncio.run(engine_speed(config, args.seconds, lengths))
+    if args.speculation:
+        compare_speculation(args, lengths)
+        return 0
+    limit = args.limit or asyncio.run(engine_speed(config, args.seconds, lengths))[0]
     if args.compare:
         compare(args.compare, limit)
     return 0

@@ -47,7 +47,7 @@ def main() -> None:
         seconds: dict[str, float] = defaultdict(float)
         for record in read_records(Path(folder) / "run" / "metrics.jsonl")[2:]:  # the first steps warm up
             for name, value in record.metrics.items():
-                if name.startswith("time/"):
+                if name.startswith("time/") and "per_second" not in name:
                     seconds[name.removeprefix("time/")] += value
     step = seconds.pop("step") - sum(seconds.pop(name, 0.0) for name in OCCASIONAL)
     for name, value in sorted(seconds.items(), key=lambda item: -item[1]):

@@ -210,7 +210,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="bugs whose file or description matches")
     parser.add_argument("--jobs", type=int, default=2, help="bugs at a time (default 2)")
-    parser.add_argument("--tests", action="store_true", help="run the tests without a bug, and stop")
+    parser.add_argument("--tests", action="store_true", help="run the tests without a bug, then exit")
     parser.add_argument("--verbose", action="store_true", help="print pytest's report of each survivor")
     arguments = parser.parse_args()
     bugs = [bug for bug in read_bugs() if re.search(arguments.only, f"{bug.file} {bug.what}")]

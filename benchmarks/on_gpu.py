@@ -10,8 +10,9 @@ The last lines of every log are printed. Arguments after `--` go to every SGLang
 
 Groups with several ranks on the one GPU, each at most 25 minutes: `layouts` (the self-check and its planted errors;
 DIR/layouts.md is its table), `sync` (weights over NCCL) and `runs` (TP2, DP2, PP2 and CP2, then a run that is killed
-twice and goes on in another layout). They need NCCL 2.30 or newer and these settings; the Multi-Process Service lets
-the ranks' kernels run side by side:
+twice and goes on in another layout). `exact` has one rank: 20 steps with `policy.true_on_policy` and 20 without, then
+two runs of which one is killed; DIR/exact.md says what is equal. Several ranks need NCCL 2.30 or newer and these
+settings; the Multi-Process Service lets their kernels run side by side:
 
     export LD_PRELOAD=…/nvidia/nccl/lib/libnccl.so.2 NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_MAX_NCHANNELS=2
     export CUDA_MPS_PIPE_DIRECTORY=/tmp/mps CUDA_MPS_LOG_DIRECTORY=/tmp/mps; nvidia-cuda-mps-control -d
@@ -25,12 +26,16 @@ import json
 import os
 import shlex
 import signal
+import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from megatron_dapo.observe.metrics_file import is_wall_clock
 
 HERE = Path(__file__).resolve().parent
 EXAMPLE = str(HERE.parent / "examples/gsm8k_1gpu/gsm8k.yaml")
@@ -91,6 +96,27 @@ def measurements(model: Path, data: Path, out: Path, server: list[str]) -> list[
         arguments = two_ranks(steps, "run_resumed", layout, "trainer.checkpoint.every=2")
         return Measurement(f"resumed_{layout}", 400, "megatron-dapo", arguments, "runs", **more)
 
+    def exact(name: str, steps: int, *changes: str, folder: str = "", seconds: int = 500, **more: Any) -> Measurement:
+        same = ("rollout.sampler.order=prompt", "rollout.sampler.unfinished=finish", "rollout.sampler.surplus=drop")
+        arguments = ["train", *gsm8k(steps, folder or f"run_{name}", "evaluate.every=0", *same, *changes)]
+        return Measurement(name, seconds, "megatron-dapo", arguments, "exact", **more)
+
+    on, little = "policy.true_on_policy=true", ("trainer.prompts_per_step=16", "trainer.mini_batch_prompts=8")
+    pair = (
+        on,
+        *little,
+        "rollout.max_response_tokens=256",
+        "algorithm.overlong.cache_length=64",
+        "trainer.checkpoint.every=2",
+    )
+    killed = out / "run_exact_killed" / "checkpoints" / "step_2"
+    exact_runs = [
+        exact("exact", 20, on),
+        exact("exact_off", 20),
+        exact("exact_undisturbed", 6, *pair),
+        exact("exact_killed", 6, *pair, kill_at=killed),
+        exact("exact_resumed", 6, *pair, folder="run_exact_killed", wait=10),
+    ]
     te, saved = ("--dtype", "bf16", "--layers", "te"), out / "run_resumed" / "checkpoints"
     many_ranks = [
         layouts(2, "torch", "tp2sp,pp2+uneven,pp2vpp2,cp2,dp2do,ep2", "--dtype", "fp32,bf16", "--models",
@@ -120,6 +146,7 @@ def measurements(model: Path, data: Path, out: Path, server: list[str]) -> list[
     moe, hybrid, fp8, few = *(str(out / name) for name in ("moe", "qwen3_next", "fp8")), ("--cuda-graph-max-bs", "64")
     return [
         *many_ranks,
+        *exact_runs,
         Measurement("step", 150, "step.py", ["--options", "--only", "fp8", "--repeats", "5"]),
         Measurement("step_32k", 60, "step.py", ["--tokens", "32768", "--sequences", "16", "--repeats", "5"]),
         Measurement("step_moe", 90, "step.py", ["--model", "moe", "--repeats", "5"]),
@@ -256,6 +283,47 @@ def write_table(out: Path) -> None:
     print("\n".join(lines[len(rows) + 2 :]), flush=True)
 
 
+def write_exact(out: Path) -> None:
+    """DIR/exact.md: mismatch and speed of each run, and the numbers of the killed one that differ."""
+
+    def steps(name: str) -> dict[int, dict[str, float]]:
+        file = out / name / "metrics.jsonl"
+        records = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        return {record["step"]: record["metrics"] for record in records if record["kind"] == "step"}
+
+    def median(found: Sequence[dict[str, float]], metric: str) -> float:
+        return statistics.median(metrics[metric] for metrics in found)
+
+    lines = [
+        "| run | steps | trained tokens | largest mismatch | seconds a step | rollouts, tokens/s | updates, tokens/s |"
+    ]
+    lines += ["|---" * 7 + "|"]
+    for name in ("run_exact", "run_exact_off"):
+        if found := [*steps(name).values()]:
+            tokens, largest = sum(m["train/tokens"] for m in found), max(m["train/mismatch_max"] for m in found)
+            later = found[1:] or found
+            cells = [
+                median(later, m) for m in ("time/step", "rollout/tokens_per_second", "train/tokens_per_second_per_gpu")
+            ]
+            numbers = " | ".join(f"{cell:,.1f}" for cell in cells)
+            lines.append(f"| {name} | {len(found)} | {tokens:,.0f} | {largest} | {numbers} |")
+    one, other = steps("run_exact_undisturbed"), steps("run_exact_killed")
+    compared = [
+        (step, name, one[step][name], other[step].get(name))
+        for step in sorted(one.keys() & other.keys())
+        for name in one[step]
+        if not is_wall_clock(name)
+    ]
+    differing = [each for each in compared if each[2] != each[3]]
+    lines += [
+        "",
+        f"killed and resumed: {len(differing)} of {len(compared)} numbers differ, {len(other)} of {len(one)} steps",
+    ]
+    lines += [f"- step {step}, {name}: {a} and {b}" for step, name, a, b in differing[:20]]
+    (out / "exact.md").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines), flush=True)
+
+
 def main() -> int:
     own, server = sys.argv[1:], []
     if "--" in own:
@@ -264,9 +332,11 @@ def main() -> int:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--data", type=Path, default=Path("data"))
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--group", choices=["one", "layouts", "sync", "runs"], default="one", help="one: one rank")
+    parser.add_argument(
+        "--group", choices=["one", "layouts", "sync", "runs", "exact"], default="one", help="one: one rank"
+    )
     parser.add_argument("--only", nargs="+", metavar="NAME", help="of any group")
-    parser.add_argument("--list", action="store_true", help="print the commands, and stop")
+    parser.add_argument("--list", action="store_true", help="print the commands, then exit")
     args = parser.parse_args(own)
     chosen = measurements(args.model.resolve(), args.data.resolve(), args.out.resolve(), server)
     if unknown := set(args.only or ()) - {one.name for one in chosen}:
@@ -288,6 +358,8 @@ def main() -> int:
         print("\n".join(line[:240] for line in log.read_text().splitlines()[-SHOWN:]), flush=True)
     if any(one.group == "layouts" for one in chosen):
         write_table(args.out)
+    if any(one.group == "exact" for one in chosen):
+        write_exact(args.out)
     return 0
 
 

@@ -141,7 +141,7 @@ def _generation(
 def _training(run: dict[str, Any], shape: ModelShape) -> tuple[dict[str, float], float]:
     length, samples = run["length"], run["samples"]
     work = Workload(samples, 1, 1, 1, length - 1, 1, length - 1)
-    cluster = Cluster(find_gpu(run["gpu"]), run["gpus"])
+    cluster = Cluster(find_gpu(run["gpu"]), run["gpus"], run.get("gpus_per_node", 8))
     policy = PolicyConfig(**run["policy"])
     time = pass_time(shape, policy, cluster, work, run["gpus"], DEFAULT_MFU, train=True)
     names = ("arithmetic", "bubble", "tensor", "context", "expert", "data")

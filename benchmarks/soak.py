@@ -62,11 +62,11 @@ def train(folder: Path, gap: tuple[float, float]) -> int:
 
     chance, record_step = random.Random(0), Observer.step
 
-    def step(self: Observer, number: int, metrics: Any, groups: Any) -> None:
+    def step(self: Observer, number: int, metrics: Any, groups: Any, *others: Any) -> None:
         with (folder / TRAINED).open("a") as file:
             for sample in (sample for group in groups for sample in group.samples):
                 file.write(json.dumps([number, sample.prompt_id, sample.index, sample.seed]) + "\n")
-        record_step(self, number, metrics, groups)
+        record_step(self, number, metrics, groups, *others)
         time.sleep(chance.uniform(*gap))
 
     Observer.step = step  # type: ignore[method-assign]

@@ -5,6 +5,7 @@
     python benchmarks/sync.py MODEL --only real --transports tensor distributed    # CUDA IPC and NCCL
     python benchmarks/sync.py MODEL --only real --transports tensor --fp8
     python benchmarks/sync.py MODEL --only moe --transports tensor --pack-experts
+    python benchmarks/sync.py MODEL --only real --transports tensor adapter --generating
 
 MODEL is the HF directory of a small dense model (Qwen2.5-1.5B; random weights will do). Three models are measured:
 
@@ -35,6 +36,10 @@ is printed. Weights that arrived in another format or order would change them.
 --pack-experts: `rollout.weights.pack_experts`. The first update is as slow as without it: the server compares what the
 packed copies would write with what SGLang's own loader writes, and says in its log (printed here) whether they agree.
 
+--transports adapter: LoRA's adapter of --rank beside the server's base (docs/lora.md); the other transports then send
+merged weights. --generating: the server keeps its memory beside the trainer's and generates during the updates. Each
+line then has the tokens/s of requests that ran before, during and after the update.
+
 The limit printed beside it is one copy of the same bytes within the device. Arguments after `--` go to
 sglang.launch_server (default: --mem-fraction-static 0.7). `--device cpu` runs everything on the CPU with a tiny MODEL.
 """
@@ -61,15 +66,16 @@ from megatron_dapo.planner.hardware import Cluster, find_gpu
 from megatron_dapo.planner.sync import sync_time
 from megatron_dapo.policy.megatron.runtime import Runtime, initialize, shutdown
 from megatron_dapo.policy.model.gpt import build_model
+from megatron_dapo.policy.model.lora import Adapters
 from megatron_dapo.policy.policy import Offloader
 from megatron_dapo.sync.gather import WeightBuckets
 from megatron_dapo.trainer.colocation import memory
-from megatron_dapo.types import as_tokens
+from megatron_dapo.types import Tokens, as_tokens
+from megatron_dapo.weights.adapters import adapter_mappings
 from megatron_dapo.weights.fp8_checkpoint import hf_to_fp8
 from megatron_dapo.weights.model_weights import WHOLE, load_hf_weights
 
 RANDOM_MODELS = ("dense", "moe")
-RUNNING, TOKENS = 64, 256  # of the throughput measurement: requests at once, and tokens of each
 
 
 class Trainer:
@@ -82,9 +88,17 @@ class Trainer:
             self.chunks = [chunk.bfloat16() for chunk in self.chunks]
         if load:
             load_hf_weights(self.chunks, shape, str(model))
-        weights = config.rollout.weights
+        weights, lora = config.rollout.weights, config.policy.lora
+        merge = None
+        if lora.rank:
+            (chunk,) = self.chunks
+            chunk.adapters = Adapters(chunk, shape, lora, WHOLE, runtime.groups, seed=0)
+            self.adapters = WeightBuckets(self.chunks, shape, WHOLE, adapters=adapter_mappings(shape, lora.rank))
+            for _, parameter in chunk.adapters.live():
+                torch.nn.init.normal_(parameter, std=0.01)
+            merge = chunk.adapters.merged
         self.weights = WeightBuckets(
-            self.chunks, shape, WHOLE, bucket_bytes=weights.bucket_bytes, quantization=weights.quantization
+            self.chunks, shape, WHOLE, bucket_bytes=weights.bucket_bytes, quantization=weights.quantization, merge=merge
         )
         self.shape, self._offloader = shape, Offloader(runtime.device)
 
@@ -98,14 +112,17 @@ class Trainer:
     def step(self) -> None:
         """Other weights, as after an update."""
         for chunk in self.chunks:
-            torch._foreach_mul_(list(chunk.parameters()), 1.001)
+            torch._foreach_mul_([p for p in chunk.parameters() if p.requires_grad], 1.001)
 
 
 def settings(args: argparse.Namespace, model: Path, transport: str, dummy: bool) -> Config:
     servers = {
-        "share_gpus": transport != "distributed", "device": args.device, "python": args.python, "max_running": RUNNING,
+        "share_gpus": transport != "distributed" and not args.generating, "device": args.device, "python": args.python,
+        "max_running": args.requests,
         "arguments": args.server_arguments + (["--load-format", "dummy"] if dummy else []),
     }  # fmt: skip
+    if args.device == "cpu":
+        servers["dtype"] = "float32"  # SGLang would take fp16, which is slow on a CPU
     kept = transport.endswith("+snapshot")
     weights = {
         "backend": "nccl" if args.device == "cuda" else "gloo", "transport": transport.split("+")[0],
@@ -115,7 +132,11 @@ def settings(args: argparse.Namespace, model: Path, transport: str, dummy: bool)
         servers["model"], weights["quantization"] = str(args.served), "fp8"
     return parse_config(
         {
-            "policy": {"model": str(model), "precision": "bf16" if args.device == "cuda" else "fp32"},
+            "policy": {
+                "model": str(model),
+                "precision": "bf16" if args.device == "cuda" else "fp32",
+                "lora": {"rank": args.rank if "adapter" in args.transports else 0},
+            },
             "rollout": {"engine": "sglang", "servers": servers, "weights": weights},
         }
     )
@@ -135,16 +156,27 @@ def copy_seconds(size: int, device: torch.device) -> float:
     return min(times)
 
 
-async def tokens_per_second(engine: Engine, label: str) -> float:
-    params = SamplingParams(TOKENS, temperature=1.0, ignore_eos=True)
+async def generate(engine: Engine, name: str, prompt: Tokens, tokens: int) -> None:
+    """A whole response, which an update may interrupt."""
+    end = len(prompt) + tokens
+    while len(prompt) < end:
+        params = SamplingParams(end - len(prompt), temperature=1.0, ignore_eos=True)
+        part = await engine.generate(f"{name}-{len(prompt)}", prompt, params)
+        prompt = as_tokens([*prompt, *part.tokens])
+        await asyncio.sleep(0.0 if len(part.tokens) else 0.05)
+
+
+async def tokens_per_second(engine: Engine, label: str, args: argparse.Namespace) -> float:
     began = time.perf_counter()
-    prompts = [as_tokens(range(10 + i, 42 + i)) for i in range(RUNNING)]
-    done = await asyncio.gather(*(engine.generate(f"{label}-{i}", p, params) for i, p in enumerate(prompts)))
-    return sum(len(completion.tokens) for completion in done) / (time.perf_counter() - began)
+    prompts = [as_tokens(range(10 + i, 42 + i)) for i in range(args.requests)]
+    await asyncio.gather(*(generate(engine, f"{label}-{i}", p, args.tokens) for i, p in enumerate(prompts)))
+    return args.requests * args.tokens / (time.perf_counter() - began)
 
 
-async def hand_over(engine: Engine, trainer: Trainer, version: int, shared: bool) -> WeightReport:
-    await engine.load_weights(version, trainer.weights.buckets())
+async def hand_over(
+    engine: Engine, trainer: Trainer, weights: WeightBuckets, version: int, shared: bool
+) -> WeightReport:
+    await engine.load_weights(version, weights.buckets())
     if shared:
         trainer.offload()
     return await engine.serve_weights(version)
@@ -157,11 +189,12 @@ async def measure(args: argparse.Namespace, trainer: Trainer, config: Config, na
     print(f"{name}: the engine starts; {memory(device)}", flush=True)
     with tempfile.TemporaryDirectory() as logs:
         engine = await open_engine(config.rollout, config.policy.model, logs)
-        await tokens_per_second(engine, "warm-up")
-        before = await tokens_per_second(engine, "before")
+        await tokens_per_second(engine, "warm-up", args)
+        before = await tokens_per_second(engine, "before", args)
         text, at_start = as_tokens(range(100, 400)), {}
         if args.served:
             at_start = await engine.logprobs_of(text)  # type: ignore[attr-defined]
+        weights = trainer.adapters if config.rollout.sends_adapters else trainer.weights
         reports, after = [], 0.0
         for version in range(1, args.repeats + 1):
             if shared:
@@ -169,14 +202,19 @@ async def measure(args: argparse.Namespace, trainer: Trainer, config: Config, na
                 trainer.onload()
             if version > 1 or not args.served:
                 trainer.step()
-            reports.append(await hand_over(engine, trainer, version, shared))
+            running = (
+                asyncio.create_task(tokens_per_second(engine, f"during-{version}", args)) if args.generating else None
+            )
+            await asyncio.sleep(0.5)
+            reports.append(await hand_over(engine, trainer, weights, version, shared))
+            during = f"{await running:,.0f} tokens/s during it, " if running else ""
             if version == 1 and args.served:
                 now = await engine.logprobs_of(text)  # type: ignore[attr-defined]
                 gap = max(float(abs(now[name] - at_start[name]).max()) for name in now)
                 print(f"  the same weights, sent in fp8: log-probs of {len(text)} tokens differ by at most {gap:.6f}")
-            after = await tokens_per_second(engine, f"after-{version}")
+            after = await tokens_per_second(engine, f"after-{version}", args)
             parts = ", ".join(f"{part} {seconds:.3f} s" for part, seconds in reports[-1].parts.items())
-            print(f"  {reports[-1].seconds:.3f} s ({parts}); then {after:,.0f} tokens/s", flush=True)
+            print(f"  {reports[-1].seconds:.3f} s ({parts}); {during}then {after:,.0f} tokens/s", flush=True)
         if shared:
             await engine.release_memory()
             trainer.onload()
@@ -189,8 +227,8 @@ async def measure(args: argparse.Namespace, trainer: Trainer, config: Config, na
     gpu = find_gpu("h200")
     predicted = sync_time(trainer.shape, config.policy, config.rollout.weights, Cluster(gpu, 1), 1)
     print(
-        f"{name:<22} {reports[-1].tensors} tensors, {size / 1e9:.2f} GB: {moving:.3f} s = "
-        f"{size / moving / 1e9:.1f} GB/s with proof ({proof / moving:.1%} of the time; "
+        f"{name:<22} {reports[-1].tensors} tensors, {size / 1e9:.4g} GB: {moving:.3f} s = "
+        f"{size / moving / 1e9:.3g} GB/s with proof ({proof / moving:.1%} of the time; "
         f"predicted {predicted.total:.3f} s; a copy {limit * 1e3:.1f} ms); "
         f"engine {before:,.0f} tokens/s before, {after:,.0f} after; {reports[-1].proof}",
         flush=True,
@@ -216,6 +254,10 @@ def main() -> None:
     parser.add_argument("--bucket-mib", type=int, default=512, help="rollout.weights.bucket_bytes; try 1024 and 2048")
     parser.add_argument("--fp8", action="store_true", help="quantise on the sender; with --only real")
     parser.add_argument("--pack-experts", action="store_true", help="send the experts of a layer as few tensors")
+    parser.add_argument("--requests", type=int, default=64, help="that run at once while tokens/s are measured")
+    parser.add_argument("--tokens", type=int, default=256, help="of each of them")
+    parser.add_argument("--rank", type=int, default=32, help="of the transport `adapter`")
+    parser.add_argument("--generating", action="store_true", help="requests run during the updates")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--python", default="", help="the Python that has sglang; empty: this one")
     own, theirs = sys.argv[1:], ["--mem-fraction-static", "0.7"]
@@ -225,6 +267,8 @@ def main() -> None:
     args.server_arguments = theirs if args.device == "cuda" or "--" in sys.argv else []
     if args.fp8 and args.only != ["real"]:
         parser.error("--fp8 needs --only real")
+    if "adapter" in args.transports and not (args.generating and args.only == ["real"]):
+        parser.error("--transports adapter needs --generating and --only real")
     warnings.filterwarnings("ignore")
     args.served = None
     runtime = initialize(settings(args, args.model, "tensor", False).policy)

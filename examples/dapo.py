@@ -98,7 +98,7 @@ def dapo(settings: Settings, prompts: Sequence[Prompt], is_right: IsRight) -> It
 
 
 def start_megatron(seed: int) -> None:
-    patches.install()  # on a machine without CUDA, the device "cuda" is the CPU from here on
+    patches.install()  # on a machine without CUDA, Megatron's device "cuda" is the CPU from here on
     dist.init_process_group("gloo" if cpu.needed() else "nccl", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(seed)
@@ -208,7 +208,7 @@ def make_batch(groups: Sequence[Group], model: DistributedDataParallel, settings
 
 def score(model: DistributedDataParallel, tokens: Tensor) -> algorithm.Scores:
     """Log-prob of every token but the first, and the entropy of the policy there: [samples · (length − 1)]."""
-    positions = torch.arange(tokens.shape[1], device="cuda").expand_as(tokens)
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     logprobs = model(tokens, positions, None)[:, :-1].float().log_softmax(-1)  # [samples, length − 1, vocabulary]
     entropy = -(logprobs.exp() * logprobs).sum(-1)
     return algorithm.Scores(logprobs.gather(-1, tokens[:, 1:, None]).flatten(), entropy.flatten())
@@ -233,7 +233,7 @@ def clip_higher(settings: Settings) -> algorithm.PolicyLoss:
 def token_level_loss(scores: algorithm.Scores, batch: Batch, settings: Settings) -> algorithm.LossOutputs:
     """The sum of the losses (`loss_sum`) and the number of tokens (`denominator`); Megatron divides the gradients."""
     samples, mask = len(batch.mask), batch.mask.flatten()
-    sequence = torch.arange(samples, device="cuda").repeat_interleave(batch.mask.shape[1])  # the sample of each token
+    sequence = torch.arange(samples, device=mask.device).repeat_interleave(batch.mask.shape[1])  # each token's sample
     weights, counts = algorithm.token_weights("token-mean", mask, sequence, samples)  # both 1 if in the loss, else 0
     advantages = batch.advantages[sequence]
     known = algorithm.TokenBatch(batch.old_logprobs, advantages, mask, weights, counts, sequence, samples)

@@ -95,7 +95,7 @@ def train(
     model     HF directory, or a name on the hub
     data      prompts: a file, folder, pattern, dataset of the hub, or a list of them
     reward    `f(prompt, response)` returns a bool, a score or a `Grade`; or the name of a grader such as "math"
-    objective, rollout, group_filter   `algorithm.objective`, `rollout.generate` and `rollout.group_filter`, likewise
+    objective, rollout, group_filter   functions: `algorithm.objective`, `rollout.generate`, `rollout.group_filter`
     config    a YAML file whose settings come first
     settings  every other key, as `**{"trainer.steps": 50}` or `trainer__steps=50`
 

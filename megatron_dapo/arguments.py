@@ -30,17 +30,16 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
     def _remedy(self, word: str) -> str:
-        """For an argument that there is not: an option of similar spelling, or the setting that is meant."""
+        """For an argument that there is not: the setting that is meant, or an option of similar spelling."""
         from megatron_dapo.config.other_names import find_row
 
         name = word.partition("=")[0]
         if not name.startswith("--"):
             return "settings are given with their section: trainer.steps=5"
+        if row := find_row(name.lstrip("-").replace("-", "_")):
+            return row.answer
         near = difflib.get_close_matches(name, sorted(self._all_options()), n=1, cutoff=0.8)
-        if near:
-            return f"did you mean {near[0]!r}?"
-        row = find_row(name.lstrip("-").replace("-", "_"))
-        return row.answer if row else "settings are given with their section: trainer.steps=5"
+        return f"did you mean {near[0]!r}?" if near else "settings are given with their section: trainer.steps=5"
 
     def _all_options(self) -> set[str]:
         found = {option for action in self._actions for option in action.option_strings}

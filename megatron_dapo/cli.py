@@ -24,7 +24,7 @@ from megatron_dapo.arguments import (
 from megatron_dapo.errors import UserError
 
 PACKAGE = Path(__file__).resolve().parent
-DEMO = PACKAGE / "observe" / "demo" / "quickstart"
+DEMOS = PACKAGE / "observe" / "demo"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -57,10 +57,12 @@ def _add_quickstart(sub: Commands) -> None:
     def quickstart(args: argparse.Namespace) -> int:
         from megatron_dapo.config import load_config
 
-        load_config(_examples_folder() / "quickstart" / "config.yaml", args.set)  # a mistake is found before it trains
+        file = "lora.yaml" if args.lora else "config.yaml"
+        load_config(_examples_folder() / "quickstart" / file, args.set)  # a mistake is found before it trains
         options = {"--run-dir": args.run_dir, "--seed": args.seed, "--pretraining-updates": args.pretraining_updates}
         given = [word for name, value in options.items() if value is not None for word in (name, str(value))]
-        return _run_quickstart([*given, *(["--fresh"] if args.fresh else []), *(f"--set={item}" for item in args.set)])
+        given += [name for name, wanted in (("--fresh", args.fresh), ("--lora", args.lora)) if wanted]
+        return _run_quickstart([*given, *(f"--set={item}" for item in args.set)])
 
     def examples(args: argparse.Namespace) -> int:
         _copy_examples(Path(args.target))
@@ -71,9 +73,10 @@ def _add_quickstart(sub: Commands) -> None:
         "A complete DAPO run with a tiny model on this machine: two CPU cores, a few minutes.",
         "examples:\n  megatron-dapo quickstart\n  megatron-dapo quickstart --run-dir runs/seed1 --seed 1",
     )  # fmt: skip
-    parser.add_argument("--run-dir", metavar="DIR", help="default: runs/quickstart")
+    parser.add_argument("--run-dir", metavar="DIR", help="default: runs/quickstart, or runs/quickstart_lora")
     parser.add_argument("--seed", type=at_least(0), help="default: 0")
     parser.add_argument("--fresh", action="store_true", help="first remove what an earlier quickstart left there")
+    parser.add_argument("--lora", action="store_true", help="train adapters of rank 4 instead of the model")
     parser.add_argument(
         "--pretraining-updates",
         type=at_least(1),
@@ -279,7 +282,7 @@ def _add_ablate(sub: Commands) -> None:
     parser.add_argument(
         "--design", choices=("order", "grid", "leave-one-out"), default="order",
         help="order: the paper's, changes added one by one (default). grid: all 16 combinations of the four changes. "
-        "leave-one-out: all changes, none, and all but one; VAPO's paper has this order, for its seven parts",
+        "leave-one-out: all changes, none, and all but one. order of VAPO: DAPO, then its seven parts left out",
     )  # fmt: skip
     parser.add_argument("--grid", action="store_true", help="short for --design grid")
     parser.add_argument("--seeds", type=at_least(1), default=3, help="runs per combination (default 3)")
@@ -421,7 +424,7 @@ def _add_watch(sub: Commands) -> None:
     def run(args: argparse.Namespace) -> int:
         from megatron_dapo.observe.watch import watch
 
-        if not (runs := [DEMO] if args.demo else args.runs):
+        if not (runs := [DEMOS / args.demo] if args.demo else args.runs):
             raise UserError("name a DIR to show, or --demo")
         return watch(runs, args.port, args.token_file)
 
@@ -434,7 +437,9 @@ def _add_watch(sub: Commands) -> None:
     )  # fmt: skip
     parser.add_argument("runs", nargs="*", metavar="DIR", help="run directories, which may not have started yet, or "
                         "folders that hold runs")  # fmt: skip
-    parser.add_argument("--demo", action="store_true", help="show a finished quickstart, which this package contains")
+    demos = sorted(path.name for path in DEMOS.iterdir())
+    parser.add_argument("--demo", nargs="?", const="quickstart", choices=demos, help="show a finished run that this "
+                        f"package contains: {' or '.join(demos)} (default quickstart)")  # fmt: skip
     parser.add_argument("--port", type=at_least(0), default=8642, help="default 8642; 0: any free port")
     parser.add_argument("--token-file", metavar="FILE", help="keep the secret part of the address in this file, for "
                         "Prometheus; created if it does not exist (default: a new one at every start)")  # fmt: skip
@@ -645,8 +650,8 @@ def _add_incidents(parser: argparse.ArgumentParser) -> list[str]:
     lists = {
         "slow": ("N:SPEED", "N servers at this share of the speed of the others"),
         "mixed": ("N:GPU", "N servers on another GPU"),
-        "dies": ("N@SECONDS", "N servers die after so many seconds; their requests start again elsewhere"),
-        "joins": ("N@SECONDS", "N servers join after so many seconds"),
+        "dies": ("N@SECONDS", "N servers die after SECONDS; their requests start again elsewhere"),
+        "joins": ("N@SECONDS", "N servers join after SECONDS"),
     }
     for name, (form, text) in lists.items():
         parser.add_argument(f"--{name}", action="append", default=[], metavar=form, help=text)

@@ -6,10 +6,10 @@ import gc
 gc.disable()  # until the tests are collected: a search for garbage visits everything imported so far and finds nothing
 
 import asyncio
+import inspect
 import os
 import random
 import signal
-import socket
 import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch and its children read it when they are imported
@@ -19,7 +19,16 @@ import hypothesis
 import pytest
 import torch
 from cpu_time import CpuTimes
-from installed_sglang import API_KEY_VARIABLE, SGLANG_VERSIONS, RealServer, sglang_python
+from event_loop import run_test
+from installed_sglang import (
+    API_KEY_VARIABLE,
+    SGLANG_VERSIONS,
+    RealServer,
+    require_sglang,
+    sglang_python,
+    start_servers,
+    wait_ready,
+)
 from workplace import sparse_models, workplace  # noqa: F401  (fixtures)
 
 # A machine that does other work as well takes longer than any deadline, and to draw its first examples.
@@ -66,6 +75,17 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem) -> bool | None:
+    """Runs a test that is a coroutine in an event loop of its own."""
+    test = pyfuncitem.obj
+    if not inspect.iscoroutinefunction(test):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    asyncio.run(run_test(test, arguments))
+    return True
+
+
 @pytest.fixture(autouse=True)
 def plugin_folders_end_with_their_test():
     """A plugin's folder is added to sys.path. With examples/quickstart there, `quickstart` would be no package."""
@@ -86,39 +106,6 @@ def process_groups_end_with_their_module():
         shutdown()
 
 
-def start_servers(versions, directory, folders):
-    """Yields a server of each version, and ends them."""
-    from tiny_model import tiny_model
-
-    from megatron_dapo.config.rollout import ServerConfig
-    from megatron_dapo.engines.sglang.server_process import ServerProcess
-
-    servers: dict[str, RealServer] = {}
-    for version in versions:
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            port = found.getsockname()[1]
-        # SGLang's own keep-alive, so that tests meet what an external server does.
-        config = ServerConfig(
-            device="cpu", python=str(sglang_python(version)), dtype="float32", port=port, start_timeout=600,
-            api_key_env=API_KEY_VARIABLE, environment={"SGLANG_TIMEOUT_KEEP_ALIVE": "5"},
-        )  # fmt: skip
-        config.demand(checksums=True)
-        process = ServerProcess(str(directory), config, 0, folders.mktemp(f"sglang-{version}"))
-        process.spawn()
-        servers[version] = RealServer(process, config, directory, tiny_model())
-
-    async def end() -> None:
-        await asyncio.gather(*(server.process.end() for server in servers.values()))
-
-    try:
-        for server in servers.values():
-            wait_ready(server)
-        yield servers
-    finally:
-        asyncio.run(end())
-
-
 @pytest.fixture(scope="session")
 def sglang_servers(tmp_path_factory):
     from tiny_model import write_model
@@ -136,32 +123,38 @@ def another_server(sglang_servers, tmp_path_factory):
         yield found[version]
 
 
-def wait_ready(server: RealServer) -> None:
-    async def ready() -> None:
-        client = server.process.client()
-        await server.process.wait_ready(client)
-        await client.close()
+FAILED = pytest.StashKey[bool]()
 
-    asyncio.run(ready())
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    report = yield
+    item.stash[FAILED] = item.stash.get(FAILED, False) or report.failed
+    return report
 
 
 @pytest.fixture
 def server_of_version(request):
-    """A function that returns the running server of an SGLang version. One that a test has ended is started again
-    with its first weights."""
+    """A function that returns the running server of an SGLang version. One that a test has ended, or that served a
+    failed test, is started again with its first weights."""
     from tiny_model import tiny_model
 
+    used: list[RealServer] = []
+
     def find(version: str) -> RealServer:
-        if not sglang_python(version).exists():
-            pytest.skip(f"SGLang {version} is not installed: make sglang-cpu")
+        require_sglang(version)
         server = request.getfixturevalue("sglang_servers")[version]
+        used.append(server)
         if not server.process.alive():
             server.process.spawn()
             server.model, server.version = tiny_model(), 0
             wait_ready(server)
         return server
 
-    return find
+    yield find
+    if request.node.stash.get(FAILED, False):
+        for server in used:
+            asyncio.run(server.process.end())
 
 
 @pytest.fixture

@@ -257,22 +257,18 @@ def quick_aborts(monkeypatch):
 
 
 @pytest.mark.parametrize("refuse", [False, True], ids=["aborts", "a server that is gone"])
-def test_a_cancelled_evaluation_aborts_its_requests_and_starts_no_more(refuse, quick_aborts):
+async def test_a_cancelled_evaluation_aborts_its_requests_and_starts_no_more(refuse, quick_aborts):
     engine = Waiting([1] * 4, refuse)
-
-    async def main():
-        config = EvalConfig(samples=8, max_response_tokens=64, concurrency=5)
-        task = asyncio.ensure_future(evaluate(engine, [problem(i) for i in range(4)], None, config, 0))
-        while len(engine.running) < 5:
-            await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert engine.running == {} and engine.ended == 5 and len(engine.requests) == 5
-        assert len(asyncio.all_tasks()) == 1
-        assert engine.aborts >= 2
-
-    asyncio.run(main())
+    config = EvalConfig(samples=8, max_response_tokens=64, concurrency=5)
+    task = asyncio.ensure_future(evaluate(engine, [problem(i) for i in range(4)], None, config, 0))
+    while len(engine.running) < 5:
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert engine.running == {} and engine.ended == 5 and len(engine.requests) == 5
+    assert len(asyncio.all_tasks()) == 1
+    assert engine.aborts >= 2
 
 
 def test_an_error_aborts_the_other_requests(quick_aborts):

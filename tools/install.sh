@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs megatron-dapo and the versions that were measured together into a virtual environment. Dockerfile and
+# Installs megatron-dapo and the exact versions we test into a virtual environment. Dockerfile and
 # apptainer.def run this script.
 #
 #   tools/install.sh cpu      [VENV]     # the tests and the quickstart; no GPU

@@ -1,6 +1,7 @@
 """The quickstart: a complete DAPO run with a tiny model, on two CPU cores, in a few minutes.
 
     make quickstart          # in a checkout; megatron-dapo quickstart where the wheel is installed
+    megatron-dapo quickstart --lora      # adapters of rank 4 learn instead of the model (docs/lora.md)
 
 1. creates a tiny Qwen2 model and pre-trains it on two-digit sums. Some of the examples are wrong, so that it knows the
    task but is not certain;
@@ -33,6 +34,7 @@ from megatron_dapo.data import arithmetic_problems, arithmetic_tokenizer, save_a
 from megatron_dapo.evaluation import run as run_evaluation
 from megatron_dapo.launch.local import run_training
 from megatron_dapo.observe.report import write_report
+from megatron_dapo.weights.adapters import merge_adapter
 from megatron_dapo.weights.convert import hf_to_megatron, megatron_to_hf
 
 LEVEL = 2
@@ -40,6 +42,8 @@ PRETRAINING_UPDATES = 1500  # at most
 PRETRAINING_BATCH = 128
 WRONG_SHARE = 0.4  # of the pre-training examples
 ENOUGH = 0.36  # mean probability of the right answer at which pre-training ends
+CERTAIN = 0.9  # the same of the first part of pre-training with --lora, which has no wrong examples
+DOUBT = 0.65  # share of wrong examples in its second part, which ends when the probability has fallen to ENOUGH
 MARKER = ".quickstart"  # in a directory that the quickstart may use again
 MADE = (
     "start", "start-megatron", "trained", "prompts.jsonl", "held_out.jsonl", "checkpoints", "lock", "logs", "samples",
@@ -65,20 +69,28 @@ def new_model(seed: int):
     )  # fmt: skip
 
 
-def make_model(folder: Path, seed: int, updates: int = PRETRAINING_UPDATES) -> None:
-    """A `new_model`, pre-trained with cross-entropy, written as an HF directory."""
+def make_model(folder: Path, seed: int, updates: int = PRETRAINING_UPDATES, *, for_lora: bool = False) -> None:
+    """A `new_model`, pre-trained with cross-entropy, written as an HF directory. `for_lora`: until it is certain of the
+    right answers, and then on wrong ones. Adapters do not train the output layer, which must be able to be certain."""
     tokenizer, model = arithmetic_tokenizer(), new_model(seed)
     problems, rng = arithmetic_problems(LEVEL, 700, seed=0), random.Random(seed)
 
-    def batch():
-        return pretraining_batch(rng.choices(problems, k=PRETRAINING_BATCH), tokenizer, rng, WRONG_SHARE)
+    def pretrain_until(reached, wrong_share: float, every: int = 25) -> None:
+        def batch():
+            return pretraining_batch(rng.choices(problems, k=PRETRAINING_BATCH), tokenizer, rng, wrong_share)
 
-    for update, _ in pretrain(model, batch, updates):
-        if update % 25 == 0:
-            right = probability_of_right_answers(model, problems[:100], tokenizer)
-            console.print(f"  pre-training {update}: the right answer has probability {right:.2f}", highlight=False)
-            if right >= ENOUGH:
-                break
+        for update, _ in pretrain(model, batch, updates):
+            if update % every == 0:
+                right = probability_of_right_answers(model, problems[:100], tokenizer)
+                console.print(f"  pre-training {update}: the right answer has probability {right:.2f}", highlight=False)
+                if reached(right):
+                    break
+
+    if for_lora:
+        pretrain_until(lambda right: right >= CERTAIN, wrong_share=0.0)
+        pretrain_until(lambda right: right <= ENOUGH, wrong_share=DOUBT, every=1)
+    else:
+        pretrain_until(lambda right: right >= ENOUGH, WRONG_SHARE)
     model.save_pretrained(folder)
     save_arithmetic_tokenizer(folder)
 
@@ -173,10 +185,11 @@ def accuracy(config_file: Path, settings: list[str], model: Path, out: Path) -> 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run-dir", type=Path, default=Path("runs/quickstart"))
+    parser.add_argument("--run-dir", type=Path, help="default: runs/quickstart, with --lora runs/quickstart_lora")
+    parser.add_argument("--lora", action="store_true", help="train adapters of rank 4 instead of the model (lora.yaml)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--fresh", action="store_true", help="remove what an earlier quickstart made there first")
-    parser.add_argument("--pretraining-updates", type=int, default=PRETRAINING_UPDATES, help="at most (default 1500)")
+    parser.add_argument("--pretraining-updates", type=int, default=PRETRAINING_UPDATES, help="maximum number")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting")
     args = parser.parse_args()
     warnings.filterwarnings("ignore", module="megatron|torch|transformers")
@@ -184,7 +197,7 @@ def main() -> int:
 
     logging.disable_progress_bar()
     torch.set_num_threads(1)
-    run_dir, phase = args.run_dir, Phases()
+    run_dir, phase = args.run_dir or Path("runs/quickstart_lora" if args.lora else "runs/quickstart"), Phases()
     if not may_use(run_dir):
         console.print(f"{run_dir} has files that the quickstart did not make: name another --run-dir", highlight=False)
         return 2
@@ -197,7 +210,7 @@ def main() -> int:
         console.print(f"{run_dir} cannot be written ({error.strerror}): name another --run-dir", highlight=False)
         return 2
     start, converted, trained = run_dir / "start", run_dir / "start-megatron", run_dir / "trained"
-    config_file = Path(__file__).with_name("config.yaml")
+    config_file = Path(__file__).with_name("lora.yaml" if args.lora else "config.yaml")
     settings = [
         f"policy.model={start}", f"policy.megatron_checkpoint={converted}", f"trainer.run_dir={run_dir}",
         f"trainer.seed={args.seed}", f"data.path={run_dir / 'prompts.jsonl'}",
@@ -208,7 +221,7 @@ def main() -> int:
         with phase("pretraining", "1. creating and pre-training a tiny Qwen2"):
             write_arithmetic(run_dir / "prompts.jsonl", arithmetic_problems(LEVEL, 700, seed=0))
             write_arithmetic(run_dir / "held_out.jsonl", arithmetic_problems(LEVEL, 100, seed=0, split="held-out"))
-            make_model(start, args.seed, args.pretraining_updates)
+            make_model(start, args.seed, args.pretraining_updates, for_lora=args.lora)
     with phase("convert_in", "2. HF → Megatron"):
         hf_to_megatron(start, converted, overwrite=True)
     with phase("train", "3. DAPO on Megatron-Core"):
@@ -218,7 +231,11 @@ def main() -> int:
             return code
     with phase("convert_out", "4. Megatron → HF, evaluation of both models on held-out problems"):
         newest = run_dir / "checkpoints" / f"step_{config.trainer.steps}"
-        megatron_to_hf(newest, trained, reference=start, overwrite=True)
+        if args.lora:
+            shutil.rmtree(trained, ignore_errors=True)
+            merge_adapter(start, newest / "policy" / "adapter", str(trained))
+        else:
+            megatron_to_hf(newest, trained, reference=start, overwrite=True)
     with phase("evaluate", ""):
         before = accuracy(config_file, settings, start, run_dir / "eval_before")
         after = accuracy(config_file, settings, trained, run_dir / "eval_after")

@@ -3,7 +3,7 @@
 A combination is a set of changes that are on. Its settings name all of them, so it is the same run in every design, and
 its name is the name of its folder. The recipe is VAPO where the configuration has a critic, else DAPO. DAPO's
 `overlong` is two settings, filter and penalty: the paper's order adds them one by one, the other designs switch them
-together. VAPO's paper removes its parts one at a time, so its order is leave-one-out.
+together. VAPO's paper removes its parts one at a time and compares with DAPO, so its order is leave-one-out and DAPO.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ PRETRAINING, DECOUPLED, ADAPTIVE, POSITIVE, GROUPS = (
     "value_pretraining", "decoupled_gae", "adaptive_lambda", "positive_loss", "group_sampling",
 )  # fmt: skip
 PLAIN_LAMBDA = 0.95  # of PPO, for critic and policy
+DAPO_GROUP = 8  # samples of a prompt, at least
 NONE = "none"
+OTHER_METHOD = frozenset({"dapo"})  # a row of VAPO's table that is no combination of its parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,8 @@ class Effect:
 
 def combination_name(changes: frozenset[str]) -> str:
     """`none`, or the changes joined with `+`; filter and penalty together are `overlong`."""
+    if changes == OTHER_METHOD:
+        return "dapo"
     names = [name for name in (*SWITCHES, *VAPO.switches) if changes.issuperset(SWITCHES.get(name, (name,)))]
     if "overlong" not in names:
         names += [part for part in (FILTER, PENALTY) if part in changes]
@@ -95,22 +99,26 @@ def _of_dapo(changes: frozenset[str], config: Config) -> tuple[str, ...]:
 
 def _of_vapo(changes: frozenset[str], config: Config) -> tuple[str, ...]:
     """All seven. Without groups a step has as many prompts as it had samples, each sampled once."""
-    algorithm, trainer = config.algorithm, config.trainer
-    samples, spread = config.rollout.samples_per_prompt, 1
-    if GROUPS not in changes:
-        samples, spread = 1, samples
+    algorithm = config.algorithm
+    groups = _in_groups(config.rollout.samples_per_prompt if GROUPS in changes else 1, config)
     found = {
         "critic.pretraining.steps": config.critic.pretraining.steps if PRETRAINING in changes else 0,
         "algorithm.gae.lambda_critic": 1.0 if DECOUPLED in changes else PLAIN_LAMBDA,
         "algorithm.gae.lambda_policy": "adaptive" if ADAPTIVE in changes else PLAIN_LAMBDA,
         "algorithm.positive_coefficient": (algorithm.positive_coefficient or 0.1) if POSITIVE in changes else 0.0,
-        "rollout.samples_per_prompt": samples,
-        "trainer.prompts_per_step": trainer.prompts_per_step * spread,
-        "trainer.mini_batch_prompts": trainer.mini_batch_prompts * spread,
     }
     if PRETRAINING not in changes:
         found["critic.pretraining.explained_variance"] = "null"
-    return (*_of_both(changes, config), *(f"{key}={value}" for key, value in found.items()))
+    return (*_of_both(changes, config), *groups, *(f"{key}={value}" for key, value in found.items()))
+
+
+def _in_groups(size: int, config: Config) -> tuple[str, ...]:
+    """`size` samples of each prompt; a step and an update have the configuration's number of samples, rounded up."""
+    trainer, samples = config.trainer, config.rollout.samples_per_prompt
+    prompts = -(-trainer.mini_batch_prompts * samples // size)
+    prompts_per_step = trainer.prompts_per_step // trainer.mini_batch_prompts * prompts
+    sizes = (f"trainer.prompts_per_step={prompts_per_step}", f"trainer.mini_batch_prompts={prompts}")
+    return (f"rollout.samples_per_prompt={size}", *sizes)
 
 
 DAPO = Recipe(
@@ -152,7 +160,17 @@ def variants(config: Config, design: Design = "order") -> list[Variant]:
         missing = [name for name in switches if name not in names]
         left_out = None if not names else "" if not missing else missing[0]
         found.append(Variant(_readable(names, recipe), recipe.settings(changes, config), changes, scores.get(left_out)))
-    return found
+    return [_dapo_beside_vapo(config), *found] if design == "order" else found
+
+
+def _dapo_beside_vapo(config: Config) -> Variant:
+    """No critic. It has VAPO's number of samples: the steps of value pre-training train the policy."""
+    settings = (
+        "algorithm.advantage=group-std", "algorithm.dual_clip=10.0", "algorithm.positive_coefficient=0.0",
+        "rollout.dynamic_sampling=true", *_in_groups(max(DAPO_GROUP, config.rollout.samples_per_prompt), config),
+    )  # fmt: skip
+    both = _of_both(frozenset({CLIP, TOKEN}), config)
+    return Variant("DAPO", (*both, *settings), OTHER_METHOD, DAPO.paper[-1][1])
 
 
 def _readable(names: Sequence[str], recipe: Recipe) -> str:
@@ -189,4 +207,6 @@ def effects(design: Design, config: Config) -> list[Effect]:
         parts = frozenset(recipe.switches[name])
         pairs = [(row.folder, combination_name(row.changes - parts)) for row in rows if parts <= row.changes]
         found.append(Effect(label, tuple(pair for pair in pairs if pair[1] in known)))
+    if combination_name(OTHER_METHOD) in known:
+        found.append(Effect("VAPO instead of DAPO", ((rows[-1].folder, rows[0].folder),)))
     return found

@@ -19,7 +19,7 @@ from megatron_dapo.algorithm.advantage_input import AdvantageInput, Doubles, dis
 from megatron_dapo.algorithm.gae import generalized_advantages
 from megatron_dapo.config.algorithm import AlgorithmConfig
 from megatron_dapo.errors import UserError
-from megatron_dapo.plugins import is_plugin, load_function
+from megatron_dapo.plugins import load_function
 
 Estimator = Callable[[AdvantageInput, AlgorithmConfig], NDArray[Any]]
 
@@ -140,8 +140,7 @@ ESTIMATORS: dict[str, Estimator] = {
 
 def load_estimator(config: AlgorithmConfig) -> Estimator:
     """The estimator that the configuration names."""
-    name = config.advantage
-    return load_function(name, "algorithm.advantage") if is_plugin(name) else ESTIMATORS[name]
+    return ESTIMATORS.get(config.advantage) or load_function(config.advantage, "algorithm.advantage")
 
 
 def reads_values(config: AlgorithmConfig) -> bool:

@@ -92,12 +92,12 @@ def give_up_after(samples: int) -> EarlyRejection:
 
 def load_group_filter(name: str) -> GroupFilter:
     """The filter that `rollout.group_filter` names: one of FILTERS, or the user's python:module.function."""
-    if is_plugin(name):
-        return _UserFilter(name, load_function(name, "rollout.group_filter"))
-    if name not in FILTERS:
+    if name in FILTERS:
+        return FILTERS[name]
+    if not is_plugin(name):
         known = ", ".join(FILTERS)
         raise UserError(f"rollout.group_filter: expected one of {known} or python:module.function, found {name!r}")
-    return FILTERS[name]
+    return _UserFilter(name, load_function(name, "rollout.group_filter"))
 
 
 class _UserFilter:

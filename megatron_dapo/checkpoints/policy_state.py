@@ -56,8 +56,8 @@ from megatron_dapo.weights.formats.small_files import (
 from megatron_dapo.weights.formats.torch_zip import ALIGN, TensorArchive
 from megatron_dapo.weights.locate import HF_FILES, locate
 from megatron_dapo.weights.model_weights import ADAPTERS
-from megatron_dapo.weights.side_files import side_files
-from megatron_dapo.weights.value_weights import hf_files, value_config
+from megatron_dapo.weights.side_files import hf_files, side_files
+from megatron_dapo.weights.value_weights import value_config
 
 ADAPTER = "adapter"  # folder of a checkpoint: LoRA's adapters in PEFT's format
 MAX_ITEM = 1 << 30  # larger tensors are split: an archive holds less than 4 GiB

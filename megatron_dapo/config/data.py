@@ -52,10 +52,6 @@ class PromptFileConfig(Section):
     answer_marker: str = Field(
         "####", description="If an answer contains it, the answer is what follows its last occurrence (GSM8K)."
     )
-    duplicates: Literal["drop", "keep"] = Field("drop", description="What to do with rows that repeat a question.")
-    conflicts: Literal["drop", "first", "majority"] = Field(
-        "drop", description="Questions whose rows disagree about the answer: drop them, or which answer to take."
-    )
     too_long: Literal["drop", "cut-left"] = Field(
         "drop", description="Prompts longer than rollout.max_prompt_tokens: drop them, or keep their end."
     )
@@ -70,7 +66,7 @@ class PromptFileConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _list_of_paths(cls, raw: Any) -> Any:
-        """`path: [a, b]` is short for `sources: [{path: a}, {path: b}]`."""
+        """`path: [a, b]` is shorthand for `sources: [{path: a}, {path: b}]`."""
         paths = raw.get("path") if isinstance(raw, Mapping) else None
         if not isinstance(paths, list):
             return raw
@@ -81,11 +77,6 @@ class PromptFileConfig(Section):
     @model_validator(mode="after")
     def _consistent(self) -> PromptFileConfig:
         _check_template(self.template)
-        if self.duplicates == "keep" and self.conflicts != "drop":
-            raise ValueError(
-                f"conflicts is {self.conflicts!r} but duplicates is 'keep', so every row keeps its own answer: "
-                "set duplicates to 'drop'"
-            )
         return self
 
 
@@ -408,9 +399,13 @@ class EvalConfig(Section):
         description="As rollout.temperature; 0: greedy, so samples: 1 is enough.",
     )
     top_p: float = Field(
-        0.7, gt=0, le=1, description="As rollout.top_p; the published AIME scores were sampled with 0.7."
+        0.7,
+        gt=0,
+        le=1,
+        description="Sample from the most likely tokens that together reach this probability. The "
+        "published AIME scores were sampled with 0.7.",
     )
-    top_k: int = Field(-1, ge=-1, description="As rollout.top_k; -1: all tokens.")
+    top_k: int = Field(-1, ge=-1, description="Sample from the N most likely tokens; -1: from all.")
     stop: list[NonEmptyText] | None = Field(None, description="Strings that end a response; null: rollout.stop.")
     max_response_tokens: int | None = Field(
         None, gt=0, description="Longest response, in tokens; null: rollout.max_response_tokens."

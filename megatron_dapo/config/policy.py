@@ -242,8 +242,9 @@ class PolicyConfig(Section):
     true_on_policy: bool = Field(
         False,
         description="Trainer and engine compute the same log-probs, bit for bit: train/mismatch_max is exactly 0, and "
-        "any other value is a bug. Slower. On the CPU, in fp32, with the embedded engine and without tensor or context "
-        "parallelism.",
+        "any other value is a bug; the gate demands 0. Slower. Without tensor or context parallelism: on CUDA dense "
+        "models in bf16 with SGLang, with deterministic algorithms; on the CPU all models in fp32 with the embedded "
+        "engine.",
     )
     moe_aux_loss_coefficient: float = Field(0.0, ge=0, description="Load-balancing loss of the router; 0: none.")
     moe: MoEConfig = MoEConfig()
@@ -252,6 +253,15 @@ class PolicyConfig(Section):
     lora: LoraConfig = LoraConfig()
     megatron: MegatronOptions = MegatronOptions()
     timeout_seconds: float = Field(1800.0, gt=0, description="Longest wait in any collective.")
+
+    @property
+    def uses_exact_kernels(self) -> bool:
+        """true_on_policy on CUDA: the forward pass has the kernels of SGLang's servers."""
+        return self.true_on_policy and self.precision == "bf16"
+
+    @property
+    def is_deterministic(self) -> bool:
+        return self.deterministic or self.uses_exact_kernels
 
     def head_chunk(self, vocab: int) -> int:
         """Tokens whose logits are in memory at once. Larger chunks are faster."""

@@ -103,6 +103,7 @@ class ServerConfig(Section):
     _returns_experts: bool = PrivateAttr(False)
     _loads_packed_experts: bool = PrivateAttr(False)
     _computes_checksums: bool = PrivateAttr(False)
+    _exact: bool = PrivateAttr(False)
     _lora: LoraConfig = PrivateAttr(default_factory=LoraConfig)
 
     @property
@@ -130,6 +131,11 @@ class ServerConfig(Section):
         return self._computes_checksums
 
     @property
+    def exact(self) -> bool:
+        """Servers compute with the trainer's kernels (policy.true_on_policy)."""
+        return self._exact
+
+    @property
     def lora(self) -> LoraConfig:
         """The adapters that servers load (rollout.weights.transport: adapter); rank 0: none."""
         return self._lora
@@ -140,12 +146,14 @@ class ServerConfig(Section):
         experts: bool | None = None,
         packed_experts: bool | None = None,
         checksums: bool | None = None,
+        exact: bool | None = None,
         lora: LoraConfig | None = None,
     ) -> None:
         """Only while a configuration is validated."""
         self._returns_experts = self._returns_experts if experts is None else experts
         self._loads_packed_experts = self._loads_packed_experts if packed_experts is None else packed_experts
         self._computes_checksums = self._computes_checksums if checksums is None else checksums
+        self._exact = self._exact if exact is None else exact
         self._lora = self._lora if lora is None else lora
 
     def sample_seconds(self, tokens: int) -> float:
@@ -337,20 +345,6 @@ class RolloutConfig(Section):
         1.0, gt=0, description="Divides the logits while sampling; unless it is 1, the engine's log-probs differ from "
         "the policy's."
     )  # fmt: skip
-    top_p: float = Field(
-        1.0,
-        gt=0,
-        le=1,
-        description="Sample from the most likely tokens that together reach this probability. Rollouts need 1: all "
-        "tokens.",
-    )
-    top_k: int = Field(-1, ge=-1, description="Sample from the N most likely tokens. Rollouts need -1: all tokens.")
-    min_p: float = Field(
-        0.0,
-        ge=0,
-        lt=1,
-        description="Exclude tokens whose probability is below this share of the largest. Rollouts need 0: none.",
-    )
     stop: list[NonEmptyText] = Field(
         default_factory=list, description="Strings that end a response, besides the model's own end tokens."
     )
@@ -450,15 +444,6 @@ class RolloutConfig(Section):
             raise ValueError(
                 f"sampler.give_up_after is {after}: it must be less than samples_per_prompt ({self.samples_per_prompt})"
             )
-        if self.top_k == 0:
-            raise ValueError("top_k is 0: use -1 for the whole vocabulary")
-        for name, whole in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0)):
-            if getattr(self, name) != whole:
-                raise ValueError(
-                    f"{name} is {getattr(self, name):g}: rollouts would be sampled from a part of the vocabulary, but "
-                    "the log-probs of trainer and engine are those of all of it, so the ratio and the mismatch would "
-                    f"be wrong: use {name} {whole:g} (evaluate has its own settings)"
-                )
         return self
 
     def _check_adapters(self) -> None:

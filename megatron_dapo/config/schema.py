@@ -16,7 +16,7 @@ from megatron_dapo.config.data import DataConfig, EvalConfig, RewardConfig
 from megatron_dapo.config.model import ModelShape
 from megatron_dapo.config.policy import LoraConfig, PolicyConfig
 from megatron_dapo.config.rollout import RolloutConfig
-from megatron_dapo.config.trainer import ObserveConfig, SlurmConfig, TrainerConfig
+from megatron_dapo.config.trainer import GateConfig, ObserveConfig, SlurmConfig, TrainerConfig
 
 # Values above these are accepted with a warning.
 USUAL = {
@@ -182,6 +182,12 @@ class Config(Section):
             }
         )
 
+    @property
+    def gate(self) -> GateConfig:
+        """`trainer.gate`, which allows no gap with `policy.true_on_policy`."""
+        exact = {"max_mean_gap": 0.0, "max_gap": 0.0}
+        return self.trainer.gate.model_copy(update=exact if self.policy.true_on_policy else {})
+
     @model_validator(mode="after")
     def _across_sections(self) -> Config:
         checks = (
@@ -245,13 +251,26 @@ class Config(Section):
 
     def _check_true_on_policy(self) -> None:
         policy, rollout = self.policy, self.rollout
-        rollout.embedded._exact = policy.true_on_policy
+        exact, servers = policy.true_on_policy, rollout.servers
+        rollout.embedded._exact = exact
+        servers.demand(exact=exact and rollout.engine == "sglang")
+        if not exact:
+            return
         parallel = policy.tensor_parallel * policy.context_parallel * policy.expert_parallel
-        if policy.true_on_policy and (rollout.engine == "sglang" or policy.precision != "fp32" or parallel > 1):
+        if parallel > 1 or policy.precision != ("bf16" if rollout.engine == "sglang" else "fp32"):
             raise ValueError(
-                "policy.true_on_policy needs rollout.engine embedded, policy.precision fp32 and no tensor, context or "
-                "expert parallelism"
+                "policy.true_on_policy needs policy.precision bf16 with rollout.engine sglang and fp32 with embedded, "
+                "and no tensor, context or expert parallelism"
             )
+        other = {
+            "policy.lora.rank": policy.lora.rank, "policy.fp8.recipe": policy.fp8.recipe != "none",
+            "rollout.servers.tensor_parallel": servers.tensor_parallel > 1,
+            "rollout.servers.dtype": servers.dtype not in ("auto", "bfloat16"),
+            "rollout.weights.quantization": rollout.weights.quantization != "none",
+        }  # fmt: skip
+        if servers.exact and any(other.values()):
+            changed = ", ".join(key for key, value in other.items() if value)
+            raise ValueError(f"policy.true_on_policy needs the default of {changed}: it computes in bf16 on one GPU")
 
     def _check_routing_replay(self) -> None:
         mode = self.policy.routing_replay
@@ -357,10 +376,31 @@ def check_model(policy: PolicyConfig, shape: ModelShape, max_tokens: int | None 
     _check_stages(policy, shape)
     _check_linear_attention(policy, shape)
     _check_experts(policy, shape)
+    _check_exact_kernels(policy, shape)
     if max_tokens is not None and max_tokens > shape.max_positions:
         raise ConfigError(
             f"rollout.max_prompt_tokens + rollout.max_response_tokens is {max_tokens}, but the model has "
             f"{shape.max_positions} positions (max_position_embeddings): lower one of them"
+        )
+
+
+def _check_exact_kernels(policy: PolicyConfig, shape: ModelShape) -> None:
+    if not policy.uses_exact_kernels:
+        return
+    reasons = {
+        "experts": shape.is_moe,
+        "linear attention": bool(shape.linear),
+        "gated attention": shape.attention_gate,
+        "zero-centred norms": shape.zero_centred_norms,
+        "scaled rotary positions (rope_scaling)": shape.rope_scaling is not None,
+        "partly rotated heads": shape.rotated != shape.head_dim,
+        f"heads of size {shape.head_dim}": shape.head_dim not in (16, 32, 64, 128, 256),
+    }
+    found = [reason for reason, holds in reasons.items() if holds]
+    if found:
+        raise ConfigError(
+            f"policy.true_on_policy has no kernels for models with {', '.join(found)} on CUDA: turn it off, or use the "
+            "embedded engine on the CPU, in fp32"
         )
 
 
@@ -528,10 +568,13 @@ def check_config(config: Config, world_size: int | None = None, shape: ModelShap
             f"{config.policy.model} has layers without experts (mlp_only_layers, decoder_sparse_step), but SGLang, up "
             "to 0.5.23, gives experts with random weights to every layer: use rollout.engine embedded, or another model"
         )
-    if config.rollout.sends_adapters and (shape.is_moe or shape.linear):
+    targets = set(config.policy.lora.targets)
+    in_experts = shape.is_moe and (not targets or bool(targets & {"gate_proj", "up_proj", "down_proj"}))
+    if config.rollout.sends_adapters and (in_experts or shape.linear):
         raise ConfigError(
             f"rollout.weights.transport is adapter, but {config.policy.model} has experts or linear attention, whose "
-            "adapters have not been tested in SGLang, which may skip them: use disk, tensor or distributed"
+            "adapters SGLang may skip: use disk, tensor or distributed, or, for a model with experts, attention layers "
+            "alone (policy.lora.targets: [q_proj, k_proj, v_proj, o_proj])"
         )
     if world_size is not None:
         check_world(config.policy, world_size)

@@ -31,8 +31,9 @@ class GateConfig(Section):
 
     enabled: bool = Field(True, description="Compare them in every step.")
     max_mean_gap: float = Field(
-        0.05, ge=0, description="Largest mean |trainer − engine| in nats. 0.05 suits bf16, 0 policy.true_on_policy."
-    )
+        0.05, ge=0, description="Largest mean |trainer − engine| in nats. 0.05 suits bf16; with policy.true_on_policy "
+        "both limits are 0.",
+    )  # fmt: skip
     max_gap: float = Field(5.0, ge=0, description="Largest |trainer − engine| of a single token.")
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -126,8 +125,7 @@ def load_prompts(config: PromptFileConfig, tokenizer: Any, max_prompt_tokens: in
     """The prompts of `config.path`. Raises DataError if nothing, or too little, of the file is usable."""
     report = LoadReport(config.path)
     entries = _collect(config, report)
-    chosen = [(entry, answer) for entry in entries if (answer := _choose(entry, config, report)) is not None]
-    prompts = _tokenise(chosen, config, tokenizer, max_prompt_tokens, report)
+    prompts = _tokenise(_without_conflicts(entries, report), config, tokenizer, max_prompt_tokens, report)
     report.kept = len(prompts)
     _check_usable(report, config.max_unusable)
     return PromptSet(tuple(prompts), report)
@@ -165,39 +163,29 @@ def _collect(config: PromptFileConfig, report: LoadReport) -> list[_Entry]:
             missing = missing or (str(error) if isinstance(error, MissingColumn) else "")
             report.bad.append((line, str(error)))
             continue
-        key = identity = prompt_id(problem.identity)
-        if identity in entries and config.duplicates == "keep":
-            report.duplicates += 1
-            identity, key = f"{key}-{line}", f"{key}-{line}"
-        elif identity in entries:
-            report.duplicates += 1
-        entry = entries.setdefault(key, _Entry(problem, identity, line))
-        entry.add(problem.answer, line)
+        identity = prompt_id(problem.identity)
+        report.duplicates += identity in entries
+        entries.setdefault(identity, _Entry(problem, identity, line)).add(problem.answer, line)
     if missing and not entries:
         raise DataError(f"{config.path}: {missing}. Set data.question_column and data.answer_column to dotted paths")
     return list(entries.values())
 
 
-def _choose(entry: _Entry, config: PromptFileConfig, report: LoadReport) -> str | None:
-    """The entry's answer; None if its rows disagree and the configuration says to drop it."""
-    if len(entry.answers) == 1:
-        return next(iter(entry.answers))
-    report.conflicts[entry.problem.question] = entry.answers
-    if config.conflicts == "drop":
-        report.in_conflict += 1
-        return None
-    if config.conflicts == "first":
-        return next(iter(entry.answers))
-    return Counter({answer: len(lines) for answer, lines in entry.answers.items()}).most_common(1)[0][0]
+def _without_conflicts(entries: list[_Entry], report: LoadReport) -> list[_Entry]:
+    """Those whose rows agree about the answer."""
+    report.conflicts = {entry.problem.question: entry.answers for entry in entries if len(entry.answers) > 1}
+    agreeing = [entry for entry in entries if len(entry.answers) == 1]
+    report.in_conflict = len(entries) - len(agreeing)
+    return agreeing
 
 
 def _tokenise(
-    chosen: list[tuple[_Entry, str]], config: PromptFileConfig, tokenizer: Any, limit: int | None, report: LoadReport
+    entries: list[_Entry], config: PromptFileConfig, tokenizer: Any, limit: int | None, report: LoadReport
 ) -> list[Prompt]:
-    texts = [_render(entry.problem, config, tokenizer) for entry, _ in chosen]
+    texts = [_render(entry.problem, config, tokenizer) for entry in entries]
     token_lists = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
     prompts = []
-    for (entry, answer), text, tokens in zip(chosen, texts, token_lists, strict=True):
+    for entry, text, tokens in zip(entries, texts, token_lists, strict=True):
         if not tokens:
             report.bad.append((entry.line, "the tokenizer makes no tokens of it"))
             continue
@@ -210,6 +198,7 @@ def _tokenise(
             text = tokenizer.decode(tokens)
         meta = {"question": entry.problem.question, "line": entry.line, **_more_meta(entry.problem, config)}
         source = entry.problem.source or Path(config.path).stem
+        (answer,) = entry.answers
         prompts.append(Prompt(entry.id, text, as_tokens(tokens), answer, source, meta))
     return prompts
 

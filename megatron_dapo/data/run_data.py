@@ -61,27 +61,22 @@ def load_run_data(config: Config, tokenizer: Any, named: Named = lambda key: nul
     training = load("data", config.data.files, bool(config.data.sources))
     if config.data.sources:
         with named("data.sources"):
-            training = _mixed(training, config.data)
+            training = _without_repeated(training)
+            for name, loaded in training.items():
+                for prompt in loaded:
+                    prompt.meta[FILE] = name
     return RunData(training, load("evaluate.data", config.evaluate.data.files, bool(config.evaluate.data.sources)))
 
 
-def _mixed(sets: dict[str, PromptSet], config: PromptFileConfig) -> dict[str, PromptSet]:
-    """Every question once, in the first file that has it; the reports say what was removed."""
-    if config.duplicates == "drop":
-        sets = _without_repeated(sets, drop_conflicts=config.conflicts == "drop")
-    for name, loaded in sets.items():
-        for prompt in loaded:
-            prompt.meta[FILE] = name
-    return sets
-
-
-def _without_repeated(sets: dict[str, PromptSet], drop_conflicts: bool) -> dict[str, PromptSet]:
+def _without_repeated(sets: dict[str, PromptSet]) -> dict[str, PromptSet]:
+    """Every question once, in the first file that has it; none whose answers differ. The reports say what was
+    removed."""
     first: dict[str, tuple[str, Prompt]] = {}  # by prompt: its first file
     conflicts: dict[str, dict[str, list[int]]] = {}  # by prompt: answer to lines
     for name, loaded in sets.items():
         for prompt in loaded:
             _, known = first.setdefault(prompt.id, (name, prompt))
-            if drop_conflicts and answer_key(known.answer) != answer_key(prompt.answer):
+            if answer_key(known.answer) != answer_key(prompt.answer):
                 answers = conflicts.setdefault(prompt.id, {known.answer: [known.meta["line"]]})
                 answers.setdefault(prompt.answer, []).append(prompt.meta["line"])
     kept = {}

@@ -2,7 +2,7 @@
 
 - `check.py`: a check, its result, its time limit; running a command.
 - `command.py`: the list of checks and their output.
-- `software.py`: Python and package versions, and the versions that were measured together (`megatron_dapo/locks`).
+- `software.py`: Python and package versions, and the versions we test (`megatron_dapo/locks`).
 - `gpu.py`: driver, CUDA, NCCL, attention kernels.
 - `network.py`: all-reduce between the nodes of a Slurm job; a program of its own that imports torch.
 - `machine.py`: run directory, disk space, /dev/shm, clock, ports, Slurm, limits, HF cache, SGLang's Python, model.

@@ -56,6 +56,8 @@ def probes(config: Config, named: bool) -> list[Probe]:
         found.append(Probe("weights", partial(machine.weights_directory, Path(config.rollout.weights.directory), size)))
         if named:
             found.append(Probe("sglang", partial(machine.serving_python, servers), 160))
+    if named:
+        found.append(Probe("bitwise resume", partial(machine.bitwise_resume, config)))
     if shape and shape.linear:
         found.append(Probe("delta rule", gpu.delta_rule, 130))
     if config.policy.model:

@@ -15,6 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from megatron_dapo.config import Config
 from megatron_dapo.config.rollout import ServerConfig
 from megatron_dapo.data import load_tokenizer
 from megatron_dapo.doctor.check import Check, CommandRunner, last_line, run_command
@@ -259,6 +260,28 @@ def serving_python(servers: ServerConfig, run: CommandRunner = run_command) -> C
     found = f"sglang {words[1]} with torch {words[2]} in {python}"
     wrong = sglang_pairing(words[1], words[2])
     return Check("sglang", "warn", found, wrong) if wrong else Check("sglang", "ok", found)
+
+
+def bitwise_resume(config: Config) -> Check:
+    """What makes two runs of this configuration, or a resumed one, differ in bits."""
+    rollout, sampler = config.rollout, config.rollout.sampler
+    seeded = rollout.servers.exact or "--enable-deterministic-inference" in rollout.servers.arguments
+    reasons = {
+        "policy.true_on_policy and policy.deterministic are off": not config.policy.is_deterministic,
+        "servers have no --enable-deterministic-inference (policy.true_on_policy adds it)": not seeded,
+    }
+    reasons = reasons if rollout.engine == "sglang" else {}
+    reasons |= {
+        "rollout.sampler.order is not prompt": sampler.order != "prompt" and sampler.oversampling != 1,
+        "rollout.sampler.unfinished is not finish": sampler.unfinished != "finish",
+        "rollout.weights.in_flight with max_staleness above 0": rollout.in_flight,
+    }
+    found = [reason for reason, holds in reasons.items() if holds]
+    if not found:
+        return Check("bitwise resume", "ok", "no setting makes a resumed run differ in its bits")
+    text = f"a resumed run is exact in its data, not in its bits: {'; '.join(found)}"
+    wanted = config.policy.true_on_policy or config.policy.deterministic
+    return Check("bitwise resume", "warn", text, "change these keys") if wanted else Check("bitwise resume", "ok", text)
 
 
 def model_directory(path: Path) -> Check:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import sys
 from collections.abc import Callable
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from megatron_dapo.doctor.check import Check, version_tuple
@@ -76,7 +76,7 @@ def packages(read: Version = installed) -> Check:
 def lock(
     read: Version = installed, folder: Path = LOCKS, python: tuple[int, ...] = tuple(sys.version_info[:2])
 ) -> Check:
-    """The versions here and those that were measured together (megatron_dapo/locks). Other versions may work."""
+    """The versions here and those we test (megatron_dapo/locks). Other versions may work."""
     torch = read("torch")
     if torch is None:
         return Check("lock", "fail", "torch is not installed", "tools/install.sh cpu, or cuda13")
@@ -148,7 +148,7 @@ def apex(locate: Callable[[], Path | None] | None = None) -> Check:
 
 def _apex_folder() -> Path | None:
     try:
-        spec = importlib.util.find_spec("apex")
+        spec = PathFinder.find_spec("apex")  # also where this process has hidden it (policy.megatron.importing)
     except (ImportError, ValueError):
         spec = None
     if spec is None:

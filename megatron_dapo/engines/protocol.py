@@ -4,8 +4,8 @@
 ABORT and the tokens so far, or raises `EngineError`, which names the server and the cause. It never invents a token
 or a log-prob.
 
-A log-prob is that of the sampled token under softmax(logits / temperature), over the whole vocabulary: top-p, top-k
-and min-p restrict what may be sampled but do not renormalise what is reported. At temperature 0 (greedy) it is that of
+A log-prob is that of the sampled token under softmax(logits / temperature), over the whole vocabulary: top-p and
+top-k restrict what may be sampled but do not renormalise what is reported. At temperature 0 (greedy) it is that of
 softmax(logits). SGLang reports this, and so does the embedded engine.
 
 An engine serves a weight version only after all of it has arrived; every token carries its version.
@@ -49,7 +49,6 @@ class SamplingParams:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
-    min_p: float = 0.0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -86,9 +85,8 @@ class Completion:
             return f"{count} tokens, but {params.max_new_tokens} were asked for"
         if not count:
             return None if self.finish_reason is FinishReason.ABORT else "it is complete, but has no token"
-        lowest, highest = int(self.tokens.min()), int(self.tokens.max())
-        if lowest < 0 or highest >= limit:
-            return f"token ids from {lowest} to {highest}, outside of the vocabulary of {limit}"
+        if self.tokens.view(np.uint32).max() >= limit:  # negative ones, too
+            return f"token ids from {self.tokens.min()} to {self.tokens.max()}, outside of the vocabulary of {limit}"
         if not (LOGPROBS[0] <= self.logprobs.min() and self.logprobs.max() <= LOGPROBS[1]):  # False with a NaN
             where = int(np.flatnonzero(~((self.logprobs >= LOGPROBS[0]) & (self.logprobs <= LOGPROBS[1])))[0])
             return f"log-prob {where} of {count} is {self.logprobs[where]}; are the engine's weights finite?"
@@ -151,12 +149,6 @@ class Generator(Protocol):
 class Engine(Generator, Protocol):
     async def capabilities(self) -> Capabilities: ...
 
-    async def pause(self) -> None:
-        """Aborts all requests, as `abort` does; later requests wait until `resume`."""
-        ...
-
-    async def resume(self) -> None: ...
-
     async def load_weights(self, version: int, buckets: Iterable[Bucket] | BucketStream) -> None:
         """First half of a weight update: every server receives all weights. Running requests are aborted first, and
         nothing is served until `serve_weights`. When this returns, the buckets' memory may be reused or freed.
@@ -180,10 +172,6 @@ class Engine(Generator, Protocol):
         """Aborts all requests and frees the GPU memory of weights and KV cache, for a trainer on the same GPUs.
         `load_weights` takes the memory of the weights again, `serve_weights` that of the KV cache. What is released
         already stays so: the trainer calls this again when a weight update failed half-way."""
-        ...
-
-    async def health(self) -> None:
-        """Raises EngineError when no request could be served now. Generates nothing."""
         ...
 
     async def close(self) -> None: ...

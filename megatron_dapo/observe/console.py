@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from megatron_dapo.files import write_atomically
-from megatron_dapo.observe.metrics_file import filter_yield, response_length, update_speed
+from megatron_dapo.observe.metrics_file import filter_yield, update_speed
 
 STATUS = "status.json"
 STATUS_EVERY = 1.0  # seconds between two writes
@@ -43,7 +43,7 @@ def step_summary(metrics: Mapping[str, float]) -> dict[str, str]:
         "reward": number(metrics.get("reward/mean")),
         "accuracy": percent(metrics.get("reward/accuracy_all", metrics.get("reward/accuracy"))),
         "entropy": number(metrics.get("train/entropy")),
-        "length": number(response_length(metrics), 4),
+        "length": number(metrics.get("rollout/length_trained"), 4),
         "yield": percent(filter_yield(metrics)),
         "grad": number(metrics.get("train/grad_norm")),
         "rollout tok/s": number(metrics.get("rollout/tokens_per_second")),

@@ -10,11 +10,12 @@ Each rule is explained in the section of docs/diagnosis.md that has its name.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from megatron_dapo.observe.metrics_file import dropped_groups, filter_yield, response_length
+from megatron_dapo.observe.metrics_file import dropped_groups, filter_yield
 
 PAGE = "docs/diagnosis.md"
 REARM = 5
@@ -40,15 +41,16 @@ class History:
     def __init__(self) -> None:
         self.now: dict[str, float] = {}
         self._start: dict[str, list[float]] = {}
-        self._recent: dict[str, list[float]] = {}
+        self._recent: dict[str, deque[float]] = {}
 
     def advance(self, metrics: Mapping[str, float]) -> None:
         for name, value in self.now.items():
             if math.isfinite(value):
-                self._recent.setdefault(name, []).append(value)
-                del self._recent[name][:-WINDOW]
+                if name not in self._recent:
+                    self._recent[name] = deque(maxlen=WINDOW)
+                self._recent[name].append(value)
         self.now = dict(metrics)
-        length = response_length(metrics)
+        length = metrics.get("rollout/length_trained")
         if length is not None:
             self.now["length"] = length
         for name, value in self.now.items():
@@ -66,8 +68,8 @@ class History:
         values = self._start.get(name, [])
         return fmean(values) if len(values) == BASELINE else None
 
-    def recent(self, name: str) -> list[float]:
-        return self._recent.get(name, [])
+    def recent(self, name: str) -> Sequence[float]:
+        return self._recent.get(name, ())
 
 
 Check = Callable[[History], str | None]
@@ -160,9 +162,10 @@ def _policy_shift(history: History) -> str | None:
 
 
 def _filter_yield(history: History) -> str | None:
-    share, dropped = filter_yield(history.now), dropped_groups(history.now)
+    share = history.get("rollout/filter_yield") or filter_yield(history.now)
     if not share or share >= 0.1:  # 0: see nothing-kept
         return None
+    dropped = dropped_groups(history.now)
     reason = max(dropped, key=lambda name: dropped[name])
     return f"only {share:.1%} of the judged groups were kept; most were {reason}"
 
@@ -206,7 +209,8 @@ def _flat_reward(history: History) -> str | None:
 
 
 def _not_finite(history: History) -> str | None:
-    bad = sorted(name for name, value in history.now.items() if not math.isfinite(value))
+    every_one = math.isfinite(sum(history.now.values()))
+    bad = [] if every_one else sorted(name for name, value in history.now.items() if not math.isfinite(value))
     if bad:
         return f"not a finite number: {', '.join(bad[:4])}"
     tokens = history.get("train/nonfinite_tokens")

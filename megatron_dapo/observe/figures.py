@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Literal
 
+import numpy as np
+
 from megatron_dapo.observe.runs import Run
 
 Format = Literal["number", "percent", "count", "seconds", "rate"]
@@ -246,11 +248,13 @@ def thin(values: Sequence[float]) -> list[int]:
     if len(values) <= MOST_POINTS:
         return list(range(len(values)))
     width = math.ceil(2 * len(values) / MOST_POINTS)
-    kept: set[int] = {0, len(values) - 1}
-    for start in range(0, len(values), width):
-        interval = [i for i in range(start, min(start + width, len(values))) if math.isfinite(values[i])]
-        if interval:
-            kept |= {min(interval, key=values.__getitem__), max(interval, key=values.__getitem__)}
+    numbers = np.full(-(-len(values) // width) * width, np.nan)
+    numbers[: len(values)] = values
+    intervals = numbers.reshape(-1, width)
+    finite, starts = np.isfinite(intervals), np.arange(len(intervals)) * width
+    kept = {0, len(values) - 1}
+    for ends in (np.where(finite, -intervals, -np.inf), np.where(finite, intervals, -np.inf)):
+        kept.update((starts + ends.argmax(axis=1))[finite.any(axis=1)].tolist())
     return sorted(kept)
 
 

@@ -49,7 +49,7 @@ class Record:
     @classmethod
     def from_line(cls, line: str) -> Record:
         raw = json.loads(line)
-        metrics = {str(name): _number(value) for name, value in raw["metrics"].items()}
+        metrics = {name: value if type(value) is float else _number(value) for name, value in raw["metrics"].items()}
         return cls(int(raw["step"]), str(raw["kind"]), metrics)
 
 
@@ -239,7 +239,7 @@ class RetryQueue(Generic[T]):
 
     `put` and `flush` do not raise the output's errors (`errors`). They return what a user should know: the first
     failure, that the oldest of more than `limit` kept items are dropped, and that the output works again. `pause`:
-    after a failure this many items pass before the next attempt, twice as many after each further failure.
+    how many items pass before the next attempt after a failure; doubled after each further failure.
     """
 
     def __init__(
@@ -325,11 +325,6 @@ def filter_yield(metrics: Mapping[str, float]) -> float | None:
         return None
     judged = kept + sum(n for reason, n in dropped_groups(metrics).items() if reason not in NOT_FILTERED)
     return kept / judged if judged > 0 else None
-
-
-def response_length(metrics: Mapping[str, float]) -> float | None:
-    """Mean tokens per trained response."""
-    return metrics.get("rollout/length_trained")
 
 
 def update_speed(metrics: Mapping[str, float]) -> float | None:

@@ -22,7 +22,7 @@ import numpy as np
 from megatron_dapo import __version__
 from megatron_dapo.files import write_atomically
 from megatron_dapo.observe import transcripts
-from megatron_dapo.observe.figures import figures_of
+from megatron_dapo.observe.figures import Figure, figures_of
 from megatron_dapo.observe.runs import ReportError, Run, config_differences, load_runs
 from megatron_dapo.observe.transcripts import Transcript, recorded_steps
 
@@ -99,13 +99,19 @@ def payload(runs: Sequence[Run], *, live: bool = False) -> dict[str, Any]:
         "version": __version__,
         "runs": [_run(run) | ({} if live else _samples(run)) for run in runs],
         "sections": [
-            {"title": section, "figures": [asdict(figure) for figure in figures]}
+            {"title": section, "figures": [_figure(figure) for figure in figures]}
             for section, figures in figures_of(runs).items()
         ],
         "differences": [
             {"key": key, "values": values} for key, values in config_differences([run.config for run in runs])
         ],
     }
+
+
+def _figure(figure: Figure) -> dict[str, Any]:
+    """`asdict` would copy every number."""
+    runs = [[{name: getattr(series, name) for name in series.__slots__} for series in run] for run in figure.runs]
+    return {name: getattr(figure, name) for name in figure.__slots__} | {"runs": runs}
 
 
 def _run(run: Run) -> dict[str, Any]:
@@ -196,7 +202,7 @@ def _finite(values: Sequence[float]) -> list[float]:
 
 
 def spread(steps: Sequence[int], most: int) -> list[int]:
-    """At most this many of them, the first and the last included, at even distances."""
+    """At most `most` steps at even distances, including the first and the last."""
     if len(steps) <= most:
         return list(steps)
     return [steps[round(i * (len(steps) - 1) / (most - 1))] for i in range(most)]

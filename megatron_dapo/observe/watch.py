@@ -62,6 +62,7 @@ class WatchedRuns:
     def answer(self, path: str, query: Query) -> Reply | None:
         """None: there is no such address."""
         if path == "":
+            threading.Thread(target=self._newer, args=({},), daemon=True).start()  # ready when the page asks for it
             runs = load_runs(self.directories, running=True, metrics=False)  # the page asks for the rest at once
             return HTML, page_of(payload(runs, live=True), live=True)
         if path == "metrics":
@@ -283,6 +284,7 @@ def make_server(directories: Sequence[str | Path], port: int = PORT, token: str 
             raise ReportError(f"{path}: no such directory; name the run's directory (trainer.run_dir)")
     lists = any(not is_run(path) and find_runs(path) for path in paths)
     site = RunList(paths) if lists else WatchedRuns(paths)
+    threading.Thread(target=site.answer, args=("data", {}), daemon=True).start()  # read before the first visit
     try:
         return Server(port, type("RunHandler", (Handler,), {"site": site}), token or secrets.token_urlsafe(16))
     except OSError as error:

@@ -67,7 +67,7 @@ BALANCE = 1.05  # tokens of the busiest data-parallel rank, relative to the mean
 EXPOSED_CONTEXT = 0.25  # of the context-parallel exchange that attention does not hide
 # Tokens of the fullest expert rank relative to the mean: at its peak, for memory; and on average, for waiting.
 EXPERT_IMBALANCE, EXPERT_WAIT = 1.25, 1.1
-# A matrix product of this many tokens reaches half of the speed of a long one. Context parallelism and small
+# A matrix product of HALF_SPEED_TOKENS reaches half of the speed of a long one. Context parallelism and small
 # micro-batches shrink products; attention works on chunks of a sequence / (2 × context_parallel).
 HALF_SPEED_TOKENS, HALF_SPEED_CHUNK = 384, 128
 # Each copy of a token is written and read once before the exchange and once after it, both ways.

@@ -318,8 +318,7 @@ def _fp8_copies(shape: ModelShape, policy: PolicyConfig, stage: int) -> float:
     matrices = count_parameters(shape)
     layers = stage_layers(shape, policy, stage) / shape.layers
     parts = policy.expert_parallel * policy.expert_tensor_parallel
-    split = (matrices.attention + matrices.shared + matrices.mlp) / policy.tensor_parallel
-    return 2 * layers * (split + matrices.experts / parts)
+    return 2 * layers * (matrices.divided / policy.tensor_parallel + matrices.experts / parts)
 
 
 def _optimizer(held: RankParameters, policy: PolicyConfig, world: int, fused: bool) -> tuple[float, float]:

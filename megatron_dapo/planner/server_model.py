@@ -69,7 +69,6 @@ def decode_model(
     experts = parameters.experts
     flops = gpu.tflops * 1e12 * assumptions.DECODE_MFU[engine] * tp
     active = parameters.layer_matrices_active + shape.vocab * shape.hidden
-    routed = shape.experts_per_token * 3 * shape.layers * shape.hidden * shape.expert_ffn_hidden
     latency = volume = 0.0
     if tp > 1:
         once = assumptions.ALL_REDUCE_BETWEEN_HOSTS if tp > gpu.per_host else assumptions.ALL_REDUCE_SECONDS
@@ -81,11 +80,11 @@ def decode_model(
         experts=experts * weight_bytes / tp / bandwidth,
         idle_share=1 - shape.experts_per_token / shape.experts if shape.is_moe else 0.0,
         per_context_token=kv_bytes(shape, tp, dtype_bytes) / bandwidth,
-        arithmetic=2 * (active - routed) / flops,
+        arithmetic=2 * (active - parameters.routed) / flops,
         fixed=assumptions.SECONDS_PER_LAYER * shape.layers + latency,
         per_sequence=assumptions.SECONDS_PER_SEQUENCE[engine] + volume,
         per_prompt_token=2 * parameters.active / flops,
-        per_expert_row=2 * routed / max(1, shape.experts_per_token) / flops,
+        per_expert_row=2 * parameters.routed / max(1, shape.experts_per_token) / flops,
         experts_per_token=shape.experts_per_token,
         expert_count=shape.experts,
     )
@@ -299,19 +298,25 @@ class FleetModel:
 
     def fail(self, index: int) -> None:
         """The server dies; its sequences start again elsewhere, without what they generated."""
-        server = self.servers[index]
-        server.run_until(self.now)
-        lost = server.sequences
-        server.clear()
-        self._dead.add(index)
-        self._changed(index)
-        for sequence in lost:
+        for sequence in self.take_away(index):
             sequence.context -= sequence.generated
             sequence.remaining += sequence.generated
             sequence.generated, sequence.prefill = 0, sequence.context
-            del self._server_of[id(sequence)]
-        self._waiting.extendleft(reversed(lost))
         self._dispatch()
+
+    def take_away(self, index: int) -> list[Sequence]:
+        """Its sequences wait for another server, which computes their keys and values again."""
+        server = self.servers[index]
+        server.run_until(self.now)
+        moved = server.sequences
+        server.clear()
+        self._dead.add(index)
+        self._changed(index)
+        for sequence in moved:
+            sequence.prefill = sequence.context
+            del self._server_of[id(sequence)]
+        self._waiting.extendleft(reversed(moved))
+        return moved
 
     def submit(self, sequences: Iterable[Sequence]) -> None:
         self._waiting.extend(sequences)

@@ -64,37 +64,14 @@ class SyncTime:
         return f"{self.bytes / GIB:.1f} GiB in {self.tensors:,} tensors from {senders}: {shown}"
 
 
-def count_tensors(shape: ModelShape) -> int:
-    """HF tensors of the model."""
-    attention = 4 + 3 * shape.qkv_bias + 2 * shape.qk_norm
-    # Gated DeltaNet: two or four input projections, output projection, convolution, A_log, dt_bias, norm.
-    delta = (2 if shape.linear.fused else 4) + 5 if shape.linear else 0
-    layers = shape.attention_layers * attention + len(shape.linear_layers) * delta
-    layers += _mlp_matrices(shape) + shape.moe_layers * (1 + shape.has_shared_expert) + 2 * shape.layers
-    return layers + 2 + (not shape.tied_embeddings)
-
-
-def _mlp_matrices(shape: ModelShape) -> int:
-    return 3 * (shape.layers - shape.moe_layers + shape.moe_layers * (shape.experts + shape.has_shared_expert))
-
-
-def count_quantised(shape: ModelShape) -> tuple[int, int]:
-    """Matrices that `weights.quantization: fp8` quantises, as in `weights/fp8.py`, and their parameters."""
-    q, kv = shape.heads * shape.head_dim * (2 if shape.attention_gate else 1), 2 * shape.kv_heads * shape.head_dim
-    attention = shape.hidden * (q + kv + shape.heads * shape.head_dim)
-    units = (shape.layers - shape.moe_layers) * shape.ffn_hidden
-    units += shape.moe_layers * (shape.experts * shape.expert_ffn_hidden + shape.shared_ffn_hidden)
-    matrices = 4 * shape.attention_layers + _mlp_matrices(shape)
-    return matrices, shape.attention_layers * attention + 3 * shape.hidden * units
-
-
 def sent(shape: ModelShape, weights: WeightTransportConfig) -> tuple[float, int]:
     """Bytes and tensors of an update."""
-    size, tensors = float(count_parameters(shape).total * 2), count_tensors(shape)
+    found = count_parameters(shape)
+    size, tensors = 2.0 * found.total, found.tensors
     if weights.quantization == "none":
         return size, tensors
-    matrices, parameters = count_quantised(shape)
-    return size - parameters * (1 - 4 / 128**2), tensors + matrices  # one byte each, and a scale for each block
+    # One byte each, and a scale for each block.
+    return size - found.quantised * (1 - 4 / 128**2), tensors + found.quantised_tensors
 
 
 def adapter_size(shape: ModelShape, policy: PolicyConfig) -> tuple[float, int]:

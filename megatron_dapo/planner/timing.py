@@ -81,11 +81,6 @@ def attention_flops(shape: ModelShape, length: float) -> float:
     return states + shape.attention_layers * 2 * shape.heads * shape.head_dim * length
 
 
-def expert_flops(shape: ModelShape) -> float:
-    """Forward FLOPs per token in the experts that it is routed to."""
-    return 2 * shape.moe_layers * shape.experts_per_token * 3 * shape.hidden * shape.expert_ffn_hidden
-
-
 @dataclass(frozen=True, slots=True)
 class LayerTime:
     """Forward seconds per token in all layers."""
@@ -132,9 +127,10 @@ def layer_time(
     chunk = work.mean_length / (2 * cp) if cp > 1 else work.mean_length
     attention_speed = rate * assumptions.ATTENTION_MFU_SHARE * chunk / (chunk + assumptions.HALF_SPEED_CHUNK)
     uneven = assumptions.EXPERT_WAIT if policy.expert_parallel > 1 else 1.0
-    dense, routed = 2.0 * count_parameters(shape).mlp, expert_flops(shape)
+    parameters = count_parameters(shape)
+    dense, routed = 2.0 * parameters.mlp, 2.0 * parameters.routed
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    products = 2 * count_parameters(shape).layer_matrices_active - dense - routed
+    products = 2 * parameters.layer_matrices_active - dense - routed
     fp8 = policy.fp8.recipe != "none"
     traffic = gpu.traffic_cost if fp8 else None
     projections = products / rate_here / width_share(h, gpu)

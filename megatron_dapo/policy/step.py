@@ -276,6 +276,9 @@ class UpdateStep:
         if score:
             self.complete_weights()
 
+        policy = self.config.policy
+        invariant = policy.true_on_policy and not policy.uses_exact_kernels
+
         def forward_step(iterator: Iterator[PackedMicroBatch], model: Any) -> tuple[Tensor, Any]:
             micro = next(iterator)
             loss = make_loss(micro)
@@ -286,11 +289,12 @@ class UpdateStep:
                 micro.targets[scored],
                 vocab=self.shape.vocab,
                 temperature=self.config.rollout.temperature,
+                exact=self.config.policy.uses_exact_kernels,
                 chunk_tokens=self.config.policy.head_chunk(self.shape.vocab),
                 loss=one_pass,
                 weight_gradient=self._weight_gradient,
             )
-            with BatchInvariant() if self.config.policy.true_on_policy else nullcontext():
+            with BatchInvariant() if invariant else nullcontext():
                 output = model(micro.input_ids, micro.position_ids, None, packed_seq_params=micro.packed, head=request)
             return output, one_pass.loss_func if one_pass else loss
 

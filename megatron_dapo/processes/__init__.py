@@ -20,7 +20,7 @@ died is replaced and its requests are sent again.
 How they end:
 - A command or worker runs under a supervisor, a small process that is the subreaper of everything below it. When the
   command ends, when its owner asks, or when its owner dies, even by kill -9, the supervisor kills all descendants,
-  also those that detached themselves. It touches nothing else.
+  including detached ones. It touches nothing else.
 - A fork asks the kernel to be killed when its parent dies (`supervisor.end_with_parent`).
 - Slurm and terminals signal every process. These signals are for the trainer: supervisors and workers ignore them;
   ranks get them from the launcher.

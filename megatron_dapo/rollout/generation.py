@@ -113,8 +113,7 @@ class Generation:
         self._config = config
         self._events = events
         self._params = SamplingParams(
-            max_new_tokens=config.max_response_tokens, temperature=config.temperature, top_p=config.top_p,
-            top_k=config.top_k, min_p=config.min_p, stop=tuple(config.stop),
+            max_new_tokens=config.max_response_tokens, temperature=config.temperature, stop=tuple(config.stop),
             stop_token_ids=tuple(config.stop_token_ids),
         )  # fmt: skip
         self.stopping = False
@@ -170,7 +169,7 @@ class Generation:
             raise
         finally:
             self.running -= 1
-        if problem := completion.problem(params, None):  # of any engine; SGLang's have been checked and retried
+        if not completion.server and (problem := completion.problem(params, None)):  # a server's were checked before
             raise EngineError(f"request {request_id}: {problem}")
         append_completion(sample, completion)
         self._events.request(completion.server, request_id, started, len(completion.tokens), completion.rejected)

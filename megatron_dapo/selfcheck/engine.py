@@ -37,9 +37,9 @@ from megatron_dapo.sync.bucket import flatten
 from megatron_dapo.trainer.collectives import DriverError
 from megatron_dapo.trainer.loop import Trainer, train
 from megatron_dapo.trainer.rollout_driver import RolloutDriver
+from megatron_dapo.trainer.rollouts import weight_buckets
 from megatron_dapo.trainer.signals import Stopped
 from megatron_dapo.trainer.train_step import check_gate, share_batch
-from megatron_dapo.trainer.weight_sync import weight_buckets
 from megatron_dapo.types import Sample, Tokens
 
 T = TypeVar("T")
@@ -184,7 +184,7 @@ def _probe(samples: list[Sample]) -> Tokens:
 
 
 async def _ask(driver: RolloutDriver, config: Config, tokens: int) -> tuple[list[Sample], list[Answers]]:
-    """Samples of at least so many tokens, and the answers of each server."""
+    """Samples with at least `tokens` tokens in all, and the answers of each server."""
     engine, rollout, samples = driver.engine, config.rollout, list[Sample]()
     size = min(rollout.samples_per_prompt, -(-tokens // rollout.max_response_tokens))
 
@@ -254,7 +254,7 @@ async def _ask_server(server: SGLangClient, config: Config, probe: Tokens, promp
 class Report:
     def __init__(self, config: Config, batch: TrainBatch, logprobs: Floats, samples: list[Sample]) -> None:
         assert batch.engine_logprobs is not None
-        self._gate = config.trainer.gate
+        self._gate = config.gate
         self._batch = batch
         self._logprobs = logprobs
         self._theirs = batch.engine_logprobs

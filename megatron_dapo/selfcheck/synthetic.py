@@ -130,11 +130,11 @@ def awkward_batch(shape: ModelShape, seed: int, samples: int = 14) -> TrainBatch
 
 
 def random_experts(shape: ModelShape, batch: TrainBatch, seed: int, unknown: float = 0.2) -> list[RoutedExperts | None]:
-    """Distinct experts for every token and layer, unrelated to the router's choice. Not known: the last token of each
-    sample, and a share `unknown` of the others."""
+    """Distinct experts for every token and layer, unrelated to the router's choice. With a share `unknown` that are not
+    known, the last token of each sample is among them, as in a run."""
     rng = np.random.default_rng(seed)
     found: list[RoutedExperts | None] = []
-    for length in batch.lengths - 1:
+    for length in batch.lengths - (1 if unknown else 0):
         order = rng.random((length, shape.layers, shape.experts)).argsort(-1)[..., : shape.experts_per_token] + 1
         order[rng.random(length) < unknown] = 0
         found.append(order.reshape(length, -1).astype(np.uint8))

@@ -10,8 +10,8 @@ rank that holds it directly to the owner. Who owns what is the caller's choice (
 Owners take turns, so that one gathers its next bucket while another one sends. With `receivers` the owner passes each
 bucket on to other ranks, which hand it to the engines on their node. All ranks iterate over the same buckets in the
 same order, whether they take part in one or not. A rank uses two blocks of memory, of the largest bucket's size each:
-a bucket is valid until the bucket after the next one is requested. A copy from a bucket's block may end later, if
-`readers` has its end.
+a bucket is valid until the bucket after the next one is requested. A copy from a bucket may finish
+later if its event is in `readers`.
 """
 
 from __future__ import annotations
@@ -270,8 +270,8 @@ class WeightBuckets:
     def _assemble(self, plan: _BucketPlan, bucket: FlatBucket, shards: dict[str, list[Tensor]]) -> None:
         """Copies every shard to its place in the HF tensors: one fused copy for all blocks of whole rows."""
         targets = dict(bucket)
-        to: list[Tensor] = []
-        of: list[Tensor] = []
+        destinations: list[Tensor] = []
+        sources: list[Tensor] = []
         for mapping in plan.mappings:
             parts = shards[mapping.name]
             for index, part in enumerate(parts):
@@ -283,7 +283,7 @@ class WeightBuckets:
                     if copy.columns is not None:
                         target.narrow(1, *copy.columns).copy_(source)
                     else:
-                        to.append(target)
-                        of.append(source)
-        if to:
-            torch._foreach_copy_(to, of)
+                        destinations.append(target)
+                        sources.append(source)
+        if destinations:
+            torch._foreach_copy_(destinations, sources)

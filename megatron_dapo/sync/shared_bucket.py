@@ -101,8 +101,8 @@ class SharedBucket:
         self.memory.clear()
 
     def expect(self, readers: int) -> None:
-        """So many processes will open the payload. For memory that is shared by name torch expects one for each pickle,
-        and removes the name after as many have closed it."""
+        """`readers` processes will open the payload. Torch expects one for each pickle, and removes the name of shared
+        memory after they have closed it."""
         for tensor in self.memory:
             for _ in range(0 if tensor.is_cuda else readers - 1):
                 tensor.untyped_storage()._shared_incref()

@@ -7,7 +7,6 @@
     train_step       the step being trained, on every rank: log-probs, the gate, updates; it can be saved between two
     explain          what each token of a recorded step added to the loss
     advantages       from graded groups to rewards, advantages and masks
-    weight_sync      weights to the engines, in two calls
     colocation       weight sync with hand-overs of GPU memory between trainer and engines
     saves            what was saved, and what a user is told when a run ends
     run_lock         one run directory, one run

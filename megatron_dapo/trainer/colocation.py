@@ -20,12 +20,11 @@ from enum import Enum
 
 import torch
 
-from megatron_dapo import fault_points
+from megatron_dapo.engines.protocol import WeightReport
 from megatron_dapo.observe.observer import NullObserver, Observer
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.trainer.collectives import Collectives, DriverError
 from megatron_dapo.trainer.rollouts import Rollouts
-from megatron_dapo.trainer.weight_sync import describe
 
 GIB = 2**30
 SYNC_ATTEMPTS = 3
@@ -57,7 +56,6 @@ class Colocation:
             self.onload()
             try:
                 with self.observer.phase("sync"):
-                    fault_points.reach("loop/before_sync")
                     self._offload_training_state()
                     self._rollouts.load_weights(version)
                     self._offload_weights()
@@ -124,6 +122,16 @@ class Colocation:
 
     def _memory(self) -> str:
         return memory(self._policy.runtime.device)
+
+
+def describe(report: WeightReport) -> str:
+    moving = report.seconds - report.parts.get("memory", 0.0)
+    parts = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in report.parts.items())
+    return (
+        f"weights: {report.tensors} tensors, {report.bytes / 1e9:.3f} GB in {report.seconds:.2f} s"
+        f"{f' ({parts})' if parts else ''}, {report.bytes / max(moving, 1e-9) / 1e9:.1f} GB/s without taking memory "
+        f"back; {report.proof}"
+    )
 
 
 def memory(device: torch.device) -> str:

@@ -35,7 +35,6 @@ from megatron_dapo.trainer.rollouts import Rollouts
 from megatron_dapo.trainer.run_lock import RunLock
 from megatron_dapo.trainer.saves import CONTINUE, RunEnded, Saves
 from megatron_dapo.trainer.signals import FAILED, Stopped, StopSignal
-from megatron_dapo.trainer.throughput import gpu_status
 from megatron_dapo.trainer.train_step import TooManySkippedUpdates, TrainStep, Updates
 from megatron_dapo.trainer.watchdog import Watchdog, log_folder
 from megatron_dapo.weights.formats.megatron_reader import MegatronAsHF
@@ -77,12 +76,12 @@ class Trainer:
             self._start()
             while self.steps_done < self.config.trainer.steps:
                 step = self._take_batch()
-                self.rollouts.collect_ahead(self.steps_done)
+                self._collect_ahead(step)
                 self._update(step)
                 self._record(step)
                 self.rollouts.await_ahead(self.steps_done)
                 self._save_when_due()
-                self._sync_weights(step)
+                self._sync_weights()
                 self._evaluate_when_due()
             self._finish()
             return 0
@@ -180,8 +179,7 @@ class Trainer:
         if self.current is not None:
             self.colocation.onload()
             return self.current
-        if self.rollouts.served_version != self.steps_done:
-            self.colocation.sync_weights(self.steps_done)
+        self._sync_weights()
         for _ in range(BATCH_ATTEMPTS):
             batch = self.rollouts.sample(self.steps_done)
             self.colocation.onload()
@@ -201,6 +199,15 @@ class Trainer:
         self.current = step
         self.rollouts.remove_batch(self.steps_done)
         return step
+
+    def _collect_ahead(self, step: TrainStep) -> None:
+        """While `step` is trained. Pre-training of the critic leaves the weights as they are: engines can generate the
+        next batch with those that they have. Engines that share the GPUs have given theirs up, and what
+        `max_staleness` admits is counted in versions."""
+        changes = step.trains_policy or self.colocation.shared or self.config.rollout.max_staleness
+        if not changes and self.rollouts.served_version is not None:
+            self.rollouts.keep_weights(self.steps_done + 1)
+        self.rollouts.collect_ahead(self.steps_done)
 
     def _update(self, step: TrainStep) -> None:
         updates = len(step.mini_batches)
@@ -228,13 +235,10 @@ class Trainer:
                 self.observer.step(self.steps_done, metrics, step.source.groups, step.arrays(self.config))
         self._await_records()
 
-    def _sync_weights(self, step: TrainStep) -> None:
-        """The engines serve the weights after `step`. Pre-training of the critic leaves them as they are; engines that
-        share the GPUs have given theirs up, and batches that are generated ahead are counted in versions."""
-        if step.trains_policy or self.colocation.shared or self.config.rollout.max_staleness:
+    def _sync_weights(self) -> None:
+        """The engines serve the weights after the step."""
+        if self.rollouts.served_version != self.steps_done:
             self.colocation.sync_weights(self.steps_done)
-        else:
-            self.rollouts.keep_weights(self.steps_done)
 
     def _await_records(self) -> None:
         """No step is trained while the one before it cannot be recorded."""
@@ -365,9 +369,9 @@ class Trainer:
         except (DriverError, CheckpointError) as error:
             return False, f"It could not be saved: {error}. {self.saves.not_saved(error)}"
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         self.rollouts.close()
-        shutdown()
+        shutdown(failed=failed)
 
 
 def train(
@@ -387,9 +391,12 @@ def train(
             lock = stack.enter_context(RunLock(config.trainer.run_dir))
         stop = stack.enter_context(StopSignal())
         heartbeat, (rank, ranks) = config.trainer.heartbeat, (rendezvous.rank, rendezvous.world_size)
-        watchdog = stack.enter_context(Watchdog(heartbeat, logs, rank, ranks, gpu_status))
+        watchdog = stack.enter_context(Watchdog(heartbeat, logs, rank, ranks))
         trainer = make_trainer(config, shape, rendezvous, stop, watchdog, lock, data)
+        failed = True
         try:
-            return trainer.run()
+            code = trainer.run()
+            failed = False
+            return code
         finally:
-            trainer.close()
+            trainer.close(failed=failed)

@@ -35,7 +35,8 @@ from megatron_dapo.weights.formats.megatron_reader import open_megatron
 from megatron_dapo.weights.fp8_checkpoint import check_fp8_directory
 from megatron_dapo.weights.locate import check_model_directory
 from megatron_dapo.weights.mapping import check_hf_names
-from megatron_dapo.weights.value_weights import ValueWeights, hf_files, value_shape
+from megatron_dapo.weights.side_files import hf_files
+from megatron_dapo.weights.value_weights import ValueWeights, value_shape
 
 WANDB_URL = "https://api.wandb.ai"
 STEP_METRICS = ("rollout/", "reward/", "train/", "data/")  # prefixes of a step's metrics

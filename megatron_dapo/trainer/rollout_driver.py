@@ -328,7 +328,8 @@ class RolloutDriver:
         self.cursor.begin_step(step)
         async with watch_load(self.engine) as load:
             batch = await self.sampler.collect(step)
-        batch.metrics |= {**self.cursor.metrics(batch), **load.metrics(), **take_shared_metrics()}
+        batch.metrics |= {**self.cursor.metrics(batch), **load.metrics()}
+        batch.metrics |= take_shared_metrics() if self._function is not None else {}
         shown = batch.groups[: self.config.observe.samples_groups]
         self._responses.add_texts([sample for group in shown for sample in group.samples])
         fault_points.reach("rollouts/after_collect")

@@ -7,7 +7,6 @@ peak is that of dense bf16 in the vendor's data sheet, so MFU exists on GPUs of 
 
 from __future__ import annotations
 
-import ctypes
 from pathlib import Path
 from typing import Any
 
@@ -57,28 +56,6 @@ def memory_metrics() -> dict[str, float]:
         found["memory/gpu_reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
         torch.cuda.reset_peak_memory_stats()
     return found
-
-
-def gpu_status() -> dict[str, float]:
-    """Of this rank's GPU, with what other processes use, from NVML: bytes, and the share of the last second in which a
-    kernel ran. NVML does not wait for CUDA, so a heartbeat may ask it. Empty without NVML."""
-    if not torch.cuda.is_initialized():
-        return {}
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-        uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}".encode()
-        handle, rates = ctypes.c_void_p(), (ctypes.c_uint * 2)()  # of kernels, of memory
-        memory = (ctypes.c_ulonglong * 3)()  # total, free, used
-        if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(handle)):
-            return {}
-        found = {}
-        if not nvml.nvmlDeviceGetMemoryInfo(handle, memory):
-            found = {"memory_used_bytes": float(memory[2]), "memory_total_bytes": float(memory[0])}
-        if not nvml.nvmlDeviceGetUtilizationRates(handle, rates):
-            found["utilization_ratio"] = rates[0] / 100
-        return found
-    except (OSError, AttributeError, RuntimeError):
-        return {}
 
 
 class StepProfiler:

@@ -295,7 +295,7 @@ class Updates:
 
     def __init__(self, config: Config, policy: Policy, collectives: Collectives, critic: Critic | None = None) -> None:
         self.observer: Observer = NullObserver()
-        self.gate_passed = not config.trainer.gate.enabled
+        self.gate_passed = not config.gate.enabled
         self.skipped_in_a_row = 0
         self.critic_skipped_in_a_row = 0
         self.critic_is_ready = False  # pre-training has ended before its last step
@@ -317,7 +317,7 @@ class Updates:
         recomputes = self._recomputes_old_logprobs and step.trains_policy
         if recomputes or not self.gate_passed:
             logprobs = self._policy.old_log_probs(step.batch, step.mini_batches)
-            if self._config.trainer.gate.enabled and not self._pass_gate(step, version, logprobs):
+            if self._config.gate.enabled and not self._pass_gate(step, version, logprobs):
                 return False
             if recomputes:
                 step.batch.old_logprobs = logprobs
@@ -328,7 +328,7 @@ class Updates:
     def _pass_gate(self, step: TrainStep, version: int, logprobs: Floats) -> bool:
         """The first batch of a run must pass. The result of the first one of every start is reported."""
         first, self.gate_passed = not self.gate_passed, True
-        limits = gate_limits(self._config.trainer.gate, first=first, fresh=self._fresh(step, version))
+        limits = gate_limits(self._config.gate, first=first, fresh=self._fresh(step, version))
         gap, rejected = None, ""
         with self._collectives.on_driver("checking the gate") as mine:
             if mine:  # it has the engine's log-probs of every sample
@@ -399,7 +399,7 @@ class Updates:
     def _max_mismatch(self, step: TrainStep, version: int, first: bool) -> float | None:
         """Where the engine's log-probs are the old ones, the first update measures the mismatch before it changes a
         weight."""
-        gate = self._config.trainer.gate
+        gate = self._config.gate
         if not (first and gate.enabled) or self._config.recomputes_old_logprobs:
             return None
         return gate_limits(gate, first=False, fresh=self._fresh(step, version)).max_mean_gap

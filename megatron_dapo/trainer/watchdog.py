@@ -13,6 +13,7 @@ writes its stacks. SIGUSR2 writes them at any time.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import json
 import os
@@ -21,9 +22,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
+
+import torch
 
 from megatron_dapo.config.trainer import HeartbeatConfig
 from megatron_dapo.files import remove, write_atomically
@@ -38,17 +40,8 @@ def log_folder(run_dir: str | Path) -> Path:
 
 
 class Watchdog:
-    def __init__(
-        self,
-        config: HeartbeatConfig,
-        logs: Path,
-        rank: int,
-        world_size: int,
-        gpu_status: Callable[[], dict[str, float]] = dict,
-    ) -> None:
-        """`gpu_status`: what a heartbeat says about this rank's GPU; it must not wait for the device."""
+    def __init__(self, config: HeartbeatConfig, logs: Path, rank: int, world_size: int) -> None:
         self._config = config
-        self._gpu_status = gpu_status
         self._rank = rank
         self._next = (rank + 1) % world_size
         self._world_size = world_size
@@ -110,7 +103,7 @@ class Watchdog:
         path = self._folder / f"rank_{self._rank}.json"
         self._status = {"beats": self._beats, "progress": self._progress, "doing": self._doing, "where": self._where(),
                         "host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}  # fmt: skip
-        self._status["gpu"] = self._gpu_status()
+        self._status["gpu"] = gpu_status()
         with contextlib.suppress(OSError):  # a full or unreachable file system must not end a run that works
             write_atomically(path, json.dumps(self._status), fsync=False)
 
@@ -189,3 +182,25 @@ class _Seen:
         if status["progress"] != self._progress:
             self._progress, self._progress_at = status["progress"], now
         return now - self._beat_at, now - self._progress_at
+
+
+def gpu_status() -> dict[str, float]:
+    """Of this rank's GPU, with what other processes use, from NVML: bytes, and the share of the last second in which a
+    kernel ran. NVML does not wait for CUDA, so a heartbeat may ask it. Empty without NVML."""
+    if not torch.cuda.is_initialized():
+        return {}
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}".encode()
+        handle, rates = ctypes.c_void_p(), (ctypes.c_uint * 2)()  # of kernels, of memory
+        memory = (ctypes.c_ulonglong * 3)()  # total, free, used
+        if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(handle)):
+            return {}
+        found = {}
+        if not nvml.nvmlDeviceGetMemoryInfo(handle, memory):
+            found = {"memory_used_bytes": float(memory[2]), "memory_total_bytes": float(memory[0])}
+        if not nvml.nvmlDeviceGetUtilizationRates(handle, rates):
+            found["utilization_ratio"] = rates[0] / 100
+        return found
+    except (OSError, AttributeError, RuntimeError):
+        return {}

@@ -1,14 +1,15 @@
 """Copies tensors from one checkpoint's files to another's, block by block, on several threads.
 
 The writers (`formats/`) fix the place of every byte before the first one is copied (`TensorWrite`). `FileParts` fills
-any range of a file: where the source has the same bytes in the same order, they are read straight to their place, else
-rows are read and converted. Every value is checked: tensors with values that are not finite are collected.
+any range of a file: where the source has the same bytes in the same order, they are copied as they are, else rows are
+read and converted. Every value is checked: tensors with values that are not finite are collected.
 
-Threads take the blocks of all files in order. A block is filled while the kernel reads the next ones,
-and written past the page cache: that needs an eighth of the CPU time of a buffered write here, and leaves nothing for
-the final flush. File systems that cannot do this are written to as usual. Memory holds one block per thread, whatever
-the size of the model; safetensors and torch.save would need whole tensors. benchmarks/convert.py prints the speed
-beside `cp`. A finished file is on disk and has a mark, so that the next run after a kill keeps it.
+Threads take the blocks of all files in order. What is not in the page cache is read past it, small parts excepted: the
+kernel reads those while earlier blocks are filled. Blocks are written past the page cache, too: that needs an eighth of
+the CPU time of a buffered write here, and leaves nothing for the final flush. File systems that cannot do this are read
+and written as usual. Memory holds two blocks per thread, whatever the size of the model; safetensors and torch.save
+would need whole tensors. benchmarks/convert.py prints the speed beside `cp`. A finished file is on disk and has a mark,
+so that the next run after a kill keeps it.
 """
 
 from __future__ import annotations
@@ -33,13 +34,12 @@ import numpy as np
 
 from megatron_dapo.files import Dtype, StoredTensor
 from megatron_dapo.weights.destination import CopyGroup
-from megatron_dapo.weights.formats.readers import CheckpointReader
+from megatron_dapo.weights.formats.readers import ALIGN, CheckpointReader, bytes_of
 from megatron_dapo.weights.formats.torch_zip import TensorArchive
 from megatron_dapo.weights.mapping import WeightsError
 
 _CACHED = 2**20  # bytes that are read and checked at a time: they fit the cache of a core
 BLOCK = 8 * 2**20  # a multiple of ALIGN
-ALIGN = 4096  # of offsets, lengths and memory of direct writes
 ALONE = CopyGroup()
 _BYTE = Dtype("uint8")
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -135,13 +135,16 @@ class FileParts:
                 yield part, low, high
 
     def prefetch(self, start: int, end: int) -> None:
-        """Ask the kernel to read what the range needs from disk, without waiting."""
+        """Ask the kernel to read what the range needs from disk, without waiting; not what `fill` reads directly."""
         for part, low, high in self._inside(start, end):
-            if part.stored is not None:
-                self.source.prefetch(part.stored.file, part.stored.offset + low, high - low)
+            if part.stored is not None and not self.source.reads_direct(found := bytes_of(part.stored, low, high)):
+                self.source.prefetch(found.file, found.offset, found.nbytes)
 
-    def fill(self, view: memoryview, start: int) -> int:
-        """Fill `view` with bytes [start, start + len(view)) of the file. Returns how many of them are weights."""
+    def fill(self, view: memoryview, start: int, scratch: memoryview) -> int:
+        """Fill `view` with bytes [start, start + len(view)) of the file. Returns how many of them are weights.
+
+        `scratch`: aligned memory for direct reads, ALIGN bytes longer than `view`.
+        """
         filled, weights = start, 0
         for part, low, high in self._inside(start, start + len(view)):
             at = part.at + low
@@ -149,25 +152,38 @@ class FileParts:
             if part.rows is None:
                 view[at - start : at - start + high - low] = part.data[low:high]
             else:
+                raw = self._read_direct(part, low, high, scratch)
                 for first in range(low, high, _CACHED):
                     last, begin = min(high, first + _CACHED), part.at + first - start
-                    self._fill_rows(part, part.rows, first, last, view[begin : begin + last - first])
+                    place = view[begin : begin + last - first]
+                    self._fill_rows(part, part.rows, first, last, place, raw[first - low : last - low])
                 weights += high - low
             filled = part.at + high
         _clear(view[filled - start :])
         return weights
 
-    def _fill_rows(self, part: _Part, rows: RowRange, low: int, high: int, view: memoryview) -> None:
+    def _read_direct(self, part: _Part, low: int, high: int, scratch: memoryview) -> memoryview:
+        """Bytes [low, high) of a part in the scratch memory; none if they are cached or not those of the source."""
+        if part.stored is None:
+            return scratch[:0]
+        begin = self.source.read_direct(bytes_of(part.stored, low, high), scratch, 0)
+        return scratch[:0] if begin is None else scratch[begin : begin + high - low]
+
+    def _fill_rows(self, part: _Part, rows: RowRange, low: int, high: int, view: memoryview, raw: memoryview) -> None:
+        """Bytes [low, high) of a part. `raw`: the same if they have been read, else empty."""
         item = part.dtype.itemsize
         if part.stored is not None and low % item == high % item == 0:
-            self.source.read_into(part.stored, low, view)
+            if raw:
+                view[:] = raw
+            else:
+                self.source.read_into(part.stored, low, view)
             finite = all_finite(view, part.dtype)
         else:  # other values than the file's, or an element across the end of a block
             width = part.nbytes // rows.count
             first, last = low // width, -(-high // width)
-            raw = self.source.converted(rows.name, rows.start + first, last - first, part.dtype)
-            view[:] = raw[low - first * width : high - first * width]
-            finite = all_finite(raw, part.dtype)
+            values = self.source.converted(rows.name, rows.start + first, last - first, part.dtype)
+            view[:] = values[low - first * width : high - first * width]
+            finite = all_finite(values, part.dtype)
         if not finite:
             self.not_finite.add(self.source.where(rows.name))
 
@@ -276,16 +292,17 @@ class _Job:
         self._contents[number].prefetch(at, at + BLOCK)
 
     def new_worker(self) -> Callable[[tuple[int, int]], None]:
-        return partial(self._run, memoryview(mmap.mmap(-1, -(-BLOCK // ALIGN) * ALIGN)))
+        size = -(-BLOCK // ALIGN) * ALIGN
+        return partial(self._run, memoryview(mmap.mmap(-1, size)), memoryview(mmap.mmap(-1, size + ALIGN)))
 
-    def _run(self, buffer: memoryview, block: tuple[int, int]) -> None:
+    def _run(self, buffer: memoryview, scratch: memoryview, block: tuple[int, int]) -> None:
         number, at = block
         content = self._contents[number]
         with self._lock:
             fd = self._descriptor(number)
         length = min(BLOCK, content.file.size - at)
         data = buffer[: -(-length // ALIGN) * ALIGN]  # the end of the file is cut off afterwards
-        weights = content.fill(data, at)
+        weights = content.fill(data, at, scratch)
         if number not in self._compare or os.pread(fd, length, at) != bytes(data[:length]):
             _write(fd, data, at)
         with self._lock:

@@ -136,7 +136,7 @@ def _delta_rows(linear: LinearAttention) -> Rows:
                 yield source, head * sum(per_head) + sum(per_head[:part]), rows
 
 
-def _mapping(t: Template, shape: ModelShape, to: str = "", hf: str = "", layer: int | None = None,
+def _mapping(t: Template, shape: ModelShape, prefix: str = "", hf: str = "", layer: int | None = None,
          expert: int | None = None) -> ParameterMapping:  # fmt: skip
     sizes = _sizes(shape)
 
@@ -145,7 +145,7 @@ def _mapping(t: Template, shape: ModelShape, to: str = "", hf: str = "", layer: 
 
     hf_shapes = tuple(dims(words) for _, words in t.hf)
     return ParameterMapping(
-        name=to + t.name, shape=dims(t.shape), hf=tuple(hf + name for name, _ in t.hf), hf_shapes=hf_shapes,
+        name=prefix + t.name, shape=dims(t.shape), hf=tuple(hf + name for name, _ in t.hf), hf_shapes=hf_shapes,
         transform=t.transform, split=t.split, segments=_segments(t.transform, shape, hf_shapes), parts=dims(t.parts),
         layer=layer, expert=expert, vocabulary=t.shape.startswith("vocab"), tied=t.when == "tied_embeddings",
     )  # fmt: skip
@@ -156,15 +156,20 @@ def _mappings(shape: ModelShape) -> Iterator[ParameterMapping]:
     yield from (_mapping(t, shape, hf=shape.prefix) for t in tensors.top if t.applies(shape))
     heads = VALUE_HEAD if shape.head == "value" else (tensors.head,)
     yield from (_mapping(t, shape) for t in heads if t.applies(shape))
-    linear = set(shape.linear_layers)
     for layer in range(shape.layers):
-        to, hf = f"decoder.layers.{layer}.", f"{shape.prefix}layers.{layer}."
-        attention = tensors.linear if layer in linear else tensors.attention
-        templates = (*attention, *tensors.layer, *(tensors.moe if shape.has_experts(layer) else tensors.mlp))
-        yield from (_mapping(t, shape, to, hf, layer) for t in templates if t.applies(shape))
-        for expert in range(shape.experts if shape.has_experts(layer) else 0):
-            to_expert, hf_expert = f"{to}mlp.experts.local_experts.{expert}.", f"{hf}mlp.experts.{expert}."
-            yield from (_mapping(t, shape, to_expert, hf_expert, layer, expert) for t in tensors.expert)
+        yield from layer_mappings(shape, layer)
+
+
+def layer_mappings(shape: ModelShape, layer: int) -> Iterator[ParameterMapping]:
+    """Those of one layer."""
+    tensors = FAMILIES[shape.architecture].tensors
+    prefix, hf = f"decoder.layers.{layer}.", f"{shape.prefix}layers.{layer}."
+    attention = tensors.linear if layer in shape.linear_layers else tensors.attention
+    templates = (*attention, *tensors.layer, *(tensors.moe if shape.has_experts(layer) else tensors.mlp))
+    yield from (_mapping(t, shape, prefix, hf, layer) for t in templates if t.applies(shape))
+    for expert in range(shape.experts if shape.has_experts(layer) else 0):
+        expert_prefix, hf_expert = f"{prefix}mlp.experts.local_experts.{expert}.", f"{hf}mlp.experts.{expert}."
+        yield from (_mapping(t, shape, expert_prefix, hf_expert, layer, expert) for t in tensors.expert)
 
 
 @lru_cache(maxsize=8)

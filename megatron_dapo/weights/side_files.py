@@ -14,6 +14,7 @@ from megatron_dapo.config.model import ModelShape
 from megatron_dapo.files import INDEX, SINGLE, StoredTensor, safetensors_header
 from megatron_dapo.weights.copy import OutputFile, RowRange, TensorWrite, copy_tensors
 from megatron_dapo.weights.formats.readers import HFReader
+from megatron_dapo.weights.locate import HF_FILES, METADATA
 
 FILE = SINGLE
 ONLY, SHARD = "model-00001-of-00001.safetensors", "model-carried.safetensors"
@@ -24,6 +25,11 @@ _WEIGHTS = (
 )  # fmt: skip
 _FOLDERS = ("additional_chat_templates",)
 _TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "*.tiktoken")
+
+
+def hf_files(model: str | Path) -> Path:
+    """The folder with config.json and tokenizer: the model itself, or that of a checkpoint."""
+    return Path(model) / HF_FILES if (Path(model) / METADATA).exists() else Path(model)
 
 
 def side_files(folder: Path) -> tuple[list[Path], list[str]]:

@@ -16,8 +16,9 @@ from megatron_dapo.config.families.tensors import VALUE_HEAD
 from megatron_dapo.config.model import ModelShape, value_classes
 from megatron_dapo.weights.formats.megatron_reader import MegatronAsHF
 from megatron_dapo.weights.formats.readers import HFReader
-from megatron_dapo.weights.locate import HF_FILES, METADATA
+from megatron_dapo.weights.locate import METADATA
 from megatron_dapo.weights.mapping import HEAD, hf_shapes
+from megatron_dapo.weights.side_files import hf_files
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,11 +27,6 @@ OURS = tuple(template.hf[0][0] for template in VALUE_HEAD)
 # The head's weight or bias under the names of reward models (transformers), TRL and others.
 ENDINGS = {name: name.removeprefix("score") for name in OURS}
 HEADS = ("score", "v_head.summary", "v_head", "value_head.summary", "value_head")
-
-
-def hf_files(model: str | Path) -> Path:
-    """The folder with config.json and tokenizer: the model itself, or that of a checkpoint."""
-    return Path(model) / HF_FILES if (Path(model) / METADATA).exists() else Path(model)
 
 
 def value_shape(model: str | Path) -> ModelShape:

@@ -25,6 +25,7 @@ from megatron_dapo.selfcheck.trace import gather_full
 
 KINDS = ["torch", "transformer_engine", "apex"]
 SHAPE = synthetic_shape("dense")
+UPDATES = 2  # before the checkpoint
 
 
 def make(rendezvous, layout, kind):
@@ -67,7 +68,7 @@ def save_after(rendezvous, layout, kind, folder, updates):
     for seed in range(updates):
         update_once(policy, seed)
     save_policy(policy, folder)
-    return update(policy, (7, 8))
+    return update(policy, (7,))
 
 
 def load_and_update(rendezvous, layout, kind, folder, updates):
@@ -76,7 +77,7 @@ def load_and_update(rendezvous, layout, kind, folder, updates):
     update_once(policy, seed=9)  # state that loading must replace
     load_policy(policy, folder)
     assert policy.updates == updates and set(steps(policy)) == {updates}
-    return update(policy, (7, 8))
+    return update(policy, (7,))
 
 
 def run(function, layout, *args):
@@ -85,7 +86,7 @@ def run(function, layout, *args):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A checkpoint, made once: its folder, and what two updates after it give."""
+    """A checkpoint, made once: its folder, and what an update after it gives."""
 
     @functools.cache
     def make_checkpoint(layout, kind, updates):
@@ -106,9 +107,9 @@ def assert_same(found, expected):
          ("transformer_engine", "do"), ("apex", "single"), ("torch", "dp2do")),
 )  # fmt: skip
 def test_training_continues_bit_for_bit(kind, layout, saved):
-    folder, expected = saved(layout, kind, 3)
-    assert expected[2] == {5}
-    assert_same(run(load_and_update, layout, kind, folder, 3), expected)
+    folder, expected = saved(layout, kind, UPDATES)
+    assert expected[2] == {UPDATES + 1}
+    assert_same(run(load_and_update, layout, kind, folder, UPDATES), expected)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +120,7 @@ def test_training_continues_bit_for_bit(kind, layout, saved):
 def test_a_checkpoint_from_before_the_first_update(kind, layout, saved):
     """A run that is stopped while it samples its first batch saves this."""
     folder, expected = saved(layout, kind, 0)
-    assert expected[2] == {2}
+    assert expected[2] == {1}
     assert_same(run(load_and_update, layout, kind, folder, 0), expected)
 
 
@@ -133,8 +134,8 @@ CHANGES = [("torch", "transformer_engine"), ("apex", "torch")]
 )  # fmt: skip
 def test_another_optimizer_continues_with_the_step_count(before, after, layout, saved):
     """Transformer Engine was installed or removed between two runs. The kernels round differently."""
-    folder, (losses, weights, counts) = saved(layout, before, 3)
-    found_losses, found, found_counts = run(load_and_update, layout, after, folder, 3)
+    folder, (losses, weights, counts) = saved(layout, before, UPDATES)
+    found_losses, found, found_counts = run(load_and_update, layout, after, folder, UPDATES)
     assert found_losses == pytest.approx(losses, rel=1e-5) and found_counts == counts
     assert all((found[name] - weight).abs().max() <= 1e-5 for name, weight in weights.items())
 
@@ -160,8 +161,8 @@ def load_without_step(rendezvous, layout, kind, folder, updates):
     ),
 )
 def test_a_checkpoint_without_a_step_count_has_one_step_per_update(kind, layout, saved):
-    folder, expected = saved(layout, kind, 3)
-    assert_same(run(load_without_step, layout, kind, folder, 3), expected)
+    folder, expected = saved(layout, kind, UPDATES)
+    assert_same(run(load_without_step, layout, kind, folder, UPDATES), expected)
 
 
 def load_with_two_steps(rendezvous, layout, kind, folder):
@@ -173,12 +174,12 @@ def load_with_two_steps(rendezvous, layout, kind, folder):
         return state
 
     policy_state.dist_checkpointing.load = altered
-    with pytest.raises(CheckpointError, match=r"c cannot be loaded: .* different step counts .*: \[3, 99\]"):
+    with pytest.raises(CheckpointError, match=r"c cannot be loaded: .* different step counts .*: \[2, 99\]"):
         load_policy(make(rendezvous, layout, kind), folder)
 
 
 def test_different_step_counts_are_an_error(saved):
-    folder, _ = saved("do", "torch", 3)
+    folder, _ = saved("do", "torch", UPDATES)
     run(load_with_two_steps, "do", "torch", folder)
 
 
@@ -224,19 +225,19 @@ def update_hybrid(policy, seeds):
 
 def save_hybrid(rendezvous, layout, folder):
     policy = hybrid_policy(rendezvous, layout, seed=0)
-    update_hybrid(policy, (0, 1, 2))
+    update_hybrid(policy, (0, 1))
     save_policy(policy, folder)
-    return update_hybrid(policy, (7, 8))
+    return update_hybrid(policy, (7,))
 
 
 def load_hybrid(rendezvous, layout, folder):
     policy = hybrid_policy(rendezvous, layout, seed=5)
     update_hybrid(policy, (9,))
     load_policy(policy, folder)
-    return update_hybrid(policy, (7, 8))
+    return update_hybrid(policy, (7,))
 
 
-@pytest.mark.parametrize("layout", some(["do", "dp2do"], "dp2do"))
+@pytest.mark.parametrize("layout", some(["do", "dp2do"], "do"))
 def test_a_model_with_parameters_of_two_types_continues_bit_for_bit(layout, tmp_path):
     """Megatron looks up the state of a parameter by its place in its group, and then moves fp32 parameters to the
     front of the group."""
@@ -264,10 +265,19 @@ def split_by_fraction(self, fraction):
     return on_host, on_device, copies, back, in_fp32
 
 
+def share_state(self):
+    """As Megatron does after loading, without moving a tensor to CUDA."""
+    for optimizer in self.sub_optimizers:
+        for parameter, state in optimizer.state.items():
+            tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+            self.state[self.inner_param_to_orig_param.get(parameter, parameter)].update(tensors)
+
+
 def offloading_policy(rendezvous, layout, fraction):
     fused_adam.use("transformer_engine")
     megatron_optimizer.Adam = FusedAdam
     HybridDeviceOptimizer._get_sub_optimizer_param_groups = split_by_fraction
+    HybridDeviceOptimizer._move_new_state_to_right_device = share_state
     optimizer_config.is_te_min_version = lambda version: True
     gpt.check_hardware = lambda policy, te: None
     raw = selfcheck_config(LayoutSpec.parse(layout)).model_dump()
@@ -285,5 +295,5 @@ def offloading_policy(rendezvous, layout, fraction):
 )
 def test_an_offloaded_optimizer_continues_bit_for_bit(layout, fraction, updates, saved):
     folder, expected = saved(layout, fraction, updates)
-    assert expected[2] == {updates + 2}
+    assert expected[2] == {updates + 1}
     assert_same(run(load_and_update, layout, fraction, folder, updates), expected)

@@ -1,5 +1,6 @@
 """Policy checkpoints: saved in one layout and loaded in another, training continues with the same numbers."""
 
+import functools
 import queue
 
 import pytest
@@ -30,9 +31,8 @@ def update(policy, seed):
     return policy.update(awkward_batch(policy.shape, seed, samples=8))
 
 
-def two_more_updates(policy):
-    metrics = [update(policy, seed) for seed in (2, 3)]
-    return metrics[-1]["loss"], gather_full(policy, policy.runtime, gradient=False)
+def one_more_update(policy):
+    return update(policy, 2)["loss"], gather_full(policy, policy.runtime, gradient=False)
 
 
 def train_and_save(rendezvous, layout, model, folder):
@@ -41,41 +41,54 @@ def train_and_save(rendezvous, layout, model, folder):
     for seed in (0, 1):
         update(policy, seed)
     save_policy(policy, folder)
-    return two_more_updates(policy)
+    return one_more_update(policy)
 
 
 def load_and_train(rendezvous, layout, model, folder):
     policy = make(rendezvous, layout, model)
     load_policy(policy, folder)
     assert policy.updates == 2
-    return two_more_updates(policy)
+    return one_more_update(policy)
 
 
 def run(function, layout, *args):
     return run_ranks(LayoutSpec.parse(layout).world_size, function, layout, *args)[0]
 
 
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A checkpoint, made once: its folder, and the loss and the weights of the update after it."""
+
+    @functools.cache
+    def make_checkpoint(function, layout, model):
+        folder = tmp_path_factory.mktemp("saved") / "c"
+        return folder, *run(function, layout, model, folder)
+
+    return make_checkpoint
+
+
+LAYOUTS = {  # model, saved, loaded
+    "dp2": ("dense", "dp2do", ["tp2spdo", "dp2do", "pp2vpp2do"]),
+    "pieces-on-two-ranks": ("dense", "cp2dp2do", ["pp2vpp2do", "cp2dp2do", "pp2do"]),
+    "tp2pp2-tied": ("tied", "tp2pp2do", ["dp2do", "do", "pp2do"]),
+    "without-distributed-optimizer": ("dense", "tp2", ["pp2", "dp2"]),
+    "moe": ("moe", "ep2do", ["do", "ep2do", "ep2tp2spdo"]),  # two optimizers, then one
+    "moe-one-optimizer-of-two": ("moe", "tp2spdo", ["dp2do"]),
+    "moe-two-optimizers-of-one": ("moe", "dp2do", ["ep2do"]),
+    "moe-without-distributed-optimizer": ("moe", "dp2", ["ep2"]),
+}
+
+
 @pytest.mark.parametrize(
-    ("model", "saved", "loaded"),
-    [
-        ("dense", "dp2do", ["tp2spdo", "dp2do", "pp2vpp2do"]),
-        ("dense", "cp2dp2do", ["pp2vpp2do", "cp2dp2do", "pp2do"]),
-        ("tied", "tp2pp2do", ["dp2do", "do", "pp2do"]),
-        ("dense", "tp2", ["pp2", "dp2"]),
-        ("moe", "ep2do", ["do", "ep2do", "ep2tp2spdo"]),
-        ("moe", "tp2spdo", ["dp2do"]),
-        ("moe", "dp2do", ["ep2do"]),
-        ("moe", "dp2", ["ep2"]),
-    ],
-    ids=[
-        "dp2", "pieces-on-two-ranks", "tp2pp2-tied", "without-distributed-optimizer", "moe", "moe-one-optimizer-of-two",
-        "moe-two-optimizers-of-one", "moe-without-distributed-optimizer",
-    ],
+    "case",
+    some(LAYOUTS, "dp2", "pieces-on-two-ranks", "tp2pp2-tied", "without-distributed-optimizer", "moe",
+         "moe-two-optimizers-of-one"),
 )  # fmt: skip
-def test_training_continues_in_another_layout(model, saved, loaded, tmp_path):
-    loss, weights = run(train_and_save, saved, model, tmp_path / "c")
+def test_training_continues_in_another_layout(case, checkpoint):
+    model, saved, loaded = LAYOUTS[case]
+    folder, loss, weights = checkpoint(train_and_save, saved, model)
     for layout in loaded if ALL_CASES else loaded[:1]:
-        found_loss, found = run(load_and_train, layout, model, tmp_path / "c")
+        found_loss, found = run(load_and_train, layout, model, folder)
         assert found_loss == pytest.approx(loss, rel=1e-5), layout
         for name in weights:
             exact = layout == saved
@@ -83,9 +96,9 @@ def test_training_continues_in_another_layout(model, saved, loaded, tmp_path):
             assert difference == 0 if exact else difference <= 1e-5, (layout, name)
 
 
-def test_every_data_parallel_rank_writes_a_part(tmp_path):
-    run(train_and_save, "dp4do", "dense", tmp_path / "c")
-    written = [sum(p.stat().st_size for p in (tmp_path / "c").glob(f"__{rank}_*.distcp")) for rank in range(4)]
+def test_every_data_and_context_parallel_rank_writes_a_part(checkpoint):
+    folder, *_ = checkpoint(train_and_save, "cp2dp2do", "dense")
+    written = [sum(p.stat().st_size for p in folder.glob(f"__{rank}_*.distcp")) for rank in range(4)]
     assert min(written) > 0.1 * sum(written) and max(written) < 0.5 * sum(written), written
 
 
@@ -99,39 +112,45 @@ def save_with_megatron(rendezvous, layout, model, folder):
     state = policy_state._sharded_state(policy, is_loading=False)
     folder.mkdir(exist_ok=True)
     dist_checkpointing.save(state, str(folder), content_metadata=policy_state._metadata(policy))
-    return two_more_updates(policy)
+    return one_more_update(policy)
 
 
 @pytest.mark.parametrize(
     ("layout", "model"),
     some([("dp2do", "dense"), ("tp2", "tied"), ("ep2do", "moe")], ("tp2", "tied"), ("ep2do", "moe")),
 )
-def test_a_checkpoint_that_megatron_wrote_loads(layout, model, tmp_path):
-    loss, weights = run(save_with_megatron, layout, model, tmp_path / "c")
-    found_loss, found = run(load_and_train, layout, model, tmp_path / "c")
+def test_a_checkpoint_that_megatron_wrote_loads(layout, model, checkpoint):
+    folder, loss, weights = checkpoint(save_with_megatron, layout, model)
+    found_loss, found = run(load_and_train, layout, model, folder)
     assert found_loss == loss and all(torch.equal(found[name], weights[name]) for name in weights)
 
 
-def same_contents(rendezvous, layout, model, folder):
-    """Reads both checkpoints with torch's own reader, tensor by tensor."""
+def load_and_save(rendezvous, layout, model, folder, ours):
     policy = make(rendezvous, layout, model)
-    load_policy(policy, folder / "megatron")
-    save_policy(policy, folder / "ours")
-    described = [FileSystemReader(folder / name).read_metadata() for name in ("megatron", "ours")]
-    theirs, ours = (metadata.state_dict_metadata for metadata in described)
-    assert theirs.keys() - {"common_state/shard_0_1"} == ours.keys()  # newer versions keep common.pt there
-    for key, value in theirs.items():
-        if isinstance(value, TensorStorageMetadata):
-            assert (ours[key].size, ours[key].properties.dtype) == (value.size, value.properties.dtype), key
-            tensors = [torch.empty(value.size, dtype=value.properties.dtype) for _ in range(2)]
-            for name, tensor in zip(("megatron", "ours"), tensors, strict=True):
-                dcp.load({key: tensor}, checkpoint_id=folder / name)
-            assert torch.equal(*tensors), key
+    load_policy(policy, folder)
+    save_policy(policy, ours)
 
 
-def test_our_writer_and_megatrons_write_the_same(tmp_path):
-    run(save_with_megatron, "do", "moe", tmp_path / "megatron")
-    run_ranks(1, same_contents, "do", "moe", tmp_path)
+def read(folder):
+    """All tensors of a checkpoint, with torch's own reader; and the names of all values."""
+    described = FileSystemReader(folder).read_metadata().state_dict_metadata
+    tensors = {
+        key: torch.full(value.size, 7, dtype=value.properties.dtype)
+        for key, value in described.items()
+        if isinstance(value, TensorStorageMetadata)
+    }
+    dcp.load(tensors, checkpoint_id=folder, no_dist=True)
+    return tensors, described.keys()
+
+
+def test_our_writer_and_megatrons_write_the_same(checkpoint, tmp_path):
+    folder, *_ = checkpoint(save_with_megatron, "ep2do", "moe")
+    run(load_and_save, "ep2do", "moe", folder, tmp_path / "ours")
+    (theirs, their_names), (ours, our_names) = read(folder), read(tmp_path / "ours")
+    assert {name for name in their_names if not name.startswith("common_state/")} == our_names  # newer: as common.pt
+    assert theirs.keys() == ours.keys() and len(ours) > 20
+    for key, tensor in theirs.items():
+        assert ours[key].dtype == tensor.dtype and torch.equal(ours[key], tensor), key
 
 
 def save_in_small_pieces(rendezvous, folder):
@@ -170,13 +189,13 @@ def forget_moments(rendezvous, layout, model, folder):
     for _, state in policy.optimizer.state.items():
         state["exp_avg"].zero_()
         state["step"] = torch.zeros_like(state["step"])
-    return two_more_updates(policy)
+    return one_more_update(policy)
 
 
-def test_a_lost_optimizer_state_would_be_noticed(tmp_path):
+def test_a_lost_optimizer_state_would_be_noticed(checkpoint):
     """The comparison above is able to fail."""
-    _, weights = run(train_and_save, "do", "dense", tmp_path / "c")
-    _, found = run(forget_moments, "do", "dense", tmp_path / "c")
+    folder, _, weights = checkpoint(train_and_save, "do", "dense")
+    _, found = run(forget_moments, "do", "dense", folder)
     assert max(float((found[name] - weights[name]).abs().max()) for name in weights) > 1e-4
 
 
@@ -194,6 +213,6 @@ def load_other_model(rendezvous, folder):
         load_policy(make(rendezvous, "do", "moe"), folder)
 
 
-def test_a_checkpoint_of_another_model_is_an_error(tmp_path):
-    run(train_and_save, "do", "dense", tmp_path / "c")
-    run_ranks(1, load_other_model, tmp_path / "c")
+def test_a_checkpoint_of_another_model_is_an_error(checkpoint):
+    folder, *_ = checkpoint(train_and_save, "do", "dense")
+    run_ranks(1, load_other_model, folder)

@@ -142,10 +142,6 @@ def test_a_question_in_two_files_belongs_to_the_first(tmp_path):
     assert (report.rows, report.kept, report.duplicates, report.in_conflict) == (3, 1, 1, 1)
     assert "first.jsonl: 2 prompts of 3 rows" in found.report() and "second.jsonl: 1 prompts of 3" in found.report()
     assert {p.meta["file"] for p in found.training["more"]} == {"more"}
-    kept = load(tmp_path, {"sources": [{"path": first}, {"path": second}], "conflicts": "first"})
-    assert [len(loaded) for loaded in kept.training.values()] == [3, 1]
-    every_row = load(tmp_path, {"sources": [{"path": first}, {"path": second}], "duplicates": "keep"})
-    assert [len(loaded) for loaded in every_row.training.values()] == [3, 3]
 
 
 def test_a_file_without_a_question_of_its_own_is_refused(tmp_path):

@@ -151,23 +151,13 @@ DUPLICATES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("settings", "answers"),
-    [
-        ({}, ["2", "6"]),
-        ({"conflicts": "first"}, ["2", "4", "6"]),
-        ({"conflicts": "majority"}, ["2", "5", "6"]),
-        ({"duplicates": "keep"}, ["2", "02", "4", "5", "5", "6"]),
-    ],
-)
-def test_duplicates_and_conflicting_answers(tmp_path, tokenizer, settings, answers):
-    prompts = load(write(tmp_path / "twice.jsonl", DUPLICATES), tokenizer, **settings)
-    assert [p.answer for p in prompts] == answers
+def test_duplicates_and_conflicting_answers(tmp_path, tokenizer):
+    prompts = load(write(tmp_path / "twice.jsonl", DUPLICATES), tokenizer)
+    assert [p.answer for p in prompts] == ["2", "6"]
     assert len({p.id for p in prompts}) == len(prompts)
-    if settings != {"duplicates": "keep"}:
-        assert prompts.report.duplicates == 3
-        assert prompts.report.conflicts == {"2+2=": {"4": [3], "5": [4, 5]}}
-        assert accounted(prompts.report)
+    assert prompts.report.duplicates == 3
+    assert prompts.report.conflicts == {"2+2=": {"4": [3], "5": [4, 5]}}
+    assert accounted(prompts.report)
 
 
 def test_ids_do_not_depend_on_file_order_or_template(tmp_path, tokenizer):

@@ -64,12 +64,12 @@ def test_a_run_calls_the_functions_of_the_journeys_in_this_order(trace):
 
 # Lower a number when the way has become shorter. A higher one needs a reason in the commit.
 LIMITS = {
-    "package lines": 52_000,
+    "package lines": 52_545,
     "package files": 270,
-    "files entered by the run": 99,
-    "file → file call edges": 262,
+    "files entered by the run": 96,
+    "file → file call edges": 240,  # 231 in five runs; under load another order of the threads may add a few
     "pairs of files that call each other both ways": 0,
-    "files from taking a prompt to the optimizer step": 53,
+    "files from taking a prompt to the optimizer step": 50,
 }
 
 

@@ -70,7 +70,7 @@ class Reinforce(Objective):
 
 
 def test_a_run_with_an_objective_a_grader_and_a_filter_of_one_file_each(tmp_path, monkeypatch):
-    from forked import records, run
+    from forked import run, steps_of
     from tiny_run import raw_config
 
     (tmp_path / "own_grader.py").write_text(GRADER)
@@ -82,7 +82,7 @@ def test_a_run_with_an_objective_a_grader_and_a_filter_of_one_file_each(tmp_path
         rollout__group_filter="python:own_filter.not_all_alike", algorithm__objective="python:own_loss.Reinforce",
     )  # fmt: skip
     assert run(raw) == 0
-    (metrics,) = [metrics for _, kind, metrics in records(tmp_path / "run") if kind == "step"]
+    (metrics,) = steps_of(tmp_path / "run")
     assert metrics["rollout/groups_kept"] == 4
     assert metrics["rollout/dropped/alike"] > 0, "the reason of the filter is a metric, without another file"
     assert metrics["train/surprise"] > 0, "a metric of the objective is recorded, without another file"

@@ -22,6 +22,8 @@ spec = importlib.util.spec_from_file_location("build_notebook", ROOT / "tools/bu
 build = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(build)
 SHORTER = {
+    "from quickstart.quickstart import make_model": "from quickstart import quickstart\n"
+    "quickstart.PRETRAINING_BATCH = 32\nmake_model = quickstart.make_model",
     "STEPS, PRETRAINING = 12, 1500": "STEPS, PRETRAINING = 1, 100",
     '"evaluate.every": 0,': '"evaluate.every": 0, "trainer.prompts_per_step": 4, "trainer.mini_batch_prompts": 2,'
     ' "rollout.dynamic_sampling": False, "observe.report": False,',

@@ -9,6 +9,7 @@ from megatron_dapo.cli import main
 from megatron_dapo.config import Config, parse_config
 from megatron_dapo.doctor import Check, Probe
 from megatron_dapo.doctor.command import probes, run
+from megatron_dapo.doctor.machine import bitwise_resume
 from megatron_dapo.errors import UserError
 
 
@@ -64,7 +65,7 @@ def test_the_configuration_selects_the_checks():
     assert {"python", "packages", "lock", "apex", "gpu", "torch", "attention", "kernels", "run directory", "disk",
             "shared memory", "clock", "limits", "hf cache", "slurm", "ports", "weights"} == names  # fmt: skip
     named = parse_config({"policy": {"model": "somewhere"}, "rollout": {"engine": "sglang"}})
-    assert {probe.name for probe in probes(named, named=True)} - names == {"sglang", "model"}
+    assert {probe.name for probe in probes(named, named=True)} - names == {"sglang", "bitwise resume", "model"}
     embedded = parse_config({"rollout": {"engine": "embedded"}})
     assert not {"sglang", "ports", "weights"} & {probe.name for probe in probes(embedded, named=True)}
 
@@ -105,3 +106,24 @@ def test_a_run_directory_is_examined_and_not_changed(tmp_path, capsys):
     assert "1 records, the last of step 1; no record: line 2" in found["metrics"]["found"]
     assert "logs is in the way; .step_3.tmp is unfinished" in found["leftovers"]["found"]
     assert sorted(tmp_path.rglob("*")) == before
+
+
+BITWISE = {
+    "policy": {"true_on_policy": True},
+    "rollout": {"engine": "sglang", "sampler": {"order": "prompt", "unfinished": "finish"}},
+}
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "status", "cause"),
+    [
+        ("policy", {}, "ok", "no setting"),
+        ("rollout", {"sampler": {"order": "prompt"}}, "warn", "sampler.unfinished"),
+        ("rollout", {"sampler": {"unfinished": "finish"}}, "warn", "sampler.order"),
+        ("policy", {"true_on_policy": False}, "ok", "--enable-deterministic-inference"),
+        ("policy", {"true_on_policy": False, "deterministic": True}, "warn", "--enable-deterministic-inference"),
+    ],
+)
+def test_what_prevents_a_bitwise_resume_is_named(section, change, status, cause):
+    check = bitwise_resume(parse_config(BITWISE | {section: BITWISE[section] | change}))
+    assert check.status == status and cause in check.found

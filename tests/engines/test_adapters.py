@@ -1,43 +1,46 @@
 """LoRA's adapters in SGLang servers: they change without a pause, and every response has one version."""
 
 import asyncio
+import contextlib
 import os
 import re
 import shutil
 import signal
-import socket
-import subprocess
 
+import forked
 import numpy as np
 import pytest
 import torch
+from event_loop import until
 from fake_server import FakeServer
-from installed_sglang import API_KEY_VARIABLE, SGLANG_VERSIONS, sglang_python
+from installed_sglang import API_KEY_VARIABLE, SGLANG_VERSIONS, require_sglang, start_servers
+from long_lists import ALL_CASES
 from subject import PROMPT, run
 from tiny_model import reference_logprobs, tiny_model, write_model
-from tiny_run import command, environment, raw_config, write_config
+from tiny_run import raw_config
 
 from megatron_dapo.config import ConfigError, ModelShape, check_config, parse_config
+from megatron_dapo.config.policy import LoraConfig
 from megatron_dapo.engines.protocol import SamplingParams, WeightUpdateError
 from megatron_dapo.engines.sglang import client, transports
 from megatron_dapo.engines.sglang.engine import SGLangEngine
 from megatron_dapo.engines.sglang.fleet import Fleet
-from megatron_dapo.engines.sglang.server_process import ServerProcess
 from megatron_dapo.errors import EngineError
 from megatron_dapo.types import FinishReason
 from megatron_dapo.weights.adapters import adapter_mappings, adapter_name
 
 RANK, ALPHA = 4, 8.0
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 VERSION = SGLANG_VERSIONS[-1]
 PARAMS = SamplingParams(8)
 ADAPTER = [(adapter_name(f"model.layers.0.mlp.{layer}_proj.weight", half), torch.ones(4, 4))
            for layer in ("gate", "up") for half in "AB"]  # fmt: skip
 
 
-def config_of(**servers):
+def config_of(targets=(), **servers):
     weights = {"transport": "adapter", "timeout": 30}
     servers = {"sample_timeout": 60, "control_timeout": 20, "attempts": 30, **servers}
-    lora = {"rank": RANK, "alpha": ALPHA}
+    lora = {"rank": RANK, "alpha": ALPHA, "targets": list(targets)}
     return parse_config({"policy": {"lora": lora}, "rollout": {"weights": weights, "servers": servers}}).rollout
 
 
@@ -67,11 +70,6 @@ def start(engine, name):
 
 def versions_of(completion):
     return [span.version for span in completion.weight_spans]
-
-
-async def until(reached):
-    while not reached():
-        await asyncio.sleep(0.01)
 
 
 @on_fakes(seconds=30, max_running=1)
@@ -152,6 +150,7 @@ async def test_adapters_that_another_trainer_has_left_are_unloaded(servers, engi
         ({"servers": {"urls": ["http://a:1"], "router_url": "http://a:2"}}, "router_url"),
         ({"servers": {"model": "fp8"}}, r"servers\.model"),
         ({"policy": {"model": "moe"}}, "has experts or linear attention"),
+        ({"policy": {"model": "moe", "lora": {"rank": 4, "targets": ["q_proj", "up_proj"]}}}, "has experts"),
     ],
 )
 def test_refused_configurations(tmp_path, monkeypatch, more, cause):
@@ -173,42 +172,41 @@ def test_refused_configurations(tmp_path, monkeypatch, more, cause):
         ({"label": "updating-to-5"}, "got other weights"),
     ],
 )
-def test_refused_servers(change, cause):
-    async def main():
-        server = await FakeServer().start()
-        vars(server).update(change)
-        with pytest.raises(EngineError, match=cause):
-            await SGLangEngine.connect([server.url], config_of())
-
-    run(main(), 40)
+async def test_refused_servers(change, cause):
+    server = await FakeServer().start()
+    vars(server).update(change)
+    with pytest.raises(EngineError, match=cause):
+        await SGLangEngine.connect([server.url], config_of())
 
 
 # ---- on a real server ----
 
 
+@contextlib.contextmanager
+def served(folders, kind, targets=()):
+    """A server, the settings of a run that sends adapters to it, and its model's directory."""
+    require_sglang(VERSION)
+    directory = write_model(folders.mktemp(f"lora-{kind}"), kind)
+    adapters = LoraConfig(rank=RANK, alpha=ALPHA, targets=list(targets))
+    for servers in start_servers([VERSION], directory, folders, kind, checksums=False, lora=adapters):
+        patient = {"heartbeat": 0.5, "attempts": 30, "sample_timeout": 60.0, "control_timeout": 20.0}
+        config = servers[VERSION].config.model_copy(update=patient)
+        yield servers[VERSION].process, config_of(targets).model_copy(update={"servers": config}), directory
+
+
 @pytest.fixture(scope="module")
 def lora_server(tmp_path_factory):
-    if not sglang_python(VERSION).exists():
-        pytest.skip(f"SGLang {VERSION} is not installed: make sglang-cpu")
-    directory = write_model(tmp_path_factory.mktemp("lora-qwen3"))
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    config = config_of(
-        device="cpu", python=str(sglang_python(VERSION)), dtype="float32", port=port, heartbeat=0.5,
-        start_timeout=300, api_key_env=API_KEY_VARIABLE,
-    )  # fmt: skip
-    process = ServerProcess(str(directory), config.servers, 0, tmp_path_factory.mktemp("lora-server"))
-    process.spawn()
-    try:
-        asyncio.run(process.wait_ready(process.client()))
-        yield process, config, directory
-    finally:
-        asyncio.run(process.end())
+    with served(tmp_path_factory, "qwen3") as found:
+        yield found
 
 
-def merged_model(tensors):
-    model = tiny_model()
+def random_adapter(directory, targets=()):
+    mappings = adapter_mappings(ModelShape.from_dir(directory), RANK, targets)
+    return [(name, torch.randn(mapping.shape) * 0.3) for name, mapping in mappings.items()]
+
+
+def merged_model(tensors, kind="qwen3"):
+    model = tiny_model(kind)
     weights = dict(model.state_dict())
     for name, weight in weights.items():
         if adapter_name(name, "A") in tensors:
@@ -231,24 +229,18 @@ def test_a_run_trains_with_adapters_on_a_real_server(lora_server, tmp_path):
     )  # fmt: skip
     for steps, versions in ((3, "0123"), (4, "34")):
         raw["trainer"]["steps"] = steps
-        config = write_config(raw, tmp_path / "config.yaml")
-        done = subprocess.run(command(config), env=environment(), capture_output=True, text=True, timeout=200)
-        assert done.returncode == 0, done.stderr
+        assert forked.run(raw) == 0
         log = (tmp_path / "run" / "logs" / "trainer.log").read_text()
         found = re.findall(r"version (\d) acknowledged by 1 of 1, 1 with the checksums of (\d+) of \2 tensors", log)
         assert "".join(version for version, _ in found).endswith(versions) and "trainer and engine agree" in log
 
 
-def test_a_real_server_agrees_with_the_merged_model_and_gets_its_adapter_again(lora_server, tmp_path, monkeypatch):
+async def test_a_real_server_agrees_with_the_merged_model_and_gets_its_adapter(lora_server, tmp_path, monkeypatch):
     """A request that runs during the update ends with its own version, and the adapter of its version is unloaded. A
-    stale adapter under the new name is found: SGLang ends. It is restarted with the right one, as after kill -9."""
+    stale adapter under the new name is found: SGLang ends. It is restarted with the right one."""
     process, config, directory = lora_server
-    shape = ModelShape.from_dir(directory)
     torch.manual_seed(0)
-    adapters = {
-        version: [(name, torch.randn(m.shape) * 0.3) for name, m in adapter_mappings(shape, RANK).items()]
-        for version in (1, 2, 3)
-    }
+    adapters = {version: random_adapter(directory) for version in (1, 2, 3)}
     gaps = []
 
     def check(completion, version):
@@ -256,44 +248,68 @@ def test_a_real_server_agrees_with_the_merged_model_and_gets_its_adapter_again(l
         merged = merged_model(dict(adapters[version]))
         gaps.append(np.abs(completion.logprobs - reference_logprobs(merged, PROMPT, completion.tokens)).max())
 
-    async def main():
-        fleet = Fleet(config, str(directory), tmp_path)
-        fleet.processes = [process]
-        engine = await fleet.start()
-        (server,) = engine.servers
-        await engine.update_weights(1, [adapters[1]])
-        running = asyncio.ensure_future(engine.generate("long", PROMPT, SamplingParams(300, ignore_eos=True)))
-        await asyncio.sleep(0.3)
-        assert server.on_this_host
-        server.on_this_host = False  # as if it were not: the tensors are part of the request
-        report = await engine.update_weights(2, [adapters[2][:5], adapters[2][5:]])
-        server.on_this_host = True
-        assert not report.failed and not running.done()
-        check(await engine.generate("new", PROMPT, SamplingParams(16, ignore_eos=True)), 2)
-        assert not running.done() and len(server.adapters) == 2
-        old = await running
-        assert len(old.tokens) == 300
-        check(old, 1)
-        names = []
-        while len(names) != 2:  # the base and version 2
-            names = [model["id"] for model in (await server.connection.get("/v1/models"))["data"]]
+    fleet = Fleet(config, str(directory), tmp_path)
+    fleet.processes = [process]
+    engine = await fleet.start()
+    (server,) = engine.servers
+    await engine.update_weights(1, [adapters[1]])
+    running = asyncio.ensure_future(engine.generate("long", PROMPT, SamplingParams(300, ignore_eos=True)))
+    await asyncio.sleep(0.3)
+    assert server.on_this_host
+    server.on_this_host = False  # as if it were not: the tensors are part of the request
+    report = await engine.update_weights(2, [adapters[2][:5], adapters[2][5:]])
+    server.on_this_host = True
+    assert not report.failed and not running.done()
+    check(await engine.generate("new", PROMPT, SamplingParams(16, ignore_eos=True)), 2)
+    assert not running.done() and len(server.adapters) == 2
+    old = await running
+    assert len(old.tokens) == 300
+    check(old, 1)
+    names = []
+    while len(names) != 2:  # the base and version 2
+        names = [model["id"] for model in (await server.connection.get("/v1/models"))["data"]]
 
-        send, first = client.SGLangClient.load_adapter, process.pid
+    send, first = client.SGLangClient.load_adapter, process.pid
 
-        async def stale(server, name, version, body, timeout):
-            monkeypatch.setattr(client.SGLangClient, "load_adapter", send)
-            old_one = transports.share(transports.flatten(adapters[2]))
-            await send(server, name, version, body | {"serialized_named_tensors": [old_one.payload]}, timeout)
+    async def stale(server, name, version, body, timeout):
+        monkeypatch.setattr(client.SGLangClient, "load_adapter", send)
+        old_one = transports.share(transports.flatten(adapters[2]))
+        await send(server, name, version, body | {"serialized_named_tensors": [old_one.payload]}, timeout)
 
-        monkeypatch.setattr(client.SGLangClient, "load_adapter", stale)
-        report = await engine.update_weights(3, [adapters[3]])
-        assert "adapter sync MISMATCH" in process.log.read_text() and process.pid != first
-        check(await engine.generate("after", PROMPT, SamplingParams(16, ignore_eos=True)), 3)
+    monkeypatch.setattr(client.SGLangClient, "load_adapter", stale)
+    report = await engine.update_weights(3, [adapters[3]])
+    assert "adapter sync MISMATCH" in process.log.read_text() and process.pid != first
+    check(await engine.generate("after", PROMPT, SamplingParams(16, ignore_eos=True)), 3)
+    if ALL_CASES:  # a start costs 12 CPU seconds; test_conformance.py kills a server that has no adapters
         os.kill(process.pid, signal.SIGKILL)
         check(await engine.generate("killed", PROMPT, SamplingParams(16, ignore_eos=True)), 3)
-        fleet.processes = []  # it would end them
-        await engine.close()
-
-    run(main(), 280)
+    fleet.processes = []  # it would end them
+    await engine.close()
     print(f"largest difference between adapter serving and the merged model in fp32: {max(gaps):.1e}")
     assert max(gaps) < 1e-4
+
+
+def test_a_model_with_experts_may_have_adapters_in_its_attention(tmp_path):
+    policy = {"model": str(write_model(tmp_path, "qwen3_moe")), "lora": {"rank": RANK, "targets": list(ATTENTION)}}
+    rollout = {"weights": {"transport": "adapter"}, "max_prompt_tokens": 8, "max_response_tokens": 8}
+    check_config(parse_config({"policy": policy, "rollout": rollout}))
+    names = {name.rsplit(".", 3)[1] for name in adapter_mappings(ModelShape.from_dir(tmp_path), RANK, ATTENTION)}
+    assert names == set(ATTENTION)
+
+
+@pytest.mark.skipif(not ALL_CASES, reason="ALL_CASES=1: a server's start; its layers are those of the dense model")
+def test_a_server_has_adapters_in_the_attention_of_a_model_with_experts(tmp_path_factory):
+    torch.manual_seed(0)
+    with served(tmp_path_factory, "qwen3_moe", ATTENTION) as (process, config, directory):
+        adapter = random_adapter(directory, ATTENTION)
+
+        async def with_the_adapter():
+            engine = await SGLangEngine.connect([process.url], config, model=str(directory))
+            await engine.update_weights(1, [adapter])
+            found = await engine.generate("a", PROMPT, SamplingParams(16, ignore_eos=True))
+            await engine.close()
+            return found
+
+        found = run(with_the_adapter(), 60)
+    gap = np.abs(found.logprobs - reference_logprobs(merged_model(dict(adapter), "qwen3_moe"), PROMPT, found.tokens))
+    assert versions_of(found) == [1] and gap.max() < 1e-4

@@ -11,15 +11,15 @@ import time
 import numpy as np
 import pytest
 from aiohttp import web
+from event_loop import close_at_the_end
 from fake_server import FakeServer, changed
-from faults import PROMPT, WEIGHTS, fill_batch, run, settings
+from faults import PROMPT, WEIGHTS, connect, fill_batch, settings
 
 from megatron_dapo.engines.protocol import Completion, SamplingParams
 from megatron_dapo.engines.sglang import client_process
 from megatron_dapo.engines.sglang.client import SGLangClient
 from megatron_dapo.engines.sglang.client_process import ClientProcess
 from megatron_dapo.engines.sglang.client_worker import decode_completion, encode_completion
-from megatron_dapo.engines.sglang.engine import SGLangEngine
 from megatron_dapo.engines.sglang.fleet import Fleet
 from megatron_dapo.engines.sglang.http import ServerFailure
 from megatron_dapo.errors import EngineError
@@ -36,7 +36,7 @@ def ended(pid):
 
 
 async def engine_through(process, servers, config):
-    engine = await SGLangEngine.connect([server.url for server in servers], config)
+    engine = await connect(servers, config)
     for server in engine.servers:
         server.process = process
     return engine
@@ -93,7 +93,7 @@ REPLIES = {
 }
 
 
-def test_results_and_errors_are_those_of_the_client_in_this_process():
+async def test_results_and_errors_are_those_of_the_client_in_this_process():
     """Every kind of reply once with and once without the process: equal arrays, or the same class and message."""
 
     async def ask(server, process, config, params):
@@ -103,21 +103,15 @@ def test_results_and_errors_are_those_of_the_client_in_this_process():
         await client.close()
         return described(found)
 
-    async def main():
-        process, config = ClientProcess(), settings(sample_timeout=0.3).servers
-        await process.ready()
-        for name, fault in REPLIES.items():
-            server = await FakeServer(fault=None if fault == "stopped" else fault).start()
-            if fault == "stopped":
-                await server.stop()
-            params = SamplingParams(8, seed=2**62, routed_experts_from=0 if name == "experts" else None)
-            here, there = [await ask(server, where, config, params) for where in (None, process)]
-            assert here == there, name
-            if fault != "stopped":
-                await server.stop()
-        await process.close()
-
-    run(main())
+    process, config = close_at_the_end(ClientProcess()), settings(sample_timeout=0.3).servers
+    await process.ready()
+    for name, fault in REPLIES.items():
+        server = await FakeServer(fault=None if fault == "stopped" else fault).start()
+        if fault == "stopped":
+            await server.stop()
+        params = SamplingParams(8, seed=2**62, routed_experts_from=0 if name == "experts" else None)
+        here, there = [await ask(server, where, config, params) for where in (None, process)]
+        assert here == there, name
 
 
 @pytest.mark.parametrize("piece", [1, 7, 1 << 30])
@@ -137,109 +131,85 @@ def test_completions_arrive_whole_wherever_the_byte_stream_is_split(piece):
     assert [described(found) for found in received] == [described(found) for found in sent]
 
 
-def test_a_cancelled_request_closes_its_connection_and_the_others_go_on():
-    async def main():
-        go_on = asyncio.Event()
+async def test_a_cancelled_request_closes_its_connection_and_the_others_go_on():
+    go_on = asyncio.Event()
 
-        async def wait(server, body):
-            await go_on.wait()
+    async def wait(server, body):
+        await go_on.wait()
 
-        server = await FakeServer(fault=wait).start()
-        process = ClientProcess()
-        engine = await engine_through(process, [server], settings(sample_timeout=30))
-        cancelled, other = [
-            asyncio.ensure_future(engine.generate(name, PROMPT, SamplingParams(8))) for name in ("cancelled", "other")
-        ]
-        while server.calls.count("/generate") < 2:
-            await asyncio.sleep(0.01)
-        connections = [transport for transport in server._last_used if not transport.is_closing()]
-        pid = process.pid
-        cancelled.cancel()
-        while not any(transport.is_closing() for transport in connections):
-            await asyncio.sleep(0.01)
-        assert not all(transport.is_closing() for transport in connections)
-        go_on.set()
-        assert (await other).finish_reason is FinishReason.STOP
-        while "/abort_request" not in server.calls:
-            await asyncio.sleep(0.01)
-        assert not engine.servers[0].in_flight and not process._worker._waiting and process.pid == pid
-        await engine.close()
-        await process.close()
-        await server.stop()
-
-    run(main())
+    server = await FakeServer(fault=wait).start()
+    process = close_at_the_end(ClientProcess())
+    engine = await engine_through(process, [server], settings(sample_timeout=30))
+    cancelled, other = [
+        asyncio.ensure_future(engine.generate(name, PROMPT, SamplingParams(8))) for name in ("cancelled", "other")
+    ]
+    while server.calls.count("/generate") < 2:
+        await asyncio.sleep(0.01)
+    connections = [transport for transport in server._last_used if not transport.is_closing()]
+    pid = process.pid
+    cancelled.cancel()
+    while not any(transport.is_closing() for transport in connections):
+        await asyncio.sleep(0.01)
+    assert not all(transport.is_closing() for transport in connections)
+    go_on.set()
+    assert (await other).finish_reason is FinishReason.STOP
+    while "/abort_request" not in server.calls:
+        await asyncio.sleep(0.01)
+    assert not engine.servers[0].in_flight and not process._worker._waiting and process.pid == pid
 
 
-def test_no_sample_is_lost_or_trained_twice_when_the_process_is_killed_or_hangs(monkeypatch):
+async def test_no_sample_is_lost_or_trained_twice_when_the_process_is_killed_or_hangs(monkeypatch):
     """kill -9 and SIGSTOP while all requests run: the next try goes through a new process."""
-
-    async def main():
-        servers = [await FakeServer(seconds=0.3).start() for _ in range(2)]
-        process, config = ClientProcess(), settings(sample_timeout=3.0)
-        await process.ready()
-        engine = await engine_through(process, servers, config)
-        for number, grace in ((signal.SIGKILL, 1000.0), (signal.SIGSTOP, 0.5)):
-            monkeypatch.setattr(client_process, "GRACE", grace)  # a death is noticed without it
-            collecting = asyncio.ensure_future(fill_batch(engine, config))
-            before = sum(server.calls.count("/generate") for server in servers)
-            while sum(server.calls.count("/generate") for server in servers) < before + 6:
-                await asyncio.sleep(0.01)
-            victim = process.pid
-            os.kill(victim, number)
-            await collecting
-            assert process.pid not in (None, victim) and ended(victim), number.name
-        last = process.pid
-        await engine.close()
-        await process.close()
-        assert ended(last)
-        with pytest.raises(EngineError, match=r"closed"):
-            await process.start()
-        for server in servers:
-            await server.stop()
-
-    run(main(), 60)
+    servers = [await FakeServer(seconds=0.3).start() for _ in range(2)]
+    process, config = ClientProcess(), settings(sample_timeout=3.0)
+    await process.ready()
+    engine = await engine_through(process, servers, config)
+    for number, grace in ((signal.SIGKILL, 1000.0), (signal.SIGSTOP, 0.5)):
+        monkeypatch.setattr(client_process, "GRACE", grace)  # a death is noticed without it
+        collecting = asyncio.ensure_future(fill_batch(engine, config))
+        before = sum(server.calls.count("/generate") for server in servers)
+        while sum(server.calls.count("/generate") for server in servers) < before + 6:
+            await asyncio.sleep(0.01)
+        victim = process.pid
+        os.kill(victim, number)
+        await collecting
+        assert process.pid not in (None, victim) and ended(victim), number.name
+    last = process.pid
+    await engine.close()
+    await process.close()
+    assert ended(last)
+    with pytest.raises(EngineError, match=r"closed"):
+        await process.start()
 
 
-def test_a_request_fails_with_the_cause_when_every_process_dies(monkeypatch):
-    async def main():
-        server = await FakeServer().start()
-        engine = await engine_through(ClientProcess(), [server], settings(attempts=2))
-        with pytest.raises(EngineError, match=r"2 tries failed.*client process ended with exit code 3"):
-            await engine.generate("r", PROMPT, SamplingParams(8))
-        monkeypatch.setattr(client_process, "COMMAND", ["/does/not/exist"])
-        with pytest.raises(ServerFailure, match=r"cannot start a client process.*/does/not/exist"):
-            await ClientProcess().start()
-        await engine.close()
-        await server.stop()
-
+async def test_a_request_fails_with_the_cause_when_every_process_dies(monkeypatch):
     monkeypatch.setattr(client_process, "COMMAND", [sys.executable, "-S", "-c", "raise SystemExit(3)"])
-    run(main())
+    engine = await engine_through(ClientProcess(), [await FakeServer().start()], settings(attempts=2))
+    with pytest.raises(EngineError, match=r"2 tries failed.*client process ended with exit code 3"):
+        await engine.generate("r", PROMPT, SamplingParams(8))
+    monkeypatch.setattr(client_process, "COMMAND", ["/does/not/exist"])
+    with pytest.raises(ServerFailure, match=r"cannot start a client process.*/does/not/exist"):
+        await ClientProcess().start()
 
 
-def test_a_fleet_has_one_process_for_some_servers_and_ends_it(tmp_path, monkeypatch):
+async def test_a_fleet_has_one_process_for_some_servers_and_ends_it(tmp_path, monkeypatch):
     monkeypatch.setattr("megatron_dapo.engines.sglang.fleet.SERVERS_PER_PROCESS", 2)
-
-    async def main():
-        servers = [await FakeServer().start() for _ in range(3)]
-        config = settings(urls=[server.url for server in servers])
-        config = config.model_copy(update={"weights": config.weights.model_copy(update={"directory": str(tmp_path)})})
-        fleet = Fleet(config, str(tmp_path), tmp_path)
-        engine = await fleet.start()
-        first, second = fleet.client_processes
-        assert [server.process for server in engine.servers] == [first, first, second]
-        pids = [first.pid, second.pid]
-        await engine.update_weights(2, [WEIGHTS])
-        batch = await fill_batch(engine, config)
-        assert {span.version for sample in batch.samples for span in sample.weight_spans} == {2}
-        await engine.close()
-        assert all(map(ended, pids))
-        monkeypatch.setattr(client_process, "COMMAND", [sys.executable, "-S", "-c", "raise SystemExit(3)"])
-        with pytest.raises(EngineError, match=r"cannot send requests to the servers.*exit code 3"):
-            await Fleet(config, str(tmp_path), tmp_path).start()
-        for server in servers:
-            await server.stop()
-
-    run(main(), 60)
+    servers = [await FakeServer().start() for _ in range(3)]
+    config = settings(urls=[server.url for server in servers])
+    config = config.model_copy(update={"weights": config.weights.model_copy(update={"directory": str(tmp_path)})})
+    fleet = Fleet(config, str(tmp_path), tmp_path)
+    engine = await fleet.start()
+    first, second = fleet.client_processes
+    assert [server.process for server in engine.servers] == [first, first, second]
+    pids = [first.pid, second.pid]
+    await engine.update_weights(2, [WEIGHTS])
+    batch = await fill_batch(engine, config)
+    assert {span.version for sample in batch.samples for span in sample.weight_spans} == {2}
+    await engine.close()
+    assert all(map(ended, pids))
+    monkeypatch.setattr(client_process, "COMMAND", [sys.executable, "-S", "-c", "raise SystemExit(3)"])
+    with pytest.raises(EngineError, match=r"cannot send requests to the servers.*exit code 3"):
+        await Fleet(config, str(tmp_path), tmp_path).start()
 
 
 def test_the_process_ends_with_its_parent():

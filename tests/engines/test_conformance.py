@@ -12,7 +12,7 @@ from faults import Texts
 from installed_sglang import API_KEY_VARIABLE, SGLANG_VERSIONS
 from simulation import Prompts
 from subject import PROMPT, TOLERANCE, Subject, copy_of, run, settings
-from tiny_model import byte_tokenizer, changed_weights, reference_logprobs
+from tiny_model import VOCABULARY, byte_tokenizer, changed_weights, reference_logprobs
 
 from megatron_dapo.config.algorithm import DistillationConfig
 from megatron_dapo.engines.protocol import SamplingParams, WeightUpdateError
@@ -36,13 +36,13 @@ def subject(request, server_of_version):
     [
         SamplingParams(40, ignore_eos=True),
         SamplingParams(40, temperature=0.6, ignore_eos=True),
-        SamplingParams(40, temperature=1.3, top_p=0.8, top_k=20, min_p=0.02, ignore_eos=True),
+        SamplingParams(40, temperature=1.3, top_p=0.8, top_k=20, ignore_eos=True),
         SamplingParams(40, temperature=0.0, ignore_eos=True),
     ],
     ids=["plain", "cold", "cut", "greedy"],
 )
 def test_logprobs_are_of_the_whole_distribution_at_the_temperature(subject, params):
-    """Not renormalised to what top-p, top-k and min-p leave; greedy reports temperature 1."""
+    """Not renormalised to what top-p and top-k leave; greedy reports temperature 1."""
 
     async def main():
         async with subject.open() as engine:
@@ -55,27 +55,21 @@ def test_logprobs_are_of_the_whole_distribution_at_the_temperature(subject, para
         subject.assert_agrees(PROMPT, completion, params.temperature)
 
 
-def test_greedy_is_the_most_likely_token(subject):
-    async def main():
-        async with subject.open() as engine:
-            return await engine.generate("greedy", PROMPT, SamplingParams(20, temperature=0.0, ignore_eos=True))
-
-    completion = run(main())
+async def test_greedy_is_the_most_likely_token(subject):
+    async with subject.open() as engine:
+        completion = await engine.generate("greedy", PROMPT, SamplingParams(20, temperature=0.0, ignore_eos=True))
     context = torch.tensor([[*PROMPT.tolist(), *completion.tokens.tolist()]])
     with torch.no_grad():
         best = subject.model(context).logits[0, len(PROMPT) - 1 : -1].argmax(-1)
     assert completion.tokens.tolist() == best.tolist()
 
 
-def test_stop_tokens_end_the_sample_and_are_part_of_it(subject):
-    async def main():
-        async with subject.open() as engine:
-            free = await engine.generate("free", PROMPT, SamplingParams(20, temperature=0.0, ignore_eos=True))
-            stop = int(free.tokens[6])
-            params = SamplingParams(20, temperature=0.0, stop_token_ids=(stop,))
-            return free, stop, await engine.generate("stopped", PROMPT, params)
-
-    free, stop, stopped = run(main())
+async def test_stop_tokens_end_the_sample_and_are_part_of_it(subject):
+    async with subject.open() as engine:
+        free = await engine.generate("free", PROMPT, SamplingParams(20, temperature=0.0, ignore_eos=True))
+        stop = int(free.tokens[6])
+        params = SamplingParams(20, temperature=0.0, stop_token_ids=(stop,))
+        free, stop, stopped = free, stop, await engine.generate("stopped", PROMPT, params)
     first = free.tokens.tolist().index(stop)
     assert stopped.finish_reason is FinishReason.STOP
     assert stopped.tokens.tolist() == free.tokens[: first + 1].tolist() and len(stopped.logprobs) == first + 1
@@ -102,78 +96,50 @@ def test_stop_strings_end_the_sample_and_are_left_out_of_the_text(subject):
     assert tokenizer.decode(stopped.tokens).endswith(stop)
 
 
-def test_abort_returns_the_tokens_so_far_and_they_can_be_continued(subject):
+async def test_abort_returns_the_tokens_so_far_and_they_can_be_continued(subject):
     """A partial rollout against a full one, with the same weights: the same tokens and log-probs."""
     params = SamplingParams(600, temperature=0.0, ignore_eos=True)
-
-    async def main():
-        async with subject.open() as engine:
-            running = asyncio.ensure_future(engine.generate("long", PROMPT, params))
-            other = asyncio.ensure_future(engine.generate("other", PROMPT, SamplingParams(900, ignore_eos=True)))
-            await asyncio.sleep(0.4)
-            await engine.abort("long")
-            cut = await running
-            assert not other.done()
-            await engine.abort()
-            await other
-            prefix = as_tokens(np.concatenate([PROMPT, cut.tokens]))
-            rest = await engine.generate("rest", prefix, SamplingParams(20, temperature=0.0, ignore_eos=True))
-            total = SamplingParams(len(cut.tokens) + 20, temperature=0.0, ignore_eos=True)
-            return cut, rest, await engine.generate("whole", PROMPT, total)
-
-    cut, rest, whole = run(main())
+    async with subject.open() as engine:
+        running = asyncio.ensure_future(engine.generate("long", PROMPT, params))
+        other = asyncio.ensure_future(engine.generate("other", PROMPT, SamplingParams(900, ignore_eos=True)))
+        await asyncio.sleep(0.4)
+        await engine.abort("long")
+        cut = await running
+        assert not other.done()
+        await engine.abort()
+        await other
+        prefix = as_tokens(np.concatenate([PROMPT, cut.tokens]))
+        rest = await engine.generate("rest", prefix, SamplingParams(20, temperature=0.0, ignore_eos=True))
+        total = SamplingParams(len(cut.tokens) + 20, temperature=0.0, ignore_eos=True)
+        cut, rest, whole = cut, rest, await engine.generate("whole", PROMPT, total)
     assert cut.finish_reason is FinishReason.ABORT and 0 < len(cut.tokens) < 600
     assert [*cut.tokens, *rest.tokens] == whole.tokens.tolist()
     assert np.abs(np.concatenate([cut.logprobs, rest.logprobs]) - whole.logprobs).max() < TOLERANCE
 
 
-def test_pause_aborts_requests_and_delays_new_ones_until_resume(subject):
-    async def main():
-        async with subject.open() as engine:
-            running = asyncio.ensure_future(engine.generate("a", PROMPT, SamplingParams(900, ignore_eos=True)))
-            await asyncio.sleep(0.3)
-            await engine.pause()
-            assert (await running).finish_reason is FinishReason.ABORT
-            late = asyncio.ensure_future(engine.generate("b", PROMPT, SamplingParams(3, ignore_eos=True)))
-            await asyncio.sleep(0.3)
-            assert not late.done()
-            await engine.resume()
-            assert len((await late).tokens) == 3
-            await engine.health()
-
-    run(main())
-
-
-def test_a_request_longer_than_the_model_allows_is_an_error(subject):
-    async def main():
-        async with subject.open() as engine:
-            with pytest.raises(EngineError, match=r"(?i)exceed.*1024"):
-                await engine.generate("huge", PROMPT, SamplingParams(5000))
-
-    run(main())
+async def test_a_request_longer_than_the_model_allows_is_an_error(subject):
+    async with subject.open() as engine:
+        with pytest.raises(EngineError, match=r"(?i)exceed.*1024"):
+            await engine.generate("huge", PROMPT, SamplingParams(5000))
 
 
 @pytest.mark.parametrize("transport", ["disk", "tensor", "distributed"])
-def test_after_each_of_five_updates_the_logprobs_are_those_of_the_new_weights(subject, transport):
+async def test_after_each_of_five_updates_the_logprobs_are_those_of_the_new_weights(subject, transport):
     if subject.server is None and transport != "disk":
         pytest.skip("the embedded engine has no transports")
     params = SamplingParams(24, ignore_eos=True)
-
-    async def main():
-        async with subject.open(transport) as engine:
-            for number in range(5):
-                before = await engine.generate(f"before{number}", PROMPT, params)
-                subject.assert_agrees(PROMPT, before)
-                old = engine.weight_version
-                report = await subject.update(engine, seed=100 + number)
-                assert report.version == old + 1 and not report.failed and report.tensors == 25
-                after = await engine.generate(f"after{number}", PROMPT, params)
-                subject.assert_agrees(PROMPT, after)
-                assert [span.version for span in after.weight_spans] == [old + 1]
-                stale = reference_logprobs(subject.model, PROMPT, before.tokens)
-                assert np.abs(stale - before.logprobs).max() > 100 * TOLERANCE, "the update changed nothing"
-
-    run(main())
+    async with subject.open(transport) as engine:
+        for number in range(5):
+            before = await engine.generate(f"before{number}", PROMPT, params)
+            subject.assert_agrees(PROMPT, before)
+            old = engine.weight_version
+            report = await subject.update(engine, seed=100 + number)
+            assert report.version == old + 1 and not report.failed and report.tensors == 25
+            after = await engine.generate(f"after{number}", PROMPT, params)
+            subject.assert_agrees(PROMPT, after)
+            assert [span.version for span in after.weight_spans] == [old + 1]
+            stale = reference_logprobs(subject.model, PROMPT, before.tokens)
+            assert np.abs(stale - before.logprobs).max() > 100 * TOLERANCE, "the update changed nothing"
 
 
 def test_partial_rollouts_over_real_updates_carry_the_version_of_every_token(subject):
@@ -233,76 +199,65 @@ def reports_token_versions(subject):
 
 
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
-def test_each_token_has_the_version_of_the_weights_that_sampled_it(subject, mode):
+async def test_each_token_has_the_version_of_the_weights_that_sampled_it(subject, mode):
     """Two requests over two updates. abort: the caller continues; retract: as if it had; in_place: the first part is
     exact, later log-probs come from keys and values of older weights."""
     if mode != "abort" and not reports_token_versions(subject):
         pytest.skip("this SGLang does not report the version of each token: test_a_server_that_cannot_…")
-    params = SamplingParams(400, ignore_eos=True)
+    count = 400 if subject.server else 250
 
     async def whole(engine, name):
         tokens, logprobs, spans = PROMPT, [], []
-        while len(logprobs) < 400:
-            left = SamplingParams(400 - len(logprobs), ignore_eos=True)
-            part = await engine.generate(f"{name}-{len(logprobs)}", tokens, left if logprobs else params)
+        while len(logprobs) < count:
+            left = SamplingParams(count - len(logprobs), ignore_eos=True)
+            part = await engine.generate(f"{name}-{len(logprobs)}", tokens, left)
             spans += [(s.version, s.start + len(logprobs), s.end + len(logprobs)) for s in part.weight_spans]
             tokens, logprobs = as_tokens([*tokens, *part.tokens]), [*logprobs, *part.logprobs]
             if mode != "abort":
                 assert part.finish_reason is FinishReason.LENGTH
         return tokens[len(PROMPT) :], np.array(logprobs), spans
 
-    async def main():
-        async with subject.open(config=pausing(mode)) as engine:
-            models = {engine.weight_version: copy_of(subject.model)}
-            running = [asyncio.ensure_future(whole(engine, f"{mode}{i}")) for i in range(2)]
-            for seed in (31, 32):
-                await until_it_has_tokens(engine, subject)
-                await subject.update(engine, seed=seed)
-                models[engine.weight_version] = copy_of(subject.model)
-            return models, [await request for request in running]
-
-    models, found = run(main())
+    async with subject.open(config=pausing(mode)) as engine:
+        models = {engine.weight_version: copy_of(subject.model)}
+        running = [asyncio.ensure_future(whole(engine, f"{mode}{i}")) for i in range(2)]
+        for seed in (31, 32):
+            await until_it_has_tokens(engine, subject)
+            await subject.update(engine, seed=seed)
+            models[engine.weight_version] = copy_of(subject.model)
+        found = [await request for request in running]
     for tokens, logprobs, spans in found:
         versions = [version for version, _, _ in spans]
         assert versions == sorted(versions) and len(set(versions)) > 1, "no update happened while it ran"
-        assert [start for _, start, _ in spans] == [0, *(end for _, _, end in spans[:-1])] and spans[-1][2] == 400
+        assert [start for _, start, _ in spans] == [0, *(end for _, _, end in spans[:-1])] and spans[-1][2] == count
         for index, (version, start, end) in enumerate(spans):
             expected = reference_logprobs(models[version], PROMPT, tokens)
             if mode != "in_place" or not index:
                 assert np.abs(logprobs - expected)[start:end].max() < TOLERANCE
 
 
-def test_requests_that_arrive_during_an_update_wait_for_the_new_version(subject):
-    async def main():
-        async with subject.open() as engine:
-            version = engine.weight_version + 1
-            pairs = changed_weights(subject.model, 41)
-            await engine.load_weights(version, iter([pairs]))
-            late = asyncio.ensure_future(engine.generate("late", PROMPT, SamplingParams(8, ignore_eos=True)))
-            await asyncio.sleep(0.3)
-            assert not late.done()
-            await engine.serve_weights(version)
-            subject.model.load_state_dict(dict(pairs))
-            completion = await late
-            assert [span.version for span in completion.weight_spans] == [version]
-            subject.assert_agrees(PROMPT, completion)
-
-    run(main())
+async def test_requests_that_arrive_during_an_update_wait_for_the_new_version(subject):
+    async with subject.open() as engine:
+        version = engine.weight_version + 1
+        pairs = changed_weights(subject.model, 41)
+        await engine.load_weights(version, iter([pairs]))
+        late = asyncio.ensure_future(engine.generate("late", PROMPT, SamplingParams(8, ignore_eos=True)))
+        await asyncio.sleep(0.3)
+        assert not late.done()
+        await engine.serve_weights(version)
+        subject.model.load_state_dict(dict(pairs))
+        completion = await late
+        assert [span.version for span in completion.weight_spans] == [version]
+        subject.assert_agrees(PROMPT, completion)
 
 
 # ---- SGLang alone ----
 
 
-def test_a_server_that_cannot_tell_the_version_of_each_token_is_refused():
+async def test_a_server_that_cannot_tell_the_version_of_each_token_is_refused():
     """SGLang before 0.5.23, whose replies the fake server gives."""
-
-    async def main():
-        server = await FakeServer().start()
-        with pytest.raises(EngineError, match=r"pause_mode retract keeps requests .* use abort"):
-            await SGLangEngine.connect([server.url], pausing("retract"))
-        await server.stop()
-
-    run(main())
+    server = await FakeServer().start()
+    with pytest.raises(EngineError, match=r"pause_mode retract keeps requests .* use abort"):
+        await SGLangEngine.connect([server.url], pausing("retract"))
 
 
 @pytest.mark.parametrize(
@@ -313,60 +268,47 @@ def test_a_server_that_cannot_tell_the_version_of_each_token_is_refused():
         (lambda pairs: [*pairs, ("model.nonsense", torch.zeros(3))], "no tensor 'model.nonsense'"),
     ],
 )
-def test_a_wrong_update_is_not_served_and_the_next_one_is(sglang_server, spoil, cause):
+async def test_a_wrong_update_is_not_served_and_the_next_one_is(sglang_server, spoil, cause):
     """The second of two buckets is wrong: the server has half of the new weights and must not serve."""
     subject = Subject(sglang_server)
-
-    async def main():
-        config = settings("tensor")
-        config = config.model_copy(update={"weights": config.weights.model_copy(update={"keep_snapshot": False})})
-        async with subject.open(config=config) as engine:
-            wrong = spoil(changed_weights(subject.model, 5))
-            with pytest.raises(WeightUpdateError, match=f"no server took weight version.*{cause}") as caught:
-                await engine.update_weights(engine.weight_version + 1, iter([wrong[:9], wrong[9:]]))
-            assert sglang_server.process.url in str(caught.value)
-            engine.patience = 0.5
-            with pytest.raises(EngineError, match="no server serves"):
-                await engine.generate("x", PROMPT, SamplingParams(4))
-            assert not (await subject.update(engine, seed=6)).failed
-            subject.assert_agrees(PROMPT, await engine.generate("y", PROMPT, SamplingParams(16, ignore_eos=True)))
-
-    run(main())
+    config = settings("tensor")
+    config = config.model_copy(update={"weights": config.weights.model_copy(update={"keep_snapshot": False})})
+    async with subject.open(config=config) as engine:
+        wrong = spoil(changed_weights(subject.model, 5))
+        with pytest.raises(WeightUpdateError, match=f"no server took weight version.*{cause}") as caught:
+            await engine.update_weights(engine.weight_version + 1, iter([wrong[:9], wrong[9:]]))
+        assert sglang_server.process.url in str(caught.value)
+        engine.patience = 0.5
+        with pytest.raises(EngineError, match="no server serves"):
+            await engine.generate("x", PROMPT, SamplingParams(4))
+        assert not (await subject.update(engine, seed=6)).failed
+        subject.assert_agrees(PROMPT, await engine.generate("y", PROMPT, SamplingParams(16, ignore_eos=True)))
 
 
-def test_capabilities_are_read_from_the_server(sglang_server):
-    async def main():
-        async with Subject(sglang_server).open() as engine:
-            return await engine.capabilities()
-
-    found = run(main())
+async def test_capabilities_are_read_from_the_server(sglang_server):
+    async with Subject(sglang_server).open() as engine:
+        found = await engine.capabilities()
     newer = found.version == "0.5.23"
     assert found.engine == "sglang" and found.bracketed_updates is newer and found.checksums
 
 
-def test_released_memory_is_resumed_by_the_next_update(sglang_server):
+async def test_released_memory_is_resumed_by_the_next_update(sglang_server):
     """On the CPU there is no memory to release, but the server has the same states, and exits when the calls come in a
     wrong order or while a request runs."""
     subject = Subject(sglang_server)
-
-    async def main():
-        async with subject.open("tensor") as engine:
-            for seed in (8, 9):
-                running = asyncio.ensure_future(
-                    engine.generate(f"r{seed}", PROMPT, SamplingParams(200, ignore_eos=True))
-                )
-                await asyncio.sleep(0.3)
-                await engine.release_memory()
-                assert (await running).finish_reason == FinishReason.ABORT
-                assert not (await subject.update(engine, seed=seed)).failed
-                found = await engine.generate(f"s{seed}", PROMPT, SamplingParams(16, ignore_eos=True))
-                subject.assert_agrees(PROMPT, found)
-
-    run(main())
+    async with subject.open("tensor") as engine:
+        for seed in (8, 9):
+            running = asyncio.ensure_future(engine.generate(f"r{seed}", PROMPT, SamplingParams(900, ignore_eos=True)))
+            await asyncio.sleep(0.3)
+            await engine.release_memory()
+            assert (await running).finish_reason == FinishReason.ABORT
+            assert not (await subject.update(engine, seed=seed)).failed
+            found = await engine.generate(f"s{seed}", PROMPT, SamplingParams(16, ignore_eos=True))
+            subject.assert_agrees(PROMPT, found)
 
 
 @pytest.mark.parametrize("sglang_server", SGLANG_VERSIONS[-1:], indirect=True)
-def test_a_real_server_killed_in_mid_conversation_is_restarted_and_joins_the_next_update(sglang_server, tmp_path):
+async def test_a_real_server_killed_in_mid_conversation_is_restarted_and_joins_the_next_update(sglang_server, tmp_path):
     """kill -9 among the first and second turns of a batch: it completes with every sample once and right, no process of
     the old server is left, and the new one joins the process group of the next update. It stays, for the tests that
     follow. One version, because starting one takes half a minute."""
@@ -386,32 +328,28 @@ def test_a_real_server_killed_in_mid_conversation_is_restarted_and_joins_the_nex
         await conversation.generate(max_tokens=24)
         return Grade(True, 1.0)
 
-    async def main():
-        fleet = Fleet(config, str(sglang_server.directory), tmp_path)
-        fleet.processes = [sglang_server.process]
-        engine = await fleet.start(version=sglang_server.version)
-        await subject.update(engine, seed=77)
-        function = RolloutFunction("python:test.two_turns", two_turns, {}, Texts())
-        sampler = Sampler(engine, None, Prompts(), config, groups_per_step=4, function=function)
-        collecting = asyncio.ensure_future(sampler.collect(0))
-        while len(first_turns) < 4:
-            await asyncio.sleep(0.001)
-        assert not collecting.done()
-        session = sglang_server.process.pid
-        assert len(members(session)) >= 4  # supervisor, server, scheduler, detokenizer
-        os.kill(session, signal.SIGKILL)
-        batch = await collecting
-        assert not members(session)
-        version, model = engine.weight_version, copy_of(subject.model)
-        report = await subject.update(engine, seed=78)
-        assert not report.failed and engine._update._last.failed == {}, "it needed the snapshot"
-        after = await engine.generate("after", PROMPT, SamplingParams(16, ignore_eos=True))
-        sglang_server.version = engine.weight_version
-        fleet.processes = []  # it would end them
-        await engine.close()
-        return version, model, batch, after
-
-    version, model, batch, after = run(main(), 280)
+    fleet = Fleet(config, str(sglang_server.directory), tmp_path)
+    fleet.processes = [sglang_server.process]
+    engine = await fleet.start(version=sglang_server.version)
+    await subject.update(engine, seed=77)
+    function = RolloutFunction("python:test.two_turns", two_turns, {}, Texts())
+    sampler = Sampler(engine, None, Prompts(), config, groups_per_step=4, function=function)
+    collecting = asyncio.ensure_future(sampler.collect(0))
+    while len(first_turns) < 4:
+        await asyncio.sleep(0.001)
+    assert not collecting.done()
+    session = sglang_server.process.pid
+    assert len(members(session)) >= 4  # supervisor, server, scheduler, detokenizer
+    os.kill(session, signal.SIGKILL)
+    batch = await collecting
+    assert not members(session)
+    version, model = engine.weight_version, copy_of(subject.model)
+    report = await subject.update(engine, seed=78)
+    assert not report.failed and engine._update._last.failed == {}, "it needed the snapshot"
+    after = await engine.generate("after", PROMPT, SamplingParams(16, ignore_eos=True))
+    sglang_server.version = engine.weight_version
+    fleet.processes = []  # it would end them
+    await engine.close()
     assert len({(s.prompt_id, s.index) for s in batch.samples}) == len(batch.samples) == 16
     assert len(set(first_turns)) == len(first_turns) >= 16, "a conversation started again"
     assert batch.metrics["rollout/samples_failed"] == 0
@@ -424,22 +362,19 @@ def test_a_real_server_killed_in_mid_conversation_is_restarted_and_joins_the_nex
     subject.assert_agrees(PROMPT, after)
 
 
-def test_a_teachers_log_probs_are_those_of_its_model(sglang_server):
-    """Scored by prefill, for distillation: prompts of one and of several tokens, and a second time from the cache."""
-    response = as_tokens([33, 34, 200, 35, 36])
+async def test_a_teachers_log_probs_are_those_of_its_model(sglang_server):
+    """Scored by prefill, for distillation: prompts of one and of several tokens, and a second time from the cache. With
+    the last id of the vocabulary, which SGLang reports as 0."""
+    response = as_tokens([33, 34, VOCABULARY - 1, 35, 36])
     prompts = [PROMPT, as_tokens([7]), PROMPT, as_tokens([7, 8])]
     samples = [
         Sample("p", i, prompt, response, as_logprobs([0.0] * len(response)), FinishReason.STOP)
         for i, prompt in enumerate(prompts)
     ]
-
-    async def main():
-        config = DistillationConfig(urls=[sglang_server.process.url], api_key_env=API_KEY_VARIABLE, concurrency=1)
-        teacher = await open_teacher(config)
-        await teacher.score(samples)
-        await teacher.close()
-
-    run(main())
+    config = DistillationConfig(urls=[sglang_server.process.url], api_key_env=API_KEY_VARIABLE, concurrency=1)
+    teacher = await open_teacher(config)
+    await teacher.score(samples)
+    await teacher.close()
     for sample in samples:
         expected = reference_logprobs(sglang_server.model, sample.prompt_tokens, response)
         np.testing.assert_allclose(sample.teacher_logprobs, expected, atol=TOLERANCE)

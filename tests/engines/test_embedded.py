@@ -1,4 +1,5 @@
-"""The embedded engine: its log-probs are the model's, and a sample depends on its seed, not on other requests."""
+"""The embedded engine: its log-probs are the model's, and a sample depends on its seed, not on other requests.
+test_conformance.py has what every engine must do."""
 
 import asyncio
 import random
@@ -6,15 +7,16 @@ import random
 import numpy as np
 import pytest
 import torch
+from event_loop import close_at_the_end
 from long_lists import some
-from tiny_model import byte_tokenizer, changed_weights, reference_logprobs, tiny_model
+from tiny_model import changed_weights, reference_logprobs, tiny_model
 
 from megatron_dapo.config.rollout import EmbeddedConfig
 from megatron_dapo.engines.embedded.batch_invariant_model import sample_tokens, uniform
 from megatron_dapo.engines.embedded.engine import EmbeddedEngine
 from megatron_dapo.engines.protocol import SamplingParams, WeightUpdateError, derive_seed
 from megatron_dapo.errors import EngineError
-from megatron_dapo.types import FinishReason, WeightSpan, as_tokens
+from megatron_dapo.types import WeightSpan, as_tokens
 
 SMALL = EmbeddedConfig(batch_tokens=32, prompt_cache=4)
 
@@ -38,18 +40,12 @@ def prompt_of(seed: int, length: int):
         *((1.0, kind) for kind in ("qwen2_yarn", "qwen2_moe", "qwen3_next", "qwen3_5")),
     ),
 )  # fmt: skip
-def test_logprobs_are_those_of_transformers(kind, temperature):
+async def test_logprobs_are_those_of_transformers(kind, temperature):
     """Prompt and response together are longer than a page (64 positions), so attention uses several pages."""
     model, prompt = tiny_model(kind), prompt_of(1, 50)
-
-    async def main():
-        engine = EmbeddedEngine(model, config=SMALL)
-        params = SamplingParams(max_new_tokens=100, temperature=temperature, top_p=0.9, top_k=40, min_p=0.01, seed=3)
-        completion = await engine.generate("a", prompt, params)
-        await engine.close()
-        return completion
-
-    completion = run(main())
+    engine = close_at_the_end(EmbeddedEngine(model, config=SMALL))
+    params = SamplingParams(max_new_tokens=100, temperature=temperature, top_p=0.9, top_k=40, seed=3)
+    completion = await engine.generate("a", prompt, params)
     expected = reference_logprobs(model, prompt, completion.tokens, temperature)
     assert completion.logprobs == pytest.approx(expected, abs=1e-5)
     assert completion.weight_spans == [WeightSpan(0, 0, len(completion.tokens))]
@@ -89,99 +85,18 @@ def test_other_requests_do_not_change_a_single_bit(kind):
         assert completion.logprobs.tobytes() == together[name].logprobs.tobytes()
 
 
-def test_an_interrupted_and_continued_sample_is_the_same_bit_for_bit():
+async def test_an_interrupted_and_continued_sample_is_the_same_bit_for_bit():
     """A partial rollout against a full one, with the same weights."""
     prompt, params = prompt_of(4, 30), SamplingParams(max_new_tokens=90, ignore_eos=True, seed=11)
-
-    async def main():
-        engine = EmbeddedEngine(tiny_model(), config=SMALL)
-        whole = await engine.generate("whole", prompt, params)
-        for cut in (1, 34, 89):
-            prefix = as_tokens(np.concatenate([prompt, whole.tokens[:cut]]))
-            rest = await engine.generate(
-                f"rest{cut}", prefix, SamplingParams(max_new_tokens=90 - cut, ignore_eos=True, seed=11)
-            )
-            assert rest.tokens.tolist() == whole.tokens[cut:].tolist()
-            assert rest.logprobs.tobytes() == whole.logprobs[cut:].tobytes()
-        await engine.close()
-
-    run(main())
-
-
-def test_abort_returns_the_tokens_so_far():
-    async def main():
-        engine = EmbeddedEngine(tiny_model(), config=SMALL)
-        params = SamplingParams(max_new_tokens=300, ignore_eos=True, seed=5)
-        running = asyncio.ensure_future(engine.generate("long", prompt_of(0, 4), params))
-        await asyncio.sleep(0.1)
-        await engine.abort("long")
-        cut = await running
-        whole = await engine.generate("again", prompt_of(0, 4), params)
-        await engine.close()
-        return cut, whole
-
-    cut, whole = run(main())
-    assert cut.finish_reason is FinishReason.ABORT and 0 < len(cut.tokens) < 300
-    assert whole.tokens[: len(cut.tokens)].tolist() == cut.tokens.tolist()
-
-
-def test_paused_requests_wait_and_aborted_ones_return():
-    async def main():
-        engine = EmbeddedEngine(tiny_model(), config=SMALL)
-        running = asyncio.ensure_future(engine.generate("a", prompt_of(0, 4), SamplingParams(900, ignore_eos=True)))
-        await asyncio.sleep(0.05)
-        await engine.pause()
-        assert (await running).finish_reason is FinishReason.ABORT
-        late = asyncio.ensure_future(engine.generate("b", prompt_of(0, 4), SamplingParams(3, ignore_eos=True)))
-        await asyncio.sleep(0.1)
-        assert not late.done()
-        await engine.resume()
-        assert len((await late).tokens) == 3
-        await engine.close()
-
-    run(main())
-
-
-def test_stop_strings_and_stop_tokens_end_a_sample_and_stay_in_it():
-    model, tokenizer = tiny_model(), byte_tokenizer()
-
-    async def main():
-        engine = EmbeddedEngine(model, tokenizer, SMALL)
-        free = await engine.generate("free", prompt_of(2, 9), SamplingParams(60, ignore_eos=True, seed=1))
-        texts = [tokenizer.decode(free.tokens[i : i + 2]) for i in range(5, 50)]
-        printable = [text for text in texts if len(text) == 2 and text.isascii() and text.isprintable()]
-        stop = printable[0]  # if the fixture makes no such pair any more, choose another seed
-        by_text = await engine.generate("text", prompt_of(2, 9), SamplingParams(60, stop=(stop,), seed=1))
-        assert by_text.finish_reason is FinishReason.STOP and stop not in by_text.text
-        assert tokenizer.decode(by_text.tokens).endswith(stop)
-        token = int(free.tokens[7])
-        by_token = await engine.generate("token", prompt_of(2, 9), SamplingParams(60, stop_token_ids=(token,), seed=1))
-        assert by_token.finish_reason is FinishReason.STOP
-        assert by_token.tokens.tolist() == free.tokens[: free.tokens.tolist().index(token) + 1].tolist()
-        assert free.finish_reason is FinishReason.LENGTH
-        await engine.close()
-
-    run(main())
-
-
-def test_an_update_changes_the_distribution_and_the_version():
-    model, prompt = tiny_model(), prompt_of(6, 20)
-    changed = changed_weights(model, seed=9)
-
-    async def main():
-        engine = EmbeddedEngine(model, config=SMALL)
-        before = await engine.generate("a", prompt, SamplingParams(40, seed=1))
-        report = await engine.update_weights(7, iter([changed[:5], changed[5:]]))
-        after = await engine.generate("b", prompt, SamplingParams(40, seed=1))
-        await engine.close()
-        return before, report, after
-
-    before, report, after = run(main())
-    assert report.version == 7 and report.tensors == len(changed) and not report.failed
-    reference = tiny_model()
-    reference.load_state_dict(dict(changed))
-    assert after.logprobs == pytest.approx(reference_logprobs(reference, prompt, after.tokens), abs=1e-5)
-    assert [span.version for span in after.weight_spans] == [7] and before.weight_spans[0].version == 0
+    engine = close_at_the_end(EmbeddedEngine(tiny_model(), config=SMALL))
+    whole = await engine.generate("whole", prompt, params)
+    for cut in (1, 34, 89):
+        prefix = as_tokens(np.concatenate([prompt, whole.tokens[:cut]]))
+        rest = await engine.generate(
+            f"rest{cut}", prefix, SamplingParams(max_new_tokens=90 - cut, ignore_eos=True, seed=11)
+        )
+        assert rest.tokens.tolist() == whole.tokens[cut:].tolist()
+        assert rest.logprobs.tobytes() == whole.logprobs[cut:].tobytes()
 
 
 @pytest.mark.parametrize(
@@ -193,7 +108,7 @@ def test_an_update_changes_the_distribution_and_the_version():
         (lambda pairs: [(pairs[0][0], pairs[0][1][:-1]), *pairs[1:]], "has shape"),
     ],
 )
-def test_a_wrong_update_is_read_to_its_end_and_not_served(spoil, cause):
+async def test_a_wrong_update_is_read_to_its_end_and_not_served(spoil, cause):
     model = tiny_model()
     pairs = spoil(changed_weights(model, seed=1))
     made = []
@@ -203,25 +118,18 @@ def test_a_wrong_update_is_read_to_its_end_and_not_served(spoil, cause):
             made.append(pair[0])
             yield [pair]
 
-    async def main():
-        engine = EmbeddedEngine(model, config=SMALL)
-        with pytest.raises(WeightUpdateError, match=cause):
-            await engine.update_weights(1, buckets())
-        assert len(made) == len(pairs)
-        with pytest.raises(EngineError, match="weight version 1 failed"):
-            await engine.generate("a", prompt_of(0, 4), SamplingParams(4))
-        with pytest.raises(EngineError):
-            await engine.health()
-        await engine.update_weights(2, [changed_weights(tiny_model(), seed=1)])
-        await engine.health()
-        assert len((await engine.generate("b", prompt_of(0, 4), SamplingParams(4, ignore_eos=True))).tokens) == 4
-        await engine.close()
-
-    run(main())
+    engine = close_at_the_end(EmbeddedEngine(model, config=SMALL))
+    with pytest.raises(WeightUpdateError, match=cause):
+        await engine.update_weights(1, buckets())
+    assert len(made) == len(pairs)
+    with pytest.raises(EngineError, match="weight version 1 failed"):
+        await engine.generate("a", prompt_of(0, 4), SamplingParams(4))
+    await engine.update_weights(2, [changed_weights(tiny_model(), seed=1)])
+    assert len((await engine.generate("b", prompt_of(0, 4), SamplingParams(4, ignore_eos=True))).tokens) == 4
 
 
 def test_sampled_tokens_follow_the_truncated_distribution():
-    """20 000 samples of one distribution: frequencies within 4 standard errors, also with top-k, top-p and min-p."""
+    """20 000 samples of one distribution: frequencies within 4 standard errors, also with top-k and top-p."""
     logits = torch.log(torch.tensor([0.5, 0.05, 0.25, 0.15, 0.05]))
     samples = 20_000
     numbers = uniform(np.arange(samples, dtype=np.uint64), np.full(samples, 17, dtype=np.uint64))
@@ -235,7 +143,6 @@ def test_sampled_tokens_follow_the_truncated_distribution():
     assert frequencies() == pytest.approx([0.5, 0.05, 0.25, 0.15, 0.05], abs=0.015)
     assert frequencies(top_k=2) == pytest.approx([2 / 3, 0, 1 / 3, 0, 0], abs=0.015)
     assert frequencies(top_p=0.7) == pytest.approx([2 / 3, 0, 1 / 3, 0, 0], abs=0.015)
-    assert frequencies(min_p=0.2) == pytest.approx([5 / 9, 0, 2.5 / 9, 1.5 / 9, 0], abs=0.015)
     assert frequencies(temperature=0.0) == pytest.approx([1, 0, 0, 0, 0])
     squared = np.array([0.5, 0.05, 0.25, 0.15, 0.05]) ** 2
     assert frequencies(temperature=0.5) == pytest.approx(squared / squared.sum(), abs=0.015)
@@ -246,13 +153,3 @@ def test_every_argument_changes_the_derived_seed():
     others = [(9, 2, "p", 3, 0), (1, 9, "p", 3, 0), (1, 2, "q", 3, 0), (1, 2, "p", 9, 0), (1, 2, "p", 3, 9)]
     assert len({derive_seed(*name) for name in [base, *others]}) == 6
     assert 0 <= derive_seed(*base) < 2**63 and derive_seed(*base) == derive_seed(*base)
-
-
-def test_a_prompt_longer_than_the_model_allows_is_an_error():
-    async def main():
-        engine = EmbeddedEngine(tiny_model(), config=SMALL)
-        with pytest.raises(EngineError, match="exceed the model's 1024 positions"):
-            await engine.generate("a", prompt_of(0, 1000), SamplingParams(25))
-        await engine.close()
-
-    run(main())

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from fake_server import FakeServer
-from faults import run
 from torch import nn
 
 from megatron_dapo.config import ConfigError, parse_config
@@ -174,11 +173,7 @@ def test_one_switch_starts_servers_with_the_loader():
         ({"policy": {"routing_replay": "engine"}}, "--enable-return-routed-experts"),
     ],
 )
-def test_an_external_server_that_lacks_what_a_run_needs_is_refused(raw, remedy):
-    async def main():
-        server = await FakeServer().start()
-        with pytest.raises(EngineError, match=remedy):
-            await SGLangEngine.connect([server.url], parse_config(raw).rollout)
-        await server.stop()
-
-    run(main())
+async def test_an_external_server_that_lacks_what_a_run_needs_is_refused(raw, remedy):
+    server = await FakeServer().start()
+    with pytest.raises(EngineError, match=remedy):
+        await SGLangEngine.connect([server.url], parse_config(raw).rollout)

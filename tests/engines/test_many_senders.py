@@ -1,25 +1,26 @@
 """Several ranks send weights to a real SGLang server. The engine has bitwise the weights that one process sends, and
 after the death of a sender, a connection or the engine in mid-update it has a whole version or serves nothing.
 
-Every wait here is bounded by rollout.weights.timeout, 30 s; a failed sender is noticed within a second.
+Every wait here is bounded by rollout.weights.timeout, 100 s; a failed sender is noticed within a second.
 """
 
 import asyncio
 import json
 import os
+import shutil
 import signal
-import socket
-import threading
 
 import pytest
 import torch
-from installed_sglang import API_KEY_VARIABLE, sglang_python
-from tiny_model import write_model
+from engine_thread import EngineThread
+from installed_sglang import API_KEY_VARIABLE, require_sglang, start_servers
+from safetensors.torch import save_file
+from tiny_model import reference_logprobs, write_model
+from transformers import AutoModelForCausalLM
 
 from megatron_dapo.config import ModelShape, parse_config
 from megatron_dapo.engines.sglang.client import SGLangClient
 from megatron_dapo.engines.sglang.engine import SGLangEngine
-from megatron_dapo.engines.sglang.server_process import ServerProcess
 from megatron_dapo.engines.sglang.weight_proof import PROBE
 from megatron_dapo.errors import RankError
 from megatron_dapo.policy.megatron.runtime import initialize
@@ -27,8 +28,8 @@ from megatron_dapo.policy.policy import Policy
 from megatron_dapo.processes.fork_ranks import run_ranks
 from megatron_dapo.sync.remote_sender import GroupSource
 from megatron_dapo.trainer.collectives import Collectives, DriverError
+from megatron_dapo.trainer.rollouts import WeightSync, weight_buckets
 from megatron_dapo.trainer.signals import StopSignal
-from megatron_dapo.trainer.weight_sync import WeightSync, weight_buckets
 from megatron_dapo.weights.mapping import hf_shapes
 
 VERSION = "0.5.23"
@@ -38,11 +39,11 @@ BUCKET = 20_000
 def settings(senders="stage", layout=None, **weights):
     return parse_config(
         {
-            "policy": {"precision": "fp32", "timeout_seconds": 60, **(layout or {})},
+            "policy": {"precision": "fp32", "timeout_seconds": 200, **(layout or {})},
             "rollout": {
                 "servers": {"device": "cpu", "api_key_env": API_KEY_VARIABLE},
                 "weights": {
-                    "transport": "distributed", "backend": "gloo", "bucket_bytes": BUCKET, "timeout": 30,
+                    "transport": "distributed", "backend": "gloo", "bucket_bytes": BUCKET, "timeout": 100,
                     "senders": senders, "keep_snapshot": False, **weights,
                 },
             },
@@ -53,29 +54,6 @@ def settings(senders="stage", layout=None, **weights):
 def weights_of(directory, seed):
     torch.manual_seed(seed)
     return {name: torch.randn(shape) * 0.1 for name, shape in hf_shapes(ModelShape.from_dir(str(directory))).items()}
-
-
-class Driver:
-    """Rank 0's engine, in a thread with an event loop, as in the trainer."""
-
-    def __init__(self, urls, config, directory, version):
-        self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, daemon=True).start()
-        connecting = SGLangEngine.connect(urls, config.rollout, model=str(directory), version=version)
-        self.engine = self.do(connecting)
-        self.server = self.engine.servers[-1]
-
-    def start(self, work):
-        return asyncio.run_coroutine_threadsafe(work, self.loop)
-
-    def do(self, work):
-        return self.start(work).result(timeout=90)
-
-    def load_weights(self, version, buckets):
-        return self.start(self.engine.load_weights(version, buckets))
-
-    def serve_weights(self, version):
-        return self.start(self.engine.serve_weights(version))
 
 
 class Ranks:
@@ -89,7 +67,7 @@ class Ranks:
         buckets = self.policy.weight_buckets(weights.bucket_bytes, senders=weights.senders, keep_memory=True)
         self.senders = buckets.senders
         self.sync = WeightSync(buckets, Collectives(runtime, StopSignal()), weights.timeout)
-        self.driver = Driver([url], config, directory, version) if self.rank == 0 else None
+        self.driver = EngineThread([url], config, directory, version) if self.rank == 0 else None
 
     def send(self, seed):
         self.policy.load_hf(weights_of(self.directory, seed))
@@ -117,7 +95,7 @@ def from_one_process(url, directory, version, seed):
         finally:
             await engine.close()
 
-    return asyncio.run(asyncio.wait_for(main(), 120))
+    return asyncio.run(asyncio.wait_for(main(), 300))
 
 
 def several_updates(rendezvous, url, directory, config, version):
@@ -153,22 +131,20 @@ def killed_sender(rendezvous, url, directory, config, version):
     ranks.send(seed=3)
 
 
-def test_two_pipeline_stages_send_the_weights_of_a_single_process(sglang_servers):
+def test_two_pipeline_stages_send_the_weights_of_a_single_process(server_of_version):
     """TP2·PP2: two senders. Then one of them is killed, and the next update makes the engine whole again."""
-    if VERSION not in sglang_servers:
-        pytest.skip(f"SGLang {VERSION} is not installed: make sglang-cpu")
-    server = sglang_servers[VERSION]
+    server = server_of_version(VERSION)
     url, directory = server.process.url, server.directory
     _, expected = from_one_process(url, directory, server.version + 1, seed=0)
     config = settings("stage", {"tensor_parallel": 2, "pipeline_parallel": 2})
-    results = run_ranks(4, several_updates, url, directory, config, server.version + 1, timeout=200)
+    results = run_ranks(4, several_updates, url, directory, config, server.version + 1, timeout=500)
     other, cause, label, found, senders, version = results[0]
     assert senders == [0, 2]
     assert found == expected and len(expected[0]) > 15
     assert other != expected
     assert "broadcasting weights failed" in cause and label.startswith("updating-to-"), (cause, label)
     with pytest.raises(RankError):
-        run_ranks(4, killed_sender, url, directory, config, version, timeout=100)
+        run_ranks(4, killed_sender, url, directory, config, version, timeout=300)
     server.version = version + 2
     assert from_one_process(url, directory, server.version, seed=0)[1] == expected
     server.model.load_state_dict(weights_of(directory, 0))
@@ -217,46 +193,29 @@ def packed_experts(url, directory, version, expected, snapshots):
             await engine.close()
         return version
 
-    return asyncio.run(asyncio.wait_for(main(version), 120))
+    return asyncio.run(asyncio.wait_for(main(version), 300))
 
 
-def test_expert_groups_send_the_weights_of_a_single_process(tmp_path):
-    """On the way, the same server gets updates with packed experts."""
-    python = sglang_python(VERSION)
-    if not python.exists():
-        pytest.skip(f"SGLang {VERSION} is not installed: make sglang-cpu")
+def test_expert_groups_send_the_weights_of_a_single_process(tmp_path_factory, tmp_path):
+    """The server computes with the weights that it is sent. On the way it gets updates with packed experts."""
+    require_sglang(VERSION)
     directory = write_model(tmp_path / "model", "qwen3_moe")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    servers = {
-        "device": "cpu", "python": str(python), "dtype": "float32", "port": port, "start_timeout": 300,
-        "api_key_env": API_KEY_VARIABLE,
-    }  # fmt: skip
-    weights = {"transport": "tensor", "pack_experts": True}
-    config = parse_config({"rollout": {"servers": servers, "weights": weights}}).rollout.servers
-    process = ServerProcess(str(directory), config, 0, tmp_path)
-    process.spawn()
-
-    async def ready():
-        client = process.client()
-        await process.wait_ready(client)
-        await client.close()
-
-    try:
-        asyncio.run(ready())
-        _, expected = from_one_process(process.url, directory, 1, seed=0)
+    for servers in start_servers([VERSION], directory, tmp_path_factory, "qwen3_moe", packed_experts=True):
+        process = servers[VERSION].process
+        logprobs, expected = from_one_process(process.url, directory, 1, seed=0)
+        sent = shutil.copytree(directory, tmp_path / "sent")
+        save_file(weights_of(directory, 0), sent / "model.safetensors", {"format": "pt"})
+        model = AutoModelForCausalLM.from_pretrained(sent, dtype=torch.float32)
+        assert logprobs == pytest.approx(reference_logprobs(model, PROBE[:1], PROBE[1:]), abs=1e-4)
         version = packed_experts(process.url, directory, 1, expected, tmp_path / "snapshots")
         said = [line for line in process.log.read_text().splitlines() if "experts::" in line]
         assert len(said) == 1 and said[0].endswith("is loaded at once"), said
         chosen = settings("expert_group", {"expert_parallel": 2}, pack_experts=True)
         arguments = (process.url, directory, chosen, version, process.pid)
-        other, found, senders, cause = run_ranks(2, expert_parallel, *arguments, timeout=150)[0]
+        other, found, senders, cause = run_ranks(2, expert_parallel, *arguments, timeout=400)[0]
         assert senders == [0, 1]
         assert found == expected and other != expected
         assert process.url in cause
-    finally:
-        asyncio.run(process.end())
 
 
 def hand_over(rendezvous, urls, directory, config, version):
@@ -265,8 +224,8 @@ def hand_over(rendezvous, urls, directory, config, version):
     runtime = initialize(config.policy, rendezvous=rendezvous)
     policy = Policy(config, ModelShape.from_dir(str(directory)), runtime)
     buckets = weight_buckets(policy, config)
-    sync = WeightSync(buckets, Collectives(runtime, StopSignal()), 30)
-    driver = Driver(urls, config, directory, version) if rendezvous.rank == 0 else None
+    sync = WeightSync(buckets, Collectives(runtime, StopSignal()), config.rollout.weights.timeout)
+    driver = EngineThread(urls, config, directory, version) if rendezvous.rank == 0 else None
     found = []
     for seed in (1, 0):
         policy.load_hf(weights_of(directory, seed))
@@ -292,7 +251,7 @@ def test_ranks_of_two_nodes_hand_all_weights_to_the_engines_of_their_node(two_se
     shared = chosen.rollout.servers.model_copy(update={"share_gpus": True, "urls": urls})
     rollout = chosen.rollout.model_copy(update={"weights": weights, "servers": shared, "engine": "sglang"})
     config = chosen.model_copy(update={"rollout": rollout})
-    found, nodes, senders, count = run_ranks(4, hand_over, urls, directory, config, version, timeout=200)[0]
+    found, nodes, senders, count = run_ranks(4, hand_over, urls, directory, config, version, timeout=500)[0]
     assert nodes == [[0, 1], [2, 3]] and senders == [0, 1, 2, 3] and count > 4
     (other_logprobs, other), (logprobs, checksums) = found
     assert checksums == alone[1][1] and other != checksums

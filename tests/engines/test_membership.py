@@ -5,8 +5,9 @@ import socket
 
 import aiohttp
 import pytest
+from event_loop import close_at_the_end, until
 from fake_server import FakeServer
-from faults import PROMPT, WEIGHTS, fill_batch, run, settings
+from faults import PROMPT, WEIGHTS, fill_batch, settings
 
 from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.engines.protocol import SamplingParams
@@ -36,171 +37,151 @@ def config(folder, *urls, **servers):
     return base.model_copy(update={"weights": base.weights.model_copy(update={"directory": str(folder)})})
 
 
-async def until(true):
-    while not true():
-        await asyncio.sleep(0.01)
-
-
-def test_a_file_names_servers_and_keeps_its_last_word(tmp_path):
+async def test_a_file_names_servers_and_keeps_its_last_word(tmp_path):
     path = tmp_path / "servers"
     members = Membership(["http://a:1/", f"file://{path}"], None, list)
 
-    async def main():
-        assert members.changes and await members.current() == ["http://a:1"]  # the file does not exist yet
-        path.write_text("# spot nodes\nhttp://b:2\nnonsense\nhttp://a:1  # again\n")
-        assert await members.current() == ["http://a:1", "http://b:2"]
-        path.unlink()
-        assert await members.current() == ["http://a:1", "http://b:2"]
-        path.write_text("")
-        assert await members.current() == ["http://a:1"]
+    async def twice():
+        await members.current()
+        return await members.current()
 
-    run(main())
+    assert members.changes and await twice() == ["http://a:1"]  # the file does not exist yet
+    path.write_text("# spot nodes\nhttp://b:2\nnonsense\nhttp://a:1  # again\n")
+    assert await twice() == ["http://a:1", "http://b:2"]
+    path.unlink()
+    assert await twice() == ["http://a:1", "http://b:2"]
+    path.write_text("")
+    assert await twice() == ["http://a:1"]
     assert not Membership(["http://a:1"], None, list).changes
 
 
-def test_every_address_of_a_name_is_a_server(monkeypatch):
-    async def main():
-        async def getaddrinfo(host, port, **options):
-            if addresses is None:
-                raise socket.gaierror("no such name")
-            assert (host, port) == ("engines", 30000)
-            return [(0, 0, 0, "", (address, port)) for address in addresses]
-
-        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
-        members = Membership(["dns://engines:30000"], None, list)
-        addresses = None
-        assert await members.current() == []
-        addresses = ["10.0.0.2", "10.0.0.1", "10.0.0.2", "fd00::1"]
-        expected = ["http://10.0.0.1:30000", "http://10.0.0.2:30000", "http://[fd00::1]:30000"]
-        assert await members.current() == expected
-        addresses = None
-        assert await members.current() == expected
-
-    run(main())
+@pytest.mark.parametrize("cut", ["", "http://a:1\n", "http://a:1\nhttp://b:20"])
+async def test_a_file_that_is_read_while_it_is_written_changes_nothing(tmp_path, cut):
+    path = tmp_path / "servers"
+    whole = "http://a:1\nhttp://b:200\n"
+    members = Membership([f"file://{path}"], None, list)
+    said = []
+    for text in (whole, whole, cut, whole, cut, whole):
+        path.write_text(text)
+        said.append(await members.current())
+    assert said[1:] == [["http://a:1", "http://b:200"]] * 5
 
 
-def test_servers_are_posted_with_the_key(tmp_path):
-    async def main():
-        first, second = [await FakeServer().start() for _ in range(2)]
-        group = Fleet(
-            config(tmp_path, first.url, "listen://127.0.0.1:0"), str(tmp_path), tmp_path, client_processes=False
-        )
-        engine = await group.start()
-        async with aiohttp.ClientSession() as session:
+async def test_every_address_of_a_name_is_a_server(monkeypatch):
+    async def getaddrinfo(host, port, **options):
+        if addresses is None:
+            raise socket.gaierror("no such name")
+        assert (host, port) == ("engines", 30000)
+        return [(0, 0, 0, "", (address, port)) for address in addresses]
 
-            async def call(method, body=None, key="secret"):
-                headers, url = {"Authorization": f"Bearer {key}"}, f"{group.membership.address}/servers"
-                async with session.request(method, url, json=body, headers=headers) as reply:
-                    return reply.status, await reply.json()
-
-            assert (await call("POST", {"url": second.url}, key="wrong"))[0] == 401
-            assert (await call("POST", {"url": "ftp://x"}))[0] == (await call("POST", []))[0] == 400
-            assert (await call("POST", {"url": second.url}))[0] == 200
-            await until(lambda: [s.state.phase for s in engine.servers] == [Phase.SERVING] * 2)
-            _, said = await call("GET")
-            assert [(one["url"], one["state"]) for one in said["servers"]] == [
-                (first.url, "serving"), (second.url, "serving"),
-            ]  # fmt: skip
-            await call("DELETE", {"url": second.url})
-            await until(lambda: len(engine.servers) == 1)
-        await engine.close()
-        await first.stop()
-        await second.stop()
-
-    run(main())
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
+    members = Membership(["dns://engines:30000"], None, list)
+    addresses = None
+    assert await members.current() == []
+    addresses = ["10.0.0.2", "10.0.0.1", "10.0.0.2", "fd00::1"]
+    expected = ["http://10.0.0.1:30000", "http://10.0.0.2:30000", "http://[fd00::1]:30000"]
+    assert await members.current() == [] and await members.current() == expected
+    addresses = None
+    assert await members.current() == expected
 
 
-def test_a_joiner_gets_the_current_weights_alone_and_the_samples_of_a_leaver_move(tmp_path):
-    async def main():
-        servers = [await FakeServer(seconds=0.3).start() for _ in range(3)]
-        listed = tmp_path / "servers"
-        listed.write_text(servers[0].url)
-        chosen = config(tmp_path, f"file://{listed}")
-        engine = await Fleet(chosen, str(tmp_path), tmp_path, client_processes=False).start()
-        await engine.update_weights(3, [WEIGHTS])
-        paused = servers[0].calls.count("/pause_generation")
-        listed.write_text("\n".join(server.url for server in servers[:2]))
-        await until(lambda: len(engine.servers) == 2 and engine.servers[1].state.serves(3))
-        assert servers[0].calls.count("/pause_generation") == paused and len(servers[1].loaded) == 1
-        assert lease_of(servers[1].label)[0]
-        servers[0].seconds = 30.0  # what it runs takes too long
-        collecting = asyncio.ensure_future(fill_batch(engine, chosen, groups=12))
-        busy = [asyncio.ensure_future(engine.generate(f"x{i}", as_tokens([i]), SamplingParams(8))) for i in range(16)]
-        await asyncio.sleep(0.1)
-        listed.write_text("\n".join(server.url for server in servers[1:]))
-        batch = await collecting
-        assert {span.version for sample in batch.samples for span in sample.weight_spans} == {3}
-        moved = [completion for completion in await asyncio.gather(*busy) if completion.moved]
-        assert moved and {completion.server for completion in moved} == {servers[0].url}
-        await until(lambda: len(engine.servers) == 2 and engine.servers[1].state.serves(3))
-        report = await engine.update_weights(4, [WEIGHTS])
-        assert set(report.served_by) == {servers[1].url, servers[2].url} and not report.failed
-        await engine.close()
-        assert [server.label for server in servers[1:]] == ["4", "4"]  # the leases have ended
-        for server in servers:
-            await server.stop()
+async def test_servers_are_posted_with_the_key(tmp_path):
+    first, second = [await FakeServer().start() for _ in range(2)]
+    group = Fleet(config(tmp_path, first.url, "listen://127.0.0.1:0"), str(tmp_path), tmp_path, client_processes=False)
+    engine = close_at_the_end(await group.start())
+    async with aiohttp.ClientSession() as session:
 
-    run(main())
+        async def call(method, body=None, key="secret"):
+            headers, url = {"Authorization": f"Bearer {key}"}, f"{group.membership.address}/servers"
+            async with session.request(method, url, json=body, headers=headers) as reply:
+                return reply.status, await reply.json()
+
+        assert (await call("POST", {"url": second.url}, key="wrong"))[0] == 401
+        assert (await call("POST", {"url": "ftp://x"}))[0] == (await call("POST", []))[0] == 400
+        assert (await call("POST", {"url": second.url}))[0] == 200
+        await until(lambda: [s.state.phase for s in engine.servers] == [Phase.SERVING] * 2)
+        _, said = await call("GET")
+        assert [(one["url"], one["state"]) for one in said["servers"]] == [
+            (first.url, "serving"), (second.url, "serving"),
+        ]  # fmt: skip
+        await call("DELETE", {"url": second.url})
+        await until(lambda: len(engine.servers) == 1)
 
 
-def test_a_server_that_returns_as_another_process_gets_what_the_first_one_had(tmp_path):
+async def test_a_joiner_gets_the_current_weights_alone_and_the_samples_of_a_leaver_move(tmp_path):
+    servers = [await FakeServer(seconds=0.3).start() for _ in range(3)]
+    listed = tmp_path / "servers"
+    listed.write_text(servers[0].url)
+    chosen = config(tmp_path, f"file://{listed}")
+    engine = await Fleet(chosen, str(tmp_path), tmp_path, client_processes=False).start()
+    await engine.update_weights(3, [WEIGHTS])
+    paused = servers[0].calls.count("/pause_generation")
+    listed.write_text("\n".join(server.url for server in servers[:2]))
+    await until(lambda: len(engine.servers) == 2 and engine.servers[1].state.serves(3))
+    assert servers[0].calls.count("/pause_generation") == paused and len(servers[1].loaded) == 1
+    assert lease_of(servers[1].label)[0]
+    servers[0].seconds = 30.0  # what it runs takes too long
+    collecting = asyncio.ensure_future(fill_batch(engine, chosen, groups=12))
+    busy = [asyncio.ensure_future(engine.generate(f"x{i}", as_tokens([i]), SamplingParams(8))) for i in range(16)]
+    await asyncio.sleep(0.1)
+    listed.write_text("\n".join(server.url for server in servers[1:]))
+    batch = await collecting
+    assert {span.version for sample in batch.samples for span in sample.weight_spans} == {3}
+    moved = [completion for completion in await asyncio.gather(*busy) if completion.moved]
+    assert moved and {completion.server for completion in moved} == {servers[0].url}
+    await until(lambda: len(engine.servers) == 2 and engine.servers[1].state.serves(3))
+    report = await engine.update_weights(4, [WEIGHTS])
+    assert set(report.served_by) == {servers[1].url, servers[2].url} and not report.failed
+    await engine.close()
+    assert [server.label for server in servers[1:]] == ["4", "4"]  # the leases have ended
+
+
+async def test_a_server_that_returns_as_another_process_gets_what_the_first_one_had(tmp_path):
     """It proves its weights with a module that every process of a server must be told to load."""
     sums = {name: f"{n}:x:{total}" for name, (n, total) in checksums_of(flatten(WEIGHTS)).read().items()}
+    first, returning = [await FakeServer().start() for _ in range(2)]
+    first.checksums = returning.checksums = sums
+    listed = tmp_path / "servers"
+    both = f"{first.url}\n{returning.url}\n"
+    listed.write_text(both)
+    chosen = config(tmp_path, f"file://{listed}")
+    engine = close_at_the_end(await Fleet(chosen, str(tmp_path), tmp_path, client_processes=False).start())
+    await until(lambda: [s.state.phase for s in engine.servers] == [Phase.SERVING] * 2)
+    await engine.update_weights(1, [WEIGHTS])
+    assert returning.loaded.count(CHECKSUM_LOADERS[0]) == 1
+    listed.write_text(first.url)
+    await until(lambda: len(engine.servers) == 1)
+    await returning.stop()
+    other = FakeServer()
+    other.checksums = sums
+    await other.start(int(returning.url.rpartition(":")[2]))
+    listed.write_text(both)
+    await until(lambda: len(engine.servers) == 2 and engine.servers[1].state.serves(1))
+    assert other.loaded.count(CHECKSUM_LOADERS[0]) == 1
 
-    async def main():
-        first, returning = [await FakeServer().start() for _ in range(2)]
-        first.checksums = returning.checksums = sums
-        listed = tmp_path / "servers"
-        both = f"{first.url}\n{returning.url}\n"
-        listed.write_text(both)
-        engine = await Fleet(
-            config(tmp_path, f"file://{listed}"), str(tmp_path), tmp_path, client_processes=False
+
+async def test_a_server_belongs_to_one_run_at_a_time(tmp_path, monkeypatch):
+    server = await FakeServer().start()
+    start = {
+        name: lambda name=name: Fleet(
+            config(tmp_path, server.url), str(tmp_path), tmp_path / name, client_processes=False
         ).start()
-        await until(lambda: [s.state.phase for s in engine.servers] == [Phase.SERVING] * 2)
-        await engine.update_weights(1, [WEIGHTS])
-        assert returning.loaded.count(CHECKSUM_LOADERS[0]) == 1
-        listed.write_text(first.url)
-        await until(lambda: len(engine.servers) == 1)
-        await returning.stop()
-        other = FakeServer()
-        other.checksums = sums
-        await other.start(int(returning.url.rpartition(":")[2]))
-        listed.write_text(both)
-        await until(lambda: len(engine.servers) == 2 and engine.servers[1].state.serves(1))
-        assert other.loaded.count(CHECKSUM_LOADERS[0]) == 1
-        await engine.close()
-        await first.stop()
-        await other.stop()
-
-    run(main())
-
-
-def test_a_server_belongs_to_one_run_at_a_time(tmp_path, monkeypatch):
-    async def main():
-        server = await FakeServer().start()
-        start = {
-            name: lambda name=name: Fleet(
-                config(tmp_path, server.url), str(tmp_path), tmp_path / name, client_processes=False
-            ).start()
-            for name in ("one", "two")
-        }
-        engine = await start["one"]()
-        await engine.update_weights(1, [WEIGHTS])
-        with pytest.raises(EngineError, match=r"belongs to run \w+ for another \d+ s.*its own servers"):
-            await start["two"]()
-        completion = await engine.generate("r", PROMPT, SamplingParams(8))
-        assert completion.finish_reason is FinishReason.STOP and completion.weight_spans[0].version == 1
-        monkeypatch.setattr(client, "LEASE_SECONDS", 1000.0)  # more than half of it is over
-        _, until_then = lease_of(server.label)
-        engine.servers[0]._leased_until -= 400
-        await until(lambda: lease_of(server.label)[1] > until_then)
-        again = await start["one"]()  # resumed after a kill: the same run
-        await again.close()
-        await (await start["two"]()).close()
-        await engine.supervision.stop()
-        await server.stop()
-
-    run(main())
+        for name in ("one", "two")
+    }
+    engine = await start["one"]()
+    await engine.update_weights(1, [WEIGHTS])
+    with pytest.raises(EngineError, match=r"belongs to run \w+ for another \d+ s.*its own servers"):
+        await start["two"]()
+    completion = await engine.generate("r", PROMPT, SamplingParams(8))
+    assert completion.finish_reason is FinishReason.STOP and completion.weight_spans[0].version == 1
+    monkeypatch.setattr(client, "LEASE_SECONDS", 1000.0)  # more than half of it is over
+    _, until_then = lease_of(server.label)
+    engine.servers[0]._leased_until -= 400
+    await until(lambda: lease_of(server.label)[1] > until_then)
+    again = await start["one"]()  # resumed after a kill: the same run
+    await again.close()
+    await (await start["two"]()).close()
+    await engine.supervision.stop()
 
 
 @pytest.mark.parametrize(

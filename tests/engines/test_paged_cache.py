@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
-from megatron_dapo.engines.embedded.paged_cache import PagedCache, PromptCache
+from megatron_dapo.engines.embedded.batch_invariant_model import PagedCache, PromptCache
 
 
 def made(prompts=2):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dapo.engines.sglang.http import ServerFailure
-from megatron_dapo.engines.sglang.response_parser import _parse_fast, _parse_general, parse_completion
+from megatron_dapo.engines.sglang.response_parser import _parse_fast, _parse_general, input_logprobs, parse_completion
 from megatron_dapo.types import FinishReason, WeightSpan
 
 
@@ -69,6 +69,7 @@ def test_json_with_other_spacing_is_parsed():
         (lambda a: set_token(a, 2**32), "whole number of 32 bits"),
         (lambda a: set_token(a, 6.5), "whole number of 32 bits"),
         (lambda a: set_token(a, 2**63), "whole number of 32 bits"),
+        (lambda a: set_token(a, True), "whole number of 32 bits"),
         (lambda a: a["meta_info"]["finish_reason"].update(type="abort", status_code=503), "gave it up"),
     ],
 )
@@ -138,3 +139,14 @@ def test_experts_that_cannot_be_used():
         parse(orjson.dumps(reply_of([-1.0], [5], routed_experts="?")))
     with pytest.raises(ServerFailure, match="values from -1 to"):
         parse(with_experts(np.full((6, 2), -1)))
+
+
+@pytest.mark.parametrize("scored", [[5, 319, 7], [5, 0, 7], [0, 319, 7], [5, 319]])
+def test_scored_tokens_are_those_that_were_sent(scored):
+    """But for the last id of the vocabulary, which SGLang reports as 0."""
+    reply = {"meta_info": {"input_token_logprobs": [[None, 4, None], *([-1.0, token, None] for token in scored)]}}
+    if len(scored) == 3 and scored[0] == 5:
+        assert input_logprobs(reply, [5, 319, 7], "here").tolist() == [-1.0] * 3
+    else:
+        with pytest.raises(ServerFailure, match=r"here: .*(other tokens|input_token_logprobs)"):
+            input_logprobs(reply, [5, 319, 7], "here")

@@ -58,52 +58,44 @@ def settings(urls, port, **more):
     return RolloutConfig(servers=servers, weights={"proof": "version"})
 
 
-def test_completions_through_the_router_are_those_of_the_servers(tmp_path, monkeypatch):
+async def test_completions_through_the_router_are_those_of_the_servers(tmp_path, monkeypatch):
     python, port = router_python(), free_ports()
     monkeypatch.setenv("ROUTER_TEST_KEY", KEY)
-
-    async def main():
-        servers = [await Locked().start() for _ in range(2)]
-        for server in servers:
-            server.label = "0"
-        config = settings([server.url for server in servers], port, start_timeout=60)
-        command = router_command(python, port, config.servers.model_copy(update={"python": python}), "ROUTER_TEST_KEY")
-        with (tmp_path / "router.log").open("w") as log:
-            router = subprocess.Popen([*command, "--worker-urls", *config.servers.urls], stdout=log, stderr=log)
-        assert KEY not in Path(f"/proc/{router.pid}/cmdline").read_text()
-        try:
-            engine = await open_engine(config, str(tmp_path), tmp_path)
-            assert not any("/generate" in server.calls for server in servers)  # it waited for the router instead
-            prompts = [as_tokens([5, 6, 7, number]) for number in range(40)]
-            answers = await asyncio.gather(
-                *(engine.generate(f"r{i}", p, SamplingParams(max_new_tokens=4)) for i, p in enumerate(prompts))
-            )
-            await engine.close()
-        finally:
-            router.terminate()
-            router.wait(10)
-            for server in servers:
-                await server.stop()
-        assert all(answer.weight_spans[0].version == 0 and len(answer.logprobs) == 4 for answer in answers)
-        served = [server.calls.count("/generate") for server in servers]
-        assert sum(served) == 40 and min(served) > 0, served
-        assert not any("refused" in server.calls for server in servers)
-        assert KEY not in (tmp_path / "router.log").read_text()
-
-    asyncio.run(main())
-
-
-def test_a_router_that_is_never_ready_is_an_error_with_its_url(tmp_path, monkeypatch):
-    monkeypatch.setenv("ROUTER_TEST_KEY", KEY)
-
-    async def main():
-        server = await Locked().start()
+    servers = [await Locked().start() for _ in range(2)]
+    for server in servers:
         server.label = "0"
-        port = free_ports()
-        try:
-            with pytest.raises(EngineError, match=rf"the router http://127.0.0.1:{port} was not ready after 1 s"):
-                await open_engine(settings([server.url], port, start_timeout=1), str(tmp_path), tmp_path)
-        finally:
+    config = settings([server.url for server in servers], port, start_timeout=60)
+    command = router_command(python, port, config.servers.model_copy(update={"python": python}), "ROUTER_TEST_KEY")
+    with (tmp_path / "router.log").open("w") as log:
+        router = subprocess.Popen([*command, "--worker-urls", *config.servers.urls], stdout=log, stderr=log)
+    assert KEY not in Path(f"/proc/{router.pid}/cmdline").read_text()
+    try:
+        engine = await open_engine(config, str(tmp_path), tmp_path)
+        assert not any("/generate" in server.calls for server in servers)  # it waited for the router instead
+        prompts = [as_tokens([5, 6, 7, number]) for number in range(40)]
+        answers = await asyncio.gather(
+            *(engine.generate(f"r{i}", p, SamplingParams(max_new_tokens=4)) for i, p in enumerate(prompts))
+        )
+        await engine.close()
+    finally:
+        router.terminate()
+        router.wait(10)
+        for server in servers:
             await server.stop()
+    assert all(answer.weight_spans[0].version == 0 and len(answer.logprobs) == 4 for answer in answers)
+    served = [server.calls.count("/generate") for server in servers]
+    assert sum(served) == 40 and min(served) > 0, served
+    assert not any("refused" in server.calls for server in servers)
+    assert KEY not in (tmp_path / "router.log").read_text()
 
-    asyncio.run(main())
+
+async def test_a_router_that_is_never_ready_is_an_error_with_its_url(tmp_path, monkeypatch):
+    monkeypatch.setenv("ROUTER_TEST_KEY", KEY)
+    server = await Locked().start()
+    server.label = "0"
+    port = free_ports()
+    try:
+        with pytest.raises(EngineError, match=rf"the router http://127.0.0.1:{port} was not ready after 1 s"):
+            await open_engine(settings([server.url], port, start_timeout=1), str(tmp_path), tmp_path)
+    finally:
+        await server.stop()

@@ -7,11 +7,18 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
+from functools import partial
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
+from fake_server import FakeServer
+from installed_sglang import SGLANG_VERSIONS, sglang_python
+from waiting import wait_for
 
 from megatron_dapo.config.rollout import ServerConfig
+from megatron_dapo.engines.sglang.client import EXACT_ARGUMENTS, IN_SERVER, SGLangClient
 from megatron_dapo.engines.sglang.keys import Keys, command_with_keys
 from megatron_dapo.engines.sglang.server_process import ServerProcess, sglang_command
 from megatron_dapo.errors import EngineError
@@ -29,18 +36,14 @@ time.sleep(100)
 """
 
 
-def wait_for(condition, what, seconds=20):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
-        time.sleep(0.01)
+wait = partial(wait_for, pause=0.01)
 
 
 def tree(tmp_path):
     command = [sys.executable, "-c", TREE, str(tmp_path / "ready")]
     process = ServerProcess("", ServerConfig(), 0, tmp_path, make_command=lambda *_: (command, {}))
     process.spawn()
-    wait_for((tmp_path / "ready").exists, "the workers")
+    wait((tmp_path / "ready").exists, 20, "the workers")
     assert len(members(process.pid)) == 4  # supervisor, main, two workers
     return process
 
@@ -58,12 +61,12 @@ def test_the_whole_tree_dies_with_a_killed_launcher(tmp_path, moment):
     """Also when the launcher dies before the server has started anything."""
     launcher = multiprocessing.get_context("fork").Process(target=launch, args=(tmp_path,))
     launcher.start()
-    wait_for(lambda: (tmp_path / "session").exists() and (tmp_path / "session").read_text(), "the session")
-    wait_for((tmp_path / moment).exists, moment)
+    wait(lambda: (tmp_path / "session").exists() and (tmp_path / "session").read_text(), 20, "the session")
+    wait((tmp_path / moment).exists, 20, moment)
     session = int((tmp_path / "session").read_text())
     launcher.kill()
     launcher.join()
-    wait_for(lambda: not members(session), "the end of the server's processes")
+    wait(lambda: not members(session), 20, "the end of the server's processes")
 
 
 def test_the_whole_tree_dies_with_its_caller_without_a_signal(tmp_path):
@@ -79,19 +82,19 @@ def test_the_whole_tree_dies_with_its_caller_without_a_signal(tmp_path):
     )
     command = [sys.executable, "-c", TREE, str(tmp_path / "ready")]
     caller = subprocess.Popen([sys.executable, "-c", started, str(tmp_path / "session"), *command])
-    wait_for((tmp_path / "ready").exists, "the workers")
+    wait((tmp_path / "ready").exists, 20, "the workers")
     session = int((tmp_path / "session").read_text())
     assert len(members(session)) == 4
     caller.kill()
     caller.wait()
-    wait_for(lambda: not members(session), "the end of the server's processes")
+    wait(lambda: not members(session), 20, "the end of the server's processes")
 
 
 def test_workers_die_with_a_killed_main_process(tmp_path):
     process = tree(tmp_path)
     main = next(pid for pid in members(process.pid) if parent_of(pid) == process.pid)
     os.kill(main, signal.SIGKILL)
-    wait_for(lambda: not process.alive(), "the end of the server")
+    wait(lambda: not process.alive(), 20, "the end of the server")
     assert not members(process.pid) and process._process.status == "signal 9"
 
 
@@ -99,7 +102,7 @@ def test_workers_die_with_a_killed_supervisor(tmp_path):
     """The main process dies by itself; its workers when the launcher notices."""
     process = tree(tmp_path)
     os.kill(process.pid, signal.SIGKILL)
-    wait_for(lambda: not process.alive(), "the end of the server")
+    wait(lambda: not process.alive(), 20, "the end of the server")
     assert not members(process.pid)
 
 
@@ -109,7 +112,7 @@ def test_end_leaves_no_process_even_if_one_ignores_the_request(tmp_path):
         "", ServerConfig(), 0, tmp_path, make_command=lambda *_: ([*command, str(tmp_path / "ready")], {})
     )
     process.spawn()
-    wait_for((tmp_path / "ready").exists, "the workers")
+    wait((tmp_path / "ready").exists, 20, "the workers")
     session = process.pid
     asyncio.run(process.end(patience=0.2))
     assert not members(session)
@@ -119,7 +122,7 @@ def test_the_exit_code_is_that_of_the_server(tmp_path):
     command = [sys.executable, "-c", "raise SystemExit(7)"]
     process = ServerProcess("", ServerConfig(), 0, tmp_path, make_command=lambda *_: (command, {}))
     process.spawn()
-    wait_for(lambda: not process.alive(), "the end")
+    wait(lambda: not process.alive(), 20, "the end")
     assert process._process.status == "exit code 7"
 
 
@@ -210,3 +213,74 @@ def test_servers_and_trainer_have_the_same_kind_of_nccl_memory(ours, theirs, mon
     if ours:
         monkeypatch.setenv("NCCL_CUMEM_ENABLE", ours)
     assert sglang_command("model", ServerConfig(), 0, 1)[1]["NCCL_CUMEM_ENABLE"] == theirs
+
+
+# ---- policy.true_on_policy ----
+
+
+def exact_config(**settings):
+    config = ServerConfig(**settings)
+    config.demand(exact=True)
+    return config
+
+
+def test_a_server_with_the_trainers_kernels_finds_the_plugin():
+    command, environment = sglang_command("model", exact_config(arguments=["--attention-backend", "fa3"]), 0, 1)
+    assert {*EXACT_ARGUMENTS, "bfloat16"} <= set(command) and command[-1] == "fa3"
+    paths = environment["PYTHONPATH"].split(os.pathsep)
+    (plugin,) = (entry for path in paths for d in distributions(path=[path]) for entry in d.entry_points)
+    assert plugin.group == "sglang.srt.plugins" and plugin.name == environment["SGLANG_PLUGINS"]
+    assert any((Path(path) / f"{plugin.module}.py").exists() for path in paths)
+    plain = sglang_command("model", ServerConfig(), 0, 1)
+    assert "SGLANG_PLUGINS" not in plain[1] and not {*EXACT_ARGUMENTS} & {*plain[0]}
+    assert not list(distributions(path=[str(IN_SERVER)]))  # else every server with our loaders would have the plugin
+
+
+KERNELS = f"{zlib.crc32((IN_SERVER / 'megatron_dapo_kernels.py').read_bytes()):x}"
+ACTIVE = {"kernels": KERNELS, "attention": "True", "products": "True"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"checksums": ACTIVE | {"kernels": "0"}},
+        {"checksums": ACTIVE | {"attention": "False"}},
+        {"checksums": {}},
+        {"broken_calls": {"/weights_checker": (400, {"success": False, "message": "Unsupported action='exact'"})}},
+    ],
+)
+def test_a_server_without_the_trainers_kernels_is_refused(change):
+    async def main():
+        server = await FakeServer().start()
+        vars(server).update({"checksums": ACTIVE} | change)
+        client = SGLangClient(server.url, exact_config())
+        try:
+            if not change:
+                return await client.capabilities()
+            with pytest.raises(EngineError, match="does not compute with the trainer's kernels"):
+                await client.capabilities()
+        finally:
+            await client.close()
+            await server.stop()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("version", SGLANG_VERSIONS)
+def test_the_plugin_installs_into_a_real_sglang(version):
+    if not sglang_python(version).exists():
+        pytest.skip(f"SGLang {version} is not installed: make sglang-cpu")
+    _, environment = sglang_command("model", exact_config(device="cpu"), 0, 1)
+    code = (
+        "from unittest.mock import Mock; from sglang.srt.plugins import load_plugins; load_plugins();"
+        "import megatron_dapo_exact as exact;"
+        "from sglang.srt.layers.layernorm import RMSNorm; from sglang.srt.utils.weight_checker import WeightChecker;"
+        "WeightChecker._get_model = WeightChecker._parallelism_info = Mock();"
+        "reply = WeightChecker.handle(WeightChecker.__new__(WeightChecker), exact.ACTION);"
+        "print(RMSNorm.forward_cuda is exact._norm, *sorted(reply['checksums']))"
+    )
+    done = subprocess.run(
+        [sglang_python(version), "-c", code], env=os.environ | environment, capture_output=True, text=True
+    )
+    assert done.stdout.split()[-4:] == ["True", "attention", "kernels", "products"], done.stderr

@@ -6,14 +6,12 @@ update; and no process may crash.
 """
 
 import asyncio
-import base64
 import contextlib
-import io
 import multiprocessing
-import pickle
 
 import pytest
 import torch
+from bucket_reader import read_payloads
 from safetensors.torch import load_file
 
 from megatron_dapo.config.rollout import WeightTransportConfig
@@ -28,31 +26,6 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
 ELEMENTS, TENSORS, PARTS = 1 << (24 if ON_GPU else 12), 12, 8
 UPDATES = 40
-
-
-def other_process(pipe, on_gpu):
-    """What a server does with a payload: opens it, reads every tensor, frees it."""
-    from torch.multiprocessing import reductions
-
-    if on_gpu:
-        torch.cuda.init()
-        original = reductions.rebuild_cuda_tensor
-
-        def rebuild(*arguments):
-            devices = [str(torch.cuda.get_device_properties(d).uuid) for d in range(torch.cuda.device_count())]
-            return original(*arguments[:6], devices.index(arguments[6]), *arguments[7:])
-
-        reductions.rebuild_cuda_tensor = rebuild
-    pipe.send("ready")
-    while (text := pipe.recv()) is not None:
-        bucket = pickle.load(io.BytesIO(base64.b64decode(text)))
-        flat = bucket["flattened_tensor"]
-        pairs = [
-            (meta.name, flat[meta.start_idx : meta.end_idx].view(meta.dtype).reshape(meta.shape))
-            for meta in bucket["metadata"]
-        ]
-        pipe.send({name: tensor.double().sum().item() for name, tensor in pairs})
-        del bucket, flat, pairs
 
 
 class Server:
@@ -93,18 +66,17 @@ async def send(version, servers, snapshot, buckets):
         return await transport.send(version, servers, stream, [server.name for server in servers])
 
 
-@pytest.fixture
-def server(request):
-    """One other process, or as many as the parameter says."""
+@pytest.fixture(scope="module")
+def pipes():
+    """To two other processes."""
     context = multiprocessing.get_context("spawn")
-    pipes = [context.Pipe() for _ in range(getattr(request, "param", 1))]
-    processes = [context.Process(target=other_process, args=(theirs, ON_GPU)) for _, theirs in pipes]
+    pipes = [context.Pipe() for _ in range(2)]
+    processes = [context.Process(target=read_payloads, args=(theirs, ON_GPU)) for _, theirs in pipes]
     for process, (_, theirs) in zip(processes, pipes, strict=True):
         process.start()
         theirs.close()
     assert all(ours.recv() == "ready" for ours, _ in pipes)
-    servers = [Server(ours, f"process {number}") for number, (ours, _) in enumerate(pipes)]
-    yield servers if hasattr(request, "param") else servers[0]
+    yield [ours for ours, _ in pipes]
     for (ours, _), process in zip(pipes, processes, strict=True):
         with contextlib.suppress(BrokenPipeError):
             ours.send(None)
@@ -112,19 +84,19 @@ def server(request):
         assert process.exitcode == 0
 
 
-@pytest.mark.parametrize("server", [2], indirect=True)
-def test_two_servers_read_a_payload_and_one_of_them_again(server):
+def test_two_servers_read_a_payload_and_one_of_them_again(pipes):
     """Its reply was lost. torch removed the name of the memory before the last of them had opened it."""
-    server[0].calls = 2
+    servers = [Server(pipe, f"process {number}") for number, pipe in enumerate(pipes)]
+    servers[0].calls = 2
     specs = [TensorSpec("w", torch.uint8, (64,))]
 
     async def update(version):
         block = torch.full((64,), version, dtype=torch.uint8, device=DEVICE)
-        return await send(version, server, None, [bucket_in(block, specs)])
+        return await send(version, servers, None, [bucket_in(block, specs)])
 
     for version in range(1, 6):
         assert not asyncio.run(update(version)).failed
-        assert [one.sums for one in server] == [{"w": 64.0 * version}] * 2
+        assert [server.sums for server in servers] == [{"w": 64.0 * version}] * 2
 
 
 def named_pieces(weights):
@@ -146,7 +118,8 @@ def in_two_blocks(weights):
 
 
 @pytest.mark.parametrize("flat", [False, True])
-def test_every_update_arrives_while_weights_are_offloaded_and_onloaded(server, flat, tmp_path):
+def test_every_update_arrives_while_weights_are_offloaded_and_onloaded(pipes, flat, tmp_path):
+    server = Server(pipes[0], "process 0")
     weights = [torch.randn(ELEMENTS, device=DEVICE).bfloat16() for _ in range(TENSORS)]
     offloader, snapshot = Offloader(DEVICE), Snapshot("/dev/shm" if flat else tmp_path, "")
 

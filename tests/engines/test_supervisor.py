@@ -5,13 +5,13 @@ import time
 from typing import ClassVar
 
 import pytest
+from event_loop import until
 from fake_process import fake_fleet
 from fake_server import FakeServer
-from faults import PROMPT, WEIGHTS, fill_batch, run, settings
+from faults import PROMPT, WEIGHTS, connect, fill_batch, run, settings
 
 from megatron_dapo.engines.protocol import ForeignWeightsError, SamplingParams
 from megatron_dapo.engines.sglang import client, server_state, supervisor, transports
-from megatron_dapo.engines.sglang.engine import SGLangEngine
 from megatron_dapo.engines.sglang.process_group import members_of
 from megatron_dapo.engines.sglang.server_state import Phase
 from megatron_dapo.engines.sglang.supervisor import RestartBudget
@@ -36,103 +36,75 @@ async def never(server, body):
         await asyncio.sleep(1000)
 
 
-def test_a_server_that_replies_but_generates_nothing_is_replaced(tmp_path):
+async def test_a_server_that_replies_but_generates_nothing_is_replaced(tmp_path):
     """Its requests move to the new process, long before their own deadline."""
-
-    async def main():
-        chosen = config(tmp_path)
-        fleet, engine = await fake_fleet(chosen, tmp_path)
-        process = fleet.processes[0]
-        await engine.update_weights(1, [WEIGHTS])
-        process.server.fault, process.server.hanging = never, {"/health_generate"}
-        batch = await asyncio.wait_for(fill_batch(engine, chosen), 10)
-        assert process.starts == 2
-        assert {span.version for sample in batch.samples for span in sample.weight_spans} == {1}
-        await engine.close()
-
-    run(main())
+    chosen = config(tmp_path)
+    fleet, engine = await fake_fleet(chosen, tmp_path)
+    process = fleet.processes[0]
+    await engine.update_weights(1, [WEIGHTS])
+    process.server.fault, process.server.hanging = never, {"/health_generate"}
+    batch = await asyncio.wait_for(fill_batch(engine, chosen), 10)
+    assert process.starts == 2
+    assert {span.version for sample in batch.samples for span in sample.weight_spans} == {1}
 
 
-def test_a_server_that_completes_samples_is_not_asked_to_prove_it(tmp_path):
-    async def main():
-        fleet, engine = await fake_fleet(config(tmp_path, health_interval=30), tmp_path)
-        for number in range(5):
-            await engine.generate(f"r{number}", PROMPT, SamplingParams(8))
-            await asyncio.sleep(0.03)
-        calls = fleet.processes[0].server.calls
-        assert "/health_generate" not in calls and calls.count("/model_info") > 3
-        await engine.close()
-
-    run(main())
+async def test_a_server_that_completes_samples_is_not_asked_to_prove_it(tmp_path):
+    fleet, engine = await fake_fleet(config(tmp_path, health_interval=30), tmp_path)
+    for number in range(5):
+        await engine.generate(f"r{number}", PROMPT, SamplingParams(8))
+        await asyncio.sleep(0.03)
+    calls = fleet.processes[0].server.calls
+    assert "/health_generate" not in calls and calls.count("/model_info") > 3
 
 
-@pytest.mark.parametrize("state", ["paused", "memory released", "between load and serve"])
-def test_a_server_that_must_not_generate_is_not_asked_to(tmp_path, state):
+@pytest.mark.parametrize("state", ["memory released", "between load and serve"])
+async def test_a_server_that_must_not_generate_is_not_asked_to(tmp_path, state):
     """SGLang's check fails while it is paused: a healthy server would be restarted."""
-
-    async def main():
-        fleet, engine = await fake_fleet(config(tmp_path, share_gpus=True), tmp_path)
-        process = fleet.processes[0]
-        if state == "paused":
-            await engine.pause()
-        else:
-            await engine.release_memory()
-        if state == "between load and serve":
-            await engine.load_weights(1, [WEIGHTS])
-        process.server.calls.clear()
-        await asyncio.sleep(0.4)
-        assert "/health_generate" not in process.server.calls and "/model_info" in process.server.calls
-        assert process.starts == 1 and not process.server.crashes
-        await engine.close()
-
-    run(main())
+    fleet, engine = await fake_fleet(config(tmp_path, share_gpus=True), tmp_path)
+    process = fleet.processes[0]
+    await engine.release_memory()
+    if state == "between load and serve":
+        await engine.load_weights(1, [WEIGHTS])
+    process.server.calls.clear()
+    await asyncio.sleep(0.4)
+    assert "/health_generate" not in process.server.calls and "/model_info" in process.server.calls
+    assert process.starts == 1 and not process.server.crashes
 
 
-def test_a_pause_that_begins_during_the_check_is_not_a_failure(tmp_path):
-    async def main():
-        fleet, engine = await fake_fleet(config(tmp_path), tmp_path)
-        process = fleet.processes[0]
-        process.server.hanging = {"/health_generate"}
-        while "/health_generate" not in process.server.calls:
-            await asyncio.sleep(0.005)
-        await engine.pause()
-        process.server.hanging = set()
-        await asyncio.sleep(0.3)
-        await engine.resume()
-        assert process.starts == 1
-        assert (await engine.generate("r", PROMPT, SamplingParams(8))).finish_reason is FinishReason.STOP
-        await engine.close()
-
-    run(main())
+async def test_a_pause_that_begins_during_the_check_is_not_a_failure(tmp_path):
+    fleet, engine = await fake_fleet(config(tmp_path), tmp_path)
+    process = fleet.processes[0]
+    process.server.hanging = {"/health_generate"}
+    while "/health_generate" not in process.server.calls:
+        await asyncio.sleep(0.005)
+    await engine.load_weights(1, [WEIGHTS])
+    process.server.hanging = set()
+    await asyncio.sleep(0.3)
+    await engine.serve_weights(1)
+    assert process.starts == 1
+    assert (await engine.generate("r", PROMPT, SamplingParams(8))).finish_reason is FinishReason.STOP
 
 
-def test_a_sample_that_takes_too_long_moves_to_another_server():
+async def test_a_sample_that_takes_too_long_moves_to_another_server():
     """The server works and has lost only this request; the request is aborted there."""
+    servers = [await FakeServer().start() for _ in range(2)]
+    engine = await connect(servers, settings(sample_timeout=0.3))
+    lost = []
 
-    async def main():
-        servers = [await FakeServer().start() for _ in range(2)]
-        engine = await SGLangEngine.connect([server.url for server in servers], settings(sample_timeout=0.3))
-        lost = []
+    async def lose_first(server, body):
+        if not lost:
+            lost.append((server, body["rid"]))
+            await asyncio.sleep(1000)
 
-        async def lose_first(server, body):
-            if not lost:
-                lost.append((server, body["rid"]))
-                await asyncio.sleep(1000)
-
-        for server in servers:
-            server.fault = lose_first
-        completion = await engine.generate("r", PROMPT, SamplingParams(8))
-        [(first, name)] = lost
-        assert completion.finish_reason is FinishReason.STOP and name == "r"
-        other = next(server for server in servers if server is not first)
-        assert other.served == ["r-try1"] and completion.server == other.url
-        await asyncio.sleep(0.05)
-        assert "/abort_request" in first.calls
-        await engine.close()
-        for server in servers:
-            await server.stop()
-
-    run(main())
+    for server in servers:
+        server.fault = lose_first
+    completion = await engine.generate("r", PROMPT, SamplingParams(8))
+    [(first, name)] = lost
+    assert completion.finish_reason is FinishReason.STOP and name == "r"
+    other = next(server for server in servers if server is not first)
+    assert other.served == ["r-try1"] and completion.server == other.url
+    await asyncio.sleep(0.05)
+    assert "/abort_request" in first.calls
 
 
 def test_the_deadline_of_a_sample_grows_with_its_tokens():
@@ -160,62 +132,49 @@ def test_restarts_are_limited_and_come_back_with_service(monkeypatch):
     assert budget.spend() and budget.spend() and not budget.spend()  # never more than the limit
 
 
-def test_a_server_that_dies_again_and_again_after_good_service_is_always_restarted(tmp_path):
-    async def main():
-        chosen = config(tmp_path, restarts=1, restart_recovery=0.01)
-        fleet, engine = await fake_fleet(chosen, tmp_path)
-        process = fleet.processes[0]
-        await engine.update_weights(1, [WEIGHTS])
-        for number in range(4):
-            await asyncio.sleep(0.02)
-            process.server.drop["/generate"] = ["die"]
-            completion = await engine.generate(f"r{number}", PROMPT, SamplingParams(8))
-            assert [span.version for span in completion.weight_spans] == [1]
-        assert process.starts == 5
-        await engine.close()
-
-    run(main())
-
-
-def test_requests_wait_as_long_as_a_server_is_being_restarted(tmp_path):
-    """The patience for servers that serve nothing does not run meanwhile."""
-
-    async def main():
-        fleet, engine = await fake_fleet(config(tmp_path), tmp_path)
-        process = fleet.processes[0]
-        ready = process.wait_ready
-
-        async def slowly(server):
-            await asyncio.sleep(0.5)
-            await ready(server)
-
-        process.wait_ready = slowly
-        engine.patience = 0.1
+async def test_a_server_that_dies_again_and_again_after_good_service_is_always_restarted(tmp_path):
+    chosen = config(tmp_path, restarts=1, restart_recovery=0.01)
+    fleet, engine = await fake_fleet(chosen, tmp_path)
+    process = fleet.processes[0]
+    await engine.update_weights(1, [WEIGHTS])
+    for number in range(4):
+        await asyncio.sleep(0.02)
         process.server.drop["/generate"] = ["die"]
-        completion = await engine.generate("r", PROMPT, SamplingParams(8))
-        assert completion.finish_reason is FinishReason.STOP and process.starts == 2
-        await engine.close()
+        completion = await engine.generate(f"r{number}", PROMPT, SamplingParams(8))
+        assert [span.version for span in completion.weight_spans] == [1]
+    assert process.starts == 5
 
-    run(main())
+
+async def test_requests_wait_as_long_as_a_server_is_being_restarted(tmp_path):
+    """The patience for servers that serve nothing does not run meanwhile."""
+    fleet, engine = await fake_fleet(config(tmp_path), tmp_path)
+    process = fleet.processes[0]
+    ready = process.wait_ready
+
+    async def slowly(server):
+        await asyncio.sleep(0.5)
+        await ready(server)
+
+    process.wait_ready = slowly
+    engine.patience = 0.1
+    process.server.drop["/generate"] = ["die"]
+    completion = await engine.generate("r", PROMPT, SamplingParams(8))
+    assert completion.finish_reason is FinishReason.STOP and process.starts == 2
 
 
 @pytest.mark.parametrize("label", ["99", "somebody-elses"])
-def test_weights_that_were_never_sent_stop_the_batch_at_once(tmp_path, label):
-    async def main():
-        chosen = config(tmp_path)
-        _, engine = await fake_fleet(chosen, tmp_path, count=2)
-        await engine.update_weights(1, [WEIGHTS])
-        for process in engine.supervision.processes:
-            process.server.label = label
-            process.server.calls.clear()
-        with pytest.raises(ForeignWeightsError, match=rf"{label}.*never sent.*rollout.servers.api_key_env"):
-            await engine.generate("r", PROMPT, SamplingParams(8))
-        assert sum(process.server.calls.count("/generate") for process in engine.supervision.processes) == 1
-        with pytest.raises(ForeignWeightsError):
-            await fill_batch(engine, chosen)
-        await engine.close()
-
-    run(main())
+async def test_weights_that_were_never_sent_stop_the_batch_at_once(tmp_path, label):
+    chosen = config(tmp_path)
+    _, engine = await fake_fleet(chosen, tmp_path, count=2)
+    await engine.update_weights(1, [WEIGHTS])
+    for process in engine.supervision.processes:
+        process.server.label = label
+        process.server.calls.clear()
+    with pytest.raises(ForeignWeightsError, match=rf"{label}.*never sent.*rollout.servers.api_key_env"):
+        await engine.generate("r", PROMPT, SamplingParams(8))
+    assert sum(process.server.calls.count("/generate") for process in engine.supervision.processes) == 1
+    with pytest.raises(ForeignWeightsError):
+        await fill_batch(engine, chosen)
 
 
 class Group:
@@ -271,78 +230,58 @@ def test_a_restarted_server_joins_a_new_process_group(tmp_path, monkeypatch, not
     run(main())
 
 
-def test_a_started_server_is_watched_between_the_calls(tmp_path):
+async def test_a_started_server_is_watched_between_the_calls(tmp_path):
     """Nothing is sent to it, and it is back before the next request needs it."""
-
-    async def main():
-        fleet, engine = await fake_fleet(config(tmp_path), tmp_path)
-        await engine.update_weights(1, [WEIGHTS])
-        fleet.processes[0].server.dead = True
-        deadline = time.monotonic() + 10
-        while fleet.processes[0].starts < 2 or not engine.servers[0].state.serves(1):
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.02)
-        await engine.close()
-
-    run(main())
+    fleet, engine = await fake_fleet(config(tmp_path), tmp_path)
+    await engine.update_weights(1, [WEIGHTS])
+    fleet.processes[0].server.dead = True
+    deadline = time.monotonic() + 10
+    while fleet.processes[0].starts < 2 or not engine.servers[0].state.serves(1):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
 
 
 @pytest.mark.parametrize("ours", [True, False])
-def test_no_update_waits_for_a_dead_server_and_it_is_used_when_it_is_back(tmp_path, ours):
+async def test_no_update_waits_for_a_dead_server_and_it_is_used_when_it_is_back(tmp_path, ours):
     """Without a snapshot: it gets the next version."""
+    chosen = config(tmp_path, "tensor", keep_snapshot=False, restarts=1, restart_recovery=0.3, control_timeout=30)
+    fleet, engine = await fake_fleet(chosen, tmp_path, count=2)
+    process, gone, start_fails = fleet.processes[1], engine.servers[1], asyncio.Event()
+    ready, process.ours = process.wait_ready, ours
 
-    async def main():
-        chosen = config(tmp_path, "tensor", keep_snapshot=False, restarts=1, restart_recovery=0.3, control_timeout=30)
-        fleet, engine = await fake_fleet(chosen, tmp_path, count=2)
-        process, gone, start_fails = fleet.processes[1], engine.servers[1], asyncio.Event()
-        ready, process.ours = process.wait_ready, ours
+    async def never_ready(server):
+        await start_fails.wait()
+        raise EngineError("it does not start")
 
-        async def never_ready(server):
-            await start_fails.wait()
-            raise EngineError("it does not start")
-
-        process.wait_ready = never_ready
-        await process.end()
-        if not ours:  # nobody knows whether it lives, and nobody ends it
-            process.alive, process.end = lambda: True, lambda patience=0: asyncio.sleep(0)
-        engine.supervision.check(gone)
-        await until(lambda: gone.state.phase is Phase.RECOVERING)
-        report = await engine.update_weights(1, [WEIGHTS])
-        assert report.served_by == (fleet.processes[0].url,) and gone.state.phase is Phase.RECOVERING
-        start_fails.set()
-        await until(lambda: gone.state.phase is Phase.GIVEN_UP)
-        process.wait_ready = ready
-        if not ours:
-            await ready(None)  # its launcher has started it
-        await until(lambda: not gone.state.down)
-        report = await engine.update_weights(2, [WEIGHTS])
-        assert len(report.served_by) == 2
-        fleet.check(gone)
-        assert gone.state.phase is Phase.SUSPECT  # it is supervised again
-        await until(lambda: gone.state.phase is Phase.SERVING)
-        await engine.close()
-
-    run(main())
-
-
-async def until(true):
-    while not true():
-        await asyncio.sleep(0.01)
+    process.wait_ready = never_ready
+    await process.end()
+    if not ours:  # nobody knows whether it lives, and nobody ends it
+        process.alive, process.end = lambda: True, lambda patience=0: asyncio.sleep(0)
+    engine.supervision.check(gone)
+    await until(lambda: gone.state.phase is Phase.RECOVERING)
+    report = await engine.update_weights(1, [WEIGHTS])
+    assert report.served_by == (fleet.processes[0].url,) and gone.state.phase is Phase.RECOVERING
+    start_fails.set()
+    await until(lambda: gone.state.phase is Phase.GIVEN_UP)
+    process.wait_ready = ready
+    if not ours:
+        await ready(None)  # its launcher has started it
+    await until(lambda: not gone.state.down)
+    report = await engine.update_weights(2, [WEIGHTS])
+    assert len(report.served_by) == 2
+    fleet.check(gone)
+    assert gone.state.phase is Phase.SUSPECT  # it is supervised again
+    await until(lambda: gone.state.phase is Phase.SERVING)
 
 
 @pytest.mark.parametrize(
     ("path", "why"), [("/model_info", "it does not answer"), ("/pause_generation", "1 s after the other")]
 )
-def test_a_server_that_hangs_holds_no_update(tmp_path, path, why):
+async def test_a_server_that_hangs_holds_no_update(tmp_path, path, why):
     """Nor does one that replies, but is much slower than the others."""
-
-    async def main():
-        fleet, engine = await fake_fleet(config(tmp_path, control_timeout=4, heartbeat=600), tmp_path, count=2)
-        fleet.processes[1].server.hanging = {path}
-        fleet.processes[1].server.calls.clear()
-        report = await engine.update_weights(1, [WEIGHTS])
-        assert report.served_by == (fleet.processes[0].url,) and why in str(report.failed)
-        assert fleet.processes[1].server.calls.count("/update_weights_from_disk") == 0
-        await engine.close()
-
-    run(main())
+    fleet, engine = await fake_fleet(config(tmp_path, control_timeout=4, heartbeat=600), tmp_path, count=2)
+    fleet.processes[1].server.hanging = {path}
+    fleet.processes[1].server.calls.clear()
+    report = await engine.update_weights(1, [WEIGHTS])
+    assert report.served_by == (fleet.processes[0].url,) and why in str(report.failed)
+    assert fleet.processes[1].server.calls.count("/update_weights_from_disk") == 0

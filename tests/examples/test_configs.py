@@ -7,6 +7,7 @@ import shlex
 
 import pytest
 import yaml
+from long_lists import some
 from workplace import EXAMPLES, FILES, FILLED_IN, ROOT
 
 from megatron_dapo.ablation.command import variants
@@ -22,12 +23,17 @@ GPUS = {  # of the trainer, and of engines that have their own; a new file witho
     **{f"examples/ablations/{task}.yaml": (1, 0) for task in ("entropy", "signal", "long_wrong", "truncated")},
     "examples/ablations/gsm8k.yaml": (1, 0),  # the server is external, on the same GPU
     "examples/gsm8k_1gpu/gsm8k.yaml": (1, 0),
+    "examples/gsm8k_lora/gsm8k.yaml": (1, 0),
+    "examples/quickstart/lora.yaml": (1, 0),
+    "examples/qwen2.5_32b_lora_1gpu/dapo.yaml": (1, 0),
     "examples/qwen3_30b_a3b/dapo.yaml": (8, 24),
     "examples/qwen2.5_32b_fast/dapo.yaml": (48, 80),
     "examples/qwen2.5_32b_dapo/dapo.yaml": (64, 64),
     "examples/qwen2.5_32b_vapo/vapo.yaml": (64, 64),
     "examples/vapo/vapo.yaml": (1, 0),
+    "examples/vapo/mixed.yaml": (1, 0),
 }
+KIND = {"examples/qwen2.5_32b_lora_1gpu/dapo.yaml": "h200"}  # the others need no more than an H100
 
 
 def settings(file):
@@ -39,37 +45,50 @@ def test_every_file_is_known_here():
 
 
 @pytest.mark.parametrize("file", FILES)
+def test_dry_run_on_a_machine_without_gpus(file, workplace, capsys):
+    """It shows the layout of the job, not that of this machine."""
+    assert main(["train", file, "--dry-run", *settings(file)]) == 0
+    ranks, _ = GPUS[file]
+    config = load_config(file, FILLED_IN.get(file, []))
+    said = capsys.readouterr()
+    assert "valid" in said.out
+    layout = " ".join(said.err.split())
+    assert f"{ranks} rank{'s' * (ranks > 1)} = TP {config.policy.tensor_parallel} " in layout
+    assert f"× DP {ranks // config.policy.model_ranks}" in layout
+    # Nothing beside the run directory is written.
+    assert (workplace / config.trainer.run_dir / "config.yaml").exists()
+
+
+# The layout above is that of so many ranks; this asks the ranks of a job.
+@pytest.mark.parametrize("file", some(FILES, "examples/quickstart/config.yaml", "examples/qwen2.5_32b_fast/dapo.yaml"))
 def test_dry_run_on_all_ranks(file, workplace, monkeypatch, capsys):
     ranks, _ = GPUS[file]
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     assert main(["train", file, "--dry-run", *settings(file)]) == 0
-    said = capsys.readouterr()
-    assert "valid" in said.out
-    assert f"{ranks} rank{'s' * (ranks > 1)} =" in said.err
-    # Nothing beside the run directory is written.
-    run_dir = load_config(file, FILLED_IN.get(file, [])).trainer.run_dir
-    assert (workplace / run_dir / "config.yaml").exists()
+    assert f"{ranks} rank{'s' * (ranks > 1)} =" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_dry_run_on_a_machine_without_gpus(file, workplace, capsys):
-    """It shows the layout of the job, not that of this machine."""
-    assert main(["train", file, "--dry-run", *settings(file)]) == 0
-    ranks, _ = GPUS[file]
-    policy = load_config(file, FILLED_IN.get(file, [])).policy
-    said = " ".join(capsys.readouterr().err.split())
-    assert f"{ranks} rank{'s' * (ranks > 1)} = TP {policy.tensor_parallel} " in said
-    assert f"× DP {ranks // policy.model_ranks}" in said
+def readme_plans():
+    """(README, its `megatron-dapo plan` command) of every README in examples/."""
+    found = []
+    for readme in sorted(EXAMPLES.rglob("README.md")):
+        lines = [line for line in readme.read_text().splitlines() if line.startswith("megatron-dapo plan examples/")]
+        found += [(str(readme.relative_to(ROOT)), line) for line in lines]
+    return found
 
 
-@pytest.mark.parametrize("file", FILES)
+PLANNED = {shlex.split(command)[2] for _, command in readme_plans()}
+
+
+@pytest.mark.parametrize("file", some(FILES, *(file for file in FILES if file not in PLANNED)))
 def test_it_fits_the_gpus(file, workplace, capsys):
     trainer, engines = GPUS[file]
-    words = ["--gpu", "h100", "--gpus", str(trainer + engines)]
+    kind = KIND.get(file, "h100")
+    words = ["--gpu", kind, "--gpus", str(trainer + engines)]
     assert main(["plan", file, *words, *settings(file)]) == 0
     said = capsys.readouterr().out
-    assert f"\nFITS on {trainer + engines} × h100" in said
+    assert f"\nFITS on {trainer + engines} × {kind}" in said
     assert (f"{engines} GPUs only serve, {trainer} only train" in said) == bool(engines)
 
 
@@ -86,21 +105,16 @@ def test_the_job_has_these_gpus(file, workplace, monkeypatch, capsys):
     assert f"{servers} SGLang servers" in said
 
 
-def readme_plans():
-    """(README, its `megatron-dapo plan` command) of every README in examples/."""
-    found = []
-    for readme in sorted(EXAMPLES.rglob("README.md")):
-        lines = [line for line in readme.read_text().splitlines() if line.startswith("megatron-dapo plan examples/")]
-        found += [(str(readme.relative_to(ROOT)), line) for line in lines]
-    return found
-
-
 @pytest.mark.parametrize(("readme", "command"), readme_plans())
 def test_plan_as_the_readme_says(readme, command, workplace, capsys):
-    """The plan fits, and the README's table has exactly its figures."""
+    """The plan fits, on all GPUs of the run, and the README's table has exactly its figures."""
     assert main([*shlex.split(command)[1:], "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert plan["fits"]
+    file = shlex.split(command)[2]
+    assert plan["fits"] and plan["gpus"] == sum(GPUS[file])
+    training = plan["gpus"] if "--engine-gpus 0" in command else GPUS[file][0]
+    ranks = training // load_config(file).policy.model_ranks
+    assert plan["layout"].endswith(f"DP{ranks}") or ranks == 1
     used, limit = plan["trainer_bytes"]["total"] / 2**30, plan["limit_bytes"] / 2**30
     names = ["generation", "log-probs", "training", "weight sync", "hand-over"]
     names[1:1] = ["critic"] if "critic" in plan["phases"] else []
@@ -159,14 +173,24 @@ def flat(node, prefix=""):
             yield f"{prefix}{key}", value
 
 
-def test_the_fast_variant_differs_only_as_its_readme_says():
+@pytest.mark.parametrize(
+    ("variant", "original", "follows"),
+    [
+        (
+            "qwen2.5_32b_fast/dapo.yaml",
+            "qwen2.5_32b_dapo/dapo.yaml",
+            {"rollout.weights.directory", "rollout.sampler.max_generation_batches"},
+        ),
+        ("qwen2.5_32b_lora_1gpu/dapo.yaml", "qwen2.5_32b_dapo/dapo.yaml", set()),
+        ("gsm8k_lora/gsm8k.yaml", "gsm8k_1gpu/gsm8k.yaml", set()),
+    ],
+)
+def test_a_variant_differs_only_as_its_readme_says(variant, original, follows):
     """Every other setting of the two files is equal, apart from directories and the limit on sampled prompts."""
-    slow, fast = (EXAMPLES / name / "dapo.yaml" for name in ("qwen2.5_32b_dapo", "qwen2.5_32b_fast"))
-    mine, theirs = (dict(flat(load_config(file).model_dump())) for file in (fast, slow))
+    mine, theirs = (dict(flat(load_config(EXAMPLES / file).model_dump())) for file in (variant, original))
     differing = {key for key in mine if mine[key] != theirs[key]}
-    listed = {key for key, _ in table_rows(fast.with_name("README.md"))}
-    follows = {"trainer.run_dir", "rollout.weights.directory", "rollout.sampler.max_generation_batches"}
-    assert differing - follows == listed
+    listed = {key for key, _ in table_rows((EXAMPLES / variant).with_name("README.md"))}
+    assert differing - follows - {"trainer.run_dir"} == listed
 
 
 def test_ablation_table_is_what_ablate_runs():

@@ -6,7 +6,7 @@ import sys
 from functools import partial
 
 import pytest
-from forked import records, run
+from forked import run, steps_of
 from tiny_reward import even_characters
 from tiny_run import make_model, raw_config
 from workplace import ROOT
@@ -49,7 +49,7 @@ def train_steps(folder, run_dir, mask_truncated):
         trainer__mini_batch_prompts=TINY["mini_batch_prompts"], trainer__checkpoint={"every": 100},
     )  # fmt: skip
     assert run(raw) == 0
-    return [metrics for _, kind, metrics in records(run_dir) if kind == "step"]
+    return steps_of(run_dir)
 
 
 @pytest.mark.parametrize("mask_truncated", [False, True])
@@ -76,6 +76,7 @@ def test_metrics_of_five_steps_equal_those_of_train(mask_truncated, dapo, tmp_pa
 def run_script(rendezvous, dapo, folder):
     from quickstart import quickstart
 
+    quickstart.PRETRAINING_BATCH = 32
     quickstart.make_model = partial(quickstart.make_model, updates=75)  # right in one response of twenty
     sys.argv = ["dapo.py", "--steps", "2", "--folder", str(folder)]
     dapo.main()

@@ -6,6 +6,8 @@ import sys
 import pytest
 from workplace import ROOT
 
+from megatron_dapo import cli
+
 
 @pytest.fixture(scope="module")
 def quickstart():
@@ -46,3 +48,10 @@ def test_a_directory_that_cannot_be_written_is_one_line(quickstart, monkeypatch,
     monkeypatch.setattr(sys, "argv", ["quickstart.py", "--run-dir", "/proc/mine"])
     assert quickstart.main() == 2
     assert "/proc/mine cannot be written" in capsys.readouterr().err
+
+
+def test_the_command_passes_its_options_on(monkeypatch):
+    given = []
+    monkeypatch.setattr(cli, "_run_quickstart", lambda words: given.extend(words) or 0)
+    assert cli.main(["quickstart", "--lora", "--seed", "1", "--set", "policy.lora.targets=[q_proj]"]) == 0
+    assert given == ["--seed", "1", "--lora", "--set=policy.lora.targets=[q_proj]"]

@@ -95,20 +95,27 @@ def test_leave_one_out_is_all_none_and_all_but_one(config):
 
 
 def test_a_configuration_with_a_critic_has_vapos_parts(config):
-    """Each removed once, as in its paper, with the published score; every combination is a valid configuration."""
+    """Each removed once, as in its paper, with the published score, and DAPO; every row is a valid configuration."""
     critic = ["algorithm.advantage=gae", "rollout.dynamic_sampling=false", "critic.pretraining.steps=1"]
     loaded = load_config(config, critic)
-    rows = variants(loaded, "order")
+    dapo, *rows = variants(loaded, "order")
+    assert rows == variants(loaded, "leave-one-out") and (dapo.folder, dapo.paper) == ("dapo", 50)
     assert [row.paper for row in rows] == [5, 11, 33, 45, 46, 53, 54, 55, 60]
     assert [rows[0].name, rows[2].name, rows[-1].name] == ["plain PPO", "without decoupled GAE", "full VAPO"]
     dumps = [load_config(config, [*critic, *row.settings]) for row in rows]
     assert len({repr(dump) for dump in dumps}) == len(rows) == 9
+    with_dapo = load_config(config, [*critic, *dapo.settings, "algorithm.preset=dapo"])
+    assert with_dapo == load_config(config, ["algorithm.preset=dapo", "critic.pretraining.steps=1"])
     whole, no_groups = dumps[-1], dumps[-2]
     for one in (whole, no_groups):  # the same number of samples in a step and in an update
         assert one.rollout.samples_per_prompt * one.trainer.prompts_per_step == 16 * 512
         assert one.rollout.samples_per_prompt * one.trainer.mini_batch_prompts == 16 * 32
+    small = [*critic, "rollout.samples_per_prompt=2", "trainer.prompts_per_step=30", "trainer.mini_batch_prompts=15"]
+    small_dapo = load_config(config, [*small, *variants(load_config(config, small), "order")[0].settings])
+    assert small_dapo.rollout.samples_per_prompt == 8  # DAPO needs groups, and has no fewer samples than VAPO
+    assert (small_dapo.trainer.prompts_per_step, small_dapo.trainer.mini_batch_prompts) == (8, 4)
     found = effects("order", loaded)
-    assert [effect.pairs for effect in found] == [((rows[-1].folder, row.folder),) for row in rows[1:-1]]
+    assert [effect.pairs for effect in found] == [((rows[-1].folder, row.folder),) for row in [*rows[1:-1], dapo]]
 
 
 @pytest.mark.parametrize(("design", "labels", "pairs"), [("grid", 4, 8), ("leave-one-out", 4, 1), ("order", 5, 1)])

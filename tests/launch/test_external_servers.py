@@ -3,13 +3,13 @@
 import asyncio
 import os
 import signal
-import socket
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from fake_server import FakeServer
+from waiting import free_port
 
 from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.doctor.run_directory import paused_servers
@@ -20,12 +20,6 @@ from megatron_dapo.types import as_tokens
 
 FAKE = Path(__file__).resolve().parents[1] / "support" / "fake_server.py"
 WEIGHTS = [("a.weight", torch.ones(2, 3))]
-
-
-def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 def settings(port, tmp_path, **servers):
@@ -49,67 +43,53 @@ async def end(process):
     await process.wait()
 
 
-def test_requests_wait_until_the_only_server_is_back_with_current_weights(tmp_path):
-    async def main():
-        port = free_port()
-        first = await serve(port)
-        engine = await open_engine(settings(port, tmp_path), str(tmp_path), tmp_path)
-        await engine.update_weights(3, [WEIGHTS])
-        running = [asyncio.ensure_future(engine.generate(f"x{i}", as_tokens([i]), SamplingParams(8))) for i in range(8)]
-        await asyncio.sleep(0.2)
-        os.kill(first.pid, signal.SIGKILL)
-        await first.wait()
-        await asyncio.sleep(1)
-        assert engine.servers[0].state.version is None and not any(task.done() for task in running)
-        second = await serve(port)
-        completions = await asyncio.gather(*running)
-        assert {span.version for completion in completions for span in completion.weight_spans} == {3}
-        assert await engine.servers[0].version_label() == "3"
-        await engine.close()
-        assert second.returncode is None  # the engine does not end it
-        await end(second)
-
-    asyncio.run(asyncio.wait_for(main(), 90))
+async def test_requests_wait_until_the_only_server_is_back_with_current_weights(tmp_path):
+    port = free_port()
+    first = await serve(port)
+    engine = await open_engine(settings(port, tmp_path), str(tmp_path), tmp_path)
+    await engine.update_weights(3, [WEIGHTS])
+    running = [asyncio.ensure_future(engine.generate(f"x{i}", as_tokens([i]), SamplingParams(8))) for i in range(8)]
+    await asyncio.sleep(0.2)
+    os.kill(first.pid, signal.SIGKILL)
+    await first.wait()
+    await asyncio.sleep(1)
+    assert engine.servers[0].state.version is None and not any(task.done() for task in running)
+    second = await serve(port)
+    completions = await asyncio.gather(*running)
+    assert {span.version for completion in completions for span in completion.weight_spans} == {3}
+    assert await engine.servers[0].version_label() == "3"
+    await engine.close()
+    assert second.returncode is None  # the engine does not end it
+    await end(second)
 
 
-def test_a_server_that_a_killed_trainer_left_paused_is_resumed(tmp_path):
+async def test_a_server_that_a_killed_trainer_left_paused_is_resumed(tmp_path):
     """Its /health is 503 until then, and start_timeout would be over."""
-
-    async def main():
-        server = await FakeServer().start()
-        server.paused = True
-        config = settings(int(server.url.rpartition(":")[2]), tmp_path, start_timeout=20)
-        assert "paused" in (await asyncio.to_thread(paused_servers, config.servers.urls, None)).found
-        engine = await open_engine(config, str(tmp_path), tmp_path)
-        assert not server.paused
-        assert (await asyncio.to_thread(paused_servers, config.servers.urls, None)).status == "ok"
-        await engine.close()
-        await server.stop()
-
-    asyncio.run(asyncio.wait_for(main(), 60))
+    server = await FakeServer().start()
+    server.paused = True
+    config = settings(int(server.url.rpartition(":")[2]), tmp_path, start_timeout=20)
+    assert "paused" in (await asyncio.to_thread(paused_servers, config.servers.urls, None)).found
+    engine = await open_engine(config, str(tmp_path), tmp_path)
+    assert not server.paused
+    assert (await asyncio.to_thread(paused_servers, config.servers.urls, None)).status == "ok"
+    await engine.close()
+    await server.stop()
 
 
-def test_a_server_that_never_replies_is_an_error_after_start_timeout(tmp_path):
-    async def main():
-        with pytest.raises(EngineError, match="was not ready after 1 s") as caught:
-            await open_engine(settings(free_port(), tmp_path, start_timeout=1), str(tmp_path), tmp_path)
-        assert "Cannot connect" in str(caught.value)
-
-    asyncio.run(asyncio.wait_for(main(), 60))
+async def test_a_server_that_never_replies_is_an_error_after_start_timeout(tmp_path):
+    with pytest.raises(EngineError, match="was not ready after 1 s") as caught:
+        await open_engine(settings(free_port(), tmp_path, start_timeout=1), str(tmp_path), tmp_path)
+    assert "Cannot connect" in str(caught.value)
 
 
-def test_a_server_that_its_launcher_gave_up_is_an_error_at_once(tmp_path):
+async def test_a_server_that_its_launcher_gave_up_is_an_error_at_once(tmp_path):
     """The batch script leaves a file; the error quotes the server's log."""
     port = free_port()
     (tmp_path / f"engine_127.0.0.1_{port}.log").write_text("one line\nno kernel image for this device\n")
-
-    async def main():
-        waiting = asyncio.ensure_future(open_engine(settings(port, tmp_path), str(tmp_path), tmp_path))
-        await asyncio.sleep(1)
-        assert not waiting.done()
-        (tmp_path / f"engine_127.0.0.1_{port}.given_up").touch()
-        with pytest.raises(EngineError, match="will not be started again") as caught:
-            await asyncio.wait_for(waiting, 20)
-        assert "no kernel image for this device" in str(caught.value)
-
-    asyncio.run(asyncio.wait_for(main(), 60))
+    waiting = asyncio.ensure_future(open_engine(settings(port, tmp_path), str(tmp_path), tmp_path))
+    await asyncio.sleep(1)
+    assert not waiting.done()
+    (tmp_path / f"engine_127.0.0.1_{port}.given_up").touch()
+    with pytest.raises(EngineError, match="will not be started again") as caught:
+        await asyncio.wait_for(waiting, 20)
+    assert "no kernel image for this device" in str(caught.value)

@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from mini_slurm import wait_for
 from sparse_model import SMALL, write_sparse_model
+from waiting import wait_for
 
 from megatron_dapo.config import load_config, parse_config
 from megatron_dapo.launch import slurm as launch

@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 import psutil
-from mini_slurm import wait_for
 from tiny_run import environment, raw_config, write_config
+from waiting import wait_for
 
 FAKE_SERVER = Path(__file__).resolve().parents[1] / "support" / "fake_server.py"
 # In the place of the Python that has SGLang: finds the port among SGLang's arguments.

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from mini_slurm import signals, wait_for
+from long_lists import some
+from mini_slurm import signals
+from waiting import wait_for
 
 from megatron_dapo.config import parse_config
 from megatron_dapo.config.data import RewardConfig
@@ -28,7 +30,7 @@ SENT = (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP)
 USER = (signal.SIGUSR1, signal.SIGUSR2)
 
 
-@pytest.mark.parametrize("number", SENT)
+@pytest.mark.parametrize("number", some(SENT, signal.SIGUSR1))  # all have a handler, which the test waits for
 def test_a_run_that_still_imports_ends_at_once(number, tmp_path):
     """Before torch is there, so for all but the first moments of a start."""
     os.mkfifo(tmp_path / "run.yaml")  # reading it blocks
@@ -62,18 +64,14 @@ def restored_handlers():
     signal.signal(signal.SIGHUP, before)
 
 
-@pytest.mark.parametrize("imported", ["argparse", "megatron_dapo.errors", "megatron_dapo.cli", "pydantic", "numpy"])
+MODULES = ("argparse", "megatron_dapo.errors", "megatron_dapo.cli", "pydantic", "numpy")
+
+
+@pytest.mark.parametrize("imported", some(MODULES, "argparse", "megatron_dapo.errors", "numpy"))
 def test_ctrl_c_while_a_command_imports_ends_in_one_line(imported):
     """Python prints the modules as they are imported. Python's own start, before any module of ours, is its own."""
-    command = [
-        sys.executable,
-        "-X",
-        "importtime",
-        "-m",
-        "megatron_dapo",
-        "simulate",
-        "examples/qwen2.5_32b_dapo/dapo.yaml",
-    ]
+    simulate = ["-m", "megatron_dapo", "simulate", "examples/qwen2.5_32b_dapo/dapo.yaml"]
+    command = [sys.executable, "-X", "importtime", *simulate]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     said = []
     for line in process.stderr:
@@ -102,23 +100,19 @@ def grading_processes():
     return []
 
 
-def test_graders_leave_signals_to_the_trainer():
+async def test_graders_leave_signals_to_the_trainer():
     """Slurm signals every process of a step: grading goes on, and no process is replaced."""
     sample = Sample("p", 0, as_tokens([1]), as_tokens([]), as_logprobs([]), FinishReason.STOP, text="2")
     prompt = Prompt("p", "1+1", as_tokens([1]), "2")
-
-    async def main():
-        async with RewardPool(RewardConfig(grader="python:slow_grader.right", workers=1)) as pool:
-            grading = asyncio.ensure_future(pool.grade(prompt, sample))
-            while not (found := grading_processes()):
-                await asyncio.sleep(0.1)
-            for process in found:
-                for number in (*SENT[:2], signal.SIGUSR2):  # SIGHUP reaches only the session of a terminal
-                    process.send_signal(number)
-            assert (await grading).correct
-            return pool.metrics()
-
-    counted = asyncio.run(main())
+    async with RewardPool(RewardConfig(grader="python:slow_grader.right", workers=1)) as pool:
+        grading = asyncio.ensure_future(pool.grade(prompt, sample))
+        while not (found := grading_processes()):
+            await asyncio.sleep(0.1)
+        for process in found:
+            for number in (*SENT[:2], signal.SIGUSR2):  # SIGHUP reaches only the session of a terminal
+                process.send_signal(number)
+        assert (await grading).correct
+        counted = pool.metrics()
     assert (counted["reward/retries"], counted["reward/restarts"]) == (0, 0)
 
 

@@ -8,7 +8,7 @@ import signal
 import subprocess
 
 import pytest
-from mini_slurm import wait_for
+from waiting import wait_for
 
 from megatron_dapo.config import parse_config
 from megatron_dapo.launch.slurm_script import Job, render

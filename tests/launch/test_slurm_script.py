@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from mini_slurm import processes_of_job, wait_for
+from mini_slurm import processes_of_job
 from sparse_model import SMALL, write_sparse_model
+from waiting import wait_for
 
 from megatron_dapo.config import ConfigError, parse_config
 from megatron_dapo.engines.sglang.keys import RUN_WITH_KEYS

@@ -125,8 +125,9 @@ def test_full_disk_does_not_hide_a_rank_without_progress(tmp_path, capfd):
     assert "has made no progress" in capfd.readouterr().err
 
 
-def test_a_heartbeat_has_the_status_of_the_gpu(tmp_path):
-    with Watchdog(CONFIG, tmp_path, 0, 1, lambda: {"utilization_ratio": 0.5}) as one:
+def test_a_heartbeat_has_the_status_of_the_gpu(tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron_dapo.trainer.watchdog.gpu_status", lambda: {"utilization_ratio": 0.5})
+    with Watchdog(CONFIG, tmp_path, 0, 1) as one:
         one._write()
         found = json.loads((tmp_path / "heartbeat" / "rank_0.json").read_text())
     assert found["gpu"] == {"utilization_ratio": 0.5} and found["host"]

@@ -2,6 +2,8 @@
 
 import json
 import re
+import runpy
+import shutil
 import socket
 import threading
 import time
@@ -11,15 +13,19 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from synthetic_runs import make_run, step_metrics
+from synthetic_runs import make_many_samples, make_run, step_metrics
 
+from megatron_dapo import cli
 from megatron_dapo.cli import main
 from megatron_dapo.config.trainer import ObserveConfig
 from megatron_dapo.errors import UserError
 from megatron_dapo.observe.figures import SECTIONS
 from megatron_dapo.observe.metrics_file import STEP, Record
 from megatron_dapo.observe.observer import Observer
+from megatron_dapo.observe.runs import load_runs
 from megatron_dapo.observe.watch import make_server, prometheus_text, read_token
+
+MAKE_DEMO = Path(__file__).parents[2] / "tools" / "make_demo.py"
 
 
 @contextmanager
@@ -250,3 +256,28 @@ def test_a_token_file_keeps_the_address(tmp_path):
     file.write_text("short")
     with pytest.raises(UserError, match="at least 16"):
         read_token(file)
+
+
+def test_a_demo_is_made_from_a_run_and_shown_by_name(tmp_path, monkeypatch):
+    run, made = make_run(tmp_path / "run", 400, samples_every=0), tmp_path / "demos" / "gsm8k"
+    make_many_samples(run / "samples", 40)
+    (run / "environment.json").write_text('[{"started": "today", "hardware": "one H200"}]')
+    make_demo = runpy.run_path(str(MAKE_DEMO))["make_demo"]
+    shutil.copytree(run, tmp_path / "local")
+    (tmp_path / "local" / "config.yaml").write_text("policy: {model: /data/models/qwen}\n")
+    with pytest.raises(SystemExit, match="/data/models/qwen"):
+        make_demo(tmp_path / "local", made, [])
+    assert 550_000 < make_demo(run, made, ["models/=Qwen/"]) <= 600_000
+    (before,), (after,) = load_runs([run]), load_runs([made])
+    assert after.config["policy.model"] == "Qwen/qwen" and len(after.steps) == len(before.steps) == 400
+    assert after.series("train/entropy")[1] == pytest.approx(before.series("train/entropy")[1], rel=1e-5)
+    steps = {item.step for item in after.transcripts}
+    assert len(steps) == 12 and {1, 40} < steps
+    assert {item.verdict for item in after.transcripts} == {"right", "wrong"}
+
+    shown = []
+    monkeypatch.setattr(cli, "DEMOS", tmp_path / "demos")
+    monkeypatch.setattr("megatron_dapo.observe.watch.watch", lambda runs, port, token_file: shown.append(runs) or 0)
+    assert main(["watch", "--demo", "gsm8k"]) == 0 and shown == [[made]]
+    with pytest.raises(SystemExit):
+        main(["watch", "--demo", "other"])

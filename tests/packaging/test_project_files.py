@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,14 @@ def test_an_old_python_is_refused_before_anything_is_installed(tmp_path):
             and "or not Python 3.11, 3.12 or 3.13: name another one, e.g. make PYTHON=python3.12 quick" in done.stdout
         )
     assert {path.name for path in tmp_path.iterdir()} == {"python3.10"}, "nothing was installed"
+
+
+def test_plain_pytest_can_collect_every_file():
+    """Tests have no packages: equal names stop the collection, and `conftest` is the last one that was imported."""
+    files = [*(ROOT / "tests").rglob("*.py")]
+    names = Counter(path.name for path in files if path.name != "conftest.py")
+    assert not [name for name, count in names.items() if count > 1]
+    assert not [path for path in files if re.search(r"^(from|import) conftest\b", path.read_text(), flags=re.M)]
 
 
 def test_hooks_before_a_commit_name_existing_programs():

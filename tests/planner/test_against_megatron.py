@@ -53,7 +53,7 @@ def held_by_rank(place: Rendezvous, kind: str, options: dict) -> tuple[int, int,
     config, shape = make_config("bf16", **options), wide(kind)
     runtime = initialize(config.policy, rendezvous=place)
     policy = Policy(config, shape, runtime)
-    policy.update(awkward_batch(shape, 0))
+    policy.update(awkward_batch(shape, 0, samples=8))
     parameters = sum(p.numel() for chunk in policy.model for p in chunk.parameters())
     buffers = [b for chunk in policy.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     gradients = sum(b.grad_data.nbytes for b in buffers)
@@ -89,7 +89,7 @@ def saved_by_second_layer(kind, recomputed=None):
     config, shape = make_config("bf16", **recomputing(recomputed)), wide(kind)
     runtime = initialize(config.policy, rendezvous=Rendezvous(url=""))
     policy = Policy(config, shape, runtime)
-    batch = awkward_batch(shape, 0, samples=60)
+    batch = awkward_batch(shape, 0, samples=30)
     micro_batches = policy.step.pack(batch)
     measured = _saved_by(policy.model[0].decoder.layers[1], lambda: policy.step.gradients(batch, micro_batches))
     shutdown()

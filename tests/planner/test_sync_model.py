@@ -10,14 +10,12 @@ import torch
 from megatron_dapo.config import ModelShape
 from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.config.rollout import WeightTransportConfig
-from megatron_dapo.planner import assumptions
+from megatron_dapo.planner import assumptions, count_parameters
 from megatron_dapo.planner.hardware import Cluster, find_gpu
 from megatron_dapo.planner.sync import (
     buffer_bytes,
     count_names,
-    count_quantised,
     count_senders,
-    count_tensors,
     sent,
     sync_time,
 )
@@ -54,10 +52,10 @@ def predicted(shape, policy, gpus, engine_gpus, tensor_parallel, **weights):
 )  # fmt: skip
 def test_tensors_are_counted_as_the_mapping_lists_them(shape):
     found = hf_shapes(shape)
-    assert count_tensors(shape) == len(found)
+    assert count_parameters(shape).tensors == len(found)
     specs = quantised_specs(TensorSpec(name, torch.bfloat16, size) for name, size in found.items())
     size, tensors = sent(shape, WeightTransportConfig(quantization="fp8"))
-    assert tensors == len(specs) and count_quantised(shape)[0] == len(specs) - len(found)
+    assert tensors == len(specs)
     if shape.hidden % 128 == 0 and shape.experts in (0, 128):  # whole blocks
         assert size == pytest.approx(flat_size(specs), rel=1e-9)
 
@@ -73,8 +71,8 @@ def test_names_of_packed_experts_are_counted_as_the_sender_packs_them():
         bucket.append(TensorSpec(name, torch.bfloat16, size))
     names += len(packed(bucket))
     assert names == pytest.approx(sum(count_names(QWEN3_235B, weights)), rel=0.02)
-    assert 15 * names < count_tensors(QWEN3_235B)
-    assert count_names(QWEN3_32B, weights) == (0, count_tensors(QWEN3_32B))
+    assert 15 * names < count_parameters(QWEN3_235B).tensors
+    assert count_names(QWEN3_32B, weights) == (0, count_parameters(QWEN3_32B).tensors)
     assert count_names(QWEN3_235B, WeightTransportConfig()) == (94 * 128 * 3, 36_945 - 94 * 128 * 3)
     one_by_one, at_once = (predicted(QWEN3_235B, LAYOUT_235B, 256, 0, 8, pack_experts=pack) for pack in (False, True))
     assert at_once.names < one_by_one.names / 10 and at_once.load == one_by_one.load

@@ -80,7 +80,7 @@ LAYOUTS = {
     for layout, model in some(
         [("tp2", "dense"), ("tp2sp", "dense"), ("pp2vpp2", "tied"), ("cp2", "dense"), ("dp2do", "moe"), ("ep2", "moe"),
          ("tp2sp", "hybrid"), ("ep2tp2sp", "moe-shared")],
-        ("tp2", "dense"), ("pp2vpp2", "tied"), ("cp2", "dense"), ("dp2do", "moe"), ("ep2", "moe"), ("tp2sp", "hybrid"),
+        ("tp2", "dense"), ("pp2vpp2", "tied"), ("cp2", "dense"), ("ep2", "moe"), ("tp2sp", "hybrid"),
     )
 }  # fmt: skip
 LAYOUTS["tp2sp", "recomputed"] = traced("tp2sp", "dense", "", "full")

@@ -1,5 +1,7 @@
-"""Megatron-Core is imported without torch's compiler and wandb where there is no CUDA, and nothing else notices."""
+"""Megatron-Core is imported without torch's compiler and wandb where there is no CUDA, and nothing else notices. And a
+plain run imports no more than it needs."""
 
+import os
 import subprocess
 import sys
 
@@ -9,24 +11,27 @@ import torch
 from megatron_dapo.policy.megatron import importing
 from megatron_dapo.policy.megatron.importing import MegatronFinder, _leave_as_is, _without
 
-without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA everything is imported")
-
-
 CHECK = """
 import sys, torch
-import megatron_dapo.policy.policy
+import megatron_dapo.trainer.loop, megatron_dapo.trainer.rollout_driver, megatron.core.optimizer.clip_grads
 from megatron.core.fusions.fused_bias_swiglu import swiglu
 from megatron_dapo.policy.megatron.importing import MegatronFinder, _leave_as_is
 assert type(swiglu).__name__ == "function" and not hasattr(swiglu, "_torchdynamo_orig_callable"), swiglu
 assert torch.compile is not _leave_as_is, "torch.compile is not the original again"
 assert not any(isinstance(finder, MegatronFinder) for finder in sys.meta_path)
+rare = [name for name in sys.modules if name.endswith((".teacher", ".openai_endpoint", ".sandbox"))]
+assert not rare, f"a plain run imports {rare}"
 """
 
 
-@without_cuda
-def test_megatrons_small_functions_are_not_compiled():
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA everything is imported")
+def test_megatrons_small_functions_are_not_compiled_and_libraries_that_need_a_gpu_not_used(tmp_path):
     """In a new process: another test may have imported Megatron-Core by itself."""
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", CHECK], capture_output=True, text=True)
+    for name in ("transformer_engine", "apex", "amp_C"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('its kernels need a GPU')")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path[1:]])}
+    command = [sys.executable, "-W", "ignore", "-c", CHECK]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
 
 

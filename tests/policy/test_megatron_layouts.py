@@ -23,7 +23,9 @@ from megatron_dapo.selfcheck.trace import compare, gather_full, trace_config
 UPDATES = 2
 jobs = RankJobs()
 six = replace(synthetic_shape("tied"), layers=6)
-SHAPES = {kind: synthetic_shape(kind) for kind in ("dense", "tied", "moe")} | {"six": six}
+SHAPES = {kind: synthetic_shape(kind) for kind in ("dense", "tied", "moe")} | {
+    "six": six, "one-kv-head": replace(synthetic_shape("dense"), kv_heads=1),
+}  # fmt: skip
 
 
 def config_with(world=1, **policy):
@@ -48,7 +50,8 @@ CASES = {
     "uneven-first-only": (2, "dense", {"pipeline_parallel": 2, "first_stage_layers": 3}),
     "uneven-last-only": (3, "six", {"pipeline_parallel": 3, "last_stage_layers": 2}),
     "uneven-vpp": (2, "six", {"pipeline_parallel": 2, "virtual_pipeline": 2, "first_stage_layers": 4}),
-    "tp-above-kv-heads": (4, "dense", {"tensor_parallel": 4}),
+    "tp-above-kv-heads": (2, "one-kv-head", {"tensor_parallel": 2}),
+    "tp4-above-kv-heads": (4, "dense", {"tensor_parallel": 4}),
     "tp-above-kv-heads-qk-norm": (4, "tied", {"tensor_parallel": 4, "sequence_parallel": False}),
     "etp2": (2, "moe", {"tensor_parallel": 2, "expert_tensor_parallel": 2}),
     "etp2-ep2": (4, "moe", {"tensor_parallel": 2, "expert_tensor_parallel": 2, "expert_parallel": 2}),

@@ -1,6 +1,7 @@
 """Every patch is in one list, the documentation shows it, and the installed versions still need each of them."""
 
 import ast
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +40,27 @@ def test_the_installed_versions_need_every_patch():
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", NOT_NEEDED], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert not done.stdout, f"megatron-core no longer needs these patches:\n{done.stdout}"
+
+
+def on_cuda(rendezvous):
+    patches.install()
+    theirs = patches.layers.torch  # as one of Megatron's modules sees it
+    one = torch.ones(2, device="cpu")
+    made = [
+        theirs.arange(2, device="cuda"), theirs.eye(2, device="cuda:0"), theirs.as_tensor([1], device="cuda"),
+        theirs.zeros_like(one, device="cuda", pin_memory=True), theirs.tensor(1.0, device=torch.device("cuda", 0)),
+        one.to(torch.cuda.current_device()), one.cuda(), torch.nn.Linear(1, 1).cuda().weight,
+    ]  # fmt: skip
+    with torch.device("meta"):
+        meta = [torch.empty(1), theirs.empty(1)]
+    untouched = not any(inspect.isfunction(function) for function in (torch.ones, torch.zeros_like, torch.Tensor.to))
+    return [tensor.device.type for tensor in made], [tensor.device.type for tensor in meta], untouched
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA the device is a GPU")
+def test_without_cuda_its_device_is_the_cpu():
+    devices, meta, untouched = run_ranks(1, on_cuda)[0]
+    assert set(devices) == {"cpu"} and set(meta) == {"meta"} and untouched
 
 
 def test_a_patch_concerns_the_versions_before_the_fix():
@@ -93,8 +115,9 @@ def replaced(source):
             module = node.module or "" if isinstance(node, ast.ImportFrom) else alias.name
             if module.split(".")[0] in OTHERS:
                 imported.add((alias.asname or alias.name).split(".")[0])
-    found = {target for target in assigned(tree) if target.split(".")[0] in imported}
-    found |= {t for t in assigned(tree) if t.rpartition(".")[2] in METHODS and not t.startswith("self.")}
+    targets = set(assigned(tree))
+    found = {target for target in targets if target.split(".")[0] in imported}
+    found |= {t for t in targets if t.rpartition(".")[2] in METHODS and not t.startswith("self.")}
     return found - ALLOWED
 
 

@@ -75,7 +75,7 @@ LAYOUTS = {
     "pp2vpp2": {"recompute": "full"}, "ep2pp2": {"recompute": "selective", "recompute_modules": ["moe"]},
 }  # fmt: skip
 LAYOUTS = some(LAYOUTS, "single", "tp2cp2sp", "ep2", "pp2vpp2")
-RECORDED = some(("single", "tp2cp2sp", "pp2vpp2", "dp2", "ep2tp2sp"), "tp2cp2sp", "pp2vpp2")
+RECORDED = some(("single", "tp2sp", "tp2cp2sp", "pp2vpp2", "dp2", "ep2tp2sp"), "tp2sp", "pp2vpp2")
 jobs = RankJobs()
 
 
@@ -92,7 +92,7 @@ def models(tmp_path_factory):
 @pytest.fixture(scope="module")
 def ours(models):
     folder, other = (folder for _, folder in models)
-    world = {name: LayoutSpec.parse(name).world_size for name in LAYOUTS}
+    world = {name: LayoutSpec.parse(name).world_size for name in (*LAYOUTS, *RECORDED)}
     return {
         "replayed": {n: jobs.add(world[n], replayed, config_of(n, **p), folder) for n, p in LAYOUTS.items()},
         "ignored": jobs.add(1, replayed, config_of("single", "off"), folder),

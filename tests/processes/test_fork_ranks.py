@@ -10,6 +10,7 @@ import time
 import psutil
 import pytest
 from tiny_run import raw_config, write_config
+from waiting import wait_for
 
 from megatron_dapo.cli import main
 from megatron_dapo.config import ConfigError
@@ -76,13 +77,6 @@ def sleep_forever(rendezvous, folder):
     time.sleep(600)
 
 
-def wait_until(condition, seconds=30):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.02)
-
-
 def is_running(pid):
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
@@ -91,12 +85,12 @@ def is_running(pid):
 def test_ranks_end_with_a_killed_parent(tmp_path):
     parent = multiprocessing.get_context("fork").Process(target=run_ranks, args=(2, sleep_forever, tmp_path))
     parent.start()
-    wait_until(lambda: len(list(tmp_path.glob("*.pid"))) == 2)
+    wait_for(lambda: len(list(tmp_path.glob("*.pid"))) == 2, 30, "two ranks", 0.02)
     ranks = [int(path.read_text()) for path in tmp_path.glob("*.pid")]
     os.kill(parent.pid, signal.SIGKILL)
     parent.join()
     try:
-        wait_until(lambda: not any(is_running(pid) for pid in ranks))
+        wait_for(lambda: not any(is_running(pid) for pid in ranks), 30, "their end", 0.02)
     finally:
         for pid in ranks:
             if is_running(pid):
@@ -141,7 +135,7 @@ def interrupted(function, folder, times):
 
     parent = multiprocessing.get_context("fork").Process(target=launcher)
     parent.start()
-    wait_until(lambda: len(list(folder.glob("*.pid"))) == 2)
+    wait_for(lambda: len(list(folder.glob("*.pid"))) == 2, 30, "two ranks", 0.02)
     for _ in range(times):
         os.killpg(parent.pid, signal.SIGINT)
         time.sleep(0.3)

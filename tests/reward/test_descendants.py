@@ -1,4 +1,4 @@
-"""Programs that a grader starts end with the grading process, however it ends and however they detached themselves."""
+"""Programs that a grader starts end with the grading process, however it ends, even if they are detached."""
 
 import asyncio
 import subprocess

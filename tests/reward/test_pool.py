@@ -66,28 +66,24 @@ def test_thousands_of_integers_need_no_process():
     assert metrics["reward/seconds"] > 0
 
 
-def test_grades_of_symbolic_answers_do_not_depend_on_the_load():
+async def test_grades_of_symbolic_answers_do_not_depend_on_the_load():
     """As on an overloaded machine: while they grade, the processes get no CPU for longer than their limit, twice. Wall
     time does not count."""
     limit = 1.0
     pairs = symbolic(30) + [(reference, text.replace("{7}", "{6}")) for reference, text in symbolic(10)]
-
-    async def main() -> tuple[list[Grade], dict[str, float]]:
-        async with RewardPool(RewardConfig(workers=2, cpu_seconds=limit)) as pool:
-            await grade_all(pool, symbolic(4))  # both have started
-            grading = asyncio.ensure_future(grade_all(pool, pairs))
-            for _ in range(2):
-                await asyncio.sleep(0.05)
-                for process in (processes := grading_processes()):
-                    process.suspend()
-                assert len(processes) == 2
-                await asyncio.sleep(1.5 * limit)
-                assert not grading.done()
-                for process in processes:
-                    process.resume()
-            return await grading, pool.metrics()
-
-    grades, metrics = asyncio.run(main())
+    async with RewardPool(RewardConfig(workers=2, cpu_seconds=limit)) as pool:
+        await grade_all(pool, symbolic(4))  # both have started
+        grading = asyncio.ensure_future(grade_all(pool, pairs))
+        for _ in range(2):
+            await asyncio.sleep(0.05)
+            for process in (processes := grading_processes()):
+                process.suspend()
+            assert len(processes) == 2
+            await asyncio.sleep(1.5 * limit)
+            assert not grading.done()
+            for process in processes:
+                process.resume()
+        grades, metrics = await grading, pool.metrics()
     assert [g.correct for g in grades] == [True] * 30 + [False] * 10
     assert metrics["reward/ungraded"] == 0 and metrics["reward/retries"] == 0
 
@@ -135,7 +131,7 @@ HOSTILE_MATH = {
 }
 
 
-def test_hostile_responses_take_bounded_time_and_memory_and_grading_continues():
+async def test_hostile_responses_take_bounded_time_and_memory_and_grading_continues():
     config = RewardConfig(workers=2, cpu_seconds=1.0, memory_mb=512)
     most = 0
 
@@ -149,17 +145,13 @@ def test_hostile_responses_take_bounded_time_and_memory_and_grading_continues():
                     continue
             await asyncio.sleep(0.05)
 
-    async def main() -> tuple[list[Grade], list[Grade]]:
-        async with RewardPool(config) as pool:
-            watcher = asyncio.create_task(watch())
-            used = time.process_time()
-            hostile = await grade_all(pool, [("42", text) for text in HOSTILE_MATH.values()])
-            assert time.process_time() - used < 10  # of this process; the others are limited by the kernel
-            after = await grade_all(pool, symbolic(5))
-            watcher.cancel()
-            return hostile, after
-
-    hostile, after = asyncio.run(main())
+    async with RewardPool(config) as pool:
+        watcher = asyncio.create_task(watch())
+        used = time.process_time()
+        hostile = await grade_all(pool, [("42", text) for text in HOSTILE_MATH.values()])
+        assert time.process_time() - used < 10  # of this process; the others are limited by the kernel
+        after = await grade_all(pool, symbolic(5))
+        watcher.cancel()
     verdicts = dict(zip(HOSTILE_MATH, hostile, strict=True))
     assert verdicts["a power tower"].reason == "cpu-time (2 tries)"
     assert verdicts["control characters"].correct
@@ -168,53 +160,40 @@ def test_hostile_responses_take_bounded_time_and_memory_and_grading_continues():
     assert most < 700 * 2**20
 
 
-def test_a_grader_that_raises_stops_the_run_with_its_traceback():
+async def test_a_grader_that_raises_stops_the_run_with_its_traceback():
     config = RewardConfig(grader=HOSTILE + "by_response", workers=1, max_errors=3)
-
-    async def main() -> None:
-        async with RewardPool(config) as pool:
-            for _ in range(2):
-                grade = await pool.grade(prompt("yes"), sample("raise"))
-                assert grade.correct is None and "ValueError: what a strange response" in grade.reason
-            await pool.grade(prompt("yes"), sample("exit"))
-            assert pool.metrics()["reward/errors"] == 3
-            with pytest.raises(GraderError, match="raised 3 times") as caught:
-                await pool.grade(prompt("yes"), sample("yes"))
-            assert "hostile_graders.py" in str(caught.value) and "SystemExit" in str(caught.value)
-
-    asyncio.run(main())
+    async with RewardPool(config) as pool:
+        for _ in range(2):
+            grade = await pool.grade(prompt("yes"), sample("raise"))
+            assert grade.correct is None and "ValueError: what a strange response" in grade.reason
+        await pool.grade(prompt("yes"), sample("exit"))
+        assert pool.metrics()["reward/errors"] == 3
+        with pytest.raises(GraderError, match="raised 3 times") as caught:
+            await pool.grade(prompt("yes"), sample("yes"))
+        assert "hostile_graders.py" in str(caught.value) and "SystemExit" in str(caught.value)
 
 
-def test_errors_of_the_grader_are_forgotten_after_a_while():
+async def test_errors_of_the_grader_are_forgotten_after_a_while():
     config = RewardConfig(grader=HOSTILE + "by_response", workers=1, max_errors=2, error_window_seconds=100)
     now = 0.0
-
-    async def main() -> None:
-        nonlocal now
-        async with RewardPool(config) as pool:
-            pool._clock = lambda: now
-            for seconds in (0.0, 101.0, 202.0):  # never two within 100 s
-                now = seconds
-                assert (await pool.grade(prompt("yes"), sample("raise"))).ungraded
-                assert (await pool.grade(prompt("yes"), sample("yes"))).correct
-            now = 290.0
-            await pool.grade(prompt("yes"), sample("raise"))
-            with pytest.raises(GraderError, match="raised 2 times within 100 s"):
-                await pool.grade(prompt("yes"), sample("yes"))
-            assert pool.metrics()["reward/errors"] == 4
-
-    asyncio.run(main())
+    async with RewardPool(config) as pool:
+        pool._clock = lambda: now
+        for seconds in (0.0, 101.0, 202.0):  # never two within 100 s
+            now = seconds
+            assert (await pool.grade(prompt("yes"), sample("raise"))).ungraded
+            assert (await pool.grade(prompt("yes"), sample("yes"))).correct
+        now = 290.0
+        await pool.grade(prompt("yes"), sample("raise"))
+        with pytest.raises(GraderError, match="raised 2 times within 100 s"):
+            await pool.grade(prompt("yes"), sample("yes"))
+        assert pool.metrics()["reward/errors"] == 4
 
 
-def test_waiting_calls_raise_when_the_grader_counts_as_broken():
+async def test_waiting_calls_raise_when_the_grader_counts_as_broken():
     config = RewardConfig(grader=HOSTILE + "by_response", workers=1, max_errors=1)
-
-    async def main() -> list[Grade | BaseException]:
-        async with RewardPool(config) as pool:
-            calls = (pool.grade(prompt("yes"), sample(text)) for text in ["raise", *["yes"] * 50])
-            return await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 60)
-
-    first, *rest = asyncio.run(main())
+    async with RewardPool(config) as pool:
+        calls = (pool.grade(prompt("yes"), sample(text)) for text in ["raise", *["yes"] * 50])
+        first, *rest = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 60)
     assert isinstance(first, Grade) and first.ungraded
     assert all(isinstance(r, GraderError) or (isinstance(r, Grade) and r.correct) for r in rest)
     assert any(isinstance(r, GraderError) for r in rest)
@@ -275,12 +254,9 @@ def test_a_grader_may_leave_a_response_ungraded():
     assert metrics["reward/ungraded/by-grader"] == 1
 
 
-def test_grading_processes_import_no_torch_and_get_the_whole_prompt():
-    async def main() -> Grade:
-        async with RewardPool(RewardConfig(grader=HOSTILE + "report", workers=1)) as pool:
-            return await pool.grade(prompt("42", meta={"level": 3}), sample("lone surrogate \ud800"))
-
-    grade = asyncio.run(main())
+async def test_grading_processes_import_no_torch_and_get_the_whole_prompt():
+    async with RewardPool(RewardConfig(grader=HOSTILE + "report", workers=1)) as pool:
+        grade = await pool.grade(prompt("42", meta={"level": 3}), sample("lone surrogate \ud800"))
     assert grade.extracted == ""  # no torch, no transformers, no megatron
     assert grade.reason == r"[1, 2] {'level': 3} 'lone surrogate \ud800'"
 

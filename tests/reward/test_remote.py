@@ -140,15 +140,12 @@ def test_one_response_that_the_server_cannot_handle_does_not_take_the_others_wit
     assert (metrics["reward/graded"], metrics["reward/ungraded"]) == (3, 1)
 
 
-def test_a_retry_takes_the_next_address():
-    async def main():
-        async with server(lambda request, body: reply({}, 503)) as (bad, asked), server(scores) as (good, _):
-            config = http(bad, urls=[bad, good], retries=1)
-            async with open_graders(config) as graders:
-                grades = [await graders.grade(prompt("42"), sample("1")) for _ in range(4)]
-            return grades, len(asked)
-
-    grades, asked = asyncio.run(main())
+async def test_a_retry_takes_the_next_address():
+    async with server(lambda request, body: reply({}, 503)) as (bad, asked), server(scores) as (good, _):
+        config = http(bad, urls=[bad, good], retries=1)
+        async with open_graders(config) as graders:
+            grades = [await graders.grade(prompt("42"), sample("1")) for _ in range(4)]
+        grades, asked = grades, len(asked)
     assert all(grade.correct for grade in grades) and asked > 0
 
 
@@ -254,16 +251,12 @@ def test_the_last_line_counts_for_a_judge_with_a_form_of_its_own():
     assert "response_format" not in bodies[0] and "JSON" not in bodies[0]["messages"][-1]["content"]
 
 
-def test_a_server_without_structured_output_is_asked_without_it():
+async def test_a_server_without_structured_output_is_asked_without_it():
     refusing = [lambda body: reply({"error": "response_format is not supported"}, 400), verdict(1), verdict(0)]
-
-    async def main():
-        async with server(lambda request, body: refusing.pop(0)(body)) as (url, bodies):
-            judge = {"urls": [url], "model": "m"}
-            async with open_graders(RewardConfig(grader="judge", judge=judge)) as graders:
-                return [await graders.grade(prompt("42"), sample("x")) for _ in range(2)], bodies
-
-    grades, bodies = asyncio.run(main())
+    async with server(lambda request, body: refusing.pop(0)(body)) as (url, bodies):
+        judge = {"urls": [url], "model": "m"}
+        async with open_graders(RewardConfig(grader="judge", judge=judge)) as graders:
+            grades, bodies = [await graders.grade(prompt("42"), sample("x")) for _ in range(2)], bodies
     assert [grade.correct for grade in grades] == [True, False]
     assert [("response_format" in body) for body in bodies] == [True, False, False]
 
@@ -328,36 +321,31 @@ def test_no_quotation_of_the_response_is_a_score(mode):
     assert judged >= (30 if mode == "json" else 10), "and what the judge says itself counts"
 
 
-def test_a_reply_that_is_no_chat_completion_is_ungraded():
-    async def main():
-        async with server(lambda request, body: reply({"choices": []})) as (url, _):
-            judge = {"urls": [url], "model": "m"}
-            async with open_graders(RewardConfig(grader="judge", judge=judge)) as graders:
-                return await graders.grade(prompt("42"), sample("x")), graders.metrics()
-
-    grade, metrics = asyncio.run(main())
+async def test_a_reply_that_is_no_chat_completion_is_ungraded():
+    async with server(lambda request, body: reply({"choices": []})) as (url, _):
+        judge = {"urls": [url], "model": "m"}
+        async with open_graders(RewardConfig(grader="judge", judge=judge)) as graders:
+            grade, metrics = await graders.grade(prompt("42"), sample("x")), graders.metrics()
     assert grade.ungraded and metrics["reward/ungraded/judge-unusable-reply"] == 1
 
 
 # ---- several graders ----
 
 
-def test_several_graders_are_weighted_and_reported_separately():
-    async def main():
-        async with server(scores) as (url, _):
-            config = RewardConfig(
-                graders=[
-                    {"grader": "exact", "weight": 1.0},
-                    {"name": "style", "grader": "http", "weight": 0.5, "http": {"urls": [url], "retries": 0}},
-                    {"name": "shadow", "grader": "http", "weight": 0, "http": {"urls": [f"{url}x:1"], "retries": 0}},
-                ]
+async def test_several_graders_are_weighted_and_reported_separately():
+    async with server(scores) as (url, _):
+        config = RewardConfig(
+            graders=[
+                {"grader": "exact", "weight": 1.0},
+                {"name": "style", "grader": "http", "weight": 0.5, "http": {"urls": [url], "retries": 0}},
+                {"name": "shadow", "grader": "http", "weight": 0, "http": {"urls": [f"{url}x:1"], "retries": 0}},
+            ]
+        )
+        async with open_graders(config) as graders:
+            (right, wrong, ungraded), metrics = (
+                [await graders.grade(prompt("42"), sample(text)) for text in ("42", "0.5", "words")],
+                graders.metrics(),
             )
-            async with open_graders(config) as graders:
-                return [
-                    await graders.grade(prompt("42"), sample(text)) for text in ("42", "0.5", "words")
-                ], graders.metrics()
-
-    (right, wrong, ungraded), metrics = asyncio.run(main())
     assert (right.correct, right.score) == (True, 1.0 + 0.5 * 42)
     assert right.parts == {"exact": 1.0, "style": 42.0, "shadow": None}, "weight 0 is only reported"
     assert (wrong.correct, wrong.score) == (False, -1.0 + 0.25)

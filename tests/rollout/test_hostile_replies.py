@@ -5,7 +5,6 @@ FUZZ_REPLIES=10000 python -m pytest -s tests/rollout/test_hostile_replies.py    
 Replies are mutated in their values, in their bytes, and below JSON: lengths, chunks, headers, statuses, Retry-After.
 """
 
-import asyncio
 import json
 import math
 import os
@@ -141,7 +140,7 @@ def hostile_grade(chance, index):
 
 
 @pytest.mark.parametrize("rewarded_by", ["grader", "function", "judge", "http"])
-def test_no_step_is_lost_and_nothing_hostile_is_trained_or_saved(rewarded_by, monkeypatch):
+async def test_no_step_is_lost_and_nothing_hostile_is_trained_or_saved(rewarded_by, monkeypatch):
     monkeypatch.setattr(server_state, "BACKOFF", (0.001, 0.004))
     monkeypatch.setattr(load_balancer, "TICK", 0.002)
     monkeypatch.setattr(generation, "EMPTY_ABORT_PAUSE", 0.001)
@@ -158,27 +157,24 @@ def test_no_step_is_lost_and_nothing_hostile_is_trained_or_saved(rewarded_by, mo
             conversation.reward(chance.choice(NUMBERS) if chance.random() < 0.1 else 0.25)
         return hostile_grade(chance, conversation.samples[0].index)
 
-    async def main():
-        servers = [await FakeServer(fault=hostile(chance, counts)).start() for _ in range(2)]
-        for server in servers:
-            server.label = str(VERSION)
-        engine = await SGLangEngine.connect([server.url for server in servers], config, version=VERSION)
-        engine.vocabulary = VOCABULARY
-        made = RolloutFunction("python:a.b", function, {}, Texts()) if rewarded_by == "function" else None
-        remote = rewarded_by in ("judge", "http")
-        async with remote_graders(rewarded_by if remote else "judge", chance, counts) as graders:
-            how = graders.grade if remote else grade
-            sampler = Sampler(engine, how, Prompts(), config, groups_per_step=8, function=made)
-            while counts["mutated"] < REPLIES:
-                batch = await sampler.collect(counts["steps"])
-                check(batch, sampler)
-                counts["steps"] += 1
-                counts["rejected"] += batch.metrics.get("rollout/rejected_replies", 0)
-                counts["ungraded"] += batch.metrics.get("rollout/rejected_grades", 0)
-            counts["ungraded"] += graders.metrics()["reward/ungraded"]
-        await engine.close()
-
-    asyncio.run(main())
+    servers = [await FakeServer(fault=hostile(chance, counts)).start() for _ in range(2)]
+    for server in servers:
+        server.label = str(VERSION)
+    engine = await SGLangEngine.connect([server.url for server in servers], config, version=VERSION)
+    engine.vocabulary = VOCABULARY
+    made = RolloutFunction("python:a.b", function, {}, Texts()) if rewarded_by == "function" else None
+    remote = rewarded_by in ("judge", "http")
+    async with remote_graders(rewarded_by if remote else "judge", chance, counts) as graders:
+        how = graders.grade if remote else grade
+        sampler = Sampler(engine, how, Prompts(), config, groups_per_step=8, function=made)
+        while counts["mutated"] < REPLIES:
+            batch = await sampler.collect(counts["steps"])
+            check(batch, sampler)
+            counts["steps"] += 1
+            counts["rejected"] += batch.metrics.get("rollout/rejected_replies", 0)
+            counts["ungraded"] += batch.metrics.get("rollout/rejected_grades", 0)
+        counts["ungraded"] += graders.metrics()["reward/ungraded"]
+    await engine.close()
     print(rewarded_by, counts)
     assert counts["rejected"] > 0.1 * counts["mutated"] and counts["ungraded"] > counts["steps"]
 

@@ -57,8 +57,7 @@ CHOSEN = {  # the cheapest case that each error affects
 CRITIC = errors.value_gradients_added_over_tensor_ranks  # random cases have no critic
 (CHOSEN[CRITIC],) = cases_of(errors.PLANTED[CRITIC][0], variants=Variants(["dense"]))
 CHOSEN = some(
-    CHOSEN, errors.experts_reduced_over_data_ranks_only, errors.megatrons_auxiliary_loss,
-    errors.experts_of_other_tokens, errors.padding_is_balanced, errors.tokens_counted_over_data_ranks_only,
+    CHOSEN, errors.experts_reduced_over_data_ranks_only, errors.experts_of_other_tokens, errors.padding_is_balanced,
     errors.norms_of_own_tokens, CRITIC,
 )  # fmt: skip
 

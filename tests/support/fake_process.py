@@ -1,5 +1,6 @@
 """A `ServerProcess` without a process: its server runs in the test's own event loop, so a restart takes no time."""
 
+from event_loop import close_at_the_end
 from fake_server import FakeServer
 
 from megatron_dapo.engines.sglang.client import SGLangClient
@@ -57,4 +58,4 @@ async def fake_fleet(config, model, count=1, prepare=lambda server: None):
     """(fleet, engine) over `count` fake processes."""
     fleet = Fleet(config, str(model), model, client_processes=False)
     fleet.processes = [await FakeProcess(config.servers, prepare).open() for _ in range(count)]
-    return fleet, await fleet.start()
+    return fleet, close_at_the_end(await fleet.start())

@@ -15,6 +15,7 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
+from event_loop import close_at_the_end
 
 from megatron_dapo.engines.sglang.client import CHECKSUM_LOADERS
 
@@ -65,7 +66,7 @@ class FakeServer:
         site = web.TCPSite(self._runner, "127.0.0.1", port)
         await site.start()
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
-        return self
+        return close_at_the_end(self)
 
     async def stop(self) -> None:
         await self._runner.cleanup()

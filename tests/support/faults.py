@@ -3,9 +3,11 @@
 import asyncio
 
 import torch
+from event_loop import close_at_the_end
 from simulation import Prompts
 
 from megatron_dapo.config.rollout import RolloutConfig
+from megatron_dapo.engines.sglang.engine import SGLangEngine
 from megatron_dapo.rollout.sampler import Sampler
 from megatron_dapo.types import FinishReason, Grade, as_tokens
 
@@ -23,6 +25,12 @@ def settings(**servers):
         servers={"sample_timeout": 1.0, "control_timeout": 2.0, "attempts": 5, **servers},
         weights={"timeout": 5.0}, sampler={"oversampling": 1, "order": "prompt", "unfinished": "finish"},
     )  # fmt: skip
+
+
+async def connect(servers, config, **options):
+    """An engine of these fake servers. It is closed when the test ends."""
+    urls = [server.url for server in servers]
+    return close_at_the_end(await SGLangEngine.connect(urls, config, **options))
 
 
 class Texts:

@@ -7,18 +7,21 @@ import json
 import multiprocessing
 import os
 import sys
-import time
+import threading
 from collections.abc import Callable
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
 from tiny_run import environment
 
-from megatron_dapo import fault_points
+from megatron_dapo import cli, fault_points
 from megatron_dapo.config import ConfigError, check_config, parse_config
 from megatron_dapo.errors import UserError
 from megatron_dapo.observe.metrics_file import is_wall_clock
+from megatron_dapo.processes.fork_ranks import Rendezvous, run_ranks
 from megatron_dapo.trainer.loop import train
+from megatron_dapo.trainer.signals import Stopped
 from megatron_dapo.weights.verify import verify
 
 
@@ -33,6 +36,33 @@ def run(raw: dict[str, Any], before: Callable[[], None] | None = None, timeout: 
         raise TimeoutError(f"the run did not end within {timeout} s")
     assert process.exitcode is not None
     return process.exitcode
+
+
+def run_in_ranks(
+    raw: dict[str, Any], before: Callable[[Rendezvous], None] | None = None, ranks: int = 2, timeout: float = 300
+) -> list[int]:
+    """Trains in so many forked ranks, in each of which `before` is called first. Returns the exit codes."""
+    return run_ranks(ranks, _rank, raw, before, timeout=timeout)
+
+
+def _rank(rendezvous: Rendezvous, raw: dict[str, Any], before: Callable[[Rendezvous], None] | None) -> int:
+    os.environ.update(environment())
+    if before is not None:
+        before(rendezvous)
+    config = parse_config(raw)
+    return train(config, check_config(config, rendezvous.world_size), rendezvous)
+
+
+def start_command(config: Path) -> ForkProcess:
+    """Starts `megatron-dapo train CONFIG` in a forked process."""
+    process = multiprocessing.get_context("fork").Process(target=_command, args=(config,))
+    process.start()
+    return process
+
+
+def _command(config: Path) -> None:
+    os.environ.update(environment())
+    sys.exit(cli.main(["train", str(config)]))
 
 
 def run_straight(make_config: Callable[[Path, Path], dict[str, Any]], folders: Any) -> tuple[Path, Path]:
@@ -66,12 +96,19 @@ def fail_with(error: Exception) -> Callable[[], None]:
     return action
 
 
-def send_signal(number: int, linger: float = 0.0) -> Callable[[], None]:
-    """An action that signals this process and then, where the loop must notice it first, holds its thread."""
+def send_signal(number: int, hold: bool = False) -> Callable[[], None]:
+    """An action that signals this process. `hold`: its thread, until the loop has noticed the signal."""
 
     def action() -> None:
+        noticed, init = threading.Event(), Stopped.__init__
+
+        def stopped(self: Stopped, *args: Any) -> None:
+            init(self, *args)
+            noticed.set()
+
+        Stopped.__init__ = stopped  # type: ignore[method-assign]
         os.kill(os.getpid(), number)
-        time.sleep(linger)
+        assert not hold or noticed.wait(120)
 
     return action
 
@@ -93,6 +130,11 @@ def records(run_dir: Path) -> list[tuple[int, str, dict[str, float]]]:
         (line["step"], line["kind"], {n: v for n, v in line["metrics"].items() if not is_wall_clock(n)})
         for line in lines
     ]
+
+
+def steps_of(run_dir: Path) -> list[dict[str, float]]:
+    """The metrics of each step."""
+    return [metrics for _, kind, metrics in records(run_dir) if kind == "step"]
 
 
 def assert_same(run_dir: Path, expected: tuple[Path, Path], steps: int) -> None:

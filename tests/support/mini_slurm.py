@@ -15,11 +15,12 @@ import signal
 import socket
 import stat
 import subprocess
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+
+from waiting import wait_for
 
 NODES = ("n1", "n2", "n3", "n4", "p1", "p2")
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "unshare")
@@ -223,17 +224,6 @@ def descendants(pid: int) -> Iterable[int]:
             for child in (task / "children").read_text().split():
                 yield int(child)
                 yield from descendants(int(child))
-
-
-def wait_for(condition: Callable[[], object], seconds: float, what: str) -> None:
-    deadline = time.monotonic() + seconds
-    while True:
-        with contextlib.suppress(RuntimeError):
-            if condition():
-                return
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"waited {seconds:g} s for {what}")
-        time.sleep(0.25)
 
 
 def _step_daemons(namespace: str) -> list[int]:

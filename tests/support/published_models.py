@@ -52,11 +52,15 @@ def published(name: str) -> ModelShape:
 
 
 def published_runs() -> Any:
-    """The module benchmarks/published.py."""
-    file = Path(__file__).parents[2] / "benchmarks" / "published.py"
-    if (module := sys.modules.get("published_runs")) is None:
-        spec = importlib.util.spec_from_file_location("published_runs", file)
+    return benchmark("published")
+
+
+def benchmark(name: str) -> Any:
+    """The module benchmarks/NAME.py."""
+    file, key = Path(__file__).parents[2] / "benchmarks" / f"{name}.py", f"benchmark_{name}"
+    if (module := sys.modules.get(key)) is None:
+        spec = importlib.util.spec_from_file_location(key, file)
         assert spec is not None and spec.loader is not None
-        module = sys.modules["published_runs"] = importlib.util.module_from_spec(spec)
+        module = sys.modules[key] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     return module

@@ -3,7 +3,7 @@
 import json
 
 import numpy as np
-from forked import records, run
+from forked import run, steps_of
 from tiny_run import make_model, raw_config
 
 
@@ -17,7 +17,7 @@ def test_rollouts_of_agent_libraries_train(tmp_path):
         policy__micro_batch_tokens=4096, data__template="chat", rollout__max_prompt_tokens=64,
     )  # fmt: skip
     assert run(raw) == 0
-    (step,) = [metrics for _, kind, metrics in records(tmp_path / "run") if kind == "step"]
+    (step,) = steps_of(tmp_path / "run")
     assert step["rollout/turns_mean"] >= 2 and 0 < step["rollout/appended_share"] < 1
     assert np.isfinite(step["train/grad_norm"]) and step["train/grad_norm"] > 0
     assert step["train/tokens"] < 8 * 6 * 4, "only generated tokens carry loss"

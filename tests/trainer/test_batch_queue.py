@@ -47,115 +47,96 @@ async def settle():
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
-def test_a_batch_starts_when_its_oldest_token_cannot_become_too_old(max_staleness):
+async def test_a_batch_starts_when_its_oldest_token_cannot_become_too_old(max_staleness):
     """Batch N is trained at version N. As fast as possible, it starts at version N − max_staleness, not earlier."""
+    engines = Engines(max_staleness)
+    engines.queue.run_to(7)
+    await settle()
+    for version in range(8):
+        for step in range(8):
+            if step in engines.gates and not engines.gates[step].done():
+                await engines.finish(step)
+        assert max(engines.started) == min(7, version + max_staleness)
+        assert engines.queue.has(version)
+        await engines.serve(version + 1)
+    assert engines.started == {step: max(0, step - max_staleness) for step in range(8)}
 
-    async def main():
-        engines = Engines(max_staleness)
-        engines.queue.run_to(7)
+
+async def test_weights_that_change_during_a_batch_do_not_end_it():
+    engines = Engines(2)
+    engines.queue.run_to(5)
+    await settle()
+    await engines.serve(1)
+    await engines.serve(2)
+    assert engines.interrupted == [] and list(engines.started) == [0]
+    await engines.finish(0)
+    assert engines.started == {0: 0, 1: 2}
+
+
+async def test_a_waiting_trainer_gets_its_batch_and_it_stays_until_removed():
+    engines = Engines(1)
+    waiting = asyncio.ensure_future(engines.queue.get(1))
+    engines.queue.run_to(1)
+    await settle()
+    await engines.finish(0)
+    assert not waiting.done()
+    await engines.finish(1)
+    assert (await waiting).step == 1
+    assert [batch["step"] for batch in engines.queue.state()] == [0, 1]
+    engines.queue.remove(0)
+    assert [batch["step"] for batch in engines.queue.state()] == [1]
+    await engines.queue.idle()
+
+
+async def test_an_interrupted_batch_is_collected_again_and_complete_ones_stay():
+    engines = Engines(4)
+    engines.queue.run_to(4)
+    await settle()
+    await engines.finish(0)
+    await engines.queue.interrupt()
+    assert engines.interrupted == [1] and not engines.queue.collecting
+    await engines.queue.interrupt()  # nothing runs: nothing happens
+    saved = engines.queue.state()
+    engines.queue.run_to(0)  # never less than was asked for
+    await settle()
+    await engines.finish(1)
+    assert engines.queue.has(1)
+    for state, step in ((saved, 1), ([], 3)):  # the trainer has the batches of earlier steps
+        resumed = Engines(4)
+        resumed.queue.restore(state, step)
+        resumed.queue.run_to(step)
         await settle()
-        for version in range(8):
-            for step in range(8):
-                if step in engines.gates and not engines.gates[step].done():
-                    await engines.finish(step)
-            assert max(engines.started) == min(7, version + max_staleness)
-            assert engines.queue.has(version)
-            await engines.serve(version + 1)
-        assert engines.started == {step: max(0, step - max_staleness) for step in range(8)}
-
-    asyncio.run(main())
+        assert resumed.queue.has(0) == (step == 1) and list(resumed.started) == [step]
 
 
-def test_weights_that_change_during_a_batch_do_not_end_it():
-    async def main():
-        engines = Engines(2)
-        engines.queue.run_to(5)
-        await settle()
-        await engines.serve(1)
-        await engines.serve(2)
-        assert engines.interrupted == [] and list(engines.started) == [0]
-        await engines.finish(0)
-        assert engines.started == {0: 0, 1: 2}
+async def test_an_interruption_while_no_batch_is_admitted():
+    engines = Engines(1)
+    engines.queue.run_to(9)
+    await settle()
+    for step in (0, 1):
+        await engines.finish(step)
+    await engines.queue.interrupt()
+    assert engines.interrupted == []
+    engines.queue.run_to(9)
+    await engines.serve(1)
+    assert engines.started[2] == 1
 
-    asyncio.run(main())
 
-
-def test_a_waiting_trainer_gets_its_batch_and_it_stays_until_removed():
-    async def main():
-        engines = Engines(1)
-        waiting = asyncio.ensure_future(engines.queue.get(1))
-        engines.queue.run_to(1)
-        await settle()
-        await engines.finish(0)
-        assert not waiting.done()
-        await engines.finish(1)
-        assert (await waiting).step == 1
-        assert [batch["step"] for batch in engines.queue.state()] == [0, 1]
-        engines.queue.remove(0)
-        assert [batch["step"] for batch in engines.queue.state()] == [1]
+async def test_an_error_reaches_whoever_waits_and_is_not_retried():
+    engines = Engines(1)
+    engines.queue.run_to(3)
+    await settle()
+    await engines.finish(0)
+    waiting = asyncio.ensure_future(engines.queue.get(1))
+    await settle()
+    engines.gates[1].set_exception(RuntimeError("no server"))
+    with pytest.raises(RuntimeError, match="no server"):
+        await waiting
+    engines.queue.run_to(3)
+    assert not engines.queue.collecting
+    with pytest.raises(RuntimeError, match="no server"):
         await engines.queue.idle()
-
-    asyncio.run(main())
-
-
-def test_an_interrupted_batch_is_collected_again_and_complete_ones_stay():
-    async def main():
-        engines = Engines(4)
-        engines.queue.run_to(4)
-        await settle()
-        await engines.finish(0)
-        await engines.queue.interrupt()
-        assert engines.interrupted == [1] and not engines.queue.collecting
-        await engines.queue.interrupt()  # nothing runs: nothing happens
-        saved = engines.queue.state()
-        engines.queue.run_to(0)  # never less than was asked for
-        await settle()
-        await engines.finish(1)
-        assert engines.queue.has(1)
-        for state, step in ((saved, 1), ([], 3)):  # the trainer has the batches of earlier steps
-            resumed = Engines(4)
-            resumed.queue.restore(state, step)
-            resumed.queue.run_to(step)
-            await settle()
-            assert resumed.queue.has(0) == (step == 1) and list(resumed.started) == [step]
-
-    asyncio.run(main())
-
-
-def test_an_interruption_while_no_batch_is_admitted():
-    async def main():
-        engines = Engines(1)
-        engines.queue.run_to(9)
-        await settle()
-        for step in (0, 1):
-            await engines.finish(step)
-        await engines.queue.interrupt()
-        assert engines.interrupted == []
-        engines.queue.run_to(9)
-        await engines.serve(1)
-        assert engines.started[2] == 1
-
-    asyncio.run(main())
-
-
-def test_an_error_reaches_whoever_waits_and_is_not_retried():
-    async def main():
-        engines = Engines(1)
-        engines.queue.run_to(3)
-        await settle()
-        await engines.finish(0)
-        waiting = asyncio.ensure_future(engines.queue.get(1))
-        await settle()
-        engines.gates[1].set_exception(RuntimeError("no server"))
-        with pytest.raises(RuntimeError, match="no server"):
-            await waiting
-        engines.queue.run_to(3)
-        assert not engines.queue.collecting
-        with pytest.raises(RuntimeError, match="no server"):
-            await engines.queue.idle()
-        assert (await engines.queue.get(0)).step == 0  # a complete batch can still be trained
-
-    asyncio.run(main())
+    assert (await engines.queue.get(0)).step == 0  # a complete batch can still be trained
 
 
 # ---- with the sampler, on a virtual clock ----

@@ -4,10 +4,9 @@ import signal
 
 import numpy as np
 import pytest
-from forked import at_point, records, run, send_signal
-from tiny_run import environment, raw_config
+from forked import at_point, records, run, run_in_ranks, send_signal
+from tiny_run import raw_config
 
-from megatron_dapo.config import check_config, parse_config
 from megatron_dapo.policy.megatron.runtime import initialize
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.policy.schedule import shares_of_ranks
@@ -15,7 +14,6 @@ from megatron_dapo.processes.fork_ranks import run_ranks
 from megatron_dapo.selfcheck.cases import LayoutSpec, selfcheck_config
 from megatron_dapo.selfcheck.synthetic import awkward_batch, random_experts, random_hf_weights, synthetic_shape
 from megatron_dapo.trainer.collectives import Collectives
-from megatron_dapo.trainer.loop import train
 from megatron_dapo.trainer.signals import StopSignal
 from megatron_dapo.trainer.train_step import share_batch
 
@@ -114,21 +112,15 @@ def test_a_rank_receives_its_share_and_not_the_whole_batch():
 # ---- whole runs ----
 
 
-def rank(rendezvous, raw):
-    parsed = parse_config(raw)
-    return train(parsed, check_config(parsed, rendezvous.world_size), rendezvous)
-
-
-def test_a_run_on_two_data_parallel_ranks_is_that_of_one(tmp_path, monkeypatch):
+def test_a_run_on_two_data_parallel_ranks_is_that_of_one(tmp_path):
     """Also when it begins in the middle of a step that one rank has saved. The gate compares the log-probs."""
-    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
     folders = [tmp_path / name for name in ("one", "two", "resumed")]
     configs = [raw_config(tmp_path / "model", folder, trainer__steps=2) for folder in folders]
     assert run(configs[0]) == 0
-    assert run_ranks(2, rank, configs[1]) == [0, 0]
+    assert run_in_ranks(configs[1]) == [0, 0]
     assert run(configs[2], at_point("loop/before_update", 1, send_signal(signal.SIGTERM))) == 75
     assert (folders[2] / "checkpoints" / "step_0+1").is_dir()
-    assert run_ranks(2, rank, configs[2]) == [0, 0]
+    assert run_in_ranks(configs[2]) == [0, 0]
     assert "trainer and engine agree: mean |gap|" in (folders[1] / "logs" / "trainer.log").read_text()
     expected = records(folders[0])
     for found in (records(folders[1]), records(folders[2])):

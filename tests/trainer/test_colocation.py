@@ -7,17 +7,14 @@ offloaded memory fails.
 from functools import partial
 
 import pytest
-from forked import assert_same, at_point, records, run, run_straight
-from tiny_run import environment, evaluated_config
+from forked import assert_same, at_point, records, run, run_in_ranks, run_straight
+from tiny_run import evaluated_config
 
-from megatron_dapo.config import check_config, parse_config
 from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.engines.embedded.engine import EmbeddedEngine
 from megatron_dapo.engines.protocol import WeightUpdateError
 from megatron_dapo.errors import EngineError
 from megatron_dapo.policy.policy import Policy
-from megatron_dapo.processes.fork_ranks import run_ranks
-from megatron_dapo.trainer.loop import train
 
 STEPS = 3
 
@@ -150,16 +147,9 @@ def test_a_run_whose_engine_keeps_its_memory_closes_it_and_saves(separate, tmp_p
     assert_same(tmp_path, separate, STEPS)
 
 
-def rank(rendezvous, raw):
-    colocate()
-    parsed = parse_config(raw)
-    return train(parsed, check_config(parsed, rendezvous.world_size), rendezvous)
-
-
-def test_all_ranks_offload_before_the_engine_takes_memory(separate, tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
+def test_all_ranks_offload_before_the_engine_takes_memory(separate, tmp_path):
     raw = config(separate[0], tmp_path, policy__tensor_parallel=2)
-    assert run_ranks(2, rank, raw) == [0, 0]
+    assert run_in_ranks(raw, lambda _: colocate()) == [0, 0]
     for ours, theirs in zip(records(tmp_path), records(separate[1]), strict=True):
         assert ours[:2] == theirs[:2]
         for name in ("reward/mean", "rollout/length_mean"):

@@ -3,17 +3,16 @@ from."""
 
 import json
 import signal
+import threading
 from functools import partial
 
 import pytest
-from forked import assert_same, at_point, fail_with, records, run, run_straight, send_signal
+from forked import assert_same, at_point, fail_with, run, run_in_ranks, run_straight, send_signal, steps_of
 from long_lists import some
-from tiny_run import environment, evaluated_config, raw_config
+from tiny_run import evaluated_config, raw_config
 
-from megatron_dapo.config import check_config, parse_config
+from megatron_dapo import fault_points
 from megatron_dapo.policy.step import NonFiniteError
-from megatron_dapo.processes.fork_ranks import run_ranks
-from megatron_dapo.trainer.loop import train
 from megatron_dapo.weights.verify import verify
 
 STEPS = 3
@@ -38,10 +37,6 @@ short = with_critic(raw_config)
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
     return run_straight(config, tmp_path_factory)
-
-
-def steps_of(run_dir):
-    return [metrics for _, kind, metrics in records(run_dir) if kind == "step"]
 
 
 def critic_of(run_dir, steps=STEPS):
@@ -86,16 +81,10 @@ def test_stopped_between_two_updates_of_the_policy(straight, tmp_path):
     assert_same_critic(tmp_path, straight)
 
 
-def rank(rendezvous, raw):
-    parsed = parse_config(raw)
-    return train(parsed, check_config(parsed, rendezvous.world_size), rendezvous)
-
-
-def test_another_layout_continues_with_the_same_numbers(straight, tmp_path, monkeypatch):
+def test_another_layout_continues_with_the_same_numbers(straight, tmp_path):
     """Two steps in one process, the third on two ranks."""
-    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
     assert run(config(straight[0], tmp_path), at_point("loop/before_critic_update", 2 * 4 + 2)) == -signal.SIGKILL
-    assert run_ranks(2, rank, config(straight[0], tmp_path, policy__tensor_parallel=2)) == [0, 0]
+    assert run_in_ranks(config(straight[0], tmp_path, policy__tensor_parallel=2)) == [0, 0]
     for ours, theirs in zip(steps_of(tmp_path), steps_of(straight[1]), strict=True):
         assert ours["reward/mean"] == theirs["reward/mean"]
         for name in ("train/loss", "critic/loss", "critic/grad_norm", "critic/explained_variance", "critic/bias"):
@@ -122,7 +111,7 @@ PRETRAINING = {
 
 @pytest.mark.parametrize("how", PRETRAINING)
 def test_pretraining_leaves_the_policy_and_its_engines_alone(how, straight, tmp_path):
-    """Killed in the middle and resumed, too. The critic of a run is what another one may start from."""
+    """Killed in the middle and resumed, too."""
     pretraining, trains = PRETRAINING[how]
     raw = short(straight[0], tmp_path, trainer__steps=4, critic__pretraining=pretraining)
     assert run(raw, at_point("loop/before_critic_update", 4 + 2)) == -signal.SIGKILL
@@ -132,12 +121,32 @@ def test_pretraining_leaves_the_policy_and_its_engines_alone(how, straight, tmp_
     assert all("critic/loss" in step for step in found)
     lines = [json.loads(line)["metrics"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert ["time/sync" in line for line in lines[2:]] == trains[1:3]  # after each step; the resume sends weights, too
-    again = short(straight[0], tmp_path / "again", trainer__steps=1, critic__model=str(critic_of(tmp_path, 4)))
-    assert run(again) == 0
-    fresh = short(straight[0], tmp_path / "fresh", trainer__steps=1)
-    assert run(fresh) == 0
+
+
+def test_a_run_may_start_from_the_critic_of_another(straight, tmp_path):
+    critic = critic_of(straight[1], STEPS)
+    assert run(short(straight[0], tmp_path / "again", trainer__steps=1, critic__model=str(critic))) == 0
+    assert run(short(straight[0], tmp_path / "fresh", trainer__steps=1)) == 0
     again, fresh = (steps_of(tmp_path / name)[0]["critic/explained_variance"] for name in ("again", "fresh"))
     assert fresh == pytest.approx(0, abs=1e-9) != again  # its values are 0
+
+
+def test_pretraining_generates_the_next_batch_meanwhile(straight, tmp_path):
+    """The critic's first update of a step waits for the next batch, which is the policy's own: of the same weights."""
+
+    def plant():
+        collected = threading.Semaphore(0)
+
+        def wait_for(batches):
+            assert all(collected.acquire(timeout=60) for _ in range(batches)), "no batch was collected meanwhile"
+
+        for batch in range(1, 4):
+            fault_points.on("rollouts/after_collect", collected.release, count=batch)
+        fault_points.on("loop/before_critic_update", lambda: wait_for(2), count=1)
+        fault_points.on("loop/before_critic_update", lambda: wait_for(1), count=4 + 1)
+
+    assert run(short(straight[0], tmp_path, trainer__steps=3, critic__pretraining={"steps": 2}), plant) == 0
+    assert steps_of(tmp_path)[2]["train/mismatch_mean"] < 1e-5
 
 
 def test_a_checkpoint_without_critic_is_refused_and_stays(straight, tmp_path, capfd):

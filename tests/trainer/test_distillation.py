@@ -136,7 +136,7 @@ def test_a_teacher_with_the_policys_weights_agrees_with_the_engine(folder):
     np.testing.assert_allclose(ours.teacher_logprobs, made.logprobs, atol=1e-5)
 
 
-def test_an_sglang_teacher_scores_the_response_and_nothing_else(monkeypatch):
+async def test_an_sglang_teacher_scores_the_response_and_nothing_else(monkeypatch):
     """A stand-in for the server: its log-probs are −token/100; the first entry has none."""
     monkeypatch.setattr("megatron_dapo.engines.teacher.PAUSE", 0.0)
     monkeypatch.setenv("TEACHER_KEY", "secret")
@@ -160,21 +160,17 @@ def test_an_sglang_teacher_scores_the_response_and_nothing_else(monkeypatch):
         )
 
     samples = [made([1, 2, 3], [40, 50]), made([5], [60, 70]), made([1, 2], [99])]
-
-    async def main():
-        app = web.Application()
-        app.router.add_post("/generate", answer)
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        settings = DistillationConfig(urls=[url], api_key_env="TEACHER_KEY", retries=1, concurrency=1)
-        teacher = await open_teacher(settings)
-        await teacher.score(samples)
-        await teacher.close()
-        await runner.cleanup()
-
-    asyncio.run(main())
+    app = web.Application()
+    app.router.add_post("/generate", answer)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    settings = DistillationConfig(urls=[url], api_key_env="TEACHER_KEY", retries=1, concurrency=1)
+    teacher = await open_teacher(settings)
+    await teacher.score(samples)
+    await teacher.close()
+    await runner.cleanup()
     np.testing.assert_allclose(samples[0].teacher_logprobs, [-0.4, -0.5])
     np.testing.assert_allclose(samples[1].teacher_logprobs, [-0.6, -0.7])
     assert samples[2].teacher_logprobs is None, "tokens of another tokenizer are not scored"

@@ -6,17 +6,15 @@ import signal
 import time
 
 import pytest
-from forked import assert_same, at_point, fail_with, records, run, run_straight, send_signal
-from tiny_run import environment, evaluated_config
+from forked import assert_same, at_point, fail_with, records, run, run_in_ranks, run_straight, send_signal
+from tiny_run import evaluated_config
 
 from megatron_dapo import fault_points
-from megatron_dapo.config import check_config, parse_config
+from megatron_dapo.config import parse_config
 from megatron_dapo.engines.embedded.engine import EmbeddedEngine
 from megatron_dapo.errors import EngineError, RankError
 from megatron_dapo.evaluation import EvaluationError
-from megatron_dapo.processes.fork_ranks import run_ranks
 from megatron_dapo.trainer import rollout_driver
-from megatron_dapo.trainer.loop import train
 from megatron_dapo.trainer.signals import INTERRUPTED
 from megatron_dapo.trainer.watchdog import HUNG
 
@@ -121,17 +119,10 @@ def test_save_that_fails_says_so_beside_the_first_error(straight, tmp_path, capf
     assert checkpoints(tmp_path) == []
 
 
-def rank(rendezvous, raw):
-    parsed = parse_config(raw)
-    lose_engine()
-    return train(parsed, check_config(parsed, rendezvous.world_size), rendezvous)
-
-
-def test_all_ranks_save(straight, tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
+def test_all_ranks_save(straight, tmp_path):
     raw = config(straight[0], tmp_path, policy__tensor_parallel=2)
     with pytest.raises(RankError, match=r"the last server is gone.*Saved first: .*step_1\+0"):
-        run_ranks(2, rank, raw)
+        run_in_ranks(raw, lambda _: lose_engine())
     assert checkpoints(tmp_path) == ["step_1+0"]
     assert run(config(straight[0], tmp_path)) == 0  # another layout
     assert_finished(tmp_path)
@@ -142,8 +133,9 @@ def test_all_ranks_save(straight, tmp_path, monkeypatch):
 
 def test_second_interrupt_ends_the_run_at_once_without_a_save(straight, tmp_path, capfd):
     def interrupt_twice():
-        send_signal(signal.SIGINT, linger=1)()
-        send_signal(signal.SIGINT, linger=600)()
+        send_signal(signal.SIGINT, hold=True)()
+        send_signal(signal.SIGINT)()
+        time.sleep(600)
 
     assert (
         run(config(straight[0], tmp_path), at_point("rollouts/sampling", 20, interrupt_twice), timeout=60)

@@ -1,21 +1,19 @@
 """`explain RUN STEP SAMPLE`: sums recomputed in fp64 from samples/ equal metrics.jsonl; recording changes no weight."""
 
 import json
-import os
 
 import numpy as np
 import pytest
-from forked import assert_same, run, run_straight
-from tiny_run import environment, raw_config
+from forked import assert_same, run, run_in_ranks, run_straight
+from long_lists import some
+from tiny_run import raw_config
 
 from megatron_dapo.cli import main
-from megatron_dapo.config import check_config, parse_config
+from megatron_dapo.config import parse_config
 from megatron_dapo.data import arithmetic_tokenizer
 from megatron_dapo.observe import transcripts
 from megatron_dapo.policy.batch import TrainBatch
-from megatron_dapo.processes.fork_ranks import run_ranks
 from megatron_dapo.trainer.explain import explain_step, recorded_arrays
-from megatron_dapo.trainer.loop import train
 from megatron_dapo.types import FinishReason, Group, Prompt, Sample, StepBatch, as_logprobs, as_tokens
 
 ALL = {"observe__samples_every": 1, "observe__samples_groups": 0, "observe__samples_responses": 0}
@@ -73,16 +71,13 @@ def _without_and_with_a_planted_error(straight, run_dir):
     assert explain_step(run_dir, 1).differences, "fp32 sums are not equal to 1e-9: the comparison is sharp"
 
 
-def rank(rendezvous, raw):
-    os.environ.update(environment())
-    config = parse_config(raw)
-    return train(config, check_config(config, 2), rendezvous)
+LAYOUTS = ("tensor_parallel", "pipeline_parallel", "context_parallel", "data")  # the first has all tokens on each rank
 
 
-@pytest.mark.parametrize("layout", ["tensor_parallel", "pipeline_parallel", "context_parallel", "data"])
+@pytest.mark.parametrize("layout", some(LAYOUTS, *LAYOUTS[1:]))
 def test_ranks_gather_their_tokens(layout, straight, tmp_path):
     options = {} if layout == "data" else {f"policy__{layout}": 2}
-    assert run_ranks(2, rank, raw_config(straight[0], tmp_path, **RECORD, **options)) == [0, 0]
+    assert run_in_ranks(raw_config(straight[0], tmp_path, **RECORD, **options)) == [0, 0]
     assert explain_step(tmp_path, 2).differences == {}
 
 

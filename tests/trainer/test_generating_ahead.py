@@ -1,4 +1,5 @@
-"""Runs that generate while they train (rollout.max_staleness above 0): overlap, staleness, the ledger, exact resume."""
+"""Runs that generate while they train (rollout.max_staleness above 0): overlap, staleness, the ledger, exact resume.
+tests/engines/test_training_runs.py has such a run on a real server."""
 
 import re
 import signal
@@ -6,16 +7,12 @@ import threading
 import time
 
 import pytest
-from forked import assert_same, at_point, records, run, send_signal
-from installed_sglang import sglang_python
+from forked import assert_same, at_point, records, run, send_signal, steps_of
 from long_lists import ALL_CASES, some
 from tiny_run import make_model, raw_config
 
 from megatron_dapo import fault_points
-from megatron_dapo.config import check_config, parse_config
 from megatron_dapo.engines.embedded.engine import EmbeddedEngine
-from megatron_dapo.processes.fork_ranks import run_ranks
-from megatron_dapo.trainer.loop import train
 from megatron_dapo.trainer.signals import REQUEUE
 
 STEPS = 6
@@ -31,10 +28,6 @@ def ahead(folder, run_dir, staleness, **changes):
 
 
 BETWEEN_BATCHES = {"rollout__weights": {"in_flight": False}}
-
-
-def steps(run_dir):
-    return [metrics for _, kind, metrics in records(run_dir) if kind == "step"]
 
 
 def assert_ledger(found, staleness):
@@ -59,7 +52,7 @@ def straight(request, folder, tmp_path_factory):
 
 def test_batch_n_is_generated_by_version_n_minus_k(straight):
     staleness, run_dir = straight
-    found = steps(run_dir)
+    found = steps_of(run_dir)
     assert [m["rollout/staleness_max"] for m in found] == [min(step, staleness) for step in range(STEPS)]
     assert [m["rollout/staleness_tokens"] for m in found] == [min(step, staleness) for step in range(STEPS)]
     assert_ledger(found, staleness)
@@ -74,7 +67,7 @@ KILLS = {
 }
 
 
-@pytest.mark.parametrize("moment", some(KILLS, "sampling", "sending weights"))
+@pytest.mark.parametrize("moment", some(KILLS, "sending weights"))
 def test_killed_and_resumed_is_the_same_run(moment, straight, folder, tmp_path):
     staleness, run_dir = straight
     raw = ahead(folder, tmp_path, staleness, **BETWEEN_BATCHES)
@@ -93,7 +86,7 @@ def slow_engine():
     EmbeddedEngine._step = lambda self: (time.sleep(0.01), step(self))[1]
 
 
-LONG = {"rollout__max_response_tokens": 32, "rollout__max_prompt_tokens": 16}
+LONG = {"rollout__max_response_tokens": 20, "rollout__max_prompt_tokens": 16}
 
 
 @pytest.mark.parametrize("pause_mode", some(("abort", "retract", "in_place"), "retract"))
@@ -101,7 +94,7 @@ def test_weights_change_while_requests_run(pause_mode, folder, tmp_path):
     """Tokens of one batch come from several versions: the batch was neither ended nor held by an update."""
     raw = ahead(folder, tmp_path, 2, rollout__weights={"pause_mode": pause_mode}, **LONG)
     assert run(raw, slow_engine) == 0
-    found = steps(tmp_path)
+    found = steps_of(tmp_path)
     assert_ledger(found, 2)
     # A batch whose tokens are not all of one age, although no group was carried over.
     mixed = [m for m in found if m["rollout/staleness_max"] != m["rollout/staleness_tokens"]]
@@ -125,7 +118,7 @@ def test_generation_goes_on_while_the_trainer_trains(folder, tmp_path):
         slow_engine()
 
     assert run(ahead(folder, tmp_path, 3, **LONG), plant) == 0
-    assert_ledger(steps(tmp_path), 3)
+    assert_ledger(steps_of(tmp_path), 3)
 
 
 def interrupted(point, count, number):
@@ -144,7 +137,7 @@ def test_killed_in_flight_loses_nothing(point, folder, tmp_path):
     raw = ahead(folder, tmp_path, 2, **LONG)
     assert run(raw, interrupted(point, 5 if point != "rollouts/sampling" else 50, signal.SIGKILL)) == -signal.SIGKILL
     assert run(raw) == 0
-    assert_ledger(steps(tmp_path), 2)
+    assert_ledger(steps_of(tmp_path), 2)
 
 
 def test_stopped_in_flight_saves_what_is_complete_and_what_is_not(folder, tmp_path, capfd):
@@ -153,62 +146,7 @@ def test_stopped_in_flight_saves_what_is_complete_and_what_is_not(folder, tmp_pa
     assert run(raw, interrupted("loop/before_update", 5, signal.SIGTERM)) == REQUEUE
     assert "step_2+1; start the same command again" in capfd.readouterr().err
     assert run(raw) == 0
-    assert_ledger(steps(tmp_path), 2)
+    assert_ledger(steps_of(tmp_path), 2)
     assert [step for step, kind, _ in records(tmp_path) if kind == "eval"] == [0, 2, 4, 6]
     served = re.findall(r"weights: .*", (tmp_path / "logs" / "trainer.log").read_text())
     assert len(served) == STEPS  # each version once; weights between two versions are never served
-
-
-# ---- two ranks and a real server ----
-
-
-def train_and_note(rendezvous, raw, notes):
-    """A rank of a run; rank 0 writes down when it arrives where. Two updates wait for a sample of a later batch."""
-    if rendezvous.rank == 0:
-        finished = threading.Event()
-
-        def note(name):
-            with notes.open("a") as file:
-                file.write(f"{time.monotonic()} {name}\n")
-            if name == "rollouts/sampling":
-                finished.set()
-
-        def hold():
-            note("training")
-            finished.clear()
-            assert finished.wait(120), "no sample was finished during an update"
-            note("trained")
-
-        for name in ("rollouts/sampling", "loop/before_sync", "sync/before_serve"):
-            for count in range(1, 1000):
-                fault_points.on(name, lambda name=name: note(name), count=count)
-        for update in (3, 5):
-            fault_points.on("loop/before_update", hold, count=update)
-    parsed = parse_config(raw)
-    return train(parsed, check_config(parsed, rendezvous.world_size), rendezvous)
-
-
-@pytest.mark.parametrize(("version", "pause_mode"), [("0.5.23", "retract")])  # abort: tests/engines/test_conformance.py
-def test_two_ranks_and_a_real_server_overlap(version, pause_mode, folder, tmp_path):
-    python = sglang_python(version)
-    if not python.exists():
-        pytest.skip(f"SGLang {version} is not installed: make sglang-cpu")
-    # Few at a time: with many, on a busy machine, the server has generated all that it may before the trainer is done.
-    servers = {"device": "cpu", "python": str(python), "dtype": "float32", "start_timeout": 600, "max_running": 4}
-    weights = {"pause_mode": pause_mode, "directory": str(tmp_path)}
-    raw = ahead(
-        folder, tmp_path / "run", 2, rollout__engine="sglang", rollout__servers=servers, rollout__weights=weights,
-        **LONG,
-    )  # fmt: skip
-    notes = tmp_path / "notes"
-    assert run_ranks(2, train_and_note, raw, notes, timeout=600) == [0, 0]
-    found = steps(tmp_path / "run")
-    assert_ledger(found, 2)
-    order = [line.split()[1] for line in notes.read_text().splitlines()]
-    trained = [i for i, name in enumerate(order) if name == "trained"]
-    for end in trained:  # samples of later batches between the beginning and the end of an update
-        begin = max(i for i in range(end) if order[i] == "training")
-        assert "rollouts/sampling" in order[begin:end]
-    assert len(trained) == 2
-    mixed = [m for m in found if m["rollout/staleness_max"] != m["rollout/staleness_tokens"]]
-    assert mixed and not any(m["rollout/samples_carried_in"] for m in found)

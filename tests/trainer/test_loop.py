@@ -3,24 +3,21 @@
 import json
 import re
 import signal
-import subprocess
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
-from forked import at_point, fail_with, records, run, send_signal
+from forked import at_point, fail_with, run, send_signal, start_command, steps_of
 from long_lists import some
-from tiny_run import HERE, command, environment, make_model, raw_config, write_config
+from tiny_run import HERE, make_model, raw_config, write_config
 
 from megatron_dapo import cli, fault_points
-from megatron_dapo.config import check_config, parse_config
+from megatron_dapo.config import parse_config
 from megatron_dapo.errors import GateError
 from megatron_dapo.policy.batch import TrainBatch
 from megatron_dapo.policy.step import NonFiniteError
-from megatron_dapo.processes.fork_ranks import run_ranks
 from megatron_dapo.trainer.advantages import mini_batches, shape_batch
-from megatron_dapo.trainer.loop import train
 from megatron_dapo.trainer.signals import REQUEUE
 from megatron_dapo.trainer.train_step import check_gate
 from megatron_dapo.types import FinishReason, Grade, Group, Prompt, Sample, StepBatch, as_logprobs, as_tokens
@@ -31,37 +28,25 @@ def folder(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("model"))
 
 
-def steps(run_dir):
-    return [metrics for _, kind, metrics in records(run_dir) if kind == "step"]
-
-
 # ---- the same run in other layouts ----
 
 
-def rank(rendezvous, raw):
-    parsed = parse_config(raw)
-    return train(parsed, check_config(parsed, rendezvous.world_size), rendezvous)
-
-
-def test_tp1_tp2_and_dp2_give_the_same_curve(folder, tmp_path, monkeypatch):
-    """Same samples, same rewards; losses agree to rounding. One of the runs starts its ranks from the command."""
-    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
-    assert run(raw_config(folder, tmp_path / "one", trainer__steps=3)) == 0
-    assert run_ranks(2, rank, raw_config(folder, tmp_path / "dp2", trainer__steps=3)) == [0, 0]
+def test_tp1_and_tp2_give_the_same_curve(folder, tmp_path):
+    """Same samples, same rewards; losses agree to rounding. The second run starts its ranks from the command. Data
+    parallelism: test_batch_sharing.py."""
+    assert run(raw_config(folder, tmp_path / "one", trainer__steps=2)) == 0
     tp2 = raw_config(
-        folder, tmp_path / "tp2", trainer__steps=3, trainer__ranks=2, policy__tensor_parallel=2, observe__report=True
+        folder, tmp_path / "tp2", trainer__steps=2, trainer__ranks=2, policy__tensor_parallel=2, observe__report=True
     )
-    done = subprocess.run(
-        command(write_config(tp2, tmp_path / "tp2.yaml")), env=environment(), capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    command = start_command(write_config(tp2, tmp_path / "tp2.yaml"))
+    command.join(200)
+    assert command.exitcode == 0
     assert "</html>" in (tmp_path / "tp2" / "report.html").read_text()
-    for name in ("tp2", "dp2"):
-        for ours, theirs in zip(steps(tmp_path / name), steps(tmp_path / "one"), strict=True):
-            assert ours["reward/mean"] == theirs["reward/mean"]
-            assert ours["rollout/length_mean"] == theirs["rollout/length_mean"]
-            for metric in ("train/loss", "train/grad_norm", "train/entropy", "train/mismatch_mean"):
-                assert ours[metric] == pytest.approx(theirs[metric], rel=1e-4, abs=1e-6), (name, metric)
+    for ours, theirs in zip(steps_of(tmp_path / "tp2"), steps_of(tmp_path / "one"), strict=True):
+        assert ours["reward/mean"] == theirs["reward/mean"]
+        assert ours["rollout/length_mean"] == theirs["rollout/length_mean"]
+        for metric in ("train/loss", "train/grad_norm", "train/entropy", "train/mismatch_mean"):
+            assert ours[metric] == pytest.approx(theirs[metric], rel=1e-4, abs=1e-6), metric
 
 
 # ---- every option ----
@@ -77,7 +62,6 @@ OPTIONS = {
     "gspo": {"algorithm__objective": "gspo", "algorithm__aggregation": "seq-mean-token-mean"},
     "importance sampling": {"algorithm__off_policy": {"importance_weight": "token"}},
     "one update a step": {"trainer__mini_batch_prompts": 4},
-    "generated ahead": {"rollout__max_staleness": 1, "rollout__weights": {"in_flight": False}},
     "partial rollouts": {"rollout__sampler": {"oversampling": 2.0, "unfinished": "continue", "order": "completion"}},
 }  # fmt: skip
 
@@ -89,7 +73,7 @@ OPTIONS = {
 def test_every_option_trains(option, folder, tmp_path):
     raw = raw_config(folder, tmp_path, trainer__steps=3, **OPTIONS[option])
     assert run(raw) == 0
-    found = steps(tmp_path)
+    found = steps_of(tmp_path)
     assert len(found) == 3
     trained = [m for m in found if m["train/tokens"]]  # a step without an active token has no loss
     assert trained and all(np.isfinite(m["train/loss"]) for m in trained)
@@ -101,18 +85,6 @@ def test_every_option_trains(option, folder, tmp_path):
         assert min(m["reward/penalty"] for m in found) < 0
     if option == "overlong filtering":
         assert any(m["rollout/masked_share"] > 0 for m in found)
-    if option == "generated ahead":
-        assert found[0]["rollout/staleness"] == 0
-        assert records(tmp_path)[-1][2]["train/mismatch_mean"] > found[0]["train/mismatch_mean"]
-
-
-def test_killed_run_that_generates_ahead_resumes_exactly(folder, tmp_path):
-    options = {"trainer__steps": 4, "rollout__max_staleness": 1, "rollout__weights": {"in_flight": False}}
-    assert run(raw_config(folder, tmp_path / "a", **options)) == 0
-    other = raw_config(folder, tmp_path / "b", **options)
-    assert run(other, at_point("loop/before_update", 4)) == -9
-    assert run(other) == 0
-    assert records(tmp_path / "a") == records(tmp_path / "b")
 
 
 def stop_while_waiting_for_the_batch_ahead():
@@ -121,7 +93,7 @@ def stop_while_waiting_for_the_batch_ahead():
 
     def hold():
         waiting.wait(60)
-        send_signal(signal.SIGTERM, linger=2)()
+        send_signal(signal.SIGTERM, hold=True)()
 
     fault_points.on("rollouts/before_collect", hold, count=2)
     fault_points.on("loop/before_await_ahead", waiting.set)
@@ -144,7 +116,7 @@ def test_run_that_generates_ahead_can_be_stopped(moment, folder, tmp_path, capfd
     assert "ahead" in said or moment == "training"
     assert f"{saved}; start the same command again" in said
     assert run(raw) == 0
-    found = steps(tmp_path)
+    found = steps_of(tmp_path)
     assert len(found) == 3 and all(m["rollout/samples_trained"] == 16 for m in found)
     served = re.findall(r"weights: .*", (tmp_path / "logs" / "trainer.log").read_text())
     assert len(served) == 3  # versions 1, 2 and 3 once each; weights between two versions are never served
@@ -255,7 +227,7 @@ def test_wrong_rope_base_stops_the_run_before_the_first_update(folder, tmp_path,
     said = capfd.readouterr().err
     assert "trainer and engine disagree about the engine's own samples" in said
     assert "Not saved: no update was made. There is no checkpoint." in said
-    assert not steps(tmp_path)
+    assert not steps_of(tmp_path)
 
 
 def test_the_gap_is_recorded_with_the_first_step_and_printed_at_every_start(folder, tmp_path, capfd):
@@ -263,7 +235,7 @@ def test_the_gap_is_recorded_with_the_first_step_and_printed_at_every_start(fold
         raw = raw_config(folder, tmp_path, trainer__steps=total, observe__console="plain")
         assert run(raw) == 0
         assert capfd.readouterr().out.count("] trainer and engine agree: mean |gap| ") == 1
-    first, second = steps(tmp_path)
+    first, second = steps_of(tmp_path)
     assert 0 < first["gate/mean_gap"] < first["gate/max_gap"] < 1e-3
     assert 0 <= first["gate/kl"] < 1e-6
     assert not [name for name in second if name.startswith("gate/")]  # a resumed run has the metrics of any other
@@ -275,7 +247,7 @@ def test_the_gap_is_recorded_with_the_first_step_and_printed_at_every_start(fold
 def test_skipped_update_is_dumped_and_the_run_continues(folder, tmp_path):
     raw = raw_config(folder, tmp_path, trainer__steps=3)
     assert run(raw, at_point("loop/before_update", 3, fail_with(NonFiniteError("planted")))) == 0
-    assert [m["train/update_skipped"] for m in steps(tmp_path)] == [0, 1, 0]
+    assert [m["train/update_skipped"] for m in steps_of(tmp_path)] == [0, 1, 0]
     dumped = json.loads((tmp_path / "dumps" / "step_1_update_0.json").read_bytes())
     assert len(dumped) == 8 and "response_tokens" in dumped[0]
     assert "skipped: planted" in (tmp_path / "logs" / "warnings.log").read_text()
@@ -295,41 +267,12 @@ def test_too_many_skipped_updates_end_the_run_without_a_save(folder, tmp_path, c
     assert f"The last checkpoint of this run is {tmp_path / 'checkpoints' / 'step_2'}" in said
 
 
-# ---- the command ----
-
-
-def dry_run(raw, tmp_path, *settings):
-    options = [option for setting in settings for option in ("--set", setting)]
-    return cli.main(["train", str(write_config(raw, tmp_path / "c.yaml")), "--dry-run", *options])
+# ---- the command; tests/test_bad_inputs.py has wrong configurations ----
 
 
 def test_dry_run_checks_everything_and_trains_nothing(folder, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(HERE)
-    assert dry_run(raw_config(folder, tmp_path / "run"), tmp_path, "algorithm.clip_high=0.3") == 0
+    config = write_config(raw_config(folder, tmp_path / "run"), tmp_path / "c.yaml")
+    assert cli.main(["train", str(config), "--dry-run", "--set", "algorithm.clip_high=0.3"]) == 0
     assert "clip_high: 0.3" in (tmp_path / "run" / "config.yaml").read_text()
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
-@pytest.mark.parametrize(
-    ("setting", "said"),
-    [
-        (
-            "rollout.servers.urls=[http://engien.invalid:1]",
-            "rollout.servers.urls: the host name 'engien.invalid' has no",
-        ),
-        ("policy.model=nowhere", "policy.model: nowhere is not a directory"),
-        ("data.path=nowhere.jsonl", "data.path: nowhere.jsonl does not exist"),
-        ("policy.tensor_parallel=3", "choose one of 1, 2, 4"),
-        ("trainer.ranks=3", "use a multiple of 2 ranks"),
-        ("rollout.engin=embedded", "did you mean 'rollout.engine'?"),
-    ],
-)
-def test_wrong_configuration_is_one_line_and_exit_code_2(setting, said, folder, tmp_path, capsys):
-    raw = raw_config(folder, tmp_path / "run")
-    if "ranks" in setting:
-        raw["policy"]["pipeline_parallel"] = 2
-    if "tensor" in setting:
-        raw["policy"]["micro_batch_tokens"] = 258
-    assert dry_run(raw, tmp_path, setting) == 2
-    found = capsys.readouterr().err
-    assert said in found and "Traceback" not in found and len(found.splitlines()) == 1

@@ -1,7 +1,7 @@
 """The mismatch of engine and trainer where the engine's log-probs are the old ones: the first update measures it."""
 
 import pytest
-from forked import records, run, run_straight
+from forked import records, run, run_straight, steps_of
 from tiny_run import make_model, raw_config
 
 from megatron_dapo.engines.embedded.engine import EmbeddedEngine
@@ -21,7 +21,7 @@ def mismatch(tmp_path_factory):
             rollout__dynamic_sampling=False, trainer__gate={"enabled": False},
         )  # fmt: skip
         assert run(raw) == 0
-        found = [metrics for _, kind, metrics in records(run_dir) if kind == "step"]
+        found = steps_of(run_dir)
         return [{n: v for n, v in metrics.items() if "/mismatch" in n} for metrics in found]
 
     return of

@@ -1,15 +1,13 @@
 """`train` twice in one run directory: the second one is refused, and a run that has lost its lock saves nothing."""
 
 import json
-import multiprocessing
 import os
 import shutil
-import sys
-import time
 
 import pytest
-from forked import at_point, run
+from forked import at_point, run, start_command
 from tiny_run import environment, make_model, raw_config, write_config
+from waiting import wait_for
 
 from megatron_dapo import cli
 
@@ -19,27 +17,15 @@ def folder(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("model"))
 
 
-def wait_for(condition, seconds=120):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.1)
-
-
-def train_command(path):
-    os.environ.update(environment())
-    sys.exit(cli.main(["train", str(path)]))
-
-
 def test_second_command_is_refused_until_the_first_is_killed(folder, tmp_path, capsys, monkeypatch):
     """Two ranks on this machine: their launcher holds the lock."""
     monkeypatch.syspath_prepend(environment()["PYTHONPATH"].split(os.pathsep)[0])
     raw = raw_config(folder, tmp_path / "run", trainer__steps=1000, trainer__ranks=2)
     path = write_config(raw, tmp_path / "config.yaml")
-    first = multiprocessing.get_context("fork").Process(target=train_command, args=(path,))
-    first.start()
+    first = start_command(path)
     try:
-        wait_for(lambda: (tmp_path / "run/metrics.jsonl").exists() and (tmp_path / "run/metrics.jsonl").stat().st_size)
+        metrics = tmp_path / "run/metrics.jsonl"
+        wait_for(lambda: metrics.exists() and metrics.stat().st_size, 120, "the first step")
         assert cli.main(["train", str(path)]) == 2
         said = capsys.readouterr().err.splitlines()[-1]
         assert f"is in use by another run (pid {first.pid} on " in said and "set another trainer.run_dir" in said

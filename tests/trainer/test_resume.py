@@ -51,11 +51,9 @@ MOMENTS = {
     "saving: not published": ("checkpoint/before_publish", 3),
     "saving: not pruned": ("checkpoint/before_prune", 3),
 }
-# The other moments of a save: tests/checkpoints, without a whole run. The second update is as the first.
-MOMENTS = some(
-    MOMENTS, "sampling", "first update of a step", "sending weights", "evaluation after the save",
-    "saving: some files are written",
-)  # fmt: skip
+# The other moments of a save: tests/checkpoints, without a whole run. While sampling, and before an update: the run
+# that is killed twice. While weights are sent: test_generating_ahead.py.
+MOMENTS = some(MOMENTS, "evaluation after the save", "saving: some files are written")
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -70,23 +68,22 @@ def test_killed_and_resumed_is_the_same_run(moment, straight, tmp_path):
 
 def test_killed_twice_with_rare_checkpoints(straight, tmp_path):
     """Steps since the last checkpoint are done again, not counted twice."""
-    folder, straight_dir = straight
-    raw = config(folder, tmp_path, trainer__checkpoint={"every": 2})
+    raw = config(straight[0], tmp_path, trainer__checkpoint={"every": 2})
     assert run(raw, at_point("loop/before_update", 6)) == -signal.SIGKILL
     assert run(raw, at_point("rollouts/sampling", 10)) == -signal.SIGKILL
     assert run(raw) == 0
-    assert records(tmp_path) == records(straight_dir)
+    assert_same(tmp_path, straight, STEPS)
 
 
 TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
-STOPS = {  # where, when, which signal, how long the rollout thread is held until the loop has noticed it, what is saved
-    "training": ("loop/before_update", 5, TERM, 0, r"step_2\+1"),
-    "training, its terminal closed": ("loop/before_update", 5, HUP, 0, r"step_2\+1"),
-    "the last update of a step": ("loop/before_update", 6, TERM, 0, "step_3"),
-    "sampling": ("rollouts/sampling", 40, TERM, 2, r"step_\d\+0"),
-    "sampling, by Ctrl-C": ("rollouts/sampling", 40, INT, 2, r"step_\d\+0"),
-    "having sampled the whole batch": ("rollouts/after_collect", 3, TERM, 2, r"step_2\+0"),
-    "evaluating": ("rollouts/evaluating", 18, TERM, 2, "step_2"),
+STOPS = {  # where, when, which signal, whether the rollout thread is held until the loop notices it, what is saved
+    "training": ("loop/before_update", 5, TERM, False, r"step_2\+1"),
+    "training, its terminal closed": ("loop/before_update", 5, HUP, False, r"step_2\+1"),
+    "the last update of a step": ("loop/before_update", 6, TERM, False, "step_3"),
+    "sampling": ("rollouts/sampling", 40, TERM, True, r"step_\d\+0"),
+    "sampling, by Ctrl-C": ("rollouts/sampling", 40, INT, True, r"step_\d\+0"),
+    "having sampled the whole batch": ("rollouts/after_collect", 3, TERM, True, r"step_2\+0"),
+    "evaluating": ("rollouts/evaluating", 18, TERM, True, "step_2"),
 }
 
 
@@ -96,10 +93,10 @@ STOPS = {  # where, when, which signal, how long the rollout thread is held unti
     some(STOPS, "training, its terminal closed", "the last update of a step", "sampling, by Ctrl-C", "evaluating"),
 )
 def test_stopped_run_saves_first_and_resumes_exactly(moment, straight, tmp_path, capfd):
-    point, count, number, linger, name = STOPS[moment]
+    point, count, number, hold, name = STOPS[moment]
     folder, _ = straight
     raw = config(folder, tmp_path)
-    code = run(raw, at_point(point, count, send_signal(number, linger)))
+    code = run(raw, at_point(point, count, send_signal(number, hold)))
     assert code == (INTERRUPTED if number == INT else REQUEUE)
     saved = sorted((tmp_path / "checkpoints").glob("step_*"), key=lambda path: path.stat().st_mtime)[-1]
     assert re.fullmatch(name, saved.name)
@@ -110,28 +107,7 @@ def test_stopped_run_saves_first_and_resumes_exactly(moment, straight, tmp_path,
     assert_same(tmp_path, straight, STEPS)
 
 
-def test_damaged_checkpoint_costs_its_steps_only(straight, tmp_path):
-    folder, _ = straight
-    raw = config(folder, tmp_path)
-    assert run(raw, at_point("loop/before_update", 7)) == -signal.SIGKILL
-    newest = max((tmp_path / "checkpoints").glob("step_*"), key=lambda p: int(p.name.removeprefix("step_")))
-    content = bytearray((newest / "policy" / "__0_0.distcp").read_bytes())
-    content[len(content) // 3] ^= 1
-    (newest / "policy" / "__0_0.distcp").write_bytes(content)
-    assert run(raw) == 0
-    assert f"{newest} is damaged" in (tmp_path / "logs" / "warnings.log").read_text()
-    assert newest.with_name(f"{newest.name}.damaged").is_dir()
-    assert_same(tmp_path, straight, STEPS)
-
-
 DISK_FULL = fail_with(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
-
-
-def test_full_disk_costs_a_checkpoint_and_not_the_run(straight, tmp_path):
-    folder, _ = straight
-    assert run(config(folder, tmp_path), at_point("checkpoint/before_write", 2, DISK_FULL)) == 0
-    assert "step_2 was not saved: " in (tmp_path / "logs" / "warnings.log").read_text()
-    assert_same(tmp_path, straight, STEPS)
 
 
 def put_file_in_the_way(run_dir):
@@ -151,7 +127,8 @@ def flip_a_bit(run_dir):
     path.write_bytes(content)
 
 
-LAST = {  # faults of the last checkpoint; the exit code; what is said
+LAST = {  # faults of the last checkpoint, and one of another; the exit code; what is said
+    "the disk was full before": (lambda d: at_point("checkpoint/before_write", 2, DISK_FULL), 0, "step_2 was not"),
     "the disk is full once": (lambda d: at_point("checkpoint/before_write", STEPS, DISK_FULL), 0, "was not saved"),
     "the disk stays full": (lambda d: from_point("checkpoint/before_write", STEPS, DISK_FULL), 1, "No space left"),
     "a file is in the way": (lambda d: at_point("loop/before_update", 2 * STEPS, put_file_in_the_way(d)), 1,

@@ -6,7 +6,7 @@ import signal
 from functools import partial
 
 import pytest
-from forked import assert_same, at_point, records, run, run_straight, send_signal
+from forked import assert_same, at_point, records, run, run_straight, send_signal, steps_of
 from tiny_run import evaluated_config
 
 from megatron_dapo.trainer.signals import REQUEUE
@@ -21,10 +21,6 @@ config = partial(
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
     return run_straight(config, tmp_path_factory)
-
-
-def steps_of(run_dir):
-    return [metrics for _, kind, metrics in records(run_dir) if kind == "step"]
 
 
 def samples_of(state):
@@ -63,7 +59,8 @@ def test_stopped_in_mid_conversation_saves_it_and_resumes_exactly(function, stra
     """With resume: turn the saved turns are used; with restart they are generated again, and counted."""
     folder, _ = straight
     raw = config(folder, tmp_path, rollout__generate=f"python:tiny_rollout.{function}")
-    assert run(raw, at_point("rollouts/after_turn", AMONG_FIRST_TURNS, send_signal(signal.SIGTERM, 2))) == REQUEUE
+    stop = send_signal(signal.SIGTERM, hold=True)
+    assert run(raw, at_point("rollouts/after_turn", AMONG_FIRST_TURNS, stop)) == REQUEUE
     state = json.loads((tmp_path / "checkpoints" / "step_0+0" / "trainer.json").read_text())
     unfinished = [sample for sample in samples_of(state) if sample["grade"] is None and sample["turns"]]
     assert unfinished and not any(len(sample["turns"]) > 2 for sample in unfinished)

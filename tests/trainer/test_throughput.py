@@ -8,7 +8,7 @@ import torch
 from workplace import MODELS
 
 from megatron_dapo.config import ModelShape
-from megatron_dapo.trainer import throughput
+from megatron_dapo.trainer import throughput, watchdog
 
 SHAPE = ModelShape.from_hf(MODELS["models/Qwen2.5-1.5B"])
 
@@ -86,5 +86,5 @@ def test_the_status_of_a_gpu_comes_from_nvml(failing, expected, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1234"))
-    monkeypatch.setattr(throughput.ctypes, "CDLL", load)
-    assert throughput.gpu_status() == expected
+    monkeypatch.setattr(watchdog.ctypes, "CDLL", load)
+    assert watchdog.gpu_status() == expected

@@ -13,8 +13,8 @@ from megatron_dapo.errors import EngineError
 from megatron_dapo.policy.megatron.runtime import initialize
 from megatron_dapo.processes.fork_ranks import run_ranks
 from megatron_dapo.trainer.collectives import Collectives, DriverError
+from megatron_dapo.trainer.rollouts import WeightSync
 from megatron_dapo.trainer.signals import StopSignal
-from megatron_dapo.trainer.weight_sync import WeightSync
 
 
 class Buckets:

@@ -47,7 +47,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("dtypes", [None, {"b": Dtype("bfloat16"), "c": Dtype("float32")}])
-def test_every_byte_arrives(folder, dtypes, reverse):
+def test_every_byte_arrives(folder, dtypes, reverse, reads):
     found, not_finite = copied(folder, dtypes, reverse)
     assert not_finite == []
     for name, tensor in TENSORS.items():
@@ -55,7 +55,8 @@ def test_every_byte_arrives(folder, dtypes, reverse):
         assert torch.equal(found[name], expected.to(found[name].dtype))
 
 
-def test_a_value_that_is_not_finite_is_found_anywhere(folder):
+@pytest.mark.parametrize("reads", ["cached", "direct"], indirect=True)
+def test_a_value_that_is_not_finite_is_found_anywhere(folder, reads):
     """Also in an element that lies across two blocks."""
     for name, index in [("a", 2500), *(("b", i) for i in range(0, 45 * 33, 23)), *(("c", i) for i in range(500, 520))]:
         spoiled = {key: tensor.clone() for key, tensor in TENSORS.items()}

@@ -1,5 +1,8 @@
 """`convert verify` says same only for the same, and names what differs."""
 
+import mmap
+import os
+import random
 import sys
 
 import pytest
@@ -8,7 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_dapo.cli import main
+from megatron_dapo.files import DamagedFile, StoredTensor
 from megatron_dapo.weights.convert import hf_to_megatron
+from megatron_dapo.weights.formats.readers import ALIGN, CheckpointReader, HFReader
 from megatron_dapo.weights.verify import verify
 
 NAME = "model.layers.3.self_attn.v_proj.weight"
@@ -26,13 +31,14 @@ def flip_last_bit(tensors):
 
 
 @pytest.mark.parametrize(("kind", "size"), [("qwen2", 2**20), ("qwen2", 600), ("qwen3-moe", 2**20)])
-def test_one_flipped_bit_is_found(models, copy_of, tmp_path, capsys, monkeypatch, kind, size):
+def test_one_flipped_bit_is_found(models, copy_of, tmp_path, capsys, monkeypatch, reads, kind, size):
     """Also where a tensor is compared in blocks, and heads of q, k and v begin inside of them."""
     monkeypatch.setattr(sys.modules[verify.__module__], "BLOCK", 3 * size)
     monkeypatch.setattr(sys.modules[verify.__module__], "_CACHED", size)
     other = changed(copy_of(kind), flip_last_bit)
     hf_to_megatron(models[kind], tmp_path / "a")
     hf_to_megatron(other, tmp_path / "b")
+    reads.clear()  # the converter's
     for left, right in ((models[kind], other), (models[kind], tmp_path / "b"), (tmp_path / "a", tmp_path / "b")):
         result = verify(left, right)
         assert len(result.differences) == 1 and result.differences[0].startswith(f"{NAME}: 1 of ")
@@ -41,6 +47,44 @@ def test_one_flipped_bit_is_found(models, copy_of, tmp_path, capsys, monkeypatch
     assert main(["convert", "verify", str(models[kind]), str(tmp_path / "a")]) == 0
     assert "bitwise equal" in capsys.readouterr().out
     assert main(["convert", "verify", str(models[kind]), str(other), "--tolerance", "1e-3"]) == 0
+
+
+def test_direct_reads_at_every_alignment(tmp_path, monkeypatch):
+    content, numbers = random.Random(0).randbytes(5 * ALIGN + 77), random.Random(1)
+    view = memoryview(mmap.mmap(-1, 2**16))
+    (tmp_path / "file").write_bytes(content)
+    monkeypatch.setattr(CheckpointReader, "reads_direct", lambda self, stored: True)
+    reader = HFReader.__new__(HFReader)
+    CheckpointReader.__init__(reader, tmp_path)
+    for offset in range(ALIGN + 1):
+        size = numbers.choice([1, 8, ALIGN, ALIGN + 1, len(content) - offset, numbers.randrange(1, 3 * ALIGN)])
+        stored = StoredTensor("x", tmp_path / "file", "uint8", (size,), offset)
+        view[:] = bytes(len(view))
+        begin = reader.read_direct(stored, view, end := numbers.choice([0, 1, ALIGN]))
+        if begin is None and offset == 0:
+            pytest.skip("the file system of the temporary folder has no direct reads")
+        assert begin >= end and view[begin : begin + size] == content[offset : offset + size], offset
+    cut = StoredTensor("x", tmp_path / "file", "uint8", (len(content),), 1)
+    for end in (len(content), ALIGN):
+        os.truncate(tmp_path / "file", end)
+        with pytest.raises(DamagedFile, match="ends inside tensor x"):  # some file systems leave it to the second read
+            assert reader.read_direct(cut, view, 0) is None
+            reader.read_into(cut, 0, view[: len(content)])
+
+
+def test_only_what_is_not_cached_is_read_direct(tmp_path):
+    file = tmp_path / "model.safetensors"
+    save_file({"large": torch.zeros(2**20), "small": torch.zeros(9)}, file)
+    reader = HFReader(tmp_path)
+    assert not reader.reads_direct(reader.stored["large"])
+    with file.open("rb") as opened:
+        os.fsync(opened.fileno())
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if not reader.reads_direct(reader.stored["large"]):
+        pytest.skip("the file system of the temporary folder keeps its files in memory")
+    assert not reader.reads_direct(reader.stored["small"])
+    HFReader(tmp_path)["large"].sum()
+    assert not reader.reads_direct(reader.stored["large"])
 
 
 def test_values_in_another_dtype_are_not_called_bitwise_equal(tmp_path, capsys):

@@ -27,11 +27,11 @@ from megatron_dapo.batch_invariant import PAGE
 from megatron_dapo.config.rollout import EmbeddedConfig, PauseMode
 from megatron_dapo.engines.embedded.batch_invariant_model import (
     BatchInvariantModel,
+    PromptCache,
     WeightLoader,
     sample_tokens,
     uniform,
 )
-from megatron_dapo.engines.embedded.paged_cache import PromptCache
 from megatron_dapo.engines.protocol import Capabilities, Completion, SamplingParams, WeightReport, WeightUpdateError
 from megatron_dapo.errors import EngineError
 from megatron_dapo.sync.bucket import Bucket
@@ -81,7 +81,6 @@ class EmbeddedEngine:
         self._prompts = PromptCache(config.prompt_cache, self._model.cache)
         self._waiting: list[_Request] = []
         self._running: list[_Request] = []
-        self._paused = False
         self._closed = False
         self._pause_mode: PauseMode = pause_mode
         self._updating = False  # from the start of `load_weights` until the version is served: no forward pass
@@ -150,22 +149,12 @@ class EmbeddedEngine:
                     request.aborted = True
             self._changed.notify()
 
-    async def pause(self) -> None:
-        with self._changed:
-            self._paused = True
-        await self._abort_all()
-
     async def _abort_all(self) -> None:
         await self.abort()
         await self._until(lambda: not self._any_aborted())
 
     def _any_aborted(self) -> bool:
         return any(request.aborted for request in (*self._waiting, *self._running))
-
-    async def resume(self) -> None:
-        with self._changed:
-            self._paused = False
-            self._changed.notify()
 
     async def _until(self, stopped: Callable[[], bool]) -> None:
         deadline = time.monotonic() + STOP_TIMEOUT
@@ -227,12 +216,6 @@ class EmbeddedEngine:
     async def release_memory(self) -> None:
         """Nothing to do: all of its memory is on the host."""
 
-    async def health(self) -> None:
-        with self._changed:
-            self._refuse_when_unable()
-            if self._updating:
-                raise EngineError("embedded engine: a weight update has not ended")
-
     async def close(self) -> None:
         with self._changed:
             self._closed = True
@@ -271,7 +254,7 @@ class EmbeddedEngine:
     def _has_work(self) -> bool:
         if self._closed or self._any_aborted():
             return True
-        return not self._updating and bool(self._running or (self._waiting and not self._paused))
+        return not self._updating and bool(self._running or self._waiting)
 
     def _fail_all(self, error: EngineError) -> None:
         for request in (*self._running, *self._waiting):
@@ -288,7 +271,7 @@ class EmbeddedEngine:
 
     def _admit(self) -> None:
         """Starts waiting requests. Samples of one prompt wait until the first of them has computed it."""
-        if self._paused or self._updating or not self._waiting:
+        if self._updating or not self._waiting:
             return
         computing = {r.prompt_key for r in self._running if not r.generated} if self._prompts.size else set()
         kept: list[_Request] = []

@@ -14,8 +14,10 @@ import logging
 import pickle
 import socket
 import time
+import zlib
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -49,6 +51,8 @@ MEMORY_TAGS = ("kv_cache", "weights")  # SGLang's names for the GPU memory that 
 # In in_server/. The second of the checksums forgets where tensors were put.
 EXPERT_LOADER = "megatron_dapo_experts.install"
 CHECKSUM_LOADERS = ("megatron_dapo_checksums.install", "megatron_dapo_checksums.record_again")
+EXACT_ARGUMENTS = ("--enable-deterministic-inference", "--attention-backend", "triton", "--disable-prefill-cuda-graph")
+IN_SERVER = Path(__file__).parent / "in_server"
 ADAPTER_PREFIX = "megatron-dapo-"  # of the names of LoRA adapters
 SERVED_ADAPTERS = 2  # on a GPU at a time: the newest, and the one before for requests that still run
 FLATTENED = "flattened_bucket"  # SGLang's name for one block of bytes and the tensors in it
@@ -113,6 +117,8 @@ class SGLangClient:
                 f"--custom-weight-loader {EXPERT_LOADER}, with our in_server folder in its PYTHONPATH"
             )
         self._check_serves_adapters(info)
+        if self.config.exact:
+            await self._check_exact()
         self.on_this_host = await asyncio.to_thread(_is_local, self.name)
         try:
             paths = set((await self.connection.get("/openapi.json"))["paths"])
@@ -137,6 +143,22 @@ class SGLangClient:
             raise EngineError(
                 f"server {self.name} cannot serve this run's adapters (rollout.weights.transport: adapter): start it "
                 f"with {' '.join(adapter_arguments(self.config))}"
+            )
+
+    async def _check_exact(self) -> None:
+        """SGLang only logs that a plugin has failed, so the plugin itself must say that its kernels are in use."""
+        kernels = (IN_SERVER / "megatron_dapo_kernels.py").read_bytes()
+        expected = {"kernels": f"{zlib.crc32(kernels):x}", "attention": "True", "products": "True"}
+        found: Any
+        try:
+            found = await self.checksums("exact")
+        except RequestRefused as error:
+            found = error
+        if found != [expected]:
+            raise EngineError(
+                f"server {self.name} does not compute with the trainer's kernels (policy.true_on_policy; {found}): its "
+                f"log says why the plugin megatron_dapo_exact failed. Start external servers with "
+                f"{' '.join(EXACT_ARGUMENTS)} and with our folders in_server and in_server/exact_plugin in PYTHONPATH"
             )
 
     async def _has(self, path: str) -> bool:
@@ -488,7 +510,7 @@ class SGLangClient:
 def _sampling(params: SamplingParams) -> dict[str, Any]:
     found: dict[str, Any] = {
         "max_new_tokens": params.max_new_tokens, "temperature": params.temperature, "top_p": params.top_p,
-        "top_k": params.top_k, "min_p": params.min_p, "ignore_eos": params.ignore_eos,
+        "top_k": params.top_k, "ignore_eos": params.ignore_eos,
     }  # fmt: skip
     if params.stop:
         found["stop"] = list(params.stop)

@@ -449,23 +449,6 @@ class SGLangEngine:
         self._epoch += 1
         self._balancer.cancel()
 
-    async def pause(self) -> None:
-        self._balancer.open = False
-        self._abort_waiting()
-        await self._tell_serving(SGLangClient.pause)
-
-    async def resume(self) -> None:
-        await self._tell_serving(SGLangClient.resume)
-        self._balancer.open = True
-
-    async def _tell_serving(self, call: Callable[[SGLangClient], Awaitable[None]]) -> None:
-        serving = [server for server in self.servers if server.state.version is not None]
-        failed = failures(await self._all_living(serving, call))
-        self._fail_silent(failed)
-        for server in serving:
-            if server.name in failed:
-                self._fail(server, failed[server.name])
-
     async def _all_living(
         self, servers: Sequence[SGLangClient], call: Callable[[SGLangClient], Awaitable[None]]
     ) -> dict[str, Any]:
@@ -552,12 +535,11 @@ class SGLangEngine:
 
     @contextlib.contextmanager
     def _closed_for_requests(self) -> Iterator[None]:
-        was_open, self._balancer.open = self._balancer.open, False
+        self._balancer.open = False
         try:
             yield
         finally:
-            if was_open:
-                self._balancer.open = True
+            self._balancer.open = True
 
     async def release_memory(self) -> None:
         self._balancer.memory_released = True  # from now on no server is started
@@ -589,13 +571,6 @@ class SGLangEngine:
         """The log-probs of a text on each serving server, for a trainer to compare with its own."""
         serving = [server for server in self.servers if server.state.serves(self._version)]
         return {server.name: await server.logprobs_of(tokens) for server in serving}
-
-    async def health(self) -> None:
-        results = await wait_all({server.name: server.answers() for server in self.servers})
-        failed = failures(results)
-        if not any(s.state.serves(self._version) and s.name not in failed for s in self.servers):
-            causes = "; ".join(f"{s.name}: {s.state.why or results[s.name]}" for s in self.servers)
-            raise EngineError(f"no server serves weight version {self._version}: {causes}")
 
     async def close(self) -> None:
         await self.supervision.stop()

@@ -62,8 +62,8 @@ class Fleet(Supervision):
                 for index in range(servers.count)
             ]
         self.client_processes: list[ClientProcess] = []
-        self.supervisors: dict[str, Supervisor] = {}  # by the server's name
-        self._servers: dict[str, SGLangClient] = {}  # likewise
+        self.supervisors: dict[str, Supervisor] = {}  # by name
+        self._servers: dict[str, SGLangClient] = {}  # by name
         self._engine: SGLangEngine | None = None
         self._watching: asyncio.Task[None] | None = None
         self._slow: set[str] = set()

@@ -25,7 +25,7 @@ from megatron_dapo.engines.sglang.server_state import Phase
 from megatron_dapo.errors import EngineError
 
 AFFINITY_SLACK = 8  # requests by which a prompt's own server may be busier than the least busy one
-REFILL_SHARE = 8  # a full server gets requests again when one in so many of its own has ended
+REFILL_SHARE = 8  # a full server gets requests again after 1 in REFILL_SHARE of its own has ended
 TICK = 0.25  # seconds after which waiting requests are looked at again without any event
 MEMORY = 64  # requests after which a measurement of a server's speed counts 1/e
 LEAST_MEASURED = 8  # requests before a speed is believed
@@ -209,7 +209,7 @@ class LoadBalancer:
         return (worst.server, count) if count else None
 
     def _pace(self, place: _Place, more: int = 1) -> float:
-        """Seconds per token, up to a factor, with so many requests more."""
+        """Seconds per token, up to a factor, with `more` further requests."""
         typical = self._typical or 1.0
         speed = place.speed or typical
         if EQUAL[0] < speed / typical < EQUAL[1]:

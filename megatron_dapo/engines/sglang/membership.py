@@ -2,10 +2,13 @@
 may change during the run:
 
 - `http://host:port`     one server
-- `file:///path`         a file with one address per line, read again every second; it may not exist yet
+- `file:///path`         a file with one address per line, read every second; it may not exist yet
 - `dns://name:port`      every address that the name has, such as a headless service of Kubernetes
 - `listen://host:port`   this process listens there: POST /servers {"url": …} adds a server, DELETE /servers removes it,
                          GET /servers lists all of them. Each needs the servers' key as bearer token.
+
+A file that is being written may be empty or end in the middle of an address, and a name may resolve to a part of its
+addresses. So an address joins or leaves only when two readings in a row agree.
 """
 
 from __future__ import annotations
@@ -35,7 +38,8 @@ class Membership:
         self._key = key
         self._status = status
         self._posted: dict[str, None] = {}
-        self._last: dict[str, list[str]] = {}  # by source: what it said when it could be read
+        self._named: dict[str, list[str]] = {}  # by source: its servers
+        self._last: dict[str, list[str]] = {}  # likewise: the last reading
         self._runner: web.AppRunner | None = None
         self.address = ""  # where it listens
 
@@ -68,13 +72,20 @@ class Membership:
             name = source.geturl()
             try:
                 if source.scheme == "file":
-                    self._last[name] = await asyncio.to_thread(_lines, Path(unquote(source.path)))
+                    self._read(name, await asyncio.to_thread(_lines, Path(unquote(source.path))))
                 elif source.scheme == "dns":
-                    self._last[name] = await _resolve(source.hostname or "", source.port or 30000)
+                    self._read(name, await _resolve(source.hostname or "", source.port or 30000))
             except OSError as error:
                 log.debug("%s: %s", name, error)
-            found |= dict.fromkeys(self._last.get(name, ()))
+            found |= dict.fromkeys(self._named.get(name, ()))
         return list(found)
+
+    def _read(self, name: str, found: list[str]) -> None:
+        named, last = self._named.get(name, []), self._last.get(name, [])
+        self._named[name] = [
+            url for url in dict.fromkeys([*named, *found]) if (url in named) + (url in last) + (url in found) >= 2
+        ]
+        self._last[name] = found
 
     async def _handle(self, request: web.Request) -> web.Response:
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")

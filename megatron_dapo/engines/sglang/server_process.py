@@ -17,7 +17,14 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from megatron_dapo.config.rollout import ServerConfig
-from megatron_dapo.engines.sglang.client import CHECKSUM_LOADERS, EXPERT_LOADER, SGLangClient, adapter_arguments
+from megatron_dapo.engines.sglang.client import (
+    CHECKSUM_LOADERS,
+    EXACT_ARGUMENTS,
+    EXPERT_LOADER,
+    IN_SERVER,
+    SGLangClient,
+    adapter_arguments,
+)
 from megatron_dapo.engines.sglang.keys import Keys, command_with_keys, key_variables
 from megatron_dapo.errors import EngineError
 from megatron_dapo.processes.supervised import SupervisedProcess
@@ -25,7 +32,6 @@ from megatron_dapo.processes.supervised import SupervisedProcess
 LOG_TAIL, LINE_LENGTH = 25, 300  # lines of a server's log that an error quotes, and the characters of each
 CPU_STUBS = Path(__file__).parent / "cpu_stubs"
 CPU_LAUNCHER = "cpu_launch_server"  # a module in that folder
-IN_SERVER = Path(__file__).parent / "in_server"
 # Seconds that a server keeps an idle connection, instead of SGLang's 5: longer than any client of ours.
 SERVER_KEEP_ALIVE = 60
 
@@ -42,15 +48,19 @@ def sglang_command(
     command = [
         *command_with_keys(python, launcher, key_variables(config), has_package=has_package),
         "--model-path", model, "--host", config.host, "--port", str(port), "--tp-size", str(config.tensor_parallel),
-        "--dtype", config.dtype, *(["--enable-return-routed-experts"] if config.returns_experts else []),
-        *(adapter_arguments(config) if config.lora.rank else []),
+        "--dtype", "bfloat16" if config.exact else config.dtype,
+        *(["--enable-return-routed-experts"] if config.returns_experts else []),
+        *(adapter_arguments(config) if config.lora.rank else []), *(EXACT_ARGUMENTS if config.exact else []),
     ]  # fmt: skip
     environment = {"HF_HUB_OFFLINE": "1", "SGLANG_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEP_ALIVE)}
     paths = [str(CPU_STUBS)] if config.device == "cpu" else []
     loaders = [*(CHECKSUM_LOADERS if config.computes_checksums else ())]
     loaders += [EXPERT_LOADER] if config.loads_packed_experts else []
-    if loaders:
-        command += ["--custom-weight-loader", *loaders]
+    command += ["--custom-weight-loader", *loaders] if loaders else []
+    if config.exact:
+        paths.append(str(IN_SERVER / "exact_plugin"))
+        environment["SGLANG_PLUGINS"] = "megatron_dapo_exact"
+    if loaders or config.exact:
         paths.append(str(IN_SERVER))
         if config.device != "cpu" and os.environ.get("PYTHONPATH"):
             paths.append(os.environ["PYTHONPATH"])

@@ -23,7 +23,7 @@ from megatron_dapo.weights.tensor_spec import TensorSpec, flat_starts
 
 # Any tokens will do, since all servers get the same and every vocabulary has them.
 PROBE = (11, 7, 3, 19, 2, 5, 23, 17)
-# Log-probs vary with the batch (the rounding of bf16 kernels). What two servers may differ by: this many times the
+# Log-probs vary with the batch (the rounding of bf16 kernels). Two servers may differ by NOISE_FACTOR times the
 # largest variation measured, within these limits.
 NOISE_FACTOR = 4.0
 SMALLEST_TOLERANCE, LARGEST_TOLERANCE = 0.02, 0.5

@@ -152,7 +152,7 @@ class SimulatedEngine:
         return len(self.model.alive) * self.fleet.max_running
 
     def change_servers(self, count: int) -> None:
-        """So many join; a negative number of them die, the first ones. One always remains."""
+        """`count` servers join; if it is negative, the first ones die. One always remains."""
         self._advance()
         for index in self.model.alive[: min(-count, len(self.model.alive) - 1)] if count < 0 else ():
             self.model.fail(index)

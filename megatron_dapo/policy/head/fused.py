@@ -47,6 +47,7 @@ class HeadRequest:
     # One pass: where the weight's gradient goes. "returned": to autograd. "added": into the weight's fp32 main_grad.
     # "added-shared": the same, for a weight that the embedding of this stage shares. "none": the weight is frozen.
     weight_gradient: Literal["returned", "added", "added-shared", "none"] = "returned"
+    exact: bool = False  # with the kernels of SGLang's servers (model/exact): bf16 logits, divided by the temperature
 
 
 def output_processor(
@@ -97,7 +98,8 @@ class _Shard:
     columns: int
     real: int
     targets: Tensor
-    inverse_temperature: float
+    temperature: float
+    exact: bool
     chunk_tokens: int
     group: dist.ProcessGroup
 
@@ -106,7 +108,12 @@ class _Shard:
         columns = weight.shape[0]
         start = group.rank() * columns
         real = min(max(request.vocab - start, 0), columns)
-        return cls(start, columns, real, request.targets, 1 / request.temperature, request.chunk_tokens, group)
+        rows = (request.targets, request.temperature, request.exact, request.chunk_tokens)
+        return cls(start, columns, real, *rows, group)
+
+    @property
+    def inverse_temperature(self) -> float:
+        return 1 / self.temperature
 
     def chunks(self, tokens: int) -> Iterator[slice]:
         """Chunks of about equal size: a short last chunk would waste a whole matrix product."""
@@ -121,11 +128,29 @@ class _Shard:
         longest = max((c.stop - c.start for c in self.chunks(hidden.shape[0])), default=0)
         return torch.empty(longest, self.columns, dtype=hidden.dtype, device=hidden.device)
 
+    def logits(self, hidden: Tensor, weight: Tensor, buffer: Tensor, chunk: slice) -> Tensor:
+        out = buffer[: chunk.stop - chunk.start]
+        if self.exact:
+            from megatron_dapo.engines.sglang.in_server import megatron_dapo_kernels as kernels
+
+            return kernels.mm(hidden[chunk], weight.t(), out=out)
+        return torch.mm(hidden[chunk], weight.t(), out=out)
+
+    def _stats(self, logits: Tensor, target: Tensor) -> tuple[RowStats, Tensor]:
+        """Statistics of the rows, and the targets' logits, both at temperature."""
+        picked = logits.gather(1, target.clamp_min(0)[:, None]).squeeze(1).float()
+        if self.exact:
+            from megatron_dapo.engines.sglang.in_server import megatron_dapo_kernels as kernels
+
+            # By a tensor: torch multiplies by the inverse of a number.
+            picked = picked / torch.full_like(picked, self.temperature)
+            return RowStats(*kernels.row_stats(logits, self.real, self.temperature)), picked
+        return row_stats(logits, self.real, self.inverse_temperature), picked * self.inverse_temperature
+
     def score(self, logits: Tensor, chunk: slice) -> tuple[Tensor, Tensor, Tensor]:
         """log-prob of the target, entropy, and log Σ exp, over all ranks' columns. Two all-reduces: max, then sums."""
-        stats = row_stats(logits, self.real, self.inverse_temperature)
         column, here = self.local_target(chunk)
-        picked = logits.gather(1, column.clamp_min(0)[:, None]).squeeze(1).float() * self.inverse_temperature
+        stats, picked = self._stats(logits, column)
         peak = stats.peak
         sums = torch.stack([stats.total, stats.weighted, torch.where(here, picked, 0.0)])
         if self.group.size() > 1:
@@ -165,7 +190,7 @@ class _TwoPass(torch.autograd.Function):
         logprobs, entropy, log_sum = (torch.empty(tokens, device=hidden.device) for _ in range(3))
         buffer = shard.buffer(hidden)
         for chunk in shard.chunks(tokens):
-            logits = torch.mm(hidden[chunk], weight.t(), out=buffer[: chunk.stop - chunk.start])
+            logits = shard.logits(hidden, weight, buffer, chunk)
             logprobs[chunk], entropy[chunk], log_sum[chunk] = shard.score(logits, chunk)
         ctx.save_for_backward(hidden, weight, log_sum, entropy)
         ctx.shard = shard
@@ -178,7 +203,7 @@ class _TwoPass(torch.autograd.Function):
         buffer, grad_hidden = shard.buffer(hidden), torch.empty_like(hidden)
         grad_weight = _zeros(weight) if ctx.needs_input_grad[1] else None
         for chunk in shard.chunks(hidden.shape[0]):
-            logits = torch.mm(hidden[chunk], weight.t(), out=buffer[: chunk.stop - chunk.start])
+            logits = shard.logits(hidden, weight, buffer, chunk)
             here = (grads[0][chunk], grads[1][chunk])
             shard.gradient(logits, chunk, (log_sum[chunk], entropy[chunk]), here)
             torch.mm(logits, weight, out=grad_hidden[chunk])
@@ -198,7 +223,7 @@ class _OnePass(torch.autograd.Function):
         frozen = request.weight_gradient == "none"
         accumulator = _zeros(weight) if returned else None if frozen else weight.main_grad  # type: ignore[attr-defined]
         for chunk in shard.chunks(hidden.shape[0]):
-            logits = torch.mm(hidden[chunk], weight.t(), out=buffer[: chunk.stop - chunk.start])
+            logits = shard.logits(hidden, weight, buffer, chunk)
             logprobs, entropy, log_sum = shard.score(logits, chunk)
             loss, grads = _differentiate(request.loss, chunk, logprobs, entropy)
             total += loss

@@ -1,21 +1,25 @@
 """The device "cuda" on a machine without CUDA: Megatron-Core uses that name throughout, and here it means the CPU.
 
-A TorchFunctionMode rewrites the device in every torch call with `device="cuda"`, `.cuda()` or `.to("cuda")` of the
-thread that installs it. The functions of `torch.cuda` that Megatron calls (streams, RNG, synchronisation) act on the
-host. `patches.install` applies it, with the other patches that such a machine needs.
+Megatron's modules see a torch whose constructors take that device for the CPU; no other code does. `.cuda()` does
+nothing, and the functions of `torch.cuda` that Megatron calls (streams, RNG, synchronisation) act on the host.
+`patches.install` applies it, with the other patches that such a machine needs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable
+from functools import wraps
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch._dynamo  # torch's optimizers import it; after `install` that would fail
-from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 
 CPU = torch.device("cpu")
+LIKE = (torch.empty_like, torch.full_like, torch.ones_like, torch.rand_like, torch.randn_like, torch.zeros_like)
 
 
 def needed() -> bool:
@@ -23,36 +27,50 @@ def needed() -> bool:
 
 
 def let_cuda_mean_cpu() -> None:
-    """Once per process."""
-    CudaMeansCpu().__enter__()
+    """Once per process, when Megatron's modules are imported."""
+    host = _TorchOfTheHost()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.") and getattr(module, "torch", None) is torch:
+            module.torch = host  # type: ignore[attr-defined]
+    type_of = torch.Tensor.type
+
+    def named_like_cuda(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Megatron's optimizer accepts only parameters whose type is named 'torch.cuda.…Tensor'."""
+        found = type_of(tensor, *args, **kwargs)
+        return found.replace("torch.", "torch.cuda.", 1) if isinstance(found, str) else found
+
+    torch.Tensor.type = named_like_cuda  # type: ignore[method-assign, assignment]
+    torch.Tensor.cuda = lambda tensor, *args, **kwargs: tensor  # type: ignore[method-assign]
+    torch.Tensor.record_stream = _nothing  # type: ignore[method-assign]
     _patch_torch_cuda()
 
 
-def _is_cuda(device: Any) -> bool:
-    return device.type == "cuda" if isinstance(device, torch.device) else str(device).startswith("cuda")
+class _TorchOfTheHost(ModuleType):
+    """torch with other constructors."""
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        constructors: set[Any] = {*_device_constructors(), *LIKE}
+        for make in constructors:
+            if make.__name__ in vars(torch) and vars(torch)[make.__name__] is make:
+                setattr(self, make.__name__, _on_the_host(make))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
 
 
-class CudaMeansCpu(TorchFunctionMode):
-    """Rewrites CUDA device arguments to the CPU for every torch call of this thread."""
+def _on_the_host(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that makes tensors, with the CPU for the device "cuda" and without pinned memory."""
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.Tensor.cuda:
-            return args[0]
-        if func is torch.Tensor.record_stream:
-            return None
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            # Megatron's optimizer accepts only parameters whose type is named 'torch.cuda.…Tensor'.
-            return func(*args).replace("torch.", "torch.cuda.", 1)
-        if func is torch.Tensor.to and len(args) > 1 and isinstance(args[1], str | torch.device) and _is_cuda(args[1]):
-            args = (args[0], CPU, *args[2:])
-        if kwargs.get("device") is not None and _is_cuda(kwargs["device"]):
-            kwargs = {**kwargs, "device": CPU}
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
+            kwargs["device"] = CPU
         if kwargs.get("pin_memory"):
-            kwargs = {**kwargs, "pin_memory": False}
-        return func(*args, **kwargs)
+            kwargs["pin_memory"] = False
+        return function(*args, **kwargs)
+
+    return call
 
 
 class HostStream:

@@ -3,6 +3,7 @@
 - torch's compiler. Megatron decorates small functions with torch.compile, which imports the compiler at once. On a CPU
   they run uncompiled (`patches`).
 - wandb. Megatron imports it, where it is installed, for a logger of its own; metrics go through `observe.trackers`.
+- Transformer Engine and Apex. Megatron would take norms and Adam from them, and their kernels need a GPU.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from types import ModuleType
 from typing import Any
 
 PACKAGE, NOT_IMPORTED = "megatron.core", "wandb"
+NEED_A_GPU = ("transformer_engine", "apex", "amp_C")
 
 
 class MegatronFinder(MetaPathFinder):
@@ -52,6 +54,8 @@ class _MegatronLoader(Loader):
 
         if torch.cuda.is_available():
             return self._loader.exec_module(module)
+        for name in NEED_A_GPU:
+            sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # importing it fails, later as well
         with _without_compiler(torch), _without(NOT_IMPORTED):
             self._loader.exec_module(module)
 

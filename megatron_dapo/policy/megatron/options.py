@@ -118,8 +118,9 @@ def torch_layers() -> Iterator[None]:
 
 
 def layers_for(policy: PolicyConfig) -> contextlib.AbstractContextManager[None]:
-    """Transformer Engine's linear layers contain the norm, so an adapter could not see its input: LoRA uses ours."""
-    return torch_layers() if policy.lora.rank else contextlib.nullcontext()
+    """Transformer Engine's linear layers contain the norm, so an adapter could not see its input: LoRA uses ours. So
+    does a forward pass with the kernels of SGLang's servers."""
+    return torch_layers() if policy.lora.rank or policy.uses_exact_kernels else contextlib.nullcontext()
 
 
 def has_transformer_engine() -> bool:
@@ -182,8 +183,9 @@ def hardware_needs(policy: PolicyConfig) -> dict[str, str]:
 
 def check_hardware(policy: PolicyConfig, te: bool) -> None:
     """Raises ConfigError for an option that this machine cannot run."""
-    if policy.true_on_policy and not cpu.needed():
-        raise ConfigError("policy.true_on_policy works on the CPU only: this machine has CUDA (CUDA_VISIBLE_DEVICES= )")
+    if policy.true_on_policy and policy.uses_exact_kernels == cpu.needed():
+        missing = "fp32 on a machine without CUDA" if cpu.needed() else "bf16 on a machine with CUDA"
+        raise ConfigError(f"policy.true_on_policy needs policy.precision {missing}")
     for option, need in hardware_needs(policy).items():
         missing = _missing(need, te)
         if missing:
@@ -247,11 +249,11 @@ def transformer_config(shape: ModelShape, policy: PolicyConfig) -> TransformerCo
         "masked_softmax_fusion": False,
         "gradient_accumulation_fusion": uses_gradient_fusion(policy, te),
         "apply_rope_fusion": te,
-        "bias_activation_fusion": not on_cpu,
+        "bias_activation_fusion": not on_cpu and not policy.uses_exact_kernels,
         "bias_dropout_fusion": False,
         "tp_comm_overlap": policy.tp_comm_overlap,
         "cp_comm_type": policy.cp_comm_type,
-        "deterministic_mode": policy.deterministic,
+        "deterministic_mode": policy.is_deterministic,
         "attention_backend": AttnBackend[policy.attention_backend],
         **_pipeline_options(policy, on_cpu),
         **_recompute_options(policy),

@@ -261,7 +261,7 @@ PATCHES = (
         "import", importing.install, _source_has("torch.compile", jit),
     ),
     Patch(
-        "the device cuda in torch calls, torch.cuda",
+        "the name torch in Megatron's modules, Tensor.type, Tensor.cuda, torch.cuda",
         "Megatron names the device cuda throughout; without CUDA the name means the CPU, and streams, events and "
         "random states are the host's",
         "no CUDA", cpu.let_cuda_mean_cpu, _source_has("torch.cuda.current_device()", layers, mappings),
@@ -349,6 +349,12 @@ PATCHES = (
         "SGLang: load_weights of the served model, WeightChecker.handle",
         "records where tensors are loaded to, and answers with checksums of what was sent and with sketches of hidden "
         "states (engines/sglang/in_server, through the same option)",
+        "server", _in_server, lambda: True,
+    ),
+    Patch(
+        "SGLang with policy.true_on_policy: matmul_persistent and _log_softmax_batch_invariant of batch_invariant_ops, "
+        "forward_cuda of RMSNorm, SiluAndMul and RotaryEmbedding, TritonAttnBackend.__init__, WeightChecker.handle",
+        "computes with the trainer's kernels, and proves it (engines/sglang/in_server, as a plugin of SGLang)",
         "server", _in_server, lambda: True,
     ),
     Patch(

@@ -8,6 +8,7 @@ into the same error on all ranks, before another rank waits for the failed one.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 from dataclasses import dataclass
@@ -17,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_dapo.config import check_world
 from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.errors import RankError
 from megatron_dapo.policy.megatron import cpu, patches
@@ -65,10 +65,9 @@ def initialize(policy: PolicyConfig, *, seed: int = 0, rendezvous: Rendezvous | 
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     patches.install()
-    if policy.deterministic:
+    if policy.is_deterministic:
         _use_deterministic_algorithms()
     rendezvous = rendezvous or Rendezvous.from_environment()
-    check_world(policy, rendezvous.world_size)
     timeout = timedelta(seconds=policy.timeout_seconds)
     device = _join(rendezvous, timeout)
     if parallel_state.model_parallel_is_initialized():
@@ -116,11 +115,16 @@ def _join(rendezvous: Rendezvous, timeout: timedelta) -> torch.device:
     return device
 
 
-def shutdown() -> None:
+def shutdown(*, failed: bool = False) -> None:
+    """`failed`: other ranks may never join a collective that this rank has begun, and destroying its NCCL group would
+    wait for them. It is aborted."""
     from megatron.core import parallel_state
 
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
-    if dist.is_initialized():
+    if failed and dist.is_initialized():
+        with contextlib.suppress(RuntimeError):  # the error of the run is the one to show
+            dist.distributed_c10d._abort_process_group()
+    elif dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()  # gloo's threads, about fifty per layout, end with the last reference to their group

@@ -16,7 +16,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from megatron_dapo.config import ConfigError, ModelShape, check_model
+from megatron_dapo.config import ConfigError, ModelShape
 from megatron_dapo.config.policy import PolicyConfig
 from megatron_dapo.policy.head.fused import HeadRequest, output_processor
 from megatron_dapo.policy.head.value import ValueHead
@@ -72,7 +72,6 @@ def build_model(shape: ModelShape, policy: PolicyConfig, runtime: Runtime) -> li
 
 
 def _build_chunks(shape: ModelShape, policy: PolicyConfig, runtime: Runtime) -> list[PolicyModel]:
-    check_model(policy, shape)
     te = has_transformer_engine()
     check_hardware(policy, te)
     check_grouped_experts(shape, policy, te, megatron.core.__version__)
@@ -85,7 +84,7 @@ def _build_chunks(shape: ModelShape, policy: PolicyConfig, runtime: Runtime) -> 
         with fusion_without_apex(te and config.gradient_accumulation_fusion):
             chunk = PolicyModel(
                 config,
-                _block_spec(config, vp_stage, shape, te),
+                _block_spec(config, vp_stage, shape, te, exact=policy.uses_exact_kernels),
                 vocab_size=padded_vocab(shape.vocab, policy.tensor_parallel),
                 max_sequence_length=shape.max_positions,
                 pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -102,6 +101,10 @@ def _build_chunks(shape: ModelShape, policy: PolicyConfig, runtime: Runtime) -> 
             chunk.output_layer = ValueHead(config, runtime.groups.tp, chunk.output_layer.weight.device)
         elif chunk.post_process:  # our head adds its gradient itself; plain cross-entropy leaves it to Megatron's DDP
             chunk.output_layer.gradient_accumulation_fusion = False
+        if policy.uses_exact_kernels:
+            from megatron_dapo.policy.model.exact import use_exact_products
+
+            use_exact_products(chunk)
         if te and shape.rope_scaling:
             chunk.rotary_pos_emb.inv_freq = inverse_frequencies(shape.rotated, shape.rope_theta, shape.rope_scaling)
         if shape.is_moe:
@@ -139,7 +142,7 @@ def check_grouped_experts(shape: ModelShape, policy: PolicyConfig, te: bool, ver
         )
 
 
-def _block_spec(config: TransformerConfig, vp_stage: int | None, shape: ModelShape, te: bool) -> Any:
+def _block_spec(config: TransformerConfig, vp_stage: int | None, shape: ModelShape, te: bool, *, exact: bool) -> Any:
     if te:
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
@@ -147,7 +150,7 @@ def _block_spec(config: TransformerConfig, vp_stage: int | None, shape: ModelSha
     else:
         from megatron_dapo.policy.model.local_spec import local_block_spec
 
-        spec = local_block_spec(config, vp_stage, shape.rope_theta, shape.rotated, shape.rope_scaling)
+        spec = local_block_spec(config, vp_stage, shape.rope_theta, shape.rotated, shape.rope_scaling, exact=exact)
     if shape.linear:
         use_gated_delta_net(spec, config, vp_stage, shape.linear)
     if shape.is_moe:

@@ -55,6 +55,13 @@ class RMSNorm(torch.nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
+class ExactRMSNorm(RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        from megatron_dapo.policy.model import exact
+
+        return exact.rms_norm(x, self.weight, self.eps)
+
+
 class _GatherSequence(torch.autograd.Function):
     """All-gather along the first axis; the backward pass sums the gradients of all ranks."""
 
@@ -100,9 +107,11 @@ class CoreAttention(MegatronModule):
         rotary_base: float,
         rotary_dim: int,
         rope_scaling: RopeScaling | None = None,
+        exact: bool = False,
         **_: Any,
     ) -> None:
         super().__init__(config=config)
+        self.exact = exact
         self.rotary_base = rotary_base
         self.rotary_dim = rotary_dim
         self.rope_scaling = rope_scaling
@@ -128,7 +137,12 @@ class CoreAttention(MegatronModule):
         cp = self.cp_group.size()
         if cp == 1 and can_attend_packed(query):
             cumulative, longest = packed_seq_params.cu_seqlens_q_padded, packed_seq_params.max_seqlen_q
-            return attend_packed(query, key, value, cumulative, longest, self.scale).flatten(1)
+            ordinary = partial(attend_packed, cumulative=cumulative, longest=longest, scale=self.scale)
+            if self.exact:
+                from megatron_dapo.policy.model import exact
+
+                return exact.attend(query, key, value, cumulative, longest, self.scale, ordinary).flatten(1)
+            return ordinary(query, key, value).flatten(1)
         q, k, v = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
         lengths = [length // cp for length in segment_lengths(packed_seq_params)]
         parts = [
@@ -191,20 +205,28 @@ def segment_lengths(packed: Any) -> list[int]:
 
 
 def local_block_spec(
-    config: Any, vp_stage: int | None, rotary_base: float, rotary_dim: int, scaling: RopeScaling | None = None
+    config: Any,
+    vp_stage: int | None,
+    rotary_base: float,
+    rotary_dim: int,
+    scaling: RopeScaling | None = None,
+    *,
+    exact: bool = False,
 ) -> TransformerBlockSubmodules:
     """Megatron's local spec with our norm and attention in the layers, and our final norm. For a GPTModel with
-    position_embedding_type "none"."""
+    position_embedding_type "none". `exact`: with the kernels of `model/exact`."""
     first, layers = get_transformer_layer_offset(config, vp_stage), get_num_layers_to_build(config, vp_stage)
     experts, pattern = config.num_moe_experts, config.moe_layer_freq
     wanted = [experts if pattern == 1 or pattern[first + i] else None for i in range(layers)]
-    specs = {count: _layer_spec(config, count, rotary_base, rotary_dim, scaling) for count in set(wanted)}
-    return TransformerBlockSubmodules(layer_specs=[specs[count] for count in wanted], layer_norm=RMSNorm)
+    attention = partial(
+        CoreAttention, rotary_base=rotary_base, rotary_dim=rotary_dim, rope_scaling=scaling, exact=exact
+    )
+    norm = ExactRMSNorm if exact else RMSNorm
+    specs = {count: _layer_spec(config, count, attention, norm) for count in set(wanted)}
+    return TransformerBlockSubmodules(layer_specs=[specs[count] for count in wanted], layer_norm=norm)
 
 
-def _layer_spec(
-    config: Any, experts: int | None, rotary_base: float, rotary_dim: int, scaling: RopeScaling | None
-) -> ModuleSpec:
+def _layer_spec(config: Any, experts: int | None, core_attention: Any, norm: Any) -> ModuleSpec:
     spec = get_gpt_layer_local_spec(
         num_experts=experts,
         moe_grouped_gemm=False,
@@ -212,7 +234,7 @@ def _layer_spec(
         normalization="RMSNorm",
     )
     layer = spec.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    layer.input_layernorm = layer.pre_mlp_layernorm = norm
     if experts:
         # In checkpoints this norm is part of linear_fc1 in dense layers only; Transformer Engine's MoE layers store it
         # separately.
@@ -220,11 +242,9 @@ def _layer_spec(
             name: key for name, key in layer.sharded_state_dict_keys_map.items() if "pre_mlp" not in name
         }
     attention = layer.self_attention.submodules
-    attention.core_attention = partial(
-        CoreAttention, rotary_base=rotary_base, rotary_dim=rotary_dim, rope_scaling=scaling
-    )
+    attention.core_attention = core_attention
     if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
+        attention.q_layernorm = attention.k_layernorm = norm
     return spec
 
 
@@ -277,16 +297,16 @@ def rotate(x: Tensor, table: RotaryTable) -> Tensor:
 class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, table: RotaryTable) -> Tensor:
-        from megatron_dapo.policy.model import rotary_triton
+        from megatron_dapo.engines.sglang.in_server import megatron_dapo_kernels as kernels
 
         ctx.table = table
-        return rotary_triton.rotate(x, table.cos, table.sin)
+        return kernels.rotate(x, table.cos, table.sin)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        from megatron_dapo.policy.model import rotary_triton
+        from megatron_dapo.engines.sglang.in_server import megatron_dapo_kernels as kernels
 
-        return rotary_triton.rotate(grads[0], ctx.table.cos, ctx.table.sin, back=True), None
+        return kernels.rotate(grads[0], ctx.table.cos, ctx.table.sin, back=True), None
 
 
 # ---- torch's attention kernel for packed sequences ----

@@ -37,7 +37,7 @@ class RolloutInterrupted(BaseException):
 
 
 class ReplayMismatch(BaseException):
-    """A rollout function that is called again does something else than before; the rollout starts again."""
+    """A rollout function does not repeat the recorded turns; the rollout is restarted."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -9,6 +9,8 @@ legacy checkpoints) are read without running code from them.
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import math
 import mmap
 import os
@@ -20,6 +22,8 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from megatron_dapo.config.model import ModelShape
 from megatron_dapo.files import (
@@ -44,6 +48,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
+
+ALIGN = 4096  # of offsets, lengths and memory of direct reads and writes
+_SMALLEST_DIRECT = 2**18  # bytes; the disk's latency costs more than the cache for smaller ones
+_LIBC = ctypes.CDLL(None)
+_LIBC.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 
 def map_file(path: Path) -> mmap.mmap:
@@ -81,13 +90,19 @@ def rows_of(stored: StoredTensor, start: int, count: int) -> StoredTensor:
     return replace(stored, shape=(count, *stored.shape[1:]), offset=stored.offset + start * width)
 
 
+def bytes_of(stored: StoredTensor, low: int, high: int) -> StoredTensor:
+    """Bytes [low, high) of a stored tensor."""
+    return replace(stored, dtype="uint8", shape=(high - low,), offset=stored.offset + low)
+
+
 class CheckpointReader(ABC):
     """A checkpoint to copy from or compare, with the maps, descriptors and buffers of its files."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._maps: dict[Path, mmap.mmap] = {}
-        self._descriptors: dict[Path, int] = {}
+        self._descriptors: dict[tuple[Path, int], int] = {}  # by file and flags
+        self._not_direct: set[Path] = set()  # files that cannot be read past the page cache
         self._lock = threading.Lock()
 
     def __del__(self) -> None:
@@ -123,11 +138,44 @@ class CheckpointReader(ABC):
         """Ask the kernel to read bytes [at, at + nbytes) of the file from disk, without waiting."""
         os.posix_fadvise(self._descriptor(file), at, nbytes, os.POSIX_FADV_WILLNEED)
 
-    def _descriptor(self, file: Path) -> int:
+    def reads_direct(self, stored: StoredTensor) -> bool:
+        """Whether `read_direct` is worth while: less than half of the tensor is in the page cache. The kernel tells
+        this only to those who may write the file; for others all of it counts as cached."""
+        if stored.file in self._not_direct or stored.nbytes < _SMALLEST_DIRECT:
+            return False
+        first = stored.offset // mmap.PAGESIZE
+        count = -(-(stored.offset + stored.nbytes) // mmap.PAGESIZE) - first
+        cached = ctypes.create_string_buffer(count)
+        address = np.frombuffer(self._map(stored.file), np.uint8).ctypes.data + first * mmap.PAGESIZE
+        return _LIBC.mincore(address, count * mmap.PAGESIZE, cached) == 0 and cached.raw.count(0) > count // 2
+
+    def read_direct(self, stored: StoredTensor, view: memoryview, end: int) -> int | None:
+        """Reads a stored tensor past the page cache into the view, whose memory is aligned, behind its first `end`
+        bytes. Returns where it begins: the bytes around it are read, too, up to multiples of ALIGN. None: not read."""
+        if not self.reads_direct(stored):
+            return None
+        at = -(-end // ALIGN) * ALIGN
+        begin = at + stored.offset % ALIGN
+        view = view[: -(-(begin + stored.nbytes) // ALIGN) * ALIGN]
+        try:
+            descriptor = self._descriptor(stored.file, os.O_DIRECT)
+            while at < begin + stored.nbytes:
+                count = os.preadv(descriptor, [view[at:]], stored.offset + at - begin)
+                if not count:
+                    raise DamagedFile(f"{stored.file}: ends inside tensor {stored.name}; it changed while it was read")
+                at += count
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self._not_direct.add(stored.file)
+            return None
+        return begin
+
+    def _descriptor(self, file: Path, flags: int = 0) -> int:
         with self._lock:
-            if file not in self._descriptors:
-                self._descriptors[file] = os.open(file, os.O_RDONLY)
-            return self._descriptors[file]
+            if (file, flags) not in self._descriptors:
+                self._descriptors[file, flags] = os.open(file, os.O_RDONLY | flags)
+            return self._descriptors[file, flags]
 
     def _map(self, file: Path) -> mmap.mmap:
         with self._lock:

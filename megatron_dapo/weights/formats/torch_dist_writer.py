@@ -58,7 +58,7 @@ class TorchDistWriter:
     """Fixes which chunk goes where in which file; `weights.copy` then fills the files in any order."""
 
     def __init__(self, shape: ModelShape, dtypes: dict[str, Dtype], *, files: int = 1) -> None:
-        """`dtypes`: by canonical name. `files`: write at least this many, if there are enough bytes."""
+        """`dtypes`: by canonical name. `files`: minimum number of files, if there are enough bytes."""
         self.shape = shape
         mappings = stored_mappings(shape)
         self.weight_bytes = sum(math.prod(mapping.shape) * dtypes[mapping.name].itemsize for mapping in mappings)

@@ -12,7 +12,7 @@ it with the same functions (`Parts`, `checksums`), from the memory that it sends
 
 import functools
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -280,27 +280,35 @@ def record_again(model: Any, named_tensors: Any) -> None:
     getattr(model, "megatron_dapo_runs", {}).clear()  # packed experts pass through SGLang's own loader again
 
 
+@functools.cache
 def _answer() -> None:
     """Teaches /weights_checker our actions: this one, and those of the other module."""
     import megatron_dapo_layers  # type: ignore[import-not-found]
-    from sglang.srt.utils.weight_checker import WeightChecker
 
-    own = WeightChecker.handle
-    if hasattr(own, "megatron_dapo"):
-        return
-
-    def handle(self: Any, action: str, *args: Any, **kwargs: Any) -> Any:
-        if action not in (ACTION, *megatron_dapo_layers.ACTIONS):
-            return own(self, action, *args, **kwargs)
-        recorder = getattr(self._get_model(), "megatron_dapo_recorder", None)
+    def answer(model: Any, action: str) -> dict[str, str] | None:
+        recorder = getattr(model, "megatron_dapo_recorder", None)
         if recorder is None:  # a draft model
             return None
         if action != ACTION:
-            found = megatron_dapo_layers.answer(self._get_model(), action)
-        else:
-            found = recorder.checksums() if recorder.at_load is None else recorder.at_load
+            return megatron_dapo_layers.answer(model, action)
+        return recorder.checksums() if recorder.at_load is None else recorder.at_load
+
+    teach((ACTION, *megatron_dapo_layers.ACTIONS), answer)
+
+
+def teach(actions: tuple[str, ...], answer: Callable[[Any, str], dict[str, str] | None]) -> None:
+    """`POST /weights_checker` with one of these actions is answered with `answer(model, action)`."""
+    from sglang.srt.utils.weight_checker import WeightChecker
+
+    own = WeightChecker.handle
+
+    def handle(self: Any, action: str, *args: Any, **kwargs: Any) -> Any:
+        if action not in actions:
+            return own(self, action, *args, **kwargs)
+        found = answer(self._get_model(), action)
+        if found is None:
+            return None
         place = self._parallelism_info(**{"role": kwargs["role"]} if "role" in kwargs else {})
         return {"checksums": found, "per_gpu_checksum": "", "parallelism_info": place.model_dump()}
 
-    handle.megatron_dapo = True  # type: ignore[attr-defined]
     WeightChecker.handle = handle

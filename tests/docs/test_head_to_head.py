@@ -1,0 +1,106 @@
+"""benchmarks/head_to_head.py: step lines of each system, the table, the grader, and a run that fails."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from published_models import benchmark
+
+h2h = benchmark("head_to_head")
+OURS = {
+    "rollout/samples_trained": 512, "train/tokens": 1e5, "rollout/response_tokens": 110_000, "reward/accuracy": 0.5,
+    "time/rollout": 4.0, "time/update": 3.0, "time/sync": 1.0,
+}  # fmt: skip
+VERL = {
+    "timing_s/step": 9.0, "timing_s/gen": 5.0, "timing_s/update_actor": 2.0, "timing_s/update_weights": 1.5,
+    "response_length/mean": 200.0, "critic/score/mean": -0.5,
+}  # fmt: skip
+TRL = {"step": 2, "samples": 512, "tokens": 9e4, "accuracy": 0.25, "phases": {"generate": 6.0, "update": 8.0}}
+
+
+def test_step_lines():
+    ours = h2h.our_step({"step": 2, "kind": "step", "metrics": OURS})
+    assert ours["tokens"] == 1e5 and ours["generated"] == 110_000
+    assert ours["phases"] == {"generate": 4.0, "log_probs": 0.0, "update": 3.0, "sync": 1.0}
+    verl = h2h.verl_step({"step": 2, "data": VERL}, 512)
+    assert verl["tokens"] == 102_400 and verl["accuracy"] == 0.25 and verl["phases"]["sync"] == 1.5
+    assert h2h.our_step({"step": 0, "kind": "eval", "metrics": {}}) is None
+    assert h2h.verl_step({"step": 0, "data": {"val/score": 1.0}}, 512) is None
+    assert h2h.trl_step(TRL)["generated"] == 9e4
+
+
+def make_run(system: str, seconds: list[float], turn: int = 0, reason: str = "") -> dict:
+    """Steps of 100 000 tokens that end at these times, with 2 s of CPU time for each second."""
+    step = h2h.our_step({"step": 1, "kind": "step", "metrics": OURS})
+    steps = [{**step, "at": at, "cpu": 2 * at} for at in seconds]
+    return {"system": system, "lr": 0.0, "round": turn, "reason": reason, "warmup": 2, "peak": 70.0, "steps": steps}
+
+
+def test_table():
+    runs = [
+        make_run("ours", [90, 100, 110, 120]),
+        make_run("trl", [90, 120, 140, 160], reason="stopped | early"),
+        make_run("ours", [90, 100, 120, 140], turn=1),
+        make_run("trl", [90], turn=1, reason="OutOfMemoryError: no"),
+        make_run("verl", [], reason="no output"),
+    ]
+    found = h2h.figures(runs[0])
+    assert found["trained"] == 1e4 and found["step"] == 10 and found["other"] == pytest.approx(2.0)
+    assert found["cpu"] == 20 and found["first"] == 90 and found["generated"] == 27_500
+    lines = h2h.table(runs).splitlines()
+    assert len({line.count("|") for line in lines[:7]}) == 1  # failed runs have as many cells
+    assert "| 2 (stopped / early) | 5,000 | 20.0 |" in lines[3]
+    assert "failed: OutOfMemoryError: no" in lines[5] and "failed: no output" in lines[6]
+    assert lines[-1] == "- trl, lr 0: **1.50 ×** (by round: 2.00)"  # 7 500 ÷ 5 000; verl has no figure
+
+
+@pytest.mark.parametrize(
+    ("response", "right"),
+    [
+        ("so 3 + 4 = 7\nAnswer: $1,234.", True), ("Answer: 1234.0", True), ("Answer: 12\nAnswer: 1234", True),
+        ("1234", True), ("Answer: 1234\nAnswer: 7", False), ("Answer: none, 1234 was before?", True),
+        ("Answer: -1234", False), ("", False),
+    ],
+)  # fmt: skip
+def test_one_rule_behind_three_signatures(response, right):
+    sys.path.insert(0, str(h2h.PEERS))
+    import grader
+
+    expected = 1.0 if right else -1.0
+    prompt = type("Prompt", (), {"answer": "1,234"})
+    assert grader.grade(prompt, response) == expected
+    assert grader.reward([response], ["1,234"], completion_ids=[[1]]) == [expected]
+    assert grader.compute_score("gsm8k", response, "1,234", extra_info={}) == expected
+
+
+SCRIPT = """
+import json, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+for step in (1, 2):
+    with open("steps.jsonl", "a") as file:
+        file.write(json.dumps({"step": step, "samples": 4, "tokens": 40, "accuracy": 1, "phases": {"generate": 0.01}}))
+        file.write(chr(10))
+    open("child", "w").write(str(child.pid))
+raise RuntimeError("no third step")
+"""
+
+
+def test_a_run_that_fails_keeps_its_steps_and_leaves_no_process(tmp_path, monkeypatch):
+    monkeypatch.setattr(h2h, "ENDING", 1)
+    system = h2h.System(lambda *_: [sys.executable, "-c", SCRIPT], "steps.jsonl", h2h.trl_step, "")
+    run = h2h.run_one(system, h2h.Work("model", steps=3), tmp_path / "run", limit=100)
+    assert run["reason"] == "RuntimeError: no third step" and [step["step"] for step in run["steps"]] == [1, 2]
+    child = int((tmp_path / "run" / "child").read_text())
+    stat = Path(f"/proc/{child}/stat")
+    assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_only_complete_lines_are_read(tmp_path):
+    file = tmp_path / "steps.jsonl"
+    read = h2h.new_lines(file)
+    assert [*read()] == []
+    file.write_text(json.dumps({"a": 1}) + '\n{"b"')
+    assert [*read()] == [{"a": 1}] and [*read()] == []
+    file.write_text(json.dumps({"a": 1}) + '\n{"b": 2}\n')
+    assert [*read()] == [{"b": 2}]
