@@ -1,16 +1,17 @@
 """All measurements that need one GPU, one after the other, each with a time limit and a log of its own.
 
     python benchmarks/on_gpu.py --model MODEL_1_5B --out DIR [--group GROUP] [--only NAME …] [--list]
-                                [-- SERVER ARGUMENTS]
+                                [--set KEY=VALUE …] [-- SERVER ARGUMENTS]
 
 MODEL is the HF directory of Qwen2.5-1.5B (or another small Qwen2) with its tokenizer; `--data` has gsm8k_train.jsonl
 and gsm8k_test.jsonl, for the runs, and for `switches` the first 400 lines of the latter as gsm8k_test_400.jsonl. A
 measurement that has ended without an error is not repeated, so an interrupted session goes on with the same command.
-The last lines of every log are printed. Arguments after `--` go to every SGLang server.
+The last lines of every log are printed. `--set` changes a key of every run. Arguments after `--` go to every SGLang
+server.
 
 Groups with several ranks on the one GPU, each at most 25 minutes: `layouts` (the self-check and its planted errors;
-DIR/layouts.md is its table), `sync` (weights over NCCL) and `runs` (TP2, DP2, PP2 and CP2, then a run that is killed
-twice and goes on in another layout). `exact` has one rank: 20 steps with `policy.true_on_policy` and 20 without, then
+DIR/layouts.md is its table), `sync` (weights over NCCL) and `runs` (TP2, DP2, PP2 and CP2, TP2 with a server that is
+tensor parallel as well, then a run that is killed twice and goes on in another layout). `exact` has one rank: 20 steps with `policy.true_on_policy` and 20 without, then
 two runs of which one is killed; DIR/exact.md says what is equal. Several ranks need NCCL 2.30 or newer and these
 settings; the Multi-Process Service lets their kernels run side by side:
 
@@ -62,7 +63,9 @@ class Measurement:
         return [sys.executable, "-W", "ignore", *program, *self.arguments]
 
 
-def measurements(model: Path, data: Path, out: Path, server: list[str]) -> list[Measurement]:
+def measurements(
+    model: Path, data: Path, out: Path, server: list[str], changed: Sequence[str] = ()
+) -> list[Measurement]:
     def servers(fraction: str, *more: str) -> list[str]:
         return ["--set", "rollout.servers.arguments=" + json.dumps(["--mem-fraction-static", fraction, *server, *more])]
 
@@ -74,7 +77,7 @@ def measurements(model: Path, data: Path, out: Path, server: list[str]) -> list[
             "policy.optimizer.lr=2e-6", "policy.optimizer.warmup_steps=2", "rollout.servers.max_running=384",
             "rollout.sampler.max_carryover_staleness=2", "trainer.prompts_per_step=64", "trainer.mini_batch_prompts=32",
             f"trainer.steps={steps}", "trainer.checkpoint.every=0", "trainer.old_logprobs=engine",
-            f"trainer.run_dir={out / folder}", "observe.console=plain", *changes,
+            f"trainer.run_dir={out / folder}", "observe.console=plain", *changes, *changed,
         ]  # fmt: skip
         graphs = ("--cuda-graph-max-bs", "384", "--max-running-requests", "384")
         return [EXAMPLE, *(word for item in settings for word in ("--set", item)), *servers(fraction, *graphs, *more)]
@@ -85,15 +88,16 @@ def measurements(model: Path, data: Path, out: Path, server: list[str]) -> list[
         command += [*table, "--timeout", "90"]
         return Measurement(f"layouts_{name}", seconds, "torchrun", [str(ranks), *command], "layouts")
 
-    def two_ranks(steps: int, folder: str, layout: str, *changes: str) -> list[str]:
+    def two_ranks(steps: int, folder: str, layout: str, *changes: str, more: tuple[str, ...] = ()) -> list[str]:
         return ["train", *gsm8k(
             steps, folder, "trainer.ranks=2", "evaluate.every=0", "policy.micro_batch_tokens=8192",
             *(f"policy.{key}_parallel={2 if key == layout else 1}" for key in ("tensor", "pipeline", "context")),
-            *changes, fraction="0.35",
+            *changes, fraction="0.35", more=more,
         )]  # fmt: skip
 
     def resumed(layout: str, steps: int, **more: Any) -> Measurement:
-        arguments = two_ranks(steps, "run_resumed", layout, "trainer.checkpoint.every=2")
+        kept = ("trainer.checkpoint.every=2", "trainer.checkpoint.keep=1", "trainer.checkpoint.keep_best=false")
+        arguments = two_ranks(steps, "run_resumed", layout, *kept)
         return Measurement(f"resumed_{layout}", 400, "megatron-dapo", arguments, "runs", **more)
 
     def exact(name: str, steps: int, *changes: str, folder: str = "", seconds: int = 500, **more: Any) -> Measurement:
@@ -101,21 +105,19 @@ def measurements(model: Path, data: Path, out: Path, server: list[str]) -> list[
         arguments = ["train", *gsm8k(steps, folder or f"run_{name}", "evaluate.every=0", *same, *changes)]
         return Measurement(name, seconds, "megatron-dapo", arguments, "exact", **more)
 
-    on, little = "policy.true_on_policy=true", ("trainer.prompts_per_step=16", "trainer.mini_batch_prompts=8")
+    on, unsaved = "policy.true_on_policy=true", "trainer.checkpoint.at_end=false"
+    curve = (unsaved, "evaluate.every=10")
     pair = (
-        on,
-        *little,
-        "rollout.max_response_tokens=256",
+        on, "trainer.prompts_per_step=16", "trainer.mini_batch_prompts=8", "rollout.max_response_tokens=256",
         "algorithm.overlong.cache_length=64",
-        "trainer.checkpoint.every=2",
-    )
+    )  # fmt: skip
     killed = out / "run_exact_killed" / "checkpoints" / "step_2"
     exact_runs = [
-        exact("exact", 20, on),
-        exact("exact_off", 20),
-        exact("exact_undisturbed", 6, *pair),
-        exact("exact_killed", 6, *pair, kill_at=killed),
-        exact("exact_resumed", 6, *pair, folder="run_exact_killed", wait=10),
+        exact("exact", 20, on, *curve),
+        exact("exact_off", 20, *curve),
+        exact("exact_undisturbed", 6, *pair, unsaved),
+        exact("exact_killed", 6, *pair, "trainer.checkpoint.every=2", kill_at=killed),
+        exact("exact_resumed", 6, *pair, unsaved, folder="run_exact_killed", wait=10),
     ]
     te, saved = ("--dtype", "bf16", "--layers", "te"), out / "run_resumed" / "checkpoints"
     many_ranks = [
@@ -138,6 +140,14 @@ def measurements(model: Path, data: Path, out: Path, server: list[str]) -> list[
         ], "sync"),
         *(Measurement(f"run_{layout}", 300, "megatron-dapo", two_ranks(8, f"run_{layout}", layout), "runs")
           for layout in ("tensor", "data", "pipeline", "context")),
+        # Two ranks of a server on one GPU: each may see one device, and the list has it twice. CUDA stops at -1.
+        Measurement("run_tensor_server", 400, "megatron-dapo", [*two_ranks(
+            4, "run_tensor_server", "tensor", "rollout.servers.share_gpus=false", "rollout.weights.transport=distributed",
+            "rollout.servers.tensor_parallel=2", "rollout.servers.environment=" + json.dumps(
+                {"SGLANG_ONE_VISIBLE_DEVICE_PER_PROCESS": "1", "CUDA_VISIBLE_DEVICES": "0,-1,0"}
+            ),
+            more=("--gpu-id-step", "2", "--disable-custom-all-reduce", "--disable-cuda-graph"),
+        )], "runs"),
         resumed("tensor", 8, kill_at=saved / "step_2"),
         resumed("data", 8, kill_at=saved / "step_4", wait=30),
         resumed("pipeline", 8, wait=30),
@@ -337,8 +347,9 @@ def main() -> int:
     )
     parser.add_argument("--only", nargs="+", metavar="NAME", help="of any group")
     parser.add_argument("--list", action="store_true", help="print the commands, then exit")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a key of every run")
     args = parser.parse_args(own)
-    chosen = measurements(args.model.resolve(), args.data.resolve(), args.out.resolve(), server)
+    chosen = measurements(args.model.resolve(), args.data.resolve(), args.out.resolve(), server, args.set)
     if unknown := set(args.only or ()) - {one.name for one in chosen}:
         parser.error(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(one.name for one in chosen)}")
     chosen = [one for one in chosen if (one.name in args.only if args.only else one.group == args.group)]
