@@ -11,9 +11,9 @@ server.
 
 Groups with several ranks on the one GPU, each at most 25 minutes: `layouts` (the self-check and its planted errors;
 DIR/layouts.md is its table), `sync` (weights over NCCL) and `runs` (TP2, DP2, PP2 and CP2, TP2 with a server that is
-tensor parallel as well, then a run that is killed twice and goes on in another layout). `exact` has one rank: 20 steps with `policy.true_on_policy` and 20 without, then
-two runs of which one is killed; DIR/exact.md says what is equal. Several ranks need NCCL 2.30 or newer and these
-settings; the Multi-Process Service lets their kernels run side by side:
+tensor parallel as well, then a run that is killed twice and goes on in another layout). `exact` has one rank: 20 steps
+with `policy.true_on_policy` and 20 without, then two runs of which one is killed; DIR/exact.md says what is equal.
+Several ranks need NCCL 2.30 or newer and these settings; the Multi-Process Service lets their kernels run side by side:
 
     export LD_PRELOAD=…/nvidia/nccl/lib/libnccl.so.2 NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_MAX_NCHANNELS=2
     export CUDA_MPS_PIPE_DIRECTORY=/tmp/mps CUDA_MPS_LOG_DIRECTORY=/tmp/mps; nvidia-cuda-mps-control -d
@@ -142,8 +142,9 @@ def measurements(
           for layout in ("tensor", "data", "pipeline", "context")),
         # Two ranks of a server on one GPU: each may see one device, and the list has it twice. CUDA stops at -1.
         Measurement("run_tensor_server", 400, "megatron-dapo", [*two_ranks(
-            4, "run_tensor_server", "tensor", "rollout.servers.share_gpus=false", "rollout.weights.transport=distributed",
-            "rollout.servers.tensor_parallel=2", "rollout.servers.environment=" + json.dumps(
+            4, "run_tensor_server", "tensor", "rollout.servers.share_gpus=false",
+            "rollout.weights.transport=distributed", "rollout.servers.tensor_parallel=2",
+            "rollout.servers.environment=" + json.dumps(
                 {"SGLANG_ONE_VISIBLE_DEVICE_PER_PROCESS": "1", "CUDA_VISIBLE_DEVICES": "0,-1,0"}
             ),
             more=("--gpu-id-step", "2", "--disable-custom-all-reduce", "--disable-cuda-graph"),
