@@ -45,9 +45,13 @@ PARALLEL = @$(MAKE) --no-print-directory --keep-going -j
 check: lint
 	$(PARALLEL) 2 types tests-fast
 
-# Five at a time on two cores, because real servers and Slurm mostly wait. The next part starts when one has ended.
+# Five at a time on two cores, because real servers and Slurm mostly wait. The next part starts when one has ended. A test
+# that failed beside four other parts runs once more, alone: what fails twice is broken, and the rest is printed.
 test: lint sglang-cpu
-	$(PARALLEL) 5 types $(addprefix tests-,$(PARTS))
+	$(PARALLEL) 5 types $(addprefix part-,$(PARTS))
+	@for file in .pytest-part-*.failed; do \
+	  test ! -e $$file || { part=$${file#.pytest-part-}; $(MAKE) --no-print-directory again-$${part%.failed} || exit 1; }; \
+	done
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -75,8 +79,17 @@ PART_rollout   := tests/rollout tests/simulation tests/planner
 PART_rest      := $(foreach part,$(filter-out rest,$(PARTS)),$(addprefix --ignore=,$(PART_$(part))))
 
 tests-%: $(STAMP)
-	@$(BIN)/python -m pytest --durations=40 $(PART_$*) > .pytest-part-$*.log 2>&1; code=$$?; \
-	cat .pytest-part-$*.log; exit $$code
+	@$(BIN)/python -m pytest --durations=40 $(PART_$*)
+
+# pytest ends with 1 when tests failed, and with more when it could not run them.
+part-%: $(STAMP)
+	@rm -f .pytest-part-$*.failed; \
+	$(BIN)/python -m pytest --durations=40 -o cache_dir=.pytest_cache/$* $(PART_$*) > .pytest-part-$*.log 2>&1; code=$$?; \
+	cat .pytest-part-$*.log; test $$code = 0 || touch .pytest-part-$*.failed; test $$code -le 1
+
+again-%:
+	@echo "these failed beside other parts ($*); once more, alone:"
+	@$(BIN)/python -m pytest -v --last-failed --last-failed-no-failures none -o cache_dir=.pytest_cache/$* $(PART_$*)
 
 mutants: $(STAMP)
 	@$(BIN)/python -W ignore benchmarks/mutants.py
