@@ -144,7 +144,7 @@ async def plain(url: str, samples: int, at_once: int) -> tuple[float, float, tup
     try:
         import httpx
     except ImportError:
-        import httpx2 as httpx  # type: ignore[import-not-found,no-redef]
+        import httpx2 as httpx  # type: ignore[no-redef]
     limits = httpx.Limits(max_connections=at_once, max_keepalive_connections=at_once)
     async with httpx.AsyncClient(timeout=60, limits=limits) as client:
 

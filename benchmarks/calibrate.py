@@ -57,7 +57,7 @@ def train(args: argparse.Namespace) -> None:
         "one layer": (layer, args.tokens * 3 * flops / rate),
         "head with loss": (head, args.tokens * 4 * 2 * shape.hidden * shape.vocab / rate),
     }
-    rows["64 layers and head"] = tuple(64 * a + b for a, b in zip(*rows.values(), strict=True))  # type: ignore[assignment]
+    rows["64 layers and head"] = tuple(64 * a + b for a, b in zip(*rows.values(), strict=True))
     print(f"32B, {args.tokens} tokens in 8 sequences, forward and backward; predicted at MFU {args.mfu}")
     for name, (measured, predicted) in rows.items():
         print(f"{name:<20} {1e3 * measured:9.1f} ms, predicted {1e3 * predicted:9.1f} ms: {measured / predicted:.2f}")

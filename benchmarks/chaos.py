@@ -214,7 +214,9 @@ REPLIES: dict[str, Any] = {
 def trainer_faults(folder: Path) -> dict[str, tuple[tuple[str, ...], Action]]:
     """By name: where it may happen, and what happens."""
     full = fail_with(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
-    found = {f"kill -9 at {point}": ((point,), fault_points.kill) for point in fault_points.POINTS}
+    found: dict[str, tuple[tuple[str, ...], Action]] = {
+        f"kill -9 at {point}": ((point,), fault_points.kill) for point in fault_points.POINTS
+    }
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT):
         found[signal.Signals(number).name] = ROLLOUT + LOOP + SAVE[:1], send_signal(number, 1.0)
     found |= {f"disk full at {point}": ((point,), full) for point in SAVE[1:5]}
@@ -231,7 +233,7 @@ def trainer_faults(folder: Path) -> dict[str, tuple[tuple[str, ...], Action]]:
 
 
 def server_faults(folder: Path) -> dict[str, tuple[tuple[str, ...], Action]]:
-    found = {name: (ROLLOUT[:2], leave(folder, name)) for name in REPLIES}
+    found: dict[str, tuple[tuple[str, ...], Action]] = {name: (ROLLOUT[:2], leave(folder, name)) for name in REPLIES}
     found |= {DROPPED + path: (LOOP, leave(folder, DROPPED + path)) for path in CALLS}
     found[KILLED] = (*ROLLOUT, *LOOP), leave(folder, KILLED)
     return found
@@ -274,10 +276,15 @@ def put(name: str, content: bytes, mode: str = "wb") -> Callable[[Path], bool]:
     return damage
 
 
+def remove(path: Path) -> bool:
+    path.unlink()
+    return True
+
+
 DAMAGE: dict[str, Callable[[Path], bool]] = {
     "newest checkpoint: a flipped bit": change("policy/__0_0.distcp", flip),
     "newest checkpoint: a cut file": change("policy/common.pt", lambda content: content[: len(content) // 2]),
-    "newest checkpoint: no manifest": lambda d: (p := newest(d)) is not None and not (p / "manifest.json").unlink(),
+    "newest checkpoint: no manifest": lambda d: (p := newest(d)) is not None and remove(p / "manifest.json"),
     "newest checkpoint: a state of garbage": change("trainer.json", lambda content: b"garbage"),
     "metrics.jsonl: a line of garbage": put("metrics.jsonl", b"garbage\n", "ab"),
     "metrics.jsonl: half a line": put("metrics.jsonl", b'{"step": 3, "ki', "ab"),
@@ -520,8 +527,9 @@ def main() -> int:
                 shutil.rmtree(run_dir, ignore_errors=True)
         finally:
             for keeper in keepers:
-                for process in [*psutil.Process(keeper.pid).children(recursive=True), keeper]:
+                for process in psutil.Process(keeper.pid).children(recursive=True):
                     process.kill()
+                keeper.kill()
     for name, count in sorted(done.items()):
         print(f"{count:4} {name}")
     minutes = (time.monotonic() - began) / 60

@@ -47,7 +47,7 @@ class Stream(asyncio.StreamReader):
         super().feed_eof()
         self.closed.set()
 
-    def set_exception(self, exc: BaseException) -> None:
+    def set_exception(self, exc: Exception) -> None:
         super().set_exception(exc)
         self.closed.set()
 

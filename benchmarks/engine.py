@@ -88,7 +88,7 @@ class Load:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def until(self, tasks: list[asyncio.Future[None]], condition: Callable[[], bool]) -> None:
+    async def until(self, tasks: Sequence[asyncio.Future[None]], condition: Callable[[], bool]) -> None:
         while not condition():
             done, _ = await asyncio.wait(tasks, timeout=0.05, return_when=asyncio.FIRST_EXCEPTION)
             for task in done:

@@ -78,10 +78,16 @@ def balancer_of(count: int) -> LoadBalancer:
 async def acquire_seconds(count: int, requests: int = 20_000) -> float:
     """Of one acquire and its release."""
     balancer = balancer_of(count)
-    held = [await balancer.acquire(f"w{i}", i, 0, 10.0) for i in range(count * RUNNING // 2)]
+
+    async def acquire(name: str, key: int) -> SGLangClient:
+        server = await balancer.acquire(name, key, 0, 10.0)
+        assert server is not None  # nothing is cancelled
+        return server
+
+    held = [await acquire(f"w{i}", i) for i in range(count * RUNNING // 2)]
     began = time.process_time()
     for i in range(requests):
-        server = await balancer.acquire(f"r{i}", i * 7919, 0, 10.0)
+        server = await acquire(f"r{i}", i * 7919)
         balancer.release(held[i % len(held)], 100, 1.0, 10.0)
         held[i % len(held)] = server
     return (time.process_time() - began) / requests
@@ -211,6 +217,9 @@ class ElasticRun:
         self.served: dict[str, float] = {}  # when it first completed a request
         self.ready: dict[int, float] = {}  # joiners
 
+    def note_served(self, server: str, *_: object) -> None:
+        self.served.setdefault(server, time.monotonic())
+
     async def serve(self, *indices: int) -> None:
         """Returns when all of them are ready."""
         for index in indices:
@@ -269,7 +278,7 @@ class ElasticRun:
         engine = await Fleet(config, str(self.folder / "model"), self.folder / "logs").start()
         sampler = Sampler(
             engine, grade, next_prompt(), config, groups_per_step=self.GROUPS,
-            on_request=lambda server, *_: self.served.setdefault(server, time.monotonic()) and None,
+            on_request=self.note_served,
         )  # fmt: skip
         trained, failed, stale, gaps = set(), 0, 0.0, []
         updates: tuple[list[float], list[float]] = [], []  # without and with a dead server

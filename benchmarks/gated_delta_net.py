@@ -118,7 +118,8 @@ def _run(inputs: list[torch.Tensor], chunks: Any) -> tuple[list[torch.Tensor], f
     for _ in range(3):
         torch.cuda.synchronize()
         began = time.perf_counter()
-        out = gated_delta_rule(*inputs, chunks)
+        q, k, v, decay, strength = inputs
+        out = gated_delta_rule(q, k, v, decay, strength, chunks)
         weights = torch.randn(out.shape, generator=torch.Generator("cuda").manual_seed(1), device="cuda")
         results = [out.detach(), *torch.autograd.grad((out.float() * weights).sum(), inputs)]
         torch.cuda.synchronize()
@@ -144,8 +145,8 @@ def train(folder: Path, run: Path, changes: list[str], dry_run: bool) -> int:
     code = command(["train", str(folder / "run.yaml"), *words, *(["--dry-run"] if dry_run else [])])
     for line in (run / "metrics.jsonl").read_text().splitlines() if (run / "metrics.jsonl").exists() else []:
         record = json.loads(line)
-        words = ("gate", "gap", "kl", "loss", "grad_norm", "tokens_per")
-        shown = {key: value for key, value in record["metrics"].items() if any(word in key for word in words)}
+        named = ("gate", "gap", "kl", "loss", "grad_norm", "tokens_per")
+        shown = {key: value for key, value in record["metrics"].items() if any(word in key for word in named)}
         print(json.dumps({"step": record.get("step"), **shown}))
     return code
 

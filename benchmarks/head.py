@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,10 +33,10 @@ class Case:
 
     def __init__(self, args: argparse.Namespace, seed: int) -> None:
         g = torch.Generator("cuda").manual_seed(seed)
-        kind = {"device": "cuda", "generator": g}
+        kind: dict[str, Any] = {"device": "cuda", "generator": g}
         self.hidden = torch.randn(args.tokens, args.hidden, **kind).bfloat16().requires_grad_()
         self.weight = (torch.randn(args.vocab, args.hidden, **kind) / args.hidden**0.5).bfloat16().requires_grad_()
-        self.weight.main_grad = torch.zeros(args.vocab, args.hidden, device="cuda")  # type: ignore[attr-defined]
+        self.weight.main_grad = torch.zeros(args.vocab, args.hidden, device="cuda")
         self.targets = torch.randint(args.vocab, (args.tokens,), **kind)
         self.advantages = torch.randn(args.tokens, **kind)
         self.old = -torch.full((args.tokens,), args.vocab, device="cuda").log() + 0.1 * torch.randn(args.tokens, **kind)
@@ -52,16 +53,21 @@ def three_products(case: Case) -> None:
     torch.mm(logits.t(), case.hidden.detach())
 
 
+def world() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
 def ours_one_pass(case: Case) -> None:
     loss = OnePassLoss(case.known, LOSS)
     vocab = case.weight.shape[0]
     request = HeadRequest(case.ids, case.targets, vocab, 1.0, case.chunk, loss, "added-shared")
-    loss.loss_func(one_pass(case.hidden, case.weight, request, dist.group.WORLD))[0].backward()
+    loss.loss_func(one_pass(case.hidden, case.weight, request, world()))[0].backward()
 
 
 def ours_two_pass(case: Case) -> None:
     request = HeadRequest(case.ids, case.targets, case.weight.shape[0], 1.0, case.chunk)
-    output = torch.stack(two_pass(case.hidden, case.weight, request, dist.group.WORLD))
+    output = torch.stack(two_pass(case.hidden, case.weight, request, world()))
     make_loss_func(case.known, LOSS)(output)[0].backward()
 
 

@@ -105,7 +105,8 @@ def run_one(system: System, work: Work, folder: Path, limit: float) -> dict[str,
         "TOKENIZERS_PARALLELISM": "false", "VLLM_NO_USAGE_STATS": "1", "RAY_USAGE_STATS_ENABLED": "0",
         "VERL_FILE_LOGGER_PATH": str(folder / "steps.jsonl"),
     }  # fmt: skip
-    command, cpu, steps = system.command(work, folder), CpuTime(marked[MARK]), []
+    command, cpu = system.command(work, folder), CpuTime(marked[MARK])
+    steps: list[Any] = []
     with (folder / "log").open("w") as log, (folder / "memory").open("w") as memory:
         poll = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--loop-ms=250"]
         smi = subprocess.Popen(poll, stdout=memory) if shutil.which("nvidia-smi") else None

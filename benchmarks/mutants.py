@@ -144,9 +144,8 @@ def _test(folder: Path, tests: tuple[str, ...], report: Path) -> None:
         "PYTHONPATH": f"{folder}:{folder / 'tests' / 'support'}", "PYTHONDONTWRITEBYTECODE": "1",
     }  # fmt: skip
     for name, module in list(sys.modules.items()):  # the project's own, if the parent has imported any
-        if (
-            str(getattr(module, "__file__", None) or "").startswith(f"{ROOT}{os.sep}")
-            and ".venv" not in module.__file__
+        if str(getattr(module, "__file__", None) or "").startswith(f"{ROOT}{os.sep}") and ".venv" not in str(
+            module.__file__
         ):
             del sys.modules[name]
     import pytest

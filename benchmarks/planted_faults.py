@@ -124,7 +124,7 @@ def faults(names: list[str]) -> Iterator[Fault]:
     last = {m: find(f"self_attn.{m}_proj.weight", number=-1) for m in "qkvo"}
     last |= {"norm": find("input_layernorm.weight", number=-1), "down": find(*expert["down"], number=-1)}
 
-    def on_wire(what: str, at: str, edit: Callable[[Tensors, str, Tensors, Tensors], None]) -> Fault:
+    def on_wire(what: str, at: str, edit: Callable[..., Any]) -> Fault:
         def change(bucket: Tensors, now: Tensors, before: Tensors) -> None:
             if targets[at] in bucket:
                 edit(bucket, targets[at], now, before)

@@ -78,6 +78,7 @@ async def one(engine, index, rng, config, tokens, vocab) -> Sample:  # type: ign
 
 def gaps(policy: Policy, batch: TrainBatch, name: str) -> None:
     logprobs = policy.log_probs(batch)[0]
+    assert batch.engine_logprobs is not None
     difference = (logprobs - batch.engine_logprobs).astype(np.float64)
     kl = np.mean(np.exp(difference) - 1 - difference)
     mean, largest = np.abs(difference).mean(), np.abs(difference).max()

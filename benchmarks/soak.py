@@ -69,7 +69,7 @@ def train(folder: Path, gap: tuple[float, float]) -> int:
         record_step(self, number, metrics, groups, *others)
         time.sleep(chance.uniform(*gap))
 
-    Observer.step = step  # type: ignore[method-assign]
+    Observer.step = step  # type: ignore[method-assign,assignment]
     return main(["train", str(folder / "config.yaml")])
 
 

@@ -81,7 +81,7 @@ def trace_run(folder: Path, steps: int = 2) -> Trace:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), support])  # of grading processes
     os.environ["HF_HUB_OFFLINE"] = "1"
     import torch
-    from tiny_run import raw_config  # type: ignore
+    from tiny_run import raw_config
 
     from megatron_dapo.config import check_config, parse_config
     from megatron_dapo.trainer.loop import train
