@@ -399,12 +399,9 @@ class EvalConfig(Section):
         description="As rollout.temperature; 0: greedy, so samples: 1 is enough.",
     )
     top_p: float = Field(
-        0.7,
-        gt=0,
-        le=1,
-        description="Sample from the most likely tokens that together reach this probability. The "
+        0.7, gt=0, le=1, description="Sample from the most likely tokens that together reach this probability. The "
         "published AIME scores were sampled with 0.7.",
-    )
+    )  # fmt: skip
     top_k: int = Field(-1, ge=-1, description="Sample from the N most likely tokens; -1: from all.")
     stop: list[NonEmptyText] | None = Field(None, description="Strings that end a response; null: rollout.stop.")
     max_response_tokens: int | None = Field(

@@ -162,7 +162,7 @@ def _policy_shift(history: History) -> str | None:
 
 
 def _filter_yield(history: History) -> str | None:
-    share = history.get("rollout/filter_yield") or filter_yield(history.now)
+    share = filter_yield(history.now)
     if not share or share >= 0.1:  # 0: see nothing-kept
         return None
     dropped = dropped_groups(history.now)

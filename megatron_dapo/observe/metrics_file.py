@@ -319,7 +319,9 @@ def dropped_groups(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def filter_yield(metrics: Mapping[str, float]) -> float | None:
-    """Kept groups per group that the filter judged; None if it judged none."""
+    """Kept groups per group that the filter judged; None if it judged none. Metrics of a `Run` have it."""
+    if (known := metrics.get("rollout/filter_yield")) is not None:
+        return known
     kept = metrics.get("rollout/groups_kept")
     if kept is None:
         return None

@@ -289,8 +289,8 @@ class UpdateStep:
                 micro.targets[scored],
                 vocab=self.shape.vocab,
                 temperature=self.config.rollout.temperature,
-                exact=self.config.policy.uses_exact_kernels,
-                chunk_tokens=self.config.policy.head_chunk(self.shape.vocab),
+                exact=policy.uses_exact_kernels,
+                chunk_tokens=policy.head_chunk(self.shape.vocab),
                 loss=one_pass,
                 weight_gradient=self._weight_gradient,
             )
