@@ -57,6 +57,11 @@ class ServerConfig(Section):
         description="Engines and trainer are colocated on the same GPUs: engines release weights and KV cache while "
         "the trainer works, and the trainer's state is offloaded to host memory while they generate.",
     )
+    share_base: bool = Field(
+        False,
+        description="With LoRA (weights.transport: adapter), one rank and one server on one GPU: the trainer computes "
+        "with the server's copy of the frozen base, both at the same time. Such a server is not restarted.",
+    )
     device: Literal["cuda", "cpu"] = Field(
         "cuda", description="Device of the servers that this run starts; cpu is for tests with small models."
     )
@@ -401,6 +406,11 @@ class RolloutConfig(Section):
         return self.engine == "sglang" and self.weights.transport == "adapter"
 
     @property
+    def shares_base(self) -> bool:
+        """Whether the trainer computes with the frozen base in a server's memory."""
+        return self.engine == "sglang" and self.servers.share_base
+
+    @property
     def broadcasts_weights(self) -> bool:
         return self.engine == "sglang" and self.weights.transport == "distributed"
 
@@ -425,7 +435,7 @@ class RolloutConfig(Section):
         merged = not self.sends_adapters
         self.servers.demand(
             packed_experts=weights.pack_experts and weights.transport != "disk" and merged,
-            checksums=weights.proof == "checksum" and merged,
+            checksums=(weights.proof == "checksum" and merged) or self.servers.share_base,
         )
         if not merged:
             self._check_adapters()

@@ -295,6 +295,8 @@ class Config(Section):
             raise ValueError("policy.moe.router_fusion chooses the experts itself: turn it off to use routing_replay")
 
     def _check_adapters(self) -> None:
+        if self.rollout.servers.share_base:
+            self._check_shared_base()
         if not self.rollout.sends_adapters:
             return
         if not self.policy.lora.rank:
@@ -307,6 +309,19 @@ class Config(Section):
                 "another one than the engines load: convert it to a HF model, or use disk"
             )
         self.rollout.servers.demand(lora=self.policy.lora)
+
+    def _check_shared_base(self) -> None:
+        servers, policy = self.rollout.servers, self.policy
+        needed = {
+            "rollout.weights.transport: adapter": self.rollout.sends_adapters,
+            "trainer.ranks: 1": self.trainer.ranks == 1,
+            "rollout.servers.count: 1": servers.count == 1,
+            "rollout.servers.tensor_parallel: 1": servers.tensor_parallel == 1,
+            "a server that this run starts (no rollout.servers.urls)": not servers.urls,
+            "policy.true_on_policy: false": not policy.true_on_policy,
+        }
+        if missing := [key for key, there in needed.items() if not there]:
+            raise ValueError(f"rollout.servers.share_base needs {', '.join(missing)}")
 
     def _check_stops(self) -> None:
         if any(token < 0 for token in self.rollout.stop_token_ids):

@@ -17,7 +17,7 @@ from functools import lru_cache
 from megatron_dapo.config import ModelShape
 from megatron_dapo.config.families.tensors import Split
 from megatron_dapo.config.policy import PolicyConfig
-from megatron_dapo.weights.mapping import adapted, layer_mappings, padded_vocab
+from megatron_dapo.weights.mapping import adapted, layer_mappings, padded_vocab, parameter_mappings
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +141,12 @@ def rank_parameters(shape: ModelShape, policy: PolicyConfig, stage: int) -> Rank
     if last:
         dense += shape.hidden + (_value_head(shape) or (0 if shape.tied_embeddings and first else table))
     return RankParameters(dense, layers["experts"] // (policy.expert_parallel * policy.expert_tensor_parallel))
+
+
+def rows_in_hf_order(shape: ModelShape) -> int:
+    """Parameters whose rows Megatron has in the order of a checkpoint; the others are those of q, k and v."""
+    stored = (mapping for mapping in parameter_mappings(shape).values() if not mapping.tied)
+    return sum(math.prod(mapping.shape) for mapping in stored if mapping.in_hf_order)
 
 
 def trained_parameters(shape: ModelShape, policy: PolicyConfig, stage: int) -> RankParameters:

@@ -16,7 +16,7 @@ from megatron_dapo.planner.generation import Generation, generate
 from megatron_dapo.planner.hardware import GIB, Cluster, PlanError
 from megatron_dapo.planner.memory import Layers, TrainerMemory, kept_while_engines_work, stage_memory
 from megatron_dapo.planner.models import model_shape
-from megatron_dapo.planner.parameters import Parameters, count_parameters
+from megatron_dapo.planner.parameters import Parameters, count_parameters, rows_in_hf_order
 from megatron_dapo.planner.search import (
     Candidate,
     CriticTask,
@@ -366,7 +366,8 @@ def task_of(
     if config.uses_critic:
         own = model_shape(config.critic.model, "critic.model") if config.critic.model else shape
         critic = CriticTask(own.as_value_model(), config.critic)
-    return Task(shape, work, cluster, mfu, layers, *shared_gpu(config, cluster), critic)
+    shared = 2.0 * rows_in_hf_order(shape) if config.rollout.shares_base else 0.0
+    return Task(shape, work, cluster, mfu, layers, *shared_gpu(config, cluster), critic, shared)
 
 
 def shared_gpu(config: Config, cluster: Cluster) -> tuple[float, float]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from typing import Any
@@ -58,6 +58,7 @@ class Task:
     residue: float = 0.0  # bytes that a colocated engine holds while the trainer works
     kept: float = 0.0  # bytes that the trainer holds while a colocated engine works
     critic: CriticTask | None = None
+    shared: float = 0.0  # bytes of weights that are a colocated engine's own (rollout.servers.share_base)
 
     @property
     def world(self) -> int:
@@ -122,7 +123,8 @@ def critic_seconds(task: Task, policy: PolicyConfig) -> tuple[float, float]:
 
 def memory_of(task: Task, policy: PolicyConfig) -> TrainerMemory:
     micro_batches = most_micro_batches(policy, task.work, task.world)
-    return trainer_memory(task.shape, policy, task.world, micro_batches, task.layers)
+    memory = trainer_memory(task.shape, policy, task.world, micro_batches, task.layers)
+    return replace(memory, weights=memory.weights - task.shared)
 
 
 def why_illegal(task: Task, policy: PolicyConfig) -> str | None:

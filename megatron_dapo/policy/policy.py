@@ -37,9 +37,17 @@ from megatron_dapo.policy.model.gpt import PolicyModel, build_model
 from megatron_dapo.policy.model.lora import Adapters, load_adapters
 from megatron_dapo.policy.step import UpdateStep
 from megatron_dapo.sync.gather import WeightBuckets
+from megatron_dapo.sync.shared_bucket import opened
 from megatron_dapo.weights.adapters import adapter_mappings, base_fingerprint, read_adapter
+from megatron_dapo.weights.formats.readers import HFReader
 from megatron_dapo.weights.mapping import ParameterMapping, parameter_mappings
-from megatron_dapo.weights.model_weights import RankPosition, live_adapters, live_mappings, load_hf_weights
+from megatron_dapo.weights.model_weights import (
+    RankPosition,
+    live_adapters,
+    live_mappings,
+    load_hf_weights,
+    use_server_weights,
+)
 
 
 class Policy:
@@ -48,7 +56,7 @@ class Policy:
         self.shape = shape
         self.runtime = runtime
         self._reference: list[Tensor] | None = None
-        self.model: list[PolicyModel] = build_model(shape, config.policy, runtime)
+        self.model: list[PolicyModel] = build_model(shape, config.policy, runtime, empty=config.rollout.shares_base)
         if config.policy.lora.rank:
             self._add_adapters(config.policy.lora)
         on_cuda = runtime.device.type == "cuda"
@@ -150,6 +158,12 @@ class Policy:
         """Fills the model from a HF directory or HF-named tensors. A missing or unknown tensor is an error."""
         load_hf_weights(self.model, self.shape, source, self.position)
         self.optimizer.reload_model_params()
+
+    def use_base(self, references: Mapping[str, str]) -> None:
+        """The frozen base becomes that of an engine (`SGLangEngine.shared_base`). Only rows that the engine has in
+        another order are copied."""
+        base = {name: opened(reference, self.runtime.device) for name, reference in references.items()}
+        use_server_weights(self.model, self.shape, base, HFReader(self.config.policy.model))
 
     def offload_training_state(self) -> int:
         """Moves master weights and optimizer state to host memory and drops the gradient buffers, which makes room for

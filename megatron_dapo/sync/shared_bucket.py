@@ -24,8 +24,9 @@ from typing import Any
 
 import torch
 import torch.multiprocessing  # registers how tensors are pickled by reference to shared memory
-from torch.multiprocessing.reductions import reduce_tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
+from megatron_dapo.errors import EngineError
 from megatron_dapo.sync.bucket import Bucket, flatten
 from megatron_dapo.weights.tensor_spec import TensorSpec, flat_starts
 
@@ -137,6 +138,20 @@ def share(bucket: Bucket, *, pack_experts: bool = False, by_value: bool = False)
         os.set_inheritable(STDERR, True)
         torch.multiprocessing.set_sharing_strategy(before)
     return SharedBucket(base64.b64encode(buffer.getvalue()).decode(), [flat.flat])
+
+
+def opened(reference: str, device: torch.device) -> torch.Tensor:
+    """A tensor in a server's memory, by the reference that in_server/megatron_dapo_base.py made."""
+    gpu, arguments = pickle.loads(base64.b64decode(reference))
+    if not gpu:
+        file, shared, count, dtype, shape = arguments
+        tensor = torch.from_file(file, shared, count, dtype=dtype).view(shape)
+        os.unlink(file)
+        return tensor
+    if gpu != (own := str(torch.cuda.get_device_properties(device).uuid)):
+        raise EngineError(f"the server is on GPU {gpu}, the trainer on {own}: rollout.servers.share_base needs one GPU")
+    arguments = (*arguments[:DEVICE_ARGUMENT], device.index, *arguments[DEVICE_ARGUMENT + 1 :])
+    return rebuild_cuda_tensor(*arguments)
 
 
 class _Pickler(ForkingPickler):

@@ -117,12 +117,16 @@ class Trainer:
             phase.note("starting the engines")
             self.colocation.offload_all()
             self.rollouts.start()
-            if self.colocation.shared:
+            if self.colocation.shared or self.config.rollout.shares_base:
                 self.rollouts.await_start()
                 self.colocation.onload()
             phase.note("loading weights")
             converted = self.config.policy.megatron_checkpoint
-            self.policy.load_hf(MegatronAsHF(converted, self.policy.shape) if converted else self.config.policy.model)
+            if self.config.rollout.shares_base:
+                self.policy.use_base(self.rollouts.shared_base() or {})
+            else:
+                source = MegatronAsHF(converted, self.policy.shape) if converted else self.config.policy.model
+                self.policy.load_hf(source)
             if self.policy.needs.reference:
                 self.policy.keep_reference()
             if self.critic is not None and not resume:

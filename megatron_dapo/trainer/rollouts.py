@@ -16,7 +16,7 @@ import os
 import socket
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -34,6 +34,9 @@ from megatron_dapo.sync.remote_sender import RemoteSender, SenderLink
 from megatron_dapo.trainer.collectives import Collectives
 from megatron_dapo.trainer.rollout_driver import RolloutDriver
 from megatron_dapo.types import StepBatch
+
+if TYPE_CHECKING:
+    from megatron_dapo.engines.sglang.engine import SGLangEngine
 
 T = TypeVar("T")
 
@@ -245,6 +248,11 @@ class Rollouts:
             return self.wait_for(doing, lambda driver: driver.evaluate(step, phase.update), stoppable=True)
 
     # ---- weights and memory ----
+
+    def shared_base(self) -> dict[str, str] | None:
+        """`SGLangEngine.shared_base`, of the one rank."""
+        doing = "mapping the engine's weights"
+        return self.wait_for(doing, lambda driver: cast("SGLangEngine", driver.engine).shared_base())
 
     def connect(self, policy: Policy) -> None:
         """Before the first weights are sent: plans the buckets."""

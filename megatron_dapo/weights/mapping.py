@@ -64,6 +64,11 @@ class ParameterMapping:
     vocabulary: bool = False  # may have padding rows, so that tensor-parallel ranks get equal shares
     tied: bool = False  # output layer of a model with tied embeddings: not stored, filled from the embedding
 
+    @property
+    def in_hf_order(self) -> bool:
+        """Whether its rows are those of its HF tensors, one after the other."""
+        return len(self.segments) == len(self.hf)
+
     def segments_of(self, source: int) -> list[Segment]:
         """The segments of HF tensor number `source`, in the order of its rows."""
         return sorted((s for s in self.segments if s.source == source), key=lambda s: s.hf_start)

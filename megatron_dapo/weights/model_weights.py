@@ -82,6 +82,39 @@ def load_hf_weights(
     return len(found)
 
 
+# By the layer that SGLang makes of several: the first of them in HF's order.
+FUSED = {"qkv_proj": "q_proj", "gate_up_proj": "gate_proj"}
+
+
+@torch.no_grad()
+def use_server_weights(
+    model_chunks: Sequence[nn.Module], shape: ModelShape, served: Mapping[str, Tensor], files: Mapping[str, Tensor]
+) -> None:
+    """The parameters become those of an SGLang server with the same model on one GPU, where it has their rows in the
+    same order; others are copied. `served`: by SGLang's names. `files`: the model, of which some rows are compared."""
+    for mapping, parameter in live_mappings(model_chunks, shape, WHOLE):
+        name = mapping.hf[0]
+        for fused, first in FUSED.items():
+            name = name.replace(f".{first}.", f".{fused}.")
+        found, rows = served.get(name), [size[0] for size in mapping.hf_shapes]
+        if found is None or found.shape[0] < sum(rows) or found.shape[1:] != parameter.shape[1:]:
+            has = "none" if found is None else f"one of shape {tuple(found.shape)}"
+            raise WeightsError(f"the server should have a parameter {name} with {sum(rows)} rows, but has {has}")
+        if (found.dtype, found.device) != (parameter.dtype, parameter.device):
+            expected = f"{parameter.dtype} on {parameter.device}"
+            raise WeightsError(f"{name} is {found.dtype} on {found.device} in the server, but should be {expected}")
+        pieces = dict(zip(mapping.hf, found.narrow(0, 0, sum(rows)).split(rows), strict=True))
+        for hf, piece in pieces.items():
+            sample = torch.linspace(0, len(piece) - 1, min(len(piece), 4)).long()
+            if not torch.equal(piece[sample.to(piece.device)].cpu(), files[hf][sample].to(piece.dtype)):
+                raise WeightsError(f"{name} in the server is not {hf} of the model: share_base cannot be used")
+        if mapping.in_hf_order and len(parameter) <= len(found):
+            parameter.data = found.narrow(0, 0, len(parameter))
+        else:
+            full = megatron_tensor(mapping, pieces)
+            parameter.data = shard(mapping, full, 0, 1, rows=len(parameter)).clone()
+
+
 def live_mappings(
     model_chunks: Sequence[nn.Module], shape: ModelShape, position: RankPosition
 ) -> Iterator[tuple[ParameterMapping, nn.Parameter]]:

@@ -6,19 +6,23 @@ import os
 import re
 import shutil
 import signal
+from functools import partial
 
 import forked
 import numpy as np
+import psutil
 import pytest
 import torch
 from event_loop import until
 from fake_server import FakeServer
 from installed_sglang import API_KEY_VARIABLE, SGLANG_VERSIONS, require_sglang, start_servers
-from long_lists import ALL_CASES
+from long_lists import ALL_CASES, some
 from subject import PROMPT, run
 from tiny_model import reference_logprobs, tiny_model, write_model
 from tiny_run import raw_config
+from waiting import free_port
 
+from megatron_dapo import fault_points
 from megatron_dapo.config import ConfigError, ModelShape, check_config, parse_config
 from megatron_dapo.config.policy import LoraConfig
 from megatron_dapo.engines.protocol import SamplingParams, WeightUpdateError
@@ -26,6 +30,8 @@ from megatron_dapo.engines.sglang import client, transports
 from megatron_dapo.engines.sglang.engine import SGLangEngine
 from megatron_dapo.engines.sglang.fleet import Fleet
 from megatron_dapo.errors import EngineError
+from megatron_dapo.policy.policy import Policy
+from megatron_dapo.trainer.signals import FAILED
 from megatron_dapo.types import FinishReason
 from megatron_dapo.weights.adapters import adapter_mappings, adapter_name
 
@@ -179,6 +185,25 @@ async def test_refused_servers(change, cause):
         await SGLangEngine.connect([server.url], config_of())
 
 
+@pytest.mark.parametrize(
+    ("change", "missing"),
+    [
+        ({"rollout": {"weights": {"transport": "tensor"}}}, "rollout.weights.transport: adapter"),
+        ({"trainer": {"ranks": 2}}, "trainer.ranks: 1"),
+        ({"rollout": {"servers": {"share_base": True, "count": 2}}}, "rollout.servers.count: 1"),
+        ({"rollout": {"servers": {"share_base": True, "urls": ["http://a:1"]}}}, "a server that this run starts"),
+    ],
+)
+def test_a_shared_base_needs_one_rank_and_one_server_of_its_own(change, missing):
+    raw = {
+        "policy": {"lora": {"rank": RANK}}, "trainer": {"ranks": 1},
+        "rollout": {"engine": "sglang", "weights": {"transport": "adapter"}, "servers": {"share_base": True}},
+    }  # fmt: skip
+    assert parse_config(raw).rollout.shares_base
+    with pytest.raises(ConfigError, match=f"share_base needs .*{missing}"):
+        parse_config({section: values | change.get(section, {}) for section, values in raw.items()})
+
+
 # ---- on a real server ----
 
 
@@ -233,6 +258,49 @@ def test_a_run_trains_with_adapters_on_a_real_server(lora_server, tmp_path):
         log = (tmp_path / "run" / "logs" / "trainer.log").read_text()
         found = re.findall(r"version (\d) acknowledged by 1 of 1, 1 with the checksums of (\d+) of \2 tensors", log)
         assert "".join(version for version, _ in found).endswith(versions) and "trainer and engine agree" in log
+
+
+def note_what_is_shared(note, killed):
+    """`note` gets the parameters of the base, and whether their memory is shared. `killed`: the server, in step 3."""
+    use = Policy.use_base
+
+    def noted(policy, references):
+        use(policy, references)
+        base = {name: weight for name, weight in policy.model[0].named_parameters() if not name.startswith("adapters")}
+        note.write_text("\n".join(f"{name} {weight.is_shared()}" for name, weight in base.items()))
+
+    def kill():
+        (server,) = (p for p in psutil.Process().children(recursive=True) if "sglang::scheduler" in p.name())
+        server.kill()
+
+    Policy.use_base = noted
+    if killed:
+        fault_points.on("loop/before_update", kill, count=5)  # two of each step
+
+
+@pytest.mark.parametrize("killed", some((False, True), False))
+def test_a_run_computes_with_the_base_in_its_servers_memory(tmp_path, capfd, killed):
+    """Only q, k and v, whose rows Megatron orders differently, are the trainer's own. Without the server there is no
+    base: the run saves its adapter and ends."""
+    python = require_sglang(VERSION)
+    raw = raw_config(
+        write_model(tmp_path / "model"), tmp_path / "run", trainer__steps=4 if killed else 2, trainer__ranks=1,
+        policy__lora={"rank": RANK, "alpha": ALPHA}, rollout__engine="sglang", rollout__max_staleness=1,
+        rollout__weights={"transport": "adapter"},
+        rollout__servers={
+            "device": "cpu", "dtype": "float32", "python": str(python), "port": free_port(), "share_base": True,
+            "heartbeat": 0.5,
+        },
+    )  # fmt: skip
+    assert forked.run(raw, partial(note_what_is_shared, tmp_path / "base", killed)) == (FAILED if killed else 0)
+    base = dict(line.split() for line in (tmp_path / "base").read_text().splitlines())
+    assert {name.split(".", 3)[-1] for name, shared in base.items() if shared == "False"} == {
+        "self_attention.linear_qkv.weight"
+    }
+    steps = forked.steps_of(tmp_path / "run")
+    assert len(steps) == (3 if killed else 2) and steps[0]["train/mismatch_max"] < 1e-4
+    assert (tmp_path / "run" / "checkpoints" / f"step_{len(steps)}" / "policy" / "adapter").is_dir()
+    assert ("the trainer computes with its memory (rollout.servers.share_base)" in capfd.readouterr().err) == killed
 
 
 async def test_a_real_server_agrees_with_the_merged_model_and_gets_its_adapter(lora_server, tmp_path, monkeypatch):

@@ -30,6 +30,7 @@ from megatron_dapo.weights.adapters import (
     read_adapter,
 )
 from megatron_dapo.weights.mapping import WeightsError, parameter_mappings
+from megatron_dapo.weights.model_weights import use_server_weights
 
 LORA = OPTIONS["lora"]["lora"]
 jobs = RankJobs()
@@ -143,6 +144,56 @@ def oracle(request, tmp_path_factory):
     changed = merge_adapter(base, folder / "adapter", str(folder / "merged"))
     assert changed == len(tensors) // 2
     return shape, base, tensors, type(reference).from_pretrained(folder / "merged", config=reference.config)
+
+
+def as_served(tensors, wrong):
+    """As a server of SGLang has them: q, k and v are one, gate and up are one, the vocabulary is padded."""
+    served = {}
+    for name, tensor in tensors.items():
+        for fused, parts in (("qkv_proj", ("q", "k", "v")), ("gate_up_proj", ("gate", "up"))):
+            if f".{parts[0]}_proj." in name:
+                pieces = [tensors[name.replace(f".{parts[0]}_", f".{part}_")] for part in parts]
+                served[name.replace(f"{parts[0]}_proj", fused)] = torch.cat(pieces)
+        served[name] = torch.cat([tensor, tensor[:3]]) if "embed_tokens" in name else tensor
+    name, change = WRONG_SERVERS.get(wrong, ("model.norm.weight", lambda tensor: tensor))
+    served[name] = change(served[name])
+    return served
+
+
+WRONG_SERVERS = {
+    "model.layers.1.mlp.down_proj.weight in the server is not": ("model.layers.1.mlp.down_proj.weight", torch.neg),
+    "rows, but has one of shape": ("model.layers.0.mlp.gate_up_proj.weight", lambda tensor: tensor[1:]),
+    "is torch.bfloat16 on cpu in the server": ("model.norm.weight", torch.Tensor.bfloat16),
+    "but has none": ("model.layers.0.self_attn.qkv_proj.weight", lambda tensor: None),
+}
+
+
+def use_servers(rendezvous, shape, folder):
+    own, files = make_policy(rendezvous, "single", shape, folder), load_file(f"{folder}/model.safetensors")
+    servers = own.config.rollout.servers.model_copy(update={"share_base": True})
+    rollout = own.config.rollout.model_copy(update={"engine": "sglang", "servers": servers})
+    config = own.config.model_copy(update={"rollout": rollout})
+    policy, served, batch = Policy(config, shape, own.runtime), as_served(files, ""), awkward_batch(shape, 0)
+    refusals = []
+    for wrong in WRONG_SERVERS:
+        with pytest.raises(WeightsError) as refused:
+            use_server_weights(policy.model, shape, as_served(files, wrong), files)
+        refusals.append(str(refused.value))
+    use_server_weights(policy.model, shape, served, files)
+    pointers = {tensor.data_ptr() for tensor in served.values()}
+    base = {name: p for name, p in policy.model[0].named_parameters() if not name.startswith("adapters")}
+    copied = {name.split(".", 3)[-1] for name, weight in base.items() if weight.data_ptr() not in pointers}
+    return refusals, copied, [p.log_probs(batch)[0].tolist() for p in (own, policy)]
+
+
+def test_the_base_can_be_in_a_servers_memory(tmp_path):
+    """The same model, bit for bit. Only q, k and v have memory of their own: Megatron orders their rows differently."""
+    shape = synthetic_shape("dense")
+    refusals, copied, (own, shared) = jobs.add(1, use_servers, shape, hf_weights(hf_model(shape), tmp_path)).results()[
+        0
+    ]
+    assert own == shared and {name.rsplit(".", 1)[0] for name in copied} == {"self_attention.linear_qkv"}
+    assert all(wrong in refusal for wrong, refusal in zip(WRONG_SERVERS, refusals, strict=True)), refusals
 
 
 def write_peft(folder, tensors, **changes):

@@ -30,7 +30,7 @@ import numpy as np
 
 from megatron_dapo.config.rollout import RolloutConfig
 from megatron_dapo.engines.protocol import Capabilities, Completion, ForeignWeightsError, SamplingParams, WeightReport
-from megatron_dapo.engines.sglang.client import SGLangClient
+from megatron_dapo.engines.sglang.client import CHECKSUM_LOADERS, SGLangClient
 from megatron_dapo.engines.sglang.http import (
     OutcomeUnknown,
     RequestRefused,
@@ -42,6 +42,7 @@ from megatron_dapo.engines.sglang.http import (
     wait_all,
     wait_for_living,
 )
+from megatron_dapo.engines.sglang.in_server.megatron_dapo_base import ACTION as SHARE
 from megatron_dapo.engines.sglang.load_balancer import LoadBalancer
 from megatron_dapo.engines.sglang.response_parser import BASE_LABEL, BadReply, UnfinishedUpdate, UnknownLabel
 from megatron_dapo.engines.sglang.weight_update import WeightUpdater
@@ -161,6 +162,18 @@ class SGLangEngine:
 
     async def capabilities(self) -> Capabilities:
         return await next((s for s in self.servers if not s.state.down), self.servers[0]).capabilities()
+
+    async def shared_base(self) -> dict[str, str]:
+        """By SGLang's name of a parameter: a pickled reference to its memory (rollout.servers.share_base)."""
+        (server,), timeout = self.servers, self.config.weights.timeout
+        bracketed = (await server.capabilities()).bracketed_updates
+        if bracketed:
+            await server.begin_update(timeout)
+        await server.call_loader(CHECKSUM_LOADERS[0], timeout)
+        if bracketed:
+            await server.end_update(timeout)
+        (found,) = await server.checksums(SHARE)
+        return found
 
     # ---- servers that come and fail ----
 

@@ -70,7 +70,7 @@ class Supervisor:
         self._state = server.state
         self._engine = engine
         self._config = config
-        self.budget = RestartBudget(config.restarts, config.restart_recovery)
+        self.budget = RestartBudget(0 if config.share_base else config.restarts, config.restart_recovery)
         self.budget.serving()
         self.restarts = 0
         self.joined: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # it serves, or why it does not
@@ -232,6 +232,8 @@ class Supervisor:
                 with contextlib.suppress(EngineError):
                     await self._process.end(KILL_SECONDS)
         why = f"{self._state.why}; given up after {self.budget.used} restarts (rollout.servers.restarts)"
+        if self._config.share_base:
+            why = f"{self._state.why}; the trainer computes with its memory (rollout.servers.share_base)"
         self._state.given_up(why)
         log.error("server %s: %s", self._server.name, why)
         return False

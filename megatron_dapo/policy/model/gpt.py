@@ -11,6 +11,7 @@ import inspect
 from typing import Any
 
 import megatron.core
+import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
@@ -65,17 +66,20 @@ class PolicyModel(GPTModel):
         )
 
 
-def build_model(shape: ModelShape, policy: PolicyConfig, runtime: Runtime) -> list[PolicyModel]:
-    """This rank's model chunks (one per virtual pipeline stage), randomly initialised, on the runtime's device."""
+def build_model(shape: ModelShape, policy: PolicyConfig, runtime: Runtime, *, empty: bool = False) -> list[PolicyModel]:
+    """This rank's model chunks (one per virtual pipeline stage), randomly initialised, on the runtime's device.
+    `empty`: parameters have no memory of their own until they are given some."""
     with layers_for(policy):
-        return _build_chunks(shape, policy, runtime)
+        return _build_chunks(shape, policy, runtime, empty)
 
 
-def _build_chunks(shape: ModelShape, policy: PolicyConfig, runtime: Runtime) -> list[PolicyModel]:
+def _build_chunks(shape: ModelShape, policy: PolicyConfig, runtime: Runtime, empty: bool) -> list[PolicyModel]:
     te = has_transformer_engine()
     check_hardware(policy, te)
     check_grouped_experts(shape, policy, te, megatron.core.__version__)
     config = transformer_config(shape, policy)
+    if empty:  # host memory that is never written costs nothing
+        config.use_cpu_initialization, config.perform_initialization = True, False
     if policy.tp_comm_overlap:
         _make_communication_buffers(shape, policy)
     chunks = []
@@ -110,6 +114,8 @@ def _build_chunks(shape: ModelShape, policy: PolicyConfig, runtime: Runtime) -> 
         if shape.is_moe:
             install_hooks(chunk)
             separate_expert_gradients(chunk, config)
+        for parameter in chunk.parameters() if empty else ():
+            parameter.data = torch.empty(1, dtype=parameter.dtype, device=runtime.device).expand(parameter.shape)
         chunks.append(chunk.to(runtime.device))
     return chunks
 

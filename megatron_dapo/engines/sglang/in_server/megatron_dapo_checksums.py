@@ -282,18 +282,21 @@ def record_again(model: Any, named_tensors: Any) -> None:
 
 @functools.cache
 def _answer() -> None:
-    """Teaches /weights_checker our actions: this one, and those of the other module."""
+    """Teaches /weights_checker our actions: this one, and those of the other modules."""
+    import megatron_dapo_base  # type: ignore[import-not-found]
     import megatron_dapo_layers  # type: ignore[import-not-found]
 
     def answer(model: Any, action: str) -> dict[str, str] | None:
         recorder = getattr(model, "megatron_dapo_recorder", None)
         if recorder is None:  # a draft model
             return None
+        if action == megatron_dapo_base.ACTION:
+            return megatron_dapo_base.answer(model)
         if action != ACTION:
             return megatron_dapo_layers.answer(model, action)
         return recorder.checksums() if recorder.at_load is None else recorder.at_load
 
-    teach((ACTION, *megatron_dapo_layers.ACTIONS), answer)
+    teach((ACTION, megatron_dapo_base.ACTION, *megatron_dapo_layers.ACTIONS), answer)
 
 
 def teach(actions: tuple[str, ...], answer: Callable[[Any, str], dict[str, str] | None]) -> None:
