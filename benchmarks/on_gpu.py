@@ -13,6 +13,8 @@ Groups with several ranks on the one GPU, each at most 25 minutes: `layouts` (th
 DIR/layouts.md is its table), `sync` (weights over NCCL) and `runs` (TP2, DP2, PP2 and CP2, TP2 with a server that is
 tensor parallel as well, then a run that is killed twice and goes on in another layout). `exact` has one rank: 20 steps
 with `policy.true_on_policy` and 20 without, then two runs of which one is killed; DIR/exact.md says what is equal.
+`learning` has one rank, too: `full`, `lora` and `vapo` learn on equally many samples and can run at the same time, one
+command each (`--only`); the `step_…` runs are for speed and must be alone on the GPU; DIR/learning.md is its table.
 Several ranks need NCCL 2.30 or newer and these settings; the Multi-Process Service lets their kernels run side by side:
 
     export LD_PRELOAD=…/nvidia/nccl/lib/libnccl.so.2 NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_MAX_NCHANNELS=2
@@ -24,6 +26,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import shlex
 import signal
@@ -36,7 +39,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_dapo.config import load_config
 from megatron_dapo.observe.metrics_file import is_wall_clock
+from megatron_dapo.planner.assumptions import DEFAULT_MFU, GIB
+from megatron_dapo.planner.hardware import cluster_of
+from megatron_dapo.planner.memory import Layers
+from megatron_dapo.planner.models import model_shape
+from megatron_dapo.planner.plan import task_of
+from megatron_dapo.planner.search import judge
+from megatron_dapo.planner.workload import Workload
 
 HERE = Path(__file__).resolve().parent
 EXAMPLE = str(HERE.parent / "examples/gsm8k_1gpu/gsm8k.yaml")
@@ -119,6 +130,45 @@ def measurements(
         exact("exact_killed", 6, *pair, "trainer.checkpoint.every=2", kill_at=killed),
         exact("exact_resumed", 6, *pair, unsaved, folder="run_exact_killed", wait=10),
     ]
+
+    def learning(name: str, steps: int, seconds: int, fraction: str, *changes: str) -> Measurement:
+        """The server keeps its memory beside the trainer; its KV cache has a fixed size, whatever else is started."""
+        same = (unsaved, "rollout.servers.share_gpus=false", *changes)
+        more = ("--max-total-tokens", "200000")
+        arguments = ["train", *gsm8k(steps, f"run_{name}", *same, fraction=fraction, more=more)]
+        return Measurement(name, seconds, "megatron-dapo", arguments, "learning")
+
+    def learns(name: str, steps: int, every: int, port: int, *changes: str) -> Measurement:
+        """One of three trainers on the GPU."""
+        same = ("policy.micro_batch_tokens=4096", f"evaluate.every={every}", f"rollout.servers.port={port}")
+        return learning(name, steps, 1500, "0.6", *same, *changes)
+
+    def alone(name: str, *changes: str) -> Measurement:
+        """Every step trains on 512 samples, none is dropped."""
+        same = ("evaluate.every=0", "policy.micro_batch_tokens=8192", "rollout.dynamic_sampling=false")
+        return learning(name, 6, 300, "0.4", *same, "rollout.sampler.oversampling=1", *changes)
+
+    lora = ("policy.lora.rank=32", "policy.optimizer.lr=2e-5", "rollout.weights.transport=adapter")
+    critic = ("algorithm.advantage=gae", "critic.optimizer.lr=1e-5", "critic.optimizer.warmup_steps=0")
+    # Samples for tools/make_demo.py: two responses of 16 prompts, of 12 steps and the first.
+    samples = ("observe.samples_every=2", "observe.samples_groups=16", "observe.samples_responses=2")
+    # Four steps train the critic alone, while the server generates on; 24 steps train the policy. At five times the
+    # paper's rate the critic learns in few updates. Responses have 300 tokens: the paper's alpha of 0.05 would weight
+    # what the critic says 15 tokens later, and it knows little yet; 1.0 weights the reward. Groups of two, because the
+    # critic is the baseline and other prompts teach more than further samples of one (docs/critic.md).
+    vapo = (
+        "algorithm.preset=vapo", "algorithm.gae.alpha=1.0", "critic.pretraining.steps=4",
+        "rollout.sampler.oversampling=1", "rollout.samples_per_prompt=2", "trainer.prompts_per_step=256",
+        "trainer.mini_batch_prompts=128",
+    )  # fmt: skip
+    learning_runs = [
+        learns("full", 24, 12, 31000, *samples),
+        learns("lora", 24, 12, 32000, *lora),
+        learns("vapo", 28, 16, 33000, *critic, *vapo),
+        alone("step_full"),
+        alone("step_critic", *critic, "critic.offload=false"),
+        alone("step_lora", *lora),
+    ]
     te, saved = ("--dtype", "bf16", "--layers", "te"), out / "run_resumed" / "checkpoints"
     many_ranks = [
         layouts(2, "torch", "tp2sp,pp2+uneven,pp2vpp2,cp2,dp2do,ep2", "--dtype", "fp32,bf16", "--models",
@@ -158,6 +208,7 @@ def measurements(
     return [
         *many_ranks,
         *exact_runs,
+        *learning_runs,
         Measurement("step", 150, "step.py", ["--options", "--only", "fp8", "--repeats", "5"]),
         Measurement("step_32k", 60, "step.py", ["--tokens", "32768", "--sequences", "16", "--repeats", "5"]),
         Measurement("step_moe", 90, "step.py", ["--model", "moe", "--repeats", "5"]),
@@ -294,23 +345,27 @@ def write_table(out: Path) -> None:
     print("\n".join(lines[len(rows) + 2 :]), flush=True)
 
 
+def read_metrics(run: Path, kind: str = "step") -> dict[int, dict[str, float]]:
+    """By step; empty for a run that does not exist."""
+    file = run / "metrics.jsonl"
+    records = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return {record["step"]: record["metrics"] for record in records if record["kind"] == kind}
+
+
+def median(found: Sequence[dict[str, float]], metric: str) -> float:
+    """Of the steps that have it; NaN: none has."""
+    values = [metrics[metric] for metrics in found if metric in metrics]
+    return statistics.median(values) if values else math.nan
+
+
 def write_exact(out: Path) -> None:
     """DIR/exact.md: mismatch and speed of each run, and the numbers of the killed one that differ."""
-
-    def steps(name: str) -> dict[int, dict[str, float]]:
-        file = out / name / "metrics.jsonl"
-        records = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-        return {record["step"]: record["metrics"] for record in records if record["kind"] == "step"}
-
-    def median(found: Sequence[dict[str, float]], metric: str) -> float:
-        return statistics.median(metrics[metric] for metrics in found)
-
     lines = [
         "| run | steps | trained tokens | largest mismatch | seconds a step | rollouts, tokens/s | updates, tokens/s |"
     ]
     lines += ["|---" * 7 + "|"]
     for name in ("run_exact", "run_exact_off"):
-        if found := [*steps(name).values()]:
+        if found := [*read_metrics(out / name).values()]:
             tokens, largest = sum(m["train/tokens"] for m in found), max(m["train/mismatch_max"] for m in found)
             later = found[1:] or found
             cells = [
@@ -318,7 +373,7 @@ def write_exact(out: Path) -> None:
             ]
             numbers = " | ".join(f"{cell:,.1f}" for cell in cells)
             lines.append(f"| {name} | {len(found)} | {tokens:,.0f} | {largest} | {numbers} |")
-    one, other = steps("run_exact_undisturbed"), steps("run_exact_killed")
+    one, other = read_metrics(out / "run_exact_undisturbed"), read_metrics(out / "run_exact_killed")
     compared = [
         (step, name, one[step][name], other[step].get(name))
         for step in sorted(one.keys() & other.keys())
@@ -335,6 +390,49 @@ def write_exact(out: Path) -> None:
     print("\n".join(lines), flush=True)
 
 
+def planned_gib(run: Path) -> float:
+    """The trainer's peak that `megatron-dapo plan` calculates for one H200: torch.cuda.max_memory_allocated."""
+    from megatron_dapo.policy.megatron.options import has_transformer_engine  # imports torch
+
+    config = load_config(run / "config.yaml")
+    cluster, shape = cluster_of(config.slurm, "h200", 1), model_shape(config.policy.model)
+    layers: Layers = "te" if has_transformer_engine() else "local"
+    task = task_of(config, shape, cluster, Workload.of(config), DEFAULT_MFU, layers)
+    found = judge(task, config.policy)
+    memory, critic = found.memory, found.critic
+    if task.critic is None or critic is None:
+        return memory.allocated / GIB
+    if task.critic.takes_turns:
+        return max(memory.allocated, critic.allocated) / GIB
+    return max(memory.allocated + critic.static, critic.allocated + memory.static) / GIB
+
+
+def write_learning(out: Path, names: Sequence[str]) -> None:
+    """DIR/learning.md. Times: medians of the policy's steps without the first. Memory: the highest of all steps."""
+    times = ("time/step", "time/rollout", "time/update", "time/critic", "time/sync")
+    titles = ["run", "policy steps", "samples trained", "generated", "greedy accuracy after policy steps"]
+    titles += ["step, s", "rollout, s", "update, s", "critic, s", "sync, s", "updates, tokens/s"]
+    titles += ["peak, GiB", "planned, GiB", "measured : planned", "explained variance at the end"]
+    lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
+    for run in (out / f"run_{name}" for name in names):
+        if not (found := [*read_metrics(run).values()]):
+            continue
+        policy = [m for m in found if "train/tokens" in m]  # the critic's pre-training has none
+        later = policy[1:] or found
+        trained = sum(m["rollout/samples_trained"] for m in policy)
+        generated = sum(m["rollout/samples_submitted"] for m in found)
+        before, scored = len(found) - len(policy), read_metrics(run, "eval")
+        scores = ", ".join(f"{max(0, step - before)}: {m['eval/avg@1']:.1%}" for step, m in scored.items())
+        peak, planned = max(m.get("memory/gpu_peak_gib", math.nan) for m in found), planned_gib(run)
+        numbers = [*(median(later, name) for name in times), median(later, "train/tokens_per_second_per_gpu")]
+        numbers += [peak, planned, peak / planned, median(found[-6:], "critic/explained_variance")]
+        cells = ["—" if math.isnan(number) else f"{number:,.2f}" for number in numbers]
+        first = [run.name, f"{len(policy)}", f"{trained:,.0f}", f"{generated:,.0f}", scores]
+        lines.append("| " + " | ".join([*first, *cells]) + " |")
+    (out / "learning.md").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines), flush=True)
+
+
 def main() -> int:
     own, server = sys.argv[1:], []
     if "--" in own:
@@ -344,16 +442,16 @@ def main() -> int:
     parser.add_argument("--data", type=Path, default=Path("data"))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument(
-        "--group", choices=["one", "layouts", "sync", "runs", "exact"], default="one", help="one: one rank"
+        "--group", choices=["one", "layouts", "sync", "runs", "exact", "learning"], default="one", help="one: one rank"
     )
     parser.add_argument("--only", nargs="+", metavar="NAME", help="of any group")
     parser.add_argument("--list", action="store_true", help="print the commands, then exit")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a key of every run")
     args = parser.parse_args(own)
-    chosen = measurements(args.model.resolve(), args.data.resolve(), args.out.resolve(), server, args.set)
-    if unknown := set(args.only or ()) - {one.name for one in chosen}:
-        parser.error(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(one.name for one in chosen)}")
-    chosen = [one for one in chosen if (one.name in args.only if args.only else one.group == args.group)]
+    known = measurements(args.model.resolve(), args.data.resolve(), args.out.resolve(), server, args.set)
+    if unknown := set(args.only or ()) - {one.name for one in known}:
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(one.name for one in known)}")
+    chosen = [one for one in known if (one.name in args.only if args.only else one.group == args.group)]
     if args.list:
         for one in chosen:
             print(f"{one.name} ({one.seconds} s): {shlex.join(one.command())}")
@@ -372,6 +470,8 @@ def main() -> int:
         write_table(args.out)
     if any(one.group == "exact" for one in chosen):
         write_exact(args.out)
+    if any(one.group == "learning" for one in chosen):
+        write_learning(args.out, [one.name for one in known if one.group == "learning"])
     return 0
 
 

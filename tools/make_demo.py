@@ -3,7 +3,8 @@
     python tools/make_demo.py runs/gsm8k megatron_dapo/observe/demo/gsm8k
 
 Copies the metrics with six digits, config.yaml, environment.json, and two responses per prompt of some steps: as many
-as fit into 600 kB. Stops if a file names a place on this machine: `--rename /data/models/=models/`.
+as fit into 600 kB. Stops if a file names a place on this machine other than /dev/shm, which is a default:
+`--rename /data/models/=models/`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from megatron_dapo.observe.transcripts import recorded_steps
 MOST_BYTES = 600_000
 STEPS = 12  # with samples
 PER_PROMPT = 2  # responses; the file has right and wrong ones in turn
-LOCAL = re.compile(r"""(?:^|[\s'"=])(/[^\s'"]+)|(?:https?|tcp)://(?!127\.0\.0\.1|localhost)[^\s'"]+""")
+LOCAL = re.compile(r"""(?:^|[\s'"=])(/(?!dev/shm\s)[^\s'"]+)|(?:https?|tcp)://(?!127\.0\.0\.1|localhost)[^\s'"]+""")
 
 
 def short_metrics(text: str) -> str:

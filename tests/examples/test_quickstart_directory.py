@@ -1,9 +1,13 @@
-"""`quickstart --run-dir` uses new directories and its own ones, and removes nothing that it did not make."""
+"""`quickstart --run-dir` uses new directories and its own ones, and removes nothing that it did not make. With `--lora`
+it trains adapters and adds them to the model."""
 
 import importlib.util
+import subprocess
 import sys
 
 import pytest
+from safetensors.torch import load_file
+from tiny_run import environment
 from workplace import ROOT
 
 from megatron_dapo import cli
@@ -55,3 +59,21 @@ def test_the_command_passes_its_options_on(monkeypatch):
     monkeypatch.setattr(cli, "_run_quickstart", lambda words: given.extend(words) or 0)
     assert cli.main(["quickstart", "--lora", "--seed", "1", "--set", "policy.lora.targets=[q_proj]"]) == 0
     assert given == ["--seed", "1", "--lora", "--set=policy.lora.targets=[q_proj]"]
+
+
+def test_lora_changes_the_layers_that_have_adapters_and_nothing_else(tmp_path):
+    settings = [  # a model that was hardly pre-trained, and a reward that it sometimes earns
+        "trainer.steps=1", "trainer.prompts_per_step=4", "trainer.mini_batch_prompts=4", "evaluate.every=0",
+        "evaluate.samples=1", "rollout.dynamic_sampling=false", "reward.grader=python:tiny_reward.even_characters",
+        "policy.lora.targets=[q_proj,v_proj,down_proj]",
+    ]  # fmt: skip
+    words = ["quickstart", "--lora", "--run-dir", str(tmp_path / "run"), "--pretraining-updates", "1"]
+    command = [sys.executable, "-m", "megatron_dapo", *words, *(f"--set={item}" for item in settings)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    start, trained = (load_file(tmp_path / "run" / name / "model.safetensors") for name in ("start", "trained"))
+    assert start.keys() == trained.keys() and (tmp_path / "run" / "report.html").exists()
+    changed = {name.rsplit(".", 2)[1] for name in start if not start[name].equal(trained[name])}
+    assert changed == {"q_proj", "v_proj", "down_proj"}
+    adapter = load_file(next((tmp_path / "run/checkpoints/step_1/policy/adapter").glob("*.safetensors")))
+    assert len(adapter) == 2 * 3 * 3, "an A and a B in each of three layers of each of three blocks"

@@ -262,6 +262,8 @@ def test_a_demo_is_made_from_a_run_and_shown_by_name(tmp_path, monkeypatch):
     run, made = make_run(tmp_path / "run", 400, samples_every=0), tmp_path / "demos" / "gsm8k"
     make_many_samples(run / "samples", 40)
     (run / "environment.json").write_text('[{"started": "today", "hardware": "one H200"}]')
+    with (run / "config.yaml").open("a") as file:
+        file.write("directory: /dev/shm\n")  # on every machine
     make_demo = runpy.run_path(str(MAKE_DEMO))["make_demo"]
     shutil.copytree(run, tmp_path / "local")
     (tmp_path / "local" / "config.yaml").write_text("policy: {model: /data/models/qwen}\n")
