@@ -90,7 +90,7 @@ def measurements(
             f"trainer.steps={steps}", "trainer.checkpoint.every=0", "trainer.old_logprobs=engine",
             f"trainer.run_dir={out / folder}", "observe.console=plain", *changes, *changed,
         ]  # fmt: skip
-        graphs = ("--cuda-graph-max-bs", "384", "--max-running-requests", "384")
+        graphs = ("--cuda-graph-max-bs-decode", "384", "--max-running-requests", "384")
         return [EXAMPLE, *(word for item in settings for word in ("--set", item)), *servers(fraction, *graphs, *more)]
 
     def layouts(ranks: int, name: str, names: str, *more: str, seconds: int = 240) -> Measurement:
@@ -186,7 +186,7 @@ def measurements(
         layouts(2, "tp_overlap", "tp2sp+tp_overlap", *te, "--models", "dense", seconds=120),  # needs userbuffers
         Measurement("sync_nccl", 220, "sync.py", [
             str(model), "--only", "real", "--transports", "distributed", "--bucket-mib", "2048", "--",
-            "--mem-fraction-static", "0.5", *server, "--cuda-graph-max-bs", "64",
+            "--mem-fraction-static", "0.5", *server, "--cuda-graph-max-bs-decode", "64",
         ], "sync"),
         *(Measurement(f"run_{layout}", 300, "megatron-dapo", two_ranks(8, f"run_{layout}", layout), "runs")
           for layout in ("tensor", "data", "pipeline", "context")),
@@ -204,7 +204,7 @@ def measurements(
         resumed("pipeline", 8, wait=30),
     ]  # fmt: skip
 
-    moe, hybrid, fp8, few = *(str(out / name) for name in ("moe", "qwen3_next", "fp8")), ("--cuda-graph-max-bs", "64")
+    moe, hybrid, fp8, few = *(str(out / name) for name in ("moe", "qwen3_next", "fp8")), ("--cuda-graph-max-bs-decode", "64")
     return [
         *many_ranks,
         *exact_runs,
@@ -229,24 +229,24 @@ def measurements(
         ]),
         Measurement("sync_moe", 220, "sync.py", [
             str(model), "--only", "moe", "--transports", "tensor", "--bucket-mib", "2048", "--",
-            "--mem-fraction-static", "0.5", *server, "--cuda-graph-max-bs", "8",
+            "--mem-fraction-static", "0.5", *server, "--cuda-graph-max-bs-decode", "8",
         ]),
         Measurement("sync_moe_packed", 220, "sync.py", [
             str(model), "--only", "moe", "--transports", "tensor", "--bucket-mib", "2048", "--pack-experts", "--",
-            "--mem-fraction-static", "0.5", *server, "--cuda-graph-max-bs", "8",
+            "--mem-fraction-static", "0.5", *server, "--cuda-graph-max-bs-decode", "8",
         ]),
         Measurement("replay_model", 60, "routing_replay.py", ["make", moe, "--tokenizer", str(model)]),
         Measurement("replay", 200, "routing_replay.py", [
-            "run", EXAMPLE, "--set", f"policy.model={moe}", *servers("0.4", "--cuda-graph-max-bs", "16"),
+            "run", EXAMPLE, "--set", f"policy.model={moe}", *servers("0.4", "--cuda-graph-max-bs-decode", "16"),
         ]),
         Measurement("hybrid_rule", 60, "gated_delta_net.py", ["rule"]),
         Measurement("hybrid_model", 60, "gated_delta_net.py", ["make", hybrid]),
         Measurement("hybrid", 400, "gated_delta_net.py", [
             "train", hybrid, "--run", str(out / "run_hybrid"), "--set", "observe.console=plain",
-            "--set", "rollout.servers.port=31000", *servers("0.2", "--cuda-graph-max-bs", "16"),
+            "--set", "rollout.servers.port=31000", *servers("0.2", "--cuda-graph-max-bs-decode", "16"),
         ]),
         Measurement("calibrate_decode", 240, "calibrate.py", [
-            "decode", "--tokenizer", str(model), "--", "--mem-fraction-static", "0.85", *server, "--cuda-graph-max-bs",
+            "decode", "--tokenizer", str(model), "--", "--mem-fraction-static", "0.85", *server, "--cuda-graph-max-bs-decode",
             "256",
         ]),
         Measurement("memory", 300, "memory.py", [
@@ -279,13 +279,13 @@ def measurements(
             "policy.micro_batch_tokens=8192", "rollout.servers.max_running=256",
             f"rollout.weights.bucket_bytes={1 << 30}", fraction="0.5",
             more=("--base-gpu-id", "0", "--max-total-tokens", "300000", "--max-running-requests", "256",
-                  "--cuda-graph-max-bs", "256"),
+                  "--cuda-graph-max-bs-decode", "256"),
         )]),
         Measurement("run", 600, "megatron-dapo", ["train", *gsm8k(20, "run")]),
         Measurement("switches", 590, "ablation.py", [
             "--out", str(out / "ablation_gsm8k"), "--seeds", "1", "--minutes", "8.5", "--set", f"policy.model={model}",
             "--set", f"data.path={data}/gsm8k_train.jsonl", "--set", f"evaluate.data.path={data}/gsm8k_test_400.jsonl",
-            "--", *server, "--max-running-requests", "512", "--cuda-graph-max-bs", "512",
+            "--", *server, "--max-running-requests", "512", "--cuda-graph-max-bs-decode", "512",
         ]),
         Measurement("engine", 200, "engine.py", [*gsm8k(20, "run_engine"), "--compare", str(out / "run")]),
     ]  # fmt: skip
