@@ -169,6 +169,23 @@ def measurements(
         alone("step_critic", *critic, "critic.offload=false"),
         alone("step_lora", *lora),
     ]
+    big, recipe = out / "qwen2.5_32b", str(HERE.parent / "examples/qwen2.5_32b_lora_1gpu/dapo.yaml")
+    short = (
+        f"policy.model={big}", f"data.path={data}/gsm8k_train.jsonl", f"evaluate.data.path={data}/gsm8k_test.jsonl",
+        "evaluate.every=0", "reward.grader=python:benchmarks.random_model.even_length",
+        "rollout.dynamic_sampling=false", "rollout.sampler.oversampling=1", "rollout.max_response_tokens=768",
+        "algorithm.overlong.max_length=768", "algorithm.overlong.cache_length=128", "trainer.prompts_per_step=8", "trainer.mini_batch_prompts=4",
+        "trainer.steps=4", f"trainer.run_dir={out / 'run_lora_32b'}", "observe.console=plain",
+        "trainer.gate.max_mean_gap=0.5", "trainer.gate.max_gap=20", *changed,
+    )  # fmt: skip
+    sets = [word for item in short for word in ("--set", item)]
+    graphs = ("--max-running-requests", "96", "--cuda-graph-max-bs-decode", "96")
+    learning_runs += [  # a step of the recipe, with fewer and shorter responses and random weights
+        Measurement("model_32b", 120, "random_model.py", [
+            "32b", str(big), "--tokenizer", str(model),
+        ], "learning"),
+        Measurement("lora_32b", 500, "megatron-dapo", ["train", recipe, *sets, *servers("0.8", *graphs)], "learning"),
+    ]  # fmt: skip
     te, saved = ("--dtype", "bf16", "--layers", "te"), out / "run_resumed" / "checkpoints"
     many_ranks = [
         layouts(2, "torch", "tp2sp,pp2+uneven,pp2vpp2,cp2,dp2do,ep2", "--dtype", "fp32,bf16", "--models",
@@ -204,7 +221,10 @@ def measurements(
         resumed("pipeline", 8, wait=30),
     ]  # fmt: skip
 
-    moe, hybrid, fp8, few = *(str(out / name) for name in ("moe", "qwen3_next", "fp8")), ("--cuda-graph-max-bs-decode", "64")
+    moe, hybrid, fp8, few = (
+        *(str(out / name) for name in ("moe", "qwen3_next", "fp8")),
+        ("--cuda-graph-max-bs-decode", "64"),
+    )
     return [
         *many_ranks,
         *exact_runs,
@@ -246,8 +266,8 @@ def measurements(
             "--set", "rollout.servers.port=31000", *servers("0.2", "--cuda-graph-max-bs-decode", "16"),
         ]),
         Measurement("calibrate_decode", 240, "calibrate.py", [
-            "decode", "--tokenizer", str(model), "--", "--mem-fraction-static", "0.85", *server, "--cuda-graph-max-bs-decode",
-            "256",
+            "decode", "--tokenizer", str(model), "--", "--mem-fraction-static", "0.85", *server,
+            "--cuda-graph-max-bs-decode", "256",
         ]),
         Measurement("memory", 300, "memory.py", [
             "--largest", "--recompute", "full", "--tokens", "4096", "--set", "policy.optimizer.cpu_offload=0.5",

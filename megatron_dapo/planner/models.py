@@ -21,13 +21,13 @@ def known_shape(name: str) -> ModelShape | None:
     models of a size with -Base, -Instruct or -Chat have the same shape."""
     last = Path(name.partition("@")[0]).name
     for candidate in (last, re.sub(r"-(Base|Instruct|Chat)$", "", last)):
-        if candidate in published_configs():
-            return ModelShape.from_hf(published_configs()[candidate], candidate)
+        if candidate in _configs():
+            return ModelShape.from_hf(_configs()[candidate], candidate)
     return None
 
 
 @cache
-def published_configs() -> dict[str, dict[str, object]]:
+def _configs() -> dict[str, dict[str, object]]:
     return json.loads((files("megatron_dapo.planner") / "models.json").read_text(encoding="utf-8"))
 
 
