@@ -174,7 +174,8 @@ def measurements(
         f"policy.model={big}", f"data.path={data}/gsm8k_train.jsonl", f"evaluate.data.path={data}/gsm8k_test.jsonl",
         "evaluate.every=0", "reward.grader=python:benchmarks.random_model.even_length",
         "rollout.dynamic_sampling=false", "rollout.sampler.oversampling=1", "rollout.max_response_tokens=768",
-        "algorithm.overlong.max_length=768", "algorithm.overlong.cache_length=128", "trainer.prompts_per_step=8", "trainer.mini_batch_prompts=4",
+        "algorithm.overlong.max_length=768", "algorithm.overlong.cache_length=128", "trainer.prompts_per_step=8",
+        "trainer.mini_batch_prompts=4",
         "trainer.steps=4", f"trainer.run_dir={out / 'run_lora_32b'}", "observe.console=plain",
         "trainer.gate.max_mean_gap=0.5", "trainer.gate.max_gap=20", *changed,
     )  # fmt: skip
