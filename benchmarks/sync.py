@@ -25,6 +25,8 @@ released its memory. With `distributed` it keeps its memory beside the trainer's
     checksums, probe    of proof: checksums of the server's memory; log-probs of a fixed text, in the first update
     flush, end   of labels: emptying the KV cache; ending SGLang's update session (0.5.23)
     join         of transfer: making the NCCL group, in the first update
+    gather, hash, load    of transfer with `adapter`: until the tensors are in host memory; SHA-256 of the sender; the
+                 request. Of `load`, the server's log (printed here) says how long it compared and loaded
     memory       of pause and labels: taking back the memory of weights and KV cache
     GB/s         of the update without `memory`, proof included: the number to compare with 18.6 (SGLang alone: 52)
     predicted    the same seconds by `megatron-dapo plan`'s model
@@ -220,7 +222,8 @@ async def measure(args: argparse.Namespace, trainer: Trainer, config: Config, na
             trainer.onload()
         await engine.close()
         for log in Path(logs).rglob("*.log"):
-            print("".join(f"  {line}\n" for line in log.read_text().splitlines() if "experts::" in line), end="")
+            lines = log.read_text().splitlines()
+            print("".join(f"  {line}\n" for line in lines if "experts::" in line or "adapter sync" in line), end="")
     moving = statistics.median(r.seconds - r.parts["memory"] for r in reports[1:] or reports)
     size = reports[-1].bytes
     proof = statistics.median(r.parts["proof"] for r in reports[1:] or reports)

@@ -109,6 +109,12 @@ class SharedBucket:
                 tensor.untyped_storage()._shared_incref()
 
 
+def shared_memory(size: int) -> torch.Tensor:
+    """[size], uint8: what `share` would copy to is this memory itself. Its pages exist already, which takes longer than
+    to write to them. Call `share` first: it starts torch's process for such memory."""
+    return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_using_filename_cpu(size)).zero_()
+
+
 def share(bucket: Bucket, *, pack_experts: bool = False, by_value: bool = False) -> SharedBucket:
     """Pickles a reference to the bucket's block of memory, or the block itself, in SGLang's format
     `flattened_bucket`."""

@@ -2,11 +2,14 @@
 
 import asyncio
 import contextlib
+import hashlib
 import os
 import re
 import shutil
 import signal
+import sys
 from functools import partial
+from types import ModuleType, SimpleNamespace
 
 import forked
 import numpy as np
@@ -29,6 +32,7 @@ from megatron_dapo.engines.protocol import SamplingParams, WeightUpdateError
 from megatron_dapo.engines.sglang import client, transports
 from megatron_dapo.engines.sglang.engine import SGLangEngine
 from megatron_dapo.engines.sglang.fleet import Fleet
+from megatron_dapo.engines.sglang.in_server import megatron_dapo_checksums
 from megatron_dapo.errors import EngineError
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.trainer.signals import FAILED
@@ -145,6 +149,84 @@ async def test_adapters_that_another_trainer_has_left_are_unloaded(servers, engi
     servers[0].adapters = {f"{client.ADAPTER_PREFIX}3-dead": {}, "somebodys": {}}
     await (await SGLangEngine.connect([servers[0].url], config_of())).close()
     assert list(servers[0].adapters) == ["somebodys"]
+
+
+def numbered(version):
+    return [(name, torch.full((4, 4), float(version))) for name, _ in ADAPTER]
+
+
+async def test_the_memory_of_a_version_is_made_before_it_and_written_once(tmp_path, monkeypatch):
+    """Servers go on reading the memory of the versions before."""
+    monkeypatch.setattr(transports, "MEMORY_DELAY", 0.0)
+    server = await FakeServer().start()
+    engine = await SGLangEngine.connect([server.url], config_of(), model=str(tmp_path))
+    transport, sent = engine._update._transport, []
+    for version in (1, 2, 3, 4):
+        if version == 3:
+            monkeypatch.setattr(transports, "MEMORY_DELAY", 60.0)  # version 4 comes before there is memory for it
+        ahead = [memory.data_ptr() for memory in transport._memory]
+        report = await engine.update_weights(version, [numbered(version)])
+        assert {"gather", "hash", "load"} <= report.parts.keys()
+        sent.append(transport._adapter)
+        assert ([sent[-1].flat.data_ptr()] == ahead) == (version in (2, 3))
+        if version < 3:
+            await until(lambda: transport._memory)
+    assert [{float(value) for view in one.views for value in view.flatten()} for one in sent] == [{1}, {2}, {3}, {4}]
+    transport._make_memory()
+    await engine.update_weights(5, [numbered(5)[:2], numbered(5)[2:]])  # of another size than the memory
+    assert all((view == 5).all() for view in transport._adapter.views)
+    await engine.close()
+
+
+# ---- the plugin that compares an adapter in the server ----
+
+
+def load_in_plugin(monkeypatch, tensors, expected, loads=True):
+    """What SGLang does with a request, and which tensors it has loaded."""
+
+    class Worker:
+        def load_lora_adapter_from_tensors(self, request):
+            assert request.expected_checksums is None
+            return Manager().load_lora_adapter_from_tensors("ref", tensors, {}, None) if loads else "not loaded"
+
+    class Manager:
+        def load_lora_adapter_from_tensors(self, ref, tensors, config, tokens):
+            return sorted(tensors)
+
+    for module, name, owner in (
+        ("lora.lora_manager", "LoRAManager", Manager),
+        ("managers.tp_worker", "BaseTpWorker", Worker),
+    ):
+        stub = ModuleType(f"sglang.srt.{module}")
+        setattr(stub, name, owner)
+        monkeypatch.setitem(sys.modules, stub.__name__, stub)
+    for package in ("sglang", "sglang.srt", "sglang.srt.lora", "sglang.srt.managers"):
+        monkeypatch.setitem(sys.modules, package, ModuleType(package))
+    megatron_dapo_checksums.check_adapters()
+    return Worker().load_lora_adapter_from_tensors(SimpleNamespace(expected_checksums=expected))
+
+
+def test_a_flipped_bit_in_any_tensor_is_found_in_the_server(monkeypatch):
+    tensors = {f"t{i}": torch.randn(3, 2 + i).bfloat16().t() for i in range(20)} | {"scale": torch.tensor(2.0)}
+    sent = megatron_dapo_checksums.sha256(tensors)
+    assert sent["t1"] == hashlib.sha256(tensors["t1"].contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+    assert load_in_plugin(monkeypatch, tensors, sent) == sorted(tensors)
+    for name, tensor in tensors.items():
+        damaged = tensor.contiguous().clone()
+        damaged.view(torch.int16 if tensor.dim() else torch.int32).view(-1)[-1] ^= 1
+        with pytest.raises(RuntimeError, match=rf"MISMATCH: 1 of 21 tensors differ: \['{name}'\]"):
+            load_in_plugin(monkeypatch, tensors | {name: damaged}, sent)
+
+
+def test_the_plugin_is_as_strict_as_sglang(monkeypatch):
+    tensors = {"a": torch.ones(2), "b": torch.ones(2)}
+    sent = megatron_dapo_checksums.sha256(tensors)
+    for wrong in ({"a": tensors["a"]}, tensors | {"c": tensors["a"]}):
+        with pytest.raises(RuntimeError, match=r"MISMATCH: 1 of 2 .*\['[bc]'\]"):
+            load_in_plugin(monkeypatch, wrong, sent)
+    with pytest.raises(RuntimeError, match="without the comparison"):  # by another way than the one of today
+        load_in_plugin(monkeypatch, tensors, sent, loads=False)
+    assert load_in_plugin(monkeypatch, tensors, None) == ["a", "b"]  # rollout.weights.proof: version
 
 
 @pytest.mark.parametrize(
@@ -304,8 +386,8 @@ def test_a_run_computes_with_the_base_in_its_servers_memory(tmp_path, capfd, kil
 
 
 async def test_a_real_server_agrees_with_the_merged_model_and_gets_its_adapter(lora_server, tmp_path, monkeypatch):
-    """A request that runs during the update ends with its own version, and the adapter of its version is unloaded. A
-    stale adapter under the new name is found: SGLang ends. It is restarted with the right one."""
+    """A request that runs during the update ends with its own version, and the adapter of its version is unloaded. One
+    flipped bit is found: SGLang ends. It is restarted with the right adapter."""
     process, config, directory = lora_server
     torch.manual_seed(0)
     adapters = {version: random_adapter(directory) for version in (1, 2, 3)}
@@ -339,14 +421,18 @@ async def test_a_real_server_agrees_with_the_merged_model_and_gets_its_adapter(l
 
     send, first = client.SGLangClient.load_adapter, process.pid
 
-    async def stale(server, name, version, body, timeout):
+    async def damaged(server, name, version, body, timeout):
         monkeypatch.setattr(client.SGLangClient, "load_adapter", send)
-        old_one = transports.share(transports.flatten(adapters[2]))
-        await send(server, name, version, body | {"serialized_named_tensors": [old_one.payload]}, timeout)
+        other = [(name, tensor.clone()) for name, tensor in adapters[3]]
+        other[7][1].view(torch.int32)[-1, -1] ^= 1
+        shared = transports.share(transports.flatten(other))
+        await send(server, name, version, body | {"serialized_named_tensors": [shared.payload]}, timeout)
 
-    monkeypatch.setattr(client.SGLangClient, "load_adapter", stale)
+    monkeypatch.setattr(client.SGLangClient, "load_adapter", damaged)
     report = await engine.update_weights(3, [adapters[3]])
-    assert "adapter sync MISMATCH" in process.log.read_text() and process.pid != first
+    log, count = process.log.read_text(), len(adapters[3])
+    assert f"adapter sync MISMATCH: 1 of {count} tensors differ: ['{adapters[3][7][0]}']" in log
+    assert f"adapter sync: compared {count} of {count} tensors" in log and process.pid != first
     check(await engine.generate("after", PROMPT, SamplingParams(16, ignore_eos=True)), 3)
     if ALL_CASES:  # a start costs 12 CPU seconds; test_conformance.py kills a server that has no adapters
         os.kill(process.pid, signal.SIGKILL)
@@ -366,7 +452,9 @@ def test_a_model_with_experts_may_have_adapters_in_its_attention(tmp_path):
 
 
 @pytest.mark.skipif(not ALL_CASES, reason="ALL_CASES=1: a server's start; its layers are those of the dense model")
-def test_a_server_has_adapters_in_the_attention_of_a_model_with_experts(tmp_path_factory):
+def test_a_server_has_adapters_in_the_attention_of_a_model_with_experts(tmp_path_factory, monkeypatch):
+    """Without our plugin SGLang compares the adapter itself."""
+    monkeypatch.setenv("SGLANG_PLUGINS", "none")
     torch.manual_seed(0)
     with served(tmp_path_factory, "qwen3_moe", ATTENTION) as (process, config, directory):
         adapter = random_adapter(directory, ATTENTION)
@@ -379,5 +467,7 @@ def test_a_server_has_adapters_in_the_attention_of_a_model_with_experts(tmp_path
             return found
 
         found = run(with_the_adapter(), 60)
+        log = process.log.read_text()
+        assert f"[LORA-CHECK] rank0 adapter sync OK: {len(adapter)}/{len(adapter)}" in log and "compared" not in log
     gap = np.abs(found.logprobs - reference_logprobs(merged_model(dict(adapter), "qwen3_moe"), PROMPT, found.tokens))
     assert versions_of(found) == [1] and gap.max() < 1e-4

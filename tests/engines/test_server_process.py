@@ -17,6 +17,7 @@ from fake_server import FakeServer
 from installed_sglang import SGLANG_VERSIONS, sglang_python
 from waiting import wait_for
 
+from megatron_dapo.config.policy import LoraConfig
 from megatron_dapo.config.rollout import ServerConfig
 from megatron_dapo.engines.sglang.client import EXACT_ARGUMENTS, IN_SERVER, SGLangClient
 from megatron_dapo.engines.sglang.keys import Keys, command_with_keys
@@ -234,6 +235,16 @@ def test_a_server_with_the_trainers_kernels_finds_the_plugin():
     plain = sglang_command("model", ServerConfig(), 0, 1)
     assert "SGLANG_PLUGINS" not in plain[1] and not {*EXACT_ARGUMENTS} & {*plain[0]}
     assert not list(distributions(path=[str(IN_SERVER)]))  # else every server with our loaders would have the plugin
+
+
+def test_a_server_with_adapters_finds_the_plugin_that_compares_them():
+    config = ServerConfig()
+    config.demand(lora=LoraConfig(rank=4))
+    environment = sglang_command("model", config, 0, 1)[1]
+    paths = environment["PYTHONPATH"].split(os.pathsep)
+    (plugin,) = (entry for path in paths for d in distributions(path=[path]) for entry in d.entry_points)
+    assert plugin.group == "sglang.srt.plugins" and plugin.value == "megatron_dapo_checksums:check_adapters"
+    assert str(IN_SERVER) in paths and "SGLANG_PLUGINS" not in environment  # which would turn others' plugins off
 
 
 KERNELS = f"{zlib.crc32((IN_SERVER / 'megatron_dapo_kernels.py').read_bytes()):x}"

@@ -60,7 +60,9 @@ def sglang_command(
     if config.exact:
         paths.append(str(IN_SERVER / "exact_plugin"))
         environment["SGLANG_PLUGINS"] = "megatron_dapo_exact"
-    if loaders or config.exact:
+    elif config.lora.rank:
+        paths.append(str(IN_SERVER / "adapter_plugin"))
+    if loaders or config.exact or config.lora.rank:
         paths.append(str(IN_SERVER))
         if config.device != "cpu" and os.environ.get("PYTHONPATH"):
             paths.append(os.environ["PYTHONPATH"])

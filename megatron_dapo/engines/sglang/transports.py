@@ -9,12 +9,11 @@ Buckets may be on other ranks (`RemoteBucket`): those ranks send them (sync/remo
 from __future__ import annotations
 
 import asyncio
-import hashlib
+import contextlib
 import json
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -27,6 +26,7 @@ from megatron_dapo.config.policy import LoraConfig
 from megatron_dapo.config.rollout import WeightTransportConfig
 from megatron_dapo.engines.sglang.client import ADAPTER_PREFIX, FLATTENED, SGLangClient
 from megatron_dapo.engines.sglang.http import failures, wait_for_living
+from megatron_dapo.engines.sglang.in_server.megatron_dapo_checksums import sha256
 from megatron_dapo.engines.sglang.process_group import WeightProcessGroups, members_of
 from megatron_dapo.engines.sglang.response_parser import updating_label
 from megatron_dapo.engines.sglang.weight_proof import SentChecksums, Sums, checksums_of
@@ -35,7 +35,7 @@ from megatron_dapo.files import read_safetensors_directory, unpacked
 from megatron_dapo.sync.bucket import Bucket, FlatBucket, RemoteBucket, bucket_in, flatten, specs_of
 from megatron_dapo.sync.bucket_stream import BucketStream
 from megatron_dapo.sync.remote_sender import SenderLink
-from megatron_dapo.sync.shared_bucket import SharedBucket, packed, share
+from megatron_dapo.sync.shared_bucket import SharedBucket, packed, share, shared_memory
 from megatron_dapo.sync.snapshot import Snapshot
 from megatron_dapo.weights.adapters import adapter_config
 from megatron_dapo.weights.tensor_spec import flat_size
@@ -82,6 +82,7 @@ class WeightManifest:
 
 
 Errors = dict[str, BaseException]  # by the server's name
+MEMORY_DELAY = 1.0  # seconds, until an update has ended: torch holds the GIL while it reserves shared memory
 
 
 @dataclass(slots=True, frozen=True)
@@ -398,7 +399,8 @@ class AdapterTransport(Transport):
     servers on this host, and in the request for others. With `proof: checksum` SGLang compares the SHA-256 of every
     tensor; where one differs it ends.
 
-    Servers go on reading the memory: it is new for each version and never written again."""
+    Servers go on reading the memory: it is new for each version and never written again. That of the next version is
+    made between updates."""
 
     def __init__(self, config: WeightTransportConfig, snapshot: Snapshot, lora: LoraConfig) -> None:
         super().__init__(config, snapshot, WeightManifest(""))
@@ -406,24 +408,35 @@ class AdapterTransport(Transport):
         self.version: int | None = None  # of what is kept for servers that come later
         self._adapter = flatten([])
         self._checksums: dict[str, str] = {}
+        self._memory: list[torch.Tensor] = []  # of the next version, or empty
 
     def prepare(self, bucket: Bucket) -> Prepared:
         flat = flatten(bucket)
-        host = torch.empty_like(flat.flat, device="cpu").copy_(flat.flat)
-        return Prepared(bucket_in(host, flat.specs), None)
+        fits = bool(self._memory) and self._memory[0].shape == flat.flat.shape
+        host = self._memory.pop() if fits else torch.empty_like(flat.flat, device="cpu")
+        return Prepared(bucket_in(host.copy_(flat.flat), flat.specs), None)
+
+    def _make_memory(self) -> None:
+        with contextlib.suppress(RuntimeError):  # /dev/shm may be too small for one more
+            self._memory = [shared_memory(self._adapter.flat.numel())]
 
     async def send(
         self, version: int, servers: Sequence[SGLangClient], stream: BucketStream, order: Sequence[str]
     ) -> Transfer:
-        transfer, parts = self._begin(), []
+        transfer, parts, began = self._begin(), [], time.monotonic()
         async for bucket, prepared in stream:
             self._count(transfer, bucket, prepared)
             parts.append(prepared.wire)
         if transfer.finish(self._manifest, servers):
+            gathered = time.monotonic()
             adapter = parts[0] if len(parts) == 1 else flatten([pair for part in parts for pair in part])
-            self._checksums = await asyncio.to_thread(_sha256, adapter) if self._proves else {}
-            self._adapter, self.version = adapter, version
+            self._checksums = await asyncio.to_thread(sha256, dict(adapter)) if self._proves else {}
+            self._adapter, self.version, hashed = adapter, version, time.monotonic()
             transfer.failed |= await self.load(version, servers)
+            transfer.seconds |= {"gather": gathered - began, "hash": hashed - gathered}
+            transfer.seconds["load"] = time.monotonic() - hashed
+            loop = asyncio.get_running_loop()
+            loop.call_later(MEMORY_DELAY, loop.run_in_executor, None, self._make_memory)
         return transfer
 
     async def load(self, version: int, servers: Sequence[SGLangClient]) -> Errors:
@@ -450,11 +463,3 @@ class AdapterTransport(Transport):
     def _description(self) -> dict[str, Any]:
         names = [spec.name for spec in self._adapter.specs]
         return dict(json.loads(adapter_config(names, self._lora, str(self._snapshot.model))))
-
-
-def _sha256(bucket: FlatBucket) -> dict[str, str]:
-    def digest(view: torch.Tensor) -> str:
-        return hashlib.sha256(view.flatten().view(torch.uint8).numpy().data).hexdigest()
-
-    with ThreadPoolExecutor(8) as pool:
-        return dict(zip((spec.name for spec in bucket.specs), pool.map(digest, bucket.views), strict=True))

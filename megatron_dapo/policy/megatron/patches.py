@@ -352,6 +352,12 @@ PATCHES = (
         "server", _in_server, lambda: True,
     ),
     Patch(
+        "SGLang: load_lora_adapter_from_tensors of BaseTpWorker and LoRAManager",
+        "compares the SHA-256 of an adapter in many threads instead of one (engines/sglang/in_server, as a plugin of "
+        "SGLang)",
+        "server", _in_server, lambda: True,
+    ),
+    Patch(
         "SGLang with policy.true_on_policy: matmul_persistent and _log_softmax_batch_invariant of batch_invariant_ops, "
         "forward_cuda of RMSNorm, SiluAndMul and RotaryEmbedding, TritonAttnBackend.__init__, WeightChecker.handle",
         "computes with the trainer's kernels, and proves it (engines/sglang/in_server, as a plugin of SGLang)",

@@ -8,16 +8,25 @@ parallelism and padding need no knowledge here. `POST /weights_checker {"action"
 The checksum of a tensor is the sum of bits × weight modulo 2^64, where the weight is a hash of the element's position
 in the tensor. It is additive: the parts on all ranks of a server sum to the checksum of the whole. The trainer computes
 it with the same functions (`Parts`, `checksums`), from the memory that it sends.
+
+LoRA's adapters are compared by SHA-256 while they are loaded (`check_adapters`).
 """
 
 import functools
+import hashlib
+import logging
+import os
+import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+log = logging.getLogger(__name__)
 
 ACTION = "sent"
 FIELDS = 9
@@ -315,3 +324,51 @@ def teach(actions: tuple[str, ...], answer: Callable[[Any, str], dict[str, str] 
         return {"checksums": found, "per_gpu_checksum": "", "parallelism_info": place.model_dump()}
 
     WeightChecker.handle = handle
+
+
+# ---- LoRA's adapters ----
+
+
+def sha256(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Of each tensor's bytes, in many threads: hashlib releases the GIL."""
+    names, threads = [*tensors], min(16, len(os.sched_getaffinity(0)))
+
+    def digests(part: list[str]) -> list[tuple[str, str]]:
+        flat = ((name, tensors[name].detach().cpu().contiguous().flatten()) for name in part)
+        return [(name, hashlib.sha256(tensor.view(torch.uint8).numpy().data).hexdigest()) for name, tensor in flat]
+
+    with ThreadPoolExecutor(threads) as pool:
+        return dict(pair for part in pool.map(digests, (names[i::threads] for i in range(threads))) for pair in part)
+
+
+def check_adapters() -> None:
+    """A plugin of SGLang (adapter_plugin/). SGLang hashes an adapter in one thread, and generates nothing meanwhile;
+    this does the same in many. A server without it, or in which it fails, compares as it always does."""
+    from sglang.srt.lora.lora_manager import LoRAManager
+    from sglang.srt.managers.tp_worker import BaseTpWorker
+
+    receive, load = BaseTpWorker.load_lora_adapter_from_tensors, LoRAManager.load_lora_adapter_from_tensors
+    expected: list[dict[str, str]] = []  # of the adapter that is being loaded, until it is compared
+
+    def receive_unchecked(self: Any, request: Any) -> Any:
+        expected[:] = [request.expected_checksums] if request.expected_checksums is not None else []
+        request.expected_checksums = None
+        result = receive(self, request)
+        if expected:
+            raise RuntimeError("adapter sync: SGLang loaded it without the comparison of its SHA-256")
+        return result
+
+    def check_and_load(self: Any, ref: Any, tensors: dict[str, torch.Tensor], *rest: Any) -> Any:
+        began, found = time.monotonic(), {}
+        if expected:
+            sent, found = expected.pop(), sha256(tensors)
+            if wrong := sorted(name for name in sent.keys() | found if sent.get(name) != found.get(name)):
+                raise RuntimeError(f"adapter sync MISMATCH: {len(wrong)} of {len(sent)} tensors differ: {wrong[:5]}")
+        compared = time.monotonic()
+        result = load(self, ref, tensors, *rest)
+        parts = (len(found), len(tensors), compared - began, time.monotonic() - compared)
+        log.info("adapter sync: compared %d of %d tensors in %.3f s, loaded them in %.3f s", *parts)
+        return result
+
+    BaseTpWorker.load_lora_adapter_from_tensors = receive_unchecked
+    LoRAManager.load_lora_adapter_from_tensors = check_and_load
